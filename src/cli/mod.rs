@@ -1,0 +1,8 @@
+//! The command line: one file a verb.
+
+use std::process::ExitCode;
+
+/// Parses the command line, runs the verb, prints the error, and gives the exit code.
+pub fn main() -> ExitCode {
+    ExitCode::SUCCESS
+}

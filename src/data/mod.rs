@@ -1,0 +1,15 @@
+//! Rows -> messages -> text -> tokens and mask -> packed batches.
+
+use crate::error::ExitCode;
+
+/// Problems of data.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Error(pub String);
+
+impl Error {
+    /// The exit code that this error ends the process with.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::Data
+    }
+}

@@ -1,0 +1,15 @@
+//! Where models and datasets come from.
+
+use crate::error::ExitCode;
+
+/// Problems with the hub.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Error(pub String);
+
+impl Error {
+    /// The exit code that this error ends the process with.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::Model
+    }
+}

@@ -1,0 +1,152 @@
+//! Random numbers that are functions, not state.
+//!
+//! Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11):
+//! `value = f(seed, purpose, step, layer, index)`. The same on every device, for any split over threads
+//! or ranks, and there is nothing to save but the seed.
+
+/// What a stream is for. Two purposes never share numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Purpose {
+    /// Random weights of a model.
+    Weights = 1,
+    /// Initial values of adapters.
+    Adapter = 2,
+    /// Order of rows.
+    Shuffle = 3,
+    /// Order of samples before they are packed.
+    Pack = 4,
+    /// LoRA dropout.
+    Dropout = 5,
+    /// Sampling of replies.
+    Sample = 6,
+    /// Mixing of sources.
+    Mix = 7,
+    /// Anything that only tests need.
+    Test = 99,
+}
+
+const M0: u32 = 0xD251_1F53;
+const M1: u32 = 0xCD9E_8D57;
+const W0: u32 = 0x9E37_79B9;
+const W1: u32 = 0xBB67_AE85;
+
+/// Ten rounds of Philox4x32: four 32-bit numbers for a 128-bit counter and a 64-bit key.
+pub fn philox4x32(mut ctr: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for round in 0..10 {
+        if round > 0 {
+            key[0] = key[0].wrapping_add(W0);
+            key[1] = key[1].wrapping_add(W1);
+        }
+        let p0 = u64::from(M0) * u64::from(ctr[0]);
+        let p1 = u64::from(M1) * u64::from(ctr[2]);
+        ctr =
+            [(p1 >> 32) as u32 ^ ctr[1] ^ key[0], p1 as u32, (p0 >> 32) as u32 ^ ctr[3] ^ key[1], p0 as u32];
+    }
+    ctr
+}
+
+/// One stream: fixed seed, purpose, step and layer; numbers by index.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream {
+    key: [u32; 2],
+    high: [u32; 2],
+}
+
+impl Stream {
+    /// The stream of `purpose` at `step` in `layer` (any number that tells streams apart).
+    ///
+    /// `step` counts to 2^32 and `layer` to 2^24.
+    pub fn new(seed: u64, purpose: Purpose, step: u64, layer: u64) -> Self {
+        Self {
+            key: [seed as u32, (seed >> 32) as u32],
+            high: [step as u32, (layer as u32) << 8 | purpose as u32],
+        }
+    }
+
+    /// Four random words at `block`.
+    pub fn block(&self, block: u64) -> [u32; 4] {
+        philox4x32([block as u32, (block >> 32) as u32, self.high[0], self.high[1]], self.key)
+    }
+
+    /// Random word at `index`.
+    pub fn word(&self, index: u64) -> u32 {
+        self.block(index / 4)[(index % 4) as usize]
+    }
+
+    /// Uniform in [0, 1) with 24 bits, at `index`.
+    pub fn uniform(&self, index: u64) -> f32 {
+        unit(self.word(index))
+    }
+
+    /// Standard normal at `index` (Box-Muller on the pair that holds it).
+    pub fn normal(&self, index: u64) -> f32 {
+        let b = self.block(index / 4);
+        let pair = ((index % 4) / 2 * 2) as usize;
+        // (0, 1]: the logarithm stays finite
+        let u = (f64::from(b[pair]) + 1.0) / 4_294_967_296.0;
+        let v = f64::from(b[pair + 1]) / 4_294_967_296.0;
+        let r = (-2.0 * u.ln()).sqrt();
+        let a = std::f64::consts::TAU * v;
+        (if index % 2 == 0 { r * a.cos() } else { r * a.sin() }) as f32
+    }
+
+    /// A random order of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32 for any n that fits memory).
+    pub fn permutation(&self, n: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..n).collect();
+        for i in (1..n).rev() {
+            let b = self.block(i as u64);
+            let word = u64::from(b[0]) << 32 | u64::from(b[1]);
+            let j = ((u128::from(word) * (i as u128 + 1)) >> 64) as usize;
+            order.swap(i, j);
+        }
+        order
+    }
+}
+
+/// 24 bits of a word as a number in [0, 1).
+pub fn unit(word: u32) -> f32 {
+    (word >> 8) as f32 / 16_777_216.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The published known-answer vectors of Random123 for philox4x32-10.
+    #[test]
+    fn known_answers() {
+        assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(
+            philox4x32([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        assert_eq!(
+            philox4x32([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn permutation_holds_each_once_and_differs_by_step() {
+        let a = Stream::new(7, Purpose::Shuffle, 0, 0).permutation(1000);
+        let b = Stream::new(7, Purpose::Shuffle, 1, 0).permutation(1000);
+        let mut sorted = a.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..1000).collect::<Vec<_>>());
+        assert_ne!(a, b);
+    }
+
+    #[test]
+    fn moments() {
+        let s = Stream::new(1, Purpose::Test, 0, 0);
+        let n = 40_000u64;
+        let mean = (0..n).map(|i| f64::from(s.normal(i))).sum::<f64>() / n as f64;
+        let var = (0..n).map(|i| f64::from(s.normal(i)).powi(2)).sum::<f64>() / n as f64;
+        let uni = (0..n).map(|i| f64::from(s.uniform(i))).sum::<f64>() / n as f64;
+        assert!(
+            mean.abs() < 0.02 && (var - 1.0).abs() < 0.03 && (uni - 0.5).abs() < 0.01,
+            "{mean} {var} {uni}"
+        );
+    }
+}

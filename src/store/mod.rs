@@ -1,0 +1,15 @@
+//! Bytes on disk, hostile input assumed.
+
+use crate::error::ExitCode;
+
+/// Problems with files of tensors.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Error(pub String);
+
+impl Error {
+    /// The exit code that this error ends the process with.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::Storage
+    }
+}
