@@ -1,1 +1,24 @@
-//! Part of ft.
+//! Operations with a forward and a backward, one concept a file.
+//!
+//! Each has two versions behind one function: ours on CPU slices (generic over f32 and f64, see [`cpu`]),
+//! and a composition of candle's own operations, which runs on any device and is what CUDA uses where no
+//! kernel of ours exists yet. The tests hold the CPU versions to finite differences in f64 and the
+//! compositions to the CPU versions.
+//!
+//! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary.
+//!
+//! This module and the system calls in `store` are the only ones with `unsafe`.
+
+pub mod attention;
+pub mod cpu;
+pub mod dropout;
+pub mod embed;
+pub mod gemm;
+pub mod loss;
+pub mod norm;
+pub mod optimizer;
+pub mod rope;
+pub mod swiglu;
+
+#[cfg(test)]
+pub(crate) mod check;

@@ -1,0 +1,170 @@
+//! What the CPU versions of the kernels share: typed views of tensors, fixed-order parallel loops,
+//! and an in-place operation from a closure.
+//!
+//! Every CPU kernel is written once, generic over [`Real`]: the f32 that training uses and the f64 that
+//! the finite-difference checks use are the same code. bf16 and f16 tensors are widened to f32 on the way
+//! in and rounded on the way out.
+
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
+};
+use std::marker::PhantomData;
+use std::ops::Deref;
+
+/// The floating-point types that kernels compute in.
+pub trait Real: candle_core::WithDType + std::iter::Sum + std::ops::Neg<Output = Self> {
+    /// e^x
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// Square root.
+    fn sqrt(self) -> Self;
+    /// Nearest value.
+    fn of(x: f64) -> Self {
+        Self::from_f64(x)
+    }
+    /// Smaller than every number.
+    fn lowest() -> Self;
+    /// The vector of a CPU storage, if it is of this type.
+    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>>;
+}
+
+impl Real for f32 {
+    #[inline]
+    fn exp(self) -> Self {
+        f32::exp(self)
+    }
+    #[inline]
+    fn ln(self) -> Self {
+        f32::ln(self)
+    }
+    #[inline]
+    fn sqrt(self) -> Self {
+        f32::sqrt(self)
+    }
+    fn lowest() -> Self {
+        f32::NEG_INFINITY
+    }
+    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
+        if let CpuStorage::F32(v) = s { Some(v) } else { None }
+    }
+}
+
+impl Real for f64 {
+    #[inline]
+    fn exp(self) -> Self {
+        f64::exp(self)
+    }
+    #[inline]
+    fn ln(self) -> Self {
+        f64::ln(self)
+    }
+    #[inline]
+    fn sqrt(self) -> Self {
+        f64::sqrt(self)
+    }
+    fn lowest() -> Self {
+        f64::NEG_INFINITY
+    }
+    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
+        if let CpuStorage::F64(v) = s { Some(v) } else { None }
+    }
+}
+
+/// Calls `$f::<f64>(..)` for f64 tensors and `$f::<f32>(..)` for all others.
+macro_rules! on_real {
+    ($dtype:expr, $f:ident($($arg:expr),* $(,)?)) => {
+        if $dtype == candle_core::DType::F64 { $f::<f64>($($arg),*) } else { $f::<f32>($($arg),*) }
+    };
+}
+pub(crate) use on_real;
+
+/// Whether a tensor lives on the CPU, where our own kernels run.
+pub fn is_cpu(t: &Tensor) -> bool {
+    t.device().is_cpu()
+}
+
+/// The values of a CPU tensor in row-major order: borrowed where dtype and layout allow, else converted.
+pub enum View<'a, T> {
+    /// A range of the tensor's own storage.
+    Borrowed(StorageRef<'a>, usize, usize, PhantomData<T>),
+    /// Converted values.
+    Owned(Vec<T>),
+}
+
+impl<T: Real> Deref for View<'_, T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        match self {
+            View::Borrowed(s, start, end, _) => match &**s {
+                Storage::Cpu(s) => s.as_slice::<T>().map(|s| &s[*start..*end]).unwrap_or(&[]),
+                _ => &[],
+            },
+            View::Owned(v) => v,
+        }
+    }
+}
+
+/// Views a CPU tensor as `T`.
+pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
+    if t.dtype() == T::DTYPE {
+        let (s, l) = t.storage_and_layout();
+        if let Some((start, end)) = l.contiguous_offsets() {
+            return Ok(View::Borrowed(s, start, end, PhantomData));
+        }
+    }
+    Ok(View::Owned(t.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1()?))
+}
+
+/// A CPU tensor of `dtype` from values.
+pub fn tensor<T: Real>(v: Vec<T>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Tensor::from_vec(v, shape.into(), &Device::Cpu)?.to_dtype(dtype)
+}
+
+/// Sum of products, in sixteen lanes: vectorised, and more accurate than one running sum.
+#[inline]
+pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    let mut lanes = [T::zero(); 16];
+    let (ac, bc) = (a.chunks_exact(16), b.chunks_exact(16));
+    let tail: T = ac.remainder().iter().zip(bc.remainder()).map(|(x, y)| *x * *y).sum();
+    for (x, y) in ac.zip(bc) {
+        for i in 0..16 {
+            lanes[i] += x[i] * y[i];
+        }
+    }
+    lanes.into_iter().sum::<T>() + tail
+}
+
+/// Rows that one task of a row-wise kernel takes: fixed, so that sums over rows have a fixed order
+/// whatever the number of threads.
+pub const ROWS: usize = 32;
+
+struct Closure<F> {
+    name: &'static str,
+    f: F,
+}
+
+impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+    fn cpu_fwd(&self, s: &mut CpuStorage, l: &Layout) -> Result<()> {
+        (self.f)(s, l)
+    }
+}
+
+/// Changes the values of a contiguous CPU tensor (or contiguous view) in place.
+pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) -> Result<()>) -> Result<()> {
+    t.inplace_op1(&Closure {
+        name,
+        f: |s: &mut CpuStorage, l: &Layout| {
+            let Some((start, end)) = l.contiguous_offsets() else {
+                candle_core::bail!("{name}: the destination is not contiguous");
+            };
+            match T::storage_mut(s) {
+                Some(v) => f(&mut v[start..end]),
+                None => candle_core::bail!("{name}: the destination is not {:?}", T::DTYPE),
+            }
+        },
+    })
+}

@@ -1,0 +1,128 @@
+//! Cross-entropy of a chunk of logits, and their gradient.
+//!
+//! The whole matrix of logits never exists: the head takes some rows at a time, and what comes back is one
+//! loss a row and the gradient of these logits, which the head's backward uses up at once.
+
+use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
+use candle_core::{D, DType, Result, Tensor};
+use rayon::prelude::*;
+use std::sync::Mutex;
+
+/// Losses of the rows, and the gradient of `scale * sum(losses)` if a scale is given.
+///
+/// # Shapes
+/// `logits` [n, v] in f32 (f64 in tests), `targets` [n] u32 -> losses [n], gradient [n, v].
+/// The logits' storage may be reused for the gradient: they are taken by value.
+pub fn cross_entropy(
+    logits: Tensor,
+    targets: &Tensor,
+    scale: Option<f64>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    if is_cpu(&logits) {
+        on_real!(logits.dtype(), cross_entropy_cpu(logits, targets, scale))
+    } else {
+        cross_entropy_composed(&logits, targets, scale)
+    }
+}
+
+fn cross_entropy_cpu<T: Real>(
+    logits: Tensor,
+    targets: &Tensor,
+    scale: Option<f64>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let (n, v) = logits.dims2()?;
+    let targets = targets.to_vec1::<u32>()?;
+    if targets.len() != n || targets.iter().any(|t| *t as usize >= v) {
+        candle_core::bail!(
+            "cross-entropy: a target outside {v} logits, or {} targets for {n} rows",
+            targets.len()
+        );
+    }
+    let row_loss = |row: &[T], target: u32| -> (T, T, T) {
+        let max = row.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
+        let sum: T = row.iter().map(|x| (*x - max).exp()).sum();
+        (max, sum, max + sum.ln() - row[target as usize])
+    };
+    let Some(scale) = scale else {
+        let x = view::<T>(&logits)?;
+        let losses: Vec<T> = x.par_chunks(v).zip(&targets).map(|(row, t)| row_loss(row, *t).2).collect();
+        return Ok((tensor(losses, n, T::DTYPE)?, None));
+    };
+    let losses = Mutex::new(Vec::new());
+    in_place::<T>("cross-entropy", &logits, |x| {
+        let out: Vec<T> = x
+            .par_chunks_mut(v)
+            .zip(&targets)
+            .map(|(row, t)| {
+                let (max, sum, loss) = row_loss(row, *t);
+                let k = T::of(scale) / sum;
+                row.iter_mut().for_each(|x| *x = (*x - max).exp() * k);
+                row[*t as usize] -= T::of(scale);
+                loss
+            })
+            .collect();
+        if let Ok(mut l) = losses.lock() {
+            *l = out;
+        }
+        Ok(())
+    })?;
+    let losses = losses.into_inner().unwrap_or_default();
+    Ok((tensor(losses, n, T::DTYPE)?, Some(logits)))
+}
+
+fn cross_entropy_composed(
+    logits: &Tensor,
+    targets: &Tensor,
+    scale: Option<f64>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let max = logits.max_keepdim(D::Minus1)?;
+    let e = logits.broadcast_sub(&max)?.exp()?;
+    let sum = e.sum_keepdim(D::Minus1)?;
+    let index = targets.unsqueeze(1)?;
+    let picked = logits.gather(&index, 1)?;
+    let losses = ((max + sum.log()?)? - picked)?.squeeze(1)?;
+    let Some(scale) = scale else { return Ok((losses, None)) };
+    let p = (e.broadcast_div(&sum)? * scale)?;
+    let minus = Tensor::full(-scale, index.shape(), p.device())?.to_dtype(p.dtype())?;
+    Ok((losses, Some(p.scatter_add(&index, &minus, 1)?)))
+}
+
+/// The sum of losses in f64, in order: the same for any split into chunks.
+pub fn total(losses: &[Tensor]) -> Result<f64> {
+    let mut sum = 0.0;
+    for t in losses {
+        sum += t.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().sum::<f64>();
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::{close, gradient, randn};
+    use candle_core::Device;
+
+    #[test]
+    fn gradient_and_composition() -> Result<()> {
+        let x = (randn(1, (5, 7), DType::F64)? * 3.0)?;
+        let targets = Tensor::new(&[0u32, 6, 3, 3, 1], &Device::Cpu)?;
+        let (loss, grad) = cross_entropy(x.copy()?, &targets, Some(0.25))?;
+        let ones = Tensor::full(0.25f64, 5, &Device::Cpu)?;
+        gradient("logits", &x, grad.as_ref().expect("wanted"), &ones, |x| {
+            Ok(cross_entropy(x.copy()?, &targets, None)?.0)
+        });
+        let (closs, cgrad) = cross_entropy_composed(&x, &targets, Some(0.25))?;
+        close(&closs, &loss, 1e-12);
+        close(&cgrad.expect("wanted"), &grad.expect("wanted"), 1e-12);
+        Ok(())
+    }
+
+    #[test]
+    fn large_logits_stay_finite() -> Result<()> {
+        let x = Tensor::new(&[[1e30f32, 0.0], [-1e30, 5.0]], &Device::Cpu)?;
+        let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
+        let (loss, _) = cross_entropy(x, &targets, None)?;
+        assert_eq!(loss.to_vec1::<f32>()?, vec![0.0, 0.0]);
+        Ok(())
+    }
+}

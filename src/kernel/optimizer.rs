@@ -1,0 +1,160 @@
+//! AdamW on flat buffers, and sums of squares for the gradient norm.
+//!
+//! The update is PyTorch's (`torch.optim.AdamW`, Loshchilov and Hutter 2019):
+//! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2; p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
+
+use super::cpu::{in_place, is_cpu, view};
+use candle_core::{Device, Result, Tensor};
+use rayon::prelude::*;
+
+/// Elements that one task takes: fixed, so that sums have one order.
+const CHUNK: usize = 16 * 1024;
+
+/// The numbers of one update.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Decay rates of the moments.
+    pub betas: [f64; 2],
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Number of this update, from 1.
+    pub t: u64,
+    /// Factor on the gradient (clipping).
+    pub grad_scale: f64,
+}
+
+impl AdamW {
+    fn lr_over_bias(&self) -> f64 {
+        self.lr / (1.0 - self.betas[0].powf(self.t as f64))
+    }
+    fn sqrt_bias2(&self) -> f64 {
+        (1.0 - self.betas[1].powf(self.t as f64)).sqrt()
+    }
+}
+
+/// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 [n], in place.
+pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
+    if !is_cpu(p) {
+        return adamw_composed(p, m, v, g, k);
+    }
+    let gs = k.grad_scale as f32;
+    let (b1, b2) = ((1.0 - k.betas[0]) as f32, k.betas[1] as f32);
+    let c2 = (1.0 - k.betas[1]) as f32;
+    {
+        let g = view::<f32>(g)?;
+        in_place::<f32>("adamw", m, |m| {
+            m.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(m, g)| {
+                m.iter_mut().zip(g).for_each(|(m, g)| *m += (*g * gs - *m) * b1);
+            });
+            Ok(())
+        })?;
+        in_place::<f32>("adamw", v, |v| {
+            v.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(v, g)| {
+                v.iter_mut().zip(g).for_each(|(v, g)| {
+                    let g = *g * gs;
+                    *v = *v * b2 + c2 * g * g;
+                });
+            });
+            Ok(())
+        })?;
+    }
+    let decay = (1.0 - k.lr * k.weight_decay) as f32;
+    let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
+    let (m, v) = (view::<f32>(m)?, view::<f32>(v)?);
+    in_place::<f32>("adamw", p, |p| {
+        p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK).zip(v.par_chunks(CHUNK))).for_each(|(p, (m, v))| {
+            for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
+                *p = *p * decay - step * (*m / (v.sqrt() / root + eps));
+            }
+        });
+        Ok(())
+    })
+}
+
+fn adamw_composed(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
+    let g = (g * k.grad_scale)?;
+    m.slice_set(&(m + ((&g - m)? * (1.0 - k.betas[0]))?)?, 0, 0)?;
+    v.slice_set(&((v * k.betas[1])? + (g.sqr()? * (1.0 - k.betas[1]))?)?, 0, 0)?;
+    let denominator = ((v.sqrt()? / k.sqrt_bias2())? + k.eps)?;
+    let update = ((m / denominator)? * k.lr_over_bias())?;
+    p.slice_set(&((p * (1.0 - k.lr * k.weight_decay))? - update)?, 0, 0)
+}
+
+/// The sum of squares of all values of some flat f32 buffers, in f64 on the CPU.
+pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
+    let mut sum = 0.0;
+    let mut on_device: Vec<Tensor> = Vec::new();
+    for b in buffers {
+        if is_cpu(b) {
+            let x = view::<f32>(b)?;
+            let parts: Vec<f64> =
+                x.par_chunks(CHUNK).map(|c| c.iter().map(|x| f64::from(*x) * f64::from(*x)).sum()).collect();
+            sum += parts.iter().sum::<f64>();
+        } else {
+            on_device.push(b.sqr()?.sum_all()?);
+        }
+    }
+    if !on_device.is_empty() {
+        // one wait for the device, however many buffers
+        let all = Tensor::stack(&on_device, 0)?.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
+        sum += all.iter().map(|x| f64::from(*x)).sum::<f64>();
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::{close, randn};
+    use candle_core::DType;
+
+    /// Three steps of torch.optim.AdamW (2.11) on p = [1, -2, 3], g = [0.1 k, -0.2, 0.3 / k],
+    /// lr 0.1, betas 0.9 0.99, eps 1e-8, weight decay 0.05.
+    #[test]
+    fn steps_of_pytorch() -> Result<()> {
+        let d = &Device::Cpu;
+        let (p, m, v) = (
+            Tensor::new(&[1f32, -2., 3.], d)?,
+            Tensor::zeros(3, DType::F32, d)?,
+            Tensor::zeros(3, DType::F32, d)?,
+        );
+        for t in 1..=3u64 {
+            let k = t as f32;
+            let g = Tensor::new(&[0.1 * k, -0.2, 0.3 / k], d)?;
+            let step =
+                AdamW { lr: 0.1, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.05, t, grad_scale: 1.0 };
+            adamw(&p, &m, &v, &g, &step)?;
+        }
+        let want = Tensor::new(TORCH, d)?;
+        close(&p, &want, 1e-6);
+        Ok(())
+    }
+    const TORCH: &[f32] = &[0.694_613_4, -1.671_647_2, 2.675_769_1];
+
+    #[test]
+    fn composition_agrees() -> Result<()> {
+        let make = || -> Result<[Tensor; 4]> {
+            Ok([
+                randn(1, 50, DType::F32)?,
+                randn(2, 50, DType::F32)?,
+                randn(3, 50, DType::F32)?.sqr()?,
+                randn(4, 50, DType::F32)?,
+            ])
+        };
+        let ([p, m, v, g], [cp, cm, cv, _]) = (make()?, make()?);
+        let k = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 5, grad_scale: 0.3 };
+        adamw(&p, &m, &v, &g, &k)?;
+        adamw_composed(&cp, &cm, &cv, &g, &k)?;
+        for (a, b) in [(&cp, &p), (&cm, &m), (&cv, &v)] {
+            close(a, b, 1e-6);
+        }
+        let n = sum_squares(&[g.clone(), p.clone()])?;
+        let want = g.sqr()?.sum_all()?.to_scalar::<f32>()? + p.sqr()?.sum_all()?.to_scalar::<f32>()?;
+        assert!((n - f64::from(want)).abs() < 1e-4);
+        Ok(())
+    }
+}

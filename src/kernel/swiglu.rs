@@ -1,0 +1,97 @@
+//! SwiGLU's elementwise part: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
+
+use super::cpu::{Real, is_cpu, on_real, tensor, view};
+use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+
+/// Elements that one task takes.
+const CHUNK: usize = 16 * 1024;
+
+/// `silu(gate) * up`, elementwise; all three tensors have one shape.
+pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if is_cpu(gate) { on_real!(gate.dtype(), forward_cpu(gate, up)) } else { forward_composed(gate, up) }
+}
+
+/// The gradients of gate and up, given that of the output.
+pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    if is_cpu(gate) {
+        on_real!(gate.dtype(), backward_cpu(gate, up, dy))
+    } else {
+        backward_composed(gate, up, dy)
+    }
+}
+
+#[inline]
+fn sigmoid<T: Real>(x: T) -> T {
+    T::one() / (T::one() + (-x).exp())
+}
+
+fn forward_cpu<T: Real>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let (g, u) = (view::<T>(gate)?, view::<T>(up)?);
+    let mut y = vec![T::zero(); g.len()];
+    y.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK))).for_each(|(y, (g, u))| {
+        for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
+            *y = *g * sigmoid(*g) * *u;
+        }
+    });
+    tensor(y, gate.shape(), gate.dtype())
+}
+
+fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (g, u, d) = (view::<T>(gate)?, view::<T>(up)?, view::<T>(dy)?);
+    let (mut dg, mut du) = (vec![T::zero(); g.len()], vec![T::zero(); g.len()]);
+    dg.par_chunks_mut(CHUNK)
+        .zip(du.par_chunks_mut(CHUNK))
+        .zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK)).zip(d.par_chunks(CHUNK)))
+        .for_each(|((dg, du), ((g, u), d))| {
+            for i in 0..g.len() {
+                let s = sigmoid(g[i]);
+                du[i] = d[i] * g[i] * s;
+                dg[i] = d[i] * u[i] * s * (T::one() + g[i] * (T::one() - s));
+            }
+        });
+    Ok((tensor(dg, gate.shape(), gate.dtype())?, tensor(du, gate.shape(), gate.dtype())?))
+}
+
+fn wide(t: &Tensor) -> Result<Tensor> {
+    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}
+
+fn forward_composed(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    (wide(gate)?.silu()? * wide(up)?)?.to_dtype(gate.dtype())
+}
+
+fn backward_composed(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (g, u, d) = (wide(gate)?, wide(up)?, wide(dy)?);
+    let s = (g.neg()?.exp()? + 1.0)?.recip()?;
+    let du = (&d * &g * &s)?.to_dtype(gate.dtype())?;
+    let slope = (&s * ((g * (1.0 - &s)?)? + 1.0)?)?;
+    Ok(((d * u * slope)?.to_dtype(gate.dtype())?, du))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::{close, gradient, randn};
+
+    #[test]
+    fn gradients() -> Result<()> {
+        let (g, u, dy) =
+            (randn(1, (4, 6), DType::F64)?, randn(2, (4, 6), DType::F64)?, randn(3, (4, 6), DType::F64)?);
+        let (dg, du) = backward(&g, &u, &dy)?;
+        gradient("gate", &g, &dg, &dy, |g| forward(g, &u));
+        gradient("up", &u, &du, &dy, |u| forward(&g, u));
+        Ok(())
+    }
+
+    #[test]
+    fn composition_agrees() -> Result<()> {
+        let (g, u, dy) =
+            (randn(1, (9, 7), DType::F32)?, randn(2, (9, 7), DType::F32)?, randn(3, (9, 7), DType::F32)?);
+        close(&forward_composed(&g, &u)?, &forward(&g, &u)?, 1e-6);
+        let ((a, b), (c, d)) = (backward_composed(&g, &u, &dy)?, backward(&g, &u, &dy)?);
+        close(&a, &c, 1e-6);
+        close(&b, &d, 1e-6);
+        Ok(())
+    }
+}
