@@ -1,15 +1,59 @@
-//! What trains.
+//! What trains: selection of modules, the buffers of trained tensors, LoRA's initial values, PEFT files.
+
+pub mod adapter;
+pub mod build;
+pub mod params;
+pub mod peft;
+pub mod selection;
+
+pub use params::Params;
+pub use selection::{Choice, Selection, Trained};
 
 use crate::error::ExitCode;
 
 /// Problems of adapters and selection.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+pub enum Error {
+    /// A `[[train]]` rule cannot be applied to this model.
+    #[error("{place}: train.{rule}: {why}")]
+    Rule {
+        /// Where the rule stands.
+        place: String,
+        /// Its number, from 0.
+        rule: usize,
+        /// What is wrong.
+        why: String,
+    },
+    /// Nothing trains.
+    #[error("{place}: nothing trains\n  hint: add a [[train]] rule, or name an adapter in lora.init")]
+    Nothing {
+        /// The recipe.
+        place: String,
+    },
+    /// An adapter's config or tensors.
+    #[error("{file}: {why}")]
+    Peft {
+        /// The file.
+        file: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// A model's tensors do not fit its config.
+    #[error("{dir}: {why}")]
+    Tensors {
+        /// The folder.
+        dir: String,
+        /// Missing, unexpected or mis-shaped tensors, one a line.
+        why: String,
+    },
+}
 
 impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
-        ExitCode::Model
+        match self {
+            Error::Rule { .. } | Error::Nothing { .. } => ExitCode::Usage,
+            Error::Peft { .. } | Error::Tensors { .. } => ExitCode::Model,
+        }
     }
 }

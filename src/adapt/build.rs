@@ -1,0 +1,263 @@
+//! Building a model: frozen tensors from a checkpoint (or at random), trained ones in their flat buffers.
+
+use super::adapter::Adapter;
+use super::params::Params;
+use super::peft;
+use super::selection::{Choice, Part, Selection, part_name};
+use super::{Error, Trained};
+use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::modules::{Group, Kind, Module, modules};
+use crate::model::sink::Slot;
+use crate::model::{Config, Decoder, decoder::Weights};
+use crate::rng::{Purpose, Stream};
+use crate::store::TensorFiles;
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+use std::collections::{BTreeSet, HashMap};
+
+/// Where the base's tensors come from.
+pub enum Base<'a> {
+    /// A checkpoint.
+    Files(&'a TensorFiles),
+    /// Seeded random numbers of the config's shape.
+    Random(u64),
+}
+
+/// What a build needs.
+pub struct Build<'a> {
+    /// The model.
+    pub config: &'a Config,
+    /// What trains.
+    pub selection: &'a Selection,
+    /// Where the base comes from.
+    pub base: Base<'a>,
+    /// An adapter to go on from, or to use.
+    pub adapter: Option<&'a Adapter>,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// Where to compute.
+    pub device: &'a Device,
+    /// Seed of LoRA's initial values.
+    pub seed: u64,
+    /// Whether to allocate gradients and moments.
+    pub train: bool,
+    /// Called after each tensor, with the bytes it took in the checkpoint.
+    pub progress: &'a dyn Fn(u64),
+}
+
+impl Build<'_> {
+    /// Loads the model and allocates what trains.
+    ///
+    /// # Errors
+    /// Tensors that are missing, unexpected or of another shape, all named; an adapter that does not fit.
+    pub fn run(&self) -> crate::Result<(Decoder, Params)> {
+        if let Base::Files(files) = &self.base {
+            check_tensors(self.config, files)?;
+        }
+        let params =
+            Params::new(self.selection.trained(), self.config.layers + 2, self.dtype, self.device, self.train)?;
+        if let Some(a) = self.adapter {
+            a.check_against(self.config, self.selection, &params)?;
+        }
+        let mut loader = Loader { b: self, params, streams: HashMap::new() };
+        for (i, (m, _)) in self.selection.modules.iter().enumerate() {
+            loader.streams.insert(m.name.clone(), i as u64 + 1);
+        }
+        let decoder = Decoder::build(self.config, &mut loader)?;
+        Ok((decoder, loader.params))
+    }
+}
+
+/// Compares a checkpoint's tensors with the config: missing, unexpected and mis-shaped ones are all named.
+pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> {
+    let mut problems = Vec::new();
+    let mut expected = BTreeSet::new();
+    for m in modules(config) {
+        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
+        if let Some(n) = m.bias() {
+            want.push((format!("{}.bias", m.name), vec![n]));
+        }
+        for (name, shape) in want {
+            expected.insert(name.clone());
+            match files.info(&name) {
+                None if config.tied && m.group == Group::Head => {}
+                None => problems.push(format!("{name}: missing ({shape:?})")),
+                Some(i) if i.shape != shape => {
+                    problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    for name in files.names() {
+        // buffers that old versions of transformers saved
+        if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") {
+            problems.push(format!("{name}: unexpected"));
+        }
+    }
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let (count, shown) = (problems.len(), 20);
+    problems.truncate(shown);
+    if count > shown {
+        problems.push(format!(".. and {} more", count - shown));
+    }
+    Err(Error::Tensors {
+        dir: files.folder().display().to_string(),
+        why: format!("{count} tensors do not fit config.json\n  {}", problems.join("\n  ")),
+    })
+}
+
+struct Loader<'a> {
+    b: &'a Build<'a>,
+    params: Params,
+    /// Number of each module: its stream of random numbers.
+    streams: HashMap<String, u64>,
+}
+
+impl Loader<'_> {
+    fn stream(&self, m: &Module, purpose: Purpose, part: u64) -> Stream {
+        let seed = match (purpose, &self.b.base) {
+            (Purpose::Weights, Base::Random(seed)) => *seed,
+            _ => self.b.seed,
+        };
+        Stream::new(seed, purpose, part, self.streams.get(&m.name).copied().unwrap_or(0))
+    }
+
+    fn part(&self, m: &Module, part: Part) -> Option<usize> {
+        self.params.find(&format!("{}.{}", m.name, part_name(m, part)))
+    }
+
+    fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
+        let name = format!("{}.{}", m.name, part_name(m, part));
+        let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
+        match &self.b.base {
+            Base::Files(files) => {
+                let t = files.tensor(&name, dtype, self.b.device)?;
+                (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
+                Ok(t)
+            }
+            Base::Random(_) => {
+                let t = random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
+                (self.b.progress)(4 * t.elem_count() as u64);
+                Ok(t.to_dtype(dtype)?.to_device(self.b.device)?)
+            }
+        }
+    }
+
+    /// A tensor of the base: a frozen one by itself, a trained one in its buffer.
+    fn tensor(&mut self, m: &Module, part: Part) -> crate::Result<(Tensor, Option<Slot>)> {
+        match self.part(m, part) {
+            None => Ok((self.base(m, part, self.b.dtype)?, None)),
+            Some(i) => {
+                let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
+                let value = match from_adapter {
+                    Some(t) => t,
+                    None => self.base(m, part, DType::F32)?,
+                };
+                self.params.set(i, &value)?;
+                Ok((self.params.view(i)?, self.b.train.then_some(self.params.slots[i])))
+            }
+        }
+    }
+
+    /// Fills A and B from the adapter or with their initial values.
+    fn init_lora(&self, m: &Module, a: usize, b: usize) -> crate::Result<bool> {
+        if let Some(adapter) = self.b.adapter {
+            let (ta, tb) = (adapter.get(&self.params.tensors[a])?, adapter.get(&self.params.tensors[b])?);
+            if let (Some(ta), Some(tb)) = (ta, tb) {
+                self.params.set(a, &ta)?;
+                self.params.set(b, &tb)?;
+                return Ok(true);
+            }
+        }
+        let embedding = matches!(m.kind, Kind::Embedding { .. });
+        // PEFT: A Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i), and B zero;
+        // on an embedding A zero and B standard normal
+        let (index, stream) = if embedding { (b, 1) } else { (a, 0) };
+        let t = &self.params.tensors[index];
+        let s = self.stream(m, Purpose::Adapter, stream);
+        let bound = 1.0 / (t.shape[1] as f32).sqrt();
+        let n = t.elements() as u64;
+        let values: Vec<f32> = (0..n)
+            .into_par_iter()
+            .map(|i| if embedding { s.normal(i) } else { (2.0 * s.uniform(i) - 1.0) * bound })
+            .collect();
+        self.params.set(index, &Tensor::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?;
+        Ok(false)
+    }
+
+    fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
+        self.b.train.then(|| (self.params.slots[a], self.params.slots[b]))
+    }
+}
+
+impl Weights for Loader<'_> {
+    fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
+        self.tensor(m, Part::Weight)
+    }
+
+    fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
+        self.tensor(m, Part::Bias)
+    }
+
+    fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
+        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
+        self.init_lora(m, a, b)?;
+        let scale = peft::scale(&spec);
+        let mut lora = Lora {
+            a: self.params.view(a)?,
+            b: self.params.view(b)?,
+            slots: self.slots(a, b),
+            scale,
+            dropout: spec.dropout,
+            stream: self.streams.get(&m.name).copied().unwrap_or(0),
+            dora: None,
+        };
+        if let Some(i) = self.part(m, Part::Magnitude) {
+            let row_squares = weight.row_squares()?;
+            let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
+            let init = match from_adapter {
+                Some(t) => t,
+                None => lora.norms(weight, &row_squares)?,
+            };
+            self.params.set(i, &init)?;
+            lora.dora = Some(Dora {
+                magnitude: self.params.view(i)?.unsqueeze(0)?,
+                slot: self.b.train.then_some(self.params.slots[i]),
+                row_squares,
+            });
+        }
+        Ok(Some(lora))
+    }
+
+    fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {
+        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
+        self.init_lora(m, a, b)?;
+        let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);
+        Ok(Some(EmbeddingLora { a: view_a, b: view_b, slots: self.slots(a, b), scale: peft::scale(&spec) }))
+    }
+}
+
+/// Random values of a tensor: norms one, biases zero, matrices normal with the config's `initializer_range`.
+fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -> crate::Result<Tensor> {
+    let n: usize = shape.iter().product();
+    let values: Vec<f32> = match (part, m.kind) {
+        (Part::Bias, _) => vec![0.0; n],
+        (_, Kind::Norm { .. }) => vec![1.0; n],
+        _ => {
+            let std = config.raw.get("initializer_range").and_then(|v| v.as_f64()).unwrap_or(0.02) as f32;
+            (0..n as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
+        }
+    };
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+/// The trained tensors that a reached-set leaves out, and the other way round, for the first step's check.
+pub fn unreached<'a>(tensors: &'a [Trained], reached: &[bool]) -> Vec<&'a str> {
+    tensors.iter().zip(reached).filter(|(_, r)| !**r).map(|(t, _)| t.name.as_str()).collect()
+}

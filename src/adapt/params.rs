@@ -1,0 +1,174 @@
+//! The trained tensors in flat buffers: one set a unit of the walk.
+//!
+//! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
+//! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
+//! place and nothing is copied around.
+
+use super::selection::Trained;
+use crate::model::sink::Slot;
+use candle_core::{DType, Device, Result, Tensor};
+
+/// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
+const ALIGN: usize = 64;
+
+/// The buffers of one unit.
+#[derive(Debug)]
+pub struct Unit {
+    /// Elements, gaps between tensors included.
+    pub len: usize,
+    /// What the layers compute with, in the compute dtype.
+    pub compute: Tensor,
+    /// f32 master weights; the compute buffer itself where that is f32.
+    pub master: Tensor,
+    /// Gradients, f32; none when nothing is trained (an adapter that is only used).
+    pub grads: Option<Tensor>,
+    /// AdamW's moments, f32.
+    pub moments: Option<(Tensor, Tensor)>,
+}
+
+/// All trained tensors of a model.
+#[derive(Debug)]
+pub struct Params {
+    /// What trains, in the order of the forward pass.
+    pub tensors: Vec<Trained>,
+    /// Where each stands.
+    pub slots: Vec<Slot>,
+    /// Buffers by unit; `None` where nothing trains.
+    pub units: Vec<Option<Unit>>,
+}
+
+/// Lays tensors out in units: slots, and elements of each unit.
+pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
+    let mut len = vec![0usize; units];
+    let slots = tensors
+        .iter()
+        .enumerate()
+        .map(|(index, t)| {
+            let cols = *t.shape.last().unwrap_or(&1);
+            let rows = t.elements() / cols.max(1);
+            let offset = len[t.unit];
+            len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
+            Slot { index, unit: t.unit, offset, rows, cols }
+        })
+        .collect();
+    (slots, len)
+}
+
+impl Params {
+    /// Zero-filled buffers for these tensors; gradients and moments only with `train`.
+    pub fn new(tensors: Vec<Trained>, units: usize, dtype: DType, device: &Device, train: bool) -> Result<Self> {
+        let (slots, lens) = layout(&tensors, units);
+        let f32s = |n| Tensor::zeros(n, DType::F32, device);
+        let units = lens
+            .into_iter()
+            .map(|len| {
+                if len == 0 {
+                    return Ok(None);
+                }
+                let compute = Tensor::zeros(len, dtype, device)?;
+                let master = if dtype == DType::F32 { compute.clone() } else { f32s(len)? };
+                Ok(Some(Unit {
+                    len,
+                    compute,
+                    master,
+                    grads: if train { Some(f32s(len)?) } else { None },
+                    moments: if train { Some((f32s(len)?, f32s(len)?)) } else { None },
+                }))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { tensors, slots, units })
+    }
+
+    fn unit(&self, slot: &Slot) -> Result<&Unit> {
+        match self.units.get(slot.unit) {
+            Some(Some(u)) => Ok(u),
+            _ => candle_core::bail!("no buffers for unit {}", slot.unit),
+        }
+    }
+
+    /// Index of a trained tensor by name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.tensors.iter().position(|t| t.name == name)
+    }
+
+    /// What the layers compute with: a view of the shape that files have.
+    pub fn view(&self, index: usize) -> Result<Tensor> {
+        let slot = &self.slots[index];
+        slot.view(&self.unit(slot)?.compute)?.reshape(self.tensors[index].shape.as_slice())
+    }
+
+    /// The f32 values of a tensor: a view of the master weights.
+    pub fn master(&self, index: usize) -> Result<Tensor> {
+        let slot = &self.slots[index];
+        slot.view(&self.unit(slot)?.master)?.reshape(self.tensors[index].shape.as_slice())
+    }
+
+    /// The gradient of a tensor, as a view.
+    pub fn grad(&self, index: usize) -> Result<Option<Tensor>> {
+        let slot = &self.slots[index];
+        match &self.unit(slot)?.grads {
+            None => Ok(None),
+            Some(g) => slot.view(g)?.reshape(self.tensors[index].shape.as_slice()).map(Some),
+        }
+    }
+
+    /// The moments of a tensor, as views.
+    pub fn moments(&self, index: usize) -> Result<Option<(Tensor, Tensor)>> {
+        let slot = &self.slots[index];
+        let shape = self.tensors[index].shape.as_slice();
+        match &self.unit(slot)?.moments {
+            None => Ok(None),
+            Some((m, v)) => Ok(Some((slot.view(m)?.reshape(shape)?, slot.view(v)?.reshape(shape)?))),
+        }
+    }
+
+    /// Sets a tensor, master and compute copy.
+    pub fn set(&self, index: usize, value: &Tensor) -> Result<()> {
+        let slot = &self.slots[index];
+        let unit = self.unit(slot)?;
+        let flat = value.to_device(unit.master.device())?.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
+        if flat.elem_count() != slot.rows * slot.cols {
+            candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
+        }
+        unit.master.slice_set(&flat, 0, slot.offset)?;
+        if unit.compute.dtype() != DType::F32 {
+            unit.compute.slice_set(&flat.to_dtype(unit.compute.dtype())?, 0, slot.offset)?;
+        }
+        Ok(())
+    }
+
+    /// Brings the compute copies up to date with the master weights, after a step.
+    pub fn publish(&self) -> Result<()> {
+        for u in self.units.iter().flatten() {
+            if u.compute.dtype() != DType::F32 {
+                u.compute.slice_set(&u.master.to_dtype(u.compute.dtype())?, 0, 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gradient buffers by unit, as a [`crate::model::sink::Sink`] takes them.
+    pub fn grads(&self) -> Vec<Option<Tensor>> {
+        self.units.iter().map(|u| u.as_ref().and_then(|u| u.grads.clone())).collect()
+    }
+
+    /// Sets all gradients to zero.
+    pub fn zero_grads(&self) -> Result<()> {
+        for u in self.units.iter().flatten() {
+            if let Some(g) = &u.grads {
+                g.zero_set()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of trained values.
+    pub fn count(&self) -> usize {
+        self.tensors.iter().map(Trained::elements).sum()
+    }
+
+    /// Lowest unit that holds a trained tensor.
+    pub fn lowest_unit(&self) -> Option<usize> {
+        self.tensors.iter().map(|t| t.unit).min()
+    }
+}

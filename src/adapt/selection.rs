@@ -1,0 +1,337 @@
+//! Which modules train, and how: from the recipe's rules, or from a PEFT adapter's own config.
+
+use super::Error;
+use super::peft::PeftConfig;
+use crate::model::Config;
+use crate::model::modules::{Group, Kind, Module, modules};
+use crate::recipe::{LoraSpec, Method, Rule};
+use regex::Regex;
+
+/// What happens to a module.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    /// Nothing trains.
+    Freeze,
+    /// The weight (and bias) trains.
+    Full {
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
+    /// A low-rank update trains.
+    Lora {
+        /// Rank, alpha and the rest.
+        spec: LoraSpec,
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
+}
+
+/// A model's modules, each with what happens to it.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    /// Modules in the order of the forward pass, and choices.
+    pub modules: Vec<(Module, Choice)>,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Whether head and embedding are one tensor.
+    pub tied: bool,
+}
+
+/// Which part of a module a trained tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The weight.
+    Weight,
+    /// The bias.
+    Bias,
+    /// LoRA's A.
+    A,
+    /// LoRA's B.
+    B,
+    /// DoRA's magnitude.
+    Magnitude,
+}
+
+/// One tensor that trains.
+#[derive(Clone, Debug)]
+pub struct Trained {
+    /// Its name in checkpoints of `ft`: the module's, and the part as PEFT spells it.
+    pub name: String,
+    /// Module it belongs to.
+    pub module: String,
+    /// Part of the module.
+    pub part: Part,
+    /// Shape as files have it.
+    pub shape: Vec<usize>,
+    /// Unit of the walk.
+    pub unit: usize,
+    /// Factor on the learning rate.
+    pub lr_scale: f64,
+    /// Whether `decay = "matrices"` lets it decay.
+    pub matrix: bool,
+}
+
+impl Trained {
+    /// Number of values.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// The name of a part as PEFT's files spell it, after the module's name.
+pub fn part_name(m: &Module, part: Part) -> &'static str {
+    match (part, m.kind) {
+        (Part::Weight, _) => "weight",
+        (Part::Bias, _) => "bias",
+        (Part::A, Kind::Embedding { .. }) => "lora_embedding_A",
+        (Part::B, Kind::Embedding { .. }) => "lora_embedding_B",
+        (Part::A, _) => "lora_A.weight",
+        (Part::B, _) => "lora_B.weight",
+        (Part::Magnitude, _) => "lora_magnitude_vector",
+    }
+}
+
+impl Selection {
+    /// Everything frozen.
+    pub fn frozen(config: &Config) -> Self {
+        Self {
+            modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
+            layers: config.layers,
+            tied: config.tied,
+        }
+    }
+
+    /// Applies a recipe's rules in order; a later rule wins where two match.
+    ///
+    /// # Errors
+    /// A rule that matches nothing (with a list of what there is), LoRA on a norm, a rank of zero.
+    pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
+        let mut s = Self::frozen(config);
+        for (i, rule) in rules.iter().enumerate() {
+            let patterns: Vec<Pattern> =
+                rule.modules.iter().map(|p| Pattern::parse(p)).collect::<Result<_, _>>().map_err(|why| {
+                    Error::Rule { place: rule.place.to_string(), rule: i, why }
+                })?;
+            let fail = |why: String| Error::Rule { place: rule.place.to_string(), rule: i, why };
+            let choice = match rule.method {
+                Method::Freeze => Choice::Freeze,
+                Method::Full => Choice::Full { lr_scale: rule.lr_scale },
+                Method::Lora => Choice::Lora { spec: rule.spec, lr_scale: rule.lr_scale },
+            };
+            let mut used = vec![false; patterns.len()];
+            for (m, c) in &mut s.modules {
+                let in_layers = rule
+                    .layers
+                    .as_ref()
+                    .is_none_or(|set| m.layer.is_some_and(|l| set.contains(l, config.layers)));
+                let in_experts =
+                    rule.experts.as_ref().is_none_or(|set| m.expert.is_some_and(|e| set.contains(e)));
+                if !in_layers || !in_experts {
+                    continue;
+                }
+                let mut hit = false;
+                for (p, used) in patterns.iter().zip(&mut used) {
+                    if p.matches(m) {
+                        (hit, *used) = (true, true);
+                    }
+                }
+                if hit {
+                    if rule.method == Method::Lora {
+                        check_lora(m, rule.spec).map_err(fail)?;
+                    }
+                    *c = choice;
+                }
+            }
+            if let Some(unused) = used.iter().position(|u| !u) {
+                return Err(fail(format!(
+                    "{:?}{} matches no module of this model\n  hint: {}",
+                    rule.modules[unused],
+                    match (&rule.layers, &rule.experts) {
+                        (None, None) => "",
+                        (Some(_), None) => " within these layers",
+                        (None, Some(_)) => " within these experts",
+                        (Some(_), Some(_)) => " within these layers and experts",
+                    },
+                    s.inventory(config)
+                )));
+            }
+        }
+        Ok(s)
+    }
+
+    /// The choices that a PEFT adapter's config makes: what it holds trains.
+    pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
+        let mut s = Self::frozen(config);
+        let targets = peft.targets()?;
+        for (m, c) in &mut s.modules {
+            if peft.saves(&m.name) {
+                *c = Choice::Full { lr_scale: 1.0 };
+            } else if targets.matches(m) {
+                let spec = peft.spec(&m.name)?;
+                check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+                *c = Choice::Lora { spec, lr_scale: 1.0 };
+            }
+        }
+        Ok(s)
+    }
+
+    /// What there is to match, for messages.
+    fn inventory(&self, config: &Config) -> String {
+        let mut groups: Vec<Group> = self.modules.iter().map(|(m, _)| m.group).collect();
+        groups.sort();
+        groups.dedup();
+        let mut last: Vec<&str> = Vec::new();
+        for (m, _) in &self.modules {
+            if !last.contains(&m.last()) {
+                last.push(m.last());
+            }
+        }
+        let experts = config.moe.as_ref().map_or(String::new(), |m| format!(", experts 0-{}", m.experts - 1));
+        format!(
+            "groups are {}; names are {}; layers are 0-{}{experts}",
+            groups.iter().map(|g| g.name()).collect::<Vec<_>>().join(", "),
+            last.join(", "),
+            config.layers - 1
+        )
+    }
+
+    /// The tensors that train, in the order of the forward pass.
+    ///
+    /// A tied head and embedding that train in full are one tensor, under the embedding's name.
+    pub fn trained(&self) -> Vec<Trained> {
+        let full = |group| {
+            self.modules.iter().find(|(m, _)| m.group == group).and_then(|(_, c)| match c {
+                Choice::Full { lr_scale } => Some(*lr_scale),
+                _ => None,
+            })
+        };
+        let mut out = Vec::new();
+        for (m, choice) in &self.modules {
+            let mut choice = *choice;
+            if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
+                choice = Choice::Freeze;
+            }
+            if let (true, Group::Embedding, Choice::Freeze, Some(lr_scale)) =
+                (self.tied, m.group, choice, full(Group::Head))
+            {
+                choice = Choice::Full { lr_scale };
+            }
+            let mut add = |part, shape: Vec<usize>, lr_scale, matrix| {
+                let name = format!("{}.{}", m.name, part_name(m, part));
+                let unit = m.unit(self.layers);
+                out.push(Trained { name, module: m.name.clone(), part, shape, unit, lr_scale, matrix });
+            };
+            match choice {
+                Choice::Freeze => {}
+                Choice::Full { lr_scale } => {
+                    let shape = m.weight_shape();
+                    let matrix = shape.len() > 1;
+                    add(Part::Weight, shape, lr_scale, matrix);
+                    if let Some(n) = m.bias() {
+                        add(Part::Bias, vec![n], lr_scale, false);
+                    }
+                }
+                Choice::Lora { spec, lr_scale } => {
+                    let (o, i) = match m.kind {
+                        Kind::Linear { out, inp, .. } => (out, inp),
+                        Kind::Embedding { vocab, dim } => (dim, vocab),
+                        Kind::Norm { .. } => continue,
+                    };
+                    add(Part::A, vec![spec.rank, i], lr_scale, true);
+                    add(Part::B, vec![o, spec.rank], lr_scale, true);
+                    if spec.dora {
+                        add(Part::Magnitude, vec![o], lr_scale, false);
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// Whether a module's choice is full, a tied head counting as its embedding and the other way round.
+    pub fn choice(&self, name: &str) -> Choice {
+        self.modules.iter().find(|(m, _)| m.name == name).map_or(Choice::Freeze, |(_, c)| *c)
+    }
+
+    /// Whether every tensor of the model trains in full.
+    pub fn everything_full(&self) -> bool {
+        let full = |c: &Choice| matches!(c, Choice::Full { .. });
+        self.modules.iter().all(|(m, c)| {
+            full(c)
+                || self.tied
+                    && match m.group {
+                        Group::Head => full(&self.choice("model.embed_tokens")),
+                        Group::Embedding => full(&self.choice("lm_head")),
+                        _ => false,
+                    }
+        })
+    }
+
+    /// Whether anything trains in full.
+    pub fn anything_full(&self) -> bool {
+        self.modules.iter().any(|(_, c)| matches!(c, Choice::Full { .. }))
+    }
+}
+
+fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
+    match m.kind {
+        Kind::Norm { .. } => {
+            return Err(format!(
+                "LoRA on {}: a norm has no matrix\n  hint: train norms with method = \"full\"",
+                m.name
+            ));
+        }
+        Kind::Embedding { .. } if spec.dora => {
+            return Err(format!("not built yet: DoRA on the embedding ({})", m.name));
+        }
+        Kind::Embedding { .. } if spec.dropout > 0.0 => {
+            return Err(format!(
+                "LoRA on {}: PEFT applies no dropout to an embedding\n  hint: a rule of its own with dropout = 0",
+                m.name
+            ));
+        }
+        _ => {}
+    }
+    if spec.rank == 0 { Err(format!("rank 0 on {}", m.name)) } else { Ok(()) }
+}
+
+/// One entry of `train.modules`.
+enum Pattern {
+    Group(Group),
+    Last(String),
+    Whole(Regex),
+}
+
+impl Pattern {
+    fn parse(text: &str) -> Result<Self, String> {
+        const GROUPS: [Group; 7] = [
+            Group::Attention,
+            Group::Mlp,
+            Group::Experts,
+            Group::Router,
+            Group::Norms,
+            Group::Embedding,
+            Group::Head,
+        ];
+        if let Some(g) = GROUPS.into_iter().find(|g| g.name() == text) {
+            return Ok(Pattern::Group(g));
+        }
+        match text.strip_prefix('/').and_then(|t| t.strip_suffix('/')) {
+            Some(r) => whole(r).map(Pattern::Whole).map_err(|e| format!("modules: {text:?}: {e}")),
+            None => Ok(Pattern::Last(text.into())),
+        }
+    }
+
+    fn matches(&self, m: &Module) -> bool {
+        match self {
+            Pattern::Group(g) => m.group == *g,
+            Pattern::Last(l) => m.last() == l,
+            Pattern::Whole(r) => r.is_match(&m.name),
+        }
+    }
+}
+
+/// A regular expression that must match the whole text.
+pub(super) fn whole(pattern: &str) -> Result<Regex, regex::Error> {
+    Regex::new(&format!("^(?:{pattern})$"))
+}

@@ -1,0 +1,103 @@
+//! Self-attention as a module: projections, head norms, rotary embedding, grouped queries, windows.
+
+use super::decoder::Context;
+use super::linear::{self, Linear};
+use super::norm::Norm;
+use super::sink::Sink;
+use crate::kernel::{attention, rope};
+use candle_core::{Result, Tensor};
+
+/// One attention block.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    /// Queries: [d] -> [h c].
+    pub q: Linear,
+    /// Keys: [d] -> [g c].
+    pub k: Linear,
+    /// Values: [d] -> [g c].
+    pub v: Linear,
+    /// Output: [h c] -> [d].
+    pub o: Linear,
+    /// Norms of each head's query and key, in families that have them.
+    pub qk_norm: Option<(Norm, Norm)>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Keys that a query sees at the most, itself among them.
+    pub window: Option<usize>,
+}
+
+/// What the backward pass needs.
+#[derive(Debug)]
+pub struct Saved {
+    linears: [linear::Saved; 4],
+    /// Queries and keys before their norms.
+    before_norm: Option<(Tensor, Tensor)>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: attention::Saved,
+}
+
+/// Keys and values of earlier tokens, for generation.
+#[derive(Debug, Default)]
+pub struct Cache {
+    kv: Option<(Tensor, Tensor)>,
+}
+
+impl Attention {
+    fn scale(&self) -> f64 {
+        1.0 / (self.head_dim as f64).sqrt()
+    }
+
+    /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
+    pub fn forward(&self, x: &Tensor, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
+        let t = x.dim(0)?;
+        let c = self.head_dim;
+        let (q, qs) = self.q.forward(x, ctx)?;
+        let (k, ks) = self.k.forward(x, ctx)?;
+        let (v, vs) = self.v.forward(x, ctx)?;
+        let (mut q, mut k) = (q.reshape((t, self.heads, c))?, k.reshape((t, self.kv_heads, c))?);
+        let mut v = v.reshape((t, self.kv_heads, c))?;
+        let mut before_norm = None;
+        if let Some((qn, kn)) = &self.qk_norm {
+            let (nq, nk) = (qn.forward(&q)?, kn.forward(&k)?);
+            before_norm = Some((q, k));
+            (q, k) = (nq, nk);
+        }
+        q = rope::apply(&q, &ctx.cos, &ctx.sin, false)?;
+        k = rope::apply(&k, &ctx.cos, &ctx.sin, false)?;
+        if let Some(cache) = cache {
+            if let Some((pk, pv)) = &cache.kv {
+                (k, v) = (Tensor::cat(&[pk, &k], 0)?, Tensor::cat(&[pv, &v], 0)?);
+            }
+            cache.kv = Some((k.clone(), v.clone()));
+        }
+        let out = attention::forward(&q, &k, &v, &ctx.seqs, self.window, self.scale())?;
+        let (y, os) = self.o.forward(&out.o.reshape((t, self.heads * c))?, ctx)?;
+        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, q, k, v, out }))
+    }
+
+    /// Backward: the gradient of the input.
+    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let t = dy.dim(0)?;
+        let c = self.head_dim;
+        let [qs, ks, vs, os] = s.linears;
+        let d_o = self.o.backward(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
+        let (mut dq, mut dk, dv) =
+            attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &ctx.seqs, self.window, self.scale())?;
+        dq = rope::apply(&dq, &ctx.cos, &ctx.sin, true)?;
+        dk = rope::apply(&dk, &ctx.cos, &ctx.sin, true)?;
+        if let (Some((qn, kn)), Some((q, k))) = (&self.qk_norm, &s.before_norm) {
+            dq = qn.backward(q, &dq, sink)?;
+            dk = kn.backward(k, &dk, sink)?;
+        }
+        let (hq, hk) = (self.heads * c, self.kv_heads * c);
+        let dx = self.q.backward(&qs, &dq.reshape((t, hq))?, ctx, sink, None)?;
+        let dx = self.k.backward(&ks, &dk.reshape((t, hk))?, ctx, sink, Some(dx))?;
+        self.v.backward(&vs, &dv.reshape((t, hk))?, ctx, sink, Some(dx))
+    }
+}

@@ -1,0 +1,454 @@
+//! `config.json` of transformers 4 and 5, read into one shape.
+//!
+//! A key that changes the numbers and is not supported is refused by name. A key that `ft` has never heard
+//! of is reported, so that nothing is ignored in silence.
+
+use super::family::{Bias, Family, Window, find};
+use super::rope::Rope;
+use super::{Error, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// What the engine needs to know of a model.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Row of the family table.
+    pub family: &'static Family,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Inner width of dense feed-forward layers.
+    pub intermediate: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// RMSNorm's epsilon.
+    pub eps: f64,
+    /// Whether the head is the embedding.
+    pub tied: bool,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// Longest sequence the config names.
+    pub max_positions: usize,
+    /// Sliding window of each layer.
+    pub windows: Vec<Option<usize>>,
+    /// Biases of q, k, v; of o; of the feed-forward linears.
+    pub biases: Biases,
+    /// Experts, in a mixture model.
+    pub moe: Option<Moe>,
+    /// Keys that `ft` does not know and leaves alone.
+    pub unknown: Vec<String>,
+    /// The file as it was read, with overrides applied.
+    pub raw: Map<String, Value>,
+}
+
+/// Which linears have a bias.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Biases {
+    /// Queries, keys and values.
+    pub qkv: bool,
+    /// The attention's output.
+    pub o: bool,
+    /// Feed-forward linears.
+    pub mlp: bool,
+}
+
+/// What a mixture model says about its experts.
+#[derive(Clone, Debug)]
+pub struct Moe {
+    /// Experts a layer.
+    pub experts: usize,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Inner width of an expert.
+    pub width: usize,
+    /// Whether the chosen gates are scaled to sum to one.
+    pub normalise: bool,
+    /// Whether each layer has experts (else it is dense).
+    pub sparse: Vec<bool>,
+}
+
+/// Keys that describe files, tokens, generation or training and do not change the forward pass.
+const HARMLESS: &[&str] = &[
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "prefix",
+    "pruned_heads",
+    "tie_encoder_decoder",
+    "tf_legacy_loss",
+    "use_bfloat16",
+];
+
+/// Keys that the parser reads.
+const READ: &[&str] = &[
+    "attention_bias",
+    "decoder_sparse_step",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "mlp_bias",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// Keys that change the numbers, and the one value at which they don't.
+const UNSUPPORTED: &[(&str, f64)] = &[
+    ("attention_dropout", 0.0),
+    ("attention_multiplier", f64::NAN),
+    ("attn_logit_softcapping", f64::NAN),
+    ("clip_qkv", f64::NAN),
+    ("embedding_multiplier", 1.0),
+    ("embd_pdrop", 0.0),
+    ("final_logit_softcapping", f64::NAN),
+    ("hidden_dropout", 0.0),
+    ("hidden_dropout_prob", 0.0),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+    ("no_rope_layers", f64::NAN),
+    ("partial_rotary_factor", 1.0),
+    ("q_lora_rank", f64::NAN),
+    ("kv_lora_rank", f64::NAN),
+    ("query_pre_attn_scalar", f64::NAN),
+    ("resid_pdrop", 0.0),
+    ("residual_multiplier", 1.0),
+    ("router_jitter_noise", 0.0),
+    ("n_shared_experts", 0.0),
+    ("shared_expert_intermediate_size", 0.0),
+    ("attn_output_gate", 0.0),
+    ("use_mrope", 0.0),
+    ("use_qk_norm", f64::NAN),
+    ("mrope_section", f64::NAN),
+];
+
+impl Config {
+    /// Reads `config.json` of a model folder; `overrides` replaces its keys.
+    ///
+    /// # Errors
+    /// A missing or malformed file, an unknown architecture, a key that is missing, out of range or not
+    /// supported: each named.
+    pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
+        let path = dir.join("config.json");
+        let file = path.display().to_string();
+        let bytes = std::fs::read(&path).map_err(|e| Error::Read { file: file.clone(), source: e })?;
+        let text = std::str::from_utf8(&bytes).map_err(|e| Error::Syntax {
+            file: file.clone(),
+            why: format!("not UTF-8 at byte {}", e.valid_up_to()),
+        })?;
+        let value: Value = serde_json::from_str(text)
+            .map_err(|e| Error::Syntax { file: file.clone(), why: e.to_string() })?;
+        let Value::Object(mut raw) = value else {
+            return Err(Error::Syntax { file, why: "not a JSON object".into() });
+        };
+        raw.extend(overrides.iter().map(|(k, v)| (k.clone(), v.clone())));
+        Self::parse(&file, raw)
+    }
+
+    /// The config of a JSON object; `file` names it in errors.
+    pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
+        let keys = Keys { file, raw: &raw };
+        let model_type = keys.string("model_type")?.unwrap_or_default();
+        let Some(family) = find(model_type) else {
+            return Err(Error::Architecture {
+                file: file.into(),
+                found: if model_type.is_empty() { "no model_type".into() } else { model_type.into() },
+                known: super::family::FAMILIES.iter().map(|f| f.model_type).collect::<Vec<_>>().join(", "),
+            });
+        };
+        if let Some(a) = raw.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str)
+            && a != family.architecture
+        {
+            return Err(
+                keys.bad("architectures", format!("{a}; {model_type} is built as {}", family.architecture))
+            );
+        }
+        keys.refuse_unsupported()?;
+        let hidden = keys.size("hidden_size")?;
+        let layers = keys.size("num_hidden_layers")?;
+        let heads = keys.size("num_attention_heads")?;
+        let kv_heads = keys.count("num_key_value_heads")?.unwrap_or(heads);
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            return Err(keys
+                .bad("num_key_value_heads", format!("{kv_heads}; {heads} heads must be a multiple of it")));
+        }
+        let head_dim = match keys.count("head_dim")?.or(family.default_head_dim) {
+            Some(d) => d,
+            None if hidden % heads == 0 => hidden / heads,
+            None => {
+                return Err(keys
+                    .bad("hidden_size", format!("{hidden}, no multiple of {heads} heads, and no head_dim")));
+            }
+        };
+        if head_dim == 0 || head_dim % 2 != 0 {
+            return Err(keys.bad("head_dim", format!("{head_dim}; rotary embedding needs an even number")));
+        }
+        let max_positions = keys.count("max_position_embeddings")?.unwrap_or(2048);
+        let bias = |b: Bias| -> Result<bool> {
+            match b {
+            Bias::Never => Ok(false),
+            Bias::Always => Ok(true),
+            Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
+        }
+        };
+        let biases =
+            Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? };
+        let moe = keys.moe(family, layers)?;
+        let intermediate = match &moe {
+            Some(m) if m.sparse.iter().all(|s| *s) => keys.count("intermediate_size")?.unwrap_or(m.width),
+            _ => keys.size("intermediate_size")?,
+        };
+        Ok(Self {
+            family,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab: keys.size("vocab_size")?,
+            eps: keys.number("rms_norm_eps")?.unwrap_or(family.default_eps),
+            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+            rope: Rope::parse(&keys, family.default_theta, max_positions)?,
+            max_positions,
+            windows: keys.windows(family, layers)?,
+            biases,
+            moe,
+            unknown: raw
+                .keys()
+                .filter(|k| {
+                    let k = k.as_str();
+                    !HARMLESS.contains(&k) && !READ.contains(&k) && !UNSUPPORTED.iter().any(|(u, _)| *u == k)
+                })
+                .cloned()
+                .collect(),
+            raw,
+        })
+    }
+}
+
+/// Typed access to the keys of a config, with errors that name file and key. Null counts as absent.
+pub struct Keys<'a> {
+    file: &'a str,
+    raw: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    /// Keys of an object in `file`.
+    pub fn new(file: &'a str, raw: &'a Map<String, Value>) -> Self {
+        Self { file, raw }
+    }
+
+    /// A table below this one.
+    pub fn table(&self, key: &str) -> Result<Option<Keys<'a>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(m)) => Ok(Some(Keys { file: self.file, raw: m })),
+            Some(v) => Err(self.bad(key, format!("{v}; an object is wanted"))),
+        }
+    }
+
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.raw.get(key).filter(|v| !v.is_null())
+    }
+
+    /// The error for a key with a value that cannot be used.
+    pub fn bad(&self, key: &str, why: impl Into<String>) -> Error {
+        Error::Key { file: self.file.into(), key: key.into(), why: why.into() }
+    }
+
+    /// A number.
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => match v.as_f64().filter(|x| x.is_finite()) {
+                Some(x) => Ok(Some(x)),
+                None => Err(self.bad(key, format!("{v}; a number is wanted"))),
+            },
+        }
+    }
+
+    /// A whole number that is not negative.
+    pub fn count(&self, key: &str) -> Result<Option<usize>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => match v.as_u64().filter(|x| *x <= u64::from(u32::MAX)) {
+                Some(x) => Ok(Some(x as usize)),
+                None => Err(self.bad(key, format!("{v}; a whole number is wanted"))),
+            },
+        }
+    }
+
+    /// A required whole number above zero.
+    pub fn size(&self, key: &str) -> Result<usize> {
+        match self.count(key)? {
+            Some(0) => Err(self.bad(key, "0")),
+            Some(n) => Ok(n),
+            None => Err(self.bad(key, "missing")),
+        }
+    }
+
+    /// true or false.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(b)) => Ok(Some(*b)),
+            Some(v) => Err(self.bad(key, format!("{v}; true or false is wanted"))),
+        }
+    }
+
+    /// A text.
+    pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(s)) => Ok(Some(s)),
+            Some(v) => Err(self.bad(key, format!("{v}; a text is wanted"))),
+        }
+    }
+
+    fn refuse_unsupported(&self) -> Result<()> {
+        let act = self.string("hidden_act")?.unwrap_or("silu");
+        if !matches!(act, "silu" | "swish") {
+            return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
+        }
+        for (key, neutral) in UNSUPPORTED {
+            match self.get(key) {
+                None => {}
+                Some(v) if v.as_f64() == Some(*neutral) => {}
+                Some(Value::Bool(false)) => {}
+                Some(v) => {
+                    return Err(self.bad(key, format!("{v}; it changes the numbers and is not built")));
+                }
+            }
+        }
+        if self.get("quantization_config").is_some() {
+            return Err(self.bad("quantization_config", "not built yet: quantized checkpoints"));
+        }
+        Ok(())
+    }
+
+    fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
+        let size = self.count("sliding_window")?;
+        if size == Some(0) {
+            return Err(self.bad("sliding_window", "0"));
+        }
+        let Some(types) = self.get("layer_types") else {
+            return Ok(match family.window {
+                Window::Never => vec![None; layers],
+                Window::Always => vec![size; layers],
+                Window::FromLayer => {
+                    let size = size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
+                    let from = self.count("max_window_layers")?.unwrap_or(28);
+                    (0..layers).map(|l| size.filter(|_| l >= from)).collect()
+                }
+            });
+        };
+        let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
+            self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
+        })?;
+        let size = match family.window {
+            Window::FromLayer if self.flag("use_sliding_window")? != Some(true) => None,
+            _ => size,
+        };
+        list.iter()
+            .map(|t| match t.as_str() {
+                Some("full_attention") => Ok(None),
+                Some("sliding_attention") if family.window == Window::Never => {
+                    Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
+                }
+                Some("sliding_attention") => {
+                    match size {
+                        Some(n) => Ok(Some(n)),
+                        None => Err(self
+                            .bad("layer_types", "sliding_attention without a sliding_window that is in use")),
+                    }
+                }
+                _ => {
+                    Err(self
+                        .bad("layer_types", format!("{t}; full_attention and sliding_attention are built")))
+                }
+            })
+            .collect()
+    }
+
+    fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
+        let Some(x) = &family.experts else { return Ok(None) };
+        let experts = self.size(x.count_key)?;
+        let top_k = self.count("num_experts_per_tok")?.unwrap_or(x.default_top_k);
+        if top_k == 0 || top_k > experts {
+            return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
+        }
+        let step = self.count("decoder_sparse_step")?.unwrap_or(1);
+        let dense: Vec<usize> = match self.get("mlp_only_layers") {
+            None => Vec::new(),
+            Some(v) => serde_json::from_value(v.clone())
+                .map_err(|_| self.bad("mlp_only_layers", format!("{v}; a list of layers is wanted")))?,
+        };
+        let sparse = (0..layers).map(|l| !dense.contains(&l) && step > 0 && (l + 1) % step == 0).collect();
+        Ok(Some(Moe {
+            experts,
+            top_k,
+            width: self.size(x.width_key)?,
+            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
+            sparse,
+        }))
+    }
+}

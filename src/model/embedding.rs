@@ -1,0 +1,65 @@
+//! The token embedding as a module: frozen, trained in full, or with LoRA.
+
+use super::sink::{Sink, Slot};
+use crate::kernel::{embed, gemm};
+use candle_core::{Result, Tensor};
+
+/// The embedding.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    /// Table [v, d].
+    pub table: Tensor,
+    /// Where its gradient goes, when it trains in full.
+    pub slot: Option<Slot>,
+    /// A low-rank update.
+    pub lora: Option<EmbeddingLora>,
+}
+
+/// LoRA on the table: `table + s (B A)^T`, A [r, v], B [d, r].
+#[derive(Clone, Debug)]
+pub struct EmbeddingLora {
+    /// A [r, v].
+    pub a: Tensor,
+    /// B [d, r].
+    pub b: Tensor,
+    /// Where their gradients go.
+    pub slots: Option<(Slot, Slot)>,
+    /// Factor on the update.
+    pub scale: f64,
+}
+
+impl Embedding {
+    /// Whether anything here trains.
+    pub fn trains(&self) -> bool {
+        self.slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+    }
+
+    /// Rows for `ids` [t]: [t, d].
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let y = embed::forward(&self.table, ids)?;
+        if let Some(l) = &self.lora {
+            gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
+        }
+        Ok(y)
+    }
+
+    /// Sends the gradients of what trains to the sink.
+    pub fn backward(&self, ids: &Tensor, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+        if let Some(slot) = self.slot {
+            sink.rows(slot, ids, dy)?;
+        }
+        if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
+            sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
+            let du = (gemm::matmul(dy, false, &l.b, false)? * l.scale)?;
+            sink.columns(a_slot, ids, &du)?;
+        }
+        Ok(())
+    }
+}
+
+impl EmbeddingLora {
+    /// A's columns for `ids`, as rows [t, r].
+    fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+        self.a.index_select(ids, 1)?.t()?.contiguous()
+    }
+}

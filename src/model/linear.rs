@@ -1,0 +1,239 @@
+//! A linear: frozen or trained in full, with or without LoRA or DoRA. Model code does not know which.
+//!
+//! With `s = alpha / rank` (rsLoRA: `alpha / sqrt(rank)`), A [r, i], B [o, r]:
+//!
+//! * LoRA (Hu et al., 2021): `y = x W^T + b + s drop(x) A^T B^T`;
+//! * DoRA (Liu et al., 2024), m [o]: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row, the
+//!   norm treated as a constant, as PEFT does it. With dropout PEFT scales only what passed it:
+//!   `y = b + x W^T - drop(x) W^T + g * (drop(x) W^T + s drop(x) A^T B^T)`.
+
+use super::decoder::Context;
+use super::sink::{Sink, Slot};
+use crate::kernel::{dropout, gemm};
+use crate::rng::{Purpose, Stream};
+use candle_core::{DType, Result, Tensor};
+
+/// The frozen or trained matrix of a linear, [o, i].
+#[derive(Clone, Debug)]
+pub enum Weight {
+    /// Values in the compute dtype.
+    Dense(Tensor),
+}
+
+impl Weight {
+    /// `x W^T`: [t, i] -> [t, o].
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Weight::Dense(w) => gemm::matmul(x, false, w, true),
+        }
+    }
+
+    /// `dy W`, added to `dx` if given: [t, o] -> [t, i].
+    fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        match (self, dx) {
+            (Weight::Dense(w), None) => gemm::matmul(dy, false, w, false),
+            (Weight::Dense(w), Some(dx)) => {
+                gemm::matmul_acc(&dx, dy, false, w, false, 1.0)?;
+                Ok(dx)
+            }
+        }
+    }
+
+    /// `W A^T`: [o, r] for A [r, i].
+    fn times(&self, a: &Tensor) -> Result<Tensor> {
+        match self {
+            Weight::Dense(w) => gemm::matmul(w, false, a, true),
+        }
+    }
+
+    /// Squared norm of each row, [o], f32.
+    pub fn row_squares(&self) -> Result<Tensor> {
+        match self {
+            Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
+        }
+    }
+}
+
+fn wide(t: &Tensor) -> Result<Tensor> {
+    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}
+
+/// A low-rank update.
+#[derive(Clone, Debug)]
+pub struct Lora {
+    /// A [r, i].
+    pub a: Tensor,
+    /// B [o, r].
+    pub b: Tensor,
+    /// Where the gradients of A and B go; none when the adapter is only used.
+    pub slots: Option<(Slot, Slot)>,
+    /// Factor on the update.
+    pub scale: f64,
+    /// Probability that an input is zeroed in training.
+    pub dropout: f64,
+    /// Number that tells this linear's dropout stream from others'.
+    pub stream: u64,
+    /// DoRA's magnitude.
+    pub dora: Option<Dora>,
+}
+
+/// DoRA's magnitude, and what its norm needs.
+#[derive(Clone, Debug)]
+pub struct Dora {
+    /// m [1, o].
+    pub magnitude: Tensor,
+    /// Where its gradient goes.
+    pub slot: Option<Slot>,
+    /// `|W|^2` by row, [o], f32: W is frozen.
+    pub row_squares: Tensor,
+}
+
+impl Lora {
+    /// Row norms of `W + s B A`, [o], f32, without forming the matrix:
+    /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
+    fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
+        let (a, b) = (wide(&self.a)?, wide(&self.b)?);
+        let cross = (wide(&weight.times(&self.a)?)? * &b)?.sum(1)?;
+        let gram = gemm::matmul(&a, false, &a, true)?;
+        let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
+        ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?.sqrt()
+    }
+
+    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<Tensor>> {
+        let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
+        let (rows, width) = x.dims2()?;
+        let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
+        dropout::mask(stream, d.first_row, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
+    }
+}
+
+/// One linear.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    /// The matrix.
+    pub weight: Weight,
+    /// The bias [o].
+    pub bias: Option<Tensor>,
+    /// Where the matrix's gradient goes, when it trains in full.
+    pub weight_slot: Option<Slot>,
+    /// Where the bias's gradient goes.
+    pub bias_slot: Option<Slot>,
+    /// The low-rank update.
+    pub lora: Option<Lora>,
+}
+
+/// What the backward pass of a linear needs.
+#[derive(Debug, Default)]
+pub struct Saved {
+    /// Input [t, i], kept only where something trains.
+    pub x: Option<Tensor>,
+    /// `drop(x) A^T` [t, r].
+    u: Option<Tensor>,
+    /// DoRA: the output before its magnitude [t, o], and g [1, o] in f32 with 1 / norm.
+    dora: Option<(Tensor, Tensor, Tensor)>,
+}
+
+impl Linear {
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+    }
+
+    /// Forward: [t, i] -> [t, o].
+    pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
+        let Some(lora) = &self.lora else {
+            let y = self.weight.forward(x)?;
+            return Ok((self.add_bias(y)?, saved));
+        };
+        let mask = lora.mask(x, ctx)?;
+        let xd = match &mask {
+            Some(m) => (x * m)?,
+            None => x.clone(),
+        };
+        let u = gemm::matmul(&xd, false, &lora.a, true)?;
+        let y = match &lora.dora {
+            None => {
+                let y = self.add_bias(self.weight.forward(x)?)?;
+                gemm::matmul_acc(&y, &u, false, &lora.b, true, lora.scale)?;
+                y
+            }
+            Some(dora) => {
+                let base = self.weight.forward(&xd)?;
+                let z = base.copy()?;
+                gemm::matmul_acc(&z, &u, false, &lora.b, true, lora.scale)?;
+                let inverse = lora.norms(&self.weight, &dora.row_squares)?.recip()?.unsqueeze(0)?;
+                let g = (wide(&dora.magnitude)? * &inverse)?;
+                let mut y = z.broadcast_mul(&g.to_dtype(z.dtype())?)?;
+                if mask.is_some() {
+                    y = ((y + self.weight.forward(x)?)? - base)?;
+                }
+                if dora.slot.is_some() {
+                    saved.dora = Some((z, g, inverse));
+                }
+                self.add_bias(y)?
+            }
+        };
+        saved.u = lora.slots.is_some().then_some(u);
+        Ok((y, saved))
+    }
+
+    fn add_bias(&self, y: Tensor) -> Result<Tensor> {
+        match &self.bias {
+            Some(b) => y.broadcast_add(b),
+            None => Ok(y),
+        }
+    }
+
+    /// Backward: gradients of what trains go to the sink; gives the gradient of the input, added to `dx` if
+    /// given.
+    pub fn backward(
+        &self,
+        saved: &Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        dx: Option<Tensor>,
+    ) -> Result<Tensor> {
+        if let Some(slot) = self.bias_slot {
+            sink.add(slot, &wide(dy)?.sum_keepdim(0)?)?;
+        }
+        if let (Some(slot), Some(x)) = (self.weight_slot, &saved.x) {
+            sink.product(slot, dy, x, 1.0)?;
+        }
+        let Some(lora) = &self.lora else { return self.weight.backward(dy, dx) };
+        let (Some((a_slot, b_slot)), Some(x), Some(u)) = (lora.slots, &saved.x, &saved.u) else {
+            candle_core::bail!("backward through an adapter that does not train");
+        };
+        let mask = lora.mask(x, ctx)?;
+        let dz = match &saved.dora {
+            None => dy.clone(),
+            Some((z, g, inverse)) => {
+                if let Some(slot) = lora.dora.as_ref().and_then(|d| d.slot) {
+                    let dm = ((wide(dy)? * wide(z)?)?.sum_keepdim(0)? * inverse)?;
+                    sink.add(slot, &dm)?;
+                }
+                dy.broadcast_mul(&g.to_dtype(dy.dtype())?)?
+            }
+        };
+        let du = (gemm::matmul(&dz, false, &lora.b, false)? * lora.scale)?;
+        sink.product(b_slot, &dz, u, lora.scale)?;
+        match mask {
+            None => {
+                sink.product(a_slot, &du, x, 1.0)?;
+                let dx = self.weight.backward(&dz, dx)?;
+                gemm::matmul_acc(&dx, &du, false, &lora.a, false, 1.0)?;
+                Ok(dx)
+            }
+            Some(m) => {
+                sink.product(a_slot, &du, &(x * &m)?, 1.0)?;
+                let mut dxd = gemm::matmul(&du, false, &lora.a, false)?;
+                if saved.dora.is_some() {
+                    dxd = self.weight.backward(&(&dz - dy)?, Some(dxd))?;
+                }
+                let dx = self.weight.backward(dy, dx)?;
+                dx + (dxd * m)?
+            }
+        }
+    }
+}

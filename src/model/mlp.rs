@@ -1,0 +1,51 @@
+//! The dense feed-forward block: `down(silu(gate(x)) * up(x))`.
+
+use super::decoder::Context;
+use super::linear::{self, Linear};
+use super::sink::Sink;
+use crate::kernel::swiglu;
+use candle_core::{Result, Tensor};
+
+/// One SwiGLU block.
+#[derive(Clone, Debug)]
+pub struct Mlp {
+    /// [d] -> [f].
+    pub gate: Linear,
+    /// [d] -> [f].
+    pub up: Linear,
+    /// [f] -> [d].
+    pub down: Linear,
+}
+
+/// What the backward pass needs. The product of gate and up is not kept: it is one pass to make again.
+#[derive(Debug)]
+pub struct Saved {
+    linears: [linear::Saved; 3],
+    gate: Tensor,
+    up: Tensor,
+}
+
+impl Mlp {
+    /// Forward: [t, d] -> [t, d].
+    pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let (gate, gs) = self.gate.forward(x, ctx)?;
+        let (up, us) = self.up.forward(x, ctx)?;
+        let (y, mut ds) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx)?;
+        ds.x = None;
+        Ok((y, Saved { linears: [gs, us, ds], gate, up }))
+    }
+
+    /// Backward: the gradient of the input.
+    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let [gs, us, mut ds] = s.linears;
+        if self.down.needs_input() {
+            ds.x = Some(swiglu::forward(&s.gate, &s.up)?);
+        }
+        let dh = self.down.backward(&ds, dy, ctx, sink, None)?;
+        drop(ds);
+        let (dg, du) = swiglu::backward(&s.gate, &s.up, &dh)?;
+        drop((dh, s.gate, s.up));
+        let dx = self.gate.backward(&gs, &dg, ctx, sink, None)?;
+        self.up.backward(&us, &du, ctx, sink, Some(dx))
+    }
+}
