@@ -209,7 +209,7 @@ impl Shape {
         let role = match message.get(role_key) {
             None => return Err(format!(": {}", missing(role_key, &message))),
             Some(Value::String(role)) => role_of(role).ok_or_else(|| {
-                format!(".{role_key}: unknown role {:?}", brief(&Value::from(role.as_str())))
+                format!(".{role_key}: unknown role \"{}\"", brief(&Value::from(role.as_str())))
             })?,
             Some(other) => return Err(format!(".{role_key}: expected a string, found {}", kind(other))),
         };
@@ -233,18 +233,17 @@ impl Shape {
             check_calls(calls)?;
         }
         let empty = content.as_ref().is_none_or(|c| c.trim().is_empty());
+        let state = match (&content, has_content) {
+            (Some(_), _) => "is empty",
+            (None, true) => "is null",
+            (None, false) => "is missing",
+        };
         match role {
             "assistant" if empty && !says_otherwise => {
-                let why = if has_content { "is empty" } else { "is missing" };
-                return Err(format!(".{content_key} {why}, and there are no tool_calls"));
+                return Err(format!(".{content_key} {state}, and there are no tool_calls"));
             }
-            "user" if empty => return Err(format!(".{content_key} is empty")),
-            _ if content.is_none() && role != "assistant" => {
-                return Err(format!(
-                    ".{content_key}: expected a string, found {}",
-                    if has_content { "null" } else { "nothing" }
-                ));
-            }
+            "user" if empty => return Err(format!(".{content_key} {state}")),
+            _ if content.is_none() && role != "assistant" => return Err(format!(".{content_key} {state}")),
             _ => {}
         }
         message.shift_remove(role_key);
@@ -362,15 +361,13 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// A value for a message: at most 40 characters of it.
+/// A value for a message: at most 40 characters of it, control characters spelled.
 fn brief(value: &Value) -> String {
     let text = match value {
         Value::String(s) => s.clone(),
         Value::Array(_) | Value::Object(_) => kind(value).to_string(),
         other => other.to_string(),
     };
-    if text.chars().count() <= 40 {
-        return text;
-    }
-    text.chars().take(40).chain("...".chars()).collect()
+    let short: String = text.chars().take(40).flat_map(char::escape_debug).collect();
+    if text.chars().nth(40).is_some() { short + "..." } else { short }
 }

@@ -153,7 +153,12 @@ impl Tokenizer {
         vars: &Map<String, Value>,
     ) -> Result<String, Error> {
         let template = self.template()?;
-        let messages: Vec<Jinja> = array(messages).iter().map(|m| Jinja::from(Serde(m))).collect();
+        let list = messages.as_array().ok_or_else(|| Error::Template {
+            origin: template.origin().into(),
+            line: 0,
+            message: "the messages to render are not a list".into(),
+        })?;
+        let messages: Vec<Jinja> = list.iter().map(|m| Jinja::from(Serde(m))).collect();
         let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
         Ok(template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0)
     }
@@ -325,10 +330,6 @@ fn text_start(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>, String> {
     let encoding = inner.encode("a", true).map_err(|e| e.to_string())?;
     let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
     Ok(encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec())
-}
-
-fn array(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
 }
 
 fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
