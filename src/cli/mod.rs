@@ -1,5 +1,7 @@
 //! The command line: one file a verb.
 
+pub mod data;
+
 use std::process::ExitCode;
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.

@@ -1,15 +1,45 @@
 //! Rows -> messages -> text -> tokens and mask -> packed batches.
+//!
+//! The way of a sample, one file a station:
+//!
+//! ```text
+//! reader      a file's bytes as rows, with line and column
+//! format      a row as a sample: a conversation, a text, or ready tokens
+//! template    a conversation as text, by the model's chat template
+//! spans       which part of that text the assistant wrote
+//! tokenizer   text as token ids
+//! encode      ids and labels, cut to length, or the reason why not
+//! dataset     all of a recipe's sources: counting, refusing, mixing
+//! pack        which samples share a row
+//! batches     which rows a step takes: a pure function of the step
+//! micro       what enters the model: documents end to end, and the targets
+//! ```
+//!
+//! A row that cannot be used is never passed over in silence: it stops the run with its file, line and column,
+//! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts.
 
-use crate::error::ExitCode;
+mod batches;
+mod dataset;
+mod encode;
+mod error;
+mod format;
+mod json;
+mod micro;
+mod pack;
+mod reader;
+mod spans;
+mod stats;
+mod strftime;
+mod template;
+mod tokenizer;
 
-/// Problems of data.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+#[cfg(test)]
+mod tests;
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
-        ExitCode::Data
-    }
-}
+pub use batches::Batches;
+pub use dataset::{Checked, Dataset};
+pub use encode::{Example, UNSUPERVISED};
+pub use error::{Error, Problem};
+pub use micro::Micro;
+pub use stats::{Drops, Lengths, Stats};
+pub use tokenizer::{Decoder, Tokenizer};

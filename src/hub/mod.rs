@@ -1,15 +1,199 @@
-//! Where models and datasets come from.
+//! Where models and adapters come from: a local folder, or the Hugging Face hub through its
+//! standard cache.
+//!
+//! Only the files that are needed are fetched, weights only as safetensors, and what the hub sends
+//! must have the size that it lists. A local folder never makes a connection.
 
-use crate::error::ExitCode;
+mod error;
+mod files;
+mod settings;
 
-/// Problems with the hub.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+#[cfg(feature = "hub")]
+mod progress;
+#[cfg(feature = "hub")]
+mod remote;
+#[cfg(test)]
+mod tests;
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
-        ExitCode::Model
+use std::path::{Path, PathBuf};
+
+pub use error::Error;
+pub use settings::Settings;
+
+use files::{ADAPTER, CONFIG, Kind, Repository};
+
+/// How much of a model is needed; each includes the ones before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Want {
+    /// `config.json` (and `generation_config.json`).
+    Config,
+    /// The tokenizer and chat template too.
+    Tokenizer,
+    /// The weights too.
+    Weights,
+}
+
+/// A model's folder on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelDir {
+    /// The folder: the local one as it was named, or a snapshot in the hub's cache.
+    pub dir: PathBuf,
+    /// The source as it was named.
+    pub source: String,
+    /// The commit, if the model is from the hub.
+    pub revision: Option<String>,
+    /// What the user should know: that the hub could not be reached and the cache was used.
+    pub notes: Vec<String>,
+}
+
+/// Finds a model: a local folder, or `OWNER/NAME` on the hub, which is downloaded as far as `want`
+/// goes and the cache does not have it.
+///
+/// A source is local if that folder exists or it is spelled as a path: with `.`, `/` or `~` in
+/// front, or not as `OWNER/NAME`. A local folder is used as it is; it must have `config.json`.
+/// `revision` is a branch, a tag or a commit, and counts for the hub only. `progress` reports on
+/// stderr: a bar on a terminal, plain lines otherwise.
+///
+/// # Errors
+/// Each [`Error`] names the model and what to do; all end with exit code 4, but for a cache that
+/// cannot be written (5).
+pub fn fetch_model(source: &str, revision: &str, want: Want, progress: bool) -> Result<ModelDir, Error> {
+    fetch_model_with(&Settings::from_env(), source, revision, want, progress)
+}
+
+/// As [`fetch_model`], with settings that need not be the environment's.
+///
+/// # Errors
+/// As [`fetch_model`].
+pub fn fetch_model_with(
+    settings: &Settings,
+    source: &str,
+    revision: &str,
+    want: Want,
+    progress: bool,
+) -> Result<ModelDir, Error> {
+    if let Some(dir) = local(settings, source)? {
+        if !dir.join(CONFIG).is_file() {
+            let hint = match dir.join(ADAPTER[0]).is_file() {
+                true => "; it has adapter_config.json: an adapter, for lora.init",
+                false => "; a model's folder has one",
+            };
+            return Err(Error::NoLocalFile { dir, file: CONFIG, hint });
+        }
+        return Ok(ModelDir { dir, source: source.into(), revision: None, notes: Vec::new() });
     }
+    from_hub(settings, source, revision, Kind::Model(want), progress)
+}
+
+/// Finds a PEFT adapter: a local folder, or `OWNER/NAME` on the hub, with `adapter_config.json`
+/// and `adapter_model.safetensors`. Returns its folder.
+///
+/// # Errors
+/// As [`fetch_model`]; [`Error::PickleOnly`] for an adapter with `adapter_model.bin` alone.
+pub fn fetch_adapter(source: &str, revision: &str, progress: bool) -> Result<PathBuf, Error> {
+    fetch_adapter_with(&Settings::from_env(), source, revision, progress)
+}
+
+/// As [`fetch_adapter`], with settings that need not be the environment's.
+///
+/// # Errors
+/// As [`fetch_adapter`].
+pub fn fetch_adapter_with(
+    settings: &Settings,
+    source: &str,
+    revision: &str,
+    progress: bool,
+) -> Result<PathBuf, Error> {
+    if let Some(dir) = local(settings, source)? {
+        for file in ADAPTER {
+            if dir.join(file).is_file() {
+                continue;
+            }
+            if file == ADAPTER[1] && dir.join("adapter_model.bin").is_file() {
+                let place = dir.display().to_string();
+                return Err(Error::PickleOnly { place, file: "adapter_model.bin".into() });
+            }
+            let hint = match dir.join(CONFIG).is_file() {
+                true => "; it has config.json: a model, not an adapter",
+                false => "; an adapter's folder has one",
+            };
+            return Err(Error::NoLocalFile { dir, file, hint });
+        }
+        return Ok(dir);
+    }
+    from_hub(settings, source, revision, Kind::Adapter, progress).map(|found| found.dir)
+}
+
+/// The local folder that a source names; `None` if it is a hub id.
+fn local(settings: &Settings, source: &str) -> Result<Option<PathBuf>, Error> {
+    let path = match (source.strip_prefix('~'), &settings.home) {
+        (Some(""), Some(home)) => home.clone(),
+        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(&rest[1..]),
+        _ => Path::new(source).to_path_buf(),
+    };
+    if path.is_dir() {
+        return Ok(Some(path));
+    }
+    if path.exists() {
+        return Err(Error::NotAFolder { path });
+    }
+    let slashes = source.bytes().filter(|&b| b == b'/').count();
+    let spelled_as_path =
+        source.starts_with(['.', '/', '~']) || source.ends_with('/') || source.contains('\\');
+    if spelled_as_path || slashes != 1 {
+        let hint = match slashes {
+            0 if !spelled_as_path => "; a hub id is OWNER/NAME",
+            _ => "",
+        };
+        return Err(Error::Missing { source_name: source.to_string(), hint });
+    }
+    Ok(None)
+}
+
+fn from_hub(
+    settings: &Settings,
+    source: &str,
+    revision: &str,
+    kind: Kind,
+    progress: bool,
+) -> Result<ModelDir, Error> {
+    let repository = Repository::parse(source, revision)?;
+    if !cfg!(feature = "hub") {
+        return Err(Error::WithoutHub { id: repository.id() });
+    }
+    let found =
+        |dir, commit, notes| ModelDir { dir, source: source.to_string(), revision: Some(commit), notes };
+    let cached = repository.cached(settings, kind);
+    if settings.offline {
+        return match cached {
+            Ok((dir, commit)) => Ok(found(dir, commit, Vec::new())),
+            Err(file) => Err(Error::NotCached {
+                id: repository.id(),
+                revision: revision.to_string(),
+                file,
+                cache: settings.cache.clone(),
+            }),
+        };
+    }
+    match (download(settings, &repository, kind, progress), cached) {
+        (Ok((dir, commit)), _) => Ok(found(dir, commit, Vec::new())),
+        (Err(e @ Error::Unreachable { .. }), Ok((dir, commit))) => {
+            let note = format!("{e}\nusing {source} from the cache, at commit {commit}");
+            Ok(found(dir, commit, vec![note]))
+        }
+        (Err(e), _) => Err(e),
+    }
+}
+
+#[cfg(feature = "hub")]
+use remote::download;
+
+#[cfg(not(feature = "hub"))]
+fn download(
+    _settings: &Settings,
+    repository: &Repository,
+    _kind: Kind,
+    _progress: bool,
+) -> Result<(PathBuf, String), Error> {
+    Err(Error::WithoutHub { id: repository.id() })
 }

@@ -1,15 +1,40 @@
 //! Bytes on disk, hostile input assumed.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `read` | tensors by name and by rows, from one file or the shards of a model |
+//! | `header`, `index` | what a safetensors file and a shard index say, checked |
+//! | `path` | which files may be opened: plain ones, inside the folder that was named |
+//! | `convert` | the file's number formats to the dtype asked for, in parallel |
+//! | `write` | one safetensors file, or shards with an index, streamed |
+//! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
+//! | [`checkpoint`] | folders of files that are whole or absent, with hashes; keep the last few |
+//! | `lock` | one process a run folder |
+//! | [`fault`] | named places where a test ends the process |
+//!
+//! No file is mapped into memory, no pickle is read, nothing outside of a model's folder is opened.
 
-use crate::error::ExitCode;
+mod atomic;
+pub mod checkpoint;
+mod convert;
+mod error;
+pub mod fault;
+mod header;
+mod index;
+mod lock;
+mod path;
+mod read;
+mod write;
 
-/// Problems with files of tensors.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+#[cfg(test)]
+mod tests;
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
-        ExitCode::Storage
-    }
-}
+pub use atomic::write_atomic;
+pub use checkpoint::{Checkpoint, Checkpoints, Draft};
+pub use error::Error;
+pub(crate) use error::human_bytes;
+pub(crate) use index::{INDEX, parse as parse_index};
+pub use lock::RunLock;
+pub(crate) use read::{SINGLE, is_pickle_name};
+pub use read::{TensorFiles, TensorInfo};
+pub use write::{write_file, write_sharded};

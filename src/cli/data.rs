@@ -1,0 +1,126 @@
+//! `ft data`: rows as text, what is supervised in them, and statistics.
+
+use crate::data::{Dataset, Tokenizer, UNSUPERVISED};
+use std::io::{self, Write};
+
+/// Prints the first `rows` rows of a dataset and its statistics.
+///
+/// Each line of text begins with `>` where it is supervised and with `.` where it is only read, so the difference
+/// does not hang on colour. Without a tokenizer, ids stand for the text.
+///
+/// # Errors
+/// What `out` gives.
+pub fn show(
+    dataset: &Dataset,
+    tokenizer: Option<&Tokenizer>,
+    rows: usize,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    for (i, row) in dataset.rows.iter().take(rows).enumerate() {
+        let documents: Vec<_> = row.iter().filter_map(|e| dataset.examples.get(*e)).collect();
+        let tokens: usize = documents.iter().map(|e| e.ids.len()).sum();
+        let targets: usize = documents.iter().map(|e| e.targets()).sum();
+        writeln!(
+            out,
+            "row {} of {}: {tokens} tokens, {targets} supervised, {}",
+            i + 1,
+            dataset.rows.len(),
+            plural(documents.len(), "document")
+        )?;
+        for (d, example) in documents.iter().enumerate() {
+            if documents.len() > 1 {
+                writeln!(
+                    out,
+                    "  -- document {} (source {}, line {})",
+                    d + 1,
+                    example.source + 1,
+                    example.line
+                )?;
+            }
+            document(&example.ids, &example.labels, tokenizer, out)?;
+        }
+        writeln!(out)?;
+    }
+    if rows > 0 && !dataset.rows.is_empty() {
+        writeln!(out, "(> supervised, . read only, ↵ end of line in the text)\n")?;
+    }
+    statistics(dataset, out)
+}
+
+fn document(
+    ids: &[u32],
+    labels: &[i32],
+    tokenizer: Option<&Tokenizer>,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let mut start = 0;
+    while start < ids.len() {
+        let supervised = labels[start] != UNSUPERVISED;
+        let same = labels[start..].iter().take_while(|l| (**l != UNSUPERVISED) == supervised).count();
+        let run = &ids[start..start + same];
+        start += same;
+        let as_ids = || run.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        let text = match tokenizer {
+            Some(t) => t.decode(run).unwrap_or_else(|_| as_ids()),
+            None => as_ids(),
+        };
+        let gutter = if supervised { '>' } else { '.' };
+        for line in text.split_inclusive('\n') {
+            writeln!(out, "  {gutter} {}", visible(line))?;
+        }
+    }
+    Ok(())
+}
+
+/// A line with its end shown, and control characters spelled: data must not steer a terminal.
+fn visible(line: &str) -> String {
+    let mut out = String::with_capacity(line.len());
+    for c in line.chars() {
+        match c {
+            '\n' => out.push('↵'),
+            '\t' => out.push(c),
+            c if c.is_control() || is_steering(c) => out.extend(c.escape_unicode()),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+/// Characters that reorder or hide what stands around them.
+fn is_steering(c: char) -> bool {
+    matches!(c, '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+}
+
+fn statistics(dataset: &Dataset, out: &mut dyn Write) -> io::Result<()> {
+    let s = &dataset.stats;
+    let share = |part: usize, whole: usize| 100.0 * part as f64 / whole.max(1) as f64;
+    writeln!(out, "rows read    {}", s.rows_read)?;
+    writeln!(out, "left out     {}", s.drops.total())?;
+    for (count, why) in [
+        (s.drops.bad, "not what the format asks for"),
+        (s.drops.empty_mask, "nothing supervised"),
+        (s.drops.empty_after_truncation, "empty mask after truncation"),
+        (s.drops.too_long, "longer than data.max_length"),
+    ] {
+        if count > 0 {
+            writeln!(out, "  {count:>10} {why}")?;
+        }
+    }
+    for line in &s.left_out {
+        writeln!(out, "             {}", visible(line))?;
+    }
+    if s.drops.total() > s.left_out.len() {
+        writeln!(out, "             ... and {} more", s.drops.total() - s.left_out.len())?;
+    }
+    writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
+    let l = &s.lengths;
+    writeln!(out, "lengths      min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max)?;
+    writeln!(out, "tokens       {} an epoch", s.tokens)?;
+    writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
+    writeln!(out, "batch rows   {} an epoch, {:.1} % full", s.rows, 100.0 * s.fill)?;
+    writeln!(out, "hash         {}", dataset.hash)
+}
+
+fn plural(n: usize, thing: &str) -> String {
+    if n == 1 { format!("1 {thing}") } else { format!("{n} {thing}s") }
+}

@@ -1,0 +1,413 @@
+//! All sources of a recipe as one dataset.
+
+use super::encode::{Encoder, Example};
+use super::error::{Error, Problem};
+use super::format::Shape;
+use super::reader::{RawRow, Rows};
+use super::stats::Stats;
+use super::{Tokenizer, pack};
+use crate::error::Place;
+use crate::recipe::{self, Format, OnBadRow, OverLength};
+use crate::rng::{Purpose, Stream};
+use rayon::prelude::*;
+use std::path::{Path, PathBuf};
+
+/// Rows that are tokenized together, and bytes that they may have.
+const CHUNK: (usize, usize) = (4096, 64 << 20);
+/// Rows that are left out and shown.
+const SHOWN: usize = 5;
+
+/// Tokenized samples, and the rows that they make.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    /// Samples, in the order of sources and files.
+    pub examples: Vec<Example>,
+    /// Rows of an epoch: which samples each holds; one each when nothing is packed. A sample whose source has a
+    /// weight above 1 is in more than one.
+    pub rows: Vec<Vec<usize>>,
+    /// What was read and left out.
+    pub stats: Stats,
+    /// BLAKE3, in hexadecimal, of all rows: their samples' ids and labels, in order.
+    pub hash: String,
+}
+
+/// What [`Dataset::check`] found.
+#[derive(Debug)]
+pub struct Checked {
+    /// Problems, in order, as many as asked for.
+    pub problems: Vec<Error>,
+    /// How many more there are.
+    pub more: usize,
+    /// The dataset without the rows that have problems; `None` when nothing is left of it.
+    pub dataset: Option<Dataset>,
+}
+
+/// What a load needs beside its sources.
+struct Loader<'a> {
+    data: &'a recipe::Data,
+    resolve: &'a dyn Fn(&str) -> PathBuf,
+    tokenizer: Option<&'a Tokenizer>,
+    vocab_size: usize,
+    /// How many problems are collected; `None` stops at the first.
+    collect: Option<usize>,
+    problems: Vec<Error>,
+    more: usize,
+    examples: Vec<Example>,
+    stats: Stats,
+}
+
+impl Dataset {
+    /// Reads, tokenizes, mixes and packs `sources`.
+    ///
+    /// `resolve` gives the path of a source's file or folder. `vocab_size` is the number of rows of the model's
+    /// embedding. A source's `weight` is how often an epoch holds each of its samples; of a fraction, a part that
+    /// `seed` chooses.
+    ///
+    /// # Errors
+    /// The first row that cannot be used (unless `on_bad_row = "skip"`), a file without rows, a source that leaves
+    /// no sample, and sources that cannot be read.
+    pub fn load(
+        sources: &[recipe::Source],
+        cfg: &recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        seed: u64,
+    ) -> Result<Dataset, Error> {
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, None);
+        let ranges = loader.sources(sources)?;
+        loader.finish(sources, &ranges, seed)
+    }
+
+    /// The evaluation sources of a recipe: as [`Dataset::load`], but always in file order.
+    ///
+    /// # Errors
+    /// As [`Dataset::load`].
+    pub fn load_eval(
+        cfg: &recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        seed: u64,
+    ) -> Result<Dataset, Error> {
+        let in_order = recipe::Data { shuffle: false, ..cfg.clone() };
+        Self::load(&cfg.eval, &in_order, resolve, tokenizer, vocab_size, seed)
+    }
+
+    /// All problems of the sources instead of the first: every bad row counts, whatever `on_bad_row` says. At most
+    /// `limit` are kept.
+    pub fn check(
+        sources: &[recipe::Source],
+        cfg: &recipe::Data,
+        resolve: &dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: usize,
+        limit: usize,
+    ) -> Checked {
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, Some(limit));
+        let mut ranges = Vec::new();
+        for (i, source) in sources.iter().enumerate() {
+            match loader.source(i, source) {
+                Ok(range) => ranges.push(range),
+                Err(e) => {
+                    loader.keep(e);
+                    ranges.push(loader.examples.len()..loader.examples.len());
+                }
+            }
+        }
+        let problems = std::mem::take(&mut loader.problems);
+        let more = loader.more;
+        let dataset = if loader.examples.is_empty() { None } else { loader.finish(sources, &ranges, 0).ok() };
+        Checked { problems, more, dataset }
+    }
+}
+
+impl<'a> Loader<'a> {
+    fn new(
+        data: &'a recipe::Data,
+        resolve: &'a dyn Fn(&str) -> PathBuf,
+        tokenizer: Option<&'a Tokenizer>,
+        vocab_size: usize,
+        collect: Option<usize>,
+    ) -> Self {
+        Self {
+            data,
+            resolve,
+            tokenizer,
+            vocab_size,
+            collect,
+            problems: Vec::new(),
+            more: 0,
+            examples: Vec::new(),
+            stats: Stats::default(),
+        }
+    }
+
+    fn sources(&mut self, sources: &[recipe::Source]) -> Result<Vec<std::ops::Range<usize>>, Error> {
+        sources.iter().enumerate().map(|(i, s)| self.source(i, s)).collect()
+    }
+
+    fn keep(&mut self, problem: Error) {
+        if self.problems.len() < self.collect.unwrap_or(0) {
+            self.problems.push(problem);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    /// Reads one source; gives the range of its examples.
+    fn source(&mut self, index: usize, source: &recipe::Source) -> Result<std::ops::Range<usize>, Error> {
+        let shape = Shape::new(source, self.data.mask)?;
+        if !(source.weight.is_finite() && source.weight > 0.0) {
+            let message = format!("weight = {} is not a number above 0", source.weight);
+            return Err(Error::Recipe { place: source.place.clone(), message });
+        }
+        self.needs(source.format)?;
+        let files = files(source, self.resolve)?;
+        let start = self.examples.len();
+        let encoder = Encoder {
+            shape: &shape,
+            data: self.data,
+            tokenizer: self.tokenizer,
+            vocab_size: self.vocab_size,
+            source: index,
+        };
+        let (read, problems) = (self.stats.rows_read, self.problems.len() + self.more);
+        for file in &files {
+            if let Err(e) = self.file(file, &encoder) {
+                if self.collect.is_none() {
+                    return Err(e);
+                }
+                self.keep(e);
+            }
+        }
+        if self.examples.len() == start && self.problems.len() + self.more == problems {
+            let first = self.stats.left_out.last().map(|l| format!("; the last: {l}")).unwrap_or_default();
+            let message =
+                format!("none of its {} rows can be trained on{first}", self.stats.rows_read - read);
+            return Err(Error::Empty { file: source.source.clone(), message });
+        }
+        Ok(start..self.examples.len())
+    }
+
+    /// What a format asks of the model's folder.
+    fn needs(&self, format: Format) -> Result<(), Error> {
+        let name = format!("{format:?}").to_lowercase();
+        let Some(tokenizer) = self.tokenizer else {
+            return match format {
+                Format::Tokens => Ok(()),
+                _ => Err(Error::ModelLacks(format!(
+                    "the model has no tokenizer.json, which format = {name:?} needs (format = \"tokens\" does not)"
+                ))),
+            };
+        };
+        match format {
+            Format::Messages if !tokenizer.has_template() => Err(Error::ModelLacks(
+                "the model has no chat template, which format = \"messages\" needs; \
+                 give one as data.chat_template = \"FILE.jinja\""
+                    .into(),
+            )),
+            Format::Alpaca | Format::Completion | Format::Text if tokenizer.text_end().is_none() => {
+                Err(Error::ModelLacks(format!(
+                    "the model names no end-of-sequence token (eos_token in tokenizer_config.json, or eos_token_id \
+                     in generation_config.json), which format = {name:?} needs"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn file(&mut self, path: &Path, encoder: &Encoder<'_>) -> Result<(), Error> {
+        let name = path.display().to_string();
+        let mut rows = Rows::open(path)?;
+        let mut any = false;
+        loop {
+            let mut chunk: Vec<RawRow> = Vec::new();
+            let mut bytes = 0;
+            while chunk.len() < CHUNK.0 && bytes < CHUNK.1 {
+                let Some(row) = rows.next() else { break };
+                let row = row?;
+                bytes += row.bytes.as_ref().map_or(0, Vec::len);
+                chunk.push(row);
+            }
+            if chunk.is_empty() {
+                break;
+            }
+            any = true;
+            let done: Vec<_> = chunk.par_iter().map(|row| one(row, encoder)).collect();
+            for (place, result) in done {
+                self.stats.rows_read += 1;
+                match result {
+                    Ok((example, cut)) => {
+                        self.stats.truncated += usize::from(cut);
+                        self.examples.push(example);
+                    }
+                    Err(problem) => {
+                        let place = Place { file: name.clone(), line: place.0, column: place.1 };
+                        self.left_out(place, problem)?;
+                    }
+                }
+            }
+        }
+        if any { Ok(()) } else { Err(Error::Empty { file: name, message: "the file holds no rows".into() }) }
+    }
+
+    /// Counts a row that is left out, or makes it an error.
+    fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
+        // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
+        let (count, asked) = match &problem {
+            Problem::Bad(_) => (&mut self.stats.drops.bad, false),
+            Problem::EmptyMask(_) => (&mut self.stats.drops.empty_mask, false),
+            Problem::EmptyAfterTruncation { .. } => (&mut self.stats.drops.empty_after_truncation, true),
+            Problem::TooLong { .. } => {
+                (&mut self.stats.drops.too_long, self.data.over_length == OverLength::Drop)
+            }
+        };
+        *count += 1;
+        let too_long = matches!(problem, Problem::TooLong { .. });
+        if self.stats.left_out.len() < SHOWN {
+            self.stats.left_out.push(format!("{place}: {problem}"));
+        }
+        let error = Error::Row { place, problem };
+        match self.collect {
+            _ if asked => Ok(()),
+            Some(_) => {
+                self.keep(error);
+                Ok(())
+            }
+            // over_length = "error" stops whatever on_bad_row says
+            None if self.data.on_bad_row == OnBadRow::Error || too_long => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Mixes and packs.
+    fn finish(
+        self,
+        sources: &[recipe::Source],
+        ranges: &[std::ops::Range<usize>],
+        seed: u64,
+    ) -> Result<Dataset, Error> {
+        let Loader { data, examples, mut stats, .. } = self;
+        let mut order = Vec::new();
+        for (i, (source, range)) in sources.iter().zip(ranges).enumerate() {
+            mix(&mut order, range.clone(), source, seed, i)?;
+        }
+        let length = |i: usize| examples[i].ids.len();
+        let rows = match (data.pack, data.shuffle) {
+            (false, _) => order.into_iter().map(|i| vec![i]).collect(),
+            (true, false) => pack::in_order(&order, &length, data.max_length),
+            (true, true) => pack::best_fit(&order, &length, data.max_length, seed),
+        };
+        stats.count(&examples, &rows, data.max_length, data.pack);
+        let hash = hash(&examples, &rows);
+        Ok(Dataset { examples, rows, stats, hash })
+    }
+}
+
+/// A row's example; the place of its problem otherwise.
+type One = ((usize, usize), Result<(Example, bool), Problem>);
+
+fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
+    match row.parse() {
+        Ok(value) => ((row.line, 0), encoder.encode(value, row.line)),
+        Err(e) => ((e.line, e.column), Err(Problem::Bad(e.message))),
+    }
+}
+
+/// Appends the samples of a source as often as its weight says.
+fn mix(
+    order: &mut Vec<usize>,
+    range: std::ops::Range<usize>,
+    source: &recipe::Source,
+    seed: u64,
+    index: usize,
+) -> Result<(), Error> {
+    let n = range.len();
+    let wanted = (source.weight * n as f64).round();
+    if wanted > f64::from(u32::MAX) {
+        let message = format!("weight = {} makes {wanted} samples of {n}; that is too many", source.weight);
+        return Err(Error::Recipe { place: source.place.clone(), message });
+    }
+    if n == 0 {
+        return Ok(());
+    }
+    let wanted = (wanted as usize).max(1);
+    for _ in 0..wanted / n {
+        order.extend(range.clone());
+    }
+    let mut part = Stream::new(seed, Purpose::Mix, 0, index as u64).permutation(n);
+    part.truncate(wanted % n);
+    part.sort_unstable();
+    order.extend(part.into_iter().map(|i| range.start + i));
+    Ok(())
+}
+
+fn hash(examples: &[Example], rows: &[Vec<usize>]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let mut bytes = Vec::new();
+    for row in rows {
+        bytes.clear();
+        bytes.extend((row.len() as u64).to_le_bytes());
+        for example in row.iter().map(|i| &examples[*i]) {
+            bytes.extend((example.ids.len() as u64).to_le_bytes());
+            bytes.extend(example.ids.iter().flat_map(|i| i.to_le_bytes()));
+            bytes.extend(example.labels.iter().flat_map(|l| l.to_le_bytes()));
+        }
+        hasher.update(&bytes);
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// The files of a source, sorted by name.
+fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
+    let path = resolve(&source.source);
+    let extension = |p: &Path| p.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default();
+    let not_built = |what: &str| Err(Error::NotBuilt(format!("data source = {:?} ({what})", source.source)));
+    let fail = |message: String| Err(Error::Recipe { place: source.place.clone(), message });
+    let there = std::fs::metadata(&path);
+    let Ok(there) = there else {
+        let is_id = source.source.split('/').count() == 2
+            && extension(&path).is_empty()
+            && !source.source.starts_with(['.', '/', '~']);
+        return if is_id || source.source.starts_with("hf://") {
+            not_built("a dataset of the hub, and there is no such file or folder here")
+        } else {
+            Err(Error::Missing { source_name: source.source.clone(), path })
+        };
+    };
+    for (key, value) in [("split", &source.split), ("config", &source.config)] {
+        if let Some(value) = value {
+            return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
+        }
+    }
+    let wanted = |p: &Path| matches!(extension(p).as_str(), "jsonl" | "json");
+    if !there.is_dir() {
+        return match extension(&path).as_str() {
+            "parquet" => not_built("parquet files"),
+            _ if wanted(&path) => Ok(vec![path]),
+            _ => fail(format!("{:?} is neither .jsonl nor .json", source.source)),
+        };
+    }
+    let cannot = |cause| Error::Read { path: path.clone(), cause };
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(&path).map_err(cannot)? {
+        let file = entry.map_err(cannot)?.path();
+        let hidden = file.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
+        if hidden || file.is_dir() {
+            continue;
+        }
+        if extension(&file) == "parquet" {
+            return not_built("a folder with parquet files");
+        }
+        if wanted(&file) {
+            found.push(file);
+        }
+    }
+    found.sort();
+    if found.is_empty() {
+        let message = "the folder holds no .jsonl or .json file".into();
+        return Err(Error::Empty { file: path.display().to_string(), message });
+    }
+    Ok(found)
+}

@@ -1,0 +1,248 @@
+//! A data file's bytes as rows.
+
+use super::error::Error;
+use serde_json::Value;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// Bytes that one line may have.
+const LONGEST_LINE: u64 = 1 << 30;
+
+/// A row before it is parsed.
+pub(super) struct RawRow {
+    /// Line of the file where it begins, from 1.
+    pub line: usize,
+    /// Byte column of that line where it begins, from 1.
+    pub column: usize,
+    /// Its bytes, or why the file has none here.
+    pub bytes: Result<Vec<u8>, String>,
+}
+
+/// A row that is not JSON.
+pub(super) struct NotJson {
+    pub line: usize,
+    /// Byte column, from 1.
+    pub column: usize,
+    pub message: String,
+}
+
+impl RawRow {
+    /// The row's value.
+    pub fn parse(&self) -> Result<Value, NotJson> {
+        let fail =
+            |line: usize, column: usize, message: String| NotJson { line, column: column.max(1), message };
+        let bytes = self.bytes.as_ref().map_err(|m| fail(self.line, self.column, m.clone()))?;
+        if let Err(e) = std::str::from_utf8(bytes) {
+            let before = &bytes[..e.valid_up_to()];
+            let lines = before.iter().filter(|b| **b == b'\n').count();
+            let in_line = before.len() - before.iter().rposition(|b| *b == b'\n').map_or(0, |p| p + 1);
+            let column = if lines == 0 { self.column + in_line } else { in_line + 1 };
+            return Err(fail(self.line + lines, column, "not UTF-8".into()));
+        }
+        serde_json::from_slice(bytes).map_err(|e| {
+            let text = e.to_string();
+            let message = text.rsplit_once(" at line ").map_or(text.as_str(), |t| t.0);
+            let column = if e.line() <= 1 { self.column - 1 + e.column() } else { e.column() };
+            fail(self.line + e.line().saturating_sub(1), column, format!("not JSON: {message}"))
+        })
+    }
+}
+
+/// The rows of a file, in order. After an error of reading there are no more.
+pub(super) enum Rows {
+    /// One row a line.
+    Lines(Lines),
+    /// The items of one array.
+    Array(Array),
+}
+
+impl Rows {
+    /// Opens a `.jsonl` or `.json` file.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let cannot = |cause| Error::Read { path: path.into(), cause };
+        let mut file = File::open(path).map_err(cannot)?;
+        if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes).map_err(cannot)?;
+            return Ok(Rows::Array(Array { bytes, at: 0, line: 1, line_start: 0, state: State::Before }));
+        }
+        Ok(Rows::Lines(Lines { file: BufReader::with_capacity(1 << 18, file), path: path.into(), line: 0 }))
+    }
+}
+
+impl Iterator for Rows {
+    type Item = Result<RawRow, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match self {
+            Rows::Lines(l) => l.next(),
+            Rows::Array(a) => a.next().map(Ok),
+        }
+    }
+}
+
+/// Rows of a JSON Lines file; lines of white space are no rows.
+pub(super) struct Lines {
+    file: BufReader<File>,
+    path: PathBuf,
+    line: usize,
+}
+
+impl Lines {
+    fn next(&mut self) -> Option<Result<RawRow, Error>> {
+        loop {
+            let mut bytes = Vec::new();
+            let read = (&mut self.file).take(LONGEST_LINE).read_until(b'\n', &mut bytes);
+            if let Err(cause) = read {
+                return Some(Err(Error::Read { path: self.path.clone(), cause }));
+            }
+            if bytes.is_empty() {
+                return None;
+            }
+            self.line += 1;
+            let whole = bytes.last() == Some(&b'\n') || (bytes.len() as u64) < LONGEST_LINE;
+            if !whole {
+                let cause = std::io::Error::other(format!("line {} is longer than 1 GiB", self.line));
+                return Some(Err(Error::Read { path: self.path.clone(), cause }));
+            }
+            let mut column = 1;
+            if self.line == 1 && bytes.starts_with(b"\xEF\xBB\xBF") {
+                bytes.drain(..3);
+                column = 4;
+            }
+            while matches!(bytes.last(), Some(b'\n' | b'\r')) {
+                bytes.pop();
+            }
+            if !bytes.trim_ascii().is_empty() {
+                return Some(Ok(RawRow { line: self.line, column, bytes: Ok(bytes) }));
+            }
+        }
+    }
+}
+
+/// Rows of a file that is one JSON array: cut at the commas between items, so that each item is parsed alone and
+/// one bad item does not take the others with it.
+pub(super) struct Array {
+    bytes: Vec<u8>,
+    at: usize,
+    line: usize,
+    line_start: usize,
+    state: State,
+}
+
+#[derive(PartialEq)]
+enum State {
+    Before,
+    Inside,
+    Done,
+}
+
+impl Array {
+    fn next(&mut self) -> Option<RawRow> {
+        match self.state {
+            State::Done => return None,
+            State::Before => {
+                if self.bytes.starts_with(b"\xEF\xBB\xBF") {
+                    self.at = 3;
+                }
+                self.skip_space();
+                match self.bytes.get(self.at) {
+                    None => {
+                        self.state = State::Done;
+                        return None;
+                    }
+                    Some(b'[') => self.at += 1,
+                    Some(_) => {
+                        return Some(self.broken(
+                            "expected an array of rows; a file with one object a line is named .jsonl",
+                        ));
+                    }
+                }
+                self.skip_space();
+                self.state = State::Inside;
+                if self.bytes.get(self.at) == Some(&b']') {
+                    return self.close();
+                }
+            }
+            State::Inside => {}
+        }
+        self.skip_space();
+        let (line, column) = (self.line, self.at - self.line_start + 1);
+        let start = self.at;
+        let Some(end) = self.item_end() else {
+            self.state = State::Done;
+            let bytes = self.bytes[start..].to_vec();
+            let rest = if bytes.trim_ascii().is_empty() {
+                Err("the file ends where a row should begin".into())
+            } else {
+                Ok(bytes)
+            };
+            // A whole value without the closing bracket would parse: the file is cut all the same.
+            let row = RawRow { line, column, bytes: rest };
+            return Some(match row.parse() {
+                Ok(_) => self.broken("the file ends before the array's closing bracket"),
+                Err(_) => row,
+            });
+        };
+        let bytes = self.bytes[start..end].to_vec();
+        if self.bytes[end] == b',' {
+            self.at = end + 1;
+        } else if let Some(broken) = self.close() {
+            return Some(broken);
+        }
+        Some(RawRow { line, column, bytes: Ok(bytes) })
+    }
+
+    /// Behind the last item: nothing may follow the bracket.
+    fn close(&mut self) -> Option<RawRow> {
+        self.at += 1;
+        self.skip_space();
+        self.state = State::Done;
+        (self.at < self.bytes.len()).then(|| self.broken("text after the end of the array"))
+    }
+
+    fn broken(&mut self, why: &str) -> RawRow {
+        self.state = State::Done;
+        let column = self.at - self.line_start + 1;
+        RawRow { line: self.line, column, bytes: Err(why.into()) }
+    }
+
+    fn skip_space(&mut self) {
+        while let Some(b' ' | b'\t' | b'\r' | b'\n') = self.bytes.get(self.at) {
+            self.step();
+        }
+    }
+
+    fn step(&mut self) {
+        if self.bytes[self.at] == b'\n' {
+            self.line += 1;
+            self.line_start = self.at + 1;
+        }
+        self.at += 1;
+    }
+
+    /// Goes to the comma or bracket that ends the item.
+    fn item_end(&mut self) -> Option<usize> {
+        let (mut depth, mut quoted) = (0usize, false);
+        while let Some(&b) = self.bytes.get(self.at) {
+            if quoted {
+                match b {
+                    b'\\' if self.at + 1 < self.bytes.len() => self.step(),
+                    b'"' => quoted = false,
+                    _ => {}
+                }
+            } else {
+                match b {
+                    b'"' => quoted = true,
+                    b'{' | b'[' => depth += 1,
+                    b',' | b']' if depth == 0 => return Some(self.at),
+                    b'}' | b']' => depth = depth.saturating_sub(1),
+                    _ => {}
+                }
+            }
+            self.step();
+        }
+        None
+    }
+}

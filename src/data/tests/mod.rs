@@ -1,0 +1,64 @@
+//! Tests of the module as a whole; parts that stand alone are tested in their files.
+
+mod broken;
+mod chat;
+mod properties;
+mod rows;
+
+use super::*;
+use crate::error::Place;
+use crate::recipe::{self, Format, OnBadRow, OverLength};
+use std::path::{Path, PathBuf};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn tiny() -> Tokenizer {
+    Tokenizer::load(&fixture("tiny-tokenizer"), None).unwrap().unwrap()
+}
+
+fn source(path: &str, format: Format) -> recipe::Source {
+    recipe::Source {
+        source: path.into(),
+        format,
+        weight: 1.0,
+        split: None,
+        config: None,
+        fields: Default::default(),
+        mask: None,
+        place: Place { file: "recipe.toml".into(), line: 7, column: 3 },
+    }
+}
+
+fn data(max_length: usize) -> recipe::Data {
+    recipe::Data {
+        train: Vec::new(),
+        eval: Vec::new(),
+        max_length,
+        over_length: OverLength::Truncate,
+        on_bad_row: OnBadRow::Error,
+        pack: false,
+        shuffle: false,
+        mask: None,
+        chat_template: None,
+        template: Default::default(),
+    }
+}
+
+/// A folder with files, and a way to load from it.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new(files: &[(&str, &str)]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        Self(dir)
+    }
+
+    fn load(&self, sources: &[recipe::Source], cfg: &recipe::Data) -> Result<Dataset, Error> {
+        Dataset::load(sources, cfg, &|s| self.0.path().join(s), Some(&tiny()), 285, 11)
+    }
+}

@@ -1,0 +1,170 @@
+//! Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the
+//! folder.
+
+use std::fs::{File, Permissions};
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use tempfile::NamedTempFile;
+
+use super::Error;
+use super::fault::fault;
+
+/// Every temporary file of ours starts and ends so; a sweep finds what a killed process left.
+const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
+
+/// A file being written, not yet visible under its name. Dropping it removes it.
+pub(crate) struct Pending {
+    file: NamedTempFile,
+    path: PathBuf,
+    needed: Option<u64>,
+}
+
+impl Pending {
+    /// Starts a file that will be `path`; `needed` is its size in bytes, for messages.
+    ///
+    /// The folder is created if it is missing.
+    pub(crate) fn create(path: &Path, needed: Option<u64>) -> Result<Pending, Error> {
+        let dir = folder_of(path);
+        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, needed, e))?;
+        let file = tempfile::Builder::new()
+            .prefix(TEMPORARY.0)
+            .suffix(TEMPORARY.1)
+            // As any program creates a file: the umask decides (tempfile's default is 0600).
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(dir)
+            .map_err(|e| Error::write("create a file for", path, needed, e))?;
+        fault!("atomic.created");
+        Ok(Pending { file, path: path.to_path_buf(), needed })
+    }
+
+    /// Appends bytes.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.file
+            .as_file_mut()
+            .write_all(bytes)
+            .map_err(|e| Error::write("write", &self.path, self.needed, e))
+    }
+
+    /// Makes the bytes durable and gives the file its name.
+    pub(crate) fn commit(self) -> Result<(), Error> {
+        fault!("atomic.written");
+        let Pending { file, path, needed } = self;
+        file.as_file().sync_all().map_err(|e| Error::write("sync", &path, needed, e))?;
+        fault!("atomic.synced");
+        file.persist(&path).map_err(|e| Error::write("rename to", &path, needed, e.error))?;
+        fault!("atomic.renamed");
+        sync_folder(folder_of(&path))?;
+        fault!("atomic.folder_synced");
+        Ok(())
+    }
+}
+
+/// Writes a whole file: afterwards `path` holds all of `bytes`, durably, or what it held before.
+///
+/// # Errors
+/// [`Error::Write`] with the path, and with the bytes needed when the disk is full.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let mut pending = Pending::create(path, Some(bytes.len() as u64))?;
+    pending.write(bytes)?;
+    pending.commit()
+}
+
+/// The folder that a file is in; the working directory for a bare name.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    }
+}
+
+/// Makes renames and removals in a folder durable.
+pub(crate) fn sync_folder(dir: &Path) -> Result<(), Error> {
+    File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, None, e))
+}
+
+/// Bytes that this user may still write on the disk of `dir` (or of its nearest parent that
+/// exists); `None` where the file system does not say.
+pub(crate) fn free_bytes(dir: &Path) -> Option<u64> {
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let stat = dir.ancestors().find_map(|d| {
+        let d = if d.as_os_str().is_empty() { Path::new(".") } else { d };
+        rustix::fs::statvfs(d).ok()
+    })?;
+    // Some FUSE file systems answer with zeros.
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Removes what killed processes left half-written in a folder: our temporary files only.
+///
+/// Call it only when no other process writes there (see [`super::RunLock`]).
+pub(crate) fn sweep_temporary(dir: &Path) -> Result<(), Error> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::read(dir, e)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::read(dir, e))?;
+        let name = entry.file_name();
+        let is_file = entry.file_type().is_ok_and(|t| t.is_file());
+        if is_file && name.to_str().is_some_and(|n| n.starts_with(TEMPORARY.0) && n.ends_with(TEMPORARY.1)) {
+            std::fs::remove_file(entry.path()).map_err(|e| Error::write("remove", &entry.path(), None, e))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replaces_whole_and_leaves_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/folder/file.json");
+        write_atomic(&path, b"one").unwrap();
+        write_atomic(&path, b"two").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        let names: Vec<_> = std::fs::read_dir(path.parent().unwrap())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(names, ["file.json"]);
+    }
+
+    #[test]
+    fn an_abandoned_file_disappears_and_the_old_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        write_atomic(&path, b"old").unwrap();
+        let mut pending = Pending::create(&path, None).unwrap();
+        pending.write(b"half").unwrap();
+        drop(pending);
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn sweeps_its_own_files_only() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [".ft-x.tmp", ".ft-keep", "other.tmp"] {
+            std::fs::write(dir.path().join(name), b"x").unwrap();
+        }
+        sweep_temporary(dir.path()).unwrap();
+        assert!(!dir.path().join(".ft-x.tmp").exists());
+        assert!(dir.path().join(".ft-keep").exists());
+        assert!(dir.path().join("other.tmp").exists());
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_says_so_with_exit_5() {
+        // A file where a folder is needed fails for root too, unlike a mode without write bits.
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("file"), b"").unwrap();
+        let error = write_atomic(&dir.path().join("file/inner"), b"x").unwrap_err();
+        assert_eq!(error.exit_code(), crate::ExitCode::Storage);
+        assert!(error.to_string().contains("file"), "{error}");
+    }
+}

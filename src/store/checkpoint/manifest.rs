@@ -1,0 +1,123 @@
+//! `manifest.json`: what files a checkpoint has, how long they are, and their hashes.
+
+use std::fs::File;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{MARKER, sync_folder};
+use crate::store::Error;
+use crate::store::fault::fault;
+use crate::store::path::{check_name, open_inside};
+
+/// The manifest's file name.
+pub(super) const MANIFEST: &str = "manifest.json";
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Manifest {
+    version: u32,
+    step: u64,
+    files: Vec<Entry>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    /// Path inside the checkpoint, with `/`.
+    name: String,
+    bytes: u64,
+    /// BLAKE3, 64 hexadecimal digits.
+    blake3: String,
+}
+
+impl Manifest {
+    /// Makes every file of a folder durable and writes down its size and hash.
+    pub(super) fn of(dir: &Path, step: u64) -> Result<Manifest, Error> {
+        let mut files = Vec::new();
+        visit(dir, dir, &mut files)?;
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Manifest { version: 1, step, files })
+    }
+
+    /// The text of the file, the same for the same folder.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let json = serde_json::json!({
+            "version": self.version,
+            "step": self.step,
+            "files": self.files.iter().map(|f| serde_json::json!({
+                "name": f.name, "bytes": f.bytes, "blake3": f.blake3,
+            })).collect::<Vec<_>>(),
+        });
+        format!("{json:#}\n").into_bytes()
+    }
+
+    /// Reads a manifest back.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Manifest, String> {
+        let manifest: Manifest = serde_json::from_slice(bytes).map_err(|e| format!("{MANIFEST}: {e}"))?;
+        match manifest.version {
+            1 => Ok(manifest),
+            v => Err(format!("{MANIFEST} has version {v}; this ft reads version 1")),
+        }
+    }
+
+    /// Checks size and hash of every file.
+    pub(super) fn check(&self, dir: &Path, step: u64) -> Result<(), String> {
+        if self.step != step {
+            return Err(format!("{MANIFEST} is of step {}", self.step));
+        }
+        for entry in &self.files {
+            let name = &entry.name;
+            let (mut file, path) = open_inside(dir, name).map_err(|e| e.to_string())?;
+            let bytes = file.metadata().map_err(|e| Error::read(&path, e).to_string())?.len();
+            if bytes != entry.bytes {
+                return Err(format!("{name} has {bytes} bytes and should have {}", entry.bytes));
+            }
+            let hash = hash(&mut file).map_err(|e| Error::read(&path, e).to_string())?;
+            if hash != entry.blake3 {
+                return Err(format!("{name} is not what was written (its hash differs)"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Syncs and hashes what is in `dir`, and `dir` itself.
+fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::read(dir, e))? {
+        let path = entry.map_err(|e| Error::read(dir, e))?.path();
+        let kind = path.symlink_metadata().map_err(|e| Error::read(&path, e))?.file_type();
+        if kind.is_dir() {
+            visit(root, &path, files)?;
+            continue;
+        }
+        let name = path.strip_prefix(root).ok().and_then(Path::to_str).unwrap_or("");
+        // What could not be checked when it is read back must not get in.
+        check_name(root, name)?;
+        if !kind.is_file() || name == MANIFEST || name == MARKER {
+            return Err(Error::Unsafe {
+                dir: root.to_path_buf(),
+                name: name.to_string(),
+                why: "a checkpoint holds plain files, none named as its own two".to_string(),
+            });
+        }
+        // Open for writing too: some systems sync nothing through a descriptor that only reads.
+        let mut file = File::options()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(|e| Error::write("open", &path, None, e))?;
+        file.sync_all().map_err(|e| Error::write("sync", &path, None, e))?;
+        let bytes = file.metadata().map_err(|e| Error::read(&path, e))?.len();
+        let blake3 = hash(&mut file).map_err(|e| Error::read(&path, e))?;
+        files.push(Entry { name: name.to_string(), bytes, blake3 });
+        fault!("commit.file_synced");
+    }
+    sync_folder(dir)
+}
+
+fn hash(file: &mut File) -> std::io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(file)?;
+    Ok(hasher.finalize().to_hex().to_string())
+}

@@ -1,0 +1,294 @@
+//! Checkpoints: folders of files that are whole or absent.
+//!
+//! ```text
+//! checkpoints/step-00000100/   what the trainer wrote
+//!                  manifest.json   each file's size and BLAKE3 hash
+//!                  COMPLETE        the hash of the manifest; written last
+//!             .draft-00000200/     being written; swept at the next start
+//!             .old-00000100/       set aside while a step is saved again
+//! ```
+//!
+//! A save goes: files, fsync of each, manifest, fsync of the folders, rename to the step's name,
+//! fsync of the parent, marker. A removal goes the other way: marker first, then data. So a folder
+//! with a marker has all its data, whenever the power goes; and as the marker holds the manifest's
+//! hash and the manifest every file's, a change of any single bit is found before a file is used.
+
+mod manifest;
+
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use super::Error;
+use super::atomic::{sync_folder, write_atomic};
+use super::fault::fault;
+use manifest::{MANIFEST, Manifest};
+
+/// The file that says that a checkpoint is complete.
+const MARKER: &str = "COMPLETE";
+const STEP: &str = "step-";
+const DRAFT: &str = ".draft-";
+const OLD: &str = ".old-";
+
+/// The folder of a run's checkpoints.
+///
+/// One process at a time: hold the run's [`super::RunLock`] before opening.
+#[derive(Debug)]
+pub struct Checkpoints {
+    dir: PathBuf,
+}
+
+/// A checkpoint whose files are all what was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    /// The optimizer step after which it was taken.
+    pub step: u64,
+    /// Its folder.
+    pub path: PathBuf,
+    /// What is wrong with the newer ones that were passed over, a line each; print them.
+    pub warnings: Vec<String>,
+}
+
+impl Checkpoints {
+    /// Opens the folder, creating it if needed, and removes what killed processes left in it:
+    /// drafts, steps without a marker. Files and folders with other names stay.
+    ///
+    /// # Errors
+    /// [`Error::Write`] or [`Error::Read`] with the path.
+    pub fn open(dir: &Path) -> Result<Checkpoints, Error> {
+        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
+        let all = Checkpoints { dir: dir.to_path_buf() };
+        for (name, path) in all.folders()? {
+            if name.starts_with(DRAFT) {
+                remove_folder(&path)?;
+            } else if name.starts_with(STEP) && step_of(&name, STEP).is_some() {
+                if !has_marker(&path) {
+                    remove_folder(&path)?;
+                }
+            }
+        }
+        // A step that was being saved again: the new one if it is complete, else the old one.
+        for (name, path) in all.folders()? {
+            if let Some(step) = step_of(&name, OLD) {
+                let target = all.path_of(step);
+                if has_marker(&target) || !has_marker(&path) {
+                    remove_marked(&path)?;
+                } else {
+                    rename(&path, &target)?;
+                    sync_folder(dir)?;
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// The steps of the complete checkpoints, ascending. Their content is not checked here.
+    ///
+    /// # Errors
+    /// [`Error::Read`] when the folder cannot be listed.
+    pub fn list(&self) -> Result<Vec<u64>, Error> {
+        let mut steps: Vec<u64> = self
+            .folders()?
+            .into_iter()
+            .filter(|(_, path)| has_marker(path))
+            .filter_map(|(name, _)| step_of(&name, STEP))
+            .collect();
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// The newest checkpoint whose every file has the hash that was written down; `None` when there
+    /// are no checkpoints. Damaged ones are passed over, and named in [`Checkpoint::warnings`].
+    ///
+    /// # Errors
+    /// [`Error::AllDamaged`] when there are checkpoints and none is whole: starting from the
+    /// beginning must then be the user's word.
+    pub fn newest_whole(&self) -> Result<Option<Checkpoint>, Error> {
+        let mut warnings = Vec::new();
+        for step in self.list()?.into_iter().rev() {
+            let path = self.path_of(step);
+            match verify(&path, step) {
+                Ok(()) => return Ok(Some(Checkpoint { step, path, warnings })),
+                Err(e) => warnings.push(e.to_string()),
+            }
+        }
+        if warnings.is_empty() {
+            return Ok(None);
+        }
+        Err(Error::AllDamaged { dir: self.dir.clone(), damage: warnings })
+    }
+
+    /// Starts the checkpoint of `step`: an empty folder to write files into.
+    ///
+    /// # Errors
+    /// [`Error::Write`] with the path.
+    pub fn begin(&self, step: u64) -> Result<Draft, Error> {
+        let path = self.dir.join(format!("{DRAFT}{step:08}"));
+        remove_folder(&path)?;
+        std::fs::create_dir(&path).map_err(|e| Error::write("create", &path, None, e))?;
+        fault!("draft.begun");
+        Ok(Draft { dir: self.dir.clone(), path, step, committed: false })
+    }
+
+    fn path_of(&self, step: u64) -> PathBuf {
+        self.dir.join(format!("{STEP}{step:08}"))
+    }
+
+    /// The folders in the folder; links are not followed.
+    fn folders(&self) -> Result<Vec<(String, PathBuf)>, Error> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::read(&self.dir, e))? {
+            let entry = entry.map_err(|e| Error::read(&self.dir, e))?;
+            let kind = entry.file_type().map_err(|e| Error::read(&entry.path(), e))?;
+            if let (true, Ok(name)) = (kind.is_dir(), entry.file_name().into_string()) {
+                found.push((name, entry.path()));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A checkpoint being written. Dropping it without [`Draft::commit`] removes it.
+#[derive(Debug)]
+pub struct Draft {
+    dir: PathBuf,
+    path: PathBuf,
+    step: u64,
+    committed: bool,
+}
+
+impl Draft {
+    /// The folder to write files into, also in subfolders.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes the checkpoint durable under its name, then removes all but the newest `keep` (this
+    /// one always stays, so 0 is as 1) and those of later steps, which a run that went on from an
+    /// earlier step has abandoned. Returns its folder.
+    ///
+    /// # Errors
+    /// [`Error::Write`] or [`Error::Read`] with the path. Whatever happens, the checkpoints before
+    /// it are whole.
+    pub fn commit(mut self, keep: usize) -> Result<PathBuf, Error> {
+        let manifest = Manifest::of(&self.path, self.step)?;
+        let bytes = manifest.to_bytes();
+        write_atomic(&self.path.join(MANIFEST), &bytes)?;
+        fault!("commit.folder_synced");
+
+        let all = Checkpoints { dir: self.dir.clone() };
+        let target = all.path_of(self.step);
+        // Saving a step again must not risk the one that is there: it goes aside, whole, until the
+        // new one has its marker. `Checkpoints::open` puts it back if that never happens.
+        let aside = self.dir.join(format!("{OLD}{:08}", self.step));
+        let again = target.exists();
+        if again {
+            remove_marked(&aside)?;
+            rename(&target, &aside)?;
+            fault!("commit.moved_aside");
+        }
+        rename(&self.path, &target)?;
+        self.committed = true;
+        fault!("commit.renamed");
+        sync_folder(&self.dir)?;
+        fault!("commit.parent_synced");
+        write_atomic(&target.join(MARKER), marker(&bytes).as_bytes())?;
+        fault!("commit.marked");
+        if again {
+            unmark(&aside)?;
+            fault!("commit.old_unmarked");
+            remove_folder(&aside)?;
+            fault!("commit.old_removed");
+        }
+        purge(&all, self.step, keep.max(1))?;
+        Ok(target)
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.committed {
+            // Best effort: the next start sweeps what stays.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// Removes the checkpoints that `keep` does not reach, and those after `newest`.
+fn purge(all: &Checkpoints, newest: u64, keep: usize) -> Result<(), Error> {
+    let (mut kept, mut remove): (Vec<u64>, Vec<u64>) =
+        all.list()?.into_iter().partition(|&step| step <= newest);
+    let surplus = kept.len().saturating_sub(keep);
+    remove.extend(kept.drain(..surplus));
+    for step in remove {
+        remove_marked(&all.path_of(step))?;
+    }
+    Ok(())
+}
+
+/// Removes a checkpoint: the marker first, so that no moment shows a marker without data.
+fn remove_marked(path: &Path) -> Result<(), Error> {
+    if path.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    unmark(path)?;
+    fault!("purge.unmarked");
+    remove_folder(path)?;
+    fault!("purge.removed");
+    Ok(())
+}
+
+fn unmark(path: &Path) -> Result<(), Error> {
+    let marker = path.join(MARKER);
+    match std::fs::remove_file(&marker) {
+        Ok(()) => sync_folder(path),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::write("remove", &marker, None, e)),
+    }
+}
+
+fn remove_folder(path: &Path) -> Result<(), Error> {
+    match std::fs::remove_dir_all(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
+        _ => Ok(()),
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
+}
+
+fn has_marker(path: &Path) -> bool {
+    path.join(MARKER).symlink_metadata().is_ok()
+}
+
+/// The step in a folder's name; only the spelling that this module writes counts.
+fn step_of(name: &str, prefix: &str) -> Option<u64> {
+    let step: u64 = name.strip_prefix(prefix)?.parse().ok()?;
+    (name == format!("{prefix}{step:08}")).then_some(step)
+}
+
+/// What the marker of a manifest with these bytes says, to the byte.
+fn marker(manifest: &[u8]) -> String {
+    format!("ft checkpoint 1\n{}\n", blake3::hash(manifest).to_hex())
+}
+
+/// Checks every file of a checkpoint against its manifest, and that against the marker.
+fn verify(path: &Path, step: u64) -> Result<(), Error> {
+    let damaged = |problem: String| Error::Damaged { path: path.to_path_buf(), problem };
+    let read = |name: &str| {
+        let mut bytes = Vec::new();
+        // A manifest names some dozens of files: a larger one is not ours.
+        File::open(path.join(name))?.take(16 << 20).read_to_end(&mut bytes)?;
+        Ok::<_, io::Error>(bytes)
+    };
+    let said = read(MARKER).map_err(|e| damaged(format!("{MARKER}: {e}")))?;
+    let bytes = read(MANIFEST).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    if said != marker(&bytes).as_bytes() {
+        return Err(damaged(format!("{MANIFEST} or {MARKER} is not what was written")));
+    }
+    Manifest::parse(&bytes).and_then(|manifest| manifest.check(path, step)).map_err(damaged)
+}

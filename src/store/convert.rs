@@ -1,0 +1,141 @@
+//! Bytes of a file to numbers of the dtype asked for, in parallel, a small piece at a time.
+//!
+//! Only the result is ever whole in memory: each piece is read, converted and forgotten. Narrowing
+//! rounds to nearest, ties to even, as `Tensor::to_dtype` does.
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::Error;
+
+/// Elements that one task reads and converts at a time: 4 MiB of f32.
+const PIECE: usize = 1 << 20;
+
+/// A number as safetensors keeps it: little-endian.
+trait Stored: Copy + Send + Sync {
+    const BYTES: usize;
+    fn from_le(bytes: &[u8]) -> Self;
+}
+
+macro_rules! stored {
+    ($($t:ty),*) => {$(
+        impl Stored for $t {
+            const BYTES: usize = size_of::<$t>();
+            #[inline(always)]
+            fn from_le(bytes: &[u8]) -> Self {
+                let mut word = [0u8; size_of::<$t>()];
+                word.copy_from_slice(bytes);
+                <$t>::from_le_bytes(word)
+            }
+        }
+    )*};
+}
+stored!(u8, u32, i64, f16, bf16, f32, f64);
+
+/// Builds a tensor of `dtype` from `count` elements of `from`, which `fetch(offset, buffer)` reads
+/// by byte offset within the tensor.
+pub(crate) fn tensor(
+    name: &str,
+    from: Dtype,
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+    fetch: &(dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync),
+) -> Result<Tensor, Error> {
+    let load = Load { name, shape, device, fetch };
+    // Widening goes through f32 or f64 exactly; each narrowing rounds once.
+    macro_rules! convert {
+        (f32, f32, $x:expr) => {
+            $x
+        };
+        (f64, f64, $x:expr) => {
+            $x
+        };
+        (f16, f16, $x:expr) => {
+            $x
+        };
+        (bf16, bf16, $x:expr) => {
+            $x
+        };
+        (f32, f64, $x:expr) => {
+            f64::from($x)
+        };
+        (f64, f32, $x:expr) => {
+            $x as f32
+        };
+        (f32, $d:ident, $x:expr) => {
+            $d::from_f32($x)
+        };
+        (f64, $d:ident, $x:expr) => {
+            $d::from_f64($x)
+        };
+        ($s:ident, f32, $x:expr) => {
+            $x.to_f32()
+        };
+        ($s:ident, f64, $x:expr) => {
+            $x.to_f64()
+        };
+        ($s:ident, $d:ident, $x:expr) => {
+            $d::from_f32($x.to_f32())
+        };
+    }
+    macro_rules! to {
+        ($s:ident) => {
+            match dtype {
+                DType::F32 => load.run::<$s, f32>(0.0, |x| convert!($s, f32, x)),
+                DType::BF16 => load.run::<$s, bf16>(bf16::ZERO, |x| convert!($s, bf16, x)),
+                DType::F16 => load.run::<$s, f16>(f16::ZERO, |x| convert!($s, f16, x)),
+                DType::F64 => load.run::<$s, f64>(0.0, |x| convert!($s, f64, x)),
+                _ => Err(load.refuse(from, dtype)),
+            }
+        };
+    }
+    match (from, dtype) {
+        (Dtype::F32, _) => to!(f32),
+        (Dtype::BF16, _) => to!(bf16),
+        (Dtype::F16, _) => to!(f16),
+        (Dtype::F64, _) => to!(f64),
+        (Dtype::U8, DType::U8) => load.run::<u8, u8>(0, |x| x),
+        (Dtype::U32, DType::U32) => load.run::<u32, u32>(0, |x| x),
+        (Dtype::I64, DType::I64) => load.run::<i64, i64>(0, |x| x),
+        _ => Err(load.refuse(from, dtype)),
+    }
+}
+
+struct Load<'a> {
+    name: &'a str,
+    shape: &'a [usize],
+    device: &'a Device,
+    fetch: &'a (dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync),
+}
+
+impl Load<'_> {
+    fn refuse(&self, from: Dtype, to: DType) -> Error {
+        Error::Convert { name: self.name.to_string(), from: from.to_string(), to: to.as_str().to_uppercase() }
+    }
+
+    fn run<S: Stored, D: candle_core::WithDType + Send + Sync>(
+        &self,
+        zero: D,
+        convert: impl Fn(S) -> D + Sync,
+    ) -> Result<Tensor, Error> {
+        // The header check bounds the count by the bytes of the file.
+        let count: usize = self.shape.iter().product();
+        let mut out = vec![zero; count];
+        out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
+            Vec::new,
+            |bytes: &mut Vec<u8>, (piece, out)| {
+                bytes.resize(out.len() * S::BYTES, 0);
+                (self.fetch)((piece * PIECE * S::BYTES) as u64, bytes)?;
+                for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
+                    *to = convert(S::from_le(from));
+                }
+                Ok(())
+            },
+        )?;
+        Tensor::from_vec(out, self.shape, self.device)
+            .map_err(|source| Error::Tensor { name: self.name.to_string(), source })
+    }
+}

@@ -1,0 +1,57 @@
+//! Named places where a test can end the process, as a power cut would.
+//!
+//! `FT_FAULT=commit.renamed:2` aborts at the second time that the place `commit.renamed` is
+//! reached. Compiled in for tests and with the feature `fault` only.
+
+/// Every fault point, in the order that a save reaches them.
+pub const POINTS: &[&str] = &[
+    "draft.begun",
+    "commit.file_synced",
+    "atomic.created",
+    "atomic.written",
+    "atomic.synced",
+    "atomic.renamed",
+    "atomic.folder_synced",
+    "commit.folder_synced",
+    "commit.moved_aside",
+    "commit.renamed",
+    "commit.parent_synced",
+    "commit.marked",
+    "commit.old_unmarked",
+    "commit.old_removed",
+    "purge.unmarked",
+    "purge.removed",
+];
+
+/// Counts a visit of the place `name`, and ends the process if `FT_FAULT` asks for it.
+#[cfg(any(test, feature = "fault"))]
+pub fn hit(name: &str) {
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    static WANTED: OnceLock<Option<(String, u64)>> = OnceLock::new();
+    static SEEN: AtomicU64 = AtomicU64::new(0);
+
+    debug_assert!(POINTS.contains(&name), "fault point {name} is not in the list");
+    let wanted = WANTED.get_or_init(|| {
+        let text = std::env::var("FT_FAULT").ok()?;
+        let (name, count) = text.split_once(':')?;
+        Some((name.to_string(), count.parse().ok()?))
+    });
+    if let Some((wanted, count)) = wanted
+        && wanted == name
+        && SEEN.fetch_add(1, Ordering::SeqCst) + 1 == *count
+    {
+        // No unwinding, no destructors, no flush: what is on disk now is all that is left.
+        std::process::abort();
+    }
+}
+
+/// Marks a fault point; nothing at all in an ordinary build.
+macro_rules! fault {
+    ($name:literal) => {
+        #[cfg(any(test, feature = "fault"))]
+        $crate::store::fault::hit($name);
+    };
+}
+pub(crate) use fault;
