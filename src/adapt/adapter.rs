@@ -4,7 +4,7 @@ use super::Error;
 use super::params::Params;
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
-use crate::model::Config;
+use crate::model::Decoder;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use std::path::{Path, PathBuf};
@@ -60,12 +60,7 @@ impl Adapter {
     }
 
     /// Refuses adapter tensors that nothing trains, half an adapter, and a base that is not this one.
-    pub fn check_against(
-        &self,
-        _config: &Config,
-        selection: &Selection,
-        params: &Params,
-    ) -> crate::Result<()> {
+    pub fn check_against(&self, selection: &Selection, params: &Params) -> crate::Result<()> {
         let mut known: Vec<String> = Vec::new();
         for t in &params.tensors {
             known.extend(Self::keys(t));
@@ -136,23 +131,29 @@ pub fn save(
     dir: &Path,
     selection: &Selection,
     params: &Params,
+    decoder: &Decoder,
     base: &str,
     revision: Option<&str>,
 ) -> crate::Result<()> {
-    std::fs::create_dir_all(dir).map_err(|e| store::Error::io(dir, "cannot be made", e))?;
+    std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
         let value = params.master(i)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         tensors.push((format!("{PREFIX}{}", t.name), value));
     }
-    let any_dora = params.tensors.iter().any(|t| t.part == Part::Magnitude);
-    if any_dora {
-        for m in missing_magnitudes(selection) {
-            return Err(Error::Peft {
-                file: dir.display().to_string(),
-                why: format!("not built yet: DoRA beside plain LoRA ({m}): PEFT has one switch for all"),
-            }
-            .into());
+    // PEFT has one switch for DoRA: beside it, plain LoRA gets the magnitudes at which DoRA changes nothing
+    if params.tensors.iter().any(|t| t.part == Part::Magnitude) {
+        for m in plain_lora(selection) {
+            let Some((linear, lora)) = decoder.linear(m).and_then(|l| Some((l, l.lora.as_ref()?))) else {
+                return Err(Error::Peft {
+                    file: dir.display().to_string(),
+                    why: format!("{m}: PEFT's DoRA has no neutral magnitude for LoRA on an embedding"),
+                }
+                .into());
+            };
+            let norms = lora.norms(&linear.weight, &linear.weight.row_squares()?)?;
+            let name = format!("{PREFIX}{m}.lora_magnitude_vector");
+            tensors.push((name, norms.to_device(&Device::Cpu)?.to_dtype(DType::F32)?));
         }
     }
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
@@ -163,12 +164,11 @@ pub fn save(
     Ok(())
 }
 
-/// Modules with plain LoRA, where others have DoRA.
-fn missing_magnitudes(selection: &Selection) -> Vec<String> {
+/// Modules with LoRA and without DoRA.
+fn plain_lora(selection: &Selection) -> impl Iterator<Item = &str> {
     selection
         .modules
         .iter()
         .filter(|(_, c)| matches!(c, Choice::Lora { spec, .. } if !spec.dora))
-        .map(|(m, _)| m.name.clone())
-        .collect()
+        .map(|(m, _)| m.name.as_str())
 }

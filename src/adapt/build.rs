@@ -55,10 +55,15 @@ impl Build<'_> {
         if let Base::Files(files) = &self.base {
             check_tensors(self.config, files)?;
         }
-        let params =
-            Params::new(self.selection.trained(), self.config.layers + 2, self.dtype, self.device, self.train)?;
+        let params = Params::new(
+            self.selection.trained(),
+            self.config.layers + 2,
+            self.dtype,
+            self.device,
+            self.train,
+        )?;
         if let Some(a) = self.adapter {
-            a.check_against(self.config, self.selection, &params)?;
+            a.check_against(self.selection, &params)?;
         }
         let mut loader = Loader { b: self, params, streams: HashMap::new() };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
@@ -105,7 +110,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
         problems.push(format!(".. and {} more", count - shown));
     }
     Err(Error::Tensors {
-        dir: files.folder().display().to_string(),
+        dir: files.paths().next().and_then(|p| p.parent()).map_or(String::new(), |p| p.display().to_string()),
         why: format!("{count} tensors do not fit config.json\n  {}", problems.join("\n  ")),
     })
 }
@@ -140,7 +145,8 @@ impl Loader<'_> {
                 Ok(t)
             }
             Base::Random(_) => {
-                let t = random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
+                let t =
+                    random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
                 (self.b.progress)(4 * t.elem_count() as u64);
                 Ok(t.to_dtype(dtype)?.to_device(self.b.device)?)
             }
@@ -152,7 +158,8 @@ impl Loader<'_> {
         match self.part(m, part) {
             None => Ok((self.base(m, part, self.b.dtype)?, None)),
             Some(i) => {
-                let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
+                let from_adapter =
+                    self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
                 let value = match from_adapter {
                     Some(t) => t,
                     None => self.base(m, part, DType::F32)?,

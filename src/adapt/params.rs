@@ -56,7 +56,13 @@ pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
 
 impl Params {
     /// Zero-filled buffers for these tensors; gradients and moments only with `train`.
-    pub fn new(tensors: Vec<Trained>, units: usize, dtype: DType, device: &Device, train: bool) -> Result<Self> {
+    pub fn new(
+        tensors: Vec<Trained>,
+        units: usize,
+        dtype: DType,
+        device: &Device,
+        train: bool,
+    ) -> Result<Self> {
         let (slots, lens) = layout(&tensors, units);
         let f32s = |n| Tensor::zeros(n, DType::F32, device);
         let units = lens
@@ -126,7 +132,8 @@ impl Params {
     pub fn set(&self, index: usize, value: &Tensor) -> Result<()> {
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
-        let flat = value.to_device(unit.master.device())?.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
+        let flat =
+            value.to_device(unit.master.device())?.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         if flat.elem_count() != slot.rows * slot.cols {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }

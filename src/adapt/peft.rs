@@ -167,7 +167,9 @@ impl PeftConfig {
         Ok(match self.get(key) {
             None => None,
             Some(Value::String(s)) if s.eq_ignore_ascii_case("all-linear") => Some(Target::AllLinear),
-            Some(Value::String(s)) => Some(Target::Regex(whole(s).map_err(|e| self.bad(key, e.to_string()))?)),
+            Some(Value::String(s)) => {
+                Some(Target::Regex(whole(s).map_err(|e| self.bad(key, e.to_string()))?))
+            }
             Some(_) => self.strings(key)?.map(Target::List),
         })
     }
@@ -270,7 +272,13 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
     // alpha as PEFT must read it to get our scale
     let alpha = |s: &LoraSpec| {
         let scale = scale(s);
-        if rslora { s.alpha } else if s.rslora { scale * s.rank as f64 } else { s.alpha }
+        if rslora {
+            s.alpha
+        } else if s.rslora {
+            scale * s.rank as f64
+        } else {
+            s.alpha
+        }
     };
     let most = |value: &dyn Fn(&LoraSpec) -> f64| -> f64 {
         let mut counts: Vec<(f64, usize)> = Vec::new();
@@ -339,10 +347,8 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
     let mut out: Vec<String> = Vec::new();
     for (m, _) in loras {
         let last = m.last();
-        let whole = selection
-            .modules
-            .iter()
-            .all(|(o, c)| !(o.last() == last) || matches!(c, Choice::Lora { .. }));
+        let whole =
+            selection.modules.iter().all(|(o, c)| !(o.last() == last) || matches!(c, Choice::Lora { .. }));
         let name = if whole { last.to_string() } else { m.name.clone() };
         if !out.contains(&name) {
             out.push(name);
@@ -360,7 +366,8 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
             let parts: Vec<&str> = m.name.split('.').collect();
             for from in (0..parts.len()).rev() {
                 let end = parts[from..].join(".");
-                let shared = selection.modules.iter().any(|(o, _)| o.name != m.name && o.name.ends_with(&end));
+                let shared =
+                    selection.modules.iter().any(|(o, _)| o.name != m.name && o.name.ends_with(&end));
                 // an index alone could end another stack's name
                 if !shared && !end.starts_with(|c: char| c.is_ascii_digit()) {
                     return end;

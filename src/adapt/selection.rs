@@ -108,10 +108,12 @@ impl Selection {
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         for (i, rule) in rules.iter().enumerate() {
-            let patterns: Vec<Pattern> =
-                rule.modules.iter().map(|p| Pattern::parse(p)).collect::<Result<_, _>>().map_err(|why| {
-                    Error::Rule { place: rule.place.to_string(), rule: i, why }
-                })?;
+            let patterns: Vec<Pattern> = rule
+                .modules
+                .iter()
+                .map(|p| Pattern::parse(p))
+                .collect::<Result<_, _>>()
+                .map_err(|why| Error::Rule { place: rule.place.to_string(), rule: i, why })?;
             let fail = |why: String| Error::Rule { place: rule.place.to_string(), rule: i, why };
             let choice = match rule.method {
                 Method::Freeze => Choice::Freeze,

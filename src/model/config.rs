@@ -244,10 +244,10 @@ impl Config {
         let max_positions = keys.count("max_position_embeddings")?.unwrap_or(2048);
         let bias = |b: Bias| -> Result<bool> {
             match b {
-            Bias::Never => Ok(false),
-            Bias::Always => Ok(true),
-            Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
-        }
+                Bias::Never => Ok(false),
+                Bias::Always => Ok(true),
+                Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
+            }
         };
         let biases =
             Biases { qkv: bias(family.qkv_bias)?, o: bias(family.o_bias)?, mlp: bias(family.mlp_bias)? };

@@ -169,6 +169,27 @@ impl Decoder {
     }
 }
 
+impl Decoder {
+    /// A linear by the name of its module.
+    pub fn linear(&self, name: &str) -> Option<&Linear> {
+        if name == "lm_head" {
+            return Some(&self.head.linear);
+        }
+        let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+        let layer = self.layers.get(layer.parse::<usize>().ok()?)?;
+        match rest {
+            "self_attn.q_proj" => Some(&layer.attn.q),
+            "self_attn.k_proj" => Some(&layer.attn.k),
+            "self_attn.v_proj" => Some(&layer.attn.v),
+            "self_attn.o_proj" => Some(&layer.attn.o),
+            "mlp.gate_proj" => Some(&layer.mlp.gate),
+            "mlp.up_proj" => Some(&layer.mlp.up),
+            "mlp.down_proj" => Some(&layer.mlp.down),
+            _ => None,
+        }
+    }
+}
+
 struct Builder<'a> {
     by_name: HashMap<String, Module>,
     weights: &'a mut dyn Weights,

@@ -91,7 +91,7 @@ pub struct Dora {
 impl Lora {
     /// Row norms of `W + s B A`, [o], f32, without forming the matrix:
     /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
-    fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
+    pub fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
         let (a, b) = (wide(&self.a)?, wide(&self.b)?);
         let cross = (wide(&weight.times(&self.a)?)? * &b)?.sum(1)?;
         let gram = gemm::matmul(&a, false, &a, true)?;

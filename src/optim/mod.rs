@@ -1,1 +1,85 @@
-//! Part of ft.
+//! The optimizer over the flat buffers, the learning-rate schedule, the gradient norm.
+
+mod schedule;
+
+pub use schedule::Schedule;
+
+use crate::adapt::Params;
+use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
+use crate::recipe::{self, Decay};
+use candle_core::{Result, Tensor};
+
+/// Global L2 norm of all gradients.
+pub fn grad_norm(params: &Params) -> Result<f64> {
+    let grads: Vec<Tensor> = params.grads().into_iter().flatten().collect();
+    Ok(sum_squares(&grads)?.sqrt())
+}
+
+/// The factor that brings a norm down to `clip` (0: no clipping), as `torch.nn.utils.clip_grad_norm_`.
+pub fn clip_factor(norm: f64, clip: f64) -> f64 {
+    if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
+}
+
+/// A stretch of a unit's buffer that takes one learning rate and one weight decay.
+#[derive(Clone, Debug, PartialEq)]
+struct Stretch {
+    unit: usize,
+    start: usize,
+    len: usize,
+    lr_scale: f64,
+    decays: bool,
+}
+
+/// AdamW over a model's trained tensors.
+#[derive(Debug)]
+pub struct Optimizer {
+    stretches: Vec<Stretch>,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
+}
+
+impl Optimizer {
+    /// The optimizer of a recipe for these tensors.
+    pub fn new(params: &Params, o: &recipe::Optimizer) -> Self {
+        let mut stretches: Vec<Stretch> = Vec::new();
+        for (t, s) in params.tensors.iter().zip(&params.slots) {
+            let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
+            let end = s.offset + t.elements();
+            match stretches.last_mut() {
+                Some(l) if l.unit == s.unit && l.lr_scale == t.lr_scale && l.decays == decays => {
+                    l.len = end - l.start;
+                }
+                _ => stretches.push(Stretch {
+                    unit: s.unit,
+                    start: s.offset,
+                    len: t.elements(),
+                    lr_scale: t.lr_scale,
+                    decays,
+                }),
+            }
+        }
+        Self { stretches, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay }
+    }
+
+    /// Update number `t` (from 1) with learning rate `lr` and the gradients times `grad_scale`.
+    pub fn step(&self, params: &Params, t: u64, lr: f64, grad_scale: f64) -> Result<()> {
+        for s in &self.stretches {
+            let Some(Some(unit)) = params.units.get(s.unit) else { continue };
+            let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
+                candle_core::bail!("unit {} has no gradients or moments", s.unit);
+            };
+            let part = |x: &Tensor| x.narrow(0, s.start, s.len);
+            let k = AdamW {
+                lr: lr * s.lr_scale,
+                betas: self.betas,
+                eps: self.eps,
+                weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+                t,
+                grad_scale,
+            };
+            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, &k)?;
+        }
+        params.publish()
+    }
+}

@@ -1,1 +1,164 @@
-//! Part of ft.
+//! The walk over the layers: two visible loops, and a place for everything that happens around a layer.
+//!
+//! ```text
+//! forward,  layer l:  arrive -> layer.forward(x) -> keep nothing, x, or all that backward needs -> leave
+//! head:               loss and its gradient, some token rows at a time
+//! backward, layer l:  arrive -> recompute if only x was kept -> layer.backward -> leave
+//! ```
+//!
+//! Gathering sharded weights, moving them from the host, reducing gradients: each is an [`Around`], told when
+//! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
+
+use crate::model::sink::Sink;
+use crate::model::{Batch, Decoder, layer};
+use candle_core::{Result, Tensor};
+
+/// What the walk does at a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// On the way up.
+    Forward,
+    /// On the way down.
+    Backward,
+}
+
+/// Something around a unit: 0 is the embedding, 1.. are the layers, the last is the head.
+pub trait Around {
+    /// The unit's weights are about to be used.
+    fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()>;
+    /// They were used; in [`Phase::Backward`] the unit's gradients are whole for this micro-batch.
+    fn leave(&mut self, unit: usize, phase: Phase) -> Result<()>;
+}
+
+/// What is kept of a layer between forward and backward.
+enum Kept {
+    /// Nothing: backward does not come here.
+    Nothing,
+    /// Its input: the rest is computed again.
+    Input(Tensor),
+    /// Everything.
+    All(Box<layer::Saved>),
+}
+
+/// The walk over one model.
+pub struct Walk<'a> {
+    decoder: &'a Decoder,
+    /// Lowest unit that trains; `None` when nothing does.
+    lowest: Option<usize>,
+    /// Layers, from the lowest that is walked backward, whose activations are computed again.
+    recompute: usize,
+    around: Vec<&'a mut dyn Around>,
+}
+
+impl<'a> Walk<'a> {
+    /// A walk down to unit `lowest` that recomputes `recompute` layers.
+    pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
+        Self { decoder, lowest, recompute, around: Vec::new() }
+    }
+
+    /// Adds something around the units; it is told after those added before.
+    pub fn around(mut self, a: &'a mut dyn Around) -> Self {
+        self.around.push(a);
+        self
+    }
+
+    fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()> {
+        self.around.iter_mut().try_for_each(|a| a.arrive(unit, phase))
+    }
+
+    fn leave(&mut self, unit: usize, phase: Phase) -> Result<()> {
+        self.around.iter_mut().rev().try_for_each(|a| a.leave(unit, phase))
+    }
+
+    /// What to keep of layer `l`.
+    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Kept {
+        match self.lowest {
+            Some(lowest) if l + 1 >= lowest => {
+                let first = lowest.saturating_sub(1);
+                if l - first < self.recompute { Kept::Input(x.clone()) } else { Kept::All(Box::new(saved)) }
+            }
+            _ => Kept::Nothing,
+        }
+    }
+
+    /// Forward and backward of one micro-batch: the targets' losses; the gradients of
+    /// `scale * sum(losses)` are added to the sink.
+    pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> Result<Vec<Tensor>> {
+        let decoder = self.decoder;
+        let head = decoder.layers.len() + 1;
+        let mut kept = Vec::with_capacity(decoder.layers.len());
+
+        self.arrive(0, Phase::Forward)?;
+        let mut x = decoder.embedding.forward(&batch.ids)?;
+        self.leave(0, Phase::Forward)?;
+        for (l, layer) in decoder.layers.iter().enumerate() {
+            self.arrive(l + 1, Phase::Forward)?;
+            let (y, saved) = layer.forward(&x, &batch.context, None)?;
+            kept.push(self.keep(l, &x, saved));
+            x = y;
+            self.leave(l + 1, Phase::Forward)?;
+        }
+
+        self.arrive(head, Phase::Backward)?;
+        let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
+        self.leave(head, Phase::Backward)?;
+        drop(x);
+        let Some(mut dy) = out.dx else { return Ok(out.losses) };
+
+        for (l, layer) in decoder.layers.iter().enumerate().rev() {
+            let saved = match kept.pop() {
+                None | Some(Kept::Nothing) => return Ok(out.losses),
+                Some(Kept::All(saved)) => {
+                    self.arrive(l + 1, Phase::Backward)?;
+                    *saved
+                }
+                Some(Kept::Input(x)) => {
+                    self.arrive(l + 1, Phase::Backward)?;
+                    layer.forward(&x, &batch.context, None)?.1
+                }
+            };
+            dy = layer.backward(saved, &dy, &batch.context, sink)?;
+            self.leave(l + 1, Phase::Backward)?;
+        }
+        if decoder.embedding.trains() {
+            self.arrive(0, Phase::Backward)?;
+            decoder.embedding.backward(&batch.ids, &dy, sink)?;
+            self.leave(0, Phase::Backward)?;
+        }
+        Ok(out.losses)
+    }
+
+    /// The hidden states that enter the head [t, d].
+    pub fn hidden(&mut self, batch: &Batch) -> Result<Tensor> {
+        let decoder = self.decoder;
+        self.arrive(0, Phase::Forward)?;
+        let mut x = decoder.embedding.forward(&batch.ids)?;
+        self.leave(0, Phase::Forward)?;
+        for (l, layer) in decoder.layers.iter().enumerate() {
+            self.arrive(l + 1, Phase::Forward)?;
+            x = layer.forward(&x, &batch.context, None)?.0;
+            self.leave(l + 1, Phase::Forward)?;
+        }
+        Ok(x)
+    }
+
+    /// The targets' losses, forward only.
+    pub fn eval(&mut self, batch: &Batch) -> Result<Vec<Tensor>> {
+        let head = self.decoder.layers.len() + 1;
+        let x = self.hidden(batch)?;
+        self.arrive(head, Phase::Forward)?;
+        let out = self.decoder.head.loss(&x, batch, None)?;
+        self.leave(head, Phase::Forward)?;
+        Ok(out.losses)
+    }
+
+    /// Logits of every token [t, v] in f32.
+    pub fn logits(&mut self, batch: &Batch) -> Result<Tensor> {
+        let head = self.decoder.layers.len() + 1;
+        let x = self.hidden(batch)?;
+        self.arrive(head, Phase::Forward)?;
+        let logits = self.decoder.head.logits(&x, &batch.context)?;
+        self.leave(head, Phase::Forward)?;
+        Ok(logits)
+    }
+}
