@@ -1,0 +1,105 @@
+//! What a checkpoint holds: trained tensors and moments as logical tensors, the step, and what must not change.
+//!
+//! Random numbers and the position in the data are functions of the seed and the step, so there is nothing
+//! else to save.
+
+use super::Error;
+use crate::adapt::Params;
+use crate::store::{self, TensorFiles};
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// `state.json` of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of this layout.
+    pub version: u32,
+    /// Version of `ft` that wrote it.
+    pub ft: String,
+    /// Optimizer steps that are done.
+    pub step: u64,
+    /// What decides the mathematics: recipe keys, and hashes under `hash.*`.
+    pub identity: BTreeMap<String, String>,
+}
+
+const WEIGHTS: &str = "weights.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "state.json";
+
+/// Writes a checkpoint's files into `dir`.
+pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
+    let (mut weights, mut moments) = (Vec::new(), Vec::new());
+    let host = |t: Tensor| t.to_device(&Device::Cpu).and_then(|t| t.contiguous());
+    for (i, t) in params.tensors.iter().enumerate() {
+        weights.push((t.name.clone(), host(params.master(i)?)?));
+        if let Some((m, v)) = params.moments(i)? {
+            moments.push((format!("{}.exp_avg", t.name), host(m)?));
+            moments.push((format!("{}.exp_avg_sq", t.name), host(v)?));
+        }
+    }
+    weights.sort_by(|a, b| a.0.cmp(&b.0));
+    moments.sort_by(|a, b| a.0.cmp(&b.0));
+    store::write_file(&dir.join(WEIGHTS), &weights, &[("format", "pt")])?;
+    store::write_file(&dir.join(OPTIMIZER), &moments, &[("format", "pt")])?;
+    let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
+    store::write_atomic(&dir.join(STATE), text.as_bytes())?;
+    Ok(())
+}
+
+/// Reads a checkpoint's `state.json`.
+pub fn read(dir: &Path) -> crate::Result<State> {
+    let path = dir.join(STATE);
+    let text = std::fs::read_to_string(&path).map_err(|e| store::Error::read(&path, e))?;
+    let state: State = serde_json::from_str(&text)
+        .map_err(|e| Error::Checkpoint { path: path.display().to_string(), why: e.to_string() })?;
+    if state.version != 1 {
+        let why = format!("layout {}, this ft reads 1", state.version);
+        return Err(Error::Checkpoint { path: path.display().to_string(), why }.into());
+    }
+    Ok(state)
+}
+
+/// Loads a checkpoint's tensors into the buffers.
+///
+/// # Errors
+/// A tensor that is missing, of another shape, or one too many.
+pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
+    let fail = |why: String| Error::Checkpoint { path: dir.display().to_string(), why };
+    let weights = TensorFiles::open_file(&dir.join(WEIGHTS))?;
+    let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
+    let (have, want) = (weights.len(), params.tensors.len());
+    if have != want {
+        return Err(fail(format!("holds {have} trained tensors, this run has {want}")).into());
+    }
+    let get = |files: &TensorFiles, name: &str, shape: &[usize]| -> crate::Result<Tensor> {
+        let t = files.tensor(name, DType::F32, &Device::Cpu)?;
+        if t.dims() != shape {
+            return Err(fail(format!("{name}: {:?}, this run has {shape:?}", t.dims())).into());
+        }
+        Ok(t)
+    };
+    for (i, t) in params.tensors.iter().enumerate() {
+        params.set(i, &get(&weights, &t.name, &t.shape)?)?;
+        if let Some((m, v)) = params.moments(i)? {
+            for (to, what) in [(m, "exp_avg"), (v, "exp_avg_sq")] {
+                let from = get(&moments, &format!("{}.{what}", t.name), &t.shape)?;
+                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lines that name what differs between two identities, leaving out accepted keys.
+pub fn changes(old: &BTreeMap<String, String>, new: &BTreeMap<String, String>, accepted: &[String]) -> Vec<String> {
+    let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    keys.into_iter()
+        .filter(|k| !accepted.contains(k) && old.get(*k) != new.get(*k))
+        .map(|k| {
+            let show = |m: &BTreeMap<String, String>| m.get(k).map_or("(not set)".into(), |v| v.to_string());
+            format!("  {k}: was {}, is {}", show(old), show(new))
+        })
+        .collect()
+}

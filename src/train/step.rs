@@ -1,0 +1,106 @@
+//! One optimizer step, and evaluation.
+
+use super::guard;
+use crate::adapt::Params;
+use crate::data::{Dataset, Micro};
+use crate::kernel::loss;
+use crate::model::decoder::HostBatch;
+use crate::model::sink::Sink;
+use crate::model::{Batch, Decoder};
+use crate::optim::{self, Optimizer};
+use crate::walk::Walk;
+use candle_core::{Device, Tensor};
+
+/// What stays the same over the steps of a run.
+pub struct Setup<'a> {
+    /// The model.
+    pub decoder: &'a Decoder,
+    /// What trains.
+    pub params: &'a Params,
+    /// The optimizer.
+    pub optimizer: &'a Optimizer,
+    /// Where to compute.
+    pub device: &'a Device,
+    /// Seed of dropout.
+    pub seed: u64,
+    /// Rows a forward pass.
+    pub micro_rows: usize,
+    /// Layers that are recomputed.
+    pub recompute: usize,
+    /// Global gradient norm; 0 is off.
+    pub clip: f64,
+}
+
+/// What a step did.
+#[derive(Clone, Debug)]
+pub struct Stepped {
+    /// Mean loss of the step's targets.
+    pub loss: f64,
+    /// Gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Tokens that went through the model.
+    pub tokens: usize,
+    /// Supervised targets.
+    pub targets: usize,
+    /// Which trained tensors the backward pass reached.
+    pub reached: Vec<bool>,
+}
+
+/// A micro-batch of a dataset as the model takes it.
+pub fn host(m: &Micro) -> HostBatch<'_> {
+    HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets }
+}
+
+/// One step: the gradients of all micro-batches of `rows`, normalised by the step's targets, then the update
+/// with learning rate `lr`. `step` counts from 0.
+///
+/// # Errors
+/// [`super::Error::NonFinite`] before anything is updated.
+pub fn train_step(s: &Setup<'_>, data: &Dataset, rows: &[usize], step: u64, lr: f64) -> crate::Result<Stepped> {
+    s.params.zero_grads()?;
+    let grads = s.params.grads();
+    let sink = Sink::new(&grads, s.params.tensors.len());
+    let micros: Vec<Micro> = rows.chunks(s.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
+    let targets: usize = micros.iter().map(|m| m.targets.len()).sum();
+    let tokens: usize = micros.iter().map(|m| m.ids.len()).sum();
+    let scale = 1.0 / targets.max(1) as f64;
+    let mut losses: Vec<Tensor> = Vec::new();
+    let mut first = (0, 0);
+    let lowest = s.params.lowest_unit();
+    for m in &micros {
+        if m.ids.is_empty() {
+            continue;
+        }
+        let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
+        losses.extend(Walk::new(s.decoder, lowest, s.recompute).train(&batch, scale, &sink)?);
+        first = (first.0 + m.ids.len(), first.1 + m.targets.len());
+    }
+    let loss = loss::total(&losses)? * scale;
+    let grad_norm = optim::grad_norm(s.params)?;
+    guard::finite(s.params, step + 1, loss, grad_norm, data, rows)?;
+    s.optimizer.step(s.params, step + 1, lr, optim::clip_factor(grad_norm, s.clip))?;
+    Ok(Stepped { loss, grad_norm, tokens, targets, reached: sink.reached() })
+}
+
+/// Mean loss over a dataset, and its number of targets.
+pub fn evaluate(decoder: &Decoder, data: &Dataset, micro_rows: usize, device: &Device) -> crate::Result<(f64, usize)> {
+    let rows: Vec<usize> = (0..data.rows.len()).collect();
+    let (mut sum, mut targets) = (0.0, 0);
+    for chunk in rows.chunks(micro_rows.max(1)) {
+        let m = Micro::collate(data, chunk);
+        if m.targets.is_empty() {
+            continue;
+        }
+        let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
+        sum += loss::total(&Walk::new(decoder, None, 0).eval(&batch)?)?;
+        targets += m.targets.len();
+    }
+    Ok((sum / targets.max(1) as f64, targets))
+}
+
+/// A probe of a model's logits: every token of the micro-batch [t, v].
+pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Tensor> {
+    let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
+    Ok(Walk::new(decoder, None, 0).logits(&batch)?)
+}
+
