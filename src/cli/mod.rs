@@ -1,5 +1,8 @@
 //! The command line: one file a verb.
 
+pub mod recipes;
+pub mod schema;
+
 use std::process::ExitCode;
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.
