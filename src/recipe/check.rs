@@ -5,7 +5,7 @@
 
 use super::keys::{INDEX, Key, Kind, ROOT, Unset};
 use super::names;
-use super::report::{At, Diagnostic, Text};
+use super::report::{At, Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value, join, quote};
 use super::types::{IndexSet, LayerSet, Recompute};
 use super::values;
@@ -48,6 +48,9 @@ pub(super) struct Checker<'t> {
 impl Checker<'_> {
     /// Adds a problem of `path`.
     pub fn report(&mut self, at: &At, path: &str, message: impl Into<String>, hints: &[String]) {
+        if self.problems.len() >= MOST {
+            return;
+        }
         let d = Diagnostic::new(self.texts, at, message).key(path);
         self.problems.push(hints.iter().fold(d, |d, h| d.hint(h)));
         self.bad.insert(path.to_string());
@@ -59,9 +62,11 @@ impl Checker<'_> {
     }
 
     fn table(&mut self, table: &Table, keys: &'static [Key], path: &str, at: &At) -> Section {
+        let mut meant = Vec::new();
         for e in &table.0 {
-            if !keys.iter().any(|k| k.name == e.key) {
+            if self.problems.len() < MOST && !keys.iter().any(|k| k.name == e.key) {
                 let (message, hints) = names::unknown(path, &e.key, keys);
+                meant.extend(names::meant(path, &e.key, keys));
                 self.report(&e.key_at, &join(path, &e.key), message, &hints);
             }
         }
@@ -70,6 +75,8 @@ impl Checker<'_> {
             let here = join(path, key.name);
             let checked = match table.get(key.name) {
                 Some(node) => self.node(node, key, &here).or_else(|| self.absent(key, &here, at, true)),
+                // It is there, misspelt.
+                None if meant.contains(&key.name) => self.absent(key, &here, at, true),
                 None => self.absent(key, &here, at, false),
             };
             if let Some(value) = checked {
@@ -227,8 +234,12 @@ impl Checker<'_> {
                     })
                 }
             },
-            (Kind::Anything, Value::Table(t)) => values::json(t).map(Checked::Json).map_err(Wrong::from),
-            (Kind::Strings, Value::Table(t)) => values::strings(t).map(Checked::Strings).map_err(Wrong::from),
+            (Kind::Anything, Value::Table(t)) => {
+                values::json(t, path).map(Checked::Json).map_err(Wrong::from)
+            }
+            (Kind::Strings, Value::Table(t)) => {
+                values::strings(t, path).map(Checked::Strings).map_err(Wrong::from)
+            }
             (Kind::Layers, v) => values::layers(v).map(Checked::Layers).map_err(Wrong::from),
             (Kind::Experts, v) => values::experts(v).map(Checked::Experts).map_err(Wrong::from),
             (Kind::Betas, Value::List(l)) => match l.iter().map(|n| number(&n.value)).collect::<Vec<_>>()[..]
@@ -299,7 +310,7 @@ pub(super) fn number(value: &Value) -> Option<f64> {
 
 /// The value that `text` is as TOML.
 pub(super) fn default_node(text: &str) -> Option<Node> {
-    let texts = [Text { name: String::new(), text: format!("v={text}"), is_file: true }];
+    let texts = [Text::file(String::new(), format!("v={text}"))];
     let (table, problems) = super::tree::read(&texts);
     if problems.is_empty() && table.0.len() == 1 { table.0.into_iter().next().map(|e| e.node) } else { None }
 }
@@ -338,6 +349,7 @@ pub(super) fn found(value: &Value) -> String {
         text
     };
     match value {
+        Value::Int(i128::MIN | i128::MAX) => "a number of more than 38 digits".into(),
         Value::Text(s) if s.trim().is_empty() => "an empty string".into(),
         Value::Text(_) => format!("the string {text}"),
         Value::Int(_) | Value::Float(_) | Value::Bool(_) => text,

@@ -70,7 +70,7 @@ impl Cross<'_, '_> {
     fn rules(&mut self, recipe: &Recipe) {
         if recipe.train.is_empty()
             && recipe.lora.init.is_none()
-            && self.all_good(&["train", "lora", "lora.init"])
+            && self.all_good(&["train", "train.0", "lora", "lora.init"])
         {
             self.report(
                 "train",

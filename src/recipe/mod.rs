@@ -43,7 +43,7 @@ use report::Text;
 use std::path::{Path, PathBuf};
 
 /// The largest recipe file that is read, in bytes. Recipes have a few thousand.
-const LARGEST: u64 = 1 << 20;
+const LARGEST: u64 = 256 << 10;
 
 /// Why there is no recipe.
 #[derive(Debug, thiserror::Error)]
@@ -158,13 +158,8 @@ impl Recipe {
 
     fn build(bytes: &[u8], path: &Path, overrides: &[String], plan: bool) -> Result<Recipe, Error> {
         let file = path.display().to_string();
-        let mut texts =
-            vec![Text { name: file, text: String::from_utf8_lossy(bytes).into_owned(), is_file: true }];
-        texts.extend(overrides.iter().map(|o| Text {
-            name: format!("command line: {o}"),
-            text: o.clone(),
-            is_file: false,
-        }));
+        let mut texts = vec![Text::file(file, String::from_utf8_lossy(bytes).into_owned())];
+        texts.extend(overrides.iter().map(|o| Text::argument(o)));
         if let Err(e) = std::str::from_utf8(bytes) {
             let start = e.valid_up_to();
             let at = report::At { text: 0, span: start..start + 1 };
@@ -179,8 +174,8 @@ impl Recipe {
         let section = checker.root(&root);
         let mut recipe = read::recipe(&section, &texts, &run_name(path));
         cross::check(&mut checker, &root, &recipe);
+        let (refused, nowhere) = not_built::find(&root, &texts, &checker.bad);
         let mut problems = checker.problems;
-        let (refused, nowhere) = not_built::find(&root, &texts);
         problems.extend(nowhere);
         if plan {
             recipe.not_built = refused;

@@ -33,6 +33,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("num_train_epochs", "run.epochs"),
     ("output_dir", "run.output"),
     ("packing", "data.pack"),
+    ("path", "source"),
     ("per_device_train_batch_size", "run.micro_rows"),
     ("r", "rank"),
     ("save_steps", "run.save_every"),
@@ -69,7 +70,10 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
             path.split('.').filter(|p| p.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
         ),
     };
-    let message = format!("unknown key: {} (in {table})", join(path, name));
+    let message = match path {
+        "" => format!("unknown key: {name}"),
+        _ => format!("unknown key: {} (in {table})", join(path, name)),
+    };
     let mut elsewhere = Vec::new();
     keys::each(&mut |p, key| {
         if key.name == name && !p.is_empty() {
@@ -93,6 +97,15 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
         hints.push(format!("keys of {table}: {}", names.join(", ")));
     }
     (message, hints)
+}
+
+/// The key of `keys` that an unknown `name` stands for.
+pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
+    if let Some((_, ours)) = ELSEWHERE.iter().find(|(theirs, _)| *theirs == name) {
+        let table: Vec<&str> = path.split('.').filter(|p| p.parse::<usize>().is_err()).collect();
+        return keys.iter().map(|k| k.name).find(|k| k == ours || join(&table.join("."), k) == *ours);
+    }
+    nearest(name, keys.iter().map(|k| k.name))
 }
 
 /// The hint for a word that a key does not have.

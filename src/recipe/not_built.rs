@@ -4,8 +4,9 @@
 //! for them all, except for those under [`NOWHERE`].
 
 use super::keys::{self, Unset};
-use super::report::{Diagnostic, Text};
+use super::report::{Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value};
+use std::collections::BTreeSet;
 
 /// What of a key is not built.
 enum What {
@@ -52,11 +53,18 @@ const NOT_BUILT: &[(&str, What)] = &[
 const NOWHERE: &[(&str, What)] = &[("run.micro_rows", Word("auto"))];
 
 /// The keys of `root` that `ft run` does not build; those that `ft plan` cannot plan for come second.
-pub(super) fn find(root: &Table, texts: &[Text]) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
-    (search(NOT_BUILT, root, texts), search(NOWHERE, root, texts))
+///
+/// Nothing is said about those in `bad`: they have a problem already.
+pub(super) fn find(
+    root: &Table,
+    texts: &[Text],
+    bad: &BTreeSet<String>,
+) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
+    let search = |table| search(table, root, texts, bad);
+    (search(NOT_BUILT), search(NOWHERE))
 }
 
-fn search(table: &[(&str, What)], root: &Table, texts: &[Text]) -> Vec<Diagnostic> {
+fn search(table: &[(&str, What)], root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for (pattern, what) in table {
         for (path, node) in matches(root, pattern) {
@@ -65,7 +73,9 @@ fn search(table: &[(&str, What)], root: &Table, texts: &[Text]) -> Vec<Diagnosti
                 Changed => default_of(&path).is_some_and(|d| d != node.value),
                 Given => true,
             };
-            if refused {
+            let inside =
+                |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
+            if refused && !bad.iter().any(inside) && found.len() < MOST {
                 let message = format!("not built yet: {path} = {}", node.value);
                 let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
                 if let Some(default) = default_of(&path) {

@@ -13,6 +13,9 @@ use std::ops::Range;
 /// The longest part of a source line that a problem shows, in bytes on each side of the place.
 const SHOWN: usize = 120;
 
+/// How many problems are reported at the most: more says nothing more, and takes time.
+pub(super) const MOST: usize = 100;
+
 /// A text that problems can point into: the recipe file, or one `KEY=VALUE` of the command line.
 #[derive(Clone, Debug)]
 pub(super) struct Text {
@@ -22,6 +25,22 @@ pub(super) struct Text {
     pub text: String,
     /// Whether it has lines: a `KEY=VALUE` has none.
     pub is_file: bool,
+    /// Where each line begins, in bytes.
+    lines: Vec<usize>,
+}
+
+impl Text {
+    /// The recipe file.
+    pub fn file(name: String, text: String) -> Self {
+        let lines = std::iter::once(0).chain(text.match_indices('\n').map(|(i, _)| i + 1)).collect();
+        Self { name, text, is_file: true, lines }
+    }
+
+    /// A `KEY=VALUE`.
+    pub fn argument(text: &str) -> Self {
+        let shown: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+        Self { name: format!("command line: {shown}"), text: text.into(), is_file: false, lines: vec![0] }
+    }
 }
 
 /// A part of one of the texts.
@@ -48,6 +67,8 @@ pub struct Diagnostic {
     line: String,
     /// What is underlined in it.
     span: Range<usize>,
+    /// Whether it is only a part of the line.
+    cut: bool,
     /// Order in the file.
     order: (usize, usize),
 }
@@ -55,7 +76,7 @@ pub struct Diagnostic {
 impl Diagnostic {
     /// A problem at `at`.
     pub(super) fn new(texts: &[Text], at: &At, message: impl Into<String>) -> Self {
-        let (place, line, span) = locate(texts, at);
+        let (place, line, span, cut) = locate(texts, at);
         Self {
             place,
             key: None,
@@ -63,6 +84,7 @@ impl Diagnostic {
             hints: Vec::new(),
             line,
             span,
+            cut,
             order: (at.text, at.span.start),
         }
     }
@@ -83,15 +105,19 @@ impl Diagnostic {
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let renderer = renderer.decor_style(DecorStyle::Ascii);
-        let mut group = Level::ERROR.primary_title(self.message.as_str()).element(origin(&self.place));
-        if !self.line.is_empty() {
-            group = group.element(
-                Snippet::source(self.line.as_str())
-                    .line_start(self.place.line.max(1))
-                    .line_numbering(self.place.line > 0)
-                    .annotation(AnnotationKind::Primary.span(self.span.clone())),
-            );
-        }
+        let title = Level::ERROR.primary_title(self.message.as_str());
+        let snippet = Snippet::source(self.line.as_str())
+            .line_start(self.place.line.max(1))
+            .annotation(AnnotationKind::Primary.span(self.span.clone()));
+        let mut group = if self.place.line == 0 || self.line.is_empty() {
+            // An argument of the command line: the place's name holds all of it.
+            title.element(origin(&self.place))
+        } else if self.cut {
+            // The renderer counts the column itself, which it cannot in a part of a line.
+            title.element(origin(&self.place)).element(snippet)
+        } else {
+            title.element(snippet.path(self.place.file.as_str()))
+        };
         let hint = Level::HELP.with_name("hint");
         for text in &self.hints {
             group = group.element(hint.clone().message(text.as_str()));
@@ -107,14 +133,16 @@ fn origin(place: &Place) -> Origin<'_> {
     if place.line > 0 { origin.line(place.line).char_column(place.column) } else { origin }
 }
 
-/// The place of `at`, the part of its first line that is shown, and what of that is underlined.
-fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>) {
+/// The place of `at`, the part of its first line that is shown, what of that is underlined, and whether it
+/// is less than the line.
+fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>, bool) {
     let Some(source) = texts.get(at.text) else {
-        return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0);
+        return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
     };
     let text = source.text.as_str();
     let start = floor(text, at.span.start);
-    let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
+    let line = source.lines.partition_point(|begin| *begin <= start).max(1);
+    let line_start = source.lines.get(line - 1).copied().unwrap_or(0);
     let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
     let end = floor(text, at.span.end).clamp(start, line_end);
     // A very long line is shown around the place only.
@@ -123,12 +151,11 @@ fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>) {
     let shown = text[from..to].trim_end_matches('\r');
     let span = (start - from).min(shown.len())..(end - from).min(shown.len());
     let place = if source.is_file {
-        let line = text[..line_start].bytes().filter(|b| *b == b'\n').count() + 1;
         Place { file: source.name.clone(), line, column: text[line_start..start].chars().count() + 1 }
     } else {
         Place { file: source.name.clone(), line: 0, column: 0 }
     };
-    (place, shown.to_string(), span)
+    (place, shown.to_string(), span, from > line_start || to < line_end)
 }
 
 /// The last character boundary at or before `i`.
@@ -148,6 +175,7 @@ impl Problems {
     /// Sorts `list` by place.
     pub(super) fn new(mut list: Vec<Diagnostic>) -> Self {
         list.sort_by_key(|d| d.order);
+        list.truncate(MOST);
         Self(list)
     }
 
@@ -163,8 +191,8 @@ impl Problems {
             out.push_str(&d.render(color));
             out.push('\n');
         }
-        let n = self.0.len();
-        out.push_str(&format!("{n} problem{} in the recipe", if n == 1 { "" } else { "s" }));
+        let (n, more) = (self.0.len(), if self.0.len() >= MOST { " or more" } else { "" });
+        out.push_str(&format!("{n}{more} problem{} in the recipe", if n == 1 { "" } else { "s" }));
         out
     }
 }

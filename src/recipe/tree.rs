@@ -1,7 +1,7 @@
 //! TOML as a tree in which every key and value knows where it stands, with the command line's `KEY=VALUE`
 //! put over it.
 
-use super::report::{At, Diagnostic, Text};
+use super::report::{At, Diagnostic, MOST, Text};
 use std::collections::BTreeMap;
 use std::fmt;
 use toml::de::{DeTable, DeValue};
@@ -86,7 +86,10 @@ fn visit(node: &Node, path: String, f: &mut dyn FnMut(String, &At)) {
     f(path.clone(), &node.at);
     match &node.value {
         Value::Table(t) => t.walk(&path, f),
-        Value::List(l) => l.iter().enumerate().for_each(|(i, n)| visit(n, join(&path, &i.to_string()), f)),
+        // A long list can only be data of a free table, whose entries nobody asks for.
+        Value::List(l) if l.len() <= 1000 => {
+            l.iter().enumerate().for_each(|(i, n)| visit(n, join(&path, &i.to_string()), f))
+        }
         _ => {}
     }
 }
@@ -99,12 +102,16 @@ pub(super) fn join(prefix: &str, key: &str) -> String {
 /// Reads `texts[0]` as TOML. Syntax errors come back as problems, with as much of the tree as could be read.
 pub(super) fn read(texts: &[Text]) -> (Table, Vec<Diagnostic>) {
     let (table, errors) = DeTable::parse_recoverable(&texts[0].text);
+    // What follows the first error of a line is its consequence.
+    let mut last = None;
     let problems = errors
         .iter()
+        .take(MOST)
         .map(|e| {
             let at = At { text: 0, span: e.span().unwrap_or(0..0) };
             Diagnostic::new(texts, &at, format!("TOML: {}", e.message()))
         })
+        .filter(|d| last.replace(d.place.line) != Some(d.place.line))
         .collect();
     (convert_table(table.get_ref(), 0, 0), problems)
 }
@@ -178,32 +185,32 @@ pub(super) fn apply_overrides(root: &mut Table, texts: &[Text]) -> Vec<Diagnosti
                     problems.push(Diagnostic::new(texts, &path_at, message).key(path));
                 }
             }
-            Err(d) => {
-                problems.push(d.hint(format!("KEY=VALUE expected, such as run.seed=7; got {:?}", text.text)))
-            }
+            Err(d) => problems
+                .push((*d).hint(format!("KEY=VALUE expected, such as run.seed=7; got {:?}", text.text))),
         }
     }
     problems
 }
 
-fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Diagnostic> {
+/// Path, its place, and value of override `i - 1`.
+fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Box<Diagnostic>> {
+    let wrong = |at: &At, message: String| Box::new(Diagnostic::new(texts, at, message));
     let text = texts[i].text.as_str();
     let whole = At { text: i, span: 0..text.len() };
     let Some((key, value)) = text.split_once('=') else {
-        return Err(Diagnostic::new(texts, &whole, "an argument without \"=\""));
+        return Err(wrong(&whole, "an argument without \"=\"".into()));
     };
     let path = key.trim();
     let path_at = At { text: i, span: 0..key.len() };
     let bare =
         |part: &str| !part.is_empty() && part.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-');
     if !path.split('.').all(bare) {
-        return Err(Diagnostic::new(texts, &path_at, format!("{path:?} is not a dotted key")));
+        return Err(wrong(&path_at, format!("{path:?} is not a dotted key")));
     }
     let word = value.trim();
     let value_at = At { text: i, span: key.len() + 1..text.len() };
     if word.is_empty() {
-        return Err(Diagnostic::new(texts, &whole, format!("{path} has no value"))
-            .hint(format!("an empty string is {path}='\"\"'")));
+        return Err(wrong(&whole, format!("{path} has no value; an empty string is {path}='\"\"'")));
     }
     // The value stands behind `v=` here and behind the key there.
     let (document, shift) = (format!("v={value}"), key.len().saturating_sub(1));
@@ -214,7 +221,7 @@ fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Diagnost
     }
     if word.starts_with(['"', '\'', '[', '{']) || word.contains('\n') {
         let why = errors.first().map_or("more than one value", |e| e.message());
-        return Err(Diagnostic::new(texts, &value_at, format!("the value of {path} is not TOML: {why}")));
+        return Err(wrong(&value_at, format!("the value of {path} is not TOML: {why}")));
     }
     Ok((path, path_at, Node { value: Value::Text(word.to_string()), at: value_at }))
 }
@@ -254,7 +261,11 @@ fn put_in_node(into: &mut Node, parts: &[&str], depth: usize, at: &At, node: Nod
                 Some(slot) if depth + 1 == parts.len() => *slot = node,
                 Some(slot) => return put_in_node(slot, parts, depth + 1, at, node),
                 None if count == 0 => return Err(format!("{above} is empty: it has no {}", parts[depth])),
-                None => return Err(format!("{above} has entries 0 to {}, no {}", count - 1, parts[depth])),
+                None => {
+                    let entries = if count == 1 { "entry" } else { "entries" };
+                    let part = parts[depth];
+                    return Err(format!("{above} has {count} {entries}, counted from 0: there is no {part}"));
+                }
             }
             Ok(())
         }

@@ -109,7 +109,9 @@ fn single(value: &Value) -> Option<usize> {
 pub fn module_regex(entry: &str) -> Option<Result<Regex, regex::Error>> {
     let inner = entry.strip_prefix('/')?.strip_suffix('/')?;
     // The size limit is what stands between a recipe and all memory: "(a{1000}){1000}".
-    Some(RegexBuilder::new(&format!("^(?:{inner})$")).size_limit(1 << 20).build())
+    let build = |pattern: &str| RegexBuilder::new(pattern).size_limit(1 << 20).build();
+    // Alone first: "a)|(b" would leave the group that anchors it.
+    Some(build(inner).and_then(|_| build(&format!("^(?:{inner})$"))))
 }
 
 /// Checks one entry of `train.modules`.
@@ -185,10 +187,10 @@ pub(super) fn bytes(value: &Value) -> Result<u64, Bad> {
 }
 
 /// A table as JSON: what TOML has and JSON does not (dates, nan, inf) is refused.
-pub(super) fn json(table: &Table) -> Result<serde_json::Map<String, serde_json::Value>, Bad> {
+pub(super) fn json(table: &Table, path: &str) -> Result<serde_json::Map<String, serde_json::Value>, Bad> {
     let mut map = serde_json::Map::new();
     for e in &table.0 {
-        map.insert(e.key.clone(), json_value(&e.node.value, &e.key)?);
+        map.insert(e.key.clone(), json_value(&e.node.value, &join(path, &e.key))?);
     }
     Ok(map)
 }
@@ -218,13 +220,14 @@ fn json_value(value: &Value, path: &str) -> Result<serde_json::Value, Bad> {
 }
 
 /// A table of strings.
-pub(super) fn strings(table: &Table) -> Result<BTreeMap<String, String>, Bad> {
+pub(super) fn strings(table: &Table, path: &str) -> Result<BTreeMap<String, String>, Bad> {
     let mut map = BTreeMap::new();
     for e in &table.0 {
         match &e.node.value {
             Value::Text(s) if !s.is_empty() => map.insert(e.key.clone(), s.clone()),
             other => {
-                let message = format!("{} takes a string that is not empty, not {}", e.key, found(other));
+                let message =
+                    format!("{path}.{} takes a string that is not empty, not {}", e.key, found(other));
                 return Err(bad(message, "the file's name of the field stands on the right"));
             }
         };

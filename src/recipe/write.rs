@@ -15,6 +15,14 @@ pub(super) struct Block {
     keys: Vec<(&'static str, Option<String>)>,
 }
 
+#[cfg(test)]
+impl Block {
+    /// The dotted paths of its keys, entries of lists as the first one.
+    pub fn paths(&self) -> Vec<String> {
+        self.keys.iter().map(|(k, _)| super::tree::join(&self.prefix, k)).collect()
+    }
+}
+
 /// Keys (or whole tables, ending in a dot) that do not change what a run computes.
 const NOT_MATHEMATICS: &[&str] = &[
     "name",
@@ -67,7 +75,7 @@ impl Recipe {
                             || path[p.len()..].is_empty()
                             || path[p.len()..].starts_with('.'))
                 };
-                if path == "lora.init" || !NOT_MATHEMATICS.iter().any(|p| out(&p)) {
+                if path == "lora.init" || !NOT_MATHEMATICS.iter().any(out) {
                     map.insert(path, value.unwrap_or_else(|| "(default)".into()));
                 }
             }
