@@ -65,7 +65,7 @@ impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Recipe(_) => ExitCode::Usage,
+            Error::Recipe(e) => e.exit_code(),
             Error::Data(e) => e.exit_code(),
             Error::Hub(e) => e.exit_code(),
             Error::Store(e) => e.exit_code(),

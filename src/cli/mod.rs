@@ -1,6 +1,8 @@
 //! The command line: one file a verb.
 
 pub mod data;
+pub mod recipes;
+pub mod schema;
 
 use std::process::ExitCode;
 

@@ -2,12 +2,247 @@
 //!
 //! Only this module knows TOML. What a recipe *means* for a model (which tensors a rule chooses, how many
 //! bytes it takes) is decided elsewhere, from these types.
+//!
+//! The way of a recipe:
+//!
+//! ```text
+//! tree       text -> tree with places; KEY=VALUE of the command line put over it
+//! check      every key against its row in `keys`: names, kinds, ranges   (values: layers, experts, sizes;
+//! read       checked values -> `Recipe`                                    names: "did you mean")
+//! cross      checks across keys
+//! not_built  keys that the interface has and `ft run` does not build yet
+//! report     how problems look: all at once, each with its line
+//! write      `Recipe` -> text again;   schema: `keys` -> JSON schema;   shipped: the recipes in the binary
+//! ```
 
+mod check;
+mod cross;
+pub mod keys;
+mod names;
+mod not_built;
+mod read;
+mod report;
+mod schema;
+mod shipped;
+mod tree;
 mod types;
+mod values;
+mod write;
 
+#[cfg(test)]
+mod tests;
+
+pub use report::{Diagnostic, Problems, color_on_stderr};
+pub use schema::schema;
+pub use shipped::{SHIPPED, Shipped};
 pub use types::*;
+pub use values::module_regex;
 
-/// Problems of a recipe: all of them at once, each with its place.
+use crate::error::{ExitCode, Place};
+use report::Text;
+use std::path::{Path, PathBuf};
+
+/// The largest recipe file that is read, in bytes. Recipes have a few thousand.
+const LARGEST: u64 = 256 << 10;
+
+/// Why there is no recipe.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+pub enum Error {
+    /// The file cannot be read.
+    #[error("cannot read the recipe {}: {source}{hint}", path.display())]
+    Read {
+        /// The recipe's path.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+        /// What to do next: a line break and `hint: ...`, or nothing.
+        hint: String,
+    },
+    /// The file is larger than any recipe.
+    #[error("{} has {bytes} bytes: a recipe has at most {LARGEST}", path.display())]
+    TooLarge {
+        /// The recipe's path.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+    },
+    /// Problems in the recipe or on the command line.
+    #[error("{0}")]
+    Problems(Problems),
+    /// No shipped recipe has this name.
+    #[error("no shipped recipe is called {name:?}\nhint: {hint}")]
+    NoSuchRecipe {
+        /// What was asked for.
+        name: String,
+        /// What to do next.
+        hint: String,
+    },
+    /// A recipe or the schema could not be printed.
+    #[error("cannot write to stdout: {0}")]
+    Print(std::io::Error),
+}
+
+impl Error {
+    /// [`ExitCode::Usage`], but for a stdout that takes no more.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Error::Print(_) => ExitCode::Storage,
+            _ => ExitCode::Usage,
+        }
+    }
+
+    /// The outcome of printing: a reader that goes away (`ft schema | head`) is no error.
+    pub fn of_print(outcome: std::io::Result<()>) -> Result<(), Error> {
+        match outcome {
+            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Error::Print(e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The problems, where there are any to list.
+    pub fn problems(&self) -> &[Diagnostic] {
+        match self {
+            Error::Problems(p) => p.list(),
+            _ => &[],
+        }
+    }
+
+    /// The message, coloured if `color`; [`color_on_stderr`] says whether it should be.
+    pub fn render(&self, color: bool) -> String {
+        match self {
+            Error::Problems(p) => p.render(color),
+            other => other.to_string(),
+        }
+    }
+}
+
+impl Recipe {
+    /// Reads the recipe at `path`, puts the `KEY=VALUE` strings of `overrides` over it, and checks it.
+    ///
+    /// # Errors
+    /// Every problem of the recipe at once, keys that `ft run` does not build yet among them.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+        Self::open(path, overrides, false)
+    }
+
+    /// As [`Recipe::load`], for `ft plan`: keys that are not built yet are in [`Recipe::not_built`] instead
+    /// of being refused.
+    pub fn load_for_plan(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
+        Self::open(path, overrides, true)
+    }
+
+    /// As [`Recipe::load`], from `text`; `file_name` is what messages call it, and its stem names the run.
+    pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Recipe, Error> {
+        Self::build(text.as_bytes(), Path::new(file_name), overrides, false)
+    }
+
+    fn open(path: &Path, overrides: &[String], plan: bool) -> Result<Recipe, Error> {
+        let read = |source: std::io::Error| {
+            let shipped = path.to_str().and_then(|p| Shipped::find(p).ok());
+            let hint = match shipped.filter(|_| source.kind() == std::io::ErrorKind::NotFound) {
+                Some(s) => {
+                    format!("\nhint: a shipped recipe has this name: ft recipes {} > {0}.toml", s.name)
+                }
+                None => String::new(),
+            };
+            Error::Read { path: path.into(), source, hint }
+        };
+        let bytes = std::fs::metadata(path).map_err(read)?.len();
+        if bytes > LARGEST {
+            return Err(Error::TooLarge { path: path.into(), bytes });
+        }
+        let mut recipe = Self::build(&std::fs::read(path).map_err(read)?, path, overrides, plan)?;
+        recipe.folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
+        Ok(recipe)
+    }
+
+    fn build(bytes: &[u8], path: &Path, overrides: &[String], plan: bool) -> Result<Recipe, Error> {
+        let file = path.display().to_string();
+        let mut texts = vec![Text::file(file, String::from_utf8_lossy(bytes).into_owned())];
+        texts.extend(overrides.iter().map(|o| Text::argument(o)));
+        if let Err(e) = std::str::from_utf8(bytes) {
+            let start = e.valid_up_to();
+            let at = report::At { text: 0, span: start..start + 1 };
+            let d = Diagnostic::new(&texts, &at, format!("byte {start} is not UTF-8"));
+            let d = d.hint("TOML is UTF-8: save the file in that encoding");
+            return Err(Error::Problems(Problems::new(vec![d])));
+        }
+        let (mut root, syntax) = tree::read(&texts);
+        let from_command_line = tree::apply_overrides(&mut root, &texts);
+        let mut checker =
+            check::Checker { texts: &texts, problems: from_command_line, bad: Default::default() };
+        let section = checker.root(&root);
+        let mut recipe = read::recipe(&section, &texts, &run_name(path));
+        cross::check(&mut checker, &root, &recipe);
+        let (refused, nowhere) = not_built::find(&root, &texts, &checker.bad);
+        let mut problems = checker.problems;
+        problems.extend(nowhere);
+        if plan {
+            recipe.not_built = refused;
+        } else {
+            problems.extend(refused);
+        }
+        if !syntax.is_empty() {
+            problems = beside_syntax(problems, &syntax);
+            problems.extend(syntax);
+        }
+        if !problems.is_empty() {
+            return Err(Error::Problems(Problems::new(problems)));
+        }
+        root.walk("", &mut |path, at| {
+            recipe.places.insert(path, Diagnostic::new(&texts, at, "").place);
+        });
+        recipe.places.insert(String::new(), Place { file: texts[0].name.clone(), line: 0, column: 0 });
+        Ok(recipe)
+    }
+
+    /// Where the key at a dotted path stands ("data.train.0.source"); where the recipe does not have it,
+    /// what is around it, and the file at the last.
+    pub fn place(&self, path: &str) -> Place {
+        let mut path = path;
+        loop {
+            if let Some(place) = self.places.get(path) {
+                return place.clone();
+            }
+            match path.rsplit_once('.') {
+                Some((above, _)) => path = above,
+                None if !path.is_empty() => path = "",
+                None => return Place { file: "recipe".into(), line: 0, column: 0 },
+            }
+        }
+    }
+
+    /// The path that `written` means: as it is where that exists, else from the recipe's folder where that
+    /// exists, else as it is.
+    pub fn resolve(&self, written: &str) -> PathBuf {
+        let as_is = PathBuf::from(written);
+        let beside = self.folder.join(written);
+        if !as_is.exists() && beside.exists() { beside } else { as_is }
+    }
+}
+
+impl Optimizer {
+    /// The peak learning rate: what the recipe says, else 2e-4 for LoRA alone and 1e-5 when anything trains
+    /// in full.
+    pub fn peak_lr(&self, anything_in_full: bool) -> f64 {
+        self.lr.unwrap_or(if anything_in_full { 1e-5 } else { 2e-4 })
+    }
+}
+
+/// The problems that are no consequence of a syntax error: a line that could not be read seems to miss its
+/// key, and what is nearby may be read wrongly.
+fn beside_syntax(problems: Vec<Diagnostic>, syntax: &[Diagnostic]) -> Vec<Diagnostic> {
+    let same_line = |d: &Diagnostic| syntax.iter().any(|s| s.place.line == d.place.line);
+    problems
+        .into_iter()
+        .filter(|d| d.place.line == 0 || (!same_line(d) && d.message.starts_with("unknown key")))
+        .collect()
+}
+
+/// The name of a run whose recipe has none: the file's stem, with what a folder's name cannot hold taken out.
+fn run_name(path: &Path) -> String {
+    let stem = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
+    let name: String =
+        stem.chars().map(|c| if c.is_control() || "/\\{}".contains(c) { '-' } else { c }).take(100).collect();
+    if values::is_name(&name) { name } else { "recipe".into() }
+}

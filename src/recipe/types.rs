@@ -2,7 +2,40 @@
 
 use crate::error::Place;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
+
+/// Defines an enum of a key's words: one place for their spelling, their documentation and their order.
+macro_rules! choices {
+    ($(#[$meta:meta])* pub enum $name:ident { $(#[doc = $doc:literal] $variant:ident = $word:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+        #[serde(rename_all = "lowercase")]
+        pub enum $name {
+            $(#[doc = $doc] $variant,)*
+        }
+
+        impl $name {
+            /// Every word of the key with what it means, in the order of the documentation.
+            pub const WORDS: &'static [(&'static str, &'static str)] = &[$(($word, $doc)),*];
+
+            /// The value that `word` names.
+            pub fn from_word(word: &str) -> Option<Self> {
+                match word {
+                    $($word => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+
+            /// The word as a recipe spells it.
+            pub fn word(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $word,)*
+                }
+            }
+        }
+    };
+}
 
 /// A whole recipe.
 #[derive(Clone, Debug, Serialize)]
@@ -33,14 +66,23 @@ pub struct Recipe {
     pub parallel: Parallel,
     /// Extra logs.
     pub log: Log,
+    /// Folder of the recipe file, for relative paths; empty for a recipe that is not a file's.
+    #[serde(skip)]
+    pub folder: PathBuf,
+    /// Where each key stands that the user wrote, by its dotted path.
+    #[serde(skip)]
+    pub(super) places: BTreeMap<String, Place>,
+    /// Keys with values that `ft run` does not build yet; empty after `load`, which refuses them.
+    #[serde(skip)]
+    pub not_built: Vec<super::Diagnostic>,
 }
 
-/// What is trained for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Task {
-    /// Supervised fine-tuning.
-    Sft,
+choices! {
+    /// What is trained for.
+    pub enum Task {
+        /// Supervised fine-tuning.
+        Sft = "sft",
+    }
 }
 
 /// `[model]`
@@ -61,36 +103,36 @@ pub struct Model {
     pub overrides: serde_json::Map<String, serde_json::Value>,
 }
 
-/// A floating-point type of weights and arithmetic.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// 8 exponent bits, 7 of mantissa.
-    Bf16,
-    /// IEEE half.
-    F16,
-    /// IEEE single.
-    F32,
+choices! {
+    /// A floating-point type of weights and arithmetic.
+    pub enum Dtype {
+        /// 8 exponent bits, 7 of mantissa.
+        Bf16 = "bf16",
+        /// IEEE half.
+        F16 = "f16",
+        /// IEEE single.
+        F32 = "f32",
+    }
 }
 
-/// `model.quantize`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Quantize {
-    /// As the checkpoint has it.
-    None,
-    /// Decoder linears in NF4, double quantization.
-    Nf4,
+choices! {
+    /// `model.quantize`
+    pub enum Quantize {
+        /// As the checkpoint has it.
+        None = "none",
+        /// Decoder linears in NF4, double quantization.
+        Nf4 = "nf4",
+    }
 }
 
-/// `model.weights`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Weights {
-    /// From the checkpoint.
-    Load,
-    /// Seeded random numbers of the config's shape.
-    Random,
+choices! {
+    /// `model.weights`
+    pub enum Weights {
+        /// From the checkpoint.
+        Load = "load",
+        /// Seeded random numbers of the config's shape.
+        Random = "random",
+    }
 }
 
 /// `[lora]`
@@ -139,16 +181,16 @@ pub struct Rule {
     pub place: Place,
 }
 
-/// `train.method`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Method {
-    /// A low-rank update.
-    Lora,
-    /// The weights themselves.
-    Full,
-    /// Nothing trains.
-    Freeze,
+choices! {
+    /// `train.method`
+    pub enum Method {
+        /// A low-rank update.
+        Lora = "lora",
+        /// The weights themselves.
+        Full = "full",
+        /// Nothing trains.
+        Freeze = "freeze",
+    }
 }
 
 /// `train.layers`: which decoder layers.
@@ -239,7 +281,7 @@ pub struct Source {
     /// Config of a hub dataset.
     pub config: Option<String>,
     /// Names of fields where they differ from the format's own: format's name -> file's name.
-    pub fields: std::collections::BTreeMap<String, String>,
+    pub fields: BTreeMap<String, String>,
     /// What is supervised, over `data.mask`.
     pub mask: Option<Mask>,
     /// Where the source stands in the recipe.
@@ -247,54 +289,54 @@ pub struct Source {
     pub place: Place,
 }
 
-/// `data.*.format`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Format {
-    /// `{"messages": [{"role", "content"}]}`, or ShareGPT's `conversations`.
-    Messages,
-    /// `instruction`, `input`, `output`.
-    Alpaca,
-    /// `prompt`, `completion`.
-    Completion,
-    /// `text`.
-    Text,
-    /// `input_ids`, `labels`.
-    Tokens,
+choices! {
+    /// `data.*.format`
+    pub enum Format {
+        /// `{"messages": [{"role", "content"}]}`, or ShareGPT's `conversations`.
+        Messages = "messages",
+        /// `instruction`, `input`, `output`.
+        Alpaca = "alpaca",
+        /// `prompt`, `completion`.
+        Completion = "completion",
+        /// `text`.
+        Text = "text",
+        /// `input_ids`, `labels`.
+        Tokens = "tokens",
+    }
 }
 
-/// `data.over_length`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OverLength {
-    /// Cut to `max_length`.
-    Truncate,
-    /// Leave it out.
-    Drop,
-    /// Stop.
-    Error,
+choices! {
+    /// `data.over_length`
+    pub enum OverLength {
+        /// Cut to `max_length`.
+        Truncate = "truncate",
+        /// Leave it out.
+        Drop = "drop",
+        /// Stop.
+        Error = "error",
+    }
 }
 
-/// `data.on_bad_row`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OnBadRow {
-    /// Stop.
-    Error,
-    /// Leave it out and count it.
-    Skip,
+choices! {
+    /// `data.on_bad_row`
+    pub enum OnBadRow {
+        /// Stop.
+        Error = "error",
+        /// Leave it out and count it.
+        Skip = "skip",
+    }
 }
 
-/// `data.mask`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Mask {
-    /// The assistant's turns.
-    Assistant,
-    /// The completion.
-    Completion,
-    /// Every token.
-    None,
+choices! {
+    /// `data.mask`
+    pub enum Mask {
+        /// The assistant's turns.
+        Assistant = "assistant",
+        /// The completion.
+        Completion = "completion",
+        /// Every token.
+        None = "none",
+    }
 }
 
 /// `[run]`
@@ -333,16 +375,16 @@ pub enum Length {
     Epochs(f64),
 }
 
-/// `run.device`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    /// CUDA if there is one, else the CPU.
-    Auto,
-    /// The first CUDA device.
-    Cuda,
-    /// The CPU.
-    Cpu,
+choices! {
+    /// `run.device`
+    pub enum Device {
+        /// CUDA if there is one, else the CPU.
+        Auto = "auto",
+        /// The first CUDA device.
+        Cuda = "cuda",
+        /// The CPU.
+        Cpu = "cpu",
+    }
 }
 
 /// `[optimizer]`
@@ -371,38 +413,38 @@ pub struct Optimizer {
     pub in_backward: bool,
 }
 
-/// `optimizer.name`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerName {
-    /// AdamW with f32 moments.
-    Adamw,
-    /// AdamW with 8-bit moments.
-    Adamw8bit,
-    /// Low-rank gradients.
-    Galore,
+choices! {
+    /// `optimizer.name`
+    pub enum OptimizerName {
+        /// AdamW with f32 moments.
+        Adamw = "adamw",
+        /// AdamW with 8-bit moments.
+        Adamw8bit = "adamw8bit",
+        /// Low-rank gradients.
+        Galore = "galore",
+    }
 }
 
-/// `optimizer.decay`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Decay {
-    /// Matrices only: not norms, biases or DoRA magnitudes.
-    Matrices,
-    /// Everything that trains.
-    All,
+choices! {
+    /// `optimizer.decay`
+    pub enum Decay {
+        /// Matrices only: not norms, biases or DoRA magnitudes.
+        Matrices = "matrices",
+        /// Everything that trains.
+        All = "all",
+    }
 }
 
-/// `optimizer.schedule`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Schedule {
-    /// Half a cosine from `lr` to `min_lr`.
-    Cosine,
-    /// A line from `lr` to `min_lr`.
-    Linear,
-    /// `lr` throughout.
-    Constant,
+choices! {
+    /// `optimizer.schedule`
+    pub enum Schedule {
+        /// Half a cosine from `lr` to `min_lr`.
+        Cosine = "cosine",
+        /// A line from `lr` to `min_lr`.
+        Linear = "linear",
+        /// `lr` throughout.
+        Constant = "constant",
+    }
 }
 
 /// Warm-up, in steps or as a share of the run.
@@ -444,16 +486,16 @@ pub enum Recompute {
     Layers(usize),
 }
 
-/// `memory.offload`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Offload {
-    /// Master weights and moments.
-    Optimizer,
-    /// Weights.
-    Params,
-    /// Layer inputs.
-    Activations,
+choices! {
+    /// `memory.offload`
+    pub enum Offload {
+        /// Master weights and moments.
+        Optimizer = "optimizer",
+        /// Weights.
+        Params = "params",
+        /// Layer inputs.
+        Activations = "activations",
+    }
 }
 
 /// `[parallel]`
@@ -477,18 +519,18 @@ pub struct Parallel {
     pub timeout: u64,
 }
 
-/// `parallel.comm`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Comm {
-    /// By device.
-    Auto,
-    /// NCCL.
-    Nccl,
-    /// MPI.
-    Mpi,
-    /// Threads of one process.
-    Threads,
+choices! {
+    /// `parallel.comm`
+    pub enum Comm {
+        /// By device.
+        Auto = "auto",
+        /// NCCL.
+        Nccl = "nccl",
+        /// MPI.
+        Mpi = "mpi",
+        /// Threads of one process.
+        Threads = "threads",
+    }
 }
 
 /// `[log]`

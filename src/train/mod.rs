@@ -1,11 +1,12 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
 mod guard;
+mod identity;
 pub mod job;
-mod output;
+pub mod output;
 mod run;
 pub mod state;
-mod step;
+pub mod step;
 
 pub use job::Job;
 pub use output::logits_apart;

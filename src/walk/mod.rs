@@ -9,6 +9,8 @@
 //! Gathering sharded weights, moving them from the host, reducing gradients: each is an [`Around`], told when
 //! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
+pub mod generate;
+
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder, layer};
 use candle_core::{Result, Tensor};

@@ -1,0 +1,264 @@
+//! Checks across keys: values that are right alone and wrong together.
+
+use super::check::Checker;
+use super::report::At;
+use super::tree::{Table, Value};
+use super::types::*;
+use std::collections::BTreeMap;
+
+/// The names that `fields` of a format can rename.
+fn fields_of(format: Format) -> &'static [&'static str] {
+    match format {
+        Format::Messages => &["messages", "tools"],
+        Format::Alpaca => &["instruction", "input", "output"],
+        Format::Completion => &["prompt", "completion"],
+        Format::Text => &["text"],
+        Format::Tokens => &["input_ids", "labels"],
+    }
+}
+
+/// The masks that a format can do; the first is its default.
+fn masks_of(format: Format) -> &'static [Mask] {
+    match format {
+        Format::Messages => &[Mask::Assistant, Mask::None],
+        Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
+        Format::Text | Format::Tokens => &[Mask::None],
+    }
+}
+
+/// Runs every check; each keeps quiet where a key that it needs has a problem already.
+pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
+    let mut x = Cross { c, root };
+    x.rules(recipe);
+    x.sources(recipe);
+    x.lengths(recipe);
+    x.optimizer(recipe);
+}
+
+struct Cross<'a, 'b> {
+    c: &'a mut Checker<'b>,
+    root: &'a Table,
+}
+
+impl Cross<'_, '_> {
+    /// Where `path` stands, or else what is around it.
+    fn at(&self, path: &str) -> At {
+        let mut path = path;
+        loop {
+            if let Some(node) = self.root.find(path) {
+                return node.at.clone();
+            }
+            match path.rsplit_once('.') {
+                Some((above, _)) => path = above,
+                None => return At { text: 0, span: 0..0 },
+            }
+        }
+    }
+
+    fn given(&self, path: &str) -> bool {
+        self.root.find(path).is_some()
+    }
+
+    fn report(&mut self, path: &str, message: String, hint: impl Into<String>) {
+        self.c.report(&self.at(path), path, message, &[hint.into()]);
+    }
+
+    fn all_good(&self, paths: &[&str]) -> bool {
+        paths.iter().all(|p| !self.c.bad.contains(*p))
+    }
+
+    fn rules(&mut self, recipe: &Recipe) {
+        if recipe.train.is_empty()
+            && recipe.lora.init.is_none()
+            && self.all_good(&["train", "train.0", "lora", "lora.init"])
+        {
+            self.report(
+                "train",
+                "nothing trains: there is no [[train]] rule and no adapter in lora.init".into(),
+                "the usual rule is [[train]] with modules = [\"attention\", \"mlp\"]",
+            );
+        }
+        let freezes = |r: &Rule| r.method == Method::Freeze;
+        if !recipe.train.is_empty() && recipe.train.iter().all(freezes) && self.c.bad.is_empty() {
+            self.report(
+                "train",
+                "nothing trains: every [[train]] rule freezes".into(),
+                "what no rule matches is frozen anyway; add a rule with method = \"lora\" or \"full\" before them",
+            );
+        }
+        for (i, rule) in recipe.train.iter().enumerate() {
+            let path = format!("train.{i}");
+            if !self.all_good(&[&format!("{path}.method"), &path]) {
+                continue;
+            }
+            if rule.method != Method::Lora {
+                for key in ["rank", "alpha", "dropout", "rslora", "dora"] {
+                    let key_path = format!("{path}.{key}");
+                    if self.given(&key_path) {
+                        let message =
+                            format!("{key_path} does nothing with method = \"{}\"", rule.method.word());
+                        self.report(
+                            &key_path,
+                            message,
+                            format!("leave {key} out, or write method = \"lora\""),
+                        );
+                    }
+                }
+            }
+            if rule.method == Method::Freeze && self.given(&format!("{path}.lr_scale")) {
+                let message = format!("{path}.lr_scale does nothing with method = \"freeze\"");
+                self.report(&format!("{path}.lr_scale"), message, "leave lr_scale out");
+            }
+            if rule.method == Method::Lora && rule.modules.iter().any(|m| m == "norms") {
+                self.report(
+                    &format!("{path}.modules"),
+                    "LoRA needs linear layers, and norms are none".into(),
+                    "give norms a rule of their own with method = \"full\"",
+                );
+            }
+        }
+    }
+
+    fn sources(&mut self, recipe: &Recipe) {
+        let data = &recipe.data;
+        if data.train.is_empty() && self.given("data.train") && self.all_good(&["data.train", "data.train.0"])
+        {
+            self.report("data.train", "data.train is empty".into(), "it needs at least one source");
+        }
+        let mut global_used = false;
+        for (list, sources) in [("train", &data.train), ("eval", &data.eval)] {
+            for (i, source) in sources.iter().enumerate() {
+                let path = format!("data.{list}.{i}");
+                if self.all_good(&[&format!("{path}.format"), &format!("{path}.mask"), "data.mask"]) {
+                    global_used |= source.mask.is_none();
+                    self.mask(&path, source, data.mask);
+                }
+                if self.all_good(&[&format!("{path}.format"), &format!("{path}.fields")]) {
+                    self.fields(&path, source);
+                }
+            }
+        }
+        let sources = || data.train.iter().chain(&data.eval);
+        if !self.c.bad.iter().any(|p| p.starts_with("data")) && sources().next().is_some() {
+            if data.mask.is_some() && !global_used {
+                let message = "data.mask does nothing: every source has a mask of its own".into();
+                self.report("data.mask", message, "leave it out");
+            }
+            if sources().all(|s| matches!(s.format, Format::Text | Format::Tokens)) {
+                for key in ["data.chat_template", "data.template"] {
+                    let empty = matches!(self.root.find(key).map(|n| &n.value), Some(Value::Table(t)) if t.0.is_empty());
+                    if self.given(key) && !empty {
+                        let message = format!("{key} does nothing: no source holds conversations");
+                        self.report(key, message, "leave it out, or set format = \"messages\"");
+                    }
+                }
+            }
+        }
+        if recipe.run.eval_every > 0
+            && data.eval.is_empty()
+            && self.all_good(&["run.eval_every", "data.eval", "data.eval.0"])
+        {
+            let message = "run.eval_every does nothing: data.eval is empty".into();
+            self.report("run.eval_every", message, "add [[data.eval]], or leave eval_every out");
+        }
+    }
+
+    fn mask(&mut self, path: &str, source: &Source, global: Option<Mask>) {
+        let Some(mask) = source.mask.or(global) else { return };
+        let can = masks_of(source.format);
+        if can.contains(&mask) {
+            return;
+        }
+        let key = if source.mask.is_some() { format!("{path}.mask") } else { "data.mask".to_string() };
+        let format = source.format.word();
+        let words: Vec<String> = can.iter().map(|m| format!("\"{}\"", m.word())).collect();
+        let message =
+            format!("mask = \"{}\" cannot be done for {path}, whose format is \"{format}\"", mask.word());
+        self.report(&key, message, format!("\"{format}\" has mask = {}", words.join(" or ")));
+    }
+
+    fn fields(&mut self, path: &str, source: &Source) {
+        let known = fields_of(source.format);
+        let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
+        for (ours, theirs) in &source.fields {
+            let key = format!("{path}.fields.{ours}");
+            if !known.contains(&ours.as_str()) {
+                let message = format!("format \"{}\" has no field {ours}", source.format.word());
+                let hint = match super::names::nearest(ours, known.iter().copied()) {
+                    Some(near) => {
+                        format!("did you mean {near}? Left stands the format's name, right the file's")
+                    }
+                    None => format!(
+                        "its fields are {}; left stands the format's name, right the file's",
+                        known.join(", ")
+                    ),
+                };
+                self.report(&key, message, hint);
+            } else if let Some(first) = by_name.insert(theirs, ours) {
+                let message = format!("{first} and {ours} are both read from the file's field {theirs:?}");
+                self.report(&key, message, "give each its own");
+            }
+        }
+    }
+
+    fn lengths(&mut self, recipe: &Recipe) {
+        let (batch, micro, ranks) = (recipe.run.batch_rows, recipe.run.micro_rows, recipe.parallel.data);
+        if self.all_good(&["run", "run.batch_rows", "run.micro_rows", "parallel", "parallel.data"]) {
+            // Bounded by the table of keys, so that the product cannot overflow.
+            let unit = micro.saturating_mul(ranks).max(1);
+            if batch % unit != 0 {
+                let key = if self.given("run.micro_rows") {
+                    "run.micro_rows"
+                } else if self.given("run.batch_rows") {
+                    "run.batch_rows"
+                } else {
+                    "parallel.data"
+                };
+                let below = batch / unit * unit;
+                let near = if below == 0 {
+                    format!("batch_rows = {unit}")
+                } else {
+                    format!("batch_rows = {below} or {}", below + unit)
+                };
+                let message = format!(
+                    "batch_rows = {batch} does not divide by micro_rows x data ranks = {micro} x {ranks}"
+                );
+                self.report(key, message, format!("nearest: {near}"));
+            }
+        }
+        let output = recipe.run.output.to_string_lossy().into_owned();
+        if self.all_good(&["run", "run.output"]) && output.contains(['{', '}']) {
+            self.report(
+                "run.output",
+                "run.output has braces that are not {name}".into(),
+                "{name} is the only thing that is filled in",
+            );
+        }
+    }
+
+    fn optimizer(&mut self, recipe: &Recipe) {
+        let both = ["optimizer.warmup_steps", "optimizer.warmup_ratio"];
+        if both.iter().all(|p| self.given(p)) {
+            self.report(
+                both[1],
+                "warmup_steps and warmup_ratio are both given".into(),
+                "they say the same thing in two ways: leave one out",
+            );
+        }
+        let o = &recipe.optimizer;
+        if self.all_good(&["optimizer", "optimizer.min_lr", "optimizer.lr"])
+            && let Some(lr) = o.lr
+            && o.min_lr > lr
+        {
+            let message = format!("min_lr = {:?} is above lr = {lr:?}", o.min_lr);
+            self.report("optimizer.min_lr", message, "the learning rate falls from lr to min_lr");
+        }
+        if self.all_good(&["optimizer", "optimizer.schedule", "optimizer.min_lr"])
+            && o.schedule == Schedule::Constant
+            && o.min_lr > 0.0
+        {
+            let message = "min_lr does nothing with schedule = \"constant\"".into();
+            self.report("optimizer.min_lr", message, "leave min_lr out, or choose \"cosine\" or \"linear\"");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What was meant: near names, and names that other tools use.
+
+use super::keys::{self, Key, Kind};
+use super::tree::{join, quote};
+
+/// Names of other tools, and ours.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("adam_beta1", "optimizer.betas"),
+    ("adam_beta2", "optimizer.betas"),
+    ("adam_epsilon", "optimizer.eps"),
+    ("base_model", "model.source"),
+    ("batch_size", "run.batch_rows"),
+    ("dataset", "data.train"),
+    ("datasets", "data.train"),
+    ("eval_steps", "run.eval_every"),
+    ("gradient_accumulation_steps", "run.batch_rows (rows a step; accumulation follows from run.micro_rows)"),
+    ("gradient_checkpointing", "memory.recompute"),
+    ("layers_to_transform", "layers"),
+    ("learning_rate", "optimizer.lr"),
+    ("load_in_4bit", "model.quantize"),
+    ("lora_alpha", "alpha"),
+    ("lora_dropout", "dropout"),
+    ("lora_r", "rank"),
+    ("lr_scheduler", "optimizer.schedule"),
+    ("lr_scheduler_type", "optimizer.schedule"),
+    ("max_grad_norm", "run.clip"),
+    ("max_seq_length", "data.max_length"),
+    ("max_steps", "run.steps"),
+    ("micro_batch_size", "run.micro_rows"),
+    ("model_name", "model.source"),
+    ("model_name_or_path", "model.source"),
+    ("num_epochs", "run.epochs"),
+    ("num_train_epochs", "run.epochs"),
+    ("output_dir", "run.output"),
+    ("packing", "data.pack"),
+    ("path", "source"),
+    ("per_device_train_batch_size", "run.micro_rows"),
+    ("r", "rank"),
+    ("save_steps", "run.save_every"),
+    ("save_total_limit", "run.keep"),
+    ("seq_len", "data.max_length"),
+    ("sequence_len", "data.max_length"),
+    ("target_modules", "modules"),
+    ("torch_dtype", "model.dtype"),
+    ("use_dora", "dora"),
+    ("use_rslora", "rslora"),
+    ("warmup", "optimizer.warmup_steps"),
+];
+
+/// The name of `names` that `word` was meant to be, if one is near.
+pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+    let word: String = word.chars().take(64).collect::<String>().to_lowercase();
+    let allowed = (word.chars().count() / 3).clamp(1, 3);
+    names
+        .into_iter()
+        .map(|n| (strsim::damerau_levenshtein(&word, &n.to_lowercase()), n))
+        .filter(|(distance, n)| {
+            *distance <= allowed || (word.len() > 3 && (n.starts_with(&word) || word.starts_with(n)))
+        })
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, n)| n)
+}
+
+/// The message and hints for a key that `path` does not have.
+pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, Vec<String>) {
+    let table = match path {
+        "" => "a recipe".to_string(),
+        path => format!(
+            "[{}]",
+            path.split('.').filter(|p| p.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
+        ),
+    };
+    let message = match path {
+        "" => format!("unknown key: {name}"),
+        _ => format!("unknown key: {} (in {table})", join(path, name)),
+    };
+    let mut elsewhere = Vec::new();
+    keys::each(&mut |p, key| {
+        if key.name == name && !p.is_empty() {
+            elsewhere.push(p.replace(".0.", "."));
+        }
+    });
+    if let Some((_, ours)) = ELSEWHERE.iter().find(|(theirs, _)| *theirs == name) {
+        return (message, vec![format!("the key is called {ours}")]);
+    }
+    let mut hints = Vec::new();
+    if let Some(near) = nearest(name, keys.iter().map(|k| k.name)) {
+        hints.push(format!("did you mean {near}?"));
+    }
+    if !elsewhere.is_empty() {
+        hints.push(format!("there is {}", elsewhere.join(", ")));
+    }
+    if hints.is_empty() {
+        let is_table = |k: &&Key| matches!(k.kind, Kind::Table(_) | Kind::Tables(_));
+        let (tables, plain): (Vec<&Key>, Vec<&Key>) = keys.iter().partition(is_table);
+        let names: Vec<&str> = plain.into_iter().chain(tables).map(|k| k.name).collect();
+        hints.push(format!("keys of {table}: {}", names.join(", ")));
+    }
+    (message, hints)
+}
+
+/// The key of `keys` that an unknown `name` stands for.
+pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
+    if let Some((_, ours)) = ELSEWHERE.iter().find(|(theirs, _)| *theirs == name) {
+        let table: Vec<&str> = path.split('.').filter(|p| p.parse::<usize>().is_err()).collect();
+        return keys.iter().map(|k| k.name).find(|k| k == ours || join(&table.join("."), k) == *ours);
+    }
+    nearest(name, keys.iter().map(|k| k.name))
+}
+
+/// The hint for a word that a key does not have.
+pub(super) fn words_hint(word: &str, words: &[&str]) -> Vec<String> {
+    let all = words.iter().map(|w| quote(w)).collect::<Vec<_>>().join(", ");
+    match nearest(word, words.iter().copied()).filter(|_| !word.is_empty()) {
+        Some(near) if words.len() > 1 => vec![format!("did you mean {}? It takes {all}", quote(near))],
+        Some(near) => vec![format!("did you mean {}?", quote(near))],
+        None => vec![format!("it takes {all}")],
+    }
+}

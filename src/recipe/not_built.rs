@@ -1,0 +1,152 @@
+//! Keys and values that the interface has and `ft run` does not build yet.
+//!
+//! They are refused by name, never accepted and ignored. Taking a line out enables the key. `ft plan` plans
+//! for them all, except for those under [`NOWHERE`].
+
+use super::keys::{self, Unset};
+use super::report::{Diagnostic, MOST, Text};
+use super::tree::{Node, Table, Value};
+use std::collections::BTreeSet;
+
+/// What of a key is not built.
+enum What {
+    /// This word of it.
+    Word(&'static str),
+    /// Anything but its default.
+    Changed,
+    /// Any value.
+    Given,
+}
+
+use What::{Changed, Given, Word};
+
+/// What `ft run` refuses. `*` stands for any index.
+const NOT_BUILT: &[(&str, What)] = &[
+    ("model.dtype", Word("f16")),
+    ("model.quantize", Word("nf4")),
+    ("router.aux_loss", Changed),
+    ("router.z_loss", Changed),
+    ("data.train.*.weight", Changed),
+    ("data.train.*.split", Given),
+    ("data.train.*.config", Given),
+    ("data.eval.*.weight", Changed),
+    ("data.eval.*.split", Given),
+    ("data.eval.*.config", Given),
+    ("optimizer.name", Word("adamw8bit")),
+    ("optimizer.name", Word("galore")),
+    ("optimizer.in_backward", Changed),
+    ("memory.budget", Given),
+    ("memory.offload", Changed),
+    ("memory.pin", Changed),
+    ("parallel.data", Changed),
+    ("parallel.zero", Changed),
+    ("parallel.tensor", Changed),
+    ("parallel.pipeline", Changed),
+    ("parallel.expert", Changed),
+    ("parallel.context", Changed),
+    ("parallel.comm", Changed),
+    ("parallel.timeout", Changed),
+    ("log.tensorboard", Changed),
+];
+
+/// What neither `ft run` nor `ft plan` knows what to do with.
+const NOWHERE: &[(&str, What)] = &[("run.micro_rows", Word("auto"))];
+
+/// The keys of `root` that `ft run` does not build; those that `ft plan` cannot plan for come second.
+///
+/// Nothing is said about those in `bad`: they have a problem already.
+pub(super) fn find(
+    root: &Table,
+    texts: &[Text],
+    bad: &BTreeSet<String>,
+) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
+    let search = |table| search(table, root, texts, bad);
+    (search(NOT_BUILT), search(NOWHERE))
+}
+
+fn search(table: &[(&str, What)], root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
+    let mut found = Vec::new();
+    for (pattern, what) in table {
+        for (path, node) in matches(root, pattern) {
+            let refused = match what {
+                Word(w) => matches!(&node.value, Value::Text(t) if t == w),
+                Changed => default_of(&path).is_some_and(|d| d != node.value),
+                Given => true,
+            };
+            let inside =
+                |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
+            if refused && !bad.iter().any(inside) && found.len() < MOST {
+                let message = format!("not built yet: {path} = {}", node.value);
+                let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
+                if let Some(default) = default_of(&path) {
+                    d = d.hint(format!("leave it out, or write {path} = {default}"));
+                } else {
+                    d = d.hint("leave it out");
+                }
+                found.push(d);
+            }
+        }
+    }
+    found
+}
+
+/// The nodes at `pattern`, with their paths.
+fn matches<'t>(root: &'t Table, pattern: &str) -> Vec<(String, &'t Node)> {
+    let Some((list, key)) = pattern.split_once(".*.") else {
+        return root.find(pattern).map(|n| (pattern.to_string(), n)).into_iter().collect();
+    };
+    let count = match root.find(list) {
+        Some(Node { value: Value::List(l), .. }) => l.len(),
+        _ => 0,
+    };
+    (0..count)
+        .filter_map(|i| {
+            let path = format!("{list}.{i}.{key}");
+            root.find(&path).map(|n| (path.clone(), n))
+        })
+        .collect()
+}
+
+/// The default of a key, of the first entry where it stands in a list.
+fn default_of(path: &str) -> Option<Value> {
+    let first: Vec<&str> =
+        path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
+    let (first, mut found) = (first.join("."), None);
+    keys::each(&mut |p, key| {
+        if p == first
+            && let Unset::Toml(text) = key.default
+        {
+            found = super::check::default_node(text).map(|n| n.value);
+        }
+    });
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A key that is renamed must be renamed here too.
+    #[test]
+    fn every_line_names_a_key_and_what_it_can_hold() {
+        for (pattern, what) in NOT_BUILT.iter().chain(NOWHERE) {
+            let path = pattern.replace('*', "0");
+            let mut found = None;
+            keys::each(&mut |p, key| {
+                if p == path {
+                    found = Some(key);
+                }
+            });
+            let key = found.unwrap_or_else(|| panic!("no key {pattern}"));
+            match what {
+                Word(w) => match key.kind {
+                    keys::Kind::Word(words) => assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}"),
+                    keys::Kind::IntOrAuto(..) => assert_eq!(*w, "auto"),
+                    other => panic!("{pattern} has no words: {other:?}"),
+                },
+                Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),
+                Given => assert!(default_of(&path).is_none(), "{pattern}: its default would be refused"),
+            }
+        }
+    }
+}

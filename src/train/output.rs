@@ -1,0 +1,152 @@
+//! What a run leaves: `adapter/` or `model/`, read back and compared by logits before success is told.
+
+use super::step::probe;
+use super::{Error, Job};
+use crate::adapt::adapter::{self, Adapter};
+use crate::adapt::build::check_tensors;
+use crate::adapt::selection::{Choice, Part};
+use crate::adapt::{self, Params, Selection, peft};
+use crate::data::Micro;
+use crate::model::modules::{Group, modules};
+use crate::model::{Config, Decoder};
+use crate::store::{self, TensorFiles};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+
+/// Largest shard, in bytes: what transformers writes.
+pub const SHARD_BYTES: u64 = 5_000_000_000;
+/// Relative L2 distance of logits that counts as equal.
+const BAR: f64 = 1e-5;
+
+/// Files beside weights and config that a model folder needs to be used; copied where the source has them.
+pub const COMPANIONS: &[&str] = &[
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+];
+
+/// Relative L2 distance of two tensors of logits; infinite where one is not finite.
+pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+    let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all();
+    let (a, b) = (wide(a)?, wide(b)?);
+    let apart = (a - &b)?.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
+    let norm = b.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
+    Ok(if (apart / norm).is_finite() { apart / norm } else { f64::INFINITY })
+}
+
+/// Writes the result of a run into its folder and checks it; gives the folder of the adapter or model.
+pub fn write(job: &Job, decoder: &Decoder, params: &Params, dir: &Path, sample: &Micro) -> crate::Result<PathBuf> {
+    let before = probe(decoder, sample, &job.device)?;
+    let out = if job.selection.everything_full() {
+        let out = dir.join("model");
+        write_model(job, params, &out)?;
+        let files = TensorFiles::open_model(&out)?;
+        let config = Config::load(&out, &Map::new())?;
+        check_tensors(&config, &files)?;
+        for (i, t) in params.tensors.iter().enumerate() {
+            params.set(i, &files.tensor(&t.name, DType::F32, &Device::Cpu)?)?;
+        }
+        out
+    } else {
+        let out = dir.join("adapter");
+        let revision = job.model.revision.as_deref();
+        adapter::save(&out, &job.selection, params, decoder, &job.model.source, revision)?;
+        let read = Adapter::open(&out)?;
+        same_choices(&out, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
+        for (i, t) in params.tensors.iter().enumerate() {
+            match read.get(t)? {
+                Some(value) => params.set(i, &value)?,
+                None => return Err(wrong(&out, format!("{} is not in it", t.name)).into()),
+            }
+        }
+        out
+    };
+    let apart = logits_apart(&probe(decoder, sample, &job.device)?, &before)?;
+    if apart > BAR {
+        return Err(Error::Readback { path: out.display().to_string(), apart, bar: BAR }.into());
+    }
+    Ok(out)
+}
+
+fn wrong(dir: &Path, why: String) -> adapt::Error {
+    adapt::Error::Peft { file: dir.display().to_string(), why: format!("read back: {why}") }
+}
+
+/// The choices that PEFT's config makes must be those that were trained.
+fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
+    for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
+        let tied_head = ours.tied && matches!(m.group, Group::Head | Group::Embedding);
+        let same = match (a, b) {
+            (Choice::Freeze, Choice::Freeze) | (Choice::Full { .. }, Choice::Full { .. }) => true,
+            (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
+                a.rank == b.rank && (peft::scale(a) - peft::scale(b)).abs() <= 1e-12 * peft::scale(a).abs()
+            }
+            (Choice::Full { .. }, _) | (_, Choice::Full { .. }) => tied_head,
+            _ => false,
+        };
+        if !same {
+            return Err(wrong(dir, format!("its config makes {} {b:?}, trained was {a:?}", m.name)));
+        }
+    }
+    Ok(())
+}
+
+/// Writes a whole model: config, what the source folder has beside it, sharded weights in the compute dtype.
+fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
+    let mut entries = Vec::new();
+    for m in modules(&job.config) {
+        if job.config.tied && m.group == Group::Head {
+            continue;
+        }
+        for part in [Part::Weight, Part::Bias] {
+            let name = format!("{}.{}", m.name, adapt::selection::part_name(&m, part));
+            if let Some(i) = params.find(&name) {
+                entries.push((name, job.dtype, params.tensors[i].shape.clone()));
+            }
+        }
+    }
+    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| {
+        match params.find(name) {
+            Some(i) => Ok(params.master(i)?.to_device(&Device::Cpu)?.to_dtype(job.dtype)?),
+            None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
+        }
+    })
+}
+
+/// Writes a model folder from tensors that are made one by one.
+pub fn write_folder(
+    source: &Path,
+    out: &Path,
+    mut config: Map<String, Value>,
+    dtype: DType,
+    entries: &[(String, DType, Vec<usize>)],
+    get: &mut dyn FnMut(&str) -> crate::Result<Tensor>,
+) -> crate::Result<()> {
+    std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, None, e))?;
+    let name = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    config.insert(key.into(), json!(name));
+    let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
+    store::write_atomic(&out.join("config.json"), text.as_bytes())?;
+    for file in COMPANIONS {
+        let from = source.join(file);
+        if from.is_file() {
+            let bytes = std::fs::read(&from).map_err(|e| store::Error::read(&from, e))?;
+            store::write_atomic(&out.join(file), &bytes)?;
+        }
+    }
+    store::write_sharded(out, "model", entries, SHARD_BYTES, get)?;
+    Ok(())
+}

@@ -1,0 +1,353 @@
+//! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
+
+use super::identity::identity;
+use super::state::{self, State};
+use super::step::{Setup, evaluate, train_step};
+use super::{Error, Job, Stepped, output};
+use crate::adapt::{Params, build::unreached};
+use crate::data::{Batches, Dataset, Micro};
+use crate::error::ExitCode;
+use crate::hub::Want;
+use crate::log::{Metrics, Progress, Told, bytes_bar, memory};
+use crate::model::{Decoder, modules};
+use crate::optim::{Optimizer, Schedule};
+use crate::recipe::Recipe;
+use crate::store::checkpoint::Checkpoints;
+use crate::store::{self, RunLock};
+use crate::walk::generate;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// How a run begins.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Go on from the newest whole checkpoint.
+    pub resume: bool,
+    /// Remove what an earlier run left.
+    pub overwrite: bool,
+    /// Keys that may differ from the checkpoint's.
+    pub accept_change: Vec<String>,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// It trained and wrote its result.
+    Done {
+        /// Folder of the adapter or model.
+        result: PathBuf,
+    },
+    /// It was finished before.
+    Already {
+        /// Folder of the adapter or model.
+        result: PathBuf,
+    },
+}
+
+/// Trains as the recipe says.
+///
+/// # Errors
+/// Anything that the recipe, model or data has wrong, before the first step; later a disk that is full, a loss
+/// that is not finite, a signal. Checkpoints that were written stay whole.
+pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
+    let signals = Signals::catch()?;
+    let dir = recipe.run.output.clone();
+    let existing = Checkpoints::exist(&dir.join("checkpoints"));
+    if existing && !options.resume && !options.overwrite {
+        return Err(Error::Exists { dir: dir.display().to_string() }.into());
+    }
+    let job = Job::open(recipe, Want::Weights, true)?;
+    let data = job.train_data()?;
+    let eval = job.eval_data()?;
+    let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
+    let total = batches.steps();
+    if total == 0 {
+        return Err(Error::Usage(format!(
+            "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
+            job.recipe.place("run.batch_rows"),
+            data.rows.len(),
+            job.recipe.run.batch_rows
+        ))
+        .into());
+    }
+    std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
+    let _lock = RunLock::take(&dir)?;
+    if options.overwrite {
+        clear(&dir)?;
+    }
+    let identity = identity(&job, &data)?;
+    let mut checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
+    let newest = if options.resume { checkpoints.newest_whole()? } else { None };
+    for w in checkpoints.warnings() {
+        eprintln!("warning: {w}");
+    }
+    let mut done = 0;
+    if let Some(c) = &newest {
+        let s = state::read(&c.path)?;
+        let changes = state::changes(&s.identity, &identity, &options.accept_change);
+        if !changes.is_empty() {
+            return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
+        }
+        done = s.step;
+        let result = result_dir(&job, &dir);
+        if done >= total as u64 && ended(&dir) && result.is_dir() {
+            return Ok(Outcome::Already { result });
+        }
+        eprintln!("going on from {} (step {done} of {total})", c.path.display());
+    } else if options.resume {
+        eprintln!("no checkpoint in {} yet: starting from the beginning", dir.display());
+    }
+
+    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.bytes()));
+    let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
+    bar.finish_and_clear();
+    if let Some(c) = &newest {
+        state::load(&c.path, &params)?;
+    }
+    store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
+    let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.as_ref().map(|_| done))?;
+    let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
+    let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), total);
+    let mut r = Running {
+        setup: Setup {
+            decoder: &decoder,
+            params: &params,
+            optimizer: &optimizer,
+            device: &job.device,
+            seed: job.recipe.run.seed,
+            micro_rows: job.recipe.run.micro_rows,
+            recompute: job.recompute(),
+            clip: job.recipe.run.clip,
+        },
+        job: &job,
+        eval: eval.as_ref(),
+        metrics,
+        progress: Progress::new(done, total as u64),
+        peak_device: memory::device_bytes(&job.device),
+    };
+    r.start(&data, total, done, &identity)?;
+
+    for step in done as usize..total {
+        let started = Instant::now();
+        let lr = schedule.at(step);
+        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)?;
+        if step == done as usize {
+            check_reached(&params, &s)?;
+        }
+        let count = step as u64 + 1;
+        r.stepped(count, lr, &s, started.elapsed().as_secs_f64())?;
+        let last = step + 1 == total;
+        let due = |every: usize| last || (every > 0 && (step + 1) % every == 0);
+        if due(job.recipe.run.eval_every) {
+            r.evaluate(count)?;
+        }
+        let signal = signals.seen();
+        if due(job.recipe.run.save_every) || signal.is_some() {
+            save(&mut checkpoints, count, &identity, &params, job.recipe.run.keep)?;
+        }
+        if let (Some((name, code)), false) = (signal, last) {
+            r.progress.finish();
+            return Err(Error::Signal { name, step: count, code }.into());
+        }
+    }
+    r.sample(total as u64)?;
+    r.progress.finish();
+    let probe = Micro::collate(&data, &[0]);
+    let result = output::write(&job, &decoder, &params, &dir, &probe)?;
+    r.metrics.write(&json!({
+        "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
+        "peak_device_bytes": r.peak_device,
+    }))?;
+    Ok(Outcome::Done { result })
+}
+
+fn result_dir(job: &Job, dir: &Path) -> PathBuf {
+    dir.join(if job.selection.everything_full() { "model" } else { "adapter" })
+}
+
+/// Whether the metrics of a run folder have its end.
+fn ended(dir: &Path) -> bool {
+    crate::log::read_metrics(&dir.join("metrics.jsonl"))
+        .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
+}
+
+/// Removes what an earlier run left in its folder; other files stay.
+fn clear(dir: &Path) -> Result<(), store::Error> {
+    for name in ["checkpoints", "adapter", "model"] {
+        let p = dir.join(name);
+        if p.exists() {
+            std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
+        }
+    }
+    Ok(())
+}
+
+fn save(
+    checkpoints: &mut Checkpoints,
+    step: u64,
+    identity: &std::collections::BTreeMap<String, String>,
+    params: &Params,
+    keep: usize,
+) -> crate::Result<()> {
+    let draft = checkpoints.begin(step)?;
+    let state =
+        State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity: identity.clone() };
+    state::save(draft.path(), &state, params)?;
+    draft.commit(keep)?;
+    Ok(())
+}
+
+fn check_reached(params: &Params, s: &Stepped) -> Result<(), Error> {
+    let missing = unreached(&params.tensors, &s.reached);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let names = missing.iter().take(5).copied().collect::<Vec<_>>().join(", ");
+    Err(Error::Unreached { count: missing.len(), names })
+}
+
+/// What the loop carries along.
+struct Running<'a> {
+    setup: Setup<'a>,
+    job: &'a Job,
+    eval: Option<&'a Dataset>,
+    metrics: Metrics,
+    progress: Progress,
+    peak_device: u64,
+}
+
+impl Running<'_> {
+    fn start(
+        &mut self,
+        data: &Dataset,
+        total: usize,
+        done: u64,
+        identity: &std::collections::BTreeMap<String, String>,
+    ) -> crate::Result<()> {
+        let job = self.job;
+        let all = modules::parameters(&job.config);
+        let trained = self.setup.params.count();
+        let hashes: serde_json::Map<_, _> = identity
+            .iter()
+            .filter_map(|(k, v)| Some((k.strip_prefix("hash.")?.to_string(), json!(v))))
+            .collect();
+        let event = if done > 0 { "resume" } else { "start" };
+        let mut line = json!({
+            "event": event,
+            "versions": {"ft": env!("CARGO_PKG_VERSION"), "candle": "0.11.1"},
+            "model": {"source": job.model.source, "revision": job.model.revision, "family": job.config.family.model_type},
+            "hashes": hashes,
+            "parameters": {"total": all, "trainable": trained},
+            "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
+            "dtype": format!("{:?}", job.dtype).to_lowercase(),
+            "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
+            "plan": {"recompute_layers": job.recompute().min(job.config.layers)},
+        });
+        if done > 0 {
+            line["step"] = json!(done);
+        }
+        self.metrics.write(&line)?;
+        let share = 100.0 * trained as f64 / all as f64;
+        self.progress.line(&format!(
+            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {} {}",
+            job.recipe.name,
+            millions(trained as u64),
+            all as f64 / 1e6,
+            data.rows.len(),
+            if job.device.is_cpu() { "CPU" } else { "CUDA" },
+            format!("{:?}", job.dtype).to_lowercase(),
+        ));
+        if done == 0 {
+            if job.recipe.run.eval_at_start {
+                self.evaluate(0)?;
+            }
+            self.sample(0)?;
+        }
+        Ok(())
+    }
+
+    fn stepped(&mut self, step: u64, lr: f64, s: &Stepped, seconds: f64) -> crate::Result<()> {
+        self.peak_device = self.peak_device.max(memory::device_bytes(&self.job.device));
+        let rate = s.tokens as f64 / seconds;
+        self.metrics.write(&json!({
+            "event": "step", "step": step, "loss": s.loss, "grad_norm": s.grad_norm, "lr": lr,
+            "tokens": s.tokens, "target_tokens": s.targets, "seconds": seconds, "tokens_per_second": rate,
+            "peak_device_bytes": self.peak_device, "peak_host_bytes": memory::peak_host_bytes(),
+        }))?;
+        self.progress.step(step, Told { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
+        Ok(())
+    }
+
+    fn evaluate(&mut self, step: u64) -> crate::Result<()> {
+        let Some(data) = self.eval else { return Ok(()) };
+        let (loss, targets) = evaluate(self.setup.decoder, data, self.setup.micro_rows, &self.job.device)?;
+        self.metrics.write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
+        self.progress.line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
+        Ok(())
+    }
+
+    /// Answers the recipe's `log.samples`, so that a reader sees what the model says now.
+    fn sample(&mut self, step: u64) -> crate::Result<()> {
+        let job = self.job;
+        let Some(tokenizer) = job.tokenizer.as_ref().filter(|t| t.has_template()) else { return Ok(()) };
+        for prompt in &job.recipe.log.samples {
+            let messages = json!([{"role": "user", "content": prompt}]);
+            let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
+            let ids = tokenizer.encode(&text)?;
+            let mut sampler = generate::greedy();
+            let reply = generate::reply(
+                self.setup.decoder,
+                tokenizer,
+                &ids,
+                generate::SAMPLE_TOKENS,
+                &mut sampler,
+                &job.device,
+                &mut |_| {},
+            )?;
+            let event = json!({"event": "sample", "step": step, "prompt": prompt, "reply": reply});
+            self.metrics.write(&event)?;
+            self.progress.line(&format!("after step {step}, asked {prompt:?}: {reply:?}"));
+        }
+        Ok(())
+    }
+}
+
+fn millions(n: u64) -> String {
+    if n < 1_000_000 { format!("{:.1} k", n as f64 / 1e3) } else { format!("{:.1} M", n as f64 / 1e6) }
+}
+
+/// SIGINT and SIGTERM as flags; a second one ends the process at once.
+struct Signals {
+    interrupt: Arc<AtomicBool>,
+    terminate: Arc<AtomicBool>,
+}
+
+impl Signals {
+    fn catch() -> crate::Result<Self> {
+        use signal_hook::consts::{SIGINT, SIGTERM};
+        let s = Self { interrupt: Arc::default(), terminate: Arc::default() };
+        for (signal, code, flag) in [
+            (SIGINT, ExitCode::Interrupted, &s.interrupt),
+            (SIGTERM, ExitCode::Terminated, &s.terminate),
+        ] {
+            // in this order: the first signal sets the flag, the second finds it set
+            signal_hook::flag::register_conditional_shutdown(signal, code as i32, Arc::clone(flag))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(flag)))
+                .map_err(|e| Error::Usage(format!("signals cannot be caught: {e}")))?;
+        }
+        Ok(s)
+    }
+
+    fn seen(&self) -> Option<(&'static str, ExitCode)> {
+        if self.interrupt.load(Ordering::Relaxed) {
+            Some(("SIGINT", ExitCode::Interrupted))
+        } else if self.terminate.load(Ordering::Relaxed) {
+            Some(("SIGTERM", ExitCode::Terminated))
+        } else {
+            None
+        }
+    }
+}
