@@ -17,8 +17,6 @@ pub const POINTS: &[&str] = &[
     "commit.renamed",
     "commit.parent_synced",
     "commit.marked",
-    "commit.old_unmarked",
-    "commit.old_removed",
     "purge.unmarked",
     "purge.removed",
 ];

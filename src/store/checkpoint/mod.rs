@@ -62,12 +62,9 @@ impl Checkpoints {
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
         let all = Checkpoints { dir: dir.to_path_buf() };
         for (name, path) in all.folders()? {
-            if name.starts_with(DRAFT) {
+            let torn = step_of(&name, STEP).is_some() && !has_marker(&path);
+            if torn || step_of(&name, DRAFT).is_some() {
                 remove_folder(&path)?;
-            } else if name.starts_with(STEP) && step_of(&name, STEP).is_some() {
-                if !has_marker(&path) {
-                    remove_folder(&path)?;
-                }
             }
         }
         // A step that was being saved again: the new one if it is complete, else the old one.
@@ -184,11 +181,13 @@ impl Draft {
         // Saving a step again must not risk the one that is there: it goes aside, whole, until the
         // new one has its marker. `Checkpoints::open` puts it back if that never happens.
         let aside = self.dir.join(format!("{OLD}{:08}", self.step));
-        let again = target.exists();
-        if again {
+        if has_marker(&target) {
             remove_marked(&aside)?;
             rename(&target, &aside)?;
             fault!("commit.moved_aside");
+        } else {
+            // Of an earlier attempt that failed; what it set aside stays until this one is whole.
+            remove_folder(&target)?;
         }
         rename(&self.path, &target)?;
         self.committed = true;
@@ -197,12 +196,7 @@ impl Draft {
         fault!("commit.parent_synced");
         write_atomic(&target.join(MARKER), marker(&bytes).as_bytes())?;
         fault!("commit.marked");
-        if again {
-            unmark(&aside)?;
-            fault!("commit.old_unmarked");
-            remove_folder(&aside)?;
-            fault!("commit.old_removed");
-        }
+        remove_marked(&aside)?;
         purge(&all, self.step, keep.max(1))?;
         Ok(target)
     }
