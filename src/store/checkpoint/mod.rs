@@ -57,7 +57,7 @@ impl Checkpoints {
     /// drafts, steps without a marker. Files and folders with other names stay.
     ///
     /// # Errors
-    /// [`Error::Write`] or [`Error::Read`] with the path.
+    /// [`Error::Write`] with the path.
     pub fn open(dir: &Path) -> Result<Checkpoints, Error> {
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
         let all = Checkpoints { dir: dir.to_path_buf() };
@@ -85,7 +85,7 @@ impl Checkpoints {
     /// The steps of the complete checkpoints, ascending. Their content is not checked here.
     ///
     /// # Errors
-    /// [`Error::Read`] when the folder cannot be listed.
+    /// [`Error::Write`] when the folder cannot be listed.
     pub fn list(&self) -> Result<Vec<u64>, Error> {
         let mut steps: Vec<u64> = self
             .folders()?
@@ -137,9 +137,9 @@ impl Checkpoints {
     /// The folders in the folder; links are not followed.
     fn folders(&self) -> Result<Vec<(String, PathBuf)>, Error> {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::read(&self.dir, e))? {
-            let entry = entry.map_err(|e| Error::read(&self.dir, e))?;
-            let kind = entry.file_type().map_err(|e| Error::read(&entry.path(), e))?;
+        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::write("list", &self.dir, None, e))? {
+            let entry = entry.map_err(|e| Error::write("list", &self.dir, None, e))?;
+            let kind = entry.file_type().map_err(|e| Error::write("read", &entry.path(), None, e))?;
             if let (true, Ok(name)) = (kind.is_dir(), entry.file_name().into_string()) {
                 found.push((name, entry.path()));
             }
@@ -168,7 +168,7 @@ impl Draft {
     /// earlier step has abandoned. Returns its folder.
     ///
     /// # Errors
-    /// [`Error::Write`] or [`Error::Read`] with the path. Whatever happens, the checkpoints before
+    /// [`Error::Write`] with the path. Whatever happens, the checkpoints before
     /// it are whole.
     pub fn commit(mut self, keep: usize) -> Result<PathBuf, Error> {
         let manifest = Manifest::of(&self.path, self.step)?;
