@@ -9,6 +9,8 @@ mod files;
 mod settings;
 
 #[cfg(feature = "hub")]
+mod choose;
+#[cfg(feature = "hub")]
 mod progress;
 #[cfg(feature = "hub")]
 mod remote;

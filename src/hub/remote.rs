@@ -7,7 +7,8 @@ use hf_hub::progress::Progress;
 use hf_hub::repository::{RepoTreeEntry, RepoTypeModel};
 use hf_hub::{HFClient, HFError, HFRepositorySync};
 
-use super::files::{Kind, Repository, TOKENIZER, choose, is_commit, shards};
+use super::choose::choose;
+use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
 use super::{Error, Settings, Want};
 use crate::store::{INDEX, write_atomic};

@@ -103,10 +103,10 @@ pub(crate) fn sweep_temporary(dir: &Path) -> Result<(), Error> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(Error::read(dir, e)),
+        Err(e) => return Err(Error::write("list", dir, None, e)),
     };
     for entry in entries {
-        let entry = entry.map_err(|e| Error::read(dir, e))?;
+        let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
         let name = entry.file_name();
         let is_file = entry.file_type().is_ok_and(|t| t.is_file());
         if is_file && name.to_str().is_some_and(|n| n.starts_with(TEMPORARY.0) && n.ends_with(TEMPORARY.1)) {

@@ -13,6 +13,9 @@ use super::Error;
 /// Elements that one task reads and converts at a time: 4 MiB of f32.
 const PIECE: usize = 1 << 20;
 
+/// Reads the bytes at an offset within a tensor.
+pub(crate) type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
+
 /// A number as safetensors keeps it: little-endian.
 trait Stored: Copy + Send + Sync {
     const BYTES: usize;
@@ -42,7 +45,7 @@ pub(crate) fn tensor(
     shape: &[usize],
     dtype: DType,
     device: &Device,
-    fetch: &(dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync),
+    fetch: &Fetch,
 ) -> Result<Tensor, Error> {
     let load = Load { name, shape, device, fetch };
     // Widening goes through f32 or f64 exactly; each narrowing rounds once.
@@ -108,7 +111,7 @@ struct Load<'a> {
     name: &'a str,
     shape: &'a [usize],
     device: &'a Device,
-    fetch: &'a (dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync),
+    fetch: &'a Fetch<'a>,
 }
 
 impl Load<'_> {

@@ -17,8 +17,6 @@ pub const POINTS: &[&str] = &[
     "commit.renamed",
     "commit.parent_synced",
     "commit.marked",
-    "commit.old_unmarked",
-    "commit.old_removed",
     "purge.unmarked",
     "purge.removed",
 ];
@@ -32,7 +30,7 @@ pub fn hit(name: &str) {
     static WANTED: OnceLock<Option<(String, u64)>> = OnceLock::new();
     static SEEN: AtomicU64 = AtomicU64::new(0);
 
-    debug_assert!(POINTS.contains(&name), "fault point {name} is not in the list");
+    assert!(POINTS.contains(&name), "fault point {name} is not in the list");
     let wanted = WANTED.get_or_init(|| {
         let text = std::env::var("FT_FAULT").ok()?;
         let (name, count) = text.split_once(':')?;

@@ -54,9 +54,9 @@ impl RunLock {
             .map_err(|e| Error::write("write", &path, None, e))?;
 
         sweep_temporary(dir)?;
-        let entries = std::fs::read_dir(dir).map_err(|e| Error::read(dir, e))?;
+        let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))?;
         for entry in entries {
-            let entry = entry.map_err(|e| Error::read(dir, e))?;
+            let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
             if entry.file_type().is_ok_and(|t| t.is_dir()) {
                 sweep_temporary(&entry.path())?;
             }

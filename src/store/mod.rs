@@ -32,9 +32,12 @@ mod tests;
 pub use atomic::write_atomic;
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
+#[cfg(feature = "hub")]
 pub(crate) use error::human_bytes;
 pub(crate) use index::{INDEX, parse as parse_index};
 pub use lock::RunLock;
-pub(crate) use read::{SINGLE, is_pickle_name};
+pub(crate) use read::SINGLE;
+#[cfg(feature = "hub")]
+pub(crate) use read::is_pickle_name;
 pub use read::{TensorFiles, TensorInfo};
 pub use write::{write_file, write_sharded};

@@ -84,9 +84,9 @@ impl Manifest {
 
 /// Syncs and hashes what is in `dir`, and `dir` itself.
 fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::read(dir, e))? {
-        let path = entry.map_err(|e| Error::read(dir, e))?.path();
-        let kind = path.symlink_metadata().map_err(|e| Error::read(&path, e))?.file_type();
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))? {
+        let path = entry.map_err(|e| Error::write("list", dir, None, e))?.path();
+        let kind = path.symlink_metadata().map_err(|e| Error::write("read", &path, None, e))?.file_type();
         if kind.is_dir() {
             visit(root, &path, files)?;
             continue;
@@ -108,8 +108,8 @@ fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
             .open(&path)
             .map_err(|e| Error::write("open", &path, None, e))?;
         file.sync_all().map_err(|e| Error::write("sync", &path, None, e))?;
-        let bytes = file.metadata().map_err(|e| Error::read(&path, e))?.len();
-        let blake3 = hash(&mut file).map_err(|e| Error::read(&path, e))?;
+        let bytes = file.metadata().map_err(|e| Error::write("read", &path, None, e))?.len();
+        let blake3 = hash(&mut file).map_err(|e| Error::write("read", &path, None, e))?;
         files.push(Entry { name: name.to_string(), bytes, blake3 });
         fault!("commit.file_synced");
     }

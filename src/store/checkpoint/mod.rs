@@ -57,17 +57,14 @@ impl Checkpoints {
     /// drafts, steps without a marker. Files and folders with other names stay.
     ///
     /// # Errors
-    /// [`Error::Write`] or [`Error::Read`] with the path.
+    /// [`Error::Write`] with the path.
     pub fn open(dir: &Path) -> Result<Checkpoints, Error> {
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
         let all = Checkpoints { dir: dir.to_path_buf() };
         for (name, path) in all.folders()? {
-            if name.starts_with(DRAFT) {
+            let torn = step_of(&name, STEP).is_some() && !has_marker(&path);
+            if torn || step_of(&name, DRAFT).is_some() {
                 remove_folder(&path)?;
-            } else if name.starts_with(STEP) && step_of(&name, STEP).is_some() {
-                if !has_marker(&path) {
-                    remove_folder(&path)?;
-                }
             }
         }
         // A step that was being saved again: the new one if it is complete, else the old one.
@@ -88,7 +85,7 @@ impl Checkpoints {
     /// The steps of the complete checkpoints, ascending. Their content is not checked here.
     ///
     /// # Errors
-    /// [`Error::Read`] when the folder cannot be listed.
+    /// [`Error::Write`] when the folder cannot be listed.
     pub fn list(&self) -> Result<Vec<u64>, Error> {
         let mut steps: Vec<u64> = self
             .folders()?
@@ -140,9 +137,9 @@ impl Checkpoints {
     /// The folders in the folder; links are not followed.
     fn folders(&self) -> Result<Vec<(String, PathBuf)>, Error> {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::read(&self.dir, e))? {
-            let entry = entry.map_err(|e| Error::read(&self.dir, e))?;
-            let kind = entry.file_type().map_err(|e| Error::read(&entry.path(), e))?;
+        for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::write("list", &self.dir, None, e))? {
+            let entry = entry.map_err(|e| Error::write("list", &self.dir, None, e))?;
+            let kind = entry.file_type().map_err(|e| Error::write("read", &entry.path(), None, e))?;
             if let (true, Ok(name)) = (kind.is_dir(), entry.file_name().into_string()) {
                 found.push((name, entry.path()));
             }
@@ -171,7 +168,7 @@ impl Draft {
     /// earlier step has abandoned. Returns its folder.
     ///
     /// # Errors
-    /// [`Error::Write`] or [`Error::Read`] with the path. Whatever happens, the checkpoints before
+    /// [`Error::Write`] with the path. Whatever happens, the checkpoints before
     /// it are whole.
     pub fn commit(mut self, keep: usize) -> Result<PathBuf, Error> {
         let manifest = Manifest::of(&self.path, self.step)?;
@@ -184,11 +181,13 @@ impl Draft {
         // Saving a step again must not risk the one that is there: it goes aside, whole, until the
         // new one has its marker. `Checkpoints::open` puts it back if that never happens.
         let aside = self.dir.join(format!("{OLD}{:08}", self.step));
-        let again = target.exists();
-        if again {
+        if has_marker(&target) {
             remove_marked(&aside)?;
             rename(&target, &aside)?;
             fault!("commit.moved_aside");
+        } else {
+            // Of an earlier attempt that failed; what it set aside stays until this one is whole.
+            remove_folder(&target)?;
         }
         rename(&self.path, &target)?;
         self.committed = true;
@@ -197,12 +196,7 @@ impl Draft {
         fault!("commit.parent_synced");
         write_atomic(&target.join(MARKER), marker(&bytes).as_bytes())?;
         fault!("commit.marked");
-        if again {
-            unmark(&aside)?;
-            fault!("commit.old_unmarked");
-            remove_folder(&aside)?;
-            fault!("commit.old_removed");
-        }
+        remove_marked(&aside)?;
         purge(&all, self.step, keep.max(1))?;
         Ok(target)
     }
