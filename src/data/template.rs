@@ -10,7 +10,7 @@ use std::ops::Range;
 /// Instructions that one rendering may take: well under a second, and far above what the longest conversation needs.
 const FUEL: u64 = 8_000_000;
 /// Bytes that one rendering may write.
-const LIMIT: usize = 1 << 30;
+const LIMIT: usize = 256 << 20;
 
 /// Around what a template marks with `{% generation %}`. Unicode noncharacters: no text has a use for them, no
 /// tokenizer a token, and rows that hold one are refused.

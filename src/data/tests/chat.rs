@@ -134,6 +134,11 @@ fn a_template_that_hides_the_turns_is_an_error() {
         ),
         // the assistant is not written
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}", "does not hold it"),
+        // it writes our own marks
+        (
+            "{% for m in messages %}{{ m.content }}</s>\u{FDD2}\u{FDE3}\u{FDE3}\u{FDE3}\u{FDD3}{% endfor %}",
+            "does not hold it",
+        ),
         // every character changes the text
         (
             "{% for m in messages %}{{ m.content | length }}{{ m.content }}</s>{% endfor %}",
