@@ -192,6 +192,25 @@ fn json_in_templates_is_spelled_as_python_does() {
 }
 
 #[test]
+fn string_methods_of_python() {
+    // printed by jinja2 3.1
+    for (template, text) in [
+        (
+            "{{ 'a_b'.removeprefix('a_') }}{{ 'a_b'.removesuffix('a_') }}{{ 'a_b'.removesuffix('b') }}",
+            "ba_ba_",
+        ),
+        ("{% set a, b, c = 'x=y=z'.partition('=') %}{{ [a, b, c] }}", "['x', '=', 'y=z']"),
+        ("{% set a, b, c = 'x=y=z'.rpartition('=') %}{{ [a, b, c] }}", "['x=y', '=', 'z']"),
+        (
+            "{{ 'xy'.partition('=')[0] }}{{ 'xy'.rpartition('=')[2] }}{{ ' a '.strip() }}{{ 'ab'.split('b')[0] }}",
+            "xyxyaa",
+        ),
+    ] {
+        assert_eq!(with_template(template).render(&json!([]), None, false, &Map::new()).unwrap(), text);
+    }
+}
+
+#[test]
 fn where_a_template_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
