@@ -2,6 +2,7 @@
 
 use super::encode::{Encoder, Example};
 use super::error::{Error, Problem};
+use super::files::files;
 use super::format::Shape;
 use super::reader::{RawRow, Rows};
 use super::stats::Stats;
@@ -102,6 +103,7 @@ impl Dataset {
         resolve: &dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&Tokenizer>,
         vocab_size: usize,
+        seed: u64,
         limit: usize,
     ) -> Checked {
         let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, Some(limit));
@@ -117,7 +119,8 @@ impl Dataset {
         }
         let problems = std::mem::take(&mut loader.problems);
         let more = loader.more;
-        let dataset = if loader.examples.is_empty() { None } else { loader.finish(sources, &ranges, 0).ok() };
+        let dataset =
+            if loader.examples.is_empty() { None } else { loader.finish(sources, &ranges, seed).ok() };
         Checked { problems, more, dataset }
     }
 }
@@ -357,57 +360,4 @@ fn hash(examples: &[Example], rows: &[Vec<usize>]) -> String {
         hasher.update(&bytes);
     }
     hasher.finalize().to_hex().to_string()
-}
-
-/// The files of a source, sorted by name.
-fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
-    let path = resolve(&source.source);
-    let extension = |p: &Path| p.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default();
-    let not_built = |what: &str| Err(Error::NotBuilt(format!("data source = {:?} ({what})", source.source)));
-    let fail = |message: String| Err(Error::Recipe { place: source.place.clone(), message });
-    let there = std::fs::metadata(&path);
-    let Ok(there) = there else {
-        let is_id = source.source.split('/').count() == 2
-            && extension(&path).is_empty()
-            && !source.source.starts_with(['.', '/', '~']);
-        return if is_id || source.source.starts_with("hf://") {
-            not_built("a dataset of the hub, and there is no such file or folder here")
-        } else {
-            Err(Error::Missing { source_name: source.source.clone(), path })
-        };
-    };
-    for (key, value) in [("split", &source.split), ("config", &source.config)] {
-        if let Some(value) = value {
-            return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
-        }
-    }
-    let wanted = |p: &Path| matches!(extension(p).as_str(), "jsonl" | "json");
-    if !there.is_dir() {
-        return match extension(&path).as_str() {
-            "parquet" => not_built("parquet files"),
-            _ if wanted(&path) => Ok(vec![path]),
-            _ => fail(format!("{:?} is neither .jsonl nor .json", source.source)),
-        };
-    }
-    let cannot = |cause| Error::Read { path: path.clone(), cause };
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(&path).map_err(cannot)? {
-        let file = entry.map_err(cannot)?.path();
-        let hidden = file.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
-        if hidden || file.is_dir() {
-            continue;
-        }
-        if extension(&file) == "parquet" {
-            return not_built("a folder with parquet files");
-        }
-        if wanted(&file) {
-            found.push(file);
-        }
-    }
-    found.sort();
-    if found.is_empty() {
-        let message = "the folder holds no .jsonl or .json file".into();
-        return Err(Error::Empty { file: path.display().to_string(), message });
-    }
-    Ok(found)
 }

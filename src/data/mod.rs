@@ -3,6 +3,7 @@
 //! The way of a sample, one file a station:
 //!
 //! ```text
+//! files       a source as its files
 //! reader      a file's bytes as rows, with line and column
 //! format      a row as a sample: a conversation, a text, or ready tokens
 //! template    a conversation as text, by the model's chat template
@@ -22,6 +23,7 @@ mod batches;
 mod dataset;
 mod encode;
 mod error;
+mod files;
 mod format;
 mod json;
 mod micro;

@@ -217,7 +217,7 @@ impl Marked {
     /// The end of message `id` in a rendering: its mark, and what follows the mark inside the message.
     fn anchor(&self, seen: &Rendered, id: usize) -> Option<usize> {
         let at = seen.at(id)?;
-        let rest = &self.rests[id];
+        let rest = self.rests.get(id)?;
         seen.text[at..].starts_with(rest.as_str()).then_some(at + rest.len())
     }
 

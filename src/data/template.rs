@@ -3,6 +3,7 @@
 use super::{error::Error, json, strftime};
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind, syntax::SyntaxConfig};
+use minijinja_contrib::pycompat::unknown_method_callback;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -10,7 +11,7 @@ use std::ops::Range;
 /// Instructions that one rendering may take: well under a second, and far above what the longest conversation needs.
 const FUEL: u64 = 8_000_000;
 /// Bytes that one rendering may write.
-const LIMIT: usize = 1 << 30;
+const LIMIT: usize = 256 << 20;
 
 /// Around what a template marks with `{% generation %}`. Unicode noncharacters: no text has a use for them, no
 /// tokenizer a token, and rows that hold one are refused.
@@ -123,7 +124,15 @@ impl Template {
 /// The functions, filters and white-space rules that transformers gives to a template.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_unknown_method_callback(|state, value, name, args| match (value.as_str(), args) {
+        (Some(text), [arg]) if arg.as_str().is_some_and(|a| !a.is_empty()) => {
+            match string_method(text, name, arg.as_str().unwrap_or_default()) {
+                Some(out) => Ok(out),
+                None => unknown_method_callback(state, value, name, args),
+            }
+        }
+        _ => unknown_method_callback(state, value, name, args),
+    });
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.unwrap_or_default());
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -138,6 +147,23 @@ fn environment() -> Environment<'static> {
     env.add_filter("tojson", to_json);
     env.add_filter("ft_generation", |body: String| format!("{}{body}{}", GENERATION[0], GENERATION[1]));
     env
+}
+
+/// Python's string methods of one argument that templates use and pycompat does not have.
+fn string_method(text: &str, name: &str, arg: &str) -> Option<Value> {
+    Some(match name {
+        "removeprefix" => text.strip_prefix(arg).unwrap_or(text).into(),
+        "removesuffix" => text.strip_suffix(arg).unwrap_or(text).into(),
+        "partition" => {
+            let (a, b) = text.split_once(arg).map_or((text, None), |(a, b)| (a, Some(b)));
+            [a, if b.is_some() { arg } else { "" }, b.unwrap_or_default()].into_iter().collect()
+        }
+        "rpartition" => {
+            let (a, b) = text.rsplit_once(arg).map_or((None, text), |(a, b)| (Some(a), b));
+            [a.unwrap_or_default(), if a.is_some() { arg } else { "" }, b].into_iter().collect()
+        }
+        _ => return None,
+    })
 }
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as transformers defines it.

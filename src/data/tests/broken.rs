@@ -28,7 +28,7 @@ fn every_broken_file_says_where_and_why() {
     for name in &names {
         let sources = [source(name, format_of(name))];
         let resolve = |s: &str| dir.join(s);
-        let checked = Dataset::check(&sources, &cfg, &resolve, Some(&t), 285, 10);
+        let checked = Dataset::check(&sources, &cfg, &resolve, Some(&t), 285, 0, 10);
         out += &format!("{name}\n");
         if let Some(d) = &checked.dataset {
             out += &format!("  {} of {} rows\n", d.examples.len(), d.stats.rows_read);
@@ -69,7 +69,7 @@ fn collected_problems_are_capped_and_counted() {
     let files = Files::new(&[("a.jsonl", &"{}\n".repeat(50))]);
     let resolve = |s: &str| files.0.path().join(s);
     let checked =
-        Dataset::check(&[source("a.jsonl", Format::Text)], &data(8), &resolve, Some(&tiny()), 285, 7);
+        Dataset::check(&[source("a.jsonl", Format::Text)], &data(8), &resolve, Some(&tiny()), 285, 0, 7);
     assert_eq!((checked.problems.len(), checked.more), (7, 43));
     assert!(checked.dataset.is_none());
 }
@@ -85,7 +85,7 @@ proptest::proptest! {
         file.extend(&bytes);
         std::fs::write(dir.path().join(name), &file).unwrap();
         let resolve = |s: &str| dir.path().join(s);
-        let checked = Dataset::check(&[source(name, Format::Messages)], &data(8), &resolve, Some(&tiny()), 285, 7);
+        let checked = Dataset::check(&[source(name, Format::Messages)], &data(8), &resolve, Some(&tiny()), 285, 0, 7);
         assert!(checked.dataset.is_some() || !checked.problems.is_empty());
     }
 }

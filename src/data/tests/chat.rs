@@ -134,6 +134,11 @@ fn a_template_that_hides_the_turns_is_an_error() {
         ),
         // the assistant is not written
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}", "does not hold it"),
+        // it writes our own marks
+        (
+            "{% for m in messages %}{{ m.content }}</s>\u{FDD2}\u{FDE3}\u{FDE3}\u{FDE3}\u{FDD3}{% endfor %}",
+            "does not hold it",
+        ),
         // every character changes the text
         (
             "{% for m in messages %}{{ m.content | length }}{{ m.content }}</s>{% endfor %}",
@@ -184,6 +189,25 @@ fn json_in_templates_is_spelled_as_python_does() {
         text,
         "{\"b\": [1, 2.0, 1e+22, null, true, {}, []], \"a\": \"é<'\\\"\\n\"}\n{\n  \"b\": [\n    1,\n    2.0,\n    1e+22,\n    null,\n    true,\n    {},\n    []\n  ],\n  \"a\": \"é<'\\\"\\n\"\n}\n{\"a\":\"\\u00e9<'\\\"\\n\",\"b\":[1,2.0,1e+22,null,true,{},[]]}"
     );
+}
+
+#[test]
+fn string_methods_of_python() {
+    // printed by jinja2 3.1
+    for (template, text) in [
+        (
+            "{{ 'a_b'.removeprefix('a_') }}{{ 'a_b'.removesuffix('a_') }}{{ 'a_b'.removesuffix('b') }}",
+            "ba_ba_",
+        ),
+        ("{% set a, b, c = 'x=y=z'.partition('=') %}{{ [a, b, c] }}", "['x', '=', 'y=z']"),
+        ("{% set a, b, c = 'x=y=z'.rpartition('=') %}{{ [a, b, c] }}", "['x=y', '=', 'z']"),
+        (
+            "{{ 'xy'.partition('=')[0] }}{{ 'xy'.rpartition('=')[2] }}{{ ' a '.strip() }}{{ 'ab'.split('b')[0] }}",
+            "xyxyaa",
+        ),
+    ] {
+        assert_eq!(with_template(template).render(&json!([]), None, false, &Map::new()).unwrap(), text);
+    }
 }
 
 #[test]
