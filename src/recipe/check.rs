@@ -143,6 +143,9 @@ impl Checker<'_> {
     fn tables(&mut self, list: &[Node], keys: &'static [Key], path: &str) -> Option<Checked> {
         let mut sections = Vec::new();
         for (i, node) in list.iter().enumerate() {
+            if self.problems.len() >= MOST {
+                break;
+            }
             let here = format!("{path}.{i}");
             match &node.value {
                 Value::Table(t) => sections.push(self.table(t, keys, &here, &node.at)),

@@ -78,6 +78,17 @@ impl Cross<'_, '_> {
                 "the usual rule is [[train]] with modules = [\"attention\", \"mlp\"]",
             );
         }
+        let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
+        for key in ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora"] {
+            if self.given(key) && !recipe.uses_lora_defaults() && rules_are_good {
+                let message = format!("{key} does nothing: no [[train]] rule has method = \"lora\"");
+                let hint = match recipe.train.is_empty() {
+                    true => "without rules, the config of the adapter in lora.init decides",
+                    false => "leave it out",
+                };
+                self.report(key, message, hint);
+            }
+        }
         let freezes = |r: &Rule| r.method == Method::Freeze;
         if !recipe.train.is_empty() && recipe.train.iter().all(freezes) && self.c.bad.is_empty() {
             self.report(

@@ -77,6 +77,14 @@ pub struct Recipe {
     pub not_built: Vec<super::Diagnostic>,
 }
 
+impl Recipe {
+    /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
+    /// rules, the config of the adapter in `lora.init` decides.
+    pub fn uses_lora_defaults(&self) -> bool {
+        self.train.iter().any(|r| r.method == Method::Lora)
+    }
+}
+
 choices! {
     /// What is trained for.
     pub enum Task {

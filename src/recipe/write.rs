@@ -95,8 +95,9 @@ impl Recipe {
                 ],
             ),
             block("model", self.model.keys()),
+            // Without a rule that uses them, the defaults of rules would be refused when read again.
             block("lora", {
-                let mut keys = self.lora.spec.keys();
+                let mut keys = if self.uses_lora_defaults() { self.lora.spec.keys() } else { Vec::new() };
                 keys.push(("init", text(self.lora.init.as_deref().unwrap_or("default"))));
                 keys
             }),
