@@ -88,7 +88,7 @@ impl Stream {
         let v = f64::from(b[pair + 1]) / 4_294_967_296.0;
         let r = (-2.0 * u.ln()).sqrt();
         let a = std::f64::consts::TAU * v;
-        (if index % 2 == 0 { r * a.cos() } else { r * a.sin() }) as f32
+        (if index.is_multiple_of(2) { r * a.cos() } else { r * a.sin() }) as f32
     }
 
     /// A random order of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32 for any n that fits memory).

@@ -4,7 +4,7 @@ use super::Error;
 use super::peft::PeftConfig;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, modules};
-use crate::recipe::{LoraSpec, Method, Rule};
+use crate::recipe::{LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
 
 /// What happens to a module.
@@ -318,8 +318,8 @@ impl Pattern {
         if let Some(g) = GROUPS.into_iter().find(|g| g.name() == text) {
             return Ok(Pattern::Group(g));
         }
-        match text.strip_prefix('/').and_then(|t| t.strip_suffix('/')) {
-            Some(r) => whole(r).map(Pattern::Whole).map_err(|e| format!("modules: {text:?}: {e}")),
+        match module_regex(text) {
+            Some(r) => r.map(Pattern::Whole).map_err(|e| format!("modules: {text:?}: {e}")),
             None => Ok(Pattern::Last(text.into())),
         }
     }

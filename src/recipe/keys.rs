@@ -290,6 +290,7 @@ const RUN: &[Key] = &[
     key("clip", Number(Bound::NotNegative), Toml("1.0"), "Largest global gradient norm; 0 is off."),
     key("eval_every", Int(0, COUNT), Toml("0"), "Steps between evaluations; 0 = at the end only."),
     key("save_every", Int(0, COUNT), Toml("0"), "Steps between checkpoints; 0 = at the end only."),
+    key("eval_at_start", Bool, Toml("false"), "Whether to evaluate before the first step too."),
     key("keep", Int(1, COUNT), Toml("2"), "Checkpoints that are kept."),
     key("output", Text, Toml("\"runs/{name}\""), "The run folder; {name} is filled in."),
     key("device", Word(Device::WORDS), Toml("\"auto\""), "Where to compute."),
@@ -355,7 +356,15 @@ const PARALLEL: &[Key] = &[
     key("timeout", Int(1, 1_000_000), Toml("600"), "Seconds that a collective may take."),
 ];
 
-const LOG: &[Key] = &[key("tensorboard", Bool, Toml("false"), "Write TensorBoard event files.")];
+const LOG: &[Key] = &[
+    key("tensorboard", Bool, Toml("false"), "Write TensorBoard event files."),
+    key(
+        "sample",
+        Text,
+        Absent("no reply is shown"),
+        "A prompt that the model answers before and after training, on the terminal and in metrics.jsonl.",
+    ),
+];
 
 /// Calls `f` with the dotted path of every key, lists of tables as `train.0`.
 pub fn each(f: &mut dyn FnMut(&str, &'static Key)) {

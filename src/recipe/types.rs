@@ -365,6 +365,8 @@ pub struct Run {
     pub eval_every: usize,
     /// Steps between checkpoints; 0 = at the end only.
     pub save_every: usize,
+    /// Whether to evaluate before the first step too.
+    pub eval_at_start: bool,
     /// Checkpoints kept.
     pub keep: usize,
     /// The run folder, `{name}` filled in.
@@ -546,4 +548,6 @@ choices! {
 pub struct Log {
     /// Write TensorBoard event files.
     pub tensorboard: bool,
+    /// A prompt that is answered before and after training.
+    pub sample: Option<String>,
 }

@@ -30,6 +30,7 @@ const NOT_MATHEMATICS: &[&str] = &[
     "data.eval",
     "run.eval_every",
     "run.save_every",
+    "run.eval_at_start",
     "run.keep",
     "run.output",
     "run.device",
@@ -114,7 +115,13 @@ impl Recipe {
         blocks.push(block("optimizer", self.optimizer.keys()));
         blocks.push(block("memory", self.memory.keys()));
         blocks.push(block("parallel", self.parallel.keys()));
-        blocks.push(block("log", vec![("tensorboard", Some(self.log.tensorboard.to_string()))]));
+        blocks.push(block(
+            "log",
+            vec![
+                ("tensorboard", Some(self.log.tensorboard.to_string())),
+                ("sample", self.log.sample.as_deref().and_then(text)),
+            ],
+        ));
         blocks
     }
 }
@@ -279,6 +286,7 @@ impl Run {
             ("clip", number(self.clip)),
             ("eval_every", count(self.eval_every)),
             ("save_every", count(self.save_every)),
+            ("eval_at_start", flag(self.eval_at_start)),
             ("keep", count(self.keep)),
             ("output", text(&self.output.to_string_lossy())),
             ("device", text(self.device.word())),

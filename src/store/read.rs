@@ -174,6 +174,11 @@ impl TensorFiles {
         self.tensors.len()
     }
 
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        self.names().filter_map(|n| self.info(n)).map(TensorInfo::bytes).sum()
+    }
+
     /// Whether there are no tensors at all.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()

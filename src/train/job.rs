@@ -69,7 +69,11 @@ impl Job {
             (None, Device::Cpu) => DType::F32,
             (None, _) => DType::BF16,
         };
-        let want = if recipe.model.weights == Weights::Random && want == Want::Weights { Want::Tokenizer } else { want };
+        let want = if recipe.model.weights == Weights::Random && want == Want::Weights {
+            Want::Tokenizer
+        } else {
+            want
+        };
         let source = recipe.resolve(&recipe.model.source);
         let source = if source.exists() { source.display().to_string() } else { recipe.model.source.clone() };
         let model = hub::fetch_model(&source, &recipe.model.revision, want, progress)?;
@@ -83,12 +87,16 @@ impl Job {
             .into());
         }
         for key in &config.unknown {
-            eprintln!("warning: {}: {key}: ft does not know this key and leaves it alone", model.dir.join("config.json").display());
+            eprintln!(
+                "warning: {}: {key}: ft does not know this key and leaves it alone",
+                model.dir.join("config.json").display()
+            );
         }
         let tokenizer = match want {
             Want::Config => None,
             _ => {
-                let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
+                let template =
+                    recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
                 Tokenizer::load(&model.dir, template.as_deref())?
             }
         };

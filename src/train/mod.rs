@@ -25,13 +25,17 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
     /// The run folder has checkpoints.
-    #[error("{dir}: has checkpoints of an earlier run\n  hint: --resume goes on from them, --overwrite starts anew, run.output=DIR writes elsewhere")]
+    #[error(
+        "{dir}: has checkpoints of an earlier run\n  hint: --resume goes on from them, --overwrite starts anew, run.output=DIR writes elsewhere"
+    )]
     Exists {
         /// The run folder.
         dir: String,
     },
     /// A resume that is another run.
-    #[error("{dir}: cannot go on: what decides the mathematics has changed since the checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each")]
+    #[error(
+        "{dir}: cannot go on: what decides the mathematics has changed since the checkpoint\n{changes}\n  hint: put it back, or say --accept-change KEY for each"
+    )]
     Changed {
         /// The run folder.
         dir: String,
@@ -47,7 +51,9 @@ pub enum Error {
         why: String,
     },
     /// A loss or gradient that is not finite; no weight was changed.
-    #[error("step {step}: {what} is not finite; no weight was updated\n{detail}\n  hint: a lower optimizer.lr, run.clip, or a look at these rows with `ft data`")]
+    #[error(
+        "step {step}: {what} is not finite; no weight was updated\n{detail}\n  hint: a lower optimizer.lr, run.clip, or a look at these rows with `ft data`"
+    )]
     NonFinite {
         /// Step, from 1.
         step: u64,
@@ -57,7 +63,9 @@ pub enum Error {
         detail: String,
     },
     /// The backward pass did not reach what the rules chose.
-    #[error("step 1: the backward pass did not reach {count} of the tensors that the recipe trains: {names}\n  this is a bug in ft: please report it with the recipe")]
+    #[error(
+        "step 1: the backward pass did not reach {count} of the tensors that the recipe trains: {names}\n  this is a bug in ft: please report it with the recipe"
+    )]
     Unreached {
         /// How many.
         count: usize,
@@ -65,7 +73,9 @@ pub enum Error {
         names: String,
     },
     /// What was written does not compute what was trained.
-    #[error("{path}: read back, it gives other logits: {apart:.1e} apart (relative), at most {bar:.0e} is wanted\n  the checkpoint of the last step is whole; this is a bug in ft: please report it")]
+    #[error(
+        "{path}: read back, it gives other logits: {apart:.1e} apart (relative), at most {bar:.0e} is wanted\n  the checkpoint of the last step is whole; this is a bug in ft: please report it"
+    )]
     Readback {
         /// Folder that was written.
         path: String,
@@ -75,7 +85,9 @@ pub enum Error {
         bar: f64,
     },
     /// A signal came; a checkpoint was written.
-    #[error("stopped by {name} after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on")]
+    #[error(
+        "stopped by {name} after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on"
+    )]
     Signal {
         /// SIGINT or SIGTERM.
         name: &'static str,
@@ -90,7 +102,9 @@ impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Device(_) | Error::Usage(_) | Error::Exists { .. } | Error::Changed { .. } => ExitCode::Usage,
+            Error::Device(_) | Error::Usage(_) | Error::Exists { .. } | Error::Changed { .. } => {
+                ExitCode::Usage
+            }
             Error::Checkpoint { .. } | Error::Readback { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,

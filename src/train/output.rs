@@ -43,7 +43,13 @@ pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
 }
 
 /// Writes the result of a run into its folder and checks it; gives the folder of the adapter or model.
-pub fn write(job: &Job, decoder: &Decoder, params: &Params, dir: &Path, sample: &Micro) -> crate::Result<PathBuf> {
+pub fn write(
+    job: &Job,
+    decoder: &Decoder,
+    params: &Params,
+    dir: &Path,
+    sample: &Micro,
+) -> crate::Result<PathBuf> {
     let before = probe(decoder, sample, &job.device)?;
     let out = if job.selection.everything_full() {
         let out = dir.join("model");
@@ -113,11 +119,11 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
             }
         }
     }
-    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| {
-        match params.find(name) {
-            Some(i) => Ok(params.master(i)?.to_device(&Device::Cpu)?.to_dtype(job.dtype)?),
-            None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
-        }
+    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match params
+        .find(name)
+    {
+        Some(i) => Ok(params.master(i)?.to_device(&Device::Cpu)?.to_dtype(job.dtype)?),
+        None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })
 }
 

@@ -9,7 +9,7 @@ use crate::data::{Batches, Dataset, Micro};
 use crate::error::ExitCode;
 use crate::hub::Want;
 use crate::log::{Metrics, Progress, Told, bytes_bar, memory};
-use crate::model::{Decoder, modules};
+use crate::model::modules;
 use crate::optim::{Optimizer, Schedule};
 use crate::recipe::Recipe;
 use crate::store::checkpoint::Checkpoints;
@@ -55,8 +55,7 @@ pub enum Outcome {
 pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
-    let existing = Checkpoints::exist(&dir.join("checkpoints"));
-    if existing && !options.resume && !options.overwrite {
+    if has_checkpoints(&dir) && !options.resume && !options.overwrite {
         return Err(Error::Exists { dir: dir.display().to_string() }.into());
     }
     let job = Job::open(recipe, Want::Weights, true)?;
@@ -81,7 +80,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let identity = identity(&job, &data)?;
     let mut checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
-    for w in checkpoints.warnings() {
+    for w in newest.iter().flat_map(|c| &c.warnings) {
         eprintln!("warning: {w}");
     }
     let mut done = 0;
@@ -101,7 +100,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         eprintln!("no checkpoint in {} yet: starting from the beginning", dir.display());
     }
 
-    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.bytes()));
+    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
     if let Some(c) = &newest {
@@ -164,6 +163,12 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     Ok(Outcome::Done { result })
 }
 
+/// Whether a run folder holds checkpoints, looked up without touching it.
+fn has_checkpoints(dir: &Path) -> bool {
+    std::fs::read_dir(dir.join("checkpoints"))
+        .is_ok_and(|d| d.flatten().any(|e| e.file_name().to_string_lossy().starts_with("step-")))
+}
+
 fn result_dir(job: &Job, dir: &Path) -> PathBuf {
     dir.join(if job.selection.everything_full() { "model" } else { "adapter" })
 }
@@ -193,8 +198,7 @@ fn save(
     keep: usize,
 ) -> crate::Result<()> {
     let draft = checkpoints.begin(step)?;
-    let state =
-        State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity: identity.clone() };
+    let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity: identity.clone() };
     state::save(draft.path(), &state, params)?;
     draft.commit(keep)?;
     Ok(())
@@ -284,8 +288,10 @@ impl Running<'_> {
     fn evaluate(&mut self, step: u64) -> crate::Result<()> {
         let Some(data) = self.eval else { return Ok(()) };
         let (loss, targets) = evaluate(self.setup.decoder, data, self.setup.micro_rows, &self.job.device)?;
-        self.metrics.write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
-        self.progress.line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
+        self.metrics
+            .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
+        self.progress
+            .line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
         Ok(())
     }
 
@@ -293,7 +299,7 @@ impl Running<'_> {
     fn sample(&mut self, step: u64) -> crate::Result<()> {
         let job = self.job;
         let Some(tokenizer) = job.tokenizer.as_ref().filter(|t| t.has_template()) else { return Ok(()) };
-        for prompt in &job.recipe.log.samples {
+        if let Some(prompt) = &job.recipe.log.sample {
             let messages = json!([{"role": "user", "content": prompt}]);
             let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
             let ids = tokenizer.encode(&text)?;
@@ -329,10 +335,9 @@ impl Signals {
     fn catch() -> crate::Result<Self> {
         use signal_hook::consts::{SIGINT, SIGTERM};
         let s = Self { interrupt: Arc::default(), terminate: Arc::default() };
-        for (signal, code, flag) in [
-            (SIGINT, ExitCode::Interrupted, &s.interrupt),
-            (SIGTERM, ExitCode::Terminated, &s.terminate),
-        ] {
+        for (signal, code, flag) in
+            [(SIGINT, ExitCode::Interrupted, &s.interrupt), (SIGTERM, ExitCode::Terminated, &s.terminate)]
+        {
             // in this order: the first signal sets the flag, the second finds it set
             signal_hook::flag::register_conditional_shutdown(signal, code as i32, Arc::clone(flag))
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(flag)))

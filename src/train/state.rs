@@ -93,7 +93,11 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
 }
 
 /// Lines that name what differs between two identities, leaving out accepted keys.
-pub fn changes(old: &BTreeMap<String, String>, new: &BTreeMap<String, String>, accepted: &[String]) -> Vec<String> {
+pub fn changes(
+    old: &BTreeMap<String, String>,
+    new: &BTreeMap<String, String>,
+    accepted: &[String],
+) -> Vec<String> {
     let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
     keys.into_iter()
         .filter(|k| !accepted.contains(k) && old.get(*k) != new.get(*k))

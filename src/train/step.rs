@@ -56,7 +56,13 @@ pub fn host(m: &Micro) -> HostBatch<'_> {
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
-pub fn train_step(s: &Setup<'_>, data: &Dataset, rows: &[usize], step: u64, lr: f64) -> crate::Result<Stepped> {
+pub fn train_step(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    lr: f64,
+) -> crate::Result<Stepped> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
@@ -83,7 +89,12 @@ pub fn train_step(s: &Setup<'_>, data: &Dataset, rows: &[usize], step: u64, lr: 
 }
 
 /// Mean loss over a dataset, and its number of targets.
-pub fn evaluate(decoder: &Decoder, data: &Dataset, micro_rows: usize, device: &Device) -> crate::Result<(f64, usize)> {
+pub fn evaluate(
+    decoder: &Decoder,
+    data: &Dataset,
+    micro_rows: usize,
+    device: &Device,
+) -> crate::Result<(f64, usize)> {
     let rows: Vec<usize> = (0..data.rows.len()).collect();
     let (mut sum, mut targets) = (0.0, 0);
     for chunk in rows.chunks(micro_rows.max(1)) {
@@ -103,4 +114,3 @@ pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Ten
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).logits(&batch)?)
 }
-

@@ -1,0 +1,36 @@
+//! `ft run`
+
+use super::RecipeArgs;
+use crate::recipe::Recipe;
+use crate::train::{self, Options, Outcome};
+
+/// Arguments of `ft run`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Go on from the newest whole checkpoint of the run folder
+    #[arg(long, conflicts_with = "overwrite")]
+    resume: bool,
+    /// Remove the checkpoints and results that an earlier run left in the run folder
+    #[arg(long)]
+    overwrite: bool,
+    /// With --resume: a recipe key, or hash.data, hash.model, .., that may differ from the checkpoint's
+    #[arg(long, value_name = "KEY")]
+    accept_change: Vec<String>,
+}
+
+/// Trains, and says where the result is.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    let options =
+        Options { resume: args.resume, overwrite: args.overwrite, accept_change: args.accept_change.clone() };
+    match train::run(recipe, &options)? {
+        Outcome::Done { result } => println!("{}", result.display()),
+        Outcome::Already { result } => {
+            eprintln!("this run is finished already");
+            println!("{}", result.display());
+        }
+    }
+    Ok(())
+}
