@@ -43,7 +43,7 @@ impl Dice {
     /// A number below `n`.
     fn below(&mut self, n: usize) -> usize {
         self.next += 1;
-        (u64::from(self.stream.word(self.next)) * n as u64 >> 32) as usize
+        ((u64::from(self.stream.word(self.next)) * n as u64) >> 32) as usize
     }
 
     fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {

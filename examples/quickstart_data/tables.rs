@@ -1,5 +1,6 @@
 //! What there is in the world.
 
+/// People.
 pub const NAMES: &[&str] = &[
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jack", "Kate", "Leo", "Mia",
     "Noah", "Olga", "Paul", "Rosa", "Sam", "Tom", "Zoe",
@@ -30,6 +31,7 @@ pub const ANIMALS: &[(&str, &str, &str, &str, usize)] = &[
     ("whale", "sing", "fish", "in the sea", 0),
 ];
 
+/// A thing and its colour.
 pub const COLOURS: &[(&str, &str)] = &[
     ("the sky", "blue"),
     ("the sun", "yellow"),
@@ -63,6 +65,7 @@ pub const COLOURS: &[(&str, &str)] = &[
     ("sand", "yellow"),
 ];
 
+/// A food or drink and its kind.
 pub const FOODS: &[(&str, &str)] = &[
     ("an apple", "fruit"),
     ("a banana", "fruit"),
@@ -86,6 +89,7 @@ pub const FOODS: &[(&str, &str)] = &[
     ("lemonade", "drink"),
 ];
 
+/// Words that mean the opposite of one another.
 pub const OPPOSITES: &[(&str, &str)] = &[
     ("hot", "cold"),
     ("big", "small"),
@@ -119,6 +123,7 @@ pub const OPPOSITES: &[(&str, &str)] = &[
     ("always", "never"),
 ];
 
+/// A country and its capital.
 pub const CAPITALS: &[(&str, &str)] = &[
     ("France", "Paris"),
     ("England", "London"),
@@ -142,6 +147,7 @@ pub const CAPITALS: &[(&str, &str)] = &[
     ("Canada", "Ottawa"),
 ];
 
+/// One and many.
 pub const PLURALS: &[(&str, &str)] = &[
     ("mouse", "mice"),
     ("child", "children"),
@@ -165,6 +171,7 @@ pub const PLURALS: &[(&str, &str)] = &[
     ("apple", "apples"),
 ];
 
+/// A thing and where it is kept.
 pub const PLACES: &[(&str, &str)] = &[
     ("milk", "in the fridge"),
     ("bread", "in the kitchen"),
@@ -183,6 +190,7 @@ pub const PLACES: &[(&str, &str)] = &[
     ("plates", "in the cupboard"),
 ];
 
+/// The weather in general, today's, and what to do about it.
 pub const WEATHER: &[(&str, &str, &str)] = &[
     ("it rains", "it is raining", "Take an umbrella and wear boots."),
     ("it snows", "it is snowing", "Wear a warm coat and build a snowman."),
@@ -194,8 +202,10 @@ pub const WEATHER: &[(&str, &str, &str)] = &[
     ("the sun shines", "it is sunny", "Go outside and enjoy the sun."),
 ];
 
+/// Days, in order.
 pub const DAYS: &[&str] = &["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
+/// Months, in order.
 pub const MONTHS: &[&str] = &[
     "January",
     "February",
@@ -211,6 +221,7 @@ pub const MONTHS: &[&str] = &[
     "December",
 ];
 
+/// Numbers of legs as words.
 pub const COUNT: &[&str] = &["no", "one", "two", "three", "four", "five", "six", "seven", "eight"];
 
 /// Asked about, and not part of the world.
