@@ -28,7 +28,7 @@ pub const ANIMALS: &[(&str, &str, &str, &str, usize)] = &[
     ("horse", "neigh", "hay", "in a stable", 4),
     ("bear", "growl", "honey", "in a forest", 4),
     ("elephant", "trumpet", "leaves", "in the jungle", 4),
-    ("whale", "sing", "fish", "in the sea", 0),
+    ("whale", "whoo", "fish", "in the sea", 0),
 ];
 
 /// A thing and its colour.
