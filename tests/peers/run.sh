@@ -24,4 +24,4 @@ if [ -z "$python" ]; then
         touch "$venv/.ready"
     fi
 fi
-HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false exec "$python" "$here/check.py" "$ft" "$@"
+PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false exec "$python" "$here/check.py" "$ft" "$@"
