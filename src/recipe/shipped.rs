@@ -19,6 +19,8 @@ macro_rules! shipped {
 
 /// Every shipped recipe, one line a file; a test compares the list with the folder.
 pub const SHIPPED: &[Shipped] = shipped![
+    "quickstart",
+    "pretrain-quickstart",
     "qwen3-0.6b-lora",
     "qwen3-0.6b-full",
     "qwen3-8b-lora",
