@@ -237,3 +237,159 @@ impl Linear {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::attention::Sequences;
+    use crate::kernel::check::{close, gradient, randn};
+    use crate::model::decoder::DropoutKey;
+    use candle_core::Device;
+
+    const T: usize = 5;
+    const I: usize = 6;
+    const O: usize = 4;
+    const R: usize = 3;
+
+    fn context(dropout: bool) -> Result<Context> {
+        let d = &Device::Cpu;
+        let table = Tensor::zeros((T, 1), DType::F32, d)?;
+        let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
+        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout })
+    }
+
+    /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.
+    fn slots() -> (Vec<Slot>, usize) {
+        let mut offset = 0;
+        let slots =
+            [(O, I), (1, O), (R, I), (O, R), (1, O)].iter().enumerate().map(|(index, (rows, cols))| {
+                let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+                offset += rows * cols;
+                s
+            });
+        (slots.collect(), offset)
+    }
+
+    fn linear(kind: &str) -> Result<Linear> {
+        let f64s = |seed, shape: (usize, usize)| randn(seed, shape, DType::F64);
+        let (s, _) = slots();
+        let weight = Weight::Dense(f64s(1, (O, I))?);
+        let row_squares = weight.row_squares()?;
+        let dora = Dora { magnitude: f64s(5, (1, O))?, slot: Some(s[4]), row_squares };
+        let full = kind == "full";
+        Ok(Linear {
+            weight,
+            bias: Some(f64s(2, (1, O))?.squeeze(0)?),
+            weight_slot: full.then_some(s[0]),
+            bias_slot: full.then_some(s[1]),
+            lora: (!full).then_some(Lora {
+                a: f64s(3, (R, I))?,
+                b: f64s(4, (O, R))?,
+                slots: Some((s[2], s[3])),
+                scale: 0.7,
+                dropout: if kind.contains("dropout") { 0.4 } else { 0.0 },
+                stream: 1,
+                dora: kind.contains("dora").then_some(dora),
+            }),
+        })
+    }
+
+    /// Puts another tensor into a linear, by its slot; DoRA's norm stays what it was.
+    fn with(l: &Linear, index: usize, t: &Tensor) -> Result<Linear> {
+        let mut l = l.clone();
+        match (index, &mut l.lora) {
+            (0, _) => l.weight = Weight::Dense(t.clone()),
+            (1, _) => l.bias = Some(t.squeeze(0)?),
+            (2, Some(lora)) => lora.a = t.clone(),
+            (3, Some(lora)) => lora.b = t.clone(),
+            (4, Some(Lora { dora: Some(d), .. })) => d.magnitude = t.clone(),
+            _ => candle_core::bail!("no tensor {index}"),
+        }
+        Ok(l)
+    }
+
+    #[test]
+    fn gradients_of_every_kind() -> Result<()> {
+        for kind in ["full", "lora", "lora dropout", "dora", "dora dropout"] {
+            let l = linear(kind)?;
+            let ctx = context(kind.contains("dropout"))?;
+            let (x, dy) = (randn(10, (T, I), DType::F64)?, randn(11, (T, O), DType::F64)?);
+            let (slots, len) = slots();
+            let grads = vec![Some(Tensor::zeros(len, DType::F64, &Device::Cpu)?)];
+            let sink = Sink::new(&grads, 5);
+            let (_, saved) = l.forward(&x, &ctx)?;
+            let dx = l.backward(&saved, &dy, &ctx, &sink, None)?;
+            gradient(&format!("{kind}: x"), &x, &dx, &dy, |x| Ok(l.forward(x, &ctx)?.0));
+            // added to what is there
+            let more = l.backward(&saved, &dy, &ctx, &Sink::new(&grads, 5), Some(dx.copy()?))?;
+            close(&more, &(&dx * 2.0)?, 1e-12);
+            let reached = sink.reached();
+            for (i, slot) in slots.iter().enumerate().filter(|(i, _)| reached[*i]) {
+                let flat = grads[0].as_ref().expect("a buffer");
+                let grad = (slot.view(flat)? / 2.0)?;
+                let own = |l: &Linear| -> Result<Tensor> {
+                    Ok(match (i, &l.weight, &l.lora) {
+                        (0, Weight::Dense(w), _) => w.clone(),
+                        (1, _, _) => l.bias.clone().expect("a bias").unsqueeze(0)?,
+                        (2, _, Some(lora)) => lora.a.clone(),
+                        (3, _, Some(lora)) => lora.b.clone(),
+                        (_, _, Some(lora)) => lora.dora.clone().expect("dora").magnitude,
+                        _ => candle_core::bail!("no tensor {i}"),
+                    })
+                };
+                // PEFT treats DoRA's norm as a constant: hold it while A and B move
+                let frozen = frozen_norm(&l)?;
+                gradient(&format!("{kind}: tensor {i}"), &own(&l)?, &grad, &dy, |t| {
+                    let moved = with(&l, i, t)?;
+                    Ok(match &frozen {
+                        Some(n) => with_norm(&moved, n)?.forward(&x, &ctx)?.0,
+                        None => moved.forward(&x, &ctx)?.0,
+                    })
+                });
+            }
+            let want = if kind == "full" {
+                2
+            } else if kind.contains("dora") {
+                3
+            } else {
+                2
+            };
+            assert_eq!(reached.iter().filter(|r| **r).count(), want, "{kind}");
+        }
+        Ok(())
+    }
+
+    fn frozen_norm(l: &Linear) -> Result<Option<Tensor>> {
+        let Some(lora) = l.lora.as_ref() else { return Ok(None) };
+        let Some(d) = lora.dora.as_ref() else { return Ok(None) };
+        lora.norms(&l.weight, &d.row_squares).map(Some)
+    }
+
+    /// Chooses `|W|^2` such that the norm of the moved linear is `n`.
+    fn with_norm(l: &Linear, n: &Tensor) -> Result<Linear> {
+        let mut l = l.clone();
+        if let Some(Lora { dora: Some(_), .. }) = &l.lora {
+            let zero = n.zeros_like()?;
+            let lora = l.lora.as_ref().expect("lora");
+            // norms(0)^2 = cross and own terms alone; they may be negative, so take them from a shifted square
+            let shift = 1e3;
+            let terms = (lora.norms(&l.weight, &(zero + shift)?)?.sqr()? - shift)?;
+            let squares = (n.sqr()? - terms)?;
+            if let Some(Lora { dora: Some(d), .. }) = &mut l.lora {
+                d.row_squares = squares;
+            }
+        }
+        Ok(l)
+    }
+
+    #[test]
+    fn dora_norms_are_those_of_the_matrix() -> Result<()> {
+        let l = linear("dora")?;
+        let lora = l.lora.as_ref().expect("lora");
+        let Weight::Dense(w) = &l.weight;
+        let merged = (w + (lora.b.matmul(&lora.a)? * lora.scale)?)?;
+        let want = merged.sqr()?.sum(1)?.sqrt()?;
+        close(&lora.norms(&l.weight, &lora.dora.as_ref().expect("dora").row_squares)?, &want, 1e-12);
+        Ok(())
+    }
+}

@@ -10,6 +10,8 @@
 //! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
 pub mod generate;
+#[cfg(test)]
+mod tests;
 
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder, layer};

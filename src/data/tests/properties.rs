@@ -12,6 +12,7 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
         micro_rows: 1,
         clip: 1.0,
         eval_every: 0,
+        eval_at_start: false,
         save_every: 0,
         keep: 2,
         output: PathBuf::new(),
