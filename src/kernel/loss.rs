@@ -11,7 +11,7 @@ use std::sync::Mutex;
 /// Losses of the rows, and the gradient of `scale * sum(losses)` if a scale is given.
 ///
 /// # Shapes
-/// `logits` [n, v] in f32 (f64 in tests), `targets` [n] u32 -> losses [n], gradient [n, v].
+/// `logits` [n, v] in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient [n, v].
 /// The logits' storage may be reused for the gradient: they are taken by value.
 pub fn cross_entropy(
     logits: Tensor,

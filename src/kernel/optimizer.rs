@@ -36,7 +36,7 @@ impl AdamW {
     }
 }
 
-/// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 [n], in place.
+/// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place.
 pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
         return adamw_composed(p, m, v, g, k);
