@@ -42,6 +42,21 @@ pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     Ok(if (apart / norm).is_finite() { apart / norm } else { f64::INFINITY })
 }
 
+/// Tokens whose logits are compared.
+const SAMPLE: usize = 64;
+
+/// The beginning of a micro-batch's first document: enough to compare logits, and small whatever the vocabulary.
+pub fn sample(m: &Micro) -> Micro {
+    let n = m.docs.first().copied().unwrap_or(0).min(SAMPLE);
+    Micro {
+        ids: m.ids[..n].to_vec(),
+        positions: m.positions[..n].to_vec(),
+        lo: m.lo[..n].to_vec(),
+        docs: vec![n],
+        targets: Vec::new(),
+    }
+}
+
 /// Writes the result of a run into its folder and checks it; gives the folder of the adapter or model.
 pub fn write(
     job: &Job,
