@@ -104,13 +104,11 @@ fn wrong(dir: &Path, why: String) -> adapt::Error {
 /// The choices that PEFT's config makes must be those that were trained.
 fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), adapt::Error> {
     for ((m, a), (_, b)) in ours.modules.iter().zip(&read.modules) {
-        let tied_head = ours.tied && matches!(m.group, Group::Head | Group::Embedding);
         let same = match (a, b) {
             (Choice::Freeze, Choice::Freeze) | (Choice::Full { .. }, Choice::Full { .. }) => true,
             (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
                 a.rank == b.rank && (peft::scale(a) - peft::scale(b)).abs() <= 1e-12 * peft::scale(a).abs()
             }
-            (Choice::Full { .. }, _) | (_, Choice::Full { .. }) => tied_head,
             _ => false,
         };
         if !same {
