@@ -26,7 +26,7 @@
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
 //! model/    the mathematics: families as data, one decoder layer
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
-//! kernel/   operations; the only `unsafe` beside system calls
+//! kernel/   operations; the only `unsafe`
 //! walk/     the two loops, what stands around a layer, generation
 //! optim/    schedule, clip, AdamW
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
