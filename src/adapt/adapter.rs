@@ -4,9 +4,10 @@ use super::Error;
 use super::params::Params;
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
-use crate::model::Decoder;
+use crate::model::{Config, Decoder};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// An adapter folder that was opened.
@@ -44,36 +45,62 @@ impl Adapter {
         keys
     }
 
-    /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
-    pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
-        for key in Self::keys(t) {
-            if let Some(info) = self.files.info(&key) {
-                if info.shape != t.shape {
-                    return Err(self
-                        .fail(format!("{key}: {:?} in the adapter, {:?} by the recipe", info.shape, t.shape))
-                        .into());
-                }
-                return Ok(Some(self.files.tensor(&key, DType::F32, &Device::Cpu)?));
-            }
+    /// The key and shape under which the adapter holds a trained tensor.
+    fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
+        let Some((key, info)) =
+            Self::keys(t).into_iter().find_map(|k| self.files.info(&k).map(|i| (k.clone(), i)))
+        else {
+            return Ok(None);
+        };
+        if info.shape != t.shape {
+            let why = format!("{key}: {:?} in the adapter, {:?} by the recipe and the model", info.shape, t.shape);
+            return Err(self.fail(why));
         }
-        Ok(None)
+        Ok(Some(key))
     }
 
-    /// Refuses adapter tensors that nothing trains, half an adapter, and a base that is not this one.
-    pub fn check_against(&self, selection: &Selection, params: &Params) -> crate::Result<()> {
-        let mut known: Vec<String> = Vec::new();
-        for t in &params.tensors {
+    /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
+    pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
+        match self.find(t)? {
+            None => Ok(None),
+            Some(key) => Ok(Some(self.files.tensor(&key, DType::F32, &Device::Cpu)?)),
+        }
+    }
+
+    /// What the adapter's own config chooses, all of which it must hold.
+    ///
+    /// # Errors
+    /// A config that does not fit the model; tensors that are missing.
+    pub fn selection(&self, config: &Config) -> crate::Result<Selection> {
+        let selection = Selection::from_peft(config, &self.config)?;
+        let mut missing = Vec::new();
+        for t in selection.trained() {
+            if self.find(&t)?.is_none() {
+                missing.push(t.name);
+            }
+        }
+        let Some(first) = missing.first() else { return Ok(selection) };
+        let why = match missing.len() {
+            1 => format!("{first} is missing, and adapter_config.json chooses it"),
+            n => format!("{first} and {} more tensors that adapter_config.json chooses are missing", n - 1),
+        };
+        Err(self.fail(why).into())
+    }
+
+    /// Refuses adapter tensors that nothing trains, another shape, half an adapter, and a tied head that is
+    /// not the embedding.
+    pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> crate::Result<()> {
+        let mut known: HashSet<String> = HashSet::new();
+        for t in trained {
+            self.find(t)?;
             known.extend(Self::keys(t));
         }
         if selection.tied_in_full() {
-            self.check_tied(params)?;
-            known.push(format!("{PREFIX}lm_head.weight"));
+            self.check_tied(trained)?;
+            known.insert(format!("{PREFIX}lm_head.weight"));
         }
-        let mut extra: Vec<&str> = self
-            .files
-            .names()
-            .filter(|n| !known.iter().any(|k| k == n) && !n.contains(".base_layer."))
-            .collect();
+        let mut extra: Vec<&str> =
+            self.files.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -84,27 +111,33 @@ impl Adapter {
                 ))
                 .into());
         }
-        for (m, c) in &selection.modules {
-            let Choice::Lora { .. } = c else { continue };
-            let held: Vec<bool> = params
-                .tensors
-                .iter()
-                .filter(|t| t.module == m.name && matches!(t.part, Part::A | Part::B))
-                .map(|t| Self::keys(t).iter().any(|k| self.files.info(k).is_some()))
-                .collect();
-            if held.iter().any(|h| *h) && !held.iter().all(|h| *h) {
-                return Err(self.fail(format!("{}: has one of lora_A and lora_B", m.name)).into());
-            }
+        let mut halves: HashMap<&str, (bool, bool)> = HashMap::new();
+        for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B)) {
+            let half = halves.entry(&t.module).or_default();
+            let held = self.find(t)?.is_some();
+            *(if t.part == Part::A { &mut half.0 } else { &mut half.1 }) = held;
         }
-        Ok(())
+        let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
+        torn.sort_unstable();
+        match torn.first() {
+            None => Ok(()),
+            Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
+        }
     }
 
     /// A tied head's copy must be the embedding.
-    fn check_tied(&self, params: &Params) -> crate::Result<()> {
+    fn check_tied(&self, trained: &[Trained]) -> crate::Result<()> {
         let head = format!("{PREFIX}lm_head.weight");
-        let Some(i) = params.find("model.embed_tokens.weight") else { return Ok(()) };
-        let (Some(embedding), Some(_)) = (self.get(&params.tensors[i])?, self.files.info(&head)) else {
+        let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
+        if self.files.info(&head).is_none() {
             return Ok(());
+        }
+        let Some(embedding) = self.get(t)? else {
+            let why = format!(
+                "{head} without the embedding, but the model's head and embedding are one tensor \
+                 (tie_word_embeddings)"
+            );
+            return Err(self.fail(why).into());
         };
         let head_values = self.files.tensor(&head, DType::F32, &Device::Cpu)?;
         let same = head_values.dims() == embedding.dims()

@@ -63,7 +63,7 @@ impl Build<'_> {
             self.train,
         )?;
         if let Some(a) = self.adapter {
-            a.check_against(self.selection, &params)?;
+            a.check_against(self.selection, &params.tensors)?;
         }
         let mut loader = Loader { b: self, params, streams: HashMap::new() };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
