@@ -4,11 +4,15 @@ use super::Error;
 use super::params::Params;
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
+use crate::model::modules::Module;
 use crate::model::{Config, Decoder};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+
+/// How far a magnitude may be from the row norm, relative, to count as one that changes nothing.
+const NEUTRAL: f32 = 1e-4;
 
 /// An adapter folder that was opened.
 #[derive(Debug)]
@@ -34,10 +38,10 @@ impl Adapter {
 
     /// Names under which PEFT files may hold a trained tensor.
     fn keys(t: &Trained) -> Vec<String> {
-        let mut keys = vec![format!("{PREFIX}{}", t.name)];
         if t.part == Part::Magnitude {
-            keys.push(format!("{PREFIX}{}.weight", t.name));
+            return Self::magnitude_keys(&t.module).into();
         }
+        let mut keys = vec![format!("{PREFIX}{}", t.name)];
         if matches!(t.part, Part::Weight | Part::Bias) {
             let last = if t.part == Part::Weight { "weight" } else { "bias" };
             keys.push(format!("{PREFIX}{}.modules_to_save.{last}", t.module));
@@ -45,7 +49,36 @@ impl Adapter {
         keys
     }
 
-    /// The key and shape under which the adapter holds a trained tensor.
+    fn magnitude_keys(module: &str) -> [String; 2] {
+        let key = format!("{PREFIX}{module}.lora_magnitude_vector");
+        [key.clone(), key + ".weight"]
+    }
+
+    /// Refuses a magnitude on a module that trains by plain LoRA, unless it is the row norms that the module has
+    /// anyway (`norms`, asked for only if there is one).
+    pub fn check_neutral(
+        &self,
+        m: &Module,
+        norms: &dyn Fn() -> candle_core::Result<Tensor>,
+    ) -> crate::Result<()> {
+        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.files.info(k).is_some())
+        else {
+            return Ok(());
+        };
+        let held = self.files.tensor(&key, DType::F32, &Device::Cpu)?.flatten_all()?;
+        let norms = norms()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let neutral = held.dims() == norms.dims() && {
+            let apart = ((held - &norms)?.abs()? / norms)?.max_all()?.to_scalar::<f32>()?;
+            apart <= NEUTRAL
+        };
+        if neutral {
+            return Ok(());
+        }
+        let why = format!("{key}: a magnitude that changes the numbers, but {} trains without DoRA", m.name);
+        Err(self.fail(why + "\n  hint: dora = true in its rule").into())
+    }
+
+    /// The key under which the adapter holds a trained tensor.
     fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
         let Some((key, info)) =
             Self::keys(t).into_iter().find_map(|k| self.files.info(&k).map(|i| (k.clone(), i)))
@@ -53,7 +86,8 @@ impl Adapter {
             return Ok(None);
         };
         if info.shape != t.shape {
-            let why = format!("{key}: {:?} in the adapter, {:?} by the recipe and the model", info.shape, t.shape);
+            let why =
+                format!("{key}: {:?} in the adapter, {:?} by the recipe and the model", info.shape, t.shape);
             return Err(self.fail(why));
         }
         Ok(Some(key))
@@ -94,6 +128,10 @@ impl Adapter {
         for t in trained {
             self.find(t)?;
             known.extend(Self::keys(t));
+            if t.part == Part::A {
+                // plain LoRA beside DoRA: see check_neutral
+                known.extend(Self::magnitude_keys(&t.module));
+            }
         }
         if selection.tied_in_full() {
             self.check_tied(trained)?;

@@ -295,14 +295,14 @@ impl Running<'_> {
             let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
             let ids = tokenizer.encode(&text)?;
             let mut sampler = generate::greedy();
+            let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
             let reply = generate::reply(
-                self.setup.decoder,
+                &mut reader,
                 tokenizer,
                 &ids,
                 generate::SAMPLE_TOKENS,
                 &mut sampler,
-                &job.device,
-                &mut |_| {},
+                &mut |_| true,
             )?;
             let event = json!({"event": "sample", "step": step, "prompt": prompt, "reply": reply});
             self.metrics.write(&event)?;
