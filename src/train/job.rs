@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build};
+use crate::adapt::build::{Base, Build, check_tensors};
 use crate::adapt::{self, Params, Selection};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -218,12 +218,28 @@ impl Job {
         }
     }
 
+    /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
+    /// loading the model: whatever is wrong is known before anything is written.
+    ///
+    /// # Errors
+    /// Tensors that are missing, unexpected or of another shape; an adapter of another base.
+    pub fn check(&self) -> crate::Result<()> {
+        let files = self.weights()?;
+        if let Some(f) = &files {
+            check_tensors(&self.config, f)?;
+        }
+        if let Some(a) = &self.adapter {
+            a.check_against(&self.selection, &self.selection.trained())?;
+            if let Some(f) = &files {
+                a.check_base(f, self.config.tied)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Loads the model; with `train`, allocates gradients and moments.
     pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
         let files = self.weights()?;
-        if let (Some(a), Some(f)) = (&self.adapter, &files) {
-            a.check_base(f, self.config.tied)?;
-        }
         let base = match &files {
             Some(f) => Base::Files(f),
             None => Base::Random(self.recipe.run.seed),
