@@ -13,6 +13,7 @@ use crate::recipe::{Recipe, Weights};
 use crate::store::TensorFiles;
 use crate::train::job;
 use candle_core::{DType, Device};
+use std::collections::HashSet;
 use std::fmt::Write;
 
 /// Problems of the data that are shown.
@@ -41,6 +42,9 @@ pub fn run(args: &Args) -> Vec<Error> {
     {
         check.errors.push(e);
     }
+    // training and evaluation data may lack the same thing
+    let mut told = HashSet::new();
+    check.errors.retain(|e| told.insert(e.to_string()));
     check.errors
 }
 
