@@ -78,13 +78,19 @@ impl Job {
         let source = if source.exists() { source.display().to_string() } else { recipe.model.source.clone() };
         let model = hub::fetch_model(&source, &recipe.model.revision, want, progress)?;
         let config = Config::load(&model.dir, &recipe.model.overrides)?;
-        if config.moe.is_some() {
-            return Err(crate::model::Error::Key {
-                file: model.dir.join("config.json").display().to_string(),
-                key: "model_type".into(),
-                why: format!("not built yet: {}", config.family.model_type),
+        if config.moe.is_none() {
+            for (key, value) in
+                [("router.aux_loss", recipe.router.aux_loss), ("router.z_loss", recipe.router.z_loss)]
+            {
+                if value != 0.0 {
+                    return Err(Error::Usage(format!(
+                        "{}: {key} = {value}: {} has no routers\n  hint: leave it out",
+                        recipe.place(key),
+                        config.family.model_type
+                    ))
+                    .into());
+                }
             }
-            .into());
         }
         for key in &config.unknown {
             eprintln!(
