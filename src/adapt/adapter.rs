@@ -7,6 +7,7 @@ use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::Decoder;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// An adapter folder that was opened.
@@ -61,15 +62,9 @@ impl Adapter {
 
     /// Refuses adapter tensors that nothing trains, half an adapter, and a base that is not this one.
     pub fn check_against(&self, selection: &Selection, params: &Params) -> crate::Result<()> {
-        let mut known: Vec<String> = Vec::new();
-        for t in &params.tensors {
-            known.extend(Self::keys(t));
-        }
-        let mut extra: Vec<&str> = self
-            .files
-            .names()
-            .filter(|n| !known.iter().any(|k| k == n) && !n.contains(".base_layer."))
-            .collect();
+        let known: HashSet<String> = params.tensors.iter().flat_map(Self::keys).collect();
+        let mut extra: Vec<&str> =
+            self.files.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -80,14 +75,13 @@ impl Adapter {
                 ))
                 .into());
         }
-        for (m, c) in &selection.modules {
-            let Choice::Lora { .. } = c else { continue };
-            let held: Vec<bool> = params
-                .tensors
-                .iter()
-                .filter(|t| t.module == m.name && matches!(t.part, Part::A | Part::B))
-                .map(|t| Self::keys(t).iter().any(|k| self.files.info(k).is_some()))
-                .collect();
+        let mut held: HashMap<&str, Vec<bool>> = HashMap::new();
+        for t in params.tensors.iter().filter(|t| matches!(t.part, Part::A | Part::B)) {
+            let there = Self::keys(t).iter().any(|k| self.files.info(k).is_some());
+            held.entry(&t.module).or_default().push(there);
+        }
+        for (m, _) in &selection.modules {
+            let Some(held) = held.get(m.name.as_str()) else { continue };
             if held.iter().any(|h| *h) && !held.iter().all(|h| *h) {
                 return Err(self.fail(format!("{}: has one of lora_A and lora_B", m.name)).into());
             }

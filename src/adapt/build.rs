@@ -1,6 +1,7 @@
 //! Building a model: frozen tensors from a checkpoint (or at random), trained ones in their flat buffers.
 
 use super::adapter::Adapter;
+use super::layout;
 use super::params::Params;
 use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
@@ -65,9 +66,12 @@ impl Build<'_> {
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params)?;
         }
-        let mut loader = Loader { b: self, params, streams: HashMap::new() };
+        let mut loader = Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new() };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
-            loader.streams.insert(m.name.clone(), i as u64 + 1);
+            loader.numbers.insert(m.name.clone(), i);
+        }
+        for (i, t) in loader.params.tensors.iter().enumerate() {
+            loader.tensors.insert((t.module.clone(), t.part), i);
         }
         let decoder = Decoder::build(self.config, &mut loader)?;
         Ok((decoder, loader.params))
@@ -79,7 +83,12 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
     for m in modules(config) {
-        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
+        let at = layout::weight(config, files, &m);
+        // the parts of a fused tensor are one tensor
+        if at.whole != at.shape && expected.contains(&at.name) {
+            continue;
+        }
+        let mut want = vec![(at.name, at.whole)];
         if let Some(n) = m.bias() {
             want.push((format!("{}.bias", m.name), vec![n]));
         }
@@ -118,8 +127,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
 struct Loader<'a> {
     b: &'a Build<'a>,
     params: Params,
-    /// Number of each module: its stream of random numbers.
-    streams: HashMap<String, u64>,
+    /// Number of each module.
+    numbers: HashMap<String, usize>,
+    /// Index of each trained tensor: a model may have tens of thousands.
+    tensors: HashMap<(String, Part), usize>,
 }
 
 impl Loader<'_> {
@@ -128,11 +139,20 @@ impl Loader<'_> {
             (Purpose::Weights, Base::Random(seed)) => *seed,
             _ => self.b.seed,
         };
-        Stream::new(seed, purpose, part, self.streams.get(&m.name).copied().unwrap_or(0))
+        Stream::new(seed, purpose, part, self.number(m))
+    }
+
+    /// A module's stream of random numbers.
+    fn number(&self, m: &Module) -> u64 {
+        self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.params.find(&format!("{}.{}", m.name, part_name(m, part)))
+        self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
     fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
@@ -140,8 +160,14 @@ impl Loader<'_> {
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
         match &self.b.base {
             Base::Files(files) => {
-                let t = files.tensor(&name, dtype, self.b.device)?;
-                (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
+                let at = match part {
+                    Part::Weight => layout::weight(self.b.config, files, m),
+                    _ => layout::Location::own(name, shape),
+                };
+                let t = at.read(files, dtype, self.b.device)?;
+                let elements = files.info(&at.name).map_or(1, |i| i.elements().max(1)) as u64;
+                let bytes = files.info(&at.name).map_or(0, |i| i.bytes());
+                (self.b.progress)(bytes * t.elem_count() as u64 / elements);
                 Ok(t)
             }
             Base::Random(_) => {
@@ -211,7 +237,7 @@ impl Weights for Loader<'_> {
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let scale = peft::scale(&spec);
@@ -221,7 +247,7 @@ impl Weights for Loader<'_> {
             slots: self.slots(a, b),
             scale,
             dropout: spec.dropout,
-            stream: self.streams.get(&m.name).copied().unwrap_or(0),
+            stream: self.number(m),
             dora: None,
         };
         if let Some(i) = self.part(m, Part::Magnitude) {
@@ -242,7 +268,7 @@ impl Weights for Loader<'_> {
     }
 
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);

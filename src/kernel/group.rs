@@ -411,7 +411,7 @@ mod tests {
         assert_eq!(each(items, |x| *x, square)?, (0..100).map(|x| x * x).collect::<Vec<usize>>());
         let fails = |x: usize| if x % 7 == 3 { candle_core::bail!("item {x}") } else { Ok(x) };
         let e = each((0..100).collect(), |x| *x, fails).expect_err("items that fail");
-        assert_eq!(e.to_string(), "item 3");
+        assert!(e.to_string().starts_with("item 3"), "{e}");
         Ok(())
     }
 }

@@ -248,6 +248,32 @@ impl TensorFiles {
         })
     }
 
+    /// `shape` elements of a tensor from element `start` on, as [`TensorFiles::tensor`] gives the whole.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for elements that are not there; else as [`TensorFiles::tensor`].
+    pub fn tensor_part(
+        &self,
+        name: &str,
+        start: usize,
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
+        let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= info.elements());
+        let bits = info.dtype.bitsize();
+        if end.is_none() || bits % 8 != 0 {
+            let end = end.unwrap_or(usize::MAX);
+            return Err(Error::Rows { name: name.to_string(), start, end, shape: info.shape.clone() });
+        }
+        let first = (start * (bits / 8)) as u64;
+        convert::tensor(name, info.dtype, shape, dtype, device, &|offset, buffer| {
+            self.fill(name, info, first + offset, buffer)
+        })
+    }
+
     fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
         self.tensors.get(name).ok_or_else(|| Error::NoTensor {
             path: self.root.clone(),
