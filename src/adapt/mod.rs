@@ -6,6 +6,8 @@ pub mod layout;
 pub mod params;
 pub mod peft;
 pub mod selection;
+#[cfg(test)]
+mod tests;
 
 pub use params::Params;
 pub use selection::{Choice, Selection, Trained};

@@ -8,10 +8,11 @@
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
 //! `e` experts, `k` experts a token, `n` rows sorted by expert.
 //!
-//! This module and the system calls in `store` are the only ones with `unsafe`.
+//! This module is the only one with `unsafe`.
 
 pub mod attention;
 pub mod cpu;
+pub mod cuda;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;

@@ -20,23 +20,12 @@ fn status(key: &str) -> u64 {
         .map_or(0, |kb| kb * 1024)
 }
 
-/// Bytes of a device that are in use now, by all of the process; the resident size on the CPU.
+/// Bytes of a device: the most that the run ever used of its pool on CUDA, the resident size now on the CPU.
 pub fn device_bytes(device: &candle_core::Device) -> u64 {
-    match device {
-        candle_core::Device::Cpu => host_bytes(),
-        _ => cuda_bytes(),
+    match crate::kernel::cuda::pool_bytes(device) {
+        Some((_, high)) => high,
+        None => host_bytes(),
     }
-}
-
-#[cfg(feature = "cuda")]
-fn cuda_bytes() -> u64 {
-    candle_core::cuda_backend::cudarc::driver::result::mem_get_info()
-        .map_or(0, |(free, total)| total.saturating_sub(free) as u64)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_bytes() -> u64 {
-    0
 }
 
 #[cfg(test)]

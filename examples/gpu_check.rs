@@ -1,0 +1,197 @@
+//! Every kernel, and the reference models end to end, on a CUDA device against the CPU.
+//!
+//! ```text
+//! cargo run --release --features cuda --example gpu_check -- tests/fixtures/reference
+//! gpu_check FIXTURES --device cpu      runs the same program on the CPU twice: a check of the program itself
+//! ```
+//!
+//! Prints one line a check (relative L2 distance, bar) and exits with 1 if any is over its bar.
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor};
+use ft::adapt::adapter::Adapter;
+use ft::adapt::build::{Base, Build};
+use ft::adapt::{Choice, Params, Selection};
+use ft::kernel::attention::Sequences;
+use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
+use ft::kernel::{attention, dropout, embed, gemm, loss, norm, rope, swiglu};
+use ft::model::decoder::HostBatch;
+use ft::model::sink::Sink;
+use ft::model::{Batch, Config, Decoder};
+use ft::rng::{Purpose, Stream};
+use ft::store::TensorFiles;
+use ft::walk::Walk;
+use std::path::{Path, PathBuf};
+
+/// Bar in f32 (TF32 is off) and in bf16, whose products are rounded to 8 bits of mantissa.
+const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let fixtures = args.first().context("usage: gpu_check FIXTURES [--device cpu]")?;
+    let device = if args.iter().any(|a| a == "cpu") { Device::Cpu } else { Device::new_cuda_with_stream(0)? };
+    let mut report = Report { over: 0, checks: 0 };
+    for (dtype, bar) in BARS {
+        ops(&device, dtype, bar, &mut report)?;
+    }
+    let mut dirs: Vec<PathBuf> =
+        std::fs::read_dir(fixtures)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+    dirs.sort();
+    for dir in dirs {
+        model(&dir, &device, &mut report)?;
+    }
+    println!("{} checks passed, {} failed", report.checks - report.over, report.over);
+    if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }
+}
+
+struct Report {
+    over: usize,
+    checks: usize,
+}
+
+impl Report {
+    fn line(&mut self, what: &str, apart: f64, bar: f64) {
+        self.checks += 1;
+        let ok = apart <= bar;
+        self.over += usize::from(!ok);
+        println!("{}  {what:<44} {apart:.1e}  (bar {bar:.0e})", if ok { "ok  " } else { "OVER" });
+    }
+
+    fn tensors(&mut self, what: &str, a: &Tensor, b: &Tensor, bar: f64) -> Result<()> {
+        self.line(what, ft::train::logits_apart(a, b)?, bar);
+        Ok(())
+    }
+}
+
+/// Standard normal numbers on a device.
+fn randn(seed: u64, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    let s = Stream::new(seed, Purpose::Test, 0, 0);
+    let n: usize = shape.iter().product();
+    let v: Vec<f32> = (0..n as u64).map(|i| s.normal(i)).collect();
+    Ok(Tensor::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+}
+
+/// What every op gives on a device, with names.
+fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
+    let mut out: Vec<(String, Tensor)> = Vec::new();
+    let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
+    let wide = |seed, shape: &[usize]| randn(seed, shape, DType::F32, device);
+
+    let (x, w, dy) = (r(1, &[130, 96])?, r(2, &[64, 96])?, r(3, &[130, 64])?);
+    out.push(("matmul, x w^T".into(), gemm::matmul(&x, false, &w, true)?));
+    out.push(("matmul, dy w".into(), gemm::matmul(&dy, false, &w, false)?));
+    let flat = Tensor::ones(64 * 96 + 32, DType::F32, device)?;
+    let grad = flat.narrow(0, 32, 64 * 96)?.reshape((64, 96))?;
+    gemm::matmul_acc(&grad, &dy, true, &x, false, 0.5)?;
+    out.push(("matmul, += dy^T x in f32".into(), flat));
+
+    let (g, dn) = (r(4, &[96])?, r(5, &[130, 96])?);
+    out.push(("rms norm".into(), norm::forward(&x, &g, 1e-6)?));
+    let (dx, dg) = norm::backward(&x, &g, 1e-6, &dn, true)?;
+    out.push(("rms norm, dx".into(), dx));
+    out.push(("rms norm, dw".into(), dg.context("dw")?));
+
+    let angle = wide(6, &[130, 8])?;
+    let q3 = r(7, &[130, 4, 16])?;
+    out.push(("rope".into(), rope::apply(&q3, &angle.cos()?, &angle.sin()?, false)?));
+    out.push(("rope, back".into(), rope::apply(&q3, &angle.cos()?, &angle.sin()?, true)?));
+
+    let (up, dh) = (r(8, &[130, 96])?, r(9, &[130, 96])?);
+    out.push(("swiglu".into(), swiglu::forward(&x, &up)?));
+    let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
+    out.push(("swiglu, dgate".into(), dgate));
+    out.push(("swiglu, dup".into(), dup));
+
+    let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
+    let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
+    for window in [None, Some(20)] {
+        let name = if window.is_some() { "attention, window" } else { "attention" };
+        let saved = attention::forward(&q3, &k, &v, &seqs, window, 0.25)?;
+        let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &seqs, window, 0.25)?;
+        for (part, t) in [("o", saved.o), ("lse", saved.lse), ("dq", dq), ("dk", dk), ("dv", dv)] {
+            out.push((format!("{name}, {part}"), t));
+        }
+    }
+
+    let ids: Vec<u32> = (0..130).map(|i| (i * i) % 50).collect();
+    let ids = Tensor::new(ids, device)?;
+    let table = r(13, &[50, 96])?;
+    out.push(("embedding".into(), embed::forward(&table, &ids)?));
+    let dtable = Tensor::zeros((50, 96), DType::F32, device)?;
+    embed::backward(&dtable, &ids, &dn, 1.0)?;
+    out.push(("embedding, dtable".into(), dtable));
+
+    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some(0.1))?;
+    out.push(("cross entropy".into(), losses));
+    out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
+
+    let stream = Stream::new(1, Purpose::Dropout, 2, 3);
+    out.push(("dropout mask".into(), dropout::mask(stream, 5, 130, 96, 0.25, dtype, device)?));
+
+    let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
+    let gr = wide(18, &[1000])?;
+    let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
+    adamw(&p, &m, &v, &gr, &step)?;
+    out.push(("adamw, weights".into(), p));
+    out.push(("adamw, moments".into(), Tensor::cat(&[m, v], 0)?));
+    let norm = sum_squares(std::slice::from_ref(&gr))?;
+    out.push(("sum of squares".into(), Tensor::new(&[norm as f32], device)?));
+    Ok(out)
+}
+
+fn ops(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
+    let (mine, cpu) = (results(device, dtype)?, results(&Device::Cpu, dtype)?);
+    for ((name, a), (_, b)) in mine.iter().zip(&cpu) {
+        report.tensors(&format!("{name} {}", format!("{dtype:?}").to_lowercase()), a, b, bar)?;
+    }
+    Ok(())
+}
+
+/// A reference model in full and with its adapter: logits, losses and all gradients.
+fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
+    let name = dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
+    let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
+    let files = TensorFiles::open_model(&dir.join("model"))?;
+    let adapter = Adapter::open(&dir.join("adapter_init"))?;
+    let mut full = Selection::frozen(&config);
+    full.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
+    let lora = Selection::from_peft(&config, &adapter.config)?;
+    for (kind, selection, adapter) in [("full", &full, None), ("lora", &lora, Some(&adapter))] {
+        let run = |device: &Device| -> Result<(f64, Tensor, Tensor)> {
+            let (d, p) = Build {
+                config: &config,
+                selection,
+                base: Base::Files(&files),
+                adapter,
+                dtype: DType::F32,
+                device,
+                seed: 0,
+                train: true,
+                progress: &|_| {},
+            }
+            .run()?;
+            forward_backward(&d, &p, device)
+        };
+        let (mine, cpu) = (run(device)?, run(&Device::Cpu)?);
+        report.line(&format!("{name}, {kind}: loss"), (mine.0 - cpu.0).abs() / cpu.0, 1e-5);
+        report.tensors(&format!("{name}, {kind}: logits"), &mine.1, &cpu.1, 1e-5)?;
+        report.tensors(&format!("{name}, {kind}: gradients"), &mine.2, &cpu.2, 3e-5)?;
+    }
+    Ok(())
+}
+
+/// Loss, logits and all gradients of two documents.
+fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Tensor, Tensor)> {
+    let ids: Vec<u32> = (0..40).map(|i| (11 * i + 5) % d.config.vocab as u32).collect();
+    let positions: Vec<u32> = (0..23).chain(0..17).collect();
+    let targets: Vec<(u32, u32)> = (0..39).filter(|i| *i != 22).map(|i| (i, ids[i as usize + 1])).collect();
+    let host = HostBatch { ids: &ids, positions: &positions, docs: &[23, 17], targets: &targets };
+    let batch = Batch::new(&d.config, host, (0, 0), None, device)?;
+    let logits = Walk::new(d, None, 0).logits(&batch)?;
+    let grads = p.grads();
+    let sink = Sink::new(&grads, p.tensors.len());
+    let losses = Walk::new(d, p.lowest_unit(), usize::MAX).train(&batch, 1.0, &sink)?;
+    let flat: Vec<Tensor> =
+        grads.iter().flatten().map(|g| g.to_device(&Device::Cpu)).collect::<candle_core::Result<_>>()?;
+    Ok((loss::total(&losses)?, logits, Tensor::cat(&flat, 0)?))
+}

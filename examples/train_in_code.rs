@@ -1,0 +1,66 @@
+//! The library without the command line: a recipe from text, three steps by hand, the loss of each.
+//!
+//! ```text
+//! cargo run --release --example train_in_code
+//! ```
+
+use ft::data::Batches;
+use ft::hub::Want;
+use ft::optim::{Optimizer, Schedule};
+use ft::recipe::Recipe;
+use ft::train::step::Setup;
+use ft::train::{Job, evaluate, train_step};
+
+const RECIPE: &str = r#"
+[model]
+source = "data/model"
+
+[lora]
+rank = 4
+
+[[train]]
+modules = ["attention"]
+
+[data]
+train = [{ source = "data/quickstart/train.jsonl", format = "messages" }]
+max_length = 256
+
+[run]
+steps = 3
+batch_rows = 4
+micro_rows = 2
+device = "cpu"
+"#;
+
+fn main() -> anyhow::Result<()> {
+    let job = Job::open(Recipe::parse(RECIPE, "in-code.toml", &[])?, Want::Weights, false)?;
+    let data = job.train_data()?;
+    let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
+    let (decoder, params) = job.build(true, &|_| {})?;
+    let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
+    let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), batches.steps());
+    let setup = Setup {
+        decoder: &decoder,
+        params: &params,
+        optimizer: &optimizer,
+        device: &job.device,
+        seed: job.recipe.run.seed,
+        micro_rows: job.recipe.run.micro_rows,
+        recompute: job.recompute(),
+        clip: job.recipe.run.clip,
+    };
+    println!("{} values train", params.count());
+    for step in 0..batches.steps() {
+        let s = train_step(&setup, &data, &batches.rows(step), step as u64, schedule.at(step))?;
+        println!(
+            "step {}: loss {:.4}, gradient norm {:.3}, {} tokens",
+            step + 1,
+            s.loss,
+            s.grad_norm,
+            s.tokens
+        );
+    }
+    let (loss, targets) = evaluate(&decoder, &data, 4, &job.device)?;
+    println!("after: loss {loss:.4} over {targets} targets");
+    Ok(())
+}
