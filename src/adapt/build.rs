@@ -1,7 +1,6 @@
 //! Building a model: frozen tensors from a checkpoint (or at random), trained ones in their flat buffers.
 
 use super::adapter::Adapter;
-use super::layout;
 use super::params::Params;
 use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
@@ -83,12 +82,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     let mut problems = Vec::new();
     let mut expected = BTreeSet::new();
     for m in modules(config) {
-        let at = layout::weight(config, files, &m);
-        // the parts of a fused tensor are one tensor
-        if at.whole != at.shape && expected.contains(&at.name) {
-            continue;
-        }
-        let mut want = vec![(at.name, at.whole)];
+        let mut want = vec![(format!("{}.weight", m.name), m.weight_shape())];
         if let Some(n) = m.bias() {
             want.push((format!("{}.bias", m.name), vec![n]));
         }
@@ -160,14 +154,8 @@ impl Loader<'_> {
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
         match &self.b.base {
             Base::Files(files) => {
-                let at = match part {
-                    Part::Weight => layout::weight(self.b.config, files, m),
-                    _ => layout::Location::own(name, shape),
-                };
-                let t = at.read(files, dtype, self.b.device)?;
-                let elements = files.info(&at.name).map_or(1, |i| i.elements().max(1)) as u64;
-                let bytes = files.info(&at.name).map_or(0, |i| i.bytes());
-                (self.b.progress)(bytes * t.elem_count() as u64 / elements);
+                let t = files.tensor(&name, dtype, self.b.device)?;
+                (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
                 Ok(t)
             }
             Base::Random(_) => {

@@ -1,85 +1,49 @@
-//! Where a checkpoint keeps a module's weight: in a tensor of its own, or, for experts, in a part of one that
-//! holds all experts of a layer.
+//! The two layouts of a mixture's checkpoint: a tensor for each expert's linear, or all experts in one.
 //!
 //! transformers 5 can write `mlp.experts.gate_up_proj` [e, 2f, d] (an expert's gate rows, then its up rows),
 //! `mlp.experts.down_proj` [e, d, f] and the router as `mlp.gate.weight`, whatever the family called them.
+//! Opened here, both look the same: a tensor for each module, under the module's name.
 
 use crate::model::Config;
-use crate::model::modules::{Group, Module};
 use crate::store::{self, TensorFiles};
-use candle_core::{DType, Device, Tensor};
+use std::path::Path;
 
-/// The part of a file's tensor that is one weight.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Location {
-    /// Name of the tensor in the file.
-    pub name: String,
-    /// Shape of that tensor.
-    pub whole: Vec<usize>,
-    /// First element of the part.
-    pub start: usize,
-    /// Shape of the part.
-    pub shape: Vec<usize>,
-}
-
-impl Location {
-    /// A tensor of its own.
-    pub fn own(name: String, shape: Vec<usize>) -> Self {
-        Self { name, whole: shape.clone(), start: 0, shape }
-    }
-
-    /// Reads the part.
-    ///
-    /// # Errors
-    /// A tensor that is not there or cannot be read.
-    pub fn read(&self, files: &TensorFiles, dtype: DType, device: &Device) -> Result<Tensor, store::Error> {
-        if self.whole == self.shape {
-            files.tensor(&self.name, dtype, device)
-        } else {
-            files.tensor_part(&self.name, self.start, &self.shape, dtype, device)
-        }
-    }
-}
-
-/// Where a module's weight lies in these files; its own name where they have neither layout.
-pub fn weight(config: &Config, files: &TensorFiles, m: &Module) -> Location {
-    let own = Location::own(format!("{}.weight", m.name), m.weight_shape());
-    if files.info(&own.name).is_some() {
-        return own;
-    }
-    fused(config, files, m).unwrap_or(own)
-}
-
-fn fused(config: &Config, files: &TensorFiles, m: &Module) -> Option<Location> {
-    let (moe, names) = (config.moe.as_ref()?, config.family.experts.as_ref()?);
-    let layer = m.layer?;
-    let at = |rest: &str| {
-        [names.block, "mlp"]
-            .map(|block| format!("model.layers.{layer}.{block}.{rest}"))
-            .into_iter()
-            .find(|n| files.info(n).is_some())
-    };
+/// Opens a model's weights with a tensor for each module.
+///
+/// # Errors
+/// Those of [`TensorFiles::open_model`].
+pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
+    let mut files = TensorFiles::open_model(dir)?;
+    let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
     let (e, f, d) = (moe.experts, moe.width, config.hidden);
-    match (m.group, m.expert) {
-        (Group::Router, _) => Some(Location::own(at("gate.weight")?, m.weight_shape())),
-        (Group::Experts, Some(expert)) => {
-            let which = names.names.iter().position(|n| *n == m.last())?;
-            let shape = m.weight_shape();
-            Some(match which {
-                2 => Location {
-                    name: at("experts.down_proj")?,
-                    whole: vec![e, d, f],
-                    start: expert * d * f,
-                    shape,
-                },
-                _ => Location {
-                    name: at("experts.gate_up_proj")?,
-                    whole: vec![e, 2 * f, d],
-                    start: (expert * 2 + which) * f * d,
-                    shape,
-                },
-            })
+    let [gate, up, down] = names.names;
+    for l in (0..config.layers).filter(|l| moe.sparse[*l]) {
+        let own = format!("model.layers.{l}.{}", names.block);
+        for block in [&own, &format!("model.layers.{l}.mlp")] {
+            let expert = |e: usize, name: &str| format!("{own}.experts.{e}.{name}.weight");
+            // a tensor of another shape keeps its name: it is told as one too many
+            let is = |files: &TensorFiles, name: &str, shape: &[usize]| {
+                files.info(name).is_some_and(|i| i.shape == shape)
+            };
+            let whole = format!("{block}.experts.gate_up_proj");
+            if is(&files, &whole, &[e, 2 * f, d]) {
+                let parts = (0..e).flat_map(|i| {
+                    [
+                        (expert(i, gate), 2 * i * f * d, vec![f, d]),
+                        (expert(i, up), (2 * i + 1) * f * d, vec![f, d]),
+                    ]
+                });
+                files.cut(&whole, parts)?;
+            }
+            let whole = format!("{block}.experts.down_proj");
+            if is(&files, &whole, &[e, d, f]) {
+                files.cut(&whole, (0..e).map(|i| (expert(i, down), i * d * f, vec![d, f])))?;
+            }
+            let router = format!("{block}.gate.weight");
+            if *block != own && is(&files, &router, &[e, d]) {
+                files.cut(&router, [(format!("{own}.gate.weight"), 0, vec![e, d])])?;
+            }
         }
-        _ => None,
     }
+    Ok(files)
 }

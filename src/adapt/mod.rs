@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod build;
+pub mod export;
 pub mod layout;
 pub mod params;
 pub mod peft;

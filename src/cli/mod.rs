@@ -1,7 +1,9 @@
 //! The command line: one file a verb.
 
 pub mod data;
+pub mod export;
 pub mod recipes;
+pub mod routes;
 pub mod run;
 pub mod schema;
 
@@ -33,6 +35,10 @@ pub struct RecipeArgs {
 enum Verb {
     /// Train as a recipe says
     Run(run::Args),
+    /// Mixture models: how often each expert is chosen on the training data
+    Routes(routes::Args),
+    /// Write an adapter in the layout of another program
+    Export(export::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -55,6 +61,8 @@ pub fn main() -> ExitCode {
     };
     let result = match cli.verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Routes(args) => routes::run(&args),
+        Verb::Export(args) => export::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
     };

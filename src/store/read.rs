@@ -164,6 +164,40 @@ impl TensorFiles {
         Ok(names)
     }
 
+    /// Puts tensors of other names and shapes in the place of one, each a run of its elements.
+    ///
+    /// `parts` are name, first element and shape. Nothing is read.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`]; [`Error::Rows`] for elements that are not there.
+    pub fn cut(
+        &mut self,
+        name: &str,
+        parts: impl IntoIterator<Item = (String, usize, Vec<usize>)>,
+    ) -> Result<(), Error> {
+        let whole = self.get(name)?.clone();
+        let bits = whole.dtype.bitsize();
+        let mut cut = Vec::new();
+        for (part, start, shape) in parts {
+            let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
+            let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= whole.elements());
+            let (Some(end), 0) = (end, bits % 8) else {
+                let shape = whole.shape.clone();
+                return Err(Error::Rows {
+                    name: name.to_string(),
+                    start,
+                    end: end.unwrap_or(usize::MAX),
+                    shape,
+                });
+            };
+            let at = |element: usize| whole.place.start + (element * (bits / 8)) as u64;
+            cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
+        }
+        self.tensors.remove(name);
+        self.tensors.extend(cut);
+        Ok(())
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -245,32 +279,6 @@ impl TensorFiles {
         let info = self.get(name)?;
         convert::tensor(name, info.dtype, &info.shape, dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
-        })
-    }
-
-    /// `shape` elements of a tensor from element `start` on, as [`TensorFiles::tensor`] gives the whole.
-    ///
-    /// # Errors
-    /// [`Error::Rows`] for elements that are not there; else as [`TensorFiles::tensor`].
-    pub fn tensor_part(
-        &self,
-        name: &str,
-        start: usize,
-        shape: &[usize],
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor, Error> {
-        let info = self.get(name)?;
-        let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
-        let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= info.elements());
-        let bits = info.dtype.bitsize();
-        if end.is_none() || bits % 8 != 0 {
-            let end = end.unwrap_or(usize::MAX);
-            return Err(Error::Rows { name: name.to_string(), start, end, shape: info.shape.clone() });
-        }
-        let first = (start * (bits / 8)) as u64;
-        convert::tensor(name, info.dtype, shape, dtype, device, &|offset, buffer| {
-            self.fill(name, info, first + offset, buffer)
         })
     }
 

@@ -3,7 +3,7 @@
 use super::Error;
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
-use crate::adapt::{self, Params, Selection};
+use crate::adapt::{self, Params, Selection, layout};
 use crate::data::{Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Want};
 use crate::kernel::cuda;
@@ -145,7 +145,7 @@ impl Job {
     pub fn weights(&self) -> crate::Result<Option<TensorFiles>> {
         match self.recipe.model.weights {
             Weights::Random => Ok(None),
-            Weights::Load => Ok(Some(TensorFiles::open_model(&self.model.dir)?)),
+            Weights::Load => Ok(Some(layout::open(&self.config, &self.model.dir)?)),
         }
     }
 

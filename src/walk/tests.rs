@@ -3,7 +3,7 @@
 use super::{Around, Phase, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
-use crate::adapt::{Choice, Params, Selection};
+use crate::adapt::{Choice, Params, Selection, layout};
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
 use crate::model::decoder::HostBatch;
@@ -34,7 +34,7 @@ fn cases() -> Result<Vec<Case>> {
     dirs.into_iter()
         .map(|dir| {
             let config = Config::load(&dir.join("model"), &Map::new())?;
-            let files = TensorFiles::open_model(&dir.join("model"))?;
+            let files = layout::open(&config, &dir.join("model"))?;
             Ok(Case { dir, config, files })
         })
         .collect()
