@@ -142,7 +142,9 @@ impl<'a> Export<'a> {
                     layer.pairs[which][e] = Some(self.pair(m, spec)?);
                     *c = Choice::Freeze;
                 }
-                (Group::Router, Choice::Lora { spec, .. }) => {
+                // dense blocks too: PEFT takes any module that is called gate_proj for one of the experts of old
+                // models, and targets the fused parameter in its place
+                (Group::Router | Group::Mlp, Choice::Lora { spec, .. }) => {
                     let p = self.pair(m, spec)?;
                     let name = v5(self.config, &m.name);
                     ranks.insert(pattern(&format!("{name}.weight")), json!(spec.rank));

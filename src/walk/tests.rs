@@ -3,6 +3,7 @@
 use super::{Around, Phase, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
+use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::{Choice, Params, Selection, layout};
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
@@ -310,6 +311,61 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
         }
     }
     assert!(adapters >= 14, "only {adapters} adapters");
+    Ok(())
+}
+
+/// What `ft export` writes, read back, computes what the merged model computes.
+#[test]
+fn exports_have_pytorchs_logits() -> Result<()> {
+    let (mut fused, mut vllm, mut refused) = (0, 0, 0);
+    for c in cases()?.iter().filter(|c| c.config.moe.is_some()) {
+        for prefix in c.adapters()? {
+            let what = format!("{} {prefix}adapter", c.name());
+            let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;
+            let selection = Selection::from_peft(&c.config, &end.config)?;
+            let export = Export::new(&c.config, &end, &selection)?;
+            let rows = Rows::padded(c)?;
+            let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
+            let want = values(&rows.select(&merged.tensor("logits", DType::F32, CPU)?)?);
+            let logits = |d: &Decoder| -> Result<Vec<f64>> {
+                Ok(values(&Walk::new(d, None, 0).logits(&rows.batch(&c.config)?)?))
+            };
+            let out = tempfile::tempdir()?;
+            match export.write(Target::PeftFused, out.path()) {
+                Err(e) if prefix == "dora_" => {
+                    assert!(e.to_string().contains("DoRA"), "{e}");
+                    refused += 1;
+                }
+                written => {
+                    written?;
+                    let (selection, read) = read_fused(&c.config, out.path())?;
+                    let (d, p) = c.build(&selection, None)?;
+                    for (i, t) in p.tensors.iter().enumerate() {
+                        p.set(i, read.get(&t.name).with_context(|| t.name.clone())?)?;
+                    }
+                    let apart = distance(&logits(&d)?, &want);
+                    assert!(apart <= BAR, "{what}: fused logits {apart:.1e} apart");
+                    fused += 1;
+                }
+            }
+            let out = tempfile::tempdir()?;
+            match export.write(Target::Vllm, out.path()) {
+                Err(e) if prefix != "" => {
+                    assert!(e.to_string().contains("vLLM"), "{e}");
+                    refused += 1;
+                }
+                written => {
+                    written?;
+                    let read = Adapter::open(out.path())?;
+                    let (d, _) = c.build(&Selection::from_peft(&c.config, &read.config)?, Some(&read))?;
+                    let apart = distance(&logits(&d)?, &want);
+                    assert!(apart <= BAR, "{what}: vLLM's logits {apart:.1e} apart");
+                    vllm += 1;
+                }
+            }
+        }
+    }
+    assert_eq!((fused, vllm, refused), (4, 2, 4));
     Ok(())
 }
 
