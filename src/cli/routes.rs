@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(rules.len(), 2, "{text}");
         assert_eq!((get(0, "layers"), get(0, "experts")), ("[0, 3]".into(), "[1, 3]".into()));
         assert_eq!((get(1, "layers"), get(1, "experts")), ("[2]".into(), "[1, 2]".into()));
-        assert!(text.contains("74.4% of the load"), "{text}");
+        assert!(text.contains("79.1% of the load"), "{text}");
         Ok(())
     }
 }

@@ -291,9 +291,9 @@ impl Builder<'_> {
                         .map(|e| self.mlp(&format!("{block}.experts.{e}"), &names.names))
                         .collect::<crate::Result<_>>()?;
                     let (top_k, normalise) = (moe.top_k, moe.normalise);
-                    FeedForward::Mixture(Mixture { router, experts, top_k, normalise })
+                    FeedForward::Mixture(Box::new(Mixture { router, experts, top_k, normalise }))
                 }
-                _ => FeedForward::Dense(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?),
+                _ => FeedForward::Dense(Box::new(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?)),
             },
         })
     }

@@ -28,9 +28,9 @@ pub struct Layer {
 #[derive(Clone, Debug)]
 pub enum FeedForward {
     /// One for all tokens.
-    Dense(Mlp),
+    Dense(Box<Mlp>),
     /// Experts behind a router.
-    Mixture(Mixture),
+    Mixture(Box<Mixture>),
 }
 
 /// What the backward pass needs.

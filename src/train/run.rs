@@ -306,7 +306,7 @@ impl Running<'_> {
         }
         self.load.0 += 1;
         self.load.1.merge(load);
-        if step % LOAD_EVERY == 0 || last {
+        if last || step.is_multiple_of(LOAD_EVERY) {
             let (steps, load) = std::mem::take(&mut self.load);
             self.metrics.write(&load_event(step, steps, &load))?;
         }

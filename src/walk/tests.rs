@@ -350,7 +350,7 @@ fn exports_have_pytorchs_logits() -> Result<()> {
             }
             let out = tempfile::tempdir()?;
             match export.write(Target::Vllm, out.path()) {
-                Err(e) if prefix != "" => {
+                Err(e) if !prefix.is_empty() => {
                     assert!(e.to_string().contains("vLLM"), "{e}");
                     refused += 1;
                 }
