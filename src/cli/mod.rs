@@ -4,8 +4,10 @@ pub mod chat;
 pub mod check;
 pub mod data;
 pub mod eval;
+pub mod export;
 pub mod merge;
 pub mod recipes;
+pub mod routes;
 pub mod run;
 pub mod schema;
 
@@ -58,6 +60,10 @@ enum Verb {
     Chat(chat::Args),
     /// Write base and adapter as one model
     Merge(merge::Args),
+    /// Mixture models: how often each expert is chosen on the training data
+    Routes(routes::Args),
+    /// Write an adapter in the layout of another program
+    Export(export::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -67,10 +73,6 @@ enum Verb {
     Schema,
     #[command(hide = true)]
     Plan(Rest),
-    #[command(hide = true)]
-    Routes(Rest),
-    #[command(hide = true)]
-    Export(Rest),
     #[command(hide = true)]
     Push(Rest),
     #[command(hide = true)]
@@ -99,11 +101,11 @@ pub fn main() -> ExitCode {
         Verb::Eval(args) => eval::run(&args),
         Verb::Chat(args) => chat::run(&args),
         Verb::Merge(args) => merge::run(&args),
+        Verb::Routes(args) => routes::run(&args),
+        Verb::Export(args) => export::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
         Verb::Plan(_) => not_built("plan"),
-        Verb::Routes(_) => not_built("routes"),
-        Verb::Export(_) => not_built("export"),
         Verb::Push(_) => not_built("push"),
         Verb::Quantize(_) => not_built("quantize"),
         Verb::Bench(_) => not_built("bench"),
