@@ -9,6 +9,7 @@ pub mod kernel;
 pub mod log;
 pub mod model;
 pub mod optim;
+pub mod plan;
 pub mod recipe;
 pub mod rng;
 pub mod store;
@@ -16,3 +17,8 @@ pub mod train;
 pub mod walk;
 
 pub use error::{Error, ExitCode, Place, Result};
+
+/// The unit tests count allocations as the binary does.
+#[cfg(test)]
+#[global_allocator]
+static ALLOCATOR: log::memory::Counting = log::memory::Counting;

@@ -1,6 +1,8 @@
 //! The command line: one file a verb.
 
+pub mod bench;
 pub mod data;
+pub mod plan;
 pub mod recipes;
 pub mod run;
 pub mod schema;
@@ -33,6 +35,10 @@ pub struct RecipeArgs {
 enum Verb {
     /// Train as a recipe says
     Run(run::Args),
+    /// Measure speed and memory on made-up rows
+    Bench(bench::Args),
+    /// Say what a recipe would take, and whether it fits
+    Plan(plan::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -55,6 +61,8 @@ pub fn main() -> ExitCode {
     };
     let result = match cli.verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Bench(args) => bench::run(&args),
+        Verb::Plan(args) => plan::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
     };

@@ -47,8 +47,11 @@ impl Layer {
 
     /// Backward: the gradient of the input.
     pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
-        let dn = self.mlp.backward(s.mlp, dy, ctx, sink)?;
-        let d_mid = (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?;
+        let d_mid = {
+            let dn = self.mlp.backward(s.mlp, dy, ctx, sink)?;
+            (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?
+        };
+        drop(s.mid);
         let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
         d_mid + self.attn_norm.backward(&s.x, &dn, sink)?
     }

@@ -8,7 +8,7 @@ use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer};
-use crate::walk::Walk;
+use crate::walk::{Part, Times, Walk};
 use candle_core::{Device, Tensor};
 
 /// What stays the same over the steps of a run.
@@ -63,6 +63,21 @@ pub fn train_step(
     step: u64,
     lr: f64,
 ) -> crate::Result<Stepped> {
+    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+}
+
+/// As [`train_step`], adding the time of each part to `times`.
+///
+/// # Errors
+/// As [`train_step`].
+pub fn timed_step(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    lr: f64,
+    times: &mut Times,
+) -> crate::Result<Stepped> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
@@ -78,13 +93,15 @@ pub fn train_step(
             continue;
         }
         let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
-        losses.extend(Walk::new(s.decoder, lowest, s.recompute).train(&batch, scale, &sink)?);
+        let mut walk = Walk::new(s.decoder, lowest, s.recompute).timed(times);
+        losses.extend(walk.train(&batch, scale, &sink)?);
         first = (first.0 + m.ids.len(), first.1 + m.targets.len());
     }
     let loss = loss::total(&losses)? * scale;
     let grad_norm = optim::grad_norm(s.params)?;
     guard::finite(s.params, step + 1, loss, grad_norm, data, rows)?;
     s.optimizer.step(s.params, step + 1, lr, optim::clip_factor(grad_norm, s.clip))?;
+    times.lap(Part::Step, s.device)?;
     Ok(Stepped { loss, grad_norm, tokens, targets, reached: sink.reached() })
 }
 
@@ -109,8 +126,15 @@ pub fn evaluate(
     Ok((sum / targets.max(1) as f64, targets))
 }
 
-/// A probe of a model's logits: every token of the micro-batch [t, v].
+/// Tokens whose logits [`probe`] gives: enough to see a difference, few enough to hold whole rows of logits.
+pub const PROBE_ROWS: usize = 16;
+
+/// A probe of a model's logits: those of the micro-batch's last [`PROBE_ROWS`] tokens, which depend on all
+/// tokens of their document.
 pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Tensor> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    Ok(Walk::new(decoder, None, 0).logits(&batch)?)
+    let x = Walk::new(decoder, None, 0).hidden(&batch)?;
+    let rows = PROBE_ROWS.min(batch.tokens);
+    let last = x.narrow(0, batch.tokens - rows, rows)?.contiguous()?;
+    Ok(decoder.head.logits(&last, &batch.context)?)
 }

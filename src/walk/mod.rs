@@ -10,6 +10,9 @@
 //! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
 pub mod generate;
+mod times;
+
+pub use times::{Part, Times};
 #[cfg(test)]
 mod tests;
 
@@ -52,18 +55,33 @@ pub struct Walk<'a> {
     /// Layers, from the lowest that is walked backward, whose activations are computed again.
     recompute: usize,
     around: Vec<&'a mut dyn Around>,
+    times: Option<&'a mut Times>,
 }
 
 impl<'a> Walk<'a> {
     /// A walk down to unit `lowest` that recomputes `recompute` layers.
     pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
-        Self { decoder, lowest, recompute, around: Vec::new() }
+        Self { decoder, lowest, recompute, around: Vec::new(), times: None }
     }
 
     /// Adds something around the units; it is told after those added before.
     pub fn around(mut self, a: &'a mut dyn Around) -> Self {
         self.around.push(a);
         self
+    }
+
+    /// Adds the time that each part of a training walk takes to `times`.
+    pub fn timed(mut self, times: &'a mut Times) -> Self {
+        self.times = Some(times);
+        self
+    }
+
+    /// Counts the time since the last call as `part`'s.
+    fn lap(&mut self, part: times::Part) -> Result<()> {
+        match &mut self.times {
+            Some(t) => t.lap(part, self.decoder.embedding.table.device()),
+            None => Ok(()),
+        }
     }
 
     fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()> {
@@ -91,6 +109,7 @@ impl<'a> Walk<'a> {
         let decoder = self.decoder;
         let head = decoder.layers.len() + 1;
         let mut kept = Vec::with_capacity(decoder.layers.len());
+        self.lap(times::Part::Data)?;
 
         self.arrive(0, Phase::Forward)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
@@ -103,9 +122,12 @@ impl<'a> Walk<'a> {
             self.leave(l + 1, Phase::Forward)?;
         }
 
+        self.lap(times::Part::Forward)?;
+
         self.arrive(head, Phase::Backward)?;
         let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
+        self.lap(times::Part::Head)?;
         drop(x);
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
 
@@ -118,16 +140,20 @@ impl<'a> Walk<'a> {
                 }
                 Some(Kept::Input(x)) => {
                     self.arrive(l + 1, Phase::Backward)?;
-                    layer.forward(&x, &batch.context, None)?.1
+                    let saved = layer.forward(&x, &batch.context, None)?.1;
+                    self.lap(times::Part::Recompute)?;
+                    saved
                 }
             };
             dy = layer.backward(saved, &dy, &batch.context, sink)?;
             self.leave(l + 1, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
             self.arrive(0, Phase::Backward)?;
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
             self.leave(0, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
     }
