@@ -1,4 +1,50 @@
-//! `ft` fine-tunes open-weight language models from a recipe file.
+//! `ft` fine-tunes open-weight language models from a recipe file: in full, with LoRA or DoRA, on the layers
+//! and modules that the recipe chooses. This page is the map of the code.
+//!
+//! # How a step runs
+//!
+//! ```text
+//! train::run          the loop: rows of the step -> step -> metrics -> evaluation, checkpoint, signals
+//!   train::step       micro-batches of the step; loss and gradients normalised by all its target tokens
+//!     walk            forward over the layers, head with loss, backward over the layers in reverse
+//!       model         the mathematics of each module: forward -> (y, Saved); backward(Saved, dy, sink) -> dx
+//!         kernel      operations with a forward and a backward: CPU slices, or candle's own ops on CUDA
+//!     optim           gradient norm, clip, AdamW over flat buffers
+//! ```
+//!
+//! There is no tape: every backward pass is written by hand on untracked tensors, and what it needs is a value
+//! (`Saved`). Frozen weights get no gradient; gradients of what trains accumulate in f32, in one flat buffer a
+//! layer ([`adapt::params`]), of which the layers' weights are views.
+//!
+//! # Where things are
+//!
+//! ```text
+//! cli/      one file a verb
+//! recipe/   what the user wrote: keys, checks, diagnostics with line and column
+//! hub/      where models come from: the Hugging Face hub, its cache, local folders
+//! store/    bytes on disk, hostile input assumed: safetensors by tensor, shard index, atomic writes, checkpoints
+//! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
+//! model/    the mathematics: families as data, one decoder layer
+//! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
+//! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
+//! walk/     the two loops, what stands around a layer, generation
+//! plan/     recipe + config -> bytes by component and where the peak is; how many layers to recompute
+//! optim/    schedule, clip, AdamW
+//! train/    the step, the loop, what a checkpoint holds, what a run writes
+//! log/      progress, metrics.jsonl, memory
+//! rng       random numbers as functions of (seed, purpose, step, layer, index)
+//! ```
+//!
+//! # Where do I add
+//!
+//! | to add | touch |
+//! |---|---|
+//! | a model family of the usual kind | one row in [`model::family`], one fixture |
+//! | a dataset shape | one file in [`data`] and one arm |
+//! | something around a layer | a [`walk::Around`] |
+//! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
+//! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/it` compares the two |
+//! | a recipe key | one line in [`recipe::keys`], one field in its type |
 
 pub mod adapt;
 pub mod cli;

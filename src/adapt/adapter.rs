@@ -65,6 +65,10 @@ impl Adapter {
         for t in &params.tensors {
             known.extend(Self::keys(t));
         }
+        if selection.tied_in_full() {
+            self.check_tied(params)?;
+            known.push(format!("{PREFIX}lm_head.weight"));
+        }
         let mut extra: Vec<&str> = self
             .files
             .names()
@@ -93,6 +97,23 @@ impl Adapter {
             }
         }
         Ok(())
+    }
+
+    /// A tied head's copy must be the embedding.
+    fn check_tied(&self, params: &Params) -> crate::Result<()> {
+        let head = format!("{PREFIX}lm_head.weight");
+        let Some(i) = params.find("model.embed_tokens.weight") else { return Ok(()) };
+        let (Some(embedding), Some(_)) = (self.get(&params.tensors[i])?, self.files.info(&head)) else {
+            return Ok(());
+        };
+        let head_values = self.files.tensor(&head, DType::F32, &Device::Cpu)?;
+        let same = head_values.dims() == embedding.dims()
+            && (head_values - embedding)?.abs()?.max_all()?.to_scalar::<f32>()? == 0.0;
+        if same {
+            return Ok(());
+        }
+        let why = format!("{head} is not the embedding, but the model's head and embedding are one tensor");
+        Err(self.fail(why).into())
     }
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves under a tied head's adapter, with the base's.
@@ -139,6 +160,10 @@ pub fn save(
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
         let value = params.master(i)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
+            // PEFT gives each its own copy
+            tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
+        }
         tensors.push((format!("{PREFIX}{}", t.name), value));
     }
     // PEFT has one switch for DoRA: beside it, plain LoRA gets the magnitudes at which DoRA changes nothing

@@ -5,6 +5,8 @@ pub mod build;
 pub mod params;
 pub mod peft;
 pub mod selection;
+#[cfg(test)]
+mod tests;
 
 pub use params::Params;
 pub use selection::{Choice, Selection, Trained};

@@ -348,7 +348,7 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
     for (m, _) in loras {
         let last = m.last();
         let whole =
-            selection.modules.iter().all(|(o, c)| !(o.last() == last) || matches!(c, Choice::Lora { .. }));
+            selection.modules.iter().all(|(o, c)| (o.last() != last) || matches!(c, Choice::Lora { .. }));
         let name = if whole { last.to_string() } else { m.name.clone() };
         if !out.contains(&name) {
             out.push(name);

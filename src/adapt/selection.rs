@@ -145,8 +145,12 @@ impl Selection {
                 }
             }
             if let Some(unused) = used.iter().position(|u| !u) {
+                let near = s
+                    .nearest(&rule.modules[unused])
+                    .map(|n| format!("did you mean {n}? "))
+                    .unwrap_or_default();
                 return Err(fail(format!(
-                    "{:?}{} matches no module of this model\n  hint: {}",
+                    "{:?}{} matches no module of this model\n  hint: {near}{}",
                     rule.modules[unused],
                     match (&rule.layers, &rule.experts) {
                         (None, None) => "",
@@ -158,7 +162,42 @@ impl Selection {
                 )));
             }
         }
+        let last = rules.len().saturating_sub(1);
+        s.tie().map_err(|why| Error::Rule {
+            place: rules.last().map_or(String::new(), |r| r.place.to_string()),
+            rule: last,
+            why,
+        })?;
         Ok(s)
+    }
+
+    /// In a tied model head and embedding are one tensor: where one trains in full, the other does.
+    fn tie(&mut self) -> Result<(), String> {
+        if !self.tied {
+            return Ok(());
+        }
+        let ends: Vec<Choice> = self
+            .modules
+            .iter()
+            .filter(|(m, _)| matches!(m.group, Group::Head | Group::Embedding))
+            .map(|(_, c)| *c)
+            .collect();
+        let Some(full) = ends.iter().find(|c| matches!(c, Choice::Full { .. })).copied() else {
+            return Ok(());
+        };
+        if ends.iter().any(|c| matches!(c, Choice::Lora { .. })) {
+            return Err(
+                "head and embedding of this model are one tensor (tie_word_embeddings): one of them cannot \
+                        train in full and the other by LoRA\n  hint: the same method for both, or freeze one"
+                    .into(),
+            );
+        }
+        for (m, c) in &mut self.modules {
+            if matches!(m.group, Group::Head | Group::Embedding) {
+                *c = full;
+            }
+        }
+        Ok(())
     }
 
     /// The choices that a PEFT adapter's config makes: what it holds trains.
@@ -174,7 +213,14 @@ impl Selection {
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }
         }
+        s.tie().map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
         Ok(s)
+    }
+
+    /// The group or name nearest to what was written, where one is near.
+    fn nearest(&self, written: &str) -> Option<&str> {
+        let known = self.modules.iter().flat_map(|(m, _)| [m.group.name(), m.last()]);
+        crate::recipe::names::nearest(written, known)
     }
 
     /// What there is to match, for messages.
@@ -201,22 +247,12 @@ impl Selection {
     ///
     /// A tied head and embedding that train in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
-        let full = |group| {
-            self.modules.iter().find(|(m, _)| m.group == group).and_then(|(_, c)| match c {
-                Choice::Full { lr_scale } => Some(*lr_scale),
-                _ => None,
-            })
-        };
         let mut out = Vec::new();
         for (m, choice) in &self.modules {
             let mut choice = *choice;
+            // a tied head that trains in full is the embedding's tensor
             if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
                 choice = Choice::Freeze;
-            }
-            if let (true, Group::Embedding, Choice::Freeze, Some(lr_scale)) =
-                (self.tied, m.group, choice, full(Group::Head))
-            {
-                choice = Choice::Full { lr_scale };
             }
             let mut add = |part, shape: Vec<usize>, lr_scale, matrix| {
                 let name = format!("{}.{}", m.name, part_name(m, part));
@@ -250,23 +286,19 @@ impl Selection {
         out
     }
 
-    /// Whether a module's choice is full, a tied head counting as its embedding and the other way round.
+    /// What happens to a module.
     pub fn choice(&self, name: &str) -> Choice {
         self.modules.iter().find(|(m, _)| m.name == name).map_or(Choice::Freeze, |(_, c)| *c)
     }
 
     /// Whether every tensor of the model trains in full.
     pub fn everything_full(&self) -> bool {
-        let full = |c: &Choice| matches!(c, Choice::Full { .. });
-        self.modules.iter().all(|(m, c)| {
-            full(c)
-                || self.tied
-                    && match m.group {
-                        Group::Head => full(&self.choice("model.embed_tokens")),
-                        Group::Embedding => full(&self.choice("lm_head")),
-                        _ => false,
-                    }
-        })
+        self.modules.iter().all(|(_, c)| matches!(c, Choice::Full { .. }))
+    }
+
+    /// Whether a tied head and embedding train in full.
+    pub fn tied_in_full(&self) -> bool {
+        self.tied && matches!(self.choice("lm_head"), Choice::Full { .. })
     }
 
     /// Whether anything trains in full.

@@ -10,7 +10,7 @@
 //!
 //! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
 
-use super::cpu::{Real, dot, is_cpu, on_real, tensor, view};
+use super::cpu::{self, Real, dot, is_cpu, on_real, tensor, view};
 use super::gemm::{Mat, gemm};
 use candle_core::{D, DType, Device, Result, Tensor};
 use rayon::prelude::*;
@@ -191,11 +191,11 @@ fn forward_cpu<T: Real>(
                     row[..a].fill(T::zero());
                     row[z..].fill(T::zero());
                     let seen = &mut row[a..z];
-                    let max = seen.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
+                    let max = cpu::max(seen);
                     for x in seen.iter_mut() {
                         *x = (*x - max).exp();
                     }
-                    let sum: T = seen.iter().copied().sum();
+                    let sum = cpu::sum(seen);
                     let inverse = T::one() / sum;
                     seen.iter_mut().for_each(|x| *x *= inverse);
                     lse[r * h + head] = max + sum.ln();

@@ -3,7 +3,7 @@
 use super::cpu::{Real, in_place, is_cpu, view};
 use candle_core::{DType, Result, Tensor};
 
-/// Rows of `table` [v, d] for `ids` [t] (u32) -> [t, d].
+/// Rows of `table` [v, d] for `ids` `[t]` (u32) -> [t, d].
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.index_select(ids, 0)
 }
@@ -11,7 +11,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// `grad[ids[i]] += scale * dy[i]` for every token, in place.
 ///
 /// # Shapes
-/// `grad` [v, d], f32 (f64 in tests) and contiguous; `ids` [t] u32; `dy` [t, d].
+/// `grad` [v, d], f32 (f64 in tests) and contiguous; `ids` `[t]` u32; `dy` [t, d].
 pub fn backward(grad: &Tensor, ids: &Tensor, dy: &Tensor, scale: f64) -> Result<()> {
     if is_cpu(grad) {
         let ids = ids.to_vec1::<u32>()?;

@@ -7,10 +7,11 @@
 //!
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary.
 //!
-//! This module and the system calls in `store` are the only ones with `unsafe`.
+//! This module is the only one with `unsafe`.
 
 pub mod attention;
 pub mod cpu;
+pub mod cuda;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;

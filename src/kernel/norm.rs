@@ -8,7 +8,7 @@ use rayon::prelude::*;
 /// Forward.
 ///
 /// # Shapes
-/// `x` [.., d], `w` [d] -> [.., d] in `x`'s dtype; the mean is taken in f32 (f64 for f64).
+/// `x` [.., d], `w` `[d]` -> [.., d] in `x`'s dtype; the mean is taken in f32 (f64 for f64).
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     if is_cpu(x) { on_real!(x.dtype(), forward_cpu(x, w, eps)) } else { forward_composed(x, w, eps) }
 }

@@ -112,11 +112,11 @@ fn field(file: &str, key: &str) -> Option<u64> {
     kb.map(|kb: u64| kb * 1024)
 }
 
-/// Bytes of a device that are in use now, by all of the process; the resident size on the CPU.
+/// Bytes of a device: the most that the run ever used of its pool on CUDA, the resident size now on the CPU.
 pub fn device_bytes(device: &candle_core::Device) -> u64 {
-    match device {
-        candle_core::Device::Cpu => host_bytes(),
-        _ => cuda_memory().map_or(0, |(free, total)| total.saturating_sub(free)),
+    match crate::kernel::cuda::pool_bytes(device) {
+        Some((_, high)) => high,
+        None => host_bytes(),
     }
 }
 

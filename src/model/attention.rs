@@ -10,13 +10,13 @@ use candle_core::{Result, Tensor};
 /// One attention block.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// Queries: [d] -> [h c].
+    /// Queries: `[d]` -> [h c].
     pub q: Linear,
-    /// Keys: [d] -> [g c].
+    /// Keys: `[d]` -> [g c].
     pub k: Linear,
-    /// Values: [d] -> [g c].
+    /// Values: `[d]` -> [g c].
     pub v: Linear,
-    /// Output: [h c] -> [d].
+    /// Output: [h c] -> `[d]`.
     pub o: Linear,
     /// Norms of each head's query and key, in families that have them.
     pub qk_norm: Option<(Norm, Norm)>,

@@ -57,15 +57,15 @@ impl Context {
 /// One micro-batch on the device: documents end to end, no padding.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// Token ids [t], u32.
+    /// Token ids `[t]`, u32.
     pub ids: Tensor,
     /// Tokens.
     pub tokens: usize,
     /// What layers need.
     pub context: Context,
-    /// Rows that predict a supervised target [n], u32.
+    /// Rows that predict a supervised target `[n]`, u32.
     pub target_rows: Tensor,
-    /// Their targets [n], u32.
+    /// Their targets `[n]`, u32.
     pub targets: Tensor,
     /// How many.
     pub target_count: usize,

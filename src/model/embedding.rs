@@ -34,7 +34,7 @@ impl Embedding {
         self.slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
     }
 
-    /// Rows for `ids` [t]: [t, d].
+    /// Rows for `ids` `[t]`: [t, d].
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let y = embed::forward(&self.table, ids)?;
         if let Some(l) = &self.lora {

@@ -17,7 +17,7 @@ pub const CHUNK_BYTES: usize = 64 << 20;
 pub struct Head {
     /// Final norm.
     pub norm: Norm,
-    /// [d] -> [v].
+    /// `[d]` -> `[v]`.
     pub linear: Linear,
     /// Vocabulary.
     pub vocab: usize,

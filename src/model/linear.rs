@@ -3,7 +3,7 @@
 //! With `s = alpha / rank` (rsLoRA: `alpha / sqrt(rank)`), A [r, i], B [o, r]:
 //!
 //! * LoRA (Hu et al., 2021): `y = x W^T + b + s drop(x) A^T B^T`;
-//! * DoRA (Liu et al., 2024), m [o]: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row, the
+//! * DoRA (Liu et al., 2024), m `[o]`: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row, the
 //!   norm treated as a constant, as PEFT does it. With dropout PEFT scales only what passed it:
 //!   `y = b + x W^T - drop(x) W^T + g * (drop(x) W^T + s drop(x) A^T B^T)`.
 
@@ -46,7 +46,7 @@ impl Weight {
         }
     }
 
-    /// Squared norm of each row, [o], f32.
+    /// Squared norm of each row, `[o]`, f32.
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
@@ -84,12 +84,12 @@ pub struct Dora {
     pub magnitude: Tensor,
     /// Where its gradient goes.
     pub slot: Option<Slot>,
-    /// `|W|^2` by row, [o], f32: W is frozen.
+    /// `|W|^2` by row, `[o]`, f32: W is frozen.
     pub row_squares: Tensor,
 }
 
 impl Lora {
-    /// Row norms of `W + s B A`, [o], f32, without forming the matrix:
+    /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix:
     /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
     pub fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
         let (a, b) = (wide(&self.a)?, wide(&self.b)?);
@@ -112,7 +112,7 @@ impl Lora {
 pub struct Linear {
     /// The matrix.
     pub weight: Weight,
-    /// The bias [o].
+    /// The bias `[o]`.
     pub bias: Option<Tensor>,
     /// Where the matrix's gradient goes, when it trains in full.
     pub weight_slot: Option<Slot>,

@@ -9,11 +9,11 @@ use candle_core::{Result, Tensor};
 /// One SwiGLU block.
 #[derive(Clone, Debug)]
 pub struct Mlp {
-    /// [d] -> [f].
+    /// `[d]` -> `[f]`.
     pub gate: Linear,
-    /// [d] -> [f].
+    /// `[d]` -> `[f]`.
     pub up: Linear,
-    /// [f] -> [d].
+    /// `[f]` -> `[d]`.
     pub down: Linear,
 }
 

@@ -45,10 +45,10 @@ pub enum Kind {
         out: usize,
         /// Input features.
         inp: usize,
-        /// Whether there is a bias [out].
+        /// Whether there is a bias `[out]`.
         bias: bool,
     },
-    /// RMSNorm with a weight [dim].
+    /// RMSNorm with a weight `[dim]`.
     Norm {
         /// Features.
         dim: usize,

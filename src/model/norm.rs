@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 /// One norm.
 #[derive(Clone, Debug)]
 pub struct Norm {
-    /// Weight [d].
+    /// Weight `[d]`.
     pub weight: Tensor,
     /// Where its gradient goes, when it trains.
     pub slot: Option<Slot>,

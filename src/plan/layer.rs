@@ -51,17 +51,15 @@ pub enum FfnSaved {
     },
     /// A mixture.
     Experts {
-        /// The input, where the router or an expert trains.
+        /// The input, where the router trains.
         x: Option<Held>,
-        /// Rows of the input by expert.
+        /// Rows of the input by expert, where experts train.
         rows: Option<Held>,
-        /// Gate's and up's outputs of all experts.
-        gate_up: (Held, Held),
-        /// LoRA's inner values.
-        u: Vec<Held>,
+        /// Of each kind of expert: gate's and up's outputs, LoRA's inner values.
+        kept: Vec<Held>,
         /// Experts' outputs, which the gates' gradients need.
-        out: Held,
-        /// Probabilities and chosen gates.
+        out: Vec<Held>,
+        /// Probabilities, gates and who goes where.
         routes: Held,
     },
 }
@@ -318,7 +316,13 @@ impl Sim<'_> {
         }
     }
 
-    /// A mixture with all its tokens spread over the experts evenly: `rows` of `top_k` a token in all.
+    /// Experts that are computed at once: `kernel::group::side_by_side` on the CPU.
+    fn at_once(&self, experts: u64) -> Option<u64> {
+        let m = self.ops.machine;
+        (!m.cuda && m.threads > 1 && experts >= 2 * m.threads).then_some(m.threads)
+    }
+
+    /// `Mixture::forward`, with the tokens spread over the experts evenly.
     fn mixture(
         &self,
         router: &Linear,
@@ -327,31 +331,48 @@ impl Sim<'_> {
         c: Component,
         x: &Held,
     ) -> (Held, FfnSaved) {
-        let t = self.t.tokens;
+        let (t, e, d, ops) = (self.t.tokens, router.o.max(1), self.d, self.ops);
         let rows = t * top_k;
-        let width = experts.first().map_or(0, |(e, _)| e[0].o);
-        let routes = self.ops.f32(c, 2 * t * router.o + 4 * rows);
-        let gathered = self.ops.tensor(c, rows * self.d);
-        let (gate, up) = (self.ops.tensor(c, rows * width), self.ops.tensor(c, rows * width));
-        let out = self.ops.tensor(c, rows * self.d);
-        let each = rows.div_ceil(router.o.max(1));
-        let mut u = Vec::new();
-        for (expert, count) in experts {
-            let _h = self.ops.tensor(Workspace, each * width);
-            for l in expert {
-                let _y = self.weight_forward(l, Workspace, each);
-                if l.rank > 0 && self.train {
-                    u.push(self.ops.tensor(c, count * each * l.rank));
-                }
-            }
+        let wide_x = (!ops.machine.wide()).then(|| ops.f32(c, t * d));
+        let _logits = ops.f32(Workspace, t * e);
+        // probabilities, logarithms of sums, gates, and four numbers a pair
+        let routes = ops.f32(c, t * e + t + rows + 4 * rows);
+        let wide_x = if self.train && router.needs_input() { wide_x.or(Some(x.clone())) } else { None };
+        let gathered = ops.tensor(c, rows * d);
+        let (mut kept, mut out) = (Vec::new(), Vec::new());
+        let running = self.at_once(e).unwrap_or(1);
+        let each = rows.div_ceil(e);
+        for (three, count) in experts {
+            let (n, width) = (rows * count / e, three[0].o);
+            kept.push(ops.tensor(c, 2 * n * width));
+            let inner: u64 = three.iter().map(|l| n * l.rank).sum();
+            kept.push(ops.tensor(c, if self.train { inner } else { 0 }));
+            out.push(ops.tensor(c, n * d));
+            let _decoded = self.decoded_at_once(three, running);
+            ops.tensor(Workspace, running.min(*count) * each * width);
         }
-        let y = self.ops.tensor(Workspace, t * self.d);
-        let train = self.train
-            && (router.needs_input() || experts.iter().flat_map(|(e, _)| e).any(Linear::needs_input));
-        let rows = train.then_some(gathered);
-        (y, FfnSaved::Experts { x: self.train.then(|| x.clone()), rows, gate_up: (gate, up), u, out, routes })
+        let y = self.combine(rows, Workspace);
+        let trains = experts.iter().flat_map(|(e, _)| e).any(Linear::needs_input);
+        let gathered = (self.train && trains).then_some(gathered);
+        (y, FfnSaved::Experts { x: wide_x, rows: gathered, kept, out, routes })
     }
 
+    /// Sum of the experts' rows for each token; on CUDA they are put together first.
+    fn combine(&self, rows: u64, c: Component) -> Held {
+        let together = if self.ops.machine.cuda { rows * self.d } else { 0 };
+        let _all = self.ops.tensor(Workspace, 2 * together);
+        let _wide = self.ops.f32(Workspace, 2 * together);
+        let _rounded = (!self.ops.machine.wide()).then(|| self.ops.f32(Workspace, rows * self.d));
+        self.ops.tensor(c, self.t.tokens * self.d)
+    }
+
+    /// Decoded weights of the experts that are at work: one matrix each.
+    fn decoded_at_once(&self, three: &[Linear; 3], running: u64) -> Held {
+        let largest = three.iter().filter(|l| l.nf4).map(Linear::weight).max().unwrap_or(0);
+        self.ops.tensor(Component::InFlight, running * largest)
+    }
+
+    /// `Mixture::backward`.
     fn mixture_backward(
         &self,
         router: &Linear,
@@ -359,22 +380,56 @@ impl Sim<'_> {
         top_k: u64,
         s: FfnSaved,
     ) -> Held {
-        let t = self.t.tokens;
-        let each = (t * top_k).div_ceil(router.o.max(1));
-        let _d_out = self.ops.tensor(Workspace, t * top_k * self.d);
-        let _d_rows = self.ops.tensor(Workspace, t * top_k * self.d);
-        let none = LinearSaved::default();
-        for ([gate, up, down], _) in experts {
-            let _h = self.ops.tensor(Workspace, each * gate.o);
-            let _dh = self.linear_backward(down, each, &none, None);
-            let (_dg, _du) = self.ops.swiglu_backward(each * gate.o);
-            let dx = self.linear_backward(gate, each, &none, None);
-            let _dx = self.linear_backward(up, each, &none, Some(dx));
+        let FfnSaved::Experts { x, rows: gathered, kept, out, routes } = s else {
+            return self.ops.tensor(Workspace, self.t.tokens * self.d);
+        };
+        let (t, e, d, ops) = (self.t.tokens, router.o.max(1), self.d, self.ops);
+        let rows = t * top_k;
+        let _d_gates = ops.f32(Workspace, rows);
+        drop(out);
+        let side = self.at_once(e);
+        let running = side.unwrap_or(1);
+        let each = rows.div_ceil(e);
+        let (mut parts, mut collected) = (Vec::new(), Vec::new());
+        let mut kept = kept.into_iter();
+        for (three, count) in experts {
+            let [gate, up, down] = three;
+            let (n, width) = (rows * count / e, gate.o);
+            let again = if down.needs_input() { width } else { 0 };
+            let widen = if ops.machine.wide() { 0 } else { 3 * width };
+            // at the gradients of gate and up: the gates' rows, the inner product, three more of its size
+            let busy = running.min(*count) * each * (d + again + 3 * width);
+            let busy =
+                || (ops.tensor(Workspace, busy), ops.f32(Workspace, running.min(*count) * each * widen));
+            // what the first expert of these meets
+            let decoded = self.decoded_at_once(three, running);
+            drop(busy());
+            drop((kept.next(), kept.next()));
+            if side.is_some() {
+                // products wait with their operands until all experts are done
+                let down_waits = if down.needs_input() { d + width } else { 0 };
+                let waits = |l: &Linear| if l.needs_input() { width } else { 0 };
+                let inner: u64 = three.iter().map(|l| 2 * l.rank).sum();
+                collected.push(ops.tensor(Workspace, n * (down_waits + waits(gate) + waits(up) + inner)));
+            } else {
+                for l in three.iter().filter(|l| l.full) {
+                    ops.matmul_acc(l.o, each, l.i, true);
+                }
+            }
+            // and the last: all others have left theirs
+            parts.push(ops.tensor(Workspace, n * d));
+            drop((busy(), decoded));
         }
-        drop(s);
-        let dx = self.ops.tensor(Workspace, t * self.d);
-        let _d_logits = self.ops.f32(Workspace, t * router.o);
-        self.linear_backward(router, t, &none, Some(dx))
+        drop((gathered, collected));
+        let dx = self.combine(rows, Workspace);
+        let _d_logits = ops.f32(Workspace, t * e);
+        if router.full {
+            ops.matmul_acc(router.o, t, router.i, true);
+        }
+        let _own = ops.f32(Workspace, t * d);
+        let sum = ops.tensor(Workspace, t * d);
+        drop((dx, parts, x, routes));
+        sum
     }
 
     /// `Layer::forward`. What is saved counts as `c`.

@@ -17,12 +17,14 @@ const NF4_NESTED: u64 = 256;
 const MOMENT_BLOCK: u64 = 256;
 /// Rank of GaLore's projection.
 const GALORE_RANK: u64 = 128;
+/// Bytes that a thread of `store::convert` reads at a time.
+const READ_PIECE: u64 = 4 << 20;
 /// What the driver takes for a context, with cuBLAS and its workspace.
 const CUDA_CONTEXT: u64 = 600 << 20;
 /// What a process of `ft` holds beside tensors: code, tokenizer, threads.
 const PROCESS: u64 = 128 << 20;
 /// Rows of logits that the check at the end compares, and bytes a logit of it.
-pub const PROBE: (u64, u64) = (crate::train::step::PROBE_ROWS as u64, 40);
+pub const PROBE: (u64, u64) = (crate::train::output::SAMPLE as u64, 40);
 
 /// Bytes that do not depend on the micro-batch.
 #[derive(Clone, Debug, Default)]
@@ -161,7 +163,9 @@ impl Statics {
             out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
             loaded += bytes + constants;
         }
-        out.load_transient = if ranks.data == 1 { high.saturating_sub(loaded) } else { 0 };
+        // files are read and converted a piece at a time, on every thread
+        let pieces = machine.threads * READ_PIECE;
+        out.load_transient = if ranks.data == 1 { (high + pieces).saturating_sub(loaded) } else { 0 };
 
         // what trains: buffers by unit, gaps between tensors included
         let by_name: HashMap<&str, &Module> = s.modules.iter().map(|(m, _)| (m.name.as_str(), m)).collect();
@@ -226,8 +230,11 @@ impl Statics {
         out.parameters = (parameters, count);
         let everything = s.everything_full();
         // a tensor read back, and its rounded copy
-        out.save_transient = (4 * largest + if machine.wide() { 0 } else { width * largest })
-            .max(PROBE.0 * PROBE.1 * vocab(s));
+        out.save_transient = (4 * largest
+            + if machine.wide() { 0 } else { width * largest }
+            + pieces
+            + 4 * PROBE.0 * vocab(s))
+        .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         out.host.push(("checkpoint_writer", if machine.cuda { 4 * largest } else { 1 << 20 }));
         out.disk.push(("checkpoints", (r.run.keep as u64 + 1) * 12 * count));

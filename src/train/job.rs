@@ -6,6 +6,7 @@ use crate::adapt::build::{Base, Build};
 use crate::adapt::{self, Params, Selection};
 use crate::data::{Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Want};
+use crate::kernel::cuda;
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Machine, Plan, Workload};
 use crate::recipe::{Device as DeviceName, Dtype, Recipe, Weights};
@@ -40,19 +41,9 @@ pub struct Job {
 pub fn device(name: DeviceName) -> Result<Device, Error> {
     match name {
         DeviceName::Cpu => Ok(Device::Cpu),
-        DeviceName::Cuda => cuda().map_err(Error::Device),
-        DeviceName::Auto => Ok(cuda().unwrap_or(Device::Cpu)),
+        DeviceName::Cuda => cuda::open(0).map_err(Error::Device),
+        DeviceName::Auto => Ok(cuda::open(0).unwrap_or(Device::Cpu)),
     }
-}
-
-#[cfg(feature = "cuda")]
-fn cuda() -> Result<Device, String> {
-    Device::new_cuda_with_stream(0).map_err(|e| format!("no usable CUDA device: {e}"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda() -> Result<Device, String> {
-    Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
 }
 
 impl Job {

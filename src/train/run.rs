@@ -161,7 +161,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     }
     r.sample(total as u64)?;
     r.progress.finish();
-    let probe = Micro::collate(&data, &[0]);
+    let probe = output::sample(&Micro::collate(&data, &[0]));
     let result = output::write(&job, &decoder, &params, &dir, &probe)?;
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {

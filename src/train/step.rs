@@ -126,15 +126,8 @@ pub fn evaluate(
     Ok((sum / targets.max(1) as f64, targets))
 }
 
-/// Tokens whose logits [`probe`] gives: enough to see a difference, few enough to hold whole rows of logits.
-pub const PROBE_ROWS: usize = 16;
-
-/// A probe of a model's logits: those of the micro-batch's last [`PROBE_ROWS`] tokens, which depend on all
-/// tokens of their document.
+/// A probe of a model's logits: every token of the micro-batch [t, v].
 pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Tensor> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    let x = Walk::new(decoder, None, 0).hidden(&batch)?;
-    let rows = PROBE_ROWS.min(batch.tokens);
-    let last = x.narrow(0, batch.tokens - rows, rows)?.contiguous()?;
-    Ok(decoder.head.logits(&last, &batch.context)?)
+    Ok(Walk::new(decoder, None, 0).logits(&batch)?)
 }

@@ -4,7 +4,7 @@ use super::Job;
 use crate::error::Error;
 use crate::hub;
 use crate::log::memory;
-use crate::plan::{self, Plan, report};
+use crate::plan::{self, Component, Plan, report};
 use crate::recipe::{Recipe, Weights};
 use candle_core::Device;
 use serde_json::{Value, json};
@@ -117,7 +117,12 @@ impl<'a> Watch<'a> {
 
     /// A warning when plan and measurement are too far apart.
     pub fn verdict(&self) -> Option<String> {
-        let (planned, measured) = (self.plan.total(), self.peak);
+        // a device's pool does not hold the driver's context, and its slack is what is measured
+        let unseen = match self.device.is_cpu() {
+            true => 0,
+            false => [Component::Context, Component::Slack].map(|c| self.plan.peak.bytes.get(c)).iter().sum(),
+        };
+        let (planned, measured) = (self.plan.total() - unseen, self.peak);
         let apart = planned.abs_diff(measured);
         (measured > 0 && apart > SMALL && apart as f64 > APART * planned as f64).then(|| {
             format!(

@@ -36,7 +36,7 @@ impl<'a> Reader<'a> {
         self.past == 0
     }
 
-    /// Reads tokens and gives the logits after the last, [v] in f32.
+    /// Reads tokens and gives the logits after the last, `[v]` in f32.
     ///
     /// # Errors
     /// No tokens; a tensor operation that fails.

@@ -137,9 +137,9 @@ impl Rows {
 
     fn document(&mut self, ids: &[i64], labels: &[i64], at: usize) {
         let base = self.ids.len();
-        for i in 1..ids.len() {
-            if labels[i] >= 0 {
-                self.targets.push(((base + i - 1) as u32, labels[i] as u32));
+        for (i, label) in labels.iter().enumerate().skip(1) {
+            if *label >= 0 {
+                self.targets.push(((base + i - 1) as u32, *label as u32));
             }
         }
         self.ids.extend(ids.iter().map(|i| *i as u32));

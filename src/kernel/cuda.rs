@@ -1,0 +1,74 @@
+//! CUDA devices: opened with a stream of their own, memory kept by the driver's pool, and how much of it is used.
+
+use candle_core::Device;
+
+/// Opens a CUDA device.
+///
+/// The driver's memory pool keeps what is freed: with its default threshold of 0 every wait for the device
+/// would give all free memory back to the system and the next step would ask for it again.
+///
+/// # Errors
+/// Why there is no usable device, in words.
+#[cfg(feature = "cuda")]
+pub fn open(ordinal: usize) -> Result<Device, String> {
+    let device = Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
+    pool::keep(&device)?;
+    Ok(device)
+}
+
+/// Opens a CUDA device: this build has none.
+///
+/// # Errors
+/// Always.
+#[cfg(not(feature = "cuda"))]
+pub fn open(_ordinal: usize) -> Result<Device, String> {
+    Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
+}
+
+/// Bytes of the pool that are in use, and the most that ever were; `None` for other devices.
+#[cfg(feature = "cuda")]
+pub fn pool_bytes(device: &Device) -> Option<(u64, u64)> {
+    pool::used(device)
+}
+
+/// Bytes of the pool that are in use: this build has none.
+#[cfg(not(feature = "cuda"))]
+pub fn pool_bytes(_device: &Device) -> Option<(u64, u64)> {
+    None
+}
+
+#[cfg(feature = "cuda")]
+mod pool {
+    use candle_core::Device;
+    use candle_core::cuda_backend::cudarc::driver::{result, sys};
+    use std::ffi::c_void;
+
+    fn handle(device: &Device) -> Result<sys::CUmemoryPool, String> {
+        let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
+        let ordinal = cuda.cuda_stream().context().cu_device();
+        // SAFETY: the device is one that candle opened, so its context is alive.
+        unsafe { result::device::get_default_mem_pool(ordinal) }.map_err(|e| format!("memory pool: {e}"))
+    }
+
+    pub fn keep(device: &Device) -> Result<(), String> {
+        let mut threshold = u64::MAX;
+        let at = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the attribute is a 64-bit number, and the pointer is to one.
+        unsafe { result::mem_pool::set_attribute(handle(device)?, at, (&raw mut threshold).cast::<c_void>()) }
+            .map_err(|e| format!("memory pool: {e}"))
+    }
+
+    pub fn used(device: &Device) -> Option<(u64, u64)> {
+        let pool = handle(device).ok()?;
+        let read = |at| {
+            let mut bytes = 0u64;
+            // SAFETY: the attribute is a 64-bit number, and the pointer is to one.
+            unsafe { result::mem_pool::get_attribute(pool, at, (&raw mut bytes).cast::<c_void>()) }.ok()?;
+            Some(bytes)
+        };
+        Some((
+            read(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            read(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+        ))
+    }
+}
