@@ -7,7 +7,7 @@
 //!
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary.
 //!
-//! This module is the only one with `unsafe`.
+//! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
 pub mod cpu;
