@@ -105,7 +105,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             );
         }
     }
-    if let Some((n, t)) = first(divisors_below(r.run.micro_rows, r), budget, |n| {
+    if let Some((n, t)) = first(divisors_below(r.run.micro_rows), budget, |n| {
         let mut c = r.clone();
         c.run.micro_rows = n;
         total(&c)
@@ -145,9 +145,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             add(vec!["model.quantize=nf4".into()], "model.quantize = \"nf4\"".into(), cost, t);
         }
     }
-    if plan.machine.cuda || plan.machine.width == 2 {
-        // already half precision
-    } else if r.model.dtype.is_none() || r.model.dtype == Some(recipe::Dtype::F32) {
+    if !plan.machine.cuda && plan.machine.wide() {
         let mut c = r.clone();
         c.model.dtype = Some(recipe::Dtype::Bf16);
         let t = with_machine(i, &c, Machine { width: 2, ..i.machine });
@@ -233,7 +231,7 @@ fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
 }
 
 /// Numbers below `n` that divide it, the largest first: a batch that divides by `n` divides by them too.
-fn divisors_below(n: usize, _: &Recipe) -> Vec<usize> {
+fn divisors_below(n: usize) -> Vec<usize> {
     (1..n.min(1 << 12)).rev().filter(|d| n.is_multiple_of(*d)).take(8).collect()
 }
 

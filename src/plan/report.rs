@@ -169,7 +169,7 @@ impl Plan {
     pub fn out_of_memory(&self, free: Option<u64>) -> super::Error {
         let bytes_of = &self.peak.bytes;
         let mut parts: Vec<_> = bytes_of.iter().collect();
-        parts.sort_by(|a, b| b.1.cmp(&a.1));
+        parts.sort_by_key(|(_, b)| std::cmp::Reverse(*b));
         let mut s = format!(
             "out of memory; the plan had said {} at the fullest, in {}",
             bytes(self.total()),

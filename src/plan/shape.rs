@@ -211,17 +211,18 @@ impl Shape {
         let part = |n: &mut u64| *n = n.div_ceil(tensor);
         let three = |e: &mut [Linear; 3]| {
             let [gate, up, down] = e;
-            (part(&mut gate.o), part(&mut up.o), part(&mut down.i));
+            [&mut gate.o, &mut up.o, &mut down.i].into_iter().for_each(part);
         };
         for l in &mut self.layers {
             let [q, k, v, o] = &mut l.attention;
-            (part(&mut q.o), part(&mut k.o), part(&mut v.o), part(&mut o.i));
+            [&mut q.o, &mut k.o, &mut v.o, &mut o.i].into_iter().for_each(part);
             match &mut l.ffn {
                 Ffn::Dense(e) => three(e),
                 Ffn::Experts { experts, .. } => experts.iter_mut().for_each(|(e, _)| three(e)),
             }
         }
-        (part(&mut self.heads), part(&mut self.kv_heads), part(&mut self.vocab), part(&mut self.head.o));
+        let rest = [&mut self.heads, &mut self.kv_heads, &mut self.vocab, &mut self.head.o];
+        rest.into_iter().for_each(part);
     }
 
     /// Units of the walk: embedding, layers, head.

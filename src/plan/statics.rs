@@ -7,7 +7,7 @@ use crate::adapt::params::layout;
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Module};
-use crate::recipe::{Offload, OptimizerName, Recipe};
+use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
 use std::collections::HashMap;
 
 /// Values in a block of NF4, and blocks in a block of its scales.
@@ -152,9 +152,8 @@ impl Statics {
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
             let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
             let (bytes, constants) = if is_quantized(m, r.model.quantize) { nf4(n) } else { (width * n, 0) };
-            if is_quantized(m, r.model.quantize) {
-                high = high.max(loaded + 4 * n + bytes);
-            } else if !machine.wide() && r.model.weights == crate::recipe::Weights::Random {
+            let made_in_f32 = !machine.wide() && r.model.weights == Weights::Random;
+            if made_in_f32 || is_quantized(m, r.model.quantize) {
                 high = high.max(loaded + 4 * n + bytes);
             }
             let bytes = bytes + width * bias + rows;
