@@ -131,7 +131,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         for x in c.train.iter_mut().filter(|x| x.method == Method::Lora) {
             x.spec.rank = x.spec.rank.min(n);
         }
-        total(&c)
+        with_rules(i, &c)
     }) {
         let set = rules(r, Method::Lora).map(|k| format!("train.{k}.rank={n}")).collect();
         add(set, format!("rank {rank} -> {n}"), "; an adapter that can say less", t);
@@ -148,7 +148,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     if !plan.machine.cuda && plan.machine.wide() {
         let mut c = r.clone();
         c.model.dtype = Some(recipe::Dtype::Bf16);
-        let t = with_machine(i, &c, Machine { width: 2, ..i.machine });
+        let t = changed(i, &c, Machine { width: 2, ..i.machine }, i.selection);
         if t <= budget {
             add(
                 vec!["model.dtype=bf16".into()],
@@ -206,7 +206,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             x.method = Method::Lora;
             x.modules.retain(|m| m != "norms");
         }
-        let t = total(&c);
+        let t = with_rules(i, &c);
         if t <= budget {
             let change = "method \"full\" -> \"lora\" (without norms)".to_string();
             let set = rules(r, Method::Full).map(|k| format!("train.{k}.method=lora")).collect();
@@ -240,24 +240,24 @@ fn first(values: Vec<usize>, budget: u64, total: impl Fn(usize) -> u64) -> Optio
     values.into_iter().map(|n| (n, total(n))).find(|(_, t)| *t <= budget)
 }
 
+/// Bytes that a recipe with other settings and the same rules would take.
 fn with(i: &Inputs<'_>, r: &Recipe) -> u64 {
-    with_machine(i, r, i.machine)
+    changed(i, r, i.machine, i.selection)
 }
 
-/// Bytes that a changed recipe would take; as much as there is where it cannot be.
-fn with_machine(i: &Inputs<'_>, r: &Recipe, machine: Machine) -> u64 {
-    let Ok(selection) = Selection::from_rules(i.config, &r.train) else { return u64::MAX };
-    let selection = if r.train.is_empty() { i.selection.clone() } else { selection };
-    let workload =
-        if r.data.max_length == i.recipe.data.max_length && r.run.micro_rows == i.recipe.run.micro_rows {
-            i.workload
-        } else {
-            Workload::of_recipe(r)
-        };
-    let inputs =
-        Inputs { recipe: r, config: i.config, selection: &selection, machine, workload, budget: i.budget };
-    let p = Prepared::new(&inputs);
-    recompute(&p, r.memory.recompute, i.budget).peak.bytes.total()
+/// Bytes that a recipe with other rules would take; more than there can be where they choose nothing.
+fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
+    match Selection::from_rules(i.config, &r.train) {
+        Ok(s) => changed(i, r, i.machine, &s),
+        Err(_) => u64::MAX,
+    }
+}
+
+fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
+    let same = r.data.max_length == i.recipe.data.max_length && r.run.micro_rows == i.recipe.run.micro_rows;
+    let workload = if same { i.workload } else { Workload::of_recipe(r) };
+    let inputs = Inputs { recipe: r, config: i.config, selection, machine, workload, budget: i.budget };
+    recompute(&Prepared::new(&inputs), r.memory.recompute, i.budget).peak.bytes.total()
 }
 
 /// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.
