@@ -43,7 +43,7 @@
 //! | a dataset shape | one file in [`data`] and one arm |
 //! | something around a layer | a [`walk::Around`] |
 //! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
-//! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/it` compares the two |
+//! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/cli/plan.rs` compares the two |
 //! | a recipe key | one line in [`recipe::keys`], one field in its type |
 
 pub mod adapt;

@@ -52,6 +52,20 @@ impl Build<'_> {
     /// # Errors
     /// Tensors that are missing, unexpected or of another shape, all named; an adapter that does not fit.
     pub fn run(&self) -> crate::Result<(Decoder, Params)> {
+        let mut loader = self.loader()?;
+        let decoder = Decoder::build(self.config, &mut loader)?;
+        Ok((decoder, loader.params))
+    }
+
+    /// Logits of a few tokens of one document, [t, v] in f32, with one layer in memory at a time.
+    ///
+    /// # Errors
+    /// As [`Build::run`].
+    pub fn logits(&self, ids: &[u32]) -> crate::Result<Tensor> {
+        Decoder::logits_by_layer(self.config, &mut self.loader()?, ids, self.device)
+    }
+
+    fn loader(&self) -> crate::Result<Loader<'_>> {
         if let Base::Files(files) = &self.base {
             check_tensors(self.config, files)?;
         }
@@ -63,14 +77,13 @@ impl Build<'_> {
             self.train,
         )?;
         if let Some(a) = self.adapter {
-            a.check_against(self.selection, &params)?;
+            a.check_against(self.selection, &params.tensors)?;
         }
         let mut loader = Loader { b: self, params, streams: HashMap::new() };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
             loader.streams.insert(m.name.clone(), i as u64 + 1);
         }
-        let decoder = Decoder::build(self.config, &mut loader)?;
-        Ok((decoder, loader.params))
+        Ok(loader)
     }
 }
 
@@ -224,6 +237,14 @@ impl Weights for Loader<'_> {
             stream: self.streams.get(&m.name).copied().unwrap_or(0),
             dora: None,
         };
+        if !spec.dora
+            && let Some(adapter) = self.b.adapter
+        {
+            // PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, and these must
+            // be such that they change nothing
+            let norms = || lora.norms(weight, &weight.row_squares()?);
+            adapter.check_neutral(m, &norms)?;
+        }
         if let Some(i) = self.part(m, Part::Magnitude) {
             let row_squares = weight.row_squares()?;
             let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();

@@ -2,12 +2,14 @@
 
 pub mod adapter;
 pub mod build;
+pub mod merge;
 pub mod params;
 pub mod peft;
 pub mod selection;
 #[cfg(test)]
 mod tests;
 
+pub use adapter::Adapter;
 pub use params::Params;
 pub use selection::{Choice, Selection, Trained};
 
@@ -40,6 +42,14 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
+    /// A base that cannot take the adapter in.
+    #[error("{dir}: {why}")]
+    Merge {
+        /// The base's folder.
+        dir: String,
+        /// What is wrong.
+        why: String,
+    },
     /// A model's tensors do not fit its config.
     #[error("{dir}: {why}")]
     Tensors {
@@ -55,7 +65,7 @@ impl Error {
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Error::Rule { .. } | Error::Nothing { .. } => ExitCode::Usage,
-            Error::Peft { .. } | Error::Tensors { .. } => ExitCode::Model,
+            Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }
 }

@@ -145,6 +145,12 @@ impl PeftConfig {
         Ok(c)
     }
 
+    /// The base that the adapter was trained on, and its revision on the hub.
+    pub fn base(&self) -> Option<(&str, Option<&str>)> {
+        let text = |key| self.get(key).and_then(Value::as_str).filter(|s| !s.is_empty());
+        Some((text("base_model_name_or_path")?, text("revision")))
+    }
+
     fn get(&self, key: &str) -> Option<&Value> {
         self.raw.get(key).filter(|v| !v.is_null())
     }

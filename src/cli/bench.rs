@@ -1,9 +1,9 @@
 //! `ft bench`
 
 use super::RecipeArgs;
-use crate::recipe::{Error as RecipeError, Recipe};
+use crate::log::tell;
+use crate::recipe::Recipe;
 use crate::train::bench;
-use std::io::Write;
 
 /// Arguments of `ft bench`.
 #[derive(Debug, clap::Args)]
@@ -23,12 +23,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let measured = bench::run(recipe, args.steps as usize)?;
     if let Some(path) = &measured.kept {
-        eprintln!("the rate is kept in {} for plans", path.display());
+        tell(&format!("the rate is kept in {} for plans", path.display()));
     }
-    let mut out = std::io::stdout().lock();
-    let printed = match args.json {
-        true => writeln!(out, "{:#}", measured.json),
-        false => out.write_all(measured.text.as_bytes()),
-    };
-    Ok(RecipeError::of_print(printed)?)
+    super::print(&if args.json { format!("{:#}\n", measured.json) } else { measured.text })
 }

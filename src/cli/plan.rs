@@ -2,9 +2,8 @@
 
 use super::RecipeArgs;
 use crate::plan::{self, Plan, rates};
-use crate::recipe::{Device, Error as RecipeError, Recipe};
+use crate::recipe::{Device, Recipe};
 use crate::train::job;
-use std::io::Write;
 
 /// Arguments of `ft plan`.
 #[derive(Debug, clap::Args)]
@@ -30,20 +29,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
     notes.extend(disk_note(&recipe, &plan));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;
-    let mut out = std::io::stdout().lock();
-    let printed = if args.json {
-        writeln!(out, "{:#}", plan.json(ranks, range))
+    super::print(&if args.json {
+        format!("{:#}\n", plan.json(ranks, range))
     } else {
-        write!(
-            out,
-            "{}: {} ({})\n{}",
-            recipe.name,
-            recipe.model.source,
-            found.from,
-            plan.text(ranks, range, &notes)
-        )
-    };
-    RecipeError::of_print(printed)?;
+        let text = plan.text(ranks, range, &notes);
+        format!("{}: {} ({})\n{text}", recipe.name, recipe.model.source, found.from)
+    })?;
     if plan.fits() { Ok(()) } else { Err(plan.refusal().into()) }
 }
 

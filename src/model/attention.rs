@@ -48,6 +48,18 @@ pub struct Cache {
     kv: Option<(Tensor, Tensor)>,
 }
 
+impl Cache {
+    /// Forgets all but the first `n` tokens.
+    pub fn truncate(&mut self, n: usize) -> Result<()> {
+        self.kv = match self.kv.take() {
+            Some((k, v)) if n > 0 && n < k.dim(0)? => Some((k.narrow(0, 0, n)?, v.narrow(0, 0, n)?)),
+            Some(kv) if n > 0 => Some(kv),
+            _ => None,
+        };
+        Ok(())
+    }
+}
+
 impl Attention {
     fn scale(&self) -> f64 {
         1.0 / (self.head_dim as f64).sqrt()

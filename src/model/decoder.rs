@@ -147,25 +147,33 @@ pub struct Decoder {
 impl Decoder {
     /// Builds a model, asking `weights` for one tensor after the other in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> crate::Result<Self> {
-        let by_name: HashMap<String, Module> =
-            modules(config).into_iter().map(|m| (m.name.clone(), m)).collect();
-        let mut b = Builder { by_name, weights, eps: config.eps };
+        let mut b = Builder::new(config, weights);
         let (embedding, table) = b.embedding()?;
         let mut layers = Vec::with_capacity(config.layers);
         for l in 0..config.layers {
             layers.push(b.layer(config, l)?);
         }
-        let norm = b.norm("model.norm")?;
-        let linear = if config.tied {
-            let m = b.module("lm_head")?;
-            let weight = Weight::Dense(table.0);
-            let lora = b.weights.lora(&m, &weight)?;
-            Linear { weight, bias: None, weight_slot: table.1, bias_slot: None, lora }
-        } else {
-            b.linear("lm_head")?
-        };
-        let head = Head { norm, linear, vocab: config.vocab };
+        let head = b.head(config, Some(table))?;
         Ok(Self { config: config.clone(), embedding, layers, head })
+    }
+
+    /// Logits of a few tokens of one document, [t, v] in f32, with one layer of the model in memory at a time:
+    /// to compare models that need not fit.
+    pub fn logits_by_layer(
+        config: &Config,
+        weights: &mut dyn Weights,
+        ids: &[u32],
+        device: &Device,
+    ) -> crate::Result<Tensor> {
+        let positions: Vec<u32> = (0..ids.len() as u32).collect();
+        let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[] };
+        let batch = Batch::new(config, host, (0, 0), None, device)?;
+        let mut b = Builder::new(config, weights);
+        let mut x_td = b.embedding()?.0.forward(&batch.ids)?;
+        for l in 0..config.layers {
+            x_td = b.layer(config, l)?.forward(&x_td, &batch.context, None)?.0;
+        }
+        Ok(b.head(config, None)?.logits(&x_td, &batch.context)?)
     }
 }
 
@@ -196,7 +204,33 @@ struct Builder<'a> {
     eps: f64,
 }
 
-impl Builder<'_> {
+/// The embedding's table, and where its gradient goes.
+type Table = (Tensor, Option<Slot>);
+
+impl<'a> Builder<'a> {
+    fn new(config: &Config, weights: &'a mut dyn Weights) -> Self {
+        let by_name = modules(config).into_iter().map(|m| (m.name.clone(), m)).collect();
+        Self { by_name, weights, eps: config.eps }
+    }
+
+    /// Final norm and head; a tied one is `table`, which is loaded again if it is not given.
+    fn head(&mut self, config: &Config, table: Option<Table>) -> crate::Result<Head> {
+        let norm = self.norm("model.norm")?;
+        let linear = if config.tied {
+            let (table, weight_slot) = match table {
+                Some(table) => table,
+                None => self.embedding()?.1,
+            };
+            let m = self.module("lm_head")?;
+            let weight = Weight::Dense(table);
+            let lora = self.weights.lora(&m, &weight)?;
+            Linear { weight, bias: None, weight_slot, bias_slot: None, lora }
+        } else {
+            self.linear("lm_head")?
+        };
+        Ok(Head { norm, linear, vocab: config.vocab })
+    }
+
     fn module(&self, name: &str) -> crate::Result<Module> {
         match self.by_name.get(name) {
             Some(m) => Ok(m.clone()),
@@ -204,7 +238,7 @@ impl Builder<'_> {
         }
     }
 
-    fn embedding(&mut self) -> crate::Result<(Embedding, (Tensor, Option<Slot>))> {
+    fn embedding(&mut self) -> crate::Result<(Embedding, Table)> {
         let m = self.module("model.embed_tokens")?;
         let (table, slot) = self.weights.weight(&m)?;
         let lora = self.weights.embedding_lora(&m)?;

@@ -1,6 +1,6 @@
 //! The layer's forward and backward as allocations: `model/{linear,attention,mlp,layer}.rs`, line by line.
 //!
-//! A change of what lives how long there has its counterpart here; `tests/it` compares the two on real runs.
+//! A change of what lives how long there has its counterpart here; `tests/cli/plan.rs` compares the two on real runs.
 
 use super::ledger::{Component, Held};
 use super::ops::{Attend, Ops};

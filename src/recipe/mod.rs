@@ -116,6 +116,13 @@ impl Error {
     }
 }
 
+/// The VALUE of a `KEY=VALUE` outside of recipes: TOML, or else a string.
+pub fn loose_value(text: &str) -> serde_json::Value {
+    let table = toml::from_str::<toml::Table>(&format!("v = {text}")).ok().filter(|t| t.len() == 1);
+    let value = table.and_then(|mut t| t.remove("v")).and_then(|v| serde_json::to_value(v).ok());
+    value.unwrap_or_else(|| text.into())
+}
+
 impl Recipe {
     /// Reads the recipe at `path`, puts the `KEY=VALUE` strings of `overrides` over it, and checks it.
     ///

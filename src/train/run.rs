@@ -4,12 +4,12 @@ use super::identity::identity;
 use super::state::{self, State};
 use super::step::{Setup, evaluate, train_step};
 use super::watch::{self, Watch};
-use super::{Error, Job, Stepped, output};
+use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
-use crate::data::{Batches, Dataset, Micro};
+use crate::data::{Dataset, Micro};
 use crate::error::ExitCode;
 use crate::hub::Want;
-use crate::log::{Metrics, Progress, Told, bytes_bar, memory};
+use crate::log::{Metrics, Progress, Told, bytes_bar, memory, tell, warn};
 use crate::model::modules;
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::Workload;
@@ -64,17 +64,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let job = Job::open(recipe, Want::Weights, true)?;
     let data = job.train_data()?;
     let eval = job.eval_data()?;
-    let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
+    let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
-    if total == 0 {
-        return Err(Error::Usage(format!(
-            "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
-            job.recipe.place("run.batch_rows"),
-            data.rows.len(),
-            job.recipe.run.batch_rows
-        ))
-        .into());
-    }
     std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
     let _lock = RunLock::take(&dir)?;
     if options.overwrite {
@@ -84,7 +75,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let mut checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
     for w in newest.iter().flat_map(|c| &c.warnings) {
-        eprintln!("warning: {w}");
+        warn(w);
     }
     let mut done = 0;
     if let Some(c) = &newest {
@@ -98,9 +89,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         if done >= total as u64 && ended(&dir) && result.is_dir() {
             return Ok(Outcome::Already { result });
         }
-        eprintln!("going on from {} (step {done} of {total})", c.path.display());
+        tell(&format!("going on from {} (step {done} of {total})", c.path.display()));
     } else if options.resume {
-        eprintln!("no checkpoint in {} yet: starting from the beginning", dir.display());
+        tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
 
     let plan = job.plan(Workload::of_data(&job.recipe, &data, eval.as_ref()));
@@ -316,14 +307,14 @@ impl Running<'_> {
             let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
             let ids = tokenizer.encode(&text)?;
             let mut sampler = generate::greedy();
+            let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
             let reply = generate::reply(
-                self.setup.decoder,
+                &mut reader,
                 tokenizer,
                 &ids,
                 generate::SAMPLE_TOKENS,
                 &mut sampler,
-                &job.device,
-                &mut |_| {},
+                &mut |_| true,
             )?;
             let event = json!({"event": "sample", "step": step, "prompt": prompt, "reply": reply});
             self.metrics.write(&event)?;

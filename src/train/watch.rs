@@ -3,7 +3,7 @@
 use super::Job;
 use crate::error::Error;
 use crate::hub;
-use crate::log::memory;
+use crate::log::{memory, warn};
 use crate::plan::{self, Component, Plan, report};
 use crate::recipe::{Recipe, Weights};
 use candle_core::Device;
@@ -49,7 +49,7 @@ pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
         return Err(plan.refusal().into());
     }
     if !plan.fits() {
-        eprintln!("warning: {}", plan.refusal());
+        warn(&plan.refusal().to_string());
     }
     Ok(())
 }

@@ -349,7 +349,10 @@ fn cached_generation_is_the_whole_sequence() -> Result<()> {
         let host = HostBatch { ids: &ids, positions: &positions, docs: &[11], targets: &[] };
         let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
         let mut reader = super::generate::Reader::new(&d, CPU);
-        reader.read(&ids[..7])?;
+        // another document first, of which only the beginning stays
+        reader.read_document(&[&ids[..5], &[9, 9, 9]].concat())?;
+        reader.read_document(&ids[..7])?;
+        assert_eq!(reader.len(), 7);
         for (i, id) in ids.iter().enumerate().skip(7) {
             let step = values(&reader.read(&[*id])?);
             let apart = distance(&step, &values(&whole.get(i)?));

@@ -1,3 +1,0 @@
-//! The binary from outside.
-
-mod plan;
