@@ -79,9 +79,12 @@ impl Build<'_> {
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
         }
-        let mut loader = Loader { b: self, params, streams: HashMap::new() };
+        let mut loader = Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new() };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
-            loader.streams.insert(m.name.clone(), i as u64 + 1);
+            loader.numbers.insert(m.name.clone(), i);
+        }
+        for (i, t) in loader.params.tensors.iter().enumerate() {
+            loader.tensors.insert((t.module.clone(), t.part), i);
         }
         Ok(loader)
     }
@@ -131,8 +134,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
 struct Loader<'a> {
     b: &'a Build<'a>,
     params: Params,
-    /// Number of each module: its stream of random numbers.
-    streams: HashMap<String, u64>,
+    /// Number of each module.
+    numbers: HashMap<String, usize>,
+    /// Index of each trained tensor: a model may have tens of thousands.
+    tensors: HashMap<(String, Part), usize>,
 }
 
 impl Loader<'_> {
@@ -141,11 +146,20 @@ impl Loader<'_> {
             (Purpose::Weights, Base::Random(seed)) => *seed,
             _ => self.b.seed,
         };
-        Stream::new(seed, purpose, part, self.streams.get(&m.name).copied().unwrap_or(0))
+        Stream::new(seed, purpose, part, self.number(m))
+    }
+
+    /// A module's stream of random numbers.
+    fn number(&self, m: &Module) -> u64 {
+        self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.params.find(&format!("{}.{}", m.name, part_name(m, part)))
+        self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
     fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
@@ -224,7 +238,7 @@ impl Weights for Loader<'_> {
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let scale = peft::scale(&spec);
@@ -234,7 +248,7 @@ impl Weights for Loader<'_> {
             slots: self.slots(a, b),
             scale,
             dropout: spec.dropout,
-            stream: self.streams.get(&m.name).copied().unwrap_or(0),
+            stream: self.number(m),
             dora: None,
         };
         if !spec.dora
@@ -263,7 +277,7 @@ impl Weights for Loader<'_> {
     }
 
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);

@@ -2,6 +2,8 @@
 
 pub mod adapter;
 pub mod build;
+pub mod export;
+pub mod layout;
 pub mod merge;
 pub mod params;
 pub mod peft;

@@ -2,6 +2,7 @@
 
 use super::RecipeArgs;
 use crate::adapt::build::check_tensors;
+use crate::adapt::layout;
 use crate::adapt::{Adapter, Choice, Selection};
 use crate::data::{self, Dataset, Stats, Tokenizer};
 use crate::error::Error;
@@ -10,7 +11,6 @@ use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, parameters};
 use crate::recipe::{Recipe, Weights};
-use crate::store::TensorFiles;
 use crate::train::job;
 use candle_core::{DType, Device};
 use std::fmt::Write;
@@ -180,7 +180,7 @@ impl Check<'_> {
             outcome => self.keep(outcome),
         };
         let Some(model) = model else { return };
-        let Some(files) = self.keep(TensorFiles::open_model(&model.dir).map_err(Error::from)) else { return };
+        let Some(files) = self.keep(layout::open(config, &model.dir).map_err(Error::from)) else { return };
         self.keep(check_tensors(config, &files).map_err(Error::from));
         if let Some(adapter) = adapter {
             self.keep(adapter.check_base(&files, config.tied));

@@ -1,11 +1,12 @@
 //! `ft merge`: base and adapter as one model.
 
 use super::words;
+use crate::adapt::layout;
 use crate::adapt::{self, Adapter};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::recipe::Dtype;
-use crate::store::{self, TensorFiles};
+use crate::store;
 use crate::train::{job, merge::Merging, output::COMPANIONS};
 use candle_core::Device;
 use serde_json::Map;
@@ -41,7 +42,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let base = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = job::config(&base.dir, &Map::new())?;
     let selection = adapter.selection(&config)?;
-    let files = TensorFiles::open_model(&base.dir)?;
+    let files = layout::open(&config, &base.dir)?;
     let out = &args.out;
     make_room(out, &[&base.dir, &adapter.dir], args.overwrite)?;
 

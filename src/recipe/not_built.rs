@@ -24,8 +24,6 @@ use What::{Changed, Given, Word};
 const NOT_BUILT: &[(&str, What)] = &[
     ("model.dtype", Word("f16")),
     ("model.quantize", Word("nf4")),
-    ("router.aux_loss", Changed),
-    ("router.z_loss", Changed),
     ("data.train.*.weight", Changed),
     ("data.train.*.split", Given),
     ("data.train.*.config", Given),

@@ -29,6 +29,8 @@ pub const SHIPPED: &[Shipped] = shipped![
     "qwen2.5-7b-full",
     "llama-3.1-8b-lora",
     "llama-3.1-8b-full",
+    "mixtral-8x7b-router-only",
+    "mixtral-8x7b-6layers-2experts",
 ];
 
 impl Shipped {

@@ -10,7 +10,7 @@ use crate::optim::Optimizer;
 use crate::plan::{Workload, rates, report};
 use crate::recipe::{Recipe, Weights};
 use crate::rng::{Purpose, Stream};
-use crate::walk::{Part, Times};
+use crate::walk::{Part, RouterLosses, Times};
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -57,6 +57,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         micro_rows: r.run.micro_rows,
         recompute: plan.recompute,
         clip: r.run.clip,
+        router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept

@@ -3,7 +3,7 @@
 use super::Error;
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
-use crate::adapt::{self, Params, Selection};
+use crate::adapt::{self, Params, Selection, layout};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
@@ -89,14 +89,30 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
 pub fn config(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Config> {
     let config = Config::load(dir, overrides)?;
     let file = dir.join("config.json").display().to_string();
-    if config.moe.is_some() {
-        let why = format!("not built yet: {}", config.family.model_type);
-        return Err(crate::model::Error::Key { file, key: "model_type".into(), why }.into());
-    }
     for key in &config.unknown {
         warn(&format!("{file}: {key}: ft does not know this key and leaves it alone"));
     }
     Ok(config)
+}
+
+/// Refuses losses on the routers of a model that has none.
+///
+/// # Errors
+/// A coefficient that is not 0.
+pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    if config.moe.is_some() {
+        return Ok(());
+    }
+    for (key, value) in [("router.aux_loss", recipe.router.aux_loss), ("router.z_loss", recipe.router.z_loss)]
+    {
+        if value != 0.0 {
+            let (place, family) = (recipe.place(key), config.family.model_type);
+            return Err(Error::Usage(format!(
+                "{place}: {key} = {value}: {family} has no routers\n  hint: leave it out"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The tokenizer of a model's folder with the recipe's chat template; `None` where there is none.
@@ -179,6 +195,7 @@ impl Job {
         let dtype = dtype(recipe.model.dtype, &device);
         let model = model(&settings, &recipe, want, progress)?;
         let config = config(&model.dir, &recipe.model.overrides)?;
+        routers(&recipe, &config)?;
         let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
         let adapter = adapter(&settings, &recipe, progress)?;
         let selection = select(&recipe, &config, adapter.as_ref())?;
@@ -215,7 +232,7 @@ impl Job {
     pub fn weights(&self) -> crate::Result<Option<TensorFiles>> {
         match self.recipe.model.weights {
             Weights::Random => Ok(None),
-            Weights::Load => Ok(Some(TensorFiles::open_model(&self.model.dir)?)),
+            Weights::Load => Ok(Some(layout::open(&self.config, &self.model.dir)?)),
         }
     }
 

@@ -16,8 +16,8 @@ use crate::plan::Workload;
 use crate::recipe::Recipe;
 use crate::store::checkpoint::Checkpoints;
 use crate::store::{self, RunLock};
-use crate::walk::generate;
-use serde_json::json;
+use crate::walk::{self, Load, RouterLosses, generate};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -117,12 +117,14 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             micro_rows: job.recipe.run.micro_rows,
             recompute: plan.recompute,
             clip: job.recipe.run.clip,
+            router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },
         job: &job,
         eval: eval.as_ref(),
         metrics,
         progress: Progress::new(done, total as u64),
         watch,
+        load: (0, Load::default()),
     };
     r.start(&data, total, done, &identity)?;
 
@@ -137,6 +139,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         let count = step as u64 + 1;
         r.stepped(count, lr, &s, started.elapsed().as_secs_f64())?;
         let last = step + 1 == total;
+        r.loaded(count, &s.load, last)?;
         let due = |every: usize| last || (every > 0 && (step + 1) % every == 0);
         if due(job.recipe.run.eval_every) {
             r.evaluate(count)?;
@@ -223,6 +226,8 @@ struct Running<'a> {
     metrics: Metrics,
     progress: Progress,
     watch: Watch<'a>,
+    /// Load of the experts since it was last written, and over how many steps.
+    load: (u64, Load),
 }
 
 impl Running<'_> {
@@ -279,12 +284,35 @@ impl Running<'_> {
     fn stepped(&mut self, step: u64, lr: f64, s: &Stepped, seconds: f64) -> crate::Result<()> {
         self.watch.look();
         let rate = s.tokens as f64 / seconds;
-        self.metrics.write(&json!({
+        let mut line = json!({
             "event": "step", "step": step, "loss": s.loss, "grad_norm": s.grad_norm, "lr": lr,
             "tokens": s.tokens, "target_tokens": s.targets, "seconds": seconds, "tokens_per_second": rate,
             "peak_device_bytes": self.watch.peak(), "peak_host_bytes": memory::peak_host_bytes(),
-        }))?;
+        });
+        let (aux, z) = s.router_losses;
+        for (key, coefficient, value) in
+            [("aux_loss", self.setup.router.aux, aux), ("z_loss", self.setup.router.z, z)]
+        {
+            if coefficient != 0.0 {
+                line[key] = json!(value);
+            }
+        }
+        self.metrics.write(&line)?;
         self.progress.step(step, Told { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
+        Ok(())
+    }
+
+    /// Adds a step's load of the experts; every [`LOAD_EVERY`] steps and at the end it is written.
+    fn loaded(&mut self, step: u64, load: &Load, last: bool) -> crate::Result<()> {
+        if load.layers.is_empty() {
+            return Ok(());
+        }
+        self.load.0 += 1;
+        self.load.1.merge(load);
+        if step % LOAD_EVERY == 0 || last {
+            let (steps, load) = std::mem::take(&mut self.load);
+            self.metrics.write(&load_event(step, steps, &load))?;
+        }
         Ok(())
     }
 
@@ -322,6 +350,28 @@ impl Running<'_> {
         }
         Ok(())
     }
+}
+
+/// Steps between two lines that tell the load of all experts: with thousands of experts a line is long.
+const LOAD_EVERY: u64 = 10;
+
+/// How often each expert was chosen: `entropy` is 1 where all are chosen equally often and 0 where one is chosen
+/// always, `peak` the busiest expert's load over the even load, `dead` counts experts that no token chose.
+fn load_event(step: u64, steps: u64, load: &Load) -> Value {
+    let layers: Vec<Value> = load
+        .layers
+        .iter()
+        .map(|(layer, counts)| {
+            json!({
+                "layer": layer, "entropy": walk::entropy(counts), "peak": walk::peak(counts),
+                "dead": walk::dead(counts), "tokens": counts,
+            })
+        })
+        .collect();
+    json!({
+        "event": "experts", "step": step, "steps": steps, "entropy": load.entropy(), "peak": load.peak(),
+        "dead": load.dead(), "layers": layers,
+    })
 }
 
 fn millions(n: u64) -> String {
