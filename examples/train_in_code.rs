@@ -11,6 +11,7 @@ use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, evaluate, train_step};
+use ft::walk::RouterLosses;
 
 const RECIPE: &str = r#"
 [model]
@@ -50,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         micro_rows: job.recipe.run.micro_rows,
         recompute: plan.recompute,
         clip: job.recipe.run.clip,
+        router: RouterLosses::default(),
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {
