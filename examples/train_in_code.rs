@@ -11,6 +11,7 @@ use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, evaluate, train_step};
+use ft::walk::RouterLosses;
 
 const RECIPE: &str = r#"
 [model]
