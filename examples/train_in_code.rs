@@ -11,7 +11,6 @@ use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, evaluate, train_step};
-use ft::walk::RouterLosses;
 
 const RECIPE: &str = r#"
 [model]
