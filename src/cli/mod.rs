@@ -1,11 +1,13 @@
 //! The command line: one file a verb.
 
+pub mod bench;
 pub mod chat;
 pub mod check;
 pub mod data;
 pub mod eval;
 pub mod export;
 pub mod merge;
+pub mod plan;
 pub mod recipes;
 pub mod routes;
 pub mod run;
@@ -64,6 +66,10 @@ enum Verb {
     Routes(routes::Args),
     /// Write an adapter in the layout of another program
     Export(export::Args),
+    /// Measure speed and memory on made-up rows
+    Bench(bench::Args),
+    /// Say what a recipe would take, and whether it fits
+    Plan(plan::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -72,13 +78,9 @@ enum Verb {
     /// Print the JSON schema of recipes, for editors
     Schema,
     #[command(hide = true)]
-    Plan(Rest),
-    #[command(hide = true)]
     Push(Rest),
     #[command(hide = true)]
     Quantize(Rest),
-    #[command(hide = true)]
-    Bench(Rest),
     #[command(hide = true)]
     Report(Rest),
 }
@@ -103,12 +105,12 @@ pub fn main() -> ExitCode {
         Verb::Merge(args) => merge::run(&args),
         Verb::Routes(args) => routes::run(&args),
         Verb::Export(args) => export::run(&args),
+        Verb::Bench(args) => bench::run(&args),
+        Verb::Plan(args) => plan::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
-        Verb::Plan(_) => not_built("plan"),
         Verb::Push(_) => not_built("push"),
         Verb::Quantize(_) => not_built("quantize"),
-        Verb::Bench(_) => not_built("bench"),
         Verb::Report(_) => not_built("report"),
     };
     exit(outcome.err().as_slice())

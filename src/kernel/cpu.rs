@@ -170,7 +170,21 @@ pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
             return Ok(View::Borrowed(s, start, end, PhantomData));
         }
     }
+    if let Some(v) = widened(t) {
+        return Ok(View::Owned(v));
+    }
     Ok(View::Owned(t.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1()?))
+}
+
+/// The values of a contiguous half-precision tensor, in one copy instead of two.
+fn widened<T: Real>(t: &Tensor) -> Option<Vec<T>> {
+    let (s, l) = t.storage_and_layout();
+    let (start, end) = l.contiguous_offsets()?;
+    match &*s {
+        Storage::Cpu(CpuStorage::BF16(v)) => Some(v[start..end].iter().map(|x| T::of(x.to_f64())).collect()),
+        Storage::Cpu(CpuStorage::F16(v)) => Some(v[start..end].iter().map(|x| T::of(x.to_f64())).collect()),
+        _ => None,
+    }
 }
 
 /// A CPU tensor of `dtype` from values.

@@ -8,7 +8,7 @@
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
 //! `e` experts, `k` experts a token, `n` rows sorted by expert.
 //!
-//! This module is the only one with `unsafe`.
+//! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
 pub mod cpu;

@@ -91,14 +91,17 @@ impl Layer {
         sink: &Sink<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
-        let dn = match (&self.mlp, s.mlp) {
-            (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
-            (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
-                b.backward(s, dy, ctx, sink, balance)?
-            }
-            _ => candle_core::bail!("backward through another layer than forward"),
+        let d_mid = {
+            let dn = match (&self.mlp, s.mlp) {
+                (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
+                (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
+                    b.backward(s, dy, ctx, sink, balance)?
+                }
+                _ => candle_core::bail!("backward through another layer than forward"),
+            };
+            (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?
         };
-        let d_mid = (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?;
+        drop(s.mid);
         let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
         d_mid + self.attn_norm.backward(&s.x, &dn, sink)?
     }

@@ -33,7 +33,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("optimizer.name", Word("adamw8bit")),
     ("optimizer.name", Word("galore")),
     ("optimizer.in_backward", Changed),
-    ("memory.budget", Given),
     ("memory.offload", Changed),
     ("memory.pin", Changed),
     ("parallel.data", Changed),

@@ -9,7 +9,8 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
-use crate::recipe::{self, Device as DeviceName, Dtype, Recipe, Weights};
+use crate::plan::{self, Inputs, Machine, Plan, Workload};
+use crate::recipe::{Device as DeviceName, Dtype, Recipe, Weights};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -259,12 +260,20 @@ impl Job {
         .run()
     }
 
-    /// Layers to recompute, of those that backward walks through.
-    pub fn recompute(&self) -> usize {
-        match self.recipe.memory.recompute {
-            recipe::Recompute::Auto | recipe::Recompute::All => self.config.layers,
-            recipe::Recompute::None => 0,
-            recipe::Recompute::Layers(n) => n,
-        }
+    /// The plan of this job for a workload: it decides how many layers are recomputed.
+    pub fn plan(&self, workload: Workload) -> Plan {
+        let machine = Machine {
+            cuda: self.device.is_cuda(),
+            width: self.dtype.size_in_bytes() as u64,
+            threads: rayon::current_num_threads() as u64,
+        };
+        Plan::new(&Inputs {
+            recipe: &self.recipe,
+            config: &self.config,
+            selection: &self.selection,
+            machine,
+            workload,
+            budget: plan::budget(&self.recipe, machine),
+        })
     }
 }

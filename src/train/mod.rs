@@ -1,5 +1,6 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
+pub mod bench;
 mod guard;
 mod identity;
 pub mod job;
@@ -8,6 +9,7 @@ pub mod output;
 mod run;
 pub mod state;
 pub mod step;
+mod watch;
 
 pub use job::Job;
 pub use output::logits_apart;

@@ -3,6 +3,7 @@
 use super::identity::identity;
 use super::state::{self, State};
 use super::step::{Setup, evaluate, train_step};
+use super::watch::{self, Watch};
 use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::data::{Dataset, Micro};
@@ -11,6 +12,7 @@ use crate::hub::Want;
 use crate::log::{Metrics, Progress, Told, bytes_bar, memory, tell, warn};
 use crate::model::modules;
 use crate::optim::{Optimizer, Schedule};
+use crate::plan::Workload;
 use crate::recipe::Recipe;
 use crate::store::checkpoint::Checkpoints;
 use crate::store::{self, RunLock};
@@ -58,6 +60,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if has_checkpoints(&dir) && !options.resume && !options.overwrite {
         return Err(Error::Exists { dir: dir.display().to_string() }.into());
     }
+    watch::before_download(&recipe)?;
     let job = Job::open(recipe, Want::Weights, true)?;
     let data = job.train_data()?;
     let eval = job.eval_data()?;
@@ -91,6 +94,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
 
+    let plan = job.plan(Workload::of_data(&job.recipe, &data, eval.as_ref()));
+    watch::check(&job, &plan)?;
+    let watch = Watch::begin(&plan, &job.device);
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
@@ -109,7 +115,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             device: &job.device,
             seed: job.recipe.run.seed,
             micro_rows: job.recipe.run.micro_rows,
-            recompute: job.recompute(),
+            recompute: plan.recompute,
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },
@@ -117,7 +123,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         eval: eval.as_ref(),
         metrics,
         progress: Progress::new(done, total as u64),
-        peak_device: memory::device_bytes(&job.device),
+        watch,
         load: (0, Load::default()),
     };
     r.start(&data, total, done, &identity)?;
@@ -125,7 +131,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     for step in done as usize..total {
         let started = Instant::now();
         let lr = schedule.at(step);
-        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)?;
+        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)
+            .map_err(|e| r.watch.explain(e))?;
         if step == done as usize {
             check_reached(&params, &s)?;
         }
@@ -150,9 +157,13 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     r.progress.finish();
     let probe = output::sample(&Micro::collate(&data, &[0]));
     let result = output::write(&job, &decoder, &params, &dir, &probe)?;
+    r.watch.look();
+    if let Some(warning) = r.watch.verdict() {
+        r.progress.line(&warning);
+    }
     r.metrics.write(&json!({
         "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.peak_device,
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
     }))?;
     Ok(Outcome::Done { result })
 }
@@ -214,7 +225,7 @@ struct Running<'a> {
     eval: Option<&'a Dataset>,
     metrics: Metrics,
     progress: Progress,
-    peak_device: u64,
+    watch: Watch<'a>,
     /// Load of the experts since it was last written, and over how many steps.
     load: (u64, Load),
 }
@@ -244,7 +255,7 @@ impl Running<'_> {
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
             "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
-            "plan": {"recompute_layers": job.recompute().min(job.config.layers)},
+            "plan": self.watch.json(),
         });
         if done > 0 {
             line["step"] = json!(done);
@@ -260,6 +271,7 @@ impl Running<'_> {
             if job.device.is_cpu() { "CPU" } else { "CUDA" },
             format!("{:?}", job.dtype).to_lowercase(),
         ));
+        self.progress.line(&self.watch.line());
         if done == 0 {
             if job.recipe.run.eval_at_start {
                 self.evaluate(0)?;
@@ -270,12 +282,12 @@ impl Running<'_> {
     }
 
     fn stepped(&mut self, step: u64, lr: f64, s: &Stepped, seconds: f64) -> crate::Result<()> {
-        self.peak_device = self.peak_device.max(memory::device_bytes(&self.job.device));
+        self.watch.look();
         let rate = s.tokens as f64 / seconds;
         let mut line = json!({
             "event": "step", "step": step, "loss": s.loss, "grad_norm": s.grad_norm, "lr": lr,
             "tokens": s.tokens, "target_tokens": s.targets, "seconds": seconds, "tokens_per_second": rate,
-            "peak_device_bytes": self.peak_device, "peak_host_bytes": memory::peak_host_bytes(),
+            "peak_device_bytes": self.watch.peak(), "peak_host_bytes": memory::peak_host_bytes(),
         });
         let (aux, z) = s.router_losses;
         for (key, coefficient, value) in

@@ -8,7 +8,7 @@ use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer};
-use crate::walk::{Load, RouterLosses, Walk};
+use crate::walk::{Load, Part, RouterLosses, Times, Walk};
 use candle_core::{Device, Tensor};
 
 /// What stays the same over the steps of a run.
@@ -69,6 +69,21 @@ pub fn train_step(
     step: u64,
     lr: f64,
 ) -> crate::Result<Stepped> {
+    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+}
+
+/// As [`train_step`], adding the time of each part to `times`.
+///
+/// # Errors
+/// As [`train_step`].
+pub fn timed_step(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    lr: f64,
+    times: &mut Times,
+) -> crate::Result<Stepped> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
@@ -85,7 +100,7 @@ pub fn train_step(
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for m in &micros {
         let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
-        let mut walk = Walk::new(s.decoder, lowest, s.recompute).router_losses(router);
+        let mut walk = Walk::new(s.decoder, lowest, s.recompute).router_losses(router).timed(times);
         losses.extend(walk.train(&batch, scale, &sink)?);
         load.add(walk.routing());
         if router != RouterLosses::default() {
@@ -99,6 +114,7 @@ pub fn train_step(
     let total = loss + router_losses.0 + router_losses.1;
     guard::finite(s.params, step + 1, total, grad_norm, data, rows)?;
     s.optimizer.step(s.params, step + 1, lr, optim::clip_factor(grad_norm, s.clip))?;
+    times.lap(Part::Step, s.device)?;
     let reached = sink.reached();
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }

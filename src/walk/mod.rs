@@ -13,8 +13,10 @@ pub mod generate;
 mod routing;
 #[cfg(test)]
 mod tests;
+mod times;
 
 pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
+pub use times::{Part, Times};
 
 use crate::kernel::group::Groups;
 use crate::model::sink::Sink;
@@ -57,6 +59,7 @@ pub struct Walk<'a> {
     /// Layers, from the lowest that is walked backward, whose activations are computed again.
     recompute: usize,
     around: Vec<&'a mut dyn Around>,
+    times: Option<&'a mut Times>,
     router_losses: RouterLosses,
     routing: Routing,
 }
@@ -65,7 +68,7 @@ impl<'a> Walk<'a> {
     /// A walk down to unit `lowest` that recomputes `recompute` layers.
     pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
         let (router_losses, routing) = (RouterLosses::default(), Routing::default());
-        Self { decoder, lowest, recompute, around: Vec::new(), router_losses, routing }
+        Self { decoder, lowest, recompute, around: Vec::new(), router_losses, routing, times: None }
     }
 
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
@@ -83,6 +86,20 @@ impl<'a> Walk<'a> {
     pub fn around(mut self, a: &'a mut dyn Around) -> Self {
         self.around.push(a);
         self
+    }
+
+    /// Adds the time that each part of a training walk takes to `times`.
+    pub fn timed(mut self, times: &'a mut Times) -> Self {
+        self.times = Some(times);
+        self
+    }
+
+    /// Counts the time since the last call as `part`'s.
+    fn lap(&mut self, part: times::Part) -> Result<()> {
+        match &mut self.times {
+            Some(t) => t.lap(part, self.decoder.embedding.table.device()),
+            None => Ok(()),
+        }
     }
 
     fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()> {
@@ -123,6 +140,7 @@ impl<'a> Walk<'a> {
         let decoder = self.decoder;
         let head = decoder.layers.len() + 1;
         let mut kept = Vec::with_capacity(decoder.layers.len());
+        self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
         self.arrive(0, Phase::Forward)?;
@@ -136,9 +154,12 @@ impl<'a> Walk<'a> {
             self.leave(l + 1, Phase::Forward)?;
         }
 
+        self.lap(times::Part::Forward)?;
+
         self.arrive(head, Phase::Backward)?;
         let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
+        self.lap(times::Part::Head)?;
         drop(x);
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
         // known only now: the load-balancing loss couples the routers of all layers
@@ -153,16 +174,20 @@ impl<'a> Walk<'a> {
                 }
                 Some(Kept::Input(x, routing)) => {
                     self.arrive(l + 1, Phase::Backward)?;
-                    layer.forward(&x, &batch.context, None, routing)?.1
+                    let saved = layer.forward(&x, &batch.context, None, routing)?.1;
+                    self.lap(times::Part::Recompute)?;
+                    saved
                 }
             };
             dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
             self.leave(l + 1, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
             self.arrive(0, Phase::Backward)?;
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
             self.leave(0, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
     }

@@ -33,7 +33,10 @@ const STEPS: usize = 60;
 fn world(rules: &str) -> World {
     let w = World::new();
     w.config("tiny", json!({}));
-    w.write("r.toml", recipe(rules).replace("steps = 6", &format!("steps = {STEPS}\nsave_every = 1\neval_every = 7")));
+    w.write(
+        "r.toml",
+        recipe(rules).replace("steps = 6", &format!("steps = {STEPS}\nsave_every = 1\neval_every = 7")),
+    );
     w.ok(&["run", "r.toml", "run.output=whole"]);
     w
 }
@@ -43,7 +46,9 @@ fn same_end(w: &World, run: &str, result: &str) {
     assert!(w.read(&format!("whole/{result}")) == w.read(&format!("{run}/{result}")), "{result} differs");
     assert_eq!(w.steps("whole"), w.steps(run), "the metrics differ");
     assert_eq!(w.steps(run).len(), STEPS);
-    let evals = |run| w.events(run, "eval").iter().map(|e| (e["step"].clone(), e["loss"].clone())).collect::<Vec<_>>();
+    let evals = |run| {
+        w.events(run, "eval").iter().map(|e| (e["step"].clone(), e["loss"].clone())).collect::<Vec<_>>()
+    };
     assert_eq!(evals("whole"), evals(run));
     let newest = format!("checkpoints/step-{STEPS:08}");
     for file in ["weights.safetensors", "optimizer.safetensors"] {
@@ -61,7 +66,11 @@ fn killed_ten_times_it_ends_the_same() {
         for round in 0..10u64 {
             let mut child = w.start(&args);
             // some die while they start, the others somewhere in or after a step
-            let later = if round % 3 == 2 { 0 } else { w.events("killed", "step").len() + 1 + dice.below(4) as usize };
+            let later = if round % 3 == 2 {
+                0
+            } else {
+                w.events("killed", "step").len() + 1 + dice.below(4) as usize
+            };
             if !reaches(&w, &mut child, "killed", later) {
                 break;
             }
@@ -95,7 +104,11 @@ fn signals_save_first() {
     let lr = "optimizer.lr=2e-2";
     let r = w.ft(&[&args[..], &[lr]].concat());
     assert_eq!(r.code, 2, "{}", r.err);
-    assert!(r.err.contains("optimizer.lr: was 0.01, is 0.02") && r.err.contains("--accept-change"), "{}", r.err);
+    assert!(
+        r.err.contains("optimizer.lr: was 0.01, is 0.02") && r.err.contains("--accept-change"),
+        "{}",
+        r.err
+    );
     let before = content(&w.path("stopped/checkpoints"));
     w.write("rows2.jsonl", super::world::rows(40, 9));
     let r = w.ft(&[&args[..], &["data.train.0.source=rows2.jsonl"]].concat());
@@ -154,8 +167,17 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
         .collect();
     w.write("broken/config.json", std::fs::read(format!("{good}/config.json")).expect("a config"));
     ft::store::write_file(&w.path("broken/model.safetensors"), &tensors, &[]).expect("written");
-    let more = ["run", "r.toml", "model.source=broken", "run.output=a", "run.steps=4", "run.save_every=1", "--resume"];
-    let accept = ["--accept-change", "model.source", "--accept-change", "hash.model", "--accept-change", "run.steps"];
+    let more = [
+        "run",
+        "r.toml",
+        "model.source=broken",
+        "run.output=a",
+        "run.steps=4",
+        "run.save_every=1",
+        "--resume",
+    ];
+    let accept =
+        ["--accept-change", "model.source", "--accept-change", "hash.model", "--accept-change", "run.steps"];
     let r = w.ft(&[&more[..], &accept].concat());
     assert_eq!(r.code, 6, "{}", r.err);
     for said in ["step 3: the loss is not finite", "lora_A", "rows.jsonl:", "no weight was updated"] {
@@ -166,7 +188,10 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
         c.iter().filter(|f| f.0.starts_with(w.path(what))).cloned().collect()
     };
     for kept in ["a/checkpoints", "a/adapter"] {
-        assert!(!only(&before, kept).is_empty() && only(&before, kept) == only(&after, kept), "{kept} changed");
+        assert!(
+            !only(&before, kept).is_empty() && only(&before, kept) == only(&after, kept),
+            "{kept} changed"
+        );
     }
     // an evaluation has no step to name
     let r = w.ft(&["eval", "r.toml", "model.source=broken"]);

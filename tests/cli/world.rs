@@ -107,7 +107,9 @@ impl World {
         let bits = |v: &Value| v.as_f64().map_or(0, f64::to_bits);
         self.events(run, "step")
             .iter()
-            .map(|e| (e["step"].as_u64().unwrap_or(0), bits(&e["loss"]), bits(&e["grad_norm"]), bits(&e["lr"])))
+            .map(|e| {
+                (e["step"].as_u64().unwrap_or(0), bits(&e["loss"]), bits(&e["grad_norm"]), bits(&e["lr"]))
+            })
             .collect()
     }
 
@@ -155,8 +157,11 @@ pub fn rows(n: usize, seed: u64) -> String {
     for _ in 0..n {
         let len = 5 + d.below(12);
         let ids: Vec<u64> = (0..len).map(|_| d.below(64)).collect();
-        let labels: Vec<i64> =
-            ids.iter().enumerate().map(|(i, id)| if i < 2 || d.below(5) == 0 { -100 } else { *id as i64 }).collect();
+        let labels: Vec<i64> = ids
+            .iter()
+            .enumerate()
+            .map(|(i, id)| if i < 2 || d.below(5) == 0 { -100 } else { *id as i64 })
+            .collect();
         // so that something is supervised whatever the dice say
         let labels = [&labels[..labels.len() - 1], &[ids[ids.len() - 1] as i64]].concat();
         out += &format!("{}\n", json!({"input_ids": ids, "labels": labels}));
