@@ -53,6 +53,7 @@ pub mod kernel;
 pub mod log;
 pub mod model;
 pub mod optim;
+pub mod quant;
 pub mod recipe;
 pub mod rng;
 pub mod store;

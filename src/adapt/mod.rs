@@ -40,6 +40,14 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
+    /// What a rule or adapter asks of a 4-bit weight.
+    #[error("{module}: {why}")]
+    FourBit {
+        /// The module.
+        module: String,
+        /// What is wrong, and what to do.
+        why: String,
+    },
     /// A model's tensors do not fit its config.
     #[error("{dir}: {why}")]
     Tensors {
@@ -54,7 +62,7 @@ impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Rule { .. } | Error::Nothing { .. } => ExitCode::Usage,
+            Error::Rule { .. } | Error::Nothing { .. } | Error::FourBit { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Tensors { .. } => ExitCode::Model,
         }
     }

@@ -1,6 +1,7 @@
 //! The command line: one file a verb.
 
 pub mod data;
+pub mod quantize;
 pub mod recipes;
 pub mod run;
 pub mod schema;
@@ -33,6 +34,8 @@ pub struct RecipeArgs {
 enum Verb {
     /// Train as a recipe says
     Run(run::Args),
+    /// Write a model in 4 bits (NF4), as bitsandbytes stores it
+    Quantize(quantize::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -55,6 +58,7 @@ pub fn main() -> ExitCode {
     };
     let result = match cli.verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Quantize(args) => quantize::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
     };

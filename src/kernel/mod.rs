@@ -10,6 +10,7 @@
 //! This module is the only one with `unsafe`.
 
 pub mod attention;
+pub mod blocks;
 pub mod cpu;
 pub mod cuda;
 pub mod dropout;

@@ -30,6 +30,7 @@ mod write;
 mod tests;
 
 pub use atomic::write_atomic;
+pub(crate) use atomic::{folder_of, sync_folder};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
 #[cfg(feature = "hub")]

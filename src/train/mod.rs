@@ -4,6 +4,7 @@ mod guard;
 mod identity;
 pub mod job;
 pub mod output;
+pub mod quantize;
 mod run;
 pub mod state;
 pub mod step;
