@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod build;
+pub mod merge_cost;
 pub mod params;
 pub mod peft;
 pub mod selection;

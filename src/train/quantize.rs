@@ -203,3 +203,7 @@ pub(super) fn cached(job: &Job) -> crate::Result<Option<PathBuf>> {
     })?;
     Ok(Some(dir))
 }
+
+#[cfg(test)]
+#[path = "quantize_tests.rs"]
+mod tests;

@@ -1,6 +1,8 @@
 //! 4-bit bases: against PyTorch on what bitsandbytes decodes, against dense runs, and made in several ways.
 
 use super::*;
+use crate::adapt::merge_cost::{MergeCost, merge_cost, merged};
+use crate::kernel::check::{close, randn};
 use crate::model::linear::Weight;
 use crate::model::modules::modules;
 use crate::store::write_file;
@@ -171,5 +173,38 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     let (d, p) = c.build(&s, None)?;
     let (_, reached) = backward(&d, &p, &Rows::padded(&c)?.batch(&c.config)?, 0)?;
     assert!(reached.iter().all(|r| *r));
+    Ok(())
+}
+
+/// The merged weight is what the linear computes, and the costs are in the order that the formats give: bf16 has 8
+/// bits of precision, NF4 errs by some tenth.
+#[test]
+fn merging_reports_what_it_loses() -> Result<()> {
+    for (c, _) in four_bit_cases()? {
+        let (adapter, selection) = lora(&c)?;
+        let (d, _) = c.build(&selection, Some(&adapter))?;
+        let batch = Rows::padded(&c)?.batch(&c.config)?;
+        let mut all = MergeCost::default();
+        for m in modules(&c.config) {
+            let Some(l) = d.linear(&m.name) else { continue };
+            let Some((w, _)) = merged(l)? else {
+                assert!(merge_cost(&m.name, l)?.is_none());
+                continue;
+            };
+            let x = randn(3, (5, w.dims()[1]), DType::F32)?;
+            let (mut y, _) = l.forward(&x, &batch.context)?;
+            if let Some(b) = &l.bias {
+                y = y.broadcast_sub(b)?;
+            }
+            close(&y, &x.matmul(&w.t()?)?, 1e-5);
+            let cost = merge_cost(&m.name, l)?.context("a cost")?;
+            let all_of_it = (cost.bf16 / cost.merged).sqrt();
+            assert!((1e-4..4e-3).contains(&all_of_it), "{} {cost:?}", m.name);
+            assert!((0.02..0.15).contains(&cost.nf4_of_merged()), "{} {cost:?}", m.name);
+            assert!(cost.nf4 > cost.bf16 && cost.update > 0.0);
+            all = all.plus(cost);
+        }
+        assert!(all.nf4_of_update() > all.bf16_of_update() && all.merged > all.update, "{all:?}");
+    }
     Ok(())
 }
