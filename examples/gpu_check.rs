@@ -126,7 +126,10 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
 
     let stream = Stream::new(1, Purpose::Dropout, 2, 3);
-    out.push(("dropout mask".into(), dropout::mask(stream, 5, 130, 96, 0.25, dtype, device)?));
+    out.push((
+        "dropout mask".into(),
+        dropout::mask(stream, dropout::Rows::From { first: 5, count: 130 }, 96, 0.25, dtype, device)?,
+    ));
 
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
@@ -163,6 +166,7 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 selection,
                 base: Base::Files(&files),
                 adapter,
+                quantize: false,
                 dtype: DType::F32,
                 device,
                 seed: 0,

@@ -56,6 +56,9 @@ pub enum Error {
     /// What trains, and adapters.
     #[error(transparent)]
     Adapt(#[from] crate::adapt::Error),
+    /// A plan that does not fit.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::Error),
     /// The training loop.
     #[error(transparent)]
     Train(#[from] crate::train::Error),
@@ -75,14 +78,22 @@ impl Error {
             Error::Model(_) => ExitCode::Model,
             Error::Quant(e) => e.exit_code(),
             Error::Adapt(e) => e.exit_code(),
+            Error::Plan(e) => e.exit_code(),
             Error::Train(e) => e.exit_code(),
-            Error::Tensor(e) if is_out_of_memory(e) => ExitCode::DoesNotFit,
+            Error::Tensor(_) if self.is_out_of_memory() => ExitCode::DoesNotFit,
             Error::Tensor(_) => ExitCode::Internal,
         }
     }
 }
 
-fn is_out_of_memory(e: &candle_core::Error) -> bool {
+impl Error {
+    /// Whether a device had no memory left.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::Tensor(e) if says_out_of_memory(e))
+    }
+}
+
+fn says_out_of_memory(e: &candle_core::Error) -> bool {
     let text = e.to_string().to_lowercase();
     text.contains("out of memory") || text.contains("out_of_memory")
 }

@@ -4,10 +4,15 @@ use super::Error;
 use super::params::Params;
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
-use crate::model::Decoder;
+use crate::model::modules::Module;
+use crate::model::{Config, Decoder};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+
+/// How far a magnitude may be from the row norm, relative, to count as one that changes nothing.
+const NEUTRAL: f32 = 1e-4;
 
 /// An adapter folder that was opened.
 #[derive(Debug)]
@@ -33,10 +38,10 @@ impl Adapter {
 
     /// Names under which PEFT files may hold a trained tensor.
     fn keys(t: &Trained) -> Vec<String> {
-        let mut keys = vec![format!("{PREFIX}{}", t.name)];
         if t.part == Part::Magnitude {
-            keys.push(format!("{PREFIX}{}.weight", t.name));
+            return Self::magnitude_keys(&t.module).into();
         }
+        let mut keys = vec![format!("{PREFIX}{}", t.name)];
         if matches!(t.part, Part::Weight | Part::Bias) {
             let last = if t.part == Part::Weight { "weight" } else { "bias" };
             keys.push(format!("{PREFIX}{}.modules_to_save.{last}", t.module));
@@ -44,36 +49,96 @@ impl Adapter {
         keys
     }
 
-    /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
-    pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
-        for key in Self::keys(t) {
-            if let Some(info) = self.files.info(&key) {
-                if info.shape != t.shape {
-                    return Err(self
-                        .fail(format!("{key}: {:?} in the adapter, {:?} by the recipe", info.shape, t.shape))
-                        .into());
-                }
-                return Ok(Some(self.files.tensor(&key, DType::F32, &Device::Cpu)?));
-            }
-        }
-        Ok(None)
+    fn magnitude_keys(module: &str) -> [String; 2] {
+        let key = format!("{PREFIX}{module}.lora_magnitude_vector");
+        [key.clone(), key + ".weight"]
     }
 
-    /// Refuses adapter tensors that nothing trains, half an adapter, and a base that is not this one.
-    pub fn check_against(&self, selection: &Selection, params: &Params) -> crate::Result<()> {
-        let mut known: Vec<String> = Vec::new();
-        for t in &params.tensors {
+    /// Refuses a magnitude on a module that trains by plain LoRA, unless it is the row norms that the module has
+    /// anyway (`norms`, asked for only if there is one).
+    pub fn check_neutral(
+        &self,
+        m: &Module,
+        norms: &dyn Fn() -> candle_core::Result<Tensor>,
+    ) -> crate::Result<()> {
+        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.files.info(k).is_some())
+        else {
+            return Ok(());
+        };
+        let held = self.files.tensor(&key, DType::F32, &Device::Cpu)?.flatten_all()?;
+        let norms = norms()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let neutral = held.dims() == norms.dims() && {
+            let apart = ((held - &norms)?.abs()? / norms)?.max_all()?.to_scalar::<f32>()?;
+            apart <= NEUTRAL
+        };
+        if neutral {
+            return Ok(());
+        }
+        let why = format!("{key}: a magnitude that changes the numbers, but {} trains without DoRA", m.name);
+        Err(self.fail(why + "\n  hint: dora = true in its rule").into())
+    }
+
+    /// The key under which the adapter holds a trained tensor.
+    fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
+        let Some((key, info)) =
+            Self::keys(t).into_iter().find_map(|k| self.files.info(&k).map(|i| (k.clone(), i)))
+        else {
+            return Ok(None);
+        };
+        if info.shape != t.shape {
+            let why =
+                format!("{key}: {:?} in the adapter, {:?} by the recipe and the model", info.shape, t.shape);
+            return Err(self.fail(why));
+        }
+        Ok(Some(key))
+    }
+
+    /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
+    pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
+        match self.find(t)? {
+            None => Ok(None),
+            Some(key) => Ok(Some(self.files.tensor(&key, DType::F32, &Device::Cpu)?)),
+        }
+    }
+
+    /// What the adapter's own config chooses, all of which it must hold.
+    ///
+    /// # Errors
+    /// A config that does not fit the model; tensors that are missing.
+    pub fn selection(&self, config: &Config) -> crate::Result<Selection> {
+        let selection = Selection::from_peft(config, &self.config)?;
+        let mut missing = Vec::new();
+        for t in selection.trained() {
+            if self.find(&t)?.is_none() {
+                missing.push(t.name);
+            }
+        }
+        let Some(first) = missing.first() else { return Ok(selection) };
+        let why = match missing.len() {
+            1 => format!("{first} is missing, and adapter_config.json chooses it"),
+            n => format!("{first} and {} more tensors that adapter_config.json chooses are missing", n - 1),
+        };
+        Err(self.fail(why).into())
+    }
+
+    /// Refuses adapter tensors that nothing trains, another shape, half an adapter, and a tied head that is
+    /// not the embedding.
+    pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> crate::Result<()> {
+        let mut known: HashSet<String> = HashSet::new();
+        for t in trained {
+            self.find(t)?;
             known.extend(Self::keys(t));
+            if t.part == Part::A {
+                // plain LoRA beside DoRA: see check_neutral
+                known.extend(Self::magnitude_keys(&t.module));
+            }
         }
         if selection.tied_in_full() {
-            self.check_tied(params)?;
-            known.push(format!("{PREFIX}lm_head.weight"));
+            self.check_tied(trained)?;
+            known.insert(format!("{PREFIX}lm_head.weight"));
         }
-        let mut extra: Vec<&str> = self
-            .files
-            .names()
-            .filter(|n| !known.iter().any(|k| k == n) && !n.contains(".base_layer."))
-            .collect();
+        let mut extra: Vec<&str> =
+            self.files.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -84,27 +149,33 @@ impl Adapter {
                 ))
                 .into());
         }
-        for (m, c) in &selection.modules {
-            let Choice::Lora { .. } = c else { continue };
-            let held: Vec<bool> = params
-                .tensors
-                .iter()
-                .filter(|t| t.module == m.name && matches!(t.part, Part::A | Part::B))
-                .map(|t| Self::keys(t).iter().any(|k| self.files.info(k).is_some()))
-                .collect();
-            if held.iter().any(|h| *h) && !held.iter().all(|h| *h) {
-                return Err(self.fail(format!("{}: has one of lora_A and lora_B", m.name)).into());
-            }
+        let mut halves: HashMap<&str, (bool, bool)> = HashMap::new();
+        for t in trained.iter().filter(|t| matches!(t.part, Part::A | Part::B)) {
+            let half = halves.entry(&t.module).or_default();
+            let held = self.find(t)?.is_some();
+            *(if t.part == Part::A { &mut half.0 } else { &mut half.1 }) = held;
         }
-        Ok(())
+        let mut torn: Vec<&str> = halves.iter().filter(|(_, (a, b))| a != b).map(|(m, _)| *m).collect();
+        torn.sort_unstable();
+        match torn.first() {
+            None => Ok(()),
+            Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
+        }
     }
 
     /// A tied head's copy must be the embedding.
-    fn check_tied(&self, params: &Params) -> crate::Result<()> {
+    fn check_tied(&self, trained: &[Trained]) -> crate::Result<()> {
         let head = format!("{PREFIX}lm_head.weight");
-        let Some(i) = params.find("model.embed_tokens.weight") else { return Ok(()) };
-        let (Some(embedding), Some(_)) = (self.get(&params.tensors[i])?, self.files.info(&head)) else {
+        let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
+        if self.files.info(&head).is_none() {
             return Ok(());
+        }
+        let Some(embedding) = self.get(t)? else {
+            let why = format!(
+                "{head} without the embedding, but the model's head and embedding are one tensor \
+                 (tie_word_embeddings)"
+            );
+            return Err(self.fail(why).into());
         };
         let head_values = self.files.tensor(&head, DType::F32, &Device::Cpu)?;
         let same = head_values.dims() == embedding.dims()

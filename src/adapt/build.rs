@@ -57,6 +57,20 @@ impl Build<'_> {
     /// # Errors
     /// Tensors that are missing, unexpected or of another shape, all named; an adapter that does not fit.
     pub fn run(&self) -> crate::Result<(Decoder, Params)> {
+        let mut loader = self.loader()?;
+        let decoder = Decoder::build(self.config, &mut loader)?;
+        Ok((decoder, loader.params))
+    }
+
+    /// Logits of a few tokens of one document, [t, v] in f32, with one layer in memory at a time.
+    ///
+    /// # Errors
+    /// As [`Build::run`].
+    pub fn logits(&self, ids: &[u32]) -> crate::Result<Tensor> {
+        Decoder::logits_by_layer(self.config, &mut self.loader()?, ids, self.device)
+    }
+
+    fn loader(&self) -> crate::Result<Loader<'_>> {
         if let Base::Files(files) = &self.base {
             check_tensors(self.config, files)?;
         }
@@ -69,15 +83,17 @@ impl Build<'_> {
             self.train,
         )?;
         if let Some(a) = self.adapter {
-            a.check_against(self.selection, &params)?;
+            a.check_against(self.selection, &params.tensors)?;
         }
         let books = Books::new(self.device)?;
-        let mut loader = Loader { b: self, params, streams: HashMap::new(), books };
+        let mut loader = Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new(), books };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
-            loader.streams.insert(m.name.clone(), i as u64 + 1);
+            loader.numbers.insert(m.name.clone(), i);
         }
-        let decoder = Decoder::build(self.config, &mut loader)?;
-        Ok((decoder, loader.params))
+        for (i, t) in loader.params.tensors.iter().enumerate() {
+            loader.tensors.insert((t.module.clone(), t.part), i);
+        }
+        Ok(loader)
     }
 
     /// How a module's weight becomes 4-bit, if it does.
@@ -182,8 +198,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
 struct Loader<'a> {
     b: &'a Build<'a>,
     params: Params,
-    /// Number of each module: its stream of random numbers.
-    streams: HashMap<String, u64>,
+    /// Number of each module.
+    numbers: HashMap<String, usize>,
+    /// Index of each trained tensor: a model may have tens of thousands.
+    tensors: HashMap<(String, Part), usize>,
     /// Tables of 4-bit types.
     books: Books,
 }
@@ -194,11 +212,20 @@ impl Loader<'_> {
             (Purpose::Weights, Base::Random(seed)) => *seed,
             _ => self.b.seed,
         };
-        Stream::new(seed, purpose, part, self.streams.get(&m.name).copied().unwrap_or(0))
+        Stream::new(seed, purpose, part, self.number(m))
+    }
+
+    /// A module's stream of random numbers.
+    fn number(&self, m: &Module) -> u64 {
+        self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.params.find(&format!("{}.{}", m.name, part_name(m, part)))
+        self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
     fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
@@ -320,7 +347,7 @@ impl Weights for Loader<'_> {
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let scale = peft::scale(&spec);
@@ -330,9 +357,17 @@ impl Weights for Loader<'_> {
             slots: self.slots(a, b),
             scale,
             dropout: spec.dropout,
-            stream: self.streams.get(&m.name).copied().unwrap_or(0),
+            stream: self.number(m),
             dora: None,
         };
+        if !spec.dora
+            && let Some(adapter) = self.b.adapter
+        {
+            // PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, and these must
+            // be such that they change nothing
+            let norms = || lora.norms(weight, &weight.row_squares()?);
+            adapter.check_neutral(m, &norms)?;
+        }
         if let Some(i) = self.part(m, Part::Magnitude) {
             let row_squares = weight.row_squares()?;
             let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
@@ -351,7 +386,7 @@ impl Weights for Loader<'_> {
     }
 
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);

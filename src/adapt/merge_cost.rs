@@ -7,7 +7,7 @@
 use crate::kernel::gemm;
 use crate::model::linear::{Linear, wide};
 use crate::quant::{Books, Encoded};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// Squared norms, which add up over linears.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,6 +23,26 @@ pub struct MergeCost {
 }
 
 impl MergeCost {
+    /// The cost of one matrix, from its merged values and the base's, f32.
+    ///
+    /// # Errors
+    /// A merged value that is not finite, named; what candle says.
+    pub fn of(name: &str, merged: &Tensor, base: &Tensor) -> crate::Result<Self> {
+        let square = |t: Tensor| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
+        let host = |t: &Tensor| t.to_dtype(DType::F32)?.to_device(&Device::Cpu);
+        let (merged, base) = (host(merged)?, host(base)?);
+        let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+        let values = bf16.flatten_all()?.to_vec1::<f32>()?;
+        let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
+        let nf4 = encoded.into_blocks(true, DType::F32, &mut Books::new(&Device::Cpu)?)?.decode()?;
+        Ok(Self {
+            update: square((&merged - base)?)?,
+            bf16: square((bf16 - &merged)?)?,
+            nf4: square((nf4 - &merged)?)?,
+            merged: square(merged)?,
+        })
+    }
+
     /// The costs of two sets of linears together.
     pub fn plus(self, o: Self) -> Self {
         Self {
@@ -75,18 +95,8 @@ pub fn merged(linear: &Linear) -> Result<Option<(Tensor, Tensor)>> {
 /// # Errors
 /// A merged weight that is not finite; what candle says.
 pub fn merge_cost(name: &str, linear: &Linear) -> crate::Result<Option<MergeCost>> {
-    let Some((merged, base)) = merged(linear)? else { return Ok(None) };
-    let square = |t: Tensor| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
-    let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
-    let merged = merged.to_dtype(DType::F32)?;
-    let values = bf16.flatten_all()?.to_vec1::<f32>()?;
-    let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
-    let mut books = Books::new(&candle_core::Device::Cpu)?;
-    let nf4 = encoded.into_blocks(true, DType::F32, &mut books)?.decode()?.to_device(merged.device())?;
-    Ok(Some(MergeCost {
-        merged: square(merged.clone())?,
-        update: square((&merged - base.to_dtype(DType::F32)?)?)?,
-        bf16: square((bf16 - &merged)?)?,
-        nf4: square((nf4 - &merged)?)?,
-    }))
+    match merged(linear)? {
+        None => Ok(None),
+        Some((merged, base)) => MergeCost::of(name, &merged, &base).map(Some),
+    }
 }

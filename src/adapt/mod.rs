@@ -2,6 +2,9 @@
 
 pub mod adapter;
 pub mod build;
+pub mod export;
+pub mod layout;
+pub mod merge;
 pub mod merge_cost;
 pub mod params;
 pub mod peft;
@@ -9,6 +12,7 @@ pub mod selection;
 #[cfg(test)]
 mod tests;
 
+pub use adapter::Adapter;
 pub use params::Params;
 pub use selection::{Choice, Selection, Trained};
 
@@ -49,6 +53,14 @@ pub enum Error {
         /// What is wrong, and what to do.
         why: String,
     },
+    /// A base that cannot take the adapter in.
+    #[error("{dir}: {why}")]
+    Merge {
+        /// The base's folder.
+        dir: String,
+        /// What is wrong.
+        why: String,
+    },
     /// A model's tensors do not fit its config.
     #[error("{dir}: {why}")]
     Tensors {
@@ -64,7 +76,7 @@ impl Error {
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Error::Rule { .. } | Error::Nothing { .. } | Error::FourBit { .. } => ExitCode::Usage,
-            Error::Peft { .. } | Error::Tensors { .. } => ExitCode::Model,
+            Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }
 }

@@ -8,6 +8,7 @@ use crate::model::modules::{Group, Kind, Module};
 use crate::recipe::LoraSpec;
 use regex::Regex;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// What stands in front of every key of an adapter file.
@@ -145,6 +146,12 @@ impl PeftConfig {
         Ok(c)
     }
 
+    /// The base that the adapter was trained on, and its revision on the hub.
+    pub fn base(&self) -> Option<(&str, Option<&str>)> {
+        let text = |key| self.get(key).and_then(Value::as_str).filter(|s| !s.is_empty());
+        Some((text("base_model_name_or_path")?, text("revision")))
+    }
+
     fn get(&self, key: &str) -> Option<&Value> {
         self.raw.get(key).filter(|v| !v.is_null())
     }
@@ -172,6 +179,12 @@ impl PeftConfig {
             }
             Some(_) => self.strings(key)?.map(Target::List),
         })
+    }
+
+    /// The base that the adapter was trained on, and its revision, where the config names them.
+    pub fn base_model(&self) -> (Option<&str>, Option<&str>) {
+        let text = |key| self.get(key).and_then(Value::as_str);
+        (text("base_model_name_or_path"), text("revision"))
     }
 
     /// Which modules have LoRA.
@@ -344,13 +357,17 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
     if loras.is_empty() {
         return json!("dummy-target-modules");
     }
-    let mut out: Vec<String> = Vec::new();
+    // last components of which a module has no LoRA
+    let partial: HashSet<&str> = selection
+        .modules
+        .iter()
+        .filter(|(_, c)| !matches!(c, Choice::Lora { .. }))
+        .map(|(m, _)| m.last())
+        .collect();
+    let (mut out, mut seen) = (Vec::new(), HashSet::new());
     for (m, _) in loras {
-        let last = m.last();
-        let whole =
-            selection.modules.iter().all(|(o, c)| (o.last() != last) || matches!(c, Choice::Lora { .. }));
-        let name = if whole { last.to_string() } else { m.name.clone() };
-        if !out.contains(&name) {
+        let name = if partial.contains(m.last()) { m.name.as_str() } else { m.last() };
+        if seen.insert(name) {
             out.push(name);
         }
     }
@@ -361,15 +378,22 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
 fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();
+    // names backwards and sorted: those that share an end stand side by side
+    let mut backwards: Vec<String> =
+        selection.modules.iter().map(|(m, _)| m.name.chars().rev().collect()).collect();
+    backwards.sort();
+    let shared = |end: &str| {
+        let end: String = end.chars().rev().collect();
+        let first = backwards.partition_point(|n| *n < end);
+        backwards[first..].iter().take(2).filter(|n| n.starts_with(&end)).count() > 1
+    };
     full.iter()
         .map(|m| {
             let parts: Vec<&str> = m.name.split('.').collect();
             for from in (0..parts.len()).rev() {
                 let end = parts[from..].join(".");
-                let shared =
-                    selection.modules.iter().any(|(o, _)| o.name != m.name && o.name.ends_with(&end));
                 // an index alone could end another stack's name
-                if !shared && !end.starts_with(|c: char| c.is_ascii_digit()) {
+                if !shared(&end) && !end.starts_with(|c: char| c.is_ascii_digit()) {
                     return end;
                 }
             }

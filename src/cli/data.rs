@@ -1,7 +1,50 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
+use super::RecipeArgs;
 use crate::data::{Dataset, Tokenizer, UNSUPERVISED};
+use crate::hub::{Settings, Want};
+use crate::recipe::{self, Recipe};
+use crate::train::job;
 use std::io::{self, Write};
+
+/// Arguments of `ft data`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Rows to show
+    #[arg(long, default_value_t = 3)]
+    rows: usize,
+    /// Show the evaluation data
+    #[arg(long)]
+    eval: bool,
+}
+
+/// Reads the data as a run does, and shows it. Of the model only config and tokenizer are needed.
+///
+/// # Errors
+/// What a run would stop with before it loads weights, as far as it is about the data.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    let model = job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true)?;
+    let config = job::config(&model.dir, &recipe.model.overrides)?;
+    let tokenizer = job::tokenizer(&recipe, &model.dir)?;
+    let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
+    let resolve = |s: &str| recipe.resolve(s);
+    let dataset = if args.eval {
+        if recipe.data.eval.is_empty() {
+            return Err(super::usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
+        }
+        Dataset::load_eval(&recipe.data, &resolve, t, vocab, seed)?
+    } else {
+        let d = Dataset::load(&recipe.data.train, &recipe.data, &resolve, t, vocab, seed)?;
+        job::batches(&recipe, &d)?;
+        d
+    };
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let outcome = show(&dataset, t, args.rows, &mut out).and_then(|()| out.flush());
+    Ok(recipe::Error::of_print(outcome)?)
+}
 
 /// Prints the first `rows` rows of a dataset and its statistics.
 ///

@@ -1,14 +1,26 @@
 //! The command line: one file a verb.
 
+pub mod bench;
+pub mod chat;
+pub mod check;
 pub mod data;
+pub mod eval;
+pub mod export;
+pub mod merge;
+pub mod plan;
 pub mod quantize;
 pub mod recipes;
+pub mod routes;
 pub mod run;
 pub mod schema;
 
 use crate::error::Error;
-use crate::recipe::color_on_stderr;
+use crate::log::tell;
+use crate::recipe::{self, color_on_stderr};
+use crate::train;
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -30,10 +42,35 @@ pub struct RecipeArgs {
     pub set: Vec<String>,
 }
 
+/// Whatever stands behind a verb that is not built.
+#[derive(Clone, Debug, clap::Args)]
+struct Rest {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    rest: Vec<String>,
+}
+
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// Train as a recipe says
     Run(run::Args),
+    /// Say every problem of a recipe, its model and its data, without loading weights
+    Check(check::Args),
+    /// Show rows as text with what is supervised in them, and their statistics
+    Data(data::Args),
+    /// Loss and perplexity on the evaluation data
+    Eval(eval::Args),
+    /// Talk to a model
+    Chat(chat::Args),
+    /// Write base and adapter as one model
+    Merge(merge::Args),
+    /// Mixture models: how often each expert is chosen on the training data
+    Routes(routes::Args),
+    /// Write an adapter in the layout of another program
+    Export(export::Args),
+    /// Measure speed and memory on made-up rows
+    Bench(bench::Args),
+    /// Say what a recipe would take, and whether it fits
+    Plan(plan::Args),
     /// Write a model in 4 bits (NF4), as bitsandbytes stores it
     Quantize(quantize::Args),
     /// List the recipes built into the binary, or print one
@@ -43,6 +80,10 @@ enum Verb {
     },
     /// Print the JSON schema of recipes, for editors
     Schema,
+    #[command(hide = true)]
+    Push(Rest),
+    #[command(hide = true)]
+    Report(Rest),
 }
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.
@@ -56,20 +97,90 @@ pub fn main() -> ExitCode {
             return ExitCode::from(code);
         }
     };
-    let result = match cli.verb {
+    let outcome = match cli.verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Check(args) => return exit(&check::run(&args)),
+        Verb::Data(args) => data::run(&args),
+        Verb::Eval(args) => eval::run(&args),
+        Verb::Chat(args) => chat::run(&args),
+        Verb::Merge(args) => merge::run(&args),
+        Verb::Routes(args) => routes::run(&args),
+        Verb::Export(args) => export::run(&args),
+        Verb::Bench(args) => bench::run(&args),
+        Verb::Plan(args) => plan::run(&args),
         Verb::Quantize(args) => quantize::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
+        Verb::Push(_) => not_built("push"),
+        Verb::Report(_) => not_built("report"),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            match &e {
-                Error::Recipe(r) => eprintln!("{}", r.render(color_on_stderr())),
-                e => eprintln!("error: {e}"),
-            }
-            ExitCode::from(e.exit_code() as u8)
+    exit(outcome.err().as_slice())
+}
+
+fn not_built(verb: &str) -> crate::Result<()> {
+    Err(usage(format!("not built yet: ft {verb}")))
+}
+
+/// A command that cannot be meant.
+fn usage(message: impl Into<String>) -> Error {
+    train::Error::Usage(message.into()).into()
+}
+
+/// Prints errors; the first gives the exit code.
+fn exit(errors: &[Error]) -> ExitCode {
+    for e in errors {
+        tell(&render(e, color_on_stderr()));
+    }
+    errors.first().map_or(ExitCode::SUCCESS, |e| ExitCode::from(e.exit_code() as u8))
+}
+
+/// `error: ..`, and each hint on a line that begins with `hint:`.
+fn render(error: &Error, color: bool) -> String {
+    let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
+    if let Error::Recipe(e) = error
+        && !e.problems().is_empty()
+    {
+        return e.render(color);
+    }
+    let mut out = format!("{red}error{reset}: ");
+    for (i, line) in error.to_string().lines().enumerate() {
+        if i > 0 {
+            out.push('\n');
         }
+        match line.trim_start().strip_prefix("hint:") {
+            Some(hint) => out.push_str(&format!("{cyan}hint{reset}:{hint}")),
+            None => out.push_str(line),
+        }
+    }
+    out
+}
+
+/// Prints a result on stdout. A reader that has gone away (`| head`) is no error.
+fn print(text: &str) -> crate::Result<()> {
+    let mut out = io::stdout().lock();
+    let outcome = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    Ok(recipe::Error::of_print(outcome)?)
+}
+
+/// The words of a recipe key as the values of an option.
+fn words(words: &'static [(&'static str, &'static str)]) -> PossibleValuesParser {
+    PossibleValuesParser::new(words.iter().map(|(w, _)| *w))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_stand_at_the_beginning_of_a_line() {
+        let e = usage("a\n  hint: b\n  more\nhint: c");
+        assert_eq!(render(&e, false), "error: a\nhint: b\n  more\nhint: c");
+        assert!(render(&e, true).contains("\x1b[1;36mhint\x1b[0m: b"));
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
     }
 }

@@ -1,6 +1,7 @@
 //! `ft run`
 
 use super::RecipeArgs;
+use crate::log::tell;
 use crate::recipe::Recipe;
 use crate::train::{self, Options, Outcome};
 
@@ -26,11 +27,10 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let options =
         Options { resume: args.resume, overwrite: args.overwrite, accept_change: args.accept_change.clone() };
     match train::run(recipe, &options)? {
-        Outcome::Done { result } => println!("{}", result.display()),
+        Outcome::Done { result } => super::print(&format!("{}\n", result.display())),
         Outcome::Already { result } => {
-            eprintln!("this run is finished already");
-            println!("{}", result.display());
+            tell("this run is finished already");
+            super::print(&format!("{}\n", result.display()))
         }
     }
-    Ok(())
 }

@@ -5,10 +5,10 @@ use crate::recipe;
 use std::path::{Path, PathBuf};
 
 /// The files of a source, sorted by name.
-pub(super) fn files(
-    source: &recipe::Source,
-    resolve: &dyn Fn(&str) -> PathBuf,
-) -> Result<Vec<PathBuf>, Error> {
+///
+/// # Errors
+/// A source that is not there, or that holds no files of rows.
+pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
     let path = resolve(&source.source);
     let extension = |p: &Path| p.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default();
     let not_built = |what: &str| Err(Error::NotBuilt(format!("data source = {:?} ({what})", source.source)));

@@ -42,6 +42,7 @@ pub use batches::Batches;
 pub use dataset::{Checked, Dataset};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
+pub use files::files as find;
 pub use micro::Micro;
 pub use stats::{Drops, Lengths, Stats};
 pub use tokenizer::{Decoder, Tokenizer};

@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::log::tell;
 use crate::store::human_bytes;
 
 /// Reports one download of several files.
@@ -41,7 +42,7 @@ impl Report {
             bar
         });
         if bar.is_none() {
-            eprintln!("fetching {what}: {files} files, {}", human_bytes(total));
+            tell(&format!("fetching {what}: {files} files, {}", human_bytes(total)));
         }
         Report { what: what.to_string(), total, bar, state: Mutex::default() }
     }
@@ -55,13 +56,8 @@ impl Report {
                 let tenth = (done * 10).checked_div(self.total).unwrap_or(10);
                 if tenth > state.tenth {
                     state.tenth = tenth;
-                    eprintln!(
-                        "fetching {}: {}0 % ({} of {})",
-                        self.what,
-                        tenth,
-                        human_bytes(done),
-                        human_bytes(self.total)
-                    );
+                    let (done, total) = (human_bytes(done), human_bytes(self.total));
+                    tell(&format!("fetching {}: {tenth}0 % ({done} of {total})", self.what));
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! Progress on stderr: bars on a terminal, plain lines in a pipe.
 
+use super::tell;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -68,7 +69,7 @@ impl Progress {
                     self.last_line = Some(Instant::now());
                     let done = (step - self.first).max(1) as f64;
                     let left = self.started.elapsed().as_secs_f64() / done * (self.total - step) as f64;
-                    eprintln!("step {step}/{}  {text}  left {left:.0}s", self.total);
+                    tell(&format!("step {step}/{}  {text}  left {left:.0}s", self.total));
                 }
             }
         }
@@ -77,8 +78,8 @@ impl Progress {
     /// Prints a line without disturbing the bar.
     pub fn line(&self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(|| tell(text)),
+            None => tell(text),
         }
     }
 

@@ -442,6 +442,12 @@ impl<'a> Keys<'a> {
             return Ok(match family.window {
                 Window::Never => vec![None; layers],
                 Window::Always => vec![size; layers],
+                Window::AlwaysIf => {
+                    vec![
+                        size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
+                        layers
+                    ]
+                }
                 Window::FromLayer => {
                     let size = size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
                     let from = self.count("max_window_layers")?.unwrap_or(28);
@@ -453,7 +459,7 @@ impl<'a> Keys<'a> {
             self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
         })?;
         let size = match family.window {
-            Window::FromLayer if self.flag("use_sliding_window")? != Some(true) => None,
+            Window::FromLayer | Window::AlwaysIf if self.flag("use_sliding_window")? != Some(true) => None,
             _ => size,
         };
         list.iter()
@@ -484,13 +490,16 @@ impl<'a> Keys<'a> {
         if top_k == 0 || top_k > experts {
             return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
         }
-        let step = self.count("decoder_sparse_step")?.unwrap_or(1);
-        let dense: Vec<usize> = match self.get("mlp_only_layers") {
+        let step = self.count("decoder_sparse_step")?.filter(|_| x.dense_layers).unwrap_or(1);
+        if step == 0 {
+            return Err(self.bad("decoder_sparse_step", "0; every how many layers have experts is wanted"));
+        }
+        let dense: Vec<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
             None => Vec::new(),
             Some(v) => serde_json::from_value(v.clone())
                 .map_err(|_| self.bad("mlp_only_layers", format!("{v}; a list of layers is wanted")))?,
         };
-        let sparse = (0..layers).map(|l| !dense.contains(&l) && step > 0 && (l + 1) % step == 0).collect();
+        let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
         Ok(Some(Moe {
             experts,
             top_k,

@@ -4,15 +4,17 @@ use super::attention::Attention;
 use super::config::Config;
 use super::embedding::{Embedding, EmbeddingLora};
 use super::head::Head;
-use super::layer::Layer;
+use super::layer::{FeedForward, Layer};
 use super::linear::{Linear, Lora, Weight};
 use super::mlp::Mlp;
 use super::modules::{Module, modules};
+use super::moe::Mixture;
 use super::norm::Norm;
 use super::sink::Slot;
 use crate::kernel::attention::Sequences;
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Which numbers dropout draws; see [`crate::rng`].
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +38,8 @@ pub struct Context {
     pub sin: Tensor,
     /// In training, the key of dropout; `None` turns it off.
     pub dropout: Option<DropoutKey>,
+    /// Within an expert, the tokens of its rows, so that dropout depends on tokens; `None` is all in order.
+    pub rows: Option<Arc<Vec<u32>>>,
 }
 
 impl Context {
@@ -46,6 +50,11 @@ impl Context {
             d.first_row = first;
         }
         c
+    }
+
+    /// The same for some of the tokens.
+    pub fn for_tokens(&self, tokens: &[u32]) -> Self {
+        Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
     }
 
     /// The context of a chunk of target rows, the first of which is the step's `first`th target.
@@ -110,6 +119,7 @@ impl Batch {
                 cos,
                 sin,
                 dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
+                rows: None,
             },
             target_rows: Tensor::from_vec(rows, n, device)?,
             targets: Tensor::from_vec(ids, n, device)?,
@@ -152,25 +162,33 @@ pub struct Decoder {
 impl Decoder {
     /// Builds a model, asking `weights` for one tensor after the other in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> crate::Result<Self> {
-        let by_name: HashMap<String, Module> =
-            modules(config).into_iter().map(|m| (m.name.clone(), m)).collect();
-        let mut b = Builder { by_name, weights, eps: config.eps };
+        let mut b = Builder::new(config, weights);
         let (embedding, table) = b.embedding()?;
         let mut layers = Vec::with_capacity(config.layers);
         for l in 0..config.layers {
             layers.push(b.layer(config, l)?);
         }
-        let norm = b.norm("model.norm")?;
-        let linear = if config.tied {
-            let m = b.module("lm_head")?;
-            let weight = Weight::Dense(table.0);
-            let lora = b.weights.lora(&m, &weight)?;
-            Linear { weight, bias: None, weight_slot: table.1, bias_slot: None, lora }
-        } else {
-            b.linear("lm_head")?
-        };
-        let head = Head { norm, linear, vocab: config.vocab };
+        let head = b.head(config, Some(table))?;
         Ok(Self { config: config.clone(), embedding, layers, head })
+    }
+
+    /// Logits of a few tokens of one document, [t, v] in f32, with one layer of the model in memory at a time:
+    /// to compare models that need not fit.
+    pub fn logits_by_layer(
+        config: &Config,
+        weights: &mut dyn Weights,
+        ids: &[u32],
+        device: &Device,
+    ) -> crate::Result<Tensor> {
+        let positions: Vec<u32> = (0..ids.len() as u32).collect();
+        let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[] };
+        let batch = Batch::new(config, host, (0, 0), None, device)?;
+        let mut b = Builder::new(config, weights);
+        let mut x_td = b.embedding()?.0.forward(&batch.ids)?;
+        for l in 0..config.layers {
+            x_td = b.layer(config, l)?.forward(&x_td, &batch.context, None, None)?.0;
+        }
+        Ok(b.head(config, None)?.logits(&x_td, &batch.context)?)
     }
 }
 
@@ -183,16 +201,33 @@ impl Decoder {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let layer = self.layers.get(layer.parse::<usize>().ok()?)?;
         match rest {
-            "self_attn.q_proj" => Some(&layer.attn.q),
-            "self_attn.k_proj" => Some(&layer.attn.k),
-            "self_attn.v_proj" => Some(&layer.attn.v),
-            "self_attn.o_proj" => Some(&layer.attn.o),
-            "mlp.gate_proj" => Some(&layer.mlp.gate),
-            "mlp.up_proj" => Some(&layer.mlp.up),
-            "mlp.down_proj" => Some(&layer.mlp.down),
-            _ => None,
+            "self_attn.q_proj" => return Some(&layer.attn.q),
+            "self_attn.k_proj" => return Some(&layer.attn.k),
+            "self_attn.v_proj" => return Some(&layer.attn.v),
+            "self_attn.o_proj" => return Some(&layer.attn.o),
+            _ => {}
+        }
+        match (&layer.mlp, &self.config.family.experts) {
+            (FeedForward::Dense(mlp), _) => part(mlp, rest.strip_prefix("mlp.")?, &DENSE_NAMES),
+            (FeedForward::Mixture(m), Some(names)) => {
+                let rest = rest.strip_prefix(names.block)?.strip_prefix('.')?;
+                if rest == "gate" {
+                    return Some(&m.router);
+                }
+                let (expert, rest) = rest.strip_prefix("experts.")?.split_once('.')?;
+                part(m.experts.get(expert.parse::<usize>().ok()?)?, rest, &names.names)
+            }
+            (FeedForward::Mixture(_), None) => None,
         }
     }
+}
+
+/// Names of gate, up and down projection in a dense block.
+const DENSE_NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// A linear of a block by its name among those of gate, up and down.
+fn part<'a>(mlp: &'a Mlp, name: &str, names: &[&str; 3]) -> Option<&'a Linear> {
+    names.iter().position(|n| *n == name).map(|i| mlp.linears()[i])
 }
 
 struct Builder<'a> {
@@ -201,7 +236,33 @@ struct Builder<'a> {
     eps: f64,
 }
 
-impl Builder<'_> {
+/// The embedding's table, and where its gradient goes.
+type Table = (Tensor, Option<Slot>);
+
+impl<'a> Builder<'a> {
+    fn new(config: &Config, weights: &'a mut dyn Weights) -> Self {
+        let by_name = modules(config).into_iter().map(|m| (m.name.clone(), m)).collect();
+        Self { by_name, weights, eps: config.eps }
+    }
+
+    /// Final norm and head; a tied one is `table`, which is loaded again if it is not given.
+    fn head(&mut self, config: &Config, table: Option<Table>) -> crate::Result<Head> {
+        let norm = self.norm("model.norm")?;
+        let linear = if config.tied {
+            let (table, weight_slot) = match table {
+                Some(table) => table,
+                None => self.embedding()?.1,
+            };
+            let m = self.module("lm_head")?;
+            let weight = Weight::Dense(table);
+            let lora = self.weights.lora(&m, &weight)?;
+            Linear { weight, bias: None, weight_slot, bias_slot: None, lora }
+        } else {
+            self.linear("lm_head")?
+        };
+        Ok(Head { norm, linear, vocab: config.vocab })
+    }
+
     fn module(&self, name: &str) -> crate::Result<Module> {
         match self.by_name.get(name) {
             Some(m) => Ok(m.clone()),
@@ -209,7 +270,7 @@ impl Builder<'_> {
         }
     }
 
-    fn embedding(&mut self) -> crate::Result<(Embedding, (Tensor, Option<Slot>))> {
+    fn embedding(&mut self) -> crate::Result<(Embedding, Table)> {
         let m = self.module("model.embed_tokens")?;
         let (table, slot) = self.weights.weight(&m)?;
         let lora = self.weights.embedding_lora(&m)?;
@@ -260,11 +321,27 @@ impl Builder<'_> {
             attn_norm,
             attn,
             mlp_norm: self.norm(&format!("{p}.post_attention_layernorm"))?,
-            mlp: Mlp {
-                gate: self.linear(&format!("{p}.mlp.gate_proj"))?,
-                up: self.linear(&format!("{p}.mlp.up_proj"))?,
-                down: self.linear(&format!("{p}.mlp.down_proj"))?,
+            mlp: match (&c.moe, &c.family.experts) {
+                (Some(moe), Some(names)) if moe.sparse[l] => {
+                    let block = format!("{p}.{}", names.block);
+                    let router = self.linear(&format!("{block}.gate"))?;
+                    let experts = (0..moe.experts)
+                        .map(|e| self.mlp(&format!("{block}.experts.{e}"), &names.names))
+                        .collect::<crate::Result<_>>()?;
+                    let (top_k, normalise) = (moe.top_k, moe.normalise);
+                    FeedForward::Mixture(Box::new(Mixture { router, experts, top_k, normalise }))
+                }
+                _ => FeedForward::Dense(Box::new(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?)),
             },
+        })
+    }
+
+    fn mlp(&mut self, block: &str, names: &[&str; 3]) -> crate::Result<Mlp> {
+        let [gate, up, down] = names;
+        Ok(Mlp {
+            gate: self.linear(&format!("{block}.{gate}"))?,
+            up: self.linear(&format!("{block}.{up}"))?,
+            down: self.linear(&format!("{block}.{down}"))?,
         })
     }
 }

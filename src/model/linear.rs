@@ -128,7 +128,11 @@ impl Lora {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let (rows, width) = x.dims2()?;
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
-        dropout::mask(stream, d.first_row, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
+        let rows = match &ctx.rows {
+            Some(list) => dropout::Rows::These { first: d.first_row, list },
+            None => dropout::Rows::From { first: d.first_row, count: rows },
+        };
+        dropout::mask(stream, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
     }
 }
 
@@ -162,6 +166,14 @@ impl Linear {
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
         self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+    }
+
+    /// Where the gradients of all that trains here go.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> {
+        let lora = self.lora.as_ref();
+        let (a, b) = lora.and_then(|l| l.slots).unzip();
+        let magnitude = lora.and_then(|l| l.dora.as_ref()?.slot);
+        [self.weight_slot, self.bias_slot, a, b, magnitude].into_iter().flatten()
     }
 
     /// Forward: [t, i] -> [t, o].
@@ -281,7 +293,7 @@ mod tests {
         let d = &Device::Cpu;
         let table = Tensor::zeros((T, 1), DType::F32, d)?;
         let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
-        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout })
+        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
     }
 
     /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.

@@ -20,7 +20,7 @@ mod tests;
 pub use code::{Books, Type};
 pub use encode::{BLOCK, Encoded, Nested};
 pub use source::{from_files, scales};
-pub use state::{Entry, entries, find, problems, read};
+pub use state::{Entry, entries, find, problems, read, source_dtype};
 
 use crate::error::ExitCode;
 use crate::model::modules::{Group, Kind, Module};

@@ -57,6 +57,21 @@ fn kind(files: &TensorFiles, weight: &str) -> Option<Type> {
         .find(|t| files.info(&format!("{weight}.quant_state.bitsandbytes__{}", t.name())).is_some())
 }
 
+/// The dtype that a quantized weight had before; `None` if it is not quantized, or does not say.
+pub fn source_dtype(files: &TensorFiles, weight: &str) -> Option<DType> {
+    let name = format!("{weight}.quant_state.bitsandbytes__{}", kind(files, weight)?.name());
+    dtype(object(files, &name).ok()?.get("dtype")?)
+}
+
+fn dtype(name: &Value) -> Option<DType> {
+    match name.as_str()? {
+        "float32" => Some(DType::F32),
+        "float16" => Some(DType::F16),
+        "bfloat16" => Some(DType::BF16),
+        _ => None,
+    }
+}
+
 /// What is wrong with a quantized weight of `dims`, but for the values in its tensors; `None` if nothing is,
 /// or if it is not quantized.
 pub fn problems(files: &TensorFiles, weight: &str, dims: (usize, usize)) -> Option<String> {
@@ -184,12 +199,7 @@ fn parse(json: &Map<String, Value>, kind: Type, dims: (usize, usize)) -> Result<
         .as_u64()
         .and_then(|b| BLOCKS.into_iter().find(|k| *k as u64 == b))
         .ok_or_else(|| bad("blocksize", "a power of two from 32 to 4096 is wanted"))?;
-    let source = match get("dtype").as_str() {
-        Some("float32") => DType::F32,
-        Some("float16") => DType::F16,
-        Some("bfloat16") => DType::BF16,
-        _ => return Err(bad("dtype", "float32, float16 or bfloat16 is wanted")),
-    };
+    let source = dtype(get("dtype")).ok_or_else(|| bad("dtype", "float32, float16 or bfloat16 is wanted"))?;
     if get("shape") != &json!([dims.0, dims.1]) {
         return Err(bad("shape", &format!("config.json makes it [{}, {}]", dims.0, dims.1)));
     }

@@ -342,8 +342,8 @@ const MEMORY: &[Key] = &[
         "recompute",
         Kind::Recompute,
         Toml("\"auto\""),
-        "Layers whose activations are computed again in the backward pass: \"auto\" (the fastest that fits; \
-         until the plan decides: all), \"all\", \"none\" or a number of layers.",
+        "Layers whose activations are computed again in the backward pass: \"auto\" (the fewest that fit \
+         memory.budget), \"all\", \"none\" or a number of layers.",
     ),
     key("offload", Kind::Words(Offload::WORDS), Toml("[]"), "What lives on the host."),
     key("pin", Bool, Toml("true"), "Whether host buffers are pinned."),

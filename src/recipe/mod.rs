@@ -18,7 +18,7 @@
 mod check;
 mod cross;
 pub mod keys;
-mod names;
+pub mod names;
 mod not_built;
 mod read;
 mod report;
@@ -114,6 +114,13 @@ impl Error {
             other => other.to_string(),
         }
     }
+}
+
+/// The VALUE of a `KEY=VALUE` outside of recipes: TOML, or else a string.
+pub fn loose_value(text: &str) -> serde_json::Value {
+    let table = toml::from_str::<toml::Table>(&format!("v = {text}")).ok().filter(|t| t.len() == 1);
+    let value = table.and_then(|mut t| t.remove("v")).and_then(|v| serde_json::to_value(v).ok());
+    value.unwrap_or_else(|| text.into())
 }
 
 impl Recipe {

@@ -487,7 +487,7 @@ pub struct Memory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// The fastest that fits; until the plan decides, all.
+    /// The fewest that fit the budget: the fastest.
     Auto,
     /// Every layer.
     All,

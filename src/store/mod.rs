@@ -29,6 +29,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
 pub(crate) use atomic::{folder_of, sync_folder};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};

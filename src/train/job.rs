@@ -3,15 +3,21 @@
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
-use crate::adapt::{self, Params, Selection};
-use crate::data::{Dataset, Tokenizer};
-use crate::hub::{self, ModelDir, Want};
+use crate::adapt::{self, Params, Selection, layout};
+use crate::data::{Batches, Dataset, Tokenizer};
+use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
+use crate::log::warn;
 use crate::model::{Config, Decoder};
-use crate::recipe::{self, Device as DeviceName, Dtype, Quantize, Recipe, Weights};
+use crate::plan::{self, Inputs, Machine, Plan, Workload};
+use crate::recipe::{Device as DeviceName, Dtype, Quantize, Recipe, Weights};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
-use std::path::PathBuf;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// How a selection is made of a recipe, a config and an adapter.
+type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> crate::Result<Selection> + 'a;
 
 /// A recipe with everything it names, but not the weights.
 pub struct Job {
@@ -45,6 +51,122 @@ pub fn device(name: DeviceName) -> Result<Device, Error> {
     }
 }
 
+/// The compute dtype of a recipe: what it says, else by device.
+pub fn dtype(named: Option<Dtype>, device: &Device) -> DType {
+    match (named, device) {
+        (Some(Dtype::Bf16), _) => DType::BF16,
+        (Some(Dtype::F16), _) => DType::F16,
+        (Some(Dtype::F32), _) => DType::F32,
+        (None, Device::Cpu) => DType::F32,
+        (None, _) => DType::BF16,
+    }
+}
+
+/// The source of the recipe's model: a path as it is found from here, or a hub id.
+pub fn source(recipe: &Recipe, written: &str) -> String {
+    let path = recipe.resolve(written);
+    if path.exists() { path.display().to_string() } else { written.into() }
+}
+
+/// The model's folder, downloaded as far as `want` goes if need be.
+///
+/// # Errors
+/// A model that cannot be found.
+pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> crate::Result<ModelDir> {
+    // random weights need no file of them
+    let random = recipe.model.weights == Weights::Random;
+    let want = if random { want.min(Want::Tokenizer) } else { want };
+    let source = source(recipe, &recipe.model.source);
+    let model = hub::fetch_model_with(settings, &source, &recipe.model.revision, want, progress)?;
+    model.notes.iter().for_each(|n| warn(n));
+    Ok(model)
+}
+
+/// The config of a model's folder with overrides applied.
+///
+/// # Errors
+/// A config that is not one, or of a model that is not built.
+pub fn config(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Config> {
+    let config = Config::load(dir, overrides)?;
+    let file = dir.join("config.json").display().to_string();
+    for key in &config.unknown {
+        warn(&format!("{file}: {key}: ft does not know this key and leaves it alone"));
+    }
+    Ok(config)
+}
+
+/// Refuses losses on the routers of a model that has none.
+///
+/// # Errors
+/// A coefficient that is not 0.
+pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    if config.moe.is_some() {
+        return Ok(());
+    }
+    for (key, value) in [("router.aux_loss", recipe.router.aux_loss), ("router.z_loss", recipe.router.z_loss)]
+    {
+        if value != 0.0 {
+            let (place, family) = (recipe.place(key), config.family.model_type);
+            return Err(Error::Usage(format!(
+                "{place}: {key} = {value}: {family} has no routers\n  hint: leave it out"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The tokenizer of a model's folder with the recipe's chat template; `None` where there is none.
+///
+/// # Errors
+/// Files that cannot be used.
+pub fn tokenizer(recipe: &Recipe, dir: &Path) -> crate::Result<Option<Tokenizer>> {
+    let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
+    Ok(Tokenizer::load(dir, template.as_deref())?)
+}
+
+/// The adapter that the recipe goes on from.
+///
+/// # Errors
+/// An adapter that cannot be found, or whose files cannot be used.
+pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> crate::Result<Option<Adapter>> {
+    let Some(written) = &recipe.lora.init else { return Ok(None) };
+    let dir = hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?;
+    Ok(Some(Adapter::open(&dir)?))
+}
+
+/// What trains: by the recipe's rules; without any, what the adapter holds.
+///
+/// # Errors
+/// Rules or an adapter that do not fit the model; nothing that trains.
+pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) -> crate::Result<Selection> {
+    let selection = match adapter {
+        Some(a) if recipe.train.is_empty() => a.selection(config)?,
+        _ => Selection::from_rules(config, &recipe.train)?,
+    };
+    if selection.trained().is_empty() {
+        return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
+    }
+    Ok(selection)
+}
+
+/// The rows of each step.
+///
+/// # Errors
+/// A dataset that makes no step.
+pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
+    let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
+    if batches.steps() > 0 {
+        return Ok(batches);
+    }
+    Err(Error::Usage(format!(
+        "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
+        recipe.place("run.batch_rows"),
+        data.rows.len(),
+        recipe.run.batch_rows
+    ))
+    .into())
+}
+
 impl Job {
     /// Resolves a recipe. `want` says how much of the model must be there; downloads it if need be.
     ///
@@ -52,60 +174,31 @@ impl Job {
     /// A device that is not there, a model that cannot be found or is not supported, a rule that matches
     /// nothing, an adapter that does not fit.
     pub fn open(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
+        Self::with(recipe, want, progress, &selection)
+    }
+
+    /// Resolves a recipe to use its model, not to train: everything is frozen, and an adapter in
+    /// `lora.init` is whole.
+    ///
+    /// # Errors
+    /// As [`Job::open`].
+    pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
+        Self::with(recipe, want, progress, &|_, config, adapter| match adapter {
+            None => Ok(Selection::frozen(config)),
+            Some(a) => a.selection(config),
+        })
+    }
+
+    fn with(recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> crate::Result<Self> {
+        let settings = Settings::from_env();
         let device = device(recipe.run.device)?;
-        let dtype = match (recipe.model.dtype, &device) {
-            (Some(Dtype::Bf16), _) => DType::BF16,
-            (Some(Dtype::F16), _) => DType::F16,
-            (Some(Dtype::F32), _) => DType::F32,
-            (None, Device::Cpu) => DType::F32,
-            (None, _) => DType::BF16,
-        };
-        let want = if recipe.model.weights == Weights::Random && want == Want::Weights {
-            Want::Tokenizer
-        } else {
-            want
-        };
-        let source = recipe.resolve(&recipe.model.source);
-        let source = if source.exists() { source.display().to_string() } else { recipe.model.source.clone() };
-        let model = hub::fetch_model(&source, &recipe.model.revision, want, progress)?;
-        let config = Config::load(&model.dir, &recipe.model.overrides)?;
-        if config.moe.is_some() {
-            return Err(crate::model::Error::Key {
-                file: model.dir.join("config.json").display().to_string(),
-                key: "model_type".into(),
-                why: format!("not built yet: {}", config.family.model_type),
-            }
-            .into());
-        }
-        for key in &config.unknown {
-            eprintln!(
-                "warning: {}: {key}: ft does not know this key and leaves it alone",
-                model.dir.join("config.json").display()
-            );
-        }
-        let tokenizer = match want {
-            Want::Config => None,
-            _ => {
-                let template =
-                    recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
-                Tokenizer::load(&model.dir, template.as_deref())?
-            }
-        };
-        let adapter = match &recipe.lora.init {
-            None => None,
-            Some(source) => {
-                let path = recipe.resolve(source);
-                let source = if path.exists() { path.display().to_string() } else { source.clone() };
-                Some(Adapter::open(&hub::fetch_adapter(&source, "main", progress)?)?)
-            }
-        };
-        let selection = match (&adapter, recipe.train.is_empty()) {
-            (Some(a), true) => Selection::from_peft(&config, &a.config)?,
-            _ => Selection::from_rules(&config, &recipe.train)?,
-        };
-        if selection.trained().is_empty() {
-            return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
-        }
+        let dtype = dtype(recipe.model.dtype, &device);
+        let model = model(&settings, &recipe, want, progress)?;
+        let config = config(&model.dir, &recipe.model.overrides)?;
+        routers(&recipe, &config)?;
+        let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
+        let adapter = adapter(&settings, &recipe, progress)?;
+        let selection = select(&recipe, &config, adapter.as_ref())?;
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }
 
@@ -139,7 +232,7 @@ impl Job {
     pub fn weights(&self) -> crate::Result<Option<TensorFiles>> {
         match self.recipe.model.weights {
             Weights::Random => Ok(None),
-            Weights::Load => Ok(Some(TensorFiles::open_model(&self.model.dir)?)),
+            Weights::Load => Ok(Some(layout::open(&self.config, &self.model.dir)?)),
         }
     }
 
@@ -173,12 +266,20 @@ impl Job {
         .run()
     }
 
-    /// Layers to recompute, of those that backward walks through.
-    pub fn recompute(&self) -> usize {
-        match self.recipe.memory.recompute {
-            recipe::Recompute::Auto | recipe::Recompute::All => self.config.layers,
-            recipe::Recompute::None => 0,
-            recipe::Recompute::Layers(n) => n,
-        }
+    /// The plan of this job for a workload: it decides how many layers are recomputed.
+    pub fn plan(&self, workload: Workload) -> Plan {
+        let machine = Machine {
+            cuda: self.device.is_cuda(),
+            width: self.dtype.size_in_bytes() as u64,
+            threads: rayon::current_num_threads() as u64,
+        };
+        Plan::new(&Inputs {
+            recipe: &self.recipe,
+            config: &self.config,
+            selection: &self.selection,
+            machine,
+            workload,
+            budget: plan::budget(&self.recipe, machine),
+        })
     }
 }

@@ -1,13 +1,16 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
+pub mod bench;
 mod guard;
 mod identity;
 pub mod job;
+pub mod merge;
 pub mod output;
 pub mod quantize;
 mod run;
 pub mod state;
 pub mod step;
+mod watch;
 
 pub use job::Job;
 pub use output::logits_apart;
@@ -85,6 +88,25 @@ pub enum Error {
         /// What is allowed.
         bar: f64,
     },
+    /// A merged model does not compute what base and adapter do.
+    #[error(
+        "{path}: the merged model gives other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by {dtype}\n  hint: do not use what is in that folder; --dtype f32 rounds less"
+    )]
+    Merged {
+        /// Folder that was written.
+        path: String,
+        /// Relative L2 distance.
+        apart: f64,
+        /// What rounding explains.
+        bar: f64,
+        /// The dtype that was written.
+        dtype: &'static str,
+    },
+    /// An evaluation that gives no number.
+    #[error(
+        "the loss on the evaluation data is not finite\n  hint: look at the model's weights and at these rows with `ft data`"
+    )]
+    Evaluation,
     /// A signal came; a checkpoint was written.
     #[error(
         "stopped by {name} after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on"
@@ -106,8 +128,8 @@ impl Error {
             Error::Device(_) | Error::Usage(_) | Error::Exists { .. } | Error::Changed { .. } => {
                 ExitCode::Usage
             }
-            Error::Checkpoint { .. } | Error::Readback { .. } => ExitCode::Storage,
-            Error::NonFinite { .. } => ExitCode::NonFinite,
+            Error::Checkpoint { .. } | Error::Readback { .. } | Error::Merged { .. } => ExitCode::Storage,
+            Error::NonFinite { .. } | Error::Evaluation => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,
             Error::Signal { code, .. } => *code,
         }

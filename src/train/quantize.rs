@@ -4,6 +4,7 @@ use super::Job;
 use super::identity::model_hash;
 use super::output::write_folder;
 use crate::adapt::build::check_tensors;
+use crate::adapt::layout;
 use crate::log::bytes_bar;
 use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};
@@ -85,7 +86,7 @@ fn fill(config: &Config, source: &Path, out: &Path, double: bool) -> crate::Resu
     if config.four_bit {
         return Err(Error::Already { dir: source.display().to_string() }.into());
     }
-    let files = TensorFiles::open_model(source)?;
+    let files = layout::open(config, source)?;
     check_tensors(config, &files)?;
     let mut report = Report { linears: 0, values: 0, bits: 0.0, bytes: 0 };
     let (mut entries, mut ready, mut code_and_scale_bytes) = (Vec::new(), HashMap::new(), 0u64);

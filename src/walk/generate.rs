@@ -11,29 +11,29 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 /// Tokens of a sample reply at the most.
 pub const SAMPLE_TOKENS: usize = 64;
 
-/// A model with the keys and values of what it has read so far.
+/// A model with the keys and values of what it has read so far: one document.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
     caches: Vec<Cache>,
-    past: usize,
+    seen: Vec<u32>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader that has read nothing.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
         let caches = decoder.layers.iter().map(|_| Cache::default()).collect();
-        Self { decoder, device, caches, past: 0 }
+        Self { decoder, device, caches, seen: Vec::new() }
     }
 
     /// Tokens read so far.
     pub fn len(&self) -> usize {
-        self.past
+        self.seen.len()
     }
 
     /// Whether nothing was read yet.
     pub fn is_empty(&self) -> bool {
-        self.past == 0
+        self.seen.is_empty()
     }
 
     /// Reads tokens and gives the logits after the last, `[v]` in f32.
@@ -41,21 +41,37 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// No tokens; a tensor operation that fails.
     pub fn read(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
-        let n = ids.len();
+        let (n, past) = (ids.len(), self.seen.len());
         if n == 0 {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
         }
-        let positions: Vec<u32> = (self.past..self.past + n).map(|p| p as u32).collect();
+        let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
         let c = &self.decoder.config;
         let (cos, sin) = c.rope.tables(c.head_dim, &positions, self.device)?;
-        let seqs = Sequences::new(&[self.past + n], self.past, self.device)?;
-        let ctx = Context { seqs, cos, sin, dropout: None };
+        let seqs = Sequences::new(&[past + n], past, self.device)?;
+        let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
         let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
-            x = layer.forward(&x, &ctx, Some(cache))?.0;
+            x = layer.forward(&x, &ctx, Some(cache), None)?.0;
         }
-        self.past += n;
+        self.seen.extend(ids);
         Ok(self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?.squeeze(0)?)
+    }
+
+    /// Reads a whole document and gives the logits after its last token. What it has in common with the
+    /// beginning of what was read is not read again; the rest is forgotten.
+    ///
+    /// # Errors
+    /// As [`Reader::read`].
+    pub fn read_document(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
+        let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
+        // the logits after the last token need that token
+        let keep = common.min(ids.len().saturating_sub(1));
+        for cache in &mut self.caches {
+            cache.truncate(keep)?;
+        }
+        self.seen.truncate(keep);
+        self.read(&ids[keep..])
     }
 }
 
@@ -64,30 +80,36 @@ pub fn greedy() -> LogitsProcessor {
     LogitsProcessor::from_sampling(0, Sampling::ArgMax)
 }
 
-/// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece.
+/// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece and
+/// says whether to go on.
+///
+/// # Errors
+/// An empty prompt, a tensor operation that fails, tokens that make no text.
 pub fn reply(
-    decoder: &Decoder,
+    reader: &mut Reader<'_>,
     tokenizer: &Tokenizer,
     prompt: &[u32],
     max_tokens: usize,
     sampler: &mut LogitsProcessor,
-    device: &Device,
-    on_text: &mut dyn FnMut(&str),
+    on_text: &mut dyn FnMut(&str) -> bool,
 ) -> crate::Result<String> {
-    let mut reader = Reader::new(decoder, device);
-    let mut logits = reader.read(prompt)?;
+    let mut logits = reader.read_document(prompt)?;
     let mut text = tokenizer.decoder(true);
     let mut out = String::new();
-    for _ in 0..max_tokens {
+    for left in (0..max_tokens).rev() {
         let next = sampler.sample(&logits)?;
         if tokenizer.eos().contains(&next) {
             break;
         }
         if let Some(piece) = text.step(next)? {
-            on_text(&piece);
             out.push_str(&piece);
+            if !on_text(&piece) {
+                break;
+            }
         }
-        logits = reader.read(&[next])?;
+        if left > 0 {
+            logits = reader.read(&[next])?;
+        }
     }
     Ok(out)
 }

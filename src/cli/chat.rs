@@ -1,0 +1,254 @@
+//! `ft chat`: talks to a model with its chat template.
+
+use super::merge::base_of;
+use super::words;
+use crate::adapt::build::{Base, Build};
+use crate::adapt::layout;
+use crate::adapt::{Adapter, Selection};
+use crate::data::Tokenizer;
+use crate::hub::{self, ModelDir, Settings, Want};
+use crate::log::{bytes_bar, tell, warn};
+use crate::model::Decoder;
+use crate::recipe::{self, Device as DeviceName, Dtype};
+use crate::train::job;
+use crate::walk::generate::{self, Reader};
+use candle_core::Device;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use serde_json::{Map, Value, json};
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+/// Arguments of `ft chat`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The model: a folder (a run's `model`, or an adapter, whose base is found by its config), or a hub id
+    model: String,
+    /// A PEFT adapter over it, unmerged: a folder, or a hub id
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
+    /// A first message that says how to answer
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Answer this and end
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// How far from the likeliest token to go: 0 is not at all; the default is the model's own
+    #[arg(long, value_name = "X")]
+    temperature: Option<f64>,
+    /// Draw from the likeliest tokens that have this share together
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Draw from this many of the likeliest tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Tokens of a reply at the most
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    max_tokens: usize,
+    /// Where to compute
+    #[arg(long, default_value = "auto", value_parser = words(DeviceName::WORDS))]
+    device: String,
+    /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
+    #[arg(long, value_parser = words(Dtype::WORDS))]
+    dtype: Option<String>,
+    /// A chat template to use instead of the model's own
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// A variable for the chat template: enable_thinking=false
+    #[arg(long, value_name = "KEY=VALUE")]
+    template: Vec<String>,
+}
+
+/// Answers one prompt, or each line of stdin until it ends or says `/exit`.
+///
+/// # Errors
+/// A model or adapter that cannot be found or used; a template that refuses the conversation.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let variables = variables(&args.template)?;
+    let device = DeviceName::from_word(&args.device).unwrap_or(DeviceName::Auto);
+    let device = job::device(device)?;
+    let (model, adapter) = find(args)?;
+    let Some(tokenizer) = Tokenizer::load(&model.dir, args.chat_template.as_deref())? else {
+        return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
+    };
+    if !tokenizer.has_template() {
+        let what = &model.source;
+        return Err(super::usage(format!(
+            "{what}: has no chat template\n  hint: --chat-template FILE.jinja"
+        )));
+    }
+    let mut sampler = sampler(args, &model.dir)?;
+    let decoder = load(args, &model, adapter.as_ref(), &device)?;
+    let mut chat = Chat {
+        reader: Reader::new(&decoder, &device),
+        tokenizer: &tokenizer,
+        first: args.system.iter().map(|s| json!({"role": "system", "content": s})).collect(),
+        messages: Vec::new(),
+        variables,
+        max_tokens: args.max_tokens,
+        max_positions: decoder.config.max_positions,
+    };
+    chat.messages.clone_from(&chat.first);
+    match &args.prompt {
+        Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
+        None => talk(&mut chat, &mut sampler),
+    }
+}
+
+/// Reads prompts line by line.
+fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()> {
+    let terminal = io::stdin().is_terminal();
+    if terminal {
+        tell("one line a message; /clear begins anew, /exit ends");
+    }
+    let mut lines = io::stdin().lock().lines();
+    loop {
+        if terminal {
+            let _ = write!(io::stderr(), "> ").and_then(|()| io::stderr().flush());
+        }
+        let line = match lines.next() {
+            None => return Ok(()),
+            Some(Err(e)) => return Err(super::usage(format!("stdin: {e}"))),
+            Some(Ok(line)) => line,
+        };
+        match line.trim() {
+            "" => continue,
+            "/exit" => return Ok(()),
+            "/clear" => chat.messages.clone_from(&chat.first),
+            prompt => {
+                if !chat.answer(prompt, sampler)? {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// A conversation, and the model that has read it.
+struct Chat<'a> {
+    reader: Reader<'a>,
+    tokenizer: &'a Tokenizer,
+    /// What every conversation begins with.
+    first: Vec<Value>,
+    messages: Vec<Value>,
+    variables: Map<String, Value>,
+    max_tokens: usize,
+    max_positions: usize,
+}
+
+impl Chat<'_> {
+    /// Answers on stdout, piece by piece. Gives whether anybody listens.
+    fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> crate::Result<bool> {
+        self.messages.push(json!({"role": "user", "content": prompt}));
+        let messages = Value::Array(self.messages.clone());
+        let text = self.tokenizer.render(&messages, None, true, &self.variables)?;
+        let ids = self.tokenizer.encode(&text)?;
+        let mut listening = Ok(());
+        let mut say = |piece: &str| {
+            let mut out = io::stdout().lock();
+            listening = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+            listening.is_ok()
+        };
+        let reply =
+            generate::reply(&mut self.reader, self.tokenizer, &ids, self.max_tokens, sampler, &mut say)?;
+        say("\n");
+        if self.reader.len() > self.max_positions {
+            warn(&format!(
+                "the conversation has {} tokens, the model is made for {}: /clear begins anew",
+                self.reader.len(),
+                self.max_positions
+            ));
+        }
+        self.messages.push(json!({"role": "assistant", "content": reply}));
+        let gone = listening.is_err();
+        recipe::Error::of_print(listening)?;
+        Ok(!gone)
+    }
+}
+
+/// The model's folder with its weights, and the adapter.
+fn find(args: &Args) -> crate::Result<(ModelDir, Option<Adapter>)> {
+    let settings = Settings::from_env();
+    let named = match &args.adapter {
+        None => None,
+        Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, a, "main", true)?)?),
+    };
+    let dir = Path::new(&args.model);
+    if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
+        if named.is_some() {
+            return Err(super::usage(format!("{}: is an adapter, and --adapter names another", args.model)));
+        }
+        let adapter = Adapter::open(dir)?;
+        return Ok((base_of(&settings, &adapter, None, Want::Weights)?, Some(adapter)));
+    }
+    let model = hub::fetch_model_with(&settings, &args.model, "main", Want::Weights, true)?;
+    model.notes.iter().for_each(|n| warn(n));
+    Ok((model, named))
+}
+
+fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Device) -> crate::Result<Decoder> {
+    let config = job::config(&model.dir, &Map::new())?;
+    let files = layout::open(&config, &model.dir)?;
+    let selection = match adapter {
+        None => Selection::frozen(&config),
+        Some(a) => {
+            a.check_base(&files, config.tied)?;
+            a.selection(&config)?
+        }
+    };
+    let bar = bytes_bar("loading", files.total_bytes());
+    let (decoder, _) = Build {
+        config: &config,
+        selection: &selection,
+        base: Base::Files(&files),
+        adapter,
+        quantize: false,
+        dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
+        device,
+        seed: 0,
+        train: false,
+        progress: &|n| bar.inc(n),
+    }
+    .run()?;
+    bar.finish_and_clear();
+    Ok(decoder)
+}
+
+/// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.
+fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
+    let mut out = Map::new();
+    for text in set {
+        let Some((key, value)) = text.split_once('=').filter(|(k, _)| !k.trim().is_empty()) else {
+            return Err(super::usage(format!("--template {text:?}: KEY=VALUE is wanted")));
+        };
+        out.insert(key.trim().to_string(), recipe::loose_value(value));
+    }
+    Ok(out)
+}
+
+/// How tokens are drawn: as the options say, else as the model's `generation_config.json` does, else the
+/// likeliest each time.
+fn sampler(args: &Args, dir: &Path) -> crate::Result<LogitsProcessor> {
+    let own: Value = std::fs::read(dir.join("generation_config.json"))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .unwrap_or(Value::Null);
+    let own = if own["do_sample"] == json!(true) { own } else { Value::Null };
+    let warm = if own.is_null() { 0.0 } else { 1.0 };
+    let temperature = args.temperature.or(own["temperature"].as_f64()).unwrap_or(warm);
+    let p = args.top_p.or(own["top_p"].as_f64()).filter(|p| *p < 1.0);
+    let k = args.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
+    if !(temperature >= 0.0 && temperature.is_finite()) || p.is_some_and(|p| p.is_nan() || p <= 0.0) {
+        return Err(super::usage("--temperature is 0 or more, --top-p above 0"));
+    }
+    let sampling = match (temperature, k, p) {
+        (0.0, _, _) => Sampling::ArgMax,
+        (temperature, None, None) => Sampling::All { temperature },
+        (temperature, Some(k), None) => Sampling::TopK { k, temperature },
+        (temperature, None, Some(p)) => Sampling::TopP { p, temperature },
+        (temperature, Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
+    };
+    Ok(LogitsProcessor::from_sampling(args.seed, sampling))
+}

@@ -1,0 +1,287 @@
+//! `ft check`: every problem of a recipe, its model and its data at once, without loading weights.
+
+use super::RecipeArgs;
+use crate::adapt::build::check_tensors;
+use crate::adapt::layout;
+use crate::adapt::{Adapter, Choice, Selection};
+use crate::data::{self, Dataset, Stats, Tokenizer};
+use crate::error::Error;
+use crate::hub::{self, ModelDir, Settings, Want};
+use crate::log::warn;
+use crate::model::Config;
+use crate::model::modules::{Group, parameters};
+use crate::recipe::{Recipe, Weights};
+use crate::train::job;
+use candle_core::{DType, Device};
+use std::fmt::Write;
+
+/// Problems of the data that are shown.
+const SHOWN: usize = 20;
+
+/// Arguments of `ft check`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+}
+
+/// Checks, and prints a summary if all is well. Gives the problems in their order.
+pub fn run(args: &Args) -> Vec<Error> {
+    let recipe = match Recipe::load(&args.recipe.recipe, &args.recipe.set) {
+        Ok(recipe) => recipe,
+        Err(e) => return vec![e.into()],
+    };
+    let mut check = Check { recipe: &recipe, errors: Vec::new(), unchecked: Vec::new() };
+    let found = check.all();
+    for what in check.unchecked.iter().filter(|_| !check.errors.is_empty()) {
+        warn(&format!("not checked: {what}"));
+    }
+    if check.errors.is_empty()
+        && let Err(e) = super::print(&found.summary(&recipe, &check.unchecked))
+    {
+        check.errors.push(e);
+    }
+    check.errors
+}
+
+/// What a check goes through, and what it meets.
+struct Check<'a> {
+    recipe: &'a Recipe,
+    errors: Vec<Error>,
+    /// What could not be checked, and why.
+    unchecked: Vec<String>,
+}
+
+/// What a check found out; what it could not is missing.
+#[derive(Default)]
+struct Found {
+    compute: Option<(Device, DType)>,
+    model: Option<ModelDir>,
+    config: Option<Config>,
+    selection: Option<Selection>,
+    train: Option<Stats>,
+    eval: Option<Stats>,
+    steps: Option<usize>,
+    weights: bool,
+}
+
+impl Check<'_> {
+    /// Keeps a problem, and gives what there is otherwise.
+    fn keep<T>(&mut self, outcome: crate::Result<T>) -> Option<T> {
+        outcome.map_err(|e| self.errors.push(e)).ok()
+    }
+
+    /// As [`Check::keep`], but what is on the hub and cannot be had from here is no problem of the recipe.
+    fn reach<T>(&mut self, what: &str, outcome: crate::Result<T>) -> Option<T> {
+        match outcome {
+            Err(Error::Hub(
+                e @ (hub::Error::Unreachable { .. }
+                | hub::Error::NotCached { .. }
+                | hub::Error::WithoutHub { .. }),
+            )) => {
+                let why = e.to_string();
+                self.unchecked.push(format!("{what}: {}", why.lines().next().unwrap_or_default()));
+                None
+            }
+            outcome => self.keep(outcome),
+        }
+    }
+
+    fn all(&mut self) -> Found {
+        let recipe = self.recipe;
+        let settings = Settings::from_env();
+        let device = self.keep(job::device(recipe.run.device).map_err(Error::from));
+        let compute = device.map(|d| (d.clone(), job::dtype(recipe.model.dtype, &d)));
+        let mut found = Found { compute, ..Found::default() };
+        let adapter_outcome = job::adapter(&settings, recipe, true);
+        let adapter = self.reach("the adapter", adapter_outcome).flatten();
+        let adapter_lost = adapter.is_none() && recipe.lora.init.is_some();
+
+        found.model = self.keep(job::model(&settings, recipe, Want::Config, true));
+        found.config = match &found.model {
+            Some(model) => self.keep(job::config(&model.dir, &recipe.model.overrides)),
+            None => None,
+        };
+        let Some(config) = &found.config else {
+            self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
+            self.sources();
+            return found;
+        };
+        // without rules, the adapter says what trains
+        if !(adapter_lost && recipe.train.is_empty()) {
+            found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
+        }
+        let tokenizer = self.tokenizer(&settings);
+        match &tokenizer {
+            Some(tokenizer) => self.data(&mut found, tokenizer.as_ref()),
+            None => self.sources(),
+        }
+        self.weights(&settings, &mut found, adapter.as_ref());
+        found
+    }
+
+    /// The tokenizer, none if the model has none; nothing if it cannot be had.
+    fn tokenizer(&mut self, settings: &Settings) -> Option<Option<Tokenizer>> {
+        let recipe = self.recipe;
+        let model = job::model(settings, recipe, Want::Tokenizer, true);
+        let model = self.reach("tokenizer, chat template and rows", model)?;
+        self.keep(job::tokenizer(recipe, &model.dir))
+    }
+
+    /// Without a tokenizer: whether the files are there.
+    fn sources(&mut self) {
+        let d = &self.recipe.data;
+        let sources = d.train.iter().chain(&d.eval);
+        let problems = sources.filter_map(|s| data::find(s, &|s| self.recipe.resolve(s)).err());
+        let problems: Vec<Error> = problems.map(Error::from).collect();
+        self.errors.extend(problems);
+    }
+
+    fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
+        let Some(config) = &found.config else { return };
+        let (recipe, vocab) = (self.recipe, config.vocab);
+        let in_order = crate::recipe::Data { shuffle: false, ..recipe.data.clone() };
+        let resolve = |s: &str| recipe.resolve(s);
+        for (sources, cfg, train) in
+            [(&recipe.data.train, &recipe.data, true), (&recipe.data.eval, &in_order, false)]
+        {
+            if sources.is_empty() {
+                continue;
+            }
+            let checked = Dataset::check(sources, cfg, &resolve, tokenizer, vocab, recipe.run.seed, SHOWN);
+            let bad = !checked.problems.is_empty();
+            self.errors.extend(checked.problems.into_iter().map(Error::from));
+            if checked.more > 0 {
+                warn(&format!("{} more problems in the data are not shown", checked.more));
+            }
+            let Some(dataset) = checked.dataset else { continue };
+            if train && !bad {
+                found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
+            }
+            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats);
+        }
+    }
+
+    /// Names and shapes of the weights' tensors, where they are on this machine already.
+    fn weights(&mut self, settings: &Settings, found: &mut Found, adapter: Option<&Adapter>) {
+        let (Some(config), recipe) = (&found.config, self.recipe) else { return };
+        if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
+            self.keep(adapter.check_against(selection, &selection.trained()));
+        }
+        if recipe.model.weights == Weights::Random {
+            return;
+        }
+        let cached = Settings { offline: true, ..settings.clone() };
+        let model = match job::model(&cached, recipe, Want::Weights, false) {
+            Err(Error::Hub(hub::Error::NotCached { .. })) => {
+                self.unchecked.push("the weights, which are not downloaded yet".into());
+                return;
+            }
+            outcome => self.keep(outcome),
+        };
+        let Some(model) = model else { return };
+        let Some(files) = self.keep(layout::open(config, &model.dir).map_err(Error::from)) else { return };
+        self.keep(check_tensors(config, &files).map_err(Error::from));
+        if let Some(adapter) = adapter {
+            self.keep(adapter.check_base(&files, config.tied));
+        }
+        found.weights = true;
+    }
+}
+
+impl Found {
+    fn summary(&self, recipe: &Recipe, unchecked: &[String]) -> String {
+        let mut lines: Vec<(&str, String)> = Vec::new();
+        if let (Some(model), Some(c)) = (&self.model, &self.config) {
+            let tied = if c.tied { ", tied head" } else { "" };
+            let what = format!("{} layers, width {}, {} tokens{tied}", c.layers, c.hidden, c.vocab);
+            lines.push(("model", format!("{} ({}: {what})", model.source, c.family.model_type)));
+            if let Some(s) = &self.selection {
+                let (total, trained) = (parameters(c), s.trained().iter().map(|t| t.elements() as u64).sum());
+                let share = 100.0 * trained as f64 / total as f64;
+                lines.push((
+                    "trains",
+                    format!("{} of {} parameters ({share:.2} %)", count(trained), count(total)),
+                ));
+                lines.extend(groups(s).into_iter().map(|line| ("", line)));
+            }
+        }
+        if let Some(s) = &self.train {
+            lines.push(("data", rows(s)));
+        }
+        if let Some(s) = &self.eval {
+            lines.push(("evaluation", rows(s)));
+        }
+        if let Some(steps) = self.steps {
+            lines.push((
+                "steps",
+                format!("{steps} of {} rows, {} at a time", recipe.run.batch_rows, recipe.run.micro_rows),
+            ));
+        }
+        if let Some((device, dtype)) = &self.compute {
+            let name = if device.is_cpu() { "CPU" } else { "CUDA" };
+            lines.push(("runs on", format!("{name}, {}", dtype.as_str())));
+        }
+        lines.push(("writes to", recipe.run.output.display().to_string()));
+        if self.weights {
+            lines.push(("weights", "names and shapes of all tensors fit".into()));
+        }
+        lines.extend(unchecked.iter().map(|what| ("not checked", what.clone())));
+        let mut out = String::new();
+        for (name, text) in lines {
+            let _ = writeln!(out, "{name:<12} {text}");
+        }
+        out
+    }
+}
+
+fn rows(s: &Stats) -> String {
+    let left = match s.drops.total() {
+        0 => String::new(),
+        n => format!(" ({n} left out)"),
+    };
+    format!("{} samples{left} in {} rows, {} tokens, {} supervised", s.examples, s.rows, s.tokens, s.targets)
+}
+
+/// One line for each group and the way it trains.
+fn groups(s: &Selection) -> Vec<String> {
+    let mut sizes = std::collections::HashMap::new();
+    for t in s.trained() {
+        *sizes.entry(t.module.clone()).or_insert(0u64) += t.elements() as u64;
+    }
+    let mut found: Vec<(Group, String, usize, u64)> = Vec::new();
+    for (m, choice) in &s.modules {
+        let how = match choice {
+            Choice::Freeze => continue,
+            Choice::Full { .. } => "full".to_string(),
+            Choice::Lora { spec, .. } => {
+                let kind = if spec.dora { "DoRA" } else { "LoRA" };
+                let rs = if spec.rslora { ", rank-stabilised" } else { "" };
+                format!("{kind} rank {}, alpha {}{rs}", spec.rank, spec.alpha)
+            }
+        };
+        let size = sizes.get(&m.name).copied().unwrap_or(0);
+        match found.iter_mut().find(|(g, h, _, _)| *g == m.group && *h == how) {
+            Some((_, _, modules, total)) => {
+                *modules += 1;
+                *total += size;
+            }
+            None => found.push((m.group, how, 1, size)),
+        }
+    }
+    found.sort_by_key(|(g, ..)| *g);
+    let line = |(g, how, modules, size): &(Group, String, usize, u64)| {
+        let plural = if *modules == 1 { "" } else { "s" };
+        format!("  {}: {modules} module{plural}, {how}, {}", g.name(), count(*size))
+    };
+    found.iter().map(line).collect()
+}
+
+fn count(n: u64) -> String {
+    match n {
+        0..10_000 => n.to_string(),
+        10_000..1_000_000 => format!("{:.1} k", n as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} M", n as f64 / 1e6),
+        _ => format!("{:.2} billion", n as f64 / 1e9),
+    }
+}

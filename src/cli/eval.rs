@@ -1,0 +1,58 @@
+//! `ft eval`: loss and perplexity on the evaluation data.
+
+use super::RecipeArgs;
+use crate::hub::Want;
+use crate::log::bytes_bar;
+use crate::recipe::Recipe;
+use crate::train::{self, Job};
+use serde_json::json;
+
+/// Arguments of `ft eval`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// A PEFT adapter (folder or hub id) over the base, unmerged; else the recipe's lora.init, if it has one
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Evaluates the base, or base and adapter, and prints what came out.
+///
+/// # Errors
+/// Problems of recipe, model, adapter and data; a loss that is not finite.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    if recipe.data.eval.is_empty() {
+        let place = recipe.place("data");
+        return Err(super::usage(format!("{place}: data.eval names nothing to evaluate on")));
+    }
+    recipe.lora.init = args.adapter.clone().or(recipe.lora.init);
+    let job = Job::open_frozen(recipe, Want::Weights, true)?;
+    let Some(data) = job.eval_data()? else { return Ok(()) };
+    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
+    let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
+    bar.finish_and_clear();
+    let (loss, targets) = train::evaluate(&decoder, &data, job.recipe.run.micro_rows, &job.device)?;
+    if !loss.is_finite() {
+        return Err(train::Error::Evaluation.into());
+    }
+    let adapter = job.adapter.as_ref().map(|a| a.dir.display().to_string());
+    if args.json {
+        let line = json!({
+            "model": job.model.source, "adapter": adapter, "loss": loss, "perplexity": loss.exp(),
+            "target_tokens": targets, "rows": data.rows.len(),
+        });
+        return super::print(&format!("{line}\n"));
+    }
+    super::print(&format!(
+        "model       {}{}\nloss        {loss:.6}\nperplexity  {:.4}\ntargets     {targets} in {} rows\n",
+        job.model.source,
+        adapter.map_or(String::new(), |a| format!(" + {a}")),
+        loss.exp(),
+        data.rows.len(),
+    ))
+}

@@ -1,0 +1,10 @@
+//! The binary from outside: what it writes, prints and exits with, and that a run which is interrupted ends as one
+//! that is not. Models are a few thousand random weights; nothing needs a network or a GPU.
+
+mod adapters;
+mod broken;
+mod plan;
+mod resume;
+mod same;
+mod verbs;
+mod world;

@@ -1,0 +1,199 @@
+//! A run that was killed, stopped or restarted ends as one that was not.
+
+use super::world::{Dice, FULL, LORA, World, content, recipe, reference};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+/// Waits until a run has as many steps in its metrics; false when the process ended before.
+fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
+    // the limit only ends a test that hangs
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(120) {
+        if w.events(run, "step").len() >= steps {
+            return true;
+        }
+        if child.try_wait().expect("a child").is_some() {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    panic!("{run} does not come to step {steps}");
+}
+
+fn signal(child: &mut Child, signal: Signal) -> Option<i32> {
+    let pid = Pid::from_raw(child.id() as i32).expect("a process");
+    kill_process(pid, signal).expect("signalled");
+    child.wait().expect("an end").code()
+}
+
+const STEPS: usize = 60;
+
+fn world(rules: &str) -> World {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write(
+        "r.toml",
+        recipe(rules).replace("steps = 6", &format!("steps = {STEPS}\nsave_every = 1\neval_every = 7")),
+    );
+    w.ok(&["run", "r.toml", "run.output=whole"]);
+    w
+}
+
+#[track_caller]
+fn same_end(w: &World, run: &str, result: &str) {
+    assert!(w.read(&format!("whole/{result}")) == w.read(&format!("{run}/{result}")), "{result} differs");
+    assert_eq!(w.steps("whole"), w.steps(run), "the metrics differ");
+    assert_eq!(w.steps(run).len(), STEPS);
+    let evals = |run| {
+        w.events(run, "eval").iter().map(|e| (e["step"].clone(), e["loss"].clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(evals("whole"), evals(run));
+    let newest = format!("checkpoints/step-{STEPS:08}");
+    for file in ["weights.safetensors", "optimizer.safetensors"] {
+        let [a, b] = ["whole", run].map(|r| w.read(&format!("{r}/{newest}/{file}")));
+        assert!(a == b, "{file} of the last checkpoint differs");
+    }
+}
+
+#[test]
+fn killed_ten_times_it_ends_the_same() {
+    for (rules, result) in [(LORA, "adapter/adapter_model.safetensors"), (FULL, "model/model.safetensors")] {
+        let w = world(rules);
+        let args = ["run", "r.toml", "run.output=killed", "--resume"];
+        let (mut dice, mut kills) = (Dice(7), 0);
+        for round in 0..10u64 {
+            let mut child = w.start(&args);
+            // some die while they start, the others somewhere in or after a step
+            let later = if round % 3 == 2 {
+                0
+            } else {
+                w.events("killed", "step").len() + 1 + dice.below(4) as usize
+            };
+            if !reaches(&w, &mut child, "killed", later) {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(dice.below(12_000)));
+            child.kill().expect("killed");
+            kills += usize::from(child.wait().expect("an end").code().is_none());
+        }
+        assert_eq!(kills, 10, "the run was over before it was killed often enough");
+        w.ok(&args);
+        same_end(&w, "killed", result);
+        let folder = w.path("killed/checkpoints");
+        let left: Vec<_> = content(&folder).into_iter().map(|f| f.0.display().to_string()).collect();
+        assert!(!left.iter().any(|f| f.contains("draft") || f.contains(".tmp")), "{left:?}");
+    }
+}
+
+#[test]
+fn signals_save_first() {
+    let w = world(LORA);
+    let args = ["run", "r.toml", "run.output=stopped", "run.save_every=0", "--resume"];
+    for (which, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let mut child = w.start(&args);
+        let on = w.events("stopped", "step").len() + 3;
+        assert!(reaches(&w, &mut child, "stopped", on));
+        assert_eq!(signal(&mut child, which), Some(code));
+        let done = w.events("stopped", "step").len();
+        assert!(done < STEPS, "the run was over before the signal");
+        assert_eq!(w.checkpoints("stopped").last(), Some(&format!("step-{done:08}")));
+    }
+    // what decides the numbers may not change, unless it is said
+    let lr = "optimizer.lr=2e-2";
+    let r = w.ft(&[&args[..], &[lr]].concat());
+    assert_eq!(r.code, 2, "{}", r.err);
+    assert!(
+        r.err.contains("optimizer.lr: was 0.01, is 0.02") && r.err.contains("--accept-change"),
+        "{}",
+        r.err
+    );
+    let before = content(&w.path("stopped/checkpoints"));
+    w.write("rows2.jsonl", super::world::rows(40, 9));
+    let r = w.ft(&[&args[..], &["data.train.0.source=rows2.jsonl"]].concat());
+    assert!(r.code == 2 && r.err.contains("hash.data"), "{}", r.err);
+    assert!(before == content(&w.path("stopped/checkpoints")));
+    // without --resume nothing is overwritten
+    let r = w.ft(&args[..4]);
+    assert!(r.code == 2 && r.err.contains("--overwrite"), "{}", r.err);
+    assert!(before == content(&w.path("stopped/checkpoints")));
+
+    w.ok(&args);
+    same_end(&w, "stopped", "adapter/adapter_model.safetensors");
+    let r = w.ok(&args);
+    assert!(r.err.contains("finished already"), "{}", r.err);
+    assert_eq!(r.out, "stopped/adapter\n");
+    w.ok(&["run", "r.toml", "run.output=stopped", "--overwrite"]);
+    same_end(&w, "stopped", "adapter/adapter_model.safetensors");
+}
+
+#[test]
+fn an_accepted_change_goes_on() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write("r.toml", recipe(LORA));
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let more = ["run", "r.toml", "run.output=a", "--resume", "run.steps=8", "optimizer.lr=2e-2"];
+    let r = w.ft(&more);
+    assert!(r.code == 2 && r.err.contains("run.steps") && r.err.contains("optimizer.lr"), "{}", r.err);
+    let r = w.ft(&[&more[..], &["--accept-change", "run.steps"]].concat());
+    assert!(r.code == 2 && !r.err.contains("run.steps") && r.err.contains("optimizer.lr"), "{}", r.err);
+    w.ok(&[&more[..], &["--accept-change", "run.steps", "--accept-change", "optimizer.lr"]].concat());
+    assert_eq!(w.steps("a").len(), 8);
+    assert_eq!(w.checkpoints("a").last().map(String::as_str), Some("step-00000008"));
+}
+
+/// A weight that is infinite: exit 6, the tensors and rows by name, and every checkpoint as it was.
+#[test]
+fn nothing_that_is_not_finite_reaches_a_weight() {
+    let w = World::new();
+    let good = reference("llama-embed-head/model");
+    w.write("r.toml", recipe(LORA).replace("weights = \"random\"", ""));
+    let source = format!("model.source={good}");
+    w.ok(&["run", "r.toml", &source, "run.output=a", "run.steps=2", "run.save_every=1"]);
+    let before = content(&w.path("a"));
+
+    let files = ft::store::TensorFiles::open_model(good.as_ref()).expect("a model");
+    let cpu = &candle_core::Device::Cpu;
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let tensors: Vec<(String, candle_core::Tensor)> = files
+        .names()
+        .map(|n| {
+            let t = files.tensor(n, candle_core::DType::F32, cpu).expect("a tensor");
+            let t = if n == name { (t / 0.0).expect("infinite") } else { t };
+            (n.to_string(), t)
+        })
+        .collect();
+    w.write("broken/config.json", std::fs::read(format!("{good}/config.json")).expect("a config"));
+    ft::store::write_file(&w.path("broken/model.safetensors"), &tensors, &[]).expect("written");
+    let more = [
+        "run",
+        "r.toml",
+        "model.source=broken",
+        "run.output=a",
+        "run.steps=4",
+        "run.save_every=1",
+        "--resume",
+    ];
+    let accept =
+        ["--accept-change", "model.source", "--accept-change", "hash.model", "--accept-change", "run.steps"];
+    let r = w.ft(&[&more[..], &accept].concat());
+    assert_eq!(r.code, 6, "{}", r.err);
+    for said in ["step 3: the loss is not finite", "lora_A", "rows.jsonl:", "no weight was updated"] {
+        assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
+    }
+    let after = content(&w.path("a"));
+    let only = |c: &[(std::path::PathBuf, Vec<u8>)], what: &str| -> Vec<_> {
+        c.iter().filter(|f| f.0.starts_with(w.path(what))).cloned().collect()
+    };
+    for kept in ["a/checkpoints", "a/adapter"] {
+        assert!(
+            !only(&before, kept).is_empty() && only(&before, kept) == only(&after, kept),
+            "{kept} changed"
+        );
+    }
+    // an evaluation has no step to name
+    let r = w.ft(&["eval", "r.toml", "model.source=broken"]);
+    assert!(r.code == 6 && r.err.contains("not finite"), "{}", r.err);
+}

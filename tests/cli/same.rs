@@ -1,0 +1,46 @@
+//! What must not change the numbers: recomputing, and the split into micro-batches.
+
+use super::world::{FULL, LORA, World, recipe};
+use serde_json::json;
+
+#[test]
+fn recomputing_changes_no_byte() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    for (rules, result) in [(LORA, "adapter/adapter_model.safetensors"), (FULL, "model/model.safetensors")] {
+        w.write("r.toml", recipe(rules));
+        let mut first = None;
+        for recompute in ["all", "none", "2", "auto"] {
+            let output = format!("run.output=runs/{recompute}");
+            let set = format!("memory.recompute={recompute}");
+            w.ok(&["run", "r.toml", &output, &set, "--overwrite"]);
+            let run = format!("runs/{recompute}");
+            let end = (w.read(&format!("{run}/{result}")), w.steps(&run));
+            assert_eq!(end.1.len(), 6);
+            assert!(*first.get_or_insert_with(|| end.clone()) == end, "{recompute}: {result} differs");
+        }
+    }
+}
+
+#[test]
+fn any_split_into_micro_batches_has_the_same_loss() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    for (name, pack) in [("packed", "data.pack=true"), ("padded", "data.pack=false")] {
+        for (rules, kind) in [(LORA, "lora"), (FULL, "full")] {
+            w.write("r.toml", recipe(rules));
+            let mut ends = Vec::new();
+            for micro in [1, 2, 4] {
+                let run = format!("runs/{name}-{kind}-{micro}");
+                let (output, micro) = (format!("run.output={run}"), format!("run.micro_rows={micro}"));
+                w.ok(&["run", "r.toml", "run.steps=2", pack, &output, &micro]);
+                let norm = w.events(&run, "step")[0]["grad_norm"].as_f64().expect("a norm");
+                ends.push((w.first_loss(&run), norm));
+            }
+            for (loss, norm) in &ends[1..] {
+                assert!((loss - ends[0].0).abs() <= 1e-6 * ends[0].0, "{name} {kind}: {ends:?}");
+                assert!((norm - ends[0].1).abs() <= 1e-5 * ends[0].1, "{name} {kind}: {ends:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! A folder to run `ft` in, and what the tests put into it.
+
+use assert_cmd::Command;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Output, Stdio};
+
+/// The binary.
+pub const FT: &str = env!("CARGO_BIN_EXE_ft");
+
+/// The repository.
+pub fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A case of the fixtures.
+pub fn reference(case: &str) -> String {
+    repository().join("tests/fixtures/reference").join(case).display().to_string()
+}
+
+/// A temporary folder with data, and the hub out of reach.
+pub struct World(tempfile::TempDir);
+
+/// What a command did.
+pub struct Ran {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Ran {
+    /// The loss that `ft eval --json` printed.
+    pub fn loss(&self) -> f64 {
+        let line: Value = serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}: {}", self.err));
+        line["loss"].as_f64().expect("a loss")
+    }
+}
+
+impl World {
+    /// With `rows.jsonl` and `eval.jsonl`: tokens below 64, of uneven lengths, some unsupervised.
+    pub fn new() -> Self {
+        let w = Self(tempfile::tempdir().expect("a folder"));
+        w.write("rows.jsonl", &rows(40, 1));
+        w.write("eval.jsonl", &rows(6, 2));
+        w
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, text: impl AsRef<[u8]>) {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
+        std::fs::write(path, text).expect("written");
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
+    /// A folder with `config.json` alone, for random weights.
+    pub fn config(&self, name: &str, extra: Value) {
+        let mut raw = json!({
+            "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 128,
+            "tie_word_embeddings": false, "initializer_range": 0.1, "torch_dtype": "float32",
+        });
+        raw.as_object_mut().expect("an object").extend(extra.as_object().cloned().unwrap_or_default());
+        self.write(&format!("{name}/config.json"), raw.to_string());
+    }
+
+    /// The command, in this folder.
+    pub fn command(&self, args: &[&str]) -> std::process::Command {
+        let mut c = std::process::Command::new(FT);
+        c.args(args).current_dir(self.0.path()).env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
+        c.env("HF_HOME", self.path("hf")).env_remove("HF_TOKEN").env_remove("HF_HUB_CACHE");
+        c
+    }
+
+    pub fn ft(&self, args: &[&str]) -> Ran {
+        ran(Command::from_std(self.command(args)).output().expect("started"))
+    }
+
+    /// As [`World::ft`], with text on stdin.
+    pub fn ft_with(&self, args: &[&str], stdin: &str) -> Ran {
+        ran(Command::from_std(self.command(args)).write_stdin(stdin).output().expect("started"))
+    }
+
+    /// As [`World::ft`], for what must succeed; gives what it printed.
+    #[track_caller]
+    pub fn ok(&self, args: &[&str]) -> Ran {
+        let r = self.ft(args);
+        assert_eq!(r.code, 0, "{args:?}\n{}{}", r.out, r.err);
+        r
+    }
+
+    /// Starts a command and lets it go on.
+    pub fn start(&self, args: &[&str]) -> Child {
+        let mut c = self.command(args);
+        c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started")
+    }
+
+    /// The steps of a run: step, loss, gradient norm and learning rate, to the bit.
+    pub fn steps(&self, run: &str) -> Vec<(u64, u64, u64, u64)> {
+        let bits = |v: &Value| v.as_f64().map_or(0, f64::to_bits);
+        self.events(run, "step")
+            .iter()
+            .map(|e| {
+                (e["step"].as_u64().unwrap_or(0), bits(&e["loss"]), bits(&e["grad_norm"]), bits(&e["lr"]))
+            })
+            .collect()
+    }
+
+    /// Events of one kind in a run's metrics; a last line that is not whole yet is left out.
+    pub fn events(&self, run: &str, kind: &str) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap_or_default();
+        let events = text.lines().filter_map(|l| serde_json::from_str(l).ok());
+        events.filter(|e: &Value| e["event"] == kind).collect()
+    }
+
+    /// Loss of the first step of a run.
+    pub fn first_loss(&self, run: &str) -> f64 {
+        self.events(run, "step").first().and_then(|e| e["loss"].as_f64()).expect("a first step")
+    }
+
+    /// Names of the complete checkpoints of a run.
+    pub fn checkpoints(&self, run: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(run).join("checkpoints")).into_iter().flatten().flatten();
+        let whole = entries.filter(|e| e.path().join("COMPLETE").is_file());
+        let mut names: Vec<String> = whole.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+}
+
+pub fn ran(o: Output) -> Ran {
+    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
+    Ran { code: o.status.code().unwrap_or(-1), out: text(&o.stdout), err: text(&o.stderr) }
+}
+
+/// Numbers for tests: a linear congruential generator, so that a run can be repeated.
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n
+    }
+}
+
+/// Rows of token ids below 64.
+pub fn rows(n: usize, seed: u64) -> String {
+    let mut d = Dice(seed);
+    let mut out = String::new();
+    for _ in 0..n {
+        let len = 5 + d.below(12);
+        let ids: Vec<u64> = (0..len).map(|_| d.below(64)).collect();
+        let labels: Vec<i64> = ids
+            .iter()
+            .enumerate()
+            .map(|(i, id)| if i < 2 || d.below(5) == 0 { -100 } else { *id as i64 })
+            .collect();
+        // so that something is supervised whatever the dice say
+        let labels = [&labels[..labels.len() - 1], &[ids[ids.len() - 1] as i64]].concat();
+        out += &format!("{}\n", json!({"input_ids": ids, "labels": labels}));
+    }
+    out
+}
+
+/// A recipe: a tiny model with random weights, rows of tokens, six steps, on the CPU. `rules` are `[[train]]` tables.
+pub fn recipe(rules: &str) -> String {
+    format!(
+        r#"
+[model]
+source = "tiny"
+weights = "random"
+
+{rules}
+
+[data]
+train = [{{ source = "rows.jsonl", format = "tokens" }}]
+eval = [{{ source = "eval.jsonl", format = "tokens" }}]
+max_length = 32
+
+[run]
+steps = 6
+batch_rows = 4
+micro_rows = 2
+device = "cpu"
+
+[optimizer]
+lr = 1e-2
+weight_decay = 0.01
+warmup_steps = 2
+"#
+    )
+}
+
+/// LoRA of all kinds at once, with dropout.
+pub const LORA: &str = r#"
+[lora]
+rank = 4
+dropout = 0.1
+[[train]]
+modules = ["attention"]
+dora = true
+[[train]]
+modules = ["mlp"]
+rslora = true
+rank = 3
+[[train]]
+modules = ["norms"]
+method = "full"
+"#;
+
+/// Everything in full.
+pub const FULL: &str = r#"
+[[train]]
+modules = ["attention", "mlp", "norms", "embedding", "head"]
+method = "full"
+"#;
+
+/// All files below a folder with what they hold.
+pub fn content(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(d) = open.pop() {
+        for e in std::fs::read_dir(&d).unwrap_or_else(|e| panic!("{}: {e}", d.display())) {
+            let path = e.expect("an entry").path();
+            if path.is_dir() {
+                open.push(path);
+            } else {
+                found.push((path.clone(), std::fs::read(&path).expect("a file")));
+            }
+        }
+    }
+    found.sort();
+    found
+}
