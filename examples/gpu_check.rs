@@ -189,6 +189,7 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 selection,
                 base: Base::Files(&files),
                 adapter,
+                quantize: false,
                 dtype: DType::F32,
                 device,
                 seed: 0,

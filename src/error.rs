@@ -50,6 +50,9 @@ pub enum Error {
     /// The model's config.
     #[error(transparent)]
     Model(#[from] crate::model::Error),
+    /// 4-bit weights.
+    #[error(transparent)]
+    Quant(#[from] crate::quant::Error),
     /// What trains, and adapters.
     #[error(transparent)]
     Adapt(#[from] crate::adapt::Error),
@@ -73,6 +76,7 @@ impl Error {
             Error::Hub(e) => e.exit_code(),
             Error::Store(e) => e.exit_code(),
             Error::Model(_) => ExitCode::Model,
+            Error::Quant(e) => e.exit_code(),
             Error::Adapt(e) => e.exit_code(),
             Error::Plan(e) => e.exit_code(),
             Error::Train(e) => e.exit_code(),

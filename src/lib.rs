@@ -56,6 +56,7 @@ pub mod log;
 pub mod model;
 pub mod optim;
 pub mod plan;
+pub mod quant;
 pub mod recipe;
 pub mod rng;
 pub mod store;

@@ -204,6 +204,7 @@ fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Devic
         selection: &selection,
         base: Base::Files(&files),
         adapter,
+        quantize: false,
         dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
         device,
         seed: 0,

@@ -106,6 +106,7 @@ impl Check<'_> {
             selection,
             base: Base::Files(self.files),
             adapter,
+            quantize: false,
             dtype: DType::F32,
             device: &Device::Cpu,
             seed: 0,

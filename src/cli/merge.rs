@@ -62,6 +62,13 @@ pub fn run(args: &Args) -> crate::Result<()> {
         "logits of the merged model are {:.1e} from those of base and adapter (at most {:.0e}); the adapter moves them by {:.1e}",
         merged.apart, merged.bar, merged.effect
     ));
+    if let Some(cost) = merged.cost {
+        tell(&format!(
+            "the base is 4-bit: rounding the merged weights to bf16 errs by {:.1}% of the update, quantizing them again by {:.0}%",
+            100.0 * cost.bf16_of_update(),
+            100.0 * cost.nf4_of_update()
+        ));
+    }
     if merged.effect > 0.0 && merged.apart > 0.3 * merged.effect {
         warn("rounding takes a good part of what the adapter changes; --dtype f32 keeps it");
     }

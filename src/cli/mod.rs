@@ -8,6 +8,7 @@ pub mod eval;
 pub mod export;
 pub mod merge;
 pub mod plan;
+pub mod quantize;
 pub mod recipes;
 pub mod routes;
 pub mod run;
@@ -70,6 +71,8 @@ enum Verb {
     Bench(bench::Args),
     /// Say what a recipe would take, and whether it fits
     Plan(plan::Args),
+    /// Write a model in 4 bits (NF4), as bitsandbytes stores it
+    Quantize(quantize::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -79,8 +82,6 @@ enum Verb {
     Schema,
     #[command(hide = true)]
     Push(Rest),
-    #[command(hide = true)]
-    Quantize(Rest),
     #[command(hide = true)]
     Report(Rest),
 }
@@ -107,10 +108,10 @@ pub fn main() -> ExitCode {
         Verb::Export(args) => export::run(&args),
         Verb::Bench(args) => bench::run(&args),
         Verb::Plan(args) => plan::run(&args),
+        Verb::Quantize(args) => quantize::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
         Verb::Push(_) => not_built("push"),
-        Verb::Quantize(_) => not_built("quantize"),
         Verb::Report(_) => not_built("report"),
     };
     exit(outcome.err().as_slice())

@@ -7,7 +7,7 @@ use crate::data::Micro;
 use crate::hub::Want;
 use crate::log::bytes_bar;
 use crate::model::Batch;
-use crate::recipe::{self, Recipe};
+use crate::recipe::{self, Quantize, Recipe};
 use crate::train::{self, Job, step};
 use crate::walk::{Load, Walk, dead, entropy, peak};
 use serde_json::json;
@@ -49,6 +49,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         selection: &Selection::frozen(&job.config),
         base: files.as_ref().map_or(Base::Random(job.recipe.run.seed), Base::Files),
         adapter: None,
+        quantize: job.recipe.model.quantize == Quantize::Nf4,
         dtype: job.dtype,
         device: &job.device,
         seed: job.recipe.run.seed,

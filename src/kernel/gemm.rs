@@ -7,6 +7,8 @@ use super::cpu::{Real, View, in_place, is_cpu, on_real, tensor, view};
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 use std::cell::Cell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 thread_local! {
     static SERIAL: Cell<bool> = const { Cell::new(false) };
@@ -85,12 +87,30 @@ pub fn gemm<T: Real>(
         if parallel && !SERIAL.get() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
     // SAFETY: Mat::new and the assertion above keep every element that is read or written inside its slice,
     // and `dst` is borrowed mutably, so that it overlaps neither operand.
+    unsafe { raw(dst.as_mut_ptr(), stride, add, a, b, alpha, threads) }
+}
+
+/// `dst (+)= alpha a b`.
+///
+/// # Safety
+/// `dst` points to `a.rows` rows of `b.cols` values, `stride` apart, that nothing else reads or writes.
+unsafe fn raw<T: Real>(
+    dst: *mut T,
+    stride: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+    alpha: T,
+    threads: gemm::Parallelism,
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    // SAFETY: the caller's for `dst`; Mat::new keeps what is read inside its slice.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            dst.as_mut_ptr(),
+            dst,
             1,
             stride as isize,
             add,
@@ -107,6 +127,80 @@ pub fn gemm<T: Real>(
             false,
             threads,
         );
+    }
+}
+
+/// A destination that threads share, each writing columns of its own.
+struct Columns<T>(*mut T);
+
+// SAFETY: the pointer is used by `by_panels` alone, which gives each thread other columns.
+unsafe impl<T: Send> Send for Columns<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Columns<T> {}
+
+impl<T> Columns<T> {
+    /// From column `c` on.
+    ///
+    /// # Safety
+    /// Column `c` is inside the destination.
+    unsafe fn from(&self, c: usize) -> *mut T {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(c) }
+    }
+}
+
+/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a panel of columns at a time.
+///
+/// `make(columns, panel)` fills the panel of `columns`: row-major [k, columns], or with `transposed`
+/// [columns, k]. Threads make and multiply panels of `width` columns side by side, each product by one
+/// thread: the result does not depend on their number. Beside the destination there is one panel a thread.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn by_panels<T: Real>(
+    dst: &mut [T],
+    n: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    width: usize,
+    transposed: bool,
+    make: &(dyn Fn(Range<usize>, &mut [T]) + Sync),
+) {
+    let (m, k) = (a.rows, a.cols);
+    assert!(dst.len() >= m * n && width > 0, "product outside its destination");
+    if m == 0 || n == 0 || k == 0 {
+        if !add {
+            dst[..m * n].fill(T::zero());
+        }
+        return;
+    }
+    let columns = Columns(dst.as_mut_ptr());
+    let next = AtomicUsize::new(0);
+    let panels = n.div_ceil(width);
+    let work = || {
+        let mut buffer = vec![T::zero(); k * width.min(n)];
+        loop {
+            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(width);
+            if start >= n {
+                return;
+            }
+            let own = start..(start + width).min(n);
+            let panel = &mut buffer[..k * own.len()];
+            make(own.clone(), panel);
+            let b = match transposed {
+                true => Mat::new(panel, own.len(), k, k).t(),
+                false => Mat::new(panel, k, own.len(), own.len()),
+            };
+            // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and,
+            // each number being drawn once, of this thread alone.
+            unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
+        }
+    };
+    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(panels) };
+    if workers <= 1 {
+        work();
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(|_| work());
     }
 }
 

@@ -11,6 +11,7 @@
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
+pub mod blocks;
 pub mod cpu;
 pub mod cuda;
 pub mod dropout;

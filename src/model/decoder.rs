@@ -133,6 +133,11 @@ impl Batch {
 pub trait Weights {
     /// The weight of a module in the compute dtype, and where its gradient goes if it trains in full.
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
+    /// The matrix of a linear: as [`Weights::weight`] gives it, or 4-bit.
+    fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
+        let (weight, slot) = self.weight(m)?;
+        Ok((Weight::Dense(weight), slot))
+    }
     /// The bias of a module that has one.
     fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
     /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
@@ -280,7 +285,7 @@ impl<'a> Builder<'a> {
 
     fn linear(&mut self, name: &str) -> crate::Result<Linear> {
         let m = self.module(name)?;
-        let (weight, weight_slot) = self.weights.weight(&m)?;
+        let (weight, weight_slot) = self.weights.matrix(&m)?;
         let (bias, bias_slot) = match m.bias() {
             Some(_) => {
                 let (b, slot) = self.weights.bias(&m)?;
@@ -288,7 +293,6 @@ impl<'a> Builder<'a> {
             }
             None => (None, None),
         };
-        let weight = Weight::Dense(weight);
         let lora = self.weights.lora(&m, &weight)?;
         Ok(Linear { weight, bias, weight_slot, bias_slot, lora })
     }

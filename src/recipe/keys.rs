@@ -178,6 +178,12 @@ const MODEL: &[Key] = &[
         Toml("\"none\""),
         "4-bit weights: decoder linears only; head, embedding, norms and routers stay.",
     ),
+    key(
+        "cache",
+        Text,
+        Absent("the model is quantized again at each start"),
+        "A folder where the model that quantize makes is kept, and loaded from at the next start.",
+    ),
     key("weights", Word(Weights::WORDS), Toml("\"load\""), "Where the weights come from."),
     key("override", Kind::Anything, Toml("{}"), "Keys of the model's config.json to replace."),
 ];

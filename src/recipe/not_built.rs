@@ -23,7 +23,6 @@ use What::{Changed, Given, Word};
 /// What `ft run` refuses. `*` stands for any index.
 const NOT_BUILT: &[(&str, What)] = &[
     ("model.dtype", Word("f16")),
-    ("model.quantize", Word("nf4")),
     ("data.train.*.weight", Changed),
     ("data.train.*.split", Given),
     ("data.train.*.config", Given),

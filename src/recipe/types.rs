@@ -104,6 +104,8 @@ pub struct Model {
     pub dtype: Option<Dtype>,
     /// 4-bit base.
     pub quantize: Quantize,
+    /// Folder that keeps what `quantize` makes.
+    pub cache: Option<PathBuf>,
     /// Load the weights, or make them at random.
     pub weights: Weights,
     /// Keys of `config.json` to replace.

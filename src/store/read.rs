@@ -282,7 +282,11 @@ impl TensorFiles {
         })
     }
 
-    fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
+    /// Format and shape of a tensor that must be there.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`] with the nearest name.
+    pub fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
         self.tensors.get(name).ok_or_else(|| Error::NoTensor {
             path: self.root.clone(),
             name: name.to_string(),

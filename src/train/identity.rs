@@ -30,7 +30,8 @@ pub fn identity(job: &Job, data: &Dataset) -> crate::Result<BTreeMap<String, Str
     Ok(map)
 }
 
-fn model_hash(job: &Job) -> Result<String, store::Error> {
+/// Hash of a model: its config, and what [`hash_file`] takes of its files.
+pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
     let mut h = blake3::Hasher::new();
     h.update(serde_json::to_string(&job.config.raw).unwrap_or_default().as_bytes());
     if job.recipe.model.weights == crate::recipe::Weights::Load {

@@ -1,6 +1,6 @@
 //! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
 
-use super::Error;
+use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::{self, Params, Selection, layout};
@@ -10,7 +10,7 @@ use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Machine, Plan, Workload};
-use crate::recipe::{Device as DeviceName, Dtype, Recipe, Weights};
+use crate::recipe::{Device as DeviceName, Dtype, Quantize, Recipe, Weights};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -238,19 +238,25 @@ impl Job {
 
     /// Loads the model; with `train`, allocates gradients and moments.
     pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
-        let files = self.weights()?;
+        let mut files = self.weights()?;
         if let (Some(a), Some(f)) = (&self.adapter, &files) {
             a.check_base(f, self.config.tied)?;
+        }
+        let mut config = self.config.clone();
+        if let Some(dir) = quantize::cached(self)? {
+            config = Config::load(&dir, &self.recipe.model.overrides)?;
+            files = Some(TensorFiles::open_model(&dir)?);
         }
         let base = match &files {
             Some(f) => Base::Files(f),
             None => Base::Random(self.recipe.run.seed),
         };
         Build {
-            config: &self.config,
+            config: &config,
             selection: &self.selection,
             base,
             adapter: self.adapter.as_ref(),
+            quantize: self.recipe.model.quantize == Quantize::Nf4,
             dtype: self.dtype,
             device: &self.device,
             seed: self.recipe.run.seed,

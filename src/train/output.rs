@@ -140,7 +140,7 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     })
 }
 
-/// Writes a model folder from tensors that are made one by one.
+/// Writes a model folder from tensors that are made one by one, in `dtype` but where an entry says otherwise.
 pub fn write_folder(
     source: &Path,
     out: &Path,
@@ -157,6 +157,10 @@ pub fn write_folder(
     };
     let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
     config.insert(key.into(), json!(name));
+    if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
+        // made from a 4-bit base, and no longer one
+        config.remove("quantization_config");
+    }
     let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
     store::write_atomic(&out.join("config.json"), text.as_bytes())?;
     for file in COMPANIONS {

@@ -17,6 +17,8 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::Map;
 use std::path::PathBuf;
 
+mod four_bit;
+
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
 const BAR: f64 = 1e-5;
 const CPU: &Device = &Device::Cpu;
@@ -51,18 +53,22 @@ impl Case {
     }
 
     fn build(&self, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
-        Ok(Build {
+        Ok(self.plan(selection, adapter).run()?)
+    }
+
+    fn plan<'a>(&'a self, selection: &'a Selection, adapter: Option<&'a Adapter>) -> Build<'a> {
+        Build {
             config: &self.config,
             selection,
             base: Base::Files(&self.files),
             adapter,
+            quantize: false,
             dtype: DType::F32,
             device: CPU,
             seed: 0,
             train: true,
             progress: &|_| {},
         }
-        .run()?)
     }
 
     /// Adapter folders by the prefix of their names.
