@@ -7,6 +7,7 @@
 use ft::data::Batches;
 use ft::hub::Want;
 use ft::optim::{Optimizer, Schedule};
+use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, evaluate, train_step};
@@ -36,6 +37,7 @@ fn main() -> anyhow::Result<()> {
     let job = Job::open(Recipe::parse(RECIPE, "in-code.toml", &[])?, Want::Weights, false)?;
     let data = job.train_data()?;
     let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
+    let plan = job.plan(Workload::of_data(&job.recipe, &data, None));
     let (decoder, params) = job.build(true, &|_| {})?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), batches.steps());
@@ -46,8 +48,9 @@ fn main() -> anyhow::Result<()> {
         device: &job.device,
         seed: job.recipe.run.seed,
         micro_rows: job.recipe.run.micro_rows,
-        recompute: job.recompute(),
+        recompute: plan.recompute,
         clip: job.recipe.run.clip,
+        router: Default::default(),
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {

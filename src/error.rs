@@ -50,9 +50,15 @@ pub enum Error {
     /// The model's config.
     #[error(transparent)]
     Model(#[from] crate::model::Error),
+    /// 4-bit weights.
+    #[error(transparent)]
+    Quant(#[from] crate::quant::Error),
     /// What trains, and adapters.
     #[error(transparent)]
     Adapt(#[from] crate::adapt::Error),
+    /// A plan that does not fit.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::Error),
     /// The training loop.
     #[error(transparent)]
     Train(#[from] crate::train::Error),
@@ -70,15 +76,24 @@ impl Error {
             Error::Hub(e) => e.exit_code(),
             Error::Store(e) => e.exit_code(),
             Error::Model(_) => ExitCode::Model,
+            Error::Quant(e) => e.exit_code(),
             Error::Adapt(e) => e.exit_code(),
+            Error::Plan(e) => e.exit_code(),
             Error::Train(e) => e.exit_code(),
-            Error::Tensor(e) if is_out_of_memory(e) => ExitCode::DoesNotFit,
+            Error::Tensor(_) if self.is_out_of_memory() => ExitCode::DoesNotFit,
             Error::Tensor(_) => ExitCode::Internal,
         }
     }
 }
 
-fn is_out_of_memory(e: &candle_core::Error) -> bool {
+impl Error {
+    /// Whether a device had no memory left.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::Tensor(e) if says_out_of_memory(e))
+    }
+}
+
+fn says_out_of_memory(e: &candle_core::Error) -> bool {
     let text = e.to_string().to_lowercase();
     text.contains("out of memory") || text.contains("out_of_memory")
 }

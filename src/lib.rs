@@ -26,8 +26,9 @@
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
 //! model/    the mathematics: families as data, one decoder layer
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
-//! kernel/   operations; the only `unsafe`
+//! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, what stands around a layer, generation
+//! plan/     recipe + config -> bytes by component and where the peak is; how many layers to recompute
 //! optim/    schedule, clip, AdamW
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
 //! log/      progress, metrics.jsonl, memory
@@ -42,6 +43,7 @@
 //! | a dataset shape | one file in [`data`] and one arm |
 //! | something around a layer | a [`walk::Around`] |
 //! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
+//! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/cli/plan.rs` compares the two |
 //! | a recipe key | one line in [`recipe::keys`], one field in its type |
 
 pub mod adapt;
@@ -53,6 +55,8 @@ pub mod kernel;
 pub mod log;
 pub mod model;
 pub mod optim;
+pub mod plan;
+pub mod quant;
 pub mod recipe;
 pub mod rng;
 pub mod store;
@@ -60,3 +64,8 @@ pub mod train;
 pub mod walk;
 
 pub use error::{Error, ExitCode, Place, Result};
+
+/// The unit tests count allocations as the binary does.
+#[cfg(test)]
+#[global_allocator]
+static ALLOCATOR: log::memory::Counting = log::memory::Counting;

@@ -2,6 +2,10 @@
 
 use std::process::ExitCode;
 
+/// Counts the engine's allocations, so that a run can compare them with its plan.
+#[global_allocator]
+static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
+
 fn main() -> ExitCode {
     ft::cli::main()
 }

@@ -5,16 +5,19 @@ use super::params::Params;
 use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
 use super::{Error, Trained};
+use crate::kernel::blocks::Blocks;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, Kind, Module, modules};
 use crate::model::sink::Slot;
 use crate::model::{Config, Decoder, decoder::Weights};
+use crate::quant::{self, Books};
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 /// Where the base's tensors come from.
 pub enum Base<'a> {
@@ -34,6 +37,8 @@ pub struct Build<'a> {
     pub base: Base<'a>,
     /// An adapter to go on from, or to use.
     pub adapter: Option<&'a Adapter>,
+    /// Whether linears of the decoder become NF4 while they are loaded (a 4-bit checkpoint stays as it is).
+    pub quantize: bool,
     /// Compute dtype.
     pub dtype: DType,
     /// Where to compute.
@@ -69,6 +74,7 @@ impl Build<'_> {
         if let Base::Files(files) = &self.base {
             check_tensors(self.config, files)?;
         }
+        check_full(self.config, self.selection, &self.base, self.quantize)?;
         let params = Params::new(
             self.selection.trained(),
             self.config.layers + 2,
@@ -79,12 +85,76 @@ impl Build<'_> {
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
         }
-        let mut loader = Loader { b: self, params, streams: HashMap::new() };
+        let books = Books::new(self.device)?;
+        let mut loader = Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new(), books };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
-            loader.streams.insert(m.name.clone(), i as u64 + 1);
+            loader.numbers.insert(m.name.clone(), i);
+        }
+        for (i, t) in loader.params.tensors.iter().enumerate() {
+            loader.tensors.insert((t.module.clone(), t.part), i);
         }
         Ok(loader)
     }
+
+    /// How a module's weight becomes 4-bit, if it does.
+    fn four_bit(&self, m: &Module) -> Option<FourBit> {
+        four_bit(self.config, &self.base, self.quantize, m)
+    }
+}
+
+/// How a module's weight becomes 4-bit, if it does.
+fn four_bit(config: &Config, base: &Base<'_>, quantize: bool, m: &Module) -> Option<FourBit> {
+    let stored = match base {
+        Base::Files(files) => config.four_bit && quant::find(files, &weight_name(m)).is_some(),
+        Base::Random(_) => false,
+    };
+    match stored {
+        true => Some(FourBit::Stored),
+        false => (quantize && !config.four_bit && quant::takes(m)).then_some(FourBit::Made),
+    }
+}
+
+/// Refuses to train a 4-bit weight in full, and a 4-bit weight that is no linear's. `quantize` says whether the
+/// decoder's linears become NF4 while they are loaded.
+pub fn check_full(
+    config: &Config,
+    selection: &Selection,
+    base: &Base<'_>,
+    quantize: bool,
+) -> Result<(), Error> {
+    for (m, choice) in &selection.modules {
+        if four_bit(config, base, quantize, m).is_none() {
+            continue;
+        }
+        if matches!(choice, Choice::Full { .. }) {
+            return Err(Error::FourBit {
+                module: m.name.clone(),
+                why: "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or \
+                      model.quantize = \"none\" with a checkpoint that is not 4-bit"
+                    .into(),
+            });
+        }
+        if !matches!(m.kind, Kind::Linear { .. }) {
+            return Err(Error::FourBit {
+                module: m.name.clone(),
+                why: "not built yet: a 4-bit weight of anything but a linear".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Where a 4-bit weight comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FourBit {
+    /// The checkpoint has it so.
+    Stored,
+    /// It is quantized while it is loaded.
+    Made,
+}
+
+fn weight_name(m: &Module) -> String {
+    format!("{}.weight", m.name)
 }
 
 /// Compares a checkpoint's tensors with the config: missing, unexpected and mis-shaped ones are all named.
@@ -98,6 +168,13 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
         }
         for (name, shape) in want {
             expected.insert(name.clone());
+            if let (true, &[o, i], Some(parts)) =
+                (config.four_bit, shape.as_slice(), quant::find(files, &name))
+            {
+                problems.extend(quant::problems(files, &name, (o, i)).map(|why| format!("{name}: {why}")));
+                expected.extend(parts);
+                continue;
+            }
             match files.info(&name) {
                 None if config.tied && m.group == Group::Head => {}
                 None => problems.push(format!("{name}: missing ({shape:?})")),
@@ -131,8 +208,12 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
 struct Loader<'a> {
     b: &'a Build<'a>,
     params: Params,
-    /// Number of each module: its stream of random numbers.
-    streams: HashMap<String, u64>,
+    /// Number of each module.
+    numbers: HashMap<String, usize>,
+    /// Index of each trained tensor: a model may have tens of thousands.
+    tensors: HashMap<(String, Part), usize>,
+    /// Tables of 4-bit types.
+    books: Books,
 }
 
 impl Loader<'_> {
@@ -141,11 +222,20 @@ impl Loader<'_> {
             (Purpose::Weights, Base::Random(seed)) => *seed,
             _ => self.b.seed,
         };
-        Stream::new(seed, purpose, part, self.streams.get(&m.name).copied().unwrap_or(0))
+        Stream::new(seed, purpose, part, self.number(m))
+    }
+
+    /// A module's stream of random numbers.
+    fn number(&self, m: &Module) -> u64 {
+        self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.numbers.get(&m.name).map_or(Choice::Freeze, |i| self.b.selection.modules[*i].1)
     }
 
     fn part(&self, m: &Module, part: Part) -> Option<usize> {
-        self.params.find(&format!("{}.{}", m.name, part_name(m, part)))
+        self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
     fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
@@ -162,6 +252,39 @@ impl Loader<'_> {
                     random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
                 (self.b.progress)(4 * t.elem_count() as u64);
                 Ok(t.to_dtype(dtype)?.to_device(self.b.device)?)
+            }
+        }
+    }
+
+    /// The weight of a linear in 4 bits.
+    fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<Blocks> {
+        let (name, dtype) = (weight_name(m), self.b.dtype);
+        let dims = match m.weight_shape().as_slice() {
+            &[o, i] => (o, i),
+            other => {
+                let why = format!("not built yet: a 4-bit weight of shape {other:?}");
+                return Err(Error::FourBit { module: m.name.clone(), why }.into());
+            }
+        };
+        match (how, &self.b.base) {
+            (FourBit::Stored, Base::Files(files)) => {
+                let blocks = quant::read(files, &name, dims, dtype, &mut self.books)?;
+                let parts = quant::find(files, &name).unwrap_or_default();
+                let bytes =
+                    parts.iter().chain([&name]).filter_map(|n| files.info(n)).map(|i| i.bytes()).sum();
+                (self.b.progress)(bytes);
+                Ok(blocks)
+            }
+            (_, Base::Files(files)) => {
+                let encoded = quant::from_files(files, &name)?;
+                (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
+                Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
+            }
+            (_, Base::Random(_)) => {
+                let t = self.base(m, Part::Weight, dtype)?.to_device(&Device::Cpu)?;
+                let values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+                let encoded = quant::Encoded::new(&name, &values, dims, dtype)?;
+                Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
             }
         }
     }
@@ -219,12 +342,22 @@ impl Weights for Loader<'_> {
         self.tensor(m, Part::Weight)
     }
 
+    fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
+        match self.b.four_bit(m) {
+            Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
+            None => {
+                let (weight, slot) = self.weight(m)?;
+                Ok((Weight::Dense(weight), slot))
+            }
+        }
+    }
+
     fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
         self.tensor(m, Part::Bias)
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let scale = peft::scale(&spec);
@@ -234,7 +367,7 @@ impl Weights for Loader<'_> {
             slots: self.slots(a, b),
             scale,
             dropout: spec.dropout,
-            stream: self.streams.get(&m.name).copied().unwrap_or(0),
+            stream: self.number(m),
             dora: None,
         };
         if !spec.dora
@@ -263,7 +396,7 @@ impl Weights for Loader<'_> {
     }
 
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {
-        let Choice::Lora { spec, .. } = self.b.selection.choice(&m.name) else { return Ok(None) };
+        let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
         let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);

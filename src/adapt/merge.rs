@@ -13,15 +13,18 @@
 use super::Error;
 use super::adapter::Adapter;
 use super::build::check_tensors;
+use super::merge_cost::MergeCost;
 use super::peft;
 use super::selection::{Choice, Part, Selection, Trained, part_name};
 use crate::kernel::gemm::matmul_acc;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
+use crate::quant::{self, Books};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 const TABLE: &str = "model.embed_tokens.weight";
@@ -46,6 +49,8 @@ pub struct Merge<'a> {
     order: Vec<String>,
     sources: HashMap<String, Source>,
     unties: bool,
+    /// What the tensors merged so far lose, on a 4-bit base.
+    cost: RefCell<MergeCost>,
 }
 
 impl<'a> Merge<'a> {
@@ -68,8 +73,8 @@ impl<'a> Merge<'a> {
         let is_end = |m: &Module| matches!(m.group, Group::Head | Group::Embedding);
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
         let trained = trained.into_iter().map(|t| ((t.module.clone(), t.part), t)).collect();
-        let mut merge =
-            Self { config, files, adapter, trained, order: Vec::new(), sources: HashMap::new(), unties };
+        let (order, sources, cost) = (Vec::new(), HashMap::new(), RefCell::default());
+        let mut merge = Self { config, files, adapter, trained, order, sources, unties, cost };
         for (m, choice) in &selection.modules {
             if config.tied && !unties && m.group == Group::Head {
                 continue;
@@ -91,6 +96,9 @@ impl<'a> Merge<'a> {
     }
 
     fn dtype_of(&self, base: &str) -> Result<DType, Error> {
+        if let Some(dtype) = self.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten() {
+            return Ok(dtype);
+        }
         match self.files.info(base).map(|i| i.dtype) {
             Some(Dtype::F32) => Ok(DType::F32),
             Some(Dtype::BF16) => Ok(DType::BF16),
@@ -157,8 +165,25 @@ impl<'a> Merge<'a> {
             Choice::Lora { spec, .. } if s.part == Part::Weight => {
                 Ok(self.updated(s, peft::scale(spec))?.to_dtype(s.dtype)?)
             }
-            _ => Ok(self.files.tensor(&s.base, s.dtype, &Device::Cpu)?),
+            _ => self.base(s, s.dtype),
         }
+    }
+
+    /// The base's tensor; decoded, where it is 4-bit.
+    fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
+        let cpu = &Device::Cpu;
+        match s.module.weight_shape().as_slice() {
+            &[o, i] if self.config.four_bit && quant::find(self.files, &s.base).is_some() => {
+                let blocks = quant::read(self.files, &s.base, (o, i), DType::F32, &mut Books::new(cpu)?)?;
+                Ok(blocks.decode()?.to_dtype(dtype)?)
+            }
+            _ => Ok(self.files.tensor(&s.base, dtype, cpu)?),
+        }
+    }
+
+    /// Onto a 4-bit base: what the tensors merged so far lose in bf16, and in NF4.
+    pub fn cost(&self) -> Option<MergeCost> {
+        self.config.four_bit.then(|| *self.cost.borrow())
     }
 
     /// A tensor that the adapter holds.
@@ -178,17 +203,28 @@ impl<'a> Merge<'a> {
     /// The base's weight with its low-rank update, f32.
     fn updated(&self, s: &Source, scale: f64) -> crate::Result<Tensor> {
         let m = &s.module;
-        let w = self.files.tensor(&s.base, DType::F32, &Device::Cpu)?;
+        let w = self.base(s, DType::F32)?;
+        let before = if self.config.four_bit && matches!(m.kind, Kind::Linear { .. }) {
+            Some(w.copy()?)
+        } else {
+            None
+        };
         let (a, b) = (self.held(m, Part::A)?, self.held(m, Part::B)?);
         match m.kind {
             Kind::Embedding { .. } => matmul_acc(&w, &a, true, &b, true, scale)?,
             _ => matmul_acc(&w, &b, false, &a, false, scale)?,
         }
-        if !self.trained.contains_key(&(m.name.clone(), Part::Magnitude)) {
-            return Ok(w);
+        let merged = if self.trained.contains_key(&(m.name.clone(), Part::Magnitude)) {
+            let norms = w.sqr()?.sum(1)?.sqrt()?;
+            let factor = (self.held(m, Part::Magnitude)?.flatten_all()? / norms)?.unsqueeze(1)?;
+            w.broadcast_mul(&factor)?
+        } else {
+            w
+        };
+        if let Some(before) = before {
+            let cost = MergeCost::of(&s.base, &merged, &before)?;
+            self.cost.replace_with(|c| c.plus(cost));
         }
-        let norms = w.sqr()?.sum(1)?.sqrt()?;
-        let factor = (self.held(m, Part::Magnitude)?.flatten_all()? / norms)?.unsqueeze(1)?;
-        Ok(w.broadcast_mul(&factor)?)
+        Ok(merged)
     }
 }

@@ -2,7 +2,10 @@
 
 pub mod adapter;
 pub mod build;
+pub mod export;
+pub mod layout;
 pub mod merge;
+pub mod merge_cost;
 pub mod params;
 pub mod peft;
 pub mod selection;
@@ -42,6 +45,14 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
+    /// What a rule or adapter asks of a 4-bit weight.
+    #[error("{module}: {why}")]
+    FourBit {
+        /// The module.
+        module: String,
+        /// What is wrong, and what to do.
+        why: String,
+    },
     /// A base that cannot take the adapter in.
     #[error("{dir}: {why}")]
     Merge {
@@ -64,7 +75,7 @@ impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Rule { .. } | Error::Nothing { .. } => ExitCode::Usage,
+            Error::Rule { .. } | Error::Nothing { .. } | Error::FourBit { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }

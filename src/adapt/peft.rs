@@ -8,6 +8,7 @@ use crate::model::modules::{Group, Kind, Module};
 use crate::recipe::LoraSpec;
 use regex::Regex;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// What stands in front of every key of an adapter file.
@@ -350,13 +351,17 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
     if loras.is_empty() {
         return json!("dummy-target-modules");
     }
-    let mut out: Vec<String> = Vec::new();
+    // last components of which a module has no LoRA
+    let partial: HashSet<&str> = selection
+        .modules
+        .iter()
+        .filter(|(_, c)| !matches!(c, Choice::Lora { .. }))
+        .map(|(m, _)| m.last())
+        .collect();
+    let (mut out, mut seen) = (Vec::new(), HashSet::new());
     for (m, _) in loras {
-        let last = m.last();
-        let whole =
-            selection.modules.iter().all(|(o, c)| (o.last() != last) || matches!(c, Choice::Lora { .. }));
-        let name = if whole { last.to_string() } else { m.name.clone() };
-        if !out.contains(&name) {
+        let name = if partial.contains(m.last()) { m.name.as_str() } else { m.last() };
+        if seen.insert(name) {
             out.push(name);
         }
     }
@@ -367,15 +372,22 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
 fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();
+    // names backwards and sorted: those that share an end stand side by side
+    let mut backwards: Vec<String> =
+        selection.modules.iter().map(|(m, _)| m.name.chars().rev().collect()).collect();
+    backwards.sort();
+    let shared = |end: &str| {
+        let end: String = end.chars().rev().collect();
+        let first = backwards.partition_point(|n| *n < end);
+        backwards[first..].iter().take(2).filter(|n| n.starts_with(&end)).count() > 1
+    };
     full.iter()
         .map(|m| {
             let parts: Vec<&str> = m.name.split('.').collect();
             for from in (0..parts.len()).rev() {
                 let end = parts[from..].join(".");
-                let shared =
-                    selection.modules.iter().any(|(o, _)| o.name != m.name && o.name.ends_with(&end));
                 // an index alone could end another stack's name
-                if !shared && !end.starts_with(|c: char| c.is_ascii_digit()) {
+                if !shared(&end) && !end.starts_with(|c: char| c.is_ascii_digit()) {
                     return end;
                 }
             }

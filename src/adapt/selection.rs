@@ -145,8 +145,12 @@ impl Selection {
                 }
             }
             if let Some(unused) = used.iter().position(|u| !u) {
+                let near = s
+                    .nearest(&rule.modules[unused])
+                    .map(|n| format!("did you mean {n}? "))
+                    .unwrap_or_default();
                 return Err(fail(format!(
-                    "{:?}{} matches no module of this model\n  hint: {}",
+                    "{:?}{} matches no module of this model\n  hint: {near}{}",
                     rule.modules[unused],
                     match (&rule.layers, &rule.experts) {
                         (None, None) => "",
@@ -211,6 +215,12 @@ impl Selection {
         }
         s.tie().map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
         Ok(s)
+    }
+
+    /// The group or name nearest to what was written, where one is near.
+    fn nearest(&self, written: &str) -> Option<&str> {
+        let known = self.modules.iter().flat_map(|(m, _)| [m.group.name(), m.last()]);
+        crate::recipe::names::nearest(written, known)
     }
 
     /// What there is to match, for messages.

@@ -3,13 +3,13 @@
 use super::merge::base_of;
 use super::words;
 use crate::adapt::build::{Base, Build};
+use crate::adapt::layout;
 use crate::adapt::{Adapter, Selection};
 use crate::data::Tokenizer;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Decoder;
 use crate::recipe::{self, Device as DeviceName, Dtype};
-use crate::store::TensorFiles;
 use crate::train::job;
 use crate::walk::generate::{self, Reader};
 use candle_core::Device;
@@ -190,7 +190,7 @@ fn find(args: &Args) -> crate::Result<(ModelDir, Option<Adapter>)> {
 
 fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Device) -> crate::Result<Decoder> {
     let config = job::config(&model.dir, &Map::new())?;
-    let files = TensorFiles::open_model(&model.dir)?;
+    let files = layout::open(&config, &model.dir)?;
     let selection = match adapter {
         None => Selection::frozen(&config),
         Some(a) => {
@@ -204,6 +204,7 @@ fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Devic
         selection: &selection,
         base: Base::Files(&files),
         adapter,
+        quantize: false,
         dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
         device,
         seed: 0,

@@ -1,11 +1,12 @@
 //! `ft merge`: base and adapter as one model.
 
 use super::words;
+use crate::adapt::layout;
 use crate::adapt::{self, Adapter};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::recipe::Dtype;
-use crate::store::{self, TensorFiles};
+use crate::store;
 use crate::train::{job, merge::Merging, output::COMPANIONS};
 use candle_core::Device;
 use serde_json::Map;
@@ -41,7 +42,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let base = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = job::config(&base.dir, &Map::new())?;
     let selection = adapter.selection(&config)?;
-    let files = TensorFiles::open_model(&base.dir)?;
+    let files = layout::open(&config, &base.dir)?;
     let out = &args.out;
     make_room(out, &[&base.dir, &adapter.dir], args.overwrite)?;
 
@@ -61,6 +62,13 @@ pub fn run(args: &Args) -> crate::Result<()> {
         "logits of the merged model are {:.1e} from those of base and adapter (at most {:.0e}); the adapter moves them by {:.1e}",
         merged.apart, merged.bar, merged.effect
     ));
+    if let Some(cost) = merged.cost {
+        tell(&format!(
+            "the base is 4-bit: rounding the merged weights to bf16 errs by {:.1}% of the update, quantizing them again by {:.0}%",
+            100.0 * cost.bf16_of_update(),
+            100.0 * cost.nf4_of_update()
+        ));
+    }
     if merged.effect > 0.0 && merged.apart > 0.3 * merged.effect {
         warn("rounding takes a good part of what the adapter changes; --dtype f32 keeps it");
     }

@@ -1,11 +1,16 @@
 //! The command line: one file a verb.
 
+pub mod bench;
 pub mod chat;
 pub mod check;
 pub mod data;
 pub mod eval;
+pub mod export;
 pub mod merge;
+pub mod plan;
+pub mod quantize;
 pub mod recipes;
+pub mod routes;
 pub mod run;
 pub mod schema;
 
@@ -58,6 +63,16 @@ enum Verb {
     Chat(chat::Args),
     /// Write base and adapter as one model
     Merge(merge::Args),
+    /// Mixture models: how often each expert is chosen on the training data
+    Routes(routes::Args),
+    /// Write an adapter in the layout of another program
+    Export(export::Args),
+    /// Measure speed and memory on made-up rows
+    Bench(bench::Args),
+    /// Say what a recipe would take, and whether it fits
+    Plan(plan::Args),
+    /// Write a model in 4 bits (NF4), as bitsandbytes stores it
+    Quantize(quantize::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -66,17 +81,7 @@ enum Verb {
     /// Print the JSON schema of recipes, for editors
     Schema,
     #[command(hide = true)]
-    Plan(Rest),
-    #[command(hide = true)]
-    Routes(Rest),
-    #[command(hide = true)]
-    Export(Rest),
-    #[command(hide = true)]
     Push(Rest),
-    #[command(hide = true)]
-    Quantize(Rest),
-    #[command(hide = true)]
-    Bench(Rest),
     #[command(hide = true)]
     Report(Rest),
 }
@@ -99,14 +104,14 @@ pub fn main() -> ExitCode {
         Verb::Eval(args) => eval::run(&args),
         Verb::Chat(args) => chat::run(&args),
         Verb::Merge(args) => merge::run(&args),
+        Verb::Routes(args) => routes::run(&args),
+        Verb::Export(args) => export::run(&args),
+        Verb::Bench(args) => bench::run(&args),
+        Verb::Plan(args) => plan::run(&args),
+        Verb::Quantize(args) => quantize::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
-        Verb::Plan(_) => not_built("plan"),
-        Verb::Routes(_) => not_built("routes"),
-        Verb::Export(_) => not_built("export"),
         Verb::Push(_) => not_built("push"),
-        Verb::Quantize(_) => not_built("quantize"),
-        Verb::Bench(_) => not_built("bench"),
         Verb::Report(_) => not_built("report"),
     };
     exit(outcome.err().as_slice())

@@ -10,7 +10,7 @@
 //!
 //! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
 
-use super::cpu::{Real, dot, is_cpu, on_real, tensor, view};
+use super::cpu::{self, Real, dot, is_cpu, on_real, tensor, view};
 use super::gemm::{Mat, gemm};
 use candle_core::{D, DType, Device, Result, Tensor};
 use rayon::prelude::*;
@@ -191,11 +191,11 @@ fn forward_cpu<T: Real>(
                     row[..a].fill(T::zero());
                     row[z..].fill(T::zero());
                     let seen = &mut row[a..z];
-                    let max = seen.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
+                    let max = cpu::max(seen);
                     for x in seen.iter_mut() {
                         *x = (*x - max).exp();
                     }
-                    let sum: T = seen.iter().copied().sum();
+                    let sum = cpu::sum(seen);
                     let inverse = T::one() / sum;
                     seen.iter_mut().for_each(|x| *x *= inverse);
                     lse[r * h + head] = max + sum.ln();
@@ -224,6 +224,8 @@ fn backward_cpu<T: Real>(
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (ov, lv, dv) = (view::<T>(&saved.o)?, view::<T>(&saved.lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
+    let most =
+        (0..t).step_by(BLOCK).map(|i0| Block::of(seqs, window, i0, BLOCK.min(t - i0)).n).max().unwrap_or(0);
     // each query head by itself; the heads of a group are summed in order below
     let heads: Vec<(Vec<T>, Vec<T>, Vec<T>)> = (0..h)
         .into_par_iter()
@@ -231,20 +233,21 @@ fn backward_cpu<T: Real>(
             let kvh = head / (h / g);
             let mut dq = vec![T::zero(); t * c];
             let (mut dk, mut dval) = (vec![T::zero(); keys * c], vec![T::zero(); keys * c]);
-            let (mut p, mut dp) = (Vec::new(), Vec::new());
+            // as large as any block needs, at once: a vector that grows holds twice what it needs
+            let (mut p, mut dp) =
+                (vec![T::zero(); BLOCK.min(t) * most], vec![T::zero(); BLOCK.min(t) * most]);
             for i0 in (0..t).step_by(BLOCK) {
                 let rows = BLOCK.min(t - i0);
                 let block = Block::of(seqs, window, i0, rows);
                 let (k0, n) = (block.k0, block.n);
-                p.resize(rows * n, T::zero());
-                dp.resize(rows * n, T::zero());
+                let (p, dp) = (&mut p[..rows * n], &mut dp[..rows * n]);
                 let at = (i0 * h + head) * c;
                 let qm = Mat::new(&qv[at..], rows, c, h * c);
                 let gm = Mat::new(&dv[at..], rows, c, h * c);
                 let km = Mat::new(&kv[(k0 * g + kvh) * c..], n, c, g * c);
                 let vm = Mat::new(&vv[(k0 * g + kvh) * c..], n, c, g * c);
-                gemm(&mut p[..rows * n], n, false, qm, km.t(), T::of(scale), false);
-                gemm(&mut dp[..rows * n], n, false, gm, vm.t(), T::one(), false);
+                gemm(p, n, false, qm, km.t(), T::of(scale), false);
+                gemm(dp, n, false, gm, vm.t(), T::one(), false);
                 for r in 0..rows {
                     let (a, z) = block.seen(seqs, window, i0, r);
                     let (p, dp) = (&mut p[r * n..(r + 1) * n], &mut dp[r * n..(r + 1) * n]);
@@ -260,7 +263,7 @@ fn backward_cpu<T: Real>(
                         *dp = *p * (*dp - delta) * T::of(scale);
                     }
                 }
-                let (pm, dpm) = (Mat::new(&p, rows, n, n), Mat::new(&dp, rows, n, n));
+                let (pm, dpm) = (Mat::new(p, rows, n, n), Mat::new(dp, rows, n, n));
                 gemm(&mut dval[k0 * c..(k0 + n) * c], c, true, pm.t(), gm, T::one(), false);
                 gemm(&mut dk[k0 * c..(k0 + n) * c], c, true, dpm.t(), qm, T::one(), false);
                 gemm(&mut dq[i0 * c..(i0 + rows) * c], c, false, dpm, km, T::one(), false);

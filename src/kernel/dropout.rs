@@ -4,28 +4,62 @@ use crate::rng::Stream;
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
+/// Which rows a mask is for, counted over the step.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// `count` rows from `first` on.
+    From {
+        /// The first.
+        first: usize,
+        /// How many.
+        count: usize,
+    },
+    /// Those that the list names, counted from `first` on: the tokens of an expert.
+    These {
+        /// What the list counts from.
+        first: usize,
+        /// The rows.
+        list: &'a [u32],
+    },
+}
+
+impl Rows<'_> {
+    fn count(&self) -> usize {
+        match self {
+            Rows::From { count, .. } => *count,
+            Rows::These { list, .. } => list.len(),
+        }
+    }
+
+    fn number(&self, i: usize) -> usize {
+        match self {
+            Rows::From { first, .. } => first + i,
+            Rows::These { first, list } => first + list[i] as usize,
+        }
+    }
+}
+
 /// A mask [rows, width] of 0 and `1 / (1 - p)`; element (r, c) depends on the stream and
-/// `(first_row + r) * width + c` alone.
+/// `number of row r * width + c` alone.
 ///
 /// The mask is made on the host and, for another device, copied there: nothing comes back.
 pub fn mask(
     stream: Stream,
-    first_row: usize,
-    rows: usize,
+    rows: Rows<'_>,
     width: usize,
     p: f64,
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
     let keep = (1.0 / (1.0 - p)) as f32;
-    let mut m = vec![0f32; rows * width];
+    let mut m = vec![0f32; rows.count() * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
-        let base = (first_row + r) as u64 * width as u64;
+        let base = rows.number(r) as u64 * width as u64;
         for (c, x) in row.iter_mut().enumerate() {
             *x = if f64::from(stream.uniform(base + c as u64)) < p { 0.0 } else { keep };
         }
     });
-    Tensor::from_vec(m, (rows, width), device)?.to_dtype(dtype)
+    Tensor::from_vec(m, (rows.count(), width), device)?.to_dtype(dtype)
 }
 
 #[cfg(test)]
@@ -36,13 +70,16 @@ mod tests {
     #[test]
     fn rate_scale_and_split() -> Result<()> {
         let s = Stream::new(5, Purpose::Dropout, 3, 1);
-        let whole = mask(s, 0, 200, 50, 0.3, DType::F32, &Device::Cpu)?;
+        let whole = mask(s, Rows::From { first: 0, count: 200 }, 50, 0.3, DType::F32, &Device::Cpu)?;
         let v = whole.flatten_all()?.to_vec1::<f32>()?;
         let zeros = v.iter().filter(|x| **x == 0.0).count() as f64 / v.len() as f64;
         assert!((zeros - 0.3).abs() < 0.02, "{zeros}");
         assert!(v.iter().all(|x| *x == 0.0 || (*x - 1.0 / 0.7).abs() < 1e-6));
-        let tail = mask(s, 150, 50, 50, 0.3, DType::F32, &Device::Cpu)?;
+        let tail = mask(s, Rows::From { first: 150, count: 50 }, 50, 0.3, DType::F32, &Device::Cpu)?;
         assert_eq!(v[150 * 50..], tail.flatten_all()?.to_vec1::<f32>()?[..]);
+        let these = Rows::These { first: 100, list: &[7, 3] };
+        let picked = mask(s, these, 50, 0.3, DType::F32, &Device::Cpu)?.to_vec2::<f32>()?;
+        assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
         Ok(())
     }
 }

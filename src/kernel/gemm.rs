@@ -5,6 +5,27 @@
 
 use super::cpu::{Real, View, in_place, is_cpu, on_real, tensor, view};
 use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+thread_local! {
+    static SERIAL: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` with every product of this thread on this thread alone: for callers that share out independent
+/// products themselves. The products' bits do not change.
+pub fn serial<R>(f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            SERIAL.set(self.0);
+        }
+    }
+    let _restore = Restore(SERIAL.replace(true));
+    f()
+}
 
 /// A strided view of a matrix.
 #[derive(Clone, Copy)]
@@ -62,15 +83,34 @@ pub fn gemm<T: Real>(
         }
         return;
     }
-    let threads = if parallel { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
+    let threads =
+        if parallel && !SERIAL.get() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
     // SAFETY: Mat::new and the assertion above keep every element that is read or written inside its slice,
     // and `dst` is borrowed mutably, so that it overlaps neither operand.
+    unsafe { raw(dst.as_mut_ptr(), stride, add, a, b, alpha, threads) }
+}
+
+/// `dst (+)= alpha a b`.
+///
+/// # Safety
+/// `dst` points to `a.rows` rows of `b.cols` values, `stride` apart, that nothing else reads or writes.
+unsafe fn raw<T: Real>(
+    dst: *mut T,
+    stride: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+    alpha: T,
+    threads: gemm::Parallelism,
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    // SAFETY: the caller's for `dst`; Mat::new keeps what is read inside its slice.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            dst.as_mut_ptr(),
+            dst,
             1,
             stride as isize,
             add,
@@ -87,6 +127,80 @@ pub fn gemm<T: Real>(
             false,
             threads,
         );
+    }
+}
+
+/// A destination that threads share, each writing columns of its own.
+struct Columns<T>(*mut T);
+
+// SAFETY: the pointer is used by `by_panels` alone, which gives each thread other columns.
+unsafe impl<T: Send> Send for Columns<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Columns<T> {}
+
+impl<T> Columns<T> {
+    /// From column `c` on.
+    ///
+    /// # Safety
+    /// Column `c` is inside the destination.
+    unsafe fn from(&self, c: usize) -> *mut T {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(c) }
+    }
+}
+
+/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a panel of columns at a time.
+///
+/// `make(columns, panel)` fills the panel of `columns`: row-major [k, columns], or with `transposed`
+/// [columns, k]. Threads make and multiply panels of `width` columns side by side, each product by one
+/// thread: the result does not depend on their number. Beside the destination there is one panel a thread.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn by_panels<T: Real>(
+    dst: &mut [T],
+    n: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    width: usize,
+    transposed: bool,
+    make: &(dyn Fn(Range<usize>, &mut [T]) + Sync),
+) {
+    let (m, k) = (a.rows, a.cols);
+    assert!(dst.len() >= m * n && width > 0, "product outside its destination");
+    if m == 0 || n == 0 || k == 0 {
+        if !add {
+            dst[..m * n].fill(T::zero());
+        }
+        return;
+    }
+    let columns = Columns(dst.as_mut_ptr());
+    let next = AtomicUsize::new(0);
+    let panels = n.div_ceil(width);
+    let work = || {
+        let mut buffer = vec![T::zero(); k * width.min(n)];
+        loop {
+            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(width);
+            if start >= n {
+                return;
+            }
+            let own = start..(start + width).min(n);
+            let panel = &mut buffer[..k * own.len()];
+            make(own.clone(), panel);
+            let b = match transposed {
+                true => Mat::new(panel, own.len(), k, k).t(),
+                false => Mat::new(panel, k, own.len(), own.len()),
+            };
+            // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and,
+            // each number being drawn once, of this thread alone.
+            unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
+        }
+    };
+    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(panels) };
+    if workers <= 1 {
+        work();
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(|_| work());
     }
 }
 
@@ -116,7 +230,8 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     if is_cpu(a) {
         return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
     }
-    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
+    let b = b.to_dtype(a.dtype())?;
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b });
     a.matmul(&b)
 }
 
@@ -147,6 +262,74 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let p = (matmul(a, ta, b, tb)?.to_dtype(c.dtype())? * alpha)?;
     c.slice_set(&(c + p)?, 0, 0)
+}
+
+/// One product to accumulate into a part of a flat buffer: see [`accumulate`].
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// First element of the part.
+    pub offset: usize,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub cols: usize,
+    /// [t, rows].
+    pub a: Tensor,
+    /// [t, cols].
+    pub b: Tensor,
+    /// Factor on the product.
+    pub alpha: f64,
+}
+
+/// `flat[part] += alpha a^T b` for parts that do not overlap.
+///
+/// On the CPU the parts are computed side by side, each by one thread, where there are many of them: the
+/// gradients of many small experts. `flat` is one contiguous dimension.
+pub fn accumulate(flat: &Tensor, mut parts: Vec<Part>) -> Result<()> {
+    parts.sort_by_key(|p| p.offset);
+    let apart = parts.windows(2).all(|w| w[0].offset + w[0].rows * w[0].cols <= w[1].offset);
+    let many = parts.len() >= 2 * rayon::current_num_threads();
+    if many && apart && is_cpu(flat) && matches!(flat.dtype(), DType::F32 | DType::F64) {
+        return on_real!(flat.dtype(), accumulate_cpu(flat, &parts));
+    }
+    for p in &parts {
+        let c = flat.narrow(0, p.offset, p.rows * p.cols)?.reshape((p.rows, p.cols))?;
+        matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)?;
+    }
+    Ok(())
+}
+
+fn accumulate_cpu<T: Real>(flat: &Tensor, parts: &[Part]) -> Result<()> {
+    let mut views = Vec::with_capacity(parts.len());
+    for p in parts {
+        let ((ta, rows), (tb, cols)) = (p.a.dims2()?, p.b.dims2()?);
+        if ta != tb || (rows, cols) != (p.rows, p.cols) {
+            candle_core::bail!("gradients: {:?}^T x {:?} into {rows} x {cols}", p.a.shape(), p.b.shape());
+        }
+        views.push((view::<T>(&p.a)?, view::<T>(&p.b)?));
+    }
+    let mats = parts
+        .iter()
+        .zip(&views)
+        .map(|(p, (a, b))| Ok((mat(a, &p.a, true)?, mat(b, &p.b, false)?)))
+        .collect::<Result<Vec<_>>>()?;
+    in_place::<T>("gradients", flat, |mut rest| {
+        let (mut work, mut at) = (Vec::with_capacity(parts.len()), 0);
+        for (p, (a, b)) in parts.iter().zip(&mats) {
+            let Some((_, tail)) = rest.split_at_mut_checked(p.offset - at) else {
+                candle_core::bail!("gradients: a part outside of its buffer");
+            };
+            let Some((own, tail)) = tail.split_at_mut_checked(p.rows * p.cols) else {
+                candle_core::bail!("gradients: a part outside of its buffer");
+            };
+            (rest, at) = (tail, p.offset + p.rows * p.cols);
+            work.push((own, p.cols, T::of(p.alpha), *a, *b));
+        }
+        work.into_par_iter()
+            .with_max_len(1)
+            .for_each(|(own, cols, alpha, a, b)| gemm(own, cols, true, a, b, alpha, false));
+        Ok(())
+    })
 }
 
 /// `c += x`, in place and in `c`'s dtype.
@@ -184,6 +367,33 @@ mod tests {
         let other = Tensor::ones((4, 5), DType::F32, &candle_core::Device::Cpu)?;
         acc_composed(&other, &a, true, &b, false, 0.5)?;
         close(&other, &c, 1e-6);
+        Ok(())
+    }
+
+    #[test]
+    fn parts_are_accumulated_as_one_by_one() -> Result<()> {
+        let flat = Tensor::ones(4 * 64, DType::F32, &candle_core::Device::Cpu)?;
+        let one_by_one = flat.copy()?;
+        // enough parts for any machine, out of order, with gaps
+        let count = 64.min(4 * rayon::current_num_threads());
+        let mut parts = Vec::new();
+        for i in (0..count).rev() {
+            let (a, b) = (randn(i as u64, (3, 1), DType::F32)?, randn(i as u64 + 99, (3, 3), DType::F32)?);
+            let p = Part { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5 };
+            let c = one_by_one.narrow(0, p.offset, 3)?.reshape((1, 3))?;
+            matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)?;
+            parts.push(p);
+        }
+        let mut overlapping = parts.clone();
+        accumulate(&flat, parts.clone())?;
+        assert_eq!(flat.to_vec1::<f32>()?, one_by_one.to_vec1::<f32>()?);
+        overlapping[0].offset = overlapping[1].offset;
+        accumulate(&flat, overlapping)?;
+        parts[0].offset = 4 * 64;
+        assert!(accumulate(&flat, parts.clone()).is_err());
+        parts[0].offset = 0;
+        parts[0].rows = 2;
+        assert!(accumulate(&flat, parts).is_err());
         Ok(())
     }
 

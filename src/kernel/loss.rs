@@ -3,7 +3,7 @@
 //! The whole matrix of logits never exists: the head takes some rows at a time, and what comes back is one
 //! loss a row and the gradient of these logits, which the head's backward uses up at once.
 
-use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
+use super::cpu::{self, Real, in_place, is_cpu, on_real, tensor, view};
 use candle_core::{D, DType, Result, Tensor};
 use rayon::prelude::*;
 use std::sync::Mutex;
@@ -38,14 +38,17 @@ fn cross_entropy_cpu<T: Real>(
             targets.len()
         );
     }
-    let row_loss = |row: &[T], target: u32| -> (T, T, T) {
-        let max = row.iter().copied().fold(T::lowest(), |m, x| if x > m { x } else { m });
-        let sum: T = row.iter().map(|x| (*x - max).exp()).sum();
-        (max, sum, max + sum.ln() - row[target as usize])
-    };
     let Some(scale) = scale else {
         let x = view::<T>(&logits)?;
-        let losses: Vec<T> = x.par_chunks(v).zip(&targets).map(|(row, t)| row_loss(row, *t).2).collect();
+        let losses: Vec<T> = x
+            .par_chunks(v)
+            .zip(&targets)
+            .map(|(row, t)| {
+                let max = cpu::max(row);
+                let e: Vec<T> = row.iter().map(|x| (*x - max).exp()).collect();
+                max + cpu::sum(&e).ln() - row[*t as usize]
+            })
+            .collect();
         return Ok((tensor(losses, n, T::DTYPE)?, None));
     };
     let losses = Mutex::new(Vec::new());
@@ -54,11 +57,13 @@ fn cross_entropy_cpu<T: Real>(
             .par_chunks_mut(v)
             .zip(&targets)
             .map(|(row, t)| {
-                let (max, sum, loss) = row_loss(row, *t);
+                let (max, picked) = (cpu::max(row), row[*t as usize]);
+                row.iter_mut().for_each(|x| *x = (*x - max).exp());
+                let sum = cpu::sum(row);
                 let k = T::of(scale) / sum;
-                row.iter_mut().for_each(|x| *x = (*x - max).exp() * k);
+                row.iter_mut().for_each(|x| *x *= k);
                 row[*t as usize] -= T::of(scale);
-                loss
+                max + sum.ln() - picked
             })
             .collect();
         if let Ok(mut l) = losses.lock() {

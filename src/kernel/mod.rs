@@ -5,20 +5,24 @@
 //! kernel of ours exists yet. The tests hold the CPU versions to finite differences in f64 and the
 //! compositions to the CPU versions.
 //!
-//! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary.
+//! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
+//! `e` experts, `k` experts a token, `n` rows sorted by expert.
 //!
-//! This module is the only one with `unsafe`.
+//! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
+pub mod blocks;
 pub mod cpu;
 pub mod cuda;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;
+pub mod group;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
 pub mod rope;
+pub mod route;
 pub mod swiglu;
 
 #[cfg(test)]

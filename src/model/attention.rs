@@ -69,11 +69,14 @@ impl Attention {
     pub fn forward(&self, x: &Tensor, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
         let t = x.dim(0)?;
         let c = self.head_dim;
-        let (q, qs) = self.q.forward(x, ctx)?;
-        let (k, ks) = self.k.forward(x, ctx)?;
-        let (v, vs) = self.v.forward(x, ctx)?;
-        let (mut q, mut k) = (q.reshape((t, self.heads, c))?, k.reshape((t, self.kv_heads, c))?);
-        let mut v = v.reshape((t, self.kv_heads, c))?;
+        // by heads at once: a name that went on holding the flat tensor would keep it alive to the end
+        let by_head = |linear: &Linear, heads: usize| -> Result<(Tensor, linear::Saved)> {
+            let (y, saved) = linear.forward(x, ctx)?;
+            Ok((y.reshape((t, heads, c))?, saved))
+        };
+        let (mut q, qs) = by_head(&self.q, self.heads)?;
+        let (mut k, ks) = by_head(&self.k, self.kv_heads)?;
+        let (mut v, vs) = by_head(&self.v, self.kv_heads)?;
         let mut before_norm = None;
         if let Some((qn, kn)) = &self.qk_norm {
             let (nq, nk) = (qn.forward(&q)?, kn.forward(&k)?);
@@ -101,12 +104,14 @@ impl Attention {
         let d_o = self.o.backward(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
         let (mut dq, mut dk, dv) =
             attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &ctx.seqs, self.window, self.scale())?;
+        drop((d_o, s.q, s.k, s.v, s.out, os));
         dq = rope::apply(&dq, &ctx.cos, &ctx.sin, true)?;
         dk = rope::apply(&dk, &ctx.cos, &ctx.sin, true)?;
         if let (Some((qn, kn)), Some((q, k))) = (&self.qk_norm, &s.before_norm) {
             dq = qn.backward(q, &dq, sink)?;
             dk = kn.backward(k, &dk, sink)?;
         }
+        drop(s.before_norm);
         let (hq, hk) = (self.heads * c, self.kv_heads * c);
         let dx = self.q.backward(&qs, &dq.reshape((t, hq))?, ctx, sink, None)?;
         let dx = self.k.backward(&ks, &dk.reshape((t, hk))?, ctx, sink, Some(dx))?;

@@ -42,6 +42,8 @@ pub struct Config {
     pub biases: Biases,
     /// Experts, in a mixture model.
     pub moe: Option<Moe>,
+    /// Whether the checkpoint holds 4-bit weights, as bitsandbytes stores them.
+    pub four_bit: bool,
     /// Keys that `ft` does not know and leaves alone.
     pub unknown: Vec<String>,
     /// The file as it was read, with overrides applied.
@@ -141,6 +143,7 @@ const READ: &[&str] = &[
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -178,6 +181,20 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("use_mrope", 0.0),
     ("use_qk_norm", f64::NAN),
     ("mrope_section", f64::NAN),
+];
+
+/// Keys of `quantization_config`, but for those that begin with `llm_int8_` and concern 8-bit weights or where
+/// a model is loaded.
+const QUANTIZATION: &[&str] = &[
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
 ];
 
 impl Config {
@@ -272,6 +289,7 @@ impl Config {
             windows: keys.windows(family, layers)?,
             biases,
             moe,
+            four_bit: keys.four_bit()?,
             unknown: raw
                 .keys()
                 .filter(|k| {
@@ -379,10 +397,40 @@ impl<'a> Keys<'a> {
                 }
             }
         }
-        if self.get("quantization_config").is_some() {
-            return Err(self.bad("quantization_config", "not built yet: quantized checkpoints"));
-        }
         Ok(())
+    }
+
+    /// What `quantization_config` says: bitsandbytes' 4-bit types, or nothing.
+    ///
+    /// Type, blocks and double quantization are read of each tensor, which is what decides them; the dtype of
+    /// the arithmetic is the recipe's.
+    fn four_bit(&self) -> Result<bool> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+        let at = |key: &str, why: String| self.bad(&format!("quantization_config.{key}"), why);
+        match q.string("quant_method")? {
+            Some("bitsandbytes") => {}
+            other => {
+                let other = other.unwrap_or("none");
+                return Err(at("quant_method", format!("not built yet: {other}; bitsandbytes' 4-bit is")));
+            }
+        }
+        for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
+            if !QUANTIZATION.contains(&key.as_str()) {
+                return Err(at(key, "ft does not know this key, and it may change the numbers".into()));
+            }
+        }
+        for key in ["load_in_8bit", "_load_in_8bit"] {
+            if q.flag(key)? == Some(true) {
+                return Err(at(key, "not built yet: 8-bit checkpoints".into()));
+            }
+        }
+        if q.flag("load_in_4bit")?.or(q.flag("_load_in_4bit")?) != Some(true) {
+            return Err(at("load_in_4bit", "true is wanted".into()));
+        }
+        match q.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
+            "nf4" | "fp4" => Ok(true),
+            other => Err(at("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
+        }
     }
 
     fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
@@ -394,6 +442,12 @@ impl<'a> Keys<'a> {
             return Ok(match family.window {
                 Window::Never => vec![None; layers],
                 Window::Always => vec![size; layers],
+                Window::AlwaysIf => {
+                    vec![
+                        size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
+                        layers
+                    ]
+                }
                 Window::FromLayer => {
                     let size = size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
                     let from = self.count("max_window_layers")?.unwrap_or(28);
@@ -405,7 +459,7 @@ impl<'a> Keys<'a> {
             self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
         })?;
         let size = match family.window {
-            Window::FromLayer if self.flag("use_sliding_window")? != Some(true) => None,
+            Window::FromLayer | Window::AlwaysIf if self.flag("use_sliding_window")? != Some(true) => None,
             _ => size,
         };
         list.iter()
@@ -436,13 +490,16 @@ impl<'a> Keys<'a> {
         if top_k == 0 || top_k > experts {
             return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
         }
-        let step = self.count("decoder_sparse_step")?.unwrap_or(1);
-        let dense: Vec<usize> = match self.get("mlp_only_layers") {
+        let step = self.count("decoder_sparse_step")?.filter(|_| x.dense_layers).unwrap_or(1);
+        if step == 0 {
+            return Err(self.bad("decoder_sparse_step", "0; every how many layers have experts is wanted"));
+        }
+        let dense: Vec<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
             None => Vec::new(),
             Some(v) => serde_json::from_value(v.clone())
                 .map_err(|_| self.bad("mlp_only_layers", format!("{v}; a list of layers is wanted")))?,
         };
-        let sparse = (0..layers).map(|l| !dense.contains(&l) && step > 0 && (l + 1) % step == 0).collect();
+        let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
         Ok(Some(Moe {
             experts,
             top_k,

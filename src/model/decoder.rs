@@ -4,15 +4,17 @@ use super::attention::Attention;
 use super::config::Config;
 use super::embedding::{Embedding, EmbeddingLora};
 use super::head::Head;
-use super::layer::Layer;
+use super::layer::{FeedForward, Layer};
 use super::linear::{Linear, Lora, Weight};
 use super::mlp::Mlp;
 use super::modules::{Module, modules};
+use super::moe::Mixture;
 use super::norm::Norm;
 use super::sink::Slot;
 use crate::kernel::attention::Sequences;
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Which numbers dropout draws; see [`crate::rng`].
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +38,8 @@ pub struct Context {
     pub sin: Tensor,
     /// In training, the key of dropout; `None` turns it off.
     pub dropout: Option<DropoutKey>,
+    /// Within an expert, the tokens of its rows, so that dropout depends on tokens; `None` is all in order.
+    pub rows: Option<Arc<Vec<u32>>>,
 }
 
 impl Context {
@@ -46,6 +50,11 @@ impl Context {
             d.first_row = first;
         }
         c
+    }
+
+    /// The same for some of the tokens.
+    pub fn for_tokens(&self, tokens: &[u32]) -> Self {
+        Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
     }
 
     /// The context of a chunk of target rows, the first of which is the step's `first`th target.
@@ -110,6 +119,7 @@ impl Batch {
                 cos,
                 sin,
                 dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
+                rows: None,
             },
             target_rows: Tensor::from_vec(rows, n, device)?,
             targets: Tensor::from_vec(ids, n, device)?,
@@ -123,6 +133,11 @@ impl Batch {
 pub trait Weights {
     /// The weight of a module in the compute dtype, and where its gradient goes if it trains in full.
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
+    /// The matrix of a linear: as [`Weights::weight`] gives it, or 4-bit.
+    fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
+        let (weight, slot) = self.weight(m)?;
+        Ok((Weight::Dense(weight), slot))
+    }
     /// The bias of a module that has one.
     fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
     /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
@@ -171,7 +186,7 @@ impl Decoder {
         let mut b = Builder::new(config, weights);
         let mut x_td = b.embedding()?.0.forward(&batch.ids)?;
         for l in 0..config.layers {
-            x_td = b.layer(config, l)?.forward(&x_td, &batch.context, None)?.0;
+            x_td = b.layer(config, l)?.forward(&x_td, &batch.context, None, None)?.0;
         }
         Ok(b.head(config, None)?.logits(&x_td, &batch.context)?)
     }
@@ -186,16 +201,33 @@ impl Decoder {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let layer = self.layers.get(layer.parse::<usize>().ok()?)?;
         match rest {
-            "self_attn.q_proj" => Some(&layer.attn.q),
-            "self_attn.k_proj" => Some(&layer.attn.k),
-            "self_attn.v_proj" => Some(&layer.attn.v),
-            "self_attn.o_proj" => Some(&layer.attn.o),
-            "mlp.gate_proj" => Some(&layer.mlp.gate),
-            "mlp.up_proj" => Some(&layer.mlp.up),
-            "mlp.down_proj" => Some(&layer.mlp.down),
-            _ => None,
+            "self_attn.q_proj" => return Some(&layer.attn.q),
+            "self_attn.k_proj" => return Some(&layer.attn.k),
+            "self_attn.v_proj" => return Some(&layer.attn.v),
+            "self_attn.o_proj" => return Some(&layer.attn.o),
+            _ => {}
+        }
+        match (&layer.mlp, &self.config.family.experts) {
+            (FeedForward::Dense(mlp), _) => part(mlp, rest.strip_prefix("mlp.")?, &DENSE_NAMES),
+            (FeedForward::Mixture(m), Some(names)) => {
+                let rest = rest.strip_prefix(names.block)?.strip_prefix('.')?;
+                if rest == "gate" {
+                    return Some(&m.router);
+                }
+                let (expert, rest) = rest.strip_prefix("experts.")?.split_once('.')?;
+                part(m.experts.get(expert.parse::<usize>().ok()?)?, rest, &names.names)
+            }
+            (FeedForward::Mixture(_), None) => None,
         }
     }
+}
+
+/// Names of gate, up and down projection in a dense block.
+const DENSE_NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// A linear of a block by its name among those of gate, up and down.
+fn part<'a>(mlp: &'a Mlp, name: &str, names: &[&str; 3]) -> Option<&'a Linear> {
+    names.iter().position(|n| *n == name).map(|i| mlp.linears()[i])
 }
 
 struct Builder<'a> {
@@ -253,7 +285,7 @@ impl<'a> Builder<'a> {
 
     fn linear(&mut self, name: &str) -> crate::Result<Linear> {
         let m = self.module(name)?;
-        let (weight, weight_slot) = self.weights.weight(&m)?;
+        let (weight, weight_slot) = self.weights.matrix(&m)?;
         let (bias, bias_slot) = match m.bias() {
             Some(_) => {
                 let (b, slot) = self.weights.bias(&m)?;
@@ -261,7 +293,6 @@ impl<'a> Builder<'a> {
             }
             None => (None, None),
         };
-        let weight = Weight::Dense(weight);
         let lora = self.weights.lora(&m, &weight)?;
         Ok(Linear { weight, bias, weight_slot, bias_slot, lora })
     }
@@ -290,11 +321,27 @@ impl<'a> Builder<'a> {
             attn_norm,
             attn,
             mlp_norm: self.norm(&format!("{p}.post_attention_layernorm"))?,
-            mlp: Mlp {
-                gate: self.linear(&format!("{p}.mlp.gate_proj"))?,
-                up: self.linear(&format!("{p}.mlp.up_proj"))?,
-                down: self.linear(&format!("{p}.mlp.down_proj"))?,
+            mlp: match (&c.moe, &c.family.experts) {
+                (Some(moe), Some(names)) if moe.sparse[l] => {
+                    let block = format!("{p}.{}", names.block);
+                    let router = self.linear(&format!("{block}.gate"))?;
+                    let experts = (0..moe.experts)
+                        .map(|e| self.mlp(&format!("{block}.experts.{e}"), &names.names))
+                        .collect::<crate::Result<_>>()?;
+                    let (top_k, normalise) = (moe.top_k, moe.normalise);
+                    FeedForward::Mixture(Box::new(Mixture { router, experts, top_k, normalise }))
+                }
+                _ => FeedForward::Dense(Box::new(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?)),
             },
+        })
+    }
+
+    fn mlp(&mut self, block: &str, names: &[&str; 3]) -> crate::Result<Mlp> {
+        let [gate, up, down] = names;
+        Ok(Mlp {
+            gate: self.linear(&format!("{block}.{gate}"))?,
+            up: self.linear(&format!("{block}.{up}"))?,
+            down: self.linear(&format!("{block}.{down}"))?,
         })
     }
 }

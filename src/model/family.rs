@@ -18,6 +18,8 @@ pub enum Window {
     Never,
     /// Every layer, where `sliding_window` is not null.
     Always,
+    /// Every layer, with `use_sliding_window`.
+    AlwaysIf,
     /// With `use_sliding_window`: layers from `max_window_layers` on, or as `layer_types` says.
     FromLayer,
 }
@@ -33,6 +35,8 @@ pub struct Experts {
     pub count_key: &'static str,
     /// Key of an expert's inner width.
     pub width_key: &'static str,
+    /// Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have experts; else all have.
+    pub dense_layers: bool,
     /// Whether the chosen gates are always scaled to sum to one; else `norm_topk_prob` decides.
     pub always_normalise: bool,
     /// Default of `num_experts_per_tok`.
@@ -118,6 +122,7 @@ pub const FAMILIES: &[Family] = &[
             names: ["w1", "w3", "w2"],
             count_key: "num_local_experts",
             width_key: "intermediate_size",
+            dense_layers: false,
             always_normalise: true,
             default_top_k: 2,
         }),
@@ -129,12 +134,13 @@ pub const FAMILIES: &[Family] = &[
         qkv_bias: Bias::Key("attention_bias"),
         o_bias: Bias::Key("attention_bias"),
         qk_norm: true,
-        window: Window::FromLayer,
+        window: Window::AlwaysIf,
         experts: Some(Experts {
             block: "mlp",
             names: ["gate_proj", "up_proj", "down_proj"],
             count_key: "num_experts",
             width_key: "moe_intermediate_size",
+            dense_layers: true,
             always_normalise: false,
             default_top_k: 8,
         }),

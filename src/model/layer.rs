@@ -3,9 +3,13 @@
 use super::attention::{self, Attention};
 use super::decoder::Context;
 use super::mlp::{self, Mlp};
+use super::moe::{self, Mixture};
 use super::norm::Norm;
 use super::sink::Sink;
+use crate::kernel::group::Groups;
+use crate::kernel::route::Balance;
 use candle_core::{Result, Tensor};
+use std::sync::Arc;
 
 /// One layer.
 #[derive(Clone, Debug)]
@@ -17,7 +21,16 @@ pub struct Layer {
     /// Norm before the feed-forward block.
     pub mlp_norm: Norm,
     /// Feed-forward block.
-    pub mlp: Mlp,
+    pub mlp: FeedForward,
+}
+
+/// The feed-forward block of a layer.
+#[derive(Clone, Debug)]
+pub enum FeedForward {
+    /// One for all tokens.
+    Dense(Box<Mlp>),
+    /// Experts behind a router.
+    Mixture(Box<Mixture>),
 }
 
 /// What the backward pass needs.
@@ -28,27 +41,67 @@ pub struct Saved {
     /// After attention [t, d].
     mid: Tensor,
     attn: attention::Saved,
-    mlp: mlp::Saved,
+    mlp: FeedForwardSaved,
+}
+
+#[derive(Debug)]
+enum FeedForwardSaved {
+    Dense(mlp::Saved),
+    Mixture(moe::Saved),
+}
+
+impl Saved {
+    /// How the router of a sparse layer decided.
+    pub fn routed(&self) -> Option<&moe::Saved> {
+        match &self.mlp {
+            FeedForwardSaved::Dense(_) => None,
+            FeedForwardSaved::Mixture(s) => Some(s),
+        }
+    }
 }
 
 impl Layer {
-    /// Forward: [t, d] -> [t, d].
+    /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens, which is
+    /// taken over instead of decided anew.
     pub fn forward(
         &self,
         x: &Tensor,
         ctx: &Context,
         cache: Option<&mut attention::Cache>,
+        replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
         let (a, attn) = self.attn.forward(&self.attn_norm.forward(x)?, ctx, cache)?;
         let mid = (x + a)?;
-        let (m, mlp) = self.mlp.forward(&self.mlp_norm.forward(&mid)?, ctx)?;
+        let normed = self.mlp_norm.forward(&mid)?;
+        let (m, mlp) = match &self.mlp {
+            FeedForward::Dense(b) => b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(s)))?,
+            FeedForward::Mixture(b) => {
+                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(s)))?
+            }
+        };
         Ok(((&mid + m)?, Saved { x: x.clone(), mid, attn, mlp }))
     }
 
-    /// Backward: the gradient of the input.
-    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
-        let dn = self.mlp.backward(s.mlp, dy, ctx, sink)?;
-        let d_mid = (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?;
+    /// Backward: the gradient of the input. `balance` is what losses on the router add.
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let d_mid = {
+            let dn = match (&self.mlp, s.mlp) {
+                (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
+                (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
+                    b.backward(s, dy, ctx, sink, balance)?
+                }
+                _ => candle_core::bail!("backward through another layer than forward"),
+            };
+            (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?
+        };
+        drop(s.mid);
         let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
         d_mid + self.attn_norm.backward(&s.x, &dn, sink)?
     }

@@ -9,15 +9,20 @@
 
 use super::decoder::Context;
 use super::sink::{Sink, Slot};
+use crate::kernel::blocks::Blocks;
 use crate::kernel::{dropout, gemm};
 use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Result, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// The frozen or trained matrix of a linear, [o, i].
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values in the compute dtype.
     Dense(Tensor),
+    /// 4-bit codes in blocks (NF4, or FP4), frozen, decoded in each product.
+    Nf4(Arc<Blocks>),
 }
 
 impl Weight {
@@ -25,6 +30,7 @@ impl Weight {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => gemm::matmul(x, false, w, true),
+            Weight::Nf4(w) => w.forward(x),
         }
     }
 
@@ -36,6 +42,7 @@ impl Weight {
                 gemm::matmul_acc(&dx, dy, false, w, false, 1.0)?;
                 Ok(dx)
             }
+            (Weight::Nf4(w), dx) => w.backward(dy, dx),
         }
     }
 
@@ -43,6 +50,7 @@ impl Weight {
     fn times(&self, a: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
+            Weight::Nf4(w) => w.times(a),
         }
     }
 
@@ -50,11 +58,28 @@ impl Weight {
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
+            Weight::Nf4(w) => w.row_squares(),
+        }
+    }
+
+    /// Some rows of the matrix [rows, i], in the compute dtype.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Tensor> {
+        match self {
+            Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
+            Weight::Nf4(w) => w.decode_rows(rows),
+        }
+    }
+
+    /// [o, i].
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        match self {
+            Weight::Dense(w) => w.dims2(),
+            Weight::Nf4(w) => Ok(w.dims()),
         }
     }
 }
 
-fn wide(t: &Tensor) -> Result<Tensor> {
+pub(crate) fn wide(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
@@ -103,7 +128,11 @@ impl Lora {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let (rows, width) = x.dims2()?;
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
-        dropout::mask(stream, d.first_row, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
+        let rows = match &ctx.rows {
+            Some(list) => dropout::Rows::These { first: d.first_row, list },
+            None => dropout::Rows::From { first: d.first_row, count: rows },
+        };
+        dropout::mask(stream, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
     }
 }
 
@@ -137,6 +166,14 @@ impl Linear {
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
         self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+    }
+
+    /// Where the gradients of all that trains here go.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> {
+        let lora = self.lora.as_ref();
+        let (a, b) = lora.and_then(|l| l.slots).unzip();
+        let magnitude = lora.and_then(|l| l.dora.as_ref()?.slot);
+        [self.weight_slot, self.bias_slot, a, b, magnitude].into_iter().flatten()
     }
 
     /// Forward: [t, i] -> [t, o].
@@ -244,6 +281,7 @@ mod tests {
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn};
     use crate::model::decoder::DropoutKey;
+    use crate::quant::{Books, Encoded};
     use candle_core::Device;
 
     const T: usize = 5;
@@ -255,7 +293,7 @@ mod tests {
         let d = &Device::Cpu;
         let table = Tensor::zeros((T, 1), DType::F32, d)?;
         let dropout = dropout.then_some(DropoutKey { seed: 3, step: 1, first_row: 7 });
-        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout })
+        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
     }
 
     /// Slots of weight, bias, A, B and magnitude, end to end in one buffer.
@@ -270,10 +308,20 @@ mod tests {
         (slots.collect(), offset)
     }
 
+    /// A matrix in NF4; f64 keeps what is decoded.
+    fn nf4(w: &Tensor) -> Result<Weight> {
+        let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
+        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(true, DType::F64, &mut Books::new(w.device())?)?)))
+    }
+
     fn linear(kind: &str) -> Result<Linear> {
         let f64s = |seed, shape: (usize, usize)| randn(seed, shape, DType::F64);
         let (s, _) = slots();
-        let weight = Weight::Dense(f64s(1, (O, I))?);
+        let weight = match kind.contains("nf4") {
+            true => nf4(&f64s(1, (O, I))?)?,
+            false => Weight::Dense(f64s(1, (O, I))?),
+        };
         let row_squares = weight.row_squares()?;
         let dora = Dora { magnitude: f64s(5, (1, O))?, slot: Some(s[4]), row_squares };
         let full = kind == "full";
@@ -310,7 +358,17 @@ mod tests {
 
     #[test]
     fn gradients_of_every_kind() -> Result<()> {
-        for kind in ["full", "lora", "lora dropout", "dora", "dora dropout"] {
+        for kind in [
+            "full",
+            "lora",
+            "lora dropout",
+            "dora",
+            "dora dropout",
+            "nf4 lora",
+            "nf4 lora dropout",
+            "nf4 dora",
+            "nf4 dora dropout",
+        ] {
             let l = linear(kind)?;
             let ctx = context(kind.contains("dropout"))?;
             let (x, dy) = (randn(10, (T, I), DType::F64)?, randn(11, (T, O), DType::F64)?);
@@ -384,12 +442,14 @@ mod tests {
 
     #[test]
     fn dora_norms_are_those_of_the_matrix() -> Result<()> {
-        let l = linear("dora")?;
-        let lora = l.lora.as_ref().expect("lora");
-        let Weight::Dense(w) = &l.weight;
-        let merged = (w + (lora.b.matmul(&lora.a)? * lora.scale)?)?;
-        let want = merged.sqr()?.sum(1)?.sqrt()?;
-        close(&lora.norms(&l.weight, &lora.dora.as_ref().expect("dora").row_squares)?, &want, 1e-12);
+        for kind in ["dora", "nf4 dora"] {
+            let l = linear(kind)?;
+            let lora = l.lora.as_ref().expect("lora");
+            let w = l.weight.rows(0..O)?;
+            let merged = (w + (lora.b.matmul(&lora.a)? * lora.scale)?)?;
+            let want = merged.sqr()?.sum(1)?.sqrt()?;
+            close(&lora.norms(&l.weight, &lora.dora.as_ref().expect("dora").row_squares)?, &want, 1e-12);
+        }
         Ok(())
     }
 }

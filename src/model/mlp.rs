@@ -1,4 +1,4 @@
-//! The dense feed-forward block: `down(silu(gate(x)) * up(x))`.
+//! The dense feed-forward block, also one expert of a mixture: `down(silu(gate(x)) * up(x))`.
 
 use super::decoder::Context;
 use super::linear::{self, Linear};
@@ -26,6 +26,11 @@ pub struct Saved {
 }
 
 impl Mlp {
+    /// Gate, up and down.
+    pub fn linears(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
     /// Forward: [t, d] -> [t, d].
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         let (gate, gs) = self.gate.forward(x, ctx)?;

@@ -6,7 +6,7 @@
 //!
 //! Axes in names: `t` tokens of a micro-batch (documents end to end, no padding), `d` model width,
 //! `h` query heads, `g` key/value heads, `c` channels of a head, `f` feed-forward width, `v` vocabulary,
-//! `o`/`i` out and in features, `r` LoRA rank.
+//! `o`/`i` out and in features, `r` LoRA rank, `e` experts, `k` experts a token, `n` rows sorted by expert.
 
 pub mod attention;
 pub mod config;
@@ -18,6 +18,7 @@ pub mod layer;
 pub mod linear;
 pub mod mlp;
 pub mod modules;
+pub mod moe;
 pub mod norm;
 pub mod rope;
 pub mod sink;

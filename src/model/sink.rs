@@ -3,6 +3,7 @@
 use crate::kernel::{embed, gemm};
 use candle_core::{Result, Tensor};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 
 /// A trained tensor's place in the flat buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,12 +31,76 @@ impl Slot {
 pub struct Sink<'a> {
     grads: &'a [Option<Tensor>],
     reached: RefCell<Vec<bool>>,
+    /// Gradients to add later, where this sink only collects.
+    later: Option<RefCell<Vec<Later>>>,
+}
+
+/// A gradient that was collected and not yet added.
+#[derive(Debug)]
+pub struct Later {
+    slot: Slot,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    /// `alpha a^T b`
+    Product(Tensor, Tensor, f64),
+    Values(Tensor),
 }
 
 impl<'a> Sink<'a> {
     /// A sink over one flat buffer a unit (`None` where nothing trains); `count` trained tensors in all.
     pub fn new(grads: &'a [Option<Tensor>], count: usize) -> Self {
-        Self { grads, reached: RefCell::new(vec![false; count]) }
+        Self { grads, reached: RefCell::new(vec![false; count]), later: None }
+    }
+
+    /// A sink that only collects, for a thread of its own: [`Sink::add_all`] adds what it has.
+    pub fn collecting() -> Self {
+        Self { grads: &[], reached: RefCell::default(), later: Some(RefCell::default()) }
+    }
+
+    /// What a collecting sink has.
+    pub fn collected(self) -> Vec<Later> {
+        self.later.map(RefCell::into_inner).unwrap_or_default()
+    }
+
+    /// Adds what collecting sinks have, the products of a unit side by side.
+    pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
+        let mut units: BTreeMap<usize, Vec<gemm::Part>> = BTreeMap::new();
+        for Later { slot, what } in list {
+            match what {
+                What::Values(dw) => self.add(slot, &dw)?,
+                What::Product(a, b, alpha) => {
+                    self.touch(slot);
+                    let Slot { offset, rows, cols, .. } = slot;
+                    units.entry(slot.unit).or_default().push(gemm::Part { offset, rows, cols, a, b, alpha });
+                }
+            }
+        }
+        units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(self.flat(unit)?, parts))
+    }
+
+    /// Marks a tensor as reached whose gradient is zero this time: that of an expert without tokens.
+    pub fn touch(&self, slot: Slot) {
+        if let Some(r) = self.reached.borrow_mut().get_mut(slot.index) {
+            *r = true;
+        }
+    }
+
+    fn flat(&self, unit: usize) -> Result<&Tensor> {
+        match self.grads.get(unit) {
+            Some(Some(flat)) => Ok(flat),
+            _ => candle_core::bail!("no gradient buffer for unit {unit}"),
+        }
+    }
+
+    /// Whether this sink only collects; if so, takes a gradient.
+    fn collect(&self, slot: Slot, what: impl FnOnce() -> What) -> bool {
+        if let Some(later) = &self.later {
+            later.borrow_mut().push(Later { slot, what: what() });
+        }
+        self.later.is_some()
     }
 
     /// Which trained tensors got a gradient since the sink was made.
@@ -45,22 +110,23 @@ impl<'a> Sink<'a> {
 
     /// Marks a tensor as reached, and gives its gradient [rows, cols].
     fn reach(&self, slot: Slot) -> Result<Tensor> {
-        if let Some(r) = self.reached.borrow_mut().get_mut(slot.index) {
-            *r = true;
-        }
-        match self.grads.get(slot.unit) {
-            Some(Some(flat)) => slot.view(flat),
-            _ => candle_core::bail!("no gradient buffer for unit {}", slot.unit),
-        }
+        self.touch(slot);
+        slot.view(self.flat(slot.unit)?)
     }
 
     /// `grad += alpha a^T b` for `a` [t, rows], `b` [t, cols].
     pub fn product(&self, slot: Slot, a: &Tensor, b: &Tensor, alpha: f64) -> Result<()> {
+        if self.collect(slot, || What::Product(a.clone(), b.clone(), alpha)) {
+            return Ok(());
+        }
         gemm::matmul_acc(&self.reach(slot)?, a, true, b, false, alpha)
     }
 
     /// `grad += dw`.
     pub fn add(&self, slot: Slot, dw: &Tensor) -> Result<()> {
+        if self.collect(slot, || What::Values(dw.clone())) {
+            return Ok(());
+        }
         gemm::acc(&self.reach(slot)?, dw)
     }
 

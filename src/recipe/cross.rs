@@ -29,6 +29,7 @@ fn masks_of(format: Format) -> &'static [Mask] {
 /// Runs every check; each keeps quiet where a key that it needs has a problem already.
 pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     let mut x = Cross { c, root };
+    x.model(recipe);
     x.rules(recipe);
     x.sources(recipe);
     x.lengths(recipe);
@@ -65,6 +66,20 @@ impl Cross<'_, '_> {
 
     fn all_good(&self, paths: &[&str]) -> bool {
         paths.iter().all(|p| !self.c.bad.contains(*p))
+    }
+
+    fn model(&mut self, recipe: &Recipe) {
+        let m = &recipe.model;
+        if m.cache.is_none() || !self.all_good(&["model", "model.cache", "model.quantize", "model.weights"]) {
+            return;
+        }
+        if m.quantize == Quantize::None {
+            let message = "model.cache does nothing with quantize = \"none\"".into();
+            self.report("model.cache", message, "leave cache out, or write quantize = \"nf4\"");
+        } else if m.weights == Weights::Random {
+            let message = "model.cache does nothing with weights = \"random\"".into();
+            self.report("model.cache", message, "leave cache out");
+        }
     }
 
     fn rules(&mut self, recipe: &Recipe) {

@@ -178,6 +178,12 @@ const MODEL: &[Key] = &[
         Toml("\"none\""),
         "4-bit weights: decoder linears only; head, embedding, norms and routers stay.",
     ),
+    key(
+        "cache",
+        Text,
+        Absent("the model is quantized again at each start"),
+        "A folder where the model that quantize makes is kept, and loaded from at the next start.",
+    ),
     key("weights", Word(Weights::WORDS), Toml("\"load\""), "Where the weights come from."),
     key("override", Kind::Anything, Toml("{}"), "Keys of the model's config.json to replace."),
 ];
@@ -336,8 +342,8 @@ const MEMORY: &[Key] = &[
         "recompute",
         Kind::Recompute,
         Toml("\"auto\""),
-        "Layers whose activations are computed again in the backward pass: \"auto\" (the fastest that fits; \
-         until the plan decides: all), \"all\", \"none\" or a number of layers.",
+        "Layers whose activations are computed again in the backward pass: \"auto\" (the fewest that fit \
+         memory.budget), \"all\", \"none\" or a number of layers.",
     ),
     key("offload", Kind::Words(Offload::WORDS), Toml("[]"), "What lives on the host."),
     key("pin", Bool, Toml("true"), "Whether host buffers are pinned."),

@@ -18,7 +18,7 @@
 mod check;
 mod cross;
 pub mod keys;
-mod names;
+pub mod names;
 mod not_built;
 mod read;
 mod report;

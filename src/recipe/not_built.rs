@@ -23,9 +23,6 @@ use What::{Changed, Given, Word};
 /// What `ft run` refuses. `*` stands for any index.
 const NOT_BUILT: &[(&str, What)] = &[
     ("model.dtype", Word("f16")),
-    ("model.quantize", Word("nf4")),
-    ("router.aux_loss", Changed),
-    ("router.z_loss", Changed),
     ("data.train.*.weight", Changed),
     ("data.train.*.split", Given),
     ("data.train.*.config", Given),
@@ -35,7 +32,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("optimizer.name", Word("adamw8bit")),
     ("optimizer.name", Word("galore")),
     ("optimizer.in_backward", Changed),
-    ("memory.budget", Given),
     ("memory.offload", Changed),
     ("memory.pin", Changed),
     ("parallel.data", Changed),

@@ -115,6 +115,7 @@ fn model(s: &Section) -> Model {
         revision: s.text("revision"),
         dtype: s.word("dtype", Dtype::from_word),
         quantize: s.word("quantize", Quantize::from_word).unwrap_or(Quantize::None),
+        cache: s.text_or("cache").map(PathBuf::from),
         weights: s.word("weights", Weights::from_word).unwrap_or(Weights::Load),
         overrides: s.json_or("override").unwrap_or_default(),
     }

@@ -29,6 +29,13 @@ pub const SHIPPED: &[Shipped] = shipped![
     "qwen2.5-7b-full",
     "llama-3.1-8b-lora",
     "llama-3.1-8b-full",
+    "qwen3-8b-qlora",
+    "qwen3-14b-qlora",
+    "qwen2.5-7b-qlora",
+    "llama-3.1-8b-qlora",
+    "llama-3.3-70b-qlora",
+    "mixtral-8x7b-router-only",
+    "mixtral-8x7b-6layers-2experts",
 ];
 
 impl Shipped {

@@ -104,6 +104,8 @@ pub struct Model {
     pub dtype: Option<Dtype>,
     /// 4-bit base.
     pub quantize: Quantize,
+    /// Folder that keeps what `quantize` makes.
+    pub cache: Option<PathBuf>,
     /// Load the weights, or make them at random.
     pub weights: Weights,
     /// Keys of `config.json` to replace.
@@ -485,7 +487,7 @@ pub struct Memory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// The fastest that fits; until the plan decides, all.
+    /// The fewest that fit the budget: the fastest.
     Auto,
     /// Every layer.
     All,

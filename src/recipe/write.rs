@@ -26,6 +26,7 @@ impl Block {
 /// Keys (or whole tables, ending in a dot) that do not change what a run computes.
 const NOT_MATHEMATICS: &[&str] = &[
     "name",
+    "model.cache",
     "lora.", // rules hold it, resolved; lora.init is kept by name below
     "data.eval",
     "run.eval_every",
@@ -183,6 +184,7 @@ impl Model {
             ("revision", text(&self.revision)),
             ("dtype", self.dtype.and_then(|d| text(d.word()))),
             ("quantize", text(self.quantize.word())),
+            ("cache", self.cache.as_ref().and_then(|p| text(&p.to_string_lossy()))),
             ("weights", text(self.weights.word())),
             ("override", Some(object(&self.overrides))),
         ]

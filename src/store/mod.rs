@@ -29,7 +29,9 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
+pub(crate) use atomic::{folder_of, sync_folder};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
 #[cfg(feature = "hub")]

@@ -164,6 +164,40 @@ impl TensorFiles {
         Ok(names)
     }
 
+    /// Puts tensors of other names and shapes in the place of one, each a run of its elements.
+    ///
+    /// `parts` are name, first element and shape. Nothing is read.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`]; [`Error::Rows`] for elements that are not there.
+    pub fn cut(
+        &mut self,
+        name: &str,
+        parts: impl IntoIterator<Item = (String, usize, Vec<usize>)>,
+    ) -> Result<(), Error> {
+        let whole = self.get(name)?.clone();
+        let bits = whole.dtype.bitsize();
+        let mut cut = Vec::new();
+        for (part, start, shape) in parts {
+            let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
+            let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= whole.elements());
+            let (Some(end), 0) = (end, bits % 8) else {
+                let shape = whole.shape.clone();
+                return Err(Error::Rows {
+                    name: name.to_string(),
+                    start,
+                    end: end.unwrap_or(usize::MAX),
+                    shape,
+                });
+            };
+            let at = |element: usize| whole.place.start + (element * (bits / 8)) as u64;
+            cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
+        }
+        self.tensors.remove(name);
+        self.tensors.extend(cut);
+        Ok(())
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -248,7 +282,11 @@ impl TensorFiles {
         })
     }
 
-    fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
+    /// Format and shape of a tensor that must be there.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`] with the nearest name.
+    pub fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
         self.tensors.get(name).ok_or_else(|| Error::NoTensor {
             path: self.root.clone(),
             name: name.to_string(),

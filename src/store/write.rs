@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Storage, Tensor};
 
 use super::Error;
 use super::atomic::{Pending, free_bytes, sync_folder};
@@ -222,10 +222,19 @@ fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result
         });
     }
     let candle = |source| Error::Tensor { name: entry.name.clone(), source };
-    let flat = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()).map_err(candle)?;
+    let flat = tensor
+        .to_device(&Device::Cpu)
+        .and_then(|t| t.flatten_all())
+        .and_then(|t| t.contiguous())
+        .map_err(candle)?;
     macro_rules! stream {
         ($t:ty) => {{
-            let values = flat.to_vec1::<$t>().map_err(candle)?;
+            let (storage, layout) = flat.storage_and_layout();
+            let range = layout.contiguous_offsets();
+            let values = match (&*storage, range) {
+                (Storage::Cpu(s), Some((start, end))) => &s.as_slice::<$t>().map_err(candle)?[start..end],
+                _ => return Err(candle(candle_core::Error::Msg("not contiguous on the CPU".into()))),
+            };
             let mut buffer = Vec::with_capacity(CHUNK * size_of::<$t>());
             for chunk in values.chunks(CHUNK) {
                 buffer.clear();

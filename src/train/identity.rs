@@ -2,7 +2,7 @@
 
 use super::Job;
 use crate::data::Dataset;
-use crate::store::{self, TensorFiles};
+use crate::store;
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -30,11 +30,12 @@ pub fn identity(job: &Job, data: &Dataset) -> crate::Result<BTreeMap<String, Str
     Ok(map)
 }
 
-fn model_hash(job: &Job) -> Result<String, store::Error> {
+/// Hash of a model: its config, and what [`hash_file`] takes of its files.
+pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
     let mut h = blake3::Hasher::new();
     h.update(serde_json::to_string(&job.config.raw).unwrap_or_default().as_bytes());
     if job.recipe.model.weights == crate::recipe::Weights::Load {
-        let files = TensorFiles::open_model(&job.model.dir)?;
+        let files = crate::adapt::layout::open(&job.config, &job.model.dir)?;
         let mut paths: Vec<&Path> = files.paths().collect();
         paths.sort();
         for p in paths {

@@ -1,15 +1,16 @@
 //! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
 
-use super::Error;
+use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build, check_tensors};
-use crate::adapt::{self, Params, Selection};
+use crate::adapt::build::{Base, Build, check_full, check_tensors};
+use crate::adapt::{self, Params, Selection, layout};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
-use crate::recipe::{self, Device as DeviceName, Dtype, Recipe, Weights};
+use crate::plan::{self, Inputs, Machine, Plan, Workload};
+use crate::recipe::{Device as DeviceName, Dtype, Quantize, Recipe, Weights};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -88,14 +89,30 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
 pub fn config(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Config> {
     let config = Config::load(dir, overrides)?;
     let file = dir.join("config.json").display().to_string();
-    if config.moe.is_some() {
-        let why = format!("not built yet: {}", config.family.model_type);
-        return Err(crate::model::Error::Key { file, key: "model_type".into(), why }.into());
-    }
     for key in &config.unknown {
         warn(&format!("{file}: {key}: ft does not know this key and leaves it alone"));
     }
     Ok(config)
+}
+
+/// Refuses losses on the routers of a model that has none.
+///
+/// # Errors
+/// A coefficient that is not 0.
+pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
+    if config.moe.is_some() {
+        return Ok(());
+    }
+    for (key, value) in [("router.aux_loss", recipe.router.aux_loss), ("router.z_loss", recipe.router.z_loss)]
+    {
+        if value != 0.0 {
+            let (place, family) = (recipe.place(key), config.family.model_type);
+            return Err(Error::Usage(format!(
+                "{place}: {key} = {value}: {family} has no routers\n  hint: leave it out"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The tokenizer of a model's folder with the recipe's chat template; `None` where there is none.
@@ -178,6 +195,7 @@ impl Job {
         let dtype = dtype(recipe.model.dtype, &device);
         let model = model(&settings, &recipe, want, progress)?;
         let config = config(&model.dir, &recipe.model.overrides)?;
+        routers(&recipe, &config)?;
         let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
         let adapter = adapter(&settings, &recipe, progress)?;
         let selection = select(&recipe, &config, adapter.as_ref())?;
@@ -214,8 +232,16 @@ impl Job {
     pub fn weights(&self) -> crate::Result<Option<TensorFiles>> {
         match self.recipe.model.weights {
             Weights::Random => Ok(None),
-            Weights::Load => Ok(Some(TensorFiles::open_model(&self.model.dir)?)),
+            Weights::Load => Ok(Some(layout::open(&self.config, &self.model.dir)?)),
         }
+    }
+
+    fn base<'a>(&self, files: Option<&'a TensorFiles>) -> Base<'a> {
+        files.map_or(Base::Random(self.recipe.run.seed), Base::Files)
+    }
+
+    fn quantizes(&self) -> bool {
+        self.recipe.model.quantize == Quantize::Nf4
     }
 
     /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
@@ -228,6 +254,7 @@ impl Job {
         if let Some(f) = &files {
             check_tensors(&self.config, f)?;
         }
+        check_full(&self.config, &self.selection, &self.base(files.as_ref()), self.quantizes())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
             if let Some(f) = &files {
@@ -239,16 +266,19 @@ impl Job {
 
     /// Loads the model; with `train`, allocates gradients and moments.
     pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
-        let files = self.weights()?;
-        let base = match &files {
-            Some(f) => Base::Files(f),
-            None => Base::Random(self.recipe.run.seed),
-        };
+        let mut files = self.weights()?;
+        let mut config = self.config.clone();
+        if let Some(dir) = quantize::cached(self)? {
+            config = Config::load(&dir, &self.recipe.model.overrides)?;
+            files = Some(TensorFiles::open_model(&dir)?);
+        }
+        let base = self.base(files.as_ref());
         Build {
-            config: &self.config,
+            config: &config,
             selection: &self.selection,
             base,
             adapter: self.adapter.as_ref(),
+            quantize: self.quantizes(),
             dtype: self.dtype,
             device: &self.device,
             seed: self.recipe.run.seed,
@@ -258,12 +288,20 @@ impl Job {
         .run()
     }
 
-    /// Layers to recompute, of those that backward walks through.
-    pub fn recompute(&self) -> usize {
-        match self.recipe.memory.recompute {
-            recipe::Recompute::Auto | recipe::Recompute::All => self.config.layers,
-            recipe::Recompute::None => 0,
-            recipe::Recompute::Layers(n) => n,
-        }
+    /// The plan of this job for a workload: it decides how many layers are recomputed.
+    pub fn plan(&self, workload: Workload) -> Plan {
+        let machine = Machine {
+            cuda: self.device.is_cuda(),
+            width: self.dtype.size_in_bytes() as u64,
+            threads: rayon::current_num_threads() as u64,
+        };
+        Plan::new(&Inputs {
+            recipe: &self.recipe,
+            config: &self.config,
+            selection: &self.selection,
+            machine,
+            workload,
+            budget: plan::budget(&self.recipe, machine),
+        })
     }
 }

@@ -6,6 +6,7 @@ use crate::adapt::Selection;
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::merge::Merge;
+use crate::adapt::merge_cost::MergeCost;
 use crate::model::Config;
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
@@ -41,6 +42,8 @@ pub struct Merged {
     pub effect: f64,
     /// Whether head and embedding became two tensors.
     pub untied: bool,
+    /// Onto a 4-bit base, what the merged weights lose in bf16 and if they are quantized again.
+    pub cost: Option<MergeCost>,
 }
 
 /// Distance of logits that rounding of the weights to a dtype explains, relative.
@@ -83,7 +86,8 @@ impl Merging<'_> {
         if apart > bar {
             return Err(Error::Merged { path: out.display().to_string(), apart, bar, dtype }.into());
         }
-        Ok(Merged { apart, bar, effect: logits_apart(&base, &want)?, untied: merge.unties() })
+        let effect = logits_apart(&base, &want)?;
+        Ok(Merged { apart, bar, effect, untied: merge.unties(), cost: merge.cost() })
     }
 }
 
@@ -96,6 +100,18 @@ fn logits(
     ids: &[u32],
 ) -> crate::Result<candle_core::Tensor> {
     let (base, device, dtype) = (Base::Files(files), &Device::Cpu, DType::F32);
-    Build { config, selection, base, adapter, dtype, device, seed: 0, train: false, progress: &|_| {} }
-        .logits(ids)
+    let quantize = false;
+    Build {
+        config,
+        selection,
+        base,
+        adapter,
+        quantize,
+        dtype,
+        device,
+        seed: 0,
+        train: false,
+        progress: &|_| {},
+    }
+    .logits(ids)
 }

@@ -1,13 +1,16 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
+pub mod bench;
 mod guard;
 mod identity;
 pub mod job;
 pub mod merge;
 pub mod output;
+pub mod quantize;
 mod run;
 pub mod state;
 pub mod step;
+mod watch;
 
 pub use job::Job;
 pub use output::logits_apart;

@@ -42,8 +42,8 @@ pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     Ok(if (apart / norm).is_finite() { apart / norm } else { f64::INFINITY })
 }
 
-/// Tokens whose logits are compared.
-const SAMPLE: usize = 64;
+/// Tokens whose logits are compared: few, because each has a whole vocabulary of them, in f64.
+pub const SAMPLE: usize = 16;
 
 /// The beginning of a micro-batch's first document: enough to compare logits, and small whatever the vocabulary.
 pub fn sample(m: &Micro) -> Micro {
@@ -140,7 +140,7 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     })
 }
 
-/// Writes a model folder from tensors that are made one by one.
+/// Writes a model folder from tensors that are made one by one, in `dtype` but where an entry says otherwise.
 pub fn write_folder(
     source: &Path,
     out: &Path,
@@ -157,6 +157,10 @@ pub fn write_folder(
     };
     let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
     config.insert(key.into(), json!(name));
+    if !entries.iter().any(|(name, ..)| name.contains(".quant_state.")) {
+        // made from a 4-bit base, and no longer one
+        config.remove("quantization_config");
+    }
     let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
     store::write_atomic(&out.join("config.json"), text.as_bytes())?;
     for file in COMPANIONS {

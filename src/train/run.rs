@@ -3,6 +3,7 @@
 use super::identity::identity;
 use super::state::{self, State};
 use super::step::{Setup, evaluate, train_step};
+use super::watch::{self, Watch};
 use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::data::{Dataset, Micro};
@@ -11,11 +12,12 @@ use crate::hub::Want;
 use crate::log::{Metrics, Progress, Told, bytes_bar, memory, tell, warn};
 use crate::model::modules;
 use crate::optim::{Optimizer, Schedule};
+use crate::plan::Workload;
 use crate::recipe::Recipe;
 use crate::store::checkpoint::Checkpoints;
 use crate::store::{self, RunLock};
-use crate::walk::generate;
-use serde_json::json;
+use crate::walk::{self, Load, RouterLosses, generate};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -58,6 +60,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if has_checkpoints(&dir) && !options.resume && !options.overwrite {
         return Err(Error::Exists { dir: dir.display().to_string() }.into());
     }
+    watch::before_download(&recipe)?;
     let job = Job::open(recipe, Want::Weights, true)?;
     let data = job.train_data()?;
     let eval = job.eval_data()?;
@@ -92,6 +95,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
 
+    let plan = job.plan(Workload::of_data(&job.recipe, &data, eval.as_ref()));
+    watch::check(&job, &plan)?;
+    let watch = Watch::begin(&plan, &job.device);
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
@@ -110,27 +116,31 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             device: &job.device,
             seed: job.recipe.run.seed,
             micro_rows: job.recipe.run.micro_rows,
-            recompute: job.recompute(),
+            recompute: plan.recompute,
             clip: job.recipe.run.clip,
+            router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },
         job: &job,
         eval: eval.as_ref(),
         metrics,
         progress: Progress::new(done, total as u64),
-        peak_device: memory::device_bytes(&job.device),
+        watch,
+        load: (0, Load::default()),
     };
     r.start(&data, total, done, &identity)?;
 
     for step in done as usize..total {
         let started = Instant::now();
         let lr = schedule.at(step);
-        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)?;
+        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)
+            .map_err(|e| r.watch.explain(e))?;
         if step == done as usize {
             check_reached(&params, &s)?;
         }
         let count = step as u64 + 1;
         r.stepped(count, lr, &s, started.elapsed().as_secs_f64())?;
         let last = step + 1 == total;
+        r.loaded(count, &s.load, last)?;
         let due = |every: usize| last || (every > 0 && (step + 1) % every == 0);
         if due(job.recipe.run.eval_every) {
             r.evaluate(count)?;
@@ -148,9 +158,13 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     r.progress.finish();
     let probe = output::sample(&Micro::collate(&data, &[0]));
     let result = output::write(&job, &decoder, &params, &dir, &probe)?;
+    r.watch.look();
+    if let Some(warning) = r.watch.verdict() {
+        r.progress.line(&warning);
+    }
     r.metrics.write(&json!({
         "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.peak_device,
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
     }))?;
     Ok(Outcome::Done { result })
 }
@@ -212,7 +226,9 @@ struct Running<'a> {
     eval: Option<&'a Dataset>,
     metrics: Metrics,
     progress: Progress,
-    peak_device: u64,
+    watch: Watch<'a>,
+    /// Load of the experts since it was last written, and over how many steps.
+    load: (u64, Load),
 }
 
 impl Running<'_> {
@@ -240,7 +256,7 @@ impl Running<'_> {
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
             "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
-            "plan": {"recompute_layers": job.recompute().min(job.config.layers)},
+            "plan": self.watch.json(),
         });
         if done > 0 {
             line["step"] = json!(done);
@@ -256,6 +272,7 @@ impl Running<'_> {
             if job.device.is_cpu() { "CPU" } else { "CUDA" },
             format!("{:?}", job.dtype).to_lowercase(),
         ));
+        self.progress.line(&self.watch.line());
         if done == 0 {
             if job.recipe.run.eval_at_start {
                 self.evaluate(0)?;
@@ -266,14 +283,37 @@ impl Running<'_> {
     }
 
     fn stepped(&mut self, step: u64, lr: f64, s: &Stepped, seconds: f64) -> crate::Result<()> {
-        self.peak_device = self.peak_device.max(memory::device_bytes(&self.job.device));
+        self.watch.look();
         let rate = s.tokens as f64 / seconds;
-        self.metrics.write(&json!({
+        let mut line = json!({
             "event": "step", "step": step, "loss": s.loss, "grad_norm": s.grad_norm, "lr": lr,
             "tokens": s.tokens, "target_tokens": s.targets, "seconds": seconds, "tokens_per_second": rate,
-            "peak_device_bytes": self.peak_device, "peak_host_bytes": memory::peak_host_bytes(),
-        }))?;
+            "peak_device_bytes": self.watch.peak(), "peak_host_bytes": memory::peak_host_bytes(),
+        });
+        let (aux, z) = s.router_losses;
+        for (key, coefficient, value) in
+            [("aux_loss", self.setup.router.aux, aux), ("z_loss", self.setup.router.z, z)]
+        {
+            if coefficient != 0.0 {
+                line[key] = json!(value);
+            }
+        }
+        self.metrics.write(&line)?;
         self.progress.step(step, Told { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
+        Ok(())
+    }
+
+    /// Adds a step's load of the experts; every [`LOAD_EVERY`] steps and at the end it is written.
+    fn loaded(&mut self, step: u64, load: &Load, last: bool) -> crate::Result<()> {
+        if load.layers.is_empty() {
+            return Ok(());
+        }
+        self.load.0 += 1;
+        self.load.1.merge(load);
+        if last || step.is_multiple_of(LOAD_EVERY) {
+            let (steps, load) = std::mem::take(&mut self.load);
+            self.metrics.write(&load_event(step, steps, &load))?;
+        }
         Ok(())
     }
 
@@ -311,6 +351,28 @@ impl Running<'_> {
         }
         Ok(())
     }
+}
+
+/// Steps between two lines that tell the load of all experts: with thousands of experts a line is long.
+const LOAD_EVERY: u64 = 10;
+
+/// How often each expert was chosen: `entropy` is 1 where all are chosen equally often and 0 where one is chosen
+/// always, `peak` the busiest expert's load over the even load, `dead` counts experts that no token chose.
+fn load_event(step: u64, steps: u64, load: &Load) -> Value {
+    let layers: Vec<Value> = load
+        .layers
+        .iter()
+        .map(|(layer, counts)| {
+            json!({
+                "layer": layer, "entropy": walk::entropy(counts), "peak": walk::peak(counts),
+                "dead": walk::dead(counts), "tokens": counts,
+            })
+        })
+        .collect();
+    json!({
+        "event": "experts", "step": step, "steps": steps, "entropy": load.entropy(), "peak": load.peak(),
+        "dead": load.dead(), "layers": layers,
+    })
 }
 
 fn millions(n: u64) -> String {

@@ -8,7 +8,7 @@ use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer};
-use crate::walk::Walk;
+use crate::walk::{Load, Part, RouterLosses, Times, Walk};
 use candle_core::{Device, Tensor};
 
 /// What stays the same over the steps of a run.
@@ -29,6 +29,8 @@ pub struct Setup<'a> {
     pub recompute: usize,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
+    /// Coefficients of the losses on routers.
+    pub router: RouterLosses,
 }
 
 /// What a step did.
@@ -36,6 +38,10 @@ pub struct Setup<'a> {
 pub struct Stepped {
     /// Mean loss of the step's targets.
     pub loss: f64,
+    /// Load-balancing loss and z-loss before their coefficients, means over micro-batches; zero where not used.
+    pub router_losses: (f64, f64),
+    /// How often each expert was chosen.
+    pub load: Load,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
     /// Tokens that went through the model.
@@ -63,29 +69,54 @@ pub fn train_step(
     step: u64,
     lr: f64,
 ) -> crate::Result<Stepped> {
+    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+}
+
+/// As [`train_step`], adding the time of each part to `times`.
+///
+/// # Errors
+/// As [`train_step`].
+pub fn timed_step(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    lr: f64,
+    times: &mut Times,
+) -> crate::Result<Stepped> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
-    let micros: Vec<Micro> = rows.chunks(s.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
+    let mut micros: Vec<Micro> = rows.chunks(s.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
+    micros.retain(|m| !m.ids.is_empty());
     let targets: usize = micros.iter().map(|m| m.targets.len()).sum();
     let tokens: usize = micros.iter().map(|m| m.ids.len()).sum();
     let scale = 1.0 / targets.max(1) as f64;
     let mut losses: Vec<Tensor> = Vec::new();
     let mut first = (0, 0);
     let lowest = s.params.lowest_unit();
+    let share = 1.0 / micros.len().max(1) as f64;
+    let router = RouterLosses { aux: s.router.aux * share, z: s.router.z * share };
+    let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for m in &micros {
-        if m.ids.is_empty() {
-            continue;
-        }
         let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
-        losses.extend(Walk::new(s.decoder, lowest, s.recompute).train(&batch, scale, &sink)?);
+        let mut walk = Walk::new(s.decoder, lowest, s.recompute).router_losses(router).timed(times);
+        losses.extend(walk.train(&batch, scale, &sink)?);
+        load.add(walk.routing());
+        if router != RouterLosses::default() {
+            let (aux, z) = walk.routing().losses()?;
+            router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
+        }
         first = (first.0 + m.ids.len(), first.1 + m.targets.len());
     }
     let loss = loss::total(&losses)? * scale;
     let grad_norm = optim::grad_norm(s.params)?;
-    guard::finite(s.params, step + 1, loss, grad_norm, data, rows)?;
+    let total = loss + router_losses.0 + router_losses.1;
+    guard::finite(s.params, step + 1, total, grad_norm, data, rows)?;
     s.optimizer.step(s.params, step + 1, lr, optim::clip_factor(grad_norm, s.clip))?;
-    Ok(Stepped { loss, grad_norm, tokens, targets, reached: sink.reached() })
+    times.lap(Part::Step, s.device)?;
+    let reached = sink.reached();
+    Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }
 
 /// Mean loss over a dataset, and its number of targets.

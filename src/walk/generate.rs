@@ -49,10 +49,10 @@ impl<'a> Reader<'a> {
         let c = &self.decoder.config;
         let (cos, sin) = c.rope.tables(c.head_dim, &positions, self.device)?;
         let seqs = Sequences::new(&[past + n], past, self.device)?;
-        let ctx = Context { seqs, cos, sin, dropout: None };
+        let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
         let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
-            x = layer.forward(&x, &ctx, Some(cache))?.0;
+            x = layer.forward(&x, &ctx, Some(cache), None)?.0;
         }
         self.seen.extend(ids);
         Ok(self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?.squeeze(0)?)

@@ -1,7 +1,7 @@
 //! The walk over the layers: two visible loops, and a place for everything that happens around a layer.
 //!
 //! ```text
-//! forward,  layer l:  arrive -> layer.forward(x) -> keep nothing, x, or all that backward needs -> leave
+//! forward,  layer l:  arrive -> layer.forward(x) -> keep nothing, x and the routing, or all -> leave
 //! head:               loss and its gradient, some token rows at a time
 //! backward, layer l:  arrive -> recompute if only x was kept -> layer.backward -> leave
 //! ```
@@ -10,12 +10,19 @@
 //! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
 pub mod generate;
+mod routing;
 #[cfg(test)]
 mod tests;
+mod times;
 
+pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
+pub use times::{Part, Times};
+
+use crate::kernel::group::Groups;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder, layer};
 use candle_core::{Result, Tensor};
+use std::sync::Arc;
 
 /// What the walk does at a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +45,8 @@ pub trait Around {
 enum Kept {
     /// Nothing: backward does not come here.
     Nothing,
-    /// Its input: the rest is computed again.
-    Input(Tensor),
+    /// Its input, and how its router decided: the rest is computed again.
+    Input(Tensor, Option<Arc<Groups>>),
     /// Everything.
     All(Box<layer::Saved>),
 }
@@ -52,18 +59,47 @@ pub struct Walk<'a> {
     /// Layers, from the lowest that is walked backward, whose activations are computed again.
     recompute: usize,
     around: Vec<&'a mut dyn Around>,
+    times: Option<&'a mut Times>,
+    router_losses: RouterLosses,
+    routing: Routing,
 }
 
 impl<'a> Walk<'a> {
     /// A walk down to unit `lowest` that recomputes `recompute` layers.
     pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
-        Self { decoder, lowest, recompute, around: Vec::new() }
+        let (router_losses, routing) = (RouterLosses::default(), Routing::default());
+        Self { decoder, lowest, recompute, around: Vec::new(), router_losses, routing, times: None }
+    }
+
+    /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
+    pub fn router_losses(mut self, losses: RouterLosses) -> Self {
+        self.router_losses = losses;
+        self
+    }
+
+    /// How the routers decided in the last pass.
+    pub fn routing(&self) -> &Routing {
+        &self.routing
     }
 
     /// Adds something around the units; it is told after those added before.
     pub fn around(mut self, a: &'a mut dyn Around) -> Self {
         self.around.push(a);
         self
+    }
+
+    /// Adds the time that each part of a training walk takes to `times`.
+    pub fn timed(mut self, times: &'a mut Times) -> Self {
+        self.times = Some(times);
+        self
+    }
+
+    /// Counts the time since the last call as `part`'s.
+    fn lap(&mut self, part: times::Part) -> Result<()> {
+        match &mut self.times {
+            Some(t) => t.lap(part, self.decoder.embedding.table.device()),
+            None => Ok(()),
+        }
     }
 
     fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()> {
@@ -79,35 +115,55 @@ impl<'a> Walk<'a> {
         match self.lowest {
             Some(lowest) if l + 1 >= lowest => {
                 let first = lowest.saturating_sub(1);
-                if l - first < self.recompute { Kept::Input(x.clone()) } else { Kept::All(Box::new(saved)) }
+                if l - first < self.recompute {
+                    Kept::Input(x.clone(), saved.routed().map(|r| Arc::clone(&r.groups)))
+                } else {
+                    Kept::All(Box::new(saved))
+                }
             }
             _ => Kept::Nothing,
         }
     }
 
+    /// One layer, forward.
+    fn layer(&mut self, l: usize, x: &Tensor, batch: &Batch) -> Result<(Tensor, layer::Saved)> {
+        let (y, saved) = self.decoder.layers[l].forward(x, &batch.context, None, None)?;
+        if let Some(routed) = saved.routed() {
+            self.routing.note(l, routed, self.router_losses)?;
+        }
+        Ok((y, saved))
+    }
+
     /// Forward and backward of one micro-batch: the targets' losses; the gradients of
-    /// `scale * sum(losses)` are added to the sink.
+    /// `scale * sum(losses)`, and of the losses on routers, are added to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> Result<Vec<Tensor>> {
         let decoder = self.decoder;
         let head = decoder.layers.len() + 1;
         let mut kept = Vec::with_capacity(decoder.layers.len());
+        self.lap(times::Part::Data)?;
+        self.routing = Routing::default();
 
         self.arrive(0, Phase::Forward)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
         self.leave(0, Phase::Forward)?;
-        for (l, layer) in decoder.layers.iter().enumerate() {
+        for l in 0..decoder.layers.len() {
             self.arrive(l + 1, Phase::Forward)?;
-            let (y, saved) = layer.forward(&x, &batch.context, None)?;
+            let (y, saved) = self.layer(l, &x, batch)?;
             kept.push(self.keep(l, &x, saved));
             x = y;
             self.leave(l + 1, Phase::Forward)?;
         }
 
+        self.lap(times::Part::Forward)?;
+
         self.arrive(head, Phase::Backward)?;
         let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
+        self.lap(times::Part::Head)?;
         drop(x);
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
+        // known only now: the load-balancing loss couples the routers of all layers
+        let balance = self.routing.balance(self.router_losses);
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
             let saved = match kept.pop() {
@@ -116,18 +172,22 @@ impl<'a> Walk<'a> {
                     self.arrive(l + 1, Phase::Backward)?;
                     *saved
                 }
-                Some(Kept::Input(x)) => {
+                Some(Kept::Input(x, routing)) => {
                     self.arrive(l + 1, Phase::Backward)?;
-                    layer.forward(&x, &batch.context, None)?.1
+                    let saved = layer.forward(&x, &batch.context, None, routing)?.1;
+                    self.lap(times::Part::Recompute)?;
+                    saved
                 }
             };
-            dy = layer.backward(saved, &dy, &batch.context, sink)?;
+            dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
             self.leave(l + 1, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
             self.arrive(0, Phase::Backward)?;
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
             self.leave(0, Phase::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
     }
@@ -135,12 +195,13 @@ impl<'a> Walk<'a> {
     /// The hidden states that enter the head [t, d].
     pub fn hidden(&mut self, batch: &Batch) -> Result<Tensor> {
         let decoder = self.decoder;
+        self.routing = Routing::default();
         self.arrive(0, Phase::Forward)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
         self.leave(0, Phase::Forward)?;
-        for (l, layer) in decoder.layers.iter().enumerate() {
+        for l in 0..decoder.layers.len() {
             self.arrive(l + 1, Phase::Forward)?;
-            x = layer.forward(&x, &batch.context, None)?.0;
+            x = self.layer(l, &x, batch)?.0;
             self.leave(l + 1, Phase::Forward)?;
         }
         Ok(x)

@@ -3,6 +3,7 @@
 
 mod adapters;
 mod broken;
+mod plan;
 mod resume;
 mod same;
 mod verbs;

@@ -20,6 +20,33 @@ FRESH = {
 }
 
 
+# The same for mixtures of experts.
+MIXTURES = {
+    "fresh lora": '[lora]\nrank = 4\nalpha = 8\n[[train]]\nmodules = ["attention", "experts", "router"]\n',
+    "fresh dora": '[lora]\nrank = 4\nalpha = 8\ndora = true\n[[train]]\nmodules = ["experts", "router"]\n',
+    # single experts and routers in full, others by LoRA of their own rank
+    "fresh rules": '[[train]]\nmodules = ["experts"]\nexperts = [0, 2]\nrank = 3\nalpha = 5\nrslora = true\n'
+                   '[[train]]\nmodules = ["experts"]\nlayers = "-1:"\nexperts = "1-1"\nmethod = "full"\n'
+                   '[[train]]\nmodules = ["router"]\nmethod = "full"\n',
+    "fresh router": '[[train]]\nmodules = ["router"]\nmethod = "full"\n[router]\naux_loss = 0.01\nz_loss = 0.001\n',
+}
+
+
+def config(case):
+    with open(os.path.join(REFERENCE, case, "model", "config.json")) as f:
+        return json.load(f)
+
+
+def mixture(case):
+    return config(case)["model_type"] in ("mixtral", "qwen3_moe")
+
+
+def fused(case):
+    """Whether the checkpoint has all experts of a layer in one tensor, which transformers 4 does not read."""
+    path = os.path.join(REFERENCE, case, "model", "model.safetensors")
+    return os.path.exists(path) and any(k.endswith("experts.down_proj") for k in load_file(path))
+
+
 def rows(case):
     """The rows of a case, in the order in which its batches hold them."""
     b = load_file(os.path.join(REFERENCE, case, "batches.safetensors"))
@@ -34,11 +61,14 @@ def rows(case):
 def runs(case):
     """(name, rules, what trajectory.json calls it or None, prefix of the reference adapter)"""
     yield "full", '[[train]]\nmodules = ["/.*/"]\nmethod = "full"\n', "full", None
-    for prefix in ("", "head_", "save_"):
+    if mixture(case):
+        coefficient = config(case)["router_aux_loss_coef"]
+        yield "full aux", f'[[train]]\nmodules = ["/.*/"]\nmethod = "full"\n[router]\naux_loss = {coefficient}\n', "full_aux", None
+    for prefix in ("", "head_", "save_", "select_", "dora_"):
         init = os.path.join(REFERENCE, case, prefix + "adapter_init")
         if os.path.isdir(init):
             yield prefix + "lora", f"[lora]\ninit = {json.dumps(os.path.realpath(init))}\n", prefix + "lora", prefix
-    for name, rules in FRESH.items():
+    for name, rules in (MIXTURES if mixture(case) else FRESH).items():
         yield name, rules, None, None
 
 

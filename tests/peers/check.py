@@ -131,9 +131,10 @@ def check(ft, case, name, rules, curve, prefix, work):
         result["curve"] = against_pytorch(case, curve, steps)
     base = logits(load(os.path.join(cases.REFERENCE, case, "model")), rows)
     bars = dict(BARS)
-    if name == "full":
+    if name in ("full", "full aux"):
         mine = logits(load(os.path.join(out, "model")), rows)
-        result["final"] = full_final(case, os.path.join(out, "model"))
+        if name == "full":
+            result["final"] = full_final(case, os.path.join(out, "model"))
     else:
         adapter = os.path.join(out, "adapter")
         mine = logits(adapted(case, adapter), rows)
@@ -156,7 +157,7 @@ def check(ft, case, name, rules, curve, prefix, work):
 
 
 def main():
-    ft, wanted = os.path.abspath(sys.argv[1]), sys.argv[2:] or sorted(os.listdir(cases.REFERENCE))
+    ft, wanted = os.path.abspath(sys.argv[1]), sys.argv[2:] or sorted(c for c in os.listdir(cases.REFERENCE) if not cases.fused(c))
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,0 +1,29 @@
+//! `ft bench`
+
+use super::RecipeArgs;
+use crate::log::tell;
+use crate::recipe::Recipe;
+use crate::train::bench;
+
+/// Arguments of `ft bench`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Steps to measure, after one to warm up
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures, and prints what was measured.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    let measured = bench::run(recipe, args.steps as usize)?;
+    if let Some(path) = &measured.kept {
+        tell(&format!("the rate is kept in {} for plans", path.display()));
+    }
+    super::print(&if args.json { format!("{:#}\n", measured.json) } else { measured.text })
+}

@@ -1,0 +1,38 @@
+//! `ft quantize`
+
+use crate::hub::{self, Want};
+use crate::model::Config;
+use crate::train::quantize;
+use std::path::PathBuf;
+
+/// Arguments of `ft quantize`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The model: a hub id, or a local folder
+    model: String,
+    /// The folder to write, which must be empty or not there
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Branch, tag or commit on the hub
+    #[arg(long, default_value = "main")]
+    revision: String,
+    /// Keep the scales of blocks in f32 (4.5 bits a value, not 4.13)
+    #[arg(long)]
+    no_double_quant: bool,
+}
+
+/// Writes the checkpoint, and says on stdout where it is.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let model = hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
+    let config = Config::load(&model.dir, &serde_json::Map::new())?;
+    let r = quantize::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
+    eprintln!(
+        "{} linears of {:.1} M values in NF4, {:.3} bits a value; {:.2} GB of weights",
+        r.linears,
+        r.values as f64 / 1e6,
+        r.bits,
+        r.bytes as f64 / 1e9
+    );
+    println!("{}", args.out.display());
+    Ok(())
+}

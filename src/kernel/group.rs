@@ -1,0 +1,417 @@
+//! Grouping tokens by expert: sorted once a layer, used by the forward and the backward pass.
+//!
+//! A token with `k` experts is `k` pairs; pairs sorted by expert (then by token) are the `n = t k` rows that
+//! experts work on, each expert on a run of rows. Nothing here has the size experts x tokens x width.
+//!
+//! Which token goes where is decided on the host. On the CPU that is where the router's result lies anyway;
+//! on another device it is one small copy a layer (4 bytes a pair) from the device and three back, because
+//! candle's operations need the size of each product on the host.
+
+use super::cpu::{ROWS, Real, View, dot, is_cpu, on_real, tensor, view};
+use super::gemm;
+use candle_core::{DType, Device, Result, Tensor};
+use rayon::prelude::*;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Tokens sorted by expert.
+#[derive(Debug)]
+pub struct Groups {
+    /// Tokens.
+    pub tokens: usize,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Expert of each pair [t * k].
+    pub expert: Vec<u32>,
+    /// Token of each row [n].
+    pub token: Vec<u32>,
+    /// Pair of each row [n].
+    pair: Vec<u32>,
+    /// Row of each pair [t * k].
+    place: Vec<u32>,
+    /// First row of each expert, and the end of the last [e + 1].
+    starts: Vec<usize>,
+    /// token, pair and place on a device that is not the CPU.
+    index: Option<[Tensor; 3]>,
+}
+
+/// One expert's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The expert.
+    pub expert: usize,
+    /// Its first row.
+    pub start: usize,
+    /// How many.
+    pub rows: usize,
+}
+
+impl Groups {
+    /// Sorts the pairs of `expert` [t * k] by expert, then by token.
+    ///
+    /// # Errors
+    /// An expert outside of `experts`.
+    pub fn new(expert: Vec<u32>, top_k: usize, experts: usize, device: &Device) -> Result<Self> {
+        let mut starts = vec![0usize; experts + 1];
+        for e in &expert {
+            match starts.get_mut(*e as usize + 1) {
+                Some(n) => *n += 1,
+                None => candle_core::bail!("routing: expert {e} of {experts}"),
+            }
+        }
+        for e in 0..experts {
+            starts[e + 1] += starts[e];
+        }
+        let n = expert.len();
+        let (mut token, mut pair, mut place) = (vec![0u32; n], vec![0u32; n], vec![0u32; n]);
+        let mut next = starts.clone();
+        for (p, e) in expert.iter().enumerate() {
+            let row = next[*e as usize];
+            next[*e as usize] += 1;
+            (token[row], pair[row], place[p]) = ((p / top_k.max(1)) as u32, p as u32, row as u32);
+        }
+        let index = match device {
+            Device::Cpu => None,
+            d => Some([
+                Tensor::from_slice(&token, n, d)?,
+                Tensor::from_slice(&pair, n, d)?,
+                Tensor::from_slice(&place, n, d)?,
+            ]),
+        };
+        Ok(Self { tokens: n / top_k.max(1), top_k, expert, token, pair, place, starts, index })
+    }
+
+    /// Tokens of each expert.
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        self.starts.windows(2).map(|w| w[1] - w[0])
+    }
+
+    /// The experts that have tokens.
+    pub fn runs(&self) -> Vec<Run> {
+        self.counts()
+            .enumerate()
+            .filter(|(_, rows)| *rows > 0)
+            .map(|(expert, rows)| Run { expert, start: self.starts[expert], rows })
+            .collect()
+    }
+
+    /// Tokens of one expert's rows.
+    pub fn tokens_of(&self, run: &Run) -> &[u32] {
+        &self.token[run.start..run.start + run.rows]
+    }
+
+    fn index(&self) -> Result<&[Tensor; 3]> {
+        match &self.index {
+            Some(i) => Ok(i),
+            None => candle_core::bail!("routing: grouped for the CPU, used elsewhere"),
+        }
+    }
+
+    /// Rows of `x` [t, d] sorted by expert: [n, d].
+    pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cpu(x) {
+            return on_real!(x.dtype(), self.gather_cpu(x, None, &self.whole()));
+        }
+        x.index_select(&self.index()?[0], 0)
+    }
+
+    /// One expert's rows of `x` [t, d], each times its gate of `gates` [t, k]: [rows, d] in `x`'s dtype.
+    pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &Run) -> Result<Tensor> {
+        if is_cpu(x) {
+            return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
+        }
+        self.gather_composed(x, gates, run, self.index()?)
+    }
+
+    fn whole(&self) -> Run {
+        Run { expert: 0, start: 0, rows: self.token.len() }
+    }
+
+    fn gather_cpu<T: Real>(&self, x: &Tensor, gates: Option<&Tensor>, run: &Run) -> Result<Tensor> {
+        let d = self.width(x)?;
+        let xv = view::<T>(x)?;
+        let gv = gates.map(view::<T>).transpose()?;
+        let (xs, gs) = (&*xv, gv.as_deref());
+        let mut out = vec![T::zero(); run.rows * d];
+        let fill = |(i, block): (usize, &mut [T])| {
+            for (j, o) in block.chunks_mut(d).enumerate() {
+                let row = run.start + i * ROWS + j;
+                let from = &xs[self.token[row] as usize * d..][..d];
+                match gs {
+                    None => o.copy_from_slice(from),
+                    Some(g) => {
+                        let g = g[self.pair[row] as usize];
+                        o.iter_mut().zip(from).for_each(|(o, x)| *o = *x * g);
+                    }
+                }
+            }
+        };
+        // an expert's share is made by the thread that works on the expert
+        match gates {
+            None => out.par_chunks_mut(ROWS * d).enumerate().for_each(fill),
+            Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
+        }
+        tensor(out, (run.rows, d), x.dtype())
+    }
+
+    fn gather_composed(&self, x: &Tensor, gates: &Tensor, run: &Run, index: &[Tensor; 3]) -> Result<Tensor> {
+        let [token, pair, _] = index;
+        let rows = x.index_select(&token.narrow(0, run.start, run.rows)?, 0)?;
+        let g = gates.flatten_all()?.index_select(&pair.narrow(0, run.start, run.rows)?, 0)?.unsqueeze(1)?;
+        wide(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
+    }
+
+    /// `y[t] = sum over j of gates[t, j] * row(t, j)` in the order of j; without gates, the plain sum.
+    ///
+    /// # Shapes
+    /// `parts`: the rows of each of [`Groups::runs`], [rows, d] -> [t, d] in `dtype`.
+    pub fn combine(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+        match parts.first() {
+            Some(p) if is_cpu(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
+            Some(_) => self.combine_composed(parts, gates, dtype, self.index()?),
+            None => candle_core::bail!("routing: no rows"),
+        }
+    }
+
+    /// `dots[t, j] = x[t] . row(t, j)`, [t, k] in f32 (f64 in tests): the gradient of the gates.
+    pub fn dots(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
+        if is_cpu(x) {
+            return on_real!(x.dtype(), self.dots_cpu(parts, x));
+        }
+        self.dots_composed(parts, x, self.index()?)
+    }
+
+    /// The tensors' values, and for each expert where its rows lie among them.
+    fn views<'a, T: Real>(&self, parts: &'a [Tensor]) -> Result<Vec<View<'a, T>>> {
+        let runs = self.runs();
+        if runs.len() != parts.len()
+            || runs.iter().zip(parts).any(|(r, p)| p.dims2().ok().map(|d| d.0) != Some(r.rows))
+        {
+            candle_core::bail!(
+                "routing: {} tensors for {} experts, or of other sizes",
+                parts.len(),
+                runs.len()
+            );
+        }
+        parts.iter().map(view::<T>).collect()
+    }
+
+    /// The row of a pair, of views by expert.
+    fn row<'a, T>(&self, by_expert: &[&'a [T]], pair: usize, d: usize) -> &'a [T] {
+        let e = self.expert[pair] as usize;
+        &by_expert[e][(self.place[pair] as usize - self.starts[e]) * d..][..d]
+    }
+
+    fn by_expert<'a, T>(&self, views: &'a [impl std::ops::Deref<Target = [T]>]) -> Vec<&'a [T]> {
+        let mut out: Vec<&[T]> = vec![&[]; self.starts.len() - 1];
+        for (run, v) in self.runs().iter().zip(views) {
+            out[run.expert] = v;
+        }
+        out
+    }
+
+    fn combine_cpu<T: Real>(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+        let d = parts[0].dim(1)?;
+        let views = self.views::<T>(parts)?;
+        let by_expert = self.by_expert(&views);
+        let gv = gates.map(view::<T>).transpose()?;
+        let gs = gv.as_deref();
+        let k = self.top_k;
+        let mut out = vec![T::zero(); self.tokens * d];
+        out.par_chunks_mut(ROWS * d).enumerate().for_each(|(i, block)| {
+            for (j, y) in block.chunks_mut(d).enumerate() {
+                let t = i * ROWS + j;
+                for pair in t * k..(t + 1) * k {
+                    let from = self.row(&by_expert, pair, d);
+                    match gs {
+                        None => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x),
+                        Some(g) => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x * g[pair]),
+                    }
+                }
+            }
+        });
+        tensor(out, (self.tokens, d), dtype)
+    }
+
+    fn combine_composed(
+        &self,
+        parts: &[Tensor],
+        gates: Option<&Tensor>,
+        dtype: DType,
+        index: &[Tensor; 3],
+    ) -> Result<Tensor> {
+        let rows = wide(&self.by_pair(parts, index)?)?;
+        match gates {
+            None => rows.sum(1),
+            Some(g) => rows.broadcast_mul(&g.unsqueeze(2)?)?.sum(1),
+        }?
+        .to_dtype(dtype)
+    }
+
+    /// [t, k, d]
+    fn by_pair(&self, parts: &[Tensor], index: &[Tensor; 3]) -> Result<Tensor> {
+        let all = Tensor::cat(parts, 0)?.index_select(&index[2], 0)?;
+        let d = all.dim(1)?;
+        all.reshape((self.tokens, self.top_k, d))
+    }
+
+    fn dots_cpu<T: Real>(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
+        let d = self.width(x)?;
+        let views = self.views::<T>(parts)?;
+        let by_expert = self.by_expert(&views);
+        let xv = view::<T>(x)?;
+        let (xs, k) = (&*xv, self.top_k);
+        let mut out = vec![T::zero(); self.tokens * k];
+        out.par_chunks_mut(ROWS * k).enumerate().for_each(|(i, block)| {
+            for (j, o) in block.iter_mut().enumerate() {
+                let pair = i * ROWS * k + j;
+                *o = dot(&xs[pair / k * d..][..d], self.row(&by_expert, pair, d));
+            }
+        });
+        tensor(out, (self.tokens, k), T::DTYPE)
+    }
+
+    fn dots_composed(&self, parts: &[Tensor], x: &Tensor, index: &[Tensor; 3]) -> Result<Tensor> {
+        wide(&self.by_pair(parts, index)?)?.broadcast_mul(&wide(x)?.unsqueeze(1)?)?.sum(2)
+    }
+
+    fn width(&self, x: &Tensor) -> Result<usize> {
+        let (t, d) = x.dims2()?;
+        if t != self.tokens || d == 0 {
+            candle_core::bail!("routing: {:?} for {} tokens", x.shape(), self.tokens);
+        }
+        Ok(d)
+    }
+}
+
+fn wide(t: &Tensor) -> Result<Tensor> {
+    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}
+
+/// Whether `runs` experts are better computed side by side, one thread each, than one after the other with all
+/// threads in each product. The result is the same.
+pub fn side_by_side(runs: usize, device: &Device) -> bool {
+    device.is_cpu() && runs >= 2 * rayon::current_num_threads() && rayon::current_num_threads() > 1
+}
+
+/// Applies `f` to every item, the large ones first, each on one thread; results in the items' order.
+///
+/// # Errors
+/// The first error by the items' order.
+pub fn each<I: Send, R: Send>(
+    items: Vec<I>,
+    size: impl Fn(&I) -> usize,
+    f: impl Fn(I) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|i| std::cmp::Reverse(size(&items[*i])));
+    let work: Vec<Mutex<Option<I>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
+    let done: Vec<Mutex<Option<Result<R>>>> = work.iter().map(|_| Mutex::new(None)).collect();
+    let next = AtomicUsize::new(0);
+    // one task a thread, each taking items from one queue: stacks stay shallow whatever the number of items
+    (0..rayon::current_num_threads()).into_par_iter().with_max_len(1).for_each(|_| {
+        while let Some(i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let item = work[*i].lock().ok().and_then(|mut w| w.take());
+            let result = item.map(|item| gemm::serial(|| f(item)));
+            if let Ok(mut d) = done[*i].lock() {
+                *d = result;
+            }
+        }
+    });
+    done.into_iter()
+        .map(|d| match d.into_inner() {
+            Ok(Some(r)) => r,
+            _ => candle_core::bail!("an expert was left out"),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::{close, gradient, randn};
+
+    const T: usize = 70;
+    const E: usize = 5;
+    const K: usize = 2;
+
+    /// Expert 3 stays idle.
+    fn groups() -> Result<Groups> {
+        let chosen: Vec<u32> = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
+        Groups::new(chosen, K, E, &Device::Cpu)
+    }
+
+    fn index(g: &Groups) -> Result<[Tensor; 3]> {
+        let t = |v: &Vec<u32>| Tensor::from_slice(v, v.len(), &Device::Cpu);
+        Ok([t(&g.token)?, t(&g.pair)?, t(&g.place)?])
+    }
+
+    fn split(g: &Groups, rows: &Tensor) -> Result<Vec<Tensor>> {
+        g.runs().iter().map(|r| rows.narrow(0, r.start, r.rows)).collect()
+    }
+
+    #[test]
+    fn rows_are_sorted_by_expert_then_token() -> Result<()> {
+        let g = groups()?;
+        assert_eq!(g.counts().sum::<usize>(), T * K);
+        assert_eq!(g.runs().iter().map(|r| r.expert).collect::<Vec<_>>(), [0, 1, 2, 4]);
+        for r in g.runs() {
+            let tokens = g.tokens_of(&r);
+            assert!(tokens.windows(2).all(|w| w[0] < w[1]), "{tokens:?}");
+            for (i, t) in tokens.iter().enumerate() {
+                let pair = g.pair[r.start + i] as usize;
+                assert_eq!((pair / K, g.expert[pair]), (*t as usize, r.expert as u32));
+                assert_eq!(g.place[pair] as usize, r.start + i);
+            }
+        }
+        assert!(Groups::new(vec![0, 5], 1, 5, &Device::Cpu).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_of_gather_and_combine() -> Result<()> {
+        let g = groups()?;
+        let (d, f64s) = (3, DType::F64);
+        let (x, gates) = (randn(1, (T, d), f64s)?, randn(2, (T, K), f64s)?);
+        let dy = randn(3, (T * K, d), f64s)?;
+        let dx = g.combine(&split(&g, &dy)?, None, f64s)?;
+        gradient("gather", &x, &dx, &dy, |x| g.gather(x));
+        let (rows, dy) = (randn(4, (T * K, d), f64s)?, randn(5, (T, d), f64s)?);
+        let combine = |rows: &Tensor, gates: &Tensor| g.combine(&split(&g, rows)?, Some(gates), f64s);
+        let parts: Vec<Tensor> =
+            g.runs().iter().map(|r| g.gather_scaled(&dy, &gates, r)).collect::<Result<_>>()?;
+        gradient("rows", &rows, &Tensor::cat(&parts, 0)?, &dy, |rows| combine(rows, &gates));
+        gradient("gates", &gates, &g.dots(&split(&g, &rows)?, &dy)?, &dy, |gates| combine(&rows, gates));
+        Ok(())
+    }
+
+    #[test]
+    fn compositions_agree() -> Result<()> {
+        let (g, d) = (groups()?, 6);
+        let i = index(&g)?;
+        let (x, gates) = (randn(1, (T, d), DType::F32)?, randn(2, (T, K), DType::F32)?);
+        let parts = split(&g, &randn(3, (T * K, d), DType::F32)?)?;
+        close(&x.index_select(&i[0], 0)?, &g.gather(&x)?, 0.0);
+        for gates in [None, Some(&gates)] {
+            let want = g.combine(&parts, gates, DType::F32)?;
+            close(&g.combine_composed(&parts, gates, DType::F32, &i)?, &want, 1e-6);
+        }
+        close(&g.dots_composed(&parts, &x, &i)?, &g.dots(&parts, &x)?, 1e-6);
+        for r in g.runs() {
+            let want = g.gather_scaled(&x, &gates, &r)?;
+            close(&g.gather_composed(&x, &gates, &r, &i)?, &want, 1e-6);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn each_gives_results_in_order_and_the_first_error() -> Result<()> {
+        let square = |x: usize| Ok(x * x);
+        let items: Vec<usize> = (0..100).collect();
+        assert_eq!(each(items, |x| *x, square)?, (0..100).map(|x| x * x).collect::<Vec<usize>>());
+        let fails = |x: usize| if x % 7 == 3 { candle_core::bail!("item {x}") } else { Ok(x) };
+        let e = each((0..100).collect(), |x| *x, fails).expect_err("items that fail");
+        assert!(e.to_string().starts_with("item 3"), "{e}");
+        Ok(())
+    }
+}

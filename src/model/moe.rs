@@ -1,0 +1,325 @@
+//! A mixture of experts: a router chooses `k` experts for each token, and their outputs are added, each times
+//! its gate.
+//!
+//! The router computes in f32 whatever the compute dtype. Experts are ordinary SwiGLU blocks on the rows that
+//! they were chosen for; an expert without tokens costs nothing. On the CPU, many experts run side by side, one
+//! thread each; with few, one after the other with all threads in each product.
+//!
+//! What was decided is a value ([`Groups`]): a layer that is computed again takes it over.
+
+use super::decoder::Context;
+use super::linear::{self, Linear};
+use super::mlp::{self, Mlp};
+use super::sink::Sink;
+use crate::kernel::group::{self, Groups, Run};
+use crate::kernel::route::{self, Balance, Routed};
+use candle_core::{DType, Result, Tensor};
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// Router and experts of one layer.
+#[derive(Clone, Debug)]
+pub struct Mixture {
+    /// [d] -> [e].
+    pub router: Linear,
+    /// Experts.
+    pub experts: Vec<Mlp>,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Whether a token's gates are scaled to sum to one.
+    pub normalise: bool,
+}
+
+/// What the backward pass needs, and what the losses on the router are computed from.
+#[derive(Debug)]
+pub struct Saved {
+    /// Who goes where.
+    pub groups: Arc<Groups>,
+    /// Probabilities [t, e], f32.
+    pub probs: Tensor,
+    /// logsumexp of the router's logits [t], f32.
+    pub lse: Tensor,
+    gates: Tensor,
+    router: linear::Saved,
+    /// Of the experts that have tokens.
+    experts: Vec<mlp::Saved>,
+    /// Their outputs, [rows, d] each, before the gates.
+    out: Vec<Tensor>,
+}
+
+impl Mixture {
+    /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
+    pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
+        let (logits, router) = self.router.forward(&wide(x)?, ctx)?;
+        let (probs, lse) = route::softmax(&logits)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => {
+                let chosen = route::choose(&probs, self.top_k)?;
+                Arc::new(Groups::new(chosen, self.top_k, self.experts.len(), x.device())?)
+            }
+        };
+        let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
+        let rows = groups.gather(x)?;
+        let one = |run: Run| -> Result<_> {
+            let ctx = self.context(ctx, &groups, &run);
+            self.experts[run.expert].forward(&rows.narrow(0, run.start, run.rows)?, &ctx)
+        };
+        let runs = groups.runs();
+        let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(runs.len(), x.device()) {
+            group::each(runs, |r| r.rows, one)?
+        } else {
+            runs.into_iter().map(one).collect::<Result<_>>()?
+        };
+        let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
+        let y = groups.combine(&out, Some(&gates), x.dtype())?;
+        Ok((y, Saved { groups, probs, lse, gates, router, experts, out }))
+    }
+
+    /// Backward: the gradient of the input. `balance` is what losses on the router add.
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let groups = &s.groups;
+        let dgates = groups.dots(&s.out, dy)?;
+        drop(s.out);
+        let runs = groups.runs();
+        for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
+            self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        }
+        let work: Vec<(Run, mlp::Saved)> = runs.into_iter().zip(s.experts).collect();
+        let one = |(run, saved): (Run, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
+            let ctx = self.context(ctx, groups, &run);
+            let dout = groups.gather_scaled(dy, &s.gates, &run)?;
+            self.experts[run.expert].backward(saved, &dout, &ctx, sink)
+        };
+        let dx: Vec<Tensor> = if group::side_by_side(work.len(), dy.device()) {
+            let done = group::each(
+                work,
+                |(r, _)| r.rows,
+                |w| {
+                    let own = Sink::collecting();
+                    Ok((one(w, &own)?, own.collected()))
+                },
+            )?;
+            let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
+            sink.add_all(later.into_iter().flatten())?;
+            dx
+        } else {
+            work.into_iter().map(|w| one(w, sink)).collect::<Result<_>>()?
+        };
+        let dx = groups.combine(&dx, None, dy.dtype())?;
+        let routed = Routed {
+            probs: &s.probs,
+            lse: &s.lse,
+            gates: &s.gates,
+            chosen: &groups.expert,
+            normalise: self.normalise,
+        };
+        let dlogits = route::backward(&routed, &dgates, balance)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
+    }
+
+    /// The context of one expert's rows: its dropout goes by token.
+    fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &Run) -> Cow<'a, Context> {
+        let linears = self.experts[run.expert].linears();
+        let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
+        match ctx.dropout {
+            Some(_) if drops => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
+            _ => Cow::Borrowed(ctx),
+        }
+    }
+}
+
+fn wide(t: &Tensor) -> Result<Tensor> {
+    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::attention::Sequences;
+    use crate::kernel::check::{close, gradient, randn, values};
+    use crate::model::decoder::DropoutKey;
+    use crate::model::linear::{Lora, Weight};
+    use crate::model::sink::Slot;
+    use candle_core::Device;
+
+    const T: usize = 9;
+    const D: usize = 4;
+    const F: usize = 3;
+    const E: usize = 5;
+    const R: usize = 2;
+
+    fn context(first_row: usize) -> Result<Context> {
+        let d = &Device::Cpu;
+        let table = Tensor::zeros((T, 1), DType::F32, d)?;
+        let dropout = Some(DropoutKey { seed: 3, step: 1, first_row });
+        Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
+    }
+
+    /// Shapes of all trained tensors: the router and the even experts train in full, the odd ones by LoRA.
+    fn shapes() -> Vec<(usize, usize)> {
+        let mut out = vec![(E, D)];
+        for e in 0..E {
+            for (o, i) in [(F, D), (F, D), (D, F)] {
+                out.extend(if e % 2 == 0 { vec![(o, i)] } else { vec![(R, i), (o, R)] });
+            }
+        }
+        out
+    }
+
+    fn slots() -> (Vec<Slot>, usize) {
+        let mut offset = 0;
+        let slots = shapes().into_iter().enumerate().map(|(index, (rows, cols))| {
+            let s = Slot { index, unit: 0, offset, rows, cols };
+            offset += rows * cols;
+            s
+        });
+        (slots.collect(), offset)
+    }
+
+    fn params() -> Result<Vec<Tensor>> {
+        shapes().into_iter().enumerate().map(|(i, s)| randn(i as u64 + 1, s, DType::F64)).collect()
+    }
+
+    fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Result<Mixture> {
+        let mut next = params.iter().cloned().zip(slots().0);
+        let mut take = || next.next().expect("a tensor");
+        let full = |(w, slot)| {
+            let weight = Weight::Dense(w);
+            Linear { weight, bias: None, weight_slot: Some(slot), bias_slot: None, lora: None }
+        };
+        let router = full(take());
+        let mut experts = Vec::new();
+        for e in 0..E as u64 {
+            let mut linears = Vec::new();
+            for (j, (o, i)) in [(F, D), (F, D), (D, F)].into_iter().enumerate() {
+                if e % 2 == 0 {
+                    linears.push(full(take()));
+                    continue;
+                }
+                let ((a, sa), (b, sb)) = (take(), take());
+                let stream = 10 * e + j as u64;
+                let weight = Weight::Dense(randn(stream + 100, (o, i), DType::F64)?);
+                let lora = Lora { a, b, slots: Some((sa, sb)), scale: 0.5, dropout, stream, dora: None };
+                linears.push(Linear {
+                    weight,
+                    bias: None,
+                    weight_slot: None,
+                    bias_slot: None,
+                    lora: Some(lora),
+                });
+            }
+            let (Some(down), Some(up), Some(gate)) = (linears.pop(), linears.pop(), linears.pop()) else {
+                candle_core::bail!("three linears")
+            };
+            experts.push(Mlp { gate, up, down });
+        }
+        Ok(Mixture { router, experts, top_k, normalise })
+    }
+
+    /// Routing that no router of these would choose; expert 3 stays idle.
+    fn forced() -> Result<Arc<Groups>> {
+        let chosen = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
+        Ok(Arc::new(Groups::new(chosen, 2, E, &Device::Cpu)?))
+    }
+
+    /// The gradients of everything, by each way of going through the experts.
+    fn everything(dropout: f64, normalise: bool) -> Result<()> {
+        let (ctx, groups, params) = (context(7)?, forced()?, params()?);
+        let (x, dy) = (randn(50, (T, D), DType::F64)?, randn(51, (T, D), DType::F64)?);
+        let m = mixture(&params, dropout, 2, normalise)?;
+        let (slots, len) = slots();
+        let grads = vec![Some(Tensor::zeros(len, DType::F64, &Device::Cpu)?)];
+        let sink = Sink::new(&grads, slots.len());
+        let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
+        assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
+        let dx = m.backward(saved, &dy, &ctx, &sink, None)?;
+        let what =
+            format!("dropout {dropout}, normalise {normalise}, {} threads", rayon::current_num_threads());
+        let run = |m: &Mixture, x: &Tensor| Ok(m.forward(x, &ctx, Some(Arc::clone(&groups)))?.0);
+        gradient(&format!("{what}: x"), &x, &dx, &dy, |x| run(&m, x));
+        assert!(sink.reached().iter().all(|r| *r), "an idle expert counts as reached");
+        for (i, slot) in slots.iter().enumerate() {
+            let grad = slot.view(grads[0].as_ref().expect("a buffer"))?;
+            gradient(&format!("{what}: tensor {i}"), &params[i], &grad, &dy, |t| {
+                let mut params = params.clone();
+                params[i] = t.clone();
+                run(&mixture(&params, dropout, 2, normalise)?, &x)
+            });
+        }
+        let idle: Vec<Slot> = m.experts[3].linears().into_iter().flat_map(Linear::slots).collect();
+        assert_eq!(idle.len(), 6);
+        for slot in idle {
+            assert!(values(&slot.view(grads[0].as_ref().expect("a buffer"))?).iter().all(|g| *g == 0.0));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_of_everything() -> Result<()> {
+        // four experts have tokens: side by side with two threads, one after the other with one
+        for threads in [1, 2] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            pool.install(|| {
+                assert_eq!(group::side_by_side(4, &Device::Cpu), threads == 2);
+                everything(0.0, true)?;
+                everything(0.4, false)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A mixture of equal experts whose gates sum to one is that expert.
+    #[test]
+    fn equal_experts_are_one_dense_block() -> Result<()> {
+        let mut m = mixture(&params()?, 0.0, 3, true)?;
+        m.experts = vec![m.experts[0].clone(); E];
+        let x = randn(50, (T, D), DType::F64)?;
+        let (y, _) = m.forward(&x, &context(0)?, None)?;
+        close(&y, &m.experts[0].forward(&x, &context(0)?)?.0, 1e-12);
+        Ok(())
+    }
+
+    /// With equal router rows every choice is a tie: the lower experts win, and a replay under another router
+    /// keeps what was decided.
+    #[test]
+    fn ties_never_flip() -> Result<()> {
+        let mut p = params()?;
+        p[0] = Tensor::ones((E, D), DType::F64, &Device::Cpu)?;
+        let m = mixture(&p, 0.0, 2, false)?;
+        let x = randn(50, (T, D), DType::F64)?;
+        let ctx = context(0)?;
+        let (y, saved) = m.forward(&x, &ctx, None)?;
+        assert_eq!(saved.groups.expert, [0, 1].repeat(T));
+        // a router that is one rounding away prefers the last experts
+        p[0] = (&p[0]
+            + Tensor::new(&[[0.0], [0.0], [0.0], [0.0], [1e-13]], &Device::Cpu)?.broadcast_as((E, D))?)?;
+        let other = mixture(&p, 0.0, 2, false)?;
+        assert_ne!(other.forward(&x, &ctx, None)?.1.groups.expert, saved.groups.expert);
+        let (again, replayed) = other.forward(&x, &ctx, Some(Arc::clone(&saved.groups)))?;
+        assert_eq!(replayed.groups.expert, saved.groups.expert);
+        close(&again, &y, 1e-10);
+        Ok(())
+    }
+
+    /// The dropout of a token within an expert is the same whatever micro-batch it comes in.
+    #[test]
+    fn dropout_goes_by_token() -> Result<()> {
+        let m = mixture(&params()?, 0.5, 2, true)?;
+        let x = randn(50, (T, D), DType::F64)?;
+        let (whole, _) = m.forward(&x, &context(0)?, None)?;
+        let (tail, _) = m.forward(&x.narrow(0, 4, T - 4)?, &context(4)?, None)?;
+        close(&tail, &whole.narrow(0, 4, T - 4)?, 1e-12);
+        let (other, _) = m.forward(&x.narrow(0, 4, T - 4)?, &context(5)?, None)?;
+        assert_ne!(values(&other), values(&tail));
+        Ok(())
+    }
+}

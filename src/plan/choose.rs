@@ -1,0 +1,274 @@
+//! What the plan decides: how many layers to recompute; and, when nothing fits, what would.
+
+use super::ledger::Peak;
+use super::{Inputs, Machine, Plan, Prepared, Workload};
+use crate::adapt::Selection;
+use crate::recipe::{self, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
+use serde::Serialize;
+
+/// How many layers are recomputed, and what that gives.
+#[derive(Clone, Debug)]
+pub struct Decision {
+    /// Layers, from the lowest that is walked backward.
+    pub layers: usize,
+    /// Why.
+    pub reason: String,
+    /// The device at its fullest.
+    pub peak: Peak,
+}
+
+/// Decides how many layers are recomputed: what the recipe says, or with `auto` as few as fit.
+///
+/// Every recomputed layer costs its forward pass once more and saves what it would keep, so the fewest that
+/// fit are the fastest.
+pub(crate) fn recompute(p: &Prepared, wanted: Recompute, budget: Option<u64>) -> Decision {
+    let walked = p.walked();
+    let fits = |peak: &Peak| budget.is_none_or(|b| peak.bytes.total() <= b);
+    let fixed =
+        |layers: usize, reason: &str| Decision { layers, reason: reason.into(), peak: p.peak(layers) };
+    match wanted {
+        Recompute::All => return fixed(walked, "the recipe says all"),
+        Recompute::None => return fixed(0, "the recipe says none"),
+        Recompute::Layers(n) => return fixed(n.min(walked), "the recipe says so"),
+        Recompute::Auto => {}
+    }
+    let none = p.peak(0);
+    let Some(budget) = budget else {
+        return fixed(walked, "auto without a budget: memory.budget says what there is");
+    };
+    if fits(&none) {
+        return Decision {
+            layers: 0,
+            reason: "auto: everything that backward needs fits".into(),
+            peak: none,
+        };
+    }
+    let all = p.peak(walked);
+    if !fits(&all) {
+        return Decision {
+            layers: walked,
+            reason: "auto: not even recomputing all layers fits".into(),
+            peak: all,
+        };
+    }
+    // invariant: `low` does not fit, `high` does
+    let (mut low, mut high, mut best) = (0, walked, all);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        let peak = p.peak(middle);
+        if fits(&peak) {
+            (high, best) = (middle, peak);
+        } else {
+            low = middle;
+        }
+    }
+    let reason = format!("auto: the fewest that fit {}", super::report::bytes(budget));
+    Decision { layers: high, reason, peak: best }
+}
+
+/// A change that would make a recipe fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Hint {
+    /// The settings, as the command line takes them.
+    pub set: Vec<String>,
+    /// What it was and becomes, and whether that fits.
+    pub text: String,
+    /// Bytes of the device then.
+    pub total: u64,
+    /// Whether `ft run` builds it.
+    pub built: bool,
+}
+
+/// The smallest changes that would make a recipe fit, one of each kind.
+pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
+    let Some(budget) = i.budget else { return Vec::new() };
+    let mut out = Vec::new();
+    let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
+        let built = set.iter().all(|s| is_built(s));
+        let note = if built { "" } else { " (not built yet)" };
+        let size = super::report::bytes(total);
+        out.push(Hint { set, text: format!("{change}: fits, {size}{cost}{note}"), total, built });
+    };
+    let r = i.recipe;
+    let total = |r: &Recipe| with(i, r);
+
+    if plan.recompute < plan.walked {
+        let mut c = r.clone();
+        c.memory.recompute = Recompute::All;
+        let t = total(&c);
+        if t <= budget {
+            add(
+                vec!["memory.recompute=all".into()],
+                "memory.recompute = \"all\"".into(),
+                "; about a third more time",
+                t,
+            );
+        }
+    }
+    if let Some((n, t)) = first(divisors_below(r.run.micro_rows), budget, |n| {
+        let mut c = r.clone();
+        c.run.micro_rows = n;
+        total(&c)
+    }) {
+        let change = format!("run.micro_rows {} -> {n}", r.run.micro_rows);
+        add(vec![format!("run.micro_rows={n}")], change, "; the same mathematics in smaller pieces", t);
+    }
+    let length = r.data.max_length;
+    let shorter =
+        [0.75, 0.5, 0.375, 0.25, 0.125].map(|f| ((length as f64 * f) as usize).next_multiple_of(64));
+    if let Some((n, t)) = first(shorter.into_iter().filter(|n| *n < length).collect(), budget, |n| {
+        let mut c = r.clone();
+        c.data.max_length = n;
+        total(&c)
+    }) {
+        let change = format!("data.max_length {length} -> {n}");
+        add(vec![format!("data.max_length={n}")], change, "; longer samples are cut", t);
+    }
+    let rank = r.train.iter().filter(|x| x.method == Method::Lora).map(|x| x.spec.rank).max().unwrap_or(0);
+    let ranks: Vec<usize> = [rank / 2, rank / 4, rank / 8].into_iter().filter(|n| *n > 0).collect();
+    if let Some((n, t)) = first(ranks, budget, |n| {
+        let mut c = r.clone();
+        for x in c.train.iter_mut().filter(|x| x.method == Method::Lora) {
+            x.spec.rank = x.spec.rank.min(n);
+        }
+        with_rules(i, &c)
+    }) {
+        let set = rules(r, Method::Lora).map(|k| format!("train.{k}.rank={n}")).collect();
+        add(set, format!("rank {rank} -> {n}"), "; an adapter that can say less", t);
+    }
+    if r.model.quantize == Quantize::None {
+        let mut c = r.clone();
+        c.model.quantize = Quantize::Nf4;
+        let t = total(&c);
+        if t <= budget {
+            let cost = "; the base is rounded to 4 bits and decoded on the way";
+            add(vec!["model.quantize=nf4".into()], "model.quantize = \"nf4\"".into(), cost, t);
+        }
+    }
+    if !plan.machine.cuda && plan.machine.wide() {
+        let mut c = r.clone();
+        c.model.dtype = Some(recipe::Dtype::Bf16);
+        let t = changed(i, &c, Machine { width: 2, ..i.machine }, i.selection);
+        if t <= budget {
+            add(
+                vec!["model.dtype=bf16".into()],
+                "model.dtype = \"bf16\"".into(),
+                "; frozen weights in half the bytes, less precise",
+                t,
+            );
+        }
+    }
+    if r.optimizer.name == OptimizerName::Adamw {
+        let mut c = r.clone();
+        c.optimizer.name = OptimizerName::Adamw8bit;
+        let t = total(&c);
+        if t <= budget {
+            add(
+                vec!["optimizer.name=adamw8bit".into()],
+                "optimizer.name = \"adamw8bit\"".into(),
+                "; rounded moments",
+                t,
+            );
+        }
+    }
+    if !r.memory.offload.contains(&Offload::Optimizer) && i.machine.cuda {
+        let mut c = r.clone();
+        c.memory.offload.push(Offload::Optimizer);
+        let t = total(&c);
+        if t <= budget {
+            let set = vec!["memory.offload=[\"optimizer\"]".into()];
+            add(set, "memory.offload = [\"optimizer\"]".into(), "; states cross the bus every step", t);
+        }
+    }
+    if r.parallel.data == 1 {
+        let worlds: Vec<usize> = [2, 4, 8, 16, 32, 64]
+            .into_iter()
+            .filter(|n| r.run.batch_rows.is_multiple_of(r.run.micro_rows * n))
+            .collect();
+        if let Some((n, t)) = first(worlds, budget, |n| {
+            let mut c = r.clone();
+            (c.parallel.data, c.parallel.zero) = (n, 3);
+            total(&c)
+        }) {
+            let set = vec![format!("parallel.data={n}"), "parallel.zero=3".into()];
+            add(
+                set,
+                format!("parallel.zero = 3 over {n} devices"),
+                " each; weights are gathered layer by layer",
+                t,
+            );
+        }
+    }
+    if rules(r, Method::Full).next().is_some() {
+        let mut c = r.clone();
+        c.train.retain(|x| !(x.method == Method::Full && x.modules.iter().all(|m| m == "norms")));
+        for x in c.train.iter_mut().filter(|x| x.method == Method::Full) {
+            x.method = Method::Lora;
+            x.modules.retain(|m| m != "norms");
+        }
+        let t = with_rules(i, &c);
+        if t <= budget {
+            let change = "method \"full\" -> \"lora\" (without norms)".to_string();
+            let set = rules(r, Method::Full).map(|k| format!("train.{k}.method=lora")).collect();
+            add(set, change, "; adapters train instead of the weights", t);
+        }
+    }
+    let needed = super::report::bytes(plan.total());
+    let what = plan.peak.bytes.iter().max_by_key(|(_, b)| *b).map_or("", |(c, _)| c.label());
+    if out.is_empty() {
+        out.push(Hint {
+            set: Vec::new(),
+            text: format!("no single change is enough: it needs {needed}, most of it {what}"),
+            total: plan.total(),
+            built: true,
+        });
+    }
+    out
+}
+
+fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
+    r.train.iter().enumerate().filter(move |(_, x)| x.method == method).map(|(k, _)| k)
+}
+
+/// Numbers below `n` that divide it, the largest first: a batch that divides by `n` divides by them too.
+fn divisors_below(n: usize) -> Vec<usize> {
+    (1..n.min(1 << 12)).rev().filter(|d| n.is_multiple_of(*d)).take(8).collect()
+}
+
+/// The first of `values` whose total fits.
+fn first(values: Vec<usize>, budget: u64, total: impl Fn(usize) -> u64) -> Option<(usize, u64)> {
+    values.into_iter().map(|n| (n, total(n))).find(|(_, t)| *t <= budget)
+}
+
+/// Bytes that a recipe with other settings and the same rules would take.
+fn with(i: &Inputs<'_>, r: &Recipe) -> u64 {
+    changed(i, r, i.machine, i.selection)
+}
+
+/// Bytes that a recipe with other rules would take; more than there can be where they choose nothing.
+fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
+    match Selection::from_rules(i.config, &r.train) {
+        Ok(s) => changed(i, r, i.machine, &s),
+        Err(_) => u64::MAX,
+    }
+}
+
+fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
+    let same = r.data.max_length == i.recipe.data.max_length && r.run.micro_rows == i.recipe.run.micro_rows;
+    let workload = if same { i.workload } else { Workload::of_recipe(r) };
+    let inputs = Inputs { recipe: r, config: i.config, selection, machine, workload, budget: i.budget };
+    recompute(&Prepared::new(&inputs), r.memory.recompute, i.budget).peak.bytes.total()
+}
+
+/// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.
+pub(crate) fn is_built(setting: &str) -> bool {
+    const LEAST: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
+        [[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
+        [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n[run]\nbatch_rows = 1024\n";
+    // of rules, only the first ones are in this recipe; what they can say does not depend on their number
+    let setting = match setting.strip_prefix("train.").and_then(|s| s.split_once('.')) {
+        Some((_, rest)) => format!("train.0.{rest}"),
+        None => setting.to_string(),
+    };
+    Recipe::parse(LEAST, "recipe.toml", &[setting]).is_ok()
+}

@@ -1,0 +1,339 @@
+//! Bytes that come and go: what the engine would allocate, written down without allocating it.
+//!
+//! A [`Held`] stands for one allocation and gives its bytes back when it is dropped, so that code which
+//! mirrors the engine's has the engine's lifetimes too. The ledger remembers the highest sum, what it was
+//! made of, and where in the step it was.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// What bytes are for. The order is that of tables and charts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Component {
+    /// Frozen token embedding.
+    Embedding,
+    /// Frozen attention linears.
+    Attention,
+    /// Frozen dense feed-forward linears.
+    Mlp,
+    /// Frozen experts.
+    Experts,
+    /// Frozen routers.
+    Router,
+    /// Frozen norms.
+    Norms,
+    /// Frozen output head.
+    Head,
+    /// Scales of quantized blocks.
+    QuantConstants,
+    /// Weights that train in full, in the compute dtype.
+    Trained,
+    /// LoRA's matrices and DoRA's magnitudes, in the compute dtype.
+    Adapters,
+    /// Gradients.
+    Gradients,
+    /// f32 copies of what trains, where the compute dtype is another.
+    Master,
+    /// The optimizer's moments.
+    Moments,
+    /// Token ids, positions and rotary tables of the micro-batch.
+    Batch,
+    /// What layers keep from forward to backward.
+    Activations,
+    /// Temporaries of the layer that is at work, or of whatever the phase does.
+    Workspace,
+    /// Weights decoded from 4 bits, or gathered from other ranks, while they are used.
+    InFlight,
+    /// The chunk of logits that exists.
+    Logits,
+    /// Buffers of collectives.
+    Communication,
+    /// What the allocator holds beyond what was asked for.
+    Slack,
+    /// The driver's context and the libraries' own workspaces.
+    Context,
+}
+
+impl Component {
+    /// All of them.
+    pub const ALL: [Component; 21] = {
+        use Component::*;
+        [
+            Embedding,
+            Attention,
+            Mlp,
+            Experts,
+            Router,
+            Norms,
+            Head,
+            QuantConstants,
+            Trained,
+            Adapters,
+            Gradients,
+            Master,
+            Moments,
+            Batch,
+            Activations,
+            Workspace,
+            InFlight,
+            Logits,
+            Communication,
+            Slack,
+            Context,
+        ]
+    };
+
+    /// The name in `ft plan --json`.
+    pub fn key(self) -> &'static str {
+        use Component::*;
+        match self {
+            Embedding => "weights_embedding",
+            Attention => "weights_attention",
+            Mlp => "weights_mlp",
+            Experts => "weights_experts",
+            Router => "weights_router",
+            Norms => "weights_norms",
+            Head => "weights_head",
+            QuantConstants => "quantization_constants",
+            Trained => "weights_trained",
+            Adapters => "adapters",
+            Gradients => "gradients",
+            Master => "master",
+            Moments => "moments",
+            Batch => "batch",
+            Activations => "activations",
+            Workspace => "workspace",
+            InFlight => "weights_in_flight",
+            Logits => "logits",
+            Communication => "communication",
+            Slack => "allocator_slack",
+            Context => "context",
+        }
+    }
+
+    /// The name in tables.
+    pub fn label(self) -> &'static str {
+        use Component::*;
+        match self {
+            Embedding => "frozen embedding",
+            Attention => "frozen attention",
+            Mlp => "frozen feed-forward",
+            Experts => "frozen experts",
+            Router => "frozen routers",
+            Norms => "frozen norms",
+            Head => "frozen head",
+            QuantConstants => "quantization constants",
+            Trained => "weights that train",
+            Adapters => "adapters",
+            Gradients => "gradients",
+            Master => "f32 master weights",
+            Moments => "optimizer moments",
+            Batch => "micro-batch",
+            Activations => "saved activations",
+            Workspace => "live layer",
+            InFlight => "weights in flight",
+            Logits => "logit chunk",
+            Communication => "communication",
+            Slack => "allocator slack",
+            Context => "context, libraries",
+        }
+    }
+
+    /// The recipe keys that make it smaller.
+    pub fn keys_to_change(self) -> &'static str {
+        use Component::*;
+        match self {
+            Embedding | Attention | Mlp | Experts | Router | Norms | Head | QuantConstants => {
+                "model.quantize, model.dtype or parallel.zero"
+            }
+            Trained | Gradients | Master => "[[train]] (fewer modules, or method = \"lora\"), parallel.zero",
+            Adapters => "lora.rank",
+            Moments => "optimizer.name, memory.offload or parallel.zero",
+            Batch | Workspace | Logits => "data.max_length or run.micro_rows",
+            Activations => "memory.recompute, data.max_length or run.micro_rows",
+            InFlight | Communication | Slack | Context => "data.max_length or run.micro_rows",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// Bytes by component.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bytes([u64; Component::ALL.len()]);
+
+impl Bytes {
+    /// Bytes of one component.
+    pub fn get(&self, c: Component) -> u64 {
+        self.0[c.index()]
+    }
+
+    /// Adds to a component.
+    pub fn add(&mut self, c: Component, bytes: u64) {
+        self.0[c.index()] += bytes;
+    }
+
+    /// Sum of all.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Components that are not zero, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (Component, u64)> + '_ {
+        Component::ALL.into_iter().map(|c| (c, self.get(c))).filter(|(_, b)| *b > 0)
+    }
+}
+
+/// What the engine is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Reading or making the weights.
+    Load,
+    /// Forward over the layers.
+    Forward,
+    /// Backward over the layers.
+    Backward,
+    /// The optimizer.
+    Step,
+    /// Evaluation.
+    Evaluate,
+    /// Writing checkpoints and the result.
+    Save,
+}
+
+impl Phase {
+    /// In words.
+    pub fn word(self) -> &'static str {
+        match self {
+            Phase::Load => "loading",
+            Phase::Forward => "forward",
+            Phase::Backward => "backward",
+            Phase::Step => "optimizer step",
+            Phase::Evaluate => "evaluation",
+            Phase::Save => "saving",
+        }
+    }
+}
+
+/// Where the sum was highest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peak {
+    /// Doing what.
+    pub phase: Phase,
+    /// At which unit of the walk: 0 the embedding, then the layers, the last is the head.
+    pub unit: usize,
+    /// What it was made of.
+    pub bytes: Bytes,
+}
+
+#[derive(Debug)]
+struct State {
+    live: Bytes,
+    sum: u64,
+    at: (Phase, usize),
+    peak: Peak,
+    high: u64,
+}
+
+/// The ledger. Cloning gives another handle of the same one.
+#[derive(Clone, Debug)]
+pub struct Ledger(Rc<RefCell<State>>);
+
+impl Default for Ledger {
+    fn default() -> Self {
+        let peak = Peak { phase: Phase::Load, unit: 0, bytes: Bytes::default() };
+        Self(Rc::new(RefCell::new(State {
+            live: Bytes::default(),
+            sum: 0,
+            at: (Phase::Load, 0),
+            peak,
+            high: 0,
+        })))
+    }
+}
+
+impl Ledger {
+    /// Says what comes next.
+    pub fn at(&self, phase: Phase, unit: usize) {
+        self.0.borrow_mut().at = (phase, unit);
+    }
+
+    /// Writes an allocation down, until what comes back is dropped.
+    pub fn hold(&self, component: Component, bytes: u64) -> Held {
+        let mut s = self.0.borrow_mut();
+        s.live.add(component, bytes);
+        s.sum += bytes;
+        if s.sum > s.high {
+            s.high = s.sum;
+            s.peak = Peak { phase: s.at.0, unit: s.at.1, bytes: s.live.clone() };
+        }
+        drop(s);
+        Rc::new(Allocation { ledger: self.clone(), component, bytes })
+    }
+
+    /// What is live now.
+    pub fn live(&self) -> Bytes {
+        self.0.borrow().live.clone()
+    }
+
+    /// The highest sum so far, what it was made of and where it was.
+    pub fn peak(&self) -> Peak {
+        self.0.borrow().peak.clone()
+    }
+}
+
+/// One allocation; dropping the last clone gives the bytes back, as with a tensor.
+pub type Held = Rc<Allocation>;
+
+/// See [`Held`].
+#[derive(Debug)]
+pub struct Allocation {
+    ledger: Ledger,
+    component: Component,
+    bytes: u64,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let mut s = self.ledger.0.borrow_mut();
+        s.live.0[self.component.index()] -= self.bytes;
+        s.sum -= self.bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_peak_remembers_what_and_where() {
+        let ledger = Ledger::default();
+        let a = ledger.hold(Component::Mlp, 100);
+        ledger.at(Phase::Backward, 3);
+        let b = ledger.hold(Component::Workspace, 50);
+        let c = Rc::clone(&b);
+        drop(b);
+        assert_eq!(ledger.live().total(), 150);
+        drop(c);
+        ledger.at(Phase::Step, 0);
+        let _d = ledger.hold(Component::Moments, 20);
+        drop(a);
+        let peak = ledger.peak();
+        assert_eq!((peak.phase, peak.unit, peak.bytes.total()), (Phase::Backward, 3, 150));
+        assert_eq!(peak.bytes.get(Component::Workspace), 50);
+        assert_eq!(ledger.live().total(), 20);
+    }
+
+    #[test]
+    fn every_component_has_its_own_index_and_names() {
+        for (i, c) in Component::ALL.into_iter().enumerate() {
+            assert_eq!(c.index(), i);
+        }
+        let mut keys: Vec<_> = Component::ALL.iter().map(|c| c.key()).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), Component::ALL.len());
+    }
+}

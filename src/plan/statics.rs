@@ -1,0 +1,261 @@
+//! What stays for the whole run, per rank: weights and states, on device, host and disk.
+
+use super::ledger::{Bytes, Component};
+use super::ops::Machine;
+use super::shape::is_quantized;
+use crate::adapt::params::layout;
+use crate::adapt::selection::Part;
+use crate::adapt::{Choice, Selection};
+use crate::model::modules::{Group, Module};
+use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
+use std::collections::HashMap;
+
+/// Values in a block of NF4, and blocks in a block of its scales.
+const NF4_BLOCK: u64 = 64;
+const NF4_NESTED: u64 = 256;
+/// Values in a block of 8-bit moments.
+const MOMENT_BLOCK: u64 = 256;
+/// Rank of GaLore's projection.
+const GALORE_RANK: u64 = 128;
+/// Bytes that a thread of `store::convert` reads at a time.
+const READ_PIECE: u64 = 4 << 20;
+/// What the driver takes for a context, with cuBLAS and its workspace.
+const CUDA_CONTEXT: u64 = 600 << 20;
+/// What a process of `ft` holds beside tensors: code, tokenizer, threads.
+const PROCESS: u64 = 128 << 20;
+/// Rows of logits that the check at the end compares, and bytes a logit of it.
+pub const PROBE: (u64, u64) = (crate::train::output::SAMPLE as u64, 40);
+
+/// Bytes that do not depend on the micro-batch.
+#[derive(Clone, Debug, Default)]
+pub struct Statics {
+    /// On the device.
+    pub device: Bytes,
+    /// On the host, by name.
+    pub host: Vec<(&'static str, u64)>,
+    /// On disk, by name.
+    pub disk: Vec<(&'static str, u64)>,
+    /// What loading takes beyond all that is loaded in the end.
+    pub load_transient: u64,
+    /// Temporaries after the optimizer: compute copies made from master weights.
+    pub step_transient: u64,
+    /// Temporaries of writing and checking the result.
+    pub save_transient: u64,
+    /// Values of the largest unit, which the optimizer takes at once.
+    pub largest_stretch: u64,
+    /// Parameters of the model, and those that train.
+    pub parameters: (u64, u64),
+}
+
+/// How many ranks share a kind of bytes.
+struct Ranks {
+    data: u64,
+    zero: u8,
+    tensor: u64,
+    expert: u64,
+    pipeline: u64,
+    layers: u64,
+}
+
+impl Ranks {
+    fn of(r: &Recipe, layers: usize) -> Self {
+        let p = &r.parallel;
+        Self {
+            data: p.data as u64,
+            zero: p.zero,
+            tensor: p.tensor as u64,
+            expert: p.expert as u64,
+            pipeline: p.pipeline as u64,
+            layers: layers as u64,
+        }
+    }
+
+    /// This rank's share of `bytes` of a module, divided over data ranks from `stage` on. A pipeline's most
+    /// crowded stage counts: it has its layers, and one end of the model.
+    fn share(&self, m: &Module, bytes: u64, stage: u8) -> u64 {
+        let mut by = if self.zero >= stage { self.data } else { 1 };
+        if m.group != Group::Norms {
+            by *= self.tensor;
+        }
+        if m.expert.is_some() {
+            by *= self.expert;
+        }
+        let mine = bytes.div_ceil(by);
+        if self.pipeline > 1 && m.layer.is_some() {
+            return mine * self.layers.div_ceil(self.pipeline) / self.layers.max(1);
+        }
+        mine
+    }
+}
+
+fn component(g: Group) -> Component {
+    match g {
+        Group::Attention => Component::Attention,
+        Group::Mlp => Component::Mlp,
+        Group::Experts => Component::Experts,
+        Group::Router => Component::Router,
+        Group::Norms => Component::Norms,
+        Group::Embedding => Component::Embedding,
+        Group::Head => Component::Head,
+    }
+}
+
+/// Bytes of NF4 codes and of its scales for `n` values of one tensor.
+pub fn nf4(n: u64) -> (u64, u64) {
+    let blocks = n.div_ceil(NF4_BLOCK);
+    (n.div_ceil(2), blocks + 4 * blocks.div_ceil(NF4_NESTED))
+}
+
+/// Bytes of the optimizer's moments for a tensor of this shape.
+fn moments(o: OptimizerName, shape: &[usize]) -> u64 {
+    let n: u64 = shape.iter().product::<usize>() as u64;
+    match (o, shape) {
+        (OptimizerName::Adamw8bit, _) => 2 * (n + 4 * n.div_ceil(MOMENT_BLOCK)),
+        (OptimizerName::Galore, [a, b]) if (*a.min(b) as u64) > GALORE_RANK => {
+            let (short, long) = (*a.min(b) as u64, *a.max(b) as u64);
+            4 * GALORE_RANK * (short + 2 * long)
+        }
+        _ => 8 * n,
+    }
+}
+
+impl Statics {
+    /// For a recipe, its selection and a machine; `parameters` is the model's total.
+    pub fn new(r: &Recipe, s: &Selection, machine: Machine, parameters: u64) -> Self {
+        let width = machine.width;
+        let ranks = Ranks::of(r, s.layers);
+        let trained = s.trained();
+        let units = s.layers + 2;
+        let (slots, lens) = layout(&trained, units);
+        let mut out = Self::default();
+        let mut trained_of: HashMap<&str, u64> = HashMap::new();
+        for t in &trained {
+            if matches!(t.part, Part::Weight | Part::Bias) {
+                *trained_of.entry(t.module.as_str()).or_default() += t.elements() as u64;
+            }
+        }
+
+        // frozen weights, in the order in which they are loaded
+        let mut unit_bytes = vec![0u64; units];
+        let (mut loaded, mut high) = (0u64, 0u64);
+        for (m, choice) in &s.modules {
+            let n = m.weight_shape().iter().product::<usize>() as u64;
+            let bias = m.bias().unwrap_or(0) as u64;
+            if s.tied && m.group == Group::Head {
+                continue;
+            }
+            if trained_of.contains_key(m.name.as_str()) {
+                // its f32 value, on the way into its buffer, and rounded beside it
+                high = high.max(loaded + 4 * n + if machine.wide() { 0 } else { width * n });
+                continue;
+            }
+            let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
+            let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
+            let (bytes, constants) = if is_quantized(m, r.model.quantize) { nf4(n) } else { (width * n, 0) };
+            let made_in_f32 = !machine.wide() && r.model.weights == Weights::Random;
+            if made_in_f32 || is_quantized(m, r.model.quantize) {
+                high = high.max(loaded + 4 * n + bytes);
+            }
+            let bytes = bytes + width * bias + rows;
+            unit_bytes[m.unit(s.layers)] += bytes + constants;
+            out.device.add(component(m.group), ranks.share(m, bytes, 3));
+            out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
+            loaded += bytes + constants;
+        }
+        // files are read and converted a piece at a time, on every thread
+        let pieces = machine.threads * READ_PIECE;
+        out.load_transient = if ranks.data == 1 { (high + pieces).saturating_sub(loaded) } else { 0 };
+
+        // what trains: buffers by unit, gaps between tensors included
+        let by_name: HashMap<&str, &Module> = s.modules.iter().map(|(m, _)| (m.name.as_str(), m)).collect();
+        let mut ends = vec![0u64; units];
+        let mut sums = [0u64; 5];
+        for (i, t) in trained.iter().enumerate() {
+            let next = slots.get(i + 1).filter(|n| n.unit == t.unit).map_or(lens[t.unit], |n| n.offset);
+            let n = (next - slots[i].offset) as u64;
+            ends[t.unit] = ends[t.unit].max(n);
+            let Some(m) = by_name.get(t.module.as_str()) else { continue };
+            let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
+            sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
+            sums[2] += ranks.share(m, 4 * n, 2);
+            sums[3] += if machine.wide() { 0 } else { ranks.share(m, 4 * n, 1) };
+            let states = moments(r.optimizer.name, &t.shape)
+                .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
+            sums[4] += ranks.share(m, states, 1);
+            unit_bytes[t.unit] += width * n;
+        }
+        let [full, adapters, mut gradients, master, states] = sums;
+        let longest = lens.iter().copied().max().unwrap_or(0) as u64;
+        if r.optimizer.in_backward {
+            gradients = gradients.min(4 * longest);
+        }
+        out.device.add(Component::Trained, full);
+        out.device.add(Component::Adapters, adapters);
+        out.device.add(Component::Gradients, gradients);
+        out.largest_stretch = longest;
+        out.step_transient = if machine.wide() { 0 } else { width * longest };
+
+        let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
+        let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
+        let states_of_unit = 12 * longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
+        if r.memory.offload.contains(&Offload::Optimizer) {
+            out.host.push(("offloaded_optimizer", master + states));
+            // two units on the way, so that copies hide behind the arithmetic
+            out.host.push(("pinned_staging", 2 * states_of_unit));
+            out.device.add(Component::Communication, 2 * states_of_unit);
+        } else {
+            out.device.add(Component::Master, master);
+            out.device.add(Component::Moments, states);
+        }
+        if ranks.zero >= 3 && ranks.data > 1 {
+            out.device.add(Component::InFlight, (2 * layer).max(unit));
+        }
+        if r.memory.offload.contains(&Offload::Params) {
+            let weights: u64 = out.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum();
+            let mut rest = Bytes::default();
+            out.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
+            rest.add(Component::InFlight, (2 * layer).max(unit));
+            out.device = rest;
+            out.host.push(("offloaded_weights", weights));
+        }
+        if ranks.data > 1 {
+            out.device.add(Component::Communication, 4 * longest);
+        }
+        let context = if machine.cuda { CUDA_CONTEXT } else { super::ops::slabs(machine) };
+        out.device.add(Component::Context, context);
+
+        let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
+        let largest = trained.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
+        out.parameters = (parameters, count);
+        let everything = s.everything_full();
+        // a tensor read back, and its rounded copy
+        out.save_transient = (4 * largest
+            + if machine.wide() { 0 } else { width * largest }
+            + pieces
+            + 4 * PROBE.0 * vocab(s))
+        .max(PROBE.0 * PROBE.1 * vocab(s));
+        out.host.push(("process", PROCESS));
+        out.host.push(("checkpoint_writer", if machine.cuda { 4 * largest } else { 1 << 20 }));
+        out.disk.push(("checkpoints", (r.run.keep as u64 + 1) * 12 * count));
+        out.disk.push(("result", if everything { width * count } else { 4 * count }));
+        out
+    }
+
+    /// Bytes of the model's files, in bf16, for a download.
+    pub fn download(&self) -> u64 {
+        2 * self.parameters.0
+    }
+}
+
+fn vocab(s: &Selection) -> u64 {
+    let head = s.modules.iter().find(|(m, _)| m.group == Group::Head);
+    head.map_or(0, |(m, _)| m.weight_shape()[0] as u64)
+}
+
+fn is_weight(c: Component) -> bool {
+    use Component::*;
+    matches!(
+        c,
+        Embedding | Attention | Mlp | Experts | Router | Norms | Head | QuantConstants | Trained | Adapters
+    )
+}

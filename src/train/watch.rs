@@ -1,0 +1,146 @@
+//! A run beside its plan: refused when it cannot fit, measured while it goes, compared at the end.
+
+use super::Job;
+use crate::error::Error;
+use crate::hub;
+use crate::log::{memory, warn};
+use crate::plan::{self, Component, Plan, report};
+use crate::recipe::{Recipe, Weights};
+use candle_core::Device;
+use serde_json::{Value, json};
+
+/// Share of the plan by which a measured peak may differ before a warning.
+const APART: f64 = 0.05;
+/// Bytes below which a difference is no warning: small models are mostly what is not planned.
+const SMALL: u64 = 64 << 20;
+
+/// Refuses a run that cannot fit before its model is downloaded.
+///
+/// # Errors
+/// [`plan::Error::DoesNotFit`]. What else is wrong is left to be found where it belongs.
+pub fn before_download(recipe: &Recipe) -> crate::Result<()> {
+    let path = recipe.resolve(&recipe.model.source);
+    if path.exists() || recipe.model.weights == Weights::Random {
+        return Ok(());
+    }
+    let offline = hub::Settings { offline: true, ..hub::Settings::from_env() };
+    let (source, revision) = (&recipe.model.source, &recipe.model.revision);
+    if hub::fetch_model_with(&offline, source, revision, hub::Want::Weights, false).is_ok() {
+        return Ok(());
+    }
+    let cuda = super::job::device(recipe.run.device)?.is_cuda();
+    match plan::of_recipe(recipe, cuda) {
+        Ok((plan, _)) if refused(recipe, &plan) => Err(plan.refusal().into()),
+        _ => Ok(()),
+    }
+}
+
+/// A budget that the recipe names is obeyed; one that is only what is free is, where the plan is exact.
+fn refused(recipe: &Recipe, plan: &Plan) -> bool {
+    !plan.fits() && (recipe.memory.budget.is_some() || !plan.machine.cuda)
+}
+
+/// Refuses a run that does not fit; warns where the plan is an estimate.
+///
+/// # Errors
+/// [`plan::Error::DoesNotFit`].
+pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
+    if refused(&job.recipe, plan) {
+        return Err(plan.refusal().into());
+    }
+    if !plan.fits() {
+        warn(&plan.refusal().to_string());
+    }
+    Ok(())
+}
+
+/// Measures a run against its plan.
+#[derive(Debug)]
+pub struct Watch<'a> {
+    plan: &'a Plan,
+    device: Device,
+    /// Counted bytes, and resident ones, before the model was loaded.
+    before: (Option<u64>, u64),
+    peak: u64,
+}
+
+impl<'a> Watch<'a> {
+    /// Begins; call it before the model is loaded.
+    pub fn begin(plan: &'a Plan, device: &Device) -> Self {
+        memory::reset_peak();
+        let before = (memory::live_bytes(), memory::device_bytes(device));
+        Self { plan, device: device.clone(), before, peak: 0 }
+    }
+
+    /// Takes a look at what is used.
+    ///
+    /// On the CPU the engine's own allocations are counted, and the peak between two looks is not missed; on
+    /// another device it is what the device says now.
+    pub fn look(&mut self) {
+        let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
+            (true, Some(before), Some(peak)) => peak.saturating_sub(before),
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
+            _ => memory::device_bytes(&self.device),
+        };
+        self.peak = self.peak.max(now);
+    }
+
+    /// The highest that was seen, in bytes: on the CPU beyond what was there before the model was loaded.
+    pub fn peak(&self) -> u64 {
+        self.peak
+    }
+
+    /// For `metrics.jsonl`.
+    pub fn json(&self) -> Value {
+        let p = self.plan;
+        let device: serde_json::Map<String, Value> =
+            p.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
+        json!({
+            "recompute_layers": p.recompute, "recompute_of": p.walked, "reason": p.reason,
+            "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
+            "budget": p.budget, "host_bytes_before_loading": self.before.1,
+        })
+    }
+
+    /// For the terminal.
+    pub fn line(&self) -> String {
+        let p = self.plan;
+        let budget = p.budget.map_or(String::new(), |b| format!(" of {}", report::bytes(b)));
+        format!(
+            "plan: {}{budget} at the fullest, recomputing {} of {} layers ({})",
+            report::bytes(p.total()),
+            p.recompute,
+            p.walked,
+            p.reason
+        )
+    }
+
+    /// A warning when plan and measurement are too far apart.
+    pub fn verdict(&self) -> Option<String> {
+        // a device's pool does not hold the driver's context, and its slack is what is measured
+        let unseen = match self.device.is_cpu() {
+            true => 0,
+            false => [Component::Context, Component::Slack].map(|c| self.plan.peak.bytes.get(c)).iter().sum(),
+        };
+        let (planned, measured) = (self.plan.total() - unseen, self.peak);
+        let apart = planned.abs_diff(measured);
+        (measured > 0 && apart > SMALL && apart as f64 > APART * planned as f64).then(|| {
+            format!(
+                "warning: the plan said {} at the fullest, measured were {}: please report this with the recipe",
+                report::bytes(planned),
+                report::bytes(measured)
+            )
+        })
+    }
+
+    /// Adds what the plan had said to an error that is out of memory.
+    pub fn explain(&self, e: Error) -> Error {
+        if e.is_out_of_memory() {
+            let mut said = self.plan.out_of_memory(memory::cuda_memory().map(|(free, _)| free));
+            let plan::Error::DoesNotFit(text) = &mut said;
+            text.insert_str(0, &format!("{e}\n"));
+            return said.into();
+        }
+        e
+    }
+}

@@ -1,0 +1,210 @@
+//! 4-bit bases: against PyTorch on what bitsandbytes decodes, against dense runs, and made in several ways.
+
+use super::*;
+use crate::adapt::merge_cost::{MergeCost, merge_cost, merged};
+use crate::kernel::check::{close, randn};
+use crate::model::linear::Weight;
+use crate::model::modules::modules;
+use crate::store::write_file;
+use crate::train::quantize::quantize;
+
+/// The cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
+fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
+    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/nf4"));
+    let mut out = Vec::new();
+    for c in cases()? {
+        let dir = root.join(c.name());
+        if dir.is_dir() {
+            out.push((Case { dir: c.dir.clone(), ..open(&dir.join("model"))? }, dir));
+        }
+    }
+    assert!(out.len() >= 3, "only {} cases", out.len());
+    Ok(out)
+}
+
+fn open(dir: &std::path::Path) -> Result<Case> {
+    let (config, files) = (Config::load(dir, &Map::new())?, TensorFiles::open_model(dir)?);
+    Ok(Case { dir: dir.into(), config, files })
+}
+
+fn lora(c: &Case) -> Result<(Adapter, Selection)> {
+    let adapter = Adapter::open(&c.dir.join("adapter_init"))?;
+    let selection = Selection::from_peft(&c.config, &adapter.config)?;
+    Ok((adapter, selection))
+}
+
+/// Every linear that is 4-bit, decoded.
+fn decoded(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
+    let mut out = Vec::new();
+    for m in modules(&d.config) {
+        if let Some(Weight::Nf4(w)) = d.linear(&m.name).map(|l| &l.weight) {
+            out.push((m.name, w.decode()?));
+        }
+    }
+    Ok(out)
+}
+
+/// LoRA, rsLoRA and DoRA.
+#[test]
+fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
+    for (c, dir) in four_bit_cases()? {
+        let (adapter, selection) = lora(&c)?;
+        let (d, p) = c.build(&selection, Some(&adapter))?;
+        assert_eq!(decoded(&d)?.len(), 7 * c.config.layers, "{}", c.name());
+        let expected = TensorFiles::open_file(&dir.join("lora_expected.safetensors"))?;
+        let n = compare(&c.name(), &d, &p, &Rows::padded(&c)?, &expected, "")?;
+        assert_eq!(n, p.tensors.len(), "{}", c.name());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
+    for (c, _) in four_bit_cases()? {
+        let (adapter, selection) = lora(&c)?;
+        let (d, p) = c.build(&selection, Some(&adapter))?;
+        let folder = tempfile::tempdir()?;
+        let mut tensors: Vec<(String, Tensor)> = Vec::new();
+        for m in modules(&c.config) {
+            let weight = format!("{}.weight", m.name);
+            match d.linear(&m.name).map(|l| &l.weight) {
+                Some(Weight::Nf4(w)) => tensors.push((weight, w.decode()?)),
+                _ if c.files.info(&weight).is_some() => {
+                    tensors.push((weight.clone(), c.files.tensor(&weight, DType::F32, CPU)?));
+                }
+                _ => {}
+            }
+            let bias = format!("{}.bias", m.name);
+            if m.bias().is_some() {
+                tensors.push((bias.clone(), c.files.tensor(&bias, DType::F32, CPU)?));
+            }
+        }
+        write_file(&folder.path().join("model.safetensors"), &tensors, &[])?;
+        let files = TensorFiles::open_model(folder.path())?;
+        let config = Config { four_bit: false, ..c.config.clone() };
+        let dense = Case { dir: c.dir.clone(), config, files };
+        let (e, q) = dense.build(&selection, Some(&adapter))?;
+        assert!(decoded(&e)?.is_empty());
+        let batch = Rows::padded(&c)?.batch(&c.config)?;
+        let (ours, _) = backward(&d, &p, &batch, 1)?;
+        let (theirs, _) = backward(&e, &q, &batch, 1)?;
+        assert!((ours - theirs).abs() <= 1e-6 * theirs, "{}", c.name());
+        for (i, t) in p.tensors.iter().enumerate() {
+            let grad = |p: &Params| -> Result<_> { Ok(values(&p.grad(i)?.context("gradient")?)) };
+            let apart = distance(&grad(&p)?, &grad(&q)?);
+            assert!(apart <= 1e-6, "{} {}: {apart:.1e}", c.name(), t.name);
+        }
+    }
+    Ok(())
+}
+
+/// While loading, by `ft quantize` and by bitsandbytes: the same model.
+#[test]
+fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
+    let bits = |d: &Decoder| -> Result<Vec<(String, Vec<f64>)>> {
+        Ok(decoded(d)?.into_iter().map(|(n, t)| (n, values(&t))).collect())
+    };
+    for name in ["qwen3-one-kv", "qwen2-bias", "llama-yarn"] {
+        let c = cases()?.into_iter().find(|c| c.name() == name).context("a case")?;
+        let frozen = Selection::frozen(&c.config);
+        let (d, _) = Build { quantize: true, ..c.plan(&frozen, None) }.run()?;
+        let loading = bits(&d)?;
+        assert_eq!(loading.len(), 7 * c.config.layers);
+        let folder = tempfile::tempdir()?;
+        let out = folder.path().join("four-bit");
+        let report = quantize(&c.config, &c.dir.join("model"), &out, true)?;
+        assert_eq!(report.linears, loading.len());
+        let written = open(&out)?;
+        assert!(written.config.four_bit);
+        let (e, _) = written.build(&frozen, None)?;
+        assert!(bits(&e)? == loading, "{name}");
+        // what stays is what it was, and a model that is 4-bit is not quantized again
+        let embedding = |c: &Case| -> Result<Vec<u8>> { Ok(c.files.read("model.embed_tokens.weight")?) };
+        assert!(embedding(&c)? == embedding(&written)?);
+        let (again, _) = Build { quantize: true, ..written.plan(&frozen, None) }.run()?;
+        assert!(bits(&again)? == loading, "{name}");
+        assert!(quantize(&written.config, &out, &folder.path().join("twice"), true).is_err());
+        assert!(quantize(&c.config, &c.dir.join("model"), &out, true).is_err(), "over what is there");
+        assert!(!folder.path().join("twice").exists());
+    }
+    Ok(())
+}
+
+/// Memory of what is 4-bit: codes and scales, as the arithmetic has it.
+#[test]
+fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
+    let c = cases()?.into_iter().find(|c| c.name() == "qwen2-bias").context("a case")?;
+    let frozen = Selection::frozen(&c.config);
+    for base in [Base::Files(&c.files), Base::Random(7)] {
+        let (d, _) = Build { quantize: true, base, ..c.plan(&frozen, None) }.run()?;
+        for m in modules(&c.config) {
+            let Some(l) = d.linear(&m.name) else { continue };
+            match &l.weight {
+                Weight::Nf4(w) => {
+                    let (n, blocks) = (w.dims().0 * w.dims().1, (w.dims().0 * w.dims().1).div_ceil(64));
+                    assert_eq!(w.bytes(), n.div_ceil(2) + blocks + 4 * blocks.div_ceil(256), "{}", m.name);
+                }
+                Weight::Dense(_) => assert_eq!(m.name, "lm_head"),
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
+    let (c, _) = four_bit_cases()?.pop().context("a case")?;
+    let mut s = Selection::frozen(&c.config);
+    let last = s.modules.iter_mut().rfind(|(m, _)| m.group == Group::Mlp).context("a linear")?;
+    last.1 = Choice::Full { lr_scale: 1.0 };
+    let name = last.0.name.clone();
+    let error = c.build(&s, None).err().context("it was built")?.to_string();
+    assert!(error.starts_with(&format!("{name}: its weight is 4-bit and cannot train in full")), "{error}");
+    let dense = cases()?.into_iter().find(|d| d.name() == c.name()).context("the dense case")?;
+    assert!(dense.build(&s, None).is_ok());
+    let error = Build { quantize: true, ..dense.plan(&s, None) }.run().err().context("it was built")?;
+    assert!(error.to_string().contains(&name), "{error}");
+    assert_eq!(error.exit_code(), crate::ExitCode::Usage);
+    // what is not 4-bit may
+    let mut s = Selection::frozen(&c.config);
+    for (_, choice) in s.modules.iter_mut().filter(|(m, _)| m.group == Group::Norms) {
+        *choice = Choice::Full { lr_scale: 1.0 };
+    }
+    let (d, p) = c.build(&s, None)?;
+    let (_, reached) = backward(&d, &p, &Rows::padded(&c)?.batch(&c.config)?, 0)?;
+    assert!(reached.iter().all(|r| *r));
+    Ok(())
+}
+
+/// The merged weight is what the linear computes, and the costs are in the order that the formats give: bf16 has 8
+/// bits of precision, NF4 errs by some tenth.
+#[test]
+fn merging_reports_what_it_loses() -> Result<()> {
+    for (c, _) in four_bit_cases()? {
+        let (adapter, selection) = lora(&c)?;
+        let (d, _) = c.build(&selection, Some(&adapter))?;
+        let batch = Rows::padded(&c)?.batch(&c.config)?;
+        let mut all = MergeCost::default();
+        for m in modules(&c.config) {
+            let Some(l) = d.linear(&m.name) else { continue };
+            let Some((w, _)) = merged(l)? else {
+                assert!(merge_cost(&m.name, l)?.is_none());
+                continue;
+            };
+            let x = randn(3, (5, w.dims()[1]), DType::F32)?;
+            let (mut y, _) = l.forward(&x, &batch.context)?;
+            if let Some(b) = &l.bias {
+                y = y.broadcast_sub(b)?;
+            }
+            close(&y, &x.matmul(&w.t()?)?, 1e-5);
+            let cost = merge_cost(&m.name, l)?.context("a cost")?;
+            let all_of_it = (cost.bf16 / cost.merged).sqrt();
+            assert!((1e-4..4e-3).contains(&all_of_it), "{} {cost:?}", m.name);
+            assert!((0.02..0.15).contains(&cost.nf4_of_merged()), "{} {cost:?}", m.name);
+            assert!(cost.nf4 > cost.bf16 && cost.update > 0.0);
+            all = all.plus(cost);
+        }
+        assert!(all.nf4_of_update() > all.bf16_of_update() && all.merged > all.update, "{all:?}");
+    }
+    Ok(())
+}

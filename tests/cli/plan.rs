@@ -1,0 +1,165 @@
+//! Plans against runs: the peak of a run's own allocations, as the binary counts them, beside what it planned.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+
+const FULL: &str =
+    "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
+const LORA: &str = "[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
+
+/// A config of some 25 to 40 million parameters: large enough that what is not planned does not count.
+fn config(family: &str, tied: bool) -> Value {
+    let (model_type, architecture) = match family {
+        "qwen2" => ("qwen2", "Qwen2ForCausalLM"),
+        _ => ("qwen3", "Qwen3ForCausalLM"),
+    };
+    json!({
+        "architectures": [architecture], "model_type": model_type, "hidden_size": 512,
+        "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000, "max_position_embeddings": 4096,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied, "hidden_act": "silu",
+    })
+}
+
+/// A mixture of some 45 million parameters.
+fn mixture() -> Value {
+    let mut c = config("qwen3", false);
+    for (key, value) in [
+        ("architectures", json!(["Qwen3MoeForCausalLM"])),
+        ("model_type", json!("qwen3_moe")),
+        ("num_hidden_layers", json!(4)),
+        ("num_experts", json!(16)),
+        ("num_experts_per_tok", json!(4)),
+        ("moe_intermediate_size", json!(384)),
+        ("norm_topk_prob", json!(true)),
+    ] {
+        c[key] = value;
+    }
+    c
+}
+
+/// Runs one step and gives the planned and the measured peak.
+fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str]) -> Result<(u64, u64)> {
+    std::fs::create_dir_all(dir.join("model"))?;
+    std::fs::write(dir.join("model/config.json"), config.to_string())?;
+    let rows: String = lengths
+        .iter()
+        .enumerate()
+        .map(|(k, n)| {
+            let ids: Vec<usize> = (0..*n).map(|i| (i * 7919 + k * 104_729) % 8000).collect();
+            format!("{}\n", json!({"input_ids": ids}))
+        })
+        .collect();
+    std::fs::write(dir.join("rows.jsonl"), rows)?;
+    let recipe = format!(
+        "[model]\nsource = \"model\"\nweights = \"random\"\n{rules}[data]\nmax_length = 512\n[[data.train]]\n\
+         source = \"rows.jsonl\"\nformat = \"tokens\"\n[run]\nsteps = 1\nbatch_rows = 4\ndevice = \"cpu\"\n\
+         output = \"out\"\n"
+    );
+    std::fs::write(dir.join("r.toml"), recipe)?;
+    let out = Command::new(env!("CARGO_BIN_EXE_ft"))
+        .current_dir(dir)
+        .args(["run", "r.toml", "--overwrite"])
+        .args(set)
+        .output()?;
+    ensure!(out.status.success(), "{set:?}: {}", String::from_utf8_lossy(&out.stderr));
+    let text = std::fs::read_to_string(dir.join("out/metrics.jsonl"))?;
+    let events: Vec<Value> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let of = |event: &str, key: &str| {
+        let e = events.iter().find(|e| e["event"] == event).with_context(|| format!("no {event}"))?;
+        e[key].as_u64().with_context(|| format!("{event} has no {key}"))
+    };
+    Ok((of("end", "planned_peak_bytes")?, of("end", "peak_device_bytes")?))
+}
+
+/// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
+/// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision.
+#[test]
+fn a_run_allocates_what_its_plan_lists() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let full_rows = [512; 8];
+    let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
+    let moe = mixture();
+    let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    let everything = FULL.replace("\"mlp\"", "\"experts\", \"router\"");
+    let (qwen3, tied, qwen2) = (config("qwen3", false), config("qwen3", true), config("qwen2", false));
+    let cases: [(&Value, &str, &[usize], &[&str]); 16] = [
+        (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
+        (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
+        (&qwen3, FULL, &full_rows, &["memory.recompute=2", "run.micro_rows=2"]),
+        (&qwen3, LORA, &full_rows, &["memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &["memory.recompute=all", "run.micro_rows=2"]),
+        (&qwen3, LORA, &full_rows, &["lora.dropout=0.1", "memory.recompute=3"]),
+        (&qwen3, LORA, &full_rows, &["lora.dora=true", "memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &["train.0.layers=-2:", "memory.recompute=none", "run.micro_rows=4"]),
+        (&qwen3, FULL, &full_rows, &["model.dtype=bf16", "memory.recompute=none"]),
+        (&tied, FULL, &ragged, &["memory.recompute=none"]),
+        (&tied, FULL, &ragged, &["data.pack=false", "run.micro_rows=4"]),
+        (&qwen2, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=2"]),
+        (&qwen2, FULL, &full_rows, &["memory.recompute=4"]),
+        (&moe, experts, &full_rows, &["memory.recompute=none"]),
+        (&moe, experts, &full_rows, &["memory.recompute=all"]),
+        (&moe, &everything, &full_rows, &["memory.recompute=2"]),
+    ];
+    for (config, rules, lengths, set) in cases {
+        let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
+        let apart = measured as f64 / planned as f64 - 1.0;
+        ensure!(
+            apart.abs() <= 0.01,
+            "{set:?}: planned {planned}, measured {measured}: {:.2}%",
+            100.0 * apart
+        );
+    }
+    Ok(())
+}
+
+/// A budget decides how much is recomputed, the run keeps within it, and its weights are the same bits.
+#[test]
+fn a_run_obeys_its_budget() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let model = config("qwen3", false);
+    let peak = |budget: &str| run(dir.path(), &model, LORA, &[512; 8], &[budget]);
+    let adapter = || std::fs::read(dir.path().join("out/adapter/adapter_model.safetensors"));
+    let (all, _) = peak("memory.budget=10GiB")?;
+    let free = adapter()?;
+    let tight = all - (50 << 20);
+    let (planned, measured) = peak(&format!("memory.budget={tight}"))?;
+    ensure!(planned <= tight && measured as f64 <= 1.01 * tight as f64, "{planned} {measured} of {tight}");
+    ensure!(planned > tight - (40 << 20), "more was recomputed than had to be: {planned} of {tight}");
+    ensure!(adapter()? == free, "the recompute level changed the result");
+
+    let out = Command::new(env!("CARGO_BIN_EXE_ft"))
+        .current_dir(dir.path())
+        .args(["run", "r.toml", "--overwrite", "memory.budget=20MiB"])
+        .output()?;
+    let said = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.code() == Some(8), "{said}");
+    ensure!(said.contains("hint:"), "{said}");
+    Ok(())
+}
+
+/// `ft plan` needs the config alone, prints before it fails, and fails with 8.
+#[test]
+fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
+    let plan = |set: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_ft"))
+            .args(["plan", "--json", concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/qwen3-8b-lora.toml")])
+            .args(set)
+            .env("HF_HUB_OFFLINE", "1")
+            .output()
+    };
+    for (budget, code) in [("memory.budget=200GiB", 0), ("memory.budget=4GiB", 8)] {
+        for device in ["run.device=cpu", "run.device=cuda"] {
+            let out = plan(&[budget, device, "parallel.data=2", "parallel.zero=2"])?;
+            ensure!(out.status.code() == Some(code), "{}", String::from_utf8_lossy(&out.stderr));
+            let json: Value = serde_json::from_slice(&out.stdout)?;
+            ensure!(json["fits"] == json!(code == 0) && json["ranks"] == 2);
+            for key in ["parameters", "device", "host", "disk", "hints", "theory"] {
+                ensure!(!json[key].is_null(), "no {key}");
+            }
+        }
+    }
+    Ok(())
+}
