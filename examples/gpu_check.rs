@@ -11,15 +11,14 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use ft::adapt::adapter::Adapter;
 use ft::adapt::build::{Base, Build};
-use ft::adapt::{Choice, Params, Selection};
+use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::Sequences;
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
-use ft::kernel::{attention, dropout, embed, gemm, loss, norm, rope, swiglu};
+use ft::kernel::{attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
 use ft::model::decoder::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
 use ft::rng::{Purpose, Stream};
-use ft::store::TensorFiles;
 use ft::walk::Walk;
 use std::path::{Path, PathBuf};
 
@@ -131,6 +130,25 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
         dropout::mask(stream, dropout::Rows::From { first: 5, count: 130 }, 96, 0.25, dtype, device)?,
     ));
 
+    let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;
+    let chosen = route::choose(&probs, 3)?;
+    let gates = route::gates(&probs, &chosen, 3, true)?;
+    let routed = route::Routed { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
+    let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1 };
+    let dlogits = route::backward(&routed, &wide(20, &[130, 3])?, Some(&balance))?;
+    let groups = group::Groups::new(chosen.clone(), 3, 10, device)?;
+    let (x, dy) = (randn(21, &[130, 96], dtype, device)?, randn(22, &[130, 96], dtype, device)?);
+    let rows = groups.gather(&x)?;
+    let runs = groups.runs();
+    let parts = runs.iter().map(|r| rows.narrow(0, r.start, r.rows)).collect::<Result<Vec<_>, _>>()?;
+    let scaled = runs.iter().map(|r| groups.gather_scaled(&dy, &gates, r)).collect::<Result<Vec<_>, _>>()?;
+    out.push(("router, gates".into(), gates.clone()));
+    out.push(("router, dlogits".into(), dlogits));
+    out.push(("router, choice".into(), Tensor::new(chosen, device)?.to_dtype(dtype)?));
+    out.push(("experts, combined".into(), groups.combine(&parts, Some(&gates), dtype)?));
+    out.push(("experts, dgates".into(), groups.dots(&parts, &dy)?));
+    out.push(("experts, drows".into(), Tensor::cat(&scaled, 0)?));
+
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
     let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
@@ -154,12 +172,17 @@ fn ops(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<(
 fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     let name = dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
     let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
-    let files = TensorFiles::open_model(&dir.join("model"))?;
-    let adapter = Adapter::open(&dir.join("adapter_init"))?;
+    let files = layout::open(&config, &dir.join("model"))?;
+    // some mixtures have none
+    let adapter = match dir.join("adapter_init") {
+        d if d.is_dir() => Some(Adapter::open(&d)?),
+        _ => None,
+    };
     let mut full = Selection::frozen(&config);
     full.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
-    let lora = Selection::from_peft(&config, &adapter.config)?;
-    for (kind, selection, adapter) in [("full", &full, None), ("lora", &lora, Some(&adapter))] {
+    let lora = adapter.as_ref().map(|a| Selection::from_peft(&config, &a.config)).transpose()?;
+    let with = lora.as_ref().zip(adapter.as_ref()).map(|(s, a)| ("lora", s, Some(a)));
+    for (kind, selection, adapter) in [("full", &full, None)].into_iter().chain(with) {
         let run = |device: &Device| -> Result<(f64, Tensor, Tensor)> {
             let (d, p) = Build {
                 config: &config,

@@ -50,6 +50,7 @@ fn main() -> anyhow::Result<()> {
         micro_rows: job.recipe.run.micro_rows,
         recompute: plan.recompute,
         clip: job.recipe.run.clip,
+        router: Default::default(),
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {

@@ -239,8 +239,8 @@ impl<'a> Export<'a> {
     }
 
     fn peft_config(&self, selection: &Selection) -> Value {
-        let (base, revision) = self.adapter.config.base_model();
-        peft::config_json(selection, base.unwrap_or_default(), revision)
+        let (base, revision) = self.adapter.config.base().unwrap_or_default();
+        peft::config_json(selection, base, revision)
     }
 }
 

@@ -181,12 +181,6 @@ impl PeftConfig {
         })
     }
 
-    /// The base that the adapter was trained on, and its revision, where the config names them.
-    pub fn base_model(&self) -> (Option<&str>, Option<&str>) {
-        let text = |key| self.get(key).and_then(Value::as_str);
-        (text("base_model_name_or_path"), text("revision"))
-    }
-
     /// Which modules have LoRA.
     pub fn targets(&self) -> Result<Targets, Error> {
         let layers = match self.get("layers_to_transform") {

@@ -4,11 +4,11 @@ use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::{self, Choice, Selection, layout};
-use crate::hub::{self, Want};
-use crate::log::bytes_bar;
+use crate::hub::{self, Settings, Want};
+use crate::log::{bytes_bar, tell};
 use crate::model::decoder::HostBatch;
 use crate::model::{Batch, Config, Decoder};
-use crate::store::TensorFiles;
+use crate::store::{self, TensorFiles};
 use crate::train::{self, logits_apart};
 use crate::walk::Walk;
 use candle_core::{DType, Device, Tensor};
@@ -48,18 +48,11 @@ pub fn run(args: &Args) -> crate::Result<()> {
         let why = format!("--out {}: is not empty\n  hint: another folder", args.out.display());
         return Err(train::Error::Usage(why).into());
     }
-    let adapter = Adapter::open(&hub::fetch_adapter(&args.adapter, "main", true)?)?;
-    let (source, revision) = match (&args.base, adapter.config.base_model()) {
-        (Some(base), _) => (base.as_str(), None),
-        (None, (Some(base), revision)) => (base, revision),
-        (None, (None, _)) => {
-            let why = "base_model_name_or_path: names no base\n  hint: --base MODEL".to_string();
-            return Err(adapt::Error::Peft { file: adapter.config.file.clone(), why }.into());
-        }
-    };
-    let model = hub::fetch_model(source, revision.unwrap_or("main"), Want::Weights, true)?;
+    let settings = Settings::from_env();
+    let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
+    let model = super::merge::base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = Config::load(&model.dir, &Map::new())?;
-    let selection = Selection::from_peft(&config, &adapter.config)?;
+    let selection = adapter.selection(&config)?;
     let export = Export::new(&config, &adapter, &selection)?;
     export.write(target, &args.out)?;
 
@@ -74,19 +67,23 @@ pub fn run(args: &Args) -> crate::Result<()> {
         }
         Target::Vllm => {
             let written = Adapter::open(&args.out)?;
-            check.logits(&Selection::from_peft(&config, &written.config)?, Some(&written), None)?
+            check.logits(&written.selection(&config)?, Some(&written), None)?
         }
     };
     let apart = logits_apart(&after, &before)?;
     if apart > BAR {
+        // nobody should find it and use it
+        for file in ["adapter_config.json", "adapter_model.safetensors"] {
+            let path = args.out.join(file);
+            std::fs::remove_file(&path).map_err(|e| store::Error::write("remove", &path, None, e))?;
+        }
         return Err(train::Error::Readback { path: args.out.display().to_string(), apart, bar: BAR }.into());
     }
     if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
-        eprintln!("its lora_dropout is 0: {} takes no other, and it matters in training only", args.to);
+        tell(&format!("its lora_dropout is 0: {} takes no other, and it matters in training only", args.to));
     }
-    eprintln!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})");
-    println!("{}", args.out.display());
-    Ok(())
+    tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})"));
+    super::print(&format!("{}\n", args.out.display()))
 }
 
 /// Base and adapter on the CPU in f32: exact, and there on every machine.

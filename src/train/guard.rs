@@ -35,10 +35,10 @@ pub fn finite(
         .filter_map(|r| data.rows.get(*r))
         .flatten()
         .filter_map(|e| data.examples.get(*e))
-        .map(|e| format!("{}:{}", e.source, e.line))
+        .map(|e| format!("data.train.{} line {}", e.source, e.line))
         .collect();
     let detail = format!(
-        "  gradients that are not finite: {}\n  rows of the batch (source:line): {}",
+        "  gradients that are not finite: {}\n  rows of the batch: {}",
         if tensors.is_empty() { "none".into() } else { tensors },
         shown(lines.len(), lines.iter().take(5).cloned().collect())
     );

@@ -23,6 +23,23 @@ fn config(family: &str, tied: bool) -> Value {
     })
 }
 
+/// A mixture of some 45 million parameters.
+fn mixture() -> Value {
+    let mut c = config("qwen3", false);
+    for (key, value) in [
+        ("architectures", json!(["Qwen3MoeForCausalLM"])),
+        ("model_type", json!("qwen3_moe")),
+        ("num_hidden_layers", json!(4)),
+        ("num_experts", json!(16)),
+        ("num_experts_per_tok", json!(4)),
+        ("moe_intermediate_size", json!(384)),
+        ("norm_topk_prob", json!(true)),
+    ] {
+        c[key] = value;
+    }
+    c
+}
+
 /// Runs one step and gives the planned and the measured peak.
 fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str]) -> Result<(u64, u64)> {
     std::fs::create_dir_all(dir.join("model"))?;
@@ -58,14 +75,17 @@ fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str])
 }
 
 /// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
-/// dropout, biases, a tied head, packed and ragged rows, micro-batches, recompute levels, half precision.
+/// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision.
 #[test]
 fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let full_rows = [512; 8];
     let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
+    let moe = mixture();
+    let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    let everything = FULL.replace("\"mlp\"", "\"experts\", \"router\"");
     let (qwen3, tied, qwen2) = (config("qwen3", false), config("qwen3", true), config("qwen2", false));
-    let cases: [(&Value, &str, &[usize], &[&str]); 13] = [
+    let cases: [(&Value, &str, &[usize], &[&str]); 16] = [
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=2", "run.micro_rows=2"]),
@@ -79,6 +99,9 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&tied, FULL, &ragged, &["data.pack=false", "run.micro_rows=4"]),
         (&qwen2, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=2"]),
         (&qwen2, FULL, &full_rows, &["memory.recompute=4"]),
+        (&moe, experts, &full_rows, &["memory.recompute=none"]),
+        (&moe, experts, &full_rows, &["memory.recompute=all"]),
+        (&moe, &everything, &full_rows, &["memory.recompute=2"]),
     ];
     for (config, rules, lengths, set) in cases {
         let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;

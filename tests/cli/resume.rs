@@ -180,7 +180,7 @@ fn nothing_that_is_not_finite_reaches_a_weight() {
         ["--accept-change", "model.source", "--accept-change", "hash.model", "--accept-change", "run.steps"];
     let r = w.ft(&[&more[..], &accept].concat());
     assert_eq!(r.code, 6, "{}", r.err);
-    for said in ["step 3: the loss is not finite", "lora_A", "rows.jsonl:", "no weight was updated"] {
+    for said in ["step 3: the loss is not finite", "lora_A", "data.train.0 line ", "no weight was updated"] {
         assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
     }
     let after = content(&w.path("a"));

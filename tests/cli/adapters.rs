@@ -1,0 +1,195 @@
+//! Going on from an adapter, and base + adapter as one model.
+
+use super::world::{World, recipe, reference};
+use serde_json::json;
+
+/// A world whose recipe trains a model that has weights; `rules` choose what.
+fn world(case: &str, rules: &str) -> World {
+    let w = World::new();
+    let source = format!("source = {:?}", reference(&format!("{case}/model")));
+    w.write("r.toml", recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &source));
+    w
+}
+
+/// Run, evaluation of the adapter, merge and evaluation of the merged model give one loss; gives whether the
+/// merge untied head and embedding.
+#[track_caller]
+fn one_loss(case: &str, rules: &str) -> bool {
+    let w = world(case, rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let base = w.ok(&["eval", "r.toml", "--json"]).loss();
+    let unmerged = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
+    let merged = w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let loss = w.ok(&["eval", "r.toml", "--json", "model.source=m"]).loss();
+    assert!((base - end).abs() > 1e-3, "{case}: the run moved nothing");
+    assert!((unmerged - end).abs() <= 1e-6 * end, "{case}: {unmerged} unmerged, {end} in the run");
+    assert!((loss - end).abs() <= 1e-5 * end, "{case}: {loss} merged, {end} in the run");
+    assert_eq!(merged.out, "m\n");
+    merged.err.contains("head and embedding are two tensors now")
+}
+
+const ENDS: &str = "[[train]]\nmodules = [\"attention\", \"embedding\", \"head\"]\nrank = 3\nalpha = 6\n";
+
+#[test]
+fn adapters_merge_into_the_same_model() {
+    assert!(!one_loss("llama-embed-head", ENDS), "an untied model");
+    assert!(one_loss("qwen3-dense", ENDS), "a tied model, both ends");
+    assert!(one_loss("qwen3-dense", &ENDS.replace("\"embedding\", ", "")), "a tied model, its head");
+    assert!(one_loss("qwen3-dense", &ENDS.replace(", \"head\"", "")), "a tied model, its embedding");
+    let full = "[[train]]\nmodules = [\"mlp\"]\nrank = 3\n[[train]]\nmodules = [\"embedding\", \"norms\"]\nmethod = \"full\"";
+    assert!(!one_loss("qwen3-dense", full), "a tied model whose one tensor trains in full");
+    // biases, of which those of linears in full train
+    let biases = "[[train]]\nmodules = [\"attention\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"mlp\", \"head\"]\nrslora = true\nrank = 3";
+    assert!(!one_loss("qwen2-bias", biases));
+    let dora = "[[train]]\nmodules = [\"attention\", \"head\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3";
+    assert!(!one_loss("llama-yarn", dora));
+}
+
+#[test]
+fn merging_keeps_the_dtype_and_takes_care_of_folders() {
+    let w = world("qwen3-one-kv", "[[train]]\nmodules = [\"attention\"]\nrank = 3\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let dtype = |dir: &str| {
+        let files = ft::store::TensorFiles::open_model(&w.path(dir)).expect("a model");
+        let config: serde_json::Value =
+            serde_json::from_slice(&w.read(&format!("{dir}/config.json"))).expect("JSON");
+        let named =
+            config.get("dtype").or(config.get("torch_dtype")).and_then(|d| d.as_str()).map(str::to_string);
+        (files.names().map(|n| files.info(n).expect("a tensor").dtype.to_string()).collect::<Vec<_>>(), named)
+    };
+    w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let (all, named) = dtype("m");
+    assert!(all.iter().all(|d| d == "BF16") && named.as_deref() == Some("bfloat16"), "{all:?} {named:?}");
+
+    // another folder, or a word that it may go
+    w.write("m/notes.txt", "mine");
+    let r = w.ft(&["merge", "a/adapter", "--out", "m", "--dtype", "f32"]);
+    assert!(
+        r.code == 2 && r.err.contains("is not empty") && r.err.contains("hint: another folder"),
+        "{}",
+        r.err
+    );
+    w.ok(&["merge", "a/adapter", "--out", "m", "--dtype", "f32", "--overwrite"]);
+    let (all, named) = dtype("m");
+    assert!(all.iter().all(|d| d == "F32") && named.as_deref() == Some("float32"), "{all:?} {named:?}");
+    assert_eq!(w.read("m/notes.txt"), b"mine");
+    for into in ["a/adapter", "a/../a/adapter/"] {
+        let r = w.ft(&["merge", "a/adapter", "--out", into, "--overwrite"]);
+        assert!(r.code == 2 && r.err.contains("holds what is merged"), "{}", r.err);
+    }
+
+    // an adapter whose base has moved
+    let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let base = reference("qwen3-one-kv/model");
+    w.write("a/adapter/adapter_config.json", config.replace(&base, "/gone"));
+    let r = w.ft(&["merge", "a/adapter", "--out", "n"]);
+    assert!(
+        r.code == 4 && r.err.contains("base_model_name_or_path") && r.err.contains("--base"),
+        "{}",
+        r.err
+    );
+    w.ok(&["merge", "a/adapter", "--out", "n", "--base", &base, "--dtype", "f32"]);
+    assert!(w.read("n/model.safetensors") == w.read("m/model.safetensors"));
+    let r = w.ft(&["merge", "a/adapter", "--out", "o", "--base", &reference("llama3-rope/model")]);
+    assert!(r.code == 4 && r.err.contains("adapter_model.safetensors"), "{}", r.err);
+    assert!(!w.path("o").exists());
+}
+
+/// Without rules everything that the adapter holds goes on, by its own config; with rules, they decide.
+#[test]
+fn a_run_goes_on_from_an_adapter() {
+    let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\nrslora = true\n[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"\n";
+    let w = world("llama3-rope", rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let starts =
+        |run: &str| w.events(run, "eval").first().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let on = ["lora.init=a/adapter", "run.eval_at_start=true", "run.steps=2"];
+
+    w.ok(&[&["run", "r.toml", "run.output=with"][..], &on].concat());
+    assert!((starts("with") - end).abs() <= 1e-6 * end);
+    let mut text = String::from_utf8(w.read("r.toml")).expect("a recipe");
+    text = text.replace(rules, "");
+    w.write("without.toml", &text);
+    w.ok(&[&["run", "without.toml", "run.output=without"][..], &on].concat());
+    assert!((starts("without") - end).abs() <= 1e-6 * end);
+    // the learning rate that a run has by itself depends on what trains, and these are the same
+    let weights = |run: &str| w.read(&format!("{run}/adapter/adapter_model.safetensors"));
+    assert!(weights("with") == weights("without") && weights("with") != weights("a"));
+
+    let refused = |name: &str, rules: &str, said: &[&str]| {
+        w.write("x.toml", text.replace("[data]", &format!("{rules}\n[data]")));
+        let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
+        assert_eq!(r.code, 4, "{name}: {}", r.err);
+        assert!(said.iter().all(|s| r.err.contains(s)), "{name}: {}", r.err);
+        assert!(!w.path("x").exists(), "{name}");
+    };
+    refused(
+        "another rank",
+        &rules.replace("rank = 3", "rank = 4"),
+        &["lora_A.weight: [3, 32] in the adapter, [4, 32]"],
+    );
+    refused(
+        "fewer modules",
+        "[[train]]\nmodules = [\"q_proj\", \"norms\"]\nrank = 3\nmethod = \"lora\"\n[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"",
+        &[],
+    );
+    refused(
+        "too few",
+        &rules.replace("\"attention\"", "\"q_proj\""),
+        &["tensors in the adapter that nothing trains"],
+    );
+}
+
+/// PEFT has one switch for DoRA: a mix is written with magnitudes for all, and goes on by rules as it was.
+#[test]
+fn a_mix_of_dora_and_lora_goes_on() {
+    let rules =
+        "[[train]]\nmodules = [\"attention\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3\n";
+    let w = world("llama3-rope", rules);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let end = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let on = ["lora.init=a/adapter", "run.eval_at_start=true", "run.steps=1"];
+    w.ok(&[&["run", "r.toml", "run.output=b"][..], &on].concat());
+    let start = w.events("b", "eval")[0]["loss"].as_f64().expect("a loss");
+    assert!((start - end).abs() <= 1e-6 * end, "{start} at the start, {end} at the end before");
+    // a magnitude that does something is not dropped
+    let plain = rules.replace("dora = true", "dora = false");
+    w.write("x.toml", String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, &plain));
+    let r = w.ft(&[&["run", "x.toml", "run.output=x"][..], &on].concat());
+    assert!(
+        r.code == 4 && r.err.contains("lora_magnitude_vector") && r.err.contains("dora = true"),
+        "{}",
+        r.err
+    );
+}
+
+/// PEFT's own files, with the base's tensors in them, which are compared and never trained.
+#[test]
+fn adapters_of_peft_are_used_as_they_are() {
+    for (case, adapter) in [("llama-embed-head", "adapter_final"), ("qwen3-dense", "head_adapter_final")] {
+        let w = world(case, "");
+        let adapter = reference(&format!("{case}/{adapter}"));
+        let init = format!("lora.init={adapter}");
+        let on = ["run", "r.toml", &init, "run.eval_at_start=true", "run.steps=1", "run.output=a"];
+        w.ok(&on);
+        let start = w.events("a", "eval")[0]["loss"].as_f64().expect("a loss");
+        let used = w.ok(&["eval", "r.toml", &init, "--json"]).loss();
+        assert!((start - used).abs() <= 1e-6 * used, "{case}");
+        let base = reference(&format!("{case}/model"));
+        w.ok(&["merge", &adapter, "--base", &base, "--out", "m"]);
+        let source = ["model.source=m", "lora.init=default", "train=[{modules=['head']}]"];
+        let merged = w.ok(&[&["eval", "r.toml", "--json"][..], &source].concat()).loss();
+        assert!((merged - used).abs() <= 1e-5 * used, "{case}: {merged} merged, {used} unmerged");
+        // the same adapter over another model of that shape
+        w.config("other", json!({}));
+        let config = std::fs::read(format!("{base}/config.json")).expect("a config");
+        w.write("random/config.json", config);
+        let full = "train=[{modules=['attention','mlp','norms','embedding','head'],method='full'}]";
+        let other = ["model.source=random", "model.weights=random", "run.steps=1", "run.output=other"];
+        w.ok(&[&["run", "r.toml", full][..], &other].concat());
+        let r = w.ft(&[&on[..], &["model.source=other/model", "--overwrite"]].concat());
+        assert!(r.code == 4 && r.err.contains("base_layer") && r.err.contains("another model"), "{}", r.err);
+    }
+}

@@ -1,0 +1,248 @@
+//! What the other verbs say, and that nobody has to listen.
+
+use super::world::{World, repository};
+use serde_json::json;
+use std::process::{Command, Stdio};
+
+/// The quickstart's model and data, by whole paths.
+fn quickstart(w: &World) -> String {
+    let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
+    w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
+    repository().join("data/model").display().to_string()
+}
+
+#[test]
+fn check_says_what_will_happen() {
+    let w = World::new();
+    quickstart(&w);
+    let r = w.ok(&["check", "q.toml"]);
+    for said in [
+        "qwen3: 6 layers",
+        "parameters (",
+        "attention: 24 modules, LoRA rank 8, alpha 16",
+        "steps        100 of 8 rows",
+        "names and shapes of all tensors fit",
+    ] {
+        assert!(r.out.contains(said), "{said:?} is not in\n{}", r.out);
+    }
+    assert!(!r.out.contains("not checked") && r.err.is_empty(), "{}{}", r.out, r.err);
+    assert!(!w.path("runs").exists());
+    // all of it at once, and the code of the first
+    w.write("bad.jsonl", "{\"messages\": []}\n{\"text\": 1}\n");
+    let r = w.ft(&[
+        "check",
+        "q.toml",
+        "data.train.0.source=bad.jsonl",
+        "data.eval.0.source=gone.jsonl",
+        "train.0.modules=['x']",
+    ]);
+    assert_eq!(r.code, 2);
+    for said in ["train.0: \"x\" matches no module", "bad.jsonl:1", "bad.jsonl:2", "gone.jsonl is not there"]
+    {
+        assert!(r.err.contains(said), "{said:?} is not in\n{}", r.err);
+    }
+}
+
+/// Every recipe in the binary passes with nothing but its model's config in the cache.
+#[test]
+fn shipped_recipes_pass_without_the_weights() {
+    let w = World::new();
+    let qwen = |hidden: u64, inner: u64, layers: u64, heads: u64, tied: bool| {
+        json!({"model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+            "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied, "max_position_embeddings": 40960})
+    };
+    let models = [
+        ("Qwen/Qwen3-0.6B", qwen(1024, 3072, 28, 16, true)),
+        ("Qwen/Qwen3-8B", qwen(4096, 12288, 36, 32, false)),
+        (
+            "Qwen/Qwen2.5-7B-Instruct",
+            json!({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 1e6,
+                "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "max_position_embeddings": 32768,
+                "sliding_window": 131072, "use_sliding_window": false}),
+        ),
+        (
+            "meta-llama/Llama-3.1-8B-Instruct",
+            json!({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 5e5,
+                "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+        ),
+    ];
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    for (id, config) in &models {
+        let folder = format!("hf/hub/models--{}", id.replace('/', "--"));
+        w.write(&format!("{folder}/refs/main"), commit);
+        w.write(&format!("{folder}/snapshots/{commit}/config.json"), config.to_string());
+    }
+    let mut on_the_hub = 0;
+    for shipped in ft::recipe::SHIPPED {
+        if shipped.name.ends_with("quickstart") {
+            continue; // local, and checked whole
+        }
+        w.write("r.toml", shipped.text);
+        let rows = repository().join("data/quickstart");
+        let train = format!("data.train.0.source={}/train.jsonl", rows.display());
+        let eval = format!("data.eval.0.source={}/eval.jsonl", rows.display());
+        let r = w.ft(&["check", "r.toml", &train, &eval]);
+        assert_eq!(r.code, 0, "{}: {}", shipped.name, r.err);
+        assert!(
+            r.out.contains("not checked  the weights") && r.out.contains("not checked  tokenizer"),
+            "{}",
+            r.out
+        );
+        // what its header says of its size
+        let full = shipped.name.ends_with("full");
+        assert_eq!(r.out.contains("(100.00 %)"), full, "{}: {}", shipped.name, r.out);
+        on_the_hub += 1;
+    }
+    assert!(on_the_hub >= 8);
+    // without even the config there is nothing to check against
+    std::fs::remove_dir_all(w.path("hf")).expect("removed");
+    let r = w.ft(&["check", "r.toml", "data.train.0.source=gone.jsonl"]);
+    assert_eq!(r.code, 4, "{}", r.err);
+    assert!(r.err.contains("config.json") && r.err.contains("gone.jsonl is not there"), "{}", r.err);
+}
+
+#[test]
+fn data_shows_rows_and_keeps_the_gate() {
+    let w = World::new();
+    quickstart(&w);
+    let r = w.ok(&["data", "q.toml", "--rows", "1", "data.pack=false"]);
+    assert!(r.out.contains("row 1 of 415") && !r.out.contains("row 2 of"), "{}", r.out);
+    assert!(r.out.lines().any(|l| l.starts_with("  > ")) && r.out.contains("supervised"), "{}", r.out);
+    let r = w.ok(&["data", "q.toml", "--eval", "--rows", "0"]);
+    assert!(r.out.contains("rows read    61"), "{}", r.out);
+    w.write("bad.jsonl", "{\"messages\": 1}\n");
+    let bad = ["data", "q.toml", "data.train.0.source=bad.jsonl"];
+    let r = w.ft(&bad);
+    assert!(r.code == 3 && r.err.contains("bad.jsonl:1"), "{}", r.err);
+    let r = w.ft(&[&bad[..], &["data.on_bad_row=skip"]].concat());
+    assert!(r.code == 3 && r.err.contains("none of its 1 rows"), "{}", r.err);
+}
+
+#[test]
+fn eval_prints_loss_and_perplexity() {
+    let w = World::new();
+    quickstart(&w);
+    let loss = w.ok(&["eval", "q.toml", "--json"]).loss();
+    let plain = w.ok(&["eval", "q.toml"]).out;
+    assert!(plain.contains(&format!("loss        {loss:.6}")), "{plain}");
+    assert!(plain.contains(&format!("perplexity  {:.4}", loss.exp())), "{plain}");
+    let r = w.ft(&["eval", "q.toml", "data.eval=[]"]);
+    assert!(r.code == 2 && r.err.contains("data.eval"), "{}", r.err);
+}
+
+#[test]
+fn chat_answers_lines_and_forgets() {
+    let w = World::new();
+    let model = quickstart(&w);
+    let one = w.ok(&["chat", &model, "--prompt", "What colour is the sky?"]);
+    assert!(one.out.to_lowercase().contains("blue"), "{}", one.out);
+    // the same line again is another conversation only after /clear
+    let question = "What colour is the sky?";
+    let r = w.ft_with(&["chat", &model], &format!("{question}\n/clear\n\n{question}\n/exit\n{question}\n"));
+    assert_eq!((r.code, r.out), (0, one.out.repeat(2)));
+    // a second turn is read after the first, which gives what reading the whole conversation anew gives
+    let long = w.ft_with(&["chat", &model, "--max-tokens", "5"], "Hello!\nWhat is the capital of France?\n");
+    assert!(long.code == 0 && long.out.lines().count() == 2, "{}{}", long.out, long.err);
+    // draws are seeded
+    let draw = |seed: &str| {
+        w.ok(&[
+            "chat",
+            &model,
+            "--prompt",
+            "Tell me a story.",
+            "--temperature",
+            "3",
+            "--top-k",
+            "200",
+            "--top-p",
+            "0.99",
+            "--seed",
+            seed,
+            "--max-tokens",
+            "20",
+        ])
+        .out
+    };
+    assert_eq!(draw("1"), draw("1"));
+    assert_ne!(draw("1"), draw("2"));
+    let r = w.ft(&["chat", &model, "--prompt", "a", "--temperature", "-1"]);
+    assert_eq!(r.code, 2, "{}", r.err);
+    // an adapter's folder brings its base along
+    w.ok(&["run", "q.toml", "run.steps=2", "run.output=a", "run.eval_at_start=false"]);
+    let adapter = w.ok(&["chat", "a/adapter", "--prompt", question]);
+    assert_eq!(adapter.out, w.ok(&["chat", &model, "--adapter", "a/adapter", "--prompt", question]).out);
+    // a template that wants to know more
+    w.write("t.jinja", "{% if not mood is defined %}{{ raise_exception('mood?') }}{% endif %}{{ mood + 1 }}{{ messages[-1].content }}");
+    let with = ["chat", &model, "--prompt", "a", "--max-tokens", "1", "--chat-template", "t.jinja"];
+    let r = w.ft(&with);
+    assert!(r.code == 4 && r.err.contains("mood?"), "{}", r.err);
+    w.ok(&[&with[..], &["--template", "mood=1"]].concat());
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let w = World::new();
+    let mut refused = 0;
+    for verb in ["plan", "routes", "export", "push", "quantize", "bench", "report"] {
+        let r = w.ft(&[verb, "x", "--json"]);
+        if r.err.contains(&format!("not built yet: ft {verb}")) {
+            assert_eq!(r.code, 2);
+            refused += 1;
+        } else {
+            // built since: then it says that x is not there
+            assert!([2, 4].contains(&r.code) && r.err.contains('x'), "{verb}: {}", r.err);
+        }
+    }
+    assert!(refused <= 7);
+    let r = w.ft(&["rnu"]);
+    assert!(r.code == 2 && r.err.contains("run"), "{}", r.err);
+}
+
+/// Whoever reads stdout or stderr may go away at any time.
+#[test]
+fn a_closed_stream_is_no_panic() {
+    let w = World::new();
+    let model = quickstart(&w);
+    let shut = |args: &[&str], out: bool, err: bool| {
+        let mut c: Command = w.command(args);
+        c.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = c.spawn().expect("started");
+        if out {
+            drop(child.stdout.take());
+        }
+        if err {
+            drop(child.stderr.take());
+        }
+        super::world::ran(child.wait_with_output().expect("an end"))
+    };
+    for args in [
+        &["data", "q.toml", "--rows", "400"][..],
+        &["recipes"],
+        &["schema"],
+        &["check", "q.toml"],
+        &["eval", "q.toml"],
+        &["chat", &model, "--prompt", "Hello!"],
+        &["--help"],
+    ] {
+        let r = shut(args, true, false);
+        assert_eq!(r.code, 0, "{args:?}: {}", r.err);
+        assert!(!r.err.contains("panicked"), "{args:?}: {}", r.err);
+    }
+    let r = shut(&["run", "q.toml", "run.steps=1", "run.eval_at_start=false"], true, true);
+    assert_eq!(r.code, 0);
+    assert!(w.path("runs/q/adapter/adapter_model.safetensors").exists());
+    assert_eq!(shut(&["run", "gone.toml"], true, true).code, 2);
+    // the reader is gone only after a while
+    let mut child =
+        w.command(&["data", "q.toml", "--rows", "400"]).stdout(Stdio::piped()).spawn().expect("started");
+    let mut first = [0u8; 10];
+    let mut out = child.stdout.take().expect("stdout");
+    std::io::Read::read_exact(&mut out, &mut first).expect("a line");
+    drop(out);
+    assert_eq!(child.wait().expect("an end").code(), Some(0));
+}
