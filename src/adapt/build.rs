@@ -74,7 +74,7 @@ impl Build<'_> {
         if let Base::Files(files) = &self.base {
             check_tensors(self.config, files)?;
         }
-        self.check_full()?;
+        check_full(self.config, self.selection, &self.base, self.quantize)?;
         let params = Params::new(
             self.selection.trained(),
             self.config.layers + 2,
@@ -98,40 +98,50 @@ impl Build<'_> {
 
     /// How a module's weight becomes 4-bit, if it does.
     fn four_bit(&self, m: &Module) -> Option<FourBit> {
-        let stored = match &self.base {
-            Base::Files(files) => self.config.four_bit && quant::find(files, &weight_name(m)).is_some(),
-            Base::Random(_) => false,
-        };
-        match stored {
-            true => Some(FourBit::Stored),
-            false => (self.quantize && !self.config.four_bit && quant::takes(m)).then_some(FourBit::Made),
-        }
+        four_bit(self.config, &self.base, self.quantize, m)
     }
+}
 
-    /// Refuses to train a 4-bit weight in full, and a 4-bit weight that is no linear's.
-    fn check_full(&self) -> Result<(), Error> {
-        for (m, choice) in &self.selection.modules {
-            if self.four_bit(m).is_none() {
-                continue;
-            }
-            if matches!(choice, Choice::Full { .. }) {
-                return Err(Error::FourBit {
-                    module: m.name.clone(),
-                    why:
-                        "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or \
-                          model.quantize = \"none\" with a checkpoint that is not 4-bit"
-                            .into(),
-                });
-            }
-            if !matches!(m.kind, Kind::Linear { .. }) {
-                return Err(Error::FourBit {
-                    module: m.name.clone(),
-                    why: "not built yet: a 4-bit weight of anything but a linear".into(),
-                });
-            }
-        }
-        Ok(())
+/// How a module's weight becomes 4-bit, if it does.
+fn four_bit(config: &Config, base: &Base<'_>, quantize: bool, m: &Module) -> Option<FourBit> {
+    let stored = match base {
+        Base::Files(files) => config.four_bit && quant::find(files, &weight_name(m)).is_some(),
+        Base::Random(_) => false,
+    };
+    match stored {
+        true => Some(FourBit::Stored),
+        false => (quantize && !config.four_bit && quant::takes(m)).then_some(FourBit::Made),
     }
+}
+
+/// Refuses to train a 4-bit weight in full, and a 4-bit weight that is no linear's. `quantize` says whether the
+/// decoder's linears become NF4 while they are loaded.
+pub fn check_full(
+    config: &Config,
+    selection: &Selection,
+    base: &Base<'_>,
+    quantize: bool,
+) -> Result<(), Error> {
+    for (m, choice) in &selection.modules {
+        if four_bit(config, base, quantize, m).is_none() {
+            continue;
+        }
+        if matches!(choice, Choice::Full { .. }) {
+            return Err(Error::FourBit {
+                module: m.name.clone(),
+                why: "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or \
+                      model.quantize = \"none\" with a checkpoint that is not 4-bit"
+                    .into(),
+            });
+        }
+        if !matches!(m.kind, Kind::Linear { .. }) {
+            return Err(Error::FourBit {
+                module: m.name.clone(),
+                why: "not built yet: a 4-bit weight of anything but a linear".into(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Where a 4-bit weight comes from.

@@ -1,7 +1,7 @@
 //! `ft check`: every problem of a recipe, its model and its data at once, without loading weights.
 
 use super::RecipeArgs;
-use crate::adapt::build::check_tensors;
+use crate::adapt::build::{Base, check_full, check_tensors};
 use crate::adapt::layout;
 use crate::adapt::{Adapter, Choice, Selection};
 use crate::data::{self, Dataset, Stats, Tokenizer};
@@ -10,9 +10,10 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, parameters};
-use crate::recipe::{Recipe, Weights};
+use crate::recipe::{Quantize, Recipe, Weights};
 use crate::train::job;
 use candle_core::{DType, Device};
+use std::collections::HashSet;
 use std::fmt::Write;
 
 /// Problems of the data that are shown.
@@ -41,6 +42,9 @@ pub fn run(args: &Args) -> Vec<Error> {
     {
         check.errors.push(e);
     }
+    // training and evaluation data may lack the same thing
+    let mut told = HashSet::new();
+    check.errors.retain(|e| told.insert(e.to_string()));
     check.errors
 }
 
@@ -168,6 +172,12 @@ impl Check<'_> {
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
         }
+        // what the checkpoint itself has in 4 bits is not known before it is here
+        if let Some(selection) = &found.selection {
+            let quantize = recipe.model.quantize == Quantize::Nf4;
+            let outcome = check_full(config, selection, &Base::Random(0), quantize);
+            self.keep(outcome.map_err(Error::from));
+        }
         if recipe.model.weights == Weights::Random {
             return;
         }
@@ -182,6 +192,9 @@ impl Check<'_> {
         let Some(model) = model else { return };
         let Some(files) = self.keep(layout::open(config, &model.dir).map_err(Error::from)) else { return };
         self.keep(check_tensors(config, &files).map_err(Error::from));
+        if let Some(selection) = &found.selection {
+            self.keep(check_full(config, selection, &Base::Files(&files), false).map_err(Error::from));
+        }
         if let Some(adapter) = adapter {
             self.keep(adapter.check_base(&files, config.tied));
         }

@@ -33,6 +33,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     recipe.lora.init = args.adapter.clone().or(recipe.lora.init);
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
+    job.check()?;
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();

@@ -2,7 +2,7 @@
 
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build};
+use crate::adapt::build::{Base, Build, check_full, check_tensors};
 use crate::adapt::{self, Params, Selection, layout};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -236,27 +236,49 @@ impl Job {
         }
     }
 
+    fn base<'a>(&self, files: Option<&'a TensorFiles>) -> Base<'a> {
+        files.map_or(Base::Random(self.recipe.run.seed), Base::Files)
+    }
+
+    fn quantizes(&self) -> bool {
+        self.recipe.model.quantize == Quantize::Nf4
+    }
+
+    /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
+    /// loading the model: whatever is wrong is known before anything is written.
+    ///
+    /// # Errors
+    /// Tensors that are missing, unexpected or of another shape; an adapter of another base.
+    pub fn check(&self) -> crate::Result<()> {
+        let files = self.weights()?;
+        if let Some(f) = &files {
+            check_tensors(&self.config, f)?;
+        }
+        check_full(&self.config, &self.selection, &self.base(files.as_ref()), self.quantizes())?;
+        if let Some(a) = &self.adapter {
+            a.check_against(&self.selection, &self.selection.trained())?;
+            if let Some(f) = &files {
+                a.check_base(f, self.config.tied)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Loads the model; with `train`, allocates gradients and moments.
     pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
         let mut files = self.weights()?;
-        if let (Some(a), Some(f)) = (&self.adapter, &files) {
-            a.check_base(f, self.config.tied)?;
-        }
         let mut config = self.config.clone();
         if let Some(dir) = quantize::cached(self)? {
             config = Config::load(&dir, &self.recipe.model.overrides)?;
             files = Some(TensorFiles::open_model(&dir)?);
         }
-        let base = match &files {
-            Some(f) => Base::Files(f),
-            None => Base::Random(self.recipe.run.seed),
-        };
+        let base = self.base(files.as_ref());
         Build {
             config: &config,
             selection: &self.selection,
             base,
             adapter: self.adapter.as_ref(),
-            quantize: self.recipe.model.quantize == Quantize::Nf4,
+            quantize: self.quantizes(),
             dtype: self.dtype,
             device: &self.device,
             seed: self.recipe.run.seed,

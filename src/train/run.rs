@@ -66,6 +66,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
+    job.check()?;
     std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
     let _lock = RunLock::take(&dir)?;
     if options.overwrite {

@@ -43,7 +43,7 @@ fn adapters_merge_into_the_same_model() {
     let biases = "[[train]]\nmodules = [\"attention\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"mlp\", \"head\"]\nrslora = true\nrank = 3";
     assert!(!one_loss("qwen2-bias", biases));
     let dora = "[[train]]\nmodules = [\"attention\", \"head\"]\ndora = true\n[[train]]\nmodules = [\"mlp\"]\nrank = 3";
-    assert!(!one_loss("llama-yarn", dora));
+    assert!(one_loss("llama-yarn", dora), "a tied model, DoRA on its head");
 }
 
 #[test]
@@ -132,11 +132,6 @@ fn a_run_goes_on_from_an_adapter() {
     );
     refused(
         "fewer modules",
-        "[[train]]\nmodules = [\"q_proj\", \"norms\"]\nrank = 3\nmethod = \"lora\"\n[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"",
-        &[],
-    );
-    refused(
-        "too few",
         &rules.replace("\"attention\"", "\"q_proj\""),
         &["tensors in the adapter that nothing trains"],
     );

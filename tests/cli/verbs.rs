@@ -199,7 +199,7 @@ fn what_is_not_built_is_refused_by_name() {
         }
     }
     assert!(refused <= 7);
-    let r = w.ft(&["rnu"]);
+    let r = w.ft(&["runn"]);
     assert!(r.code == 2 && r.err.contains("run"), "{}", r.err);
 }
 
