@@ -528,6 +528,34 @@ mod tests {
     }
 
     #[test]
+    fn bitsandbytes_4_bit_configs_are_read_and_no_others() -> Result<()> {
+        let q = |extra: Value| {
+            let mut q = json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_compute_dtype": "bfloat16", "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0});
+            if let (Some(map), Value::Object(more)) = (q.as_object_mut(), extra) {
+                map.extend(more);
+            }
+            parse(json!({"quantization_config": q}))
+        };
+        assert!(q(json!({}))?.four_bit && q(json!({"bnb_4bit_quant_type": "fp4"}))?.four_bit);
+        assert!(!parse(json!({}))?.four_bit && !parse(json!({"quantization_config": null}))?.four_bit);
+        for (key, value) in [
+            ("quant_method", json!("awq")),
+            ("quant_method", json!(null)),
+            ("load_in_4bit", json!(false)),
+            ("load_in_8bit", json!(true)),
+            ("_load_in_8bit", json!(true)),
+            ("bnb_4bit_quant_type", json!("int4")),
+            ("bnb_4bit_quant_type", json!(4)),
+            ("bnb_4bit_hadamard", json!(true)),
+        ] {
+            let e = q(json!({ key: value })).map(|_| ()).map_err(|e| e.to_string());
+            assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key} = {value}: {e:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
     fn what_is_not_supported_is_refused_by_name() {
         for (key, value) in [
             ("model_type", json!("gpt2")),

@@ -10,12 +10,14 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// Trains the quickstart for a few steps; gives the loss of each, and the run folder.
 fn run(dir: &Path, name: &str, set: &[&str]) -> Result<(Vec<f64>, PathBuf)> {
     let out = dir.join(name);
-    let mut all: Vec<String> =
-        ["model.quantize=nf4", "run.steps=4", "run.device=cpu", "optimizer.warmup_steps=0"]
-            .iter()
-            .chain(set)
-            .map(|s| s.to_string())
-            .collect();
+    let mut all: Vec<String> = ["run.steps=4", "run.device=cpu", "optimizer.warmup_steps=0"]
+        .iter()
+        .chain(set)
+        .map(|s| s.to_string())
+        .collect();
+    if !set.iter().any(|s| s.starts_with("model.quantize=")) {
+        all.push("model.quantize=nf4".into());
+    }
     all.push(format!("run.output={}", out.display()));
     all.push(format!("model.source={ROOT}/data/model"));
     all.push(format!("data.train.0.source={ROOT}/data/quickstart/train.jsonl"));
