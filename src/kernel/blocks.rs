@@ -101,7 +101,7 @@ impl Blocks {
                     && absmax.elem_count() == blocks.div_ceil(*group)
             }
         };
-        if block < 2 || block % 2 != 0 || packed.elem_count() != n.div_ceil(2) || !scales_fit {
+        if block < 2 || !block.is_multiple_of(2) || packed.elem_count() != n.div_ceil(2) || !scales_fit {
             candle_core::bail!("4-bit blocks: parts that are not of a matrix {rows} x {cols}, block {block}");
         }
         Ok(Self { rows, cols, block, packed, scales, book, source, compute })
