@@ -147,6 +147,8 @@ impl Selection {
             if let Some(unused) = used.iter().position(|u| !u) {
                 let near = s
                     .nearest(&rule.modules[unused])
+                    // the name may be right, and the layers or experts wrong
+                    .filter(|n| *n != rule.modules[unused])
                     .map(|n| format!("did you mean {n}? "))
                     .unwrap_or_default();
                 return Err(fail(format!(

@@ -54,8 +54,11 @@ fn edit(w: &World, file: &str, key: &str, value: Value) {
     w.write(file, json.to_string());
 }
 
-/// Writes `m/model.safetensors` again with some tensors changed; what `change` gives no shape for is left out.
-fn tensors(w: &World, file: &str, change: &dyn Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>) {
+/// A new name and shape of a tensor, or nothing to leave it out.
+type Change = dyn Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>;
+
+/// Writes a file of tensors again with some tensors changed; what `change` gives no shape for is left out.
+fn tensors(w: &World, file: &str, change: &Change) {
     let files = ft::store::TensorFiles::open_file(&w.path(file)).expect("tensors");
     let zeros = |n: &str| {
         let (name, shape) = change(n, &files.info(n)?.shape)?;

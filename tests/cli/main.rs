@@ -6,5 +6,6 @@ mod broken;
 mod plan;
 mod resume;
 mod same;
+mod shipped;
 mod verbs;
 mod world;

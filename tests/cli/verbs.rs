@@ -43,53 +43,6 @@ fn check_says_what_will_happen() {
     }
 }
 
-/// The `source = ".."` of a recipe's model.
-fn source_of(recipe: &str) -> String {
-    let line = recipe.lines().find_map(|l| l.strip_prefix("source = ")).expect("a model");
-    line.trim_matches('"').into()
-}
-
-/// Every recipe in the binary passes with nothing but its model's config in the cache.
-#[test]
-fn shipped_recipes_pass_without_the_weights() {
-    let w = World::new();
-    let commit = "0123456789abcdef0123456789abcdef01234567";
-    for shipped in ft::recipe::SHIPPED {
-        let id = source_of(shipped.text);
-        let Some((_, config)) = ft::plan::source::builtin(&id) else { continue };
-        let folder = format!("hf/hub/models--{}", id.replace('/', "--"));
-        w.write(&format!("{folder}/refs/main"), commit);
-        w.write(&format!("{folder}/snapshots/{commit}/config.json"), config);
-    }
-    let mut on_the_hub = 0;
-    for shipped in ft::recipe::SHIPPED {
-        if shipped.name.ends_with("quickstart") {
-            continue; // local, and checked whole
-        }
-        w.write("r.toml", shipped.text);
-        let rows = repository().join("data/quickstart");
-        let train = format!("data.train.0.source={}/train.jsonl", rows.display());
-        let eval = format!("data.eval.0.source={}/eval.jsonl", rows.display());
-        let r = w.ft(&["check", "r.toml", &train, &eval]);
-        assert_eq!(r.code, 0, "{}: {}", shipped.name, r.err);
-        assert!(
-            r.out.contains("not checked  the weights") && r.out.contains("not checked  tokenizer"),
-            "{}",
-            r.out
-        );
-        // what its header says of its size
-        let full = shipped.name.ends_with("full");
-        assert_eq!(r.out.contains("(100.00 %)"), full, "{}: {}", shipped.name, r.out);
-        on_the_hub += 1;
-    }
-    assert!(on_the_hub >= 8);
-    // without even the config there is nothing to check against
-    std::fs::remove_dir_all(w.path("hf")).expect("removed");
-    let r = w.ft(&["check", "r.toml", "data.train.0.source=gone.jsonl"]);
-    assert_eq!(r.code, 4, "{}", r.err);
-    assert!(r.err.contains("config.json") && r.err.contains("gone.jsonl is not there"), "{}", r.err);
-}
-
 #[test]
 fn data_shows_rows_and_keeps_the_gate() {
     let w = World::new();

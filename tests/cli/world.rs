@@ -40,8 +40,8 @@ impl World {
     /// With `rows.jsonl` and `eval.jsonl`: tokens below 64, of uneven lengths, some unsupervised.
     pub fn new() -> Self {
         let w = Self(tempfile::tempdir().expect("a folder"));
-        w.write("rows.jsonl", &rows(40, 1));
-        w.write("eval.jsonl", &rows(6, 2));
+        w.write("rows.jsonl", rows(40, 1));
+        w.write("eval.jsonl", rows(6, 2));
         w
     }
 

@@ -1,0 +1,94 @@
+//! Every recipe in the binary passes with nothing but its model's config in the cache.
+
+use super::world::{World, repository};
+use serde_json::{Value, json};
+
+/// The configs of the models that shipped recipes name, as published (what decides shapes and rotary embedding).
+fn config(id: &str) -> Value {
+    let rope = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192});
+    let qwen3 = |sizes: [u64; 4], tied: bool| {
+        let more = json!({"head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": tied, "max_position_embeddings": 40_960});
+        dense("qwen3", sizes, 8, more)
+    };
+    let llama = |sizes| {
+        let more = json!({"vocab_size": 128_256, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "rope_scaling": rope,
+            "tie_word_embeddings": false, "max_position_embeddings": 131_072});
+        dense("llama", sizes, 8, more)
+    };
+    match id {
+        "Qwen/Qwen3-0.6B" => qwen3([1024, 3072, 28, 16], true),
+        "Qwen/Qwen3-8B" => qwen3([4096, 12_288, 36, 32], false),
+        "Qwen/Qwen3-14B" => qwen3([5120, 17_408, 40, 40], false),
+        "Qwen/Qwen2.5-7B-Instruct" => {
+            let more = json!({"vocab_size": 152_064, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": false, "max_position_embeddings": 32_768, "sliding_window": 131_072,
+                "use_sliding_window": false});
+            dense("qwen2", [3584, 18_944, 28, 28], 4, more)
+        }
+        "meta-llama/Llama-3.1-8B-Instruct" => llama([4096, 14_336, 32, 32]),
+        "meta-llama/Llama-3.3-70B-Instruct" => llama([8192, 28_672, 80, 64]),
+        "mistralai/Mixtral-8x7B-Instruct-v0.1" => {
+            let more = json!({"vocab_size": 32_000, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": false, "max_position_embeddings": 32_768, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "sliding_window": null});
+            dense("mixtral", [4096, 14_336, 32, 32], 8, more)
+        }
+        other => panic!("a shipped recipe names {other}: put its config here"),
+    }
+}
+
+/// Width, inner width, layers and heads; key/value heads.
+fn dense(family: &str, [hidden, inner, layers, heads]: [u64; 4], kv: u64, more: Value) -> Value {
+    let mut raw = json!({"model_type": family, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv});
+    raw.as_object_mut().expect("an object").extend(more.as_object().cloned().unwrap_or_default());
+    raw
+}
+
+/// Overrides that name the quickstart's rows by whole paths.
+fn rows() -> [String; 2] {
+    let rows = repository().join("data/quickstart").display().to_string();
+    [format!("data.train.0.source={rows}/train.jsonl"), format!("data.eval.0.source={rows}/eval.jsonl")]
+}
+
+#[test]
+fn shipped_recipes_pass_without_the_weights() {
+    let w = World::new();
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let [train, eval] = rows();
+    let mut on_the_hub = 0;
+    for shipped in ft::recipe::SHIPPED {
+        if shipped.name.ends_with("quickstart") {
+            continue; // local, and checked whole elsewhere
+        }
+        let recipe = ft::recipe::Recipe::parse(shipped.text, "r.toml", &[]).expect("a good recipe");
+        let id = &recipe.model.source;
+        let folder = format!("hf/hub/models--{}", id.replace('/', "--"));
+        w.write(&format!("{folder}/refs/main"), commit);
+        w.write(&format!("{folder}/snapshots/{commit}/config.json"), config(id).to_string());
+        w.write("r.toml", shipped.text);
+        let r = w.ft(&["check", "r.toml", &train, &eval]);
+        assert_eq!(r.code, 0, "{}: {}", shipped.name, r.err);
+        for said in ["not checked  the weights", "not checked  tokenizer", &format!("model        {id}")] {
+            assert!(r.out.contains(said), "{}: {}", shipped.name, r.out);
+        }
+        let full = shipped.name.ends_with("full");
+        assert_eq!(r.out.contains("(100.00 %)"), full, "{}: {}", shipped.name, r.out);
+        on_the_hub += 1;
+    }
+    assert!(on_the_hub >= 8);
+}
+
+/// Without even the config there is nothing to check the rules against, but the files are looked for.
+#[test]
+fn without_a_config_the_rest_is_checked() {
+    let w = World::new();
+    w.write("r.toml", ft::recipe::Shipped::find("qwen3-8b-lora").expect("a recipe").text);
+    let r = w.ft(&["check", "r.toml", "data.train.0.source=gone.jsonl", &rows()[1]]);
+    assert_eq!(r.code, 4, "{}", r.err);
+    for said in ["config.json of Qwen/Qwen3-8B", "not checked: what trains", "gone.jsonl is not there"] {
+        assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
+    }
+}
