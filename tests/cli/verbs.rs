@@ -1,7 +1,6 @@
 //! What the other verbs say, and that nobody has to listen.
 
 use super::world::{World, repository};
-use serde_json::json;
 use std::process::{Command, Stdio};
 
 /// The quickstart's model and data, by whole paths.
