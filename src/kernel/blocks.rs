@@ -42,15 +42,15 @@ impl Codebook {
 /// The scale of each block.
 #[derive(Clone, Debug)]
 pub enum Scales {
-    /// [blocks], f32.
+    /// `[blocks]`, f32.
     Plain(Tensor),
     /// `map[codes[b]] * absmax[b / group] + offset`.
     Nested {
-        /// [blocks], u8.
+        /// `[blocks]`, u8.
         codes: Tensor,
-        /// [256], f32.
+        /// `[256]`, f32.
         map: Tensor,
-        /// [groups], f32.
+        /// `[groups]`, f32.
         absmax: Tensor,
         /// Scales a group.
         group: usize,
@@ -101,7 +101,7 @@ impl Blocks {
                     && absmax.elem_count() == blocks.div_ceil(*group)
             }
         };
-        if block < 2 || block % 2 != 0 || packed.elem_count() != n.div_ceil(2) || !scales_fit {
+        if block < 2 || !block.is_multiple_of(2) || packed.elem_count() != n.div_ceil(2) || !scales_fit {
             candle_core::bail!("4-bit blocks: parts that are not of a matrix {rows} x {cols}, block {block}");
         }
         Ok(Self { rows, cols, block, packed, scales, book, source, compute })
@@ -167,7 +167,7 @@ impl Blocks {
         self.forward(a)?.t()?.contiguous()
     }
 
-    /// Squared norm of each row [rows], in f32 (f64 where that is the compute dtype).
+    /// Squared norm of each row `[rows]`, in f32 (f64 where that is the compute dtype).
     pub fn row_squares(&self) -> Result<Tensor> {
         if self.packed.device().is_cpu() {
             return on_real!(self.compute, row_squares_cpu(self));

@@ -23,7 +23,7 @@ pub struct Groups {
     pub top_k: usize,
     /// Expert of each pair [t * k].
     pub expert: Vec<u32>,
-    /// Token of each row [n].
+    /// Token of each row `[n]`.
     pub token: Vec<u32>,
     /// Pair of each row [n].
     pair: Vec<u32>,

@@ -24,7 +24,7 @@ pub struct Balance {
     pub z: f64,
 }
 
-/// Probabilities [t, e] and logsumexp [t] of logits [t, e], f32 (f64 in tests).
+/// Probabilities `[t, e]` and logsumexp `[t]` of logits `[t, e]`, f32 (f64 in tests).
 pub fn softmax(logits: &Tensor) -> Result<(Tensor, Tensor)> {
     if is_cpu(logits) { on_real!(logits.dtype(), softmax_cpu(logits)) } else { softmax_composed(logits) }
 }
@@ -125,7 +125,7 @@ pub fn gates(probs: &Tensor, chosen: &[u32], k: usize, normalise: bool) -> Resul
 pub struct Routed<'a> {
     /// Probabilities [t, e].
     pub probs: &'a Tensor,
-    /// logsumexp of the logits [t].
+    /// logsumexp of the logits `[t]`.
     pub lse: &'a Tensor,
     /// Gates [t, k].
     pub gates: &'a Tensor,

@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Router and experts of one layer.
 #[derive(Clone, Debug)]
 pub struct Mixture {
-    /// [d] -> [e].
+    /// `[d]` -> `[e]`.
     pub router: Linear,
     /// Experts.
     pub experts: Vec<Mlp>,
@@ -37,7 +37,7 @@ pub struct Saved {
     pub groups: Arc<Groups>,
     /// Probabilities [t, e], f32.
     pub probs: Tensor,
-    /// logsumexp of the router's logits [t], f32.
+    /// logsumexp of the router's logits `[t]`, f32.
     pub lse: Tensor,
     gates: Tensor,
     router: linear::Saved,

@@ -102,7 +102,7 @@ pub fn read(
     let s = state(files, weight, kind, dims).map_err(fail)?;
     let table = floats(files, &format!("{weight}.quant_map"))?;
     // bitsandbytes stores the table and then decodes by its own
-    if table.iter().zip(kind.table()).any(|(a, b)| !((a - b).abs() <= 1e-6)) {
+    if !table.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
         return Err(fail(format!("quant_map is not the table of {}", kind.name())).into());
     }
     let device = books.device().clone();

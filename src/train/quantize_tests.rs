@@ -8,16 +8,14 @@ use anyhow::{Context as _, Result};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Trains the quickstart for a few steps; gives the loss of each, and the run folder.
-fn run(dir: &Path, name: &str, set: &[&str]) -> Result<(Vec<f64>, PathBuf)> {
+fn run(dir: &Path, name: &str, kind: &str, set: &[&str]) -> Result<(Vec<f64>, PathBuf)> {
     let out = dir.join(name);
     let mut all: Vec<String> = ["run.steps=4", "run.device=cpu", "optimizer.warmup_steps=0"]
         .iter()
         .chain(set)
         .map(|s| s.to_string())
         .collect();
-    if !set.iter().any(|s| s.starts_with("model.quantize=")) {
-        all.push("model.quantize=nf4".into());
-    }
+    all.push(format!("model.quantize={kind}"));
     all.push(format!("run.output={}", out.display()));
     all.push(format!("model.source={ROOT}/data/model"));
     all.push(format!("data.train.0.source={ROOT}/data/quickstart/train.jsonl"));
@@ -42,14 +40,14 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let cache = dir.path().join("cache");
     let cached = format!("model.cache={}", cache.display());
-    let (plain, _) = run(dir.path(), "plain", &[])?;
+    let (plain, _) = run(dir.path(), "plain", "nf4", &[])?;
     assert!(plain.len() == 4 && plain[3] < plain[0], "{plain:?}");
-    let (dense, _) = run(dir.path(), "dense", &["model.quantize=none"])?;
+    let (dense, _) = run(dir.path(), "dense", "none", &[])?;
     assert!(dense != plain && (dense[0] - plain[0]).abs() < 0.3, "{dense:?} {plain:?}");
-    let (first, _) = run(dir.path(), "first", &[&cached])?;
+    let (first, _) = run(dir.path(), "first", "nf4", &[&cached])?;
     let marker = cache.join(MARKER);
     let made = std::fs::metadata(&marker)?.modified()?;
-    let (second, out) = run(dir.path(), "second", &[&cached])?;
+    let (second, out) = run(dir.path(), "second", "nf4", &[&cached])?;
     assert!(first == plain && second == plain, "{plain:?} {first:?} {second:?}");
     assert_eq!(std::fs::metadata(&marker)?.modified()?, made, "it was made again");
     // goes on from its end without a word about the cache
@@ -59,14 +57,14 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let mut marks: Value = serde_json::from_slice(&std::fs::read(&marker)?)?;
     marks["source"] = json!("another");
     std::fs::write(&marker, marks.to_string())?;
-    assert!(run(dir.path(), "third", &[&cached])?.0 == plain);
+    assert!(run(dir.path(), "third", "nf4", &[&cached])?.0 == plain);
     assert!(std::fs::metadata(&marker)?.modified()? > made);
     let weights = cache.join("model.safetensors");
     let bytes = std::fs::read(&weights)?;
     std::fs::write(&weights, &bytes[..bytes.len() - 9])?;
-    assert!(run(dir.path(), "fourth", &[&cached]).is_err());
+    assert!(run(dir.path(), "fourth", "nf4", &[&cached]).is_err());
     std::fs::remove_file(&marker)?;
-    let error = run(dir.path(), "fifth", &[&cached]).err().context("it ran")?.to_string();
+    let error = run(dir.path(), "fifth", "nf4", &[&cached]).err().context("it ran")?.to_string();
     assert!(error.contains("is not empty and has no ft-cache.json"), "{error}");
     let left: Vec<_> = std::fs::read_dir(dir.path())?.flatten().map(|e| e.file_name()).collect();
     assert!(!left.iter().any(|n| n.to_string_lossy().starts_with(".ft-")), "{left:?}");
