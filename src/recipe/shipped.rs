@@ -36,6 +36,8 @@ pub const SHIPPED: &[Shipped] = shipped![
     "llama-3.3-70b-qlora",
     "mixtral-8x7b-router-only",
     "mixtral-8x7b-6layers-2experts",
+    "mixtral-8x7b-qlora-experts",
+    "qwen3-30b-a3b-qlora",
 ];
 
 impl Shipped {
