@@ -5,7 +5,8 @@
 //! whether merging makes sense.
 
 use crate::kernel::gemm;
-use crate::model::linear::{Linear, wide};
+use crate::kernel::wide;
+use crate::model::linear::Linear;
 use crate::quant::{Books, Encoded};
 use candle_core::{DType, Device, Result, Tensor};
 

@@ -12,6 +12,7 @@
 
 use super::cpu::{self, Real, dot, is_cpu, on_real, tensor, view};
 use super::gemm::{Mat, gemm};
+use crate::kernel::wide;
 use candle_core::{D, DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
@@ -320,10 +321,6 @@ fn parts(seqs: &Sequences, h: usize) -> Vec<Part> {
         start = end;
     }
     out
-}
-
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
 /// [rows, h, c] -> [g, (h / g) * rows, c]: the heads that share keys side by side.

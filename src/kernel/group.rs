@@ -9,6 +9,7 @@
 
 use super::cpu::{ROWS, Real, View, dot, is_cpu, on_real, tensor, view};
 use super::gemm;
+use crate::kernel::wide;
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 use std::sync::Mutex;
@@ -282,10 +283,6 @@ impl Groups {
         }
         Ok(d)
     }
-}
-
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
 /// Whether `runs` experts are better computed side by side, one thread each, than one after the other with all

@@ -27,3 +27,10 @@ pub mod swiglu;
 
 #[cfg(test)]
 pub(crate) mod check;
+
+use candle_core::{DType, Result, Tensor};
+
+/// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
+pub fn wide(t: &Tensor) -> Result<Tensor> {
+    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}

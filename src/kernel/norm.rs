@@ -2,7 +2,8 @@
 //! (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
 
 use super::cpu::{ROWS, Real, dot, is_cpu, on_real, tensor, view};
-use candle_core::{D, DType, Result, Tensor};
+use crate::kernel::wide;
+use candle_core::{D, Result, Tensor};
 use rayon::prelude::*;
 
 /// Forward.
@@ -96,10 +97,6 @@ fn backward_cpu<T: Real>(
     Ok((tensor(dx, x.shape(), x.dtype())?, dw))
 }
 
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
-}
-
 fn normalised(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let r = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?.recip()?;
     Ok((x.broadcast_mul(&r)?, r))
@@ -131,6 +128,7 @@ fn backward_composed(
 mod tests {
     use super::*;
     use crate::kernel::check::{close, gradient, randn};
+    use candle_core::DType;
 
     #[test]
     fn gradients() -> Result<()> {

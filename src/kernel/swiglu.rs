@@ -1,7 +1,8 @@
 //! SwiGLU's elementwise part: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
 
 use super::cpu::{Real, is_cpu, on_real, tensor, view};
-use candle_core::{DType, Result, Tensor};
+use crate::kernel::wide;
+use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 /// Elements that one task takes.
@@ -53,10 +54,6 @@ fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Ten
     Ok((tensor(dg, gate.shape(), gate.dtype())?, tensor(du, gate.shape(), gate.dtype())?))
 }
 
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
-}
-
 fn forward_composed(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     (wide(gate)?.silu()? * wide(up)?)?.to_dtype(gate.dtype())
 }
@@ -73,6 +70,7 @@ fn backward_composed(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor,
 mod tests {
     use super::*;
     use crate::kernel::check::{close, gradient, randn};
+    use candle_core::DType;
 
     #[test]
     fn gradients() -> Result<()> {

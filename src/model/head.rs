@@ -7,7 +7,8 @@ use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::loss;
-use candle_core::{DType, Result, Tensor};
+use crate::kernel::wide;
+use candle_core::{Result, Tensor};
 
 /// Bytes of f32 logits that a chunk holds at the most.
 pub const CHUNK_BYTES: usize = 64 << 20;
@@ -84,8 +85,4 @@ impl Head {
         };
         Ok(Output { losses, dx })
     }
-}
-
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }

@@ -10,9 +10,10 @@
 use super::decoder::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::blocks::Blocks;
+use crate::kernel::wide;
 use crate::kernel::{dropout, gemm};
 use crate::rng::{Purpose, Stream};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -77,10 +78,6 @@ impl Weight {
             Weight::Nf4(w) => Ok(w.dims()),
         }
     }
-}
-
-pub(crate) fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
 /// A low-rank update.
@@ -282,6 +279,7 @@ mod tests {
     use crate::kernel::check::{close, gradient, randn};
     use crate::model::decoder::DropoutKey;
     use crate::quant::{Books, Encoded};
+    use candle_core::DType;
     use candle_core::Device;
 
     const T: usize = 5;

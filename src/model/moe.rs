@@ -13,7 +13,8 @@ use super::mlp::{self, Mlp};
 use super::sink::Sink;
 use crate::kernel::group::{self, Groups, Run};
 use crate::kernel::route::{self, Balance, Routed};
-use candle_core::{DType, Result, Tensor};
+use crate::kernel::wide;
+use candle_core::{Result, Tensor};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -137,10 +138,6 @@ impl Mixture {
     }
 }
 
-fn wide(t: &Tensor) -> Result<Tensor> {
-    if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -149,6 +146,7 @@ mod tests {
     use crate::model::decoder::DropoutKey;
     use crate::model::linear::{Lora, Weight};
     use crate::model::sink::Slot;
+    use candle_core::DType;
     use candle_core::Device;
 
     const T: usize = 9;
