@@ -74,6 +74,8 @@ pub struct Moe {
     pub normalise: bool,
     /// Whether each layer has experts (else it is dense).
     pub sparse: Vec<bool>,
+    /// Inner width of the expert that every token goes through; 0 where there is none.
+    pub shared: usize,
 }
 
 /// Keys that describe files, tokens, generation or training and do not change the forward pass.
@@ -143,6 +145,7 @@ const READ: &[&str] = &[
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "qkv_bias",
     "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
@@ -238,7 +241,7 @@ impl Config {
                 keys.bad("architectures", format!("{a}; {model_type} is built as {}", family.architecture))
             );
         }
-        keys.refuse_unsupported()?;
+        keys.refuse_unsupported(family)?;
         let hidden = keys.size("hidden_size")?;
         let layers = keys.size("num_hidden_layers")?;
         let heads = keys.size("num_attention_heads")?;
@@ -264,6 +267,7 @@ impl Config {
                 Bias::Never => Ok(false),
                 Bias::Always => Ok(true),
                 Bias::Key(k) => Ok(keys.flag(k)?.unwrap_or(false)),
+                Bias::Unless(k) => Ok(keys.flag(k)?.unwrap_or(true)),
             }
         };
         let biases =
@@ -382,12 +386,13 @@ impl<'a> Keys<'a> {
         }
     }
 
-    fn refuse_unsupported(&self) -> Result<()> {
+    fn refuse_unsupported(&self, family: &Family) -> Result<()> {
         let act = self.string("hidden_act")?.unwrap_or("silu");
         if !matches!(act, "silu" | "swish") {
             return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
         }
-        for (key, neutral) in UNSUPPORTED {
+        let shared = family.experts.and_then(|x| x.shared_key);
+        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| Some(*k) != shared) {
             match self.get(key) {
                 None => {}
                 Some(v) if v.as_f64() == Some(*neutral) => {}
@@ -506,6 +511,7 @@ impl<'a> Keys<'a> {
             width: self.size(x.width_key)?,
             normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
             sparse,
+            shared: x.shared_key.map_or(Ok(0), |key| self.size(key))?,
         }))
     }
 }

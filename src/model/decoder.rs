@@ -8,7 +8,7 @@ use super::layer::{FeedForward, Layer};
 use super::linear::{Linear, Lora, Weight};
 use super::mlp::Mlp;
 use super::modules::{Module, modules};
-use super::moe::Mixture;
+use super::moe::{Mixture, Shared};
 use super::norm::Norm;
 use super::sink::Slot;
 use crate::kernel::attention::Sequences;
@@ -211,8 +211,13 @@ impl Decoder {
             (FeedForward::Dense(mlp), _) => part(mlp, rest.strip_prefix("mlp.")?, &DENSE_NAMES),
             (FeedForward::Mixture(m), Some(names)) => {
                 let rest = rest.strip_prefix(names.block)?.strip_prefix('.')?;
-                if rest == "gate" {
-                    return Some(&m.router);
+                match (rest, &m.shared) {
+                    ("gate", _) => return Some(&m.router),
+                    ("shared_expert_gate", Some(s)) => return Some(&s.gate),
+                    _ => {}
+                }
+                if let (Some(rest), Some(s)) = (rest.strip_prefix("shared_expert."), &m.shared) {
+                    return part(&s.mlp, rest, &DENSE_NAMES);
                 }
                 let (expert, rest) = rest.strip_prefix("experts.")?.split_once('.')?;
                 part(m.experts.get(expert.parse::<usize>().ok()?)?, rest, &names.names)
@@ -328,8 +333,15 @@ impl<'a> Builder<'a> {
                     let experts = (0..moe.experts)
                         .map(|e| self.mlp(&format!("{block}.experts.{e}"), &names.names))
                         .collect::<crate::Result<_>>()?;
+                    let shared = match moe.shared {
+                        0 => None,
+                        _ => Some(Shared {
+                            mlp: self.mlp(&format!("{block}.shared_expert"), &DENSE_NAMES)?,
+                            gate: self.linear(&format!("{block}.shared_expert_gate"))?,
+                        }),
+                    };
                     let (top_k, normalise) = (moe.top_k, moe.normalise);
-                    FeedForward::Mixture(Box::new(Mixture { router, experts, top_k, normalise }))
+                    FeedForward::Mixture(Box::new(Mixture { router, experts, shared, top_k, normalise }))
                 }
                 _ => FeedForward::Dense(Box::new(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?)),
             },

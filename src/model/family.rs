@@ -9,6 +9,8 @@ pub enum Bias {
     Always,
     /// This key of config.json says so; none when the key is missing.
     Key(&'static str),
+    /// This key of config.json says so; there is one when the key is missing.
+    Unless(&'static str),
 }
 
 /// How a family chooses which layers attend in a sliding window.
@@ -41,6 +43,8 @@ pub struct Experts {
     pub always_normalise: bool,
     /// Default of `num_experts_per_tok`.
     pub default_top_k: usize,
+    /// Key of the inner width of an expert that every token goes through, where the family has one.
+    pub shared_key: Option<&'static str>,
 }
 
 /// One row: what differs between families that share the decoder layer.
@@ -125,6 +129,7 @@ pub const FAMILIES: &[Family] = &[
             dense_layers: false,
             always_normalise: true,
             default_top_k: 2,
+            shared_key: None,
         }),
         ..DENSE
     },
@@ -143,6 +148,24 @@ pub const FAMILIES: &[Family] = &[
             dense_layers: true,
             always_normalise: false,
             default_top_k: 8,
+            shared_key: None,
+        }),
+        ..DENSE
+    },
+    Family {
+        model_type: "qwen2_moe",
+        architecture: "Qwen2MoeForCausalLM",
+        qkv_bias: Bias::Unless("qkv_bias"),
+        window: Window::FromLayer,
+        experts: Some(Experts {
+            block: "mlp",
+            names: ["gate_proj", "up_proj", "down_proj"],
+            count_key: "num_experts",
+            width_key: "moe_intermediate_size",
+            dense_layers: true,
+            always_normalise: false,
+            default_top_k: 4,
+            shared_key: Some("shared_expert_intermediate_size"),
         }),
         ..DENSE
     },

@@ -11,7 +11,7 @@ pub enum Group {
     Mlp,
     /// Experts' linears.
     Experts,
-    /// Routers.
+    /// Routers, and the gates of shared experts.
     Router,
     /// All norms.
     Norms,
@@ -154,6 +154,15 @@ pub fn modules(c: &Config) -> Vec<Module> {
                         let name = format!("{block}.experts.{e}.{name}");
                         add(name, linear(out, inp, false), Group::Experts, at, Some(e));
                     }
+                }
+                if moe.shared > 0 {
+                    let f = moe.shared;
+                    for (name, out, inp) in [("gate_proj", f, d), ("up_proj", f, d), ("down_proj", d, f)] {
+                        let name = format!("{block}.shared_expert.{name}");
+                        add(name, linear(out, inp, false), Group::Mlp, at, None);
+                    }
+                    let name = format!("{block}.shared_expert_gate");
+                    add(name, linear(1, d, false), Group::Router, at, None);
                 }
             }
             _ => {

@@ -6,6 +6,8 @@
 //! thread each; with few, one after the other with all threads in each product.
 //!
 //! What was decided is a value ([`Groups`]): a layer that is computed again takes it over.
+//!
+//! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
 
 use super::decoder::Context;
 use super::linear::{self, Linear};
@@ -14,6 +16,7 @@ use super::sink::Sink;
 use crate::kernel::group::{self, Groups, Run};
 use crate::kernel::route::{self, Balance, Routed};
 use crate::kernel::wide;
+use candle_nn::ops::sigmoid;
 use candle_core::{Result, Tensor};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,10 +28,53 @@ pub struct Mixture {
     pub router: Linear,
     /// Experts.
     pub experts: Vec<Mlp>,
+    /// The expert of every token.
+    pub shared: Option<Shared>,
     /// Experts a token.
     pub top_k: usize,
     /// Whether a token's gates are scaled to sum to one.
     pub normalise: bool,
+}
+
+/// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// `[d]` -> `[d]`.
+    pub mlp: Mlp,
+    /// `[d]` -> [1].
+    pub gate: Linear,
+}
+
+/// What the backward pass of a shared expert needs.
+#[derive(Debug)]
+struct SharedSaved {
+    mlp: mlp::Saved,
+    gate: linear::Saved,
+    /// Output of the block [t, d], before its gate.
+    out: Tensor,
+    /// `sigmoid(gate(x))` [t, 1], in f32.
+    open: Tensor,
+}
+
+impl Shared {
+    /// Forward: [t, d] -> [t, d].
+    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SharedSaved)> {
+        let (out, mlp) = self.mlp.forward(x, ctx)?;
+        let (logit, gate) = self.gate.forward(x, ctx)?;
+        let open = sigmoid(&wide(&logit)?)?;
+        let y = out.broadcast_mul(&open.to_dtype(x.dtype())?)?;
+        Ok((y, SharedSaved { mlp, gate, out, open }))
+    }
+
+    /// Backward: the gradient of the input.
+    fn backward(&self, s: SharedSaved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let slope = (&s.open * (1.0 - &s.open)?)?;
+        let dlogit = ((wide(dy)? * wide(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
+        drop(s.out);
+        let dout = dy.broadcast_mul(&s.open.to_dtype(dy.dtype())?)?;
+        let dx = self.mlp.backward(s.mlp, &dout, ctx, sink)?;
+        self.gate.backward(&s.gate, &dlogit, ctx, sink, Some(dx))
+    }
 }
 
 /// What the backward pass needs, and what the losses on the router are computed from.
@@ -46,6 +92,7 @@ pub struct Saved {
     experts: Vec<mlp::Saved>,
     /// Their outputs, [rows, d] each, before the gates.
     out: Vec<Tensor>,
+    shared: Option<SharedSaved>,
 }
 
 impl Mixture {
@@ -73,8 +120,13 @@ impl Mixture {
             runs.into_iter().map(one).collect::<Result<_>>()?
         };
         let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
-        let y = groups.combine(&out, Some(&gates), x.dtype())?;
-        Ok((y, Saved { groups, probs, lse, gates, router, experts, out }))
+        let mut y = groups.combine(&out, Some(&gates), x.dtype())?;
+        let mut shared = None;
+        if let Some(s) = &self.shared {
+            let (more, saved) = s.forward(x, ctx)?;
+            (y, shared) = ((y + more)?, Some(saved));
+        }
+        Ok((y, Saved { groups, probs, lse, gates, router, experts, out, shared }))
     }
 
     /// Backward: the gradient of the input. `balance` is what losses on the router add.
@@ -114,7 +166,10 @@ impl Mixture {
         } else {
             work.into_iter().map(|w| one(w, sink)).collect::<Result<_>>()?
         };
-        let dx = groups.combine(&dx, None, dy.dtype())?;
+        let mut dx = groups.combine(&dx, None, dy.dtype())?;
+        if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
+            dx = (dx + shared.backward(saved, dy, ctx, sink)?)?;
+        }
         let routed = Routed {
             probs: &s.probs,
             lse: &s.lse,
@@ -152,6 +207,7 @@ mod tests {
     const T: usize = 9;
     const D: usize = 4;
     const F: usize = 3;
+    const S: usize = 2;
     const E: usize = 5;
     const R: usize = 2;
 
@@ -170,6 +226,8 @@ mod tests {
                 out.extend(if e % 2 == 0 { vec![(o, i)] } else { vec![(R, i), (o, R)] });
             }
         }
+        // of the shared expert, and its gate
+        out.extend([(S, D), (S, D), (D, S), (1, D)]);
         out
     }
 
@@ -220,7 +278,9 @@ mod tests {
             };
             experts.push(Mlp { gate, up, down });
         }
-        Ok(Mixture { router, experts, top_k, normalise })
+        let mlp = Mlp { gate: full(take()), up: full(take()), down: full(take()) };
+        let shared = Some(Shared { mlp, gate: full(take()) });
+        Ok(Mixture { router, experts, shared, top_k, normalise })
     }
 
     /// Routing that no router of these would choose; expert 3 stays idle.
@@ -275,14 +335,21 @@ mod tests {
         Ok(())
     }
 
-    /// A mixture of equal experts whose gates sum to one is that expert.
+    /// A mixture of equal experts whose gates sum to one is that expert; a shared one that is wide open is
+    /// added to it.
     #[test]
     fn equal_experts_are_one_dense_block() -> Result<()> {
         let mut m = mixture(&params()?, 0.0, 3, true)?;
         m.experts = vec![m.experts[0].clone(); E];
-        let x = randn(50, (T, D), DType::F64)?;
+        let x = randn(50, (T, D), DType::F64)?.abs()?;
+        let shared = m.shared.as_mut().expect("a shared expert");
+        shared.gate.weight = Weight::Dense(Tensor::full(1e3, (1, D), &Device::Cpu)?);
+        let more = shared.mlp.forward(&x, &context(0)?)?.0;
         let (y, _) = m.forward(&x, &context(0)?, None)?;
-        close(&y, &m.experts[0].forward(&x, &context(0)?)?.0, 1e-12);
+        let one = m.experts[0].forward(&x, &context(0)?)?.0;
+        close(&y, &(&one + more)?, 1e-12);
+        m.shared = None;
+        close(&m.forward(&x, &context(0)?, None)?.0, &one, 1e-12);
         Ok(())
     }
 

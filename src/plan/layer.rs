@@ -39,16 +39,20 @@ pub struct AttentionSaved {
     out: (Held, Held),
 }
 
+/// Saved by a dense block, or a shared expert.
+#[derive(Debug)]
+pub struct MlpSaved {
+    /// Of gate, up and down.
+    linears: [LinearSaved; 3],
+    /// Gate's and up's outputs.
+    gate_up: (Held, Held),
+}
+
 /// Saved by a feed-forward block.
 #[derive(Debug)]
 pub enum FfnSaved {
     /// A dense one.
-    Dense {
-        /// Of gate, up and down.
-        linears: [LinearSaved; 3],
-        /// Gate's and up's outputs.
-        gate_up: (Held, Held),
-    },
+    Dense(MlpSaved),
     /// A mixture.
     Experts {
         /// The input, where the router trains.
@@ -61,6 +65,8 @@ pub enum FfnSaved {
         out: Vec<Held>,
         /// Probabilities, gates and who goes where.
         routes: Held,
+        /// Of the shared expert: its block, its gate, its output.
+        shared: Option<Box<(MlpSaved, LinearSaved, Held)>>,
     },
 }
 
@@ -281,34 +287,63 @@ impl Sim<'_> {
 
     fn ffn(&self, layer: &Layer, c: Component, x: &Held) -> (Held, FfnSaved) {
         match &layer.ffn {
-            Ffn::Dense([lg, lu, ld]) => {
-                let t = self.t.tokens;
-                let (gate, gs) = self.linear(lg, c, t, x);
-                let (up, us) = self.linear(lu, c, t, x);
-                let h = self.ops.swiglu(Workspace, t * lg.o);
-                let (y, mut ds) = self.linear(ld, Workspace, t, &h);
-                ds.x = None;
-                (y, FfnSaved::Dense { linears: [gs, us, ds], gate_up: (gate, up) })
+            Ffn::Dense(three) => {
+                let (y, saved) = self.mlp(three, c, x);
+                (y, FfnSaved::Dense(saved))
             }
-            Ffn::Experts { router, experts, top_k } => self.mixture(router, experts, *top_k, c, x),
+            Ffn::Experts { router, experts, shared, top_k } => {
+                let (mut y, mut saved) = self.mixture(router, experts, *top_k, c, x);
+                if let (Some((three, gate)), FfnSaved::Experts { shared, .. }) = (shared, &mut saved) {
+                    let n = self.t.tokens * self.d;
+                    let (out, mlp) = self.mlp(three, c, x);
+                    // the same tensor, counted as what is kept
+                    drop(out);
+                    let kept = self.ops.tensor(c, n);
+                    let (logit, gate) = self.linear(gate, Workspace, self.t.tokens, x);
+                    drop(logit);
+                    let more = self.ops.tensor(Workspace, n);
+                    let sum = self.ops.tensor(Workspace, n);
+                    drop(more);
+                    y = sum;
+                    *shared = Some(Box::new((mlp, gate, kept)));
+                }
+                (y, saved)
+            }
         }
+    }
+
+    /// `Mlp::forward`.
+    fn mlp(&self, [lg, lu, ld]: &[Linear; 3], c: Component, x: &Held) -> (Held, MlpSaved) {
+        let t = self.t.tokens;
+        let (gate, gs) = self.linear(lg, c, t, x);
+        let (up, us) = self.linear(lu, c, t, x);
+        let h = self.ops.swiglu(Workspace, t * lg.o);
+        let (y, mut ds) = self.linear(ld, Workspace, t, &h);
+        ds.x = None;
+        (y, MlpSaved { linears: [gs, us, ds], gate_up: (gate, up) })
+    }
+
+    /// `Mlp::backward`.
+    fn mlp_backward(&self, [lg, lu, ld]: &[Linear; 3], s: MlpSaved) -> Held {
+        let MlpSaved { linears: [gs, us, ds], gate_up } = s;
+        let t = self.t.tokens;
+        let h = ld.needs_input().then(|| self.ops.swiglu(Workspace, t * lg.o));
+        let dh = self.linear_backward(ld, t, &ds, None);
+        drop((h, ds));
+        let (dg, du) = self.ops.swiglu_backward(t * lg.o);
+        drop((dh, gate_up));
+        let dx = self.linear_backward(lg, t, &gs, None);
+        let dx = self.linear_backward(lu, t, &us, Some(dx));
+        drop((dg, du));
+        dx
     }
 
     fn ffn_backward(&self, layer: &Layer, s: FfnSaved) -> Held {
         match (&layer.ffn, s) {
-            (Ffn::Dense([lg, lu, ld]), FfnSaved::Dense { linears: [gs, us, ds], gate_up }) => {
-                let t = self.t.tokens;
-                let h = ld.needs_input().then(|| self.ops.swiglu(Workspace, t * lg.o));
-                let dh = self.linear_backward(ld, t, &ds, None);
-                drop((h, ds));
-                let (dg, du) = self.ops.swiglu_backward(t * lg.o);
-                drop((dh, gate_up));
-                let dx = self.linear_backward(lg, t, &gs, None);
-                let dx = self.linear_backward(lu, t, &us, Some(dx));
-                drop((dg, du));
-                dx
+            (Ffn::Dense(three), FfnSaved::Dense(s)) => self.mlp_backward(three, s),
+            (Ffn::Experts { router, experts, shared, top_k }, s) => {
+                self.mixture_backward(router, experts, shared.as_ref(), *top_k, s)
             }
-            (Ffn::Experts { router, experts, top_k }, s) => self.mixture_backward(router, experts, *top_k, s),
             (Ffn::Dense(_), s) => {
                 drop(s);
                 self.ops.tensor(Workspace, self.t.tokens * self.d)
@@ -354,7 +389,7 @@ impl Sim<'_> {
         let y = self.combine(rows, Workspace);
         let trains = experts.iter().flat_map(|(e, _)| e).any(Linear::needs_input);
         let gathered = (self.train && trains).then_some(gathered);
-        (y, FfnSaved::Experts { x: wide_x, rows: gathered, kept, out, routes })
+        (y, FfnSaved::Experts { x: wide_x, rows: gathered, kept, out, routes, shared: None })
     }
 
     /// Sum of the experts' rows for each token; on CUDA they are put together first.
@@ -377,10 +412,11 @@ impl Sim<'_> {
         &self,
         router: &Linear,
         experts: &[([Linear; 3], u64)],
+        shared: Option<&([Linear; 3], Linear)>,
         top_k: u64,
         s: FfnSaved,
     ) -> Held {
-        let FfnSaved::Experts { x, rows: gathered, kept, out, routes } = s else {
+        let FfnSaved::Experts { x, rows: gathered, kept, out, routes, shared: shared_saved } = s else {
             return self.ops.tensor(Workspace, self.t.tokens * self.d);
         };
         let (t, e, d, ops) = (self.t.tokens, router.o.max(1), self.d, self.ops);
@@ -421,7 +457,21 @@ impl Sim<'_> {
             drop((busy(), decoded));
         }
         drop((gathered, collected));
-        let dx = self.combine(rows, Workspace);
+        let mut dx = self.combine(rows, Workspace);
+        if let (Some((three, gate)), Some(saved)) = (shared, shared_saved) {
+            let (mlp, gate_saved, out) = *saved;
+            {
+                let _wide = (!ops.machine.wide()).then(|| ops.f32(Workspace, 2 * t * d));
+                let _product = ops.f32(Workspace, t * d);
+            }
+            drop(out);
+            let d_out = ops.tensor(Workspace, t * d);
+            let d_shared = self.mlp_backward(three, mlp);
+            let d_shared = self.linear_backward(gate, t, &gate_saved, Some(d_shared));
+            let sum = ops.tensor(Workspace, t * d);
+            drop((d_out, d_shared));
+            dx = sum;
+        }
         let _d_logits = ops.f32(Workspace, t * e);
         if router.full {
             ops.matmul_acc(router.o, t, router.i, true);

@@ -68,6 +68,8 @@ pub enum Ffn {
         router: Linear,
         /// gate, up and down of an expert, and how many in a row are like it.
         experts: Vec<([Linear; 3], u64)>,
+        /// Gate, up and down of the expert of every token, and the linear that scales it.
+        shared: Option<([Linear; 3], Linear)>,
         /// Experts a token.
         top_k: u64,
     },
@@ -128,7 +130,7 @@ impl Shape {
         let mut head = Linear::default();
         let mut final_norm = false;
         let (mut attention, mut mlp) = (vec![Vec::new(); c.layers], vec![Vec::new(); c.layers]);
-        let mut routers = vec![Linear::default(); c.layers];
+        let mut routers = vec![Vec::new(); c.layers];
         let mut lowest: Option<usize> = None;
         let tied_full = c.tied
             && selection.modules.iter().any(|(m, choice)| {
@@ -149,7 +151,7 @@ impl Shape {
                 (Group::Norms, None) => final_norm = l.full,
                 (Group::Norms, Some(_)) => {}
                 (Group::Attention, Some(at)) => attention[at].push(l),
-                (Group::Router, Some(at)) => routers[at] = l,
+                (Group::Router, Some(at)) => routers[at].push(l),
                 (Group::Mlp | Group::Experts, Some(at)) => mlp[at].push(l),
                 _ => {}
             }
@@ -166,11 +168,15 @@ impl Shape {
                 let get = |v: &[Linear], i: usize| v.get(i).copied().unwrap_or_default();
                 let three = |v: &[Linear]| [get(v, 0), get(v, 1), get(v, 2)];
                 let ffn = match &c.moe {
-                    Some(moe) if moe.sparse[at] => Ffn::Experts {
-                        router: routers[at],
-                        experts: alike(f.chunks(3).map(three)),
-                        top_k: moe.top_k as u64,
-                    },
+                    Some(moe) if moe.sparse[at] => {
+                        let (experts, rest) = f.split_at((3 * moe.experts).min(f.len()));
+                        Ffn::Experts {
+                            router: get(&routers[at], 0),
+                            experts: alike(experts.chunks(3).map(three)),
+                            shared: (moe.shared > 0).then(|| (three(rest), get(&routers[at], 1))),
+                            top_k: moe.top_k as u64,
+                        }
+                    }
                     _ => Ffn::Dense(three(&f)),
                 };
                 Layer {
@@ -218,7 +224,9 @@ impl Shape {
             [&mut q.o, &mut k.o, &mut v.o, &mut o.i].into_iter().for_each(part);
             match &mut l.ffn {
                 Ffn::Dense(e) => three(e),
-                Ffn::Experts { experts, .. } => experts.iter_mut().for_each(|(e, _)| three(e)),
+                Ffn::Experts { experts, shared, .. } => {
+                    experts.iter_mut().map(|(e, _)| e).chain(shared.iter_mut().map(|(e, _)| e)).for_each(three);
+                }
             }
         }
         let rest = [&mut self.heads, &mut self.kv_heads, &mut self.vocab, &mut self.head.o];

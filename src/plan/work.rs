@@ -35,11 +35,12 @@ fn linears(layer: &Layer, t: f64, f: fn(&Linear, f64) -> f64) -> f64 {
     let attention: f64 = layer.attention.iter().map(|l| f(l, t)).sum();
     let ffn: f64 = match &layer.ffn {
         Ffn::Dense(three) => three.iter().map(|l| f(l, t)).sum(),
-        Ffn::Experts { router, experts, top_k } => {
+        Ffn::Experts { router, experts, shared, top_k } => {
             let each = t * *top_k as f64 / (router.o.max(1) as f64);
             let all: f64 =
                 experts.iter().flat_map(|(e, n)| e.iter().map(move |l| f(l, each) * *n as f64)).sum();
-            f(router, t) + all
+            let shared: f64 = shared.iter().flat_map(|(e, gate)| e.iter().chain([gate])).map(|l| f(l, t)).sum();
+            f(router, t) + all + shared
         }
     };
     attention + ffn
