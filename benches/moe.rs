@@ -76,7 +76,7 @@ fn main() -> Result<()> {
     let mut make = Maker::default();
     let router = make.linear(EXPERTS, WIDTH)?;
     let experts = (0..EXPERTS).map(|_| make.mlp(INNER)).collect::<Result<_>>()?;
-    let mixture = Mixture { router, experts, top_k: TOP_K, normalise: true };
+    let mixture = Mixture { router, experts, shared: None, top_k: TOP_K, normalise: true };
     let mixture_grads = make.grads()?;
     let mixture_count = make.next;
     let mut make = Maker::default();

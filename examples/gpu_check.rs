@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::adapt::adapter::Adapter;
 use ft::adapt::build::{Base, Build};
 use ft::adapt::{Choice, Params, Selection, layout};
-use ft::kernel::attention::Sequences;
+use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::{attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
 use ft::model::decoder::HostBatch;
@@ -105,8 +105,9 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
     for window in [None, Some(20)] {
         let name = if window.is_some() { "attention, window" } else { "attention" };
-        let saved = attention::forward(&q3, &k, &v, &seqs, window, 0.25)?;
-        let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &seqs, window, 0.25)?;
+        let how = Causal { seqs: &seqs, window, scale: 0.25 };
+        let saved = attention::forward(&q3, &k, &v, &how)?;
+        let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &how)?;
         for (part, t) in [("o", saved.o), ("lse", saved.lse), ("dq", dq), ("dk", dk), ("dv", dv)] {
             out.push((format!("{name}, {part}"), t));
         }

@@ -127,8 +127,8 @@ impl Real for f64 {
 
 /// Calls `$f::<f64>(..)` (a function or a method) for f64 tensors and `$f::<f32>(..)` for all others.
 macro_rules! on_real {
-    ($dtype:expr, $f:ident($($arg:expr),* $(,)?)) => {
-        if $dtype == candle_core::DType::F64 { $f::<f64>($($arg),*) } else { $f::<f32>($($arg),*) }
+    ($dtype:expr, $($f:ident)::+($($arg:expr),* $(,)?)) => {
+        if $dtype == candle_core::DType::F64 { $($f)::+::<f64>($($arg),*) } else { $($f)::+::<f32>($($arg),*) }
     };
     ($dtype:expr, $on:ident.$f:ident($($arg:expr),* $(,)?)) => {
         if $dtype == candle_core::DType::F64 { $on.$f::<f64>($($arg),*) } else { $on.$f::<f32>($($arg),*) }

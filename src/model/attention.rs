@@ -4,7 +4,8 @@ use super::decoder::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;
-use crate::kernel::{attention, rope};
+use crate::kernel::attention::{self, Causal};
+use crate::kernel::rope;
 use candle_core::{Result, Tensor};
 
 /// One attention block.
@@ -61,8 +62,9 @@ impl Cache {
 }
 
 impl Attention {
-    fn scale(&self) -> f64 {
-        1.0 / (self.head_dim as f64).sqrt()
+    fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
+        let scale = 1.0 / (self.head_dim as f64).sqrt();
+        Causal { seqs: &ctx.seqs, window: self.window, scale }
     }
 
     /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
@@ -91,7 +93,7 @@ impl Attention {
             }
             cache.kv = Some((k.clone(), v.clone()));
         }
-        let out = attention::forward(&q, &k, &v, &ctx.seqs, self.window, self.scale())?;
+        let out = attention::forward(&q, &k, &v, &self.causal(ctx))?;
         let (y, os) = self.o.forward(&out.o.reshape((t, self.heads * c))?, ctx)?;
         Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, q, k, v, out }))
     }
@@ -102,8 +104,7 @@ impl Attention {
         let c = self.head_dim;
         let [qs, ks, vs, os] = s.linears;
         let d_o = self.o.backward(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
-        let (mut dq, mut dk, dv) =
-            attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &ctx.seqs, self.window, self.scale())?;
+        let (mut dq, mut dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx))?;
         drop((d_o, s.q, s.k, s.v, s.out, os));
         dq = rope::apply(&dq, &ctx.cos, &ctx.sin, true)?;
         dk = rope::apply(&dk, &ctx.cos, &ctx.sin, true)?;

@@ -16,8 +16,8 @@ use super::sink::Sink;
 use crate::kernel::group::{self, Groups, Run};
 use crate::kernel::route::{self, Balance, Routed};
 use crate::kernel::wide;
-use candle_nn::ops::sigmoid;
 use candle_core::{Result, Tensor};
+use candle_nn::ops::sigmoid;
 use std::borrow::Cow;
 use std::sync::Arc;
 

@@ -225,7 +225,11 @@ impl Shape {
             match &mut l.ffn {
                 Ffn::Dense(e) => three(e),
                 Ffn::Experts { experts, shared, .. } => {
-                    experts.iter_mut().map(|(e, _)| e).chain(shared.iter_mut().map(|(e, _)| e)).for_each(three);
+                    experts
+                        .iter_mut()
+                        .map(|(e, _)| e)
+                        .chain(shared.iter_mut().map(|(e, _)| e))
+                        .for_each(three);
                 }
             }
         }

@@ -39,7 +39,8 @@ fn linears(layer: &Layer, t: f64, f: fn(&Linear, f64) -> f64) -> f64 {
             let each = t * *top_k as f64 / (router.o.max(1) as f64);
             let all: f64 =
                 experts.iter().flat_map(|(e, n)| e.iter().map(move |l| f(l, each) * *n as f64)).sum();
-            let shared: f64 = shared.iter().flat_map(|(e, gate)| e.iter().chain([gate])).map(|l| f(l, t)).sum();
+            let shared: f64 =
+                shared.iter().flat_map(|(e, gate)| e.iter().chain([gate])).map(|l| f(l, t)).sum();
             f(router, t) + all + shared
         }
     };

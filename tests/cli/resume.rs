@@ -63,7 +63,11 @@ fn killed_ten_times_it_ends_the_same() {
         let w = world(rules);
         let args = ["run", "r.toml", "run.output=killed", "--resume"];
         let (mut dice, mut kills) = (Dice(7), 0);
-        for round in 0..10u64 {
+        // a run that got through on a busy machine begins anew
+        for round in 0..100u64 {
+            if kills == 10 {
+                break;
+            }
             let mut child = w.start(&args);
             // some die while they start, the others somewhere in or after a step
             let later = if round % 3 == 2 {
@@ -72,13 +76,15 @@ fn killed_ten_times_it_ends_the_same() {
                 w.events("killed", "step").len() + 1 + dice.below(4) as usize
             };
             if !reaches(&w, &mut child, "killed", later) {
-                break;
+                same_end(&w, "killed", result);
+                std::fs::remove_dir_all(w.path("killed")).expect("a folder");
+                continue;
             }
             std::thread::sleep(Duration::from_micros(dice.below(12_000)));
             child.kill().expect("killed");
             kills += usize::from(child.wait().expect("an end").code().is_none());
         }
-        assert_eq!(kills, 10, "the run was over before it was killed often enough");
+        assert_eq!(kills, 10, "the run is over before it can be killed");
         w.ok(&args);
         same_end(&w, "killed", result);
         let folder = w.path("killed/checkpoints");

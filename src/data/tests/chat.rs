@@ -164,11 +164,9 @@ fn templates_end_and_name_their_line() {
         ("a\n{{ raise_exception('no ' + messages[0].role) }}", 2, "no user"),
         ("{{ 'x' * 1000000000000 }}", 1, "too large"),
     ] {
-        let started = std::time::Instant::now();
         let error = with_template(template).render(&messages, None, false, &Map::new()).unwrap_err();
         let Error::Template { line: at, message, .. } = &error else { panic!("{error}") };
         assert!(message.contains(why) && *at >= 1 && (line == 0 || *at == line), "{error}");
-        assert!(started.elapsed().as_secs_f64() < 1.0, "{error}: {:?}", started.elapsed());
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t.jinja");

@@ -126,17 +126,15 @@ fn fractions_of_epochs_and_edges() {
 }
 
 #[test]
-fn packing_a_million_samples_is_quick_and_dense() {
+fn packing_a_million_samples_is_dense() {
     let lengths: Vec<usize> = {
         let s = crate::rng::Stream::new(5, crate::rng::Purpose::Test, 0, 0);
         (0..1_000_000).map(|i| 20 + (s.uniform(i).powi(3) * 2000.0) as usize).collect()
     };
     let order: Vec<usize> = (0..lengths.len()).collect();
-    let started = std::time::Instant::now();
     let rows = pack::best_fit(&order, &|i| lengths[i], 2048, 1);
     let fill = lengths.iter().sum::<usize>() as f64 / (rows.len() * 2048) as f64;
     assert!(fill > 0.97, "{fill}");
-    assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
 }
 
 #[test]

@@ -1,0 +1,157 @@
+//! The CPU's attention: blocks of queries against the keys that any of them sees.
+
+use super::{Causal, Saved, Shape};
+use crate::kernel::cpu::{Real, dot, max, sum, tensor, view};
+use crate::kernel::gemm::{Mat, gemm};
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+/// Query rows that one block takes.
+const BLOCK: usize = 64;
+
+/// One block of queries of one head: the keys that any of them sees, and which of those each sees.
+struct Block {
+    /// First key.
+    k0: usize,
+    /// Number of keys.
+    n: usize,
+}
+
+impl Block {
+    fn of(how: &Causal<'_>, i0: usize, rows: usize) -> Self {
+        let first = how.seqs.first_query + i0;
+        let k0 = how.first_key(first);
+        Self { k0, n: first + rows - k0 }
+    }
+
+    /// Columns of the block that its row `r` sees.
+    fn seen(&self, how: &Causal<'_>, i0: usize, r: usize) -> (usize, usize) {
+        let i = how.seqs.first_query + i0 + r;
+        (how.first_key(i) - self.k0, i + 1 - self.k0)
+    }
+}
+
+/// Forward: a task takes [`BLOCK`] queries, head after head.
+pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
+    let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
+    let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
+    let (qv, kv, vv) = (&*qv, &*kv, &*vv);
+    let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
+    o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(
+        |(b, (o, lse))| {
+            let i0 = b * BLOCK;
+            let rows = lse.len() / h;
+            let block = Block::of(how, i0, rows);
+            let n = block.n;
+            let mut p = vec![T::zero(); rows * n];
+            for head in 0..h {
+                let kvh = head / (h / g);
+                let qm = Mat::new(&qv[(i0 * h + head) * c..], rows, c, h * c);
+                let km = Mat::new(&kv[(block.k0 * g + kvh) * c..], n, c, g * c);
+                let vm = Mat::new(&vv[(block.k0 * g + kvh) * c..], n, c, g * c);
+                gemm(&mut p, n, false, qm, km.t(), T::of(how.scale), false);
+                for (r, row) in p.chunks_mut(n).enumerate() {
+                    let (a, z) = block.seen(how, i0, r);
+                    row[..a].fill(T::zero());
+                    row[z..].fill(T::zero());
+                    let seen = &mut row[a..z];
+                    let largest = max(seen);
+                    for x in seen.iter_mut() {
+                        *x = (*x - largest).exp();
+                    }
+                    let total = sum(seen);
+                    let inverse = T::one() / total;
+                    seen.iter_mut().for_each(|x| *x *= inverse);
+                    lse[r * h + head] = largest + total.ln();
+                }
+                let pm = Mat::new(&p, rows, n, n);
+                gemm(&mut o[head * c..], h * c, false, pm, vm, T::one(), false);
+            }
+        },
+    );
+    Ok(Saved { o: tensor(o, (t, h, c), q.dtype())?, lse: tensor(lse, (t, h), T::DTYPE)? })
+}
+
+/// Backward: a task takes a query head.
+pub fn backward<T: Real>(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    saved: &Saved,
+    d_o: &Tensor,
+    how: &Causal<'_>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
+    let keys = how.seqs.keys();
+    let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
+    let (ov, lv, dv) = (view::<T>(&saved.o)?, view::<T>(&saved.lse)?, view::<T>(d_o)?);
+    let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
+    let most = (0..t).step_by(BLOCK).map(|i0| Block::of(how, i0, BLOCK.min(t - i0)).n).max().unwrap_or(0);
+    // each query head by itself; the heads of a group are summed in order below
+    let heads: Vec<(Vec<T>, Vec<T>, Vec<T>)> = (0..h)
+        .into_par_iter()
+        .map(|head| {
+            let kvh = head / (h / g);
+            let mut dq = vec![T::zero(); t * c];
+            let (mut dk, mut dval) = (vec![T::zero(); keys * c], vec![T::zero(); keys * c]);
+            // as large as any block needs, at once: a vector that grows holds twice what it needs
+            let (mut p, mut dp) =
+                (vec![T::zero(); BLOCK.min(t) * most], vec![T::zero(); BLOCK.min(t) * most]);
+            for i0 in (0..t).step_by(BLOCK) {
+                let rows = BLOCK.min(t - i0);
+                let block = Block::of(how, i0, rows);
+                let (k0, n) = (block.k0, block.n);
+                let (p, dp) = (&mut p[..rows * n], &mut dp[..rows * n]);
+                let at = (i0 * h + head) * c;
+                let qm = Mat::new(&qv[at..], rows, c, h * c);
+                let gm = Mat::new(&dv[at..], rows, c, h * c);
+                let km = Mat::new(&kv[(k0 * g + kvh) * c..], n, c, g * c);
+                let vm = Mat::new(&vv[(k0 * g + kvh) * c..], n, c, g * c);
+                gemm(p, n, false, qm, km.t(), T::of(how.scale), false);
+                gemm(dp, n, false, gm, vm.t(), T::one(), false);
+                for r in 0..rows {
+                    let (a, z) = block.seen(how, i0, r);
+                    let (p, dp) = (&mut p[r * n..(r + 1) * n], &mut dp[r * n..(r + 1) * n]);
+                    let row = at + r * h * c;
+                    let delta = dot(&dv[row..row + c], &ov[row..row + c]);
+                    let lse = lv[(i0 + r) * h + head];
+                    p[..a].fill(T::zero());
+                    p[z..].fill(T::zero());
+                    dp[..a].fill(T::zero());
+                    dp[z..].fill(T::zero());
+                    for (p, dp) in p[a..z].iter_mut().zip(&mut dp[a..z]) {
+                        *p = (*p - lse).exp();
+                        *dp = *p * (*dp - delta) * T::of(how.scale);
+                    }
+                }
+                let (pm, dpm) = (Mat::new(p, rows, n, n), Mat::new(dp, rows, n, n));
+                gemm(&mut dval[k0 * c..(k0 + n) * c], c, true, pm.t(), gm, T::one(), false);
+                gemm(&mut dk[k0 * c..(k0 + n) * c], c, true, dpm.t(), qm, T::one(), false);
+                gemm(&mut dq[i0 * c..(i0 + rows) * c], c, false, dpm, km, T::one(), false);
+            }
+            (dq, dk, dval)
+        })
+        .collect();
+    let mut dq = vec![T::zero(); t * h * c];
+    dq.par_chunks_mut(h * c).enumerate().for_each(|(i, row)| {
+        for (head, row) in row.chunks_mut(c).enumerate() {
+            row.copy_from_slice(&heads[head].0[i * c..(i + 1) * c]);
+        }
+    });
+    let (mut dk, mut dval) = (vec![T::zero(); keys * g * c], vec![T::zero(); keys * g * c]);
+    let per = h / g;
+    dk.par_chunks_mut(g * c).zip(dval.par_chunks_mut(g * c)).enumerate().for_each(|(i, (dk, dval))| {
+        for (head, (_, hk, hv)) in heads.iter().enumerate() {
+            let (to, from) = ((head / per) * c, i * c);
+            for x in 0..c {
+                dk[to + x] += hk[from + x];
+                dval[to + x] += hv[from + x];
+            }
+        }
+    });
+    Ok((
+        tensor(dq, (t, h, c), q.dtype())?,
+        tensor(dk, (keys, g, c), q.dtype())?,
+        tensor(dval, (keys, g, c), q.dtype())?,
+    ))
+}
