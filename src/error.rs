@@ -59,6 +59,9 @@ pub enum Error {
     /// A plan that does not fit.
     #[error(transparent)]
     Plan(#[from] crate::plan::Error),
+    /// The report of a run.
+    #[error(transparent)]
+    Report(#[from] crate::log::report::Error),
     /// The training loop.
     #[error(transparent)]
     Train(#[from] crate::train::Error),
@@ -79,6 +82,7 @@ impl Error {
             Error::Quant(e) => e.exit_code(),
             Error::Adapt(e) => e.exit_code(),
             Error::Plan(e) => e.exit_code(),
+            Error::Report(e) => e.exit_code(),
             Error::Train(e) => e.exit_code(),
             Error::Tensor(_) if self.is_out_of_memory() => ExitCode::DoesNotFit,
             Error::Tensor(_) => ExitCode::Internal,

@@ -10,6 +10,7 @@ pub mod merge;
 pub mod plan;
 pub mod quantize;
 pub mod recipes;
+pub mod report;
 pub mod routes;
 pub mod run;
 pub mod schema;
@@ -73,6 +74,8 @@ enum Verb {
     Plan(plan::Args),
     /// Write a model in 4 bits (NF4), as bitsandbytes stores it
     Quantize(quantize::Args),
+    /// Write a run as one HTML file: curves, memory, samples, recipe
+    Report(report::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -82,8 +85,6 @@ enum Verb {
     Schema,
     #[command(hide = true)]
     Push(Rest),
-    #[command(hide = true)]
-    Report(Rest),
 }
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.
@@ -109,10 +110,10 @@ pub fn main() -> ExitCode {
         Verb::Bench(args) => bench::run(&args),
         Verb::Plan(args) => plan::run(&args),
         Verb::Quantize(args) => quantize::run(&args),
+        Verb::Report(args) => report::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Schema => schema::run(),
         Verb::Push(_) => not_built("push"),
-        Verb::Report(_) => not_built("report"),
     };
     exit(outcome.err().as_slice())
 }

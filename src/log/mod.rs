@@ -1,8 +1,9 @@
-//! What a run tells: progress on the terminal, `metrics.jsonl` in the run folder.
+//! What a run tells: progress on the terminal, `metrics.jsonl` in the run folder, a report from it.
 
 pub mod memory;
 mod metrics;
 mod progress;
+pub mod report;
 
 pub use metrics::Metrics;
 pub use metrics::read as read_metrics;

@@ -97,10 +97,11 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
 
     let plan = job.plan(Workload::of_data(&job.recipe, &data, eval.as_ref()));
     watch::check(&job, &plan)?;
-    let watch = Watch::begin(&plan, &job.device);
+    let mut watch = Watch::begin(&plan, &job.device);
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
+    watch.loaded(&params);
     if let Some(c) = &newest {
         state::load(&c.path, &params)?;
     }
@@ -133,7 +134,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         let started = Instant::now();
         let lr = schedule.at(step);
         let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)
-            .map_err(|e| r.watch.explain(e))?;
+            .map_err(|e| r.stopped(step as u64, e))?;
         if step == done as usize {
             check_reached(&params, &s)?;
         }
@@ -147,11 +148,12 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         }
         let signal = signals.seen();
         if due(job.recipe.run.save_every) || signal.is_some() {
-            save(&mut checkpoints, count, &identity, &params, job.recipe.run.keep)?;
+            save(&mut checkpoints, count, &identity, &params, job.recipe.run.keep)
+                .map_err(|e| r.stopped(count, e))?;
         }
         if let (Some((name, code)), false) = (signal, last) {
             r.progress.finish();
-            return Err(Error::Signal { name, step: count, code }.into());
+            return Err(r.stopped(count, Error::Signal { name, step: count, code }.into()));
         }
     }
     r.sample(total as u64)?;
@@ -164,7 +166,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     }
     r.metrics.write(&json!({
         "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(), "time": now(),
     }))?;
     Ok(Outcome::Done { result })
 }
@@ -248,15 +250,18 @@ impl Running<'_> {
             .collect();
         let event = if done > 0 { "resume" } else { "start" };
         let mut line = json!({
-            "event": event,
+            "event": event, "name": job.recipe.name, "time": now(),
+            "command": std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>(),
             "versions": {"ft": env!("CARGO_PKG_VERSION"), "candle": "0.11.1"},
             "model": {"source": job.model.source, "revision": job.model.revision, "family": job.config.family.model_type},
             "hashes": hashes,
             "parameters": {"total": all, "trainable": trained},
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
+            "threads": rayon::current_num_threads(),
+            "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
             "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
-            "plan": self.watch.json(),
+            "plan": self.watch.json(), "loaded": self.watch.loaded_json(),
         });
         if done > 0 {
             line["step"] = json!(done);
@@ -317,6 +322,16 @@ impl Running<'_> {
         Ok(())
     }
 
+    /// Takes down why the run stops after `step` steps, and gives the error on, with what the plan has to say.
+    fn stopped(&mut self, step: u64, e: crate::Error) -> crate::Error {
+        let e = self.watch.explain(e);
+        let code = e.exit_code() as u8;
+        let event = json!({"event": "stopped", "step": step, "code": code, "why": e.to_string(), "time": now()});
+        // on a full disk this fails too; the error that is told is the one that stopped the run
+        let _ = self.metrics.write(&event);
+        e
+    }
+
     fn evaluate(&mut self, step: u64) -> crate::Result<()> {
         let Some(data) = self.eval else { return Ok(()) };
         let (loss, targets) = evaluate(self.setup.decoder, data, self.setup.micro_rows, &self.job.device)?;
@@ -373,6 +388,11 @@ fn load_event(step: u64, steps: u64, load: &Load) -> Value {
         "event": "experts", "step": step, "steps": steps, "entropy": load.entropy(), "peak": load.peak(),
         "dead": load.dead(), "layers": layers,
     })
+}
+
+/// Seconds after 1970.
+fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 fn millions(n: u64) -> String {

@@ -1,6 +1,7 @@
 //! A run beside its plan: refused when it cannot fit, measured while it goes, compared at the end.
 
 use super::Job;
+use crate::adapt::Params;
 use crate::error::Error;
 use crate::hub;
 use crate::log::{memory, warn};
@@ -62,6 +63,8 @@ pub struct Watch<'a> {
     /// Counted bytes, and resident ones, before the model was loaded.
     before: (Option<u64>, u64),
     peak: u64,
+    /// Bytes that stay for the whole run, by group; empty until [`Watch::loaded`].
+    loaded: Vec<(&'static str, u64)>,
 }
 
 impl<'a> Watch<'a> {
@@ -69,7 +72,7 @@ impl<'a> Watch<'a> {
     pub fn begin(plan: &'a Plan, device: &Device) -> Self {
         memory::reset_peak();
         let before = (memory::live_bytes(), memory::device_bytes(device));
-        Self { plan, device: device.clone(), before, peak: 0 }
+        Self { plan, device: device.clone(), before, peak: 0, loaded: Vec::new() }
     }
 
     /// Takes a look at what is used.
@@ -85,6 +88,39 @@ impl<'a> Watch<'a> {
         self.peak = self.peak.max(now);
     }
 
+    /// Takes down what is there now that the model is loaded: buffers of what trains, whose sizes are known,
+    /// and the rest, which is weights. Call it before the first step.
+    pub fn loaded(&mut self, params: &Params) {
+        let now = match (self.before.0, memory::live_bytes(), crate::kernel::cuda::pool_bytes(&self.device)) {
+            (_, _, Some((used, _))) => used,
+            (Some(before), Some(live), None) => live.saturating_sub(before),
+            _ => return,
+        };
+        let buffers = params.bytes();
+        let known: u64 = buffers.iter().map(|(_, b)| b).sum();
+        self.loaded = vec![("weights", now.saturating_sub(known))];
+        self.loaded.extend(buffers);
+    }
+
+    /// Planned and measured bytes by group, in the order of tables, as far as the engine can tell them apart:
+    /// weights, gradients, master weights, moments, and what a step adds to them at its fullest.
+    pub fn groups(&self) -> Vec<(&'static str, u64, u64)> {
+        let planned = |group: &str| -> u64 {
+            self.plan.peak.bytes.iter().filter(|(c, _)| c.group() == group).map(|(_, b)| b).sum()
+        };
+        let mut out: Vec<_> = self.loaded.iter().map(|(k, b)| (*k, planned(k), *b)).collect();
+        if !out.is_empty() {
+            let there: u64 = self.loaded.iter().map(|(_, b)| b).sum();
+            out.push(("step", planned("step"), self.peak.saturating_sub(there)));
+        }
+        out
+    }
+
+    /// What was measured after loading, for `metrics.jsonl`.
+    pub fn loaded_json(&self) -> Value {
+        Value::Object(self.loaded.iter().map(|(k, b)| (k.to_string(), json!(b))).collect())
+    }
+
     /// The highest that was seen, in bytes: on the CPU beyond what was there before the model was loaded.
     pub fn peak(&self) -> u64 {
         self.peak
@@ -98,6 +134,7 @@ impl<'a> Watch<'a> {
         json!({
             "recompute_layers": p.recompute, "recompute_of": p.walked, "reason": p.reason,
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
+            "host": p.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<serde_json::Map<_, _>>(),
             "budget": p.budget, "host_bytes_before_loading": self.before.1,
         })
     }

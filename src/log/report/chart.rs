@@ -1,0 +1,322 @@
+//! Line charts: numbers to places on paper. The template draws what is here and computes nothing.
+//!
+//! A chart is 760 x 260 units; its lines are SVG paths. What it says in colours it also says by the kind of
+//! line, in words, and in a table.
+
+use super::series::{POINTS, ROWS, Series, evenly, grouped, short};
+use serde::Serialize;
+use std::fmt::Write;
+
+const WIDTH: f64 = 760.0;
+const HEIGHT: f64 = 260.0;
+const LEFT: f64 = 70.0;
+const RIGHT: f64 = 16.0;
+const TOP: f64 = 14.0;
+const BOTTOM: f64 = 40.0;
+/// How far apart the ends of an axis are for it to be logarithmic.
+const LOGARITHMIC: f64 = 100.0;
+
+/// How a line looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Look {
+    /// Thin and pale.
+    Raw,
+    /// Thick.
+    Main,
+    /// Dashed, a circle at each point.
+    Dots,
+}
+
+/// One line of a chart.
+#[derive(Clone, Debug)]
+pub struct Curve {
+    /// What it is.
+    pub label: &'static str,
+    /// How it looks.
+    pub look: Look,
+    /// Its points.
+    pub points: Series,
+}
+
+/// A short line with a text beside an axis.
+#[derive(Clone, Debug, Serialize)]
+pub struct Tick {
+    at: f64,
+    text: String,
+}
+
+/// A line that is laid out.
+#[derive(Clone, Debug, Serialize)]
+pub struct Line {
+    label: &'static str,
+    look: Look,
+    path: String,
+    dots: Vec<(f64, f64)>,
+}
+
+/// Numbers in rows, for eyes that do not see the chart.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Table {
+    /// Titles of the columns.
+    pub head: Vec<String>,
+    /// Rows.
+    pub rows: Vec<Vec<String>>,
+    /// What is left out.
+    pub note: String,
+}
+
+/// A chart that is laid out.
+#[derive(Clone, Debug, Serialize)]
+pub struct Chart {
+    /// A name for links inside the page.
+    pub id: &'static str,
+    /// Title.
+    pub title: &'static str,
+    /// The chart in words.
+    pub about: String,
+    notes: Vec<String>,
+    width: f64,
+    height: f64,
+    left: f64,
+    right: f64,
+    top: f64,
+    bottom: f64,
+    x_ticks: Vec<Tick>,
+    y_ticks: Vec<Tick>,
+    lines: Vec<Line>,
+    /// Steps from which the run went on.
+    resumed: Vec<Tick>,
+    /// Where there is no number.
+    gaps: Vec<f64>,
+    table: Table,
+}
+
+/// Round numbers from `low` to `high`, some five of them.
+fn round_numbers(low: f64, high: f64) -> Vec<f64> {
+    let rough = (high - low) / 5.0;
+    if !(rough.is_finite() && rough > 0.0) {
+        return vec![low];
+    }
+    let unit = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 2.5, 5.0, 10.0].map(|f| f * unit).into_iter().find(|s| *s >= rough * 0.999);
+    let step = step.unwrap_or(rough);
+    let first = (low / step).ceil() as i64;
+    let last = ((high / step) * (1.0 + 1e-12)).floor() as i64;
+    (first..=last.min(first.saturating_add(20))).map(|i| i as f64 * step).collect()
+}
+
+/// 1, 2 and 5 times powers of ten between `low` and `high`; only powers where these would be many.
+fn powers(low: f64, high: f64) -> Vec<f64> {
+    let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
+    let few = high / low < 1e4;
+    let each = (high / low).log10() as i32 / 6 + 1;
+    exponents
+        .filter(|e| few || e % each == 0)
+        .flat_map(|e| {
+            let factors: &[f64] = if few { &[1.0, 2.0, 5.0] } else { &[1.0] };
+            factors.iter().map(move |f| f * 10f64.powi(e))
+        })
+        .filter(|y| (low * 0.999..=high * 1.001).contains(y))
+        .collect()
+}
+
+/// An axis: what stands where.
+#[derive(Clone, Copy, Debug)]
+struct Axis {
+    low: f64,
+    high: f64,
+    logarithmic: bool,
+    from: f64,
+    to: f64,
+}
+
+impl Axis {
+    fn place(&self, v: f64) -> f64 {
+        let share = match self.logarithmic {
+            true => (v / self.low).ln() / (self.high / self.low).ln(),
+            false => (v - self.low) / (self.high - self.low),
+        };
+        // tenths are finer than a screen
+        ((self.from + share * (self.to - self.from)) * 10.0).round() / 10.0
+    }
+
+    fn y(low: f64, high: f64) -> Self {
+        let (from, to) = (HEIGHT - BOTTOM, TOP);
+        if low > 0.0 && high / low > LOGARITHMIC {
+            return Self { low, high, logarithmic: true, from, to };
+        }
+        // from 0 on, where that does not waste most of the paper
+        let base = if low >= 0.0 && low < 0.5 * high { 0.0 } else { low };
+        let room = 0.05 * (high - base);
+        let (low, high) = match room > 0.0 {
+            true => (if base == 0.0 { 0.0 } else { base - room }, high + room),
+            false => {
+                let around = if high == 0.0 { 1.0 } else { 0.1 * high.abs() };
+                (high - around, high + around)
+            }
+        };
+        Self { low, high, logarithmic: false, from, to }
+    }
+
+    fn x(low: u64, high: u64) -> Self {
+        let (low, high) = (low as f64, high.max(low.saturating_add(1)) as f64);
+        Self { low, high, logarithmic: false, from: LEFT, to: WIDTH - RIGHT }
+    }
+
+    fn ticks(&self) -> Vec<Tick> {
+        let values = match self.logarithmic {
+            true => powers(self.low, self.high),
+            false => round_numbers(self.low, self.high),
+        };
+        // as many decimals as tell neighbours apart
+        let step = values.windows(2).map(|w| w[1] - w[0]).fold(f64::INFINITY, f64::min);
+        let decimals = if step.is_finite() { (1.0 - step.log10()).ceil().clamp(0.0, 9.0) as usize } else { 3 };
+        let tick = |v: f64| {
+            let size = v.abs();
+            let text = if v == 0.0 {
+                "0".into()
+            } else if !(1e-3..1e6).contains(&size) {
+                format!("{v:.1e}").replace(".0e", "e")
+            } else if v.fract() == 0.0 && size >= 1000.0 {
+                grouped(size as u64)
+            } else {
+                let text = format!("{v:.decimals$}");
+                let cut = text.trim_end_matches('0').trim_end_matches('.');
+                if text.contains('.') { cut.to_string() } else { text }
+            };
+            Tick { at: self.place(v), text }
+        };
+        values.into_iter().map(tick).collect()
+    }
+}
+
+fn path(points: &Series, x: &Axis, y: &Axis) -> String {
+    let mut out = String::new();
+    let mut down = false;
+    for (i, (step, value)) in points.0.iter().enumerate() {
+        if !value.is_finite() {
+            down = false;
+            continue;
+        }
+        let _ = write!(out, "{}{} {}", if down { 'L' } else { 'M' }, x.place(*step as f64), y.place(*value));
+        // a point alone, between gaps, is a dot
+        if !down && points.0.get(i + 1).is_none_or(|next| !next.1.is_finite()) {
+            out.push_str("h0");
+        }
+        down = true;
+    }
+    out
+}
+
+/// "a, b, c and 4 more".
+pub fn some(steps: &[u64]) -> String {
+    let shown: Vec<String> = steps.iter().take(6).map(u64::to_string).collect();
+    match steps.len() {
+        n if n > 6 => format!("{} and {} more", shown.join(", "), n - 6),
+        _ => shown.join(", "),
+    }
+}
+
+fn in_words(c: &Curve) -> Option<String> {
+    let (first, last) = (c.points.finite().next()?, c.points.finite().next_back()?);
+    let (low, high) = (c.points.lowest()?, c.points.highest()?);
+    if first.0 == last.0 {
+        return Some(format!("{}: {} at step {}.", c.label, short(first.1), first.0));
+    }
+    Some(format!(
+        "{}: from {} at step {} to {} at step {}; lowest {} at step {}, highest {} at step {}.",
+        c.label,
+        short(first.1),
+        first.0,
+        short(last.1),
+        last.0,
+        short(low.1),
+        low.0,
+        short(high.1),
+        high.0
+    ))
+}
+
+fn table(curves: &[Curve]) -> Table {
+    let mut steps: Vec<u64> = curves.iter().flat_map(|c| c.points.0.iter().map(|p| p.0)).collect();
+    steps.sort_unstable();
+    steps.dedup();
+    let shown = evenly(steps.len(), ROWS);
+    let note = match shown.len() < steps.len() {
+        true => format!("{} of {} steps, evenly spaced.", shown.len(), grouped(steps.len() as u64)),
+        false => String::new(),
+    };
+    let cell = |c: &Curve, step: u64| {
+        let at = c.points.0.binary_search_by_key(&step, |p| p.0);
+        at.map_or(String::new(), |i| short(c.points.0[i].1))
+    };
+    let rows = shown
+        .into_iter()
+        .map(|i| {
+            let step = steps[i];
+            std::iter::once(step.to_string()).chain(curves.iter().map(|c| cell(c, step))).collect()
+        })
+        .collect();
+    let head = std::iter::once("step".to_string()).chain(curves.iter().map(|c| c.label.to_string()));
+    Table { head: head.collect(), rows, note }
+}
+
+impl Chart {
+    /// Lays a chart out; none where no curve has a number.
+    pub fn new(
+        id: &'static str,
+        title: &'static str,
+        curves: &[Curve],
+        resumed: &[u64],
+        notes: &[String],
+    ) -> Option<Self> {
+        let all = || curves.iter().flat_map(|c| c.points.finite());
+        let low = all().map(|p| p.1).reduce(f64::min)?;
+        let high = all().map(|p| p.1).reduce(f64::max)?;
+        let (first, last) = (all().map(|p| p.0).min()?, all().map(|p| p.0).max()?);
+        let (x, y) = (Axis::x(first, last), Axis::y(low, high));
+        let mut notes = notes.to_vec();
+        if y.logarithmic {
+            notes.push("The scale is logarithmic.".into());
+        }
+        let mut gaps: Vec<u64> = curves.iter().take(1).flat_map(|c| c.points.gaps()).collect();
+        gaps.retain(|s| (first..=last).contains(s));
+        if !gaps.is_empty() {
+            let are = if gaps.len() == 1 { "step has" } else { "steps have" };
+            notes.push(format!("{} {are} no finite number (crosses at the top): {}.", gaps.len(), some(&gaps)));
+        }
+        let about: Vec<String> = curves.iter().filter_map(in_words).collect();
+        let lines = curves
+            .iter()
+            .map(|c| {
+                let points = c.points.thin(POINTS);
+                let place = |p: (u64, f64)| (x.place(p.0 as f64), y.place(p.1));
+                let dots = match c.look {
+                    Look::Dots if points.finite().count() <= 60 => points.finite().map(place).collect(),
+                    _ => Vec::new(),
+                };
+                Line { label: c.label, look: c.look, path: path(&points, &x, &y), dots }
+            })
+            .collect();
+        let mark = |s: &u64| Tick { at: x.place(*s as f64), text: format!("resumed from step {s}") };
+        Some(Self {
+            id,
+            title,
+            about: about.join(" "),
+            notes,
+            width: WIDTH,
+            height: HEIGHT,
+            left: LEFT,
+            right: WIDTH - RIGHT,
+            top: TOP,
+            bottom: HEIGHT - BOTTOM,
+            x_ticks: x.ticks().into_iter().filter(|t| !t.text.contains('.')).collect(),
+            y_ticks: y.ticks(),
+            lines,
+            resumed: resumed.iter().filter(|s| (first..=last).contains(s)).take(50).map(mark).collect(),
+            gaps: gaps.iter().take(200).map(|s| x.place(*s as f64)).collect(),
+            table: table(curves),
+        })
+    }
+}

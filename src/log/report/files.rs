@@ -1,0 +1,67 @@
+//! What lies in a run folder beside its metrics.
+
+use crate::plan::report::bytes;
+use std::path::Path;
+
+/// The largest recipe that is shown, in bytes.
+const RECIPE: u64 = 1 << 20;
+/// Files that are listed.
+const LISTED: usize = 60;
+
+/// The recipe, and the files that a reader may look for.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    /// `recipe.toml`; none where it cannot be read.
+    pub recipe: Option<String>,
+    /// `adapter` or `model`, where it is there.
+    pub result: Option<String>,
+    /// Path inside the folder, and size in words.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// Bytes of all files in a folder and below it; links are not followed.
+fn size(dir: &Path, depth: usize) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .map(|e| match e.file_type() {
+            Ok(t) if t.is_dir() && depth > 0 => size(&e.path(), depth - 1),
+            Ok(t) if t.is_file() => e.metadata().map_or(0, |m| m.len()),
+            _ => 0,
+        })
+        .sum()
+}
+
+impl Files {
+    /// Looks into the folder of a run; what is not there is left out.
+    pub fn look(run: &Path) -> Self {
+        let recipe = run.join("recipe.toml");
+        let small = std::fs::metadata(&recipe).is_ok_and(|m| m.is_file() && m.len() <= RECIPE);
+        let recipe = if small { std::fs::read(&recipe).ok() } else { None };
+        let mut out = Self {
+            recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()),
+            ..Self::default()
+        };
+        for result in ["adapter", "model"] {
+            let dir = run.join(result);
+            if dir.is_dir() {
+                out.rows.push(vec![format!("{result}/"), bytes(size(&dir, 1))]);
+                out.result.get_or_insert_with(|| dir.display().to_string());
+            }
+        }
+        let checkpoints = run.join("checkpoints");
+        let entries = std::fs::read_dir(&checkpoints).into_iter().flatten().flatten();
+        let mut steps: Vec<_> = entries
+            .filter(|e| e.file_name().to_string_lossy().starts_with("step-"))
+            .map(|e| {
+                // the marker is written last
+                let whole = e.path().join("COMPLETE").is_file();
+                let name = format!("checkpoints/{}/", e.file_name().to_string_lossy());
+                vec![if whole { name } else { format!("{name} (not whole)") }, bytes(size(&e.path(), 1))]
+            })
+            .collect();
+        steps.sort();
+        steps.truncate(LISTED);
+        out.rows.extend(steps);
+        out
+    }
+}

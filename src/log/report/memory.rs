@@ -1,0 +1,169 @@
+//! Memory: what the plan said by component, and what was measured.
+
+use super::read::{Metrics, count};
+use crate::plan::Component;
+use crate::plan::report::bytes;
+use serde::Serialize;
+use serde_json::Value;
+
+/// One row: a name, bytes in words, and how long its bar is in percent.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    name: String,
+    planned: String,
+    measured: String,
+    /// Measured against planned.
+    apart: String,
+    planned_bar: Option<f64>,
+    measured_bar: Option<f64>,
+}
+
+/// The section on memory.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Memory {
+    /// What the plan lists at its fullest moment.
+    planned: Vec<Row>,
+    /// Plan and measurement side by side, in as much detail as the engine can measure.
+    compared: Vec<Row>,
+    /// The host's.
+    host: Vec<Row>,
+    /// Where the peak is, how much is recomputed, on which device.
+    facts: Vec<String>,
+    /// In words, for who does not see the bars.
+    about: String,
+}
+
+/// The groups in which the engine measures: buffers that it can ask for their size, the rest of what is
+/// loaded, and what came on top at the fullest moment.
+const GROUPS: [(&str, &str); 4] = [
+    ("weights", "weights and adapters"),
+    ("gradients", "gradients"),
+    ("master", "f32 master weights"),
+    ("moments", "optimizer moments"),
+];
+
+struct Bar {
+    name: String,
+    planned: Option<u64>,
+    measured: Option<u64>,
+}
+
+/// Rows whose longest bar is whole.
+fn rows(bars: Vec<Bar>) -> Vec<Row> {
+    let most = bars.iter().flat_map(|b| [b.planned, b.measured]).flatten().max().unwrap_or(0).max(1);
+    let bar = |n: Option<u64>| n.map(|n| (n as f64 / most as f64 * 1000.0).round() / 10.0);
+    let words = |n: Option<u64>| n.map_or(String::new(), bytes);
+    bars.into_iter()
+        .map(|b| Row {
+            planned: words(b.planned),
+            measured: words(b.measured),
+            apart: match (b.planned, b.measured) {
+                (Some(p), Some(m)) if p > 0 => format!("{:+.1}%", 100.0 * (m as f64 / p as f64 - 1.0)),
+                _ => String::new(),
+            },
+            planned_bar: bar(b.planned),
+            measured_bar: bar(b.measured),
+            name: b.name,
+        })
+        .collect()
+}
+
+fn component(key: &str) -> Option<Component> {
+    Component::ALL.into_iter().find(|c| c.key() == key)
+}
+
+/// A component's name in tables, whatever wrote the file.
+fn name(key: &str) -> String {
+    component(key).map_or_else(|| key.replace('_', " "), |c| c.label().to_string())
+}
+
+/// Bytes by name of an object.
+fn parts(v: &Value) -> Vec<(&str, u64)> {
+    let map = v.as_object();
+    map.into_iter().flatten().filter_map(|(k, b)| Some((k.as_str(), b.as_u64()?))).take(64).collect()
+}
+
+impl Memory {
+    /// From a run's metrics; none where nothing was planned or measured.
+    pub fn new(m: &Metrics) -> Option<Self> {
+        let plan = &m.start["plan"];
+        let device = parts(&plan["device"]);
+        let total = plan["peak_device_bytes"].as_u64();
+        let of_steps = m.steps.values().map(|s| s.device_bytes).max().unwrap_or(0);
+        let of_end = m.end.as_ref().map_or(0, |e| count(e, "peak_device_bytes"));
+        let measured = Some(of_steps.max(of_end)).filter(|b| *b > 0);
+        if total.is_none() && measured.is_none() {
+            return None;
+        }
+        let on_cpu = super::read::text(&m.start, "device") == "cpu";
+
+        let one = |(key, b): &(&str, u64)| Bar { name: name(key), planned: Some(*b), measured: None };
+        let mut bars = Vec::new();
+        let loaded = parts(&m.start["loaded"]);
+        if !loaded.is_empty() {
+            let group = |key: &str| component(key).map_or("step", Component::group);
+            let planned_in = |g: &str| -> u64 {
+                device.iter().filter(|(k, _)| group(k) == g).map(|(_, b)| b).sum()
+            };
+            for (key, label) in GROUPS {
+                let found = loaded.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
+                let planned = planned_in(key);
+                if planned > 0 || found.is_some_and(|b| b > 0) {
+                    bars.push(Bar { name: label.into(), planned: Some(planned), measured: found });
+                }
+            }
+            let base: u64 = loaded.iter().map(|(_, b)| b).sum();
+            bars.push(Bar {
+                name: "micro-batch, activations, work space".into(),
+                planned: Some(planned_in("step")),
+                measured: measured.map(|b| b.saturating_sub(base)),
+            });
+        }
+        bars.push(Bar { name: "all at the fullest".into(), planned: total, measured });
+
+        let resident = m.steps.values().map(|s| s.host_bytes).max().unwrap_or(0);
+        let resident = resident.max(m.end.as_ref().map_or(0, |e| count(e, "peak_host_bytes")));
+        let mut host: Vec<Bar> = parts(&plan["host"]).iter().map(one).collect();
+        if !host.is_empty() && !on_cpu {
+            let sum = host.iter().filter_map(|b| b.planned).sum();
+            let measured = Some(resident).filter(|b| *b > 0);
+            host.push(Bar { name: "all of the host".into(), planned: Some(sum), measured });
+        } else if resident > 0 {
+            let measured = Some(resident);
+            host.push(Bar { name: "resident size of the process, at the most".into(), planned: None, measured });
+        }
+
+        let mut facts = Vec::new();
+        let place = super::read::text(plan, "where");
+        if !place.is_empty() {
+            facts.push(format!("The plan's fullest moment: {place}."));
+        }
+        if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
+            let reason = super::read::text(plan, "reason");
+            facts.push(format!("Layers that are recomputed: {n} of {of} ({reason})."));
+        }
+        if let Some(budget) = plan["budget"].as_u64() {
+            facts.push(format!("Budget: {}.", bytes(budget)));
+        }
+        if on_cpu {
+            let before = plan["host_bytes_before_loading"].as_u64().unwrap_or(0);
+            facts.push(format!(
+                "The device is the CPU: measured are the engine's own allocations, a part of the resident size; the process had {} before the model was loaded.",
+                bytes(before)
+            ));
+        }
+        let about = match (total, measured) {
+            (Some(p), Some(m)) => format!("Planned {}, measured {}.", bytes(p), bytes(m)),
+            (Some(p), None) => format!("Planned {}; nothing was measured yet.", bytes(p)),
+            (None, Some(m)) => format!("Measured {}; no plan is recorded.", bytes(m)),
+            (None, None) => String::new(),
+        };
+        Some(Self {
+            planned: rows(device.iter().map(one).collect()),
+            compared: rows(bars),
+            host: rows(host),
+            facts,
+            about,
+        })
+    }
+}

@@ -1,0 +1,278 @@
+//! What `metrics.jsonl` of a run says: each step once, in order.
+//!
+//! A run may have been killed while it wrote a line, and a resumed run goes through steps again. So lines that
+//! cannot be read are left out and counted; of a step that is there twice the later one holds; and a line that
+//! says "resumed from step n" takes what came after n with it, as the engine does when it resumes.
+
+use super::Error;
+use crate::store;
+use crate::walk;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// One optimizer step; what is missing or not finite is NaN, bytes are 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    /// Mean loss of the step's targets.
+    pub loss: f64,
+    /// Load-balancing loss, before its coefficient.
+    pub aux_loss: f64,
+    /// z-loss of the routers, before its coefficient.
+    pub z_loss: f64,
+    /// Gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Tokens that went through the model.
+    pub tokens: f64,
+    /// Supervised ones.
+    pub targets: f64,
+    /// Duration.
+    pub seconds: f64,
+    /// Tokens a second.
+    pub rate: f64,
+    /// Highest use of the device so far.
+    pub device_bytes: u64,
+    /// Highest resident size so far.
+    pub host_bytes: u64,
+}
+
+/// What the model said at one time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Steps that were done.
+    pub step: u64,
+    /// The question.
+    pub prompt: String,
+    /// The answer.
+    pub reply: String,
+}
+
+/// How tokens spread over the experts in the steps before a line.
+#[derive(Clone, Copy, Debug)]
+pub struct Spread {
+    /// Mean entropy of the layers over its highest value.
+    pub entropy: f64,
+    /// Load of the busiest expert over the even load.
+    pub peak: f64,
+    /// Experts without a token.
+    pub dead: f64,
+    /// Steps that it is of.
+    pub steps: u64,
+    /// Where the line begins in the file: the counts by layer are read again where they are shown.
+    at: u64,
+}
+
+/// Tokens by expert of one layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layer {
+    /// Its number.
+    pub layer: u64,
+    /// Tokens of each expert.
+    pub tokens: Vec<u64>,
+}
+
+impl Layer {
+    /// Entropy of the load over its highest value: 1 is even.
+    pub fn entropy(&self) -> f64 {
+        walk::entropy(&self.tokens)
+    }
+
+    /// Load of the busiest expert over the even load.
+    pub fn peak(&self) -> f64 {
+        walk::peak(&self.tokens)
+    }
+}
+
+/// Why a run stopped before its end.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stopped {
+    /// Steps that were done.
+    pub step: u64,
+    /// The exit code.
+    pub code: u64,
+    /// What was said.
+    pub why: String,
+    /// Seconds after 1970, where it was written.
+    pub time: Option<u64>,
+}
+
+/// The whole of a run's metrics.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// The line that opens the run; null where there is none.
+    pub start: Value,
+    /// Steps by their number, from 1.
+    pub steps: BTreeMap<u64, Step>,
+    /// Loss on the evaluation data, by the steps that were done.
+    pub evals: BTreeMap<u64, f64>,
+    /// Samples by step and prompt.
+    pub samples: BTreeMap<(u64, String), Sample>,
+    /// Load of the experts, by step.
+    pub spread: BTreeMap<u64, Spread>,
+    /// Steps from which the run went on.
+    pub resumed: Vec<u64>,
+    /// The line that closes the run.
+    pub end: Option<Value>,
+    /// Why it stopped before.
+    pub stopped: Option<Stopped>,
+    /// Numbers of lines that cannot be read, from 1; not the last one of a run that was killed.
+    pub damaged: Vec<u64>,
+    /// Whether the last line is cut short.
+    pub cut_short: bool,
+}
+
+/// A number of an event; NaN where it has none.
+pub fn number(v: &Value, key: &str) -> f64 {
+    // what is as large as that has no place on an axis
+    v.get(key).and_then(Value::as_f64).filter(|n| n.abs() < 1e300).unwrap_or(f64::NAN)
+}
+
+/// A count of an event; 0 where it has none.
+pub fn count(v: &Value, key: &str) -> u64 {
+    v.get(key).and_then(Value::as_u64).unwrap_or(0)
+}
+
+/// A text of an event; empty where it has none.
+pub fn text<'a>(v: &'a Value, key: &str) -> &'a str {
+    v.get(key).and_then(Value::as_str).unwrap_or("")
+}
+
+impl Metrics {
+    /// Reads a metrics file.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or that holds no event at all.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let fail = |e| store::Error::read(path, e);
+        let mut file = BufReader::new(File::open(path).map_err(|e| Error::no_metrics(path, e))?);
+        let mut this = Self::default();
+        let (mut line, mut at, mut events) = (Vec::new(), 0u64, 0u64);
+        for number in 1u64.. {
+            line.clear();
+            let length = file.read_until(b'\n', &mut line).map_err(fail)?;
+            if length == 0 {
+                break;
+            }
+            let event = serde_json::from_slice::<Value>(&line).ok().filter(|v| !text(v, "event").is_empty());
+            match event {
+                Some(event) => {
+                    events += 1;
+                    this.add(event, at);
+                }
+                None if line.iter().all(u8::is_ascii_whitespace) => {}
+                None if line.ends_with(b"\n") => this.damaged.push(number),
+                None => this.cut_short = true,
+            }
+            at += length as u64;
+        }
+        if events == 0 {
+            return Err(Error::Nothing { path: path.to_path_buf() });
+        }
+        Ok(this)
+    }
+
+    fn add(&mut self, e: Value, at: u64) {
+        let step = count(&e, "step");
+        match text(&e, "event") {
+            "start" => {
+                let (damaged, cut_short) = (std::mem::take(&mut self.damaged), self.cut_short);
+                *self = Self { start: e, damaged, cut_short, ..Self::default() };
+            }
+            "resume" => {
+                self.back_to(step);
+                self.resumed.push(step);
+                if self.start.is_null() {
+                    self.start = e;
+                }
+            }
+            "step" => {
+                let bytes = |key| count(&e, key);
+                let n = |key| number(&e, key);
+                self.steps.insert(
+                    step,
+                    Step {
+                        loss: n("loss"),
+                        aux_loss: n("aux_loss"),
+                        z_loss: n("z_loss"),
+                        grad_norm: n("grad_norm"),
+                        lr: n("lr"),
+                        tokens: n("tokens"),
+                        targets: n("target_tokens"),
+                        seconds: n("seconds"),
+                        rate: n("tokens_per_second"),
+                        device_bytes: bytes("peak_device_bytes"),
+                        host_bytes: bytes("peak_host_bytes"),
+                    },
+                );
+            }
+            "eval" => drop(self.evals.insert(step, number(&e, "loss"))),
+            "sample" => {
+                let (prompt, reply) = (text(&e, "prompt").to_string(), text(&e, "reply").to_string());
+                self.samples.insert((step, prompt.clone()), Sample { step, prompt, reply });
+            }
+            "experts" => {
+                let n = |key| number(&e, key);
+                let (entropy, peak, dead) = (n("entropy"), n("peak"), n("dead"));
+                self.spread.insert(step, Spread { entropy, peak, dead, steps: count(&e, "steps"), at });
+            }
+            "stopped" => {
+                self.stopped = Some(Stopped {
+                    step,
+                    code: count(&e, "code"),
+                    why: text(&e, "why").to_string(),
+                    time: e.get("time").and_then(Value::as_u64),
+                });
+            }
+            "end" => self.end = Some(e),
+            _ => {}
+        }
+    }
+
+    /// Forgets what came after `step`: the run goes through it again.
+    fn back_to(&mut self, step: u64) {
+        let after = step.saturating_add(1);
+        self.steps.split_off(&after);
+        self.evals.split_off(&after);
+        self.spread.split_off(&after);
+        self.samples.retain(|(s, _), _| *s <= step);
+        self.resumed.retain(|s| *s <= step);
+        (self.end, self.stopped) = (None, None);
+    }
+
+    /// The last step that was done.
+    pub fn last_step(&self) -> u64 {
+        self.steps.last_key_value().map_or(0, |(s, _)| *s)
+    }
+
+    /// Steps that the run was to have; 0 where it is not known.
+    pub fn total_steps(&self) -> u64 {
+        count(&self.start, "steps")
+    }
+}
+
+/// The counts by layer of one line on experts.
+///
+/// # Errors
+/// A file that changed since it was read first.
+pub fn layers(path: &Path, spread: &Spread) -> Result<Vec<Layer>, Error> {
+    let fail = |e| store::Error::read(path, e);
+    let mut file = BufReader::new(File::open(path).map_err(fail)?);
+    file.seek(SeekFrom::Start(spread.at)).map_err(fail)?;
+    let mut line = Vec::new();
+    file.by_ref().read_until(b'\n', &mut line).map_err(fail)?;
+    let event: Value = serde_json::from_slice(&line).unwrap_or(Value::Null);
+    let list = event.get("layers").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    Ok(list
+        .iter()
+        .map(|l| {
+            let tokens = l.get("tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+            let tokens = tokens.iter().map(|n| n.as_u64().unwrap_or(0)).collect();
+            Layer { layer: count(l, "layer"), tokens }
+        })
+        .filter(|l: &Layer| !l.tokens.is_empty())
+        .collect())
+}

@@ -1,0 +1,1 @@
+//! Reports of runs that went well, were killed, were resumed, or lie.

@@ -1,0 +1,347 @@
+//! What stands in a report: everything that the template shows, in words and places.
+
+use super::chart::{Chart, Curve, Look, Table};
+use super::files::Files;
+use super::heat::Heat;
+use super::memory::Memory;
+use super::read::{Metrics, Sample, Spread, Step, count, text};
+use super::series::{Series, duration, evenly, grouped, moment, short};
+use serde::Serialize;
+use serde_json::Value;
+
+/// Samples that are shown of each prompt.
+const SAMPLES: usize = 24;
+/// Prompts that are shown.
+const PROMPTS: usize = 12;
+/// Characters of a text that a file brings along; what is longer is cut.
+const LONGEST: usize = 4000;
+/// Characters of the recipe.
+const RECIPE: usize = 200_000;
+
+/// A number that a reader looks for first.
+#[derive(Clone, Debug, Serialize)]
+struct Headline {
+    name: &'static str,
+    value: String,
+    /// What it is made of.
+    more: String,
+}
+
+/// A name and what it is.
+#[derive(Clone, Debug, Serialize)]
+struct Fact {
+    name: String,
+    value: String,
+}
+
+/// Answers to one prompt over time.
+#[derive(Clone, Debug, Serialize)]
+struct Samples {
+    prompt: String,
+    replies: Vec<(u64, String)>,
+    note: String,
+}
+
+/// How the run stands.
+#[derive(Clone, Debug, Serialize)]
+struct State {
+    /// finished, stopped or open.
+    kind: &'static str,
+    /// A sign before the words.
+    sign: &'static str,
+    words: String,
+    more: Vec<String>,
+}
+
+/// The whole page.
+#[derive(Clone, Debug, Serialize)]
+pub struct View {
+    title: String,
+    state: State,
+    headlines: Vec<Headline>,
+    charts: Vec<Chart>,
+    evals: Option<Table>,
+    expert_charts: Vec<Chart>,
+    heats: Vec<Heat>,
+    memory: Option<Memory>,
+    samples: Vec<Samples>,
+    recipe: Option<String>,
+    facts: Vec<Fact>,
+    files: Vec<Vec<String>>,
+}
+
+/// A text, cut where it is longer than a page can show.
+fn cut(text: &str, longest: usize) -> String {
+    match text.char_indices().nth(longest) {
+        Some((at, _)) => format!("{} (cut: {} more bytes)", &text[..at], text.len() - at),
+        None => text.to_string(),
+    }
+}
+
+fn plural(n: u64, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{} {what}s", grouped(n)) }
+}
+
+fn state(m: &Metrics, result: Option<&str>) -> State {
+    let (last, total) = (m.last_step(), m.total_steps());
+    let of = if total > 0 { format!("{last} of {total}") } else { last.to_string() };
+    let mut more = Vec::new();
+    let (kind, sign, words) = match (&m.end, &m.stopped) {
+        (Some(_), _) => ("finished", "✓", format!("finished: {}", plural(last, "step"))),
+        (None, Some(s)) => {
+            let why = match s.code {
+                130 | 143 => "interrupted by a signal",
+                6 => "stopped by the guard against numbers that are not finite",
+                8 => "stopped: out of memory",
+                5 => "stopped by the disk",
+                _ => "stopped by an error",
+            };
+            let lines = s.why.lines().map(str::trim).filter(|l| !l.starts_with("hint:"));
+            more.extend(lines.take(12).map(|l| cut(l, 400)));
+            ("stopped", "■", format!("{why} after step {of}"))
+        }
+        (None, None) => {
+            ("open", "…", format!("not finished: step {of} is the last; still going, or killed"))
+        }
+    };
+    if let Some(result) = result {
+        more.push(format!("Result: {result}"));
+    }
+    if !m.resumed.is_empty() {
+        let steps = if m.resumed.len() == 1 { "step" } else { "steps" };
+        let times = plural(m.resumed.len() as u64, "time");
+        more.push(format!("Resumed {times}, from {steps} {}.", super::chart::some(&m.resumed)));
+    }
+    if m.cut_short {
+        more.push("The last line of metrics.jsonl is cut short, and left out.".into());
+    }
+    if !m.damaged.is_empty() {
+        let lines = plural(m.damaged.len() as u64, "line");
+        more.push(format!(
+            "{lines} of metrics.jsonl cannot be read, and are left out: {}.",
+            super::chart::some(&m.damaged)
+        ));
+    }
+    State { kind, sign, words, more }
+}
+
+fn of_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Series {
+    Series(m.steps.iter().map(|(step, s)| (*step, f(s))).collect())
+}
+
+/// As [`of_steps`], for what only some runs have: none where no step has it.
+fn some_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Option<Series> {
+    let s = of_steps(m, f);
+    let any = s.finite().next().is_some();
+    any.then_some(s)
+}
+
+fn evals(m: &Metrics) -> Series {
+    Series(m.evals.iter().map(|(s, l)| (*s, *l)).collect())
+}
+
+/// Steps over which the loss is smoothed: a fiftieth of the run.
+fn over(m: &Metrics) -> f64 {
+    (m.steps.len() as f64 / 50.0).round().clamp(1.0, 500.0)
+}
+
+fn headlines(m: &Metrics) -> Vec<Headline> {
+    let mut out = Vec::new();
+    let ends = |s: &Series| Some((s.finite().next()?, s.finite().next_back()?));
+    let evals = evals(m);
+    if let (Some((first, last)), Some(best)) = (ends(&evals), evals.lowest()) {
+        let more = format!(
+            "{} at step {}; best {} at step {}; perplexity {}",
+            short(first.1),
+            first.0,
+            short(best.1),
+            best.0,
+            short(last.1.exp())
+        );
+        out.push(Headline { name: "evaluation loss", value: short(last.1), more });
+    }
+    if let Some((first, last)) = ends(&of_steps(m, |s| s.loss).smooth(over(m))) {
+        let more = format!("{} at step {}; smoothed over {} steps", short(first.1), first.0, over(m));
+        out.push(Headline { name: "training loss", value: short(last.1), more });
+    }
+    if let Some(rate) = of_steps(m, |s| s.rate).median() {
+        let more = "tokens a second, the median of all steps".into();
+        out.push(Headline { name: "speed", value: short(rate), more });
+    }
+    let sum = |f: fn(&Step) -> f64| m.steps.values().map(f).filter(|n| n.is_finite()).sum::<f64>();
+    let (tokens, targets, seconds) = (sum(|s| s.tokens), sum(|s| s.targets), sum(|s| s.seconds));
+    if tokens > 0.0 {
+        let more = format!("{} of them supervised", grouped(targets as u64));
+        out.push(Headline { name: "tokens", value: grouped(tokens as u64), more });
+    }
+    if seconds > 0.0 {
+        let more = format!("in {} of training, evaluation not counted", plural(m.steps.len() as u64, "step"));
+        out.push(Headline { name: "time", value: duration(seconds), more });
+    }
+    out
+}
+
+fn charts(m: &Metrics) -> Vec<Chart> {
+    let raw = of_steps(m, |s| s.loss);
+    let evals = evals(m);
+    let one = |label, points| vec![Curve { label, look: Look::Main, points }];
+    let mut loss = vec![Curve { label: "training loss", look: Look::Raw, points: raw.clone() }];
+    loss.push(Curve { label: "training loss, smoothed", look: Look::Main, points: raw.smooth(over(m)) });
+    let mut notes = vec![format!(
+        "Smoothed: an exponential mean over some {}.",
+        plural(over(m) as u64, "step")
+    )];
+    if evals.finite().next().is_some() {
+        loss.push(Curve { label: "evaluation loss", look: Look::Dots, points: evals.clone() });
+    }
+    notes.push("Loss: mean cross-entropy of a supervised token, in nats.".into());
+    let resumed = &m.resumed;
+    let mut out = vec![Chart::new("loss", "Loss", &loss, resumed, &notes)];
+    if evals.finite().count() > 1 {
+        let curve = [Curve { label: "evaluation loss", look: Look::Dots, points: evals }];
+        out.push(Chart::new("evaluation", "Evaluation loss", &curve, resumed, &[]));
+    }
+    let aux = "Before its coefficient; not in the loss above.".to_string();
+    if let Some(s) = some_steps(m, |s| s.aux_loss) {
+        let curve = one("load-balancing loss", s);
+        out.push(Chart::new("aux", "Load-balancing loss of the routers", &curve, resumed, &[aux.clone()]));
+    }
+    if let Some(s) = some_steps(m, |s| s.z_loss) {
+        out.push(Chart::new("z", "z-loss of the routers", &one("z-loss", s), resumed, &[aux]));
+    }
+    let clipped = "Before clipping.".to_string();
+    let norm = one("gradient norm", of_steps(m, |s| s.grad_norm));
+    out.push(Chart::new("norm", "Gradient norm", &norm, resumed, &[clipped]));
+    let lr = one("learning rate", of_steps(m, |s| s.lr));
+    out.push(Chart::new("lr", "Learning rate", &lr, resumed, &[]));
+    let rate = one("tokens a second", of_steps(m, |s| s.rate));
+    out.push(Chart::new("speed", "Tokens a second", &rate, resumed, &[]));
+    out.into_iter().flatten().collect()
+}
+
+fn expert_charts(m: &Metrics) -> Vec<Chart> {
+    let of = |f: fn(&Spread) -> f64| Series(m.spread.iter().map(|(s, x)| (*s, f(x))).collect());
+    let one = |label, f| [Curve { label, look: Look::Main, points: of(f) }];
+    let notes = ["Mean of the layers; 1 is an even load, 0 one expert for all tokens.".to_string()];
+    [
+        Chart::new("entropy", "Entropy of the load", &one("entropy", |x| x.entropy), &m.resumed, &notes),
+        Chart::new("dead", "Experts without a token", &one("experts", |x| x.dead), &m.resumed, &[]),
+        Chart::new(
+            "peak",
+            "Busiest expert, times the even load",
+            &one("times the even load", |x| x.peak),
+            &m.resumed,
+            &[],
+        ),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+fn eval_table(m: &Metrics) -> Option<Table> {
+    let all: Vec<(u64, f64)> = m.evals.iter().map(|(s, l)| (*s, *l)).collect();
+    let shown = evenly(all.len(), super::series::ROWS);
+    let note = match shown.len() < all.len() {
+        true => format!("{} of {} evaluations, evenly spaced.", shown.len(), all.len()),
+        false => String::new(),
+    };
+    let row = |i: usize| vec![all[i].0.to_string(), short(all[i].1), short(all[i].1.exp())];
+    let rows: Vec<_> = shown.into_iter().map(row).collect();
+    let head = ["after step", "loss", "perplexity"].map(String::from).to_vec();
+    (!rows.is_empty()).then_some(Table { head, rows, note })
+}
+
+fn samples(m: &Metrics) -> Vec<Samples> {
+    let mut prompts: Vec<&str> = m.samples.values().map(|s| s.prompt.as_str()).collect();
+    prompts.sort_unstable();
+    prompts.dedup();
+    prompts
+        .into_iter()
+        .take(PROMPTS)
+        .map(|prompt| {
+            let all: Vec<&Sample> = m.samples.values().filter(|s| s.prompt == prompt).collect();
+            let shown = evenly(all.len(), SAMPLES);
+            let note = match shown.len() < all.len() {
+                true => format!("{} of {} replies, evenly spaced.", shown.len(), all.len()),
+                false => String::new(),
+            };
+            let reply = |i: usize| (all[i].step, cut(&all[i].reply, LONGEST));
+            Samples { prompt: cut(prompt, LONGEST), replies: shown.into_iter().map(reply).collect(), note }
+        })
+        .collect()
+}
+
+/// Names and values of an object, however deep, by dotted path.
+fn flat(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
+    let name = |k: &str| if prefix.is_empty() { k.to_string() } else { format!("{prefix}.{k}") };
+    match v {
+        Value::Object(map) => map.iter().for_each(|(k, v)| flat(&name(k), v, out)),
+        Value::Null => {}
+        Value::Array(list) => {
+            let words: Vec<String> = list.iter().map(plain).collect();
+            out.push(Fact { name: prefix.into(), value: cut(&words.join(" "), LONGEST) });
+        }
+        other => out.push(Fact { name: prefix.into(), value: cut(&plain(other), LONGEST) }),
+    }
+}
+
+fn plain(v: &Value) -> String {
+    v.as_str().map_or_else(|| v.to_string(), String::from)
+}
+
+/// The line that opens the run as facts; its plan has a section of its own.
+fn facts(m: &Metrics) -> Vec<Fact> {
+    let mut out = Vec::new();
+    let Some(start) = m.start.as_object() else { return out };
+    for (key, v) in start {
+        match key.as_str() {
+            "event" | "plan" | "loaded" | "step" => {}
+            "time" => {
+                let value = v.as_u64().map(moment).unwrap_or_default();
+                out.push(Fact { name: "started".into(), value });
+            }
+            _ => flat(key, v, &mut out),
+        }
+    }
+    let ended = m.end.as_ref().and_then(|e| e["time"].as_u64()).or(m.stopped.as_ref().and_then(|s| s.time));
+    out.extend(ended.map(|t| Fact { name: "ended".into(), value: moment(t) }));
+    out.truncate(200);
+    out
+}
+
+impl View {
+    /// The page of a run; `heats` are the maps of its experts.
+    pub fn new(name: &str, m: &Metrics, heats: Vec<Heat>, files: Files) -> Self {
+        let own = text(&m.start, "name");
+        Self {
+            title: cut(if own.is_empty() { name } else { own }, 200),
+            state: state(m, files.result.as_deref()),
+            headlines: headlines(m),
+            charts: charts(m),
+            evals: eval_table(m),
+            expert_charts: expert_charts(m),
+            heats,
+            memory: Memory::new(m),
+            samples: samples(m),
+            recipe: files.recipe.map(|r| cut(&r, RECIPE)),
+            facts: facts(m),
+            files: files.rows,
+        }
+    }
+}
+
+/// Steps that a line on experts is of, in words.
+pub fn stretch(step: u64, s: &Spread) -> String {
+    let from = step.saturating_sub(s.steps.saturating_sub(1)).max(1);
+    if from == step { format!("step {step}") } else { format!("steps {from} to {step}") }
+}
+
+/// Parameters that train and all of them, in words; empty where the run does not say.
+pub fn parameters(start: &Value) -> String {
+    let p = &start["parameters"];
+    match (count(p, "trainable"), count(p, "total")) {
+        (_, 0) => String::new(),
+        (some, all) => format!("{} of {} parameters train", grouped(some), grouped(all)),
+    }
+}
