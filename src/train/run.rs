@@ -326,7 +326,8 @@ impl Running<'_> {
     fn stopped(&mut self, step: u64, e: crate::Error) -> crate::Error {
         let e = self.watch.explain(e);
         let code = e.exit_code() as u8;
-        let event = json!({"event": "stopped", "step": step, "code": code, "why": e.to_string(), "time": now()});
+        let event =
+            json!({"event": "stopped", "step": step, "code": code, "why": e.to_string(), "time": now()});
         // on a full disk this fails too; the error that is told is the one that stopped the run
         let _ = self.metrics.write(&event);
         e

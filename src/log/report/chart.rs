@@ -39,6 +39,15 @@ pub struct Curve {
     pub points: Series,
 }
 
+/// What the charts of a run have in common.
+#[derive(Clone, Debug)]
+pub struct Frame<'a> {
+    /// First and last step of the run, so that all charts have one scale.
+    pub span: (u64, u64),
+    /// Steps from which the run went on.
+    pub resumed: &'a [u64],
+}
+
 /// A short line with a text beside an axis.
 #[derive(Clone, Debug, Serialize)]
 pub struct Tick {
@@ -141,20 +150,21 @@ impl Axis {
         ((self.from + share * (self.to - self.from)) * 10.0).round() / 10.0
     }
 
-    fn y(low: f64, high: f64) -> Self {
+    fn y(low: f64, high: f64, linear: bool) -> Self {
         let (from, to) = (HEIGHT - BOTTOM, TOP);
-        if low > 0.0 && high / low > LOGARITHMIC {
-            return Self { low, high, logarithmic: true, from, to };
+        if !linear && low > 0.0 && high / low > LOGARITHMIC {
+            return Self { low: low / 1.1, high: high * 1.1, logarithmic: true, from, to };
+        }
+        if low == high && low >= 0.0 {
+            let high = if high == 0.0 { 1.0 } else { 1.25 * high };
+            return Self { low: 0.0, high, logarithmic: false, from, to };
         }
         // from 0 on, where that does not waste most of the paper
         let base = if low >= 0.0 && low < 0.5 * high { 0.0 } else { low };
         let room = 0.05 * (high - base);
         let (low, high) = match room > 0.0 {
             true => (if base == 0.0 { 0.0 } else { base - room }, high + room),
-            false => {
-                let around = if high == 0.0 { 1.0 } else { 0.1 * high.abs() };
-                (high - around, high + around)
-            }
+            false => (high - 0.1 * high.abs(), high + 0.1 * high.abs()),
         };
         Self { low, high, logarithmic: false, from, to }
     }
@@ -171,7 +181,11 @@ impl Axis {
         };
         // as many decimals as tell neighbours apart
         let step = values.windows(2).map(|w| w[1] - w[0]).fold(f64::INFINITY, f64::min);
-        let decimals = if step.is_finite() { (1.0 - step.log10()).ceil().clamp(0.0, 9.0) as usize } else { 3 };
+        let whole = |d: &usize| {
+            let unit = step * 10f64.powi(*d as i32);
+            (unit - unit.round()).abs() < 1e-6 * unit
+        };
+        let decimals = (0..9).find(whole).unwrap_or(if step.is_finite() { 9 } else { 3 });
         let tick = |v: f64| {
             let size = v.abs();
             let text = if v == 0.0 {
@@ -180,10 +194,10 @@ impl Axis {
                 format!("{v:.1e}").replace(".0e", "e")
             } else if v.fract() == 0.0 && size >= 1000.0 {
                 grouped(size as u64)
+            } else if self.logarithmic {
+                format!("{v}")
             } else {
-                let text = format!("{v:.decimals$}");
-                let cut = text.trim_end_matches('0').trim_end_matches('.');
-                if text.contains('.') { cut.to_string() } else { text }
+                format!("{v:.decimals$}")
             };
             Tick { at: self.place(v), text }
         };
@@ -216,6 +230,11 @@ pub fn some(steps: &[u64]) -> String {
         n if n > 6 => format!("{} and {} more", shown.join(", "), n - 6),
         _ => shown.join(", "),
     }
+}
+
+fn capital(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map_or_else(String::new, |c| c.to_uppercase().chain(chars).collect())
 }
 
 fn in_words(c: &Curve) -> Option<String> {
@@ -268,15 +287,16 @@ impl Chart {
         id: &'static str,
         title: &'static str,
         curves: &[Curve],
-        resumed: &[u64],
-        notes: &[String],
+        frame: &Frame<'_>,
+        notes: &[&str],
     ) -> Option<Self> {
         let all = || curves.iter().flat_map(|c| c.points.finite());
         let low = all().map(|p| p.1).reduce(f64::min)?;
         let high = all().map(|p| p.1).reduce(f64::max)?;
-        let (first, last) = (all().map(|p| p.0).min()?, all().map(|p| p.0).max()?);
-        let (x, y) = (Axis::x(first, last), Axis::y(low, high));
-        let mut notes = notes.to_vec();
+        let (first, last) = frame.span;
+        // a schedule is read by its shape
+        let (x, y) = (Axis::x(first, last), Axis::y(low, high, id == "lr"));
+        let mut notes: Vec<String> = notes.iter().map(|n| n.to_string()).collect();
         if y.logarithmic {
             notes.push("The scale is logarithmic.".into());
         }
@@ -284,9 +304,13 @@ impl Chart {
         gaps.retain(|s| (first..=last).contains(s));
         if !gaps.is_empty() {
             let are = if gaps.len() == 1 { "step has" } else { "steps have" };
-            notes.push(format!("{} {are} no finite number (crosses at the top): {}.", gaps.len(), some(&gaps)));
+            notes.push(format!(
+                "{} {are} no finite number (crosses at the top): {}.",
+                gaps.len(),
+                some(&gaps)
+            ));
         }
-        let about: Vec<String> = curves.iter().filter_map(in_words).collect();
+        let about: Vec<String> = curves.iter().filter_map(in_words).map(|s| capital(&s)).collect();
         let lines = curves
             .iter()
             .map(|c| {
@@ -314,7 +338,7 @@ impl Chart {
             x_ticks: x.ticks().into_iter().filter(|t| !t.text.contains('.')).collect(),
             y_ticks: y.ticks(),
             lines,
-            resumed: resumed.iter().filter(|s| (first..=last).contains(s)).take(50).map(mark).collect(),
+            resumed: frame.resumed.iter().filter(|s| (first..=last).contains(s)).take(50).map(mark).collect(),
             gaps: gaps.iter().take(200).map(|s| x.place(*s as f64)).collect(),
             table: table(curves),
         })

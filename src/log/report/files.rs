@@ -37,10 +37,8 @@ impl Files {
         let recipe = run.join("recipe.toml");
         let small = std::fs::metadata(&recipe).is_ok_and(|m| m.is_file() && m.len() <= RECIPE);
         let recipe = if small { std::fs::read(&recipe).ok() } else { None };
-        let mut out = Self {
-            recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()),
-            ..Self::default()
-        };
+        let mut out =
+            Self { recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()), ..Self::default() };
         for result in ["adapter", "model"] {
             let dir = run.join(result);
             if dir.is_dir() {

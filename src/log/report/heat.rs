@@ -117,7 +117,8 @@ impl Heat {
                 let is_dead = |c: usize| loads[c] == 0.0;
                 while c < loads.len() && shade(loads[c]) == number {
                     if is_dead(c) {
-                        let (x, y, r) = (LEFT + (c as f64 + 0.5) * width, y + height / 2.0, width.min(8.0) / 3.0);
+                        let (x, y, r) =
+                            (LEFT + (c as f64 + 0.5) * width, y + height / 2.0, width.min(8.0) / 3.0);
                         let _ = write!(
                             dead,
                             "M{:.1} {:.1}l{:.1} {:.1}m0 {:.1}l{:.1} {:.1}",
@@ -140,7 +141,7 @@ impl Heat {
         let worst = layers.iter().max_by(|a, b| a.peak().total_cmp(&b.peak()))?;
         let none: usize = layers.iter().map(|l| extremes(l).1.len()).sum();
         let about = format!(
-            "{} layers with up to {experts} experts. The busiest is expert {} of layer {}, with {} times the even load; {none} experts got no token.",
+            "{} layers with up to {experts} experts. The busiest is expert {} of layer {}, with {} times the even load; {none} experts got none.",
             layers.len(),
             extremes(worst).0,
             worst.layer,
@@ -148,12 +149,20 @@ impl Heat {
         );
         let mut notes = Vec::new();
         if experts > COLUMNS {
-            notes.push(format!("{experts} experts in {COLUMNS} columns: neighbours share one, the highest load counts."));
+            notes.push(format!(
+                "{experts} experts in {COLUMNS} columns: neighbours share one, the highest load counts."
+            ));
         }
         if layers.len() > ROWS {
             notes.push(format!("The first {ROWS} of {} layers.", layers.len()));
         }
-        let head = ["layer", "tokens", "entropy (1 is even)", "busiest expert, times the even load", "without a token"];
+        let head = [
+            "layer",
+            "choices",
+            "entropy (1 is even)",
+            "busiest expert, times the even load",
+            "without a token",
+        ];
         let bottom = TOP + shown.len() as f64 * height;
         Some(Self {
             title,

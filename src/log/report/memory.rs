@@ -102,9 +102,8 @@ impl Memory {
         let loaded = parts(&m.start["loaded"]);
         if !loaded.is_empty() {
             let group = |key: &str| component(key).map_or("step", Component::group);
-            let planned_in = |g: &str| -> u64 {
-                device.iter().filter(|(k, _)| group(k) == g).map(|(_, b)| b).sum()
-            };
+            let planned_in =
+                |g: &str| -> u64 { device.iter().filter(|(k, _)| group(k) == g).map(|(_, b)| b).sum() };
             for (key, label) in GROUPS {
                 let found = loaded.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
                 let planned = planned_in(key);
@@ -130,7 +129,11 @@ impl Memory {
             host.push(Bar { name: "all of the host".into(), planned: Some(sum), measured });
         } else if resident > 0 {
             let measured = Some(resident);
-            host.push(Bar { name: "resident size of the process, at the most".into(), planned: None, measured });
+            host.push(Bar {
+                name: "resident size of the process, at the most".into(),
+                planned: None,
+                measured,
+            });
         }
 
         let mut facts = Vec::new();

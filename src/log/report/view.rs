@@ -1,10 +1,10 @@
 //! What stands in a report: everything that the template shows, in words and places.
 
-use super::chart::{Chart, Curve, Look, Table};
+use super::chart::{Chart, Curve, Frame, Look, Table};
 use super::files::Files;
 use super::heat::Heat;
 use super::memory::Memory;
-use super::read::{Metrics, Sample, Spread, Step, count, text};
+use super::read::{Metrics, Sample, Spread, Step, text};
 use super::series::{Series, duration, evenly, grouped, moment, short};
 use serde::Serialize;
 use serde_json::Value;
@@ -100,9 +100,7 @@ fn state(m: &Metrics, result: Option<&str>) -> State {
             more.extend(lines.take(12).map(|l| cut(l, 400)));
             ("stopped", "■", format!("{why} after step {of}"))
         }
-        (None, None) => {
-            ("open", "…", format!("not finished: step {of} is the last; still going, or killed"))
-        }
+        (None, None) => ("open", "…", format!("not finished: step {of} is the last; still going, or killed")),
     };
     if let Some(result) = result {
         more.push(format!("Result: {result}"));
@@ -151,7 +149,7 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
     let evals = evals(m);
     if let (Some((first, last)), Some(best)) = (ends(&evals), evals.lowest()) {
         let more = format!(
-            "{} at step {}; best {} at step {}; perplexity {}",
+            "first {} at step {}, best {} at step {}; perplexity {}",
             short(first.1),
             first.0,
             short(best.1),
@@ -161,7 +159,8 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
         out.push(Headline { name: "evaluation loss", value: short(last.1), more });
     }
     if let Some((first, last)) = ends(&of_steps(m, |s| s.loss).smooth(over(m))) {
-        let more = format!("{} at step {}; smoothed over {} steps", short(first.1), first.0, over(m));
+        let over = plural(over(m) as u64, "step");
+        let more = format!("first {} at step {}; smoothed over {over}", short(first.1), first.0);
         out.push(Headline { name: "training loss", value: short(last.1), more });
     }
     if let Some(rate) = of_steps(m, |s| s.rate).median() {
@@ -181,58 +180,65 @@ fn headlines(m: &Metrics) -> Vec<Headline> {
     out
 }
 
+/// First and last step that anything is recorded of.
+fn frame(m: &Metrics) -> Frame<'_> {
+    let ends = |first: Option<&u64>, last: Option<&u64>| first.copied().zip(last.copied());
+    let span = [ends(m.steps.keys().next(), m.steps.keys().next_back())]
+        .into_iter()
+        .chain([ends(m.evals.keys().next(), m.evals.keys().next_back())])
+        .flatten()
+        .reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+    Frame { span: span.unwrap_or((0, 1)), resumed: &m.resumed }
+}
+
 fn charts(m: &Metrics) -> Vec<Chart> {
-    let raw = of_steps(m, |s| s.loss);
-    let evals = evals(m);
-    let one = |label, points| vec![Curve { label, look: Look::Main, points }];
-    let mut loss = vec![Curve { label: "training loss", look: Look::Raw, points: raw.clone() }];
-    loss.push(Curve { label: "training loss, smoothed", look: Look::Main, points: raw.smooth(over(m)) });
-    let mut notes = vec![format!(
-        "Smoothed: an exponential mean over some {}.",
-        plural(over(m) as u64, "step")
-    )];
-    if evals.finite().next().is_some() {
-        loss.push(Curve { label: "evaluation loss", look: Look::Dots, points: evals.clone() });
+    let frame = frame(m);
+    let chart = |id, title, label, points: Series, notes: &[&str]| {
+        Chart::new(id, title, &[Curve { label, look: Look::Main, points }], &frame, notes)
+    };
+    let (raw, evals) = (of_steps(m, |s| s.loss), evals(m));
+    let mut loss = vec![
+        Curve { label: "training loss", look: Look::Raw, points: raw.clone() },
+        Curve { label: "training loss, smoothed", look: Look::Main, points: raw.smooth(over(m)) },
+    ];
+    let curve = Curve { label: "evaluation loss", look: Look::Dots, points: evals };
+    let evaluated = curve.points.finite().count();
+    let evaluation = Chart::new("evaluation", "Evaluation loss", std::slice::from_ref(&curve), &frame, &[]);
+    if evaluated > 0 {
+        loss.push(curve);
     }
-    notes.push("Loss: mean cross-entropy of a supervised token, in nats.".into());
-    let resumed = &m.resumed;
-    let mut out = vec![Chart::new("loss", "Loss", &loss, resumed, &notes)];
-    if evals.finite().count() > 1 {
-        let curve = [Curve { label: "evaluation loss", look: Look::Dots, points: evals }];
-        out.push(Chart::new("evaluation", "Evaluation loss", &curve, resumed, &[]));
-    }
-    let aux = "Before its coefficient; not in the loss above.".to_string();
-    if let Some(s) = some_steps(m, |s| s.aux_loss) {
-        let curve = one("load-balancing loss", s);
-        out.push(Chart::new("aux", "Load-balancing loss of the routers", &curve, resumed, &[aux.clone()]));
-    }
-    if let Some(s) = some_steps(m, |s| s.z_loss) {
-        out.push(Chart::new("z", "z-loss of the routers", &one("z-loss", s), resumed, &[aux]));
-    }
-    let clipped = "Before clipping.".to_string();
-    let norm = one("gradient norm", of_steps(m, |s| s.grad_norm));
-    out.push(Chart::new("norm", "Gradient norm", &norm, resumed, &[clipped]));
-    let lr = one("learning rate", of_steps(m, |s| s.lr));
-    out.push(Chart::new("lr", "Learning rate", &lr, resumed, &[]));
-    let rate = one("tokens a second", of_steps(m, |s| s.rate));
-    out.push(Chart::new("speed", "Tokens a second", &rate, resumed, &[]));
-    out.into_iter().flatten().collect()
+    let smoothed = format!("Smoothed: an exponential mean over some {}.", plural(over(m) as u64, "step"));
+    let nats = "Loss: mean cross-entropy of a supervised token, in nats.";
+    let aux = "Before its coefficient; not in the loss above.";
+    [
+        Chart::new("loss", "Loss", &loss, &frame, &[&smoothed, nats]),
+        evaluation.filter(|_| evaluated > 1),
+        some_steps(m, |s| s.aux_loss).and_then(|s| {
+            chart("aux", "Load-balancing loss of the routers", "load-balancing loss", s, &[aux])
+        }),
+        some_steps(m, |s| s.z_loss).and_then(|s| chart("z", "z-loss of the routers", "z-loss", s, &[aux])),
+        chart("norm", "Gradient norm", "gradient norm", of_steps(m, |s| s.grad_norm), &["Before clipping."]),
+        chart("lr", "Learning rate", "learning rate", of_steps(m, |s| s.lr), &[]),
+        chart("speed", "Tokens a second", "tokens a second", of_steps(m, |s| s.rate), &[]),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn expert_charts(m: &Metrics) -> Vec<Chart> {
-    let of = |f: fn(&Spread) -> f64| Series(m.spread.iter().map(|(s, x)| (*s, f(x))).collect());
-    let one = |label, f| [Curve { label, look: Look::Main, points: of(f) }];
-    let notes = ["Mean of the layers; 1 is an even load, 0 one expert for all tokens.".to_string()];
+    let frame = frame(m);
+    let chart = |id, title, label, f: fn(&Spread) -> f64, notes: &[&str]| {
+        let points = Series(m.spread.iter().map(|(s, x)| (*s, f(x))).collect());
+        Chart::new(id, title, &[Curve { label, look: Look::Main, points }], &frame, notes)
+    };
+    let mean = "Mean of the layers; 1 is an even load, 0 one expert for all tokens.";
+    let all = "Of all layers together, in the steps since the point before.";
+    let busiest = "Of any layer.";
     [
-        Chart::new("entropy", "Entropy of the load", &one("entropy", |x| x.entropy), &m.resumed, &notes),
-        Chart::new("dead", "Experts without a token", &one("experts", |x| x.dead), &m.resumed, &[]),
-        Chart::new(
-            "peak",
-            "Busiest expert, times the even load",
-            &one("times the even load", |x| x.peak),
-            &m.resumed,
-            &[],
-        ),
+        chart("entropy", "Entropy of the load", "entropy", |x| x.entropy, &[mean]),
+        chart("dead", "Experts without a token", "experts", |x| x.dead, &[all]),
+        chart("peak", "Busiest expert, times the even load", "times the even load", |x| x.peak, &[busiest]),
     ]
     .into_iter()
     .flatten()
@@ -335,13 +341,4 @@ impl View {
 pub fn stretch(step: u64, s: &Spread) -> String {
     let from = step.saturating_sub(s.steps.saturating_sub(1)).max(1);
     if from == step { format!("step {step}") } else { format!("steps {from} to {step}") }
-}
-
-/// Parameters that train and all of them, in words; empty where the run does not say.
-pub fn parameters(start: &Value) -> String {
-    let p = &start["parameters"];
-    match (count(p, "trainable"), count(p, "total")) {
-        (_, 0) => String::new(),
-        (some, all) => format!("{} of {} parameters train", grouped(some), grouped(all)),
-    }
 }
