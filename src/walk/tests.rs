@@ -18,6 +18,7 @@ use serde_json::Map;
 use std::path::PathBuf;
 
 mod four_bit;
+mod timed;
 
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
 const BAR: f64 = 1e-5;

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 pub enum Part {
     /// Collating a micro-batch and copying it to the device.
     Data,
+    /// What is done around a unit before its weights are used, and to put them back after a forward pass:
+    /// gathering, moving from the host. Nothing where nothing stands around the units, as on one rank.
+    Gather,
     /// Forward over embedding and layers.
     Forward,
     /// Head and loss, forward and backward.
@@ -16,23 +19,35 @@ pub enum Part {
     Recompute,
     /// Backward over layers and embedding.
     Backward,
+    /// What is done around a unit once its gradients are whole: reducing, moving to the host.
+    Reduce,
     /// Gradient norm, clipping, optimizer.
     Step,
 }
 
 impl Part {
     /// All of them, in the order of a step.
-    pub const ALL: [Part; 6] =
-        [Part::Data, Part::Forward, Part::Head, Part::Recompute, Part::Backward, Part::Step];
+    pub const ALL: [Part; 8] = [
+        Part::Data,
+        Part::Gather,
+        Part::Forward,
+        Part::Head,
+        Part::Recompute,
+        Part::Backward,
+        Part::Reduce,
+        Part::Step,
+    ];
 
     /// In words.
     pub fn word(self) -> &'static str {
         match self {
             Part::Data => "data",
+            Part::Gather => "gather",
             Part::Forward => "forward",
             Part::Head => "head",
             Part::Recompute => "recompute",
             Part::Backward => "backward",
+            Part::Reduce => "reduce",
             Part::Step => "step",
         }
     }
@@ -44,13 +59,13 @@ pub struct Times {
     last: Instant,
     /// Whether to wait for the device at each lap: exact times, and a slower step.
     wait: bool,
-    sums: [Duration; 6],
+    sums: [Duration; Part::ALL.len()],
 }
 
 impl Times {
     /// Starts now. `wait` says whether to wait for the device at each lap.
     pub fn start(wait: bool) -> Self {
-        Self { last: Instant::now(), wait, sums: [Duration::ZERO; 6] }
+        Self { last: Instant::now(), wait, sums: [Duration::ZERO; Part::ALL.len()] }
     }
 
     /// Counts the time since the last lap as `part`'s.
