@@ -31,7 +31,7 @@
 //! plan/     recipe + config -> bytes by component and where the peak is; how many layers to recompute
 //! optim/    schedule, clip, AdamW
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
-//! log/      progress, metrics.jsonl, memory
+//! log/      progress, metrics.jsonl, memory, the report of a run
 //! rng       random numbers as functions of (seed, purpose, step, layer, index)
 //! ```
 //!

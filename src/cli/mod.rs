@@ -69,6 +69,10 @@ enum Verb {
     /// Write an adapter in the layout of another program
     Export(export::Args),
     /// Measure speed and memory on made-up rows
+    ///
+    /// Prints tokens a second, the time of each part of a step, arithmetic as a share of the machine's fastest
+    /// matrix product, and memory beside the plan. A part that nothing does is shown as "-" (0 in JSON): gather
+    /// and reduce on one rank.
     Bench(bench::Args),
     /// Say what a recipe would take, and whether it fits
     Plan(plan::Args),

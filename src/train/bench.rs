@@ -1,23 +1,21 @@
-//! `ft bench`: some steps of a recipe's shape on made-up rows: speed, time by part, peak against the plan.
+//! `ft bench`: some steps of a recipe's shape on made-up rows: speed, time by part, arithmetic against the
+//! machine's fastest product, peak against the plan.
 
 use super::Job;
+use super::products::Products;
 use super::step::{Setup, timed_step};
 use super::watch::{self, Watch};
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
-use crate::kernel::gemm;
+use crate::log::memory;
 use crate::optim::Optimizer;
-use crate::plan::{Workload, rates, report};
+use crate::plan::{Plan, Workload, rates, report};
 use crate::recipe::{Recipe, Weights};
 use crate::rng::{Purpose, Stream};
 use crate::walk::{Part, RouterLosses, Times};
-use candle_core::{Device, Tensor};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
 use std::path::PathBuf;
-use std::time::Instant;
-
-/// Products whose best time is the machine's rate.
-const PRODUCTS: usize = 8;
 
 /// What was measured.
 #[derive(Debug)]
@@ -47,6 +45,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     plan.workload.steps = Some(steps as u64);
     let mut watch = Watch::begin(&plan, &job.device);
     let (decoder, params) = job.build(true, &|_| {})?;
+    watch.loaded(&params);
     let optimizer = Optimizer::new(&params, &r.optimizer);
     let setup = Setup {
         decoder: &decoder,
@@ -64,56 +63,121 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let lr = 1e-9;
     let mut warm = Times::start(true);
     timed_step(&setup, &data, &all, 0, lr, &mut warm).map_err(|e| watch.explain(e))?;
-    // before and after, so that a machine that others use too is caught at its best
-    let sizes = plan.workload.train.tokens as usize;
-    let before = matmul_rate(&job, sizes)?;
-    let mut times = Times::start(true);
-    let mut tokens = 0;
+    watch.look();
+    let mut products = Products::new(&job, plan.workload.train.tokens as usize);
+    products.look()?;
+    let mut timed = Timed { times: Vec::with_capacity(steps), tokens: 0 };
     for step in 0..steps {
-        tokens += timed_step(&setup, &data, &all, step as u64 + 1, lr, &mut times)
+        // the products' own memory is not the step's
+        memory::reset_peak();
+        let mut times = Times::start(true);
+        timed.tokens += timed_step(&setup, &data, &all, step as u64 + 1, lr, &mut times)
             .map_err(|e| watch.explain(e))?
             .tokens;
+        timed.times.push(times);
         watch.look();
+        products.look()?;
     }
-    watch.look();
-    let matmul = matmul_rate(&job, sizes)?.max(before);
-    let flops = plan.work.total() * plan.micro_batches as f64 * steps as f64;
-    let rate = rates::Rate { matmul, step: flops / times.total() };
+    let rate = rates::Rate { matmul: products.rate(), step: flops(&plan) / timed.mean() };
     let kept = rates::save(plan.machine, rate)?;
+    let json = timed.json(&plan, &watch, &products);
+    Ok(Measured { json, text: timed.text(&plan, &watch, &products), kept })
+}
 
-    let speed = tokens as f64 / times.total();
-    let parts: serde_json::Map<String, Value> =
-        Part::ALL.iter().map(|p| (p.word().to_string(), json!(times.seconds(*p) / steps as f64))).collect();
-    let json = json!({
-        "tokens_per_second": speed, "step_seconds": times.total() / steps as f64, "parts": parts,
-        "matmul_flops": matmul, "step_flops": rate.step, "share_of_matmul": rate.step / matmul,
-        "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.total(), "plan": watch.json(),
-    });
-    let mut text =
-        format!("{}\n{speed:.0} tokens/s, {:.2} s a step\n", watch.line(), times.total() / steps as f64);
-    for p in Part::ALL.into_iter().filter(|p| times.seconds(*p) > 0.0) {
-        let share = times.seconds(p) / times.total();
-        text += &format!(
-            "  {:<10} {:>8.3} s  {:>5.1}%\n",
-            p.word(),
-            times.seconds(p) / steps as f64,
-            100.0 * share
-        );
+/// Arithmetic of a step.
+fn flops(plan: &Plan) -> f64 {
+    plan.work.total() * plan.micro_batches as f64
+}
+
+/// The steps that were timed.
+struct Timed {
+    times: Vec<Times>,
+    tokens: usize,
+}
+
+impl Timed {
+    /// Seconds of all steps.
+    fn total(&self) -> f64 {
+        self.times.iter().map(Times::total).sum()
     }
-    text += &format!(
-        "arithmetic {:.1} GFLOP/s, {:.0}% of the {:.1} of a large product\n",
-        rate.step / 1e9,
-        100.0 * rate.step / matmul,
-        matmul / 1e9
-    );
-    let apart = 100.0 * (watch.peak() as f64 / plan.total().max(1) as f64 - 1.0);
-    text += &format!(
-        "memory     {} at the fullest, the plan said {} ({apart:+.2}%)\n",
-        report::bytes(watch.peak()),
-        report::bytes(plan.total())
-    );
-    text.extend(watch.verdict().map(|w| w + "\n"));
-    Ok(Measured { json, text, kept })
+
+    /// Seconds of a step.
+    fn mean(&self) -> f64 {
+        self.total() / self.times.len() as f64
+    }
+
+    /// Seconds of the fastest step: what the fastest product is compared with.
+    fn fastest(&self) -> f64 {
+        self.times.iter().map(Times::total).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Seconds of a part in a step.
+    fn part(&self, p: Part) -> f64 {
+        self.times.iter().map(|t| t.seconds(p)).sum::<f64>() / self.times.len() as f64
+    }
+
+    fn speed(&self) -> f64 {
+        self.tokens as f64 / self.total()
+    }
+
+    fn json(&self, plan: &Plan, watch: &Watch<'_>, products: &Products) -> Value {
+        let parts: Map<String, Value> =
+            Part::ALL.iter().map(|p| (p.word().to_string(), json!(self.part(*p)))).collect();
+        let memory: Map<String, Value> = watch
+            .groups()
+            .into_iter()
+            .map(|(group, planned, measured)| {
+                (group.to_string(), json!({"planned": planned, "measured": measured}))
+            })
+            .collect();
+        let best = flops(plan) / self.fastest();
+        json!({
+            "tokens_per_second": self.speed(), "step_seconds": self.mean(),
+            "fastest_step_seconds": self.fastest(), "parts": parts,
+            "flops_per_step": flops(plan), "step_flops": flops(plan) / self.mean(),
+            "matmul_flops": products.rate(), "matmul_shape": products.fastest(),
+            "share_of_matmul": best / products.rate(),
+            "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.total(), "memory": memory,
+            "plan": watch.json(),
+        })
+    }
+
+    fn text(&self, plan: &Plan, watch: &Watch<'_>, products: &Products) -> String {
+        let mut text =
+            format!("{}\n{:.0} tokens/s, {:.2} s a step\n", watch.line(), self.speed(), self.mean());
+        for p in Part::ALL {
+            // what nothing does has no time: gather and reduce on one rank
+            let _ = match self.part(p) {
+                s if s > 0.0 => {
+                    writeln!(text, "  {:<10} {s:>8.3} s  {:>5.1}%", p.word(), 100.0 * s / self.mean())
+                }
+                _ => writeln!(text, "  {:<10} {:>8}", p.word(), "-"),
+            };
+        }
+        let best = flops(plan) / self.fastest();
+        let _ = writeln!(
+            text,
+            "arithmetic {:.1} GFLOP/s in the fastest step: {:.0}% of the {:.1} of the fastest product ({})",
+            best / 1e9,
+            100.0 * best / products.rate(),
+            products.rate() / 1e9,
+            products.fastest()
+        );
+        let apart = |planned: u64, measured: u64| match planned {
+            0 => String::new(),
+            _ => format!("{:+.2}%", 100.0 * (measured as f64 / planned as f64 - 1.0)),
+        };
+        let _ = writeln!(text, "memory           planned     measured");
+        let all = ("at the fullest", plan.total(), watch.peak());
+        for (group, planned, measured) in watch.groups().into_iter().chain([all]) {
+            if planned > 0 || measured > 0 {
+                let (p, m) = (report::bytes(planned), report::bytes(measured));
+                let _ = writeln!(text, "  {group:<14} {p:>11} {m:>11}  {}", apart(planned, measured));
+            }
+        }
+        text.extend(watch.verdict().map(|w| w + "\n"));
+        text
+    }
 }
 
 /// Full rows of random tokens for one step.
@@ -130,22 +194,4 @@ fn rows(r: &Recipe, vocab: usize) -> Dataset {
         .collect();
     let rows = (0..examples.len()).map(|i| vec![i]).collect();
     Dataset { examples, rows, stats: Stats::default(), hash: String::new() }
-}
-
-/// Operations a second of the best of some products of the model's own size.
-fn matmul_rate(job: &Job, tokens: usize) -> crate::Result<f64> {
-    let (d, f) = (job.config.hidden, job.config.intermediate.max(job.config.hidden));
-    let tokens = tokens.clamp(1, 4096);
-    let make = |rows: usize, cols: usize| -> candle_core::Result<Tensor> {
-        Tensor::rand(-1f32, 1f32, (rows, cols), &Device::Cpu)?.to_dtype(job.dtype)?.to_device(&job.device)
-    };
-    let (a, b) = (make(tokens, d)?, make(f, d)?);
-    let mut best = f64::INFINITY;
-    for _ in 0..PRODUCTS {
-        let start = Instant::now();
-        gemm::matmul(&a, false, &b, true)?;
-        job.device.synchronize()?;
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    Ok(2.0 * (tokens * d * f) as f64 / best.max(1e-9))
 }

@@ -6,6 +6,7 @@ mod identity;
 pub mod job;
 pub mod merge;
 pub mod output;
+mod products;
 pub mod quantize;
 mod run;
 pub mod state;

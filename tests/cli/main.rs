@@ -4,6 +4,7 @@
 mod adapters;
 mod broken;
 mod plan;
+mod report;
 mod resume;
 mod same;
 mod shipped;

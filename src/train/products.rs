@@ -1,0 +1,97 @@
+//! How fast this machine multiplies matrices: what a step's arithmetic is held against.
+
+use super::Job;
+use crate::kernel::gemm;
+use candle_core::{DType, Device, Result, Tensor};
+use std::time::{Duration, Instant};
+
+/// How long one look takes at the least.
+const LOOK: Duration = Duration::from_millis(250);
+/// Rows and columns that a product has at the most: beyond that it gets no faster, only longer.
+const LARGEST_CPU: (usize, usize) = (512, 4096);
+const LARGEST_CUDA: (usize, usize) = (4096, 16_384);
+/// Size of the square product, the same whatever the model.
+const SQUARE: usize = 1024;
+
+/// Repetitions of a product in one look: the first finds its operands outside of the caches.
+const REPEAT: usize = 3;
+
+/// Products like those of a training step, timed again and again.
+///
+/// The rate of the machine is that of the fastest product that was ever seen. One look may fall into a moment
+/// in which other programs have the cores, so looks are taken before, between and after the steps that are
+/// measured; and one shape may suit the machine badly (few rows, a transposed operand), so there are several.
+#[derive(Debug)]
+pub struct Products {
+    /// Rows, inputs and outputs of linears.
+    linears: Vec<(usize, usize, usize)>,
+    device: Device,
+    dtype: DType,
+    best: f64,
+    fastest: String,
+}
+
+impl Products {
+    /// Of a model's linears with `tokens` rows, and of a square one whose size is the same for every model.
+    pub fn new(job: &Job, tokens: usize) -> Self {
+        let c = &job.config;
+        let (rows, cols) = if job.device.is_cuda() { LARGEST_CUDA } else { LARGEST_CPU };
+        let (t, d) = (tokens.clamp(1, rows), c.hidden.clamp(1, cols));
+        let ffn = c.moe.as_ref().map_or(c.intermediate, |m| m.width).clamp(1, cols);
+        let attention = (c.heads * c.head_dim).clamp(1, cols);
+        Self {
+            linears: vec![(t, d, ffn), (t, d, attention), (SQUARE, SQUARE, SQUARE)],
+            device: job.device.clone(),
+            dtype: job.dtype,
+            best: 0.0,
+            fastest: String::new(),
+        }
+    }
+
+    /// Times every product at least once; what it allocates is gone afterwards.
+    pub fn look(&mut self) -> Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < LOOK {
+            for (t, d, o) in self.linears.clone() {
+                let (x_ti, w_oi, dy_to) = (self.numbers(t, d)?, self.numbers(o, d)?, self.numbers(t, o)?);
+                // forward, backward, the weight's gradient
+                self.time(&x_ti, false, &w_oi, true, (t, d, o))?;
+                self.time(&dy_to, false, &w_oi, false, (t, o, d))?;
+                self.time(&dy_to, true, &x_ti, false, (o, t, d))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn time(&mut self, a: &Tensor, ta: bool, b: &Tensor, tb: bool, mkn: (usize, usize, usize)) -> Result<()> {
+        let (m, k, n) = mkn;
+        for _ in 0..REPEAT {
+            let start = Instant::now();
+            gemm::matmul(a, ta, b, tb)?;
+            self.device.synchronize()?;
+            let rate = 2.0 * m as f64 * k as f64 * n as f64 / start.elapsed().as_secs_f64().max(1e-9);
+            if rate > self.best {
+                self.best = rate;
+                self.fastest = format!("{m} x {k} x {n}");
+            }
+        }
+        Ok(())
+    }
+
+    /// A matrix of numbers from -1 to 1 without a pattern: zeros would let some devices run faster.
+    fn numbers(&self, rows: usize, cols: usize) -> Result<Tensor> {
+        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
+        let values: Vec<f32> = (0..rows * cols).map(number).collect();
+        Tensor::from_vec(values, (rows, cols), &Device::Cpu)?.to_dtype(self.dtype)?.to_device(&self.device)
+    }
+
+    /// Operations a second of the fastest product so far.
+    pub fn rate(&self) -> f64 {
+        self.best
+    }
+
+    /// Rows x inner size x columns of that product.
+    pub fn fastest(&self) -> &str {
+        &self.fastest
+    }
+}

@@ -1,0 +1,114 @@
+//! `ft report` on real runs, and what `ft bench` says.
+
+use super::world::{LORA, World, recipe};
+use serde_json::{Value, json};
+
+fn world() -> World {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write("r.toml", recipe(LORA));
+    w
+}
+
+fn page(w: &World, file: &str) -> String {
+    String::from_utf8(w.read(file)).expect("a page")
+}
+
+#[track_caller]
+fn says(page: &str, what: &[&str]) {
+    for w in what {
+        assert!(page.contains(w), "{w:?} is not in the page");
+    }
+}
+
+#[test]
+fn report_of_a_run() {
+    let w = world();
+    w.ok(&["run", "r.toml", "run.eval_every=2"]);
+    let r = w.ok(&["report", "runs/r"]);
+    assert_eq!((r.out.as_str(), r.err.as_str()), ("runs/r/report.html\n", ""));
+    let html = page(&w, "runs/r/report.html");
+    says(
+        &html,
+        &["finished: 6 steps", "evaluation loss", "weights and adapters", "optimizer moments", "run r.toml"],
+    );
+    // what the engine recorded: each group with both sides, nothing far from its plan
+    let start = w.events("runs/r", "start").remove(0);
+    for key in ["command", "time", "threads", "system", "name"] {
+        assert!(!start[key].is_null(), "no {key}");
+    }
+    let (of, planned) = (|k: &str| start["loaded"][k].as_u64().unwrap_or(0), &start["plan"]["device"]);
+    assert_eq!(of("gradients"), planned["gradients"].as_u64().unwrap_or(1));
+    assert_eq!(of("moments"), planned["moments"].as_u64().unwrap_or(1));
+    assert!(of("weights") > 10_000, "{start}");
+    let r = w.ok(&["report", "runs/r", "--out", "page.html"]);
+    assert_eq!((r.out.as_str(), page(&w, "page.html")), ("page.html\n", html));
+
+    for (args, said) in
+        [(["report", "gone"], "gone/metrics.jsonl"), (["report", "tiny"], "tiny/metrics.jsonl")]
+    {
+        let r = w.ft(&args);
+        assert!(r.code == 5 && r.err.contains(said) && r.err.contains("hint:"), "{} {}", r.code, r.err);
+    }
+}
+
+/// A run that stops by itself says why, and a resume takes that back.
+#[test]
+fn report_of_a_run_that_stopped() {
+    let w = world();
+    let set = ["run", "r.toml", "run.save_every=1", "run.clip=0.0", "optimizer.warmup_steps=0"];
+    w.ok(&[&set[..], &["run.steps=2"]].concat());
+    let before = w.steps("runs/r");
+    let broken = ["run.steps=4", "optimizer.lr=1e38", "--resume"];
+    let accept = ["run.steps", "optimizer.lr"].map(|k| ["--accept-change", k]).concat();
+    let r = w.ft(&[&set[..], &broken[..], &accept].concat());
+    assert_eq!(r.code, 6, "{}", r.err);
+    let stopped = w.events("runs/r", "stopped").remove(0);
+    assert_eq!((&stopped["code"], stopped["step"].as_u64()), (&json!(6), Some(3)));
+    assert!(r.err.contains(stopped["why"].as_str().expect("a text").lines().next().expect("a line")));
+    w.ok(&["report", "runs/r"]);
+    says(
+        &page(&w, "runs/r/report.html"),
+        &[
+            "stopped by the guard against numbers that are not finite after step 3 of 4",
+            "Resumed 1 time, from step 2.",
+        ],
+    );
+    assert_eq!(w.steps("runs/r")[..2], before[..]);
+}
+
+#[test]
+fn bench_tells_time_and_memory_by_part() {
+    let w = world();
+    let run = |args: &[&str]| {
+        let mut c = w.command(args);
+        c.env("FT_CACHE", w.path("cache"));
+        let r = super::world::ran(c.output().expect("started"));
+        assert_eq!(r.code, 0, "{}", r.err);
+        r.out
+    };
+    let j: Value = serde_json::from_str(&run(&["bench", "r.toml", "--steps", "2", "--json"])).expect("JSON");
+    let number = |v: &Value| v.as_f64().unwrap_or(f64::NAN);
+    let names = ["data", "gather", "forward", "head", "recompute", "backward", "reduce", "step"];
+    assert_eq!(j["parts"].as_object().expect("parts").keys().collect::<Vec<_>>(), names);
+    let sum: f64 = names.iter().map(|n| number(&j["parts"][n])).sum();
+    assert!((sum / number(&j["step_seconds"]) - 1.0).abs() < 1e-6, "{j}");
+    // one rank: nothing stands around a layer
+    assert_eq!((number(&j["parts"]["gather"]), number(&j["parts"]["reduce"])), (0.0, 0.0));
+    assert!(number(&j["fastest_step_seconds"]) <= number(&j["step_seconds"]));
+    let share =
+        number(&j["flops_per_step"]) / number(&j["fastest_step_seconds"]) / number(&j["matmul_flops"]);
+    assert!((number(&j["share_of_matmul"]) / share - 1.0).abs() < 1e-9);
+    // a model this small is far from the speed of a large product
+    assert!(share > 0.0 && share < 1.0, "{share}");
+    let groups = j["memory"].as_object().expect("memory");
+    let sum = |side: &str| groups.values().map(|g| g[side].as_u64().unwrap_or(0)).sum::<u64>();
+    assert_eq!(sum("planned"), j["planned_peak_bytes"].as_u64().unwrap_or(0));
+    assert_eq!(sum("measured"), j["peak_device_bytes"].as_u64().unwrap_or(0));
+    let text = run(&["bench", "r.toml", "--steps", "1"]);
+    for said in
+        ["gather            -", "reduce            -", "of the fastest product", "moments", "at the fullest"]
+    {
+        assert!(text.contains(said), "{said:?} is not in\n{text}");
+    }
+}
