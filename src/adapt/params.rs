@@ -169,19 +169,6 @@ impl Params {
         Ok(())
     }
 
-    /// Bytes of the buffers beside the values that layers compute with: gradients, f32 master weights where
-    /// these are a buffer of their own, the optimizer's moments.
-    pub fn bytes(&self) -> [(&'static str, u64); 3] {
-        let of = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
-        let units = || self.units.iter().flatten();
-        let own = |u: &&Unit| u.compute.dtype() != DType::F32;
-        [
-            ("gradients", units().filter_map(|u| u.grads.as_ref()).map(of).sum()),
-            ("master", units().filter(own).map(|u| of(&u.master)).sum()),
-            ("moments", units().filter_map(|u| u.moments.as_ref()).map(|(m, v)| of(m) + of(v)).sum()),
-        ]
-    }
-
     /// Number of trained values.
     pub fn count(&self) -> usize {
         self.tensors.iter().map(Trained::elements).sum()

@@ -155,20 +155,6 @@ impl Component {
         }
     }
 
-    /// The group that a measurement can tell apart: `weights`, `gradients`, `master`, `moments`, and `step` for
-    /// what comes and goes.
-    pub fn group(self) -> &'static str {
-        use Component::*;
-        match self {
-            Embedding | Attention | Mlp | Experts | Router | Norms | Head | QuantConstants | Trained
-            | Adapters => "weights",
-            Gradients => "gradients",
-            Master => "master",
-            Moments => "moments",
-            Batch | Activations | Workspace | InFlight | Logits | Communication | Slack | Context => "step",
-        }
-    }
-
     fn index(self) -> usize {
         self as usize
     }

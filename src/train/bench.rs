@@ -123,13 +123,6 @@ impl Timed {
     fn json(&self, plan: &Plan, watch: &Watch<'_>, products: &Products) -> Value {
         let parts: Map<String, Value> =
             Part::ALL.iter().map(|p| (p.word().to_string(), json!(self.part(*p)))).collect();
-        let memory: Map<String, Value> = watch
-            .groups()
-            .into_iter()
-            .map(|(group, planned, measured)| {
-                (group.to_string(), json!({"planned": planned, "measured": measured}))
-            })
-            .collect();
         let best = flops(plan) / self.fastest();
         json!({
             "tokens_per_second": self.speed(), "step_seconds": self.mean(),
@@ -137,7 +130,7 @@ impl Timed {
             "flops_per_step": flops(plan), "step_flops": flops(plan) / self.mean(),
             "matmul_flops": products.rate(), "matmul_shape": products.fastest(),
             "share_of_matmul": best / products.rate(),
-            "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.total(), "memory": memory,
+            "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.total(), "memory": watch.compared(),
             "plan": watch.json(),
         })
     }
@@ -167,12 +160,16 @@ impl Timed {
             0 => String::new(),
             _ => format!("{:+.2}%", 100.0 * (measured as f64 / planned as f64 - 1.0)),
         };
-        let _ = writeln!(text, "memory           planned     measured");
-        let all = ("at the fullest", plan.total(), watch.peak());
-        for (group, planned, measured) in watch.groups().into_iter().chain([all]) {
+        let _ = writeln!(text, "memory                            planned    measured");
+        let compared = watch.compared();
+        let of = |side: &str, key: &str| compared[side][key].as_u64().unwrap_or(0);
+        let keys: Vec<&String> = compared["planned"].as_object().into_iter().flat_map(Map::keys).collect();
+        let parts = keys.iter().map(|k| (k.replace('_', " "), of("planned", k), of("measured", k)));
+        for (name, planned, measured) in parts.chain([("at the fullest".into(), plan.total(), watch.peak())])
+        {
             if planned > 0 || measured > 0 {
                 let (p, m) = (report::bytes(planned), report::bytes(measured));
-                let _ = writeln!(text, "  {group:<14} {p:>11} {m:>11}  {}", apart(planned, measured));
+                let _ = writeln!(text, "  {name:<27} {p:>11} {m:>11}  {}", apart(planned, measured));
             }
         }
         text.extend(watch.verdict().map(|w| w + "\n"));

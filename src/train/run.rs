@@ -134,6 +134,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         let started = Instant::now();
         let lr = schedule.at(step);
         let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)
+            .map_err(|e| r.watch.explain(e))
             .map_err(|e| r.stopped(step as u64, e))?;
         if step == done as usize {
             check_reached(&params, &s)?;
@@ -166,7 +167,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     }
     r.metrics.write(&json!({
         "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(), "time": now(),
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
+        "memory": r.watch.compared(), "time": now(),
     }))?;
     Ok(Outcome::Done { result })
 }
@@ -261,7 +263,7 @@ impl Running<'_> {
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
             "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
-            "plan": self.watch.json(), "loaded": self.watch.loaded_json(),
+            "plan": self.watch.json(),
         });
         if done > 0 {
             line["step"] = json!(done);
@@ -322,12 +324,12 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Takes down why the run stops after `step` steps, and gives the error on, with what the plan has to say.
+    /// Takes down why the run stops after `step` steps, and gives the error on.
     fn stopped(&mut self, step: u64, e: crate::Error) -> crate::Error {
-        let e = self.watch.explain(e);
-        let code = e.exit_code() as u8;
-        let event =
-            json!({"event": "stopped", "step": step, "code": code, "why": e.to_string(), "time": now()});
+        let event = json!({
+            "event": "stopped", "step": step, "code": e.exit_code() as u8, "why": e.to_string(), "time": now(),
+            "memory": self.watch.compared(),
+        });
         // on a full disk this fails too; the error that is told is the one that stopped the run
         let _ = self.metrics.write(&event);
         e

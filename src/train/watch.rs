@@ -8,7 +8,7 @@ use crate::log::{memory, warn};
 use crate::plan::{self, Component, Plan, report};
 use crate::recipe::{Recipe, Weights};
 use candle_core::Device;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Share of the plan by which a measured peak may differ before a warning.
 const APART: f64 = 0.05;
@@ -55,6 +55,47 @@ pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
     Ok(())
 }
 
+/// Bytes of what stays for the whole run, by what it is for, as they were measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Kept {
+    frozen: u64,
+    trained: u64,
+    gradients: u64,
+    master: u64,
+    moments: u64,
+}
+
+impl Kept {
+    fn sum(self) -> u64 {
+        self.frozen + self.trained + self.gradients + self.master + self.moments
+    }
+
+    /// What the plan says of the same.
+    fn planned(plan: &Plan) -> Self {
+        use Component::*;
+        let of = |list: &[Component]| list.iter().map(|c| plan.peak.bytes.get(*c)).sum();
+        Self {
+            frozen: of(&[Embedding, Attention, Mlp, Experts, Router, Norms, Head, QuantConstants]),
+            trained: of(&[Trained, Adapters]),
+            gradients: of(&[Gradients]),
+            master: of(&[Master]),
+            moments: of(&[Moments]),
+        }
+    }
+
+    /// Its parts, and what is left of `peak`: activations, temporaries, the batch.
+    fn parts(self, peak: u64) -> [(&'static str, u64); 6] {
+        [
+            ("frozen weights", self.frozen),
+            ("weights that train", self.trained),
+            ("gradients", self.gradients),
+            ("master weights", self.master),
+            ("moments", self.moments),
+            ("activations and temporaries", peak.saturating_sub(self.sum())),
+        ]
+    }
+}
+
 /// Measures a run against its plan.
 #[derive(Debug)]
 pub struct Watch<'a> {
@@ -62,9 +103,8 @@ pub struct Watch<'a> {
     device: Device,
     /// Counted bytes, and resident ones, before the model was loaded.
     before: (Option<u64>, u64),
+    kept: Kept,
     peak: u64,
-    /// Bytes that stay for the whole run, by group; empty until [`Watch::loaded`].
-    loaded: Vec<(&'static str, u64)>,
 }
 
 impl<'a> Watch<'a> {
@@ -72,7 +112,38 @@ impl<'a> Watch<'a> {
     pub fn begin(plan: &'a Plan, device: &Device) -> Self {
         memory::reset_peak();
         let before = (memory::live_bytes(), memory::device_bytes(device));
-        Self { plan, device: device.clone(), before, peak: 0, loaded: Vec::new() }
+        Self { plan, device: device.clone(), before, kept: Kept::default(), peak: 0 }
+    }
+
+    /// Takes down what stays, now that the model is loaded.
+    pub fn loaded(&mut self, params: &Params) {
+        let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
+            (true, Some(before), Some(live)) => live.saturating_sub(before),
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
+            _ => memory::device_bytes(&self.device),
+        };
+        let mut k = Kept::default();
+        for u in params.units.iter().flatten() {
+            let (n, width) = (u.len as u64, u.compute.dtype().size_in_bytes() as u64);
+            k.trained += width * n;
+            k.master += if width == 4 { 0 } else { 4 * n };
+            k.gradients += if u.grads.is_some() { 4 * n } else { 0 };
+            k.moments += if u.moments.is_some() { 8 * n } else { 0 };
+        }
+        k.frozen = now.saturating_sub(k.sum());
+        self.kept = k;
+        self.look();
+    }
+
+    /// Planned and measured bytes by what they are for, for `metrics.jsonl`.
+    pub fn compared(&self) -> Value {
+        let table = |parts: [(&'static str, u64); 6]| -> Map<String, Value> {
+            parts.iter().map(|(k, b)| (k.replace(' ', "_"), json!(b))).collect()
+        };
+        json!({
+            "planned": table(Kept::planned(self.plan).parts(self.plan.total())),
+            "measured": table(self.kept.parts(self.peak)),
+        })
     }
 
     /// Takes a look at what is used.
@@ -88,39 +159,6 @@ impl<'a> Watch<'a> {
         self.peak = self.peak.max(now);
     }
 
-    /// Takes down what is there now that the model is loaded: buffers of what trains, whose sizes are known,
-    /// and the rest, which is weights. Call it before the first step.
-    pub fn loaded(&mut self, params: &Params) {
-        let now = match (self.before.0, memory::live_bytes(), crate::kernel::cuda::pool_bytes(&self.device)) {
-            (_, _, Some((used, _))) => used,
-            (Some(before), Some(live), None) => live.saturating_sub(before),
-            _ => return,
-        };
-        let buffers = params.bytes();
-        let known: u64 = buffers.iter().map(|(_, b)| b).sum();
-        self.loaded = vec![("weights", now.saturating_sub(known))];
-        self.loaded.extend(buffers);
-    }
-
-    /// Planned and measured bytes by group, in the order of tables, as far as the engine can tell them apart:
-    /// weights, gradients, master weights, moments, and what a step adds to them at its fullest.
-    pub fn groups(&self) -> Vec<(&'static str, u64, u64)> {
-        let planned = |group: &str| -> u64 {
-            self.plan.peak.bytes.iter().filter(|(c, _)| c.group() == group).map(|(_, b)| b).sum()
-        };
-        let mut out: Vec<_> = self.loaded.iter().map(|(k, b)| (*k, planned(k), *b)).collect();
-        if !out.is_empty() {
-            let there: u64 = self.loaded.iter().map(|(_, b)| b).sum();
-            out.push(("step", planned("step"), self.peak.saturating_sub(there)));
-        }
-        out
-    }
-
-    /// What was measured after loading, for `metrics.jsonl`.
-    pub fn loaded_json(&self) -> Value {
-        Value::Object(self.loaded.iter().map(|(k, b)| (k.to_string(), json!(b))).collect())
-    }
-
     /// The highest that was seen, in bytes: on the CPU beyond what was there before the model was loaded.
     pub fn peak(&self) -> u64 {
         self.peak
@@ -134,7 +172,7 @@ impl<'a> Watch<'a> {
         json!({
             "recompute_layers": p.recompute, "recompute_of": p.walked, "reason": p.reason,
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
-            "host": p.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<serde_json::Map<_, _>>(),
+            "host": p.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
             "budget": p.budget, "host_bytes_before_loading": self.before.1,
         })
     }

@@ -95,7 +95,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Counts the time since the last call as `part`'s.
-    fn lap(&mut self, part: Part) -> Result<()> {
+    fn lap(&mut self, part: times::Part) -> Result<()> {
         match &mut self.times {
             Some(t) => t.lap(part, self.decoder.embedding.table.device()),
             None => Ok(()),
@@ -103,11 +103,11 @@ impl<'a> Walk<'a> {
     }
 
     /// The part of a step that the time at a unit is of.
-    fn part(&self, unit: usize, phase: Phase) -> Part {
+    fn part(&self, unit: usize, phase: Phase) -> times::Part {
         match phase {
-            Phase::Forward => Part::Forward,
-            Phase::Backward if unit == self.decoder.layers.len() + 1 => Part::Head,
-            Phase::Backward => Part::Backward,
+            Phase::Forward => times::Part::Forward,
+            Phase::Backward if unit == self.decoder.layers.len() + 1 => times::Part::Head,
+            Phase::Backward => times::Part::Backward,
         }
     }
 
@@ -117,7 +117,7 @@ impl<'a> Walk<'a> {
         }
         self.lap(self.part(unit, phase))?;
         self.around.iter_mut().try_for_each(|a| a.arrive(unit, phase))?;
-        self.lap(Part::Gather)
+        self.lap(times::Part::Gather)
     }
 
     fn leave(&mut self, unit: usize, phase: Phase) -> Result<()> {
@@ -126,7 +126,7 @@ impl<'a> Walk<'a> {
         }
         self.lap(self.part(unit, phase))?;
         self.around.iter_mut().rev().try_for_each(|a| a.leave(unit, phase))?;
-        self.lap(if phase == Phase::Forward { Part::Gather } else { Part::Reduce })
+        self.lap(if phase == Phase::Forward { times::Part::Gather } else { times::Part::Reduce })
     }
 
     /// What to keep of layer `l`.
@@ -159,7 +159,7 @@ impl<'a> Walk<'a> {
         let decoder = self.decoder;
         let head = decoder.layers.len() + 1;
         let mut kept = Vec::with_capacity(decoder.layers.len());
-        self.lap(Part::Data)?;
+        self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
         self.arrive(0, Phase::Forward)?;
@@ -173,12 +173,12 @@ impl<'a> Walk<'a> {
             self.leave(l + 1, Phase::Forward)?;
         }
 
-        self.lap(Part::Forward)?;
+        self.lap(times::Part::Forward)?;
 
         self.arrive(head, Phase::Backward)?;
         let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
-        self.lap(Part::Head)?;
+        self.lap(times::Part::Head)?;
         drop(x);
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
         // known only now: the load-balancing loss couples the routers of all layers
@@ -194,19 +194,19 @@ impl<'a> Walk<'a> {
                 Some(Kept::Input(x, routing)) => {
                     self.arrive(l + 1, Phase::Backward)?;
                     let saved = layer.forward(&x, &batch.context, None, routing)?.1;
-                    self.lap(Part::Recompute)?;
+                    self.lap(times::Part::Recompute)?;
                     saved
                 }
             };
             dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
             self.leave(l + 1, Phase::Backward)?;
-            self.lap(Part::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
             self.arrive(0, Phase::Backward)?;
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
             self.leave(0, Phase::Backward)?;
-            self.lap(Part::Backward)?;
+            self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
     }

@@ -23,8 +23,10 @@ pub struct Row {
 pub struct Memory {
     /// What the plan lists at its fullest moment.
     planned: Vec<Row>,
-    /// Plan and measurement side by side, in as much detail as the engine can measure.
+    /// Plan and measurement side by side, by what the engine can tell apart.
     compared: Vec<Row>,
+    /// The same by phase of a step, where it was measured.
+    phases: Vec<Row>,
     /// The host's.
     host: Vec<Row>,
     /// Where the peak is, how much is recomputed, on which device.
@@ -32,15 +34,6 @@ pub struct Memory {
     /// In words, for who does not see the bars.
     about: String,
 }
-
-/// The groups in which the engine measures: buffers that it can ask for their size, the rest of what is
-/// loaded, and what came on top at the fullest moment.
-const GROUPS: [(&str, &str); 4] = [
-    ("weights", "weights and adapters"),
-    ("gradients", "gradients"),
-    ("master", "f32 master weights"),
-    ("moments", "optimizer moments"),
-];
 
 struct Bar {
     name: String,
@@ -65,6 +58,19 @@ fn rows(bars: Vec<Bar>) -> Vec<Row> {
             measured_bar: bar(b.measured),
             name: b.name,
         })
+        .collect()
+}
+
+/// Planned and measured bytes of what either names; what is nothing in both is left out.
+fn beside(planned: &Value, measured: &Value) -> Vec<Bar> {
+    let (planned, measured) = (parts(planned), parts(measured));
+    let of = |list: &[(&str, u64)], key: &str| list.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
+    let mut keys: Vec<&str> = planned.iter().chain(&measured).map(|(k, _)| *k).collect();
+    let mut seen = std::collections::HashSet::new();
+    keys.retain(|k| seen.insert(*k));
+    keys.into_iter()
+        .map(|k| Bar { name: name(k), planned: of(&planned, k), measured: of(&measured, k) })
+        .filter(|b| b.planned.unwrap_or(0) > 0 || b.measured.unwrap_or(0) > 0)
         .collect()
 }
 
@@ -98,26 +104,8 @@ impl Memory {
         let on_cpu = super::read::text(&m.start, "device") == "cpu";
 
         let one = |(key, b): &(&str, u64)| Bar { name: name(key), planned: Some(*b), measured: None };
-        let mut bars = Vec::new();
-        let loaded = parts(&m.start["loaded"]);
-        if !loaded.is_empty() {
-            let group = |key: &str| component(key).map_or("step", Component::group);
-            let planned_in =
-                |g: &str| -> u64 { device.iter().filter(|(k, _)| group(k) == g).map(|(_, b)| b).sum() };
-            for (key, label) in GROUPS {
-                let found = loaded.iter().find(|(k, _)| *k == key).map(|(_, b)| *b);
-                let planned = planned_in(key);
-                if planned > 0 || found.is_some_and(|b| b > 0) {
-                    bars.push(Bar { name: label.into(), planned: Some(planned), measured: found });
-                }
-            }
-            let base: u64 = loaded.iter().map(|(_, b)| b).sum();
-            bars.push(Bar {
-                name: "micro-batch, activations, work space".into(),
-                planned: Some(planned_in("step")),
-                measured: measured.map(|b| b.saturating_sub(base)),
-            });
-        }
+        let recorded = m.recorded();
+        let mut bars = beside(&recorded["planned"], &recorded["measured"]);
         bars.push(Bar { name: "all at the fullest".into(), planned: total, measured });
 
         let resident = m.steps.values().map(|s| s.host_bytes).max().unwrap_or(0);
@@ -164,6 +152,7 @@ impl Memory {
         Some(Self {
             planned: rows(device.iter().map(one).collect()),
             compared: rows(bars),
+            phases: rows(beside(&recorded["planned_phases"], &recorded["measured_phases"])),
             host: rows(host),
             facts,
             about,

@@ -98,6 +98,8 @@ pub struct Stopped {
     pub why: String,
     /// Seconds after 1970, where it was written.
     pub time: Option<u64>,
+    /// Planned and measured memory; null where it was not written.
+    pub memory: Value,
 }
 
 /// The whole of a run's metrics.
@@ -225,6 +227,7 @@ impl Metrics {
                     code: count(&e, "code"),
                     why: text(&e, "why").to_string(),
                     time: e.get("time").and_then(Value::as_u64),
+                    memory: e["memory"].clone(),
                 });
             }
             "end" => self.end = Some(e),
@@ -241,6 +244,15 @@ impl Metrics {
         self.samples.retain(|(s, _), _| *s <= step);
         self.resumed.retain(|s| *s <= step);
         (self.end, self.stopped) = (None, None);
+    }
+
+    /// Planned and measured memory, as it was written when the run ended or stopped.
+    pub fn recorded(&self) -> &Value {
+        match (&self.end, &self.stopped) {
+            (Some(end), _) => &end["memory"],
+            (None, Some(s)) => &s.memory,
+            (None, None) => &Value::Null,
+        }
     }
 
     /// The last step that was done.

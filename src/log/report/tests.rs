@@ -25,7 +25,6 @@ fn start(steps: u64) -> Value {
             "where": "backward of layer 2", "budget": 8192, "host_bytes_before_loading": 4096,
             "host": {"process": 9000},
         },
-        "loaded": {"weights": 1600, "gradients": 500, "master": 0, "moments": 0},
     })
 }
 
@@ -46,7 +45,15 @@ fn sample(step: u64, prompt: &str, reply: &str) -> Value {
 }
 
 fn end(steps: u64) -> Value {
-    json!({"event": "end", "step": steps, "peak_device_bytes": 4200, "planned_peak_bytes": 4000, "time": 1_700_000_060})
+    json!({
+        "event": "end", "step": steps, "peak_device_bytes": 4200, "planned_peak_bytes": 4000,
+        "time": 1_700_000_060,
+        "memory": {
+            "planned": {"frozen_weights": 1500, "gradients": 500, "moments": 0, "activations_and_temporaries": 2000},
+            "measured": {"frozen_weights": 1600, "gradients": 500, "moments": 0, "activations_and_temporaries": 2100},
+            "planned_phases": {"forward": 3000}, "measured_phases": {"forward": 3300, "saving": 10},
+        },
+    })
 }
 
 /// The page of a folder, after it was found to be whole: every tag closed, nothing asked for from outside.
@@ -130,14 +137,17 @@ fn a_finished_run() -> Result<()> {
             "Training loss: from 4.000 at step 1 to 1.000 at step 4; lowest 1.000 at step 4, highest 4.000 at step 1.",
         ],
     );
-    // planned and measured: weights 1000 + 500 against 1600, what a step adds 2000 against 4200 - 2100
+    // planned and measured: weights 1500 and 1600, activations 2000 and 2100, forward 3000 and 3300
     says(
         &html,
         &[
             "Planned 3.91 KiB, measured 4.10 KiB",
-            "weights and adapters",
+            "frozen weights",
+            "activations and temporaries",
+            "The fullest moment of each phase",
             "+6.7%",
             "+5.0%",
+            "+10.0%",
             "saved activations",
         ],
     );

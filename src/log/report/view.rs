@@ -302,7 +302,7 @@ fn facts(m: &Metrics) -> Vec<Fact> {
     let Some(start) = m.start.as_object() else { return out };
     for (key, v) in start {
         match key.as_str() {
-            "event" | "plan" | "loaded" | "step" => {}
+            "event" | "plan" | "step" => {}
             "time" => {
                 let value = v.as_u64().map(moment).unwrap_or_default();
                 out.push(Fact { name: "started".into(), value });

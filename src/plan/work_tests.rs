@@ -1,0 +1,93 @@
+//! The arithmetic of a step against closed formulas.
+
+use super::*;
+use crate::adapt::Selection;
+use crate::model::Config;
+use crate::recipe::{Quantize, Recipe};
+
+const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 5,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": false}"#;
+
+/// Of `docs` documents of `n` tokens, all supervised, with these rules.
+fn work(config: &str, rules: &str, docs: usize, n: usize, recompute: usize) -> anyhow::Result<Work> {
+    let raw: serde_json::Map<_, _> = serde_json::from_str(config)?;
+    let dir = tempfile::tempdir()?;
+    std::fs::write(dir.path().join("config.json"), serde_json::to_string(&raw)?)?;
+    let config = Config::load(dir.path(), &serde_json::Map::new())?;
+    let text = format!(
+        "[model]\nsource = \"m\"\n{rules}\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n"
+    );
+    let recipe = Recipe::parse(&text, "r.toml", &[])?;
+    let selection = Selection::from_rules(&config, &recipe.train)?;
+    let shape = Shape::new(&config, &selection, Quantize::None);
+    Ok(Work::new(&shape, Tokens::of(&vec![n; docs], docs * (n - 1)), recompute))
+}
+
+#[track_caller]
+fn near(got: f64, want: f64) {
+    assert!((got / want - 1.0).abs() < 1e-12, "{got}, by the formula {want}");
+}
+
+/// Values of the linears of one layer of `DENSE`: q, o; k, v; gate, up, down.
+const LINEARS: f64 = (2 * 96 * 192 + 2 * 96 * 64 + 3 * 96 * 160) as f64;
+/// The sums of inputs and outputs of its linears.
+const ENDS: f64 = (2 * (96 + 192) + 2 * (96 + 64) + 3 * (96 + 160)) as f64;
+const HEAD: f64 = (96 * 1000) as f64;
+
+/// 6 operations a weight and token in full (2 forward, 4 backward), 2 more where it is recomputed; attention
+/// is 2 n^2 d a document forward, the hidden half left out, and 5 products instead of 2 backward.
+#[test]
+fn a_dense_model_in_full() -> anyhow::Result<()> {
+    let full = "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
+    let (docs, n) = (3.0, 128.0);
+    let (tokens, targets) = (docs * n, docs * (n - 1.0));
+    let attention = docs * 2.0 * n * n * 192.0;
+    for recompute in [0, 2, 5] {
+        let w = work(DENSE, full, 3, 128, recompute)?;
+        near(w.forward, 5.0 * (2.0 * tokens * LINEARS + attention) + 2.0 * targets * HEAD);
+        near(w.backward, 5.0 * (4.0 * tokens * LINEARS + 2.5 * attention) + 4.0 * targets * HEAD);
+        assert_eq!(w.recompute, recompute as f64 * (2.0 * tokens * LINEARS + attention));
+    }
+    Ok(())
+}
+
+/// A frozen weight has no gradient: 4 operations a weight and token, and 6 for LoRA's own; below the lowest
+/// layer that trains there is no backward pass.
+#[test]
+fn lora_on_the_upper_layers() -> anyhow::Result<()> {
+    let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\nlayers = \"-2:\"\n";
+    let w = work(DENSE, lora, 1, 64, 1)?;
+    let attention = 2.0 * 64.0 * 64.0 * 192.0;
+    let layer = 2.0 * 64.0 * LINEARS + attention;
+    let adapters = 2.0 * 64.0 * 4.0 * ENDS;
+    near(w.forward, 5.0 * layer + 2.0 * adapters + 2.0 * 63.0 * HEAD);
+    near(w.backward, 2.0 * (2.0 * 64.0 * LINEARS + 2.0 * adapters + 2.5 * attention) + 2.0 * 63.0 * HEAD);
+    near(w.recompute, layer + adapters);
+    Ok(())
+}
+
+/// A mixture costs its active experts, not all of them; a frozen router passes its gradient on all the same.
+#[test]
+fn a_mixture_costs_its_active_experts() -> anyhow::Result<()> {
+    let moe = DENSE.replace("\"qwen3\"", "\"qwen3_moe\"").replace(
+        "\"intermediate_size\"",
+        "\"num_experts\": 16, \"num_experts_per_tok\": 3, \"moe_intermediate_size\": 40, \"norm_topk_prob\": true, \"decoder_sparse_step\": 1, \"intermediate_size\"",
+    );
+    let rule = "[[train]]\nmodules = [\"experts\"]\nmethod = \"full\"\n";
+    let w = work(&moe, rule, 1, 64, 0)?;
+    let attention = 2.0 * 64.0 * 64.0 * 192.0;
+    let frozen = (2 * 96 * 192 + 2 * 96 * 64 + 96 * 16) as f64;
+    let active = (3 * 3 * 96 * 40) as f64;
+    near(w.forward, 5.0 * (128.0 * (frozen + active) + attention) + 2.0 * 63.0 * HEAD);
+    near(w.backward, 5.0 * (128.0 * (frozen + 2.0 * active) + 2.5 * attention) + 2.0 * 63.0 * HEAD);
+    Ok(())
+}
+
+/// A window of w keys leaves w (n - w / 2) of n^2 / 2 pairs.
+#[test]
+fn a_window_hides_keys() {
+    assert_eq!((keys(100, None), keys(100, Some(100)), keys(100, Some(400))), (50.0, 50.0, 50.0));
+    assert_eq!(keys(100, Some(20)), 18.0);
+    assert_eq!(keys(0, Some(20)), 0.0);
+}
