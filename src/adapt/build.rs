@@ -116,11 +116,16 @@ impl Build<'_> {
         }
         Ok(loader)
     }
-
 }
 
 /// How a module's weight becomes 4-bit, if it does: not where it trains in full.
-fn four_bit(config: &Config, base: &Base<'_>, quantize: bool, m: &Module, choice: &Choice) -> Option<FourBit> {
+fn four_bit(
+    config: &Config,
+    base: &Base<'_>,
+    quantize: bool,
+    m: &Module,
+    choice: &Choice,
+) -> Option<FourBit> {
     if matches!(choice, Choice::Full { .. }) {
         return None;
     }
@@ -161,7 +166,8 @@ pub fn check_full(
         }
     }
     if quantize && !config.four_bit && !made {
-        let why = "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
+        let why =
+            "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
         return Err(Error::FourBit { module: "model.quantize = \"nf4\"".into(), why: why.into() });
     }
     Ok(())

@@ -209,7 +209,8 @@ impl Statics {
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         if offload {
             // as in `optim/offload.rs`: gradients on their way to the host, then the new values on theirs back
-            let piece = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(optim::PIECE as u64);
+            let piece =
+                longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(optim::PIECE as u64);
             out.staging = if machine.cuda { 4 * piece } else { width * piece };
         }
         if states_elsewhere {

@@ -3,8 +3,8 @@
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build, check_full, check_tensors};
-use crate::adapt::{self, Choice, Params, Selection, layout};
 use crate::adapt::params::Allocate;
+use crate::adapt::{self, Choice, Params, Selection, layout};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;

@@ -12,8 +12,8 @@ const OFFLOAD: &str = "memory.offload=['optimizer']";
 fn world(case: &str) -> (World, Value) {
     let w = World::new();
     let folder = repository().join("tests/fixtures/nf4-full").join(case);
-    let log: Value =
-        serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).expect("a file")).expect("JSON");
+    let log: Value = serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).expect("a file"))
+        .expect("JSON");
     let mut modules: Vec<String> = log["trains"]
         .as_array()
         .expect("names")
@@ -64,7 +64,7 @@ fn rows(case: &str) -> String {
     let path = reference(&format!("{case}/batches.safetensors"));
     let files = TensorFiles::open_file(path.as_ref()).expect("batches");
     let get = |name: String| -> Vec<Vec<i64>> {
-        files.tensor(&name, DType::I64, &Device::Cpu).and_then(|t| Ok(t.to_vec2()?)).expect("rows")
+        files.tensor(&name, DType::I64, &Device::Cpu).expect("rows").to_vec2().expect("a matrix")
     };
     let mut out = String::new();
     for micro in ["batch0.micro0", "batch0.micro1", "batch1.micro0", "batch1.micro1"] {

@@ -17,7 +17,8 @@ fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
             continue;
         }
         let log: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("trajectory.json"))?)?;
-        let trains: Vec<&str> = log["trains"].as_array().into_iter().flatten().filter_map(|t| t.as_str()).collect();
+        let trains: Vec<&str> =
+            log["trains"].as_array().into_iter().flatten().filter_map(|t| t.as_str()).collect();
         let mut s = Selection::frozen(&c.config);
         for (m, choice) in &mut s.modules {
             if trains.contains(&format!("{}.weight", m.name).as_str()) {
@@ -77,7 +78,10 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
         let is_linear = |(m, c): &&(_, Choice)| quant::takes(m) && *c != Choice::Freeze;
         let first = s.modules.iter().find(is_linear).context("a linear")?;
         let error = alone.err().context("it was built")?.to_string();
-        assert!(error.starts_with(&format!("{}: its weight is 4-bit and cannot train in full", first.0.name)), "{error}");
+        assert!(
+            error.starts_with(&format!("{}: its weight is 4-bit and cannot train in full", first.0.name)),
+            "{error}"
+        );
         assert!(error.contains("original weights"), "{error}");
     }
     Ok(())
