@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use ft::adapt::adapter::Adapter;
 use ft::adapt::build::{Base, Build};
+use ft::adapt::params::Allocate;
 use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
@@ -194,7 +195,7 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 dtype: DType::F32,
                 device,
                 seed: 0,
-                train: true,
+                allocate: Allocate { train: true, ..Allocate::default() },
                 progress: &|_| {},
             }
             .run()?;

@@ -1,7 +1,7 @@
 //! Adapter files: read to go on from or to use, and written as PEFT reads them.
 
 use super::Error;
-use super::params::Params;
+use super::params::{Params, to_host};
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::modules::Module;
@@ -91,6 +91,13 @@ impl Adapter {
             return Err(self.fail(why));
         }
         Ok(Some(key))
+    }
+
+    /// Whether the adapter holds the whole weight of a module, in place of the base's.
+    pub fn replaces(&self, module: &str) -> bool {
+        ["weight", "modules_to_save.weight"]
+            .iter()
+            .any(|last| self.files.info(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
     /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
@@ -230,7 +237,7 @@ pub fn save(
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
-        let value = params.master(i)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let value = to_host(&params.master(i)?)?;
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT gives each its own copy
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));

@@ -1,7 +1,7 @@
 //! Building a model: frozen tensors from a checkpoint (or at random), trained ones in their flat buffers.
 
 use super::adapter::Adapter;
-use super::params::Params;
+use super::params::{Allocate, Params};
 use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
 use super::{Error, Trained};
@@ -23,8 +23,27 @@ use std::sync::Arc;
 pub enum Base<'a> {
     /// A checkpoint.
     Files(&'a TensorFiles),
+    /// A checkpoint and its 4-bit copy (`model.cache`): weights that train in full are read from the first, so that
+    /// the copy is the same whatever trains.
+    Cached {
+        /// The checkpoint.
+        original: &'a TensorFiles,
+        /// The copy, in which every linear of the decoder is 4-bit.
+        four_bit: &'a TensorFiles,
+    },
     /// Seeded random numbers of the config's shape.
     Random(u64),
+}
+
+impl<'a> Base<'a> {
+    /// The files that hold a module's weights; `full` says whether it trains in full.
+    fn files(&self, full: bool) -> Option<&'a TensorFiles> {
+        match self {
+            Base::Files(files) => Some(files),
+            Base::Cached { original, four_bit } => Some(if full { original } else { four_bit }),
+            Base::Random(_) => None,
+        }
+    }
 }
 
 /// What a build needs.
@@ -37,7 +56,8 @@ pub struct Build<'a> {
     pub base: Base<'a>,
     /// An adapter to go on from, or to use.
     pub adapter: Option<&'a Adapter>,
-    /// Whether linears of the decoder become NF4 while they are loaded (a 4-bit checkpoint stays as it is).
+    /// Whether linears of the decoder that do not train in full become NF4 while they are loaded (a 4-bit checkpoint
+    /// stays as it is).
     pub quantize: bool,
     /// Compute dtype.
     pub dtype: DType,
@@ -45,8 +65,8 @@ pub struct Build<'a> {
     pub device: &'a Device,
     /// Seed of LoRA's initial values.
     pub seed: u64,
-    /// Whether to allocate gradients and moments.
-    pub train: bool,
+    /// What to allocate beside the values that the layers compute with.
+    pub allocate: Allocate,
     /// Called after each tensor, with the bytes it took in the checkpoint.
     pub progress: &'a dyn Fn(u64),
 }
@@ -71,16 +91,17 @@ impl Build<'_> {
     }
 
     fn loader(&self) -> crate::Result<Loader<'_>> {
-        if let Base::Files(files) = &self.base {
+        let of_cache = matches!(self.base, Base::Cached { .. }).then(|| self.base.files(true)).flatten();
+        for files in of_cache.into_iter().chain(self.base.files(false)) {
             check_tensors(self.config, files)?;
         }
-        check_full(self.config, self.selection, &self.base, self.quantize)?;
+        check_full(self.config, self.selection, &self.base, self.adapter, self.quantize)?;
         let params = Params::new(
             self.selection.trained(),
             self.config.layers + 2,
             self.dtype,
             self.device,
-            self.train,
+            self.allocate,
         )?;
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
@@ -95,51 +116,59 @@ impl Build<'_> {
         }
         Ok(loader)
     }
-
-    /// How a module's weight becomes 4-bit, if it does.
-    fn four_bit(&self, m: &Module) -> Option<FourBit> {
-        four_bit(self.config, &self.base, self.quantize, m)
-    }
 }
 
-/// How a module's weight becomes 4-bit, if it does.
-fn four_bit(config: &Config, base: &Base<'_>, quantize: bool, m: &Module) -> Option<FourBit> {
-    let stored = match base {
-        Base::Files(files) => config.four_bit && quant::find(files, &weight_name(m)).is_some(),
-        Base::Random(_) => false,
-    };
-    match stored {
+/// How a module's weight becomes 4-bit, if it does: not where it trains in full.
+fn four_bit(
+    config: &Config,
+    base: &Base<'_>,
+    quantize: bool,
+    m: &Module,
+    choice: &Choice,
+) -> Option<FourBit> {
+    if matches!(choice, Choice::Full { .. }) {
+        return None;
+    }
+    let held = |files| quant::find(files, &weight_name(m)).is_some();
+    match config.four_bit && base.files(false).is_some_and(held) {
         true => Some(FourBit::Stored),
         false => (quantize && !config.four_bit && quant::takes(m)).then_some(FourBit::Made),
     }
 }
 
-/// Refuses to train a 4-bit weight in full, and a 4-bit weight that is no linear's. `quantize` says whether the
-/// decoder's linears become NF4 while they are loaded.
+/// Refuses to train in full what the checkpoint has in 4 bits only (an adapter may hold its values), a 4-bit weight
+/// that is no linear's, and to quantize where nothing is left to be. `quantize` says whether the decoder's linears
+/// become NF4 while they are loaded.
 pub fn check_full(
     config: &Config,
     selection: &Selection,
     base: &Base<'_>,
+    adapter: Option<&Adapter>,
     quantize: bool,
 ) -> Result<(), Error> {
+    let mut made = false;
     for (m, choice) in &selection.modules {
-        if four_bit(config, base, quantize, m).is_none() {
-            continue;
+        let fail = |why: &str| Err(Error::FourBit { module: m.name.clone(), why: why.into() });
+        let stored = |files| config.four_bit && quant::find(files, &weight_name(m)).is_some();
+        if matches!(choice, Choice::Full { .. })
+            && base.files(true).is_some_and(stored)
+            && !adapter.is_some_and(|a| a.replaces(&m.name))
+        {
+            return fail(
+                "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or model.source \
+                 with its original weights (model.quantize = \"nf4\" keeps all others in 4 bits)",
+            );
         }
-        if matches!(choice, Choice::Full { .. }) {
-            return Err(Error::FourBit {
-                module: m.name.clone(),
-                why: "its weight is 4-bit and cannot train in full\n  hint: method = \"lora\" for it, or \
-                      model.quantize = \"none\" with a checkpoint that is not 4-bit"
-                    .into(),
-            });
+        let how = four_bit(config, base, quantize, m, choice);
+        made |= how == Some(FourBit::Made);
+        if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
+            return fail("not built yet: a 4-bit weight of anything but a linear");
         }
-        if !matches!(m.kind, Kind::Linear { .. }) {
-            return Err(Error::FourBit {
-                module: m.name.clone(),
-                why: "not built yet: a 4-bit weight of anything but a linear".into(),
-            });
-        }
+    }
+    if quantize && !config.four_bit && !made {
+        let why =
+            "nothing is left to quantize: every linear of the decoder trains in full\n  hint: leave it out";
+        return Err(Error::FourBit { module: "model.quantize = \"nf4\"".into(), why: why.into() });
     }
     Ok(())
 }
@@ -238,22 +267,19 @@ impl Loader<'_> {
         self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
-    fn base(&self, m: &Module, part: Part, dtype: DType) -> crate::Result<Tensor> {
+    /// A tensor of the base, on `device`.
+    fn base(&self, m: &Module, part: Part, dtype: DType, device: &Device) -> crate::Result<Tensor> {
         let name = format!("{}.{}", m.name, part_name(m, part));
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-        match &self.b.base {
-            Base::Files(files) => {
-                let t = files.tensor(&name, dtype, self.b.device)?;
-                (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
-                Ok(t)
-            }
-            Base::Random(_) => {
-                let t =
-                    random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
-                (self.b.progress)(4 * t.elem_count() as u64);
-                Ok(t.to_dtype(dtype)?.to_device(self.b.device)?)
-            }
-        }
+        let full = matches!(self.choice(m), Choice::Full { .. });
+        let Some(files) = self.b.base.files(full) else {
+            let t = random(m, part, &shape, self.stream(m, Purpose::Weights, part as u64), self.b.config)?;
+            (self.b.progress)(4 * t.elem_count() as u64);
+            return Ok(t.to_dtype(dtype)?.to_device(device)?);
+        };
+        let t = files.tensor(&name, dtype, device)?;
+        (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
+        Ok(t)
     }
 
     /// The weight of a linear in 4 bits.
@@ -266,8 +292,8 @@ impl Loader<'_> {
                 return Err(Error::FourBit { module: m.name.clone(), why }.into());
             }
         };
-        match (how, &self.b.base) {
-            (FourBit::Stored, Base::Files(files)) => {
+        match (how, self.b.base.files(false)) {
+            (FourBit::Stored, Some(files)) => {
                 let blocks = quant::read(files, &name, dims, dtype, &mut self.books)?;
                 let parts = quant::find(files, &name).unwrap_or_default();
                 let bytes =
@@ -275,13 +301,13 @@ impl Loader<'_> {
                 (self.b.progress)(bytes);
                 Ok(blocks)
             }
-            (_, Base::Files(files)) => {
+            (_, Some(files)) => {
                 let encoded = quant::from_files(files, &name)?;
                 (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
                 Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
             }
-            (_, Base::Random(_)) => {
-                let t = self.base(m, Part::Weight, dtype)?.to_device(&Device::Cpu)?;
+            (_, None) => {
+                let t = self.base(m, Part::Weight, dtype, &Device::Cpu)?;
                 let values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
                 let encoded = quant::Encoded::new(&name, &values, dims, dtype)?;
                 Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
@@ -292,16 +318,16 @@ impl Loader<'_> {
     /// A tensor of the base: a frozen one by itself, a trained one in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> crate::Result<(Tensor, Option<Slot>)> {
         match self.part(m, part) {
-            None => Ok((self.base(m, part, self.b.dtype)?, None)),
+            None => Ok((self.base(m, part, self.b.dtype, self.b.device)?, None)),
             Some(i) => {
                 let from_adapter =
                     self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
                 let value = match from_adapter {
                     Some(t) => t,
-                    None => self.base(m, part, DType::F32)?,
+                    None => self.base(m, part, DType::F32, self.params.home(i)?)?,
                 };
                 self.params.set(i, &value)?;
-                Ok((self.params.view(i)?, self.b.train.then_some(self.params.slots[i])))
+                Ok((self.params.view(i)?, self.b.allocate.train.then_some(self.params.slots[i])))
             }
         }
     }
@@ -333,7 +359,7 @@ impl Loader<'_> {
     }
 
     fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
-        self.b.train.then(|| (self.params.slots[a], self.params.slots[b]))
+        self.b.allocate.train.then(|| (self.params.slots[a], self.params.slots[b]))
     }
 }
 
@@ -343,7 +369,8 @@ impl Weights for Loader<'_> {
     }
 
     fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
-        match self.b.four_bit(m) {
+        let b = self.b;
+        match four_bit(b.config, &b.base, b.quantize, m, &self.choice(m)) {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
@@ -388,7 +415,7 @@ impl Weights for Loader<'_> {
             self.params.set(i, &init)?;
             lora.dora = Some(Dora {
                 magnitude: self.params.view(i)?.unsqueeze(0)?,
-                slot: self.b.train.then_some(self.params.slots[i]),
+                slot: self.b.allocate.train.then_some(self.params.slots[i]),
                 row_squares,
             });
         }

@@ -161,7 +161,13 @@ impl<'a> Merge<'a> {
             return Err(candle_core::Error::Msg(format!("{name} is not in the merged model")).into());
         };
         match &s.choice {
-            Choice::Full { .. } => Ok(self.held(&s.module, s.part)?.to_dtype(s.dtype)?),
+            Choice::Full { .. } => {
+                let held = self.held(&s.module, s.part)?;
+                if s.part == Part::Weight && self.is_four_bit(s) {
+                    self.count(s, &held, &self.base(s, DType::F32)?)?;
+                }
+                Ok(held.to_dtype(s.dtype)?)
+            }
             Choice::Lora { spec, .. } if s.part == Part::Weight => {
                 Ok(self.updated(s, peft::scale(spec))?.to_dtype(s.dtype)?)
             }
@@ -169,11 +175,23 @@ impl<'a> Merge<'a> {
         }
     }
 
+    /// Whether the base has a tensor in 4 bits.
+    fn is_four_bit(&self, s: &Source) -> bool {
+        self.config.four_bit && quant::find(self.files, &s.base).is_some()
+    }
+
+    /// Adds what a merged tensor loses.
+    fn count(&self, s: &Source, merged: &Tensor, before: &Tensor) -> crate::Result<()> {
+        let cost = MergeCost::of(&s.base, merged, before)?;
+        self.cost.replace_with(|c| c.plus(cost));
+        Ok(())
+    }
+
     /// The base's tensor; decoded, where it is 4-bit.
     fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
         let cpu = &Device::Cpu;
         match s.module.weight_shape().as_slice() {
-            &[o, i] if self.config.four_bit && quant::find(self.files, &s.base).is_some() => {
+            &[o, i] if self.is_four_bit(s) => {
                 let blocks = quant::read(self.files, &s.base, (o, i), DType::F32, &mut Books::new(cpu)?)?;
                 Ok(blocks.decode()?.to_dtype(dtype)?)
             }
@@ -222,8 +240,7 @@ impl<'a> Merge<'a> {
             w
         };
         if let Some(before) = before {
-            let cost = MergeCost::of(&s.base, &merged, &before)?;
-            self.cost.replace_with(|c| c.plus(cost));
+            self.count(s, &merged, &before)?;
         }
         Ok(merged)
     }

@@ -2,7 +2,7 @@
 //!
 //! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
 //! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
-//! place and nothing is copied around.
+//! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
 
 use super::selection::Trained;
 use crate::model::sink::Slot;
@@ -18,7 +18,7 @@ pub struct Unit {
     pub len: usize,
     /// What the layers compute with, in the compute dtype.
     pub compute: Tensor,
-    /// f32 master weights; the compute buffer itself where that is f32.
+    /// f32 master weights; the compute buffer itself where that is f32 and they are not on the host.
     pub master: Tensor,
     /// Gradients, f32; none when nothing is trained (an adapter that is only used).
     pub grads: Option<Tensor>,
@@ -35,6 +35,23 @@ pub struct Params {
     pub slots: Vec<Slot>,
     /// Buffers by unit; `None` where nothing trains.
     pub units: Vec<Option<Unit>>,
+    /// Whether master weights and moments live on the host, apart from what the layers compute with.
+    pub offloaded: bool,
+}
+
+/// What is allocated beside the values that the layers compute with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Allocate {
+    /// Gradients and moments.
+    pub train: bool,
+    /// Master weights and moments on the host (`memory.offload = ["optimizer"]`).
+    pub offload: bool,
+}
+
+/// A view into a buffer as a tensor of its own on the host. (Between devices candle copies all of what a view looks
+/// into.)
+pub fn to_host(view: &Tensor) -> Result<Tensor> {
+    if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }
 }
 
 /// Lays tensors out in units: slots, and elements of each unit.
@@ -55,16 +72,18 @@ pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
 }
 
 impl Params {
-    /// Zero-filled buffers for these tensors; gradients and moments only with `train`.
+    /// Zero-filled buffers for these tensors.
     pub fn new(
         tensors: Vec<Trained>,
         units: usize,
         dtype: DType,
         device: &Device,
-        train: bool,
+        what: Allocate,
     ) -> Result<Self> {
         let (slots, lens) = layout(&tensors, units);
-        let f32s = |n| Tensor::zeros(n, DType::F32, device);
+        let Allocate { train, offload } = what;
+        let home = if offload { &Device::Cpu } else { device };
+        let state = |n| Tensor::zeros(n, DType::F32, home);
         let units = lens
             .into_iter()
             .map(|len| {
@@ -72,17 +91,17 @@ impl Params {
                     return Ok(None);
                 }
                 let compute = Tensor::zeros(len, dtype, device)?;
-                let master = if dtype == DType::F32 { compute.clone() } else { f32s(len)? };
+                let shared = dtype == DType::F32 && !offload;
                 Ok(Some(Unit {
                     len,
+                    master: if shared { compute.clone() } else { state(len)? },
                     compute,
-                    master,
-                    grads: if train { Some(f32s(len)?) } else { None },
-                    moments: if train { Some((f32s(len)?, f32s(len)?)) } else { None },
+                    grads: if train { Some(Tensor::zeros(len, DType::F32, device)?) } else { None },
+                    moments: if train { Some((state(len)?, state(len)?)) } else { None },
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units })
+        Ok(Self { tensors, slots, units, offloaded: offload })
     }
 
     fn unit(&self, slot: &Slot) -> Result<&Unit> {
@@ -138,13 +157,19 @@ impl Params {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }
         unit.master.slice_set(&flat, 0, slot.offset)?;
-        if unit.compute.dtype() != DType::F32 {
-            unit.compute.slice_set(&flat.to_dtype(unit.compute.dtype())?, 0, slot.offset)?;
+        if unit.compute.dtype() != DType::F32 || self.offloaded {
+            let rounded = flat.to_dtype(unit.compute.dtype())?.to_device(unit.compute.device())?;
+            unit.compute.slice_set(&rounded, 0, slot.offset)?;
         }
         Ok(())
     }
 
-    /// Brings the compute copies up to date with the master weights, after a step.
+    /// Where the master weights of a trained tensor are: its values are best read to there.
+    pub fn home(&self, index: usize) -> Result<&Device> {
+        Ok(self.unit(&self.slots[index])?.master.device())
+    }
+
+    /// Brings the compute copies up to date with the master weights, after a step on the device.
     pub fn publish(&self) -> Result<()> {
         for u in self.units.iter().flatten() {
             if u.compute.dtype() != DType::F32 {

@@ -4,6 +4,7 @@ use super::merge::base_of;
 use super::words;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::layout;
+use crate::adapt::params::Allocate;
 use crate::adapt::{Adapter, Selection};
 use crate::data::Tokenizer;
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -208,7 +209,7 @@ fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Devic
         dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
         device,
         seed: 0,
-        train: false,
+        allocate: Allocate::default(),
         progress: &|n| bar.inc(n),
     }
     .run()?;

@@ -175,7 +175,7 @@ impl Check<'_> {
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
-            let outcome = check_full(config, selection, &Base::Random(0), quantize);
+            let outcome = check_full(config, selection, &Base::Random(0), adapter, quantize);
             self.keep(outcome.map_err(Error::from));
         }
         if recipe.model.weights == Weights::Random {
@@ -193,7 +193,8 @@ impl Check<'_> {
         let Some(files) = self.keep(layout::open(config, &model.dir).map_err(Error::from)) else { return };
         self.keep(check_tensors(config, &files).map_err(Error::from));
         if let Some(selection) = &found.selection {
-            self.keep(check_full(config, selection, &Base::Files(&files), false).map_err(Error::from));
+            let outcome = check_full(config, selection, &Base::Files(&files), adapter, false);
+            self.keep(outcome.map_err(Error::from));
         }
         if let Some(adapter) = adapter {
             self.keep(adapter.check_base(&files, config.tied));

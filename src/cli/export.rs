@@ -3,6 +3,7 @@
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
+use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Selection, layout};
 use crate::hub::{self, Settings, Want};
 use crate::log::{bytes_bar, tell};
@@ -110,7 +111,7 @@ impl Check<'_> {
             dtype: DType::F32,
             device: &Device::Cpu,
             seed: 0,
-            train: false,
+            allocate: Allocate::default(),
             progress: &|n| bar.inc(n),
         }
         .run()?;

@@ -26,6 +26,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
     let (plan, found) = plan::of_recipe(&recipe, cuda)?;
+    notes.extend(plan.host_note());
     notes.extend(disk_note(&recipe, &plan));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;

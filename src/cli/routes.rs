@@ -3,6 +3,7 @@
 use super::RecipeArgs;
 use crate::adapt::Selection;
 use crate::adapt::build::{Base, Build};
+use crate::adapt::params::Allocate;
 use crate::data::Micro;
 use crate::hub::Want;
 use crate::log::bytes_bar;
@@ -53,7 +54,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         dtype: job.dtype,
         device: &job.device,
         seed: job.recipe.run.seed,
-        train: false,
+        allocate: Allocate::default(),
         progress: &|n| bar.inc(n),
     }
     .run()?;

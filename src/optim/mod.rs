@@ -1,7 +1,9 @@
 //! The optimizer over the flat buffers, the learning-rate schedule, the gradient norm.
 
+mod offload;
 mod schedule;
 
+pub use offload::PIECE;
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
@@ -37,6 +39,8 @@ pub struct Optimizer {
     betas: [f64; 2],
     eps: f64,
     weight_decay: f64,
+    /// Values that are on their way to or from the host at once, where the states live there.
+    piece: usize,
 }
 
 impl Optimizer {
@@ -59,17 +63,17 @@ impl Optimizer {
                 }),
             }
         }
-        Self { stretches, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay }
+        Self { stretches, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
     }
 
-    /// Update number `t` (from 1) with learning rate `lr` and the gradients times `grad_scale`.
+    /// Update number `t` (from 1) with learning rate `lr` and the gradients times `grad_scale`; what the layers
+    /// compute with is up to date afterwards.
     pub fn step(&self, params: &Params, t: u64, lr: f64, grad_scale: f64) -> Result<()> {
         for s in &self.stretches {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
             let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
                 candle_core::bail!("unit {} has no gradients or moments", s.unit);
             };
-            let part = |x: &Tensor| x.narrow(0, s.start, s.len);
             let k = AdamW {
                 lr: lr * s.lr_scale,
                 betas: self.betas,
@@ -78,8 +82,14 @@ impl Optimizer {
                 t,
                 grad_scale,
             };
+            if params.offloaded {
+                let stretch = s.start..s.start + s.len;
+                offload::step(&unit.compute, grads, [&unit.master, m, v], stretch, self.piece, &k)?;
+                continue;
+            }
+            let part = |x: &Tensor| x.narrow(0, s.start, s.len);
             adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, &k)?;
         }
-        params.publish()
+        if params.offloaded { Ok(()) } else { params.publish() }
     }
 }

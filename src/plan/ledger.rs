@@ -46,7 +46,7 @@ pub enum Component {
     InFlight,
     /// The chunk of logits that exists.
     Logits,
-    /// Buffers of collectives.
+    /// Buffers of collectives, and of what is on its way to or from the host.
     Communication,
     /// What the allocator holds beyond what was asked for.
     Slack,
@@ -146,7 +146,8 @@ impl Component {
             Embedding | Attention | Mlp | Experts | Router | Norms | Head | QuantConstants => {
                 "model.quantize, model.dtype or parallel.zero"
             }
-            Trained | Gradients | Master => "[[train]] (fewer modules, or method = \"lora\"), parallel.zero",
+            Master => "[[train]] (fewer modules, or method = \"lora\"), memory.offload or parallel.zero",
+            Trained | Gradients => "[[train]] (fewer modules, or method = \"lora\"), parallel.zero",
             Adapters => "lora.rank",
             Moments => "optimizer.name, memory.offload or parallel.zero",
             Batch | Workspace | Logits => "data.max_length or run.micro_rows",

@@ -3,6 +3,7 @@
 use super::ledger::{Peak, Phase};
 use super::rates::Range;
 use super::{Hint, Plan, Theory};
+use crate::log::memory;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -149,6 +150,19 @@ impl Plan {
             let _ = writeln!(s, "hint: {}", h.text);
         }
         s
+    }
+
+    /// Says so when a run on another device would take more of this machine's memory than is free.
+    pub fn host_note(&self) -> Option<String> {
+        let needed: u64 = self.host.iter().map(|(_, b)| b).sum();
+        let free = memory::available_bytes()?;
+        (self.machine.cuda && needed > free).then(|| {
+            format!(
+                "the run takes {} of this machine's own memory and {} are free",
+                bytes(needed),
+                bytes(free)
+            )
+        })
     }
 
     /// Why a run that does not fit stops before it starts.

@@ -3,6 +3,7 @@
 use crate::adapt::{Choice, Selection};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
+use crate::quant;
 use crate::recipe::Quantize;
 
 /// One linear.
@@ -115,12 +116,9 @@ pub struct Shape {
     pub lowest: Option<usize>,
 }
 
-/// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers.
-pub fn is_quantized(m: &Module, quantize: Quantize) -> bool {
-    quantize == Quantize::Nf4
-        && m.layer.is_some()
-        && matches!(m.kind, Kind::Linear { .. })
-        && m.group != Group::Router
+/// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers, and not what trains in full.
+pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
+    quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
 }
 
 impl Shape {
@@ -137,7 +135,7 @@ impl Shape {
                 matches!(m.group, Group::Head | Group::Embedding) && matches!(choice, Choice::Full { .. })
             });
         for (m, choice) in &selection.modules {
-            let l = Linear::of(m, choice, is_quantized(m, quantize));
+            let l = Linear::of(m, choice, is_quantized(m, choice, quantize));
             let mut unit = m.unit(c.layers);
             if tied_full && m.group == Group::Head {
                 unit = 0;

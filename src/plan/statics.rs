@@ -7,6 +7,7 @@ use crate::adapt::params::layout;
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Module};
+use crate::optim;
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
 use std::collections::HashMap;
 
@@ -41,8 +42,11 @@ pub struct Statics {
     pub step_transient: u64,
     /// Temporaries of writing and checking the result.
     pub save_transient: u64,
-    /// Values of the largest unit, which the optimizer takes at once.
+    /// Values that the optimizer takes at once on the device: those of the largest unit; none where states are
+    /// offloaded.
     pub largest_stretch: u64,
+    /// What the device holds of a piece of gradients or new values on its way to or from the host.
+    pub staging: u64,
     /// Parameters of the model, and those that train.
     pub parameters: (u64, u64),
 }
@@ -124,6 +128,9 @@ impl Statics {
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, parameters: u64) -> Self {
         let width = machine.width;
         let ranks = Ranks::of(r, s.layers);
+        let offload = r.memory.offload.contains(&Offload::Optimizer);
+        // on the CPU the device is the host
+        let states_elsewhere = offload && machine.cuda;
         let trained = s.trained();
         let units = s.layers + 2;
         let (slots, lens) = layout(&trained, units);
@@ -146,14 +153,17 @@ impl Statics {
             }
             if trained_of.contains_key(m.name.as_str()) {
                 // its f32 value, on the way into its buffer, and rounded beside it
-                high = high.max(loaded + 4 * n + if machine.wide() { 0 } else { width * n });
+                let value = if states_elsewhere { 0 } else { 4 * n };
+                let rounded = if machine.wide() && !states_elsewhere { 0 } else { width * n };
+                high = high.max(loaded + value + rounded);
                 continue;
             }
+            let quantized = is_quantized(m, choice, r.model.quantize);
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
             let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
-            let (bytes, constants) = if is_quantized(m, r.model.quantize) { nf4(n) } else { (width * n, 0) };
+            let (bytes, constants) = if quantized { nf4(n) } else { (width * n, 0) };
             let made_in_f32 = !machine.wide() && r.model.weights == Weights::Random;
-            if made_in_f32 || is_quantized(m, r.model.quantize) {
+            if made_in_f32 || quantized {
                 high = high.max(loaded + 4 * n + bytes);
             }
             let bytes = bytes + width * bias + rows;
@@ -178,7 +188,7 @@ impl Statics {
             let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
-            sums[3] += if machine.wide() { 0 } else { ranks.share(m, 4 * n, 1) };
+            sums[3] += if machine.wide() && !offload { 0 } else { ranks.share(m, 4 * n, 1) };
             let states = moments(r.optimizer.name, &t.shape)
                 .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
             sums[4] += ranks.share(m, states, 1);
@@ -192,17 +202,20 @@ impl Statics {
         out.device.add(Component::Trained, full);
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
-        out.largest_stretch = longest;
-        out.step_transient = if machine.wide() { 0 } else { width * longest };
+        out.largest_stretch = if offload { 0 } else { longest };
+        out.step_transient = if machine.wide() || offload { 0 } else { width * longest };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
-        let states_of_unit = 12 * longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
-        if r.memory.offload.contains(&Offload::Optimizer) {
+        if offload {
+            // as in `optim/offload.rs`: gradients on their way to the host, then the new values on theirs back
+            let piece =
+                longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(optim::PIECE as u64);
+            out.staging = if machine.cuda { 4 * piece } else { width * piece };
+        }
+        if states_elsewhere {
             out.host.push(("offloaded_optimizer", master + states));
-            // two units on the way, so that copies hide behind the arithmetic
-            out.host.push(("pinned_staging", 2 * states_of_unit));
-            out.device.add(Component::Communication, 2 * states_of_unit);
+            out.host.push(("offload_staging", out.staging));
         } else {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);
@@ -229,13 +242,18 @@ impl Statics {
         out.parameters = (parameters, count);
         let everything = s.everything_full();
         // a tensor read back, and its rounded copy
-        out.save_transient = (4 * largest
-            + if machine.wide() { 0 } else { width * largest }
+        let value = if states_elsewhere { 0 } else { 4 * largest };
+        out.save_transient = (value
+            + if machine.wide() && !states_elsewhere { 0 } else { width * largest }
             + pieces
             + 4 * PROBE.0 * vocab(s))
         .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
-        out.host.push(("checkpoint_writer", if machine.cuda { 4 * largest } else { 1 << 20 }));
+        let written = if machine.cuda && !offload { 4 * largest } else { 1 << 20 };
+        out.host.push(("checkpoint_writer", written));
+        if states_elsewhere {
+            out.host.push(("reading_weights", 4 * largest));
+        }
         out.disk.push(("checkpoints", (r.run.keep as u64 + 1) * 12 * count));
         out.disk.push(("result", if everything { width * count } else { 4 * count }));
         out

@@ -50,6 +50,7 @@ impl Run<'_> {
         ledger.at(Phase::Step, 0);
         ops.adamw(self.statics.largest_stretch);
         drop(ledger.hold(Workspace, self.statics.step_transient));
+        drop(ledger.hold(Component::Communication, self.statics.staging));
         if let Some(t) = self.eval {
             self.evaluate(ops, t);
         }

@@ -116,6 +116,36 @@ fn published_mixtral_some_experts_in_full() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The same beside a 4-bit base, the optimizer's states on the host: the shipped recipe fits one 48 GB card, by both.
+#[test]
+fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/mixtral-8x7b-6layers-2experts.toml");
+    let at = |set: &[&str]| -> anyhow::Result<Plan> {
+        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+        Ok(of_recipe(&Recipe::load_for_plan(&path, &set)?, true)?.0)
+    };
+    let p = at(&[])?;
+    assert!(p.budget == Some(44 << 30) && p.fits(), "{}", p.text(1, None, &[]));
+    let (bytes, count) = (&p.peak.bytes, p.parameters.1);
+    near(p.theory.total, 33.8);
+    // 46.4 B in decoder linears, of which 2.114 B train; embedding, head and norms stay
+    near(p.theory.frozen, (46.44 - 2.114) * 4.127 / 8.0 + 2.0 * 0.262);
+    let frozen: u64 = bytes.iter().take_while(|(c, _)| *c != Component::Trained).map(|(_, b)| b).sum();
+    near(frozen, p.theory.frozen as f64 / 1e9);
+    let get = |c| bytes.get(c);
+    assert_eq!((get(Component::Trained), get(Component::Gradients)), (2 * count, 4 * count));
+    assert_eq!((get(Component::Master), get(Component::Moments)), (0, 0));
+    let on_host = p.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
+    assert_eq!(on_host, 12 * count);
+    for without in ["memory.offload=[]", "model.quantize=none"] {
+        assert!(!at(&[without])?.fits(), "{without}");
+    }
+    // without quantizing, as without offload, the plan knows what to do
+    assert!(at(&["memory.offload=[]"])?.hints.iter().any(|h| h.built && h.text.contains("memory.offload")));
+    assert!(at(&["model.quantize=none"])?.hints.iter().any(|h| h.built && h.text.contains("model.quantize")));
+    Ok(())
+}
+
 /// LoRA rank 16 on every expert: 884,736 an expert, 226.5 M in all; 0.45 + 0.45 + 2.72 = 3.6 GB.
 #[test]
 fn published_mixtral_expert_lora() -> anyhow::Result<()> {

@@ -50,7 +50,7 @@ impl Theory {
                 _ => 0,
             };
             let n = m.weight_shape().iter().product::<usize>() as u64;
-            if is_quantized(m, quantize) {
+            if is_quantized(m, c, quantize) {
                 quantized += n;
                 plain += bias;
             } else {

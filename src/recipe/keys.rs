@@ -176,7 +176,7 @@ const MODEL: &[Key] = &[
         "quantize",
         Word(Quantize::WORDS),
         Toml("\"none\""),
-        "4-bit weights: decoder linears only; head, embedding, norms and routers stay.",
+        "4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.",
     ),
     key(
         "cache",

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 /// What of a key is not built.
 enum What {
-    /// This word of it.
+    /// This word: alone, or in its list.
     Word(&'static str),
     /// Anything but its default.
     Changed,
@@ -32,7 +32,8 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("optimizer.name", Word("adamw8bit")),
     ("optimizer.name", Word("galore")),
     ("optimizer.in_backward", Changed),
-    ("memory.offload", Changed),
+    ("memory.offload", Word("params")),
+    ("memory.offload", Word("activations")),
     ("memory.pin", Changed),
     ("parallel.data", Changed),
     ("parallel.zero", Changed),
@@ -63,18 +64,24 @@ pub(super) fn find(
 fn search(table: &[(&str, What)], root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for (pattern, what) in table {
-        for (path, node) in matches(root, pattern) {
-            let refused = match what {
-                Word(w) => matches!(&node.value, Value::Text(t) if t == w),
-                Changed => default_of(&path).is_some_and(|d| d != node.value),
-                Given => true,
+        for (path, whole) in matches(root, pattern) {
+            let is = |n: &Node, w: &str| matches!(&n.value, Value::Text(t) if t == w);
+            // the node that is refused, and whether it is one of a list
+            let refused = match (what, &whole.value) {
+                (Word(w), Value::List(list)) => list.iter().find(|n| is(n, w)).map(|n| (n, true)),
+                (Word(w), _) => is(whole, w).then_some((whole, false)),
+                (Changed, v) => default_of(&path).is_some_and(|d| d != *v).then_some((whole, false)),
+                (Given, _) => Some((whole, false)),
             };
+            let Some((node, listed)) = refused else { continue };
             let inside =
                 |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
-            if refused && !bad.iter().any(inside) && found.len() < MOST {
+            if !bad.iter().any(inside) && found.len() < MOST {
                 let message = format!("not built yet: {path} = {}", node.value);
                 let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
-                if let Some(default) = default_of(&path) {
+                if listed {
+                    d = d.hint(format!("leave {} out of the list", node.value));
+                } else if let Some(default) = default_of(&path) {
                     d = d.hint(format!("leave it out, or write {path} = {default}"));
                 } else {
                     d = d.hint("leave it out");
@@ -136,7 +143,9 @@ mod tests {
             let key = found.unwrap_or_else(|| panic!("no key {pattern}"));
             match what {
                 Word(w) => match key.kind {
-                    keys::Kind::Word(words) => assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}"),
+                    keys::Kind::Word(words) | keys::Kind::Words(words) => {
+                        assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
+                    }
                     keys::Kind::IntOrAuto(..) => assert_eq!(*w, "auto"),
                     other => panic!("{pattern} has no words: {other:?}"),
                 },

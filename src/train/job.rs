@@ -3,14 +3,16 @@
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build, check_full, check_tensors};
-use crate::adapt::{self, Params, Selection, layout};
+use crate::adapt::params::Allocate;
+use crate::adapt::{self, Choice, Params, Selection, layout};
 use crate::data::{Batches, Dataset, Tokenizer};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Machine, Plan, Workload};
-use crate::recipe::{Device as DeviceName, Dtype, Quantize, Recipe, Weights};
+use crate::quant;
+use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -178,14 +180,30 @@ impl Job {
     }
 
     /// Resolves a recipe to use its model, not to train: everything is frozen, and an adapter in
-    /// `lora.init` is whole.
+    /// `lora.init` is whole. Without one, what the recipe trains in full is not quantized: the model is the one that
+    /// training starts from.
     ///
     /// # Errors
     /// As [`Job::open`].
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
-        Self::with(recipe, want, progress, &|_, config, adapter| match adapter {
-            None => Ok(Selection::frozen(config)),
-            Some(a) => a.selection(config),
+        Self::with(recipe, want, progress, &|recipe, config, adapter| {
+            let in_full = |r: &Rule| r.method == Method::Full;
+            match adapter {
+                Some(a) => a.selection(config),
+                None if recipe.model.quantize == Quantize::Nf4
+                    && !config.four_bit
+                    && recipe.train.iter().any(in_full) =>
+                {
+                    let mut s = Selection::from_rules(config, &recipe.train)?;
+                    for (m, c) in &mut s.modules {
+                        if !(matches!(c, Choice::Full { .. }) && quant::takes(m)) {
+                            *c = Choice::Freeze;
+                        }
+                    }
+                    Ok(s)
+                }
+                None => Ok(Selection::frozen(config)),
+            }
         })
     }
 
@@ -254,7 +272,8 @@ impl Job {
         if let Some(f) = &files {
             check_tensors(&self.config, f)?;
         }
-        check_full(&self.config, &self.selection, &self.base(files.as_ref()), self.quantizes())?;
+        let (base, adapter) = (self.base(files.as_ref()), self.adapter.as_ref());
+        check_full(&self.config, &self.selection, &base, adapter, self.quantizes())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
             if let Some(f) = &files {
@@ -266,13 +285,17 @@ impl Job {
 
     /// Loads the model; with `train`, allocates gradients and moments.
     pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
-        let mut files = self.weights()?;
+        let files = self.weights()?;
         let mut config = self.config.clone();
+        let mut copy = None;
         if let Some(dir) = quantize::cached(self)? {
             config = Config::load(&dir, &self.recipe.model.overrides)?;
-            files = Some(TensorFiles::open_model(&dir)?);
+            copy = Some(TensorFiles::open_model(&dir)?);
         }
-        let base = self.base(files.as_ref());
+        let base = match (&files, &copy) {
+            (Some(original), Some(four_bit)) => Base::Cached { original, four_bit },
+            _ => self.base(files.as_ref()),
+        };
         Build {
             config: &config,
             selection: &self.selection,
@@ -282,7 +305,7 @@ impl Job {
             dtype: self.dtype,
             device: &self.device,
             seed: self.recipe.run.seed,
-            train,
+            allocate: Allocate { train, offload: self.recipe.memory.offload.contains(&Offload::Optimizer) },
             progress,
         }
         .run()

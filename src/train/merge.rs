@@ -7,6 +7,7 @@ use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::merge::Merge;
 use crate::adapt::merge_cost::MergeCost;
+use crate::adapt::params::Allocate;
 use crate::model::Config;
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
@@ -110,7 +111,7 @@ fn logits(
         dtype,
         device,
         seed: 0,
-        train: false,
+        allocate: Allocate::default(),
         progress: &|_| {},
     }
     .logits(ids)

@@ -5,6 +5,7 @@
 
 use super::Error;
 use crate::adapt::Params;
+use crate::adapt::params::to_host;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -31,12 +32,11 @@ const STATE: &str = "state.json";
 /// Writes a checkpoint's files into `dir`.
 pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
-    let host = |t: Tensor| t.to_device(&Device::Cpu).and_then(|t| t.contiguous());
     for (i, t) in params.tensors.iter().enumerate() {
-        weights.push((t.name.clone(), host(params.master(i)?)?));
+        weights.push((t.name.clone(), to_host(&params.master(i)?)?));
         if let Some((m, v)) = params.moments(i)? {
-            moments.push((format!("{}.exp_avg", t.name), host(m)?));
-            moments.push((format!("{}.exp_avg_sq", t.name), host(v)?));
+            moments.push((format!("{}.exp_avg", t.name), to_host(&m)?));
+            moments.push((format!("{}.exp_avg_sq", t.name), to_host(&v)?));
         }
     }
     weights.sort_by(|a, b| a.0.cmp(&b.0));

@@ -52,6 +52,9 @@ pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
     if !plan.fits() {
         warn(&plan.refusal().to_string());
     }
+    if let Some(note) = plan.host_note() {
+        warn(&note);
+    }
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use super::{Around, Phase, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
+use crate::adapt::params::Allocate;
 use crate::adapt::{Choice, Params, Selection, layout};
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
@@ -18,6 +19,7 @@ use serde_json::Map;
 use std::path::PathBuf;
 
 mod four_bit;
+mod four_bit_full;
 mod timed;
 
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
@@ -67,7 +69,7 @@ impl Case {
             dtype: DType::F32,
             device: CPU,
             seed: 0,
-            train: true,
+            allocate: Allocate { train: true, ..Allocate::default() },
             progress: &|_| {},
         }
     }

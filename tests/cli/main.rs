@@ -3,6 +3,7 @@
 
 mod adapters;
 mod broken;
+mod four_bit;
 mod plan;
 mod report;
 mod resume;

@@ -85,7 +85,10 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
     let everything = FULL.replace("\"mlp\"", "\"experts\", \"router\"");
     let (qwen3, tied, qwen2) = (config("qwen3", false), config("qwen3", true), config("qwen2", false));
-    let cases: [(&Value, &str, &[usize], &[&str]); 16] = [
+    let some = "[[train]]\nmodules = [\"experts\"]\nexperts = [0, 1]\nmethod = \"full\"\n[[train]]\n\
+                modules = [\"router\"]\nmethod = \"full\"\n";
+    let offload = "memory.offload=['optimizer']";
+    let cases: [(&Value, &str, &[usize], &[&str]); 23] = [
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=2", "run.micro_rows=2"]),
@@ -102,6 +105,14 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, experts, &full_rows, &["memory.recompute=none"]),
         (&moe, experts, &full_rows, &["memory.recompute=all"]),
         (&moe, &everything, &full_rows, &["memory.recompute=2"]),
+        // some experts and the routers in full beside a 4-bit base; states on the host, which is the device here
+        (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=none"]),
+        (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=all", offload]),
+        (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=none", "model.dtype=bf16"]),
+        (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=2", "model.dtype=bf16", offload]),
+        (&moe, &everything, &full_rows, &["memory.recompute=all", offload]),
+        (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
+        (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
     ];
     for (config, rules, lengths, set) in cases {
         let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;

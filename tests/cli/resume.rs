@@ -30,9 +30,23 @@ fn signal(child: &mut Child, signal: Signal) -> Option<i32> {
 
 const STEPS: usize = 60;
 
+/// Experts and routers in full beside a 4-bit base.
+const FOUR_BIT: &str = r#"
+quantize = "nf4"
+[[train]]
+modules = ["experts"]
+experts = [0, 1]
+method = "full"
+[[train]]
+modules = ["router"]
+method = "full"
+"#;
+
 fn world(rules: &str) -> World {
     let w = World::new();
-    w.config("tiny", json!({}));
+    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": true});
+    w.config("tiny", if rules == FOUR_BIT { mixture } else { json!({}) });
     w.write(
         "r.toml",
         recipe(rules).replace("steps = 6", &format!("steps = {STEPS}\nsave_every = 1\neval_every = 7")),
@@ -57,18 +71,24 @@ fn same_end(w: &World, run: &str, result: &str) {
     }
 }
 
+/// A run on a 4-bit base goes on with its states now on the device, now on the host: checkpoints are the same.
 #[test]
 fn killed_ten_times_it_ends_the_same() {
-    for (rules, result) in [(LORA, "adapter/adapter_model.safetensors"), (FULL, "model/model.safetensors")] {
+    let adapter = "adapter/adapter_model.safetensors";
+    for (rules, result) in [(LORA, adapter), (FULL, "model/model.safetensors"), (FOUR_BIT, adapter)] {
         let w = world(rules);
-        let args = ["run", "r.toml", "run.output=killed", "--resume"];
+        let offload = |round: u64| match (rules == FOUR_BIT, round % 2) {
+            (true, 0) => "memory.offload=['optimizer']",
+            _ => "memory.offload=[]",
+        };
+        let args = |round| ["run", "r.toml", "run.output=killed", "--resume", offload(round)];
         let (mut dice, mut kills) = (Dice(7), 0);
         // a run that got through on a busy machine begins anew
         for round in 0..100u64 {
             if kills == 10 {
                 break;
             }
-            let mut child = w.start(&args);
+            let mut child = w.start(&args(round));
             // some die while they start, the others somewhere in or after a step
             let later = if round % 3 == 2 {
                 0
@@ -85,7 +105,7 @@ fn killed_ten_times_it_ends_the_same() {
             kills += usize::from(child.wait().expect("an end").code().is_none());
         }
         assert_eq!(kills, 10, "the run is over before it can be killed");
-        w.ok(&args);
+        w.ok(&args(100));
         same_end(&w, "killed", result);
         let folder = w.path("killed/checkpoints");
         let left: Vec<_> = content(&folder)

@@ -23,6 +23,26 @@ fn recomputing_changes_no_byte() {
 }
 
 #[test]
+fn offloading_changes_no_byte() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    for (rules, result) in [(LORA, "adapter/adapter_model.safetensors"), (FULL, "model/model.safetensors")] {
+        w.write("r.toml", recipe(rules));
+        for dtype in ["model.dtype=f32", "model.dtype=bf16"] {
+            let end = |run: &str, offload: &str| {
+                let output = format!("run.output={run}");
+                w.ok(&["run", "r.toml", &output, dtype, offload, "--overwrite"]);
+                let files = [result, "checkpoints/step-00000006/optimizer.safetensors"];
+                (files.map(|f| w.read(&format!("{run}/{f}"))), w.steps(run))
+            };
+            let (on, off) = (end("on", "memory.offload=['optimizer']"), end("off", "memory.offload=[]"));
+            assert_eq!(on.1.len(), 6);
+            assert!(on == off, "{dtype}: {result} differs");
+        }
+    }
+}
+
+#[test]
 fn any_split_into_micro_batches_has_the_same_loss() {
     let w = World::new();
     w.config("tiny", json!({}));

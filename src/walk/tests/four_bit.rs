@@ -160,12 +160,10 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     let name = last.0.name.clone();
     let error = c.build(&s, None).err().context("it was built")?.to_string();
     assert!(error.starts_with(&format!("{name}: its weight is 4-bit and cannot train in full")), "{error}");
+    // its original weights may, and what is not 4-bit
     let dense = cases()?.into_iter().find(|d| d.name() == c.name()).context("the dense case")?;
     assert!(dense.build(&s, None).is_ok());
-    let error = Build { quantize: true, ..dense.plan(&s, None) }.run().err().context("it was built")?;
-    assert!(error.to_string().contains(&name), "{error}");
-    assert_eq!(error.exit_code(), crate::ExitCode::Usage);
-    // what is not 4-bit may
+    assert!(Build { quantize: true, ..dense.plan(&s, None) }.run().is_ok());
     let mut s = Selection::frozen(&c.config);
     for (_, choice) in s.modules.iter_mut().filter(|(m, _)| m.group == Group::Norms) {
         *choice = Choice::Full { lr_scale: 1.0 };
