@@ -426,7 +426,7 @@ fn what_is_no_run_is_refused_by_name() -> Result<()> {
     let dir = folder(&[start(1), step(1, 1.0)])?;
     std::fs::remove_file(dir.path().join("recipe.toml"))?;
     says(&whole(&dir)?, &["recipe.toml is not in the run folder"]);
-    let e = write(dir.path(), Some(&dir.path().join("no/such/folder.html"))).err().context("written")?;
+    let e = write(dir.path(), Some(&dir.path().join("metrics.jsonl/page.html"))).err().context("written")?;
     assert_eq!(e.exit_code(), ExitCode::Storage);
     Ok(())
 }
