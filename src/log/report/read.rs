@@ -189,6 +189,13 @@ impl Metrics {
                 self.resumed.push(step);
                 if self.start.is_null() {
                     self.start = e;
+                } else {
+                    // the run may have been made longer, and its plan is made anew
+                    for key in ["steps", "plan"] {
+                        if let Some(v) = e.get(key) {
+                            self.start[key] = v.clone();
+                        }
+                    }
                 }
             }
             "step" => {
