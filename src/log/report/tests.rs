@@ -77,7 +77,7 @@ fn balanced(html: &str) -> Result<()> {
         rest = &rest[at..];
         let tag = &rest[1..rest.find('>').context("a tag without an end")?];
         rest = &rest[tag.len() + 2..];
-        ensure!(tag.matches('"').count() % 2 == 0 && !tag.contains('<'), "<{tag}>");
+        ensure!(tag.matches('"').count().is_multiple_of(2) && !tag.contains('<'), "<{tag}>");
         let name = tag.split([' ', '/']).find(|n| !n.is_empty()).context("a tag without a name")?;
         if tag.starts_with('/') {
             let last = open.pop();
