@@ -86,7 +86,7 @@ pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
 /// The report of the run in folder `run`, as HTML.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn page(run: &Path) -> Result<String, Error> {
     let path = run.join("metrics.jsonl");
     let metrics = read::Metrics::read(&path)?;
