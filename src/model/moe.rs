@@ -41,7 +41,7 @@ pub struct Mixture {
 pub struct Shared {
     /// `[d]` -> `[d]`.
     pub mlp: Mlp,
-    /// `[d]` -> [1].
+    /// `[d]` -> `[1]`.
     pub gate: Linear,
 }
 
