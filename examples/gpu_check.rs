@@ -19,6 +19,8 @@ use ft::kernel::{attention, dropout, embed, gemm, group, loss, norm, rope, route
 use ft::model::decoder::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
+use ft::optim::Optimizer;
+use ft::recipe::Recipe;
 use ft::rng::{Purpose, Stream};
 use ft::walk::Walk;
 use std::path::{Path, PathBuf};
@@ -37,9 +39,10 @@ fn main() -> Result<()> {
     let mut dirs: Vec<PathBuf> =
         std::fs::read_dir(fixtures)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
     dirs.sort();
-    for dir in dirs {
-        model(&dir, &device, &mut report)?;
+    for dir in &dirs {
+        model(dir, &device, &mut report)?;
     }
+    offload(dirs.first().context("no fixtures")?, &device, &mut report)?;
     println!("{} checks passed, {} failed", report.checks - report.over, report.over);
     if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }
 }
@@ -205,6 +208,48 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
         report.line(&format!("{name}, {kind}: loss"), (mine.0 - cpu.0).abs() / cpu.0, 1e-5);
         report.tensors(&format!("{name}, {kind}: logits"), &mine.1, &cpu.1, 1e-5)?;
         report.tensors(&format!("{name}, {kind}: gradients"), &mine.2, &cpu.2, 3e-5)?;
+    }
+    Ok(())
+}
+
+/// Steps of the optimizer with its states on the host: what the layers then compute with is the CPU's, to the bit.
+fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
+    const RECIPE: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
+                          [[data.train]]\nsource = \"d\"\nformat = \"text\"\n";
+    let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
+    let files = layout::open(&config, &dir.join("model"))?;
+    let recipe = Recipe::parse(RECIPE, "r.toml", &[])?;
+    let selection = Selection::from_rules(&config, &recipe.train)?;
+    for dtype in [DType::F32, DType::BF16] {
+        let run = |device: &Device, offload: bool| -> Result<Tensor> {
+            let allocate = Allocate { train: true, offload };
+            let (selection, base) = (&selection, Base::Files(&files));
+            let build = Build {
+                config: &config,
+                selection,
+                base,
+                adapter: None,
+                quantize: false,
+                dtype,
+                device,
+                seed: 0,
+                allocate,
+                progress: &|_| {},
+            };
+            let (_, p) = build.run()?;
+            let optimizer = Optimizer::new(&p, &recipe.optimizer);
+            for t in 1..=3 {
+                for (u, g) in p.grads().iter().flatten().enumerate() {
+                    g.slice_set(&randn(10 * t + u as u64, g.dims(), DType::F32, device)?, 0, 0)?;
+                }
+                optimizer.step(&p, t, 1e-2, 0.5)?;
+            }
+            let one = |i| p.view(i)?.flatten_all()?.to_dtype(DType::F32)?.to_device(&Device::Cpu);
+            let all: Vec<Tensor> = (0..p.tensors.len()).map(one).collect::<candle_core::Result<_>>()?;
+            Ok(Tensor::cat(&all, 0)?)
+        };
+        let what = format!("optimizer on the host, {dtype:?}");
+        report.tensors(&what, &run(device, true)?, &run(&Device::Cpu, false)?, 0.0)?;
     }
     Ok(())
 }
