@@ -153,6 +153,8 @@ fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
         }
         (_, packed, out) => (packed, out),
     };
+    let done = T::look_up(packed, values, out);
+    let (packed, out) = (&packed[done / 2..], &mut out[done..]);
     let mut pairs = out.chunks_exact_mut(2);
     for (o, p) in pairs.by_ref().zip(packed) {
         o[0] = values[(p >> 4) as usize];

@@ -7,6 +7,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `cpu` | panels that fit a core's cache, decoded and multiplied by each thread |
+//! | `lookup` | many codes at a time on the CPU |
 //! | `cuda` | panels that stay in the GPU's cache, decoded by `decode.cu` and multiplied by cuBLAS; few tokens by `rows.cu`, straight from the codes |
 //! | `panels` | how the panels on a GPU are cut |
 //! | `composed` | decoding by candle's operations, whole, for what has no kernel: a block that is no power of two, f64 on a GPU |
@@ -15,6 +16,7 @@ mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod lookup;
 pub mod panels;
 
 use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
