@@ -8,7 +8,7 @@
 //!   train::step       micro-batches of the step; loss and gradients normalised by all its target tokens
 //!     walk            forward over the layers, head with loss, backward over the layers in reverse
 //!       model         the mathematics of each module: forward -> (y, Saved); backward(Saved, dy, sink) -> dx
-//!         kernel      operations with a forward and a backward: CPU slices, or candle's own ops on CUDA
+//!         kernel      operations with a forward and a backward: CPU slices; on CUDA kernels, or candle's own ops
 //!     optim           gradient norm, clip, AdamW over flat buffers
 //! ```
 //!

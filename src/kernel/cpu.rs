@@ -27,6 +27,10 @@ pub trait Real: candle_core::WithDType + std::iter::Sum + std::ops::Neg<Output =
     fn lowest() -> Self;
     /// The vector of a CPU storage, if it is of this type.
     fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>>;
+    /// Looks the first 4-bit codes up in a table, as many as the CPU has a fast way for, and says how many.
+    fn look_up(_packed: &[u8], _values: &[Self; 16], _out: &mut [Self]) -> usize {
+        0
+    }
 }
 
 /// e^x in f32 within 2 ulp, in a form that compilers vectorise: range reduction by ln 2 and the polynomial of
@@ -101,6 +105,10 @@ impl Real for f32 {
     }
     fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
         if let CpuStorage::F32(v) = s { Some(v) } else { None }
+    }
+    #[inline]
+    fn look_up(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
+        super::blocks::lookup::f32s(packed, values, out)
     }
 }
 

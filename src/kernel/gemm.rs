@@ -1,7 +1,8 @@
 //! Matrix products, with and without accumulation into an existing tensor.
 //!
 //! On the CPU everything goes through the `gemm` crate, which candle uses too, but with accumulation
-//! (`c += alpha a b`) and without candle's zero-filled output. On CUDA it is cuBLAS through candle.
+//! (`c += alpha a b`) and without candle's zero-filled output. On CUDA it is cuBLAS: through candle, and with
+//! accumulation through [`super::cuda`].
 
 use super::cpu::{Real, View, in_place, is_cpu, on_real, tensor, view};
 use candle_core::{DType, Result, Tensor};
@@ -255,6 +256,10 @@ fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alph
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     if is_cpu(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
         return on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha));
+    }
+    #[cfg(feature = "cuda")]
+    if super::cuda::gemm::accumulate(c, a, ta, b, tb, alpha)? {
+        return Ok(());
     }
     acc_composed(c, a, ta, b, tb, alpha)
 }

@@ -96,6 +96,10 @@ impl Ops {
             self.touch(views + packing(m, k, n));
             return;
         }
+        // cuBLAS adds to what is there
+        if self.machine.cuda {
+            return;
+        }
         let p = self.matmul(Workspace, m, k, n);
         let cast = (wide && w != 4).then(|| self.f32(Workspace, m * n));
         let into = if wide { 4 } else { w };

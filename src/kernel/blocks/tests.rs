@@ -2,17 +2,17 @@
 
 use super::*;
 use crate::kernel::check::{close, randn};
-use candle_core::Device;
+use crate::kernel::gemm;
 
 /// Pseudo-random bytes, scales and all: a matrix that no encoder made.
-struct Made {
-    w: Blocks,
-    packed: Vec<u8>,
+pub(super) struct Made {
+    pub w: Blocks,
+    pub packed: Vec<u8>,
     scales: Vec<f32>,
     code: [f32; 16],
 }
 
-fn made(
+pub(super) fn made(
     dims: (usize, usize),
     block: usize,
     group: Option<usize>,
@@ -71,7 +71,7 @@ fn all() -> Result<Vec<Made>> {
     ])
 }
 
-fn bits(t: &Tensor) -> Result<Vec<u64>> {
+pub(super) fn bits(t: &Tensor) -> Result<Vec<u64>> {
     Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?.into_iter().map(f64::to_bits).collect())
 }
 

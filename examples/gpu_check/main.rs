@@ -1,4 +1,4 @@
-//! Every kernel, and the reference models end to end, on a CUDA device against the CPU.
+//! Every kernel, and the reference models end to end, on a CUDA device against the CPU; how fast the 4-bit kernels are.
 //!
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- tests/fixtures/reference
@@ -6,6 +6,8 @@
 //! ```
 //!
 //! Prints one line a check (relative L2 distance, bar) and exits with 1 if any is over its bar.
+
+mod four_bit;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -35,14 +37,22 @@ fn main() -> Result<()> {
     let mut report = Report { over: 0, checks: 0 };
     for (dtype, bar) in BARS {
         ops(&device, dtype, bar, &mut report)?;
+        four_bit::check(&device, dtype, bar, &mut report)?;
     }
+    four_bit::check(&device, DType::F16, 4e-3, &mut report)?;
     let mut dirs: Vec<PathBuf> =
         std::fs::read_dir(fixtures)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
     dirs.sort();
     for dir in &dirs {
         model(dir, &device, &mut report)?;
     }
+<<<<<<< HEAD:examples/gpu_check.rs
     offload(dirs.first().context("no fixtures")?, &device, &mut report)?;
+=======
+    if device.is_cuda() {
+        four_bit::speed(&device, &mut report)?;
+    }
+>>>>>>> kernels:examples/gpu_check/main.rs
     println!("{} checks passed, {} failed", report.checks - report.over, report.over);
     if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }
 }
@@ -87,6 +97,13 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let grad = flat.narrow(0, 32, 64 * 96)?.reshape((64, 96))?;
     gemm::matmul_acc(&grad, &dy, true, &x, false, 0.5)?;
     out.push(("matmul, += dy^T x in f32".into(), flat));
+    for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+        let pair = |t: bool, rows, cols| if t { [cols, rows] } else { [rows, cols] };
+        let (a, b) = (r(23, &pair(ta, 70, 96))?, r(24, &pair(tb, 96, 50))?);
+        let c = r(25, &[70, 50])?;
+        gemm::matmul_acc(&c, &a, ta, &b, tb, 0.5)?;
+        out.push((format!("matmul, += a b, transposed {ta} {tb}"), c));
+    }
 
     let (g, dn) = (r(4, &[96])?, r(5, &[130, 96])?);
     out.push(("rms norm".into(), norm::forward(&x, &g, 1e-6)?));
@@ -186,15 +203,17 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     let mut full = Selection::frozen(&config);
     full.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
     let lora = adapter.as_ref().map(|a| Selection::from_peft(&config, &a.config)).transpose()?;
-    let with = lora.as_ref().zip(adapter.as_ref()).map(|(s, a)| ("lora", s, Some(a)));
-    for (kind, selection, adapter) in [("full", &full, None)].into_iter().chain(with) {
+    let with = lora.as_ref().zip(adapter.as_ref());
+    let with =
+        with.into_iter().flat_map(|(s, a)| [("lora", s, Some(a), false), ("lora on nf4", s, Some(a), true)]);
+    for (kind, selection, adapter, quantize) in [("full", &full, None, false)].into_iter().chain(with) {
         let run = |device: &Device| -> Result<(f64, Tensor, Tensor)> {
             let (d, p) = Build {
                 config: &config,
                 selection,
                 base: Base::Files(&files),
                 adapter,
-                quantize: false,
+                quantize,
                 dtype: DType::F32,
                 device,
                 seed: 0,

@@ -1,0 +1,159 @@
+//! 4-bit matrices: every kernel against the CPU version, and how fast they are beside a copy and a dense product.
+
+use super::{Report, randn};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use ft::kernel::blocks::{Blocks, Codebook, Scales};
+use ft::kernel::gemm;
+use ft::quant::Type;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A matrix of made-up codes and scales.
+fn blocks(
+    (rows, cols): (usize, usize),
+    block: usize,
+    group: Option<usize>,
+    (source, compute): (DType, DType),
+    device: &Device,
+) -> Result<Blocks> {
+    let n = rows * cols;
+    let byte = |i: usize| (i.wrapping_mul(2_654_435_761) >> 7) as u8;
+    let packed: Vec<u8> = (0..n.div_ceil(2)).map(byte).collect();
+    let count = n.div_ceil(block);
+    let scales = match group {
+        None => {
+            let s: Vec<f32> = (0..count).map(|b| 0.01 + f32::from(byte(b + 99)) / 5000.0).collect();
+            Scales::Plain(Tensor::new(s, device)?)
+        }
+        Some(group) => Scales::Nested {
+            codes: Tensor::new((0..count).map(|b| byte(b + 7)).collect::<Vec<u8>>(), device)?,
+            map: Tensor::new((0..256).map(|i| (i as f32 - 127.7) / 128.3).collect::<Vec<f32>>(), device)?,
+            absmax: Tensor::new(
+                (0..count.div_ceil(group)).map(|g| 0.01 + (g % 7) as f32 * 0.001).collect::<Vec<f32>>(),
+                device,
+            )?,
+            group,
+            offset: 0.021,
+        },
+    };
+    let kind = if block == 64 { Type::Nf4 } else { Type::Fp4 };
+    let book = Arc::new(Codebook::new(kind.table(), device)?);
+    let packed = Tensor::new(packed, device)?;
+    Ok(Blocks::new((rows, cols), block, packed, scales, book, source, compute)?)
+}
+
+/// Decoding, bit for bit, and products.
+pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
+    let name = format!("{dtype:?}").to_lowercase();
+    // whole chunks, blocks across rows, odd sizes, and one that takes several panels
+    let shapes = [
+        ((64, 1024), 64, Some(256)),
+        ((130, 96), 64, Some(256)),
+        ((9, 48), 32, Some(3)),
+        ((7, 51), 64, None),
+        ((130, 4096), 4096, Some(256)),
+        ((4100, 8224), 64, Some(256)),
+    ];
+    for (dims, block, group) in shapes {
+        for source in [DType::F32, DType::BF16, DType::F16] {
+            let large = dims.0 > 4000;
+            if large && source != DType::BF16 {
+                continue;
+            }
+            let mine = blocks(dims, block, group, (source, dtype), device)?;
+            let cpu = blocks(dims, block, group, (source, dtype), &Device::Cpu)?;
+            let what = format!("4-bit {}x{}/{block} {source:?} to {name}", dims.0, dims.1);
+            let mut line = |part: &str, a: Tensor, b: Tensor, bar: f64| {
+                report.tensors(&format!("{what}: {part}"), &a, &b, bar)
+            };
+            line("decoded", mine.decode()?, cpu.decode()?, 0.0)?;
+            let rows = dims.0 / 3..dims.0 - 1;
+            line("some rows", mine.decode_rows(rows.clone())?, cpu.decode_rows(rows)?, 0.0)?;
+            line("squares of rows", mine.row_squares()?, cpu.row_squares()?, 1e-5)?;
+            for tokens in if large { vec![8, 40] } else { vec![1, 3, 8, 9, 130] } {
+                let (x, dy) = ([tokens, dims.1], [tokens, dims.0]);
+                let forward =
+                    |w: &Blocks, d: &Device| -> Result<_> { Ok(w.forward(&randn(1, &x, dtype, d)?)?) };
+                line(
+                    &format!("x W^T of {tokens}"),
+                    forward(&mine, device)?,
+                    forward(&cpu, &Device::Cpu)?,
+                    bar,
+                )?;
+                for add in [false, true] {
+                    let backward = |w: &Blocks, d: &Device| -> Result<_> {
+                        let there = if add { Some(randn(3, &x, dtype, d)?) } else { None };
+                        Ok(w.backward(&randn(2, &dy, dtype, d)?, there)?)
+                    };
+                    let part = format!("{}dy W of {tokens}", if add { "+= " } else { "" });
+                    line(&part, backward(&mine, device)?, backward(&cpu, &Device::Cpu)?, bar)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Seconds of one of many calls, the best of three rounds.
+fn seconds(device: &Device, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
+    const CALLS: u32 = 20;
+    f()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        device.synchronize()?;
+        let start = Instant::now();
+        for _ in 0..CALLS {
+            f()?;
+        }
+        device.synchronize()?;
+        best = best.min(start.elapsed().as_secs_f64() / f64::from(CALLS));
+    }
+    Ok(best)
+}
+
+/// The decode kernel's share of a copy's bandwidth (bar: 0.85), and products against dense ones, which have no bar.
+pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
+    // larger than any cache
+    let dims = (16_384, 16_384);
+    let n = (dims.0 * dims.1) as f64;
+    let w = blocks(dims, 64, Some(256), (DType::BF16, DType::BF16), device)?;
+    let from = Tensor::zeros(dims, DType::BF16, device)?;
+    let copy = seconds(device, || Ok(drop(from.copy()?)))?;
+    let decode = seconds(device, || Ok(drop(w.decode()?)))?;
+    drop(from);
+    let (read, written) = (w.bytes() as f64, 2.0 * n);
+    let share = (read + written) / decode / (4.0 * n / copy);
+    println!(
+        "      4-bit decode {:.0} GB/s, copy {:.0} GB/s, share {share:.2}",
+        (read + written) / decode / 1e9,
+        4.0 * n / copy / 1e9
+    );
+    report.line("4-bit decode: time beyond a copy's, a byte", (1.0 / share - 1.0).max(0.0), 1.0 / 0.85 - 1.0);
+    drop(w);
+    println!("      [o, i] x tokens            4-bit forward    dense  ratio   backward    dense  ratio");
+    for dims in [(4096, 4096), (14_336, 4096), (4096, 14_336), (768, 2048)] {
+        let w = blocks(dims, 64, Some(256), (DType::BF16, DType::BF16), device)?;
+        let dense = w.decode()?;
+        for tokens in [1, 4, 8, 64, 512, 2048, 8192] {
+            let x = randn(1, &[tokens, dims.1], DType::BF16, device)?;
+            let dy = randn(2, &[tokens, dims.0], DType::BF16, device)?;
+            let times = [
+                seconds(device, || Ok(drop(w.forward(&x)?)))?,
+                seconds(device, || Ok(drop(gemm::matmul(&x, false, &dense, true)?)))?,
+                seconds(device, || Ok(drop(w.backward(&dy, None)?)))?,
+                seconds(device, || Ok(drop(gemm::matmul(&dy, false, &dense, false)?)))?,
+            ]
+            .map(|s| s * 1e6);
+            let [f, df, b, db] = times;
+            println!(
+                "      {:>5} x {:>5} x {tokens:>5}   {f:>9.1} us {df:>8.1}  {:>5.2}  {b:>9.1} {db:>8.1}  {:>5.2}",
+                dims.0,
+                dims.1,
+                f / df,
+                b / db
+            );
+        }
+    }
+    Ok(())
+}

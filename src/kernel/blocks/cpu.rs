@@ -1,0 +1,252 @@
+//! Decoding and products on the CPU.
+//!
+//! A product decodes a panel of the matrix that fits a core's second-level cache, multiplies, and goes on: forward
+//! takes panels of rows of W, backward panels of columns, so that each is one product over the whole inner
+//! dimension and nothing is summed across panels.
+
+use super::{Blocks, Scales};
+use crate::kernel::cpu::{Real, View, dot, in_place, tensor, view};
+use crate::kernel::gemm::{self, Mat};
+use candle_core::{DType, Result, Storage, StorageRef, Tensor};
+use rayon::prelude::*;
+use std::ops::{Deref, Range};
+
+/// Values of a panel: 512 KiB of f32, so that it stays in a core's cache beside what it is multiplied with.
+const PANEL: usize = 1 << 17;
+/// Fewest columns of a product that one panel makes; a multiple of 64 keeps backward's panels on whole blocks.
+const NARROWEST: usize = 64;
+
+/// The bytes of a contiguous u8 tensor on the CPU.
+struct Bytes<'a>(StorageRef<'a>, Range<usize>);
+
+impl<'a> Bytes<'a> {
+    fn of(t: &'a Tensor) -> Result<Self> {
+        let (s, l) = t.storage_and_layout();
+        let Some((start, end)) = l.contiguous_offsets() else {
+            candle_core::bail!("4-bit blocks: codes that are not contiguous");
+        };
+        match &*s {
+            Storage::Cpu(c) => {
+                c.as_slice::<u8>()?;
+            }
+            _ => candle_core::bail!("4-bit blocks: codes that are not on the CPU"),
+        }
+        Ok(Self(s, start..end))
+    }
+}
+
+impl Deref for Bytes<'_> {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match &*self.0 {
+            Storage::Cpu(s) => s.as_slice::<u8>().map(|s| &s[self.1.clone()]).unwrap_or(&[]),
+            _ => &[],
+        }
+    }
+}
+
+/// Scales as slices.
+enum HostScales<'a> {
+    Plain(View<'a, f32>),
+    Nested { codes: Bytes<'a>, map: View<'a, f32>, absmax: View<'a, f32>, group: usize, offset: f32 },
+}
+
+/// A matrix's parts as slices.
+struct Host<'a> {
+    packed: Bytes<'a>,
+    scales: HostScales<'a>,
+    w: &'a Blocks,
+}
+
+impl<'a> Host<'a> {
+    fn of(w: &'a Blocks) -> Result<Self> {
+        let scales = match &w.scales {
+            Scales::Plain(s) => HostScales::Plain(view(s)?),
+            Scales::Nested { codes, map, absmax, group, offset } => HostScales::Nested {
+                codes: Bytes::of(codes)?,
+                map: view(map)?,
+                absmax: view(absmax)?,
+                group: *group,
+                offset: *offset,
+            },
+        };
+        Ok(Self { packed: Bytes::of(&w.packed)?, scales, w })
+    }
+
+    fn slices(&self) -> Slices<'_> {
+        Slices {
+            packed: &self.packed,
+            scales: match &self.scales {
+                HostScales::Plain(s) => ScaleSlices::Plain(s),
+                HostScales::Nested { codes, map, absmax, group, offset } => {
+                    ScaleSlices::Nested { codes, map, absmax, group: *group, offset: *offset }
+                }
+            },
+            code: &self.w.book.code,
+            block: self.w.block,
+            round: [self.w.source, self.w.compute],
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum ScaleSlices<'a> {
+    Plain(&'a [f32]),
+    Nested { codes: &'a [u8], map: &'a [f32], absmax: &'a [f32], group: usize, offset: f32 },
+}
+
+/// What threads decode from.
+#[derive(Clone, Copy)]
+struct Slices<'a> {
+    packed: &'a [u8],
+    scales: ScaleSlices<'a>,
+    code: &'a [f32; 16],
+    block: usize,
+    round: [DType; 2],
+}
+
+impl Slices<'_> {
+    #[inline]
+    fn scale(&self, b: usize) -> f32 {
+        match self.scales {
+            ScaleSlices::Plain(s) => s[b],
+            ScaleSlices::Nested { codes, map, absmax, group, offset } => {
+                map[codes[b] as usize] * absmax[b / group] + offset
+            }
+        }
+    }
+
+    /// The 16 values that the codes of a block stand for.
+    #[inline]
+    fn values<T: Real>(&self, b: usize) -> [T; 16] {
+        let s = self.scale(b);
+        let mut v = self.code.map(|c| c * s);
+        for dtype in self.round {
+            match dtype {
+                DType::BF16 => v = v.map(|x| half::bf16::from_f32(x).to_f32()),
+                DType::F16 => v = v.map(|x| half::f16::from_f32(x).to_f32()),
+                _ => {}
+            }
+        }
+        v.map(|x| T::of(f64::from(x)))
+    }
+
+    /// Decodes `out.len()` values from value `at` on.
+    fn decode<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
+        while !out.is_empty() {
+            let b = at / self.block;
+            let n = ((b + 1) * self.block - at).min(out.len());
+            let (now, rest) = out.split_at_mut(n);
+            unpack(&self.packed[at / 2..(at + n).div_ceil(2)], at % 2 == 1, &self.values(b), now);
+            (at, out) = (at + n, rest);
+        }
+    }
+}
+
+/// Looks codes up; with `odd` the first one is in the lower half of its byte.
+#[inline]
+fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
+    let (packed, out) = match (odd, packed, out) {
+        (true, [first, packed @ ..], [o, out @ ..]) => {
+            *o = values[(first & 15) as usize];
+            (packed, out)
+        }
+        (_, packed, out) => (packed, out),
+    };
+    let done = T::look_up(packed, values, out);
+    let (packed, out) = (&packed[done / 2..], &mut out[done..]);
+    let mut pairs = out.chunks_exact_mut(2);
+    for (o, p) in pairs.by_ref().zip(packed) {
+        o[0] = values[(p >> 4) as usize];
+        o[1] = values[(p & 15) as usize];
+    }
+    if let ([o], Some(p)) = (pairs.into_remainder(), packed.last()) {
+        *o = values[(p >> 4) as usize];
+    }
+}
+
+/// Columns of a product that one panel makes, for an inner dimension `k`: fixed by the shapes, so that
+/// results do not depend on the number of threads.
+fn width(k: usize) -> usize {
+    (PANEL / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
+}
+
+/// [`Blocks::forward`].
+pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
+    let (t, k) = x.dims2()?;
+    if k != w.cols {
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
+    }
+    let xv = view::<T>(x)?;
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let mut out = vec![T::zero(); t * w.rows];
+    let a = Mat::new(&xv, t, k, k);
+    gemm::by_panels(&mut out, w.rows, false, a, width(k), true, &|columns: Range<usize>, panel: &mut [T]| {
+        s.decode(columns.start * k, panel);
+    });
+    tensor(out, (t, w.rows), x.dtype())
+}
+
+/// [`Blocks::backward`].
+pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+    let (t, k) = dy.dims2()?;
+    if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
+    }
+    let dyv = view::<T>(dy)?;
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let a = Mat::new(&dyv, t, k, k);
+    let product = |dst: &mut [T], add| {
+        gemm::by_panels(dst, w.cols, add, a, width(k), false, &|columns: Range<usize>, panel: &mut [T]| {
+            for (r, row) in panel.chunks_mut(columns.len()).enumerate() {
+                s.decode(r * w.cols + columns.start, row);
+            }
+        });
+    };
+    match dx {
+        Some(dx) if dx.dtype() == T::DTYPE => {
+            in_place::<T>("4-bit backward", &dx, |dst| {
+                product(dst, true);
+                Ok(())
+            })?;
+            Ok(dx)
+        }
+        dx => {
+            let mut out = vec![T::zero(); t * w.cols];
+            product(&mut out, false);
+            let own = tensor(out, (t, w.cols), dy.dtype())?;
+            match dx {
+                None => Ok(own),
+                Some(dx) => dx + own,
+            }
+        }
+    }
+}
+
+/// [`Blocks::row_squares`].
+pub fn row_squares_cpu<T: Real>(w: &Blocks) -> Result<Tensor> {
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let mut out = vec![T::zero(); w.rows];
+    out.par_iter_mut().enumerate().for_each_init(
+        || vec![T::zero(); w.cols],
+        |row, (r, o)| {
+            s.decode(r * w.cols, row);
+            *o = dot(row, row);
+        },
+    );
+    tensor(out, w.rows, T::DTYPE)
+}
+
+/// [`Blocks::decode_rows`].
+pub fn decode_cpu<T: Real>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let mut out = vec![T::zero(); rows.len() * w.cols];
+    out.par_chunks_mut(w.cols.max(1)).enumerate().for_each(|(r, row)| {
+        s.decode((rows.start + r) * w.cols, row);
+    });
+    tensor(out, (rows.len(), w.cols), w.compute)
+}

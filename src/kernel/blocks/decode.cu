@@ -1,0 +1,71 @@
+// Decodes a panel of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
+// `first` on, to a dense panel [runs, width]. Whole rows are one run; a panel of columns has a run a row.
+//
+// Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
+// `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
+#include "codes.cuh"
+
+// 16 bytes, stored at once.
+struct alignas(16) Vector {
+  uint32_t word[4];
+};
+
+template <typename Source, typename Out>
+__device__ __forceinline__ void decode(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
+                                       uint32_t chunks, Out *out) {
+  constexpr int N = 16 / sizeof(Out);
+  constexpr int STEPS = CHUNK / (WARP * N);
+  const unsigned lane = threadIdx.x % WARP;
+  const uint32_t warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+  const uint32_t run = warp / chunks;
+  if (run >= runs) return;
+  const uint64_t begin = first + run * stride, end = begin + width;
+  const uint64_t base = begin / 32 * 32 + warp % chunks * static_cast<uint64_t>(CHUNK);
+  if (base >= end) return;
+
+  // all loads of a lane before what waits for them
+  uint32_t word[STEPS];
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    const uint64_t at = base + (s * WARP + lane) * N;
+    word[s] = at < end && at + N > begin ? m.codes<N>(at) : 0;
+  }
+  const float scales = lane_scale(m, base, end, lane), entry = m.entry(lane);
+  const uint64_t place = run * width; // in the panel
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    if (base + s * WARP * N >= end) break; // the whole warp
+    const uint64_t at = base + (s * WARP + lane) * N;
+    float v[N];
+    values<Source, N>(m, word[s], at, base, scales, entry, v);
+    if (at >= begin && at + N <= end && (place + at - begin) % N == 0) {
+      Vector vector;
+      Out *o = reinterpret_cast<Out *>(&vector);
+#pragma unroll
+      for (int i = 0; i < N; i++) o[i] = Number<Out>::from(v[i]);
+      *reinterpret_cast<Vector *>(out + (place + at - begin)) = vector;
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (at + i >= begin && at + i < end) out[place + at + i - begin] = Number<Out>::from(v[i]);
+    }
+  }
+}
+
+#define DECODE(NAME, SOURCE, OUT)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(256)                                                                    \
+      NAME(const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,                 \
+           const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, uint64_t first,             \
+           uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {                                \
+    const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
+    decode<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                                   \
+  }
+
+// By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.
+DECODE(decode_f32_f32, float, float)
+DECODE(decode_bf16_f32, __nv_bfloat16, float)
+DECODE(decode_f16_f32, __half, float)
+DECODE(decode_f32_bf16, float, __nv_bfloat16)
+DECODE(decode_f16_bf16, __half, __nv_bfloat16)
+DECODE(decode_f32_f16, float, __half)
+DECODE(decode_bf16_f16, __nv_bfloat16, __half)

@@ -1,0 +1,215 @@
+//! A matrix of 4-bit codes in blocks, and products with it that never hold the decoded matrix.
+//!
+//! Value `n` (row-major) is `code[c_n] * scale[n / block]`, rounded to the dtype that the matrix had before it
+//! was quantized and then to the compute dtype: what bitsandbytes decodes, bit for bit. Scales are f32, or
+//! (double quantization) 8-bit codes of a map, times a factor a group of scales, plus an offset.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `cpu` | panels that fit a core's cache, decoded and multiplied by each thread |
+//! | `lookup` | many codes at a time on the CPU |
+//! | `cuda` | panels that stay in the GPU's cache, decoded by `decode.cu` and multiplied by cuBLAS; few tokens by `rows.cu`, straight from the codes |
+//! | `panels` | how the panels on a GPU are cut |
+//! | `composed` | decoding by candle's operations, whole, for what has no kernel: a block that is no power of two, f64 on a GPU |
+
+mod composed;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+pub mod lookup;
+pub mod panels;
+
+use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
+use super::cpu::{is_cpu, on_real};
+use candle_core::{DType, Device, Result, Tensor};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What the 16 codes stand for, shared by all matrices of a model.
+#[derive(Debug)]
+pub struct Codebook {
+    code: [f32; 16],
+    /// The two values of each byte [256, 2], f32.
+    pairs: Tensor,
+}
+
+impl Codebook {
+    /// The codebook of 16 values, on `device`.
+    pub fn new(code: [f32; 16], device: &Device) -> Result<Self> {
+        let pairs: Vec<f32> = (0..256usize).flat_map(|b| [code[b >> 4], code[b & 15]]).collect();
+        Ok(Self { code, pairs: Tensor::from_vec(pairs, (256, 2), device)? })
+    }
+}
+
+/// The scale of each block.
+#[derive(Clone, Debug)]
+pub enum Scales {
+    /// `[blocks]`, f32.
+    Plain(Tensor),
+    /// `map[codes[b]] * absmax[b / group] + offset`.
+    Nested {
+        /// `[blocks]`, u8.
+        codes: Tensor,
+        /// `[256]`, f32.
+        map: Tensor,
+        /// `[groups]`, f32.
+        absmax: Tensor,
+        /// Scales a group.
+        group: usize,
+        /// Mean of the scales.
+        offset: f32,
+    },
+}
+
+/// A matrix [rows, cols] in blocks of 4-bit codes.
+#[derive(Clone, Debug)]
+pub struct Blocks {
+    rows: usize,
+    cols: usize,
+    block: usize,
+    /// Two codes a byte, the first in its upper half: [values / 2, rounded up], u8.
+    packed: Tensor,
+    scales: Scales,
+    book: Arc<Codebook>,
+    /// Decoded values are rounded to this first ...
+    source: DType,
+    /// ... and then to this.
+    compute: DType,
+}
+
+impl Blocks {
+    /// A matrix from its parts, on the device where they are.
+    ///
+    /// # Errors
+    /// Parts whose sizes do not belong together: a bug of the caller, who has checked what files say.
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        (rows, cols): (usize, usize),
+        block: usize,
+        packed: Tensor,
+        scales: Scales,
+        book: Arc<Codebook>,
+        source: DType,
+        compute: DType,
+    ) -> Result<Self> {
+        let n = rows * cols;
+        let blocks = n.div_ceil(block.max(1));
+        let scales_fit = match &scales {
+            Scales::Plain(s) => s.elem_count() == blocks,
+            Scales::Nested { codes, map, absmax, group, .. } => {
+                codes.elem_count() == blocks
+                    && map.elem_count() == 256
+                    && *group > 0
+                    && absmax.elem_count() == blocks.div_ceil(*group)
+            }
+        };
+        if block < 2 || !block.is_multiple_of(2) || packed.elem_count() != n.div_ceil(2) || !scales_fit {
+            candle_core::bail!("4-bit blocks: parts that are not of a matrix {rows} x {cols}, block {block}");
+        }
+        Ok(Self { rows, cols, block, packed, scales, book, source, compute })
+    }
+
+    /// [rows, cols].
+    pub fn dims(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    /// Values a block.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// The dtype that decoded values are rounded to first: that of the tensor that was quantized.
+    pub fn source_dtype(&self) -> DType {
+        self.source
+    }
+
+    /// The dtype of decoded values.
+    pub fn dtype(&self) -> DType {
+        self.compute
+    }
+
+    /// Packed codes, and scales.
+    pub fn parts(&self) -> (&Tensor, &Scales) {
+        (&self.packed, &self.scales)
+    }
+
+    /// Bytes of codes and scales, the maps apart: those are shared by all matrices of a model.
+    pub fn bytes(&self) -> usize {
+        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        size(&self.packed)
+            + match &self.scales {
+                Scales::Plain(s) => size(s),
+                Scales::Nested { codes, absmax, .. } => size(codes) + size(absmax),
+            }
+    }
+
+    /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cpu(x) {
+            return on_real!(x.dtype(), forward_cpu(self, x));
+        }
+        #[cfg(feature = "cuda")]
+        if cuda::multiplies(self, x) {
+            return cuda::forward(self, x);
+        }
+        x.matmul(&self.decode()?.to_dtype(x.dtype())?.t()?)
+    }
+
+    /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
+    pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        if is_cpu(dy) {
+            return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
+        }
+        #[cfg(feature = "cuda")]
+        if cuda::multiplies(self, dy) {
+            return cuda::backward(self, dy, dx);
+        }
+        let add = dy.matmul(&self.decode()?.to_dtype(dy.dtype())?)?;
+        match dx {
+            None => Ok(add),
+            Some(dx) => dx + add,
+        }
+    }
+
+    /// `W A^T`: [r, cols] -> [rows, r], in `a`'s dtype.
+    pub fn times(&self, a: &Tensor) -> Result<Tensor> {
+        self.forward(a)?.t()?.contiguous()
+    }
+
+    /// Squared norm of each row `[rows]`, in f32 (f64 where that is the compute dtype).
+    pub fn row_squares(&self) -> Result<Tensor> {
+        if self.packed.device().is_cpu() {
+            return on_real!(self.compute, row_squares_cpu(self));
+        }
+        let parts = panels::split(self.rows, self.cols * DType::F32.size_in_bytes(), panels::MOST)
+            .map(|rows| self.decode_rows(rows)?.to_dtype(DType::F32)?.sqr()?.sum(1))
+            .collect::<Result<Vec<_>>>()?;
+        Tensor::cat(&parts, 0)
+    }
+
+    /// The decoded matrix [rows, cols] in the compute dtype.
+    pub fn decode(&self) -> Result<Tensor> {
+        self.decode_rows(0..self.rows)
+    }
+
+    /// Some decoded rows, in the compute dtype.
+    pub fn decode_rows(&self, rows: Range<usize>) -> Result<Tensor> {
+        if rows.start > rows.end || rows.end > self.rows {
+            candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
+        }
+        if self.packed.device().is_cpu() {
+            return on_real!(self.compute, decode_cpu(self, rows));
+        }
+        #[cfg(feature = "cuda")]
+        if cuda::decodes(self) {
+            return cuda::decode(self, rows);
+        }
+        self.decode_composed(rows)
+    }
+}
+
+#[cfg(test)]
+mod host_tests;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,132 @@
+//! How a product on a GPU cuts a 4-bit matrix into panels that are decoded one after the other, and what the kernels
+//! that do it are launched with: all of it that needs no GPU.
+//!
+//! A panel is written by the decode kernel and read by the product right after: if it is half of the second-level
+//! cache, both happen there, with the other half for what it is multiplied with. Smaller panels would give
+//! products too small to fill the device. (The share is by reasoning; it has not been measured.)
+
+use candle_core::DType;
+use std::ops::Range;
+
+/// Threads of a block of decode.cu: eight warps.
+pub const THREADS: u32 = 256;
+/// Values that a warp decodes.
+const CHUNK: usize = 1024;
+/// Most tokens that rows.cu takes.
+pub const FEW: usize = 8;
+/// Its kernels: tokens up to, and rows of W that a block of threads takes.
+pub const ROWS: [(usize, usize); 2] = [(1, 1), (FEW, 2)];
+/// Threads of a block of rows.cu.
+pub const ROWS_THREADS: u32 = 128;
+
+/// Rows (or columns) of a panel come in multiples of this: whole tiles of a product, whole blocks of codes.
+const UNIT: usize = 64;
+/// Fewest bytes of a panel, for devices with a small cache or that do not say.
+const LEAST: usize = 4 << 20;
+/// Most bytes of a panel: what plans count with, whatever the device.
+pub const MOST: usize = 32 << 20;
+
+/// Bytes of a panel on a device with `cache` bytes of second-level cache.
+pub fn bytes(cache: usize) -> usize {
+    (cache / 2).clamp(LEAST, MOST)
+}
+
+/// Cuts `count` rows (or columns) of `size` bytes each into panels of about one size and of `most` bytes at the
+/// most, or of 64 rows where these are more.
+pub fn split(count: usize, size: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let widest = (most / size.max(1) / UNIT * UNIT).max(UNIT);
+    let panels = count.div_ceil(widest).max(1);
+    let width = count.div_ceil(panels).next_multiple_of(UNIT);
+    (0..count).step_by(width.max(1)).map(move |start| start..(start + width).min(count))
+}
+
+/// Values of a matrix that make a panel: `runs` runs of `width`, `stride` apart from value `first` on.
+#[derive(Clone, Copy, Debug)]
+pub struct Panel {
+    /// The first value.
+    pub first: usize,
+    /// Values from the beginning of a run to that of the next.
+    pub stride: usize,
+    /// Values of a run.
+    pub width: usize,
+    /// Runs.
+    pub runs: usize,
+}
+
+impl Panel {
+    /// Whole rows of a matrix [rows, cols]: one run.
+    pub fn rows((_, cols): (usize, usize), rows: Range<usize>) -> Self {
+        let width = rows.len() * cols;
+        Self { first: rows.start * cols, stride: width, width, runs: 1 }
+    }
+
+    /// Columns of a matrix [rows, cols]: a run a row.
+    pub fn columns((rows, cols): (usize, usize), columns: Range<usize>) -> Self {
+        if columns == (0..cols) {
+            return Self::rows((rows, cols), 0..rows);
+        }
+        Self { first: columns.start, stride: cols, width: columns.len(), runs: rows }
+    }
+
+    /// Values of the panel.
+    pub fn len(&self) -> usize {
+        self.width * self.runs
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// One more than the last value's number in the matrix.
+    pub fn end(&self) -> usize {
+        self.first + self.runs.saturating_sub(1) * self.stride + self.width
+    }
+
+    /// Chunks that cover any of the runs: chunks begin at multiples of 32.
+    pub fn chunks(&self) -> usize {
+        let whole = self.first.is_multiple_of(32) && (self.runs == 1 || self.stride.is_multiple_of(32));
+        (self.width + if whole { 0 } else { 31 }).div_ceil(CHUNK)
+    }
+
+    /// Blocks of [`THREADS`] threads, with a warp for each chunk.
+    pub fn blocks(&self) -> usize {
+        (self.chunks() * self.runs).div_ceil(THREADS as usize / 32)
+    }
+}
+
+/// The name of a kernel: by what values are rounded to first, if that is not what they end in anyway, and what they
+/// end in.
+pub fn name(kernel: &str, source: DType, compute: DType) -> String {
+    let source = match source {
+        DType::BF16 | DType::F16 if source != compute => source,
+        _ => DType::F32,
+    };
+    format!("{kernel}_{}_{}", source.as_str(), compute.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panels_cover_all_and_stay_small() {
+        for count in [1, 63, 64, 65, 700, 4096, 14336, 151_936] {
+            for size in [2, 96, 8192, 28_672, 1 << 20] {
+                let most = bytes(50 << 20);
+                let all: Vec<_> = split(count, size, most).collect();
+                assert_eq!(all.first().map(|p| p.start), Some(0));
+                assert_eq!(all.last().map(|p| p.end), Some(count));
+                assert!(all.windows(2).all(|w| w[0].end == w[1].start && w[0].len() >= w[1].len()));
+                let widest = all[0].len();
+                assert!(widest * size <= most || widest <= UNIT, "{count} of {size}: {widest}");
+                assert!(all.iter().all(|p| p.start % UNIT == 0));
+                // no more than it takes
+                let least = (count * size).div_ceil(most);
+                assert!(all.len() <= 2 * least || widest <= UNIT, "{count} of {size}: {} panels", all.len());
+            }
+        }
+        assert_eq!(split(0, 8, MOST).count(), 0);
+        assert_eq!((bytes(0), bytes(50 << 20), bytes(1 << 30)), (LEAST, 25 << 20, MOST));
+    }
+}
