@@ -231,7 +231,8 @@ impl Found {
                 true => "as many as is fastest".to_string(),
                 false => recipe.run.micro_rows.to_string(),
             };
-            lines.push(("steps", format!("{steps} of {} rows, {at_a_time} at a time", recipe.run.batch_rows)));
+            lines
+                .push(("steps", format!("{steps} of {} rows, {at_a_time} at a time", recipe.run.batch_rows)));
         }
         if let Some((device, dtype)) = &self.compute {
             let name = if device.is_cpu() { "CPU" } else { "CUDA" };

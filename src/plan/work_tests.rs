@@ -98,12 +98,8 @@ fn a_window_hides_keys() {
 #[test]
 fn choices_have_their_price() -> anyhow::Result<()> {
     let l = |nf4| Linear { i: 64, o: 96, rank: 4, nf4, ..Linear::default() };
-    let layer = Layer {
-        attention: [l(true); 4],
-        qk_norm: false,
-        ffn: Ffn::Dense([l(true); 3]),
-        window: None,
-    };
+    let layer =
+        Layer { attention: [l(true); 4], qk_norm: false, ffn: Ffn::Dense([l(true); 3]), window: None };
     let shape = Shape {
         d: 64,
         vocab: 100,
