@@ -37,7 +37,7 @@ fn main() -> anyhow::Result<()> {
     let job = Job::open(Recipe::parse(RECIPE, "in-code.toml", &[])?, Want::Weights, false)?;
     let data = job.train_data()?;
     let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
-    let plan = job.plan(Workload::of_data(&job.recipe, &data, None));
+    let plan = job.plan(|recipe| Workload::of_data(recipe, &data, None));
     let (decoder, params) = job.build(true, &|_| {})?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), batches.steps());
@@ -47,8 +47,7 @@ fn main() -> anyhow::Result<()> {
         optimizer: &optimizer,
         device: &job.device,
         seed: job.recipe.run.seed,
-        micro_rows: job.recipe.run.micro_rows,
-        recompute: plan.recompute,
+        choices: plan.choices,
         clip: job.recipe.run.clip,
         router: Default::default(),
     };
@@ -63,7 +62,7 @@ fn main() -> anyhow::Result<()> {
             s.tokens
         );
     }
-    let (loss, targets) = evaluate(&decoder, &data, 4, &job.device)?;
+    let (loss, targets) = evaluate(&decoder, &data, &plan.choices, &job.device)?;
     println!("after: loss {loss:.4} over {targets} targets");
     Ok(())
 }

@@ -28,7 +28,7 @@
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, what stands around a layer, generation
-//! plan/     recipe + config -> bytes by component and where the peak is; how many layers to recompute
+//! plan/     recipe + config -> bytes by component and where the peak is; the fastest choices that fit
 //! optim/    schedule, clip, AdamW on the device or, with its states, on the host
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
 //! log/      progress, metrics.jsonl, memory, the report of a run

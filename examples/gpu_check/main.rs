@@ -46,13 +46,10 @@ fn main() -> Result<()> {
     for dir in &dirs {
         model(dir, &device, &mut report)?;
     }
-<<<<<<< HEAD:examples/gpu_check.rs
     offload(dirs.first().context("no fixtures")?, &device, &mut report)?;
-=======
     if device.is_cuda() {
         four_bit::speed(&device, &mut report)?;
     }
->>>>>>> kernels:examples/gpu_check/main.rs
     println!("{} checks passed, {} failed", report.checks - report.over, report.over);
     if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }
 }

@@ -9,7 +9,7 @@ use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
-const ALIGN: usize = 64;
+pub const ALIGN: usize = 64;
 
 /// The buffers of one unit.
 #[derive(Debug)]

@@ -78,6 +78,32 @@ impl Trained {
     }
 }
 
+/// A tensor that trains, by its module.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainedPart<'a> {
+    /// The module.
+    pub module: &'a Module,
+    /// Part of it.
+    pub part: Part,
+    /// A matrix's shape; a vector's first.
+    dims: [usize; 2],
+    rank: usize,
+    lr_scale: f64,
+    matrix: bool,
+}
+
+impl TrainedPart<'_> {
+    /// Shape as files have it.
+    pub fn shape(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+
+    /// Number of values.
+    pub fn elements(&self) -> usize {
+        self.shape().iter().product()
+    }
+}
+
 /// The name of a part as PEFT's files spell it, after the module's name.
 pub fn part_name(m: &Module, part: Part) -> &'static str {
     match (part, m.kind) {
@@ -249,6 +275,20 @@ impl Selection {
     ///
     /// A tied head and embedding that train in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
+        let named = |t: TrainedPart<'_>| Trained {
+            name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
+            module: t.module.name.clone(),
+            part: t.part,
+            shape: t.shape().to_vec(),
+            unit: t.module.unit(self.layers),
+            lr_scale: t.lr_scale,
+            matrix: t.matrix,
+        };
+        self.parts().into_iter().map(named).collect()
+    }
+
+    /// As [`Selection::trained`], without names: plans look at it many times.
+    pub fn parts(&self) -> Vec<TrainedPart<'_>> {
         let mut out = Vec::new();
         for (m, choice) in &self.modules {
             let mut choice = *choice;
@@ -256,19 +296,18 @@ impl Selection {
             if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
                 choice = Choice::Freeze;
             }
-            let mut add = |part, shape: Vec<usize>, lr_scale, matrix| {
-                let name = format!("{}.{}", m.name, part_name(m, part));
-                let unit = m.unit(self.layers);
-                out.push(Trained { name, module: m.name.clone(), part, shape, unit, lr_scale, matrix });
+            let mut add = |part, shape: &[usize], lr_scale, matrix| {
+                let (mut dims, rank) = ([1; 2], shape.len().min(2));
+                dims[..rank].copy_from_slice(&shape[..rank]);
+                out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
             };
             match choice {
                 Choice::Freeze => {}
                 Choice::Full { lr_scale } => {
                     let shape = m.weight_shape();
-                    let matrix = shape.len() > 1;
-                    add(Part::Weight, shape, lr_scale, matrix);
+                    add(Part::Weight, &shape, lr_scale, shape.len() > 1);
                     if let Some(n) = m.bias() {
-                        add(Part::Bias, vec![n], lr_scale, false);
+                        add(Part::Bias, &[n], lr_scale, false);
                     }
                 }
                 Choice::Lora { spec, lr_scale } => {
@@ -277,10 +316,10 @@ impl Selection {
                         Kind::Embedding { vocab, dim } => (dim, vocab),
                         Kind::Norm { .. } => continue,
                     };
-                    add(Part::A, vec![spec.rank, i], lr_scale, true);
-                    add(Part::B, vec![o, spec.rank], lr_scale, true);
+                    add(Part::A, &[spec.rank, i], lr_scale, true);
+                    add(Part::B, &[o, spec.rank], lr_scale, true);
                     if spec.dora {
-                        add(Part::Magnitude, vec![o], lr_scale, false);
+                        add(Part::Magnitude, &[o], lr_scale, false);
                     }
                 }
             }

@@ -227,10 +227,12 @@ impl Found {
             lines.push(("evaluation", rows(s)));
         }
         if let Some(steps) = self.steps {
-            lines.push((
-                "steps",
-                format!("{steps} of {} rows, {} at a time", recipe.run.batch_rows, recipe.run.micro_rows),
-            ));
+            let at_a_time = match recipe.run.micro_auto {
+                true => "as many as is fastest".to_string(),
+                false => recipe.run.micro_rows.to_string(),
+            };
+            lines
+                .push(("steps", format!("{steps} of {} rows, {at_a_time} at a time", recipe.run.batch_rows)));
         }
         if let Some((device, dtype)) = &self.compute {
             let name = if device.is_cpu() { "CPU" } else { "CUDA" };

@@ -5,6 +5,7 @@ use crate::hub::Want;
 use crate::log::bytes_bar;
 use crate::recipe::Recipe;
 use crate::train::{self, Job};
+use crate::walk::Choices;
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -37,7 +38,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    let (loss, targets) = train::evaluate(&decoder, &data, job.recipe.run.micro_rows, &job.device)?;
+    let choices = Choices::plain(job.recipe.run.micro_rows, job.config.vocab);
+    let (loss, targets) = train::evaluate(&decoder, &data, &choices, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }

@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
 
 /// The time of a step, where `ft bench` measured a rate.
 pub fn time(plan: &Plan) -> Option<rates::Range> {
-    rates::range(rates::find(plan.machine)?, plan.work.total() * plan.micro_batches as f64)
+    rates::range(rates::find(plan.machine)?, plan.step_work())
 }
 
 /// Says so when the disk of the run folder has less than the run would write.

@@ -53,6 +53,16 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, rs: stride, cs: 1 }
     }
 
+    /// Some of the columns.
+    ///
+    /// # Panics
+    /// If they are not inside: a bug of the caller.
+    fn columns(self, own: Range<usize>) -> Self {
+        assert!(own.start <= own.end && own.end <= self.cols, "columns outside a matrix");
+        let from = if own.is_empty() { 0 } else { own.start * self.cs };
+        Self { data: &self.data[from..], cols: own.len(), ..self }
+    }
+
     /// The transpose, without moving anything.
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, rs: self.cs, cs: self.rs, ..self }
@@ -150,6 +160,17 @@ impl<T> Columns<T> {
     }
 }
 
+/// Fills a panel: its columns, and where their values go.
+type Make<'s, T> = dyn Fn(Range<usize>, &mut [T]) + Sync + 's;
+
+/// Where the panels of a product come from.
+enum Source<'s, T> {
+    /// Made when they are needed, transposed or not.
+    Made(&'s Make<'s, T>, bool),
+    /// Columns of a matrix.
+    Of(Mat<'s, T>),
+}
+
 /// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a panel of columns at a time.
 ///
 /// `make(columns, panel)` fills the panel of `columns`: row-major [k, columns], or with `transposed`
@@ -165,8 +186,22 @@ pub fn by_panels<T: Real>(
     a: Mat<'_, T>,
     width: usize,
     transposed: bool,
-    make: &(dyn Fn(Range<usize>, &mut [T]) + Sync),
+    make: &Make<'_, T>,
 ) {
+    panels(dst, n, add, a, width, Source::Made(make, transposed));
+}
+
+/// `dst [m, n] = a b` (`+=` with `add`) for a `b` [k, n] that is there, the same panels of `width` columns at a
+/// time as [`by_panels`] takes: the same bits.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn by_columns<T: Real>(dst: &mut [T], add: bool, a: Mat<'_, T>, width: usize, b: Mat<'_, T>) {
+    assert_eq!(a.cols, b.rows, "inner sizes of a product");
+    panels(dst, b.cols, add, a, width, Source::Of(b));
+}
+
+fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usize, source: Source<'_, T>) {
     let (m, k) = (a.rows, a.cols);
     assert!(dst.len() >= m * n && width > 0, "product outside its destination");
     if m == 0 || n == 0 || k == 0 {
@@ -179,18 +214,24 @@ pub fn by_panels<T: Real>(
     let next = AtomicUsize::new(0);
     let panels = n.div_ceil(width);
     let work = || {
-        let mut buffer = vec![T::zero(); k * width.min(n)];
+        let made = matches!(source, Source::Made(..));
+        let mut buffer = vec![T::zero(); if made { k * width.min(n) } else { 0 }];
         loop {
             let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(width);
             if start >= n {
                 return;
             }
             let own = start..(start + width).min(n);
-            let panel = &mut buffer[..k * own.len()];
-            make(own.clone(), panel);
-            let b = match transposed {
-                true => Mat::new(panel, own.len(), k, k).t(),
-                false => Mat::new(panel, k, own.len(), own.len()),
+            let b = match source {
+                Source::Of(b) => b.columns(own),
+                Source::Made(make, transposed) => {
+                    let panel = &mut buffer[..k * own.len()];
+                    make(own.clone(), panel);
+                    match transposed {
+                        true => Mat::new(panel, own.len(), k, k).t(),
+                        false => Mat::new(panel, k, own.len(), own.len()),
+                    }
+                }
             };
             // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and,
             // each number being drawn once, of this thread alone.

@@ -14,6 +14,7 @@ pub mod attention;
 pub mod blocks;
 pub mod cpu;
 pub mod cuda;
+pub mod decoded;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;

@@ -62,6 +62,17 @@ impl Cache {
 }
 
 impl Attention {
+    /// The four projections.
+    pub fn linears(&self) -> [&Linear; 4] {
+        [&self.q, &self.k, &self.v, &self.o]
+    }
+
+    /// The same block with its 4-bit matrices decoded.
+    pub fn decoded(&self) -> Result<Self> {
+        let [q, k, v, o] = self.linears();
+        Ok(Self { q: q.decoded()?, k: k.decoded()?, v: v.decoded()?, o: o.decoded()?, ..self.clone() })
+    }
+
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
         let scale = 1.0 / (self.head_dim as f64).sqrt();
         Causal { seqs: &ctx.seqs, window: self.window, scale }

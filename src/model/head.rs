@@ -9,8 +9,9 @@ use super::sink::Sink;
 use crate::kernel::loss;
 use crate::kernel::wide;
 use candle_core::{Result, Tensor};
+use std::ops::Range;
 
-/// Bytes of f32 logits that a chunk holds at the most.
+/// Bytes of f32 logits that a chunk of the usual size holds at the most.
 pub const CHUNK_BYTES: usize = 64 << 20;
 
 /// Final norm and output head.
@@ -33,8 +34,20 @@ pub struct Output {
     pub dx: Option<Tensor>,
 }
 
+/// `n` targets in as few chunks of at most `rows` as there can be, as even as can be: a last chunk of one row would
+/// be a product of another kind (matrix by vector), with other bits.
+pub fn chunks(n: usize, rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = n.div_ceil(rows.max(1));
+    (0..count).map(move |i| chunk_start(n, count, i)..chunk_start(n, count, i + 1))
+}
+
+fn chunk_start(n: usize, count: usize, i: usize) -> usize {
+    // n * i / count, of which the product may not fit
+    n / count * i + n % count * i / count
+}
+
 impl Head {
-    /// Rows of a chunk.
+    /// Rows of a chunk of the usual size.
     pub fn chunk_rows(vocab: usize) -> usize {
         (CHUNK_BYTES / (4 * vocab.max(1))).max(16)
     }
@@ -50,13 +63,21 @@ impl Head {
         wide(&y)
     }
 
-    /// Losses of the batch's targets; with a sink, also the gradients of `scale * sum(losses)`.
-    pub fn loss(&self, x: &Tensor, batch: &Batch, backward: Option<(f64, &Sink<'_>)>) -> Result<Output> {
-        let n = batch.target_count;
+    /// Losses of the batch's targets, at most `rows` of them at a time; with a sink, also the gradients of
+    /// `scale * sum(losses)`.
+    ///
+    /// Losses and the input's gradient have the same bits for any `rows` (see [`chunks`]); gradients of what trains
+    /// here are sums over the chunks.
+    pub fn loss(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        rows: usize,
+        backward: Option<(f64, &Sink<'_>)>,
+    ) -> Result<Output> {
         let (mut losses, mut grads) = (Vec::new(), Vec::new());
-        let step = Self::chunk_rows(self.vocab);
-        for from in (0..n).step_by(step) {
-            let rows = step.min(n - from);
+        for chunk in chunks(batch.target_count, rows) {
+            let (from, rows) = (chunk.start, chunk.len());
             let ctx = batch.context.for_targets(batch.first_target + from);
             let index = batch.target_rows.narrow(0, from, rows)?;
             let targets = batch.targets.narrow(0, from, rows)?;
@@ -84,5 +105,23 @@ impl Head {
             }
         };
         Ok(Output { losses, dx })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_few_and_even() {
+        for (n, rows) in [(0, 16), (1, 16), (16, 16), (17, 16), (511, 110), (100, 1000), (33, 1)] {
+            let all: Vec<Range<usize>> = chunks(n, rows).collect();
+            assert_eq!(all.len(), n.div_ceil(rows));
+            assert_eq!(all.iter().map(|c| c.len()).sum::<usize>(), n);
+            assert!(all.windows(2).all(|w| w[0].end == w[1].start), "{all:?}");
+            let (least, most) = (all.iter().map(|c| c.len()).min(), all.iter().map(|c| c.len()).max());
+            assert!(most <= Some(rows) || n == 0, "{all:?}");
+            assert!(most.zip(least).is_none_or(|(a, b)| a - b <= 1), "{all:?}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::attention::{self, Attention};
 use super::decoder::Context;
+use super::linear::Linear;
 use super::mlp::{self, Mlp};
 use super::moe::{self, Mixture};
 use super::norm::Norm;
@@ -61,6 +62,31 @@ impl Saved {
 }
 
 impl Layer {
+    /// Whether a matrix here is 4-bit and is decoded in each product.
+    pub fn is_packed(&self) -> bool {
+        let ffn = match &self.mlp {
+            FeedForward::Dense(b) => b.linears().into_iter().any(Linear::is_packed),
+            FeedForward::Mixture(b) => b.is_packed(),
+        };
+        ffn || self.attn.linears().into_iter().any(Linear::is_packed)
+    }
+
+    /// The same layer for one visit of the walk: its 4-bit matrices decoded, of a mixture those of the experts that
+    /// have tokens by `routing`. Dropping it gives the memory back.
+    pub fn decoded(&self, routing: Option<&Groups>) -> Result<Self> {
+        let mlp = match (&self.mlp, routing) {
+            (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.decoded()?)),
+            (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.decoded(g)?)),
+            (FeedForward::Mixture(_), None) => candle_core::bail!("a mixture decoded before it has routed"),
+        };
+        Ok(Self {
+            attn_norm: self.attn_norm.clone(),
+            attn: self.attn.decoded()?,
+            mlp_norm: self.mlp_norm.clone(),
+            mlp,
+        })
+    }
+
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens, which is
     /// taken over instead of decided anew.
     pub fn forward(

@@ -10,6 +10,7 @@
 use super::decoder::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::blocks::Blocks;
+use crate::kernel::decoded::Decoded;
 use crate::kernel::wide;
 use crate::kernel::{dropout, gemm};
 use crate::rng::{Purpose, Stream};
@@ -24,6 +25,8 @@ pub enum Weight {
     Dense(Tensor),
     /// 4-bit codes in blocks (NF4, or FP4), frozen, decoded in each product.
     Nf4(Arc<Blocks>),
+    /// The same, decoded for as long as the walk is at the layer: see [`Weight::decoded`].
+    Decoded(Arc<Decoded>),
 }
 
 impl Weight {
@@ -32,6 +35,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(x, false, w, true),
             Weight::Nf4(w) => w.forward(x),
+            Weight::Decoded(w) => w.forward(x),
         }
     }
 
@@ -44,6 +48,7 @@ impl Weight {
                 Ok(dx)
             }
             (Weight::Nf4(w), dx) => w.backward(dy, dx),
+            (Weight::Decoded(w), dx) => w.backward(dy, dx),
         }
     }
 
@@ -52,6 +57,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Nf4(w) => w.times(a),
+            Weight::Decoded(w) => w.times(a),
         }
     }
 
@@ -60,6 +66,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
             Weight::Nf4(w) => w.row_squares(),
+            Weight::Decoded(w) => w.blocks().row_squares(),
         }
     }
 
@@ -68,6 +75,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
             Weight::Nf4(w) => w.decode_rows(rows),
+            Weight::Decoded(w) => w.values().narrow(0, rows.start, rows.len()),
         }
     }
 
@@ -76,6 +84,16 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.dims2(),
             Weight::Nf4(w) => Ok(w.dims()),
+            Weight::Decoded(w) => Ok(w.blocks().dims()),
+        }
+    }
+
+    /// The same matrix, decoded if it is 4-bit: its products then have the same bits and decode nothing, and its
+    /// values take memory until it is dropped.
+    fn decoded(&self) -> Result<Weight> {
+        match self {
+            Weight::Nf4(w) => Ok(Weight::Decoded(Arc::new(Decoded::new(Arc::clone(w))?))),
+            other => Ok(other.clone()),
         }
     }
 }
@@ -163,6 +181,16 @@ impl Linear {
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
         self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+    }
+
+    /// The same linear with its matrix decoded, if that is 4-bit.
+    pub fn decoded(&self) -> Result<Self> {
+        Ok(Self { weight: self.weight.decoded()?, ..self.clone() })
+    }
+
+    /// Whether its matrix is 4-bit and is decoded in each product.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.weight, Weight::Nf4(_))
     }
 
     /// Where the gradients of all that trains here go.

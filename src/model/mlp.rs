@@ -31,6 +31,11 @@ impl Mlp {
         [&self.gate, &self.up, &self.down]
     }
 
+    /// The same block with its 4-bit matrices decoded.
+    pub fn decoded(&self) -> Result<Self> {
+        Ok(Self { gate: self.gate.decoded()?, up: self.up.decoded()?, down: self.down.decoded()? })
+    }
+
     /// Forward: [t, d] -> [t, d].
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         let (gate, gs) = self.gate.forward(x, ctx)?;

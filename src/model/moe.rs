@@ -96,6 +96,24 @@ pub struct Saved {
 }
 
 impl Mixture {
+    /// The same mixture with the 4-bit matrices of those experts decoded that have tokens.
+    pub fn decoded(&self, groups: &Groups) -> Result<Self> {
+        let one = |(e, n): (&Mlp, usize)| if n > 0 { e.decoded() } else { Ok(e.clone()) };
+        let experts = self.experts.iter().zip(groups.counts()).map(one).collect::<Result<_>>()?;
+        let shared = self
+            .shared
+            .as_ref()
+            .map(|s| Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.decoded()?, gate: s.gate.decoded()? }));
+        Ok(Self { router: self.router.decoded()?, experts, shared: shared.transpose()?, ..*self })
+    }
+
+    /// Whether a matrix here is 4-bit and is decoded in each product.
+    pub fn is_packed(&self) -> bool {
+        let shared = self.shared.as_ref();
+        let blocks = self.experts.iter().chain(shared.map(|s| &s.mlp)).flat_map(Mlp::linears);
+        blocks.chain(shared.map(|s| &s.gate)).any(Linear::is_packed)
+    }
+
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
     pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
         let (logits, router) = self.router.forward(&wide(x)?, ctx)?;

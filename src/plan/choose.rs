@@ -1,70 +1,10 @@
-//! What the plan decides: how many layers to recompute; and, when nothing fits, what would.
+//! When nothing fits: the smallest changes that would.
 
-use super::ledger::Peak;
-use super::{Inputs, Machine, Plan, Prepared, Workload};
+use super::choices::choose;
+use super::{Inputs, Machine, Plan, Prepared, Workload, Workloads};
 use crate::adapt::Selection;
 use crate::recipe::{self, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
 use serde::Serialize;
-
-/// How many layers are recomputed, and what that gives.
-#[derive(Clone, Debug)]
-pub struct Decision {
-    /// Layers, from the lowest that is walked backward.
-    pub layers: usize,
-    /// Why.
-    pub reason: String,
-    /// The device at its fullest.
-    pub peak: Peak,
-}
-
-/// Decides how many layers are recomputed: what the recipe says, or with `auto` as few as fit.
-///
-/// Every recomputed layer costs its forward pass once more and saves what it would keep, so the fewest that
-/// fit are the fastest.
-pub(crate) fn recompute(p: &Prepared, wanted: Recompute, budget: Option<u64>) -> Decision {
-    let walked = p.walked();
-    let fits = |peak: &Peak| budget.is_none_or(|b| peak.bytes.total() <= b);
-    let fixed =
-        |layers: usize, reason: &str| Decision { layers, reason: reason.into(), peak: p.peak(layers) };
-    match wanted {
-        Recompute::All => return fixed(walked, "the recipe says all"),
-        Recompute::None => return fixed(0, "the recipe says none"),
-        Recompute::Layers(n) => return fixed(n.min(walked), "the recipe says so"),
-        Recompute::Auto => {}
-    }
-    let none = p.peak(0);
-    let Some(budget) = budget else {
-        return fixed(walked, "auto without a budget: memory.budget says what there is");
-    };
-    if fits(&none) {
-        return Decision {
-            layers: 0,
-            reason: "auto: everything that backward needs fits".into(),
-            peak: none,
-        };
-    }
-    let all = p.peak(walked);
-    if !fits(&all) {
-        return Decision {
-            layers: walked,
-            reason: "auto: not even recomputing all layers fits".into(),
-            peak: all,
-        };
-    }
-    // invariant: `low` does not fit, `high` does
-    let (mut low, mut high, mut best) = (0, walked, all);
-    while high - low > 1 {
-        let middle = low + (high - low) / 2;
-        let peak = p.peak(middle);
-        if fits(&peak) {
-            (high, best) = (middle, peak);
-        } else {
-            low = middle;
-        }
-    }
-    let reason = format!("auto: the fewest that fit {}", super::report::bytes(budget));
-    Decision { layers: high, reason, peak: best }
-}
 
 /// A change that would make a recipe fit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -92,7 +32,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let r = i.recipe;
     let total = |r: &Recipe| with(i, r);
 
-    if plan.recompute < plan.walked {
+    if plan.choices.recompute < plan.walked {
         let mut c = r.clone();
         c.memory.recompute = Recompute::All;
         let t = total(&c);
@@ -105,7 +45,18 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             );
         }
     }
-    if let Some((n, t)) = first(divisors_below(r.run.micro_rows), budget, |n| {
+    if r.memory.decoded == recipe::Decoded::Visit {
+        let mut c = r.clone();
+        c.memory.decoded = recipe::Decoded::Panels;
+        let t = total(&c);
+        if t <= budget {
+            let (set, change) = ("memory.decoded=panels", "memory.decoded = \"panels\"");
+            add(vec![set.into()], change.into(), "; weights are decoded in each product", t);
+        }
+    }
+    // where the plan chooses them, it has chosen the fewest
+    let fewer = if r.run.micro_auto { Vec::new() } else { divisors_below(r.run.micro_rows) };
+    if let Some((n, t)) = first(fewer, budget, |n| {
         let mut c = r.clone();
         c.run.micro_rows = n;
         total(&c)
@@ -235,9 +186,14 @@ fn divisors_below(n: usize) -> Vec<usize> {
     (1..n.min(1 << 12)).rev().filter(|d| n.is_multiple_of(*d)).take(8).collect()
 }
 
-/// The first of `values` whose total fits.
+/// The first of `values`, each of which takes less than those before it, whose total fits.
 fn first(values: Vec<usize>, budget: u64, total: impl Fn(usize) -> u64) -> Option<(usize, u64)> {
-    values.into_iter().map(|n| (n, total(n))).find(|(_, t)| *t <= budget)
+    let last = *values.last()?;
+    let least = (last, total(last));
+    if least.1 > budget {
+        return None;
+    }
+    values[..values.len() - 1].iter().map(|n| (*n, total(*n))).find(|(_, t)| *t <= budget).or(Some(least))
 }
 
 /// Bytes that a recipe with other settings and the same rules would take.
@@ -254,10 +210,11 @@ fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
 }
 
 fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
-    let same = r.data.max_length == i.recipe.data.max_length && r.run.micro_rows == i.recipe.run.micro_rows;
-    let workload = if same { i.workload } else { Workload::of_recipe(r) };
-    let inputs = Inputs { recipe: r, config: i.config, selection, machine, workload, budget: i.budget };
-    recompute(&Prepared::new(&inputs), r.memory.recompute, i.budget).peak.bytes.total()
+    let of_recipe = Workloads::new(Workload::of_recipe);
+    let same = r.data.max_length == i.recipe.data.max_length;
+    let workloads = if same { i.workloads } else { &of_recipe };
+    let inputs = Inputs { recipe: r, config: i.config, selection, machine, workloads, budget: i.budget };
+    choose(&Prepared::new(&inputs)).peak.bytes.total()
 }
 
 /// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.

@@ -176,6 +176,11 @@ impl Bytes {
         self.0[c.index()] += bytes;
     }
 
+    /// Adds each component of another.
+    pub fn add_all(&mut self, other: &Bytes) {
+        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a += b);
+    }
+
     /// Sum of all.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
@@ -277,6 +282,12 @@ impl Ledger {
     /// What is live now.
     pub fn live(&self) -> Bytes {
         self.0.borrow().live.clone()
+    }
+
+    /// Lets the peak start again from what is live now.
+    pub fn restart(&self) {
+        let mut s = self.0.borrow_mut();
+        (s.high, s.peak) = (s.sum, Peak { phase: s.at.0, unit: s.at.1, bytes: s.live.clone() });
     }
 
     /// The highest sum so far, what it was made of and where it was.

@@ -6,19 +6,21 @@
 //! source    the model's config: a folder, the hub's cache, or built in
 //! shape     the sizes that memory depends on, with what trains
 //! statics   weights and optimizer states of a rank: device, host, disk
-//! ops       what each kernel allocates;   layer: a layer's forward and backward;   step: a whole run
+//! ops       what each kernel allocates;   layer, mixture: a layer's forward and backward;   step: a whole run
 //! ledger    these allocations, coming and going: the peak, what it is made of, where it is
-//! work      arithmetic of a step;   rates: what `ft bench` measured
-//! choose    how many layers to recompute, and what would make it fit
+//! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
+//! choices   the fastest that fits;   choose: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
 //! ```
 //!
 //! `layer`, `ops` and `step` follow the engine's code allocation by allocation. That they agree is tested on
 //! runs: on the CPU the peak of a run's allocations is within 1% of its plan.
 
+pub mod choices;
 pub mod choose;
 pub mod layer;
 pub mod ledger;
+pub mod mixture;
 pub mod ops;
 pub mod rates;
 pub mod report;
@@ -33,7 +35,8 @@ pub mod workload;
 #[cfg(test)]
 mod tests;
 
-pub use choose::{Decision, Hint};
+pub use choices::{Decision, Reasons};
+pub use choose::Hint;
 pub use ledger::{Bytes, Component, Peak, Phase};
 pub use ops::Machine;
 pub use theory::Theory;
@@ -43,13 +46,15 @@ use crate::adapt::{self, Selection};
 use crate::error::ExitCode;
 use crate::log::memory;
 use crate::model::Config;
-use crate::model::modules::parameters;
+use crate::model::modules::{Group, Module};
 use crate::recipe::{self, Dtype, Offload, Recipe};
-use ops::Ops;
+use crate::walk::Choices;
 use shape::Shape;
 use statics::Statics;
-use step::Run;
-use work::Work;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use step::{Parts, Run};
+use work::{Costs, Work};
 
 /// Why a run cannot go ahead.
 #[derive(Debug, thiserror::Error)]
@@ -66,8 +71,33 @@ impl Error {
     }
 }
 
+/// How many tokens a micro-batch has, by its rows: each number of rows is counted once.
+pub struct Workloads<'a> {
+    count: Box<dyn Fn(&Recipe) -> Workload + 'a>,
+    counted: RefCell<BTreeMap<usize, Workload>>,
+}
+
+impl<'a> Workloads<'a> {
+    /// Counted by `count` for a recipe's `micro_rows`.
+    pub fn new(count: impl Fn(&Recipe) -> Workload + 'a) -> Self {
+        Self { count: Box::new(count), counted: RefCell::default() }
+    }
+
+    /// For micro-batches of `rows` rows.
+    fn of(&self, recipe: &Recipe, rows: usize) -> Workload {
+        if let Some(w) = self.counted.borrow().get(&rows) {
+            return *w;
+        }
+        let mut recipe = recipe.clone();
+        recipe.run.set_micro_rows(rows);
+        let w = (self.count)(&recipe);
+        self.counted.borrow_mut().insert(rows, w);
+        w
+    }
+}
+
 /// What a plan is made from.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Inputs<'a> {
     /// The recipe.
     pub recipe: &'a Recipe,
@@ -78,7 +108,7 @@ pub struct Inputs<'a> {
     /// Where it would run.
     pub machine: Machine,
     /// Tokens.
-    pub workload: Workload,
+    pub workloads: &'a Workloads<'a>,
     /// Bytes of the device that may be used, if known.
     pub budget: Option<u64>,
 }
@@ -102,12 +132,12 @@ pub struct Plan {
     pub disk: Vec<(&'static str, u64)>,
     /// Layers of the model.
     pub layers: usize,
-    /// Layers that backward walks, and how many of them are recomputed.
+    /// Layers that backward walks.
     pub walked: usize,
-    /// See `walked`.
-    pub recompute: usize,
-    /// Why that many.
-    pub reason: String,
+    /// What the engine obeys.
+    pub choices: Choices,
+    /// Why.
+    pub reasons: Reasons,
     /// Tokens.
     pub workload: Workload,
     /// Micro-batches of a step, a rank.
@@ -129,6 +159,11 @@ impl Plan {
     /// Whether it fits the budget; without one nothing speaks against it.
     pub fn fits(&self) -> bool {
         self.budget.is_none_or(|b| self.total() <= b)
+    }
+
+    /// Work of a rank's optimizer step: its time is this over the rate that `ft bench` measures.
+    pub fn step_work(&self) -> f64 {
+        self.work.total() * self.micro_batches as f64
     }
 
     /// Tokens of an optimizer step, over all ranks, at the most.
@@ -157,39 +192,26 @@ pub fn budget(recipe: &Recipe, machine: Machine) -> Option<u64> {
     })
 }
 
-/// What an allocator keeps of a device beyond what was asked for.
-fn slack(machine: Machine, total: u64) -> u64 {
-    if machine.cuda { total / 50 } else { 0 }
-}
-
-/// A plan's parts that do not depend on how much is recomputed.
-pub(crate) struct Prepared {
+/// A plan's parts that do not depend on what is chosen.
+pub(crate) struct Prepared<'a> {
+    inputs: &'a Inputs<'a>,
     shape: Shape,
     statics: Statics,
-    machine: Machine,
-    train: layer::Tokens,
-    eval: Option<layer::Tokens>,
-    activations_on_host: bool,
-    stages: u64,
 }
 
-impl Prepared {
+impl<'a> Prepared<'a> {
     /// Prepares a plan.
-    pub fn new(i: &Inputs<'_>) -> Self {
-        let p = &i.recipe.parallel;
-        let statics = Statics::new(i.recipe, i.selection, i.machine, parameters(i.config));
-        let mut shape = Shape::new(i.config, i.selection, i.recipe.model.quantize);
+    pub fn new(inputs: &'a Inputs<'a>) -> Self {
+        let p = &inputs.recipe.parallel;
+        let values = |(m, _): &(Module, _)| {
+            m.weight_shape().iter().product::<usize>() as u64 + m.bias().unwrap_or(0) as u64
+        };
+        let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
+        let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
+        let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
+        let mut shape = Shape::new(inputs.config, inputs.selection, inputs.recipe.model.quantize);
         shape.split(p.tensor as u64, p.pipeline);
-        let part = |t: layer::Tokens| t.split(p.context as u64);
-        Self {
-            shape,
-            statics,
-            machine: i.machine,
-            train: part(i.workload.train),
-            eval: i.workload.eval.map(part),
-            activations_on_host: i.recipe.memory.offload.contains(&Offload::Activations),
-            stages: p.pipeline as u64,
-        }
+        Self { inputs, shape, statics }
     }
 
     /// Layers that backward walks.
@@ -197,35 +219,59 @@ impl Prepared {
         self.shape.walked()
     }
 
-    /// The device at its fullest with `recompute` layers computed again.
-    pub fn peak(&self, recompute: usize) -> Peak {
-        let ops = Ops { ledger: Default::default(), machine: self.machine };
+    /// Logits of a token.
+    pub fn vocab(&self) -> u64 {
+        self.shape.vocab
+    }
+
+    /// Whether any weight is in 4 bits.
+    pub fn packed(&self) -> bool {
+        self.shape.layers.iter().any(|l| l.linears().any(|(l, _)| l.nf4))
+    }
+
+    /// Whether the head's chunks change no bits: nothing there trains (a gradient is a sum over chunks), and its
+    /// products are not so small that their number of rows decides the order of their sums.
+    pub fn head_is_free(&self) -> bool {
+        let s = &self.shape;
+        !s.head.needs_input() && !s.final_norm && s.d > 64
+    }
+
+    /// Tokens of micro-batches of `rows` rows.
+    pub fn workload(&self, rows: usize) -> Workload {
+        self.inputs.workloads.of(self.inputs.recipe, rows)
+    }
+
+    /// This rank's part of a micro-batch.
+    fn part(&self, t: layer::Tokens) -> layer::Tokens {
+        t.split(self.inputs.recipe.parallel.context as u64)
+    }
+
+    /// What a run with these tokens allocates; `heads` are the head's chunks that may be chosen.
+    pub fn parts(&self, w: Workload, heads: &[u64]) -> Parts<'_> {
+        let r = self.inputs.recipe;
         let run = Run {
             shape: &self.shape,
             statics: &self.statics,
-            machine: self.machine,
-            train: self.train,
-            eval: self.eval,
-            recompute,
-            activations_on_host: self.activations_on_host,
-            stages: self.stages,
+            machine: self.inputs.machine,
+            train: self.part(w.train),
+            eval: w.eval.map(|t| self.part(t)),
+            activations_on_host: r.memory.offload.contains(&Offload::Activations),
+            stages: r.parallel.pipeline as u64,
         };
-        run.simulate(&ops);
-        let mut peak = ops.ledger.peak();
-        let slack = slack(self.machine, peak.bytes.total());
-        peak.bytes.add(Component::Slack, slack);
-        peak
+        Parts::new(run, heads)
     }
 
-    /// Arithmetic of a micro-batch with `recompute` layers computed again.
-    pub fn work(&self, recompute: usize) -> Work {
-        Work::new(&self.shape, self.train, recompute)
+    /// The work of a micro-batch.
+    pub fn costs(&self, t: layer::Tokens) -> Costs {
+        Costs::new(&self.shape, self.part(t), self.inputs.machine)
     }
 
     /// Bytes of a layer's inputs on the host, where activations live there.
-    fn host_activations(&self) -> u64 {
-        let one = self.train.tokens * self.shape.d * self.machine.width;
-        if self.activations_on_host { one * self.walked() as u64 } else { 0 }
+    fn host_activations(&self, w: Workload) -> u64 {
+        if !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
+            return 0;
+        }
+        self.part(w.train).tokens * self.shape.d * self.inputs.machine.width * self.walked() as u64
     }
 }
 
@@ -233,7 +279,7 @@ impl Plan {
     /// Plans a recipe.
     pub fn new(i: &Inputs<'_>) -> Self {
         let prepared = Prepared::new(i);
-        let decision = choose::recompute(&prepared, i.recipe.memory.recompute, i.budget);
+        let decision = choices::choose(&prepared);
         let mut plan = Self::of(i, &prepared, decision);
         if !plan.fits() {
             plan.hints = choose::hints(i, &plan);
@@ -241,15 +287,15 @@ impl Plan {
         plan
     }
 
-    fn of(i: &Inputs<'_>, prepared: &Prepared, d: Decision) -> Self {
+    fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: Decision) -> Self {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.statics.host.clone();
-        let activations = prepared.host_activations();
+        let activations = prepared.host_activations(d.workload);
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }
-        let unit = (r.run.micro_rows * p.data).max(1);
+        let unit = (d.choices.micro_rows * p.data).max(1);
         Self {
             ranks: (p.data * p.tensor * p.pipeline * p.expert * p.context) as u64,
             machine: i.machine,
@@ -259,12 +305,12 @@ impl Plan {
             disk: prepared.statics.disk.clone(),
             layers: i.config.layers,
             walked: prepared.walked(),
-            recompute: d.layers,
-            reason: d.reason,
+            choices: d.choices,
+            reasons: d.reasons,
             peak: d.peak,
-            workload: i.workload,
+            workload: d.workload,
             micro_batches: r.run.batch_rows.div_ceil(unit) as u64,
-            work: prepared.work(d.layers),
+            work: d.work,
             theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),
             hints: Vec::new(),
         }
@@ -285,7 +331,7 @@ pub fn of_recipe(recipe: &Recipe, cuda: bool) -> crate::Result<(Plan, source::Fo
         config: &found.config,
         selection: &selection,
         machine,
-        workload: Workload::of_recipe(recipe),
+        workloads: &Workloads::new(Workload::of_recipe),
         budget: budget(recipe, machine),
     };
     let mut plan = Plan::new(&inputs);
@@ -306,7 +352,7 @@ fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {
         }
         _ => Selection::from_rules(config, &recipe.train)?,
     };
-    if selection.trained().is_empty() {
+    if selection.parts().is_empty() {
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     Ok(selection)

@@ -88,6 +88,28 @@ impl Ops {
         self.cpu(m * k + k * n, packing(m, k, n), c, m * n)
     }
 
+    /// `Blocks::forward` and `Decoded::forward` on the CPU, [m, k] x [k, n]: panels are made (`panels`) or are there.
+    pub fn by_panels(&self, c: Component, (m, k, n): (u64, u64, u64), panels: bool, backward: bool) -> Held {
+        if self.machine.wide() {
+            let y = self.ledger.hold(c, 4 * m * n);
+            self.panels((m, k, n), panels, backward);
+            return y;
+        }
+        let _views = self.f32(Workspace, m * k + if panels { 0 } else { k * n });
+        let _wide = self.f32(Workspace, m * n);
+        self.panels((m, k, n), panels, backward);
+        self.tensor(c, m * n)
+    }
+
+    /// What the threads of such a product hold: a panel each, if they make it, and forward its packed copy; backward
+    /// the product reads the panel as it is, and rows of the other operand always.
+    pub fn panels(&self, (m, k, n): (u64, u64, u64), made: bool, backward: bool) {
+        let width = crate::kernel::decoded::panel_width(k as usize) as u64;
+        let workers = self.machine.threads.min(n.div_ceil(width)).max(1);
+        let _panels = self.ledger.hold(Component::InFlight, if made { workers * panel(k, n) } else { 0 });
+        self.touch(if backward { 0 } else { workers * packing_left(m, k, width.min(n)) });
+    }
+
     /// `kernel::gemm::matmul_acc` into a tensor of the compute dtype (`wide` false) or of f32.
     pub fn matmul_acc(&self, m: u64, k: u64, n: u64, wide: bool) {
         let w = self.machine.width;
@@ -253,25 +275,39 @@ impl Attend {
     }
 }
 
+/// Bytes of one panel of a 4-bit matrix [k, n] on the CPU.
+pub fn panel(k: u64, n: u64) -> u64 {
+    4 * k * n.min(crate::kernel::decoded::panel_width(k as usize) as u64)
+}
+
 /// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
 pub fn slabs(m: Machine) -> u64 {
     m.threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
+
+/// Panel sizes of the `gemm` crate's AVX-512 kernel; others have smaller ones.
+const MR: usize = 48;
+const NR: usize = 8;
 
 /// Bytes that the `gemm` crate takes to pack the operands of an f32 product [m, k] x [k, n].
 ///
 /// It computes the transposed product (our results are row-major), packs what is then the right operand a
 /// cache-sized block at a time, and the left one where it is short.
 fn packing(m: u64, k: u64, n: u64) -> u64 {
-    // panel sizes of its AVX-512 kernel; others have smaller ones
-    const MR: usize = 48;
-    const NR: usize = 8;
     if m == 0 || n == 0 || k == 0 {
         return 0;
     }
     let p = gemm_common::cache::kernel_params(n as usize, m as usize, k as usize, MR, NR, 4);
     let nc = if p.nc > 0 { p.nc } else { (m as usize).next_multiple_of(NR) };
     let right = if n as usize > 2 * MR { p.kc * nc } else { 0 };
-    let left = if n as usize <= 2 * p.mc { p.kc * (n as usize).next_multiple_of(MR) } else { 0 };
-    4 * (right + left) as u64
+    4 * right as u64 + packing_left(m, k, n)
+}
+
+/// The left operand's part of [`packing`].
+fn packing_left(m: u64, k: u64, n: u64) -> u64 {
+    if m == 0 || n == 0 || k == 0 {
+        return 0;
+    }
+    let p = gemm_common::cache::kernel_params(n as usize, m as usize, k as usize, MR, NR, 4);
+    if n as usize <= 2 * p.mc { 4 * (p.kc * (n as usize).next_multiple_of(MR)) as u64 } else { 0 }
 }

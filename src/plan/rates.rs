@@ -14,7 +14,7 @@ const SPREAD: f64 = 0.3;
 pub struct Rate {
     /// Floating-point operations a second of a large matrix product.
     pub matmul: f64,
-    /// Those of a whole training step.
+    /// Work ([`super::work`]) of a whole training step a second.
     pub step: f64,
 }
 
@@ -66,11 +66,11 @@ pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
     Ok(Some(path))
 }
 
-/// Seconds for `flops` operations at a measured rate.
-pub fn range(rate: Rate, flops: f64) -> Option<Range> {
+/// Seconds for `work` at a measured rate.
+pub fn range(rate: Rate, work: f64) -> Option<Range> {
     if !(rate.step.is_finite() && rate.step > 0.0) {
         return None;
     }
-    let middle = flops / rate.step;
+    let middle = work / rate.step;
     Some(Range { low: middle * (1.0 - SPREAD), high: middle * (1.0 + SPREAD) })
 }

@@ -75,14 +75,27 @@ impl Plan {
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
             "theory": self.theory,
             "peak": {"phase": self.peak.phase.word(), "where": place(&self.peak, self.layers)},
-            "recompute": {"layers": self.recompute, "of": self.walked, "reason": self.reason},
+            "recompute": {"layers": self.choices.recompute, "of": self.walked, "reason": self.reasons.recompute},
+            "choices": self.choices_json(),
             "micro_batch": {"tokens": self.workload.train.tokens, "targets": self.workload.train.targets,
                             "longest": self.workload.train.longest, "from_data": self.workload.measured},
             "tokens_per_step": self.tokens_per_step(data_ranks),
             "steps": self.workload.steps,
-            "flops_per_step": self.work.total() * self.micro_batches as f64,
+            "flops_per_step": self.work.flops() * self.micro_batches as f64,
+            "work_per_step": self.step_work(),
             "time": time,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
+        })
+    }
+
+    /// What was chosen, with reasons: for `ft plan --json` and `metrics.jsonl`.
+    pub fn choices_json(&self) -> Value {
+        let (c, why) = (&self.choices, &self.reasons);
+        json!({
+            "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
+            "recompute": {"value": c.recompute, "of": self.walked, "reason": why.recompute},
+            "decoded": {"value": c.decoded.word(), "reason": why.decoded},
+            "head_rows": {"value": c.head_rows, "reason": why.head_rows},
         })
     }
 
@@ -102,7 +115,11 @@ impl Plan {
             self.micro_batches * data_ranks,
             count(w.train.tokens)
         );
-        let _ = writeln!(s, "recompute   {} of {} layers ({})", self.recompute, self.walked, self.reason);
+        let (c, why) = (&self.choices, &self.reasons);
+        let _ = writeln!(s, "micro-batch {} rows ({})", c.micro_rows, why.micro_rows);
+        let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
+        let _ = writeln!(s, "decoded     by {} ({})", c.decoded.word(), why.decoded);
+        let _ = writeln!(s, "logits      of {} targets at once ({})", c.head_rows, why.head_rows);
         if let Some(r) = range {
             let whole = w.steps.map_or(String::new(), |n| {
                 format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))

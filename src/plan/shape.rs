@@ -59,7 +59,7 @@ impl Linear {
 }
 
 /// The feed-forward block of a layer.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Ffn {
     /// gate, up, down.
     Dense([Linear; 3]),
@@ -77,7 +77,7 @@ pub enum Ffn {
 }
 
 /// One layer.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
     /// q, k, v, o.
     pub attention: [Linear; 4],
@@ -87,6 +87,19 @@ pub struct Layer {
     pub ffn: Ffn,
     /// Sliding window.
     pub window: Option<u64>,
+}
+
+impl Layer {
+    /// The linears but for the router, each with how many in a row are like it.
+    pub fn linears(&self) -> impl Iterator<Item = (&Linear, u64)> {
+        let (three, gate, experts): (&[Linear], Option<&Linear>, &[_]) = match &self.ffn {
+            Ffn::Dense(three) => (three, None, &[]),
+            Ffn::Experts { experts, shared: Some((three, gate)), .. } => (three, Some(gate), experts),
+            Ffn::Experts { experts, shared: None, .. } => (&[], None, experts),
+        };
+        let experts = experts.iter().flat_map(|(e, n)| e.iter().map(|l| (l, *n)));
+        self.attention.iter().chain(three).chain(gate).map(|l| (l, 1)).chain(experts)
+    }
 }
 
 /// A whole model.

@@ -3,13 +3,12 @@
 use super::ledger::{Bytes, Component};
 use super::ops::Machine;
 use super::shape::is_quantized;
-use crate::adapt::params::layout;
+use crate::adapt::params::ALIGN;
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Module};
 use crate::optim;
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
-use std::collections::HashMap;
 
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
@@ -131,16 +130,9 @@ impl Statics {
         let offload = r.memory.offload.contains(&Offload::Optimizer);
         // on the CPU the device is the host
         let states_elsewhere = offload && machine.cuda;
-        let trained = s.trained();
+        let trained = s.parts();
         let units = s.layers + 2;
-        let (slots, lens) = layout(&trained, units);
         let mut out = Self::default();
-        let mut trained_of: HashMap<&str, u64> = HashMap::new();
-        for t in &trained {
-            if matches!(t.part, Part::Weight | Part::Bias) {
-                *trained_of.entry(t.module.as_str()).or_default() += t.elements() as u64;
-            }
-        }
 
         // frozen weights, in the order in which they are loaded
         let mut unit_bytes = vec![0u64; units];
@@ -151,7 +143,7 @@ impl Statics {
             if s.tied && m.group == Group::Head {
                 continue;
             }
-            if trained_of.contains_key(m.name.as_str()) {
+            if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it
                 let value = if states_elsewhere { 0 } else { 4 * n };
                 let rounded = if machine.wide() && !states_elsewhere { 0 } else { width * n };
@@ -177,25 +169,23 @@ impl Statics {
         out.load_transient = if ranks.data == 1 { (high + pieces).saturating_sub(loaded) } else { 0 };
 
         // what trains: buffers by unit, gaps between tensors included
-        let by_name: HashMap<&str, &Module> = s.modules.iter().map(|(m, _)| (m.name.as_str(), m)).collect();
-        let mut ends = vec![0u64; units];
+        let mut lens = vec![0u64; units];
         let mut sums = [0u64; 5];
-        for (i, t) in trained.iter().enumerate() {
-            let next = slots.get(i + 1).filter(|n| n.unit == t.unit).map_or(lens[t.unit], |n| n.offset);
-            let n = (next - slots[i].offset) as u64;
-            ends[t.unit] = ends[t.unit].max(n);
-            let Some(m) = by_name.get(t.module.as_str()) else { continue };
+        for t in &trained {
+            let (m, unit) = (t.module, t.module.unit(s.layers));
+            let n = t.elements().next_multiple_of(ALIGN) as u64;
+            lens[unit] += n;
             let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
             sums[3] += if machine.wide() && !offload { 0 } else { ranks.share(m, 4 * n, 1) };
-            let states = moments(r.optimizer.name, &t.shape)
+            let states = moments(r.optimizer.name, t.shape())
                 .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
             sums[4] += ranks.share(m, states, 1);
-            unit_bytes[t.unit] += width * n;
+            unit_bytes[unit] += width * n;
         }
         let [full, adapters, mut gradients, master, states] = sums;
-        let longest = lens.iter().copied().max().unwrap_or(0) as u64;
+        let longest = lens.iter().copied().max().unwrap_or(0);
         if r.optimizer.in_backward {
             gradients = gradients.min(4 * longest);
         }

@@ -1,21 +1,16 @@
 //! A whole run as allocations: loading, the walk of a step, the optimizer, evaluation, saving.
 //!
-//! Mirrors `adapt/{params,build}.rs`, `walk/mod.rs`, `model/head.rs` and `train/step.rs`.
+//! Mirrors `adapt/{params,build}.rs`, `walk/mod.rs`, `model/head.rs` and `train/step.rs`. What a visit of the walk
+//! allocates does not depend on the layers around it, so each kind of visit is gone through once ([`Parts`]), and
+//! a run with these levels or others is a sum over its layers: a plan compares hundreds of them.
 
-use super::layer::{Saved, Sim, Tokens};
-use super::ledger::{Component, Held, Phase};
-use super::ops::{Machine, Ops, chunk_rows};
-use super::shape::Shape;
+use super::layer::{Sim, Tokens};
+use super::ledger::{Bytes, Component, Held, Peak, Phase};
+use super::ops::{Machine, Ops};
+use super::shape::{Layer, Shape};
 use super::statics::Statics;
+use crate::walk::Decoded;
 use Component::Workspace;
-
-/// Kept of a layer between forward and backward, as in `walk`.
-enum Kept {
-    Nothing,
-    /// `None`: it lives on the host.
-    Input(Option<Held>),
-    All(Box<Saved>),
-}
 
 /// What a run is simulated with.
 #[derive(Clone, Debug)]
@@ -30,38 +25,276 @@ pub struct Run<'a> {
     pub train: Tokens,
     /// An evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
-    /// Layers that are recomputed, from the lowest that is walked backward.
-    pub recompute: usize,
     /// Whether kept activations live on the host.
     pub activations_on_host: bool,
     /// Pipeline stages: that many micro-batches are between forward and backward at once.
     pub stages: u64,
 }
 
-impl Run<'_> {
-    /// Goes through the run; the ledger of the operations has the peak then.
-    pub fn simulate(&self, ops: &Ops) {
-        let ledger = &ops.ledger;
-        ledger.at(Phase::Load, 0);
-        let mut held: Vec<Held> =
-            self.statics.device.iter().map(|(c, bytes)| ledger.hold(c, bytes)).collect();
-        drop(ledger.hold(Workspace, self.statics.load_transient));
-        self.step(ops);
-        ledger.at(Phase::Step, 0);
-        ops.adamw(self.statics.largest_stretch);
-        drop(ledger.hold(Workspace, self.statics.step_transient));
-        drop(ledger.hold(Component::Communication, self.statics.staging));
-        if let Some(t) = self.eval {
-            self.evaluate(ops, t);
+/// What can be chosen when the micro-batch is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Levels {
+    /// Layers that are recomputed, from the lowest that is walked backward.
+    pub recompute: usize,
+    /// How their 4-bit weights are decoded.
+    pub decoded: Decoded,
+    /// Which of the head's chunks, by index into what [`Parts::new`] was given.
+    pub head: usize,
+}
+
+/// Bytes with their sum.
+#[derive(Clone, Debug, Default)]
+struct Full {
+    bytes: Bytes,
+    total: u64,
+}
+
+impl From<Bytes> for Full {
+    fn from(bytes: Bytes) -> Self {
+        Self { total: bytes.total(), bytes }
+    }
+}
+
+/// The visits of one kind of layer, each at its fullest with its own input, what it keeps and the gradient that
+/// comes in.
+#[derive(Clone, Debug)]
+struct Kind {
+    /// Forward, keeping nothing but perhaps the input.
+    forward: Full,
+    /// Forward, keeping everything.
+    forward_keeping: Full,
+    /// What that keeps, the input among it.
+    kept: Full,
+    /// Backward of what was kept.
+    backward: Full,
+    /// Forward again and backward: decoded by panels, and for the visit.
+    again: [Full; 2],
+    /// Forward in evaluation.
+    eval: Option<Full>,
+}
+
+/// The parts of a run, each gone through once.
+#[derive(Clone, Debug)]
+pub struct Parts<'a> {
+    run: Run<'a>,
+    statics: Full,
+    batch: Full,
+    embedding: Full,
+    embedding_backward: Option<Full>,
+    kinds: Vec<Kind>,
+    /// Kind of each layer.
+    of: Vec<usize>,
+    /// Input of a layer.
+    input: Full,
+    /// The head in training and in evaluation, by chunk.
+    heads: Vec<(Full, Option<Full>)>,
+    /// Batch and embedding in evaluation.
+    eval: Option<(Full, Full)>,
+    optimizer: u64,
+}
+
+/// One place of a run: what is held there, in parts.
+struct Spot<'p> {
+    phase: Phase,
+    unit: usize,
+    /// Micro-batch, and the visit.
+    parts: [Option<&'p Full>; 2],
+    /// Layers below this have kept theirs.
+    kept: usize,
+    kept_total: u64,
+    /// Activations of other micro-batches of a pipeline.
+    waiting: u64,
+    /// Bytes of [`Workspace`] beside them.
+    extra: u64,
+}
+
+impl Spot<'_> {
+    fn total(&self) -> u64 {
+        let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
+        parts + self.kept_total + self.waiting + self.extra
+    }
+}
+
+impl<'a> Parts<'a> {
+    /// Goes through each part of a run; `heads` are the head's chunks that may be chosen, in rows.
+    pub fn new(run: Run<'a>, heads: &[u64]) -> Self {
+        let s = run.shape;
+        let mut kinds: Vec<(&Layer, Kind)> = Vec::new();
+        let mut of = Vec::with_capacity(s.layers.len());
+        for layer in &s.layers {
+            let known = kinds.iter().position(|(l, _)| *l == layer);
+            of.push(known.unwrap_or(kinds.len()));
+            if known.is_none() {
+                kinds.push((layer, run.kind(layer)));
+            }
         }
-        ledger.at(Phase::Save, 0);
-        drop(ledger.hold(Workspace, self.statics.save_transient));
-        held.clear();
+        let embedding = |t| run.at_fullest(|ops| drop(run.embedding(ops, t)));
+        let backward = s.embedding.needs_input().then(|| run.at_fullest(|ops| run.embedding_backward(ops)));
+        let one = run.fresh();
+        let input = one.tensor(Component::Activations, run.train.tokens * s.d);
+        let statics = run.statics.device.clone();
+        let parts = Self {
+            statics: statics.into(),
+            batch: run.at_fullest(|ops| drop(run.batch(ops, run.train))),
+            embedding: embedding(run.train),
+            embedding_backward: backward,
+            kinds: kinds.into_iter().map(|(_, k)| k).collect(),
+            of,
+            input: one.ledger.live().into(),
+            heads: heads.iter().map(|rows| run.head_visits(*rows)).collect(),
+            eval: run.eval.map(|t| (run.at_fullest(|ops| drop(run.batch(ops, t))), embedding(t))),
+            optimizer: {
+                let ops = run.fresh();
+                ops.adamw(run.statics.largest_stretch);
+                ops.ledger.peak().bytes.total().max(run.statics.step_transient).max(run.statics.staging)
+            },
+            run,
+        };
+        drop(input);
+        parts
+    }
+
+    /// Layers, from the bottom, that backward does not walk.
+    fn first(&self) -> usize {
+        self.run.shape.lowest.map_or(usize::MAX, |u| u.saturating_sub(1))
+    }
+
+    /// What a layer keeps from forward to backward.
+    fn kept(&self, l: usize, levels: Levels) -> Option<&Full> {
+        let first = self.first();
+        if l < first {
+            None
+        } else if l - first >= levels.recompute {
+            Some(&self.kinds[self.of[l]].kept)
+        } else {
+            (!self.run.activations_on_host).then_some(&self.input)
+        }
+    }
+
+    /// Calls `f` with every place of the run, in order.
+    fn each<'p>(&'p self, levels: Levels, f: &mut dyn FnMut(Spot<'p>)) {
+        let (first, count) = (self.first(), self.of.len());
+        let statics = self.run.statics;
+        let still = |phase, extra| Spot {
+            phase,
+            unit: 0,
+            parts: [None, None],
+            kept: 0,
+            kept_total: 0,
+            waiting: 0,
+            extra,
+        };
+        f(still(Phase::Load, statics.load_transient));
+        let mut at = still(Phase::Forward, 0);
+        at.parts = [Some(&self.batch), Some(&self.embedding)];
+        let visit = |at: &Spot<'p>, phase, unit, full: &'p Full| Spot {
+            phase,
+            unit,
+            parts: [at.parts[0], Some(full)],
+            ..*at
+        };
+        f(visit(&at, Phase::Forward, 0, &self.embedding));
+        for (l, kind) in self.of.iter().enumerate() {
+            let kind = &self.kinds[*kind];
+            let keeps = l >= first && l - first >= levels.recompute;
+            let full = if keeps { &kind.forward_keeping } else { &kind.forward };
+            f(visit(&at, Phase::Forward, l + 1, full));
+            at.kept = l + 1;
+            at.kept_total += self.kept(l, levels).map_or(0, |k| k.total);
+        }
+        if self.run.stages > 1 {
+            let kept: u64 = (0..count)
+                .filter_map(|l| self.kept(l, levels))
+                .map(|k| k.bytes.get(Component::Activations))
+                .sum();
+            at.waiting = (kept + self.input.total) * (self.run.stages - 1);
+        }
+        let (head, head_eval) = &self.heads[levels.head];
+        f(visit(&at, Phase::Backward, count + 1, head));
+        for (l, kind) in self.of.iter().enumerate().rev() {
+            if l < first {
+                break;
+            }
+            at.kept = l;
+            at.kept_total -= self.kept(l, levels).map_or(0, |k| k.total);
+            let kind = &self.kinds[*kind];
+            let full = if l - first >= levels.recompute {
+                &kind.backward
+            } else {
+                &kind.again[usize::from(levels.decoded == Decoded::Visit)]
+            };
+            f(visit(&at, Phase::Backward, l + 1, full));
+        }
+        if let Some(full) = &self.embedding_backward {
+            f(visit(&at, Phase::Backward, 0, full));
+        }
+        f(still(Phase::Step, self.optimizer));
+        if let Some((batch, embedding)) = &self.eval {
+            let mut at = still(Phase::Evaluate, 0);
+            at.parts[0] = Some(batch);
+            f(visit(&at, Phase::Evaluate, 0, embedding));
+            for (l, kind) in self.of.iter().enumerate() {
+                if let Some(full) = &self.kinds[*kind].eval {
+                    f(visit(&at, Phase::Evaluate, l + 1, full));
+                }
+            }
+            if let Some(full) = head_eval {
+                f(visit(&at, Phase::Evaluate, count + 1, full));
+            }
+        }
+        f(still(Phase::Save, statics.save_transient));
+    }
+
+    /// Bytes at the fullest.
+    pub fn total(&self, levels: Levels) -> u64 {
+        let mut most = 0;
+        self.each(levels, &mut |spot| most = most.max(spot.total()));
+        with_slack(self.run.machine, self.statics.total + most)
+    }
+
+    /// What is held where it is fullest.
+    pub fn peak(&self, levels: Levels) -> Peak {
+        let mut fullest: Option<Spot<'_>> = None;
+        self.each(levels, &mut |spot| {
+            if fullest.as_ref().is_none_or(|f| spot.total() > f.total()) {
+                fullest = Some(spot);
+            }
+        });
+        let mut bytes = self.statics.bytes.clone();
+        let mut at = (Phase::Load, 0);
+        if let Some(spot) = fullest {
+            at = (spot.phase, spot.unit);
+            spot.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
+            (0..spot.kept).filter_map(|l| self.kept(l, levels)).for_each(|k| bytes.add_all(&k.bytes));
+            bytes.add(Component::Activations, spot.waiting);
+            bytes.add(Workspace, spot.extra);
+        }
+        let total = bytes.total();
+        bytes.add(Component::Slack, with_slack(self.run.machine, total) - total);
+        Peak { phase: at.0, unit: at.1, bytes }
+    }
+}
+
+/// With what an allocator keeps of a device beyond what was asked for.
+fn with_slack(machine: Machine, total: u64) -> u64 {
+    if machine.cuda { total + total / 50 } else { total }
+}
+
+impl Run<'_> {
+    /// Operations on an empty ledger.
+    fn fresh(&self) -> Ops {
+        Ops { ledger: Default::default(), machine: self.machine }
+    }
+
+    fn at_fullest(&self, f: impl FnOnce(&Ops)) -> Full {
+        let ops = self.fresh();
+        f(&ops);
+        ops.ledger.peak().bytes.into()
     }
 
     fn sim<'a>(&self, ops: &'a Ops, t: Tokens, train: bool) -> Sim<'a> {
         let s = self.shape;
-        Sim { ops, t, d: s.d, heads: (s.heads, s.kv_heads, s.head_dim), train }
+        Sim { ops, t, d: s.d, heads: (s.heads, s.kv_heads, s.head_dim), train, decoded: Decoded::Panels }
     }
 
     /// Ids, rotary tables, document starts, targets.
@@ -80,74 +313,83 @@ impl Run<'_> {
         x
     }
 
-    /// `Walk::train`.
-    fn step(&self, ops: &Ops) {
-        let (s, t) = (self.shape, self.train);
-        let sim = self.sim(ops, t, true);
-        let _batch = self.batch(ops, t);
-        let first = s.lowest.unwrap_or(usize::MAX).saturating_sub(1);
-        ops.ledger.at(Phase::Forward, 0);
-        let mut x = self.embedding(ops, t);
-        let mut kept: Vec<Kept> = Vec::with_capacity(s.layers.len());
-        for (l, layer) in s.layers.iter().enumerate() {
-            ops.ledger.at(Phase::Forward, l + 1);
-            let keeps_all = s.lowest.is_some() && l >= first && l - first >= self.recompute;
-            let c = if keeps_all { Component::Activations } else { Workspace };
-            let (y, saved) = sim.layer(layer, c, &x);
-            kept.push(if s.lowest.is_none() || l < first {
-                Kept::Nothing
-            } else if !keeps_all {
-                Kept::Input((!self.activations_on_host).then(|| x.clone()))
-            } else {
-                Kept::All(Box::new(saved))
-            });
-            x = y;
+    fn embedding_backward(&self, ops: &Ops) {
+        let (s, t, e) = (self.shape, self.train, &self.shape.embedding);
+        let _dy = ops.tensor(Workspace, t.tokens * s.d);
+        if e.rank > 0 {
+            let _rows = ops.tensor(Workspace, 2 * t.tokens * e.rank);
+            let _du = ops.tensor(Workspace, 2 * t.tokens * e.rank);
+            let _grad = ops.f32(Workspace, e.rank * s.vocab);
+        } else if ops.machine.cuda {
+            let _dy = ops.f32(Workspace, 2 * t.tokens * s.d);
+            let _grad = ops.f32(Workspace, s.vocab * s.d);
+        } else if !ops.machine.wide() {
+            let _dy = ops.f32(Workspace, t.tokens * s.d);
         }
-        let waiting = ops.ledger.live().get(Component::Activations) * (self.stages - 1);
-        let _waiting = ops.ledger.hold(Component::Activations, waiting);
-        let head = s.layers.len() + 1;
-        ops.ledger.at(Phase::Backward, head);
-        let mut dy = self.head(ops, t, &sim, true);
-        drop(x);
-        for (l, layer) in s.layers.iter().enumerate().rev() {
-            ops.ledger.at(Phase::Backward, l + 1);
-            let saved = match kept.pop() {
-                None | Some(Kept::Nothing) => return,
-                Some(Kept::All(saved)) => *saved,
-                Some(Kept::Input(x)) => {
-                    let x = x.unwrap_or_else(|| ops.tensor(Component::Activations, t.tokens * s.d));
-                    sim.layer(layer, Workspace, &x).1
-                }
-            };
-            let dx = sim.layer_backward(layer, saved);
-            dy = Some(dx);
-        }
-        let e = &s.embedding;
-        if e.needs_input() {
-            ops.ledger.at(Phase::Backward, 0);
-            if e.rank > 0 {
-                let _rows = ops.tensor(Workspace, 2 * t.tokens * e.rank);
-                let _du = ops.tensor(Workspace, 2 * t.tokens * e.rank);
-                let _grad = ops.f32(Workspace, e.rank * s.vocab);
-            } else if ops.machine.cuda {
-                let _dy = ops.f32(Workspace, 2 * t.tokens * s.d);
-                let _grad = ops.f32(Workspace, s.vocab * s.d);
-            } else if !ops.machine.wide() {
-                let _dy = ops.f32(Workspace, t.tokens * s.d);
-            }
-        }
-        drop(dy);
     }
 
-    /// `Head::loss`: the gradient of its input, with `train`.
-    fn head(&self, ops: &Ops, t: Tokens, sim: &Sim<'_>, train: bool) -> Option<Held> {
+    /// The visits of `Walk::train` and `Walk::eval` at a layer.
+    fn kind(&self, layer: &Layer) -> Kind {
+        let t = self.train;
+        let n = t.tokens * self.shape.d;
+        let input = |ops: &Ops| ops.tensor(Component::Activations, n);
+        let keeping = self.fresh();
+        let sim = self.sim(&keeping, t, true);
+        let (y, saved) = sim.layer(layer, Component::Activations, &input(&keeping));
+        let forward_keeping = keeping.ledger.peak().bytes;
+        drop(y);
+        let kept = keeping.ledger.live();
+        keeping.ledger.restart();
+        let dy = keeping.tensor(Workspace, n);
+        sim.layer_backward(layer, saved);
+        drop(dy);
+        let again = [Decoded::Panels, Decoded::Visit].map(|decoded| {
+            self.at_fullest(|ops| {
+                let (x, _dy) = (input(ops), ops.tensor(Workspace, n));
+                let sim = Sim { decoded, ..self.sim(ops, t, true) };
+                let _matrices = sim.visited(layer);
+                let saved = sim.layer(layer, Workspace, &x).1;
+                drop(x);
+                sim.layer_backward(layer, saved);
+            })
+        });
+        Kind {
+            forward: self.at_fullest(|ops| drop(self.sim(ops, t, true).layer(layer, Workspace, &input(ops)))),
+            forward_keeping: forward_keeping.into(),
+            kept: kept.into(),
+            backward: keeping.ledger.peak().bytes.into(),
+            again,
+            eval: self.eval.map(|t| {
+                self.at_fullest(|ops| {
+                    let x = ops.tensor(Component::Activations, t.tokens * self.shape.d);
+                    self.sim(ops, t, false).layer(layer, Workspace, &x);
+                })
+            }),
+        }
+    }
+
+    /// The head with chunks of at most `rows`, in training and in evaluation.
+    fn head_visits(&self, rows: u64) -> (Full, Option<Full>) {
+        let visit = |t: Tokens, train| {
+            self.at_fullest(|ops| {
+                let _x = ops.tensor(Component::Activations, t.tokens * self.shape.d);
+                self.head(ops, t, rows, train);
+            })
+        };
+        (visit(self.train, true), self.eval.map(|t| visit(t, false)))
+    }
+
+    /// `Head::loss`. The last chunk is at least as large as any, and met by the gradients of all others.
+    fn head(&self, ops: &Ops, t: Tokens, most: u64, train: bool) {
         let (s, l) = (self.shape, &self.shape.head);
-        let chunk = chunk_rows(s.vocab);
+        let sim = self.sim(ops, t, train);
+        let count = t.targets.div_ceil(most.max(1));
+        let rows = t.targets.div_ceil(count.max(1));
         let mut grads = Vec::new();
-        let mut from = 0;
-        while from < t.targets {
-            let rows = chunk.min(t.targets - from);
-            from += rows;
+        if rows > 0 {
+            if train && count > 1 {
+                grads.push(ops.tensor(Workspace, (t.targets - rows) * s.d));
+            }
             let _hx = ops.tensor(Workspace, rows * s.d);
             let (y, saved) = {
                 let normed = ops.norm(Workspace, rows, s.d);
@@ -167,30 +409,14 @@ impl Run<'_> {
             }
         }
         if !train {
-            return None;
+            return;
         }
         let dx = ops.tensor(Workspace, t.tokens * s.d);
         if grads.is_empty() {
-            return Some(dx);
+            return;
         }
-        let _cat = (grads.len() > 1).then(|| ops.tensor(Workspace, t.targets * s.d));
-        let out = ops.tensor(Workspace, t.tokens * s.d);
+        let _cat = (count > 1).then(|| ops.tensor(Workspace, t.targets * s.d));
+        let _out = ops.tensor(Workspace, t.tokens * s.d);
         drop(dx);
-        Some(out)
-    }
-
-    /// `Walk::eval`.
-    fn evaluate(&self, ops: &Ops, t: Tokens) {
-        let sim = self.sim(ops, t, false);
-        let _batch = self.batch(ops, t);
-        ops.ledger.at(Phase::Evaluate, 0);
-        let mut x = self.embedding(ops, t);
-        for (l, layer) in self.shape.layers.iter().enumerate() {
-            ops.ledger.at(Phase::Evaluate, l + 1);
-            x = sim.layer(layer, Workspace, &x).0;
-        }
-        ops.ledger.at(Phase::Evaluate, self.shape.layers.len() + 1);
-        self.head(ops, t, &sim, false);
-        drop(x);
     }
 }

@@ -3,6 +3,7 @@
 use super::choose;
 use super::*;
 use crate::recipe::{Recipe, SHIPPED};
+use crate::walk::Decoded;
 use std::path::Path;
 
 const BASE: &str = "[model]\nsource = \"SOURCE\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
@@ -223,51 +224,119 @@ fn what_is_not_walked_is_not_kept() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `auto`: none where it fits, all where it must, a mix between; less memory is never less time.
-#[test]
-fn auto_takes_the_fewest_that_fit() -> anyhow::Result<()> {
-    let r = recipe("Qwen/Qwen3-0.6B", &rule(LORA, ""), &["run.device=cpu"])?;
-    let found = source::find(&r)?;
-    let selection = select(&r, &found.config)?;
-    let machine = machine(&r, false);
-    let at = |budget: Option<u64>| {
-        let workload = Workload::of_recipe(&r);
+/// What `auto` is asked to choose for: a recipe on one machine, under any budget.
+struct Sweep {
+    recipe: Recipe,
+    found: source::Found,
+    selection: Selection,
+    cuda: bool,
+}
+
+impl Sweep {
+    fn new(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Self> {
+        let recipe = recipe(source, rules, set)?;
+        let found = source::find(&recipe)?;
+        let selection = select(&recipe, &found.config)?;
+        Ok(Self { recipe, found, selection, cuda })
+    }
+
+    fn at(&self, budget: Option<u64>) -> Plan {
         Plan::new(&Inputs {
-            recipe: &r,
-            config: &found.config,
-            selection: &selection,
-            machine,
-            workload,
+            recipe: &self.recipe,
+            config: &self.found.config,
+            selection: &self.selection,
+            machine: Machine { threads: 2, ..machine(&self.recipe, self.cuda) },
+            workloads: &Workloads::new(Workload::of_recipe),
             budget,
         })
-    };
-    let prepared = Prepared::new(&Inputs {
-        recipe: &r,
-        config: &found.config,
-        selection: &selection,
-        machine,
-        workload: Workload::of_recipe(&r),
-        budget: None,
-    });
-    let total = |n: usize| prepared.peak(n).bytes.total();
-    let (none, all) = (total(0), total(28));
-    assert!(all < none);
-    assert_eq!(at(Some(none)).recompute, 0);
-    assert_eq!(at(Some(none - 1)).recompute, 1);
-    assert_eq!(at(Some(all)).recompute, 28);
-    let short = at(Some(all - 1));
-    assert!(!short.fits() && !short.hints.is_empty());
-    let mut last: Option<(usize, f64)> = None;
-    for step in 0..=20 {
-        let budget = all + (none - all) * step / 20;
-        let p = at(Some(budget));
-        assert!(p.fits(), "{budget}: {}", p.total());
-        // one layer fewer would not fit
-        assert!(p.recompute == 0 || total(p.recompute - 1) > budget);
-        if let Some((n, work)) = last {
-            assert!(p.recompute <= n && p.work.total() <= work);
+    }
+}
+
+/// `auto`: no layer is recomputed where that fits, all where they must be, a mix between; more memory never means
+/// more time. For a dense model, a mixture and a 4-bit base, with and without `micro_rows = "auto"`.
+#[test]
+fn more_memory_is_never_more_time() -> anyhow::Result<()> {
+    let experts = rule("[\"attention\", \"experts\"]", "");
+    let (dense, four_bit, micro) = ("Qwen/Qwen3-0.6B", "model.quantize=nf4", "run.micro_rows=auto");
+    for (source, rules, set, cuda) in [
+        (dense, &rule(LORA, ""), &[][..], false),
+        (dense, &full(), &[], false),
+        (dense, &rule(LORA, ""), &[micro], false),
+        (dense, &rule(LORA, ""), &[four_bit, micro], false),
+        ("Qwen/Qwen3-8B", &rule(LORA, ""), &[four_bit], true),
+        ("Qwen/Qwen3-8B", &rule(LORA, ""), &[four_bit, micro, "run.batch_rows=12"], true),
+        (MIXTRAL, &experts, &[four_bit], true),
+        (MIXTRAL, &experts, &[micro], true),
+        ("Qwen/Qwen3-30B-A3B", &experts, &[four_bit], true),
+    ] {
+        let what = format!("{source} {set:?} {cuda}");
+        let sweep = Sweep::new(source, rules, set, cuda)?;
+        let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
+        assert!(!least.fits() && !least.hints.is_empty(), "{what}");
+        assert_eq!((least.choices.recompute, most.choices.recompute), (least.walked, 0), "{what}");
+        let (low, high) = (least.total(), most.total());
+        assert!(low < high, "{what}: {low} {high}");
+        let short = sweep.at(Some(low - 1));
+        assert!(!short.fits() && short.total() == low, "{what}");
+        let (mut last, mut levels) = (f64::INFINITY, std::collections::BTreeSet::new());
+        for step in 0..=40 {
+            let budget = low + (high - low) * step / 40;
+            let p = sweep.at(Some(budget));
+            assert!(p.fits(), "{what} in {budget}: {}", p.total());
+            assert!(p.step_work() <= last, "{what} in {budget}: {} after {last}", p.step_work());
+            last = p.step_work();
+            levels.insert(p.choices.recompute);
         }
-        last = Some((p.recompute, p.work.total()));
+        assert_eq!(last, most.step_work(), "{what}");
+        let between = levels.iter().any(|n| (1..least.walked).contains(n));
+        assert!(levels.contains(&0) && between, "{what}: {levels:?}");
+    }
+    Ok(())
+}
+
+/// Every choice is what the best of all combinations by hand is, and a fixed one is kept.
+#[test]
+fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
+    let nf4 = "model.quantize=nf4";
+    let at = |set: &[&str], budget: Option<u64>, cuda: bool| -> anyhow::Result<Plan> {
+        Ok(Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), set, cuda)?.at(budget))
+    };
+    let (large, all) = (Some(1 << 40), "memory.recompute=all");
+    // measured on the CPU: decoding a panel again is faster than holding the layer
+    assert_eq!(at(&[nf4, all], large, false)?.choices.decoded, Decoded::Panels);
+    assert_eq!(at(&[nf4, all], large, true)?.choices.decoded, Decoded::Visit);
+    assert_eq!(at(&[nf4, all, "memory.decoded=visit"], large, false)?.choices.decoded, Decoded::Visit);
+    assert_eq!(at(&[nf4, all, "memory.decoded=panels"], large, true)?.choices.decoded, Decoded::Panels);
+    // and where nothing is in 4 bits, or no visit decodes twice, there is nothing to choose
+    assert_eq!(at(&[all, "memory.decoded=visit"], large, true)?.choices.decoded, Decoded::Panels);
+    assert_eq!(at(&[nf4], large, true)?.choices.decoded, Decoded::Panels);
+    // a visit that holds its layer takes that much more
+    let [panels, visit] =
+        ["panels", "visit"].map(|d| at(&[nf4, all, &format!("memory.decoded={d}")], None, true));
+    assert!(panels?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
+    // without a budget nothing is risked
+    let p = at(&[nf4, "run.micro_rows=auto"], None, true)?;
+    assert_eq!((p.choices.micro_rows, p.choices.recompute, p.choices.decoded), (1, 28, Decoded::Panels));
+    // micro-batches divide what a rank has of a step
+    for budget in [6u64, 8, 12, 20, 60].map(|g| g << 30) {
+        let p = at(&["run.micro_rows=auto", "run.batch_rows=24", "parallel.data=2"], Some(budget), false)?;
+        assert!(12 % p.choices.micro_rows == 0, "{}", p.choices.micro_rows);
+        assert_eq!(p.micro_batches * p.choices.micro_rows as u64, 12);
+    }
+    // where the head trains, its gradient is a sum over chunks whose order stays
+    let rules = rule("[\"head\"]", "");
+    let head =
+        |budget| Sweep::new("Qwen/Qwen3-8B", &rules, &[], true).map(|s| s.at(budget).choices.head_rows);
+    assert_eq!(head(Some(1))?, head(Some(1 << 50))?);
+    let frozen = |budget| at(&[], budget, true).map(|p| p.choices.head_rows);
+    assert!(frozen(None)? < frozen(large)?);
+    // everything is told with its reason
+    let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
+    let (json, text) = (p.json(1, None), p.text(1, None, &[]));
+    for key in ["micro_rows", "recompute", "decoded", "head_rows"] {
+        let c = &json["choices"][key];
+        let reason = c["reason"].as_str().unwrap_or_default();
+        assert!(!c["value"].is_null() && !reason.is_empty() && text.contains(reason), "{key}: {c}");
     }
     Ok(())
 }
@@ -321,7 +390,7 @@ fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
     for (set, want) in [("memory.recompute=all", 28), ("memory.recompute=none", 0), ("memory.recompute=5", 5)]
     {
         let p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[set, "memory.budget=1KiB"], false)?;
-        assert_eq!(p.recompute, want);
+        assert_eq!(p.choices.recompute, want);
         assert!(!p.fits());
     }
     assert!(choose::is_built("memory.recompute=all") && !choose::is_built("parallel.data=2"));

@@ -34,7 +34,7 @@ pub struct Theory {
 impl Theory {
     /// For these modules, spread over ranks.
     pub fn new(s: &Selection, quantize: Quantize, optimizer: OptimizerName, p: &Parallel) -> Self {
-        let trained: u64 = s.trained().iter().map(|t| t.elements() as u64).sum();
+        let trained: u64 = s.parts().iter().map(|t| t.elements() as u64).sum();
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);
         let full = |c: &Choice| matches!(c, Choice::Full { .. });
         let (mut plain, mut quantized) = (0u64, 0u64);

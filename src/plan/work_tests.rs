@@ -21,7 +21,9 @@ fn work(config: &str, rules: &str, docs: usize, n: usize, recompute: usize) -> a
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
     let shape = Shape::new(&config, &selection, Quantize::None);
-    Ok(Work::new(&shape, Tokens::of(&vec![n; docs], docs * (n - 1)), recompute))
+    let machine = Machine { cuda: false, width: 4, threads: 1 };
+    let levels = Levels { recompute, decoded: Decoded::Panels, head: 0 };
+    Ok(Costs::new(&shape, Tokens::of(&vec![n; docs], docs * (n - 1)), machine).work(levels, u64::MAX))
 }
 
 #[track_caller]
@@ -90,4 +92,38 @@ fn a_window_hides_keys() {
     assert_eq!((keys(100, None), keys(100, Some(100)), keys(100, Some(400))), (50.0, 50.0, 50.0));
     assert_eq!(keys(100, Some(20)), 18.0);
     assert_eq!(keys(0, Some(20)), 0.0);
+}
+
+/// What a visit decodes once, panels decode twice; chunks read the head's weights each.
+#[test]
+fn choices_have_their_price() -> anyhow::Result<()> {
+    let l = |nf4| Linear { i: 64, o: 96, rank: 4, nf4, ..Linear::default() };
+    let layer =
+        Layer { attention: [l(true); 4], qk_norm: false, ffn: Ffn::Dense([l(true); 3]), window: None };
+    let shape = Shape {
+        d: 64,
+        vocab: 100,
+        heads: 2,
+        kv_heads: 2,
+        head_dim: 32,
+        tied: false,
+        embedding: Linear::default(),
+        layers: vec![layer; 3],
+        head: Linear { i: 64, o: 100, ..Linear::default() },
+        final_norm: false,
+        lowest: Some(1),
+    };
+    let values = 7.0 * 64.0 * 96.0;
+    for cuda in [false, true] {
+        let m = Machine { cuda, width: 4, threads: 1 };
+        let (costs, b) = (Costs::new(&shape, Tokens::of(&[128], 127), m), Balance::of(m));
+        let at = |recompute, decoded, rows| costs.work(Levels { recompute, decoded, head: 0 }, rows);
+        near(at(0, Decoded::Panels, 127).decode, 6.0 * values * b.decode);
+        near(at(2, Decoded::Panels, 127).decode, 8.0 * values * b.decode);
+        near(at(2, Decoded::Visit, 127).decode, 6.0 * values * b.decode + 2.0 * 4.0 * values * b.held);
+        let [whole, half] = [127, 64].map(|rows| at(0, Decoded::Panels, rows));
+        near(half.fixed - whole.fixed, 2.0 * 6400.0 * 4.0 * b.byte + 8.0 * b.start);
+        assert_eq!(whole.flops(), half.flops());
+    }
+    Ok(())
 }

@@ -25,6 +25,8 @@ pub(super) enum Checked {
     Experts(Option<IndexSet>),
     Pair([f64; 2]),
     Recompute(Recompute),
+    /// `"auto"` of a key that takes numbers.
+    Auto,
     Table(Section),
     Tables(Vec<Section>),
 }
@@ -216,8 +218,7 @@ impl Checker<'_> {
                     None => Err(Wrong::plain()),
                 }
             }
-            // Refused as not built; what stands here is only for the checks that follow.
-            (Kind::IntOrAuto(from, _), Value::Text(s)) if s == "auto" => Ok(Checked::Int(from)),
+            (Kind::IntOrAuto(..), Value::Text(s)) if s == "auto" => Ok(Checked::Auto),
             (Kind::Number(bound), Value::Int(_) | Value::Float(_)) => match number(value) {
                 Some(x) if bound.holds(x) => Ok(Checked::Number(x)),
                 _ => Err(Wrong::plain()),

@@ -230,7 +230,7 @@ impl Cross<'_, '_> {
     fn lengths(&mut self, recipe: &Recipe) {
         let (batch, micro, ranks) = (recipe.run.batch_rows, recipe.run.micro_rows, recipe.parallel.data);
         if self.all_good(&["run", "run.batch_rows", "run.micro_rows", "parallel", "parallel.data"]) {
-            // Bounded by the table of keys, so that the product cannot overflow.
+            // Bounded by the table of keys, so that the product cannot overflow. Where the plan chooses, it is 1.
             let unit = micro.saturating_mul(ranks).max(1);
             if batch % unit != 0 {
                 let key = if self.given("run.micro_rows") {

@@ -4,8 +4,8 @@
 //! field in `types.rs`, a line in `read.rs` and one in `write.rs`; tests compare the four.
 
 use super::types::{
-    Comm, Decay, Device, Dtype, Format, Mask, Method, Offload, OnBadRow, OptimizerName, OverLength, Quantize,
-    Schedule, Task, Weights,
+    Comm, Decay, Decoded, Device, Dtype, Format, Mask, Method, Offload, OnBadRow, OptimizerName, OverLength,
+    Quantize, Schedule, Task, Weights,
 };
 
 /// One key.
@@ -291,7 +291,9 @@ const RUN: &[Key] = &[
         "micro_rows",
         Kind::IntOrAuto(1, COUNT),
         Toml("1"),
-        "Rows a forward pass, a rank. batch_rows must divide by micro_rows x data ranks.",
+        "Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or \"auto\": the number \
+         with which a step is fastest, of those that fit memory.budget. Loss and gradients do not depend on it, but \
+         for router.aux_loss, which is a mean over micro-batches.",
     ),
     key("clip", Number(Bound::NotNegative), Toml("1.0"), "Largest global gradient norm; 0 is off."),
     key("eval_every", Int(0, COUNT), Toml("0"), "Steps between evaluations; 0 = at the end only."),
@@ -344,6 +346,12 @@ const MEMORY: &[Key] = &[
         Toml("\"auto\""),
         "Layers whose activations are computed again in the backward pass: \"auto\" (the fewest that fit \
          memory.budget), \"all\", \"none\" or a number of layers.",
+    ),
+    key(
+        "decoded",
+        Word(Decoded::WORDS),
+        Toml("\"auto\""),
+        "How 4-bit weights are decoded for a layer that is computed again.",
     ),
     key("offload", Kind::Words(Offload::WORDS), Toml("[]"), "What lives on the host."),
     key("pin", Bool, Toml("true"), "Whether host buffers are pinned."),

@@ -181,9 +181,8 @@ impl Recipe {
         let section = checker.root(&root);
         let mut recipe = read::recipe(&section, &texts, &run_name(path));
         cross::check(&mut checker, &root, &recipe);
-        let (refused, nowhere) = not_built::find(&root, &texts, &checker.bad);
+        let refused = not_built::find(&root, &texts, &checker.bad);
         let mut problems = checker.problems;
-        problems.extend(nowhere);
         if plan {
             recipe.not_built = refused;
         } else {

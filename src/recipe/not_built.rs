@@ -1,7 +1,7 @@
 //! Keys and values that the interface has and `ft run` does not build yet.
 //!
 //! They are refused by name, never accepted and ignored. Taking a line out enables the key. `ft plan` plans
-//! for them all, except for those under [`NOWHERE`].
+//! for them all.
 
 use super::keys::{self, Unset};
 use super::report::{Diagnostic, MOST, Text};
@@ -46,24 +46,12 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("log.tensorboard", Changed),
 ];
 
-/// What neither `ft run` nor `ft plan` knows what to do with.
-const NOWHERE: &[(&str, What)] = &[("run.micro_rows", Word("auto"))];
-
-/// The keys of `root` that `ft run` does not build; those that `ft plan` cannot plan for come second.
+/// The keys of `root` that `ft run` does not build.
 ///
 /// Nothing is said about those in `bad`: they have a problem already.
-pub(super) fn find(
-    root: &Table,
-    texts: &[Text],
-    bad: &BTreeSet<String>,
-) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
-    let search = |table| search(table, root, texts, bad);
-    (search(NOT_BUILT), search(NOWHERE))
-}
-
-fn search(table: &[(&str, What)], root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
+pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
-    for (pattern, what) in table {
+    for (pattern, what) in NOT_BUILT {
         for (path, whole) in matches(root, pattern) {
             let is = |n: &Node, w: &str| matches!(&n.value, Value::Text(t) if t == w);
             // the node that is refused, and whether it is one of a list
@@ -132,7 +120,7 @@ mod tests {
     /// A key that is renamed must be renamed here too.
     #[test]
     fn every_line_names_a_key_and_what_it_can_hold() {
-        for (pattern, what) in NOT_BUILT.iter().chain(NOWHERE) {
+        for (pattern, what) in NOT_BUILT {
             let path = pattern.replace('*', "0");
             let mut found = None;
             keys::each(&mut |p, key| {
@@ -146,7 +134,6 @@ mod tests {
                     keys::Kind::Word(words) | keys::Kind::Words(words) => {
                         assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
                     }
-                    keys::Kind::IntOrAuto(..) => assert_eq!(*w, "auto"),
                     other => panic!("{pattern} has no words: {other:?}"),
                 },
                 Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),

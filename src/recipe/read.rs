@@ -189,7 +189,8 @@ fn run(s: &Section, name: &str) -> Run {
             None => Length::Epochs(s.number("epochs")),
         },
         batch_rows: s.size("batch_rows"),
-        micro_rows: s.size("micro_rows"),
+        micro_rows: s.int_or("micro_rows").map_or(1, |n| usize::try_from(n).unwrap_or(usize::MAX)),
+        micro_auto: matches!(s.values.get("micro_rows"), Some(Checked::Auto)),
         clip: s.number("clip"),
         eval_every: s.size("eval_every"),
         save_every: s.size("save_every"),
@@ -222,6 +223,7 @@ fn memory(s: &Section) -> Memory {
     Memory {
         budget: s.int_or("budget"),
         recompute: s.recompute_or("recompute").unwrap_or(Recompute::Auto),
+        decoded: s.word("decoded", Decoded::from_word).unwrap_or(Decoded::Auto),
         offload: s
             .texts_or("offload")
             .unwrap_or_default()

@@ -204,7 +204,7 @@ fn plans_see_what_runs_refuse() {
     assert_eq!(plan.memory.budget, Some(48 << 30));
     let said: Vec<&str> = plan.not_built.iter().map(|d| d.message.as_str()).collect();
     assert_eq!(said, ["not built yet: parallel.tensor = 2"]);
-    assert!(Recipe::load_for_plan(&path, &["run.micro_rows=auto".into()]).is_err());
+    assert!(Recipe::load_for_plan(&path, &["run.micro_rows=auto".into()]).unwrap().run.micro_auto);
     // A key that is written with its default is built.
     assert!(small(&["parallel.data=1", "router.aux_loss=0", "data.train.0.weight=1"]).is_ok());
 }
@@ -421,6 +421,7 @@ fn mathematics() {
         "run.output=x",
         "run.device=cpu",
         "memory.recompute=none",
+        "memory.decoded=visit",
         "lora.rank=16",
     ] {
         assert_eq!(ok(&[same]).math_keys(), base, "{same}");
@@ -428,6 +429,7 @@ fn mathematics() {
     for (other, key, value) in [
         ("run.seed=1", "run.seed", "1"),
         ("run.micro_rows=2", "run.micro_rows", "2"),
+        ("run.micro_rows=auto", "run.micro_rows", "\"auto\""),
         ("lora.rank=8", "train.0.rank", "8"),
         ("lora.init=a", "lora.init", "\"a\""),
         ("model.dtype=bf16", "model.dtype", "\"bf16\""),

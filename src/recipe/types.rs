@@ -359,8 +359,10 @@ pub struct Run {
     pub length: Length,
     /// Rows an optimizer step.
     pub batch_rows: usize,
-    /// Rows a forward pass.
+    /// Rows a forward pass; 1 where the plan chooses and has not yet.
     pub micro_rows: usize,
+    /// Whether the plan chooses `micro_rows`.
+    pub micro_auto: bool,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Steps between evaluations; 0 = at the end only.
@@ -375,6 +377,13 @@ pub struct Run {
     pub output: PathBuf,
     /// Where to compute.
     pub device: Device,
+}
+
+impl Run {
+    /// Sets the rows of a micro-batch for good.
+    pub fn set_micro_rows(&mut self, rows: usize) {
+        (self.micro_rows, self.micro_auto) = (rows, false);
+    }
 }
 
 /// How long a run is.
@@ -477,6 +486,8 @@ pub struct Memory {
     pub budget: Option<u64>,
     /// What is computed again in the backward pass instead of kept.
     pub recompute: Recompute,
+    /// How 4-bit weights are decoded for a layer that is computed again.
+    pub decoded: Decoded,
     /// What lives on the host.
     pub offload: Vec<Offload>,
     /// Whether host buffers are pinned.
@@ -496,6 +507,18 @@ pub enum Recompute {
     /// This many, from the bottom.
     #[serde(untagged)]
     Layers(usize),
+}
+
+choices! {
+    /// `memory.decoded`
+    pub enum Decoded {
+        /// The faster of the two, where it fits.
+        Auto = "auto",
+        /// In each product, a panel at a time; nothing is kept.
+        Panels = "panels",
+        /// Once for the forward and backward pass over the layer, whole.
+        Visit = "visit",
+    }
 }
 
 choices! {

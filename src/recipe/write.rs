@@ -284,7 +284,7 @@ impl Run {
             ("seed", Some(self.seed.to_string())),
             length,
             ("batch_rows", count(self.batch_rows)),
-            ("micro_rows", count(self.micro_rows)),
+            ("micro_rows", if self.micro_auto { text("auto") } else { count(self.micro_rows) }),
             ("clip", number(self.clip)),
             ("eval_every", count(self.eval_every)),
             ("save_every", count(self.save_every)),
@@ -329,6 +329,7 @@ impl Memory {
         vec![
             ("budget", self.budget.map(|b| b.to_string())),
             ("recompute", Some(recompute)),
+            ("decoded", text(self.decoded.word())),
             ("offload", Some(format!("[{}]", offload.join(", ")))),
             ("pin", flag(self.pin)),
         ]

@@ -40,7 +40,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
     let data = rows(r, job.config.vocab);
-    let mut plan = job.plan(Workload::of_recipe(r));
+    let mut plan = job.plan(Workload::of_recipe);
     watch::check(&job, &plan)?;
     plan.workload.steps = Some(steps as u64);
     let mut watch = Watch::begin(&plan, &job.device);
@@ -53,8 +53,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         optimizer: &optimizer,
         device: &job.device,
         seed: r.run.seed,
-        micro_rows: r.run.micro_rows,
-        recompute: plan.recompute,
+        choices: plan.choices,
         clip: r.run.clip,
         router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
     };
@@ -78,7 +77,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         watch.look();
         products.look()?;
     }
-    let rate = rates::Rate { matmul: products.rate(), step: flops(&plan) / timed.mean() };
+    let rate = rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean() };
     let kept = rates::save(plan.machine, rate)?;
     let json = timed.json(&plan, &watch, &products);
     Ok(Measured { json, text: timed.text(&plan, &watch, &products), kept })
@@ -86,7 +85,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
 
 /// Arithmetic of a step.
 fn flops(plan: &Plan) -> f64 {
-    plan.work.total() * plan.micro_batches as f64
+    plan.work.flops() * plan.micro_batches as f64
 }
 
 /// The steps that were timed.

@@ -10,7 +10,7 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
-use crate::plan::{self, Inputs, Machine, Plan, Workload};
+use crate::plan::{self, Inputs, Machine, Plan, Workload, Workloads};
 use crate::quant;
 use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
 use crate::store::TensorFiles;
@@ -145,7 +145,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
         Some(a) if recipe.train.is_empty() => a.selection(config)?,
         _ => Selection::from_rules(config, &recipe.train)?,
     };
-    if selection.trained().is_empty() {
+    if selection.parts().is_empty() {
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     Ok(selection)
@@ -311,8 +311,8 @@ impl Job {
         .run()
     }
 
-    /// The plan of this job for a workload: it decides how many layers are recomputed.
-    pub fn plan(&self, workload: Workload) -> Plan {
+    /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
+    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
         let machine = Machine {
             cuda: self.device.is_cuda(),
             width: self.dtype.size_in_bytes() as u64,
@@ -323,7 +323,7 @@ impl Job {
             config: &self.config,
             selection: &self.selection,
             machine,
-            workload,
+            workloads: &Workloads::new(count),
             budget: plan::budget(&self.recipe, machine),
         })
     }

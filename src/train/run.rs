@@ -61,7 +61,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         return Err(Error::Exists { dir: dir.display().to_string() }.into());
     }
     watch::before_download(&recipe)?;
-    let job = Job::open(recipe, Want::Weights, true)?;
+    let mut job = Job::open(recipe, Want::Weights, true)?;
     let data = job.train_data()?;
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
@@ -72,15 +72,22 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if options.overwrite {
         clear(&dir)?;
     }
-    let identity = identity(&job, &data)?;
     let mut checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
     for w in newest.iter().flat_map(|c| &c.warnings) {
         warn(w);
     }
+    let reached = newest.as_ref().map(|c| state::read(&c.path)).transpose()?;
+    if options.resume {
+        keep_micro_rows(&mut job.recipe, reached.as_ref(), &dir);
+    }
+    let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
+    // from here on it is as if the recipe had said so: for the run's life, and in what it writes
+    job.recipe.run.set_micro_rows(plan.choices.micro_rows);
+    let job = job;
+    let identity = identity(&job, &data)?;
     let mut done = 0;
-    if let Some(c) = &newest {
-        let s = state::read(&c.path)?;
+    if let (Some(c), Some(s)) = (&newest, &reached) {
         let changes = state::changes(&s.identity, &identity, &options.accept_change);
         if !changes.is_empty() {
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
@@ -95,7 +102,6 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
 
-    let plan = job.plan(Workload::of_data(&job.recipe, &data, eval.as_ref()));
     watch::check(&job, &plan)?;
     let mut watch = Watch::begin(&plan, &job.device);
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
@@ -116,8 +122,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             optimizer: &optimizer,
             device: &job.device,
             seed: job.recipe.run.seed,
-            micro_rows: job.recipe.run.micro_rows,
-            recompute: plan.recompute,
+            choices: plan.choices,
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },
@@ -171,6 +176,28 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         "memory": r.watch.compared(), "time": now(),
     }))?;
     Ok(Outcome::Done { result })
+}
+
+/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
+/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
+fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
+    if !recipe.run.micro_auto {
+        return;
+    }
+    const KEY: &str = "run.micro_rows";
+    let written = match reached {
+        Some(state) => state.identity.get(KEY).cloned(),
+        None => Recipe::load(&dir.join("recipe.toml"), &[]).ok().and_then(|r| {
+            let (mut then, mut now) = (r.math_keys(), recipe.math_keys());
+            let rows = then.remove(KEY);
+            now.remove(KEY);
+            rows.filter(|_| then == now)
+        }),
+    };
+    let rows = written.and_then(|n| n.parse::<usize>().ok());
+    if let Some(n) = rows.filter(|n| *n > 0 && recipe.run.batch_rows.is_multiple_of(*n)) {
+        recipe.run.set_micro_rows(n);
+    }
 }
 
 /// Whether a run folder holds checkpoints, looked up without touching it.
@@ -337,7 +364,7 @@ impl Running<'_> {
 
     fn evaluate(&mut self, step: u64) -> crate::Result<()> {
         let Some(data) = self.eval else { return Ok(()) };
-        let (loss, targets) = evaluate(self.setup.decoder, data, self.setup.micro_rows, &self.job.device)?;
+        let (loss, targets) = evaluate(self.setup.decoder, data, &self.setup.choices, &self.job.device)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
         self.progress

@@ -8,7 +8,7 @@ use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer};
-use crate::walk::{Load, Part, RouterLosses, Times, Walk};
+use crate::walk::{Choices, Load, Part, RouterLosses, Times, Walk};
 use candle_core::{Device, Tensor};
 
 /// What stays the same over the steps of a run.
@@ -23,10 +23,8 @@ pub struct Setup<'a> {
     pub device: &'a Device,
     /// Seed of dropout.
     pub seed: u64,
-    /// Rows a forward pass.
-    pub micro_rows: usize,
-    /// Layers that are recomputed.
-    pub recompute: usize,
+    /// What the plan chose.
+    pub choices: Choices,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Coefficients of the losses on routers.
@@ -87,7 +85,8 @@ pub fn timed_step(
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
-    let mut micros: Vec<Micro> = rows.chunks(s.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
+    let mut micros: Vec<Micro> =
+        rows.chunks(s.choices.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
     micros.retain(|m| !m.ids.is_empty());
     let targets: usize = micros.iter().map(|m| m.targets.len()).sum();
     let tokens: usize = micros.iter().map(|m| m.ids.len()).sum();
@@ -100,7 +99,7 @@ pub fn timed_step(
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for m in &micros {
         let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
-        let mut walk = Walk::new(s.decoder, lowest, s.recompute).router_losses(router).timed(times);
+        let mut walk = Walk::chosen(s.decoder, lowest, &s.choices).router_losses(router).timed(times);
         losses.extend(walk.train(&batch, scale, &sink)?);
         load.add(walk.routing());
         if router != RouterLosses::default() {
@@ -123,18 +122,18 @@ pub fn timed_step(
 pub fn evaluate(
     decoder: &Decoder,
     data: &Dataset,
-    micro_rows: usize,
+    choices: &Choices,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
     let rows: Vec<usize> = (0..data.rows.len()).collect();
     let (mut sum, mut targets) = (0.0, 0);
-    for chunk in rows.chunks(micro_rows.max(1)) {
+    for chunk in rows.chunks(choices.micro_rows.max(1)) {
         let m = Micro::collate(data, chunk);
         if m.targets.is_empty() {
             continue;
         }
         let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-        sum += loss::total(&Walk::new(decoder, None, 0).eval(&batch)?)?;
+        sum += loss::total(&Walk::chosen(decoder, None, choices).eval(&batch)?)?;
         targets += m.targets.len();
     }
     Ok((sum / targets.max(1) as f64, targets))

@@ -173,7 +173,8 @@ impl<'a> Watch<'a> {
         let device: serde_json::Map<String, Value> =
             p.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
         json!({
-            "recompute_layers": p.recompute, "recompute_of": p.walked, "reason": p.reason,
+            "recompute_layers": p.choices.recompute, "recompute_of": p.walked, "reason": p.reasons.recompute,
+            "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
             "budget": p.budget, "host_bytes_before_loading": self.before.1,
@@ -187,9 +188,9 @@ impl<'a> Watch<'a> {
         format!(
             "plan: {}{budget} at the fullest, recomputing {} of {} layers ({})",
             report::bytes(p.total()),
-            p.recompute,
+            p.choices.recompute,
             p.walked,
-            p.reason
+            p.reasons.recompute
         )
     }
 

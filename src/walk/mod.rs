@@ -3,24 +3,28 @@
 //! ```text
 //! forward,  layer l:  arrive -> layer.forward(x) -> keep nothing, x and the routing, or all -> leave
 //! head:               loss and its gradient, some token rows at a time
-//! backward, layer l:  arrive -> recompute if only x was kept -> layer.backward -> leave
+//! backward, layer l:  arrive -> decode, recompute if only x was kept -> layer.backward -> leave
 //! ```
 //!
 //! Gathering sharded weights, moving them from the host, reducing gradients: each is an [`Around`], told when
 //! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
+mod choices;
 pub mod generate;
 mod routing;
 #[cfg(test)]
 mod tests;
 mod times;
 
+pub use choices::{Choices, Decoded};
 pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 
 use crate::kernel::group::Groups;
+use crate::model::head::Head;
+use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
-use crate::model::{Batch, Decoder, layer};
+use crate::model::{Batch, Decoder};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -58,6 +62,10 @@ pub struct Walk<'a> {
     lowest: Option<usize>,
     /// Layers, from the lowest that is walked backward, whose activations are computed again.
     recompute: usize,
+    /// How 4-bit weights of those layers are decoded.
+    decoded: Decoded,
+    /// Targets whose logits exist at once.
+    head_rows: usize,
     around: Vec<&'a mut dyn Around>,
     times: Option<&'a mut Times>,
     router_losses: RouterLosses,
@@ -67,8 +75,22 @@ pub struct Walk<'a> {
 impl<'a> Walk<'a> {
     /// A walk down to unit `lowest` that recomputes `recompute` layers.
     pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
-        let (router_losses, routing) = (RouterLosses::default(), Routing::default());
-        Self { decoder, lowest, recompute, around: Vec::new(), router_losses, routing, times: None }
+        Self {
+            decoder,
+            lowest,
+            recompute,
+            decoded: Decoded::default(),
+            head_rows: Head::chunk_rows(decoder.head.vocab),
+            around: Vec::new(),
+            times: None,
+            router_losses: RouterLosses::default(),
+            routing: Routing::default(),
+        }
+    }
+
+    /// A walk as the plan chose it.
+    pub fn chosen(decoder: &'a Decoder, lowest: Option<usize>, c: &Choices) -> Self {
+        Self { decoded: c.decoded, head_rows: c.head_rows, ..Self::new(decoder, lowest, c.recompute) }
     }
 
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
@@ -153,6 +175,14 @@ impl<'a> Walk<'a> {
         Ok((y, saved))
     }
 
+    /// The layer to visit in place of one that is computed again, where its 4-bit weights are decoded for the visit.
+    fn visited(&self, layer: &Layer, routing: Option<&Groups>) -> Result<Option<Layer>> {
+        match self.decoded {
+            Decoded::Visit if layer.is_packed() => layer.decoded(routing).map(Some),
+            _ => Ok(None),
+        }
+    }
+
     /// Forward and backward of one micro-batch: the targets' losses; the gradients of
     /// `scale * sum(losses)`, and of the losses on routers, are added to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> Result<Vec<Tensor>> {
@@ -176,7 +206,7 @@ impl<'a> Walk<'a> {
         self.lap(times::Part::Forward)?;
 
         self.arrive(head, Phase::Backward)?;
-        let out = decoder.head.loss(&x, batch, Some((scale, sink)))?;
+        let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
         self.lap(times::Part::Head)?;
         drop(x);
@@ -185,20 +215,22 @@ impl<'a> Walk<'a> {
         let balance = self.routing.balance(self.router_losses);
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
-            let saved = match kept.pop() {
+            match kept.pop() {
                 None | Some(Kept::Nothing) => return Ok(out.losses),
                 Some(Kept::All(saved)) => {
                     self.arrive(l + 1, Phase::Backward)?;
-                    *saved
+                    dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
                 Some(Kept::Input(x, routing)) => {
                     self.arrive(l + 1, Phase::Backward)?;
+                    let visited = self.visited(layer, routing.as_deref())?;
+                    let layer = visited.as_ref().unwrap_or(layer);
                     let saved = layer.forward(&x, &batch.context, None, routing)?.1;
+                    drop(x);
                     self.lap(times::Part::Recompute)?;
-                    saved
+                    dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
-            };
-            dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
+            }
             self.leave(l + 1, Phase::Backward)?;
             self.lap(times::Part::Backward)?;
         }
@@ -231,7 +263,7 @@ impl<'a> Walk<'a> {
         let head = self.decoder.layers.len() + 1;
         let x = self.hidden(batch)?;
         self.arrive(head, Phase::Forward)?;
-        let out = self.decoder.head.loss(&x, batch, None)?;
+        let out = self.decoder.head.loss(&x, batch, self.head_rows, None)?;
         self.leave(head, Phase::Forward)?;
         Ok(out.losses)
     }

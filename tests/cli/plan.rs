@@ -40,6 +40,15 @@ fn mixture() -> Value {
     c
 }
 
+/// So many words that the usual chunk of logits is a part of a row.
+fn wide() -> Value {
+    let mut c = config("qwen3", true);
+    (c["vocab_size"], c["num_hidden_layers"]) = (json!(48_000), json!(2));
+    c
+}
+
+const NF4: &str = "model.quantize=nf4";
+
 /// Runs one step and gives the planned and the measured peak.
 fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str]) -> Result<(u64, u64)> {
     std::fs::create_dir_all(dir.join("model"))?;
@@ -75,7 +84,8 @@ fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str])
 }
 
 /// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
-/// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision.
+/// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision,
+/// 4-bit bases decoded by panels and by visits, chunks of logits.
 #[test]
 fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -88,7 +98,8 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let some = "[[train]]\nmodules = [\"experts\"]\nexperts = [0, 1]\nmethod = \"full\"\n[[train]]\n\
                 modules = [\"router\"]\nmethod = \"full\"\n";
     let offload = "memory.offload=['optimizer']";
-    let cases: [(&Value, &str, &[usize], &[&str]); 23] = [
+    let wide = wide();
+    let cases: [(&Value, &str, &[usize], &[&str]); 32] = [
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=2", "run.micro_rows=2"]),
@@ -113,6 +124,15 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, &everything, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=panels"]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit", "lora.dora=true"]),
+        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=panels"]),
+        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
+        (&qwen3, LORA, &full_rows, &["run.micro_rows=auto"]),
+        (&wide, LORA, &full_rows, &["memory.recompute=all"]),
+        (&wide, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=4"]),
     ];
     for (config, rules, lengths, set) in cases {
         let (planned, measured) = run(dir.path(), config, rules, lengths, set)?;
@@ -148,6 +168,44 @@ fn a_run_obeys_its_budget() -> Result<()> {
     let said = String::from_utf8_lossy(&out.stderr);
     ensure!(out.status.code() == Some(8), "{said}");
     ensure!(said.contains("hint:"), "{said}");
+    Ok(())
+}
+
+/// What a run chose, by key.
+fn chosen(dir: &Path) -> Result<Value> {
+    let text = std::fs::read_to_string(dir.join("out/metrics.jsonl"))?;
+    let start: Value = serde_json::from_str(text.lines().next().context("no line")?)?;
+    Ok(start["plan"]["choices"].clone())
+}
+
+/// With less memory the logits come in smaller chunks and micro-batches in fewer rows, layers are recomputed; the run
+/// takes what was planned for that, and what trains has the same bits where the micro-batch is the same.
+#[test]
+fn a_run_makes_do_with_what_there_is() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let model = wide();
+    let adapter = || std::fs::read(dir.path().join("out/adapter/adapter_model.safetensors"));
+    let at = |budget: u64, rows: &str| -> Result<(u64, Value, Vec<u8>)> {
+        let budget = format!("memory.budget={budget}");
+        let (planned, measured) = run(dir.path(), &model, LORA, &[512; 8], &[&budget, rows])?;
+        let apart = measured as f64 / planned as f64 - 1.0;
+        ensure!(apart.abs() <= 0.01, "{budget}: planned {planned}, measured {measured}");
+        Ok((planned, chosen(dir.path())?, adapter()?))
+    };
+    let value = |c: &Value, key: &str| c[key]["value"].as_u64().with_context(|| format!("{key}: {c}"));
+    let (most, free, bits) = at(64 << 30, "run.micro_rows=4")?;
+    ensure!(value(&free, "recompute")? == 0, "{free}");
+    let (taken, tight, same) = at(most - (90 << 20), "run.micro_rows=4")?;
+    ensure!(taken <= most - (90 << 20), "{taken} of {most}");
+    ensure!(value(&tight, "head_rows")? < value(&free, "head_rows")?, "{free} {tight}");
+    ensure!(bits == same, "the choices changed the result");
+    let (_, auto, _) = at(64 << 30, "run.micro_rows=auto")?;
+    ensure!(value(&auto, "micro_rows")? > 1, "{auto}");
+    let recipe = std::fs::read_to_string(dir.path().join("out/recipe.toml"))?;
+    let line = format!("micro_rows    = {}\n", value(&auto, "micro_rows")?);
+    ensure!(recipe.contains(&line), "{recipe}");
+    let (_, few, _) = at(most - (90 << 20), "run.micro_rows=auto")?;
+    ensure!(value(&few, "micro_rows")? <= value(&auto, "micro_rows")?, "{few}");
     Ok(())
 }
 

@@ -157,6 +157,50 @@ fn signals_save_first() {
     same_end(&w, "stopped", "adapter/adapter_model.safetensors");
 }
 
+/// What the plan chose when the run began holds for its whole life, whatever memory there is later: before the first
+/// checkpoint it stands in the run folder's recipe.
+#[test]
+fn a_resumed_run_keeps_its_micro_batches() {
+    let w = World::new();
+    // blocks so wide that the rows of a micro-batch count
+    w.config("tiny", json!({"intermediate_size": 9000}));
+    w.write("r.toml", recipe(LORA));
+    let rows = |run: &str| {
+        let text = String::from_utf8(w.read(&format!("{run}/recipe.toml"))).expect("text");
+        let line = text.lines().find(|l| l.starts_with("micro_rows")).map(String::from);
+        line.expect("micro_rows")
+    };
+    let args = |run: &'static str, budget: &'static str| {
+        ["run", "r.toml", "run.micro_rows=auto", "run.save_every=2", "run.keep=9", run, budget]
+    };
+    let large = "memory.budget=8GiB";
+    w.ok(&args("run.output=whole", large));
+    let small = "memory.budget=47MiB";
+    w.ok(&args("run.output=small", small));
+    assert_ne!(rows("whole"), rows("small"), "the budgets choose alike");
+    for left in [2, 0] {
+        w.ok(&[&args("run.output=again", large)[..], &["--overwrite"]].concat());
+        for name in w.checkpoints("again").into_iter().skip(left) {
+            std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
+        }
+        let r = w.ok(&[&args("run.output=again", small)[..], &["--resume"]].concat());
+        assert!(
+            r.err.contains(if left > 0 { "going on from" } else { "starting from the beginning" }),
+            "{}",
+            r.err
+        );
+        assert_eq!(rows("whole"), rows("again"));
+        let adapter = "adapter/adapter_model.safetensors";
+        assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")), "{left}");
+    }
+    // a recipe that now names another number is another run
+    let mut named = args("run.output=again", large);
+    named[2] = "run.micro_rows=1";
+    std::fs::remove_dir_all(w.path("again/checkpoints/step-00000006")).expect("removed");
+    let r = w.ft(&[&named[..], &["--resume"]].concat());
+    assert!(r.code == 2 && r.err.contains("run.micro_rows: was "), "{}", r.err);
+}
+
 #[test]
 fn an_accepted_change_goes_on() {
     let w = World::new();

@@ -10,6 +10,7 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
         length,
         batch_rows,
         micro_rows: 1,
+        micro_auto: false,
         clip: 1.0,
         eval_every: 0,
         eval_at_start: false,

@@ -30,7 +30,13 @@ fn overrides() -> impl Strategy<Value = Vec<String>> {
             "optimizer.schedule=linear",
             "optimizer.decay=all",
         ]),
-        one(&["memory.recompute=3", "memory.recompute=none", "model.dtype=f32", "model.weights=random"]),
+        one(&[
+            "memory.recompute=3",
+            "memory.recompute=none",
+            "memory.decoded=panels",
+            "model.dtype=f32",
+            "model.weights=random",
+        ]),
         one(&[
             "data.mask=none",
             "data.train.0.mask=none",

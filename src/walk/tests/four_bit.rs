@@ -3,10 +3,15 @@
 use super::*;
 use crate::adapt::merge_cost::{MergeCost, merge_cost, merged};
 use crate::kernel::check::{close, randn};
-use crate::model::linear::Weight;
+use crate::kernel::group::Groups;
+use crate::model::layer::FeedForward;
+use crate::model::linear::{Linear, Weight};
 use crate::model::modules::modules;
+use crate::recipe::LoraSpec;
 use crate::store::write_file;
 use crate::train::quantize::quantize;
+use crate::walk::{Choices, Decoded};
+use std::sync::Arc;
 
 /// The cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
 fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
@@ -98,6 +103,105 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     Ok(())
 }
 
+/// Told when the walk comes and goes: at neither is any 4-bit matrix decoded.
+struct NothingDecoded<'a>(&'a Decoder, usize);
+
+impl NothingDecoded<'_> {
+    /// A decoded matrix holds the codes that it came from.
+    fn look(&mut self) {
+        for m in modules(&self.0.config) {
+            if let Some(Weight::Nf4(w)) = self.0.linear(&m.name).map(|l| &l.weight) {
+                assert_eq!(Arc::strong_count(w), 1, "{} is still decoded", m.name);
+                self.1 += 1;
+            }
+        }
+    }
+}
+
+impl Around for NothingDecoded<'_> {
+    fn arrive(&mut self, _: usize, _: Phase) -> candle_core::Result<()> {
+        self.look();
+        Ok(())
+    }
+    fn leave(&mut self, _: usize, _: Phase) -> candle_core::Result<()> {
+        self.look();
+        Ok(())
+    }
+}
+
+/// Mixtures, quantized while they are loaded.
+fn mixtures() -> Result<Vec<Case>> {
+    let all: Vec<Case> = cases()?.into_iter().filter(|c| c.config.moe.is_some()).collect();
+    assert!(all.len() >= 2, "only {} mixtures", all.len());
+    Ok(all)
+}
+
+/// However a step is walked: the same bits, and nothing is left decoded. Dense models and mixtures.
+#[test]
+fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
+    let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, dora: false };
+    for c in four_bit_cases()?.into_iter().map(|c| c.0).chain(mixtures()?) {
+        let mut selection = Selection::frozen(&c.config);
+        for (m, choice) in &mut selection.modules {
+            if matches!(m.group, Group::Attention | Group::Mlp | Group::Experts) {
+                *choice = Choice::Lora { spec, lr_scale: 1.0 };
+            }
+        }
+        let (d, p) = Build { quantize: true, ..c.plan(&selection, None) }.run()?;
+        let batch = Rows::padded(&c)?.batch(&c.config)?;
+        let mut first: Option<(Vec<f64>, Vec<Vec<f64>>)> = None;
+        for recompute in [0, 1, c.config.layers] {
+            for decoded in [Decoded::Panels, Decoded::Visit] {
+                for head_rows in [16, 17, usize::MAX] {
+                    let choices = Choices { micro_rows: 1, recompute, decoded, head_rows };
+                    p.zero_grads()?;
+                    let grads = p.grads();
+                    let sink = Sink::new(&grads, p.tensors.len());
+                    let mut around = NothingDecoded(&d, 0);
+                    let walk = Walk::chosen(&d, p.lowest_unit(), &choices);
+                    let losses = walk.around(&mut around).train(&batch, 1.0, &sink)?;
+                    assert!(around.1 > 0);
+                    let losses: Vec<f64> = losses.iter().flat_map(values).collect();
+                    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+                    let grads: Vec<Vec<f64>> = (0..p.tensors.len()).map(grad).collect::<Result<_>>()?;
+                    let this = (losses, grads);
+                    let what = format!("{}: {choices:?}", c.name());
+                    assert!(*first.get_or_insert_with(|| this.clone()) == this, "{what}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Of a mixture, the experts without tokens stay as they are.
+#[test]
+fn a_visit_decodes_what_has_tokens() -> Result<()> {
+    let mut seen = 0;
+    for c in mixtures()? {
+        let frozen = Selection::frozen(&c.config);
+        let (d, _) = Build { quantize: true, ..c.plan(&frozen, None) }.run()?;
+        for layer in d.layers.iter().filter(|l| l.is_packed()) {
+            let FeedForward::Mixture(m) = &layer.mlp else { continue };
+            // all tokens go to the last expert
+            let last = m.experts.len() - 1;
+            let groups = Groups::new(vec![last as u32; 3], 1, m.experts.len(), CPU)?;
+            let visited = layer.decoded(Some(&groups))?;
+            let whole = |l: &Linear| matches!(l.weight, Weight::Decoded(_));
+            assert!(visited.attn.linears().into_iter().all(whole));
+            assert!(!layer.attn.linears().into_iter().any(whole));
+            let FeedForward::Mixture(of_visit) = &visited.mlp else { continue };
+            for (e, expert) in of_visit.experts.iter().enumerate() {
+                assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
+                seen += 1;
+            }
+            assert!(visited.is_packed() && layer.decoded(None).is_err());
+        }
+    }
+    assert!(seen > 0);
+    Ok(())
+}
+
 /// While loading, by `ft quantize` and by bitsandbytes: the same model.
 #[test]
 fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
@@ -144,7 +248,7 @@ fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
                     let (n, blocks) = (w.dims().0 * w.dims().1, (w.dims().0 * w.dims().1).div_ceil(64));
                     assert_eq!(w.bytes(), n.div_ceil(2) + blocks + 4 * blocks.div_ceil(256), "{}", m.name);
                 }
-                Weight::Dense(_) => assert_eq!(m.name, "lm_head"),
+                Weight::Dense(_) | Weight::Decoded(_) => assert_eq!(m.name, "lm_head"),
             }
         }
     }

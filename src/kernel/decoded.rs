@@ -1,0 +1,157 @@
+//! A 4-bit matrix that is decoded whole for a while, beside the codes that it came from.
+//!
+//! On the CPU its products take the panels that those of [`Blocks`] take, so that they have the same bits: what
+//! differs is that a panel is read instead of decoded.
+
+use super::blocks::Blocks;
+use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
+use super::gemm::{self, Mat};
+use candle_core::{Result, Tensor};
+use std::sync::Arc;
+
+/// Columns of a product's panel, as in `kernel::blocks`: the tests compare bits.
+pub fn panel_width(inner: usize) -> usize {
+    ((1 << 17) / inner.max(1) / 64 * 64).clamp(64, 256)
+}
+
+/// A 4-bit matrix with its values.
+#[derive(Debug)]
+pub struct Decoded {
+    blocks: Arc<Blocks>,
+    /// [rows, cols], in the compute dtype.
+    values: Tensor,
+}
+
+impl Decoded {
+    /// Decodes a matrix.
+    pub fn new(blocks: Arc<Blocks>) -> Result<Self> {
+        let values = blocks.decode()?;
+        Ok(Self { blocks, values })
+    }
+
+    /// What it was decoded from.
+    pub fn blocks(&self) -> &Blocks {
+        &self.blocks
+    }
+
+    /// The values [rows, cols], in the compute dtype.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cpu(x) {
+            return on_real!(x.dtype(), self.forward_cpu(x));
+        }
+        x.matmul(&self.values.to_dtype(x.dtype())?.t()?)
+    }
+
+    /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
+    pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        if is_cpu(dy) {
+            return on_real!(dy.dtype(), self.backward_cpu(dy, dx));
+        }
+        let add = dy.matmul(&self.values.to_dtype(dy.dtype())?)?;
+        match dx {
+            None => Ok(add),
+            Some(dx) => dx + add,
+        }
+    }
+
+    /// `W A^T`: [r, cols] -> [rows, r], in `a`'s dtype.
+    pub fn times(&self, a: &Tensor) -> Result<Tensor> {
+        self.forward(a)?.t()?.contiguous()
+    }
+
+    fn forward_cpu<T: Real>(&self, x: &Tensor) -> Result<Tensor> {
+        let (rows, cols) = self.blocks.dims();
+        let (t, k) = x.dims2()?;
+        if k != cols {
+            candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]^T", x.shape());
+        }
+        let (xv, wv) = (view::<T>(x)?, view::<T>(&self.values)?);
+        let mut out = vec![T::zero(); t * rows];
+        let w = Mat::new(&wv, rows, cols, cols).t();
+        gemm::by_columns(&mut out, false, Mat::new(&xv, t, k, k), panel_width(k), w);
+        tensor(out, (t, rows), x.dtype())
+    }
+
+    fn backward_cpu<T: Real>(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        let (rows, cols) = self.blocks.dims();
+        let (t, k) = dy.dims2()?;
+        if k != rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, cols]) {
+            candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]", dy.shape());
+        }
+        let (dyv, wv) = (view::<T>(dy)?, view::<T>(&self.values)?);
+        let (a, w) = (Mat::new(&dyv, t, k, k), Mat::new(&wv, rows, cols, cols));
+        let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, panel_width(k), w);
+        match dx {
+            Some(dx) if dx.dtype() == T::DTYPE => {
+                in_place::<T>("decoded backward", &dx, |dst| {
+                    product(dst, true);
+                    Ok(())
+                })?;
+                Ok(dx)
+            }
+            dx => {
+                let mut out = vec![T::zero(); t * cols];
+                product(&mut out, false);
+                let own = tensor(out, (t, cols), dy.dtype())?;
+                match dx {
+                    None => Ok(own),
+                    Some(dx) => dx + own,
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::randn;
+    use crate::quant::{Books, Encoded};
+    use candle_core::{DType, Device};
+
+    /// Whatever the shape, number of threads and dtype: the bits of the products that decode.
+    #[test]
+    fn products_have_the_bits_of_those_that_decode() -> Result<()> {
+        let d = &Device::Cpu;
+        for threads in [1, 2, 5] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            pool.install(|| -> Result<()> {
+                for (rows, cols) in [(64, 64), (192, 64), (300, 640), (640, 1100), (70, 2112)] {
+                    for (dtype, t) in [(DType::F32, 1), (DType::F32, 7), (DType::F32, 130), (DType::BF16, 65)]
+                    {
+                        let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                        let e = Encoded::new("w", &w, (rows, cols), DType::BF16)
+                            .map_err(candle_core::Error::wrap)?;
+                        let blocks = Arc::new(e.into_blocks(true, dtype, &mut Books::new(d)?)?);
+                        let whole = Decoded::new(Arc::clone(&blocks))?;
+                        let bits = |x: &Tensor| -> Result<Vec<u32>> {
+                            let x = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                            Ok(x.into_iter().map(f32::to_bits).collect())
+                        };
+                        let what = format!("{rows} x {cols}, {t} rows, {dtype:?}, {threads} threads");
+                        let (x, dy) = (randn(2, (t, cols), dtype)?, randn(3, (t, rows), dtype)?);
+                        assert!(bits(&whole.forward(&x)?)? == bits(&blocks.forward(&x)?)?, "{what}");
+                        let to = |add: bool| if add { x.copy().map(Some) } else { Ok(None) };
+                        for add in [false, true] {
+                            let ours = bits(&whole.backward(&dy, to(add)?)?)?;
+                            assert!(ours == bits(&blocks.backward(&dy, to(add)?)?)?, "{what}, {add}");
+                        }
+                        let a = randn(4, (5, cols), dtype)?;
+                        assert!(bits(&whole.times(&a)?)? == bits(&blocks.times(&a)?)?, "{what}");
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        let e = Encoded::new("w", &[1.0; 128], (2, 64), DType::F32).map_err(candle_core::Error::wrap)?;
+        let whole = Decoded::new(Arc::new(e.into_blocks(true, DType::F32, &mut Books::new(d)?)?))?;
+        let wrong = randn(1, (3, 5), DType::F32)?;
+        assert!(whole.forward(&wrong).is_err() && whole.backward(&wrong, None).is_err());
+        Ok(())
+    }
+}

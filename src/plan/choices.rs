@@ -1,0 +1,295 @@
+//! What the plan chooses: the fastest by its own account of time that fits the budget.
+//!
+//! Four things are open: how many layers are computed again, how 4-bit weights of those are decoded, how many logits
+//! exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
+//! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time.
+
+use super::layer::Tokens;
+use super::ledger::Peak;
+use super::ops::chunk_rows;
+use super::report::bytes;
+use super::step::{Levels, Parts};
+use super::work::{Costs, Work};
+use super::{Prepared, Workload};
+use crate::recipe::{self, Recompute};
+use crate::walk::{Choices, Decoded};
+
+/// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
+const ENOUGH: u64 = 1 << 16;
+/// Micro-batches that are compared at the most.
+const SIZES: usize = 24;
+/// The head's chunks that are compared, as shares of the usual one.
+const CHUNKS: [(u64, u64); 6] = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)];
+/// Fewest rows of a chunk.
+const FEWEST: u64 = 16;
+
+/// What was chosen, and what that gives.
+#[derive(Clone, Debug)]
+pub struct Decision {
+    /// The choices.
+    pub choices: Choices,
+    /// Why.
+    pub reasons: Reasons,
+    /// The device at its fullest.
+    pub peak: Peak,
+    /// Work of a micro-batch.
+    pub work: Work,
+    /// Tokens, with these micro-batches.
+    pub workload: Workload,
+}
+
+/// Why each choice was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reasons {
+    /// Of the recompute level.
+    pub recompute: String,
+    /// Of how weights are decoded.
+    pub decoded: String,
+    /// Of the head's chunk.
+    pub head_rows: String,
+    /// Of the micro-batch.
+    pub micro_rows: String,
+}
+
+/// What may be chosen for a recipe; none of the lists is empty.
+struct Open {
+    rows: Vec<usize>,
+    heads: Vec<u64>,
+    decoded: Vec<Decoded>,
+    recompute: Vec<usize>,
+}
+
+impl Open {
+    fn of(p: &Prepared<'_>) -> Self {
+        let (r, walked) = (p.inputs.recipe, p.walked());
+        // without a budget nothing says how far to go
+        let known = p.inputs.budget.is_some();
+        let recompute = match r.memory.recompute {
+            Recompute::None => vec![0],
+            Recompute::Layers(n) => vec![n.min(walked)],
+            Recompute::Auto if known => (0..=walked).collect(),
+            Recompute::All | Recompute::Auto => vec![walked],
+        };
+        let decoded = match r.memory.decoded {
+            recipe::Decoded::Visit if p.packed() => vec![Decoded::Visit],
+            recipe::Decoded::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
+            _ => vec![Decoded::Panels],
+        };
+        let usual = chunk_rows(p.vocab());
+        let heads = match p.head_is_free() && known {
+            true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
+            false => vec![usual],
+        };
+        let rows = match r.run.micro_auto && known {
+            true => sizes(r.run.batch_rows / r.parallel.data.max(1), r.data.max_length as u64),
+            false => vec![r.run.micro_rows],
+        };
+        Self { rows, heads, decoded, recompute }
+    }
+
+    /// Chunks and ways of decoding, in every combination.
+    fn pairs(&self) -> impl Iterator<Item = (usize, Decoded)> + '_ {
+        (0..self.heads.len()).flat_map(|h| self.decoded.iter().map(move |d| (h, *d)))
+    }
+}
+
+/// Micro-batches that divide `rows`, the smallest first.
+fn sizes(rows: usize, length: u64) -> Vec<usize> {
+    let enough = (ENOUGH / length.max(1)).max(1) as usize;
+    let divisors = (1..=rows.min(enough).max(1)).filter(|n| rows.is_multiple_of(*n));
+    divisors.take(SIZES).collect()
+}
+
+/// A micro-batch of some rows.
+struct Size<'p> {
+    rows: usize,
+    workload: Workload,
+    parts: Parts<'p>,
+    costs: Costs,
+}
+
+impl<'p> Size<'p> {
+    /// `whole` are the tokens of a micro-batch of `largest` rows: micro-batches are compared on the same step.
+    fn new(p: &'p Prepared<'_>, open: &Open, rows: usize, (whole, largest): (Tokens, usize)) -> Self {
+        let workload = p.workload(rows);
+        let part = |n: u64| (n as f64 * rows as f64 / largest as f64).round() as u64;
+        let mean = Tokens { tokens: part(whole.tokens), targets: part(whole.targets), ..workload.train };
+        Self { rows, workload, parts: p.parts(workload, &open.heads), costs: p.costs(mean) }
+    }
+
+    /// Work a row, and bytes at the fullest.
+    fn weigh(&self, open: &Open, levels: Levels) -> Weighed {
+        let work = self.costs.work(levels, open.heads[levels.head]).total() / self.rows as f64;
+        Weighed { levels, work, total: self.parts.total(levels) }
+    }
+}
+
+/// One combination.
+#[derive(Clone, Copy)]
+struct Weighed {
+    levels: Levels,
+    /// Work a row.
+    work: f64,
+    /// Bytes at the fullest.
+    total: u64,
+}
+
+/// Compares all combinations and takes the fastest that fits; where none does, the one that takes least.
+pub(crate) fn choose(p: &Prepared<'_>) -> Decision {
+    let open = Open::of(p);
+    let budget = p.inputs.budget.unwrap_or(u64::MAX);
+    let largest = open.rows[open.rows.len() - 1];
+    let whole = (p.workload(largest).train, largest);
+    let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
+    let first = of_rows(&open.rows[0]);
+    let most = open.recompute[open.recompute.len() - 1];
+    let mut least = first.weigh(&open, Levels { recompute: most, decoded: open.decoded[0], head: 0 });
+    let mut best: Option<(Size<'_>, Weighed)> = None;
+    let mut too_large = None;
+    for size in std::iter::once(first).chain(open.rows[1..].iter().map(of_rows)) {
+        let mut found: Option<Weighed> = None;
+        for (head, decoded) in open.pairs() {
+            for recompute in &open.recompute {
+                let this = size.weigh(&open, Levels { recompute: *recompute, decoded, head });
+                if best.is_none() && this.total < least.total {
+                    least = this;
+                }
+                if this.total <= budget {
+                    if found.is_none_or(|f| (this.work, this.total) < (f.work, f.total)) {
+                        found = Some(this);
+                    }
+                    // recomputing more only takes longer
+                    break;
+                }
+            }
+        }
+        match found {
+            Some(found) if best.as_ref().is_none_or(|(_, b)| found.work < b.work) => {
+                best = Some((size, found));
+            }
+            Some(_) => {}
+            None => {
+                // nor do more rows fit
+                too_large = Some(size.rows);
+                break;
+            }
+        }
+    }
+    let fits = best.is_some();
+    let (size, chosen) = best.unwrap_or_else(|| (of_rows(&open.rows[0]), least));
+    let choices = Choices {
+        micro_rows: size.rows,
+        recompute: chosen.levels.recompute,
+        decoded: chosen.levels.decoded,
+        head_rows: usize::try_from(open.heads[chosen.levels.head]).unwrap_or(usize::MAX),
+    };
+    let told = Told { p, open: &open, size: &size, chosen, fits, too_large };
+    Decision {
+        choices,
+        reasons: told.reasons(),
+        peak: size.parts.peak(chosen.levels),
+        work: p.costs(size.workload.train).work(chosen.levels, open.heads[chosen.levels.head]),
+        workload: size.workload,
+    }
+}
+
+/// A decision as it is told.
+struct Told<'a, 'p> {
+    p: &'a Prepared<'p>,
+    open: &'a Open,
+    size: &'a Size<'p>,
+    chosen: Weighed,
+    fits: bool,
+    /// Rows of the smallest micro-batch that did not fit.
+    too_large: Option<usize>,
+}
+
+const NO_BUDGET: &str = "auto without a budget: memory.budget says what there is";
+
+impl Told<'_, '_> {
+    fn reasons(&self) -> Reasons {
+        Reasons {
+            recompute: self.recompute(),
+            decoded: self.decoded(),
+            head_rows: self.head_rows(),
+            micro_rows: self.micro_rows(),
+        }
+    }
+
+    /// By how much the chosen combination is faster than another, in words.
+    fn spares(&self, other: Levels) -> String {
+        let other = self.size.weigh(self.open, other).work;
+        format!("{:.1}% of a step", 100.0 * (1.0 - self.chosen.work / other))
+    }
+
+    fn recompute(&self) -> String {
+        let (Some(budget), Recompute::Auto) = (self.p.inputs.budget, self.p.inputs.recipe.memory.recompute)
+        else {
+            return match self.p.inputs.recipe.memory.recompute {
+                Recompute::All => "the recipe says all",
+                Recompute::None => "the recipe says none",
+                Recompute::Layers(_) => "the recipe says so",
+                Recompute::Auto => NO_BUDGET,
+            }
+            .into();
+        };
+        match self.chosen.levels.recompute {
+            _ if !self.fits => "auto: not even recomputing all layers fits".into(),
+            0 => "auto: everything that backward needs fits".into(),
+            _ => format!("auto: the fewest that fit {}", bytes(budget)),
+        }
+    }
+
+    fn decoded(&self) -> String {
+        let chosen = self.chosen.levels;
+        let with = |decoded| Levels { decoded, ..chosen };
+        match self.p.inputs.recipe.memory.decoded {
+            _ if !self.p.packed() => "nothing is in 4 bits".into(),
+            recipe::Decoded::Panels | recipe::Decoded::Visit => "the recipe says so".into(),
+            recipe::Decoded::Auto if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
+            recipe::Decoded::Auto if chosen.recompute == 0 => {
+                "auto: no layer is computed again, so that no visit decodes twice".into()
+            }
+            recipe::Decoded::Auto if chosen.decoded == Decoded::Visit => {
+                format!("auto: decoding once a visit spares {}", self.spares(with(Decoded::Panels)))
+            }
+            recipe::Decoded::Auto
+                if self.size.weigh(self.open, with(Decoded::Visit)).work < self.chosen.work =>
+            {
+                "auto: a decoded layer does not fit beside the rest".into()
+            }
+            recipe::Decoded::Auto => "auto: holding a decoded layer takes longer than decoding again".into(),
+        }
+    }
+
+    fn head_rows(&self) -> String {
+        let (chosen, open) = (self.chosen.levels, self.open);
+        if !self.p.head_is_free() {
+            return "the usual: gradients are summed over chunks".into();
+        }
+        let usual = Levels { head: 0, ..chosen };
+        match (open.heads[chosen.head], open.heads[0]) {
+            _ if open.heads.len() == 1 => NO_BUDGET.into(),
+            (n, u) if n > u => format!("auto: more than usual spares {}", self.spares(usual)),
+            (n, u) if n < u => "auto: fewer than usual, to fit".into(),
+            _ => "auto: the usual".into(),
+        }
+    }
+
+    fn micro_rows(&self) -> String {
+        let r = self.p.inputs.recipe;
+        let mut why = match (r.run.micro_auto, self.too_large) {
+            (false, _) => return "the recipe says so".into(),
+            _ if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
+            (true, Some(n)) if self.fits => format!("auto: the fastest that fits; {n} rows do not"),
+            (true, Some(_)) => "auto: not even one row fits".to_string(),
+            (true, None) => {
+                format!("auto: the fastest of {:?}, with what each has to recompute", self.open.rows)
+            }
+        };
+        if r.router.aux_loss != 0.0 {
+            why += "; router.aux_loss is a mean over such micro-batches";
+        }
+        why
+    }
+}
