@@ -51,7 +51,7 @@ recompute = "none"
 
 /// A step of a model that is built; gives its seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
-    let plan = job.plan(Workload::of_data(&job.recipe, data, None));
+    let plan = job.plan(|recipe| Workload::of_data(recipe, data, None));
     let (decoder, params) = job.build(true, &|_| {})?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut step = 0;
@@ -62,8 +62,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             optimizer: &optimizer,
             device: &job.device,
             seed: 0,
-            micro_rows: 1,
-            recompute: plan.recompute,
+            choices: plan.choices,
             clip: job.recipe.run.clip,
             router: Default::default(),
         };
