@@ -105,7 +105,8 @@ fn main() -> anyhow::Result<()> {
     let data = dense.train_data()?;
     let (mut a, mut b) = (stepper(&dense, &data)?, stepper(&four_bit, &data)?);
     // the first of each warms up
-    (a()?, b()?);
+    a()?;
+    b()?;
     let pairs = (0..rounds).map(|_| Ok((a()?, b()?))).collect::<anyhow::Result<Vec<_>>>()?;
     println!("LoRA rank 16, 107 M parameters, 1 x {TOKENS} tokens, {} threads", rayon::current_num_threads());
     report(["dense f32 base, a step", "4-bit base, a step"], 1e3, &pairs);

@@ -96,7 +96,7 @@ pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Re
 }
 
 /// Seconds of one of many calls, the best of three rounds.
-fn seconds(device: &Device, mut f: impl FnMut() -> Result<()>) -> Result<f64> {
+fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) -> Result<f64> {
     const CALLS: u32 = 20;
     f()?;
     let mut best = f64::INFINITY;
@@ -119,8 +119,8 @@ pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
     let n = (dims.0 * dims.1) as f64;
     let w = blocks(dims, 64, Some(256), (DType::BF16, DType::BF16), device)?;
     let from = Tensor::zeros(dims, DType::BF16, device)?;
-    let copy = seconds(device, || Ok(drop(from.copy()?)))?;
-    let decode = seconds(device, || Ok(drop(w.decode()?)))?;
+    let copy = seconds(device, || from.copy())?;
+    let decode = seconds(device, || w.decode())?;
     drop(from);
     let (read, written) = (w.bytes() as f64, 2.0 * n);
     let share = (read + written) / decode / (4.0 * n / copy);
@@ -139,10 +139,10 @@ pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
             let x = randn(1, &[tokens, dims.1], DType::BF16, device)?;
             let dy = randn(2, &[tokens, dims.0], DType::BF16, device)?;
             let times = [
-                seconds(device, || Ok(drop(w.forward(&x)?)))?,
-                seconds(device, || Ok(drop(gemm::matmul(&x, false, &dense, true)?)))?,
-                seconds(device, || Ok(drop(w.backward(&dy, None)?)))?,
-                seconds(device, || Ok(drop(gemm::matmul(&dy, false, &dense, false)?)))?,
+                seconds(device, || w.forward(&x))?,
+                seconds(device, || gemm::matmul(&x, false, &dense, true))?,
+                seconds(device, || w.backward(&dy, None))?,
+                seconds(device, || gemm::matmul(&dy, false, &dense, false))?,
             ]
             .map(|s| s * 1e6);
             let [f, df, b, db] = times;

@@ -5,7 +5,7 @@
 //! product over the whole inner dimension, written where it belongs, and nothing is summed across panels. A few
 //! tokens need no panel: `rows.cu` multiplies from the codes.
 //!
-//! **None of this has run on a GPU.** `tests/cuda` runs the kernels' sources on the host, `examples/gpu_check.rs` is
+//! **None of this has run on a GPU.** `tests/cuda` runs the kernels' sources on the host, `examples/gpu_check` is
 //! what a machine with a GPU is to run.
 
 use super::panels::{self, FEW, Panel, ROWS, ROWS_THREADS, THREADS, name};

@@ -69,6 +69,8 @@ mod x86 {
 mod tests {
     use super::*;
 
+    type LookUp<'a> = &'a dyn Fn(&[u8], &[f32; 16], &mut [f32]) -> usize;
+
     #[test]
     fn every_code_in_every_place() {
         let values: [f32; 16] = std::array::from_fn(|i| (i as f32 - 7.3) / 8.7);
@@ -76,7 +78,7 @@ mod tests {
         let want: Vec<f32> =
             packed.iter().flat_map(|p| [values[(p >> 4) as usize], values[(p & 15) as usize]]).collect();
         for n in [0, 1, 7, 8, 15, 16, 17, 100, 1024] {
-            let check = |f: &dyn Fn(&[u8], &[f32; 16], &mut [f32]) -> usize, step: usize| {
+            let check = |f: LookUp<'_>, step: usize| {
                 let mut out = vec![f32::NAN; n];
                 let done = f(&packed, &values, &mut out);
                 assert!(step == 0 || done == n / step * step, "{done} of {n}");
