@@ -129,7 +129,7 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     w.ok(&["merge", "b/adapter", "--out", "tuned"]);
     for (name, said) in [
         (w.path("tuned").display().to_string(), "% of the 4-bit codes agree"),
-        (reference("llama3-rope/model"), "it has no such tensor of"),
+        (reference("qwen3-dense/model"), "it has no such tensor of"),
         ("/gone/model".to_string(), "cannot be had"),
         ("nobody/nothing".to_string(), "cannot be had"),
     ] {

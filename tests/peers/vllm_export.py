@@ -8,7 +8,7 @@ not run on a CPU: there the products of experts are done here, in PyTorch, on th
 vLLM has loaded, for the experts that vLLM's router chose. So of mixtures those kernels are NOT checked.
 
 Columns:
-  modules  linears of which vLLM has an adapter, after packing and stacking
+  modules  modules of vLLM that have an adapter, after its packing (q, k, v; gate, up) and stacking (experts)
   base     log-probabilities of the prompts without the adapter against `ft eval`: largest difference of a prompt's mean
   adapter  with it
   effect   how far the adapter moves them: not a bar to stay under, but to be over
@@ -133,15 +133,18 @@ def serve(model, cases):
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)
 
     def means(request):
-        outs = llm.generate([dict(prompt_token_ids=ids) for ids in PROMPTS], sampling, lora_request=request, use_tqdm=False)
+        # one by one: for several prompts at once its products for CPUs fail (einsum, subscript b)
+        outs = [llm.generate([dict(prompt_token_ids=ids)], sampling, lora_request=request, use_tqdm=False)[0] for ids in PROMPTS]
         # the entry of the prompt's own token
         return [sum(d[i].logprob for d, i in zip(o.prompt_logprobs[1:], ids[1:])) / (len(ids) - 1) for o, ids in zip(outs, PROMPTS)]
 
     def modules(runner):
-        manager = runner.lora_manager._adapter_manager
-        return sum(1 for m in manager.modules.values() if any(bool((getattr(m, n)[0] if isinstance(getattr(m, n), tuple) else getattr(m, n)).any())
-                   for n in ("lora_b_stacked", "w13_lora_b_stacked", "w2_lora_b_stacked")
-                   if hasattr(m, n) and isinstance(getattr(m, n), (tuple, torch.Tensor))))
+        count = 0
+        for m in runner.lora_manager._adapter_manager.modules.values():
+            stacks = (getattr(m, n, ()) for n in ("lora_b_stacked", "w13_lora_b_stacked", "w2_lora_b_stacked"))
+            count += any(bool(t.any()) for s in stacks for t in ([s] if isinstance(s, torch.Tensor) else s))
+        return count
+
     for i, (name, case) in enumerate(cases.items()):
         result = dict(name=name, base=means(None), adapter=means(LoRARequest(name, i + 1, case["folder"])))
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
