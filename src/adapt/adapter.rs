@@ -157,7 +157,7 @@ impl Adapter {
     pub fn replaces(&self, module: &str) -> bool {
         ["weight", "modules_to_save.weight"]
             .iter()
-            .any(|last| self.files.info(&format!("{PREFIX}{module}.{last}")).is_some())
+            .any(|last| self.held.shape(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
     /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.

@@ -6,8 +6,9 @@ use crate::adapt::adapter::Adapter;
 use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::{self, Choice, Selection, layout};
 use crate::hub::{self, Settings, Want};
-use crate::log::{bytes_bar, tell};
+use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
+use crate::model::modules::Group;
 use crate::recipe::Quantize;
 use crate::store;
 use crate::train::{self, compare::Side, logits_apart};
@@ -94,6 +95,14 @@ pub fn run(args: &Args) -> crate::Result<()> {
     };
     if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
         tell(&format!("its lora_dropout is 0: {} takes no other, and it matters in training only", args.to));
+    }
+    let routers =
+        selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
+    if target == Target::Vllm && routers && config.family.model_type != "mixtral" {
+        warn(
+            "vLLM 0.32 computes Qwen's routers without their adapters, and does not say so, unless experts are left \
+             out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
+        );
     }
     tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})"));
     super::print(&format!("{}\n", args.out.display()))

@@ -36,6 +36,9 @@ MIXTURE = {
     "some": '[[train]]\nmodules = ["experts"]\nlayers = "2-"\nexperts = [0, 3]\nrank = 2\nalpha = 6\n'
             '[[train]]\nmodules = ["k_proj"]\nrank = 4\nalpha = 4\nrslora = true\n',
 }
+# vLLM 0.32 wraps the experts of Qwen3-MoE in a way that leaves the adapters of their routers out, unless experts may have
+# none: `ft export` warns. So there they are checked with experts left out.
+WITHOUT_EXPERTS = {("qwen3_moe", "router"): ["gate", "qkv_proj", "v_proj"]}
 PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [200, 13, 13, 90, 41], [7, 99, 180, 255, 3, 61, 17, 140, 28]]
 
 
@@ -90,7 +93,8 @@ def make(ft, kind, work):
         call(ft, "run", recipe(text, data, out))
         adapter = os.path.join(out, "adapter")
         call(ft, "export", adapter, "--to", "vllm", "--out", export)
-        cases[name] = dict(folder=export, base=means(text), adapter=means(text, "--adapter", adapter))
+        cases[name] = dict(folder=export, targets=WITHOUT_EXPERTS.get((kind, name)), base=means(text),
+                           adapter=means(text, "--adapter", adapter))
     return model, cases
 
 
@@ -129,7 +133,8 @@ def serve(model, cases):
     from vllm.lora.request import LoRARequest
     experts_in_pytorch()
     llm = LLM(model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=8,
-              max_loras=1, max_model_len=64, max_num_seqs=4, enable_prefix_caching=False, seed=0)
+              max_loras=1, max_model_len=64, max_num_seqs=4, enable_prefix_caching=False, seed=0,
+              lora_target_modules=next(iter(cases.values()))["targets"])
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)
 
     def means(request):
@@ -160,14 +165,19 @@ def main():
     for kind in sys.argv[2:] or MODELS:
         work = tempfile.mkdtemp(prefix="ft-vllm-")
         model, cases = make(ft, kind, work)
-        p = subprocess.run([sys.executable, os.path.abspath(__file__), "--serve", model, json.dumps(cases)], capture_output=True, text=True)
-        got = {r["name"]: r for r in (json.loads(line[7:]) for line in p.stdout.splitlines() if line.startswith("RESULT "))}
+        got, errors = {}, ""
+        for special in (False, True):     # an engine each
+            some = {n: c for n, c in cases.items() if bool(c["targets"]) == special}
+            if some:
+                p = subprocess.run([sys.executable, os.path.abspath(__file__), "--serve", model, json.dumps(some)], capture_output=True, text=True)
+                got |= {r["name"]: r for r in (json.loads(line[7:]) for line in p.stdout.splitlines() if line.startswith("RESULT "))}
+                errors += p.stderr
         for name, want in cases.items():
             count += 1
             far = lambda a, b: max(abs(x - y) for x, y in zip(a, b))
             if name not in got:
                 failures += 1
-                print(f"{kind:<12}{name:<10}  FAILED: {(p.stderr.strip().splitlines() or ['no word'])[-1][:300]} [{work}]", flush=True)
+                print(f"{kind:<12}{name:<10}  FAILED: {(errors.strip().splitlines() or ['no word'])[-1][:300]} [{work}]", flush=True)
                 continue
             r = got[name]
             base, adapter, effect = far(r["base"], want["base"]), far(r["adapter"], want["adapter"]), far(want["adapter"], want["base"])
