@@ -98,9 +98,9 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     let routers =
         selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
-    if target == Target::Vllm && routers && config.family.model_type != "mixtral" {
+    if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
         warn(
-            "vLLM 0.32 computes Qwen's routers without their adapters, and does not say so, unless experts are left \
+            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are left \
              out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
         );
     }
