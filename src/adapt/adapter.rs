@@ -6,6 +6,7 @@ use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::modules::Module;
 use crate::model::{Config, Decoder};
+use crate::recipe::Quantize;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{HashMap, HashSet};
@@ -14,6 +15,10 @@ use std::path::{Path, PathBuf};
 /// How far a magnitude may be from the row norm, relative, to count as one that changes nothing.
 const NEUTRAL: f32 = 1e-4;
 
+/// Key, in the metadata of `adapter_model.safetensors`, of what the run made of its base (`model.quantize`):
+/// readers of adapters leave metadata alone, and warn of keys in `adapter_config.json` that they do not know.
+const BASE_QUANTIZE: &str = "ft.base_quantize";
+
 /// An adapter folder that was opened.
 #[derive(Debug)]
 pub struct Adapter {
@@ -21,7 +26,42 @@ pub struct Adapter {
     pub dir: PathBuf,
     /// Its config.
     pub config: PeftConfig,
-    files: TensorFiles,
+    held: Held,
+}
+
+/// Where an adapter's tensors are.
+#[derive(Debug)]
+enum Held {
+    File(TensorFiles),
+    /// Values by the keys that a file would have.
+    Memory(HashMap<String, Tensor>),
+}
+
+impl Held {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        match self {
+            Held::File(f) => Box::new(f.names()),
+            Held::Memory(m) => Box::new(m.keys().map(String::as_str)),
+        }
+    }
+
+    fn shape(&self, key: &str) -> Option<&[usize]> {
+        match self {
+            Held::File(f) => f.info(key).map(|i| i.shape.as_slice()),
+            Held::Memory(m) => m.get(key).map(|t| t.dims()),
+        }
+    }
+
+    /// f32 on the CPU.
+    fn tensor(&self, key: &str) -> crate::Result<Tensor> {
+        match self {
+            Held::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
+            Held::Memory(m) => match m.get(key) {
+                Some(t) => Ok(t.to_dtype(DType::F32)?),
+                None => Err(candle_core::Error::Msg(format!("{key} is not held")).into()),
+            },
+        }
+    }
 }
 
 impl Adapter {
@@ -29,7 +69,28 @@ impl Adapter {
     pub fn open(dir: &Path) -> crate::Result<Self> {
         let config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
-        Ok(Self { dir: dir.to_path_buf(), config, files })
+        Ok(Self { dir: dir.to_path_buf(), config, held: Held::File(files) })
+    }
+
+    /// An adapter of the same base with other values, by the names of trained tensors.
+    pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
+        let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
+        Self { dir: self.dir.clone(), config: self.config.clone(), held: Held::Memory(values) }
+    }
+
+    /// What the run that trained this adapter made of its base (`model.quantize`). Adapters of other programs do
+    /// not say, and of those a base in 4 bits is a checkpoint.
+    ///
+    /// # Errors
+    /// A word that is not known.
+    pub fn quantize(&self) -> Result<Quantize, Error> {
+        let Held::File(files) = &self.held else { return Ok(Quantize::None) };
+        let Some(word) = files.metadata().get(BASE_QUANTIZE) else { return Ok(Quantize::None) };
+        Quantize::from_word(word).ok_or_else(|| {
+            self.fail(format!(
+                "metadata {BASE_QUANTIZE}: {word:?} is not known\n  hint: a newer version of ft"
+            ))
+        })
     }
 
     fn fail(&self, why: String) -> Error {
@@ -61,11 +122,11 @@ impl Adapter {
         m: &Module,
         norms: &dyn Fn() -> candle_core::Result<Tensor>,
     ) -> crate::Result<()> {
-        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.files.info(k).is_some())
+        let Some(key) = Self::magnitude_keys(&m.name).into_iter().find(|k| self.held.shape(k).is_some())
         else {
             return Ok(());
         };
-        let held = self.files.tensor(&key, DType::F32, &Device::Cpu)?.flatten_all()?;
+        let held = self.held.tensor(&key)?.flatten_all()?;
         let norms = norms()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let neutral = held.dims() == norms.dims() && {
             let apart = ((held - &norms)?.abs()? / norms)?.max_all()?.to_scalar::<f32>()?;
@@ -80,14 +141,13 @@ impl Adapter {
 
     /// The key under which the adapter holds a trained tensor.
     fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
-        let Some((key, info)) =
-            Self::keys(t).into_iter().find_map(|k| self.files.info(&k).map(|i| (k.clone(), i)))
+        let Some((key, shape)) =
+            Self::keys(t).into_iter().find_map(|k| self.held.shape(&k).map(|s| (k.clone(), s)))
         else {
             return Ok(None);
         };
-        if info.shape != t.shape {
-            let why =
-                format!("{key}: {:?} in the adapter, {:?} by the recipe and the model", info.shape, t.shape);
+        if shape != t.shape {
+            let why = format!("{key}: {shape:?} in the adapter, {:?} by the recipe and the model", t.shape);
             return Err(self.fail(why));
         }
         Ok(Some(key))
@@ -97,14 +157,14 @@ impl Adapter {
     pub fn replaces(&self, module: &str) -> bool {
         ["weight", "modules_to_save.weight"]
             .iter()
-            .any(|last| self.files.info(&format!("{PREFIX}{module}.{last}")).is_some())
+            .any(|last| self.held.shape(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
     /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
     pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
         match self.find(t)? {
             None => Ok(None),
-            Some(key) => Ok(Some(self.files.tensor(&key, DType::F32, &Device::Cpu)?)),
+            Some(key) => Ok(Some(self.held.tensor(&key)?)),
         }
     }
 
@@ -145,7 +205,7 @@ impl Adapter {
             known.insert(format!("{PREFIX}lm_head.weight"));
         }
         let mut extra: Vec<&str> =
-            self.files.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
+            self.held.names().filter(|n| !known.contains(*n) && !n.contains(".base_layer.")).collect();
         extra.sort_unstable();
         if let Some(first) = extra.first() {
             return Err(self
@@ -174,7 +234,7 @@ impl Adapter {
     fn check_tied(&self, trained: &[Trained]) -> crate::Result<()> {
         let head = format!("{PREFIX}lm_head.weight");
         let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
-        if self.files.info(&head).is_none() {
+        if self.held.shape(&head).is_none() {
             return Ok(());
         }
         let Some(embedding) = self.get(t)? else {
@@ -184,7 +244,7 @@ impl Adapter {
             );
             return Err(self.fail(why).into());
         };
-        let head_values = self.files.tensor(&head, DType::F32, &Device::Cpu)?;
+        let head_values = self.held.tensor(&head)?;
         let same = head_values.dims() == embedding.dims()
             && (head_values - embedding)?.abs()?.max_all()?.to_scalar::<f32>()? == 0.0;
         if same {
@@ -196,7 +256,7 @@ impl Adapter {
 
     /// Compares `*.base_layer.*` tensors, which PEFT saves under a tied head's adapter, with the base's.
     pub fn check_base(&self, base: &TensorFiles, tied: bool) -> crate::Result<()> {
-        for name in self.files.names().filter(|n| n.contains(".base_layer.")) {
+        for name in self.held.names().filter(|n| n.contains(".base_layer.")) {
             let own = name.trim_start_matches(PREFIX).replace(".base_layer.", ".");
             let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
                 "model.embed_tokens.weight".to_string()
@@ -206,10 +266,7 @@ impl Adapter {
             if base.info(&own).is_none() {
                 return Err(self.fail(format!("{name}: the base has no {own}")).into());
             }
-            let (a, b) = (
-                self.files.tensor(name, DType::F32, &Device::Cpu)?,
-                base.tensor(&own, DType::F32, &Device::Cpu)?,
-            );
+            let (a, b) = (self.held.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
             let same = a.dims() == b.dims() && {
                 let worst = (a - b)?.abs()?.max_all()?.to_scalar::<f32>()?;
                 // one rounding to bf16 or f16 apart
@@ -225,7 +282,8 @@ impl Adapter {
     }
 }
 
-/// Writes `adapter/`: PEFT's config and tensors in f32. `base` and `revision` go into the config.
+/// Writes `adapter/`: PEFT's config and tensors in f32. `base` and `revision` go into the config; `quantize` is what
+/// the run made of the base.
 pub fn save(
     dir: &Path,
     selection: &Selection,
@@ -233,6 +291,7 @@ pub fn save(
     decoder: &Decoder,
     base: &str,
     revision: Option<&str>,
+    quantize: Quantize,
 ) -> crate::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
@@ -260,11 +319,17 @@ pub fn save(
         }
     }
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    store::write_file(&dir.join("adapter_model.safetensors"), &tensors, &[("format", "pt")])?;
+    store::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
     let json = peft::config_json(selection, base, revision);
     let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
     store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
     Ok(())
+}
+
+/// The metadata of an adapter's file: transformers wants the format, and [`Adapter::quantize`] finds the rest.
+pub fn metadata(quantize: Quantize) -> Vec<(&'static str, &'static str)> {
+    let base = (quantize != Quantize::None).then(|| (BASE_QUANTIZE, quantize.word()));
+    std::iter::once(("format", "pt")).chain(base).collect()
 }
 
 /// Modules with LoRA and without DoRA.

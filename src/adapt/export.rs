@@ -11,7 +11,7 @@
 //! config says 1.
 
 use super::Error;
-use super::adapter::Adapter;
+use super::adapter::{Adapter, metadata};
 use super::peft::{self, PREFIX};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::Config;
@@ -76,7 +76,11 @@ impl<'a> Export<'a> {
         };
         tensors.sort_by(|a, b| a.0.cmp(&b.0));
         std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, None, e))?;
-        store::write_file(&out.join("adapter_model.safetensors"), &tensors, &[("format", "pt")])?;
+        store::write_file(
+            &out.join("adapter_model.safetensors"),
+            &tensors,
+            &metadata(self.adapter.quantize()?),
+        )?;
         let text = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
         store::write_atomic(&out.join("adapter_config.json"), text.as_bytes())?;
         Ok(())

@@ -49,12 +49,16 @@ pub struct Merge<'a> {
     order: Vec<String>,
     sources: HashMap<String, Source>,
     unties: bool,
+    /// Whether the base's linears are made 4-bit, as `model.quantize` does it, before they are merged into.
+    quantize: bool,
     /// What the tensors merged so far lose, on a 4-bit base.
     cost: RefCell<MergeCost>,
 }
 
 impl<'a> Merge<'a> {
-    /// Checks that base and adapter fit. `dtype` is that of all merged tensors; by default each keeps the base's.
+    /// Checks that base and adapter fit. With `quantize` the adapter is merged into what the base's linears are once
+    /// they were NF4 (a 4-bit checkpoint always is merged into as decoded). `dtype` is that of all merged tensors; by
+    /// default each keeps the base's.
     ///
     /// # Errors
     /// Tensors of base or adapter that are missing, unexpected or of another shape; an adapter of another base.
@@ -63,6 +67,7 @@ impl<'a> Merge<'a> {
         files: &'a TensorFiles,
         adapter: &'a Adapter,
         selection: &Selection,
+        quantize: bool,
         dtype: Option<DType>,
     ) -> crate::Result<Self> {
         check_tensors(config, files)?;
@@ -74,7 +79,7 @@ impl<'a> Merge<'a> {
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
         let trained = trained.into_iter().map(|t| ((t.module.clone(), t.part), t)).collect();
         let (order, sources, cost) = (Vec::new(), HashMap::new(), RefCell::default());
-        let mut merge = Self { config, files, adapter, trained, order, sources, unties, cost };
+        let mut merge = Self { config, files, adapter, trained, order, sources, unties, quantize, cost };
         for (m, choice) in &selection.modules {
             if config.tied && !unties && m.group == Group::Head {
                 continue;
@@ -115,16 +120,6 @@ impl<'a> Merge<'a> {
         self.sources.get(TABLE).map_or(DType::F32, |s| s.dtype)
     }
 
-    /// The coarsest dtype of the merged model: what the distance from base and adapter comes from.
-    pub fn coarsest(&self) -> DType {
-        let digits = |d: &DType| match d {
-            DType::BF16 => 8,
-            DType::F16 => 11,
-            _ => 24,
-        };
-        self.sources.values().map(|s| s.dtype).min_by_key(digits).unwrap_or(DType::F32)
-    }
-
     /// Whether a tied model's head and embedding become two tensors.
     pub fn unties(&self) -> bool {
         self.unties
@@ -152,47 +147,73 @@ impl<'a> Merge<'a> {
         raw
     }
 
-    /// One tensor of the merged model, on the CPU. Memory beside it: its update.
+    /// One tensor of the merged model as it is written, on the CPU. Memory beside it: its update.
     ///
     /// # Errors
     /// Files that cannot be read any more.
     pub fn tensor(&self, name: &str) -> crate::Result<Tensor> {
-        let Some(s) = self.sources.get(name) else {
-            return Err(candle_core::Error::Msg(format!("{name} is not in the merged model")).into());
-        };
-        match &s.choice {
-            Choice::Full { .. } => {
-                let held = self.held(&s.module, s.part)?;
-                if s.part == Part::Weight && self.is_four_bit(s) {
-                    self.count(s, &held, &self.base(s, DType::F32)?)?;
-                }
-                Ok(held.to_dtype(s.dtype)?)
-            }
-            Choice::Lora { spec, .. } if s.part == Part::Weight => {
-                Ok(self.updated(s, peft::scale(spec))?.to_dtype(s.dtype)?)
-            }
-            _ => self.base(s, s.dtype),
+        let s = self.source(name)?;
+        let (value, before) = self.merged(s, s.dtype)?;
+        if let Some(before) = before {
+            let cost = MergeCost::of(&s.base, &value, &before)?;
+            self.cost.replace_with(|c| c.plus(cost));
+        }
+        Ok(value.to_dtype(s.dtype)?)
+    }
+
+    /// One tensor of the merged model before it is rounded to what is written, f32.
+    ///
+    /// # Errors
+    /// As [`Merge::tensor`].
+    pub fn wide(&self, name: &str) -> crate::Result<Tensor> {
+        Ok(self.merged(self.source(name)?, DType::F32)?.0.to_dtype(DType::F32)?)
+    }
+
+    fn source(&self, name: &str) -> crate::Result<&Source> {
+        match self.sources.get(name) {
+            Some(s) => Ok(s),
+            None => Err(candle_core::Error::Msg(format!("{name} is not in the merged model")).into()),
         }
     }
 
-    /// Whether the base has a tensor in 4 bits.
-    fn is_four_bit(&self, s: &Source) -> bool {
-        self.config.four_bit && quant::find(self.files, &s.base).is_some()
+    /// The merged value, f32 or (where nothing was added) `dtype`; and what it was, if it is a 4-bit one with an
+    /// update.
+    fn merged(&self, s: &Source, dtype: DType) -> crate::Result<(Tensor, Option<Tensor>)> {
+        match &s.choice {
+            Choice::Full { .. } => {
+                let before = self.four_bit(s).then(|| self.base(s, DType::F32)).transpose()?;
+                Ok((self.held(&s.module, s.part)?, before))
+            }
+            Choice::Lora { spec, .. } if s.part == Part::Weight => self.updated(s, peft::scale(spec)),
+            _ => {
+                // f64 is rounded twice on its way to 16 bits, each time that it is asked for
+                let f64 = self.files.info(&s.base).is_some_and(|i| i.dtype == Dtype::F64);
+                Ok((self.base(s, if f64 { DType::F32 } else { dtype })?, None))
+            }
+        }
     }
 
-    /// Adds what a merged tensor loses.
-    fn count(&self, s: &Source, merged: &Tensor, before: &Tensor) -> crate::Result<()> {
-        let cost = MergeCost::of(&s.base, merged, before)?;
-        self.cost.replace_with(|c| c.plus(cost));
-        Ok(())
+    /// Whether a tensor of the base is merged into as decoded from 4 bits: as the checkpoint has it, or made so.
+    fn four_bit(&self, s: &Source) -> bool {
+        s.part == Part::Weight
+            && match self.config.four_bit {
+                true => quant::find(self.files, &s.base).is_some(),
+                false => self.quantize && quant::takes(&s.module),
+            }
     }
 
     /// The base's tensor; decoded, where it is 4-bit.
     fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
         let cpu = &Device::Cpu;
         match s.module.weight_shape().as_slice() {
-            &[o, i] if self.is_four_bit(s) => {
-                let blocks = quant::read(self.files, &s.base, (o, i), DType::F32, &mut Books::new(cpu)?)?;
+            &[o, i] if self.four_bit(s) => {
+                let mut books = Books::new(cpu)?;
+                let blocks = match self.config.four_bit {
+                    true => quant::read(self.files, &s.base, (o, i), DType::F32, &mut books)?,
+                    false => {
+                        quant::from_files(self.files, &s.base)?.into_blocks(true, DType::F32, &mut books)?
+                    }
+                };
                 Ok(blocks.decode()?.to_dtype(dtype)?)
             }
             _ => Ok(self.files.tensor(&s.base, dtype, cpu)?),
@@ -201,7 +222,7 @@ impl<'a> Merge<'a> {
 
     /// Onto a 4-bit base: what the tensors merged so far lose in bf16, and in NF4.
     pub fn cost(&self) -> Option<MergeCost> {
-        self.config.four_bit.then(|| *self.cost.borrow())
+        (self.config.four_bit || self.quantize).then(|| *self.cost.borrow())
     }
 
     /// A tensor that the adapter holds.
@@ -218,15 +239,11 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// The base's weight with its low-rank update, f32.
-    fn updated(&self, s: &Source, scale: f64) -> crate::Result<Tensor> {
+    /// The base's weight with its low-rank update, f32; and without it, if it is 4-bit.
+    fn updated(&self, s: &Source, scale: f64) -> crate::Result<(Tensor, Option<Tensor>)> {
         let m = &s.module;
         let w = self.base(s, DType::F32)?;
-        let before = if self.config.four_bit && matches!(m.kind, Kind::Linear { .. }) {
-            Some(w.copy()?)
-        } else {
-            None
-        };
+        let before = self.four_bit(s).then(|| w.copy()).transpose()?;
         let (a, b) = (self.held(m, Part::A)?, self.held(m, Part::B)?);
         match m.kind {
             Kind::Embedding { .. } => matmul_acc(&w, &a, true, &b, true, scale)?,
@@ -239,9 +256,6 @@ impl<'a> Merge<'a> {
         } else {
             w
         };
-        if let Some(before) = before {
-            self.count(s, &merged, &before)?;
-        }
-        Ok(merged)
+        Ok((merged, before))
     }
 }

@@ -1,6 +1,6 @@
 //! `ft chat`: talks to a model with its chat template.
 
-use super::merge::base_of;
+use super::base::{base_of, quantized};
 use super::words;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::layout;
@@ -10,7 +10,7 @@ use crate::data::Tokenizer;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Decoder;
-use crate::recipe::{self, Device as DeviceName, Dtype};
+use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
 use crate::train::job;
 use crate::walk::generate::{self, Reader};
 use candle_core::Device;
@@ -54,6 +54,9 @@ pub struct Args {
     /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
+    /// What becomes of the base's linears; by default what the adapter's run made of them
+    #[arg(long, value_parser = words(Quantize::WORDS))]
+    quantize: Option<String>,
     /// A chat template to use instead of the model's own
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
@@ -199,13 +202,14 @@ fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Devic
             a.selection(&config)?
         }
     };
+    let quantize = quantized(args.quantize.as_deref(), adapter, &config)?;
     let bar = bytes_bar("loading", files.total_bytes());
     let (decoder, _) = Build {
         config: &config,
         selection: &selection,
         base: Base::Files(&files),
         adapter,
-        quantize: false,
+        quantize,
         dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
         device,
         seed: 0,

@@ -2,7 +2,7 @@
 
 use super::RecipeArgs;
 use crate::hub::Want;
-use crate::log::bytes_bar;
+use crate::log::{bytes_bar, warn};
 use crate::recipe::Recipe;
 use crate::train::{self, Job};
 use crate::walk::Choices;
@@ -35,6 +35,11 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
     job.check()?;
+    let (here, there) = (job.recipe.model.quantize, job.adapter.as_ref().map(|a| a.quantize()).transpose()?);
+    if let Some(there) = there.filter(|t| *t != here && !job.config.four_bit) {
+        let (here, there) = (here.word(), there.word());
+        warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
+    }
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();

@@ -1,21 +1,19 @@
 //! `ft export`: an adapter in the layout of another program.
 
+use super::base::{base_of, quantized};
+use super::words;
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
-use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Selection, layout};
 use crate::hub::{self, Settings, Want};
-use crate::log::{bytes_bar, tell};
-use crate::model::decoder::HostBatch;
-use crate::model::{Batch, Config, Decoder};
-use crate::store::{self, TensorFiles};
-use crate::train::{self, logits_apart};
-use crate::walk::Walk;
-use candle_core::{DType, Device, Tensor};
+use crate::log::{bytes_bar, tell, warn};
+use crate::model::Config;
+use crate::model::modules::Group;
+use crate::recipe::Quantize;
+use crate::store;
+use crate::train::{self, compare::Side, logits_apart};
 use serde_json::Map;
-use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Relative L2 distance of logits that counts as equal.
 const BAR: f64 = 1e-5;
@@ -36,6 +34,9 @@ pub struct Args {
     /// The base, a folder or a hub id, if it is not where the adapter's config says
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
+    /// What the comparison makes of the base; by default what the adapter's run did
+    #[arg(long, value_parser = words(Quantize::WORDS))]
+    quantize: Option<String>,
 }
 
 /// Writes the export, reads it back, compares its logits, and prints the folder.
@@ -51,91 +52,81 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     let settings = Settings::from_env();
     let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
-    let model = super::merge::base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
+    let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = Config::load(&model.dir, &Map::new())?;
     let selection = adapter.selection(&config)?;
-    let export = Export::new(&config, &adapter, &selection)?;
-    export.write(target, &args.out)?;
-
     let files = layout::open(&config, &model.dir)?;
+    let quantize = quantized(args.quantize.as_deref(), Some(&adapter), &config)?;
+    let side = Side { config: &config, files: &files, quantize };
+    side.fits(&selection, "comparing the export with the adapter")?;
     adapter.check_base(&files, config.tied)?;
-    let check = Check { config: &config, files: &files };
-    let before = check.logits(&selection, Some(&adapter), None)?;
-    let after = match target {
-        Target::PeftFused => {
-            let (selection, values) = read_fused(&config, &args.out)?;
-            check.logits(&selection, None, Some(&values))?
-        }
-        Target::Vllm => {
-            let written = Adapter::open(&args.out)?;
-            check.logits(&written.selection(&config)?, Some(&written), None)?
+    Export::new(&config, &adapter, &selection)?.write(target, &args.out)?;
+
+    // any tokens do, as long as they are many: experts that none of them chooses would go unseen
+    let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();
+    let logits = |selection: &Selection, adapter: &Adapter| {
+        let bar = bytes_bar("checking", files.total_bytes());
+        let logits = side.logits(selection, Some(adapter), &ids, &|n| bar.inc(n));
+        bar.finish_and_clear();
+        logits
+    };
+    let compare = || -> crate::Result<f64> {
+        let before = logits(&selection, &adapter)?;
+        let (read, written) = read_back(target, &config, &adapter, &args.out)?;
+        let apart = logits_apart(&logits(&read, &written)?, &before)?;
+        match apart <= BAR {
+            true => Ok(apart),
+            false => {
+                let path = args.out.display().to_string();
+                Err(train::Error::Readback { path, apart, bar: BAR }.into())
+            }
         }
     };
-    let apart = logits_apart(&after, &before)?;
-    if apart > BAR {
-        // nobody should find it and use it
-        for file in ["adapter_config.json", "adapter_model.safetensors"] {
-            let path = args.out.join(file);
-            std::fs::remove_file(&path).map_err(|e| store::Error::write("remove", &path, None, e))?;
+    let apart = match compare() {
+        Ok(apart) => apart,
+        Err(e) => {
+            // nobody should find it and use it
+            for file in ["adapter_config.json", "adapter_model.safetensors"] {
+                let path = args.out.join(file);
+                std::fs::remove_file(&path).map_err(|e| store::Error::write("remove", &path, None, e))?;
+            }
+            return Err(e);
         }
-        return Err(train::Error::Readback { path: args.out.display().to_string(), apart, bar: BAR }.into());
-    }
+    };
     if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
         tell(&format!("its lora_dropout is 0: {} takes no other, and it matters in training only", args.to));
+    }
+    let routers =
+        selection.modules.iter().any(|(m, c)| m.group == Group::Router && matches!(c, Choice::Lora { .. }));
+    if target == Target::Vllm && routers && config.family.model_type == "qwen3_moe" {
+        warn(
+            "vLLM 0.32 computes Qwen3-MoE's routers without their adapters, and does not say so, unless experts are left \
+             out of --lora-target-modules (then only experts without adapters are right)\n  hint: ft merge",
+        );
     }
     tell(&format!("read back, its logits are {apart:.1e} from those of the adapter (at most {BAR:.0e})"));
     super::print(&format!("{}\n", args.out.display()))
 }
 
-/// Base and adapter on the CPU in f32: exact, and there on every machine.
-struct Check<'a> {
-    config: &'a Config,
-    files: &'a TensorFiles,
-}
-
-impl Check<'_> {
-    /// Logits on a fixed row of tokens, with an adapter, or with values by the names of trained tensors.
-    fn logits(
-        &self,
-        selection: &Selection,
-        adapter: Option<&Adapter>,
-        values: Option<&HashMap<String, Tensor>>,
-    ) -> crate::Result<Tensor> {
-        let bar = bytes_bar("checking", self.files.total_bytes());
-        let (decoder, params) = Build {
-            config: self.config,
-            selection,
-            base: Base::Files(self.files),
-            adapter,
-            quantize: false,
-            dtype: DType::F32,
-            device: &Device::Cpu,
-            seed: 0,
-            allocate: Allocate::default(),
-            progress: &|n| bar.inc(n),
-        }
-        .run()?;
-        bar.finish_and_clear();
-        for (i, t) in params.tensors.iter().enumerate() {
-            match values.map(|v| v.get(&t.name)) {
-                None => {}
-                Some(Some(value)) => params.set(i, value)?,
-                Some(None) => {
-                    let why = format!("read back: {} is missing", t.name);
-                    return Err(adapt::Error::Peft { file: t.module.clone(), why }.into());
-                }
+/// The export as ft reads it, whole.
+fn read_back(
+    target: Target,
+    config: &Config,
+    adapter: &Adapter,
+    out: &Path,
+) -> crate::Result<(Selection, Adapter)> {
+    match target {
+        Target::PeftFused => {
+            let (selection, values) = read_fused(config, out)?;
+            if let Some(t) = selection.trained().iter().find(|t| !values.contains_key(&t.name)) {
+                let why = format!("read back: {} is missing", t.name);
+                return Err(adapt::Error::Peft { file: out.display().to_string(), why }.into());
             }
+            Ok((selection, adapter.with_values(values)))
         }
-        probe(self.config, &decoder)
+        Target::Vllm => {
+            let written = Adapter::open(out)?;
+            Ok((written.selection(config)?, written))
+        }
     }
-}
-
-fn probe(config: &Config, decoder: &Decoder) -> crate::Result<Tensor> {
-    // any tokens do, as long as they are many: experts that none of them chooses would go unseen
-    let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();
-    let positions: Vec<u32> = (0..PROBE).collect();
-    let docs = [PROBE as usize];
-    let host = HostBatch { ids: &ids, positions: &positions, docs: &docs, targets: &[] };
-    let batch = Batch::new(config, host, (0, 0), None, &Device::Cpu)?;
-    Ok(Walk::new(decoder, None, 0).logits(&batch)?)
 }

@@ -1,13 +1,14 @@
 //! `ft merge`: base and adapter as one model.
 
+use super::base::{base_of, original};
 use super::words;
-use crate::adapt::layout;
-use crate::adapt::{self, Adapter};
+use crate::adapt::{Adapter, layout};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
-use crate::recipe::Dtype;
-use crate::store;
-use crate::train::{job, merge::Merging, output::COMPANIONS};
+use crate::model::Config;
+use crate::recipe::{Dtype, Quantize};
+use crate::store::{self, TensorFiles};
+use crate::train::{compare::Side, job, merge::Merged, merge::Merging, output::COMPANIONS};
 use candle_core::Device;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
@@ -23,12 +24,35 @@ pub struct Args {
     /// The base, a folder or a hub id, if it is not where the adapter's config says
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
+    /// Where the adapter was trained on a 4-bit base: merge into its original weights, or into those decoded from 4
+    /// bits
+    #[arg(long, default_value = "original", value_parser = ["original", "4bit"])]
+    onto: String,
     /// Dtype of the merged weights; the base's by default
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
     /// Replace the model that is in --out
     #[arg(long)]
     overwrite: bool,
+}
+
+/// A model that is there: its folder, config and weights.
+struct Found {
+    model: ModelDir,
+    config: Config,
+    files: TensorFiles,
+}
+
+impl Found {
+    fn open(model: ModelDir) -> crate::Result<Self> {
+        let config = job::config(&model.dir, &Map::new())?;
+        let files = layout::open(&config, &model.dir)?;
+        Ok(Self { model, config, files })
+    }
+
+    fn side(&self, quantize: bool) -> Side<'_> {
+        Side { config: &self.config, files: &self.files, quantize }
+    }
 }
 
 /// Merges, compares, and prints the folder.
@@ -39,72 +63,98 @@ pub struct Args {
 pub fn run(args: &Args) -> crate::Result<()> {
     let settings = Settings::from_env();
     let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
-    let base = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
-    let config = job::config(&base.dir, &Map::new())?;
-    let selection = adapter.selection(&config)?;
-    let files = layout::open(&config, &base.dir)?;
+    let base = Found::open(base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?)?;
+    let made_4bit = adapter.quantize()? == Quantize::Nf4 && !base.config.four_bit;
+    let named = if args.base.is_some() { "--base" } else { "adapter_config.json" };
+    let what = &base.model.source;
+    // what is merged onto, whether it becomes 4-bit first, and what was trained on if that is something else
+    let source;
+    let (onto, quantize, trained) = match (args.onto.as_str(), base.config.four_bit) {
+        ("4bit", four_bit) => {
+            tell(&match four_bit {
+                true => format!("merging into the weights of {what} ({named}), decoded from 4 bits"),
+                false => format!("merging into the weights of {what} ({named}) as they are in NF4"),
+            });
+            (&base, !four_bit, None)
+        }
+        (_, false) if made_4bit => {
+            tell(&format!(
+                "merging into the original weights of {what} ({named}), which were NF4 in training"
+            ));
+            (&base, false, Some(base.side(true)))
+        }
+        (_, false) => (&base, false, None),
+        (_, true) => match original(&settings, &base.model, &base.config)? {
+            Some(model) => {
+                tell(&format!(
+                    "merging into the weights of {}, of which {what} ({named}) says that it was made, and whose \
+                     4-bit codes it has",
+                    model.source
+                ));
+                source = Found::open(model)?;
+                (&source, false, Some(base.side(false)))
+            }
+            None => {
+                warn(&format!(
+                    "{what} ({named}) is 4-bit and does not say what it was made from: merging into its decoded \
+                     weights\n  hint: --base MODEL merges into the original's"
+                ));
+                (&base, false, None)
+            }
+        },
+    };
+    let selection = adapter.selection(&onto.config)?;
+    let side = onto.side(quantize);
+    side.fits(&selection, "comparing the merged model")?;
     let out = &args.out;
-    make_room(out, &[&base.dir, &adapter.dir], args.overwrite)?;
+    make_room(out, &[&onto.model.dir, &base.model.dir, &adapter.dir], args.overwrite)?;
 
     let dtype = args.dtype.as_deref().and_then(Dtype::from_word);
     let dtype = dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
-    let bar = bytes_bar("merging", files.total_bytes());
+    let bar = bytes_bar("merging", onto.files.total_bytes());
     let merging =
-        Merging { base: &base.dir, config: &config, files: &files, adapter: &adapter, selection: &selection };
+        Merging { dir: &onto.model.dir, base: side, adapter: &adapter, selection: &selection, trained };
     let merged = merging.write(out, dtype, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    if merged.untied {
+    report(&merged);
+    super::print(&format!("{}\n", out.display()))
+}
+
+/// What was measured.
+fn report(m: &Merged) {
+    if m.untied {
         tell(
             "head and embedding are two tensors now: the adapter moves one of them (tie_word_embeddings = false)",
         );
     }
     tell(&format!(
-        "logits of the merged model are {:.1e} from those of base and adapter (at most {:.0e}); the adapter moves them by {:.1e}",
-        merged.apart, merged.bar, merged.effect
+        "logits of the merged weights in f32 are {:.1e} from those of base and adapter (at most {:.0e}); the adapter \
+         moves them by {:.1e}",
+        m.exact, m.bar, m.effect
     ));
-    if let Some(cost) = merged.cost {
+    if m.rounding > 0.0 {
         tell(&format!(
-            "the base is 4-bit: rounding the merged weights to bf16 errs by {:.1}% of the update, quantizing them again by {:.0}%",
-            100.0 * cost.bf16_of_update(),
-            100.0 * cost.nf4_of_update()
+            "rounded to what is written, weights are {:.1e} off, each to the bit, and logits {:.1e}",
+            m.rounding, m.apart
         ));
     }
-    if merged.effect > 0.0 && merged.apart > 0.3 * merged.effect {
+    if let Some(trained) = m.trained {
+        tell(&format!(
+            "logits are {trained:.1e} from those of the 4-bit base with the adapter, as it was trained"
+        ));
+    }
+    if let Some(cost) = m.cost {
+        tell(&format!(
+            "the base is 4-bit: rounding the merged weights to bf16 errs by {:.1}% of the update, quantizing them \
+             again by {:.0}%{}",
+            100.0 * cost.bf16_of_update(),
+            100.0 * cost.nf4_of_update(),
+            m.again.map_or(String::new(), |a| format!(" (logits {a:.1e} off)"))
+        ));
+    }
+    if m.effect > 0.0 && m.apart > 0.3 * m.effect {
         warn("rounding takes a good part of what the adapter changes; --dtype f32 keeps it");
     }
-    super::print(&format!("{}\n", out.display()))
-}
-
-/// The base that an adapter was trained on, or the one that was named.
-///
-/// # Errors
-/// A base that cannot be found.
-pub(super) fn base_of(
-    settings: &Settings,
-    adapter: &Adapter,
-    named: Option<&str>,
-    want: Want,
-) -> crate::Result<ModelDir> {
-    let (source, revision) = match (named, adapter.config.base()) {
-        (Some(base), _) => (base, None),
-        (None, Some(base)) => base,
-        (None, None) => {
-            let why = "base_model_name_or_path: names no base\n  hint: --base MODEL".to_string();
-            return Err(adapt::Error::Peft { file: adapter.config.file.clone(), why }.into());
-        }
-    };
-    let found = hub::fetch_model_with(settings, source, revision.unwrap_or("main"), want, true);
-    let model = found.map_err(|e| match (named, e) {
-        (None, e @ hub::Error::Missing { .. }) => {
-            let why = format!(
-                "base_model_name_or_path: {e}\n  hint: --base MODEL, or run it where that path leads to it"
-            );
-            adapt::Error::Peft { file: adapter.config.file.clone(), why }.into()
-        }
-        (_, e) => crate::Error::from(e),
-    })?;
-    model.notes.iter().for_each(|n| warn(n));
-    Ok(model)
 }
 
 /// Makes sure that a folder can take a model: new, empty, or with a model that may be replaced.

@@ -1,5 +1,6 @@
 //! The command line: one file a verb.
 
+mod base;
 pub mod bench;
 pub mod chat;
 pub mod check;

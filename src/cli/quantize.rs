@@ -1,5 +1,6 @@
 //! `ft quantize`
 
+use super::base::MADE_FROM;
 use crate::hub::{self, Want};
 use crate::model::Config;
 use crate::train::quantize;
@@ -24,7 +25,13 @@ pub struct Args {
 /// Writes the checkpoint, and says on stdout where it is.
 pub fn run(args: &Args) -> crate::Result<()> {
     let model = hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
-    let config = Config::load(&model.dir, &serde_json::Map::new())?;
+    let mut config = Config::load(&model.dir, &serde_json::Map::new())?;
+    // so that `ft merge` finds the original weights of an adapter's base
+    let source = match model.revision {
+        Some(_) => model.source.clone(),
+        None => model.dir.canonicalize().unwrap_or_else(|_| model.dir.clone()).display().to_string(),
+    };
+    config.raw.insert(MADE_FROM.into(), source.into());
     let r = quantize::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
     eprintln!(
         "{} linears of {:.1} M values in NF4, {:.3} bits a value; {:.2} GB of weights",

@@ -490,7 +490,11 @@ impl<'a> Keys<'a> {
 
     fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
         let Some(x) = &family.experts else { return Ok(None) };
-        let experts = self.size(x.count_key)?;
+        // transformers from 5.19 on has one name for all families
+        let experts = match (self.count(x.count_key)?, self.count("num_local_experts")?) {
+            (None, Some(_)) => self.size("num_local_experts")?,
+            _ => self.size(x.count_key)?,
+        };
         let top_k = self.count("num_experts_per_tok")?.unwrap_or(x.default_top_k);
         if top_k == 0 || top_k > experts {
             return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));

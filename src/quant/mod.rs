@@ -5,10 +5,12 @@
 //! | `code` | the tables: NF4, FP4, and the 8-bit map of double quantization |
 //! | `encode` | values to codes and scales (NF4) |
 //! | `state` | the tensors of a quantized weight in a checkpoint: checked and read, named and written |
+//! | `agree` | whether codes were made from given weights |
 //! | `source` | a tensor of a checkpoint to 4-bit, in pieces and in parallel: never whole in memory |
 //!
 //! Decoding, and products with 4-bit matrices, are in [`crate::kernel::blocks`].
 
+mod agree;
 mod code;
 mod encode;
 mod source;
@@ -17,6 +19,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+pub use agree::agreement;
 pub use code::{Books, Type};
 pub use encode::{BLOCK, Encoded, Nested};
 pub use source::{from_files, scales};

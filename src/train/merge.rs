@@ -1,62 +1,75 @@
 //! A merged model on disk, compared with base and adapter before success is told.
+//!
+//! Two things could be wrong with it, and each has its own check. The arithmetic: the merged weights, before they are
+//! rounded, must give the logits of base and adapter but for the order of sums in f32. And the file: every weight in
+//! it must be that value rounded once to its dtype, to the bit. What rounding then does to the logits has no bar (it
+//! is what the dtype costs): it is measured and told.
 
 use super::Error;
+use super::compare::Side;
 use super::output::{logits_apart, write_folder};
-use crate::adapt::Selection;
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build};
 use crate::adapt::merge::Merge;
 use crate::adapt::merge_cost::MergeCost;
-use crate::adapt::params::Allocate;
+use crate::adapt::{Selection, layout};
 use crate::model::Config;
+use crate::model::decoder::{Decoder, Weights};
+use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::{Lora, Weight};
+use crate::model::modules::Module;
+use crate::model::sink::Slot;
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Map;
 use std::path::Path;
 
 /// Tokens of the text on which the models are compared.
 const PROBE: usize = 32;
+/// Rows of a tensor that are compared at a time hold about so many values.
+const PIECE: usize = 1 << 22;
 
 /// A base with an adapter to merge into it.
 pub struct Merging<'a> {
     /// The base's folder.
-    pub base: &'a Path,
-    /// Its config.
-    pub config: &'a Config,
-    /// Its weights.
-    pub files: &'a TensorFiles,
+    pub dir: &'a Path,
+    /// The base: with `quantize`, what it is in NF4.
+    pub base: Side<'a>,
     /// The adapter.
     pub adapter: &'a Adapter,
     /// What the adapter holds.
     pub selection: &'a Selection,
+    /// The base that the adapter was trained on, where that is another than is merged onto: the same in 4 bits.
+    pub trained: Option<Side<'a>>,
 }
 
-/// What a merge gave.
+/// What a merge gave. Distances are of logits and relative, but where it says otherwise.
 #[derive(Clone, Copy, Debug)]
 pub struct Merged {
-    /// Distance of the merged model's logits from those of base and adapter, relative.
-    pub apart: f64,
-    /// What rounding explains.
+    /// Of the merged weights in f32 from base and adapter: the order of sums.
+    pub exact: f64,
+    /// What `exact` may be.
     pub bar: f64,
-    /// Distance of the base's logits from those of base and adapter.
+    /// Of the weights that were written from those in f32 (relative L2, over all of them).
+    pub rounding: f64,
+    /// Of the model that was written from base and adapter.
+    pub apart: f64,
+    /// Of the base alone from base and adapter.
     pub effect: f64,
     /// Whether head and embedding became two tensors.
     pub untied: bool,
     /// Onto a 4-bit base, what the merged weights lose in bf16 and if they are quantized again.
     pub cost: Option<MergeCost>,
+    /// Onto a 4-bit base, of the model that was written, quantized again, from base and adapter.
+    pub again: Option<f64>,
+    /// Of the model that was written from what was trained, where that had another base.
+    pub trained: Option<f64>,
 }
 
-/// Distance of logits that rounding of the weights to a dtype explains, relative.
-///
-/// A weight in bf16 is off by 1e-3 (root mean square of 2^-9 / sqrt 3), and some hundred of them stand behind one
-/// another in a deep model, so that a few percent are possible; f16 has three more bits.
-fn bar(dtype: DType) -> (f64, &'static str) {
-    match dtype {
-        DType::BF16 => (5e-2, "bf16"),
-        DType::F16 => (6e-3, "f16"),
-        _ => (1e-5, "f32"),
-    }
+/// How far the logits of two models that differ in the order of sums may be, relative: 1e-5 for a few layers, and
+/// more for many, through which differences grow.
+fn bar(layers: usize) -> f64 {
+    1e-5 * (layers as f64 / 8.0).max(1.0)
 }
 
 impl Merging<'_> {
@@ -64,55 +77,117 @@ impl Merging<'_> {
     /// At no time more than one layer is in memory. `progress` hears the bytes of each tensor that is written.
     ///
     /// # Errors
-    /// An adapter that does not fit; a disk that is full; [`Error::Merged`].
+    /// An adapter that does not fit; a disk that is full; [`Error::Merged`], [`Error::Unequal`].
     pub fn write(&self, out: &Path, dtype: Option<DType>, progress: &dyn Fn(u64)) -> crate::Result<Merged> {
-        let merge = Merge::new(self.config, self.files, self.adapter, self.selection, dtype)?;
+        let Self { base, adapter, selection, .. } = self;
+        let merge = Merge::new(base.config, base.files, adapter, selection, base.quantize, dtype)?;
         let mut get = |name: &str| {
             let tensor = merge.tensor(name)?;
             progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
             Ok(tensor)
         };
-        write_folder(self.base, out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        write_folder(self.dir, out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
 
         let stream = Stream::new(0, Purpose::Sample, 0, 0);
-        let ids: Vec<u32> = (0..PROBE as u64).map(|i| stream.word(i) % self.config.vocab as u32).collect();
-        let frozen = Selection::frozen(self.config);
-        let want = logits(self.config, self.selection, self.files, Some(self.adapter), &ids)?;
-        let base = logits(self.config, &frozen, self.files, None, &ids)?;
+        let vocab = base.config.vocab as u32;
+        let ids: Vec<u32> = (0..PROBE as u64).map(|i| stream.word(i) % vocab).collect();
+        let frozen = Selection::frozen(base.config);
+        let want = base.logits(selection, Some(adapter), &ids, &|_| {})?;
+        let effect = logits_apart(&base.logits(&frozen, None, &ids, &|_| {})?, &want)?;
+
         let config = Config::load(out, &Map::new())?;
-        let files = TensorFiles::open_model(out)?;
-        let got = logits(&config, &Selection::frozen(&config), &files, None, &ids)?;
-        let (bar, dtype) = bar(merge.coarsest());
-        let apart = logits_apart(&got, &want)?;
-        if apart > bar {
-            return Err(Error::Merged { path: out.display().to_string(), apart, bar, dtype }.into());
+        let files = layout::open(&config, out)?;
+        let mut exact = Exact { merge: &merge, out, written: &files, error: 0.0, norm: 0.0 };
+        let got = Decoder::logits_by_layer(&config, &mut exact, &ids, &Device::Cpu)?;
+        let rounding = (exact.error / exact.norm).sqrt();
+        let (exact, bar) = (logits_apart(&got, &want)?, bar(config.layers));
+        if exact > bar {
+            return Err(Error::Merged { path: out.display().to_string(), apart: exact, bar }.into());
         }
-        let effect = logits_apart(&base, &want)?;
-        Ok(Merged { apart, bar, effect, untied: merge.unties(), cost: merge.cost() })
+        let side = Side { config: &config, files: &files, quantize: false };
+        let frozen = Selection::frozen(&config);
+        // without rounding the two are one model
+        let got = if rounding > 0.0 { side.logits(&frozen, None, &ids, &|_| {})? } else { got };
+        let again = match base.four_bit() {
+            true => {
+                let again = Side { quantize: true, ..side }.logits(&frozen, None, &ids, &|_| {})?;
+                Some(logits_apart(&again, &want)?)
+            }
+            false => None,
+        };
+        let trained = match &self.trained {
+            Some(t) => {
+                let trained = t.logits(&adapter.selection(t.config)?, Some(adapter), &ids, &|_| {})?;
+                Some(logits_apart(&got, &trained)?)
+            }
+            None => None,
+        };
+        let (apart, untied, cost) = (logits_apart(&got, &want)?, merge.unties(), merge.cost());
+        Ok(Merged { exact, bar, rounding, apart, effect, untied, cost, again, trained })
     }
 }
 
-/// Logits in f32 on the CPU, where rounding is smallest.
-fn logits(
-    config: &Config,
-    selection: &Selection,
-    files: &TensorFiles,
-    adapter: Option<&Adapter>,
-    ids: &[u32],
-) -> crate::Result<candle_core::Tensor> {
-    let (base, device, dtype) = (Base::Files(files), &Device::Cpu, DType::F32);
-    let quantize = false;
-    Build {
-        config,
-        selection,
-        base,
-        adapter,
-        quantize,
-        dtype,
-        device,
-        seed: 0,
-        allocate: Allocate::default(),
-        progress: &|_| {},
+/// The merged weights in f32, each held against what was written of it.
+struct Exact<'a> {
+    merge: &'a Merge<'a>,
+    out: &'a Path,
+    written: &'a TensorFiles,
+    /// Square of the distance of what was written, and of the norm.
+    error: f64,
+    norm: f64,
+}
+
+impl Exact<'_> {
+    fn get(&mut self, m: &Module, part: &str) -> crate::Result<Tensor> {
+        let name = format!("{}.{part}", m.name);
+        let wide = self.merge.wide(&name)?;
+        let (rows, row) = (wide.dim(0)?, wide.elem_count() / wide.dim(0)?.max(1));
+        let step = (PIECE / row.max(1)).max(1);
+        for first in (0..rows).step_by(step) {
+            let n = step.min(rows - first);
+            let piece = wide.narrow(0, first, n)?;
+            let (rounded, written) = self.rounded(&name, &piece, first)?;
+            if rounded.to_vec1::<f32>()? != written.to_vec1::<f32>()? {
+                let (path, name) = (self.out.display().to_string(), name);
+                return Err(Error::Unequal { path, name }.into());
+            }
+            let square = |t: Tensor| t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
+            let piece = piece.flatten_all()?;
+            self.error += square((written - &piece)?)?;
+            self.norm += square(piece)?;
+        }
+        Ok(wide)
     }
-    .logits(ids)
+
+    /// Some rows rounded as the file's dtype rounds, and those in the file; both in f32 in a row.
+    fn rounded(&self, name: &str, piece: &Tensor, first: usize) -> crate::Result<(Tensor, Tensor)> {
+        let n = piece.dim(0)?;
+        let dtype = match self.written.get(name)?.dtype {
+            safetensors::Dtype::BF16 => DType::BF16,
+            safetensors::Dtype::F16 => DType::F16,
+            _ => DType::F32,
+        };
+        let bytes = self.written.read_rows(name, first..first + n)?;
+        let written = Tensor::from_raw_buffer(&bytes, dtype, &[piece.elem_count()], &Device::Cpu)?;
+        let rounded = piece.flatten_all()?.to_dtype(dtype)?;
+        Ok((rounded.to_dtype(DType::F32)?, written.to_dtype(DType::F32)?))
+    }
+}
+
+impl Weights for Exact<'_> {
+    fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
+        Ok((self.get(m, "weight")?, None))
+    }
+
+    fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
+        Ok((self.get(m, "bias")?, None))
+    }
+
+    fn lora(&mut self, _: &Module, _: &Weight) -> crate::Result<Option<Lora>> {
+        Ok(None)
+    }
+
+    fn embedding_lora(&mut self, _: &Module) -> crate::Result<Option<EmbeddingLora>> {
+        Ok(None)
+    }
 }

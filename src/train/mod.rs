@@ -1,6 +1,7 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
 pub mod bench;
+pub mod compare;
 mod guard;
 mod identity;
 pub mod job;
@@ -89,19 +90,27 @@ pub enum Error {
         /// What is allowed.
         bar: f64,
     },
-    /// A merged model does not compute what base and adapter do.
+    /// Merged weights do not compute what base and adapter do.
     #[error(
-        "{path}: the merged model gives other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by {dtype}\n  hint: do not use what is in that folder; --dtype f32 rounds less"
+        "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by f32\n  hint: do not use what is in that folder; this is a bug in ft: please report it"
     )]
     Merged {
         /// Folder that was written.
         path: String,
         /// Relative L2 distance.
         apart: f64,
-        /// What rounding explains.
+        /// What the order of sums explains.
         bar: f64,
-        /// The dtype that was written.
-        dtype: &'static str,
+    },
+    /// A weight on disk is not the merged one.
+    #[error(
+        "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  hint: do not use what is in that folder; look at the disk, and merge again"
+    )]
+    Unequal {
+        /// Folder that was written.
+        path: String,
+        /// The tensor.
+        name: String,
     },
     /// An evaluation that gives no number.
     #[error(
@@ -129,7 +138,10 @@ impl Error {
             Error::Device(_) | Error::Usage(_) | Error::Exists { .. } | Error::Changed { .. } => {
                 ExitCode::Usage
             }
-            Error::Checkpoint { .. } | Error::Readback { .. } | Error::Merged { .. } => ExitCode::Storage,
+            Error::Checkpoint { .. }
+            | Error::Readback { .. }
+            | Error::Merged { .. }
+            | Error::Unequal { .. } => ExitCode::Storage,
             Error::NonFinite { .. } | Error::Evaluation => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,
             Error::Signal { code, .. } => *code,

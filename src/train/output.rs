@@ -9,6 +9,7 @@ use crate::adapt::{self, Params, Selection, peft};
 use crate::data::Micro;
 use crate::model::modules::{Group, modules};
 use crate::model::{Config, Decoder};
+use crate::recipe::Quantize;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
@@ -79,7 +80,9 @@ pub fn write(
     } else {
         let out = dir.join("adapter");
         let revision = job.model.revision.as_deref();
-        adapter::save(&out, &job.selection, params, decoder, &job.model.source, revision)?;
+        // a checkpoint that is 4-bit by itself is named by the adapter's config
+        let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
+        adapter::save(&out, &job.selection, params, decoder, &job.model.source, revision, quantize)?;
         let read = Adapter::open(&out)?;
         same_choices(&out, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
         for (i, t) in params.tensors.iter().enumerate() {

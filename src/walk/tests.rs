@@ -407,11 +407,17 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
         if !path.exists() {
             continue;
         }
-        let raw = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
-        let five = Config::parse("config.json", raw)?;
+        let mut raw: Map<String, serde_json::Value> = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
         let strip = |c: &Config| format!("{:?}", Config { raw: Map::new(), unknown: vec![], ..c.clone() });
-        assert_eq!(strip(&five), strip(&c.config), "{}", c.name());
-        assert!(five.unknown.is_empty(), "{:?}", five.unknown);
+        // as 5.17 writes it, and as 5.19 does
+        for _ in 0..2 {
+            let five = Config::parse("config.json", raw.clone())?;
+            assert_eq!(strip(&five), strip(&c.config), "{}", c.name());
+            assert!(five.unknown.is_empty(), "{:?}", five.unknown);
+            if let Some(experts) = raw.remove("num_experts") {
+                raw.insert("num_local_experts".into(), experts);
+            }
+        }
         compared += 1;
     }
     assert!(compared >= 10, "only {compared} configs");

@@ -4,6 +4,7 @@
 mod adapters;
 mod broken;
 mod four_bit;
+mod four_bit_verbs;
 mod plan;
 mod report;
 mod resume;

@@ -4,7 +4,7 @@ use super::world::{World, repository};
 use std::process::{Command, Stdio};
 
 /// The quickstart's model and data, by whole paths.
-fn quickstart(w: &World) -> String {
+pub fn quickstart(w: &World) -> String {
     let text = std::fs::read_to_string(repository().join("recipes/quickstart.toml")).expect("a recipe");
     w.write("q.toml", text.replace("\"data/", &format!("\"{}/data/", repository().display())));
     repository().join("data/model").display().to_string()

@@ -1,0 +1,133 @@
+//! Logits of models that need not fit: in f32 on the CPU, where rounding is smallest, with one layer in memory at a
+//! time.
+
+use crate::adapt::build::{Base, Build};
+use crate::adapt::params::Allocate;
+use crate::adapt::{Adapter, Selection};
+use crate::log::memory;
+use crate::model::Config;
+use crate::model::modules::modules;
+use crate::plan;
+use crate::quant;
+use crate::store::TensorFiles;
+use candle_core::{DType, Device, Tensor};
+use std::collections::HashMap;
+
+/// A base as something computes with it.
+#[derive(Clone, Copy)]
+pub struct Side<'a> {
+    /// Its config.
+    pub config: &'a Config,
+    /// Its weights.
+    pub files: &'a TensorFiles,
+    /// Whether its linears become NF4 while they are read (a 4-bit checkpoint stays as it is).
+    pub quantize: bool,
+}
+
+impl Side<'_> {
+    /// Whether its linears are 4-bit.
+    pub fn four_bit(&self) -> bool {
+        self.quantize || self.config.four_bit
+    }
+
+    /// Logits of a few tokens [t, v] in f32, of the base or of base and adapter. `progress` hears the bytes that are
+    /// read.
+    ///
+    /// # Errors
+    /// Tensors that do not fit; an adapter that does not.
+    pub fn logits(
+        &self,
+        selection: &Selection,
+        adapter: Option<&Adapter>,
+        ids: &[u32],
+        progress: &dyn Fn(u64),
+    ) -> crate::Result<Tensor> {
+        Build {
+            config: self.config,
+            selection,
+            base: Base::Files(self.files),
+            adapter,
+            quantize: self.quantize,
+            dtype: DType::F32,
+            device: &Device::Cpu,
+            seed: 0,
+            allocate: Allocate::default(),
+            progress,
+        }
+        .logits(ids)
+    }
+
+    /// Bytes that [`Side::logits`] takes: the largest layer (or table), and the whole adapter.
+    pub fn bytes(&self, selection: &Selection) -> u64 {
+        let mut units: HashMap<String, u64> = HashMap::new();
+        for m in modules(self.config) {
+            let n = m.weight_shape().iter().product::<usize>() as u64;
+            let dense = !self.four_bit() || !quant::takes(&m);
+            // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
+            let bytes = if dense { 4 * n } else { n.div_ceil(2) + n.div_ceil(16) };
+            let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
+            *units.entry(unit).or_default() += bytes + 4 * m.bias().unwrap_or(0) as u64;
+        }
+        let adapter: u64 = selection.trained().iter().map(|t| 4 * t.elements() as u64).sum();
+        adapter + units.into_values().max().unwrap_or(0)
+    }
+
+    /// Refuses a comparison that this machine has no memory for, before anything is allocated. `what` says what
+    /// needs it.
+    ///
+    /// # Errors
+    /// [`plan::Error::DoesNotFit`].
+    pub fn fits(&self, selection: &Selection, what: &str) -> crate::Result<()> {
+        within(self.bytes(selection), memory::available_bytes(), what)
+    }
+}
+
+fn within(needed: u64, free: Option<u64>, what: &str) -> crate::Result<()> {
+    let Some(free) = free.filter(|free| needed > *free) else { return Ok(()) };
+    let (needed, free) = (plan::report::bytes(needed), plan::report::bytes(free));
+    let why = format!(
+        "{what} takes {needed} of host memory, and {free} are free: it is done on the CPU in f32, a layer at a time\n  \
+         hint: end other programs, or do it on a machine that has more"
+    );
+    Err(plan::Error::DoesNotFit(why).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ExitCode;
+
+    #[test]
+    fn too_little_memory_is_told_before_it_is_taken() {
+        assert!(within(5, Some(5), "a merge").is_ok() && within(5, None, "a merge").is_ok());
+        let e = within(3 << 30, Some(1 << 30), "a merge").expect_err("too little");
+        assert_eq!(e.exit_code(), ExitCode::DoesNotFit);
+        let said = e.to_string();
+        assert!(said.starts_with("a merge takes 3.00 GiB of host memory, and 1.00 GiB are free"), "{said}");
+        assert!(said.contains("\n  hint: "), "{said}");
+    }
+
+    /// Mixtral 8x7B: a layer, not the 187 GB of the whole.
+    #[test]
+    fn a_comparison_takes_a_layer_and_not_the_model() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let raw = serde_json::json!({
+            "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768,
+            "sliding_window": null, "tie_word_embeddings": false, "hidden_act": "silu",
+        });
+        std::fs::write(dir.path().join("config.json"), raw.to_string())?;
+        let config = Config::load(dir.path(), &serde_json::Map::new())?;
+        crate::store::write_file(&dir.path().join("model.safetensors"), &[], &[])?;
+        let files = TensorFiles::open_model(dir.path())?;
+        let side = |quantize| Side { config: &config, files: &files, quantize };
+        let frozen = Selection::frozen(&config);
+        let linears = 8 * 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 4096 * 1024u64;
+        let dense = 4 * (linears + 8 * 4096 + 2 * 4096);
+        assert_eq!(side(false).bytes(&frozen), dense);
+        let four_bit = side(true).bytes(&frozen) as f64;
+        assert!((0.13..0.15).contains(&(four_bit / dense as f64)), "{four_bit} of {dense}");
+        Ok(())
+    }
+}
