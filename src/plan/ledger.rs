@@ -4,7 +4,10 @@
 //! mirrors the engine's has the engine's lifetimes too. The ledger remembers the highest sum, what it was
 //! made of, and where in the step it was.
 
+pub use crate::log::place::Phase;
+
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::rc::Rc;
 
 /// What bytes are for. The order is that of tables and charts.
@@ -187,35 +190,17 @@ impl Bytes {
     }
 }
 
-/// What the engine is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// Reading or making the weights.
-    Load,
-    /// Forward over the layers.
-    Forward,
-    /// Backward over the layers.
-    Backward,
-    /// The optimizer.
-    Step,
-    /// Evaluation.
-    Evaluate,
-    /// Writing checkpoints and the result.
-    Save,
-}
-
-impl Phase {
-    /// In words.
-    pub fn word(self) -> &'static str {
-        match self {
-            Phase::Load => "loading",
-            Phase::Forward => "forward",
-            Phase::Backward => "backward",
-            Phase::Step => "optimizer step",
-            Phase::Evaluate => "evaluation",
-            Phase::Save => "saving",
-        }
-    }
+/// One allocation of a plan, and where the engine makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Listed {
+    /// Doing what.
+    pub phase: Phase,
+    /// At which unit, as in [`Peak`].
+    pub unit: usize,
+    /// What for.
+    pub component: Component,
+    /// Its bytes.
+    pub bytes: u64,
 }
 
 /// Where the sum was highest.
@@ -227,6 +212,8 @@ pub struct Peak {
     pub unit: usize,
     /// What it was made of.
     pub bytes: Bytes,
+    /// The highest sum of each phase, in the order of [`Phase::ALL`].
+    pub phases: [u64; Phase::ALL.len()],
 }
 
 #[derive(Debug)]
@@ -236,6 +223,9 @@ struct State {
     at: (Phase, usize),
     peak: Peak,
     high: u64,
+    phases: [u64; Phase::ALL.len()],
+    /// Every allocation, where they are asked for.
+    list: Option<HashSet<Listed>>,
 }
 
 /// The ledger. Cloning gives another handle of the same one.
@@ -244,13 +234,16 @@ pub struct Ledger(Rc<RefCell<State>>);
 
 impl Default for Ledger {
     fn default() -> Self {
-        let peak = Peak { phase: Phase::Load, unit: 0, bytes: Bytes::default() };
+        let phases = [0; Phase::ALL.len()];
+        let peak = Peak { phase: Phase::Load, unit: 0, bytes: Bytes::default(), phases };
         Self(Rc::new(RefCell::new(State {
             live: Bytes::default(),
             sum: 0,
             at: (Phase::Load, 0),
             peak,
             high: 0,
+            phases,
+            list: None,
         })))
     }
 }
@@ -258,7 +251,10 @@ impl Default for Ledger {
 impl Ledger {
     /// Says what comes next.
     pub fn at(&self, phase: Phase, unit: usize) {
-        self.0.borrow_mut().at = (phase, unit);
+        let mut s = self.0.borrow_mut();
+        s.at = (phase, unit);
+        let p = phase as usize;
+        s.phases[p] = s.phases[p].max(s.sum);
     }
 
     /// Writes an allocation down, until what comes back is dropped.
@@ -266,9 +262,14 @@ impl Ledger {
         let mut s = self.0.borrow_mut();
         s.live.add(component, bytes);
         s.sum += bytes;
+        let (phase, unit) = s.at;
+        s.phases[phase as usize] = s.phases[phase as usize].max(s.sum);
         if s.sum > s.high {
             s.high = s.sum;
-            s.peak = Peak { phase: s.at.0, unit: s.at.1, bytes: s.live.clone() };
+            s.peak = Peak { phase, unit, bytes: s.live.clone(), phases: s.phases };
+        }
+        if let Some(list) = &mut s.list {
+            list.insert(Listed { phase, unit, component, bytes });
         }
         drop(s);
         Rc::new(Allocation { ledger: self.clone(), component, bytes })
@@ -281,7 +282,18 @@ impl Ledger {
 
     /// The highest sum so far, what it was made of and where it was.
     pub fn peak(&self) -> Peak {
-        self.0.borrow().peak.clone()
+        let s = self.0.borrow();
+        Peak { phases: s.phases, ..s.peak.clone() }
+    }
+
+    /// Writes every allocation down from now on.
+    pub fn list(&self) {
+        self.0.borrow_mut().list = Some(HashSet::new());
+    }
+
+    /// Every allocation since [`Ledger::list`], each kind once.
+    pub fn listed(&self) -> Vec<Listed> {
+        self.0.borrow().list.iter().flatten().copied().collect()
     }
 }
 
