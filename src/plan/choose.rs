@@ -1,7 +1,7 @@
 //! What the plan decides: how many layers to recompute; and, when nothing fits, what would.
 
 use super::ledger::Peak;
-use super::{Inputs, Machine, Plan, Prepared, Workload};
+use super::{Inputs, Machine, Plan, Prepared};
 use crate::adapt::Selection;
 use crate::recipe::{self, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
 use serde::Serialize;
@@ -86,8 +86,14 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
         let built = set.iter().all(|s| is_built(s));
         let note = if built { "" } else { " (not built yet)" };
-        let size = super::report::bytes(total);
-        out.push(Hint { set, text: format!("{change}: fits, {size}{cost}{note}"), total, built });
+        let (size, saved) =
+            (super::report::bytes(total), super::report::bytes(plan.total().saturating_sub(total)));
+        out.push(Hint {
+            set,
+            text: format!("{change}: fits, saves {saved}, {size}{cost}{note}"),
+            total,
+            built,
+        });
     };
     let r = i.recipe;
     let total = |r: &Recipe| with(i, r);
@@ -255,7 +261,7 @@ fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
 
 fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
     let same = r.data.max_length == i.recipe.data.max_length && r.run.micro_rows == i.recipe.run.micro_rows;
-    let workload = if same { i.workload } else { Workload::of_recipe(r) };
+    let workload = if same { i.workload } else { i.workload.under(r) };
     let inputs = Inputs { recipe: r, config: i.config, selection, machine, workload, budget: i.budget };
     recompute(&Prepared::new(&inputs), r.memory.recompute, i.budget).peak.bytes.total()
 }

@@ -293,7 +293,9 @@ impl Ledger {
 
     /// Every allocation since [`Ledger::list`], each kind once.
     pub fn listed(&self) -> Vec<Listed> {
-        self.0.borrow().list.iter().flatten().copied().collect()
+        let mut all: Vec<Listed> = self.0.borrow().list.iter().flatten().copied().collect();
+        all.sort_unstable_by_key(|l| (l.phase as usize, l.unit, l.component, l.bytes));
+        all
     }
 }
 

@@ -221,6 +221,8 @@ fn optimizer(s: &Section) -> Optimizer {
 fn memory(s: &Section) -> Memory {
     Memory {
         budget: s.int_or("budget"),
+        host_budget: s.int_or("host_budget"),
+        disk_budget: s.int_or("disk_budget"),
         recompute: s.recompute_or("recompute").unwrap_or(Recompute::Auto),
         offload: s
             .texts_or("offload")

@@ -1,6 +1,7 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
 pub mod bench;
+pub mod exhausted;
 mod guard;
 mod identity;
 pub mod job;

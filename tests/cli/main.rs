@@ -7,6 +7,7 @@ mod four_bit;
 mod plan;
 mod report;
 mod resume;
+mod room;
 mod same;
 mod shipped;
 mod verbs;
