@@ -37,19 +37,20 @@ MOE = mixture(8, 768, 512, 16000, 32, 4)
 # name: config, rules, lengths of rows (repeated), overrides
 SHAPES = {
     "full": (SMALL, ALL, [256], ["memory.recompute=none"]),
-    "full, recompute": (SMALL, ALL, [512], ["memory.recompute=all", "run.micro_rows=2"]),
-    "full, bf16": (SMALL, ALL, [128], ["memory.recompute=none", "model.dtype=bf16"]),
+    "LoRA": (LARGE, LORA, [256], ["memory.recompute=none"]),
+    "NF4, LoRA": (dense(16, 1152, 3456, 64000, heads=18), LORA, [256],
+                  ["model.quantize=nf4", "memory.recompute=none", "run.micro_rows=2", "run.batch_rows=2"]),
+    "mixture, LoRA": (MOE, EXPERTS, [256], ["memory.recompute=none"]),
+    "mixture, NF4": (mixture(6, 1152, 640, 64000, 64, 4), EXPERTS, [256],
+                     ["model.quantize=nf4", "memory.recompute=3", "run.micro_rows=2", "run.batch_rows=2"]),
+    "LoRA, recompute, micro 4": (LARGE, LORA, [256], ["memory.recompute=all", "run.micro_rows=4", "run.batch_rows=4"]),
+    "full, recompute, micro 2": (SMALL, ALL, [256], ["memory.recompute=all", "run.micro_rows=2", "run.batch_rows=2"]),
+    "full, bf16": (SMALL, ALL, [64], ["memory.recompute=none", "model.dtype=bf16"]),
+    "LoRA, packed, partial": (LARGE, LORA, [40, 90, 133, 100, 61], ["memory.recompute=8"]),
+    "DoRA, dropout, ragged": (LARGE, LORA, [200, 110, 256, 31], ["lora.dora=true", "lora.dropout=0.1", "data.pack=false",
+                              "run.micro_rows=2", "run.batch_rows=2", "memory.recompute=none"]),
+    "mixture, full on top": (MOE, TOP, [256], ["memory.recompute=all"]),
     "full, tied, vocabulary": (dense(6, 768, 2304, 64000, tied=True), ALL, [256], ["memory.recompute=3"]),
-    "LoRA": (LARGE, LORA, [512], ["memory.recompute=none"]),
-    "LoRA, recompute, micro 4": (LARGE, LORA, [512], ["memory.recompute=all", "run.micro_rows=4"]),
-    "LoRA, packed, partial": (LARGE, LORA, [40, 90, 333, 200, 61], ["memory.recompute=8", "data.max_length=1024"]),
-    "DoRA, dropout, ragged": (LARGE, LORA, [300, 210, 411, 512], ["lora.dora=true", "lora.dropout=0.1", "data.pack=false",
-                              "run.micro_rows=2", "memory.recompute=none"]),
-    "NF4, LoRA": (LARGE, LORA, [512], ["model.quantize=nf4", "memory.recompute=none", "run.micro_rows=2"]),
-    "mixture, LoRA": (MOE, EXPERTS, [512], ["memory.recompute=none"]),
-    "mixture, full on top": (MOE, TOP, [512], ["memory.recompute=all"]),
-    "mixture, NF4": (mixture(10, 1152, 640, 32000, 64, 4), EXPERTS, [512], ["model.quantize=nf4", "memory.recompute=4",
-                     "run.micro_rows=2"]),
 }
 
 RECIPE = """
@@ -63,7 +64,7 @@ max_length = 512
 shuffle = false
 [run]
 steps = 2
-batch_rows = 4
+batch_rows = 1
 device = "cpu"
 output = "out"
 """

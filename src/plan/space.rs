@@ -355,29 +355,28 @@ impl Space {
         out
     }
 
-    /// The three, as `ft plan --json` prints them.
-    pub fn json(&self) -> [(&'static str, Value); 3] {
+    /// The three, as `ft plan --json` prints them, and the disks one by one.
+    pub fn json(&self) -> [(&'static str, Value); 4] {
         let table = |parts: &Parts, left: Option<u64>| {
             let mut out: Map<String, Value> = parts.iter().map(|(k, b)| (k.to_string(), json!(b))).collect();
             out.insert("total".into(), json!(sum(parts)));
             out.insert("available".into(), json!(left));
-            out
+            Value::Object(out)
         };
         let files: Parts = self.files.iter().map(|f| (f.name, f.bytes)).collect();
         let free = match &self.disks[..] {
             [one] => one.free,
             _ => None,
         };
-        let mut disk = table(&files, free);
         let each = self.disks.iter().map(|d| {
             let names: Vec<&str> = d.parts.iter().map(|(n, _)| *n).collect();
             json!({"folders": d.dirs, "holds": names, "needed": d.needed(), "available": d.free, "fits": d.fits()})
         });
-        disk.insert("filesystems".into(), each.collect());
         [
-            ("host", Value::Object(table(&self.host, self.host_left))),
-            ("disk", Value::Object(disk)),
-            ("shared", Value::Object(table(&self.shared, self.shared_left))),
+            ("host", table(&self.host, self.host_left)),
+            ("disk", table(&files, free)),
+            ("shared", table(&self.shared, self.shared_left)),
+            ("filesystems", each.collect()),
         ]
     }
 

@@ -30,7 +30,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     assert!(!w.path("runs").exists());
     let p = plan(&w, &set);
     assert_eq!(p["fits"], false);
-    assert_eq!(p["disk"]["filesystems"][0]["fits"], false);
+    assert_eq!(p["filesystems"][0]["fits"], false);
 
     let few = ["run.save_every=1", "run.steps=100000", "run.keep=100000", "memory.disk_budget=1GiB"];
     let r = w.ft(&[&["run", "r.toml"][..], &few].concat());
