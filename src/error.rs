@@ -73,6 +73,9 @@ pub enum Error {
 impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
+        if self.is_out_of_memory() {
+            return ExitCode::DoesNotFit;
+        }
         match self {
             Error::Recipe(e) => e.exit_code(),
             Error::Data(e) => e.exit_code(),
@@ -84,7 +87,6 @@ impl Error {
             Error::Plan(e) => e.exit_code(),
             Error::Report(e) => e.exit_code(),
             Error::Train(e) => e.exit_code(),
-            Error::Tensor(_) if self.is_out_of_memory() => ExitCode::DoesNotFit,
             Error::Tensor(_) => ExitCode::Internal,
         }
     }
@@ -93,7 +95,11 @@ impl Error {
 impl Error {
     /// Whether a device had no memory left.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Error::Tensor(e) if says_out_of_memory(e))
+        match self {
+            Error::Tensor(e) | Error::Model(crate::model::Error::Tensor(e)) => says_out_of_memory(e),
+            Error::Store(crate::store::Error::Tensor { source, .. }) => says_out_of_memory(source),
+            _ => false,
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::RecipeArgs;
 use crate::adapt::build::{Base, check_full, check_tensors};
 use crate::adapt::layout;
 use crate::adapt::{Adapter, Choice, Selection};
-use crate::data::{self, Dataset, Stats, Tokenizer};
+use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::warn;
@@ -159,6 +159,10 @@ impl Check<'_> {
                 warn(&format!("{} more problems in the data are not shown", checked.more));
             }
             let Some(dataset) = checked.dataset else { continue };
+            if !bad {
+                let dir = found.model.as_ref().map(|m| m.dir.as_path());
+                lengths::save(recipe, dir, vocab, sources, &dataset);
+            }
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }

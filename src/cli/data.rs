@@ -1,7 +1,7 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
 use super::RecipeArgs;
-use crate::data::{Dataset, Tokenizer, UNSUPERVISED};
+use crate::data::{Dataset, Tokenizer, UNSUPERVISED, lengths};
 use crate::hub::{Settings, Want};
 use crate::recipe::{self, Recipe};
 use crate::train::job;
@@ -41,6 +41,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
         job::batches(&recipe, &d)?;
         d
     };
+    let sources = if args.eval { &recipe.data.eval } else { &recipe.data.train };
+    lengths::save(&recipe, Some(&model.dir), vocab, sources, &dataset);
     let mut out = io::BufWriter::new(io::stdout().lock());
     let outcome = show(&dataset, t, args.rows, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)

@@ -94,6 +94,7 @@ enum Verb {
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.
 pub fn main() -> ExitCode {
+    train::exhausted::tell_failures();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {

@@ -18,7 +18,7 @@ pub struct Args {
 /// Prints what a recipe would take; an error when it does not fit.
 pub fn run(args: &Args) -> crate::Result<()> {
     let recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
-    let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
+    let notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // whether the device is there decides what is free, not what is planned
     let cuda = match recipe.run.device {
         Device::Cpu => false,
@@ -26,8 +26,6 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
     let (plan, found) = plan::of_recipe(&recipe, cuda)?;
-    notes.extend(plan.host_note());
-    notes.extend(disk_note(&recipe, &plan));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;
     super::print(&if args.json {
@@ -36,24 +34,10 @@ pub fn run(args: &Args) -> crate::Result<()> {
         let text = plan.text(ranks, range, &notes);
         format!("{}: {} ({})\n{text}", recipe.name, recipe.model.source, found.from)
     })?;
-    if plan.fits() { Ok(()) } else { Err(plan.refusal().into()) }
+    if plan.fits() { Ok(()) } else { Err(plan.verdict().into()) }
 }
 
 /// The time of a step, where `ft bench` measured a rate.
 pub fn time(plan: &Plan) -> Option<rates::Range> {
     rates::range(rates::find(plan.machine)?, plan.step_work())
-}
-
-/// Says so when the disk of the run folder has less than the run would write.
-fn disk_note(recipe: &Recipe, plan: &Plan) -> Option<String> {
-    let needed: u64 = plan.disk.iter().filter(|(k, _)| *k != "model").map(|(_, b)| b).sum();
-    let free = crate::store::free_bytes(&recipe.run.output)?;
-    (needed > free).then(|| {
-        format!(
-            "{}: the run writes {} and {} are free\nhint: run.output on another disk, or run.keep=1",
-            recipe.run.output.display(),
-            plan::report::bytes(needed),
-            plan::report::bytes(free)
-        )
-    })
 }

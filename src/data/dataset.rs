@@ -292,20 +292,30 @@ impl<'a> Loader<'a> {
         seed: u64,
     ) -> Result<Dataset, Error> {
         let Loader { data, examples, mut stats, .. } = self;
-        let mut order = Vec::new();
-        for (i, (source, range)) in sources.iter().zip(ranges).enumerate() {
-            mix(&mut order, range.clone(), source, seed, i)?;
-        }
-        let length = |i: usize| examples[i].ids.len();
-        let rows = match (data.pack, data.shuffle) {
-            (false, _) => order.into_iter().map(|i| vec![i]).collect(),
-            (true, false) => pack::in_order(&order, &length, data.max_length),
-            (true, true) => pack::best_fit(&order, &length, data.max_length, seed),
-        };
+        let rows = rows(sources, ranges, &|i| examples[i].ids.len(), data, seed)?;
         stats.count(&examples, &rows, data.max_length, data.pack);
         let hash = hash(&examples, &rows);
         Ok(Dataset { examples, rows, stats, hash })
     }
+}
+
+/// Mixes and packs samples of these lengths: the rows of an epoch. `ranges` are the samples of each source.
+pub(super) fn rows(
+    sources: &[recipe::Source],
+    ranges: &[std::ops::Range<usize>],
+    length: &dyn Fn(usize) -> usize,
+    data: &recipe::Data,
+    seed: u64,
+) -> Result<Vec<Vec<usize>>, Error> {
+    let mut order = Vec::new();
+    for (i, (source, range)) in sources.iter().zip(ranges).enumerate() {
+        mix(&mut order, range.clone(), source, seed, i)?;
+    }
+    Ok(match (data.pack, data.shuffle) {
+        (false, _) => order.into_iter().map(|i| vec![i]).collect(),
+        (true, false) => pack::in_order(&order, length, data.max_length),
+        (true, true) => pack::best_fit(&order, length, data.max_length, seed),
+    })
 }
 
 /// A row's example; the place of its problem otherwise.

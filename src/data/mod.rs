@@ -14,6 +14,7 @@
 //! pack        which samples share a row
 //! batches     which rows a step takes: a pure function of the step
 //! micro       what enters the model: documents end to end, and the targets
+//! lengths     samples' lengths, kept for plans
 //! ```
 //!
 //! A row that cannot be used is never passed over in silence: it stops the run with its file, line and column,
@@ -26,6 +27,7 @@ mod error;
 mod files;
 mod format;
 mod json;
+pub mod lengths;
 mod micro;
 mod pack;
 mod reader;

@@ -1,7 +1,11 @@
 //! Memory that is in use: as the system counts it, and as this program's own allocations add up.
 
+use super::limits;
+use super::place::{self, Phase};
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 /// Allocations below this many bytes are not counted: tensors are larger, and there are few of them.
 pub const COUNTED: usize = 1 << 10;
@@ -9,6 +13,14 @@ pub const COUNTED: usize = 1 << 10;
 static LIVE: AtomicU64 = AtomicU64::new(0);
 static PEAK: AtomicU64 = AtomicU64::new(0);
 static TOTAL: AtomicU64 = AtomicU64::new(0);
+/// The peaks of phases that are over, in the order of [`Phase::ALL`].
+static PHASES: [AtomicU64; Phase::ALL.len()] = [const { AtomicU64::new(0) }; Phase::ALL.len()];
+/// What to do when an allocation fails, told its bytes; it does not come back.
+static FAILED: OnceLock<fn(u64) -> !> = OnceLock::new();
+static FAILING: AtomicBool = AtomicBool::new(false);
+
+/// Allocations below this many bytes are too small to say anything about when they fail.
+const TELLING: usize = 1 << 20;
 
 /// The system's allocator, counting allocations of [`COUNTED`] bytes and more.
 ///
@@ -25,6 +37,25 @@ fn add(bytes: usize) {
     }
 }
 
+/// Sets what is done when the system has no memory for a large allocation, instead of ending the process without
+/// a word. The first one set stays.
+pub fn on_failure(f: fn(u64) -> !) {
+    // a second run in one process says the same
+    let _ = FAILED.set(f);
+}
+
+/// The system had no memory. What is called may allocate a little: a large allocation failed, and a small one that
+/// fails too goes the ordinary way.
+#[cold]
+fn failed(bytes: usize) {
+    if bytes >= TELLING
+        && let Some(f) = FAILED.get()
+        && !FAILING.swap(true, Relaxed)
+    {
+        f(bytes as u64)
+    }
+}
+
 fn sub(bytes: usize) {
     if bytes >= COUNTED {
         LIVE.fetch_sub(bytes as u64, Relaxed);
@@ -32,13 +63,14 @@ fn sub(bytes: usize) {
 }
 
 // SAFETY: every call goes to `System` with the layout it came with; counting touches atomics alone and
-// allocates nothing.
+// allocates nothing. What is done after a failure ends the process.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise about `layout` is passed on.
         let p = unsafe { System.alloc(layout) };
-        if !p.is_null() {
-            add(layout.size());
+        match p.is_null() {
+            true => failed(layout.size()),
+            false => add(layout.size()),
         }
         p
     }
@@ -46,8 +78,9 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as above. Zeroed pages come from the system untouched, so that they cost nothing until used.
         let p = unsafe { System.alloc_zeroed(layout) };
-        if !p.is_null() {
-            add(layout.size());
+        match p.is_null() {
+            true => failed(layout.size()),
+            false => add(layout.size()),
         }
         p
     }
@@ -61,7 +94,9 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: as for `dealloc`; the caller promises a `size` above 0.
         let new = unsafe { System.realloc(p, layout, size) };
-        if !new.is_null() {
+        if new.is_null() {
+            failed(size);
+        } else {
             sub(layout.size());
             add(size);
         }
@@ -76,11 +111,29 @@ pub fn live_bytes() -> Option<u64> {
 
 /// Largest number of counted bytes that were live at once since the last [`reset_peak`].
 pub fn peak_bytes() -> Option<u64> {
-    (TOTAL.load(Relaxed) > 0).then(|| PEAK.load(Relaxed))
+    let phases = PHASES.iter().map(|p| p.load(Relaxed)).max().unwrap_or(0);
+    (TOTAL.load(Relaxed) > 0).then(|| PEAK.load(Relaxed).max(phases))
+}
+
+/// The peak of each phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 where none was.
+pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
+    let mut peaks = std::array::from_fn(|p| PHASES[p].load(Relaxed));
+    let (now, _) = place::now();
+    peaks[now as usize] = peaks[now as usize].max(PEAK.load(Relaxed));
+    peaks
+}
+
+/// Ends a phase: the next one's peak begins with what is live now.
+pub(super) fn close(phase: usize) {
+    if let Some(p) = PHASES.get(phase) {
+        p.fetch_max(PEAK.load(Relaxed), Relaxed);
+        PEAK.store(LIVE.load(Relaxed), Relaxed);
+    }
 }
 
 /// Lets the peak start again from what is live now.
 pub fn reset_peak() {
+    PHASES.iter().for_each(|p| p.store(0, Relaxed));
     PEAK.store(LIVE.load(Relaxed), Relaxed);
 }
 
@@ -94,22 +147,21 @@ pub fn host_bytes() -> u64 {
     field("/proc/self/status", "VmRSS:").unwrap_or(0)
 }
 
-/// Bytes that new work may take without swapping: what the system has available, within the limit of the
-/// control group. `None` where neither is told.
+/// Bytes that new work may take without swapping: what the system has available, within the limits of control
+/// groups and of this process. `None` where nothing is told.
 pub fn available_bytes() -> Option<u64> {
-    let system = field("/proc/meminfo", "MemAvailable:");
-    let number = |p: &str| std::fs::read_to_string(p).ok()?.trim().parse::<u64>().ok();
-    let group = number("/sys/fs/cgroup/memory.max")
-        .zip(number("/sys/fs/cgroup/memory.current"))
-        .map(|(max, now)| max.saturating_sub(now));
-    [system, group].into_iter().flatten().min()
+    limits::available(Path::new("/"))
+}
+
+/// Bytes that this process may hold in all: [`available_bytes`], and what it holds already.
+pub fn reach_bytes() -> Option<u64> {
+    let root = Path::new("/");
+    limits::available(root).map(|free| free + limits::own(root).unwrap_or(0))
 }
 
 /// A line "KEY  N kB" of a file of the system, in bytes.
 fn field(file: &str, key: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
-    let kb = text.lines().find_map(|l| l.strip_prefix(key)?.trim().strip_suffix(" kB")?.trim().parse().ok());
-    kb.map(|kb: u64| kb * 1024)
+    limits::field(Path::new(file), key)
 }
 
 /// Bytes of a device: the most that the run ever used of its pool on CUDA, the resident size now on the CPU.

@@ -1,7 +1,9 @@
 //! What a run tells: progress on the terminal, `metrics.jsonl` in the run folder, a report from it.
 
+pub mod limits;
 pub mod memory;
 mod metrics;
+pub mod place;
 mod progress;
 pub mod report;
 

@@ -1,7 +1,7 @@
 //! When nothing fits: the smallest changes that would.
 
 use super::choices::choose;
-use super::{Inputs, Machine, Plan, Prepared, Workload, Workloads};
+use super::{Inputs, Machine, Plan, Prepared, Workloads};
 use crate::adapt::Selection;
 use crate::recipe::{self, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
 use serde::Serialize;
@@ -26,8 +26,14 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
         let built = set.iter().all(|s| is_built(s));
         let note = if built { "" } else { " (not built yet)" };
-        let size = super::report::bytes(total);
-        out.push(Hint { set, text: format!("{change}: fits, {size}{cost}{note}"), total, built });
+        let (size, saved) =
+            (super::report::bytes(total), super::report::bytes(plan.total().saturating_sub(total)));
+        out.push(Hint {
+            set,
+            text: format!("{change}: fits, saves {saved}, {size}{cost}{note}"),
+            total,
+            built,
+        });
     };
     let r = i.recipe;
     let total = |r: &Recipe| with(i, r);
@@ -210,9 +216,10 @@ fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
 }
 
 fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
-    let of_recipe = Workloads::new(Workload::of_recipe);
+    // a shorter max_length only bounds what the data gives
+    let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows).under(r));
     let same = r.data.max_length == i.recipe.data.max_length;
-    let workloads = if same { i.workloads } else { &of_recipe };
+    let workloads = if same { i.workloads } else { &bounded };
     let inputs = Inputs { recipe: r, config: i.config, selection, machine, workloads, budget: i.budget };
     choose(&Prepared::new(&inputs)).peak.bytes.total()
 }

@@ -4,7 +4,10 @@
 //! mirrors the engine's has the engine's lifetimes too. The ledger remembers the highest sum, what it was
 //! made of, and where in the step it was.
 
+pub use crate::log::place::Phase;
+
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::rc::Rc;
 
 /// What bytes are for. The order is that of tables and charts.
@@ -192,35 +195,17 @@ impl Bytes {
     }
 }
 
-/// What the engine is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// Reading or making the weights.
-    Load,
-    /// Forward over the layers.
-    Forward,
-    /// Backward over the layers.
-    Backward,
-    /// The optimizer.
-    Step,
-    /// Evaluation.
-    Evaluate,
-    /// Writing checkpoints and the result.
-    Save,
-}
-
-impl Phase {
-    /// In words.
-    pub fn word(self) -> &'static str {
-        match self {
-            Phase::Load => "loading",
-            Phase::Forward => "forward",
-            Phase::Backward => "backward",
-            Phase::Step => "optimizer step",
-            Phase::Evaluate => "evaluation",
-            Phase::Save => "saving",
-        }
-    }
+/// One allocation of a plan, and where the engine makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Listed {
+    /// Doing what.
+    pub phase: Phase,
+    /// At which unit, as in [`Peak`].
+    pub unit: usize,
+    /// What for.
+    pub component: Component,
+    /// Its bytes.
+    pub bytes: u64,
 }
 
 /// Where the sum was highest.
@@ -232,48 +217,32 @@ pub struct Peak {
     pub unit: usize,
     /// What it was made of.
     pub bytes: Bytes,
+    /// The highest sum of each phase, in the order of [`Phase::ALL`].
+    pub phases: [u64; Phase::ALL.len()],
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     live: Bytes,
     sum: u64,
-    at: (Phase, usize),
-    peak: Peak,
+    fullest: Bytes,
     high: u64,
+    listed: HashSet<(Component, u64)>,
 }
 
 /// The ledger. Cloning gives another handle of the same one.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Ledger(Rc<RefCell<State>>);
 
-impl Default for Ledger {
-    fn default() -> Self {
-        let peak = Peak { phase: Phase::Load, unit: 0, bytes: Bytes::default() };
-        Self(Rc::new(RefCell::new(State {
-            live: Bytes::default(),
-            sum: 0,
-            at: (Phase::Load, 0),
-            peak,
-            high: 0,
-        })))
-    }
-}
-
 impl Ledger {
-    /// Says what comes next.
-    pub fn at(&self, phase: Phase, unit: usize) {
-        self.0.borrow_mut().at = (phase, unit);
-    }
-
     /// Writes an allocation down, until what comes back is dropped.
     pub fn hold(&self, component: Component, bytes: u64) -> Held {
         let mut s = self.0.borrow_mut();
         s.live.add(component, bytes);
         s.sum += bytes;
+        s.listed.insert((component, bytes));
         if s.sum > s.high {
-            s.high = s.sum;
-            s.peak = Peak { phase: s.at.0, unit: s.at.1, bytes: s.live.clone() };
+            (s.high, s.fullest) = (s.sum, s.live.clone());
         }
         drop(s);
         Rc::new(Allocation { ledger: self.clone(), component, bytes })
@@ -284,15 +253,23 @@ impl Ledger {
         self.0.borrow().live.clone()
     }
 
-    /// Lets the peak start again from what is live now.
+    /// Lets the peak and the list start again from what is live now.
     pub fn restart(&self) {
         let mut s = self.0.borrow_mut();
-        (s.high, s.peak) = (s.sum, Peak { phase: s.at.0, unit: s.at.1, bytes: s.live.clone() });
+        (s.high, s.fullest) = (s.sum, s.live.clone());
+        s.listed.clear();
     }
 
-    /// The highest sum so far, what it was made of and where it was.
-    pub fn peak(&self) -> Peak {
-        self.0.borrow().peak.clone()
+    /// What was held where the sum was highest.
+    pub fn fullest(&self) -> Bytes {
+        self.0.borrow().fullest.clone()
+    }
+
+    /// Every allocation so far, each kind once.
+    pub fn listed(&self) -> Vec<(Component, u64)> {
+        let mut all: Vec<_> = self.0.borrow().listed.iter().copied().collect();
+        all.sort_unstable();
+        all
     }
 }
 
@@ -320,22 +297,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_peak_remembers_what_and_where() {
+    fn the_fullest_moment_is_remembered() {
         let ledger = Ledger::default();
         let a = ledger.hold(Component::Mlp, 100);
-        ledger.at(Phase::Backward, 3);
         let b = ledger.hold(Component::Workspace, 50);
         let c = Rc::clone(&b);
         drop(b);
         assert_eq!(ledger.live().total(), 150);
         drop(c);
-        ledger.at(Phase::Step, 0);
         let _d = ledger.hold(Component::Moments, 20);
         drop(a);
-        let peak = ledger.peak();
-        assert_eq!((peak.phase, peak.unit, peak.bytes.total()), (Phase::Backward, 3, 150));
-        assert_eq!(peak.bytes.get(Component::Workspace), 50);
+        assert_eq!(ledger.fullest().total(), 150);
+        assert_eq!(ledger.fullest().get(Component::Workspace), 50);
         assert_eq!(ledger.live().total(), 20);
+        let all = [(Component::Mlp, 100), (Component::Moments, 20), (Component::Workspace, 50)];
+        assert!(all.iter().all(|l| ledger.listed().contains(l)) && ledger.listed().len() == 3);
+        ledger.restart();
+        assert_eq!((ledger.fullest().total(), ledger.listed().len()), (20, 0));
     }
 
     #[test]

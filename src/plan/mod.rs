@@ -5,7 +5,8 @@
 //! ```text
 //! source    the model's config: a folder, the hub's cache, or built in
 //! shape     the sizes that memory depends on, with what trains
-//! statics   weights and optimizer states of a rank: device, host, disk
+//! statics   weights and optimizer states of a rank: device, host
+//! space     host memory, disks, shared memory: what is taken and what there is
 //! ops       what each kernel allocates;   layer, mixture: a layer's forward and backward;   step: a whole run
 //! ledger    these allocations, coming and going: the peak, what it is made of, where it is
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
@@ -26,6 +27,7 @@ pub mod rates;
 pub mod report;
 pub mod shape;
 pub mod source;
+pub mod space;
 pub mod statics;
 pub mod step;
 pub mod theory;
@@ -37,8 +39,9 @@ mod tests;
 
 pub use choices::{Decision, Reasons};
 pub use choose::Hint;
-pub use ledger::{Bytes, Component, Peak, Phase};
+pub use ledger::{Bytes, Component, Listed, Peak, Phase};
 pub use ops::Machine;
+pub use space::{Room, Space};
 pub use theory::Theory;
 pub use workload::Workload;
 
@@ -47,13 +50,13 @@ use crate::error::ExitCode;
 use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::{Group, Module};
-use crate::recipe::{self, Dtype, Offload, Recipe};
+use crate::recipe::{Dtype, Offload, Recipe};
 use crate::walk::Choices;
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use step::{Parts, Run};
+use step::{Levels, Parts, Run};
 use work::{Costs, Work};
 
 /// Why a run cannot go ahead.
@@ -84,7 +87,7 @@ impl<'a> Workloads<'a> {
     }
 
     /// For micro-batches of `rows` rows.
-    fn of(&self, recipe: &Recipe, rows: usize) -> Workload {
+    pub fn of(&self, recipe: &Recipe, rows: usize) -> Workload {
         if let Some(w) = self.counted.borrow().get(&rows) {
             return *w;
         }
@@ -126,10 +129,8 @@ pub struct Plan {
     pub peak: Peak,
     /// Bytes of the device that may be used.
     pub budget: Option<u64>,
-    /// The host, by name.
-    pub host: Vec<(&'static str, u64)>,
-    /// The disk, by name.
-    pub disk: Vec<(&'static str, u64)>,
+    /// Host, disks and shared memory.
+    pub space: Space,
     /// Layers of the model.
     pub layers: usize,
     /// Layers that backward walks.
@@ -156,9 +157,28 @@ impl Plan {
         self.peak.bytes.total()
     }
 
-    /// Whether it fits the budget; without one nothing speaks against it.
-    pub fn fits(&self) -> bool {
+    /// Bytes of the process beyond what it held before loading; on the CPU, where they are the device's and what
+    /// its allocator keeps.
+    pub fn process(&self) -> Option<u64> {
+        (!self.machine.cuda).then(|| self.total() + statics::ALLOCATOR)
+    }
+
+    /// Whether it fits the device's budget; without one nothing speaks against it.
+    pub fn fits_device(&self) -> bool {
         self.budget.is_none_or(|b| self.total() <= b)
+    }
+
+    /// Whether it fits the device, the host and the disks, as far as they are known.
+    pub fn fits(&self) -> bool {
+        self.fits_device() && self.space.fits()
+    }
+
+    /// Takes down what host, disks and shared memory have, and what would make room there.
+    pub fn look(&mut self, r: &Recipe, room: &Room<'_>) {
+        let total = self.total();
+        self.space.look(r, self.machine, total, room);
+        let hints = self.space.hints(r);
+        self.hints.extend(hints.into_iter().map(|(set, text)| Hint { set, text, total, built: true }));
     }
 
     /// Work of a rank's optimizer step: its time is this over the rate that `ft bench` measures.
@@ -183,12 +203,25 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
     Machine { cuda, width, threads: rayon::current_num_threads() as u64 }
 }
 
-/// Bytes of the device that a recipe may use: its budget, else what is free.
-pub fn budget(recipe: &Recipe, machine: Machine) -> Option<u64> {
+/// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is host memory, less
+/// what the process takes of it beside the device's bytes.
+pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload) -> Option<u64> {
     recipe.memory.budget.or_else(|| {
-        let free = if machine.cuda { memory::cuda_memory()?.0 } else { memory::available_bytes()? };
+        let (free, beside) = match machine.cuda {
+            true => (memory::cuda_memory()?.0, 0),
+            false => {
+                let all = recipe.memory.host_budget.or_else(memory::reach_bytes)?;
+                (
+                    all,
+                    statics::PROCESS
+                        + statics::ALLOCATOR
+                        + statics::WRITER
+                        + workload.resident().unwrap_or(0),
+                )
+            }
+        };
         // others live here too
-        Some(free / 20 * 19)
+        Some((free / 20 * 19).saturating_sub(beside))
     })
 }
 
@@ -301,8 +334,7 @@ impl Plan {
             machine: i.machine,
             parameters: prepared.statics.parameters,
             budget: i.budget,
-            host,
-            disk: prepared.statics.disk.clone(),
+            space: Space::new(r, i.selection, i.machine, &d.workload, host),
             layers: i.config.layers,
             walked: prepared.walked(),
             choices: d.choices,
@@ -323,23 +355,41 @@ impl Plan {
 /// A model that cannot be found or is not supported, a rule that matches nothing, an adapter that cannot be
 /// read.
 pub fn of_recipe(recipe: &Recipe, cuda: bool) -> crate::Result<(Plan, source::Found)> {
+    of_recipe_in(recipe, cuda, &Room::of(machine(recipe, cuda)))
+}
+
+/// As [`of_recipe`], for a machine that has `room`.
+///
+/// # Errors
+/// As [`of_recipe`].
+pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Result<(Plan, source::Found)> {
     let found = source::find(recipe)?;
     let selection = select(recipe, &found.config)?;
     let machine = machine(recipe, cuda);
+    let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config)?;
+    let workloads = &match &known {
+        Some(known) => Workloads::new(|r| known.workload(r)),
+        None => Workloads::new(Workload::of_recipe),
+    };
     let inputs = Inputs {
         recipe,
         config: &found.config,
         selection: &selection,
         machine,
-        workloads: &Workloads::new(Workload::of_recipe),
-        budget: budget(recipe, machine),
+        workloads,
+        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows)),
     };
     let mut plan = Plan::new(&inputs);
-    if !found.here && recipe.model.weights == recipe::Weights::Load {
-        let (all, _) = plan.parameters;
-        plan.disk.push(("model", 2 * all));
-    }
+    plan.space.model(recipe, &found.config, &selection, found.weights);
+    plan.look(recipe, room);
     Ok((plan, found))
+}
+
+/// What the engine allocates with a plan's choices, and where.
+pub fn allocations(i: &Inputs<'_>, c: &Choices) -> Vec<Listed> {
+    let prepared = Prepared::new(i);
+    let levels = Levels { recompute: c.recompute, decoded: c.decoded, head: 0 };
+    prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64]).listed(levels)
 }
 
 fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {

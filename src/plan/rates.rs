@@ -27,13 +27,9 @@ pub struct Range {
     pub high: f64,
 }
 
-/// The file of measured rates: in `FT_CACHE`, else `XDG_CACHE_HOME/ft`, else `~/.cache/ft`.
+/// The file of measured rates, in `ft`'s cache folder.
 pub fn path() -> Option<PathBuf> {
-    let var = |k: &str| std::env::var_os(k).filter(|v| !v.is_empty()).map(PathBuf::from);
-    let dir = var("FT_CACHE")
-        .or_else(|| var("XDG_CACHE_HOME").map(|d| d.join("ft")))
-        .or_else(|| var("HOME").map(|d| d.join(".cache/ft")))?;
-    Some(dir.join("rates.json"))
+    Some(store::cache_folder()?.join("rates.json"))
 }
 
 fn key(m: Machine) -> String {

@@ -3,7 +3,6 @@
 use super::ledger::{Peak, Phase};
 use super::rates::Range;
 use super::{Hint, Plan, Theory};
-use crate::log::memory;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -39,20 +38,18 @@ fn seconds(s: f64) -> String {
 
 /// Where a peak is, in words.
 pub fn place(peak: &Peak, layers: usize) -> String {
-    let unit = match (peak.phase, peak.unit) {
-        (Phase::Load | Phase::Step | Phase::Save, _) => return peak.phase.word().into(),
+    spot(peak.phase, peak.unit, layers)
+}
+
+/// A phase and a unit of the walk, in words.
+pub fn spot(phase: Phase, unit: usize, layers: usize) -> String {
+    let unit = match (phase, unit) {
+        (Phase::Load | Phase::Step | Phase::Save, _) => return phase.word().into(),
         (_, 0) => "the embedding".to_string(),
         (_, u) if u > layers => "the head".to_string(),
         (_, u) => format!("layer {}", u - 1),
     };
-    format!("{} of {unit}", peak.phase.word())
-}
-
-/// Bytes by name with their sum.
-fn table(parts: &[(&'static str, u64)]) -> Value {
-    let mut out: Map<String, Value> = parts.iter().map(|(k, b)| (k.to_string(), json!(b))).collect();
-    out.insert("total".into(), json!(parts.iter().map(|(_, b)| b).sum::<u64>()));
-    Value::Object(out)
+    format!("{} of {unit}", phase.word())
 }
 
 impl Plan {
@@ -64,12 +61,10 @@ impl Plan {
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
         let time = range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": self.workload.steps.map(|n| [r.low * n as f64, r.high * n as f64])}));
-        json!({
+        let mut out = json!({
             "ranks": self.ranks,
             "parameters": {"total": total, "trainable": trainable},
             "device": device,
-            "host": table(&self.host),
-            "disk": table(&self.disk),
             "fits": self.fits(),
             "hints": self.hints.iter().map(|h| &h.text).collect::<Vec<_>>(),
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
@@ -78,14 +73,20 @@ impl Plan {
             "recompute": {"layers": self.choices.recompute, "of": self.walked, "reason": self.reasons.recompute},
             "choices": self.choices_json(),
             "micro_batch": {"tokens": self.workload.train.tokens, "targets": self.workload.train.targets,
-                            "longest": self.workload.train.longest, "from_data": self.workload.measured},
+                            "longest": self.workload.train.longest, "from_data": self.workload.measured()},
+            "epoch": self.workload.epoch.map(|e| json!({"samples": e.samples, "rows": e.rows, "tokens": e.tokens,
+                                                        "targets": e.targets, "longest": e.longest})),
             "tokens_per_step": self.tokens_per_step(data_ranks),
             "steps": self.workload.steps,
             "flops_per_step": self.work.flops() * self.micro_batches as f64,
             "work_per_step": self.step_work(),
             "time": time,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
-        })
+        });
+        for (name, table) in self.space.json() {
+            out[name] = table;
+        }
+        out
     }
 
     /// What was chosen, with reasons: for `ft plan --json` and `metrics.jsonl`.
@@ -106,7 +107,7 @@ impl Plan {
         let share = 100.0 * trainable as f64 / total.max(1) as f64;
         let _ = writeln!(s, "parameters  {} train of {} ({share:.2}%)", count(trainable), count(total));
         let w = &self.workload;
-        let sure = if w.measured { "as the data has it" } else { "full rows, every token supervised" };
+        let sure = if w.measured() { "as the data has it" } else { "assuming rows full to data.max_length" };
         let steps = w.steps.map_or("steps by epochs".into(), |n| format!("{n} steps"));
         let _ = writeln!(
             s,
@@ -115,6 +116,22 @@ impl Plan {
             self.micro_batches * data_ranks,
             count(w.train.tokens)
         );
+        match w.epoch {
+            Some(e) => {
+                let _ = writeln!(
+                    s,
+                    "data        {} samples in {} rows, {} tokens an epoch, {} supervised, the longest sample {}",
+                    e.samples,
+                    e.rows,
+                    count(e.tokens),
+                    count(e.targets),
+                    e.longest
+                );
+            }
+            None => {
+                s.push_str("data        lengths are not known yet: ft data, ft check and ft run keep them\n")
+            }
+        }
         let (c, why) = (&self.choices, &self.reasons);
         let _ = writeln!(s, "micro-batch {} rows ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
@@ -136,18 +153,11 @@ impl Plan {
         }
         let verdict = match self.budget {
             None => "no budget is known: memory.budget says what there is".to_string(),
-            Some(b) if self.fits() => format!("fits {}", bytes(b)),
+            Some(b) if self.fits_device() => format!("fits {}", bytes(b)),
             Some(b) => format!("DOES NOT FIT {}", bytes(b)),
         };
         let _ = writeln!(s, "  {:<24} {:>11}  {verdict}", "total", bytes(self.total()));
-        for (name, parts) in [("host", &self.host), ("disk", &self.disk)] {
-            let list: Vec<String> = parts
-                .iter()
-                .filter(|(_, b)| *b > 0)
-                .map(|(k, b)| format!("{} {}", k.replace('_', " "), bytes(*b)))
-                .collect();
-            let _ = writeln!(s, "{name}        {}", list.join(", "));
-        }
+        s.push_str(&self.space.text());
         let Theory { weights, gradients, master, moments, total, frozen } = self.theory;
         let gb = |n: u64| format!("{:.2}", n as f64 / 1e9);
         let _ = writeln!(
@@ -169,49 +179,27 @@ impl Plan {
         s
     }
 
-    /// Says so when a run on another device would take more of this machine's memory than is free.
-    pub fn host_note(&self) -> Option<String> {
-        let needed: u64 = self.host.iter().map(|(_, b)| b).sum();
-        let free = memory::available_bytes()?;
-        (self.machine.cuda && needed > free).then(|| {
-            format!(
-                "the run takes {} of this machine's own memory and {} are free",
-                bytes(needed),
-                bytes(free)
-            )
-        })
-    }
-
-    /// Why a run that does not fit stops before it starts.
+    /// Why a run that does not fit stops before it starts, with what would make it fit.
     pub fn refusal(&self) -> super::Error {
-        let mut s = format!(
-            "this run needs {} at its fullest (in {}), and there is {}",
-            bytes(self.total()),
-            place(&self.peak, self.layers),
-            bytes(self.budget.unwrap_or(0))
-        );
+        let super::Error::DoesNotFit(mut s) = self.verdict();
         for h in &self.hints {
             let _ = write!(s, "\n  hint: {}", h.text);
         }
         super::Error::DoesNotFit(s)
     }
 
-    /// What to say when memory ran out all the same: what the plan had said, and which keys to change.
-    pub fn out_of_memory(&self, free: Option<u64>) -> super::Error {
-        let bytes_of = &self.peak.bytes;
-        let mut parts: Vec<_> = bytes_of.iter().collect();
-        parts.sort_by_key(|(_, b)| std::cmp::Reverse(*b));
-        let mut s = format!(
-            "out of memory; the plan had said {} at the fullest, in {}",
-            bytes(self.total()),
-            place(&self.peak, self.layers)
-        );
-        if let Some(free) = free {
-            let _ = write!(s, "; {} are free now", bytes(free));
+    /// What does not fit, a line each.
+    pub fn verdict(&self) -> super::Error {
+        let mut lines = Vec::new();
+        if !self.fits_device() {
+            lines.push(format!(
+                "this run needs {} at its fullest (in {}), and there is {}",
+                bytes(self.total()),
+                place(&self.peak, self.layers),
+                bytes(self.budget.unwrap_or(0))
+            ));
         }
-        for (c, b) in parts.iter().take(4) {
-            let _ = write!(s, "\n  {}: {} (to change it: {})", c.label(), bytes(*b), c.keys_to_change());
-        }
-        super::Error::DoesNotFit(s)
+        lines.extend(self.space.shortages(self.machine.cuda || self.fits_device()));
+        super::Error::DoesNotFit(lines.join("\n"))
     }
 }

@@ -4,6 +4,7 @@ use crate::hub::{self, Settings, Want};
 use crate::model::{self, Config};
 use crate::recipe::Recipe;
 use serde_json::{Map, Value};
+use std::path::PathBuf;
 
 macro_rules! builtin {
     ($($ids:expr => $file:literal),* $(,)?) => {
@@ -42,8 +43,10 @@ pub struct Found {
     pub config: Config,
     /// "the folder ..", "built in".
     pub from: String,
-    /// Whether the model's files are on this machine already.
-    pub here: bool,
+    /// The folder that it is in.
+    pub dir: Option<PathBuf>,
+    /// Whether the weights are on this machine already.
+    pub weights: bool,
 }
 
 /// Finds the config of a recipe's model. Asks the hub for it only when nothing here has it.
@@ -58,7 +61,14 @@ pub fn find(recipe: &Recipe) -> crate::Result<Found> {
     match hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
         Ok(found) => {
             let config = Config::load(&found.dir, &m.overrides)?;
-            return Ok(Found { config, from: found.dir.display().to_string(), here: true });
+            let weights =
+                hub::fetch_model_with(&settings, &source, &m.revision, Want::Weights, false).is_ok();
+            return Ok(Found {
+                config,
+                from: found.dir.display().to_string(),
+                dir: Some(found.dir),
+                weights,
+            });
         }
         Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
         Err(e) => return Err(e.into()),
@@ -68,11 +78,11 @@ pub fn find(recipe: &Recipe) -> crate::Result<Found> {
         let mut raw: Map<String, Value> = serde_json::from_str(text)
             .map_err(|e| model::Error::Syntax { file: name.clone(), why: e.to_string() })?;
         raw.extend(m.overrides.iter().map(|(k, v)| (k.clone(), v.clone())));
-        return Ok(Found { config: Config::parse(&name, raw)?, from: name, here: false });
+        return Ok(Found { config: Config::parse(&name, raw)?, from: name, dir: None, weights: false });
     }
     let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
     let config = Config::load(&found.dir, &m.overrides)?;
-    Ok(Found { config, from: found.dir.display().to_string(), here: false })
+    Ok(Found { config, from: found.dir.display().to_string(), dir: Some(found.dir), weights: false })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! a run with these levels or others is a sum over its layers: a plan compares hundreds of them.
 
 use super::layer::{Sim, Tokens};
-use super::ledger::{Bytes, Component, Held, Peak, Phase};
+use super::ledger::{Bytes, Component, Held, Ledger, Listed, Peak, Phase};
 use super::ops::{Machine, Ops};
 use super::shape::{Layer, Shape};
 use super::statics::Statics;
@@ -42,16 +42,24 @@ pub struct Levels {
     pub head: usize,
 }
 
-/// Bytes with their sum.
+/// Bytes with their sum, and the allocations that led there.
 #[derive(Clone, Debug, Default)]
 struct Full {
     bytes: Bytes,
     total: u64,
+    listed: Vec<(Component, u64)>,
 }
 
 impl From<Bytes> for Full {
     fn from(bytes: Bytes) -> Self {
-        Self { total: bytes.total(), bytes }
+        Self { total: bytes.total(), bytes, listed: Vec::new() }
+    }
+}
+
+impl Full {
+    /// Of a ledger at its fullest.
+    fn of(ledger: &Ledger) -> Self {
+        Self { listed: ledger.listed(), ..ledger.fullest().into() }
     }
 }
 
@@ -146,7 +154,7 @@ impl<'a> Parts<'a> {
             optimizer: {
                 let ops = run.fresh();
                 ops.adamw(run.statics.largest_stretch);
-                ops.ledger.peak().bytes.total().max(run.statics.step_transient).max(run.statics.staging)
+                ops.ledger.fullest().total().max(run.statics.step_transient).max(run.statics.staging)
             },
             run,
         };
@@ -255,7 +263,10 @@ impl<'a> Parts<'a> {
     /// What is held where it is fullest.
     pub fn peak(&self, levels: Levels) -> Peak {
         let mut fullest: Option<Spot<'_>> = None;
+        let mut phases = [0; Phase::ALL.len()];
         self.each(levels, &mut |spot| {
+            let phase = &mut phases[spot.phase as usize];
+            *phase = (*phase).max(self.statics.total + spot.total());
             if fullest.as_ref().is_none_or(|f| spot.total() > f.total()) {
                 fullest = Some(spot);
             }
@@ -271,7 +282,27 @@ impl<'a> Parts<'a> {
         }
         let total = bytes.total();
         bytes.add(Component::Slack, with_slack(self.run.machine, total) - total);
-        Peak { phase: at.0, unit: at.1, bytes }
+        Peak { phase: at.0, unit: at.1, bytes, phases }
+    }
+}
+
+impl Parts<'_> {
+    /// Every allocation, each kind once at each place.
+    pub fn listed(&self, levels: Levels) -> Vec<Listed> {
+        let mut all: Vec<Listed> = Vec::new();
+        let mut list = |phase, unit, component, bytes| all.push(Listed { phase, unit, component, bytes });
+        self.statics.bytes.iter().for_each(|(c, b)| list(Phase::Load, 0, c, b));
+        self.each(levels, &mut |spot| {
+            let [batch, visit] = spot.parts;
+            let batch = batch.filter(|_| spot.unit == 0 && spot.phase != Phase::Backward);
+            for (c, b) in batch.into_iter().chain(visit).flat_map(|f| &f.listed) {
+                list(spot.phase, spot.unit, *c, *b);
+            }
+            if spot.extra > 0 {
+                list(spot.phase, spot.unit, Workspace, spot.extra);
+            }
+        });
+        all
     }
 }
 
@@ -289,7 +320,7 @@ impl Run<'_> {
     fn at_fullest(&self, f: impl FnOnce(&Ops)) -> Full {
         let ops = self.fresh();
         f(&ops);
-        ops.ledger.peak().bytes.into()
+        Full::of(&ops.ledger)
     }
 
     fn sim<'a>(&self, ops: &'a Ops, t: Tokens, train: bool) -> Sim<'a> {
@@ -336,7 +367,7 @@ impl Run<'_> {
         let keeping = self.fresh();
         let sim = self.sim(&keeping, t, true);
         let (y, saved) = sim.layer(layer, Component::Activations, &input(&keeping));
-        let forward_keeping = keeping.ledger.peak().bytes;
+        let forward_keeping = Full::of(&keeping.ledger);
         drop(y);
         let kept = keeping.ledger.live();
         keeping.ledger.restart();
@@ -355,9 +386,9 @@ impl Run<'_> {
         });
         Kind {
             forward: self.at_fullest(|ops| drop(self.sim(ops, t, true).layer(layer, Workspace, &input(ops)))),
-            forward_keeping: forward_keeping.into(),
+            forward_keeping,
             kept: kept.into(),
-            backward: keeping.ledger.peak().bytes.into(),
+            backward: Full::of(&keeping.ledger),
             again,
             eval: self.eval.map(|t| {
                 self.at_fullest(|ops| {

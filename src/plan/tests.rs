@@ -6,6 +6,14 @@ use crate::recipe::{Recipe, SHIPPED};
 use crate::walk::Decoded;
 use std::path::Path;
 
+/// A machine that has room for everything.
+const PLENTY: Room<'static> = Room {
+    host: Some(1 << 50),
+    shared: Some(1 << 40),
+    volume: &|_| Some(space::Volume { id: 1, free: 1 << 50 }),
+    replaced: &|_| 0,
+};
+
 const BASE: &str = "[model]\nsource = \"SOURCE\"\n[[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
 
 /// A recipe with these rules and settings, as `ft plan` reads it.
@@ -18,7 +26,7 @@ fn recipe(source: &str, rules: &str, set: &[&str]) -> anyhow::Result<Recipe> {
 }
 
 fn plan(source: &str, rules: &str, set: &[&str], cuda: bool) -> anyhow::Result<Plan> {
-    Ok(of_recipe(&recipe(source, rules, set)?, cuda)?.0)
+    Ok(of_recipe_in(&recipe(source, rules, set)?, cuda, &PLENTY)?.0)
 }
 
 fn rule(modules: &str, more: &str) -> String {
@@ -69,7 +77,7 @@ fn published_72b_offloaded() -> anyhow::Result<()> {
     let p = plan("Qwen/Qwen2-72B", &full(), &["memory.offload=[\"optimizer\"]"], true)?;
     near(p.theory.weights, 144.0);
     near(p.theory.master + p.theory.moments, 864.0);
-    let on_host = p.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
+    let on_host = p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
     near(on_host, 864.0);
     assert_eq!((p.peak.bytes.get(Component::Moments), p.peak.bytes.get(Component::Master)), (0, 0));
     Ok(())
@@ -136,7 +144,7 @@ fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
     let get = |c| bytes.get(c);
     assert_eq!((get(Component::Trained), get(Component::Gradients)), (2 * count, 4 * count));
     assert_eq!((get(Component::Master), get(Component::Moments)), (0, 0));
-    let on_host = p.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
+    let on_host = p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
     assert_eq!(on_host, 12 * count);
     for without in ["memory.offload=[]", "model.quantize=none"] {
         assert!(!at(&[without])?.fits(), "{without}");

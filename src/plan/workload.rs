@@ -1,8 +1,11 @@
-//! How many tokens a micro-batch has: by the recipe's bounds, or by the data where it was read.
+//! How many tokens a micro-batch has: by the recipe's bounds, or by the data where its lengths are known.
 
 use super::layer::Tokens;
-use crate::data::{Batches, Dataset, Micro};
-use crate::recipe::Recipe;
+use crate::data::lengths::Lengths;
+use crate::data::{self, Batches, Dataset};
+use crate::model::Config;
+use crate::recipe::{Length, Recipe};
+use std::path::Path;
 
 /// Steps whose micro-batches are looked at one by one; of longer runs, the longest rows count.
 const LOOK: usize = 2048;
@@ -18,8 +21,120 @@ pub struct Workload {
     pub eval: Option<Tokens>,
     /// Optimizer steps, where known.
     pub steps: Option<u64>,
-    /// Whether the data was read; else rows are full and every token is supervised.
-    pub measured: bool,
+    /// An epoch of the training data, where its lengths are known; else rows are taken to be full and every token
+    /// to be supervised.
+    pub epoch: Option<Epoch>,
+}
+
+/// An epoch of training data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Epoch {
+    /// Samples that were read.
+    pub samples: u64,
+    /// Rows, after packing.
+    pub rows: u64,
+    /// Tokens.
+    pub tokens: u64,
+    /// Supervised targets.
+    pub targets: u64,
+    /// Tokens of the longest sample.
+    pub longest: u64,
+    /// Bytes of all samples in memory, those of the evaluation too.
+    pub resident: u64,
+}
+
+/// Rows of a dataset as their samples' lengths.
+struct Sizes<'a> {
+    rows: &'a [Vec<usize>],
+    /// Tokens and targets of a sample.
+    of: &'a dyn Fn(usize) -> (usize, usize),
+}
+
+impl Sizes<'_> {
+    /// The micro-batch of these rows, as `Micro::collate` makes it.
+    fn tokens(&self, rows: &[usize]) -> Tokens {
+        let (mut docs, mut targets) = (Vec::new(), 0);
+        for &sample in rows.iter().filter_map(|r| self.rows.get(*r)).flatten() {
+            let (n, t) = (self.of)(sample);
+            docs.push(n);
+            targets += t;
+        }
+        Tokens::of(&docs, targets)
+    }
+
+    /// The longest rows in one micro-batch: at least as large as any that comes.
+    fn of_longest(&self, micro: usize) -> Tokens {
+        let size = |r: usize| self.rows[r].iter().map(|s| (self.of)(*s).0).sum::<usize>();
+        let mut sizes: Vec<(usize, usize)> = (0..self.rows.len()).map(|r| (size(r), r)).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let rows: Vec<usize> = sizes.iter().take(micro).map(|s| s.1).collect();
+        let mut largest = self.tokens(&rows);
+        largest.targets = largest.tokens;
+        largest
+    }
+
+    /// The largest micro-batch of rows in order.
+    fn in_order(&self, micro: usize) -> Tokens {
+        let rows: Vec<usize> = (0..self.rows.len()).collect();
+        rows.chunks(micro).fold(Tokens::default(), |t, rows| t.max(self.tokens(rows)))
+    }
+
+    fn epoch(&self, samples: usize) -> Epoch {
+        let mut e = Epoch { samples: samples as u64, rows: self.rows.len() as u64, ..Epoch::default() };
+        for &sample in self.rows.iter().flatten() {
+            let (n, t) = (self.of)(sample);
+            e.tokens += n as u64;
+            e.targets += t as u64;
+            e.longest = e.longest.max(n as u64);
+        }
+        e
+    }
+}
+
+/// The lengths that an earlier command kept of a recipe's data, with the rows that they make.
+#[derive(Debug)]
+pub struct Known {
+    train: (Lengths, Vec<Vec<usize>>),
+    eval: Option<(Lengths, Vec<Vec<usize>>)>,
+}
+
+impl Known {
+    /// Those that still hold; `dir` is the model's folder, if it is here.
+    ///
+    /// # Errors
+    /// Weights that make too many samples.
+    pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> crate::Result<Option<Self>> {
+        let find = |sources| data::lengths::find(r, dir, config.vocab, sources);
+        let Some(train) = find(&r.data.train) else { return Ok(None) };
+        let rows = train.rows(&r.data.train, &r.data, r.run.seed)?;
+        let eval = match find(&r.data.eval) {
+            None => None,
+            Some(eval) => {
+                let in_order = crate::recipe::Data { shuffle: false, ..r.data.clone() };
+                let rows = eval.rows(&r.data.eval, &in_order, r.run.seed)?;
+                Some((eval, rows))
+            }
+        };
+        Ok(Some(Self { train: (train, rows), eval }))
+    }
+
+    /// Tokens of a recipe that differs in its micro-batches only.
+    pub fn workload(&self, r: &Recipe) -> Workload {
+        let of = |l: &Lengths, s: usize| {
+            let (n, t) = l.samples.get(s).copied().unwrap_or_default();
+            (n as usize, t as usize)
+        };
+        let (train, rows) = &self.train;
+        let sizes = Sizes { rows, of: &|s| of(train, s) };
+        let mut resident = train.resident();
+        let mut largest = Workload::of_recipe(r).eval;
+        if let Some((eval, rows)) = &self.eval {
+            let sizes = Sizes { rows, of: &|s| of(eval, s) };
+            largest = Some(sizes.in_order(r.run.micro_rows.max(1)));
+            resident += eval.resident();
+        }
+        Workload::of_sizes(r, &sizes, train.samples.len(), largest, resident)
+    }
 }
 
 /// Most keys that a block of queries sees when these documents lie end to end.
@@ -78,47 +193,62 @@ impl Workload {
         let docs = vec![length; rows];
         let train = Tokens::of(&docs, rows.saturating_mul(length - 1));
         let steps = match r.run.length {
-            crate::recipe::Length::Steps(n) => Some(n as u64),
-            crate::recipe::Length::Epochs(_) => None,
+            Length::Steps(n) => Some(n as u64),
+            Length::Epochs(_) => None,
         };
-        Self { train, eval: (!r.data.eval.is_empty()).then_some(train), steps, measured: false }
+        Self { train, eval: (!r.data.eval.is_empty()).then_some(train), steps, epoch: None }
     }
 
     /// By the data that a run has read.
     pub fn of_data(r: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Self {
+        let of = |d: &Dataset, s: usize| d.examples.get(s).map_or((0, 0), |e| (e.ids.len(), e.targets()));
+        let resident = |d: &Dataset| Lengths::of(d, 0).resident();
+        let largest =
+            eval.map(|d| Sizes { rows: &d.rows, of: &|s| of(d, s) }.in_order(r.run.micro_rows.max(1)));
+        let sizes = Sizes { rows: &train.rows, of: &|s| of(train, s) };
+        let resident = resident(train) + eval.map_or(0, resident);
+        Self::of_sizes(r, &sizes, train.examples.len(), largest, resident)
+    }
+
+    fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, samples: usize, eval: Option<Tokens>, resident: u64) -> Self {
         let micro = r.run.micro_rows.max(1);
-        let batches = Batches::new(train.rows.len(), &r.run, r.data.shuffle);
-        let mut largest = Tokens::default();
+        let batches = Batches::new(sizes.rows.len(), &r.run, r.data.shuffle);
+        let mut train = Tokens::default();
         if batches.steps() <= LOOK {
             for step in 0..batches.steps() {
                 for rows in batches.rows(step).chunks(micro) {
-                    largest = largest.max(tokens(train, rows));
+                    train = train.max(sizes.tokens(rows));
                 }
             }
         } else {
-            largest = of_longest(train, micro);
+            train = sizes.of_longest(micro);
         }
-        let in_order = |d: &Dataset| {
-            let rows: Vec<usize> = (0..d.rows.len()).collect();
-            rows.chunks(micro).fold(Tokens::default(), |t, rows| t.max(tokens(d, rows)))
-        };
-        Self { train: largest, eval: eval.map(in_order), steps: Some(batches.steps() as u64), measured: true }
+        let epoch = Some(Epoch { resident, ..sizes.epoch(samples) });
+        Self { train, eval, steps: Some(batches.steps() as u64), epoch }
     }
-}
 
-fn tokens(d: &Dataset, rows: &[usize]) -> Tokens {
-    let m = Micro::collate(d, rows);
-    Tokens::of(&m.docs, m.targets.len())
-}
+    /// Whether the data's lengths are known.
+    pub fn measured(&self) -> bool {
+        self.epoch.is_some()
+    }
 
-/// The longest rows in one micro-batch: at least as large as any that comes.
-fn of_longest(d: &Dataset, micro: usize) -> Tokens {
-    let mut sizes: Vec<(u64, usize)> = (0..d.rows.len()).map(|r| (tokens(d, &[r]).tokens, r)).collect();
-    sizes.sort_unstable_by(|a, b| b.cmp(a));
-    let rows: Vec<usize> = sizes.iter().take(micro).map(|s| s.1).collect();
-    let mut largest = tokens(d, &rows);
-    largest.targets = largest.tokens;
-    largest
+    /// Bytes of the tokenized data in memory, where they are known.
+    pub fn resident(&self) -> Option<u64> {
+        self.epoch.map(|e| e.resident)
+    }
+
+    /// Of the same data under tighter bounds: a micro-batch is no larger than it was, nor than the new bounds.
+    pub fn under(self, r: &Recipe) -> Self {
+        let bound = Self::of_recipe(r);
+        let min = |a: Tokens, b: Tokens| Tokens {
+            tokens: a.tokens.min(b.tokens),
+            targets: a.targets.min(b.targets),
+            longest: a.longest.min(b.longest),
+            reach: a.reach.min(b.reach),
+        };
+        let eval = self.eval.zip(bound.eval).map(|(a, b)| min(a, b));
+        Self { train: min(self.train, bound.train), eval, ..self }
+    }
 }
 
 #[cfg(test)]

@@ -253,7 +253,7 @@ impl Checker<'_> {
                 }
                 _ => Err(Wrong::plain()),
             },
-            (Kind::Bytes, v) => values::bytes(v).map(Checked::Int).map_err(Wrong::from),
+            (Kind::Bytes, v) => values::bytes(v, path).map(Checked::Int).map_err(Wrong::from),
             (Kind::Recompute, Value::Text(s)) => match s.as_str() {
                 "auto" => Ok(Checked::Recompute(Recompute::Auto)),
                 "all" => Ok(Checked::Recompute(Recompute::All)),

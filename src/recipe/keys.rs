@@ -341,6 +341,18 @@ const MEMORY: &[Key] = &[
         "Memory of one device that may be used, such as \"48GiB\".",
     ),
     key(
+        "host_budget",
+        Kind::Bytes,
+        Absent("what is free"),
+        "Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes too.",
+    ),
+    key(
+        "disk_budget",
+        Kind::Bytes,
+        Absent("what is free on each disk"),
+        "Bytes that a run may write in all, to plan for another machine.",
+    ),
+    key(
         "recompute",
         Kind::Recompute,
         Toml("\"auto\""),

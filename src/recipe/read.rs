@@ -222,6 +222,8 @@ fn optimizer(s: &Section) -> Optimizer {
 fn memory(s: &Section) -> Memory {
     Memory {
         budget: s.int_or("budget"),
+        host_budget: s.int_or("host_budget"),
+        disk_budget: s.int_or("disk_budget"),
         recompute: s.recompute_or("recompute").unwrap_or(Recompute::Auto),
         decoded: s.word("decoded", Decoded::from_word).unwrap_or(Decoded::Auto),
         offload: s

@@ -296,10 +296,10 @@ fn sizes() {
         ("1024", 1024),
         ("2kB", 2000),
     ] {
-        assert_eq!(values::bytes(&tree::Value::Text(text.into())).unwrap(), bytes, "{text}");
+        assert_eq!(values::bytes(&tree::Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
     }
     for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1e30TiB", "48gib", "9999999999TiB"] {
-        assert!(values::bytes(&tree::Value::Text(text.into())).is_err(), "{text}");
+        assert!(values::bytes(&tree::Value::Text(text.into()), "b").is_err(), "{text}");
     }
 }
 

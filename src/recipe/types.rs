@@ -484,6 +484,10 @@ pub enum Warmup {
 pub struct Memory {
     /// Bytes of one device that may be used.
     pub budget: Option<u64>,
+    /// Bytes of host memory that a rank may use.
+    pub host_budget: Option<u64>,
+    /// Bytes that a run may write to disks.
+    pub disk_budget: Option<u64>,
     /// What is computed again in the backward pass instead of kept.
     pub recompute: Recompute,
     /// How 4-bit weights are decoded for a layer that is computed again.

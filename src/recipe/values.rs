@@ -154,10 +154,10 @@ pub(super) fn is_name(text: &str) -> bool {
 }
 
 /// A number of bytes: `"48GiB"`, `"500 MB"`, or a whole number.
-pub(super) fn bytes(value: &Value) -> Result<u64, Bad> {
+pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
     let wrong = || {
         bad(
-            format!("memory.budget cannot be {}", found(value)),
+            format!("{path} cannot be {}", found(value)),
             "a size has a number and a unit: \"48GiB\", \"500MiB\", \"80GB\"; or it is a number of bytes",
         )
     };

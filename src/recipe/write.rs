@@ -328,6 +328,8 @@ impl Memory {
         let offload: Vec<String> = self.offload.iter().map(|o| quote(o.word())).collect();
         vec![
             ("budget", self.budget.map(|b| b.to_string())),
+            ("host_budget", self.host_budget.map(|b| b.to_string())),
+            ("disk_budget", self.disk_budget.map(|b| b.to_string())),
             ("recompute", Some(recompute)),
             ("decoded", text(self.decoded.word())),
             ("offload", Some(format!("[{}]", offload.join(", ")))),

@@ -10,11 +10,13 @@
 //! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
 //! | [`checkpoint`] | folders of files that are whole or absent, with hashes; keep the last few |
 //! | `lock` | one process a run folder |
+//! | `cache` | the folder of what is kept between commands |
 //! | [`fault`] | named places where a test ends the process |
 //!
 //! No file is mapped into memory, no pickle is read, nothing outside of a model's folder is opened.
 
 mod atomic;
+mod cache;
 pub mod checkpoint;
 mod convert;
 mod error;
@@ -32,6 +34,7 @@ mod tests;
 pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
 pub(crate) use atomic::{folder_of, sync_folder};
+pub(crate) use cache::cache_folder;
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
 #[cfg(feature = "hub")]

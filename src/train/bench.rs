@@ -40,11 +40,12 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
     let data = rows(r, job.config.vocab);
-    let mut plan = job.plan(Workload::of_recipe);
+    let mut plan = job.plan_without_files(Workload::of_recipe);
     watch::check(&job, &plan)?;
     plan.workload.steps = Some(steps as u64);
-    let mut watch = Watch::begin(&plan, &job.device);
-    let (decoder, params) = job.build(true, &|_| {})?;
+    let mut watch = Watch::begin(&plan, &job);
+    let planned = watch.planned();
+    let (decoder, params) = job.build(true, &|_| {}).map_err(|e| planned.explain(e))?;
     watch.loaded(&params);
     let optimizer = Optimizer::new(&params, &r.optimizer);
     let setup = Setup {
@@ -61,7 +62,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
     let lr = 1e-9;
     let mut warm = Times::start(true);
-    timed_step(&setup, &data, &all, 0, lr, &mut warm).map_err(|e| watch.explain(e))?;
+    timed_step(&setup, &data, &all, 0, lr, &mut warm).map_err(|e| planned.explain(e))?;
     watch.look();
     let mut products = Products::new(&job, plan.workload.train.tokens as usize);
     products.look()?;
@@ -71,7 +72,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         memory::reset_peak();
         let mut times = Times::start(true);
         timed.tokens += timed_step(&setup, &data, &all, step as u64 + 1, lr, &mut times)
-            .map_err(|e| watch.explain(e))?
+            .map_err(|e| planned.explain(e))?
             .tokens;
         timed.times.push(times);
         watch.look();

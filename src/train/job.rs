@@ -5,12 +5,12 @@ use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build, check_full, check_tensors};
 use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Params, Selection, layout};
-use crate::data::{Batches, Dataset, Tokenizer};
+use crate::data::{Batches, Dataset, Tokenizer, lengths};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
 use crate::model::{Config, Decoder};
-use crate::plan::{self, Inputs, Machine, Plan, Workload, Workloads};
+use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
 use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
 use crate::store::TensorFiles;
@@ -311,20 +311,60 @@ impl Job {
         .run()
     }
 
-    /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
-    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
+    fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
         let machine = Machine {
             cuda: self.device.is_cuda(),
             width: self.dtype.size_in_bytes() as u64,
             threads: rayon::current_num_threads() as u64,
         };
-        Plan::new(&Inputs {
+        Inputs {
             recipe: &self.recipe,
             config: &self.config,
             selection: &self.selection,
             machine,
-            workloads: &Workloads::new(count),
-            budget: plan::budget(&self.recipe, machine),
-        })
+            workloads,
+            budget: plan::budget(
+                &self.recipe,
+                machine,
+                &workloads.of(&self.recipe, self.recipe.run.micro_rows),
+            ),
+        }
+    }
+
+    /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
+    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
+        self.planned(&Workloads::new(count), true)
+    }
+
+    /// As [`Job::plan`], where no checkpoint and no result is written.
+    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
+        self.planned(&Workloads::new(count), false)
+    }
+
+    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> Plan {
+        let inputs = self.inputs(workloads);
+        let mut plan = Plan::new(&inputs);
+        if !writes {
+            plan.space.files.clear();
+        }
+        plan.space.model(&self.recipe, &self.config, &self.selection, true);
+        plan.look(&self.recipe, &Room::of(inputs.machine));
+        plan
+    }
+
+    /// What the engine allocates by its plan, and where.
+    pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
+        let planned = plan.workload;
+        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.choices)
+    }
+
+    /// Keeps the lengths of data that was read, for plans.
+    pub fn keep_lengths(&self, train: &Dataset, eval: Option<&Dataset>) {
+        let d = &self.recipe.data;
+        for (sources, data) in [(&d.train, Some(train)), (&d.eval, eval)] {
+            if let Some(data) = data {
+                lengths::save(&self.recipe, Some(&self.model.dir), self.config.vocab, sources, data);
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod compare;
+pub mod exhausted;
 mod guard;
 mod identity;
 pub mod job;

@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Says of a folder that `ft` made it as a cache, and of what.
-const MARKER: &str = "ft-cache.json";
+pub(crate) const MARKER: &str = "ft-cache.json";
 
 /// What quantizing a model gave.
 #[derive(Clone, Copy, Debug, PartialEq)]

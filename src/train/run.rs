@@ -6,18 +6,19 @@ use super::step::{Setup, evaluate, train_step};
 use super::watch::{self, Watch};
 use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
-use crate::data::{Dataset, Micro};
+use crate::data::{Batches, Dataset, Micro};
 use crate::error::ExitCode;
 use crate::hub::Want;
-use crate::log::{Metrics, Progress, Told, bytes_bar, memory, tell, warn};
+use crate::log::{Metrics, Progress, Told, bytes_bar, memory, place, tell, warn};
 use crate::model::modules;
 use crate::optim::{Optimizer, Schedule};
-use crate::plan::Workload;
+use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
-use crate::store::checkpoint::Checkpoints;
+use crate::store::checkpoint::{Checkpoint, Checkpoints};
 use crate::store::{self, RunLock};
 use crate::walk::{self, Load, RouterLosses, generate};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,12 +68,19 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
     job.check()?;
+    let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
+    // a finished run needs no room to say that it is finished
+    let goes_on = options.resume && has_checkpoints(&dir);
+    if !goes_on {
+        watch::check(&job, &planned(&job))?;
+    }
+    job.keep_lengths(&data, eval.as_ref());
     std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
     let _lock = RunLock::take(&dir)?;
     if options.overwrite {
         clear(&dir)?;
     }
-    let mut checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
+    let checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
     for w in newest.iter().flat_map(|c| &c.warnings) {
         warn(w);
@@ -81,7 +89,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if options.resume {
         keep_micro_rows(&mut job.recipe, reached.as_ref(), &dir);
     }
-    let plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
+    let plan = planned(&job);
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.set_micro_rows(plan.choices.micro_rows);
     let job = job;
@@ -102,17 +110,56 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         tell(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
 
-    watch::check(&job, &plan)?;
-    let mut watch = Watch::begin(&plan, &job.device);
+    if goes_on {
+        watch::check(&job, &plan)?;
+    }
+    let watch = Watch::begin(&plan, &job);
+    let planned = watch.planned();
+    let start = Start {
+        job: &job,
+        plan: &plan,
+        data: &data,
+        eval: eval.as_ref(),
+        batches: &batches,
+        dir: &dir,
+        newest: newest.as_ref(),
+        done,
+        identity: &identity,
+        checkpoints: &checkpoints,
+        signals: &signals,
+    };
+    train(&start, watch).map_err(|e| planned.explain(e))
+}
+
+/// What a run has when nothing more can be wrong with what it was given.
+struct Start<'a> {
+    job: &'a Job,
+    plan: &'a Plan,
+    data: &'a Dataset,
+    eval: Option<&'a Dataset>,
+    batches: &'a Batches,
+    dir: &'a Path,
+    /// The checkpoint to go on from, and its step.
+    newest: Option<&'a Checkpoint>,
+    done: u64,
+    identity: &'a BTreeMap<String, String>,
+    checkpoints: &'a Checkpoints,
+    signals: &'a Signals,
+}
+
+/// Loads the model, goes through the steps, writes the result.
+fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
+    let Start { job, plan, data, eval, batches, dir, newest, done, identity, checkpoints, signals } = *start;
+    let total = batches.steps();
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
     watch.loaded(&params);
-    if let Some(c) = &newest {
+    if let Some(c) = newest {
         state::load(&c.path, &params)?;
     }
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
-    let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.as_ref().map(|_| done))?;
+    let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.map(|_| done))?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), total);
     let mut r = Running {
@@ -126,21 +173,20 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },
-        job: &job,
-        eval: eval.as_ref(),
+        job,
+        eval,
         metrics,
         progress: Progress::new(done, total as u64),
         watch,
         load: (0, Load::default()),
     };
-    r.start(&data, total, done, &identity)?;
+    r.start(data, total, done, identity)?;
 
     for step in done as usize..total {
         let started = Instant::now();
         let lr = schedule.at(step);
-        let s = train_step(&r.setup, &data, &batches.rows(step), step as u64, lr)
-            .map_err(|e| r.watch.explain(e))
-            .map_err(|e| r.stopped(step as u64, e))?;
+        let s = train_step(&r.setup, data, &batches.rows(step), step as u64, lr)
+            .map_err(|e| r.stopped(step as u64, r.watch.planned().explain(e)))?;
         if step == done as usize {
             check_reached(&params, &s)?;
         }
@@ -154,8 +200,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         }
         let signal = signals.seen();
         if due(job.recipe.run.save_every) || signal.is_some() {
-            save(&mut checkpoints, count, &identity, &params, job.recipe.run.keep)
-                .map_err(|e| r.stopped(count, e))?;
+            save(checkpoints, count, identity, &params, job.recipe.run.keep)
+                .map_err(|e| r.stopped(count, r.watch.planned().explain(e)))?;
         }
         if let (Some((name, code)), false) = (signal, last) {
             r.progress.finish();
@@ -164,8 +210,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     }
     r.sample(total as u64)?;
     r.progress.finish();
-    let probe = output::sample(&Micro::collate(&data, &[0]));
-    let result = output::write(&job, &decoder, &params, &dir, &probe)?;
+    place::enter(place::Phase::Save, 0);
+    let probe = output::sample(&Micro::collate(data, &[0]));
+    let result = output::write(job, &decoder, &params, dir, &probe)?;
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {
         r.progress.line(&warning);
@@ -228,12 +275,13 @@ fn clear(dir: &Path) -> Result<(), store::Error> {
 }
 
 fn save(
-    checkpoints: &mut Checkpoints,
+    checkpoints: &Checkpoints,
     step: u64,
-    identity: &std::collections::BTreeMap<String, String>,
+    identity: &BTreeMap<String, String>,
     params: &Params,
     keep: usize,
 ) -> crate::Result<()> {
+    place::enter(place::Phase::Save, 0);
     let draft = checkpoints.begin(step)?;
     let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity: identity.clone() };
     state::save(draft.path(), &state, params)?;
@@ -268,7 +316,7 @@ impl Running<'_> {
         data: &Dataset,
         total: usize,
         done: u64,
-        identity: &std::collections::BTreeMap<String, String>,
+        identity: &BTreeMap<String, String>,
     ) -> crate::Result<()> {
         let job = self.job;
         let all = modules::parameters(&job.config);
@@ -364,6 +412,7 @@ impl Running<'_> {
 
     fn evaluate(&mut self, step: u64) -> crate::Result<()> {
         let Some(data) = self.eval else { return Ok(()) };
+        place::enter(place::Phase::Evaluate, 0);
         let (loss, targets) = evaluate(self.setup.decoder, data, &self.setup.choices, &self.job.device)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
@@ -380,6 +429,7 @@ impl Running<'_> {
             let messages = json!([{"role": "user", "content": prompt}]);
             let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
             let ids = tokenizer.encode(&text)?;
+            place::enter(place::Phase::Evaluate, 0);
             let mut sampler = generate::greedy();
             let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
             let reply = generate::reply(

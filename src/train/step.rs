@@ -4,6 +4,7 @@ use super::guard;
 use crate::adapt::Params;
 use crate::data::{Dataset, Micro};
 use crate::kernel::loss;
+use crate::log::place;
 use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
@@ -108,6 +109,7 @@ pub fn timed_step(
         }
         first = (first.0 + m.ids.len(), first.1 + m.targets.len());
     }
+    place::enter(place::Phase::Step, 0);
     let loss = loss::total(&losses)? * scale;
     let grad_norm = optim::grad_norm(s.params)?;
     let total = loss + router_losses.0 + router_losses.1;

@@ -1,14 +1,15 @@
 //! A run beside its plan: refused when it cannot fit, measured while it goes, compared at the end.
 
 use super::Job;
+use super::exhausted::{self, Planned};
 use crate::adapt::Params;
-use crate::error::Error;
 use crate::hub;
-use crate::log::{memory, warn};
-use crate::plan::{self, Component, Plan, report};
+use crate::log::{memory, place, warn};
+use crate::plan::{self, Component, Phase, Plan, report};
 use crate::recipe::{Recipe, Weights};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 
 /// Share of the plan by which a measured peak may differ before a warning.
 const APART: f64 = 0.05;
@@ -36,9 +37,11 @@ pub fn before_download(recipe: &Recipe) -> crate::Result<()> {
     }
 }
 
-/// A budget that the recipe names is obeyed; one that is only what is free is, where the plan is exact.
+/// A budget that the recipe names is obeyed; one that is only what is free is, where the plan is exact. So are
+/// host and disks.
 fn refused(recipe: &Recipe, plan: &Plan) -> bool {
-    !plan.fits() && (recipe.memory.budget.is_some() || !plan.machine.cuda)
+    let device = !plan.fits_device() && (recipe.memory.budget.is_some() || !plan.machine.cuda);
+    device || !plan.space.fits()
 }
 
 /// Refuses a run that does not fit; warns where the plan is an estimate.
@@ -52,8 +55,15 @@ pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
     if !plan.fits() {
         warn(&plan.refusal().to_string());
     }
-    if let Some(note) = plan.host_note() {
-        warn(&note);
+    let there = memory::available_bytes().filter(|_| job.device.is_cpu());
+    if let (Some(budget), Some(there)) = (job.recipe.memory.budget, there)
+        && plan.total() > there
+    {
+        let (budget, needed, there) =
+            (report::bytes(budget), report::bytes(plan.total()), report::bytes(there));
+        warn(&format!(
+            "the run needs {needed} and keeps within memory.budget = {budget}, but only {there} are available here"
+        ));
     }
     Ok(())
 }
@@ -103,6 +113,7 @@ impl Kept {
 #[derive(Debug)]
 pub struct Watch<'a> {
     plan: &'a Plan,
+    planned: Arc<Planned>,
     device: Device,
     /// Counted bytes, and resident ones, before the model was loaded.
     before: (Option<u64>, u64),
@@ -112,10 +123,17 @@ pub struct Watch<'a> {
 
 impl<'a> Watch<'a> {
     /// Begins; call it before the model is loaded.
-    pub fn begin(plan: &'a Plan, device: &Device) -> Self {
+    pub fn begin(plan: &'a Plan, job: &Job) -> Self {
+        let planned = exhausted::remember(plan, job.allocations(plan));
+        place::enter(Phase::Load, 0);
         memory::reset_peak();
-        let before = (memory::live_bytes(), memory::device_bytes(device));
-        Self { plan, device: device.clone(), before, kept: Kept::default(), peak: 0 }
+        let before = (memory::live_bytes(), memory::device_bytes(&job.device));
+        Self { plan, planned, device: job.device.clone(), before, kept: Kept::default(), peak: 0 }
+    }
+
+    /// The plan, to explain errors with.
+    pub fn planned(&self) -> Arc<Planned> {
+        Arc::clone(&self.planned)
     }
 
     /// Takes down what stays, now that the model is loaded.
@@ -136,17 +154,6 @@ impl<'a> Watch<'a> {
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;
         self.look();
-    }
-
-    /// Planned and measured bytes by what they are for, for `metrics.jsonl`.
-    pub fn compared(&self) -> Value {
-        let table = |parts: [(&'static str, u64); 6]| -> Map<String, Value> {
-            parts.iter().map(|(k, b)| (k.replace(' ', "_"), json!(b))).collect()
-        };
-        json!({
-            "planned": table(Kept::planned(self.plan).parts(self.plan.total())),
-            "measured": table(self.kept.parts(self.peak)),
-        })
     }
 
     /// Takes a look at what is used.
@@ -176,7 +183,7 @@ impl<'a> Watch<'a> {
             "recompute_layers": p.choices.recompute, "recompute_of": p.walked, "reason": p.reasons.recompute,
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
-            "host": p.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
+            "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
             "budget": p.budget, "host_bytes_before_loading": self.before.1,
         })
     }
@@ -201,25 +208,81 @@ impl<'a> Watch<'a> {
             true => 0,
             false => [Component::Context, Component::Slack].map(|c| self.plan.peak.bytes.get(c)).iter().sum(),
         };
-        let (planned, measured) = (self.plan.total() - unseen, self.peak);
-        let apart = planned.abs_diff(measured);
-        (measured > 0 && apart > SMALL && apart as f64 > APART * planned as f64).then(|| {
-            format!(
-                "warning: the plan said {} at the fullest, measured were {}: please report this with the recipe",
-                report::bytes(planned),
-                report::bytes(measured)
-            )
-        })
+        warning(self.plan, self.kept, unseen, self.peak)
     }
 
-    /// Adds what the plan had said to an error that is out of memory.
-    pub fn explain(&self, e: Error) -> Error {
-        if e.is_out_of_memory() {
-            let mut said = self.plan.out_of_memory(memory::cuda_memory().map(|(free, _)| free));
-            let plan::Error::DoesNotFit(text) = &mut said;
-            text.insert_str(0, &format!("{e}\n"));
-            return said.into();
+    /// Planned and measured bytes by what they are for and by phase, for `metrics.jsonl`.
+    ///
+    /// On the CPU every allocation of the engine is counted; elsewhere phases are not measured.
+    pub fn compared(&self) -> Value {
+        let table = |parts: [(&'static str, u64); 6]| -> Map<String, Value> {
+            parts.iter().map(|(k, b)| (k.replace(' ', "_"), json!(b))).collect()
+        };
+        let phases = |of: [u64; Phase::ALL.len()]| -> Map<String, Value> {
+            let each = Phase::ALL.iter().zip(of).filter(|(_, b)| *b > 0);
+            each.map(|(p, b)| (p.word().replace(' ', "_"), json!(b))).collect()
+        };
+        let process = memory::peak_host_bytes().saturating_sub(self.before.1);
+        let mut out = json!({
+            "planned_process_bytes": self.plan.process(), "process_bytes": self.device.is_cpu().then_some(process),
+            "planned": table(Kept::planned(self.plan).parts(self.plan.total())),
+            "measured": table(self.kept.parts(self.peak)),
+            "planned_phases": phases(self.plan.peak.phases),
+        });
+        if let (true, Some(before)) = (self.device.is_cpu(), self.before.0) {
+            let measured = memory::phase_peaks().map(|b| b.saturating_sub(before));
+            out["measured_phases"] = Value::Object(phases(measured));
         }
-        e
+        out
+    }
+}
+
+/// What to say when a measured peak is too far from the plan's, `unseen` bytes of which are not measured.
+fn warning(plan: &Plan, kept: Kept, unseen: u64, measured: u64) -> Option<String> {
+    let planned = plan.total() - unseen;
+    let apart = planned.abs_diff(measured);
+    if measured == 0 || apart <= SMALL || apart as f64 <= APART * planned as f64 {
+        return None;
+    }
+    let ours = Kept::planned(plan).parts(planned);
+    let most = ours.iter().zip(kept.parts(measured)).max_by_key(|((_, a), (_, b))| a.abs_diff(*b));
+    let most = most.map_or(String::new(), |((name, a), (_, b))| {
+        format!(", most apart in {name} ({} and {})", report::bytes(*a), report::bytes(b))
+    });
+    Some(format!(
+        "warning: the plan said {} at the fullest, measured were {}{most}: this is a bug in ft, please report it \
+         with the recipe",
+        report::bytes(planned),
+        report::bytes(measured)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_that_is_wrong_asks_for_a_report() -> anyhow::Result<()> {
+        let text = "[model]\nsource = \"Qwen/Qwen3-1.7B\"\n[[train]]\nmodules = [\"mlp\"]\n\
+                    [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
+        let set = ["memory.recompute=none".to_string(), "memory.budget=1TiB".into()];
+        let (plan, _) = plan::of_recipe(&Recipe::parse(text, "r.toml", &set)?, false)?;
+        let kept = Kept::planned(&plan);
+        let at = |share: f64, kept: Kept| warning(&plan, kept, 0, (share * plan.total() as f64) as u64);
+        for share in [0.951, 1.0, 1.049] {
+            assert_eq!(at(share, kept), None, "{share}");
+        }
+        for share in [0.94, 1.06] {
+            let said = at(share, kept).unwrap_or_default();
+            assert!(said.contains("please report") && said.contains("activations"), "{share}: {said}");
+        }
+        let twice = Kept { gradients: kept.gradients + plan.total() / 10, ..kept };
+        assert!(at(1.1, twice).is_some_and(|s| s.contains("most apart in gradients")));
+        // of a small model, what is not planned counts for more than a twentieth
+        let less = Kept::default();
+        assert_eq!(warning(&plan, less, plan.total() - (100 << 20), 150 << 20), None);
+        assert!(warning(&plan, less, plan.total() - (100 << 20), 180 << 20).is_some());
+        assert_eq!(at(0.0, kept), None, "nothing was measured");
+        Ok(())
     }
 }

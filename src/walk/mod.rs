@@ -21,6 +21,7 @@ pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 
 use crate::kernel::group::Groups;
+use crate::log::place;
 use crate::model::head::Head;
 use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
@@ -192,10 +193,12 @@ impl<'a> Walk<'a> {
         self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
+        place::enter(place::Phase::Forward, 0);
         self.arrive(0, Phase::Forward)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
         self.leave(0, Phase::Forward)?;
         for l in 0..decoder.layers.len() {
+            place::enter(place::Phase::Forward, l + 1);
             self.arrive(l + 1, Phase::Forward)?;
             let (y, saved) = self.layer(l, &x, batch)?;
             kept.push(self.keep(l, &x, saved));
@@ -205,6 +208,7 @@ impl<'a> Walk<'a> {
 
         self.lap(times::Part::Forward)?;
 
+        place::enter(place::Phase::Backward, head);
         self.arrive(head, Phase::Backward)?;
         let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
         self.leave(head, Phase::Backward)?;
@@ -215,6 +219,7 @@ impl<'a> Walk<'a> {
         let balance = self.routing.balance(self.router_losses);
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
+            place::enter(place::Phase::Backward, l + 1);
             match kept.pop() {
                 None | Some(Kept::Nothing) => return Ok(out.losses),
                 Some(Kept::All(saved)) => {
@@ -235,6 +240,7 @@ impl<'a> Walk<'a> {
             self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
+            place::enter(place::Phase::Backward, 0);
             self.arrive(0, Phase::Backward)?;
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
             self.leave(0, Phase::Backward)?;
@@ -251,6 +257,7 @@ impl<'a> Walk<'a> {
         let mut x = decoder.embedding.forward(&batch.ids)?;
         self.leave(0, Phase::Forward)?;
         for l in 0..decoder.layers.len() {
+            place::at_unit(l + 1);
             self.arrive(l + 1, Phase::Forward)?;
             x = self.layer(l, &x, batch)?.0;
             self.leave(l + 1, Phase::Forward)?;

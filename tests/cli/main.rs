@@ -8,6 +8,7 @@ mod four_bit_verbs;
 mod plan;
 mod report;
 mod resume;
+mod room;
 mod same;
 mod shipped;
 mod verbs;

@@ -72,15 +72,19 @@ fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str])
         .current_dir(dir)
         .args(["run", "r.toml", "--overwrite"])
         .args(set)
+        .env("FT_CACHE", dir.join("cache"))
         .output()?;
     ensure!(out.status.success(), "{set:?}: {}", String::from_utf8_lossy(&out.stderr));
+    let end = event(dir, "end")?;
+    let of = |key: &str| end[key].as_u64().with_context(|| format!("no {key}"));
+    Ok((of("planned_peak_bytes")?, of("peak_device_bytes")?))
+}
+
+/// The first event of a kind in the metrics of the run in `dir`.
+fn event(dir: &Path, kind: &str) -> Result<Value> {
     let text = std::fs::read_to_string(dir.join("out/metrics.jsonl"))?;
     let events: Vec<Value> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-    let of = |event: &str, key: &str| {
-        let e = events.iter().find(|e| e["event"] == event).with_context(|| format!("no {event}"))?;
-        e[key].as_u64().with_context(|| format!("{event} has no {key}"))
-    };
-    Ok((of("end", "planned_peak_bytes")?, of("end", "peak_device_bytes")?))
+    events.into_iter().find(|e| e["event"] == kind).with_context(|| format!("no {kind}"))
 }
 
 /// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
@@ -142,7 +146,41 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
             "{set:?}: planned {planned}, measured {measured}: {:.2}%",
             100.0 * apart
         );
+        let end = event(dir.path(), "end")?;
+        let pairs = ["forward", "backward"].map(|p| (p, "planned_phases", "measured_phases"));
+        let kept = ["frozen_weights", "weights_that_train", "gradients", "master_weights", "moments"];
+        for (what, ours, theirs) in pairs.into_iter().chain(kept.map(|k| (k, "planned", "measured"))) {
+            let of = |table: &str| end["memory"][table][what].as_f64().with_context(|| format!("no {what}"));
+            let (planned, measured) = (of(ours)?, of(theirs)?);
+            // what is not tensors counts as frozen weights: tables of names and shapes
+            ensure!(
+                (planned - measured).abs() <= 0.015 * planned + 5e5,
+                "{set:?}, {what}: planned {planned}, measured {measured}"
+            );
+        }
     }
+    Ok(())
+}
+
+/// The linears of a 4-bit base take 4.13 bits a value at the most, in the plan and in the run.
+#[test]
+fn a_4_bit_base_takes_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let set = ["model.quantize=nf4", "model.dtype=bf16", "run.batch_rows=1", "memory.budget=8GiB"];
+    run(dir.path(), &config("qwen3", false), LORA, &[64; 2], &set)?;
+    let (start, end) = (event(dir.path(), "start")?, event(dir.path(), "end")?);
+    let planned = |names: &[&str]| -> f64 {
+        names.iter().filter_map(|n| start["plan"]["device"][format!("weights_{n}")].as_f64()).sum()
+    };
+    let scales = start["plan"]["device"]["quantization_constants"].as_f64().context("no scales")?;
+    let linears = planned(&["attention", "mlp"]) + scales;
+    let values = 6.0 * (2.0 * 512.0 * 512.0 + 2.0 * 512.0 * 256.0 + 3.0 * 512.0 * 1536.0);
+    ensure!(8.0 * linears / values <= 4.13, "planned {} bits", 8.0 * linears / values);
+    let rest = planned(&["embedding", "head", "norms"]);
+    let measured = end["memory"]["measured"]["frozen_weights"].as_f64().context("not measured")?;
+    let bits = 8.0 * (measured - rest) / values;
+    // 0.2 MB of tables of names and shapes are not weights
+    ensure!(bits <= 4.13 + 8.0 * 2e5 / values && bits >= 4.1, "measured {bits} bits");
     Ok(())
 }
 
@@ -217,6 +255,7 @@ fn plan_prints_and_says_by_its_exit_code_whether_it_fits() -> Result<()> {
             .args(["plan", "--json", concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/qwen3-8b-lora.toml")])
             .args(set)
             .env("HF_HUB_OFFLINE", "1")
+            .env("FT_CACHE", "/dev/null")
             .output()
     };
     for (budget, code) in [("memory.budget=200GiB", 0), ("memory.budget=4GiB", 8)] {

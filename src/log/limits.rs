@@ -1,0 +1,190 @@
+//! How much host memory this process may still take: what the system has, what its control groups allow
+//! (version 1 and 2, at every level above it), and what its own limit on addresses leaves.
+
+use std::path::{Path, PathBuf};
+
+/// Limits from here on mean none: version 1 writes the largest page-aligned number.
+const NONE: u64 = 1 << 60;
+
+/// Bytes that may still be taken without swapping and without meeting a limit; `None` where nothing tells.
+///
+/// `root` is where `proc` and `sys` are: `/`, but for tests.
+pub fn available(root: &Path) -> Option<u64> {
+    let system = field(&root.join("proc/meminfo"), "MemAvailable:");
+    groups(root).chain(system).chain(addresses(root)).min()
+}
+
+/// Bytes of this process that only it holds: what ending it would give back.
+pub fn own(root: &Path) -> Option<u64> {
+    let status = root.join("proc/self/status");
+    field(&status, "RssAnon:").or_else(|| field(&status, "VmRSS:"))
+}
+
+/// A line "KEY  N kB" of a file of the system, in bytes.
+pub fn field(file: &Path, key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let kb = text.lines().find_map(|l| l.strip_prefix(key)?.trim().strip_suffix(" kB")?.trim().parse().ok());
+    kb.map(|kb: u64| kb * 1024)
+}
+
+/// What the limit on this process's address space (`ulimit -v`) leaves.
+fn addresses(root: &Path) -> Option<u64> {
+    let limits = std::fs::read_to_string(root.join("proc/self/limits")).ok()?;
+    let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
+    let soft: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(soft.saturating_sub(field(&root.join("proc/self/status"), "VmSize:")?))
+}
+
+/// What each control group with a limit leaves, from this process's own up to the root.
+///
+/// In a container the path that `/proc/self/cgroup` names may not be visible; the root of the mount is then the
+/// container's own group, and it is always looked at.
+fn groups(root: &Path) -> impl Iterator<Item = u64> {
+    let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mut found = Vec::new();
+    for line in text.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
+            continue;
+        };
+        let inside = Path::new(path.trim_start_matches('/'));
+        if controllers.is_empty() {
+            for mount in ["sys/fs/cgroup", "sys/fs/cgroup/unified"] {
+                found.extend(up(&root.join(mount), inside).filter_map(|d| v2(&d)));
+            }
+        } else if controllers.split(',').any(|c| c == "memory") {
+            found.extend(up(&root.join("sys/fs/cgroup/memory"), inside).filter_map(|d| v1(&d)));
+        }
+    }
+    found.into_iter()
+}
+
+/// The folders from `mount/inside` up to `mount`.
+fn up(mount: &Path, inside: &Path) -> impl Iterator<Item = PathBuf> {
+    let below: Vec<PathBuf> = inside.ancestors().map(|p| mount.join(p)).collect();
+    below.into_iter()
+}
+
+fn number(path: &Path) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// A line "KEY N" of `memory.stat`.
+fn stat(dir: &Path, key: &str) -> u64 {
+    let text = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let found = text.lines().find_map(|l| {
+        let (name, value) = l.split_once(' ')?;
+        (name == key).then(|| value.trim().parse().ok()).flatten()
+    });
+    found.unwrap_or(0)
+}
+
+/// Of a group with a limit: what it leaves. Cached file pages that nobody uses are given back before anything
+/// is refused, so they count as free.
+fn left(limit: u64, used: u64, inactive: u64) -> Option<u64> {
+    (limit < NONE).then(|| limit.saturating_sub(used.saturating_sub(inactive)))
+}
+
+fn v2(dir: &Path) -> Option<u64> {
+    let limit = ["memory.max", "memory.high"].iter().filter_map(|f| number(&dir.join(f))).min()?;
+    left(limit, number(&dir.join("memory.current"))?, stat(dir, "inactive_file"))
+}
+
+fn v1(dir: &Path) -> Option<u64> {
+    let limit = number(&dir.join("memory.limit_in_bytes"))?;
+    left(limit, number(&dir.join("memory.usage_in_bytes"))?, stat(dir, "total_inactive_file"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// A made-up system: files below a folder.
+    fn system(files: &[(&str, String)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        dir
+    }
+
+    fn meminfo(gib: u64) -> (&'static str, String) {
+        ("proc/meminfo", format!("MemTotal: 99999999 kB\nMemAvailable:   {} kB\n", gib << 20))
+    }
+
+    #[test]
+    fn without_groups_the_system_counts() {
+        let s = system(&[meminfo(8)]);
+        assert_eq!(available(s.path()), Some(8 * GIB));
+        assert_eq!(available(Path::new("/nowhere")), None);
+    }
+
+    #[test]
+    fn version_2_limits_count_at_every_level() {
+        let at = |level: &str, file: &str| format!("sys/fs/cgroup/{level}{file}");
+        let files = [
+            (at("a/b/", "memory.max"), "max\n".to_string()),
+            (at("a/b/", "memory.current"), "100\n".into()),
+            (at("a/", "memory.max"), (4 * GIB).to_string()),
+            (at("a/", "memory.current"), (3 * GIB).to_string()),
+            (at("a/", "memory.stat"), format!("anon 5\ninactive_file {GIB}\n")),
+        ];
+        let mut all = vec![meminfo(8), ("proc/self/cgroup", "0::/a/b\n".into())];
+        all.extend(files.iter().map(|(n, t)| (n.as_str(), t.clone())));
+        let s = system(&all);
+        // 4 GiB allowed, 3 used, of which 1 is file cache that goes when it must
+        assert_eq!(available(s.path()), Some(2 * GIB));
+        std::fs::write(s.path().join("sys/fs/cgroup/a/b/memory.high"), GIB.to_string()).unwrap();
+        assert_eq!(available(s.path()), Some(GIB - 100));
+    }
+
+    #[test]
+    fn version_1_limits_count_and_its_largest_number_is_none() {
+        let of = |limit: u64, path: &str| {
+            let d = "sys/fs/cgroup/memory";
+            let (limit_at, usage_at, stat_at) = (
+                format!("{d}/memory.limit_in_bytes"),
+                format!("{d}/memory.usage_in_bytes"),
+                format!("{d}/memory.stat"),
+            );
+            let files = [
+                meminfo(8),
+                ("proc/self/cgroup", format!("9:cpu,cpuacct:/x\n4:memory:{path}\n0::/\n")),
+                (limit_at.as_str(), format!("{limit}\n")),
+                (usage_at.as_str(), format!("{GIB}\n")),
+                (stat_at.as_str(), "inactive_file 7\ntotal_inactive_file 0\n".into()),
+            ];
+            let s = system(&files);
+            available(s.path())
+        };
+        assert_eq!(of(3 * GIB, "/"), Some(2 * GIB));
+        // a container that names a path which is only there outside
+        assert_eq!(of(3 * GIB, "/docker/0123"), Some(2 * GIB));
+        assert_eq!(of(9_223_372_036_854_771_712, "/"), Some(8 * GIB));
+        // more in use than allowed is nothing left, not a number below zero
+        assert_eq!(of(GIB / 2, "/"), Some(0));
+    }
+
+    #[test]
+    fn a_limit_on_addresses_counts() {
+        let limits = |soft: &str| {
+            let s = system(&[
+                meminfo(8),
+                ("proc/self/status", format!("VmSize: {} kB\nRssAnon: 2048 kB\n", 1 << 20)),
+                (
+                    "proc/self/limits",
+                    format!(
+                        "Limit  Soft Limit  Hard Limit  Units\nMax address space  {soft}  unlimited  bytes\n"
+                    ),
+                ),
+            ]);
+            (available(s.path()), own(s.path()))
+        };
+        assert_eq!(limits("unlimited"), (Some(8 * GIB), Some(2 << 20)));
+        assert_eq!(limits(&(3 * GIB).to_string()).0, Some(2 * GIB));
+    }
+}

@@ -1,0 +1,63 @@
+//! Where in a run the engine is: for peaks by phase, and for what to say when memory runs out.
+//!
+//! One process trains one model, so this is the process's, as the counts of [`super::memory`] are.
+
+use super::memory;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// What the engine is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Reading or making the weights.
+    Load,
+    /// Forward over the layers.
+    Forward,
+    /// Backward over the layers.
+    Backward,
+    /// The optimizer.
+    Step,
+    /// Evaluation.
+    Evaluate,
+    /// Writing checkpoints and the result.
+    Save,
+}
+
+impl Phase {
+    /// All of them, in the order of a run.
+    pub const ALL: [Phase; 6] =
+        [Phase::Load, Phase::Forward, Phase::Backward, Phase::Step, Phase::Evaluate, Phase::Save];
+
+    /// In words.
+    pub fn word(self) -> &'static str {
+        match self {
+            Phase::Load => "loading",
+            Phase::Forward => "forward",
+            Phase::Backward => "backward",
+            Phase::Step => "optimizer step",
+            Phase::Evaluate => "evaluation",
+            Phase::Save => "saving",
+        }
+    }
+}
+
+static PHASE: AtomicUsize = AtomicUsize::new(0);
+static UNIT: AtomicUsize = AtomicUsize::new(0);
+
+/// Says what comes next, and at which unit of the walk: 0 the embedding, then the layers, the last is the head.
+pub fn enter(phase: Phase, unit: usize) {
+    let last = PHASE.swap(phase as usize, Relaxed);
+    UNIT.store(unit, Relaxed);
+    if last != phase as usize {
+        memory::close(last);
+    }
+}
+
+/// Says at which unit the phase goes on.
+pub fn at_unit(unit: usize) {
+    UNIT.store(unit, Relaxed);
+}
+
+/// Where the engine is.
+pub fn now() -> (Phase, usize) {
+    (Phase::ALL[PHASE.load(Relaxed).min(Phase::ALL.len() - 1)], UNIT.load(Relaxed))
+}

@@ -1,0 +1,169 @@
+//! Room: what a run is refused for before it writes, lengths that plans remember, and memory that runs out.
+
+use super::world::{LORA, World, recipe, rows};
+use serde_json::{Value, json};
+
+fn world() -> World {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write("r.toml", recipe(LORA));
+    w
+}
+
+fn plan(w: &World, set: &[&str]) -> Value {
+    let mut args = vec!["plan", "r.toml", "--json"];
+    args.extend(set);
+    let r = w.ft(&args);
+    serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
+}
+
+/// A run whose checkpoints fit no disk says so by name and writes nothing at all.
+#[test]
+fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
+    let w = world();
+    let set = ["run.save_every=1", "run.steps=1000000000", "run.keep=1000000000"];
+    let r = w.ft(&[&["run", "r.toml"][..], &set].concat());
+    assert_eq!(r.code, 8, "{}", r.err);
+    for said in ["disk of runs/r", "checkpoints", "to change: run.keep, run.output"] {
+        assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
+    }
+    assert!(!w.path("runs").exists());
+    let p = plan(&w, &set);
+    assert_eq!(p["fits"], false);
+    assert_eq!(p["filesystems"][0]["fits"], false);
+
+    let few = ["run.save_every=1", "run.steps=100000", "run.keep=100000", "memory.disk_budget=1GiB"];
+    let r = w.ft(&[&["run", "r.toml"][..], &few].concat());
+    assert_eq!(r.code, 8, "{}", r.err);
+    let hint = r.err.lines().find_map(|l| l.strip_prefix("hint: run.keep 100000 -> ")).expect("a hint");
+    let keep: usize = hint.split(':').next().and_then(|k| k.parse().ok()).expect("a number");
+    let with = |keep: usize| plan(&w, &[&few[..], &[&format!("run.keep={keep}")]].concat())["fits"] == true;
+    assert!(with(keep) && !with(keep + 1), "{hint}");
+
+    // and by a budget of the recipe's own, which what is planned just fits
+    let p = plan(&w, &["memory.disk_budget=1TiB"]);
+    let all = p["disk"]["total"].as_u64().expect("a sum");
+    let least = format!("memory.disk_budget={all}");
+    w.ok(&["run", "r.toml", &least]);
+    let less = format!("memory.disk_budget={}", all - 1);
+    assert_eq!(w.ft(&["run", "r.toml", "--overwrite", &less]).code, 8);
+    // refused, so that what was there is there
+    assert!(w.path("runs/r/adapter").is_dir());
+    let host = w.ft(&["run", "r.toml", "--overwrite", "memory.host_budget=1MiB", "memory.budget=1GiB"]);
+    assert_eq!(host.code, 8);
+    assert!(host.err.contains("host memory"), "{}", host.err);
+}
+
+/// What is planned for the run folder is what is there at its fullest, to 2%.
+#[test]
+fn the_planned_files_are_the_files() {
+    let w = world();
+    w.config("tiny", json!({"hidden_size": 512, "intermediate_size": 1024}));
+    let set = ["lora.rank=64", "train.1.rank=64", "run.steps=4", "run.save_every=1", "run.keep=2"];
+    let p = plan(&w, &[&set[..], &["memory.budget=1GiB"]].concat());
+    w.ok(&[&["run", "r.toml"][..], &set].concat());
+    let size = |dir: &str| -> u64 {
+        super::world::content(&w.path(dir)).iter().map(|(_, bytes)| bytes.len() as u64).sum()
+    };
+    let near = |planned: &Value, found: u64| {
+        let planned = planned.as_u64().expect("bytes") as f64;
+        let apart = planned / found as f64 - 1.0;
+        assert!((-0.001..0.02).contains(&apart), "planned {planned}, found {found}: {apart:+.3}");
+    };
+    // two stay; when the third and fourth were written there were three
+    near(&json!(p["disk"]["checkpoints"].as_u64().expect("bytes") / 3 * 2), size("runs/r/checkpoints"));
+    near(&p["disk"]["result"], size("runs/r/adapter"));
+}
+
+/// `ft data` keeps lengths, `ft plan` uses them, and data that changes ends them.
+#[test]
+fn plans_know_data_that_was_read() {
+    let w = world();
+    let set = ["run.epochs=2", "data.pack=false"];
+    w.write("r.toml", recipe(LORA).replace("steps = 6\n", ""));
+    let text = |w: &World| w.ok(&[&["plan", "r.toml"][..], &set].concat()).out;
+    let before = plan(&w, &set);
+    assert_eq!((&before["epoch"], &before["steps"]), (&Value::Null, &Value::Null));
+    assert!(text(&w).contains("assuming rows full to data.max_length"), "{}", text(&w));
+    w.ok(&[&["data", "r.toml"][..], &set].concat());
+    w.ok(&[&["data", "r.toml", "--eval"][..], &set].concat());
+    let after = plan(&w, &set);
+    assert_eq!(after["steps"], 20);
+    assert_eq!(after["epoch"]["rows"], 40);
+    assert!(after["micro_batch"]["tokens"].as_u64() < before["micro_batch"]["tokens"].as_u64());
+    assert!(text(&w).contains("40 samples in 40 rows"), "{}", text(&w));
+    // the run plans the same
+    w.ok(&[&["run", "r.toml"][..], &set].concat());
+    let start = &w.events("runs/r", "start")[0];
+    assert_eq!(start["plan"]["peak_device_bytes"], after["device"]["total"]);
+    assert_eq!(start["steps"], after["steps"]);
+
+    w.write("rows.jsonl", rows(41, 1));
+    assert_eq!(plan(&w, &set)["epoch"], Value::Null);
+    w.ok(&[&["check", "r.toml"][..], &set].concat());
+    assert_eq!(plan(&w, &set)["epoch"]["rows"], 41);
+    // tokens above the vocabulary would be found by the run: another model, other lengths
+    w.config("tiny", json!({"vocab_size": 80}));
+    assert_eq!(plan(&w, &set)["epoch"], Value::Null);
+}
+
+/// What does not fit is told once: what would make it fit with the result, one line of error.
+#[test]
+fn hints_are_printed_once() {
+    let w = world();
+    let r = w.ft(&["plan", "r.toml", "memory.budget=300KiB"]);
+    assert_eq!(r.code, 8);
+    assert!(r.out.contains("DOES NOT FIT") && r.out.contains("hint: "), "{}", r.out);
+    assert!(!r.err.contains("hint") && r.err.lines().count() == 1, "{}", r.err);
+    let r = w.ft(&["run", "r.toml", "memory.budget=300KiB"]);
+    assert_eq!((r.code, r.out.as_str()), (8, ""));
+    assert!(r.err.contains("hint: "), "{}", r.err);
+}
+
+/// The system refuses memory in the middle of a run that its plan let through: exit 8, and what it was for.
+#[test]
+fn memory_that_runs_out_is_named() {
+    let w = world();
+    let rows: String = (0..4).map(|_| format!("{}\n", json!({"input_ids": vec![7; 512]}))).collect();
+    w.write("rows.jsonl", rows);
+    w.config(
+        "tiny",
+        json!({"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 64,
+               "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 4096}),
+    );
+    let set = [
+        "data.max_length=512",
+        "memory.recompute=none",
+        "run.micro_rows=4",
+        "run.eval_every=1000",
+        "memory.budget=64GiB",
+        "run.steps=1",
+    ];
+    // 8 layers with 2 x 64 MiB each of gates and ups alone: fewer addresses than that, and more than the weights
+    let limited = |mib: u64| {
+        let command = format!("ulimit -v {}; exec \"$0\" \"$@\"", mib << 10);
+        let ft = w.command(&[&["run", "r.toml", "--overwrite"][..], &set].concat());
+        let mut c = w.command(&[]);
+        let mut c2 = std::process::Command::new("sh");
+        c2.arg("-c").arg(command).arg(ft.get_program()).args(ft.get_args()).current_dir(w.path("."));
+        for (k, v) in c.env("RAYON_NUM_THREADS", "2").get_envs() {
+            match v {
+                Some(v) => c2.env(k, v),
+                None => c2.env_remove(k),
+            };
+        }
+        super::world::ran(c2.output().expect("started"))
+    };
+    let r = limited(1200);
+    assert_eq!(r.code, 8, "{}", r.err);
+    for said in [
+        "error: out of memory: ",
+        " were wanted for ",
+        " of layer ",
+        " are free",
+        "the plan had said ",
+        "hint: ",
+    ] {
+        assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
+    }
+}
