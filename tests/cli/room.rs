@@ -37,7 +37,9 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     assert_eq!(r.code, 8, "{}", r.err);
     let hint = r.err.lines().find_map(|l| l.strip_prefix("hint: run.keep 100000 -> ")).expect("a hint");
     let keep: usize = hint.split(':').next().and_then(|k| k.parse().ok()).expect("a number");
-    let with = |keep: usize| plan(&w, &[&few[..], &[&format!("run.keep={keep}")]].concat())["fits"] == true;
+    let others = [few[0], few[1], few[3]];
+    let with =
+        |keep: usize| plan(&w, &[&others[..], &[&format!("run.keep={keep}")]].concat())["fits"] == true;
     assert!(with(keep) && !with(keep + 1), "{hint}");
 
     // and by a budget of the recipe's own, which what is planned just fits
@@ -68,7 +70,8 @@ fn the_planned_files_are_the_files() {
     let near = |planned: &Value, found: u64| {
         let planned = planned.as_u64().expect("bytes") as f64;
         let apart = planned / found as f64 - 1.0;
-        assert!((-0.001..0.02).contains(&apart), "planned {planned}, found {found}: {apart:+.3}");
+        // a mix of DoRA and LoRA writes magnitudes for all, which are not planned
+        assert!((-0.005..0.02).contains(&apart), "planned {planned}, found {found}: {apart:+.3}");
     };
     // two stay; when the third and fourth were written there were three
     near(&json!(p["disk"]["checkpoints"].as_u64().expect("bytes") / 3 * 2), size("runs/r/checkpoints"));
