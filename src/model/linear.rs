@@ -25,7 +25,7 @@ pub enum Weight {
     Dense(Tensor),
     /// 4-bit codes in blocks (NF4, or FP4), frozen, decoded in each product.
     Nf4(Arc<Blocks>),
-    /// The same, decoded for as long as the walk is at the layer: see [`Weight::decoded`].
+    /// The same, decoded for as long as the walk is at the layer: see [`Linear::decoded`].
     Decoded(Arc<Decoded>),
 }
 

@@ -4,7 +4,7 @@
 //! A change of what lives how long there has its counterpart here; `tests/cli/plan.rs` compares the two on real runs.
 
 use super::ledger::{Component, Held};
-use super::ops::{Attend, Ops};
+use super::ops::{Attend, Ops, cuda_panel};
 use super::shape::{Ffn, Layer, Linear};
 use crate::walk::Decoded;
 use Component::Workspace;
@@ -119,7 +119,8 @@ impl Sim<'_> {
     fn packed(&self, c: Component, (n, k, o): (u64, u64, u64), backward: bool) -> Held {
         let panels = self.decoded == Decoded::Panels;
         if self.ops.machine.cuda {
-            let _w = panels.then(|| self.ops.tensor(Component::InFlight, k * o));
+            let panel = if panels { cuda_panel(self.ops.machine.width * k * o) } else { 0 };
+            let _w = self.ops.ledger.hold(Component::InFlight, panel);
             return self.ops.matmul(c, n, k, o);
         }
         self.ops.by_panels(c, (n, k, o), panels, backward)

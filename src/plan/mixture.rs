@@ -2,7 +2,7 @@
 
 use super::layer::{FfnSaved, Sim};
 use super::ledger::{Component, Held};
-use super::ops::panel;
+use super::ops::{cuda_panel, panel};
 use super::shape::Linear;
 use crate::walk::Decoded;
 use Component::Workspace;
@@ -58,11 +58,11 @@ impl Sim<'_> {
         self.ops.tensor(c, self.t.tokens * self.d)
     }
 
-    /// What is decoded of the experts that are at work: on the CPU a panel a thread, else one matrix.
+    /// What is decoded of the experts that are at work: on the CPU a panel a thread, else one panel.
     fn decoded_at_once(&self, three: &[Linear; 3]) -> Held {
         let m = self.ops.machine;
         let bytes = |l: &Linear| match (m.cuda, self.decoded) {
-            (true, Decoded::Panels) => m.width * l.weight(),
+            (true, Decoded::Panels) => cuda_panel(m.width * l.weight()),
             (false, Decoded::Panels) => m.threads * panel(l.i, l.o).max(panel(l.o, l.i)),
             // what is decoded already is widened whole
             (false, Decoded::Visit) if !m.wide() => m.threads * 4 * l.weight(),

@@ -280,6 +280,11 @@ pub fn panel(k: u64, n: u64) -> u64 {
     4 * k * n.min(crate::kernel::decoded::panel_width(k as usize) as u64)
 }
 
+/// Bytes of the largest panel of a 4-bit matrix that takes `whole` bytes when it is decoded, on CUDA.
+pub fn cuda_panel(whole: u64) -> u64 {
+    whole.min(crate::kernel::blocks::panels::MOST as u64)
+}
+
 /// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
 pub fn slabs(m: Machine) -> u64 {
     m.threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64

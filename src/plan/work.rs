@@ -56,8 +56,9 @@ impl Balance {
     /// H200's data sheet: 790 TFLOP/s in bf16, 4.8 TB/s, some microseconds a launch.
     pub fn of(m: Machine) -> Self {
         match m.cuda {
-            // a product takes the whole decoded matrix either way: to hold it on costs nothing more
-            true => Self { decode: 430.0, held: 0.0, byte: 165.0, start: 4e9 },
+            // a panel is decoded in the second-level cache from half a byte a value; what is held whole is written to
+            // memory once and read twice
+            true => Self { decode: 200.0, held: 495.0, byte: 165.0, start: 4e9 },
             false => Self { decode: 60.0, held: 40.0, byte: 8.0, start: 1e6 },
         }
     }
