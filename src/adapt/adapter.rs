@@ -1,7 +1,7 @@
 //! Adapter files: read to go on from or to use, and written as PEFT reads them.
 
 use super::Error;
-use super::params::{Params, to_host};
+use super::params::Params;
 use super::peft::{self, PREFIX, PeftConfig};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::modules::Module;
@@ -296,7 +296,7 @@ pub fn save(
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
-        let value = to_host(&params.master(i)?)?;
+        let value = params.master(i)?;
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT gives each its own copy
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));

@@ -48,12 +48,6 @@ pub struct Allocate {
     pub offload: bool,
 }
 
-/// A view into a buffer as a tensor of its own on the host. (Between devices candle copies all of what a view looks
-/// into.)
-pub fn to_host(view: &Tensor) -> Result<Tensor> {
-    if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }
-}
-
 /// Lays tensors out in units: slots, and elements of each unit.
 pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
     let mut len = vec![0usize; units];

@@ -29,9 +29,14 @@ pub mod swiglu;
 #[cfg(test)]
 pub(crate) mod check;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
 pub fn wide(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
+}
+
+/// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)
+pub fn to_host(view: &Tensor) -> Result<Tensor> {
+    if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }
 }

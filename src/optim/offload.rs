@@ -12,8 +12,8 @@
 //! A piece bounds what is on its way at once. The copies go through pageable memory and wait for one another: pinned
 //! buffers, and copies that hide behind the arithmetic, are not built yet.
 
-use crate::adapt::params::to_host;
 use crate::kernel::optimizer::{AdamW, adamw};
+use crate::kernel::to_host;
 use candle_core::{DType, Result, Tensor};
 use std::ops::Range;
 

@@ -8,10 +8,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Storage, Tensor};
+use candle_core::{DType, Storage, Tensor};
 
 use super::Error;
 use super::atomic::{Pending, free_bytes, sync_folder};
+use crate::kernel::to_host;
 
 /// Writes one safetensors file, whole or not at all.
 ///
@@ -222,11 +223,7 @@ fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result
         });
     }
     let candle = |source| Error::Tensor { name: entry.name.clone(), source };
-    let flat = tensor
-        .to_device(&Device::Cpu)
-        .and_then(|t| t.flatten_all())
-        .and_then(|t| t.contiguous())
-        .map_err(candle)?;
+    let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
     macro_rules! stream {
         ($t:ty) => {{
             let (storage, layout) = flat.storage_and_layout();

@@ -7,6 +7,7 @@ use crate::adapt::build::check_tensors;
 use crate::adapt::selection::{Choice, Part};
 use crate::adapt::{self, Params, Selection, peft};
 use crate::data::Micro;
+use crate::kernel::to_host;
 use crate::model::modules::{Group, modules};
 use crate::model::{Config, Decoder};
 use crate::recipe::Quantize;
@@ -138,7 +139,7 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match params
         .find(name)
     {
-        Some(i) => Ok(adapt::params::to_host(&params.master(i)?)?.to_dtype(job.dtype)?),
+        Some(i) => Ok(to_host(&params.master(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })
 }

@@ -5,7 +5,6 @@
 
 use super::Error;
 use crate::adapt::Params;
-use crate::adapt::params::to_host;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -31,12 +30,13 @@ const STATE: &str = "state.json";
 
 /// Writes a checkpoint's files into `dir`.
 pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
+    // views: a tensor comes to the host when it is written
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for (i, t) in params.tensors.iter().enumerate() {
-        weights.push((t.name.clone(), to_host(&params.master(i)?)?));
+        weights.push((t.name.clone(), params.master(i)?));
         if let Some((m, v)) = params.moments(i)? {
-            moments.push((format!("{}.exp_avg", t.name), to_host(&m)?));
-            moments.push((format!("{}.exp_avg_sq", t.name), to_host(&v)?));
+            moments.push((format!("{}.exp_avg", t.name), m));
+            moments.push((format!("{}.exp_avg_sq", t.name), v));
         }
     }
     weights.sort_by(|a, b| a.0.cmp(&b.0));
