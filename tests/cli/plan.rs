@@ -103,7 +103,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
                 modules = [\"router\"]\nmethod = \"full\"\n";
     let offload = "memory.offload=['optimizer']";
     let wide = wide();
-    let cases: [(&Value, &str, &[usize], &[&str]); 32] = [
+    let cases: [(&Value, &str, &[usize], &[&str]); 29] = [
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=2", "run.micro_rows=2"]),
@@ -131,9 +131,6 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=panels"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
-        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit", "lora.dora=true"]),
-        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=panels"]),
-        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
         (&qwen3, LORA, &full_rows, &["run.micro_rows=auto"]),
         (&wide, LORA, &full_rows, &["memory.recompute=all"]),
         (&wide, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=4"]),
