@@ -95,7 +95,9 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
 /// Loss and every LoRA gradient on a 4-bit base are those on the dense model of the decoded values: of dense models
 /// and of mixtures, read 4-bit and made so, packed documents as well.
 ///
-/// TOLERANCE
+/// Not to the bit: a dense product hands its matrix to gemm whole and a 4-bit one in decoded panels, and gemm adds up
+/// in an order that depends on the sizes. What cancels makes that visible: the softmax takes most of a key's gradient
+/// away. (Panels that are decoded and panels that are read have the same bits: `kernel::decoded`.)
 #[test]
 fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     let mut bases: Vec<(Case, bool)> = four_bit_cases()?.into_iter().map(|(c, _)| (c, false)).collect();
@@ -105,7 +107,7 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
         }
     }
     assert!(bases.len() >= 12, "only {} cases", bases.len());
-    let (mut worst, mut unequal, mut all) = (0f64, 0, 0);
+    let (mut worst, mut unequal, mut all) = ((0f64, String::new()), 0, 0);
     for (c, quantize) in &bases {
         let (adapter, selection) = lora(c)?;
         let (d, p) = Build { quantize: *quantize, ..c.plan(&selection, Some(&adapter)) }.run()?;
@@ -123,12 +125,19 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
                 let grad = |p: &Params| -> Result<_> { Ok(values(&p.grad(i)?.context("gradient")?)) };
                 let (ours, theirs) = (grad(&p)?, grad(&q)?);
                 let apart = if ours == theirs { 0.0 } else { distance(&ours, &theirs) };
-                (worst, unequal, all) = (worst.max(apart), unequal + usize::from(apart > 0.0), all + 1);
-                assert!(apart <= 1e-6, "{} {}: {apart:.1e}", c.name(), t.name);
+                let what = format!("{} {}", c.name(), t.name);
+                assert!(apart <= BAR, "{what}: {apart:.1e}");
+                (unequal, all) = (unequal + usize::from(apart > 0.0), all + 1);
+                if apart > worst.0 {
+                    worst = (apart, what);
+                }
             }
         }
     }
-    println!("{unequal} of {all} gradients are not bit-equal; the worst is {worst:.1e} apart");
+    println!(
+        "{unequal} of {all} gradients are not bit-equal; the worst is {:.1e} apart: {}",
+        worst.0, worst.1
+    );
     Ok(())
 }
 
