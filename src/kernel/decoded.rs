@@ -3,16 +3,11 @@
 //! On the CPU its products take the panels that those of [`Blocks`] take, so that they have the same bits: what
 //! differs is that a panel is read instead of decoded.
 
-use super::blocks::Blocks;
+use super::blocks::{Blocks, panel_width};
 use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
 use super::gemm::{self, Mat};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
-
-/// Columns of a product's panel, as in `kernel::blocks`: the tests compare bits.
-pub fn panel_width(inner: usize) -> usize {
-    ((1 << 17) / inner.max(1) / 64 * 64).clamp(64, 256)
-}
 
 /// A 4-bit matrix with its values.
 #[derive(Debug)]

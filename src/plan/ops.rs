@@ -104,7 +104,7 @@ impl Ops {
     /// What the threads of such a product hold: a panel each, if they make it, and forward its packed copy; backward
     /// the product reads the panel as it is, and rows of the other operand always.
     pub fn panels(&self, (m, k, n): (u64, u64, u64), made: bool, backward: bool) {
-        let width = crate::kernel::decoded::panel_width(k as usize) as u64;
+        let width = crate::kernel::blocks::panel_width(k as usize) as u64;
         let workers = self.machine.threads.min(n.div_ceil(width)).max(1);
         let _panels = self.ledger.hold(Component::InFlight, if made { workers * panel(k, n) } else { 0 });
         self.touch(if backward { 0 } else { workers * packing_left(m, k, width.min(n)) });
@@ -277,7 +277,7 @@ impl Attend {
 
 /// Bytes of one panel of a 4-bit matrix [k, n] on the CPU.
 pub fn panel(k: u64, n: u64) -> u64 {
-    4 * k * n.min(crate::kernel::decoded::panel_width(k as usize) as u64)
+    4 * k * n.min(crate::kernel::blocks::panel_width(k as usize) as u64)
 }
 
 /// Bytes of the largest panel of a 4-bit matrix that takes `whole` bytes when it is decoded, on CUDA.

@@ -167,7 +167,7 @@ fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
 
 /// Columns of a product that one panel makes, for an inner dimension `k`: fixed by the shapes, so that
 /// results do not depend on the number of threads.
-fn width(k: usize) -> usize {
+pub fn panel_width(k: usize) -> usize {
     (PANEL / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
 }
 
@@ -182,9 +182,17 @@ pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
     let s = host.slices();
     let mut out = vec![T::zero(); t * w.rows];
     let a = Mat::new(&xv, t, k, k);
-    gemm::by_panels(&mut out, w.rows, false, a, width(k), true, &|columns: Range<usize>, panel: &mut [T]| {
-        s.decode(columns.start * k, panel);
-    });
+    gemm::by_panels(
+        &mut out,
+        w.rows,
+        false,
+        a,
+        panel_width(k),
+        true,
+        &|columns: Range<usize>, panel: &mut [T]| {
+            s.decode(columns.start * k, panel);
+        },
+    );
     tensor(out, (t, w.rows), x.dtype())
 }
 
@@ -199,11 +207,19 @@ pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
     let s = host.slices();
     let a = Mat::new(&dyv, t, k, k);
     let product = |dst: &mut [T], add| {
-        gemm::by_panels(dst, w.cols, add, a, width(k), false, &|columns: Range<usize>, panel: &mut [T]| {
-            for (r, row) in panel.chunks_mut(columns.len()).enumerate() {
-                s.decode(r * w.cols + columns.start, row);
-            }
-        });
+        gemm::by_panels(
+            dst,
+            w.cols,
+            add,
+            a,
+            panel_width(k),
+            false,
+            &|columns: Range<usize>, panel: &mut [T]| {
+                for (r, row) in panel.chunks_mut(columns.len()).enumerate() {
+                    s.decode(r * w.cols + columns.start, row);
+                }
+            },
+        );
     };
     match dx {
         Some(dx) if dx.dtype() == T::DTYPE => {

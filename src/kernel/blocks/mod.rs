@@ -19,6 +19,7 @@ mod cuda;
 pub mod lookup;
 pub mod panels;
 
+pub use self::cpu::panel_width;
 use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
 use super::cpu::{is_cpu, on_real};
 use candle_core::{DType, Device, Result, Tensor};
