@@ -30,8 +30,9 @@ pub fn agreement(
         .map(|(values, codes)| {
             let largest = values.iter().fold(0f32, |m, x| m.max(x.abs()));
             let unit = if largest > 0.0 { 1.0 / largest } else { 0.0 };
-            let has =
-                |i: usize| table[usize::from(if i % 2 == 0 { codes[i / 2] >> 4 } else { codes[i / 2] & 15 })];
+            let has = |i: usize| {
+                table[usize::from(if i.is_multiple_of(2) { codes[i / 2] >> 4 } else { codes[i / 2] & 15 })]
+            };
             let is = |x: f32| {
                 table
                     .iter()
