@@ -11,6 +11,8 @@ pub mod output;
 mod products;
 pub mod quantize;
 mod run;
+mod running;
+mod signals;
 pub mod state;
 pub mod step;
 mod watch;

@@ -1,0 +1,269 @@
+//! Which keys there are, and what those say that take more than one look: what is not supported, 4-bit weights,
+//! windows, experts.
+
+use super::{Keys, Moe};
+use crate::model::Result;
+use crate::model::family::{Family, Window};
+use serde_json::Value;
+
+/// Keys that describe files, tokens, generation or training and do not change the forward pass.
+const HARMLESS: &[&str] = &[
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "prefix",
+    "pruned_heads",
+    "tie_encoder_decoder",
+    "tf_legacy_loss",
+    "use_bfloat16",
+];
+
+/// Keys that the parser reads.
+const READ: &[&str] = &[
+    "attention_bias",
+    "decoder_sparse_step",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "mlp_bias",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "qkv_bias",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// Keys that change the numbers, and the one value at which they don't.
+const UNSUPPORTED: &[(&str, f64)] = &[
+    ("attention_dropout", 0.0),
+    ("attention_multiplier", f64::NAN),
+    ("attn_logit_softcapping", f64::NAN),
+    ("clip_qkv", f64::NAN),
+    ("embedding_multiplier", 1.0),
+    ("embd_pdrop", 0.0),
+    ("final_logit_softcapping", f64::NAN),
+    ("hidden_dropout", 0.0),
+    ("hidden_dropout_prob", 0.0),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+    ("no_rope_layers", f64::NAN),
+    ("partial_rotary_factor", 1.0),
+    ("q_lora_rank", f64::NAN),
+    ("kv_lora_rank", f64::NAN),
+    ("query_pre_attn_scalar", f64::NAN),
+    ("resid_pdrop", 0.0),
+    ("residual_multiplier", 1.0),
+    ("router_jitter_noise", 0.0),
+    ("n_shared_experts", 0.0),
+    ("shared_expert_intermediate_size", 0.0),
+    ("attn_output_gate", 0.0),
+    ("use_mrope", 0.0),
+    ("use_qk_norm", f64::NAN),
+    ("mrope_section", f64::NAN),
+];
+
+/// Keys of `quantization_config`, but for those that begin with `llm_int8_` and concern 8-bit weights or where
+/// a model is loaded.
+const QUANTIZATION: &[&str] = &[
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
+];
+
+/// Whether a key is one of these.
+pub fn knows(key: &str) -> bool {
+    HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
+}
+
+impl Keys<'_> {
+    pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
+        let act = self.string("hidden_act")?.unwrap_or("silu");
+        if !matches!(act, "silu" | "swish") {
+            return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
+        }
+        let shared = family.experts.and_then(|x| x.shared_key);
+        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| Some(*k) != shared) {
+            match self.get(key) {
+                None => {}
+                Some(v) if v.as_f64() == Some(*neutral) => {}
+                Some(Value::Bool(false)) => {}
+                Some(v) => {
+                    return Err(self.bad(key, format!("{v}; it changes the numbers and is not built")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What `quantization_config` says: bitsandbytes' 4-bit types, or nothing.
+    ///
+    /// Type, blocks and double quantization are read of each tensor, which is what decides them; the dtype of
+    /// the arithmetic is the recipe's.
+    pub(super) fn four_bit(&self) -> Result<bool> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+        let at = |key: &str, why: String| self.bad(&format!("quantization_config.{key}"), why);
+        match q.string("quant_method")? {
+            Some("bitsandbytes") => {}
+            other => {
+                let other = other.unwrap_or("none");
+                return Err(at("quant_method", format!("not built yet: {other}; bitsandbytes' 4-bit is")));
+            }
+        }
+        for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
+            if !QUANTIZATION.contains(&key.as_str()) {
+                return Err(at(key, "ft does not know this key, and it may change the numbers".into()));
+            }
+        }
+        for key in ["load_in_8bit", "_load_in_8bit"] {
+            if q.flag(key)? == Some(true) {
+                return Err(at(key, "not built yet: 8-bit checkpoints".into()));
+            }
+        }
+        if q.flag("load_in_4bit")?.or(q.flag("_load_in_4bit")?) != Some(true) {
+            return Err(at("load_in_4bit", "true is wanted".into()));
+        }
+        match q.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
+            "nf4" | "fp4" => Ok(true),
+            other => Err(at("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
+        }
+    }
+
+    pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
+        let size = self.count("sliding_window")?;
+        if size == Some(0) {
+            return Err(self.bad("sliding_window", "0"));
+        }
+        let Some(types) = self.get("layer_types") else {
+            return Ok(match family.window {
+                Window::Never => vec![None; layers],
+                Window::Always => vec![size; layers],
+                Window::AlwaysIf => {
+                    vec![
+                        size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
+                        layers
+                    ]
+                }
+                Window::FromLayer => {
+                    let size = size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
+                    let from = self.count("max_window_layers")?.unwrap_or(28);
+                    (0..layers).map(|l| size.filter(|_| l >= from)).collect()
+                }
+            });
+        };
+        let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
+            self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
+        })?;
+        let size = match family.window {
+            Window::FromLayer | Window::AlwaysIf if self.flag("use_sliding_window")? != Some(true) => None,
+            _ => size,
+        };
+        list.iter()
+            .map(|t| match t.as_str() {
+                Some("full_attention") => Ok(None),
+                Some("sliding_attention") if family.window == Window::Never => {
+                    Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
+                }
+                Some("sliding_attention") => {
+                    match size {
+                        Some(n) => Ok(Some(n)),
+                        None => Err(self
+                            .bad("layer_types", "sliding_attention without a sliding_window that is in use")),
+                    }
+                }
+                _ => {
+                    Err(self
+                        .bad("layer_types", format!("{t}; full_attention and sliding_attention are built")))
+                }
+            })
+            .collect()
+    }
+
+    pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
+        let Some(x) = &family.experts else { return Ok(None) };
+        // transformers from 5.19 on has one name for all families
+        let experts = match (self.count(x.count_key)?, self.count("num_local_experts")?) {
+            (None, Some(_)) => self.size("num_local_experts")?,
+            _ => self.size(x.count_key)?,
+        };
+        let top_k = self.count("num_experts_per_tok")?.unwrap_or(x.default_top_k);
+        if top_k == 0 || top_k > experts {
+            return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
+        }
+        let step = self.count("decoder_sparse_step")?.filter(|_| x.dense_layers).unwrap_or(1);
+        if step == 0 {
+            return Err(self.bad("decoder_sparse_step", "0; every how many layers have experts is wanted"));
+        }
+        let dense: Vec<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
+            None => Vec::new(),
+            Some(v) => serde_json::from_value(v.clone())
+                .map_err(|_| self.bad("mlp_only_layers", format!("{v}; a list of layers is wanted")))?,
+        };
+        let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
+        Ok(Some(Moe {
+            experts,
+            top_k,
+            width: self.size(x.width_key)?,
+            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
+            sparse,
+            shared: x.shared_key.map_or(Ok(0), |key| self.size(key))?,
+        }))
+    }
+}
