@@ -97,7 +97,8 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
 ///
 /// Not to the bit: a dense product hands its matrix to gemm whole and a 4-bit one in decoded panels, and gemm adds up
 /// in an order that depends on the sizes. What cancels makes that visible: the softmax takes most of a key's gradient
-/// away. (Panels that are decoded and panels that are read have the same bits: `kernel::decoded`.)
+/// away. Nine in ten are bit-equal, and the worst is 3e-6 apart, as the test prints. (Panels that are decoded and
+/// panels that are read have the same bits: `kernel::decoded`.)
 #[test]
 fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     let mut bases: Vec<(Case, bool)> = four_bit_cases()?.into_iter().map(|(c, _)| (c, false)).collect();
