@@ -250,8 +250,8 @@ impl Space {
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
         let local = if r.parallel.comm == Comm::Threads { ranks(r) } else { 1 };
-        // a budget above what this machine has speaks of another
-        let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_none_or(|h| b > h));
+        // a budget above what this machine has speaks of another, whose memory and disks are not known
+        let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.or(room.host.filter(|_| !told));
         let beside = if machine.cuda { 0 } else { device };
         self.host_left = reach.map(|all| (all / local).saturating_sub(beside));
@@ -259,7 +259,7 @@ impl Space {
         self.disks.clear();
         let mut ids: Vec<Option<u64>> = Vec::new();
         for f in &self.files {
-            let volume = (room.volume)(&f.dir);
+            let volume = (room.volume)(&f.dir).filter(|_| !told);
             let id = if r.memory.disk_budget.is_some() { None } else { volume.map(|v| v.id) };
             let k = ids.iter().position(|i| *i == id).unwrap_or_else(|| {
                 ids.push(id);

@@ -48,7 +48,7 @@ fn checkpoints_stand_beside_the_one_that_is_written() -> anyhow::Result<()> {
 
 #[test]
 fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
-    let set = [FULL, "memory.budget=1TiB", "run.steps=9", "run.save_every=1", "run.keep=3"];
+    let set = [FULL, "memory.budget=60GiB", "run.steps=9", "run.save_every=1", "run.keep=3"];
     let p = plan(&set, 64 * GIB, [100 * GIB, 100 * GIB], 0)?;
     assert!(p.fits(), "{:?}", p.space.shortages(true));
     assert_eq!(p.space.disks.len(), 2);
@@ -80,6 +80,9 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
     let mut fewer = set.to_vec();
     fewer[4] = "run.keep=1";
     assert!(plan(&fewer, 64 * GIB, [12 * GIB, 2 * GIB], 0)?.fits());
+    // a budget above what this machine has speaks of another, whose disks are not known
+    let elsewhere = [FULL, "memory.budget=1TiB", set[2], set[3], set[4]];
+    assert!(plan(&elsewhere, 64 * GIB, [12 * GIB, GIB], 0)?.fits());
     // what stands in the run folder is replaced
     assert!(plan(&set, 64 * GIB, [12 * GIB, 2 * GIB], 12 * GIB)?.fits());
     Ok(())

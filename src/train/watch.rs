@@ -144,12 +144,15 @@ impl<'a> Watch<'a> {
             _ => memory::device_bytes(&self.device),
         };
         let mut k = Kept::default();
+        // states on the host are the device's where that is the CPU
+        let here = self.device.is_cpu() || !params.offloaded;
         for u in params.units.iter().flatten() {
             let (n, width) = (u.len as u64, u.compute.dtype().size_in_bytes() as u64);
+            let apart = width != 4 || params.offloaded;
             k.trained += width * n;
-            k.master += if width == 4 { 0 } else { 4 * n };
+            k.master += if apart && here { 4 * n } else { 0 };
             k.gradients += if u.grads.is_some() { 4 * n } else { 0 };
-            k.moments += if u.moments.is_some() { 8 * n } else { 0 };
+            k.moments += if u.moments.is_some() && here { 8 * n } else { 0 };
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;
