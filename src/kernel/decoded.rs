@@ -3,7 +3,8 @@
 //! On the CPU its products take the panels that those of [`Blocks`] take, so that they have the same bits: what
 //! differs is that a panel is read instead of decoded.
 
-use super::blocks::{Blocks, panel_width};
+use super::blocks::panels::FEW;
+use super::blocks::{Blocks, few_tokens, panel_width};
 use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
 use super::gemm::{self, Mat};
 use candle_core::{Result, Tensor};
@@ -66,6 +67,11 @@ impl Decoded {
             candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]^T", x.shape());
         }
         let (xv, wv) = (view::<T>(x)?, view::<T>(&self.values)?);
+        if t <= FEW {
+            let row = |r: usize, row: &mut [T]| row.copy_from_slice(&wv[r * cols..(r + 1) * cols]);
+            let out = few_tokens(&xv, t, (rows, cols), row);
+            return tensor(out, (t, rows), x.dtype());
+        }
         let mut out = vec![T::zero(); t * rows];
         let w = Mat::new(&wv, rows, cols, cols).t();
         gemm::by_columns(&mut out, false, Mat::new(&xv, t, k, k), panel_width(k), w);

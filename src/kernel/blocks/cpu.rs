@@ -4,6 +4,7 @@
 //! takes panels of rows of W, backward panels of columns, so that each is one product over the whole inner
 //! dimension and nothing is summed across panels.
 
+use super::panels::FEW;
 use super::{Blocks, Scales};
 use crate::kernel::cpu::{Real, View, dot, in_place, tensor, view};
 use crate::kernel::gemm::{self, Mat};
@@ -171,6 +172,28 @@ pub fn panel_width(k: usize) -> usize {
     (PANEL / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
 }
 
+/// `x W^T` [t, rows] for a few tokens `x` [t, cols]: a row of W at a time, which stays in a core's first cache, so that
+/// generation does not pack panels for a single product. `row` writes one.
+pub fn few_tokens<T: Real>(
+    x: &[T],
+    t: usize,
+    (rows, cols): (usize, usize),
+    row: impl Fn(usize, &mut [T]) + Sync,
+) -> Vec<T> {
+    let mut y_rt = vec![T::zero(); rows * t];
+    y_rt.par_chunks_mut(t.max(1)).with_min_len(32).enumerate().for_each_init(
+        || vec![T::zero(); cols],
+        |buffer, (r, y)| {
+            row(r, buffer);
+            y.iter_mut().zip(x.chunks(cols.max(1))).for_each(|(y, x)| *y = dot(x, buffer));
+        },
+    );
+    if t <= 1 {
+        return y_rt;
+    }
+    (0..t * rows).map(|i| y_rt[i % rows * t + i / rows]).collect()
+}
+
 /// [`Blocks::forward`].
 pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
     let (t, k) = x.dims2()?;
@@ -180,6 +203,10 @@ pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
     let xv = view::<T>(x)?;
     let host = Host::of(w)?;
     let s = host.slices();
+    if t <= FEW {
+        let out = few_tokens(&xv, t, (w.rows, k), |r, row| s.decode(r * k, row));
+        return tensor(out, (t, w.rows), x.dtype());
+    }
     let mut out = vec![T::zero(); t * w.rows];
     let a = Mat::new(&xv, t, k, k);
     gemm::by_panels(

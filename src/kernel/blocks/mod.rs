@@ -19,8 +19,8 @@ mod cuda;
 pub mod lookup;
 pub mod panels;
 
-pub use self::cpu::panel_width;
 use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
+pub use self::cpu::{few_tokens, panel_width};
 use super::cpu::{is_cpu, on_real};
 use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;

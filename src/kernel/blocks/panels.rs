@@ -12,7 +12,7 @@ use std::ops::Range;
 pub const THREADS: u32 = 256;
 /// Values that a warp decodes.
 const CHUNK: usize = 1024;
-/// Most tokens that rows.cu takes.
+/// Most tokens that are multiplied straight from the codes, by rows.cu and on the CPU.
 pub const FEW: usize = 8;
 /// Its kernels: tokens up to, and rows of W that a block of threads takes.
 pub const ROWS: [(usize, usize); 2] = [(1, 1), (FEW, 2)];

@@ -1,5 +1,6 @@
 //! Decoding against its definition, products against those of the decoded matrix.
 
+use super::panels::FEW;
 use super::*;
 use crate::kernel::check::{close, randn};
 use crate::kernel::gemm;
@@ -126,13 +127,13 @@ fn composed_decoding_gives_the_same_bits() -> Result<()> {
 fn products_are_those_of_the_decoded_matrix() -> Result<()> {
     for m in all()? {
         let (o, i) = m.w.dims();
-        for (dtype, bar) in [(DType::F64, 1e-14), (DType::F32, 1e-6)] {
+        for (dtype, bar, t) in [(DType::F64, 1e-14, 5), (DType::F32, 1e-6, 1), (DType::F32, 1e-6, FEW + 1)] {
             let dense = m.w.decode()?.to_dtype(dtype)?;
-            let (x, dy) = (randn(1, (5, i), dtype)?, randn(2, (5, o), dtype)?);
+            let (x, dy) = (randn(1, (t, i), dtype)?, randn(2, (t, o), dtype)?);
             close(&m.w.forward(&x)?, &gemm::matmul(&x, false, &dense, true)?, bar);
             let want = gemm::matmul(&dy, false, &dense, false)?;
             close(&m.w.backward(&dy, None)?, &want, bar);
-            let there = randn(3, (5, i), dtype)?;
+            let there = randn(3, (t, i), dtype)?;
             let sum = m.w.backward(&dy, Some(there.copy()?))?;
             close(&sum, &(there + want)?, bar);
             close(&m.w.times(&x)?, &gemm::matmul(&dense, false, &x, true)?, bar);
@@ -147,10 +148,14 @@ fn products_are_those_of_the_decoded_matrix() -> Result<()> {
 fn threads_change_no_bit() -> Result<()> {
     let m = made((600, 640), 64, Some(256), DType::BF16, DType::F32)?;
     let (x, dy) = (randn(1, (33, 640), DType::F32)?, randn(2, (33, 600), DType::F32)?);
+    let few = randn(1, (3, 640), DType::F32)?;
     let run = |threads| -> Result<_> {
         let pool =
             rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(candle_core::Error::wrap)?;
-        pool.install(|| Ok((bits(&m.w.forward(&x)?)?, bits(&m.w.backward(&dy, None)?)?)))
+        pool.install(|| {
+            let forward = [bits(&m.w.forward(&x)?)?, bits(&m.w.forward(&few)?)?];
+            Ok((forward, bits(&m.w.backward(&dy, None)?)?))
+        })
     };
     let one = run(1)?;
     assert!(one == run(2)? && one == run(5)?);
