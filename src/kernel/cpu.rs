@@ -23,6 +23,10 @@ pub trait Real: candle_core::WithDType + std::iter::Sum + std::ops::Neg<Output =
     fn of(x: f64) -> Self {
         Self::from_f64(x)
     }
+    /// The same number.
+    fn widened(x: f32) -> Self {
+        Self::of(f64::from(x))
+    }
     /// Smaller than every number.
     fn lowest() -> Self;
     /// The vector of a CPU storage, if it is of this type.
@@ -91,6 +95,10 @@ impl Real for f32 {
     #[inline(always)]
     fn exp(self) -> Self {
         exp_f32(self)
+    }
+    #[inline(always)]
+    fn widened(x: f32) -> Self {
+        x
     }
     #[inline]
     fn ln(self) -> Self {

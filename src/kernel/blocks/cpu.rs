@@ -129,7 +129,7 @@ impl Slices<'_> {
                 _ => {}
             }
         }
-        v.map(|x| T::of(f64::from(x)))
+        v.map(T::widened)
     }
 
     /// Decodes `out.len()` values from value `at` on.
