@@ -10,7 +10,7 @@
 //! ops       what each kernel allocates;   layer, mixture: a layer's forward and backward;   step: a whole run
 //! ledger    these allocations, coming and going: the peak, what it is made of, where it is
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
-//! choices   the fastest that fits;   choose: what would make it fit
+//! choices   the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
 //! ```
 //!
@@ -18,7 +18,7 @@
 //! runs: on the CPU the peak of a run's allocations is within 1% of its plan.
 
 pub mod choices;
-pub mod choose;
+pub mod hints;
 pub mod layer;
 pub mod ledger;
 pub mod mixture;
@@ -38,7 +38,7 @@ pub mod workload;
 mod tests;
 
 pub use choices::{Decision, Reasons};
-pub use choose::Hint;
+pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
 pub use ops::Machine;
 pub use space::{Room, Space};
@@ -315,7 +315,7 @@ impl Plan {
         let decision = choices::choose(&prepared);
         let mut plan = Self::of(i, &prepared, decision);
         if !plan.fits() {
-            plan.hints = choose::hints(i, &plan);
+            plan.hints = hints::hints(i, &plan);
         }
         plan
     }

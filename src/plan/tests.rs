@@ -1,6 +1,6 @@
 //! Published figures, choices under a budget, and every shipped recipe.
 
-use super::choose;
+use super::hints;
 use super::*;
 use crate::recipe::{Recipe, SHIPPED};
 use crate::walk::Decoded;
@@ -405,6 +405,6 @@ fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
         assert_eq!(p.choices.recompute, want);
         assert!(!p.fits());
     }
-    assert!(choose::is_built("memory.recompute=all") && !choose::is_built("parallel.data=2"));
+    assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.data=2"));
     Ok(())
 }
