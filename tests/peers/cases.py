@@ -38,7 +38,7 @@ def config(case):
 
 
 def mixture(case):
-    return config(case)["model_type"] in ("mixtral", "qwen3_moe")
+    return config(case)["model_type"] in ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def names(path):
