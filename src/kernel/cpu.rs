@@ -256,6 +256,35 @@ pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) ->
     })
 }
 
+/// A product [rows, cols] in `dtype`, added to `sum` if given: in place where that has the type of the arithmetic.
+/// `product(dst, add)` writes it to `dst`, or adds it to what is there.
+pub fn onto<T: Real>(
+    name: &'static str,
+    sum: Option<Tensor>,
+    (rows, cols): (usize, usize),
+    dtype: DType,
+    product: impl Fn(&mut [T], bool),
+) -> Result<Tensor> {
+    match sum {
+        Some(sum) if sum.dtype() == T::DTYPE => {
+            in_place::<T>(name, &sum, |dst| {
+                product(dst, true);
+                Ok(())
+            })?;
+            Ok(sum)
+        }
+        sum => {
+            let mut out = vec![T::zero(); rows * cols];
+            product(&mut out, false);
+            let own = tensor(out, (rows, cols), dtype)?;
+            match sum {
+                None => Ok(own),
+                Some(sum) => sum + own,
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,7 +5,7 @@
 
 use super::blocks::panels::FEW;
 use super::blocks::{Blocks, few_tokens, panel_width};
-use super::cpu::{Real, in_place, is_cpu, on_real, tensor, view};
+use super::cpu::{Real, is_cpu, on_real, onto, tensor, view};
 use super::gemm::{self, Mat};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
@@ -87,24 +87,7 @@ impl Decoded {
         let (dyv, wv) = (view::<T>(dy)?, view::<T>(&self.values)?);
         let (a, w) = (Mat::new(&dyv, t, k, k), Mat::new(&wv, rows, cols, cols));
         let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, panel_width(k), w);
-        match dx {
-            Some(dx) if dx.dtype() == T::DTYPE => {
-                in_place::<T>("decoded backward", &dx, |dst| {
-                    product(dst, true);
-                    Ok(())
-                })?;
-                Ok(dx)
-            }
-            dx => {
-                let mut out = vec![T::zero(); t * cols];
-                product(&mut out, false);
-                let own = tensor(out, (t, cols), dy.dtype())?;
-                match dx {
-                    None => Ok(own),
-                    Some(dx) => dx + own,
-                }
-            }
-        }
+        onto("decoded backward", dx, (t, cols), dy.dtype(), product)
     }
 }
 

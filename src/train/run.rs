@@ -69,8 +69,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
     let goes_on = options.resume && has_checkpoints(&dir);
-    if !goes_on {
-        watch::check(&job, &planned(&job))?;
+    let fresh = if goes_on { None } else { Some(planned(&job)) };
+    if let Some(plan) = &fresh {
+        watch::check(&job, plan)?;
     }
     job.keep_lengths(&data, eval.as_ref());
     std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
@@ -87,7 +88,10 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if options.resume {
         keep_micro_rows(&mut job.recipe, reached.as_ref(), &dir);
     }
-    let plan = planned(&job);
+    let plan = match fresh {
+        Some(plan) if !options.resume => plan,
+        _ => planned(&job),
+    };
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.set_micro_rows(plan.choices.micro_rows);
     let job = job;

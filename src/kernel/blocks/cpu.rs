@@ -6,7 +6,7 @@
 
 use super::panels::FEW;
 use super::{Blocks, Scales};
-use crate::kernel::cpu::{Real, View, dot, in_place, tensor, view};
+use crate::kernel::cpu::{Real, View, dot, onto, tensor, view};
 use crate::kernel::gemm::{self, Mat};
 use candle_core::{DType, Result, Storage, StorageRef, Tensor};
 use rayon::prelude::*;
@@ -248,24 +248,7 @@ pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
             },
         );
     };
-    match dx {
-        Some(dx) if dx.dtype() == T::DTYPE => {
-            in_place::<T>("4-bit backward", &dx, |dst| {
-                product(dst, true);
-                Ok(())
-            })?;
-            Ok(dx)
-        }
-        dx => {
-            let mut out = vec![T::zero(); t * w.cols];
-            product(&mut out, false);
-            let own = tensor(out, (t, w.cols), dy.dtype())?;
-            match dx {
-                None => Ok(own),
-                Some(dx) => dx + own,
-            }
-        }
-    }
+    onto("4-bit backward", dx, (t, w.cols), dy.dtype(), product)
 }
 
 /// [`Blocks::row_squares`].
