@@ -109,7 +109,7 @@ fn says_out_of_memory(e: &candle_core::Error) -> bool {
 }
 
 /// A place in a text file, for messages: `recipe.toml:12:5`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     /// The file, or another name for where the text came from ("command line").
     pub file: String,

@@ -44,7 +44,7 @@
 //! | something around a layer | a [`walk::Around`] |
 //! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
 //! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/cli/plan.rs` compares the two |
-//! | a recipe key | one line in [`recipe::keys`], one field in its type |
+//! | a recipe key | one entry in [`recipe::keys`] |
 
 pub mod adapt;
 pub mod cli;

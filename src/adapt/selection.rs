@@ -144,7 +144,7 @@ impl Selection {
             let choice = match rule.method {
                 Method::Freeze => Choice::Freeze,
                 Method::Full => Choice::Full { lr_scale: rule.lr_scale },
-                Method::Lora => Choice::Lora { spec: rule.spec, lr_scale: rule.lr_scale },
+                Method::Lora => Choice::Lora { spec: rule.spec(), lr_scale: rule.lr_scale },
             };
             let mut used = vec![false; patterns.len()];
             for (m, c) in &mut s.modules {
@@ -165,7 +165,7 @@ impl Selection {
                 }
                 if hit {
                     if rule.method == Method::Lora {
-                        check_lora(m, rule.spec).map_err(fail)?;
+                        check_lora(m, rule.spec()).map_err(fail)?;
                     }
                     *c = choice;
                 }

@@ -99,7 +99,7 @@ impl Check<'_> {
         let mut found = Found { compute, ..Found::default() };
         let adapter_outcome = job::adapter(&settings, recipe, true);
         let adapter = self.reach("the adapter", adapter_outcome).flatten();
-        let adapter_lost = adapter.is_none() && recipe.lora.init.is_some();
+        let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
 
         found.model = self.keep(job::model(&settings, recipe, Want::Config, true));
         found.config = match &found.model {
@@ -231,9 +231,9 @@ impl Found {
             lines.push(("evaluation", rows(s)));
         }
         if let Some(steps) = self.steps {
-            let at_a_time = match recipe.run.micro_auto {
+            let at_a_time = match recipe.run.micro_rows.is_auto() {
                 true => "as many as is fastest".to_string(),
-                false => recipe.run.micro_rows.to_string(),
+                false => recipe.run.micro_rows.count().to_string(),
             };
             lines
                 .push(("steps", format!("{steps} of {} rows, {at_a_time} at a time", recipe.run.batch_rows)));

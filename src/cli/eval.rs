@@ -3,7 +3,7 @@
 use super::RecipeArgs;
 use crate::hub::Want;
 use crate::log::{bytes_bar, warn};
-use crate::recipe::Recipe;
+use crate::recipe::{Init, Recipe};
 use crate::train::{self, Job};
 use crate::walk::Choices;
 use serde_json::json;
@@ -31,7 +31,9 @@ pub fn run(args: &Args) -> crate::Result<()> {
         let place = recipe.place("data");
         return Err(super::usage(format!("{place}: data.eval names nothing to evaluate on")));
     }
-    recipe.lora.init = args.adapter.clone().or(recipe.lora.init);
+    if let Some(adapter) = &args.adapter {
+        recipe.lora.init = Init::Adapter(adapter.clone());
+    }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };
     job.check()?;
@@ -43,7 +45,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    let choices = Choices::plain(job.recipe.run.micro_rows, job.config.vocab);
+    let choices = Choices::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
     let (loss, targets) = train::evaluate(&decoder, &data, &choices, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());

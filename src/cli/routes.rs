@@ -64,7 +64,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let rows: Vec<usize> = (0..count).collect();
     let bar = indicatif::ProgressBar::new(count as u64);
     let (mut load, mut tokens) = (Load::default(), 0);
-    for chunk in rows.chunks(job.recipe.run.micro_rows.max(1)) {
+    for chunk in rows.chunks(job.recipe.run.micro_rows.count()) {
         let m = Micro::collate(&data, chunk);
         if !m.ids.is_empty() {
             let batch = Batch::new(&job.config, step::host(&m), (0, 0), None, &job.device)?;

@@ -28,7 +28,7 @@ impl Batches {
     /// to the nearest, and at least one. Without rows there are no steps.
     pub fn new(rows: usize, run: &Run, shuffle: bool) -> Self {
         let batch = run.batch_rows.max(1);
-        let (steps, total) = match run.length {
+        let (steps, total) = match run.length() {
             _ if rows == 0 => (0, 0),
             Length::Steps(steps) => (steps, steps as u128 * batch as u128),
             Length::Epochs(epochs) => {

@@ -1,6 +1,6 @@
 //! The learning rate of each update.
 
-use crate::recipe::{self, Warmup};
+use crate::recipe;
 
 /// A schedule over a run of known length.
 #[derive(Clone, Copy, Debug)]
@@ -15,11 +15,7 @@ pub struct Schedule {
 impl Schedule {
     /// The schedule of a recipe, for `steps` updates with peak `lr`.
     pub fn new(o: &recipe::Optimizer, lr: f64, steps: usize) -> Self {
-        let warmup = match o.warmup {
-            Warmup::Steps(n) => n,
-            Warmup::Ratio(r) => (r * steps as f64).ceil() as usize,
-        };
-        Self { shape: o.schedule, lr, min_lr: o.min_lr, warmup, steps }
+        Self { shape: o.schedule, lr, min_lr: o.min_lr, warmup: o.warmup(steps), steps }
     }
 
     /// The learning rate of update `i` (from 0): `lr (i + 1) / warmup` while `i < warmup`, then from `lr` at

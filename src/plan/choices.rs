@@ -80,9 +80,9 @@ impl Open {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
             false => vec![usual],
         };
-        let rows = match r.run.micro_auto && known {
+        let rows = match r.run.micro_rows.is_auto() && known {
             true => sizes(r.run.batch_rows / r.parallel.data.max(1), r.data.max_length as u64),
-            false => vec![r.run.micro_rows],
+            false => vec![r.run.micro_rows.count()],
         };
         Self { rows, heads, decoded, recompute }
     }
@@ -278,7 +278,7 @@ impl Told<'_, '_> {
 
     fn micro_rows(&self) -> String {
         let r = self.p.inputs.recipe;
-        let mut why = match (r.run.micro_auto, self.too_large) {
+        let mut why = match (r.run.micro_rows.is_auto(), self.too_large) {
             (false, _) => return "the recipe says so".into(),
             _ if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
             (true, Some(n)) if self.fits => format!("auto: the fastest that fits; {n} rows do not"),

@@ -61,13 +61,14 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         }
     }
     // where the plan chooses them, it has chosen the fewest
-    let fewer = if r.run.micro_auto { Vec::new() } else { divisors_below(r.run.micro_rows) };
+    let fewer =
+        if r.run.micro_rows.is_auto() { Vec::new() } else { divisors_below(r.run.micro_rows.count()) };
     if let Some((n, t)) = first(fewer, budget, |n| {
         let mut c = r.clone();
-        c.run.micro_rows = n;
+        c.run.micro_rows = n.into();
         total(&c)
     }) {
-        let change = format!("run.micro_rows {} -> {n}", r.run.micro_rows);
+        let change = format!("run.micro_rows {} -> {n}", r.run.micro_rows.count());
         add(vec![format!("run.micro_rows={n}")], change, "; the same mathematics in smaller pieces", t);
     }
     let length = r.data.max_length;
@@ -81,12 +82,12 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         let change = format!("data.max_length {length} -> {n}");
         add(vec![format!("data.max_length={n}")], change, "; longer samples are cut", t);
     }
-    let rank = r.train.iter().filter(|x| x.method == Method::Lora).map(|x| x.spec.rank).max().unwrap_or(0);
+    let rank = r.train.iter().filter(|x| x.method == Method::Lora).filter_map(|x| x.rank).max().unwrap_or(0);
     let ranks: Vec<usize> = [rank / 2, rank / 4, rank / 8].into_iter().filter(|n| *n > 0).collect();
     if let Some((n, t)) = first(ranks, budget, |n| {
         let mut c = r.clone();
         for x in c.train.iter_mut().filter(|x| x.method == Method::Lora) {
-            x.spec.rank = x.spec.rank.min(n);
+            x.rank = x.rank.map(|r| r.min(n));
         }
         with_rules(i, &c)
     }) {
@@ -140,7 +141,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     if r.parallel.data == 1 {
         let worlds: Vec<usize> = [2, 4, 8, 16, 32, 64]
             .into_iter()
-            .filter(|n| r.run.batch_rows.is_multiple_of(r.run.micro_rows * n))
+            .filter(|n| r.run.batch_rows.is_multiple_of(r.run.micro_rows.count() * n))
             .collect();
         if let Some((n, t)) = first(worlds, budget, |n| {
             let mut c = r.clone();
@@ -217,7 +218,7 @@ fn with_rules(i: &Inputs<'_>, r: &Recipe) -> u64 {
 
 fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) -> u64 {
     // a shorter max_length only bounds what the data gives
-    let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows).under(r));
+    let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r));
     let same = r.data.max_length == i.recipe.data.max_length;
     let workloads = if same { i.workloads } else { &bounded };
     let inputs = Inputs { recipe: r, config: i.config, selection, machine, workloads, budget: i.budget };

@@ -92,7 +92,7 @@ impl<'a> Workloads<'a> {
             return *w;
         }
         let mut recipe = recipe.clone();
-        recipe.run.set_micro_rows(rows);
+        recipe.run.micro_rows = rows.into();
         let w = (self.count)(&recipe);
         self.counted.borrow_mut().insert(rows, w);
         w
@@ -377,7 +377,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
         selection: &selection,
         machine,
         workloads,
-        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows)),
+        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows.count())),
     };
     let mut plan = Plan::new(&inputs);
     plan.space.model(recipe, &found.config, &selection, found.weights);
@@ -393,10 +393,10 @@ pub fn allocations(i: &Inputs<'_>, c: &Choices) -> Vec<Listed> {
 }
 
 fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {
-    let selection = match (&recipe.lora.init, recipe.train.is_empty()) {
+    let selection = match (recipe.lora.init.adapter(), recipe.train.is_empty()) {
         (Some(source), true) => {
             let path = recipe.resolve(source);
-            let source = if path.exists() { path.display().to_string() } else { source.clone() };
+            let source = if path.exists() { path.display().to_string() } else { source.into() };
             let dir = crate::hub::fetch_adapter(&source, "main", false)?;
             Selection::from_peft(config, &adapt::peft::PeftConfig::load(&dir)?)?
         }

@@ -130,7 +130,7 @@ impl Known {
         let mut largest = Workload::of_recipe(r).eval;
         if let Some((eval, rows)) = &self.eval {
             let sizes = Sizes { rows, of: &|s| of(eval, s) };
-            largest = Some(sizes.in_order(r.run.micro_rows.max(1)));
+            largest = Some(sizes.in_order(r.run.micro_rows.count()));
             resident += eval.resident();
         }
         Workload::of_sizes(r, &sizes, train.samples.len(), largest, resident)
@@ -188,11 +188,11 @@ impl Workload {
     /// By the recipe alone: full rows, every token supervised.
     pub fn of_recipe(r: &Recipe) -> Self {
         // bounded: the plan is the same for a million rows as for the rows that a step can have
-        let rows = r.run.micro_rows.min(1 << 16);
+        let rows = r.run.micro_rows.count().min(1 << 16);
         let length = r.data.max_length;
         let docs = vec![length; rows];
         let train = Tokens::of(&docs, rows.saturating_mul(length - 1));
-        let steps = match r.run.length {
+        let steps = match r.run.length() {
             Length::Steps(n) => Some(n as u64),
             Length::Epochs(_) => None,
         };
@@ -204,14 +204,14 @@ impl Workload {
         let of = |d: &Dataset, s: usize| d.examples.get(s).map_or((0, 0), |e| (e.ids.len(), e.targets()));
         let resident = |d: &Dataset| Lengths::of(d, 0).resident();
         let largest =
-            eval.map(|d| Sizes { rows: &d.rows, of: &|s| of(d, s) }.in_order(r.run.micro_rows.max(1)));
+            eval.map(|d| Sizes { rows: &d.rows, of: &|s| of(d, s) }.in_order(r.run.micro_rows.count()));
         let sizes = Sizes { rows: &train.rows, of: &|s| of(train, s) };
         let resident = resident(train) + eval.map_or(0, resident);
         Self::of_sizes(r, &sizes, train.examples.len(), largest, resident)
     }
 
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, samples: usize, eval: Option<Tokens>, resident: u64) -> Self {
-        let micro = r.run.micro_rows.max(1);
+        let micro = r.run.micro_rows.count();
         let batches = Batches::new(sizes.rows.len(), &r.run, r.data.shuffle);
         let mut train = Tokens::default();
         if batches.steps() <= LOOK {

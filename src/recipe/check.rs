@@ -3,12 +3,14 @@
 //! What comes out is complete: a key that is absent or wrong has its default, so that reading goes on and
 //! later checks can speak too.
 
-use super::keys::{INDEX, Key, Kind, ROOT, Unset};
+use super::keys::Recipe;
+use super::kind::{INDEX, Key, Kind, Unset};
 use super::names;
 use super::report::{At, Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value, join, quote};
 use super::types::{IndexSet, LayerSet, Recompute};
 use super::values;
+use crate::error::Place;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A value that fits its key.
@@ -22,7 +24,7 @@ pub(super) enum Checked {
     Json(serde_json::Map<String, serde_json::Value>),
     Strings(BTreeMap<String, String>),
     Layers(Option<LayerSet>),
-    Experts(Option<IndexSet>),
+    Experts(IndexSet),
     Pair([f64; 2]),
     Recompute(Recompute),
     /// `"auto"` of a key that takes numbers.
@@ -37,6 +39,34 @@ pub(super) struct Section {
     pub values: BTreeMap<&'static str, Checked>,
     /// Where it stands; `None` when the recipe does not have it.
     pub at: Option<At>,
+}
+
+impl Section {
+    /// The table of a key.
+    pub fn table(&self, key: &str) -> Option<&Section> {
+        match self.values.get(key) {
+            Some(Checked::Table(s)) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// The tables of a key that holds a list of them.
+    pub fn tables(&self, key: &str) -> &[Section] {
+        match self.values.get(key) {
+            Some(Checked::Tables(s)) => s,
+            _ => &[],
+        }
+    }
+
+    /// Where it stands in `texts`; the file at the least.
+    pub fn place(&self, texts: &[Text]) -> Place {
+        match &self.at {
+            Some(at) => Diagnostic::new(texts, at, "").place,
+            None => {
+                Place { file: texts.first().map_or(String::new(), |t| t.name.clone()), line: 0, column: 0 }
+            }
+        }
+    }
 }
 
 /// Collects the problems of one recipe.
@@ -60,7 +90,7 @@ impl Checker<'_> {
 
     /// Checks the whole recipe.
     pub fn root(&mut self, root: &Table) -> Section {
-        self.table(root, ROOT, "", &At { text: 0, span: 0..0 })
+        self.table(root, Recipe::KEYS, "", &At { text: 0, span: 0..0 })
     }
 
     fn table(&mut self, table: &Table, keys: &'static [Key], path: &str, at: &At) -> Section {

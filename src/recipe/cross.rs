@@ -1,6 +1,7 @@
 //! Checks across keys: values that are right alone and wrong together.
 
 use super::check::Checker;
+use super::keys::*;
 use super::report::At;
 use super::tree::{Table, Value};
 use super::types::*;
@@ -84,7 +85,7 @@ impl Cross<'_, '_> {
 
     fn rules(&mut self, recipe: &Recipe) {
         if recipe.train.is_empty()
-            && recipe.lora.init.is_none()
+            && recipe.lora.init == Init::Default
             && self.all_good(&["train", "train.0", "lora", "lora.init"])
         {
             self.report(
@@ -228,7 +229,8 @@ impl Cross<'_, '_> {
     }
 
     fn lengths(&mut self, recipe: &Recipe) {
-        let (batch, micro, ranks) = (recipe.run.batch_rows, recipe.run.micro_rows, recipe.parallel.data);
+        let (batch, micro, ranks) =
+            (recipe.run.batch_rows, recipe.run.micro_rows.count(), recipe.parallel.data);
         if self.all_good(&["run", "run.batch_rows", "run.micro_rows", "parallel", "parallel.data"]) {
             // Bounded by the table of keys, so that the product cannot overflow. Where the plan chooses, it is 1.
             let unit = micro.saturating_mul(ranks).max(1);

@@ -1,410 +1,305 @@
-//! Every key of a recipe: its name, kind, default and documentation.
-//!
-//! The one table that the checks, the JSON schema and the reference page read. A new key is a row here, a
-//! field in `types.rs`, a line in `read.rs` and one in `write.rs`; tests compare the four.
+//! Every key of a recipe. A new key is an entry here, and nothing else: the checks, the JSON schema, the typed recipe
+//! and the resolved recipe are made from it.
 
-use super::types::{
-    Comm, Decay, Decoded, Device, Dtype, Format, Mask, Method, Offload, OnBadRow, OptimizerName, OverLength,
-    Quantize, Schedule, Task, Weights,
+use super::check::{Checked, Section};
+use super::kind::{Bound, INDEX, Key, Kind, Unset};
+use super::table::{Field, Json, Keys, Written, doc, table};
+use super::types::*;
+use crate::error::Place;
+use Kind::{
+    Anything, Betas, Bool, Bytes, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings, Table,
+    Tables, Text, Word, Words,
 };
-
-/// One key.
-#[derive(Debug)]
-pub struct Key {
-    /// Its name in the table that it belongs to.
-    pub name: &'static str,
-    /// What it takes.
-    pub kind: Kind,
-    /// What it is when the recipe does not say.
-    pub default: Unset,
-    /// What it means, in a sentence or two.
-    pub doc: &'static str,
-}
-
-/// What a key is when the recipe does not say.
-#[derive(Debug, Clone, Copy)]
-pub enum Unset {
-    /// It must be given.
-    Required,
-    /// This value, as TOML.
-    Toml(&'static str),
-    /// No value; what happens instead, in words.
-    Absent(&'static str),
-}
-
-/// What a key takes.
-#[derive(Debug, Clone, Copy)]
-pub enum Kind {
-    /// A whole number from the first to the second.
-    Int(u64, u64),
-    /// As `Int`, or `"auto"`.
-    IntOrAuto(u64, u64),
-    /// A finite number.
-    Number(Bound),
-    /// `true` or `false`.
-    Bool,
-    /// A string that is not empty.
-    Text,
-    /// A string that can name a folder.
-    Name,
-    /// One of these words: (word, meaning).
-    Word(&'static [(&'static str, &'static str)]),
-    /// A list of these words, each at most once.
-    Words(&'static [(&'static str, &'static str)]),
-    /// A table of anything that JSON can hold.
-    Anything,
-    /// A table of strings.
-    Strings,
-    /// The list of `train.modules`.
-    Modules,
-    /// `train.layers`.
-    Layers,
-    /// `train.experts`.
-    Experts,
-    /// Two numbers in [0, 1).
-    Betas,
-    /// A number of bytes, such as `"48GiB"`.
-    Bytes,
-    /// `memory.recompute`.
-    Recompute,
-    /// A table with these keys.
-    Table(&'static [Key]),
-    /// A list of tables with these keys.
-    Tables(&'static [Key]),
-}
-
-/// The range of a number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bound {
-    /// Above 0.
-    Positive,
-    /// 0 or above.
-    NotNegative,
-    /// 0 to 1, both included.
-    Share,
-    /// 0 to 1, without 1.
-    BelowOne,
-}
-
-impl Bound {
-    /// Whether `x` is finite and within.
-    pub fn holds(self, x: f64) -> bool {
-        x.is_finite()
-            && match self {
-                Bound::Positive => x > 0.0,
-                Bound::NotNegative => x >= 0.0,
-                Bound::Share => (0.0..=1.0).contains(&x),
-                Bound::BelowOne => (0.0..1.0).contains(&x),
-            }
-    }
-
-    /// In words.
-    pub fn words(self) -> &'static str {
-        match self {
-            Bound::Positive => "a number above 0",
-            Bound::NotNegative => "a number of 0 or more",
-            Bound::Share => "a number from 0 to 1",
-            Bound::BelowOne => "a number from 0 to below 1",
-        }
-    }
-}
-
-/// The groups of `train.modules`, with what each holds.
-pub const GROUPS: &[(&str, &str)] = &[
-    ("attention", "the projections q, k, v, o"),
-    ("mlp", "dense and shared-expert linears"),
-    ("experts", "the linears of routed experts"),
-    ("router", "the routers of mixture layers"),
-    ("norms", "every norm, q and k norms too"),
-    ("embedding", "the token embedding"),
-    ("head", "the output head"),
-];
+use Unset::{Absent, Required, Toml};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// The largest whole number that TOML promises to hold.
 const BIG: u64 = i64::MAX as u64;
 /// A bound on counts that nobody reaches and that no product of three overflows.
 const COUNT: u64 = 1_000_000_000;
-/// A bound on indices of layers and experts, and on ranks.
-pub const INDEX: u64 = 65_535;
-
-use Kind::{Bool, Int, Number, Table, Tables, Text, Word};
-use Unset::{Absent, Required, Toml};
-
-const fn key(name: &'static str, kind: Kind, default: Unset, doc: &'static str) -> Key {
-    Key { name, kind, default, doc }
-}
-
-/// The recipe itself.
-pub const ROOT: &[Key] = &[
-    key("version", Int(1, 1), Toml("1"), "Version of the recipe format."),
-    key("name", Kind::Name, Absent("the file's stem"), "Name of the run."),
-    key("task", Word(Task::WORDS), Toml("\"sft\""), "What is trained for."),
-    key("model", Table(MODEL), Required, "The base model."),
-    key("lora", Table(LORA), Toml("{}"), "Defaults of every rule that says method = \"lora\"."),
-    key(
-        "train",
-        Tables(TRAIN),
-        Toml("[]"),
-        "What trains: rules in order, a later rule wins where two match; what no rule matches is frozen. At \
-         least one rule, or an adapter in lora.init.",
-    ),
-    key("router", Table(ROUTER), Toml("{}"), "Losses on the routers of mixture models."),
-    key("data", Table(DATA), Required, "Training and evaluation data."),
-    key("run", Table(RUN), Toml("{}"), "Length of the run, batches, and where it writes."),
-    key("optimizer", Table(OPTIMIZER), Toml("{}"), "The optimizer and its schedule."),
-    key("memory", Table(MEMORY), Toml("{}"), "What is kept, recomputed and moved."),
-    key("parallel", Table(PARALLEL), Toml("{}"), "How ranks share the work."),
-    key("log", Table(LOG), Toml("{}"), "Extra logs."),
-];
-
-const MODEL: &[Key] = &[
-    key(
-        "source",
-        Text,
-        Required,
-        "Hub id such as Qwen/Qwen3-8B, or a local folder (one with config.json alone can be planned, or run \
-         with weights = \"random\").",
-    ),
-    key("revision", Text, Toml("\"main\""), "Branch, tag or commit on the hub."),
-    key(
-        "dtype",
-        Word(Dtype::WORDS),
-        Absent("bf16 on CUDA, f32 on the CPU"),
-        "Type of the arithmetic and of frozen weights.",
-    ),
-    key(
-        "quantize",
-        Word(Quantize::WORDS),
-        Toml("\"none\""),
-        "4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.",
-    ),
-    key(
-        "cache",
-        Text,
-        Absent("the model is quantized again at each start"),
-        "A folder where the model that quantize makes is kept, and loaded from at the next start.",
-    ),
-    key("weights", Word(Weights::WORDS), Toml("\"load\""), "Where the weights come from."),
-    key("override", Kind::Anything, Toml("{}"), "Keys of the model's config.json to replace."),
-];
-
 const RANK: Kind = Int(1, INDEX);
-
-const LORA: &[Key] = &[
-    key("rank", RANK, Toml("16"), "Inner width of the update."),
-    key(
-        "alpha",
-        Number(Bound::Positive),
-        Toml("32"),
-        "Scale: the update is multiplied by alpha / rank (with rslora: alpha / sqrt(rank)).",
-    ),
-    key(
-        "dropout",
-        Number(Bound::BelowOne),
-        Toml("0.0"),
-        "Probability that an input of A is zeroed in training.",
-    ),
-    key("rslora", Bool, Toml("false"), "Scale by sqrt(rank) in place of rank."),
-    key("dora", Bool, Toml("false"), "Weight-decomposed: a trained magnitude for each output row."),
-    key(
-        "init",
-        Text,
-        Toml("\"default\""),
-        "\"default\" (A Kaiming-uniform, B zero), or the path or hub id of a PEFT adapter to go on from.",
-    ),
-];
-
-const TRAIN: &[Key] = &[
-    key(
-        "modules",
-        Kind::Modules,
-        Required,
-        "Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names \
-         (q_proj, w1, gate), or \"/regex/\" that must match a whole module name.",
-    ),
-    key(
-        "layers",
-        Kind::Layers,
-        Toml("\"all\""),
-        "\"all\", \"3\", \"0-5\", \"24-\", \"-6:\" (the last six) or [0, 3, 5]; given as anything but all, the \
-         rule matches inside layers only.",
-    ),
-    key(
-        "experts",
-        Kind::Experts,
-        Absent("the rule does not ask for experts"),
-        "\"all\", \"0-3\" or [0, 7]; a rule that has this key matches inside experts only.",
-    ),
-    key("method", Word(Method::WORDS), Toml("\"lora\""), "What happens to what the rule matches."),
-    key("rank", RANK, Absent("lora.rank"), "Rank of this rule."),
-    key("alpha", Number(Bound::Positive), Absent("lora.alpha"), "Alpha of this rule."),
-    key("dropout", Number(Bound::BelowOne), Absent("lora.dropout"), "Dropout of this rule."),
-    key("rslora", Bool, Absent("lora.rslora"), "rsLoRA for this rule."),
-    key("dora", Bool, Absent("lora.dora"), "DoRA for this rule."),
-    key("lr_scale", Number(Bound::Positive), Toml("1.0"), "Factor on the learning rate."),
-];
-
-const ROUTER: &[Key] = &[
-    key("aux_loss", Number(Bound::NotNegative), Toml("0.0"), "Coefficient of the load-balancing loss."),
-    key("z_loss", Number(Bound::NotNegative), Toml("0.0"), "Coefficient of the z-loss."),
-];
-
-const DATA: &[Key] = &[
-    key("train", Tables(SOURCE), Required, "Training data, one table a source."),
-    key("eval", Tables(SOURCE), Toml("[]"), "Evaluation data, one table a source."),
-    key("max_length", Int(2, 100_000_000), Toml("2048"), "Tokens a row at the most."),
-    key("over_length", Word(OverLength::WORDS), Toml("\"truncate\""), "What happens to a longer sample."),
-    key("on_bad_row", Word(OnBadRow::WORDS), Toml("\"error\""), "What happens to a row that cannot be used."),
-    key("pack", Bool, Toml("true"), "Whether documents share a row (never attention; positions restart)."),
-    key("shuffle", Bool, Toml("true"), "Whether rows come in random order."),
-    key("mask", Word(Mask::WORDS), Absent("what the format supports"), "What is supervised."),
-    key(
-        "chat_template",
-        Text,
-        Absent("the model's own"),
-        "A file with a chat template to use instead of the model's own.",
-    ),
-    key("template", Kind::Anything, Toml("{}"), "Variables for the chat template."),
-];
-
-const SOURCE: &[Key] = &[
-    key("source", Text, Required, "A file (.jsonl, .json, .parquet), a folder, or a hub dataset."),
-    key("format", Word(Format::WORDS), Required, "The shape of the rows."),
-    key("weight", Number(Bound::Positive), Toml("1.0"), "Share of this source in the mix."),
-    key("split", Text, Absent("the dataset's only one"), "Split of a hub dataset."),
-    key("config", Text, Absent("the dataset's only one"), "Config of a hub dataset."),
-    key(
-        "fields",
-        Kind::Strings,
-        Toml("{}"),
-        "Names of fields where the file differs from the format: the format's name = \"the file's name\".",
-    ),
-    key("mask", Word(Mask::WORDS), Absent("data.mask"), "What is supervised in this source."),
-];
-
-const RUN: &[Key] = &[
-    key("seed", Int(0, BIG), Toml("0"), "Seed of every random number of the run."),
-    key("epochs", Number(Bound::Positive), Toml("1"), "Passes over the rows."),
-    key("steps", Int(1, COUNT), Absent("by epochs"), "Optimizer steps; wins over epochs."),
-    key("batch_rows", Int(1, COUNT), Toml("16"), "Rows an optimizer step, over all ranks."),
-    key(
-        "micro_rows",
-        Kind::IntOrAuto(1, COUNT),
-        Toml("1"),
-        "Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or \"auto\": the number \
-         with which a step is fastest, of those that fit memory.budget. Loss and gradients do not depend on it, but \
-         for router.aux_loss, which is a mean over micro-batches.",
-    ),
-    key("clip", Number(Bound::NotNegative), Toml("1.0"), "Largest global gradient norm; 0 is off."),
-    key("eval_every", Int(0, COUNT), Toml("0"), "Steps between evaluations; 0 = at the end only."),
-    key("save_every", Int(0, COUNT), Toml("0"), "Steps between checkpoints; 0 = at the end only."),
-    key("eval_at_start", Bool, Toml("false"), "Whether to evaluate before the first step too."),
-    key("keep", Int(1, COUNT), Toml("2"), "Checkpoints that are kept."),
-    key("output", Text, Toml("\"runs/{name}\""), "The run folder; {name} is filled in."),
-    key("device", Word(Device::WORDS), Toml("\"auto\""), "Where to compute."),
-];
-
-const OPTIMIZER: &[Key] = &[
-    key("name", Word(OptimizerName::WORDS), Toml("\"adamw\""), "The optimizer."),
-    key(
-        "lr",
-        Number(Bound::Positive),
-        Absent("2e-4 for LoRA alone, 1e-5 when anything trains in full"),
-        "Peak learning rate.",
-    ),
-    key("betas", Kind::Betas, Toml("[0.9, 0.999]"), "Decay rates of the two moments."),
-    key("eps", Number(Bound::Positive), Toml("1e-8"), "Added to the denominator."),
-    key("weight_decay", Number(Bound::NotNegative), Toml("0.0"), "Decoupled weight decay."),
-    key("decay", Word(Decay::WORDS), Toml("\"matrices\""), "What decays."),
-    key("schedule", Word(Schedule::WORDS), Toml("\"cosine\""), "Shape of the learning rate over the run."),
-    key(
-        "warmup_steps",
-        Int(0, COUNT),
-        Toml("0"),
-        "Updates over which the learning rate rises: update i (from 0) has lr * (i + 1) / warmup.",
-    ),
-    key(
-        "warmup_ratio",
-        Number(Bound::Share),
-        Absent("by warmup_steps"),
-        "Warm-up as a share of all steps, rounded up; instead of warmup_steps.",
-    ),
-    key("min_lr", Number(Bound::NotNegative), Toml("0.0"), "Learning rate at the end."),
-    key("in_backward", Bool, Toml("false"), "Step each layer's optimizer in the backward pass."),
-];
-
-const MEMORY: &[Key] = &[
-    key(
-        "budget",
-        Kind::Bytes,
-        Absent("what is free"),
-        "Memory of one device that may be used, such as \"48GiB\".",
-    ),
-    key(
-        "host_budget",
-        Kind::Bytes,
-        Absent("what is free"),
-        "Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes too.",
-    ),
-    key(
-        "disk_budget",
-        Kind::Bytes,
-        Absent("what is free on each disk"),
-        "Bytes that a run may write in all, to plan for another machine.",
-    ),
-    key(
-        "recompute",
-        Kind::Recompute,
-        Toml("\"auto\""),
-        "Layers whose activations are computed again in the backward pass: \"auto\" (the fewest that fit \
-         memory.budget), \"all\", \"none\" or a number of layers.",
-    ),
-    key(
-        "decoded",
-        Word(Decoded::WORDS),
-        Toml("\"auto\""),
-        "How 4-bit weights are decoded for a layer that is computed again.",
-    ),
-    key("offload", Kind::Words(Offload::WORDS), Toml("[]"), "What lives on the host."),
-    key("pin", Bool, Toml("true"), "Whether host buffers are pinned."),
-];
-
 const RANKS: Kind = Int(1, INDEX);
 
-const PARALLEL: &[Key] = &[
-    key("data", RANKS, Toml("1"), "Ranks that split the rows."),
-    key("zero", Int(0, 3), Toml("0"), "ZeRO stage."),
-    key("tensor", RANKS, Toml("1"), "Tensor parallel ranks."),
-    key("pipeline", RANKS, Toml("1"), "Pipeline stages."),
-    key("expert", RANKS, Toml("1"), "Expert parallel ranks."),
-    key("context", RANKS, Toml("1"), "Context parallel ranks."),
-    key("comm", Word(Comm::WORDS), Toml("\"auto\""), "Transport of collectives."),
-    key("timeout", Int(1, 1_000_000), Toml("600"), "Seconds that a collective may take."),
-];
-
-const LOG: &[Key] = &[
-    key("tensorboard", Bool, Toml("false"), "Write TensorBoard event files."),
-    key(
-        "sample",
-        Text,
-        Absent("no reply is shown"),
-        "A prompt that the model answers before and after training, on the terminal and in metrics.jsonl.",
-    ),
-];
-
-/// Calls `f` with the dotted path of every key, lists of tables as `train.0`.
-pub fn each(f: &mut dyn FnMut(&str, &'static Key)) {
-    walk(ROOT, "", f);
+table! {
+    /// A whole recipe.
+    pub struct Recipe {
+        /// Version of the recipe format.
+        version: u32 = Int(1, 1), Toml("1");
+        /// Name of the run.
+        name: String = Name, Absent("the file's stem");
+        /// What is trained for.
+        task: Task = Word(Task::WORDS), Toml("\"sft\"");
+        /// The base model.
+        model: Model = Table(Model::KEYS), Required;
+        /// Defaults of every rule that says method = "lora".
+        lora: Lora = Table(Lora::KEYS), Toml("{}");
+        /// What trains: rules in order, a later rule wins where two match; what no rule matches is frozen. At
+        /// least one rule, or an adapter in lora.init.
+        train: Vec<Rule> = Tables(Rule::KEYS), Toml("[]");
+        /// Losses on the routers of mixture models.
+        router: Router = Table(Router::KEYS), Toml("{}");
+        /// Training and evaluation data.
+        data: Data = Table(Data::KEYS), Required;
+        /// Length of the run, batches, and where it writes.
+        run: Run = Table(Run::KEYS), Toml("{}");
+        /// The optimizer and its schedule.
+        optimizer: Optimizer = Table(Optimizer::KEYS), Toml("{}");
+        /// What is kept, recomputed and moved.
+        memory: Memory = Table(Memory::KEYS), Toml("{}");
+        /// How ranks share the work.
+        parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
+        /// Extra logs.
+        log: Log = Table(Log::KEYS), Toml("{}");
+        ..
+        /// Folder of the recipe file, for relative paths; empty for a recipe that is not a file's.
+        pub folder: PathBuf,
+        /// Where each key stands that the user wrote, by its dotted path.
+        pub(super) places: BTreeMap<String, Place>,
+        /// Keys with values that `ft run` does not build yet; empty after `load`, which refuses them.
+        pub not_built: Vec<super::Diagnostic>,
+    }
 }
 
-fn walk(keys: &'static [Key], prefix: &str, f: &mut dyn FnMut(&str, &'static Key)) {
-    for k in keys {
-        let path = super::tree::join(prefix, k.name);
-        f(&path, k);
-        match k.kind {
-            Kind::Table(inner) => walk(inner, &path, f),
-            Kind::Tables(inner) => walk(inner, &format!("{path}.0"), f),
-            _ => {}
-        }
+table! {
+    /// `[model]`
+    pub struct Model {
+        /// Hub id such as Qwen/Qwen3-8B, or a local folder (one with config.json alone can be planned, or run
+        /// with weights = "random").
+        source: String = Text, Required;
+        /// Branch, tag or commit on the hub.
+        revision: String = Text, Toml("\"main\"");
+        /// Type of the arithmetic and of frozen weights.
+        dtype: Option<Dtype> = Word(Dtype::WORDS), Absent("bf16 on CUDA, f32 on the CPU");
+        /// 4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.
+        quantize: Quantize = Word(Quantize::WORDS), Toml("\"none\"");
+        /// A folder where the model that quantize makes is kept, and loaded from at the next start.
+        cache: Option<PathBuf> = Text, Absent("the model is quantized again at each start");
+        /// Where the weights come from.
+        weights: Weights = Word(Weights::WORDS), Toml("\"load\"");
+        /// Keys of the model's config.json to replace.
+        overrides as "override": Json = Anything, Toml("{}");
+    }
+}
+
+table! {
+    /// `[lora]`
+    pub struct Lora {
+        /// Inner width of the update.
+        rank: usize = RANK, Toml("16");
+        /// Scale: the update is multiplied by alpha / rank (with rslora: alpha / sqrt(rank)).
+        alpha: f64 = Number(Bound::Positive), Toml("32");
+        /// Probability that an input of A is zeroed in training.
+        dropout: f64 = Number(Bound::BelowOne), Toml("0.0");
+        /// Scale by sqrt(rank) in place of rank.
+        rslora: bool = Bool, Toml("false");
+        /// Weight-decomposed: a trained magnitude for each output row.
+        dora: bool = Bool, Toml("false");
+        /// "default" (A Kaiming-uniform, B zero), or the path or hub id of a PEFT adapter to go on from.
+        init: Init = Text, Toml("\"default\"");
+    }
+}
+
+table! {
+    /// One `[[train]]` rule.
+    pub struct Rule {
+        /// Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names
+        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name.
+        modules: Vec<String> = Modules, Required;
+        /// "all", "3", "0-5", "24-", "-6:" (the last six) or [0, 3, 5]; given as anything but all, the rule
+        /// matches inside layers only.
+        layers: Option<LayerSet> = Layers, Toml("\"all\"");
+        /// "all", "0-3" or [0, 7]; a rule that has this key matches inside experts only.
+        experts: Option<IndexSet> = Experts, Absent("the rule does not ask for experts");
+        /// What happens to what the rule matches.
+        method: Method = Word(Method::WORDS), Toml("\"lora\"");
+        /// Rank of this rule.
+        rank: Option<usize> = RANK, Absent("lora.rank");
+        /// Alpha of this rule.
+        alpha: Option<f64> = Number(Bound::Positive), Absent("lora.alpha");
+        /// Dropout of this rule.
+        dropout: Option<f64> = Number(Bound::BelowOne), Absent("lora.dropout");
+        /// rsLoRA for this rule.
+        rslora: Option<bool> = Bool, Absent("lora.rslora");
+        /// DoRA for this rule.
+        dora: Option<bool> = Bool, Absent("lora.dora");
+        /// Factor on the learning rate.
+        lr_scale: f64 = Number(Bound::Positive), Toml("1.0");
+        ..
+        /// Where the rule stands in the recipe.
+        pub place: Place,
+    }
+}
+
+table! {
+    /// `[router]`
+    pub struct Router {
+        /// Coefficient of the load-balancing loss.
+        aux_loss: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// Coefficient of the z-loss.
+        z_loss: f64 = Number(Bound::NotNegative), Toml("0.0");
+    }
+}
+
+table! {
+    /// `[data]`
+    pub struct Data {
+        /// Training data, one table a source.
+        train: Vec<Source> = Tables(Source::KEYS), Required;
+        /// Evaluation data, one table a source.
+        eval: Vec<Source> = Tables(Source::KEYS), Toml("[]");
+        /// Tokens a row at the most.
+        max_length: usize = Int(2, 100_000_000), Toml("2048");
+        /// What happens to a longer sample.
+        over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
+        /// What happens to a row that cannot be used.
+        on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
+        /// Whether documents share a row (never attention; positions restart).
+        pack: bool = Bool, Toml("true");
+        /// Whether rows come in random order.
+        shuffle: bool = Bool, Toml("true");
+        /// What is supervised.
+        mask: Option<Mask> = Word(Mask::WORDS), Absent("what the format supports");
+        /// A file with a chat template to use instead of the model's own.
+        chat_template: Option<PathBuf> = Text, Absent("the model's own");
+        /// Variables for the chat template.
+        template: Json = Anything, Toml("{}");
+    }
+}
+
+table! {
+    /// One source of `[[data.train]]` or `[[data.eval]]`.
+    pub struct Source {
+        /// A file (.jsonl, .json, .parquet), a folder, or a hub dataset.
+        source: String = Text, Required;
+        /// The shape of the rows.
+        format: Format = Word(Format::WORDS), Required;
+        /// Share of this source in the mix.
+        weight: f64 = Number(Bound::Positive), Toml("1.0");
+        /// Split of a hub dataset.
+        split: Option<String> = Text, Absent("the dataset's only one");
+        /// Config of a hub dataset.
+        config: Option<String> = Text, Absent("the dataset's only one");
+        /// Names of fields where the file differs from the format: the format's name = "the file's name".
+        fields: BTreeMap<String, String> = Strings, Toml("{}");
+        /// What is supervised in this source.
+        mask: Option<Mask> = Word(Mask::WORDS), Absent("data.mask");
+        ..
+        /// Where the source stands in the recipe.
+        pub place: Place,
+    }
+}
+
+table! {
+    /// `[run]`
+    pub struct Run {
+        /// Seed of every random number of the run.
+        seed: u64 = Int(0, BIG), Toml("0");
+        /// Passes over the rows.
+        epochs: f64 = Number(Bound::Positive), Toml("1");
+        /// Optimizer steps; wins over epochs.
+        steps: Option<usize> = Int(1, COUNT), Absent("by epochs");
+        /// Rows an optimizer step, over all ranks.
+        batch_rows: usize = Int(1, COUNT), Toml("16");
+        /// Rows a forward pass, a rank: batch_rows must divide by micro_rows x data ranks; or "auto": the number
+        /// with which a step is fastest, of those that fit memory.budget. Loss and gradients do not depend on it,
+        /// but for router.aux_loss, which is a mean over micro-batches.
+        micro_rows: MicroRows = IntOrAuto(1, COUNT), Toml("1");
+        /// Largest global gradient norm; 0 is off.
+        clip: f64 = Number(Bound::NotNegative), Toml("1.0");
+        /// Steps between evaluations; 0 = at the end only.
+        eval_every: usize = Int(0, COUNT), Toml("0");
+        /// Steps between checkpoints; 0 = at the end only.
+        save_every: usize = Int(0, COUNT), Toml("0");
+        /// Whether to evaluate before the first step too.
+        eval_at_start: bool = Bool, Toml("false");
+        /// Checkpoints that are kept.
+        keep: usize = Int(1, COUNT), Toml("2");
+        /// The run folder; {name} is filled in.
+        output: PathBuf = Text, Toml("\"runs/{name}\"");
+        /// Where to compute.
+        device: Device = Word(Device::WORDS), Toml("\"auto\"");
+    }
+}
+
+table! {
+    /// `[optimizer]`
+    pub struct Optimizer {
+        /// The optimizer.
+        name: OptimizerName = Word(OptimizerName::WORDS), Toml("\"adamw\"");
+        /// Peak learning rate.
+        lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for LoRA alone, 1e-5 when anything trains in full");
+        /// Decay rates of the two moments.
+        betas: [f64; 2] = Betas, Toml("[0.9, 0.999]");
+        /// Added to the denominator.
+        eps: f64 = Number(Bound::Positive), Toml("1e-8");
+        /// Decoupled weight decay.
+        weight_decay: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// What decays.
+        decay: Decay = Word(Decay::WORDS), Toml("\"matrices\"");
+        /// Shape of the learning rate over the run.
+        schedule: Schedule = Word(Schedule::WORDS), Toml("\"cosine\"");
+        /// Updates over which the learning rate rises: update i (from 0) has lr * (i + 1) / warmup.
+        warmup_steps: usize = Int(0, COUNT), Toml("0");
+        /// Warm-up as a share of all steps, rounded up; instead of warmup_steps.
+        warmup_ratio: Option<f64> = Number(Bound::Share), Absent("by warmup_steps");
+        /// Learning rate at the end.
+        min_lr: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// Step each layer's optimizer in the backward pass.
+        in_backward: bool = Bool, Toml("false");
+    }
+}
+
+table! {
+    /// `[memory]`
+    pub struct Memory {
+        /// Memory of one device that may be used, such as "48GiB".
+        budget: Option<u64> = Bytes, Absent("what is free");
+        /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
+        /// too.
+        host_budget: Option<u64> = Bytes, Absent("what is free");
+        /// Bytes that a run may write in all, to plan for another machine.
+        disk_budget: Option<u64> = Bytes, Absent("what is free on each disk");
+        /// Layers whose activations are computed again in the backward pass: "auto" (the fewest that fit
+        /// memory.budget), "all", "none" or a number of layers.
+        recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
+        /// How 4-bit weights are decoded for a layer that is computed again.
+        decoded: Decoded = Word(Decoded::WORDS), Toml("\"auto\"");
+        /// What lives on the host.
+        offload: Vec<Offload> = Words(Offload::WORDS), Toml("[]");
+        /// Whether host buffers are pinned.
+        pin: bool = Bool, Toml("true");
+    }
+}
+
+table! {
+    /// `[parallel]`
+    pub struct Parallel {
+        /// Ranks that split the rows.
+        data: usize = RANKS, Toml("1");
+        /// ZeRO stage.
+        zero: u8 = Int(0, 3), Toml("0");
+        /// Tensor parallel ranks.
+        tensor: usize = RANKS, Toml("1");
+        /// Pipeline stages.
+        pipeline: usize = RANKS, Toml("1");
+        /// Expert parallel ranks.
+        expert: usize = RANKS, Toml("1");
+        /// Context parallel ranks.
+        context: usize = RANKS, Toml("1");
+        /// Transport of collectives.
+        comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
+        /// Seconds that a collective may take.
+        timeout: u64 = Int(1, 1_000_000), Toml("600");
+    }
+}
+
+table! {
+    /// `[log]`
+    pub struct Log {
+        /// Write TensorBoard event files.
+        tensorboard: bool = Bool, Toml("false");
+        /// A prompt that the model answers before and after training, on the terminal and in metrics.jsonl.
+        sample: Option<String> = Text, Absent("no reply is shown");
     }
 }

@@ -8,22 +8,23 @@
 //! ```text
 //! tree       text -> tree with places; KEY=VALUE of the command line put over it
 //! check      every key against its row in `keys`: names, kinds, ranges   (values: layers, experts, sizes;
-//! read       checked values -> `Recipe`                                    names: "did you mean")
+//! table      checked values -> `Recipe` -> text again                      names: "did you mean")
 //! cross      checks across keys
 //! not_built  keys that the interface has and `ft run` does not build yet
 //! report     how problems look: all at once, each with its line
-//! write      `Recipe` -> text again;   schema: `keys` -> JSON schema;   shipped: the recipes in the binary
+//! write      the resolved recipe;   schema: `keys` -> JSON schema;   shipped: the recipes in the binary
 //! ```
 
 mod check;
 mod cross;
 pub mod keys;
+pub mod kind;
 pub mod names;
 mod not_built;
-mod read;
 mod report;
 mod schema;
 mod shipped;
+mod table;
 mod tree;
 mod types;
 mod values;
@@ -32,9 +33,11 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub use keys::*;
 pub use report::{Diagnostic, Problems, color_on_stderr};
 pub use schema::schema;
 pub use shipped::{SHIPPED, Shipped};
+pub use table::Json;
 pub use types::*;
 pub use values::module_regex;
 
@@ -179,7 +182,7 @@ impl Recipe {
         let mut checker =
             check::Checker { texts: &texts, problems: from_command_line, bad: Default::default() };
         let section = checker.root(&root);
-        let mut recipe = read::recipe(&section, &texts, &run_name(path));
+        let mut recipe = Recipe::typed(&section, &texts, path);
         cross::check(&mut checker, &root, &recipe);
         let refused = not_built::find(&root, &texts, &checker.bad);
         let mut problems = checker.problems;
@@ -200,6 +203,27 @@ impl Recipe {
         });
         recipe.places.insert(String::new(), Place { file: texts[0].name.clone(), line: 0, column: 0 });
         Ok(recipe)
+    }
+
+    /// The checked recipe, typed, with what follows from other keys filled in.
+    fn typed(section: &check::Section, texts: &[Text], path: &Path) -> Recipe {
+        let mut r = Recipe::read(section);
+        if r.name.is_empty() {
+            r.name = run_name(path);
+        }
+        r.run.output = r.run.output.to_string_lossy().replace("{name}", &r.name).into();
+        let lora = &r.lora;
+        for (rule, at) in r.train.iter_mut().zip(section.tables("train")) {
+            rule.inherit(lora);
+            rule.place = at.place(texts);
+        }
+        for (list, key) in [(&mut r.data.train, "train"), (&mut r.data.eval, "eval")] {
+            for (source, at) in list.iter_mut().zip(section.table("data").map_or(&[][..], |d| d.tables(key)))
+            {
+                source.place = at.place(texts);
+            }
+        }
+        r
     }
 
     /// Where the key at a dotted path stands ("data.train.0.source"); where the recipe does not have it,

@@ -1,6 +1,6 @@
 //! What was meant: near names, and names that other tools use.
 
-use super::keys::{self, Key, Kind};
+use super::kind::{self, Key, Kind};
 use super::tree::{join, quote};
 
 /// Names of other tools, and ours.
@@ -75,7 +75,7 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
         _ => format!("unknown key: {} (in {table})", join(path, name)),
     };
     let mut elsewhere = Vec::new();
-    keys::each(&mut |p, key| {
+    kind::each(&mut |p, key| {
         if key.name == name && !p.is_empty() {
             elsewhere.push(p.replace(".0.", "."));
         }

@@ -3,7 +3,7 @@
 //! They are refused by name, never accepted and ignored. Taking a line out enables the key. `ft plan` plans
 //! for them all.
 
-use super::keys::{self, Unset};
+use super::kind::{self, Unset};
 use super::report::{Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value};
 use std::collections::BTreeSet;
@@ -103,7 +103,7 @@ fn default_of(path: &str) -> Option<Value> {
     let first: Vec<&str> =
         path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
     let (first, mut found) = (first.join("."), None);
-    keys::each(&mut |p, key| {
+    kind::each(&mut |p, key| {
         if p == first
             && let Unset::Toml(text) = key.default
         {
@@ -123,7 +123,7 @@ mod tests {
         for (pattern, what) in NOT_BUILT {
             let path = pattern.replace('*', "0");
             let mut found = None;
-            keys::each(&mut |p, key| {
+            kind::each(&mut |p, key| {
                 if p == path {
                     found = Some(key);
                 }
@@ -131,7 +131,7 @@ mod tests {
             let key = found.unwrap_or_else(|| panic!("no key {pattern}"));
             match what {
                 Word(w) => match key.kind {
-                    keys::Kind::Word(words) | keys::Kind::Words(words) => {
+                    kind::Kind::Word(words) | kind::Kind::Words(words) => {
                         assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
                     }
                     other => panic!("{pattern} has no words: {other:?}"),

@@ -1,13 +1,14 @@
 //! The JSON schema of recipes, for editors: completion, documentation and checks while typing.
 
-use super::keys::{self, Bound, GROUPS, INDEX, Key, Kind, ROOT, Unset};
+use super::keys::Recipe;
+use super::kind::{self, Bound, GROUPS, INDEX, Key, Kind, Unset};
 use serde_json::{Map, Value, json};
 
 /// The schema, made from the table of keys (JSON schema draft 7, which TOML language servers read).
 ///
 /// It knows single keys; what only holds across keys (or for a model) is `ft check`'s.
 pub fn schema() -> Value {
-    let mut schema = table(ROOT);
+    let mut schema = table(Recipe::KEYS);
     schema.insert("$schema".into(), "http://json-schema.org/draft-07/schema#".into());
     schema.insert("title".into(), "Recipe of ft".into());
     schema.insert("description".into(), "What to fine-tune, on what, and how.".into());
@@ -116,7 +117,7 @@ pub(super) fn instead(prefix: &str, key: &str) -> &'static str {
     let first: Vec<&str> =
         path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
     let (first, mut words) = (first.join("."), "");
-    keys::each(&mut |p, key| {
+    kind::each(&mut |p, key| {
         if p == first
             && let Unset::Absent(text) = key.default
         {

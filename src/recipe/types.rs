@@ -1,81 +1,9 @@
-//! The keys of a recipe, as typed values with every default filled in.
+//! What keys of a recipe can be: words, sets of layers, and what follows from keys together.
 
-use crate::error::Place;
-use serde::Serialize;
-use std::collections::BTreeMap;
-use std::path::PathBuf;
-
-/// Defines an enum of a key's words: one place for their spelling, their documentation and their order.
-macro_rules! choices {
-    ($(#[$meta:meta])* pub enum $name:ident { $(#[doc = $doc:literal] $variant:ident = $word:literal,)* }) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-        #[serde(rename_all = "lowercase")]
-        pub enum $name {
-            $(#[doc = $doc] $variant,)*
-        }
-
-        impl $name {
-            /// Every word of the key with what it means, in the order of the documentation.
-            pub const WORDS: &'static [(&'static str, &'static str)] = &[$(($word, $doc)),*];
-
-            /// The value that `word` names.
-            pub fn from_word(word: &str) -> Option<Self> {
-                match word {
-                    $($word => Some(Self::$variant),)*
-                    _ => None,
-                }
-            }
-
-            /// The word as a recipe spells it.
-            pub fn word(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $word,)*
-                }
-            }
-        }
-    };
-}
-
-/// A whole recipe.
-#[derive(Clone, Debug, Serialize)]
-pub struct Recipe {
-    /// Version of the recipe format: 1.
-    pub version: u32,
-    /// Name of the run; the file's stem unless given.
-    pub name: String,
-    /// What is trained for; `sft` is the only task so far.
-    pub task: Task,
-    /// The base model.
-    pub model: Model,
-    /// Defaults of every rule that says `method = "lora"`.
-    pub lora: Lora,
-    /// What trains: rules in order, a later one wins where two match.
-    pub train: Vec<Rule>,
-    /// Losses on the routers of mixture models.
-    pub router: Router,
-    /// Training and evaluation data.
-    pub data: Data,
-    /// Length of the run, batches, where it writes.
-    pub run: Run,
-    /// The optimizer and its schedule.
-    pub optimizer: Optimizer,
-    /// What is kept, recomputed and moved.
-    pub memory: Memory,
-    /// Ranks.
-    pub parallel: Parallel,
-    /// Extra logs.
-    pub log: Log,
-    /// Folder of the recipe file, for relative paths; empty for a recipe that is not a file's.
-    #[serde(skip)]
-    pub folder: PathBuf,
-    /// Where each key stands that the user wrote, by its dotted path.
-    #[serde(skip)]
-    pub(super) places: BTreeMap<String, Place>,
-    /// Keys with values that `ft run` does not build yet; empty after `load`, which refuses them.
-    #[serde(skip)]
-    pub not_built: Vec<super::Diagnostic>,
-}
+use super::check::Checked;
+use super::keys::{Lora, Optimizer, Recipe, Rule, Run};
+use super::table::{Field, Written, doc, words};
+use super::tree::quote;
 
 impl Recipe {
     /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
@@ -85,7 +13,7 @@ impl Recipe {
     }
 }
 
-choices! {
+words! {
     /// What is trained for.
     pub enum Task {
         /// Supervised fine-tuning.
@@ -93,27 +21,7 @@ choices! {
     }
 }
 
-/// `[model]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Model {
-    /// Hub id, or a local folder.
-    pub source: String,
-    /// Branch, tag or commit on the hub.
-    pub revision: String,
-    /// Compute dtype and dtype of frozen weights; by device when not given (bf16 on CUDA, f32 on the CPU).
-    pub dtype: Option<Dtype>,
-    /// 4-bit base.
-    pub quantize: Quantize,
-    /// Folder that keeps what `quantize` makes.
-    pub cache: Option<PathBuf>,
-    /// Load the weights, or make them at random.
-    pub weights: Weights,
-    /// Keys of `config.json` to replace.
-    #[serde(rename = "override")]
-    pub overrides: serde_json::Map<String, serde_json::Value>,
-}
-
-choices! {
+words! {
     /// A floating-point type of weights and arithmetic.
     pub enum Dtype {
         /// 8 exponent bits, 7 of mantissa.
@@ -125,7 +33,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `model.quantize`
     pub enum Quantize {
         /// As the checkpoint has it.
@@ -135,7 +43,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `model.weights`
     pub enum Weights {
         /// From the checkpoint.
@@ -145,18 +53,8 @@ choices! {
     }
 }
 
-/// `[lora]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Lora {
-    /// Defaults for rules.
-    #[serde(flatten)]
-    pub spec: LoraSpec,
-    /// `None` for `"default"` (A Kaiming-uniform, B zero), else path or hub id of a PEFT adapter to go on from.
-    pub init: Option<String>,
-}
-
 /// How one linear is adapted.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraSpec {
     /// Inner width of the update.
     pub rank: usize,
@@ -170,28 +68,61 @@ pub struct LoraSpec {
     pub dora: bool,
 }
 
-/// One `[[train]]` rule.
-#[derive(Clone, Debug, Serialize)]
-pub struct Rule {
-    /// Group names, last components of module names, or `/regex/`.
-    pub modules: Vec<String>,
-    /// Layers; `None` is all, and matches modules outside layers too.
-    pub layers: Option<LayerSet>,
-    /// Experts; when given, the rule matches inside experts only.
-    pub experts: Option<IndexSet>,
-    /// What happens to what it matches.
-    pub method: Method,
-    /// LoRA settings of this rule, `[lora]`'s where it says nothing.
-    #[serde(flatten)]
-    pub spec: LoraSpec,
-    /// Factor on the learning rate.
-    pub lr_scale: f64,
-    /// Where the rule stands in the recipe.
-    #[serde(skip)]
-    pub place: Place,
+impl Rule {
+    /// Takes what the rule does not say about LoRA from `[lora]`.
+    pub(super) fn inherit(&mut self, lora: &Lora) {
+        self.rank.get_or_insert(lora.rank);
+        self.alpha.get_or_insert(lora.alpha);
+        self.dropout.get_or_insert(lora.dropout);
+        self.rslora.get_or_insert(lora.rslora);
+        self.dora.get_or_insert(lora.dora);
+    }
+
+    /// How the rule adapts a linear.
+    pub fn spec(&self) -> LoraSpec {
+        LoraSpec {
+            rank: self.rank.unwrap_or_default(),
+            alpha: self.alpha.unwrap_or_default(),
+            dropout: self.dropout.unwrap_or_default(),
+            rslora: self.rslora.unwrap_or_default(),
+            dora: self.dora.unwrap_or_default(),
+        }
+    }
 }
 
-choices! {
+/// `lora.init`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Init {
+    /// A Kaiming-uniform, B zero.
+    Default,
+    /// A PEFT adapter to go on from: path or hub id.
+    Adapter(String),
+}
+
+impl Init {
+    /// The adapter to go on from.
+    pub fn adapter(&self) -> Option<&str> {
+        match self {
+            Init::Default => None,
+            Init::Adapter(a) => Some(a),
+        }
+    }
+}
+
+impl Field for Init {
+    fn read(checked: Option<&Checked>) -> Self {
+        match String::read(checked).as_str() {
+            "" | "default" => Init::Default,
+            adapter => Init::Adapter(adapter.into()),
+        }
+    }
+
+    fn write(&self) -> Written {
+        Written::Value(quote(self.adapter().unwrap_or("default")))
+    }
+}
+
+words! {
     /// `train.method`
     pub enum Method {
         /// A low-rank update.
@@ -204,8 +135,7 @@ choices! {
 }
 
 /// `train.layers`: which decoder layers.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerSet {
     /// `"0-5"` (both ends belong), `"24-"` (from 24 on), and lists of indices.
     Indices(IndexSet),
@@ -214,13 +144,19 @@ pub enum LayerSet {
 }
 
 /// A set of indices as the user wrote it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IndexSet {
     /// From the first to the second, both included; open when there is no second.
     Range(usize, Option<usize>),
     /// Exactly these.
     List(Vec<usize>),
+}
+
+impl Default for IndexSet {
+    /// No index.
+    fn default() -> Self {
+        IndexSet::List(Vec::new())
+    }
 }
 
 impl IndexSet {
@@ -243,63 +179,7 @@ impl LayerSet {
     }
 }
 
-/// `[router]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Router {
-    /// Coefficient of the load-balancing loss.
-    pub aux_loss: f64,
-    /// Coefficient of the z-loss.
-    pub z_loss: f64,
-}
-
-/// `[data]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Data {
-    /// Training sources.
-    pub train: Vec<Source>,
-    /// Evaluation sources.
-    pub eval: Vec<Source>,
-    /// Tokens a row at the most.
-    pub max_length: usize,
-    /// What happens to a longer sample.
-    pub over_length: OverLength,
-    /// What happens to a row that cannot be used.
-    pub on_bad_row: OnBadRow,
-    /// Whether documents share a row.
-    pub pack: bool,
-    /// Whether rows come in random order.
-    pub shuffle: bool,
-    /// What is supervised; by format when not given.
-    pub mask: Option<Mask>,
-    /// A chat template to use instead of the model's own.
-    pub chat_template: Option<PathBuf>,
-    /// Variables for the template.
-    pub template: serde_json::Map<String, serde_json::Value>,
-}
-
-/// One data source.
-#[derive(Clone, Debug, Serialize)]
-pub struct Source {
-    /// A file, a folder or a hub dataset.
-    pub source: String,
-    /// The shape of its rows.
-    pub format: Format,
-    /// Share of the mix.
-    pub weight: f64,
-    /// Split of a hub dataset.
-    pub split: Option<String>,
-    /// Config of a hub dataset.
-    pub config: Option<String>,
-    /// Names of fields where they differ from the format's own: format's name -> file's name.
-    pub fields: BTreeMap<String, String>,
-    /// What is supervised, over `data.mask`.
-    pub mask: Option<Mask>,
-    /// Where the source stands in the recipe.
-    #[serde(skip)]
-    pub place: Place,
-}
-
-choices! {
+words! {
     /// `data.*.format`
     pub enum Format {
         /// `{"messages": [{"role", "content"}]}`, or ShareGPT's `conversations`.
@@ -315,7 +195,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `data.over_length`
     pub enum OverLength {
         /// Cut to `max_length`.
@@ -327,7 +207,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `data.on_bad_row`
     pub enum OnBadRow {
         /// Stop.
@@ -337,7 +217,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `data.mask`
     pub enum Mask {
         /// The assistant's turns.
@@ -349,46 +229,45 @@ choices! {
     }
 }
 
-/// `[run]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Run {
-    /// Seed of every random number of the run.
-    pub seed: u64,
-    /// How long: `steps` if given, else `epochs`.
-    #[serde(flatten)]
-    pub length: Length,
-    /// Rows an optimizer step.
-    pub batch_rows: usize,
-    /// Rows a forward pass; 1 where the plan chooses and has not yet.
-    pub micro_rows: usize,
-    /// Whether the plan chooses `micro_rows`.
-    pub micro_auto: bool,
-    /// Global gradient norm; 0 is off.
-    pub clip: f64,
-    /// Steps between evaluations; 0 = at the end only.
-    pub eval_every: usize,
-    /// Steps between checkpoints; 0 = at the end only.
-    pub save_every: usize,
-    /// Whether to evaluate before the first step too.
-    pub eval_at_start: bool,
-    /// Checkpoints kept.
-    pub keep: usize,
-    /// The run folder, `{name}` filled in.
-    pub output: PathBuf,
-    /// Where to compute.
-    pub device: Device,
+impl Run {
+    /// How long the run is: `steps` if given, else `epochs`.
+    pub fn length(&self) -> Length {
+        self.steps.map_or(Length::Epochs(self.epochs), Length::Steps)
+    }
 }
 
-impl Run {
-    /// Sets the rows of a micro-batch for good.
-    pub fn set_micro_rows(&mut self, rows: usize) {
-        (self.micro_rows, self.micro_auto) = (rows, false);
+/// `run.micro_rows`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MicroRows {
+    /// The plan chooses.
+    Auto,
+    /// This many.
+    Rows(usize),
+}
+
+impl From<usize> for MicroRows {
+    fn from(rows: usize) -> Self {
+        MicroRows::Rows(rows)
+    }
+}
+
+impl MicroRows {
+    /// Whether the plan chooses.
+    pub fn is_auto(self) -> bool {
+        self == MicroRows::Auto
+    }
+
+    /// The number of rows; 1 where the plan chooses and has not yet.
+    pub fn count(self) -> usize {
+        match self {
+            MicroRows::Auto => 1,
+            MicroRows::Rows(n) => n.max(1),
+        }
     }
 }
 
 /// How long a run is.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     /// Optimizer steps.
     Steps(usize),
@@ -396,7 +275,7 @@ pub enum Length {
     Epochs(f64),
 }
 
-choices! {
+words! {
     /// `run.device`
     pub enum Device {
         /// CUDA if there is one, else the CPU.
@@ -408,33 +287,7 @@ choices! {
     }
 }
 
-/// `[optimizer]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Optimizer {
-    /// Which.
-    pub name: OptimizerName,
-    /// Peak learning rate; 2e-4 when only LoRA trains and 1e-5 when anything trains in full, unless given.
-    pub lr: Option<f64>,
-    /// Decay rates of the moments.
-    pub betas: [f64; 2],
-    /// Added to the denominator.
-    pub eps: f64,
-    /// Decoupled weight decay.
-    pub weight_decay: f64,
-    /// What decays.
-    pub decay: Decay,
-    /// Shape of the learning rate over the run.
-    pub schedule: Schedule,
-    /// Warm-up.
-    #[serde(flatten)]
-    pub warmup: Warmup,
-    /// Learning rate at the end.
-    pub min_lr: f64,
-    /// Step each layer's optimizer in the backward pass.
-    pub in_backward: bool,
-}
-
-choices! {
+words! {
     /// `optimizer.name`
     pub enum OptimizerName {
         /// AdamW with f32 moments.
@@ -446,7 +299,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `optimizer.decay`
     pub enum Decay {
         /// Matrices only: not norms, biases or DoRA magnitudes.
@@ -456,7 +309,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `optimizer.schedule`
     pub enum Schedule {
         /// Half a cosine from `lr` to `min_lr`.
@@ -468,52 +321,28 @@ choices! {
     }
 }
 
-/// Warm-up, in steps or as a share of the run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub enum Warmup {
-    /// Steps.
-    #[serde(rename = "warmup_steps")]
-    Steps(usize),
-    /// Share of all steps, rounded up.
-    #[serde(rename = "warmup_ratio")]
-    Ratio(f64),
-}
-
-/// `[memory]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Memory {
-    /// Bytes of one device that may be used.
-    pub budget: Option<u64>,
-    /// Bytes of host memory that a rank may use.
-    pub host_budget: Option<u64>,
-    /// Bytes that a run may write to disks.
-    pub disk_budget: Option<u64>,
-    /// What is computed again in the backward pass instead of kept.
-    pub recompute: Recompute,
-    /// How 4-bit weights are decoded for a layer that is computed again.
-    pub decoded: Decoded,
-    /// What lives on the host.
-    pub offload: Vec<Offload>,
-    /// Whether host buffers are pinned.
-    pub pin: bool,
+impl Optimizer {
+    /// Updates of the warm-up in a run of `steps`: `warmup_ratio`, rounded up, if given, else `warmup_steps`.
+    pub fn warmup(&self, steps: usize) -> usize {
+        self.warmup_ratio.map_or(self.warmup_steps, |r| (r * steps as f64).ceil() as usize)
+    }
 }
 
 /// `memory.recompute`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
     /// The fewest that fit the budget: the fastest.
+    #[default]
     Auto,
     /// Every layer.
     All,
     /// No layer.
     None,
     /// This many, from the bottom.
-    #[serde(untagged)]
     Layers(usize),
 }
 
-choices! {
+words! {
     /// `memory.decoded`
     pub enum Decoded {
         /// The faster of the two, where it fits.
@@ -525,7 +354,7 @@ choices! {
     }
 }
 
-choices! {
+words! {
     /// `memory.offload`
     pub enum Offload {
         /// Master weights and moments.
@@ -537,28 +366,7 @@ choices! {
     }
 }
 
-/// `[parallel]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Parallel {
-    /// Ranks that split the rows.
-    pub data: usize,
-    /// ZeRO stage.
-    pub zero: u8,
-    /// Tensor parallel ranks.
-    pub tensor: usize,
-    /// Pipeline stages.
-    pub pipeline: usize,
-    /// Expert parallel ranks.
-    pub expert: usize,
-    /// Context parallel ranks.
-    pub context: usize,
-    /// Transport of collectives.
-    pub comm: Comm,
-    /// Seconds a collective may take.
-    pub timeout: u64,
-}
-
-choices! {
+words! {
     /// `parallel.comm`
     pub enum Comm {
         /// By device.
@@ -570,13 +378,4 @@ choices! {
         /// Threads of one process.
         Threads = "threads",
     }
-}
-
-/// `[log]`
-#[derive(Clone, Debug, Serialize)]
-pub struct Log {
-    /// Write TensorBoard event files.
-    pub tensorboard: bool,
-    /// A prompt that is answered before and after training.
-    pub sample: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! Values with a syntax of their own: layers, experts, modules, sizes, free tables.
 
 use super::check::found;
-use super::keys::{GROUPS, INDEX};
+use super::kind::{GROUPS, INDEX};
 use super::tree::{Node, Table, Value, join, quote};
 use super::types::{IndexSet, LayerSet};
 use regex::{Regex, RegexBuilder};
@@ -38,10 +38,10 @@ pub(super) fn layers(value: &Value) -> Result<Option<LayerSet>, Bad> {
 }
 
 /// `train.experts`; "all" is every index.
-pub(super) fn experts(value: &Value) -> Result<Option<IndexSet>, Bad> {
+pub(super) fn experts(value: &Value) -> Result<IndexSet, Bad> {
     match value {
-        Value::Text(s) if s == "all" => Ok(Some(IndexSet::Range(0, None))),
-        _ => indices(value, "experts", EXPERTS).map(Some),
+        Value::Text(s) if s == "all" => Ok(IndexSet::Range(0, None)),
+        _ => indices(value, "experts", EXPERTS),
     }
 }
 

@@ -131,7 +131,7 @@ pub fn tokenizer(recipe: &Recipe, dir: &Path) -> crate::Result<Option<Tokenizer>
 /// # Errors
 /// An adapter that cannot be found, or whose files cannot be used.
 pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> crate::Result<Option<Adapter>> {
-    let Some(written) = &recipe.lora.init else { return Ok(None) };
+    let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
     let dir = hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?;
     Ok(Some(Adapter::open(&dir)?))
 }
@@ -326,7 +326,7 @@ impl Job {
             budget: plan::budget(
                 &self.recipe,
                 machine,
-                &workloads.of(&self.recipe, self.recipe.run.micro_rows),
+                &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
             ),
         }
     }

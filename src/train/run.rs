@@ -93,7 +93,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         _ => planned(&job),
     };
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
-    job.recipe.run.set_micro_rows(plan.choices.micro_rows);
+    job.recipe.run.micro_rows = plan.choices.micro_rows.into();
     let job = job;
     let identity = identity(&job, &data)?;
     let mut done = 0;
@@ -230,7 +230,7 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
 /// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
 /// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
 fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
-    if !recipe.run.micro_auto {
+    if !recipe.run.micro_rows.is_auto() {
         return;
     }
     const KEY: &str = "run.micro_rows";
@@ -245,7 +245,7 @@ fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
     };
     let rows = written.and_then(|n| n.parse::<usize>().ok());
     if let Some(n) = rows.filter(|n| *n > 0 && recipe.run.batch_rows.is_multiple_of(*n)) {
-        recipe.run.set_micro_rows(n);
+        recipe.run.micro_rows = n.into();
     }
 }
 

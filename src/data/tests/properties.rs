@@ -7,10 +7,10 @@ use proptest::prelude::*;
 fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
     Run {
         seed,
-        length,
+        epochs: if let Length::Epochs(x) = length { x } else { 1.0 },
+        steps: if let Length::Steps(n) = length { Some(n) } else { None },
         batch_rows,
-        micro_rows: 1,
-        micro_auto: false,
+        micro_rows: 1.into(),
         clip: 1.0,
         eval_every: 0,
         eval_at_start: false,

@@ -1,0 +1,297 @@
+//! A key of the recipe is one entry of a `table!`: its field, type, documentation, kind and default. The macro makes
+//! the struct, the rows that the checks and the schema read, and the way from checked values to the struct and back.
+
+use super::check::Checked;
+use super::tree::{quote, quote_key};
+use super::types::{IndexSet, LayerSet, MicroRows, Offload, Recompute};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// A free table of a recipe, such as `model.override`.
+pub type Json = serde_json::Map<String, serde_json::Value>;
+
+/// What a key holds, as it is written again.
+#[derive(Debug)]
+pub(super) enum Written {
+    /// It has no value.
+    Nothing,
+    /// A value, as TOML.
+    Value(String),
+    /// A table.
+    Table(Keys),
+    /// A list of tables.
+    Tables(Vec<Keys>),
+}
+
+/// The keys of a table, in the order of the documentation.
+pub(super) type Keys = Vec<(&'static str, Written)>;
+
+/// The value of a key.
+pub(super) trait Field: Sized {
+    /// The value that was checked. A key without a value, or with a wrong one (which was reported), gives what its
+    /// type has for nothing.
+    fn read(checked: Option<&Checked>) -> Self;
+
+    /// It as TOML, which reads back as the same value.
+    fn write(&self) -> Written;
+}
+
+/// Without the space that stands before the text of a doc comment.
+pub(super) const fn doc(text: &'static str) -> &'static str {
+    match text.split_at_checked(1) {
+        Some((_, rest)) => rest,
+        None => text,
+    }
+}
+
+/// Defines tables of keys: see the module's documentation. Fields after `..` are no keys.
+macro_rules! table {
+    (
+        #[doc = $about:literal]
+        pub struct $name:ident {
+            $(
+                $(#[doc = $doc:literal])+
+                $field:ident $(as $spelt:literal)?: $type:ty = $kind:expr, $default:expr;
+            )+
+            $(.. $($(#[$meta:meta])* $vis:vis $other:ident: $other_type:ty,)+)?
+        }
+    ) => {
+        #[doc = $about]
+        #[derive(Clone, Debug)]
+        pub struct $name {
+            $($(#[doc = $doc])+ pub $field: $type,)+
+            $($($(#[$meta])* $vis $other: $other_type,)+)?
+        }
+
+        impl $name {
+            /// Its keys.
+            pub(super) const KEYS: &'static [Key] = &[$(Key {
+                name: table!(@name $field $($spelt)?),
+                kind: $kind,
+                default: $default,
+                doc: doc(concat!($($doc),+)),
+            }),+];
+
+            /// What was checked, typed.
+            pub(super) fn read(section: &Section) -> Self {
+                Self {
+                    $($field: Field::read(section.values.get(table!(@name $field $($spelt)?))),)+
+                    $($($other: Default::default(),)+)?
+                }
+            }
+
+            /// Its keys with their values.
+            pub(super) fn write(&self) -> Keys {
+                vec![$((table!(@name $field $($spelt)?), Field::write(&self.$field))),+]
+            }
+        }
+
+        impl Field for $name {
+            fn read(checked: Option<&Checked>) -> Self {
+                match checked {
+                    Some(Checked::Table(section)) => Self::read(section),
+                    _ => Self::read(&Section::default()),
+                }
+            }
+
+            fn write(&self) -> Written {
+                Written::Table(self.write())
+            }
+        }
+
+        impl Field for Vec<$name> {
+            fn read(checked: Option<&Checked>) -> Self {
+                match checked {
+                    Some(Checked::Tables(sections)) => sections.iter().map($name::read).collect(),
+                    _ => Vec::new(),
+                }
+            }
+
+            fn write(&self) -> Written {
+                match self.is_empty() {
+                    true => Written::Value("[]".into()),
+                    false => Written::Tables(self.iter().map($name::write).collect()),
+                }
+            }
+        }
+    };
+    (@name $field:ident $spelt:literal) => { $spelt };
+    (@name $field:ident) => { stringify!($field) };
+}
+
+/// Defines an enum of a key's words: one place for their spelling, their documentation and their order. The first
+/// stands in for a word that was reported as wrong.
+macro_rules! words {
+    (
+        $(#[$meta:meta])*
+        pub enum $name:ident {
+            #[doc = $first_doc:literal] $first:ident = $first_word:literal,
+            $(#[doc = $doc:literal] $variant:ident = $word:literal,)*
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name {
+            #[doc = $first_doc] $first,
+            $(#[doc = $doc] $variant,)*
+        }
+
+        impl $name {
+            /// Every word of the key with what it means, in the order of the documentation.
+            pub const WORDS: &'static [(&'static str, &'static str)] =
+                &[($first_word, doc($first_doc)), $(($word, doc($doc))),*];
+
+            /// The value that `word` names.
+            pub fn from_word(word: &str) -> Option<Self> {
+                match word {
+                    $first_word => Some(Self::$first),
+                    $($word => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+
+            /// The word as a recipe spells it.
+            pub fn word(self) -> &'static str {
+                match self {
+                    Self::$first => $first_word,
+                    $(Self::$variant => $word,)*
+                }
+            }
+        }
+
+        impl Field for $name {
+            fn read(checked: Option<&Checked>) -> Self {
+                Self::from_word(&String::read(checked)).unwrap_or(Self::$first)
+            }
+
+            fn write(&self) -> Written {
+                Written::Value(quote(self.word()))
+            }
+        }
+    };
+}
+
+pub(super) use {table, words};
+
+/// Fields of one variant of [`Checked`].
+macro_rules! plain {
+    ($($type:ty: $variant:ident($checked:ident) => $read:expr, $own:ident => $write:expr;)+) => {$(
+        impl Field for $type {
+            fn read(checked: Option<&Checked>) -> Self {
+                match checked {
+                    Some(Checked::$variant($checked)) => $read,
+                    _ => Default::default(),
+                }
+            }
+
+            fn write(&self) -> Written {
+                let $own = self;
+                Written::Value($write)
+            }
+        }
+    )+};
+}
+
+plain! {
+    u8: Int(i) => u8::try_from(*i).unwrap_or(u8::MAX), i => i.to_string();
+    u32: Int(i) => u32::try_from(*i).unwrap_or(u32::MAX), i => i.to_string();
+    u64: Int(i) => *i, i => i.to_string();
+    usize: Int(i) => usize::try_from(*i).unwrap_or(usize::MAX), i => i.to_string();
+    // Rust's shortest form that reads back as the same number is TOML too
+    f64: Number(x) => *x, x => format!("{x:?}");
+    bool: Bool(b) => *b, b => b.to_string();
+    String: Text(s) => s.clone(), s => quote(s);
+    PathBuf: Text(s) => PathBuf::from(s), p => quote(&p.to_string_lossy());
+    Vec<String>: Texts(list) => list.clone(), list => list_of(list.iter().map(|s| s.as_str()));
+    Vec<Offload>: Texts(list) => list.iter().filter_map(|w| Offload::from_word(w)).collect(),
+        list => list_of(list.iter().map(|o| o.word()));
+    [f64; 2]: Pair(pair) => *pair, pair => format!("[{:?}, {:?}]", pair[0], pair[1]);
+    Json: Json(map) => map.clone(), map => object(map);
+    BTreeMap<String, String>: Strings(map) => map.clone(),
+        map => inline(map.iter().map(|(k, v)| (k.as_str(), quote(v))));
+    IndexSet: Experts(set) => set.clone(), set => indices(set);
+    Recompute: Recompute(r) => *r, r => match r {
+        Recompute::Auto => quote("auto"),
+        Recompute::All => quote("all"),
+        Recompute::None => quote("none"),
+        Recompute::Layers(n) => n.to_string(),
+    };
+}
+
+impl<T: Field> Field for Option<T> {
+    fn read(checked: Option<&Checked>) -> Self {
+        checked.map(|_| T::read(checked))
+    }
+
+    fn write(&self) -> Written {
+        self.as_ref().map_or(Written::Nothing, T::write)
+    }
+}
+
+impl Field for Option<LayerSet> {
+    fn read(checked: Option<&Checked>) -> Self {
+        match checked {
+            Some(Checked::Layers(set)) => set.clone(),
+            _ => None,
+        }
+    }
+
+    fn write(&self) -> Written {
+        Written::Value(match self {
+            None => quote("all"),
+            Some(LayerSet::Last(n)) => quote(&format!("-{n}:")),
+            Some(LayerSet::Indices(set)) => indices(set),
+        })
+    }
+}
+
+impl Field for MicroRows {
+    fn read(checked: Option<&Checked>) -> Self {
+        match checked {
+            Some(Checked::Auto) => MicroRows::Auto,
+            other => MicroRows::Rows(Option::<usize>::read(other).unwrap_or(1)),
+        }
+    }
+
+    fn write(&self) -> Written {
+        match self {
+            MicroRows::Auto => Written::Value(quote("auto")),
+            MicroRows::Rows(n) => n.write(),
+        }
+    }
+}
+
+fn indices(set: &IndexSet) -> String {
+    match set {
+        IndexSet::Range(0, None) => quote("0-"),
+        IndexSet::Range(a, None) => quote(&format!("{a}-")),
+        IndexSet::Range(a, Some(b)) => quote(&format!("{a}-{b}")),
+        IndexSet::List(list) => format!("{list:?}"),
+    }
+}
+
+fn list_of<'s>(words: impl Iterator<Item = &'s str>) -> String {
+    format!("[{}]", words.map(quote).collect::<Vec<_>>().join(", "))
+}
+
+fn json(value: &serde_json::Value) -> String {
+    match value {
+        // TOML has no null; nothing that was read from TOML holds one.
+        serde_json::Value::Null => "\"\"".into(),
+        serde_json::Value::Bool(b) => b.to_string(),
+        serde_json::Value::Number(n) if n.is_f64() => format!("{:?}", n.as_f64().unwrap_or_default()),
+        serde_json::Value::Number(n) => n.to_string(),
+        serde_json::Value::String(s) => quote(s),
+        serde_json::Value::Array(a) => format!("[{}]", a.iter().map(json).collect::<Vec<_>>().join(", ")),
+        serde_json::Value::Object(m) => object(m),
+    }
+}
+
+fn object(map: &Json) -> String {
+    inline(map.iter().map(|(k, v)| (k.as_str(), json(v))))
+}
+
+fn inline<'k>(pairs: impl Iterator<Item = (&'k str, String)>) -> String {
+    let pairs: Vec<String> = pairs.map(|(k, v)| format!("{} = {v}", quote_key(k))).collect();
+    if pairs.is_empty() { "{}".into() } else { format!("{{ {} }}", pairs.join(", ")) }
+}
