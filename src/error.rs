@@ -32,80 +32,56 @@ pub enum ExitCode {
     Terminated = 143,
 }
 
-/// Any error of the library: one enum a module below it, joined here.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The recipe, or its overrides on the command line.
-    #[error(transparent)]
-    Recipe(#[from] crate::recipe::Error),
-    /// Data files and rows, tokenizers and chat templates.
-    #[error(transparent)]
-    Data(#[from] crate::data::Error),
-    /// The hub and its cache.
-    #[error(transparent)]
-    Hub(#[from] crate::hub::Error),
-    /// Files of tensors, checkpoints.
-    #[error(transparent)]
-    Store(#[from] crate::store::Error),
-    /// The model's config.
-    #[error(transparent)]
-    Model(#[from] crate::model::Error),
-    /// 4-bit weights.
-    #[error(transparent)]
-    Quant(#[from] crate::quant::Error),
-    /// What trains, and adapters.
-    #[error(transparent)]
-    Adapt(#[from] crate::adapt::Error),
-    /// A plan that does not fit.
-    #[error(transparent)]
-    Plan(#[from] crate::plan::Error),
-    /// The report of a run.
-    #[error(transparent)]
-    Report(#[from] crate::log::report::Error),
-    /// The training loop.
-    #[error(transparent)]
-    Train(#[from] crate::train::Error),
-    /// A tensor operation failed in candle: a bug of ours unless it is out of memory.
-    #[error(transparent)]
-    Tensor(#[from] candle_core::Error),
+/// What a module's error type says beside its message.
+pub trait Failure: std::error::Error + Send + Sync + 'static {
+    /// The exit code that the error ends the process with.
+    fn exit_code(&self) -> ExitCode;
+}
+
+/// Any error of the library: the error of a module, whichever it is.
+#[derive(Debug)]
+pub struct Error(Box<dyn Failure>);
+
+impl<E: Failure> From<E> for Error {
+    fn from(e: E) -> Self {
+        Self(Box::new(e))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
 }
 
 impl Error {
     /// The exit code that this error ends the process with.
     pub fn exit_code(&self) -> ExitCode {
-        if self.is_out_of_memory() {
-            return ExitCode::DoesNotFit;
-        }
-        match self {
-            Error::Recipe(e) => e.exit_code(),
-            Error::Data(e) => e.exit_code(),
-            Error::Hub(e) => e.exit_code(),
-            Error::Store(e) => e.exit_code(),
-            Error::Model(_) => ExitCode::Model,
-            Error::Quant(e) => e.exit_code(),
-            Error::Adapt(e) => e.exit_code(),
-            Error::Plan(e) => e.exit_code(),
-            Error::Report(e) => e.exit_code(),
-            Error::Train(e) => e.exit_code(),
-            Error::Tensor(_) => ExitCode::Internal,
-        }
+        self.0.exit_code()
+    }
+
+    /// The error of a module, if it is this one's.
+    pub fn of<E: Failure>(&self) -> Option<&E> {
+        let e: &(dyn std::error::Error + 'static) = &*self.0;
+        e.downcast_ref()
     }
 }
 
-impl Error {
-    /// Whether a device had no memory left.
-    pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            Error::Tensor(e) | Error::Model(crate::model::Error::Tensor(e)) => says_out_of_memory(e),
-            Error::Store(crate::store::Error::Tensor { source, .. }) => says_out_of_memory(source),
-            _ => false,
+/// A tensor operation that fails is a bug of ours, unless a device had no memory left.
+impl Failure for candle_core::Error {
+    fn exit_code(&self) -> ExitCode {
+        let text = self.to_string().to_lowercase();
+        match text.contains("out of memory") || text.contains("out_of_memory") {
+            true => ExitCode::DoesNotFit,
+            false => ExitCode::Internal,
         }
     }
-}
-
-fn says_out_of_memory(e: &candle_core::Error) -> bool {
-    let text = e.to_string().to_lowercase();
-    text.contains("out of memory") || text.contains("out_of_memory")
 }
 
 /// A place in a text file, for messages: `recipe.toml:12:5`.

@@ -31,7 +31,8 @@
 //! plan/     recipe + config -> bytes by component and where the peak is; the fastest choices that fit
 //! optim/    schedule, clip, AdamW on the device or, with its states, on the host
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
-//! log/      progress, metrics.jsonl, memory, the report of a run
+//! log/      progress, metrics.jsonl, memory
+//! report/   a run as one HTML file
 //! rng       random numbers as functions of (seed, purpose, step, layer, index)
 //! ```
 //!
@@ -58,6 +59,7 @@ pub mod optim;
 pub mod plan;
 pub mod quant;
 pub mod recipe;
+pub mod report;
 pub mod rng;
 pub mod store;
 pub mod train;

@@ -16,7 +16,7 @@ pub use adapter::Adapter;
 pub use params::Params;
 pub use selection::{Choice, Selection, Trained};
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 
 /// Problems of adapters and selection.
 #[derive(Debug, thiserror::Error)]
@@ -71,9 +71,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Rule { .. } | Error::Nothing { .. } | Error::FourBit { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,

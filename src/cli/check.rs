@@ -78,11 +78,16 @@ impl Check<'_> {
     /// As [`Check::keep`], but what is on the hub and cannot be had from here is no problem of the recipe.
     fn reach<T>(&mut self, what: &str, outcome: crate::Result<T>) -> Option<T> {
         match outcome {
-            Err(Error::Hub(
-                e @ (hub::Error::Unreachable { .. }
-                | hub::Error::NotCached { .. }
-                | hub::Error::WithoutHub { .. }),
-            )) => {
+            Err(e)
+                if matches!(
+                    e.of(),
+                    Some(
+                        hub::Error::Unreachable { .. }
+                            | hub::Error::NotCached { .. }
+                            | hub::Error::WithoutHub { .. }
+                    )
+                ) =>
+            {
                 let why = e.to_string();
                 self.unchecked.push(format!("{what}: {}", why.lines().next().unwrap_or_default()));
                 None
@@ -187,7 +192,7 @@ impl Check<'_> {
         }
         let cached = Settings { offline: true, ..settings.clone() };
         let model = match job::model(&cached, recipe, Want::Weights, false) {
-            Err(Error::Hub(hub::Error::NotCached { .. })) => {
+            Err(e) if matches!(e.of(), Some(hub::Error::NotCached { .. })) => {
                 self.unchecked.push("the weights, which are not downloaded yet".into());
                 return;
             }

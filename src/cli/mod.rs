@@ -144,7 +144,7 @@ fn exit(errors: &[Error]) -> ExitCode {
 /// `error: ..`, and each hint on a line that begins with `hint:`.
 fn render(error: &Error, color: bool) -> String {
     let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    if let Error::Recipe(e) = error
+    if let Some(e) = error.of::<recipe::Error>()
         && !e.problems().is_empty()
     {
         return e.render(color);

@@ -1,6 +1,6 @@
 //! `ft report`: a run as one HTML file.
 
-use crate::log::report;
+use crate::report;
 use std::path::PathBuf;
 
 /// Arguments of `ft report`.

@@ -1,6 +1,6 @@
 //! What can go wrong between a recipe's `[data]` and a batch.
 
-use crate::error::{ExitCode, Place};
+use crate::error::{ExitCode, Failure, Place};
 use std::path::PathBuf;
 
 /// Problems of data, tokenizers and chat templates.
@@ -107,9 +107,8 @@ pub enum Problem {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::NotBuilt(_) | Error::Recipe { .. } => ExitCode::Usage,
             Error::Missing { .. } | Error::Read { .. } | Error::Row { .. } | Error::Empty { .. } => {

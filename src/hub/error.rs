@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 
 /// A model or adapter that could not be had. No message ever holds a token.
 #[derive(Debug, thiserror::Error)]
@@ -166,9 +166,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Cache { .. } => ExitCode::Storage,
             _ => ExitCode::Model,

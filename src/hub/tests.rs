@@ -1,5 +1,6 @@
 //! Local folders, and a hub of 60 lines that counts what it is asked for.
 
+use crate::error::Failure;
 use std::fs;
 use std::path::Path;
 

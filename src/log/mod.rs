@@ -5,7 +5,6 @@ pub mod memory;
 mod metrics;
 pub mod place;
 mod progress;
-pub mod report;
 
 pub use metrics::Metrics;
 pub use metrics::read as read_metrics;

@@ -26,6 +26,8 @@ pub mod sink;
 pub use config::Config;
 pub use decoder::{Batch, Decoder};
 
+use crate::error::{ExitCode, Failure};
+
 /// Problems of a model's config.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -68,6 +70,15 @@ pub enum Error {
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+}
+
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
+        match self {
+            Error::Tensor(e) if e.exit_code() == ExitCode::DoesNotFit => ExitCode::DoesNotFit,
+            _ => ExitCode::Model,
+        }
+    }
 }
 
 /// A result of this module.

@@ -46,7 +46,7 @@ pub use theory::Theory;
 pub use workload::Workload;
 
 use crate::adapt::{self, Selection};
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::{Group, Module};
@@ -67,9 +67,8 @@ pub enum Error {
     DoesNotFit(String),
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         ExitCode::DoesNotFit
     }
 }

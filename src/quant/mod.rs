@@ -25,7 +25,7 @@ pub use encode::{BLOCK, Encoded, Nested};
 pub use source::{from_files, scales};
 pub use state::{Entry, entries, find, problems, read, source_dtype};
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 use crate::model::modules::{Group, Kind, Module};
 
 /// Problems of 4-bit weights.
@@ -73,9 +73,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Folder { .. } => ExitCode::Usage,
             _ => ExitCode::Model,

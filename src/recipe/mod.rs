@@ -41,7 +41,7 @@ pub use table::Json;
 pub use types::*;
 pub use values::module_regex;
 
-use crate::error::{ExitCode, Place};
+use crate::error::{ExitCode, Failure, Place};
 use report::Text;
 use std::path::{Path, PathBuf};
 
@@ -85,15 +85,17 @@ pub enum Error {
     Print(std::io::Error),
 }
 
-impl Error {
+impl Failure for Error {
     /// [`ExitCode::Usage`], but for a stdout that takes no more.
-    pub fn exit_code(&self) -> ExitCode {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Print(_) => ExitCode::Storage,
             _ => ExitCode::Usage,
         }
     }
+}
 
+impl Error {
     /// The outcome of printing: a reader that goes away (`ft schema | head`) is no error.
     pub fn of_print(outcome: std::io::Result<()>) -> Result<(), Error> {
         match outcome {

@@ -3,6 +3,7 @@
 mod properties;
 
 use super::*;
+use crate::error::Failure;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 

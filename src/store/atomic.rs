@@ -119,6 +119,7 @@ pub(crate) fn sweep_temporary(dir: &Path) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Failure;
 
     #[test]
     fn replaces_whole_and_leaves_nothing_else() {

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 
 /// A problem with a file of tensors, a checkpoint or a run folder.
 ///
@@ -194,9 +194,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Read { source, .. } if is_disk_failure(source) => ExitCode::Storage,
             Error::Read { .. }
@@ -216,17 +215,12 @@ impl Error {
             | Error::Damaged { .. }
             | Error::Locked { .. } => ExitCode::Storage,
             Error::Announced { .. } | Error::Twice { .. } => ExitCode::Internal,
-            Error::Tensor { source, .. } => {
-                let text = source.to_string().to_lowercase();
-                if text.contains("out of memory") || text.contains("out_of_memory") {
-                    ExitCode::DoesNotFit
-                } else {
-                    ExitCode::Internal
-                }
-            }
+            Error::Tensor { source, .. } => source.exit_code(),
         }
     }
+}
 
+impl Error {
     /// A read error of `path`.
     pub(crate) fn read(path: &Path, source: io::Error) -> Error {
         Error::Read { path: path.to_path_buf(), source }

@@ -161,6 +161,7 @@ impl<'de> Deserialize<'de> for Entries {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::error::Failure;
     use proptest::prelude::*;
 
     /// A safetensors file from a header text and a number of data bytes.

@@ -55,7 +55,7 @@ fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {
 impl Planned {
     /// Adds what the plan had said to an error that is out of memory.
     pub fn explain(&self, e: Error) -> Error {
-        if !e.is_out_of_memory() {
+        if e.exit_code() != ExitCode::DoesNotFit || e.of::<crate::plan::Error>().is_some() {
             return e;
         }
         let free = memory::cuda_memory().map(|(free, _)| free);

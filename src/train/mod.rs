@@ -22,7 +22,7 @@ pub use output::logits_apart;
 pub use run::{Options, Outcome, run};
 pub use step::{Stepped, evaluate, train_step};
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 
 /// Problems of a run.
 #[derive(Debug, thiserror::Error)]
@@ -134,9 +134,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::Device(_) | Error::Usage(_) | Error::Exists { .. } | Error::Changed { .. } => {
                 ExitCode::Usage

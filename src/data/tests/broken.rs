@@ -1,6 +1,7 @@
 //! The corpus of broken files: what each says.
 
 use super::*;
+use crate::error::Failure;
 
 fn format_of(name: &str) -> Format {
     match name.split('-').next().unwrap() {

@@ -1,6 +1,7 @@
 //! Chat templates and masks against what Jinja gives.
 
 use super::*;
+use crate::error::Failure;
 use serde_json::{Map, Value, json};
 
 /// A tokenizer with another chat template.

@@ -1,6 +1,7 @@
 //! From rows to examples: formats, masks, lengths, mixing.
 
 use super::*;
+use crate::error::Failure;
 use crate::recipe::Mask;
 use serde_json::json;
 

@@ -1,3 +1,4 @@
+use crate::error::Failure;
 use std::fs;
 use std::path::Path;
 use std::process::Command;

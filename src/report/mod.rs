@@ -21,7 +21,7 @@ mod series;
 mod tests;
 mod view;
 
-use crate::error::ExitCode;
+use crate::error::{ExitCode, Failure};
 use crate::store;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
@@ -60,9 +60,10 @@ impl Error {
     fn no_metrics(path: &Path, source: std::io::Error) -> Self {
         Self::NoMetrics { path: path.to_path_buf(), source }
     }
+}
 
-    /// The exit code that this error ends the process with.
-    pub fn exit_code(&self) -> ExitCode {
+impl Failure for Error {
+    fn exit_code(&self) -> ExitCode {
         match self {
             Error::NoMetrics { .. } | Error::Nothing { .. } => ExitCode::Storage,
             Error::Store(e) => e.exit_code(),
