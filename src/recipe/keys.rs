@@ -124,7 +124,7 @@ pub const GROUPS: &[(&str, &str)] = &[
 const BIG: u64 = i64::MAX as u64;
 /// A bound on counts that nobody reaches and that no product of three overflows.
 const COUNT: u64 = 1_000_000_000;
-/// A bound on indices of layers and experts, and on ranks.
+/// A bound on indices of layers and experts, on LoRA's rank, and on ranks of a run.
 pub const INDEX: u64 = 65_535;
 
 use Kind::{Bool, Int, Number, Table, Tables, Text, Word};

@@ -32,6 +32,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub use keys::INDEX as MAX_RANK;
 pub use report::{Diagnostic, Problems, color_on_stderr};
 pub use schema::schema;
 pub use shipped::{SHIPPED, Shipped};

@@ -1,6 +1,7 @@
 //! The JSON schema of recipes, for editors: completion, documentation and checks while typing.
 
 use super::keys::{self, Bound, GROUPS, INDEX, Key, Kind, ROOT, Unset};
+use super::values::BARE;
 use serde_json::{Map, Value, json};
 
 /// The schema, made from the table of keys (JSON schema draft 7, which TOML language servers read).
@@ -93,7 +94,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
             "items": { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
         }),
         Kind::Bytes => json!({ "oneOf": [
-            { "type": "integer", "minimum": 1 },
+            { "type": "integer", "minimum": BARE },
             { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
         ] }),
         Kind::Recompute => json!({ "oneOf": [{ "enum": ["auto", "all", "none"] }, index] }),

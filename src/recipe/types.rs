@@ -558,6 +558,15 @@ pub struct Parallel {
     pub timeout: u64,
 }
 
+impl Parallel {
+    /// Ranks in all.
+    pub fn ranks(&self) -> u64 {
+        [self.data, self.tensor, self.pipeline, self.expert, self.context]
+            .iter()
+            .fold(1, |all, n| all.saturating_mul(*n as u64))
+    }
+}
+
 choices! {
     /// `parallel.comm`
     pub enum Comm {

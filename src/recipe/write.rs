@@ -2,6 +2,7 @@
 
 use super::tree::{quote, quote_key};
 use super::types::*;
+use super::values::written_bytes;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -327,9 +328,9 @@ impl Memory {
         };
         let offload: Vec<String> = self.offload.iter().map(|o| quote(o.word())).collect();
         vec![
-            ("budget", self.budget.map(|b| b.to_string())),
-            ("host_budget", self.host_budget.map(|b| b.to_string())),
-            ("disk_budget", self.disk_budget.map(|b| b.to_string())),
+            ("budget", self.budget.map(written_bytes)),
+            ("host_budget", self.host_budget.map(written_bytes)),
+            ("disk_budget", self.disk_budget.map(written_bytes)),
             ("recompute", Some(recompute)),
             ("decoded", text(self.decoded.word())),
             ("offload", Some(format!("[{}]", offload.join(", ")))),
