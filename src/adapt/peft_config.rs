@@ -12,6 +12,7 @@ use crate::store::json::{object, short};
 use regex::Regex;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 /// What a key may say beside `null`.
@@ -105,8 +106,8 @@ const CONVERT: &str = "save it again with PEFT's save_pretrained(.., path_initia
 /// The largest rank.
 const RANK: u64 = crate::recipe::MAX_RANK;
 
-/// Sizes that alpha may have: beyond them f32 does not hold what is computed with it.
-const ALPHA: std::ops::RangeInclusive<f64> = 1e-9..=1e9;
+/// Sizes that alpha may have: all that recipes may, times the factor that takes rsLoRA of some modules in.
+const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
 
 /// An `adapter_config.json`.
 #[derive(Clone, Debug)]
@@ -322,7 +323,7 @@ impl<'a> Keys<'a> {
     fn alpha(&self, key: &str, v: &Value) -> Result<f64, Error> {
         match v.as_f64().filter(|a| ALPHA.contains(&a.abs())) {
             Some(a) => Ok(a),
-            None => Err(self.wanted(key, v, "a number of a size from 1e-9 to 1e9")),
+            None => Err(self.wanted(key, v, "a number of a size from 1e-12 to 1e12")),
         }
     }
 

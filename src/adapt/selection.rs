@@ -200,12 +200,32 @@ impl Selection {
             }
         }
         let last = rules.len().saturating_sub(1);
-        s.tie().map_err(|why| Error::Rule {
+        s.one_switch().and_then(|()| s.tie()).map_err(|why| Error::Rule {
             place: rules.last().map_or(String::new(), |r| r.place.to_string()),
             rule: last,
             why,
         })?;
         Ok(s)
+    }
+
+    /// PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, that change nothing, and
+    /// for the embedding there is none.
+    fn one_switch(&self) -> Result<(), String> {
+        let lora = |c: &Choice| match c {
+            Choice::Lora { spec, .. } => Some(spec.dora),
+            _ => None,
+        };
+        let dora = self.modules.iter().any(|(_, c)| lora(c) == Some(true));
+        let embedding =
+            self.modules.iter().find(|(m, c)| m.group == Group::Embedding && lora(c) == Some(false));
+        match embedding {
+            Some((m, _)) if dora => Err(format!(
+                "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
+                 with method = \"full\"",
+                m.name
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// In a tied model head and embedding are one tensor: where one trains in full, the other does.
@@ -245,7 +265,11 @@ impl Selection {
             if peft.saves(&m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
             } else if targets.matches(m) {
-                let spec = peft.spec(&m.name);
+                let mut spec = peft.spec(&m.name);
+                if matches!(m.kind, Kind::Embedding { .. }) {
+                    // PEFT has one dropout for all, and applies it to linears
+                    spec.dropout = 0.0;
+                }
                 check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }

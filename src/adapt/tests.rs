@@ -351,3 +351,24 @@ fn what_a_rule_names_and_the_model_lacks_is_told() -> Result<()> {
     }
     Ok(())
 }
+
+/// What PEFT could not hold is refused before it trains; what it holds reads back.
+#[test]
+fn lora_on_the_embedding_goes_with_dropout_elsewhere_and_not_with_dora() -> Result<()> {
+    let c = config(json!({}))?;
+    let rules = |other: &str| {
+        format!("[[train]]\nmodules = [\"mlp\"]\n{other}\n[[train]]\nmodules = [\"embedding\"]\n")
+    };
+    let e = select(&c, &rules("dora = true")).err().context("refused")?.to_string();
+    assert!(e.contains("embed_tokens beside DoRA"), "{e}");
+    let s = select(&c, &rules("dropout = 0.1"))?;
+    let json = config_json(&s, "base", None);
+    let map = json.as_object().context("an object")?;
+    let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+    assert_eq!(names(&back), names(&s));
+    match back.choice("model.embed_tokens") {
+        Choice::Lora { spec, .. } => assert_eq!(spec.dropout, 0.0),
+        other => panic!("{other:?}"),
+    }
+    Ok(())
+}

@@ -84,6 +84,8 @@ pub enum Bound {
     Share,
     /// 0 to 1, without 1.
     BelowOne,
+    /// 1e-9 to 1e9: what is computed with it stays within f32, and adapters hold it.
+    Alpha,
 }
 
 impl Bound {
@@ -95,6 +97,7 @@ impl Bound {
                 Bound::NotNegative => x >= 0.0,
                 Bound::Share => (0.0..=1.0).contains(&x),
                 Bound::BelowOne => (0.0..1.0).contains(&x),
+                Bound::Alpha => (1e-9..=1e9).contains(&x),
             }
     }
 
@@ -105,6 +108,7 @@ impl Bound {
             Bound::NotNegative => "a number of 0 or more",
             Bound::Share => "a number from 0 to 1",
             Bound::BelowOne => "a number from 0 to below 1",
+            Bound::Alpha => "a number from 1e-9 to 1e9",
         }
     }
 }
@@ -194,7 +198,7 @@ const LORA: &[Key] = &[
     key("rank", RANK, Toml("16"), "Inner width of the update."),
     key(
         "alpha",
-        Number(Bound::Positive),
+        Number(Bound::Alpha),
         Toml("32"),
         "Scale: the update is multiplied by alpha / rank (with rslora: alpha / sqrt(rank)).",
     ),
@@ -237,7 +241,7 @@ const TRAIN: &[Key] = &[
     ),
     key("method", Word(Method::WORDS), Toml("\"lora\""), "What happens to what the rule matches."),
     key("rank", RANK, Absent("lora.rank"), "Rank of this rule."),
-    key("alpha", Number(Bound::Positive), Absent("lora.alpha"), "Alpha of this rule."),
+    key("alpha", Number(Bound::Alpha), Absent("lora.alpha"), "Alpha of this rule."),
     key("dropout", Number(Bound::BelowOne), Absent("lora.dropout"), "Dropout of this rule."),
     key("rslora", Bool, Absent("lora.rslora"), "rsLoRA for this rule."),
     key("dora", Bool, Absent("lora.dora"), "DoRA for this rule."),

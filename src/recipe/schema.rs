@@ -61,6 +61,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Number(Bound::NotNegative) => json!({ "type": "number", "minimum": 0 }),
         Kind::Number(Bound::Share) => json!({ "type": "number", "minimum": 0, "maximum": 1 }),
         Kind::Number(Bound::BelowOne) => json!({ "type": "number", "minimum": 0, "exclusiveMaximum": 1 }),
+        Kind::Number(Bound::Alpha) => json!({ "type": "number", "minimum": 1e-9, "maximum": 1e9 }),
         Kind::Bool => json!({ "type": "boolean" }),
         Kind::Text => json!({ "type": "string", "minLength": 1 }),
         Kind::Name => json!({ "type": "string", "pattern": r"^[^/\\{}]+$", "maxLength": 200 }),

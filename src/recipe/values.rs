@@ -179,7 +179,7 @@ pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
     };
     let bare = |bytes: u64| match bytes {
         1..BARE => Err(bad(
-            format!("{path} = {} has no unit, and {bytes} bytes are not what is meant", found(value)),
+            format!("{path} = {value} has no unit, and {bytes} bytes are not what is meant"),
             format!("write \"{bytes}GiB\" or \"{bytes}MiB\"; \"{bytes}B\" are bytes"),
         )),
         _ => Ok(bytes),

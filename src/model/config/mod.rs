@@ -18,11 +18,11 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Most decoder layers.
-const LAYERS: usize = 4096;
+const LAYERS: usize = 1024;
 /// Most experts of a layer.
-const EXPERTS: usize = 65_536;
+const EXPERTS: usize = 16_384;
 /// Most experts of all layers.
-const ALL_EXPERTS: usize = 131_072;
+const ALL_EXPERTS: usize = 65_536;
 /// Widest residual stream.
 const HIDDEN: usize = 1 << 20;
 /// Widest feed-forward layer or expert.
@@ -226,6 +226,7 @@ impl Config {
             unknown: keys.unknown(),
             raw: Map::new(),
         };
+        keys.token_ids(config.vocab)?;
         config.check_size(&keys)?;
         Ok(Self { raw, ..config })
     }

@@ -164,6 +164,29 @@ impl Keys<'_> {
         out
     }
 
+    /// Token ids are whole numbers, or lists of them; those that end a text are tokens of the model.
+    pub(super) fn token_ids(&self, vocab: usize) -> Result<()> {
+        for key in ["bos_token_id", "pad_token_id", "eos_token_id"] {
+            let Some(v) = self.get(key) else { continue };
+            let ids = match v {
+                Value::Array(list) => list.iter().collect(),
+                v => vec![v],
+            };
+            let ends = key == "eos_token_id";
+            // -1 is how old configs say that there is none
+            let right = |id: &&Value| match id.as_i64() {
+                Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
+                None => false,
+            };
+            if !ids.iter().all(|id| right(id)) {
+                let what =
+                    if ends { format!("a token from 0 to {}", vocab - 1) } else { "a token's number".into() };
+                return Err(self.bad(key, format!("{}; {what}, or a list of such, is wanted", short(v))));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
         let act = self.string("hidden_act")?.unwrap_or("silu");
         if !matches!(act, "silu" | "swish") {

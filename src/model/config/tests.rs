@@ -144,12 +144,14 @@ fn numbers_have_bounds() {
     ] {
         wrong(key, sizes.clone(), None);
     }
-    wrong("num_hidden_layers", json!([100_000, 10_000_000, 4097]), None);
+    wrong("num_hidden_layers", json!([100_000, 10_000_000, 1025]), None);
     wrong("head_dim", json!([7, 8192]), None);
     wrong("num_key_value_heads", json!([3, 8]), None);
     wrong("rms_norm_eps", json!([0, -1e-6, 1e300, 1e-300, "1e-6", true, 2]), None);
     wrong("rope_theta", json!([0, 1, -1e4, 1e300, "1e4", true]), None);
     wrong("initializer_range", json!([0, -1, 1e300, "0.02", true]), None);
+    wrong("eos_token_id", json!([100, -1, "2", 1.5, [2, 100], [null], {}, true]), None);
+    wrong("pad_token_id", json!(["0", 1.5, {}, [true]]), None);
     wrong("use_sliding_window", json!(["true", 1]), None);
     wrong("max_window_layers", json!([-1, "3", 1.5]), None);
     for (kind, keys) in [
@@ -191,12 +193,12 @@ fn products_of_sizes_have_bounds() {
         (json!({"vocab_size": 1 << 26, "hidden_size": 1 << 20, "num_attention_heads": 4096}), "vocab_size"),
         (
             json!({"num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 4096, "hidden_size": 1 << 20,
-                "num_hidden_layers": 4096}),
+                "num_hidden_layers": 1024}),
             "num_attention_heads",
         ),
-        (json!({"intermediate_size": 1 << 22, "num_hidden_layers": 4096}), "intermediate_size"),
+        (json!({"intermediate_size": 1 << 22, "num_hidden_layers": 1024}), "intermediate_size"),
         (
-            json!({"intermediate_size": 1 << 22, "hidden_size": 1 << 20, "head_dim": 64, "num_hidden_layers": 4096}),
+            json!({"intermediate_size": 1 << 22, "hidden_size": 1 << 20, "head_dim": 64, "num_hidden_layers": 1024}),
             "intermediate_size",
         ),
     ] {
@@ -206,11 +208,12 @@ fn products_of_sizes_have_bounds() {
             "{key}: {e:?}"
         );
     }
-    let e = moe(json!({"num_experts": 65_536, "num_hidden_layers": 4096})).err().map(|e| e.to_string());
+    let e = moe(json!({"num_experts": 16_384, "num_hidden_layers": 1024})).err().map(|e| e.to_string());
     assert!(e.as_ref().is_some_and(|e| e.contains("num_experts")), "{e:?}");
+    assert!(parse(json!({"eos_token_id": [0, 99], "pad_token_id": -1, "bos_token_id": 1 << 20})).is_ok());
     // the largest that are taken
-    assert!(parse(json!({"num_hidden_layers": 4096})).is_ok());
-    assert!(moe(json!({"num_experts": 32_768})).is_ok());
+    assert!(parse(json!({"num_hidden_layers": 1024})).is_ok());
+    assert!(moe(json!({"num_experts": 16_384})).is_ok());
 }
 
 #[test]
