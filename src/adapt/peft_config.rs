@@ -1,6 +1,6 @@
 //! PEFT's `adapter_config.json`, read by an allow list of keys, and of the values and types of each.
 //!
-//! A key is honoured ([`Says::Read`]), or changes no number whatever it says, or has to say that it is off. Everything
+//! A key is honoured, or changes no number whatever it says, or has to say that it is off. Everything
 //! else is refused by name: a value of another type too, which Python would take for true or fail at. The list is
 //! `LoraConfig` of PEFT 0.18 to 0.21; `null` is what PEFT writes for most keys that are not used.
 
