@@ -146,7 +146,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let stream = Stream::new(1, Purpose::Dropout, 2, 3);
     out.push((
         "dropout mask".into(),
-        dropout::mask(stream, dropout::Rows::From { first: 5, count: 130 }, 96, 0.25, dtype, device)?,
+        dropout::mask(stream, dropout::Rows::From { first: 5, count: 130 }, 96, 0.25, dtype, device)?.0,
     ));
 
     let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;

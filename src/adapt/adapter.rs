@@ -1,8 +1,9 @@
 //! Adapter files: read to go on from or to use, and written as PEFT reads them.
 
 use super::Error;
+use super::PeftConfig;
 use super::params::Params;
-use super::peft::{self, PREFIX, PeftConfig};
+use super::peft::{self, PREFIX};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::modules::Module;
 use crate::model::{Config, Decoder};
@@ -235,7 +236,18 @@ impl Adapter {
         let head = format!("{PREFIX}lm_head.weight");
         let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
         if self.held.shape(&head).is_none() {
-            return Ok(());
+            return match self.find(t)? {
+                Some(key) if !self.config.ties => {
+                    let why = format!(
+                        "{key} without lm_head, but the model's head and embedding are one tensor \
+                         (tie_word_embeddings): PEFT would train a copy and leave the head as it was\n  hint: \
+                         ensure_weight_tying = true in adapter_config.json, if the adapter was trained so; or merge \
+                         it with PEFT (merge_and_unload)"
+                    );
+                    Err(self.fail(why).into())
+                }
+                _ => Ok(()),
+            };
         }
         let Some(embedding) = self.get(t)? else {
             let why = format!(

@@ -358,6 +358,13 @@ impl Loader<'_> {
         Ok(false)
     }
 
+    /// DoRA's magnitude in f32, where the master weights are on the device: the gain that is made of it is applied in
+    /// f32.
+    fn magnitude(&self, i: usize) -> candle_core::Result<Tensor> {
+        let (view, master) = (self.params.view(i)?, self.params.master(i)?);
+        Ok(if master.device().same_device(view.device()) { master } else { view })
+    }
+
     fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
         self.b.allocate.train.then(|| (self.params.slots[a], self.params.slots[b]))
     }
@@ -414,7 +421,7 @@ impl Weights for Loader<'_> {
             };
             self.params.set(i, &init)?;
             lora.dora = Some(Dora {
-                magnitude: self.params.view(i)?.unsqueeze(0)?,
+                magnitude: self.magnitude(i)?.unsqueeze(0)?,
                 slot: self.b.allocate.train.then_some(self.params.slots[i]),
                 row_squares,
             });
@@ -438,7 +445,7 @@ fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -
         (Part::Bias, _) => vec![0.0; n],
         (_, Kind::Norm { .. }) => vec![1.0; n],
         _ => {
-            let std = config.raw.get("initializer_range").and_then(|v| v.as_f64()).unwrap_or(0.02) as f32;
+            let std = config.initializer_range as f32;
             (0..n as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
         }
     };

@@ -8,12 +8,14 @@ pub mod merge;
 pub mod merge_cost;
 pub mod params;
 pub mod peft;
+pub mod peft_config;
 pub mod selection;
 #[cfg(test)]
 mod tests;
 
 pub use adapter::Adapter;
 pub use params::Params;
+pub use peft_config::PeftConfig;
 pub use selection::{Choice, Selection, Trained};
 
 use crate::error::{ExitCode, Failure};

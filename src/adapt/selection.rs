@@ -1,10 +1,9 @@
 //! Which modules train, and how: from the recipe's rules, or from a PEFT adapter's own config.
 
-use super::Error;
-use super::peft::PeftConfig;
+use super::{Error, PeftConfig};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, modules};
-use crate::recipe::{LoraSpec, Method, Rule, module_regex};
+use crate::recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
 
 /// What happens to a module.
@@ -35,6 +34,8 @@ pub struct Selection {
     pub layers: usize,
     /// Whether head and embedding are one tensor.
     pub tied: bool,
+    /// What ranges of the rules name and the model does not have: warnings, for whoever asked.
+    pub notes: Vec<String>,
 }
 
 /// Which part of a module a trained tensor is.
@@ -124,13 +125,15 @@ impl Selection {
             modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
             layers: config.layers,
             tied: config.tied,
+            notes: Vec::new(),
         }
     }
 
     /// Applies a recipe's rules in order; a later rule wins where two match.
     ///
     /// # Errors
-    /// A rule that matches nothing (with a list of what there is), LoRA on a norm, a rank of zero.
+    /// A rule that matches nothing or lists a layer or expert that the model does not have (with a list of what there
+    /// is), LoRA on a norm, a rank of zero. A range that goes beyond the model is a note.
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         for (i, rule) in rules.iter().enumerate() {
@@ -141,6 +144,12 @@ impl Selection {
                 .collect::<Result<_, _>>()
                 .map_err(|why| Error::Rule { place: rule.place.to_string(), rule: i, why })?;
             let fail = |why: String| Error::Rule { place: rule.place.to_string(), rule: i, why };
+            for absent in absent(rule, config) {
+                match absent {
+                    Ok(note) => s.notes.push(format!("{}: train.{i}.{note}", rule.place)),
+                    Err(why) => return Err(fail(format!("{why}\n  hint: {}", s.inventory(config)))),
+                }
+            }
             let choice = match rule.method {
                 Method::Freeze => Choice::Freeze,
                 Method::Full => Choice::Full { lr_scale: rule.lr_scale },
@@ -191,12 +200,32 @@ impl Selection {
             }
         }
         let last = rules.len().saturating_sub(1);
-        s.tie().map_err(|why| Error::Rule {
+        s.one_switch().and_then(|()| s.tie()).map_err(|why| Error::Rule {
             place: rules.last().map_or(String::new(), |r| r.place.to_string()),
             rule: last,
             why,
         })?;
         Ok(s)
+    }
+
+    /// PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, that change nothing, and
+    /// for the embedding there is none.
+    fn one_switch(&self) -> Result<(), String> {
+        let lora = |c: &Choice| match c {
+            Choice::Lora { spec, .. } => Some(spec.dora),
+            _ => None,
+        };
+        let dora = self.modules.iter().any(|(_, c)| lora(c) == Some(true));
+        let embedding =
+            self.modules.iter().find(|(m, c)| m.group == Group::Embedding && lora(c) == Some(false));
+        match embedding {
+            Some((m, _)) if dora => Err(format!(
+                "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
+                 with method = \"full\"",
+                m.name
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// In a tied model head and embedding are one tensor: where one trains in full, the other does.
@@ -231,12 +260,16 @@ impl Selection {
     /// The choices that a PEFT adapter's config makes: what it holds trains.
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
-        let targets = peft.targets()?;
+        let targets = peft.targets();
         for (m, c) in &mut s.modules {
             if peft.saves(&m.name) {
                 *c = Choice::Full { lr_scale: 1.0 };
             } else if targets.matches(m) {
-                let spec = peft.spec(&m.name)?;
+                let mut spec = peft.spec(&m.name);
+                if matches!(m.kind, Kind::Embedding { .. }) {
+                    // PEFT has one dropout for all, and applies it to linears
+                    spec.dropout = 0.0;
+                }
                 check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
                 *c = Choice::Lora { spec, lr_scale: 1.0 };
             }
@@ -346,6 +379,45 @@ impl Selection {
     pub fn anything_full(&self) -> bool {
         self.modules.iter().any(|(_, c)| matches!(c, Choice::Full { .. }))
     }
+}
+
+/// What of a rule's layers and experts the model does not have: a note where a range goes beyond it, an error where
+/// nothing of a range is there, or an index that is listed is not.
+fn absent(rule: &Rule, config: &Config) -> Vec<Result<String, String>> {
+    let of = |key: &str, set: &IndexSet, count: usize| {
+        let there = format!("this model has {key} 0-{}", count - 1);
+        match set {
+            IndexSet::List(list) => {
+                let missing: Vec<String> =
+                    list.iter().filter(|i| **i >= count).map(ToString::to_string).collect();
+                let is = if missing.len() == 1 { "is" } else { "are" };
+                let why = format!("{key}: {} {is} not there: {there}", missing.join(", "));
+                (!missing.is_empty()).then_some(Err(why))
+            }
+            IndexSet::Range(from, to) if *from >= count => {
+                let to = to.filter(|to| to != from).map_or(String::new(), |to| format!("-{to}"));
+                Some(Err(format!("{key}: {from}{to} is not there: {there}")))
+            }
+            IndexSet::Range(_, Some(to)) if *to >= count => {
+                let missing = if *to == count { format!("{to} is") } else { format!("{count}-{to} are") };
+                Some(Ok(format!("{key}: {missing} not there: {there}")))
+            }
+            IndexSet::Range(..) => None,
+        }
+    };
+    let layers = match &rule.layers {
+        Some(LayerSet::Indices(set)) => of("layers", set, config.layers),
+        Some(LayerSet::Last(n)) if *n > config.layers => {
+            let count = config.layers;
+            Some(Ok(format!("layers: the last {n} are asked for: this model has {count}, and all are meant")))
+        }
+        _ => None,
+    };
+    let experts = match (&rule.experts, &config.moe) {
+        (Some(set), Some(moe)) => of("experts", set, moe.experts),
+        _ => None,
+    };
+    layers.into_iter().chain(experts).collect()
 }
 
 fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {

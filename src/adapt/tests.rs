@@ -1,7 +1,7 @@
 //! Selection by rules and by PEFT's config, and adapter configs out and in.
 
-use super::peft::{PeftConfig, config_json, scale};
-use super::{Choice, Selection};
+use super::peft::{config_json, scale};
+use super::{Choice, PeftConfig, Selection};
 use crate::model::Config;
 use crate::recipe::Recipe;
 use anyhow::{Context, Result};
@@ -101,7 +101,7 @@ fn peft(extra: Value) -> Result<PeftConfig> {
         json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]});
     let map = raw.as_object_mut().context("an object")?;
     map.extend(extra.as_object().cloned().unwrap_or_default());
-    Ok(PeftConfig::parse("adapter_config.json".into(), map.clone())?)
+    Ok(PeftConfig::parse("adapter_config.json".into(), map)?)
 }
 
 /// What PEFT writes for mixed rules must read back as those rules.
@@ -120,7 +120,7 @@ fn adapter_configs_round_trip() -> Result<()> {
     ] {
         let s = select(&c, rules)?;
         let json = config_json(&s, "base", None);
-        let map = json.as_object().context("an object")?.clone();
+        let map = json.as_object().context("an object")?;
         let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
         for ((m, a), (_, b)) in s.modules.iter().zip(&back.modules) {
             match (a, b) {
@@ -168,21 +168,207 @@ fn pefts_selection_keys() -> Result<()> {
     Ok(())
 }
 
+/// Every key of PEFT's LoraConfig as PEFT writes it when it is off, and what changes no number.
 #[test]
-fn keys_that_change_numbers_are_refused_by_name() {
-    for (key, value) in [
-        ("peft_type", json!("LOHA")),
-        ("bias", json!("all")),
-        ("fan_in_fan_out", json!(true)),
-        ("lora_bias", json!(true)),
-        ("layer_replication", json!([[0, 4]])),
-        ("target_parameters", json!(["mlp.experts.gate_up_proj"])),
-        ("trainable_token_indices", json!([1])),
-        ("alora_invocation_tokens", json!([1])),
-        ("use_qalora", json!(true)),
-        ("a_key_of_next_year", json!(2)),
+fn what_changes_no_number_is_taken() -> Result<()> {
+    for extra in [
+        json!({"alora_invocation_tokens": null, "arrow_config": null, "kasa_config": null, "use_bdlora": null,
+               "velora_config": null, "monteclora_config": null, "megatron_config": {}, "megatron_core": "megatron.core",
+               "trainable_token_indices": null, "layer_replication": [], "target_parameters": [], "bias": "none",
+               "fan_in_fan_out": false, "lora_bias": false, "use_qalora": false, "qalora_group_size": 16}),
+        json!({"auto_mapping": {"base_model_class": "X"}, "inference_mode": true, "peft_version": "0.18.0",
+               "revision": null, "runtime_config": {"ephemeral_gpu_offload": true}, "task_type": "SEQ_CLS",
+               "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0}, "corda_config": {}, "lora_ga_config": {},
+               "ensure_weight_tying": true, "rank_pattern": null, "alpha_pattern": {}, "layers_pattern": ""}),
+        json!({"init_lora_weights": false}),
+        json!({"init_lora_weights": null}),
+        json!({"init_lora_weights": "gaussian"}),
+        json!({"init_lora_weights": "eva"}),
+        json!({"init_lora_weights": "orthogonal"}),
+        json!({"a_key_of_next_year": null, "another": false, "a_third": [], "a_fourth": {}}),
+        json!({"lora_alpha": -8, "lora_dropout": 0.999, "use_rslora": null, "use_dora": false}),
     ] {
-        let e = peft(json!({ key: value })).map(|_| ()).map_err(|e| e.to_string());
-        assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key}: {e:?}");
+        let s = Selection::from_peft(&config(json!({}))?, &peft(extra.clone())?)?;
+        assert_eq!(s.trained().len(), 16, "{extra}");
     }
+    Ok(())
+}
+
+#[test]
+fn keys_and_values_that_change_numbers_are_refused_by_name() {
+    for (key, values) in [
+        ("peft_type", json!(["LOHA", "lora", null, 3])),
+        ("task_type", json!(["causal", 1, true])),
+        ("bias", json!(["all", "lora_only", "NONE", false, 0])),
+        ("fan_in_fan_out", json!([true, "false", 0])),
+        ("lora_bias", json!([true, 1])),
+        ("layer_replication", json!([[[0, 4]], "x", false])),
+        ("target_parameters", json!([["mlp.experts.gate_up_proj"], "x"])),
+        ("trainable_token_indices", json!([[1], {"embed_tokens": [1]}, 1])),
+        // an empty list turns activated LoRA on
+        ("alora_invocation_tokens", json!([[1], [], {}, false])),
+        ("arrow_config", json!([{}, false, {"top_k": 3}])),
+        ("use_bdlora", json!([{}, true])),
+        ("kasa_config", json!([{}, {"beta": 1.0}])),
+        ("monteclora_config", json!([{"num_samples": 8}])),
+        ("velora_config", json!([{}])),
+        ("use_qalora", json!([true, "true", 1])),
+        ("qalora_group_size", json!(["16", -1, 1.5])),
+        ("megatron_config", json!([{"x": 1}, true])),
+        ("megatron_core", json!([1])),
+        ("inference_mode", json!(["true", 1])),
+        ("auto_mapping", json!([[1], "x"])),
+        ("base_model_name_or_path", json!([3, ["x"], false])),
+        ("revision", json!([3, true])),
+        ("loftq_config", json!([[1], "x", 4])),
+        ("ensure_weight_tying", json!(["true", 1])),
+        // PEFT changes the base while it loads these, or cannot load them
+        (
+            "init_lora_weights",
+            json!([
+                "pissa",
+                "pissa_niter_16",
+                "PiSSA",
+                "olora",
+                "OLoRA",
+                "loftq",
+                "corda",
+                "lora_ga",
+                "mica",
+                "default",
+                "true",
+                "",
+                1,
+                0,
+                [],
+                {}
+            ]),
+        ),
+        ("use_rslora", json!(["true", "false", 1, 0, "", [], {}])),
+        ("use_dora", json!(["true", 1, 0.0])),
+        (
+            "alpha_pattern",
+            json!([[], [1], "x", 3, false, {"q_proj": "8"}, {"q_proj": 0}, {"q_proj": null},
+            {"q_proj": 1e300}, {"none_such": true}, {"(": 8}]),
+        ),
+        (
+            "rank_pattern",
+            json!([[], "x", {"q_proj": 0}, {"q_proj": -1}, {"q_proj": 4.0}, {"q_proj": 70000},
+            {"none_such": "4"}, {"(?=x)": 4}]),
+        ),
+        ("r", json!([0, -1, 4.0, 4.5, "4", null, true, 1e6, 70000, 99999999999999999999u128.to_string()])),
+        ("lora_alpha", json!(["8", null, true, 0, 1e300, -1e300, 1e-300])),
+        ("lora_dropout", json!([1, 1.0, 2, -1, -0.1, "0.1", null, true])),
+        ("target_modules", json!([null, 3, [3], {}, ["q_proj", null], "(", "q_proj(?!x)"])),
+        ("exclude_modules", json!([3, [3], {}, "("])),
+        ("layers_to_transform", json!([-1, [-1], [0, -1], "0", ["0"], 1.5, [1.0], [true], {}])),
+        ("layers_pattern", json!(["layers", ["layers"], 3, [3]])),
+        ("modules_to_save", json!(["lm_head", 3, [3], {"lm_head": 1}, false])),
+        ("a_key_of_next_year", json!([2, true, "on", [0], {"x": 1}])),
+    ] {
+        for value in values.as_array().into_iter().flatten() {
+            let e = peft(json!({ key: value })).map(|_| ()).map_err(|e| e.to_string());
+            let named = |e: &String| e.contains(&format!("adapter_config.json: {key}"));
+            assert!(e.as_ref().is_err_and(named), "{key} = {value}: {e:?}");
+        }
+    }
+    // with an expression PEFT refuses them
+    for (key, value) in [("layers_to_transform", json!([0])), ("layers_pattern", json!(["layers"]))] {
+        let e = peft(json!({"target_modules": ".*q_proj", key: value})).err().map(|e| e.to_string());
+        assert!(e.as_ref().is_some_and(|e| e.contains(key)), "{e:?}");
+    }
+    let text = "{\"peft_type\": \"LORA\", \"r\": 4,\n \"target_modules\": [\"q_proj\"], \"r\": 8}";
+    let dir = tempfile::tempdir().expect("a folder");
+    std::fs::write(dir.path().join("adapter_config.json"), text).expect("written");
+    let e = PeftConfig::load(dir.path()).expect_err("a key stands twice").to_string();
+    assert!(e.contains("adapter_config.json: r: the key stands twice") && e.contains("line 2"), "{e}");
+}
+
+/// The first pattern that matches counts, whether it is a whole name or an expression.
+#[test]
+fn patterns_count_in_their_order() -> Result<()> {
+    let name = "model.layers.1.self_attn.q_proj";
+    for (patterns, want) in [
+        (json!({"q_proj": 2, r"^model\.layers\.1\.self_attn\.q_proj": 3}), 2),
+        (json!({r"^model\.layers\.1\.self_attn\.q_proj": 3, "q_proj": 2}), 3),
+        (json!({r"^model\.layers\.2\.self_attn\.q_proj": 3, "layers.1.self_attn.q_proj": 5}), 5),
+        (json!({"proj": 2, "_proj": 3}), 4),
+    ] {
+        assert_eq!(peft(json!({"rank_pattern": patterns}))?.spec(name).rank, want, "{patterns}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_empty_list_of_layers_is_all_and_exclude_has_no_words() -> Result<()> {
+    let c = config(json!({}))?;
+    for extra in [
+        json!({"layers_to_transform": []}),
+        json!({"exclude_modules": "all-linear"}),
+        json!({"exclude_modules": ""}),
+    ] {
+        assert_eq!(Selection::from_peft(&c, &peft(extra.clone())?)?.trained().len(), 16, "{extra}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_a_rule_names_and_the_model_lacks_is_told() -> Result<()> {
+    let dense = config(json!({}))?;
+    let moe = config(
+        json!({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    )?;
+    for (c, rule, note) in [
+        (&dense, "layers = \"0-40\"", Some("layers: 4-40 are not there: this model has layers 0-3")),
+        (&dense, "layers = \"2-4\"", Some("layers: 4 is not there")),
+        (&dense, "layers = \"-40:\"", Some("the last 40")),
+        (&dense, "layers = \"2-\"", None),
+        (&dense, "layers = \"0-3\"", None),
+        (&dense, "layers = \"-4:\"", None),
+        (&moe, "experts = \"4-9\"", Some("experts: 6-9 are not there: this model has experts 0-5")),
+        (&moe, "experts = \"all\"", None),
+    ] {
+        let group = if rule.starts_with("experts") { "experts" } else { "attention" };
+        let s = select(c, &format!("[[train]]\nmodules = [\"{group}\"]\n{rule}"))?;
+        match note {
+            Some(note) => assert!(s.notes.len() == 1 && s.notes[0].contains(note), "{rule}: {:?}", s.notes),
+            None => assert!(s.notes.is_empty(), "{rule}: {:?}", s.notes),
+        }
+    }
+    for (c, rule, why) in [
+        (&dense, "layers = [77]", "layers: 77 is not there"),
+        (&dense, "layers = 77", "layers: 77 is not there"),
+        (&dense, "layers = [0, 77, 4]", "layers: 77, 4 are not there"),
+        (&dense, "layers = \"77\"", "layers: 77 is not there"),
+        (&dense, "layers = \"4-\"", "layers: 4 is not there"),
+        (&dense, "layers = \"24-30\"", "layers: 24-30 is not there"),
+        (&moe, "experts = [0, 6]", "experts: 6 is not there"),
+        (&moe, "experts = \"6-\"", "experts: 6 is not there"),
+    ] {
+        let group = if rule.starts_with("experts") { "experts" } else { "attention" };
+        let e = select(c, &format!("[[train]]\nmodules = [\"{group}\"]\n{rule}")).err().context("refused")?;
+        assert!(e.to_string().contains(why) && e.to_string().contains("groups are"), "{rule}: {e}");
+    }
+    Ok(())
+}
+
+/// What PEFT could not hold is refused before it trains; what it holds reads back.
+#[test]
+fn lora_on_the_embedding_goes_with_dropout_elsewhere_and_not_with_dora() -> Result<()> {
+    let c = config(json!({}))?;
+    let rules = |other: &str| {
+        format!("[[train]]\nmodules = [\"mlp\"]\n{other}\n[[train]]\nmodules = [\"embedding\"]\n")
+    };
+    let e = select(&c, &rules("dora = true")).err().context("refused")?.to_string();
+    assert!(e.contains("embed_tokens beside DoRA"), "{e}");
+    let s = select(&c, &rules("dropout = 0.1"))?;
+    let json = config_json(&s, "base", None);
+    let map = json.as_object().context("an object")?;
+    let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+    assert_eq!(names(&back), names(&s));
+    match back.choice("model.embed_tokens") {
+        Choice::Lora { spec, .. } => assert_eq!(spec.dropout, 0.0),
+        other => panic!("{other:?}"),
+    }
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! `ft plan`
 
 use super::RecipeArgs;
+use crate::log::warn;
 use crate::plan::{self, Plan, rates};
 use crate::recipe::{Device, Recipe};
 use crate::train::job;
@@ -26,6 +27,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
     let (plan, found) = plan::of_recipe(&recipe, cuda)?;
+    found.notes.iter().for_each(|n| warn(n));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;
     super::print(&if args.json {

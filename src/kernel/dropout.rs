@@ -39,8 +39,10 @@ impl Rows<'_> {
     }
 }
 
-/// A mask [rows, width] of 0 and `1 / (1 - p)`; element (r, c) depends on the stream and
-/// `number of row r * width + c` alone.
+/// A mask [rows, width] of 0 and one other value, and a factor: their product is 0 or `1 / (1 - p)`. Element (r, c)
+/// depends on the stream and `number of row r * width + c` alone.
+///
+/// The factor is 1, but for half precision: there the mask is 0 or 1, for `1 / (1 - p)` would be rounded to it.
 ///
 /// The mask is made on the host and, for another device, copied there: nothing comes back.
 pub fn mask(
@@ -50,8 +52,12 @@ pub fn mask(
     p: f64,
     dtype: DType,
     device: &Device,
-) -> Result<Tensor> {
-    let keep = (1.0 / (1.0 - p)) as f32;
+) -> Result<(Tensor, f64)> {
+    let keep = 1.0 / (1.0 - p);
+    let (keep, factor) = match dtype {
+        DType::BF16 | DType::F16 => (1.0, keep),
+        _ => (keep as f32, 1.0),
+    };
     let mut m = vec![0f32; rows.count() * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
         let base = rows.number(r) as u64 * width as u64;
@@ -59,7 +65,7 @@ pub fn mask(
             *x = if f64::from(stream.uniform(base + c as u64)) < p { 0.0 } else { keep };
         }
     });
-    Tensor::from_vec(m, (rows.count(), width), device)?.to_dtype(dtype)
+    Ok((Tensor::from_vec(m, (rows.count(), width), device)?.to_dtype(dtype)?, factor))
 }
 
 #[cfg(test)]
@@ -70,15 +76,20 @@ mod tests {
     #[test]
     fn rate_scale_and_split() -> Result<()> {
         let s = Stream::new(5, Purpose::Dropout, 3, 1);
-        let whole = mask(s, Rows::From { first: 0, count: 200 }, 50, 0.3, DType::F32, &Device::Cpu)?;
+        let all = Rows::From { first: 0, count: 200 };
+        let (whole, factor) = mask(s, all, 50, 0.3, DType::F32, &Device::Cpu)?;
+        assert_eq!(factor, 1.0);
         let v = whole.flatten_all()?.to_vec1::<f32>()?;
         let zeros = v.iter().filter(|x| **x == 0.0).count() as f64 / v.len() as f64;
         assert!((zeros - 0.3).abs() < 0.02, "{zeros}");
         assert!(v.iter().all(|x| *x == 0.0 || (*x - 1.0 / 0.7).abs() < 1e-6));
-        let tail = mask(s, Rows::From { first: 150, count: 50 }, 50, 0.3, DType::F32, &Device::Cpu)?;
+        let (half, factor) = mask(s, all, 50, 0.3, DType::BF16, &Device::Cpu)?;
+        let ones: Vec<f32> = v.iter().map(|x| f32::from(*x > 0.0)).collect();
+        assert_eq!((half.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, factor), (ones, 1.0 / 0.7));
+        let (tail, _) = mask(s, Rows::From { first: 150, count: 50 }, 50, 0.3, DType::F32, &Device::Cpu)?;
         assert_eq!(v[150 * 50..], tail.flatten_all()?.to_vec1::<f32>()?[..]);
         let these = Rows::These { first: 100, list: &[7, 3] };
-        let picked = mask(s, these, 50, 0.3, DType::F32, &Device::Cpu)?.to_vec2::<f32>()?;
+        let picked = mask(s, these, 50, 0.3, DType::F32, &Device::Cpu)?.0.to_vec2::<f32>()?;
         assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
         Ok(())
     }

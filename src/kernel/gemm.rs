@@ -5,6 +5,7 @@
 //! accumulation through [`super::cuda`].
 
 use super::cpu::{Real, View, in_place, is_cpu, on_real, tensor, view};
+use super::wide;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 use std::cell::Cell;
@@ -290,6 +291,24 @@ fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alph
     })
 }
 
+/// As [`acc_cpu`] into half precision: added in f32, rounded once.
+fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, n) = c.dims2()?;
+    let mut sum = match view::<f32>(c)? {
+        View::Owned(values) => values,
+        borrowed => borrowed.to_vec(),
+    };
+    {
+        let (av, bv) = (view::<f32>(a)?, view::<f32>(b)?);
+        let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+        if am.cols != bm.rows || (m, n) != (am.rows, bm.cols) {
+            candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+        }
+        gemm(&mut sum, n, true, am, bm, alpha as f32, true);
+    }
+    c.slice_set(&tensor(sum, (m, n), c.dtype())?, 0, 0)
+}
+
 /// `c += alpha op(a) op(b)`, in place.
 ///
 /// `c` is contiguous and may be a view into a larger buffer; it is f32 where gradients accumulate, whatever
@@ -297,6 +316,9 @@ fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alph
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     if is_cpu(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
         return on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha));
+    }
+    if is_cpu(c) {
+        return acc_half(c, a, ta, b, tb, alpha);
     }
     #[cfg(feature = "cuda")]
     if super::cuda::gemm::accumulate(c, a, ta, b, tb, alpha)? {
@@ -306,8 +328,8 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 }
 
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let p = (matmul(a, ta, b, tb)?.to_dtype(c.dtype())? * alpha)?;
-    c.slice_set(&(c + p)?, 0, 0)
+    let p = (wide(&matmul(a, ta, b, tb)?)? * alpha)?;
+    c.slice_set(&(wide(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 
 /// One product to accumulate into a part of a flat buffer: see [`accumulate`].
@@ -450,6 +472,22 @@ mod tests {
         let w = all.narrow(0, 2, 3)?;
         let want = x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?)?.to_dtype(DType::BF16)?;
         close(&matmul(&x, false, &w, true)?, &want, 1e-2);
+        Ok(())
+    }
+
+    #[test]
+    fn a_factor_is_not_rounded_to_half_precision() -> Result<()> {
+        let (a, b) = (randn(7, (4, 3), DType::BF16)?, randn(8, (3, 5), DType::BF16)?);
+        let start = randn(9, (4, 5), DType::BF16)?;
+        let exact =
+            (wide(&start)? + (wide(&a)?.matmul(&wide(&b)?)? * (4.0 / 3.0))?)?.to_dtype(DType::BF16)?;
+        let c = start.copy()?;
+        matmul_acc(&c, &a, false, &b, false, 4.0 / 3.0)?;
+        assert_eq!(wide(&c)?.to_vec2::<f32>()?, wide(&exact)?.to_vec2::<f32>()?);
+        // the composition rounds the product, never the factor: within one rounding of it
+        let c = start.copy()?;
+        acc_composed(&c, &a, false, &b, false, 4.0 / 3.0)?;
+        close(&wide(&c)?, &wide(&exact)?, 1e-2);
         Ok(())
     }
 

@@ -36,6 +36,20 @@ pub fn wide(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
+/// Whether values are in half precision, where a factor is applied in f32: candle's own product would round the factor
+/// too, which is an error of one sign, unlike that of rounding values.
+pub fn is_half(t: &Tensor) -> bool {
+    matches!(t.dtype(), DType::BF16 | DType::F16)
+}
+
+/// `x` times a factor, rounded once.
+pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 {
+        return Ok(x.clone());
+    }
+    if is_half(x) { (wide(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
+}
+
 /// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)
 pub fn to_host(view: &Tensor) -> Result<Tensor> {
     if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }

@@ -6,13 +6,15 @@
 //! * DoRA (Liu et al., 2024), m `[o]`: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row, the
 //!   norm treated as a constant, as PEFT does it. With dropout PEFT scales only what passed it:
 //!   `y = b + x W^T - drop(x) W^T + g * (drop(x) W^T + s drop(x) A^T B^T)`.
+//!
+//! Factors are applied where sums are f32. In half precision dropout's mask is 0 or 1, and `k = 1 / (1 - p)` goes with
+//! `s` and `g`; in f32 the mask has it, and k is 1.
 
 use super::decoder::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::blocks::Blocks;
 use crate::kernel::decoded::Decoded;
-use crate::kernel::wide;
-use crate::kernel::{dropout, gemm};
+use crate::kernel::{dropout, gemm, is_half, scaled, wide};
 use crate::rng::{Purpose, Stream};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
@@ -139,7 +141,8 @@ impl Lora {
         ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?.sqrt()
     }
 
-    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<Tensor>> {
+    /// Dropout's mask of an input, and what of its factor the mask does not have.
+    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Tensor, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let (rows, width) = x.dims2()?;
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
@@ -173,7 +176,7 @@ pub struct Saved {
     pub x: Option<Tensor>,
     /// `drop(x) A^T` [t, r].
     u: Option<Tensor>,
-    /// DoRA: the output before its magnitude [t, o], and g [1, o] in f32 with 1 / norm.
+    /// DoRA: the output before its magnitude and k [t, o], g [1, o] in f32, and k / norm.
     dora: Option<(Tensor, Tensor, Tensor)>,
 }
 
@@ -209,15 +212,15 @@ impl Linear {
             return Ok((self.add_bias(y)?, saved));
         };
         let mask = lora.mask(x, ctx)?;
-        let xd = match &mask {
-            Some(m) => (x * m)?,
-            None => x.clone(),
+        let (xd, k) = match &mask {
+            Some((m, k)) => ((x * m)?, *k),
+            None => (x.clone(), 1.0),
         };
         let u = gemm::matmul(&xd, false, &lora.a, true)?;
         let y = match &lora.dora {
             None => {
                 let y = self.add_bias(self.weight.forward(x)?)?;
-                gemm::matmul_acc(&y, &u, false, &lora.b, true, lora.scale)?;
+                gemm::matmul_acc(&y, &u, false, &lora.b, true, lora.scale * k)?;
                 y
             }
             Some(dora) => {
@@ -226,12 +229,13 @@ impl Linear {
                 gemm::matmul_acc(&z, &u, false, &lora.b, true, lora.scale)?;
                 let inverse = lora.norms(&self.weight, &dora.row_squares)?.recip()?.unsqueeze(0)?;
                 let g = (wide(&dora.magnitude)? * &inverse)?;
-                let mut y = z.broadcast_mul(&g.to_dtype(z.dtype())?)?;
+                let mut y = wide(&z)?.broadcast_mul(&scaled(&g, k)?)?;
                 if mask.is_some() {
-                    y = ((y + self.weight.forward(x)?)? - base)?;
+                    y = ((y + wide(&self.weight.forward(x)?)?)? - scaled(&wide(&base)?, k)?)?;
                 }
+                let y = y.to_dtype(z.dtype())?;
                 if dora.slot.is_some() {
-                    saved.dora = Some((z, g, inverse));
+                    saved.dora = Some((z, g, scaled(&inverse, k)?));
                 }
                 self.add_bias(y)?
             }
@@ -268,6 +272,7 @@ impl Linear {
             candle_core::bail!("backward through an adapter that does not train");
         };
         let mask = lora.mask(x, ctx)?;
+        let k = mask.as_ref().map_or(1.0, |(_, k)| *k);
         let dz = match &saved.dora {
             None => dy.clone(),
             Some((z, g, inverse)) => {
@@ -275,23 +280,30 @@ impl Linear {
                     let dm = ((wide(dy)? * wide(z)?)?.sum_keepdim(0)? * inverse)?;
                     sink.add(slot, &dm)?;
                 }
-                dy.broadcast_mul(&g.to_dtype(dy.dtype())?)?
+                wide(dy)?.broadcast_mul(g)?.to_dtype(dy.dtype())?
             }
         };
-        let du = (gemm::matmul(&dz, false, &lora.b, false)? * lora.scale)?;
-        sink.product(b_slot, &dz, u, lora.scale)?;
+        sink.product(b_slot, &dz, u, lora.scale * k)?;
+        // s du is rounded where that costs nothing; `rest` is the factor that it lacks
+        let du = gemm::matmul(&dz, false, &lora.b, false)?;
+        let (du, rest) = if is_half(&du) { (du, lora.scale * k) } else { ((du * lora.scale)?, 1.0) };
         match mask {
             None => {
-                sink.product(a_slot, &du, x, 1.0)?;
+                sink.product(a_slot, &du, x, rest)?;
                 let dx = self.weight.backward(&dz, dx)?;
-                gemm::matmul_acc(&dx, &du, false, &lora.a, false, 1.0)?;
+                gemm::matmul_acc(&dx, &du, false, &lora.a, false, rest)?;
                 Ok(dx)
             }
-            Some(m) => {
-                sink.product(a_slot, &du, &(x * &m)?, 1.0)?;
-                let mut dxd = gemm::matmul(&du, false, &lora.a, false)?;
-                if saved.dora.is_some() {
-                    dxd = self.weight.backward(&(&dz - dy)?, Some(dxd))?;
+            Some((m, _)) => {
+                sink.product(a_slot, &du, &(x * &m)?, rest)?;
+                let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
+                if let Some((_, g, _)) = &saved.dora {
+                    let difference = match is_half(dy) {
+                        // g is near 1: the difference of what is rounded would be noise
+                        true => wide(dy)?.broadcast_mul(&((g - 1.0)? * k)?)?.to_dtype(dy.dtype())?,
+                        false => (&dz - dy)?,
+                    };
+                    dxd = self.weight.backward(&difference, Some(dxd))?;
                 }
                 let dx = self.weight.backward(dy, dx)?;
                 dx + (dxd * m)?
@@ -464,6 +476,85 @@ mod tests {
             }
         }
         Ok(l)
+    }
+
+    /// Relative error of what is common to many values, those of a column or (`whole`) all: the roundings of single
+    /// values cancel out of it, a factor that was rounded does not.
+    fn bias(got: &Tensor, want: &Tensor, whole: bool) -> Result<f64> {
+        let lay = |t: &Tensor| match whole {
+            true => t.to_dtype(DType::F64)?.reshape((t.elem_count(), 1)),
+            false => t.to_dtype(DType::F64),
+        };
+        let (got, want) = (lay(got)?, lay(want)?);
+        let share = ((&got * &want)?.sum(0)? / want.sqr()?.sum(0)?)?;
+        Ok(share.to_vec1::<f64>()?.iter().map(|s| (s - 1.0).abs()).fold(0.0, f64::max))
+    }
+
+    /// In bf16, alpha / rank, 1 / (1 - p) and DoRA's gain are not rounded to bf16: forward, dx, dA, dB and dm have the
+    /// factors of f64.
+    #[test]
+    fn factors_are_not_rounded_to_half_precision() -> Result<()> {
+        let (t, i, o, r) = (512, 24, 8, 6);
+        for kind in ["lora", "lora dropout", "dora", "dora dropout"] {
+            // the same values for both
+            let value = |seed, shape: (usize, usize)| randn(seed, shape, DType::BF16)?.to_dtype(DType::F64);
+            let w = if kind.contains("dora") {
+                value(1, (o, i))?
+            } else {
+                Tensor::zeros((o, i), DType::F64, &Device::Cpu)?
+            };
+            let (a, b, m) = (value(3, (r, i))?, value(4, (o, r))?, (value(5, (1, o))?.abs()? + 1.0 / 3.0)?);
+            let m = m.to_dtype(DType::F32)?.to_dtype(DType::F64)?;
+            let (x, dy) = (value(10, (t, i))?, value(11, (t, o))?);
+            let mut offset = 0;
+            let slots: Vec<Slot> = [(r, i), (o, r), (1, o)]
+                .iter()
+                .enumerate()
+                .map(|(index, (rows, cols))| {
+                    let s = Slot { index, unit: 0, offset, rows: *rows, cols: *cols };
+                    offset += rows * cols;
+                    s
+                })
+                .collect();
+            let run = |dtype: DType| -> Result<Vec<Tensor>> {
+                let weight = Weight::Dense(w.to_dtype(dtype)?);
+                let sums = if dtype == DType::F64 { dtype } else { DType::F32 };
+                let row_squares = weight.row_squares()?;
+                let dora = Dora { magnitude: m.to_dtype(sums)?, slot: Some(slots[2]), row_squares };
+                let l = Linear {
+                    weight,
+                    bias: None,
+                    weight_slot: None,
+                    bias_slot: None,
+                    lora: Some(Lora {
+                        a: a.to_dtype(dtype)?,
+                        b: b.to_dtype(dtype)?,
+                        slots: Some((slots[0], slots[1])),
+                        scale: 4.0 / 3.0,
+                        dropout: if kind.contains("dropout") { 0.1 } else { 0.0 },
+                        stream: 1,
+                        dora: kind.contains("dora").then_some(dora),
+                    }),
+                };
+                let (x, dy) = (x.to_dtype(dtype)?, dy.to_dtype(dtype)?);
+                let ctx = context(true)?;
+                let grads = vec![Some(Tensor::zeros(offset, sums, &Device::Cpu)?)];
+                let (y, saved) = l.forward(&x, &ctx)?;
+                let dx = l.backward(&saved, &dy, &ctx, &Sink::new(&grads, 3), None)?;
+                let trained = if kind.contains("dora") { &slots[..] } else { &slots[..2] };
+                let flat = grads[0].as_ref().expect("a buffer");
+                let grads = trained.iter().map(|s| s.view(flat)).collect::<Result<Vec<_>>>()?;
+                Ok([vec![y, dx], grads].concat())
+            };
+            let (got, want) = (run(DType::BF16)?, run(DType::F64)?);
+            for (what, (got, want)) in ["y", "dx", "dA", "dB", "dm"].iter().zip(got.iter().zip(&want)) {
+                // gradients are sums over all tokens, and have few values of their own
+                let off = bias(got, want, what.starts_with('d') && *what != "dx")?;
+                let bar = if *what == "dm" { 3e-3 } else { 8e-4 };
+                assert!(off < bar, "{kind}: {what}: {off:.1e}");
+            }
+        }
+        Ok(())
     }
 
     #[test]

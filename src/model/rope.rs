@@ -4,6 +4,7 @@ use super::config::Keys;
 use super::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::f64::consts::PI;
+use std::ops::RangeInclusive;
 
 /// The rotary embedding of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,6 +14,11 @@ pub struct Rope {
     /// Scaling.
     pub scaling: Scaling,
 }
+
+/// Bounds of the base: above 1, and its powers are numbers in f32.
+const THETA: RangeInclusive<f64> = 1.000_001..=1e15;
+/// Bounds of factors and lengths.
+const FACTOR: RangeInclusive<f64> = 1e-6..=1e9;
 
 /// How frequencies are changed for longer contexts.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,13 +75,10 @@ impl Rope {
             }
         }
         let theta = match &parameters {
-            Some(p) => p.number("rope_theta")?.or(keys.number("rope_theta")?),
-            None => keys.number("rope_theta")?,
+            Some(p) => p.number("rope_theta", THETA)?.or(keys.number("rope_theta", THETA)?),
+            None => keys.number("rope_theta", THETA)?,
         }
         .unwrap_or(default_theta);
-        if theta <= 1.0 {
-            return Err(keys.bad("rope_theta", format!("{theta}; a number above 1 is wanted")));
-        }
         let scaling = match keys.table("rope_scaling")?.or(parameters) {
             None => Scaling::Default,
             Some(t) => Self::scaling(&t, max_positions)?,
@@ -84,7 +87,7 @@ impl Rope {
     }
 
     fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
-        if let Some(f) = t.number("partial_rotary_factor")?
+        if let Some(f) = t.number("partial_rotary_factor", 0.0..=1.0)?
             && f != 1.0
         {
             return Err(t.bad("partial_rotary_factor", format!("{f}; only 1 is built")));
@@ -94,16 +97,13 @@ impl Rope {
             None => t.string("type")?.unwrap_or("default"),
         };
         let need = |key: &str| -> Result<f64> {
-            match t.number(key)? {
-                Some(x) if x > 0.0 => Ok(x),
-                Some(x) => Err(t.bad(key, format!("{x}; a number above 0 is wanted"))),
+            match t.number(key, FACTOR)? {
+                Some(x) => Ok(x),
                 None => Err(t.bad(key, format!("missing; rope_type {kind} needs it"))),
             }
         };
         let original = || -> Result<f64> {
-            Ok(t.number("original_max_position_embeddings")?
-                .filter(|x| *x > 0.0)
-                .unwrap_or(max_positions as f64))
+            Ok(t.number("original_max_position_embeddings", FACTOR)?.unwrap_or(max_positions as f64))
         };
         Ok(match kind {
             "default" => Scaling::Default,
@@ -128,16 +128,19 @@ impl Rope {
             "yarn" => {
                 let factor = need("factor")?;
                 let mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
-                let inferred = match (t.number("mscale")?, t.number("mscale_all_dim")?) {
-                    (Some(a), Some(b)) if a != 0.0 && b != 0.0 => mscale(factor, a) / mscale(factor, b),
-                    _ => mscale(factor, 1.0),
-                };
+                let scales = 0.0..=1e3;
+                let inferred =
+                    match (t.number("mscale", scales.clone())?, t.number("mscale_all_dim", scales)?) {
+                        (Some(a), Some(b)) if a != 0.0 && b != 0.0 => mscale(factor, a) / mscale(factor, b),
+                        _ => mscale(factor, 1.0),
+                    };
                 let beta = |key: &str, default: f64| -> Result<f64> {
-                    Ok(t.number(key)?.filter(|b| *b > 0.0).unwrap_or(default))
+                    // transformers takes 0 for the default
+                    Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
                 };
                 Scaling::Yarn {
                     factor,
-                    attention: t.number("attention_factor")?.unwrap_or(inferred),
+                    attention: t.number("attention_factor", FACTOR)?.unwrap_or(inferred),
                     beta_fast: beta("beta_fast", 32.0)?,
                     beta_slow: beta("beta_slow", 1.0)?,
                     original: original()?,

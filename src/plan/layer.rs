@@ -181,14 +181,27 @@ impl Sim<'_> {
                 };
                 let _product = self.ops.f32(Workspace, l.o * l.rank);
             }
-            let mut y = self.ops.tensor(c, n * l.o);
-            if masked {
-                let again = self.weight_forward(l, Workspace, n);
-                let sum = self.ops.tensor(Workspace, n * l.o);
-                drop(again);
-                y = self.ops.tensor(c, n * l.o);
-                drop(sum);
-            }
+            let y = if self.ops.machine.wide() {
+                let mut y = self.ops.tensor(c, n * l.o);
+                if masked {
+                    let again = self.weight_forward(l, Workspace, n);
+                    let sum = self.ops.tensor(Workspace, n * l.o);
+                    drop(again);
+                    y = self.ops.tensor(c, n * l.o);
+                    drop(sum);
+                }
+                y
+            } else {
+                // in f32, and rounded at the end
+                let _sum = self.ops.f32(Workspace, n * l.o);
+                if masked {
+                    let _terms = self.ops.f32(Workspace, 3 * n * l.o);
+                    let _again = self.weight_forward(l, Workspace, n);
+                } else {
+                    let _z = self.ops.f32(Workspace, n * l.o);
+                }
+                self.ops.tensor(c, n * l.o)
+            };
             drop(base);
             saved.dora = self.train.then_some(z);
             self.add_bias(l, c, n, y)
@@ -222,10 +235,10 @@ impl Sim<'_> {
             }
             self.ops.tensor(Workspace, n * l.o)
         });
-        let _du = {
-            let _unscaled = self.ops.matmul(Workspace, n, l.o, l.rank);
-            self.ops.tensor(Workspace, n * l.rank)
-        };
+        let mut _du = self.ops.matmul(Workspace, n, l.o, l.rank);
+        if self.ops.machine.wide() {
+            _du = self.ops.tensor(Workspace, n * l.rank);
+        }
         self.ops.matmul_acc(l.o, n, l.rank, true);
         if mask.is_none() {
             self.ops.matmul_acc(l.rank, n, l.i, true);
@@ -239,7 +252,9 @@ impl Sim<'_> {
         }
         let mut dxd = self.ops.matmul(Workspace, n, l.rank, l.i);
         if dz.is_some() {
+            let difference = (!self.ops.machine.wide()).then(|| self.ops.f32(Workspace, 2 * n * l.o));
             let _difference = self.ops.tensor(Workspace, n * l.o);
+            drop(difference);
             dxd = self.weight_backward(l, n, Some(dxd));
         }
         let dx = self.weight_backward(l, n, dx);

@@ -187,7 +187,7 @@ impl Plan {
 
     /// Tokens of an optimizer step, over all ranks, at the most.
     pub fn tokens_per_step(&self, data_ranks: u64) -> u64 {
-        self.workload.train.tokens * self.micro_batches * data_ranks
+        self.workload.train.tokens.saturating_mul(self.micro_batches).saturating_mul(data_ranks)
     }
 }
 
@@ -329,7 +329,7 @@ impl Plan {
         }
         let unit = (d.choices.micro_rows * p.data).max(1);
         Self {
-            ranks: (p.data * p.tensor * p.pipeline * p.expert * p.context) as u64,
+            ranks: p.ranks(),
             machine: i.machine,
             parameters: prepared.statics.parameters,
             budget: i.budget,
@@ -362,8 +362,9 @@ pub fn of_recipe(recipe: &Recipe, cuda: bool) -> crate::Result<(Plan, source::Fo
 /// # Errors
 /// As [`of_recipe`].
 pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Result<(Plan, source::Found)> {
-    let found = source::find(recipe)?;
+    let mut found = source::find(recipe)?;
     let selection = select(recipe, &found.config)?;
+    found.notes.clone_from(&selection.notes);
     let machine = machine(recipe, cuda);
     let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config)?;
     let workloads = &match &known {
@@ -397,7 +398,7 @@ fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {
             let path = recipe.resolve(source);
             let source = if path.exists() { path.display().to_string() } else { source.into() };
             let dir = crate::hub::fetch_adapter(&source, "main", false)?;
-            Selection::from_peft(config, &adapt::peft::PeftConfig::load(&dir)?)?
+            Selection::from_peft(config, &adapt::PeftConfig::load(&dir)?)?
         }
         _ => Selection::from_rules(config, &recipe.train)?,
     };

@@ -47,6 +47,8 @@ pub struct Found {
     pub dir: Option<PathBuf>,
     /// Whether the weights are on this machine already.
     pub weights: bool,
+    /// What the recipe's rules name and the model does not have.
+    pub notes: Vec<String>,
 }
 
 /// Finds the config of a recipe's model. Asks the hub for it only when nothing here has it.
@@ -68,6 +70,7 @@ pub fn find(recipe: &Recipe) -> crate::Result<Found> {
                 from: found.dir.display().to_string(),
                 dir: Some(found.dir),
                 weights,
+                notes: Vec::new(),
             });
         }
         Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
@@ -75,14 +78,15 @@ pub fn find(recipe: &Recipe) -> crate::Result<Found> {
     }
     if let Some((file, text)) = builtin(&m.source) {
         let name = format!("built-in {file}");
-        let mut raw: Map<String, Value> = serde_json::from_str(text)
+        let raw: Map<String, Value> = serde_json::from_str(text)
             .map_err(|e| model::Error::Syntax { file: name.clone(), why: e.to_string() })?;
-        raw.extend(m.overrides.iter().map(|(k, v)| (k.clone(), v.clone())));
-        return Ok(Found { config: Config::parse(&name, raw)?, from: name, dir: None, weights: false });
+        let config = Config::overridden(&name, raw, &m.overrides)?;
+        return Ok(Found { config, from: name, dir: None, weights: false, notes: Vec::new() });
     }
     let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
     let config = Config::load(&found.dir, &m.overrides)?;
-    Ok(Found { config, from: found.dir.display().to_string(), dir: Some(found.dir), weights: false })
+    let from = found.dir.display().to_string();
+    Ok(Found { config, from, dir: Some(found.dir), weights: false, notes: Vec::new() })
 }
 
 #[cfg(test)]

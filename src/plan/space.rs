@@ -180,7 +180,8 @@ impl Space {
         let width = if s.everything_full() { machine.width } else { 4 };
         let experts = s.modules.iter().filter(|(m, _)| m.expert.is_some()).count() as u64 / 3;
         let steps = w.steps.unwrap_or(0);
-        let log = LINE.0 * steps + LINE.1 * experts * steps.div_ceil(LOAD_EVERY);
+        let loads = (LINE.1 * experts).saturating_mul(steps.div_ceil(LOAD_EVERY));
+        let log = LINE.0.saturating_mul(steps).saturating_add(loads);
         let at = |name, bytes, change| Files { name, bytes, dir: r.run.output.clone(), change };
         let output: &[&str] = &["run.output"];
         let mut space = Self { checkpoint, saves, ..Self::default() };
@@ -193,7 +194,7 @@ impl Space {
             host.push(("data", data));
         }
         space.host = host;
-        let shared = match (ranks(r), r.parallel.comm) {
+        let shared = match (r.parallel.ranks(), r.parallel.comm) {
             (1, _) | (_, Comm::Threads) => 0,
             (_, Comm::Nccl) => NCCL,
             (_, Comm::Auto) if machine.cuda => NCCL,
@@ -206,7 +207,7 @@ impl Space {
     /// Bytes of checkpoints when there are most of them: the one being written stands beside those that stay.
     fn checkpoints(&self, keep: usize) -> u64 {
         let most = keep.max(1) as u64 + 1;
-        self.checkpoint * self.saves.map_or(most, |n| n.min(most))
+        self.checkpoint.saturating_mul(self.saves.map_or(most, |n| n.min(most)))
     }
 
     /// Adds the model's download, and the 4-bit model that `model.cache` keeps, where they are still to be made.
@@ -249,7 +250,7 @@ impl Space {
 
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
-        let local = if r.parallel.comm == Comm::Threads { ranks(r) } else { 1 };
+        let local = if r.parallel.comm == Comm::Threads { r.parallel.ranks() } else { 1 };
         // a budget above what this machine has speaks of another, whose memory and disks are not known
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.or(room.host.filter(|_| !told));
@@ -402,12 +403,6 @@ impl Space {
         line("shared", &self.shared, self.shared_left, "");
         s
     }
-}
-
-/// Ranks in all.
-fn ranks(r: &Recipe) -> u64 {
-    let p = &r.parallel;
-    (p.data * p.tensor * p.pipeline * p.expert * p.context) as u64
 }
 
 /// Bytes of a value in the published checkpoint.

@@ -7,6 +7,10 @@ use super::tree::{Table, Value};
 use super::types::*;
 use std::collections::BTreeMap;
 
+/// Most tokens of a micro-batch, and most ranks: what a plan counts from them fits 64 bits.
+const MICRO_TOKENS: u64 = 1 << 31;
+const RANKS: u64 = 1 << 20;
+
 /// The names that `fields` of a format can rename.
 fn fields_of(format: Format) -> &'static [&'static str] {
     match format {
@@ -253,6 +257,19 @@ impl Cross<'_, '_> {
                 );
                 self.report(key, message, format!("nearest: {near}"));
             }
+        }
+        let length = recipe.data.max_length;
+        if micro.saturating_mul(length) as u64 > MICRO_TOKENS
+            && self.all_good(&["run", "run.micro_rows", "data", "data.max_length"])
+        {
+            let message = format!(
+                "a micro-batch of micro_rows x max_length = {micro} x {length} tokens is more than any machine holds"
+            );
+            self.report("run.micro_rows", message, "fewer rows, or a smaller data.max_length");
+        }
+        if recipe.parallel.ranks() > RANKS && self.all_good(&["parallel"]) {
+            let message = format!("[parallel] asks for {} ranks", recipe.parallel.ranks());
+            self.report("parallel", message, format!("their number is a product, of up to {RANKS}"));
         }
         let output = recipe.run.output.to_string_lossy().into_owned();
         if self.all_good(&["run", "run.output"]) && output.contains(['{', '}']) {

@@ -88,7 +88,7 @@ table! {
         /// Inner width of the update.
         rank: usize = RANK, Toml("16");
         /// Scale: the update is multiplied by alpha / rank (with rslora: alpha / sqrt(rank)).
-        alpha: f64 = Number(Bound::Positive), Toml("32");
+        alpha: f64 = Number(Bound::Alpha), Toml("32");
         /// Probability that an input of A is zeroed in training.
         dropout: f64 = Number(Bound::BelowOne), Toml("0.0");
         /// Scale by sqrt(rank) in place of rank.
@@ -116,7 +116,7 @@ table! {
         /// Rank of this rule.
         rank: Option<usize> = RANK, Absent("lora.rank");
         /// Alpha of this rule.
-        alpha: Option<f64> = Number(Bound::Positive), Absent("lora.alpha");
+        alpha: Option<f64> = Number(Bound::Alpha), Absent("lora.alpha");
         /// Dropout of this rule.
         dropout: Option<f64> = Number(Bound::BelowOne), Absent("lora.dropout");
         /// rsLoRA for this rule.

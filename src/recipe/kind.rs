@@ -76,6 +76,8 @@ pub enum Bound {
     Share,
     /// 0 to 1, without 1.
     BelowOne,
+    /// 1e-9 to 1e9: what is computed with it stays within f32, and adapters hold it.
+    Alpha,
 }
 
 impl Bound {
@@ -87,6 +89,7 @@ impl Bound {
                 Bound::NotNegative => x >= 0.0,
                 Bound::Share => (0.0..=1.0).contains(&x),
                 Bound::BelowOne => (0.0..1.0).contains(&x),
+                Bound::Alpha => (1e-9..=1e9).contains(&x),
             }
     }
 
@@ -97,6 +100,7 @@ impl Bound {
             Bound::NotNegative => "a number of 0 or more",
             Bound::Share => "a number from 0 to 1",
             Bound::BelowOne => "a number from 0 to below 1",
+            Bound::Alpha => "a number from 1e-9 to 1e9",
         }
     }
 }
@@ -112,7 +116,7 @@ pub const GROUPS: &[(&str, &str)] = &[
     ("head", "the output head"),
 ];
 
-/// A bound on indices of layers and experts, and on ranks.
+/// A bound on indices of layers and experts, on LoRA's rank, and on ranks of a run.
 pub const INDEX: u64 = 65_535;
 
 /// Calls `f` with the dotted path of every key, lists of tables as `train.0`.

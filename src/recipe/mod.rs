@@ -34,6 +34,7 @@ mod write;
 mod tests;
 
 pub use keys::*;
+pub use kind::INDEX as MAX_RANK;
 pub use report::{Diagnostic, Problems, color_on_stderr};
 pub use schema::schema;
 pub use shipped::{SHIPPED, Shipped};

@@ -2,6 +2,7 @@
 
 use super::keys::Recipe;
 use super::kind::{self, Bound, GROUPS, INDEX, Key, Kind, Unset};
+use super::values::BARE;
 use serde_json::{Map, Value, json};
 
 /// The schema, made from the table of keys (JSON schema draft 7, which TOML language servers read).
@@ -61,6 +62,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
         Kind::Number(Bound::NotNegative) => json!({ "type": "number", "minimum": 0 }),
         Kind::Number(Bound::Share) => json!({ "type": "number", "minimum": 0, "maximum": 1 }),
         Kind::Number(Bound::BelowOne) => json!({ "type": "number", "minimum": 0, "exclusiveMaximum": 1 }),
+        Kind::Number(Bound::Alpha) => json!({ "type": "number", "minimum": 1e-9, "maximum": 1e9 }),
         Kind::Bool => json!({ "type": "boolean" }),
         Kind::Text => json!({ "type": "string", "minLength": 1 }),
         Kind::Name => json!({ "type": "string", "pattern": r"^[^/\\{}]+$", "maxLength": 200 }),
@@ -94,7 +96,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
             "items": { "type": "number", "minimum": 0, "exclusiveMaximum": 1 },
         }),
         Kind::Bytes => json!({ "oneOf": [
-            { "type": "integer", "minimum": 1 },
+            { "type": "integer", "minimum": BARE },
             { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
         ] }),
         Kind::Recompute => json!({ "oneOf": [{ "enum": ["auto", "all", "none"] }, index] }),

@@ -2,8 +2,10 @@
 //! the struct, the rows that the checks and the schema read, and the way from checked values to the struct and back.
 
 use super::check::Checked;
+use super::kind::Kind;
 use super::tree::{quote, quote_key};
 use super::types::{IndexSet, LayerSet, MicroRows, Offload, Recompute};
+use super::values::written_bytes;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -21,6 +23,16 @@ pub(super) enum Written {
     Table(Keys),
     /// A list of tables.
     Tables(Vec<Keys>),
+}
+
+impl Written {
+    /// As a key of this kind is written: bytes with their unit.
+    pub fn of(self, kind: Kind) -> Self {
+        match (kind, self) {
+            (Kind::Bytes, Written::Value(v)) => Written::Value(v.parse().map_or(v, written_bytes)),
+            (_, written) => written,
+        }
+    }
 }
 
 /// The keys of a table, in the order of the documentation.
@@ -82,7 +94,7 @@ macro_rules! table {
 
             /// Its keys with their values.
             pub(super) fn write(&self) -> Keys {
-                vec![$((table!(@name $field $($spelt)?), Field::write(&self.$field))),+]
+                vec![$((table!(@name $field $($spelt)?), Field::write(&self.$field).of($kind))),+]
             }
         }
 

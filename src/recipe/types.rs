@@ -1,7 +1,7 @@
 //! What keys of a recipe can be: words, sets of layers, and what follows from keys together.
 
 use super::check::Checked;
-use super::keys::{Lora, Optimizer, Recipe, Rule, Run};
+use super::keys::{Lora, Optimizer, Parallel, Recipe, Rule, Run};
 use super::table::{Field, Written, doc, words};
 use super::tree::quote;
 
@@ -363,6 +363,15 @@ words! {
         Params = "params",
         /// Layer inputs.
         Activations = "activations",
+    }
+}
+
+impl Parallel {
+    /// Ranks in all.
+    pub fn ranks(&self) -> u64 {
+        [self.data, self.tensor, self.pipeline, self.expert, self.context]
+            .iter()
+            .fold(1, |all, n| all.saturating_mul(*n as u64))
     }
 }
 

@@ -153,7 +153,23 @@ pub(super) fn is_name(text: &str) -> bool {
         && !text.chars().any(char::is_control)
 }
 
-/// A number of bytes: `"48GiB"`, `"500 MB"`, or a whole number.
+/// Units of sizes, the largest first.
+const UNITS: [(&str, u64); 9] = [
+    ("TiB", 1 << 40),
+    ("TB", 1_000_000_000_000),
+    ("GiB", 1 << 30),
+    ("GB", 1_000_000_000),
+    ("MiB", 1 << 20),
+    ("MB", 1_000_000),
+    ("KiB", 1 << 10),
+    ("kB", 1_000),
+    ("B", 1),
+];
+
+/// The smallest number that is taken for bytes where no unit says so: a smaller one was meant in another unit.
+pub(super) const BARE: u64 = 1 << 20;
+
+/// A number of bytes: `"48GiB"`, `"500 MB"`, or, from 1 MiB on, a number alone.
 pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
     let wrong = || {
         bad(
@@ -161,29 +177,41 @@ pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
             "a size has a number and a unit: \"48GiB\", \"500MiB\", \"80GB\"; or it is a number of bytes",
         )
     };
+    let bare = |bytes: u64| match bytes {
+        1..BARE => Err(bad(
+            format!("{path} = {value} has no unit, and {bytes} bytes are not what is meant"),
+            format!("write \"{bytes}GiB\" or \"{bytes}MiB\"; \"{bytes}B\" are bytes"),
+        )),
+        _ => Ok(bytes),
+    };
     let bytes = match value {
-        Value::Int(i) => u64::try_from(*i).map_err(|_| wrong())?,
+        Value::Int(i) => bare(u64::try_from(*i).map_err(|_| wrong())?)?,
         Value::Text(s) => {
             let s = s.trim();
             let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
             let (amount, unit) = s.split_at(digits);
-            let factor: f64 = match unit.trim() {
-                "B" | "" => 1.0,
-                "KiB" => 1024.0,
-                "MiB" => 1024.0 * 1024.0,
-                "GiB" => 1024.0 * 1024.0 * 1024.0,
-                "TiB" => 1024.0 * 1024.0 * 1024.0 * 1024.0,
-                "kB" | "KB" => 1e3,
-                "MB" => 1e6,
-                "GB" => 1e9,
-                "TB" => 1e12,
-                _ => return Err(wrong()),
-            };
-            (amount.parse::<f64>().map_err(|_| wrong())? * factor) as u64
+            let amount = amount.parse::<f64>().map_err(|_| wrong())?;
+            match unit.trim() {
+                "" => bare(amount as u64)?,
+                "KB" => (amount * 1e3) as u64,
+                unit => {
+                    let (_, factor) = UNITS.iter().find(|(u, _)| *u == unit).ok_or_else(wrong)?;
+                    (amount * *factor as f64) as u64
+                }
+            }
         }
         _ => return Err(wrong()),
     };
     if (1..=1 << 60).contains(&bytes) { Ok(bytes) } else { Err(wrong()) }
+}
+
+/// A number of bytes as a recipe writes it, in the largest unit that it is a multiple of.
+pub(super) fn written_bytes(bytes: u64) -> String {
+    let binary = UNITS.iter().filter(|(unit, _)| unit.contains('i') || *unit == "B");
+    match binary.into_iter().find(|(_, size)| bytes.is_multiple_of(*size)) {
+        Some((unit, size)) => quote(&format!("{}{unit}", bytes / size)),
+        None => bytes.to_string(),
+    }
 }
 
 /// A table as JSON: what TOML has and JSON does not (dates, nan, inf) is refused.

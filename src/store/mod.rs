@@ -5,6 +5,7 @@
 //! | `read` | tensors by name and by rows, from one file or the shards of a model |
 //! | `header`, `index` | what a safetensors file and a shard index say, checked |
 //! | `path` | which files may be opened: plain ones, inside the folder that was named |
+//! | `json` | JSON objects with each key once |
 //! | `convert` | the file's number formats to the dtype asked for, in parallel |
 //! | `write` | one safetensors file, or shards with an index, streamed |
 //! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
@@ -23,6 +24,7 @@ mod error;
 pub mod fault;
 mod header;
 mod index;
+pub(crate) mod json;
 mod lock;
 mod path;
 mod read;

@@ -136,7 +136,8 @@ pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> crate::R
     Ok(Some(Adapter::open(&dir)?))
 }
 
-/// What trains: by the recipe's rules; without any, what the adapter holds.
+/// What trains: by the recipe's rules; without any, what the adapter holds. Warns of what the rules name and the model
+/// does not have.
 ///
 /// # Errors
 /// Rules or an adapter that do not fit the model; nothing that trains.
@@ -148,6 +149,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     if selection.parts().is_empty() {
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
+    selection.notes.iter().for_each(|n| warn(n));
     Ok(selection)
 }
 

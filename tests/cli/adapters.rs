@@ -188,3 +188,52 @@ fn adapters_of_peft_are_used_as_they_are() {
         assert!(r.code == 4 && r.err.contains("base_layer") && r.err.contains("another model"), "{}", r.err);
     }
 }
+
+/// A range that goes beyond the model trains what there is, and says so once, whatever looks at it.
+#[test]
+fn layers_beyond_the_model_are_told() {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    let rule = |layers: &str| {
+        recipe(&format!("[[train]]\nmodules = [\"attention\"]\nrank = 2\nlayers = {layers}\n"))
+    };
+    w.write("r.toml", rule("\"0-40\""));
+    for verb in
+        [&["check", "r.toml"][..], &["plan", "r.toml"], &["plan", "r.toml", "--json"], &["run", "r.toml"]]
+    {
+        let r = w.ok(verb);
+        let told = r.err.matches("train.0.layers: 3-40 are not there").count();
+        assert_eq!(told, 1, "{verb:?}: {}", r.err);
+    }
+    w.write("r.toml", rule("[0, 77]"));
+    for verb in ["check", "plan", "run"] {
+        let r = w.ft(&[verb, "r.toml", "run.output=x"]);
+        assert!(r.code == 2 && r.err.contains("77 is not there"), "{verb}: {}", r.err);
+    }
+    assert!(!w.path("x").exists());
+}
+
+/// To PEFT an embedding that is saved without its tied head is a copy beside the head's: not one tensor, as here.
+#[test]
+fn an_embedding_without_its_tied_head_is_refused() {
+    let w = world("qwen3-dense", "[[train]]\nmodules = [\"embedding\"]\nmethod = \"full\"\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
+    let path = w.path("a/adapter/adapter_model.safetensors");
+    let files = ft::store::TensorFiles::open_file(&path).expect("tensors");
+    let (f32, cpu) = (candle_core::DType::F32, candle_core::Device::Cpu);
+    let names = files.names().filter(|n| !n.contains("lm_head"));
+    let kept: Vec<_> =
+        names.map(|n| (n.to_string(), files.tensor(n, f32, &cpu).expect("a tensor"))).collect();
+    ft::store::write_file(&path, &kept, &[("format", "pt")]).expect("written");
+    let text = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    config["modules_to_save"] = json!(["embed_tokens"]);
+    for (ties, code) in [(false, 4), (true, 0)] {
+        config["ensure_weight_tying"] = json!(ties);
+        w.write("a/adapter/adapter_config.json", config.to_string());
+        let r = w.ft(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]);
+        assert_eq!(r.code, code, "{}", r.err);
+        assert!(code == 0 || r.err.contains("embed_tokens.weight without lm_head"), "{}", r.err);
+    }
+}

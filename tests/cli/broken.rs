@@ -86,6 +86,7 @@ const CASES: &[Case] = &[
     ("not built", 2, |_| vec!["parallel.tensor=2", "memory.offload=['params']"]),
     ("micro rows do not divide", 2, |_| vec!["run.micro_rows=3"]),
     ("a rule matches nothing", 2, |w| set(w, ("\"attention\"", "\"q_porj\""))),
+    ("a budget of 48 bytes", 2, |_| vec!["memory.budget=48"]),
     ("layers that are not there", 2, |w| set(w, ("rank = 2", "layers = [7]"))),
     ("LoRA on a norm", 2, |w| set(w, ("\"attention\"", "\"norms\""))),
     ("nothing trains", 2, |w| set(w, ("rank = 2", "method = \"freeze\""))),
@@ -117,6 +118,20 @@ const CASES: &[Case] = &[
     ("config lacks a size", 4, |w| config(w, json!({"hidden_size": null}))),
     ("config with another attention", 4, |w| config(w, json!({"attn_logit_softcapping": 30.0}))),
     ("config with heads that do not divide", 4, |w| config(w, json!({"num_key_value_heads": 3}))),
+    ("config with more layers than there are", 4, |w| config(w, json!({"num_hidden_layers": 10_000_000}))),
+    ("config with more experts than there are", 4, |w| {
+        config(
+            w,
+            json!({"model_type": "qwen3_moe", "num_experts": 1_000_000, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+        )
+    }),
+    ("config with heads that wrap around", 4, |w| {
+        config(
+            w,
+            json!({"num_attention_heads": 1u64 << 31, "num_key_value_heads": 1, "head_dim": 1u64 << 31}),
+        )
+    }),
+    ("an override with too many layers", 4, |_| vec!["model.override={num_hidden_layers=100000}"]),
     ("rotary scaling that is not built", 4, |w| {
         config(w, json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}))
     }),
@@ -176,6 +191,26 @@ const CASES: &[Case] = &[
     ("adapter with a key that changes numbers", 4, |w| {
         adapter(w);
         edit(w, "a/adapter_config.json", "use_qalora", json!(true));
+        vec![]
+    }),
+    ("adapter whose initialisation changed its base", 4, |w| {
+        adapter(w);
+        edit(w, "a/adapter_config.json", "init_lora_weights", json!("pissa_niter_4"));
+        vec![]
+    }),
+    ("adapter with a text for true", 4, |w| {
+        adapter(w);
+        edit(w, "a/adapter_config.json", "use_rslora", json!("true"));
+        vec![]
+    }),
+    ("adapter that drops everything", 4, |w| {
+        adapter(w);
+        edit(w, "a/adapter_config.json", "lora_dropout", json!(1));
+        vec![]
+    }),
+    ("adapter with a list of alphas", 4, |w| {
+        adapter(w);
+        edit(w, "a/adapter_config.json", "alpha_pattern", json!([8]));
         vec![]
     }),
     ("adapter config cut short", 4, |w| {

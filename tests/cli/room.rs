@@ -51,7 +51,7 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     assert_eq!(w.ft(&["run", "r.toml", "run.output=runs/other", &less]).code, 8);
     assert!(!w.path("runs/other").exists());
     // what an earlier run left counts as room, and is not enough; refused, so that it is there
-    assert_eq!(w.ft(&["run", "r.toml", "--overwrite", "memory.disk_budget=1"]).code, 8);
+    assert_eq!(w.ft(&["run", "r.toml", "--overwrite", "memory.disk_budget=1B"]).code, 8);
     assert!(w.path("runs/r/adapter").is_dir());
     let host = w.ft(&["run", "r.toml", "--overwrite", "memory.host_budget=1MiB", "memory.budget=1GiB"]);
     assert_eq!(host.code, 8);

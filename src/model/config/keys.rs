@@ -1,26 +1,35 @@
 //! Typed access to a config's keys.
 
 use crate::model::{Error, Result};
+use crate::store::json::short;
 use serde_json::{Map, Value};
+use std::ops::RangeInclusive;
 
 /// Typed access to the keys of a config, with errors that name file and key. Null counts as absent.
+///
+/// Every number has bounds: products of sizes stay far inside of 64 bits, and what no machine holds is refused before
+/// anything is made of it.
 pub struct Keys<'a> {
     file: &'a str,
+    /// Path of the table, with a dot at its end.
+    path: String,
     pub(super) raw: &'a Map<String, Value>,
 }
 
 impl<'a> Keys<'a> {
     /// Keys of an object in `file`.
     pub fn new(file: &'a str, raw: &'a Map<String, Value>) -> Self {
-        Self { file, raw }
+        Self { file, path: String::new(), raw }
     }
 
     /// A table below this one.
     pub fn table(&self, key: &str) -> Result<Option<Keys<'a>>> {
         match self.get(key) {
             None => Ok(None),
-            Some(Value::Object(m)) => Ok(Some(Keys { file: self.file, raw: m })),
-            Some(v) => Err(self.bad(key, format!("{v}; an object is wanted"))),
+            Some(Value::Object(m)) => {
+                Ok(Some(Keys { file: self.file, path: format!("{}{key}.", self.path), raw: m }))
+            }
+            Some(v) => Err(self.wanted(key, v, "an object")),
         }
     }
 
@@ -30,37 +39,55 @@ impl<'a> Keys<'a> {
 
     /// The error for a key with a value that cannot be used.
     pub fn bad(&self, key: &str, why: impl Into<String>) -> Error {
-        Error::Key { file: self.file.into(), key: key.into(), why: why.into() }
+        Error::Key { file: self.file.into(), key: format!("{}{key}", self.path), why: why.into() }
     }
 
-    /// A number.
-    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+    fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {
+        self.bad(key, format!("{}; {what} is wanted", short(v)))
+    }
+
+    /// A number within bounds: never infinite, and not NaN.
+    pub fn number(&self, key: &str, bounds: RangeInclusive<f64>) -> Result<Option<f64>> {
         match self.get(key) {
             None => Ok(None),
-            Some(v) => match v.as_f64().filter(|x| x.is_finite()) {
-                Some(x) => Ok(Some(x)),
-                None => Err(self.bad(key, format!("{v}; a number is wanted"))),
+            Some(v) => match v.as_f64() {
+                Some(x) if bounds.contains(&x) => Ok(Some(x)),
+                Some(_) => {
+                    let (from, to) = (bounds.start(), bounds.end());
+                    Err(self.wanted(key, v, &format!("a number from {from:?} to {to:?}")))
+                }
+                None => Err(self.wanted(key, v, "a number")),
             },
         }
     }
 
-    /// A whole number that is not negative.
-    pub fn count(&self, key: &str) -> Result<Option<usize>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(v) => match v.as_u64().filter(|x| *x <= u64::from(u32::MAX)) {
-                Some(x) => Ok(Some(x as usize)),
-                None => Err(self.bad(key, format!("{v}; a whole number is wanted"))),
-            },
-        }
+    /// A whole number from 0 to `most`.
+    pub fn count(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        self.integer(key, 0..=most)
     }
 
-    /// A required whole number above zero.
-    pub fn size(&self, key: &str) -> Result<usize> {
-        match self.count(key)? {
-            Some(0) => Err(self.bad(key, "0")),
-            Some(n) => Ok(n),
-            None => Err(self.bad(key, "missing")),
+    /// A whole number from 1 to `most`.
+    pub fn some(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        self.integer(key, 1..=most)
+    }
+
+    /// A required whole number from 1 to `most`.
+    pub fn size(&self, key: &str, most: usize) -> Result<usize> {
+        self.some(key, most)?.ok_or_else(|| self.bad(key, "missing"))
+    }
+
+    fn integer(&self, key: &str, bounds: RangeInclusive<usize>) -> Result<Option<usize>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => {
+                match v.as_u64().and_then(|x| usize::try_from(x).ok()).filter(|x| bounds.contains(x)) {
+                    Some(x) => Ok(Some(x)),
+                    None => {
+                        let (from, to) = (bounds.start(), bounds.end());
+                        Err(self.wanted(key, v, &format!("a whole number from {from} to {to}")))
+                    }
+                }
+            }
         }
     }
 
@@ -69,7 +96,7 @@ impl<'a> Keys<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Bool(b)) => Ok(Some(*b)),
-            Some(v) => Err(self.bad(key, format!("{v}; true or false is wanted"))),
+            Some(v) => Err(self.wanted(key, v, "true or false")),
         }
     }
 
@@ -78,7 +105,7 @@ impl<'a> Keys<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(s)) => Ok(Some(s)),
-            Some(v) => Err(self.bad(key, format!("{v}; a text is wanted"))),
+            Some(v) => Err(self.wanted(key, v, "a text")),
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Which keys there are, and what those say that take more than one look: what is not supported, 4-bit weights,
 //! windows, experts.
 
-use super::{Keys, Moe};
+use super::{EXPERTS, INNER, Keys, LAYERS, Moe, POSITIONS};
 use crate::model::Result;
 use crate::model::family::{Family, Window};
+use crate::store::json::short;
 use serde_json::Value;
+use std::collections::HashSet;
 
 /// Keys that describe files, tokens, generation or training and do not change the forward pass.
 const HARMLESS: &[&str] = &[
@@ -128,12 +130,63 @@ const QUANTIZATION: &[&str] = &[
     "quant_method",
 ];
 
+/// Keys of `rope_scaling` and `rope_parameters`.
+const ROPE: &[&str] = &[
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+];
+
 /// Whether a key is one of these.
-pub fn knows(key: &str) -> bool {
+fn knows(key: &str) -> bool {
     HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 
 impl Keys<'_> {
+    /// Keys that nothing here knows.
+    pub(super) fn unknown(&self) -> Vec<String> {
+        let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
+        for table in ["rope_scaling", "rope_parameters"] {
+            let Some(Value::Object(t)) = self.get(table) else { continue };
+            out.extend(t.keys().filter(|k| !ROPE.contains(&k.as_str())).map(|k| format!("{table}.{k}")));
+        }
+        out
+    }
+
+    /// Token ids are whole numbers, or lists of them; those that end a text are tokens of the model.
+    pub(super) fn token_ids(&self, vocab: usize) -> Result<()> {
+        for key in ["bos_token_id", "pad_token_id", "eos_token_id"] {
+            let Some(v) = self.get(key) else { continue };
+            let ids = match v {
+                Value::Array(list) => list.iter().collect(),
+                v => vec![v],
+            };
+            let ends = key == "eos_token_id";
+            // -1 is how old configs say that there is none
+            let right = |id: &&Value| match id.as_i64() {
+                Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
+                None => false,
+            };
+            if !ids.iter().all(|id| right(id)) {
+                let what =
+                    if ends { format!("a token from 0 to {}", vocab - 1) } else { "a token's number".into() };
+                return Err(self.bad(key, format!("{}; {what}, or a list of such, is wanted", short(v))));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
         let act = self.string("hidden_act")?.unwrap_or("silu");
         if !matches!(act, "silu" | "swish") {
@@ -146,7 +199,8 @@ impl Keys<'_> {
                 Some(v) if v.as_f64() == Some(*neutral) => {}
                 Some(Value::Bool(false)) => {}
                 Some(v) => {
-                    return Err(self.bad(key, format!("{v}; it changes the numbers and is not built")));
+                    let why = format!("{}; it changes the numbers and is not built", short(v));
+                    return Err(self.bad(key, why));
                 }
             }
         }
@@ -159,7 +213,7 @@ impl Keys<'_> {
     /// the arithmetic is the recipe's.
     pub(super) fn four_bit(&self) -> Result<bool> {
         let Some(q) = self.table("quantization_config")? else { return Ok(false) };
-        let at = |key: &str, why: String| self.bad(&format!("quantization_config.{key}"), why);
+        let at = |key: &str, why: String| q.bad(key, why);
         match q.string("quant_method")? {
             Some("bitsandbytes") => {}
             other => {
@@ -187,34 +241,20 @@ impl Keys<'_> {
     }
 
     pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
-        let size = self.count("sliding_window")?;
-        if size == Some(0) {
-            return Err(self.bad("sliding_window", "0"));
-        }
+        let switch = self.flag("use_sliding_window")? == Some(true);
+        let size = self.some("sliding_window", POSITIONS)?;
+        let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
+        let used = size.filter(|_| family.window == Window::Always || switch);
         let Some(types) = self.get("layer_types") else {
             return Ok(match family.window {
                 Window::Never => vec![None; layers],
-                Window::Always => vec![size; layers],
-                Window::AlwaysIf => {
-                    vec![
-                        size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
-                        layers
-                    ]
-                }
-                Window::FromLayer => {
-                    let size = size.filter(|_| self.flag("use_sliding_window").ok().flatten() == Some(true));
-                    let from = self.count("max_window_layers")?.unwrap_or(28);
-                    (0..layers).map(|l| size.filter(|_| l >= from)).collect()
-                }
+                Window::Always | Window::AlwaysIf => vec![used; layers],
+                Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
             });
         };
         let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
             self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
         })?;
-        let size = match family.window {
-            Window::FromLayer | Window::AlwaysIf if self.flag("use_sliding_window")? != Some(true) => None,
-            _ => size,
-        };
         list.iter()
             .map(|t| match t.as_str() {
                 Some("full_attention") => Ok(None),
@@ -222,16 +262,16 @@ impl Keys<'_> {
                     Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
                 }
                 Some("sliding_attention") => {
-                    match size {
+                    match used {
                         Some(n) => Ok(Some(n)),
                         None => Err(self
                             .bad("layer_types", "sliding_attention without a sliding_window that is in use")),
                     }
                 }
-                _ => {
-                    Err(self
-                        .bad("layer_types", format!("{t}; full_attention and sliding_attention are built")))
-                }
+                _ => Err(self.bad(
+                    "layer_types",
+                    format!("{}; full_attention and sliding_attention are built", short(t)),
+                )),
             })
             .collect()
     }
@@ -239,31 +279,29 @@ impl Keys<'_> {
     pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
         let Some(x) = &family.experts else { return Ok(None) };
         // transformers from 5.19 on has one name for all families
-        let experts = match (self.count(x.count_key)?, self.count("num_local_experts")?) {
-            (None, Some(_)) => self.size("num_local_experts")?,
-            _ => self.size(x.count_key)?,
+        let experts = match (self.some(x.count_key, EXPERTS)?, self.some("num_local_experts", EXPERTS)?) {
+            (None, Some(n)) => n,
+            _ => self.size(x.count_key, EXPERTS)?,
         };
-        let top_k = self.count("num_experts_per_tok")?.unwrap_or(x.default_top_k);
-        if top_k == 0 || top_k > experts {
+        let top_k = self.some("num_experts_per_tok", EXPERTS)?.unwrap_or(x.default_top_k);
+        if top_k > experts {
             return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
         }
-        let step = self.count("decoder_sparse_step")?.filter(|_| x.dense_layers).unwrap_or(1);
-        if step == 0 {
-            return Err(self.bad("decoder_sparse_step", "0; every how many layers have experts is wanted"));
-        }
-        let dense: Vec<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
-            None => Vec::new(),
-            Some(v) => serde_json::from_value(v.clone())
-                .map_err(|_| self.bad("mlp_only_layers", format!("{v}; a list of layers is wanted")))?,
+        let step = self.some("decoder_sparse_step", LAYERS)?.filter(|_| x.dense_layers).unwrap_or(1);
+        let dense: HashSet<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
+            None => HashSet::new(),
+            Some(v) => serde_json::from_value(v.clone()).map_err(|_| {
+                self.bad("mlp_only_layers", format!("{}; a list of layers is wanted", short(v)))
+            })?,
         };
         let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
         Ok(Some(Moe {
             experts,
             top_k,
-            width: self.size(x.width_key)?,
+            width: self.size(x.width_key, INNER)?,
             normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
             sparse,
-            shared: x.shared_key.map_or(Ok(0), |key| self.size(key))?,
+            shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
         }))
     }
 }

@@ -101,3 +101,146 @@ fn unknown_keys_are_reported() -> Result<()> {
     assert_eq!(parse(json!({"new_trick": 1, "torch_dtype": "bfloat16"}))?.unknown, ["new_trick"]);
     Ok(())
 }
+
+fn moe(extra: Value) -> Result<Config> {
+    let mut raw = json!({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "head_dim": 16});
+    if let (Some(map), Value::Object(more)) = (raw.as_object_mut(), extra) {
+        map.extend(more);
+    }
+    parse(raw)
+}
+
+/// Of each number what is too much, too little, or of another type, by its key and at once.
+#[test]
+fn numbers_have_bounds() {
+    let wrong = |key: &str, values: Value, nested: Option<Value>| {
+        for value in values.as_array().into_iter().flatten() {
+            let extra = match &nested {
+                None => json!({ key: value }),
+                Some(t) => {
+                    let mut t = t.clone();
+                    t["rope_scaling"][key] = value.clone();
+                    t
+                }
+            };
+            for read in [parse, moe] {
+                let e = read(extra.clone()).map(|_| ()).map_err(|e| e.to_string());
+                assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key} = {value}: {e:?}");
+            }
+        }
+    };
+    let sizes = json!([0, -1, 1.5, 2.0, "64", true, [1], {}, 4294967295u64, 9223372036854775807u64, 1e300]);
+    for key in [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "intermediate_size",
+        "sliding_window",
+    ] {
+        wrong(key, sizes.clone(), None);
+    }
+    wrong("num_hidden_layers", json!([100_000, 10_000_000, 1025]), None);
+    wrong("head_dim", json!([7, 8192]), None);
+    wrong("num_key_value_heads", json!([3, 8]), None);
+    wrong("rms_norm_eps", json!([0, -1e-6, 1e300, 1e-300, "1e-6", true, 2]), None);
+    wrong("rope_theta", json!([0, 1, -1e4, 1e300, "1e4", true]), None);
+    wrong("initializer_range", json!([0, -1, 1e300, "0.02", true]), None);
+    wrong("eos_token_id", json!([100, -1, "2", 1.5, [2, 100], [null], {}, true]), None);
+    wrong("pad_token_id", json!(["0", 1.5, {}, [true]]), None);
+    wrong("use_sliding_window", json!(["true", 1]), None);
+    wrong("max_window_layers", json!([-1, "3", 1.5]), None);
+    for (kind, keys) in [
+        ("linear", &["factor"][..]),
+        ("llama3", &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]),
+        ("yarn", &["factor", "attention_factor", "original_max_position_embeddings"]),
+    ] {
+        let table = json!({"rope_scaling": {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}});
+        for key in keys {
+            wrong(key, json!([0, -1, 1e300, 1e-300, "2", true]), Some(table.clone()));
+        }
+    }
+    let yarn = json!({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}});
+    for key in ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"] {
+        wrong(key, json!([-1, 1e300, "1"]), Some(yarn.clone()));
+    }
+    wrong("truncate", json!(["no", 0]), Some(yarn.clone()));
+    wrong("rope_type", json!(["su", "dynamic", "", 3]), Some(yarn));
+    for (key, values) in [
+        ("num_experts", json!([0, -1, 1.5, "8", 65_537, 1_000_000])),
+        ("num_experts_per_tok", json!([0, 9, "2", 4294967295u64])),
+        ("moe_intermediate_size", json!([0, "16", 1u64 << 40])),
+        ("decoder_sparse_step", json!([0, -1, "1"])),
+        ("mlp_only_layers", json!([3, ["1"], [-1], [1.5]])),
+        ("norm_topk_prob", json!(["true", 1])),
+    ] {
+        for value in values.as_array().into_iter().flatten() {
+            let e = moe(json!({ key: value })).map(|_| ()).map_err(|e| e.to_string());
+            assert!(e.as_ref().is_err_and(|e| e.contains(key)), "{key} = {value}: {e:?}");
+        }
+    }
+}
+
+/// Sizes that are right one by one, and no machine holds together.
+#[test]
+fn products_of_sizes_have_bounds() {
+    for (extra, key) in [
+        (json!({"vocab_size": 1 << 26, "hidden_size": 1 << 20, "num_attention_heads": 4096}), "vocab_size"),
+        (
+            json!({"num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 4096, "hidden_size": 1 << 20,
+                "num_hidden_layers": 1024}),
+            "num_attention_heads",
+        ),
+        (json!({"intermediate_size": 1 << 22, "num_hidden_layers": 1024}), "intermediate_size"),
+        (
+            json!({"intermediate_size": 1 << 22, "hidden_size": 1 << 20, "head_dim": 64, "num_hidden_layers": 1024}),
+            "intermediate_size",
+        ),
+    ] {
+        let e = parse(extra).map(|_| ()).map_err(|e| e.to_string());
+        assert!(
+            e.as_ref().is_err_and(|e| e.contains(&format!("{key}: ")) && e.contains("takes up to")),
+            "{key}: {e:?}"
+        );
+    }
+    let e = moe(json!({"num_experts": 16_384, "num_hidden_layers": 1024})).err().map(|e| e.to_string());
+    assert!(e.as_ref().is_some_and(|e| e.contains("num_experts")), "{e:?}");
+    assert!(parse(json!({"eos_token_id": [0, 99], "pad_token_id": -1, "bos_token_id": 1 << 20})).is_ok());
+    // the largest that are taken
+    assert!(parse(json!({"num_hidden_layers": 1024})).is_ok());
+    assert!(moe(json!({"num_experts": 16_384})).is_ok());
+}
+
+#[test]
+fn an_override_is_named_and_a_key_stands_once() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let load = |text: &str, set: Value| {
+        std::fs::write(dir.path().join("config.json"), text).expect("written");
+        Config::load(dir.path(), &set.as_object().cloned().unwrap_or_default())
+            .map(|_| ())
+            .map_err(|e| e.to_string())
+    };
+    let good = r#"{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}"#;
+    assert_eq!(load(good, json!({})), Ok(()));
+    for set in
+        [json!({"num_hidden_layers": 100_000}), json!({"rope_scaling": {"type": "linear", "factor": -1}})]
+    {
+        let e = load(good, set.clone());
+        assert!(e.as_ref().is_err_and(|e| e.contains("model.override")), "{set}: {e:?}");
+    }
+    let e = load(&good.replace("\"vocab_size\"", "\"hidden_size\": 32, \"vocab_size\""), json!({}));
+    assert!(e.as_ref().is_err_and(|e| e.contains("hidden_size: the key stands twice")), "{e:?}");
+}
+
+#[test]
+fn keys_of_rope_tables_that_are_not_known_are_reported() -> Result<()> {
+    let c = parse(json!({"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1.0]}}))?;
+    assert_eq!(c.unknown, ["rope_scaling.short_factor"]);
+    Ok(())
+}
