@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
 /// Rows that are tokenized together, and bytes that they may have.
-const CHUNK: (usize, usize) = (4096, 64 << 20);
+const CHUNK: (usize, usize) = (4096, 16 << 20);
 /// Rows that are left out and shown.
 const SHOWN: usize = 5;
 

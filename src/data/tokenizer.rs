@@ -1,13 +1,17 @@
 //! A model's tokenizer and chat template, from its folder.
 
 use super::error::Error;
+use super::pipeline::{self, Pipeline};
 use super::spans;
 use super::template::{Template, Variables};
 use minijinja::Value as Jinja;
+use crate::log::panics::caught;
+use crate::store;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Text to token ids and back, conversations to text.
 pub struct Tokenizer {
@@ -18,13 +22,30 @@ pub struct Tokenizer {
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
+    path: PathBuf,
+    /// Whether a text can be tokenized in pieces.
+    can_cut: bool,
 }
 
-/// Token ids, and for each the bytes of the text that it stands for.
+/// The first token ids of a text, and for each the byte of the text that it begins at.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
-    pub offsets: Vec<(usize, usize)>,
+    pub starts: Vec<usize>,
+    /// How many tokens the whole text has.
+    pub total: usize,
+    /// Whether a token that is not among the first begins in one of the ranges.
+    pub more_within: bool,
 }
+
+/// Bytes of a piece that a text is tokenized in: a piece takes some two hundred times as much.
+const PIECE: usize = 64 << 10;
+/// Bytes that are tokenized at once where there is no place to cut.
+const LONGEST_PIECE: usize = 4 << 20;
+/// Longer pieces are tokenized one at a time.
+const ALONE: usize = 256 << 10;
+static TURN: Mutex<()> = Mutex::new(());
+/// Bytes of stack for reading a tokenizer, whose regular expressions may be nested.
+const STACK: usize = 64 << 20;
 
 impl Tokenizer {
     /// Reads the tokenizer of the model folder `dir`; `None` when it has no `tokenizer.json`.
@@ -39,13 +60,9 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let Some(bytes) = read(&path)? else { return Ok(None) };
         let bad = |message: String| Error::Tokenizer { path: path.clone(), message };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| bad(e.to_string()))?;
-        // A stored truncation or padding would cut samples behind our back.
-        inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
-        inner.with_padding(None);
-        let text_start = text_start(&inner).map_err(&bad)?;
-        // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
-        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        let pipeline: Pipeline = serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
+        pipeline.check().map_err(&bad)?;
+        let (inner, text_start) = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
 
         let config_path = dir.join("tokenizer_config.json");
         let config = read_object(&config_path)?;
@@ -78,7 +95,8 @@ impl Tokenizer {
         eos.sort_unstable();
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
-        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash }))
+        let can_cut = pipeline.can_cut();
+        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, path, can_cut }))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
@@ -86,14 +104,65 @@ impl Tokenizer {
     /// # Errors
     /// What the tokenizer cannot encode.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|e| self.failed(&e.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        Ok(self.encode_first(text, usize::MAX, &[])?.ids)
     }
 
-    /// The ids of `text`, and the bytes of it that each stands for.
-    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<Encoded, Error> {
-        let encoding = self.inner.encode(text, false).map_err(|e| self.failed(&e.to_string()))?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+    /// The first `keep` ids of `text`, and how many there are. Memory does not depend on what is not kept.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(super) fn encode_first(
+        &self,
+        text: &str,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
+        let mut out = Encoded { ids: Vec::new(), starts: Vec::new(), total: 0, more_within: false };
+        let mut from = 0;
+        loop {
+            let to = self.piece(text, from)?;
+            let piece = &text[from..to];
+            let turn = (piece.len() > ALONE).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            let encoding = self.call(|| self.inner.encode(piece, false))?;
+            drop(turn);
+            let ids = encoding.get_ids();
+            let kept = ids.len().min(keep - out.ids.len());
+            out.ids.extend_from_slice(&ids[..kept]);
+            out.starts.extend(encoding.get_offsets()[..kept].iter().map(|o| from + o.0));
+            out.total += ids.len();
+            out.more_within |= encoding.get_offsets()[kept..].iter().any(|o| is_within(within, from + o.0));
+            if to == text.len() {
+                return Ok(out);
+            }
+            from = to;
+        }
+    }
+
+    /// Where the piece of `text` that begins at `from` ends.
+    fn piece(&self, text: &str, from: usize) -> Result<usize, Error> {
+        let cut = match text.len() - from > 2 * PIECE && self.can_cut {
+            true => pipeline::cut(text, from + PIECE),
+            false => None,
+        };
+        let to = cut.unwrap_or(text.len());
+        if to - from > LONGEST_PIECE {
+            return Err(self.failed(&format!(
+                "{} bytes of text would be tokenized at once, more than {} MiB: there is no place to cut them that \
+                 certainly leaves their tokens as they are; shorten the text, or split it into rows",
+                to - from,
+                LONGEST_PIECE >> 20
+            )));
+        }
+        Ok(to)
+    }
+
+    /// What the library says of a call; a panic of it is an error too.
+    fn call<T>(&self, f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Error> {
+        match caught(f) {
+            Ok(Ok(out)) => Ok(out),
+            Ok(Err(e)) => Err(self.failed(&e.to_string())),
+            Err(panic) => Err(self.failed(&broken(&panic))),
+        }
     }
 
     /// The text of `ids`, special tokens spelled out.
@@ -101,7 +170,7 @@ impl Tokenizer {
     /// # Errors
     /// Ids that the tokenizer's decoder cannot join. Ids that it does not know are left out.
     pub fn decode(&self, ids: &[u32]) -> Result<String, Error> {
-        self.inner.decode(ids, false).map_err(|e| self.failed(&e.to_string()))
+        self.call(|| self.inner.decode(ids, false))
     }
 
     /// A decoder for ids that come one by one.
@@ -213,7 +282,7 @@ impl Tokenizer {
     }
 
     fn failed(&self, message: &str) -> Error {
-        Error::Tokenizer { path: PathBuf::from("tokenizer.json"), message: message.into() }
+        Error::Tokenizer { path: self.path.clone(), message: message.into() }
     }
 }
 
@@ -236,7 +305,8 @@ impl Decoder<'_> {
     /// # Errors
     /// As [`Tokenizer::decode`].
     pub fn step(&mut self, id: u32) -> Result<Option<String>, Error> {
-        self.inner.step(id).map_err(|e| self.path.failed(&e.to_string()))
+        let inner = &mut self.inner;
+        self.path.call(|| inner.step(id))
     }
 }
 
@@ -325,15 +395,46 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
-/// What the post-processor puts before a text.
-fn text_start(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>, String> {
-    let encoding = inner.encode("a", true).map_err(|e| e.to_string())?;
-    let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
-    Ok(encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec())
+/// The library's tokenizer without what would change samples behind our back, and what its post-processor puts
+/// before a text.
+fn library(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+    let load = || {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+        inner.with_truncation(None)?;
+        inner.with_padding(None);
+        let encoding = inner.encode("a", true)?;
+        let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
+        let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
+        // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
+        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        // what breaks on any text at all is told now
+        let ids = inner.encode("Hello, world 1", false)?;
+        inner.decode(ids.get_ids(), false)?;
+        Ok::<_, tokenizers::Error>((inner, text_start))
+    };
+    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// What is said of a file that makes the library panic.
+fn broken(panic: &str) -> String {
+    format!("the tokenizer does not hold together: {panic}")
+}
+
+fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, f);
+        thread.map_err(|e| format!("no thread to read it: {e}"))?.join().unwrap_or_else(|_| Err("a panic".into()))
+    })
+}
+
+/// Whether a byte lies in one of the ranges, which are in order.
+pub(super) fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
+    let next = ranges.partition_point(|r| r.end <= at);
+    ranges.get(next).is_some_and(|r| r.start <= at)
 }
 
 fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    match std::fs::read(path) {
+    match store::read_plain(path, store::LARGEST) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("cannot be read: {e}") }),
