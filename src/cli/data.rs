@@ -1,9 +1,9 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
 use super::RecipeArgs;
-use crate::log::{Escaped, escape};
 use crate::data::{Dataset, Tokenizer, UNSUPERVISED, lengths};
 use crate::hub::{Settings, Want};
+use crate::log::{Escaped, escape};
 use crate::recipe::{self, Recipe};
 use crate::train::job;
 use std::io::{self, Write};

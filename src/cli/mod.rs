@@ -22,6 +22,7 @@ use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -106,7 +107,14 @@ fn verb() -> ExitCode {
         Err(e) => {
             // help and version go to stdout and are no error
             let code = if e.use_stderr() { crate::ExitCode::Usage as u8 } else { 0 };
-            let _ = e.print();
+            let plain = e.render().to_string();
+            match escape(&plain) {
+                Cow::Borrowed(_) => {
+                    let _ = e.print();
+                }
+                // what was typed holds control characters
+                Cow::Owned(text) => tell_escaped(text.trim_end()),
+            }
             return ExitCode::from(code);
         }
     };

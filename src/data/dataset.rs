@@ -259,7 +259,7 @@ impl<'a> Loader<'a> {
     fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
         // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
         let (count, asked) = match &problem {
-            Problem::Bad(_) => (&mut self.stats.drops.bad, false),
+            Problem::Bad(_) | Problem::Tokenizer(_) => (&mut self.stats.drops.bad, false),
             Problem::EmptyMask(_) => (&mut self.stats.drops.empty_mask, false),
             Problem::EmptyAfterTruncation { .. } => (&mut self.stats.drops.empty_after_truncation, true),
             Problem::TooLong { .. } => {

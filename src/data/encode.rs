@@ -1,6 +1,6 @@
 //! A sample as ids and labels, no longer than allowed, or the reason why it is left out.
 
-use super::error::Problem;
+use super::error::{Error, Problem};
 use super::format::{Sample, Shape};
 use super::tokenizer::{Tokenizer, is_within};
 use crate::recipe::{self, Mask, OverLength};
@@ -52,7 +52,7 @@ impl Encoder<'_> {
     /// The row's example, and whether it was cut.
     pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<(Example, bool), Problem> {
         let sample = self.shape.sample(row).map_err(Problem::Bad)?;
-        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample).map_err(Problem::Bad)?;
+        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample)?;
         self.check(&ids, &labels).map_err(Problem::Bad)?;
         let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != UNSUPERVISED);
         if ids.is_empty() {
@@ -85,7 +85,7 @@ impl Encoder<'_> {
         Ok((Example { ids, labels, source: self.source, line }, cut))
     }
 
-    fn tokens(&self, sample: Sample) -> Result<Tokens, String> {
+    fn tokens(&self, sample: Sample) -> Result<Tokens, Problem> {
         let (text, from) = match sample {
             Sample::Tokens { ids, labels } => {
                 return Ok(Tokens { total: ids.len(), ids, labels, more_targets: false });
@@ -93,14 +93,16 @@ impl Encoder<'_> {
             Sample::Text { text, from } => (text, from),
             Sample::Chat { messages, tools } => return self.chat(&messages, tools.as_ref()),
         };
-        let tokenizer = self.tokenizer.ok_or("there is no tokenizer")?;
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
         // What the tokenizer itself puts before a text is there as in pre-training, and nothing predicts it.
         let whole = from == 0 && self.shape.mask == Mask::None;
         let start = tokenizer.text_start();
         let labels = start.iter().map(|i| if whole { label(*i) } else { UNSUPERVISED }).collect();
         let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), more_targets: false };
         self.encoded(tokenizer, &text, std::slice::from_ref(&(from..text.len())), &mut out)?;
-        let eos = tokenizer.text_end().ok_or("the tokenizer has no end-of-sequence token")?;
+        let eos = tokenizer
+            .text_end()
+            .ok_or_else(|| Problem::Bad("the tokenizer has no end-of-sequence token".into()))?;
         if out.total == out.ids.len() {
             out.ids.push(eos);
             out.labels.push(label(eos));
@@ -111,16 +113,20 @@ impl Encoder<'_> {
         Ok(out)
     }
 
-    fn chat(&self, messages: &[serde_json::Value], tools: Option<&serde_json::Value>) -> Result<Tokens, String> {
-        let tokenizer = self.tokenizer.ok_or("there is no tokenizer")?;
+    fn chat(
+        &self,
+        messages: &[serde_json::Value],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<Tokens, Problem> {
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
         let vars = &self.data.template;
         let (text, spans) = if self.shape.mask == Mask::None {
             let messages = serde_json::Value::Array(messages.to_vec());
-            let text = tokenizer.render(&messages, tools, false, vars).map_err(|e| e.to_string())?;
+            let text = tokenizer.render(&messages, tools, false, vars).map_err(problem)?;
             let all = 0..text.len();
             (text, vec![all])
         } else {
-            tokenizer.render_with_spans(messages, tools, vars).map_err(|e| e.to_string())?
+            tokenizer.render_with_spans(messages, tools, vars).map_err(problem)?
         };
         let mut out = Tokens { ids: Vec::new(), labels: Vec::new(), total: 0, more_targets: false };
         self.encoded(tokenizer, &text, &spans, &mut out)?;
@@ -135,13 +141,17 @@ impl Encoder<'_> {
         text: &str,
         spans: &[Range<usize>],
         out: &mut Tokens,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         let keep = self.data.max_length.saturating_add(1).saturating_sub(out.ids.len());
-        let encoded = tokenizer.encode_first(text, keep, spans).map_err(|e| e.to_string())?;
+        let encoded = tokenizer.encode_first(text, keep, spans).map_err(problem)?;
         let all = self.shape.mask == Mask::None;
-        out.labels.extend(encoded.ids.iter().zip(&encoded.starts).map(|(id, start)| {
-            if all || is_within(spans, *start) { label(*id) } else { UNSUPERVISED }
-        }));
+        out.labels.extend(
+            encoded
+                .ids
+                .iter()
+                .zip(&encoded.starts)
+                .map(|(id, start)| if all || is_within(spans, *start) { label(*id) } else { UNSUPERVISED }),
+        );
         out.ids.extend(encoded.ids);
         out.total += encoded.total;
         out.more_targets = encoded.more_within;
@@ -164,4 +174,16 @@ impl Encoder<'_> {
 /// Ids beyond `i32` are refused by the check of the vocabulary, which comes after.
 fn label(id: u32) -> i32 {
     i32::try_from(id).unwrap_or(i32::MAX)
+}
+
+fn no_tokenizer() -> Problem {
+    Problem::Bad("there is no tokenizer".into())
+}
+
+/// A row whose text the tokenizer or the template does not take.
+fn problem(e: Error) -> Problem {
+    match e {
+        Error::Tokenizer { .. } => Problem::Tokenizer(e.to_string()),
+        e => Problem::Bad(e.to_string()),
+    }
 }

@@ -223,7 +223,12 @@ fn note(file: &Path, whole: bool) -> Option<Noted> {
         true => hash_of(&path)?,
         false => String::new(),
     };
-    Some(Noted { size: about.len(), changed: nanoseconds(about.modified().ok()?), path: spelled(&path), hash })
+    Some(Noted {
+        size: about.len(),
+        changed: nanoseconds(about.modified().ok()?),
+        path: spelled(&path),
+        hash,
+    })
 }
 
 fn nanoseconds(t: SystemTime) -> u64 {
@@ -250,7 +255,8 @@ fn place(
     for s in sources {
         let found = files(s, &resolve).ok()?;
         let mask = s.mask.or(r.data.mask).map(recipe::Mask::word);
-        let paths = found.iter().map(|f| Some(spelled(&f.canonicalize().ok()?))).collect::<Option<Vec<_>>>()?;
+        let paths =
+            found.iter().map(|f| Some(spelled(&f.canonicalize().ok()?))).collect::<Option<Vec<_>>>()?;
         described.push(json!({"format": s.format.word(), "fields": s.fields, "mask": mask, "files": paths}));
         all.extend(found);
     }

@@ -50,9 +50,11 @@ impl Pipeline {
     /// # Errors
     /// What it is, by its path in the file.
     pub fn check(&self) -> Result<(), String> {
-        for (name, part) in
-            [("normalizer", &self.normalizer), ("pre_tokenizer", &self.pre_tokenizer), ("decoder", &self.decoder)]
-        {
+        for (name, part) in [
+            ("normalizer", &self.normalizer),
+            ("pre_tokenizer", &self.pre_tokenizer),
+            ("decoder", &self.decoder),
+        ] {
             let mut growth = 1;
             visit(part, &mut |item| check_item(item, &mut growth)).map_err(|why| format!("{name}: {why}"))?;
             if growth > GROWTH {
@@ -68,7 +70,8 @@ impl Pipeline {
     /// Whether a text can be cut at [`cuts`].
     pub fn can_cut(&self) -> bool {
         let letter = |c: Option<char>| c.is_some_and(char::is_alphabetic);
-        let spans = |a: &Added| a.content.contains(is_between) || (a.rstrip && letter(a.content.chars().last()));
+        let spans =
+            |a: &Added| a.content.contains(is_between) || (a.rstrip && letter(a.content.chars().last()));
         normalizes_alone(&self.normalizer)
             && !self.added_tokens.iter().any(spans)
             && boundary(&self.pre_tokenizer) == Boundary::Here
@@ -230,7 +233,7 @@ enum Boundary {
 
 /// Regular expressions that always end a match at a cut, and look behind at nothing: of GPT-2, GPT-4 and Llama 3,
 /// Qwen 2, DeepSeek, GPT-4o, Mistral's Tekken.
-const WORDS: &[&str] = &[
+pub(super) const WORDS: &[&str] = &[
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -282,8 +285,10 @@ mod tests {
 
     #[test]
     fn parts_without_bounds_are_refused() {
-        let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
-        let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
+        let replace =
+            |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+        let split =
+            |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
         let many = |n: usize| json!({"type": "Sequence", "normalizers": vec![replace("a", "aa"); n]});
         assert!(check("normalizer", replace("", "a")).is_err());
         assert!(check("normalizer", many(6)).is_ok() && check("normalizer", many(7)).is_err());
@@ -292,7 +297,8 @@ mod tests {
         assert!(check("pre_tokenizer", split("(?=a){999}{999}")).is_err());
         assert!(check("pre_tokenizer", split(&"(".repeat(9999))).is_err());
         assert!(check("pre_tokenizer", json!({"type": "FixedLength", "length": 0})).is_err());
-        let map = |text: &str| check("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": text}));
+        let map =
+            |text: &str| check("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": text}));
         assert!(map("AAAA").is_err() && map("////////////////").is_err() && map("A?").is_err());
         // a trie of one unit, and one replacement
         assert!(map("BAAAAAAAAABhAA==").is_ok());
@@ -301,7 +307,9 @@ mod tests {
 
     #[test]
     fn base64_is_read() {
-        for (text, bytes) in [("TWFu", "Man"), ("TWE=", "Ma"), ("TQ==", "M"), ("", ""), ("bGlnaHQgdw", "light w")] {
+        for (text, bytes) in
+            [("TWFu", "Man"), ("TWE=", "Ma"), ("TQ==", "M"), ("", ""), ("bGlnaHQgdw", "light w")]
+        {
             assert_eq!(base64(text).as_deref(), Some(bytes.as_bytes()), "{text}");
         }
     }

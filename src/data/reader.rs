@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Bytes that a row may have: books have some millions.
 const LONGEST_ROW: usize = 32 << 20;
 /// Values that a row may have: in memory, one takes up to a hundred bytes.
-const VALUES: usize = 2 << 20;
+const VALUES: usize = 8 << 20;
 /// Bytes of a file that is one array, which is read whole.
 const LONGEST_ARRAY: u64 = 512 << 20;
 

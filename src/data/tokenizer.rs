@@ -4,9 +4,9 @@ use super::error::Error;
 use super::pipeline::{self, Pipeline};
 use super::spans;
 use super::template::{Template, Variables};
-use minijinja::Value as Jinja;
 use crate::log::panics::caught;
 use crate::store;
+use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
 use std::ops::Range;
@@ -60,7 +60,8 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let Some(bytes) = read(&path)? else { return Ok(None) };
         let bad = |message: String| Error::Tokenizer { path: path.clone(), message };
-        let pipeline: Pipeline = serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
+        let pipeline: Pipeline =
+            serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
         pipeline.check().map_err(&bad)?;
         let (inner, text_start) = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
 
@@ -117,10 +118,20 @@ impl Tokenizer {
         keep: usize,
         within: &[Range<usize>],
     ) -> Result<Encoded, Error> {
+        self.encode_pieces(text, PIECE, keep, within)
+    }
+
+    fn encode_pieces(
+        &self,
+        text: &str,
+        size: usize,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
         let mut out = Encoded { ids: Vec::new(), starts: Vec::new(), total: 0, more_within: false };
         let mut from = 0;
         loop {
-            let to = self.piece(text, from)?;
+            let to = self.piece(text, from, size)?;
             let piece = &text[from..to];
             let turn = (piece.len() > ALONE).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
             let encoding = self.call(|| self.inner.encode(piece, false))?;
@@ -139,14 +150,14 @@ impl Tokenizer {
     }
 
     /// Where the piece of `text` that begins at `from` ends.
-    fn piece(&self, text: &str, from: usize) -> Result<usize, Error> {
-        let cut = match text.len() - from > 2 * PIECE && self.can_cut {
-            true => pipeline::cut(text, from + PIECE),
+    fn piece(&self, text: &str, from: usize, size: usize) -> Result<usize, Error> {
+        let cut = match text.len() - from > 2 * size && self.can_cut {
+            true => pipeline::cut(text, from + size),
             false => None,
         };
         let to = cut.unwrap_or(text.len());
         if to - from > LONGEST_PIECE {
-            return Err(self.failed(&format!(
+            return Err(Error::TooLong(format!(
                 "{} bytes of text would be tokenized at once, more than {} MiB: there is no place to cut them that \
                  certainly leaves their tokens as they are; shorten the text, or split it into rows",
                 to - from,
@@ -408,8 +419,9 @@ fn library(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
         // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
         inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         // what breaks on any text at all is told now
-        let ids = inner.encode("Hello, world 1", false)?;
-        inner.decode(ids.get_ids(), false)?;
+        if let Ok(text) = inner.encode("Hello, world 1", false) {
+            let _ = inner.decode(text.get_ids(), false);
+        }
         Ok::<_, tokenizers::Error>((inner, text_start))
     };
     caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
@@ -423,7 +435,10 @@ fn broken(panic: &str) -> String {
 fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, f);
-        thread.map_err(|e| format!("no thread to read it: {e}"))?.join().unwrap_or_else(|_| Err("a panic".into()))
+        thread
+            .map_err(|e| format!("no thread to read it: {e}"))?
+            .join()
+            .unwrap_or_else(|_| Err("a panic".into()))
     })
 }
 
@@ -448,5 +463,108 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(Error::Tokenizer { path: path.into(), message: "not a JSON object".into() }),
         Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("not JSON: {e}") }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::{Purpose, Stream};
+    use serde_json::json;
+
+    /// The fixture's tokenizer with another pre-tokenizer.
+    fn with(pre_tokenizer: Value) -> Tokenizer {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-tokenizer");
+        let mut file: Value =
+            serde_json::from_slice(&std::fs::read(fixture.join("tokenizer.json")).unwrap()).unwrap();
+        if !pre_tokenizer.is_null() {
+            file["pre_tokenizer"] = pre_tokenizer;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        Tokenizer::load(dir.path(), None).unwrap().unwrap()
+    }
+
+    /// Texts of the pieces that pre-tokenizers look at, in any order.
+    fn texts() -> Vec<String> {
+        let parts = [
+            "a",
+            "It's",
+            "word",
+            "WORD",
+            "camelCase",
+            " ",
+            " ",
+            " ",
+            "  ",
+            "\n",
+            "\n",
+            "\n\n",
+            "\r\n",
+            "\t",
+            ".",
+            ",",
+            "'s",
+            "'",
+            "1",
+            "2345",
+            "中文",
+            "字",
+            "。",
+            "，",
+            "é",
+            "e\u{301}",
+            "\u{301}",
+            "<|im_end|>",
+            "<|im_start|>",
+            "_x",
+            "/",
+            "\u{a0}",
+            "Σ",
+        ];
+        let draw = |t: u64| {
+            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() * 4);
+            order.into_iter().map(|i| parts[i % parts.len()]).collect::<String>()
+        };
+        (0..200).map(draw).collect()
+    }
+
+    #[test]
+    fn pieces_make_the_tokens_of_the_whole() {
+        let split = |regex: &str| {
+            json!({"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]})
+        };
+        let mut all = vec![Value::Null];
+        all.extend(pipeline::WORDS.iter().map(|r| split(r)));
+        let mut cuts = 0;
+        for pre_tokenizer in all {
+            let t = with(pre_tokenizer.clone());
+            assert!(t.can_cut, "{pre_tokenizer}");
+            for text in texts() {
+                let whole = t.inner.encode(text.as_str(), false).unwrap();
+                let pieces = t.encode_pieces(&text, 1, usize::MAX, &[]).unwrap();
+                assert_eq!(pieces.ids, whole.get_ids(), "{pre_tokenizer} {text:?}");
+                let starts: Vec<usize> = whole.get_offsets().iter().map(|o| o.0).collect();
+                assert_eq!(pieces.starts, starts, "{pre_tokenizer} {text:?}");
+                cuts += usize::from(pipeline::cut(&text, 1).is_some());
+                // no more is kept than asked for, and the rest is counted
+                let first = t.encode_pieces(&text, 1, 5, &[0..text.len()]).unwrap();
+                assert_eq!((first.ids.len(), first.total), (5, pieces.ids.len()));
+                assert!(first.more_within);
+            }
+        }
+        assert!(cuts > 500, "{cuts}");
+    }
+
+    /// Where nobody knows what a pre-tokenizer does, a text stays whole, and has an end.
+    #[test]
+    fn texts_that_cannot_be_cut_are_bounded() {
+        let t =
+            with(json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}));
+        assert!(!t.can_cut);
+        let long = "word ".repeat(1 << 20);
+        assert!(t.encode(&long).unwrap_err().to_string().contains("4 MiB"));
     }
 }

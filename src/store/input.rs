@@ -19,7 +19,9 @@ pub fn open_plain(path: &Path) -> io::Result<File> {
     // without NONBLOCK, opening a pipe would wait for its writer
     let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     match not_a_file(file.metadata()?.file_type()) {
-        Some(kind) => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {kind} and not a file"))),
+        Some(kind) => {
+            Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {kind} and not a file")))
+        }
         None => Ok(file),
     }
 }

@@ -19,7 +19,7 @@ const NODE: u64 = 64;
 /// Levels of lists and maps inside each other.
 const DEEPEST: usize = 200;
 /// How often the clock is looked at.
-const TICKS: u32 = 256;
+const TICKS: u32 = 64;
 
 thread_local! {
     /// What the rendering on this thread may still spend.

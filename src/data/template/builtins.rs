@@ -90,6 +90,10 @@ pub(super) fn add(env: &mut Environment<'static>) {
             Ok::<_, Error>(test.call(state, &args)?.is_true())
         });
     }
+    env.add_test("iterable", |v: &Value| {
+        spend(shallow(v))?;
+        Ok::<_, Error>(v.try_iter().is_ok())
+    });
     for (name, function) in [
         ("range", Value::from_function(functions::range)),
         ("dict", Value::from_function(functions::dict)),
@@ -131,7 +135,9 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
         rest.get(i).and_then(Value::as_usize).or_else(named)
     };
     match cost {
-        Cost::Replace => spend_replace(text.unwrap_or_default(), arg(0).unwrap_or_default(), &shown(rest.get(1))),
+        Cost::Replace => {
+            spend_replace(text.unwrap_or_default(), arg(0).unwrap_or_default(), &shown(rest.get(1)))
+        }
         Cost::Split => spend_split(text.unwrap_or_default(), arg(0)),
         Cost::Indent => {
             let lines = text.unwrap_or_default().matches('\n').count() + 1;
@@ -140,9 +146,10 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
         Cost::Format => check_widths(text.unwrap_or_default(), rest),
         Cost::Batch => spend_product(number(0, "count").unwrap_or(0).min(1 << 40), 64),
         Cost::Sum => {
-            let start = rest.get(1).cloned().or_else(|| {
-                Kwargs::try_from(rest.last()?.clone()).ok()?.get::<Value>("start").ok()
-            });
+            let start = rest
+                .get(1)
+                .cloned()
+                .or_else(|| Kwargs::try_from(rest.last()?.clone()).ok()?.get::<Value>("start").ok());
             match start.filter(|s| s.kind() != ValueKind::Number && !s.is_none()) {
                 Some(other) => Err(invalid(format!("sum is of numbers, and start is a {}", other.kind()))),
                 None => Ok(()),
@@ -181,7 +188,9 @@ pub(super) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
     }
     // widths that are arguments themselves
     let nested = format.contains('*') || format.split('{').any(|p| p.ends_with(':') || p.ends_with('.'));
-    if nested && let Some(n) = args.iter().filter_map(Value::as_i64).find(|n| n.unsigned_abs() > WIDEST as u64) {
+    if nested
+        && let Some(n) = args.iter().filter_map(Value::as_i64).find(|n| n.unsigned_abs() > WIDEST as u64)
+    {
         return Err(wide(usize::try_from(n.unsigned_abs()).unwrap_or(usize::MAX)));
     }
     let places = format.bytes().filter(|b| matches!(b, b'%' | b'{')).count();

@@ -258,7 +258,9 @@ fn replaced(
         I::BuildMap(n) => vec![f.call("ft_map", 2 * n)],
         I::SetAttr(name) => vec![I::Swap, f.call("ft_data", 1), I::Swap, I::SetAttr(name)],
         I::PushLoop(flags) => vec![f.call("ft_iter", 1), I::PushLoop(*flags)],
-        I::Iterate(to) => vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)],
+        I::Iterate(to) => {
+            vec![I::LoadConst(Value::from(())), f.call("ft_tick", 1), I::DiscardTop, I::Iterate(*to)]
+        }
         I::CallFunction(name, Some(n)) => vec![
             I::LoadConst(Value::from(())),
             f.call("ft_tick", 1),
@@ -271,11 +273,12 @@ fn replaced(
         I::CallMethod(name, Some(n)) => vec![f.call(ops::add_method(env, name), usize::from(*n))],
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         I::Include(_) | I::LoadBlocks | I::ExportLocals => {
-            return Err("include, import and extends name other templates, and a chat template has none".into());
+            return Err(
+                "include, import and extends name other templates, and a chat template has none".into()
+            );
         }
         I::UnpackLists(_)
         | I::MergeKwargs(_)
-        | I::BuildList(None)
         | I::BuildTuple(None)
         | I::ApplyFilter(_, None, _)
         | I::PerformTest(_, None, _)
@@ -296,6 +299,8 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
         I::GetAttr(n) => I::GetAttr(n),
         I::LoadConst(v) => I::LoadConst(v.clone()),
         I::BuildKwargs(n) => I::BuildKwargs(*n),
+        // what a loop with a condition goes over: items that were there, each pushed by an instruction
+        I::BuildList(None) => I::BuildList(None),
         I::UnpackList(n) => I::UnpackList(*n),
         I::Sub => I::Sub,
         I::Div => I::Div,

@@ -7,6 +7,7 @@ mod guard;
 mod ops;
 
 use super::{error::Error, json, strftime};
+use crate::log::panics::caught;
 use guard::Guarded;
 use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Kwargs, Value};
@@ -76,14 +77,17 @@ impl Template {
         // a thread of its own has the stack that deep texts need
         let compiled = std::thread::scope(|scope| {
             let work = || {
-                guard::compile(&mut env, source).map_err(|e| match e {
+                let compiled = caught(|| guard::compile(&mut env, source));
+                let compiled =
+                    compiled.map_err(|panic| self.fail(0, format!("it cannot be compiled: {panic}")))?;
+                compiled.map_err(|e| match e {
                     guard::Refused::Text(e) => self.error(&e),
                     guard::Refused::Unbounded(line, why) => self.fail(line, why),
                 })
             };
             let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, work);
             let thread = thread.map_err(|e| self.fail(0, format!("no thread to compile it: {e}")))?;
-            thread.join().unwrap_or_else(|_| Err(self.fail(0, "it cannot be compiled")))
+            thread.join().unwrap_or_else(|_| Err(self.fail(0, "a panic while it was compiled")))
         })?;
         self.env = env;
         Ok(compiled)
@@ -123,13 +127,17 @@ impl Template {
         let Some(code) = code else { return Err(self.fail(0, "it was not compiled")) };
         let mut text = String::new();
         let mut out = make_string_output(&mut text);
-        let done =
-            eval(&self.env, &code.instructions, Value::from(context), &code.blocks, &mut out, AutoEscape::None);
-        let done = done.map(|_| ());
+        let context = Value::from(context);
+        let done = caught(|| {
+            eval(&self.env, &code.instructions, context, &code.blocks, &mut out, AutoEscape::None).map(|_| ())
+        });
         match done {
-            Err(e) => return Err(self.error(&e)),
-            Ok(()) if bounds::stopped() => return Err(self.error(&minijinja::Error::from(ErrorKind::OutOfFuel))),
-            Ok(()) => {}
+            Err(panic) => return Err(self.fail(0, format!("it cannot be rendered: {panic}"))),
+            Ok(Err(e)) => return Err(self.error(&e)),
+            Ok(Ok(())) if bounds::stopped() => {
+                return Err(self.error(&minijinja::Error::from(ErrorKind::OutOfFuel)));
+            }
+            Ok(Ok(())) => {}
         }
         if self.has_generation { self.take_out_marks(&text) } else { Ok((text, Vec::new())) }
     }
@@ -165,7 +173,9 @@ impl Template {
     /// What a template says that stopped: the innermost error, which knows what happened.
     fn error(&self, e: &minijinja::Error) -> Error {
         let mut e = e;
-        while let Some(inner) = std::error::Error::source(e).and_then(|s| s.downcast_ref::<minijinja::Error>()) {
+        while let Some(inner) =
+            std::error::Error::source(e).and_then(|s| s.downcast_ref::<minijinja::Error>())
+        {
             e = inner;
         }
         let message = match (e.kind(), e.detail()) {

@@ -166,7 +166,9 @@ fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Val
     if let Some(text) = value.as_str() {
         spend(text.len().saturating_mul(4))?;
         let chars: Vec<char> = text.chars().collect();
-        return Ok(Value::from(indices(start, stop, step, chars.len()).map(|i| chars[i]).collect::<String>()));
+        return Ok(Value::from(
+            indices(start, stop, step, chars.len()).map(|i| chars[i]).collect::<String>(),
+        ));
     }
     if let Some(bytes) = value.as_bytes() {
         spend(bytes.len())?;
@@ -245,12 +247,11 @@ fn item(container: &Value, key: &Value) -> Result<Value, Error> {
 /// Makes the method `name` a filter of `env`, and gives its name.
 pub(super) fn add_method(env: &mut Environment<'static>, name: &'static str) -> &'static str {
     // a template's text lives as long as the process, and so do the names in it
-    let filter: &'static str = Box::leak(format!("ft_method {name}").into_boxed_str());
-    let known = filter.split_once(' ').map_or(filter, |(_, n)| n);
+    let filter: &'static str = Box::leak(format!("ft_method_{name}").into_boxed_str());
     env.add_filter(filter, move |state: &mut State, args: Rest<ValueOrKwargs>| {
         let args = args.into_values();
         let Some((object, rest)) = args.split_first() else { return Err(invalid("a method of nothing")) };
-        method(state, object, known, rest)
+        method(state, object, name, rest)
     });
     filter
 }
@@ -263,7 +264,9 @@ fn method(state: &mut State, object: &Value, name: &str, args: &[Value]) -> Resu
         (None, "get") => {}
         (None, _) => weigh(object)?,
         (Some(_), "startswith" | "endswith" | "removeprefix" | "removesuffix") => {}
-        (Some(text), "replace") => spend_replace(text, arg(0).unwrap_or_default(), arg(1).unwrap_or_default())?,
+        (Some(text), "replace") => {
+            spend_replace(text, arg(0).unwrap_or_default(), arg(1).unwrap_or_default())?
+        }
         (Some(text), "split" | "splitlines") => spend_split(text, arg(0))?,
         (Some(text), "join") => {
             spend_product(text.len(), args.first().and_then(Value::len).unwrap_or(0))?;
@@ -274,7 +277,9 @@ fn method(state: &mut State, object: &Value, name: &str, args: &[Value]) -> Resu
             let set = arg(0).map_or(0, str::len);
             spend(text.len())?;
             // each character of the text is looked for among those to strip
-            if name != "count" { spend_product(text.len(), set / 4)? }
+            if name != "count" {
+                spend_product(text.len(), set / 4)?
+            }
         }
         (Some(text), _) => spend(text.len())?,
     }

@@ -149,7 +149,8 @@ impl Metrics {
     /// A file that cannot be read, or that holds no event at all.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let fail = |e| store::Error::read(path, e);
-        let mut file = BufReader::new(crate::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
+        let mut file =
+            BufReader::new(crate::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
         let mut this = Self::default();
         let (mut line, mut at, mut events) = (Vec::new(), 0u64, 0u64);
         for number in 1u64.. {
