@@ -111,6 +111,9 @@ fn check_item(item: &Value, growth: &mut u64) -> Result<(), String> {
             *growth = growth.saturating_mul((more as u64).max(1));
             Ok(())
         }
+        "Prepend" if text("prepend").is_some_and(|p| p.len() > REPLACEMENT) => {
+            Err(format!("Prepend: it is longer than {REPLACEMENT} bytes"))
+        }
         "FixedLength" if item.get("length").and_then(Value::as_u64) == Some(0) => {
             Err("FixedLength: length is 0".into())
         }

@@ -550,7 +550,7 @@ mod tests {
                 assert_eq!(pieces.starts, starts, "{pre_tokenizer} {text:?}");
                 cuts += usize::from(pipeline::cut(&text, 1).is_some());
                 // no more is kept than asked for, and the rest is counted
-                let first = t.encode_pieces(&text, 1, 5, &[0..text.len()]).unwrap();
+                let first = t.encode_pieces(&text, 1, 5, std::slice::from_ref(&(0..text.len()))).unwrap();
                 assert_eq!((first.ids.len(), first.total), (5, pieces.ids.len()));
                 assert!(first.more_within);
             }

@@ -50,7 +50,7 @@ fn templates_without_end_are_errors_of_the_rows_or_the_model() {
     let messages = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}";
     for (code, template) in [
         (3, "{% set ns = namespace(d=[]) %}{% for i in range(60) %}{% set ns.d = [ns.d, ns.d] %}{% endfor %}{{ ns.d|string }}".to_string()),
-        (3, "{% set a = 'a'*5000000 %}{% for i in range(99999) %}{{ a|length }}{% endfor %}".into()),
+        (3, "{% set n = 5000000 %}{% set a = 'a' * n %}{% for i in range(99999) %}{{ a|length }}{% endfor %}".into()),
         (3, "{% set ns = namespace(x=1) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}".into()),
         (4, format!("{{{{ 1{} }}}}", "+1".repeat(50_000))),
     ] {
@@ -77,7 +77,7 @@ fn a_tokenizer_that_makes_its_library_panic_is_an_error_with_its_name() {
             {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {}}),
         ),
         ("/model/continuing_subword_prefix", json!("################################")),
-        ("/decoder", json!({"type": "Strip", "content": " ", "start": 10, "stop": 0})),
+        ("/decoder", json!({"type": "Strip", "content": ",", "start": 10, "stop": 10})),
         (
             "/normalizer",
             json!({"type": "Sequence", "normalizers":
@@ -91,10 +91,8 @@ fn a_tokenizer_that_makes_its_library_panic_is_an_error_with_its_name() {
             [&["data", "r.toml"], &["chat", "m", "--prompt", "hello", "--max-tokens", "3"]];
         for args in verbs {
             let r = within(&w, args);
-            // what breaks only where text is made again need not show in training
-            let fine = pointer == "/decoder" && args[0] == "data" && r.code == 0;
             assert!(
-                r.code == 4 && r.err.contains("tokenizer.json") || fine,
+                r.code == 4 && r.err.contains("tokenizer.json"),
                 "{args:?} {value}: {} {}",
                 r.code,
                 r.err
@@ -164,8 +162,8 @@ fn nothing_that_was_read_steers_the_terminal() {
             .replace("\\u0007", "\u{7}"),
     );
     clean("raise_exception", within(&w, &["check", "r.toml", "data.chat_template=t.jinja"]));
-    let name = format!("run.output={evil}");
-    clean("a recipe's value", within(&w, &["check", "r.toml", &name, "run.nothing=1"]));
+    let name = format!("run.batch_rows={evil}");
+    clean("a recipe's value", within(&w, &["check", "r.toml", &name]));
     w.write(&format!("{evil}.toml"), "x = 1");
     clean("a file's name", within(&w, &["check", &format!("{evil}.toml")]));
     edit(&w, "m/config.json", "/model_type", json!(evil));

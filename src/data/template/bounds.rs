@@ -79,7 +79,7 @@ pub(in crate::data) fn spend_product(a: usize, b: usize) -> Result<(), Error> {
 pub(super) fn tick() -> Result<(), Error> {
     let n = TICK.get().wrapping_add(1);
     TICK.set(n);
-    if n % TICKS == 0 && now() > END.get() { Err(stop()) } else { Ok(()) }
+    if n.is_multiple_of(TICKS) && now() > END.get() { Err(stop()) } else { Ok(()) }
 }
 
 /// Spends what walking over a value costs: a list that holds one list twice counts it twice.
