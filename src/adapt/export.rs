@@ -345,7 +345,7 @@ pub fn read_fused(config: &Config, dir: &Path) -> crate::Result<(Selection, Hash
     let mut values = HashMap::new();
     let get = |name: &str| files.tensor(name, DType::F32, &Device::Cpu);
     let path = dir.join("adapter_config.json");
-    let text = std::fs::read_to_string(&path).map_err(|e| store::Error::read(&path, e))?;
+    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::read(&path, e))?;
     let raw: Value = serde_json::from_str(&text).map_err(|e| fail(&path, e.to_string()))?;
     let parameters: HashSet<String> =
         serde_json::from_value(raw["target_parameters"].clone()).map_err(|e| fail(&path, e.to_string()))?;

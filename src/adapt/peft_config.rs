@@ -134,7 +134,7 @@ impl PeftConfig {
     pub fn load(dir: &Path) -> Result<Self, Error> {
         let path = dir.join("adapter_config.json");
         let file = path.display().to_string();
-        let text = std::fs::read_to_string(&path)
+        let text = crate::store::read_plain_text(&path, crate::store::LARGEST)
             .map_err(|e| Error::Peft { file: file.clone(), why: format!("cannot be read: {e}") })?;
         let raw = object(&text).map_err(|why| Error::Peft { file: file.clone(), why })?;
         Self::parse(file, &raw)

@@ -8,9 +8,10 @@ use crate::adapt::params::Allocate;
 use crate::adapt::{Adapter, Selection};
 use crate::data::Tokenizer;
 use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::{bytes_bar, tell, warn};
+use crate::log::{bytes_bar, print, tell, warn};
 use crate::model::Decoder;
 use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
+use crate::store;
 use crate::train::job;
 use crate::walk::generate::{self, Reader};
 use candle_core::Device;
@@ -151,8 +152,7 @@ impl Chat<'_> {
         let ids = self.tokenizer.encode(&text)?;
         let mut listening = Ok(());
         let mut say = |piece: &str| {
-            let mut out = io::stdout().lock();
-            listening = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+            listening = print(piece);
             listening.is_ok()
         };
         let reply =
@@ -233,23 +233,35 @@ fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
     Ok(out)
 }
 
+/// Temperatures below this draw the likeliest token, as 0 does: dividing by them leaves the range of f32.
+const COLDEST: f64 = 1e-6;
+
 /// How tokens are drawn: as the options say, else as the model's `generation_config.json` does, else the
 /// likeliest each time.
 fn sampler(args: &Args, dir: &Path) -> crate::Result<LogitsProcessor> {
-    let own: Value = std::fs::read(dir.join("generation_config.json"))
+    let path = dir.join("generation_config.json");
+    let own: Value = store::read_plain(&path, store::LARGEST)
         .ok()
         .and_then(|bytes| serde_json::from_slice(&bytes).ok())
         .unwrap_or(Value::Null);
     let own = if own["do_sample"] == json!(true) { own } else { Value::Null };
     let warm = if own.is_null() { 0.0 } else { 1.0 };
-    let temperature = args.temperature.or(own["temperature"].as_f64()).unwrap_or(warm);
-    let p = args.top_p.or(own["top_p"].as_f64()).filter(|p| *p < 1.0);
-    let k = args.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
-    if !(temperature >= 0.0 && temperature.is_finite()) || p.is_some_and(|p| p.is_nan() || p <= 0.0) {
-        return Err(super::usage("--temperature is 0 or more, --top-p above 0"));
+    let valid = |t: Option<f64>, p: Option<f64>| {
+        t.is_none_or(|t| t >= 0.0 && t.is_finite()) && p.is_none_or(|p| p > 0.0 && p <= 1.0)
+    };
+    let (own_temperature, own_p) = (own["temperature"].as_f64(), own["top_p"].as_f64());
+    if !valid(args.temperature, args.top_p) {
+        return Err(super::usage("--temperature is 0 or more, --top-p above 0 and at most 1"));
     }
+    if !valid(own_temperature, own_p) {
+        let message = "temperature is not 0 or more, or top_p not above 0 and at most 1".to_string();
+        return Err(crate::data::Error::Tokenizer { path, message }.into());
+    }
+    let temperature = args.temperature.or(own_temperature).unwrap_or(warm);
+    let p = args.top_p.or(own_p).filter(|p| *p < 1.0);
+    let k = args.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
     let sampling = match (temperature, k, p) {
-        (0.0, _, _) => Sampling::ArgMax,
+        (..COLDEST, _, _) => Sampling::ArgMax,
         (temperature, None, None) => Sampling::All { temperature },
         (temperature, Some(k), None) => Sampling::TopK { k, temperature },
         (temperature, None, Some(p)) => Sampling::TopP { p, temperature },

@@ -3,6 +3,7 @@
 use super::RecipeArgs;
 use crate::data::{Dataset, Tokenizer, UNSUPERVISED, lengths};
 use crate::hub::{Settings, Want};
+use crate::log::{Escaped, escape};
 use crate::recipe::{self, Recipe};
 use crate::train::job;
 use std::io::{self, Write};
@@ -43,7 +44,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     };
     let sources = if args.eval { &recipe.data.eval } else { &recipe.data.train };
     lengths::save(&recipe, Some(&model.dir), vocab, sources, &dataset);
-    let mut out = io::BufWriter::new(io::stdout().lock());
+    let mut out = Escaped(io::BufWriter::new(io::stdout().lock()));
     let outcome = show(&dataset, t, args.rows, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)
 }
@@ -119,21 +120,7 @@ fn document(
 
 /// A line with its end shown, and control characters spelled: data must not steer a terminal.
 fn visible(line: &str) -> String {
-    let mut out = String::with_capacity(line.len());
-    for c in line.chars() {
-        match c {
-            '\n' => out.push('↵'),
-            '\t' => out.push(c),
-            c if c.is_control() || is_steering(c) => out.extend(c.escape_unicode()),
-            c => out.push(c),
-        }
-    }
-    out
-}
-
-/// Characters that reorder or hide what stands around them.
-fn is_steering(c: char) -> bool {
-    matches!(c, '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+    escape(line).replace('\n', "↵")
 }
 
 fn statistics(dataset: &Dataset, out: &mut dyn Write) -> io::Result<()> {

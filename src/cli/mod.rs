@@ -17,12 +17,12 @@ pub mod run;
 pub mod schema;
 
 use crate::error::Error;
-use crate::log::tell;
-use crate::recipe::{self, color_on_stderr};
+use crate::log::{color_on_stderr, escape, panics, tell_escaped};
+use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
-use std::io::{self, Write};
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -93,14 +93,28 @@ enum Verb {
 }
 
 /// Parses the command line, runs the verb, prints the error, and gives the exit code.
+///
+/// A panic is told in one line, and is an internal error.
 pub fn main() -> ExitCode {
+    panics::install();
     train::exhausted::tell_failures();
+    panics::told(verb).unwrap_or(ExitCode::from(crate::ExitCode::Internal as u8))
+}
+
+fn verb() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
             // help and version go to stdout and are no error
             let code = if e.use_stderr() { crate::ExitCode::Usage as u8 } else { 0 };
-            let _ = e.print();
+            let plain = e.render().to_string();
+            match escape(&plain) {
+                Cow::Borrowed(_) => {
+                    let _ = e.print();
+                }
+                // what was typed holds control characters
+                Cow::Owned(text) => tell_escaped(text.trim_end()),
+            }
             return ExitCode::from(code);
         }
     };
@@ -136,12 +150,12 @@ fn usage(message: impl Into<String>) -> Error {
 /// Prints errors; the first gives the exit code.
 fn exit(errors: &[Error]) -> ExitCode {
     for e in errors {
-        tell(&render(e, color_on_stderr()));
+        tell_escaped(&render(e, color_on_stderr()));
     }
     errors.first().map_or(ExitCode::SUCCESS, |e| ExitCode::from(e.exit_code() as u8))
 }
 
-/// `error: ..`, and each hint on a line that begins with `hint:`.
+/// `error: ..`, and each hint on a line that begins with `hint:`; escaped, with our own colours.
 fn render(error: &Error, color: bool) -> String {
     let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     if let Some(e) = error.of::<recipe::Error>()
@@ -150,7 +164,7 @@ fn render(error: &Error, color: bool) -> String {
         return e.render(color);
     }
     let mut out = format!("{red}error{reset}: ");
-    for (i, line) in error.to_string().lines().enumerate() {
+    for (i, line) in escape(&error.to_string()).lines().enumerate() {
         if i > 0 {
             out.push('\n');
         }
@@ -164,9 +178,7 @@ fn render(error: &Error, color: bool) -> String {
 
 /// Prints a result on stdout. A reader that has gone away (`| head`) is no error.
 fn print(text: &str) -> crate::Result<()> {
-    let mut out = io::stdout().lock();
-    let outcome = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    Ok(recipe::Error::of_print(outcome)?)
+    Ok(recipe::Error::of_print(crate::log::print(text))?)
 }
 
 /// The words of a recipe key as the values of an option.

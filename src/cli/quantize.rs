@@ -2,6 +2,7 @@
 
 use super::base::MADE_FROM;
 use crate::hub::{self, Want};
+use crate::log::tell;
 use crate::model::Config;
 use crate::train::quantize;
 use std::path::PathBuf;
@@ -33,13 +34,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
     };
     config.raw.insert(MADE_FROM.into(), source.into());
     let r = quantize::quantize(&config, &model.dir, &args.out, !args.no_double_quant)?;
-    eprintln!(
+    tell(&format!(
         "{} linears of {:.1} M values in NF4, {:.3} bits a value; {:.2} GB of weights",
         r.linears,
         r.values as f64 / 1e6,
         r.bits,
         r.bytes as f64 / 1e9
-    );
-    println!("{}", args.out.display());
-    Ok(())
+    ));
+    super::print(&format!("{}\n", args.out.display()))
 }

@@ -1,26 +1,20 @@
 //! `ft recipes`: the recipes that are built into the binary.
 
-use crate::recipe::{self, SHIPPED, Shipped};
-use std::io::{self, Write};
+use crate::recipe::{SHIPPED, Shipped};
 
 /// The verb: lists the shipped recipes, or prints the one called `name`, on stdout.
 ///
 /// # Errors
 /// A name that no shipped recipe has; a stdout that takes no more.
 pub fn run(name: Option<&str>) -> Result<(), crate::Error> {
-    let mut out = io::stdout().lock();
-    let outcome = match name {
-        Some(name) => out.write_all(Shipped::find(name)?.text.as_bytes()),
-        None => list(&mut out),
-    };
-    Ok(recipe::Error::of_print(outcome)?)
+    super::print(&match name {
+        Some(name) => Shipped::find(name)?.text.to_string(),
+        None => list(),
+    })
 }
 
 /// One line a recipe: its name, and what it is.
-fn list(out: &mut dyn Write) -> io::Result<()> {
+fn list() -> String {
     let width = SHIPPED.iter().map(|s| s.name.len()).max().unwrap_or(0);
-    for s in SHIPPED {
-        writeln!(out, "{:<width$}  {}", s.name, s.title())?;
-    }
-    Ok(())
+    SHIPPED.iter().map(|s| format!("{:<width$}  {}\n", s.name, s.title())).collect()
 }

@@ -6,7 +6,7 @@ use crate::adapt::build::{Base, Build};
 use crate::adapt::params::Allocate;
 use crate::data::Micro;
 use crate::hub::Want;
-use crate::log::bytes_bar;
+use crate::log::{Escaped, bytes_bar};
 use crate::model::Batch;
 use crate::recipe::{self, Quantize, Recipe};
 use crate::train::{self, Job, step};
@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     bar.finish_and_clear();
     let experts = args.experts.unwrap_or(moe.top_k).clamp(1, moe.experts);
-    let mut out = io::stdout().lock();
+    let mut out = Escaped(io::stdout().lock());
     let outcome = match args.json {
         true => {
             let layers: Vec<_> = load.layers.iter().map(|(l, c)| json!({"layer": l, "tokens": c})).collect();

@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(long)]
     overwrite: bool,
     /// With --resume: a recipe key, or hash.data, hash.model, .., that may differ from the checkpoint's
-    #[arg(long, value_name = "KEY")]
+    #[arg(long, value_name = "KEY", requires = "resume")]
     accept_change: Vec<String>,
 }
 

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
 /// Rows that are tokenized together, and bytes that they may have.
-const CHUNK: (usize, usize) = (4096, 64 << 20);
+const CHUNK: (usize, usize) = (4096, 16 << 20);
 /// Rows that are left out and shown.
 const SHOWN: usize = 5;
 
@@ -259,7 +259,7 @@ impl<'a> Loader<'a> {
     fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
         // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
         let (count, asked) = match &problem {
-            Problem::Bad(_) => (&mut self.stats.drops.bad, false),
+            Problem::Bad(_) | Problem::Tokenizer(_) => (&mut self.stats.drops.bad, false),
             Problem::EmptyMask(_) => (&mut self.stats.drops.empty_mask, false),
             Problem::EmptyAfterTruncation { .. } => (&mut self.stats.drops.empty_after_truncation, true),
             Problem::TooLong { .. } => {

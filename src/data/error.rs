@@ -57,6 +57,9 @@ pub enum Error {
         /// Why, and what to do.
         message: String,
     },
+    /// A text that is too long to be tokenized in bounded memory.
+    #[error("{0}")]
+    TooLong(String),
     /// The data needs something that the model folder does not have.
     #[error("{0}")]
     ModelLacks(String),
@@ -82,6 +85,9 @@ pub enum Problem {
     /// It is not what its format asks for.
     #[error("{0}")]
     Bad(String),
+    /// The tokenizer breaks on its text; the message names the tokenizer's file.
+    #[error("{0}")]
+    Tokenizer(String),
     /// It is longer than `data.max_length` (with `over_length` = `"error"`, or dropped by `"drop"`).
     #[error(
         "{tokens} tokens are more than data.max_length = {max}; raise it, or set data.over_length to \"truncate\" or \"drop\""
@@ -111,9 +117,12 @@ impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
             Error::NotBuilt(_) | Error::Recipe { .. } => ExitCode::Usage,
-            Error::Missing { .. } | Error::Read { .. } | Error::Row { .. } | Error::Empty { .. } => {
-                ExitCode::Data
-            }
+            Error::Row { problem: Problem::Tokenizer(_), .. } => ExitCode::Model,
+            Error::Missing { .. }
+            | Error::Read { .. }
+            | Error::Row { .. }
+            | Error::Empty { .. }
+            | Error::TooLong(_) => ExitCode::Data,
             Error::Tokenizer { .. } | Error::ModelLacks(_) | Error::Template { .. } => ExitCode::Model,
         }
     }

@@ -1,6 +1,7 @@
 //! JSON as Python's `json.dumps` writes it: chat templates put tool schemas and calls into the text through it,
 //! and a model has seen exactly that spelling.
 
+use super::template::{spend, spend_product, weigh};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
@@ -25,6 +26,8 @@ pub(super) struct Style {
 /// A value that JSON cannot hold (undefined, a function), and nesting beyond 200 levels.
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::new();
+    // an escape may take six bytes for one
+    (0..4).try_for_each(|_| weigh(value))?;
     write(&mut out, value, style, 0)?;
     Ok(out)
 }
@@ -50,10 +53,10 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
             }
             out.push('[');
             for (i, item) in items.enumerate() {
-                gap(out, style, depth + 1, i > 0);
+                gap(out, style, depth + 1, i > 0)?;
                 write(out, &item, style, depth + 1)?;
             }
-            gap(out, style, depth, false);
+            gap(out, style, depth, false)?;
             out.push(']');
         }
         ValueKind::Map => {
@@ -67,7 +70,7 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
             }
             out.push('{');
             for (i, key) in keys.iter().enumerate() {
-                gap(out, style, depth + 1, i > 0);
+                gap(out, style, depth + 1, i > 0)?;
                 match key.kind() {
                     ValueKind::String => {
                         string(out, key.as_str().unwrap_or_default(), style.ensure_ascii);
@@ -79,10 +82,11 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
                     }
                     other => return Err(fail(format!("a key cannot be a {other}"))),
                 }
+                spend(style.key_separator.len())?;
                 out.push_str(&style.key_separator);
                 write(out, &value.get_item(key)?, style, depth + 1)?;
             }
-            gap(out, style, depth, false);
+            gap(out, style, depth, false)?;
             out.push('}');
         }
         other => return Err(fail(format!("a value of kind {other} is not JSON"))),
@@ -91,16 +95,19 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
 }
 
 /// What stands before an item or a closing bracket.
-fn gap(out: &mut String, style: &Style, depth: usize, separator: bool) {
+fn gap(out: &mut String, style: &Style, depth: usize, separator: bool) -> Result<(), Error> {
     if separator {
+        spend(style.item_separator.len())?;
         out.push_str(&style.item_separator);
     }
     if let Some(indent) = &style.indent {
+        spend_product(indent.len(), depth)?;
         out.push('\n');
         for _ in 0..depth {
             out.push_str(indent);
         }
     }
+    Ok(())
 }
 
 fn number(out: &mut String, value: &Value) {

@@ -62,7 +62,7 @@ struct Header {
 /// A data file as it was.
 #[derive(Serialize, Deserialize, PartialEq, Eq)]
 struct Noted {
-    path: PathBuf,
+    path: String,
     size: u64,
     changed: u64,
     hash: String,
@@ -174,7 +174,7 @@ fn find_in(
         return None;
     }
     let (path, files) = place(cache, r, dir, vocab, sources)?;
-    let bytes = std::fs::read(path).ok()?;
+    let bytes = store::read_plain(&path, store::LARGEST).ok()?;
     let end = bytes.iter().position(|b| *b == b'\n')?;
     let (header, body) = (serde_json::from_slice::<Header>(&bytes[..end]).ok()?, &bytes[end + 1..]);
     let whole = body.len() == 8 * header.sources.iter().sum::<usize>();
@@ -223,7 +223,12 @@ fn note(file: &Path, whole: bool) -> Option<Noted> {
         true => hash_of(&path)?,
         false => String::new(),
     };
-    Some(Noted { size: about.len(), changed: nanoseconds(about.modified().ok()?), path, hash })
+    Some(Noted {
+        size: about.len(),
+        changed: nanoseconds(about.modified().ok()?),
+        path: spelled(&path),
+        hash,
+    })
 }
 
 fn nanoseconds(t: SystemTime) -> u64 {
@@ -232,7 +237,7 @@ fn nanoseconds(t: SystemTime) -> u64 {
 
 fn hash_of(path: &Path) -> Option<String> {
     let mut h = blake3::Hasher::new();
-    std::io::copy(&mut std::fs::File::open(path).ok()?, &mut h).ok()?;
+    std::io::copy(&mut store::open_plain(path).ok()?, &mut h).ok()?;
     Some(h.finalize().to_hex().to_string())
 }
 
@@ -250,7 +255,8 @@ fn place(
     for s in sources {
         let found = files(s, &resolve).ok()?;
         let mask = s.mask.or(r.data.mask).map(recipe::Mask::word);
-        let paths = found.iter().map(|f| f.canonicalize()).collect::<Result<Vec<_>, _>>().ok()?;
+        let paths =
+            found.iter().map(|f| Some(spelled(&f.canonicalize().ok()?))).collect::<Option<Vec<_>>>()?;
         described.push(json!({"format": s.format.word(), "fields": s.fields, "mask": mask, "files": paths}));
         all.extend(found);
     }
@@ -264,7 +270,7 @@ fn place(
         let template = r.data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
         let of_model = dir.into_iter().flat_map(|d| TOKENIZER.iter().map(|f| d.join(f)));
         for path in of_model.chain(template) {
-            match std::fs::read(&path) {
+            match store::read_plain(&path, store::LARGEST) {
                 Ok(bytes) => h.update(&(bytes.len() as u64 + 1).to_le_bytes()).update(&bytes),
                 Err(_) => h.update(&0u64.to_le_bytes()),
             };
@@ -272,6 +278,14 @@ fn place(
     }
     let name = h.finalize().to_hex();
     Some((cache.join("lengths").join(&name.as_str()[..32]), all))
+}
+
+/// A path as text, another for each path: names need not be UTF-8.
+fn spelled(path: &Path) -> String {
+    match path.to_str() {
+        Some(text) => text.into(),
+        None => format!("{:?}", path.as_os_str().as_encoded_bytes()),
+    }
 }
 
 /// Removes the oldest lists when there are too many.

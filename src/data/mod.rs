@@ -9,6 +9,7 @@
 //! template    a conversation as text, by the model's chat template
 //! spans       which part of that text the assistant wrote
 //! tokenizer   text as token ids
+//! pipeline    what a tokenizer.json may do, and where texts can be cut
 //! encode      ids and labels, cut to length, or the reason why not
 //! dataset     all of a recipe's sources: counting, refusing, mixing
 //! pack        which samples share a row
@@ -30,6 +31,7 @@ mod json;
 pub mod lengths;
 mod micro;
 mod pack;
+mod pipeline;
 mod reader;
 mod spans;
 mod stats;

@@ -1,13 +1,18 @@
 //! A data file's bytes as rows.
 
 use super::error::Error;
+use crate::store;
 use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Bytes that one line may have.
-const LONGEST_LINE: u64 = 1 << 30;
+/// Bytes that a row may have: books have some millions.
+const LONGEST_ROW: usize = 32 << 20;
+/// Values that a row may have: in memory, one takes up to a hundred bytes.
+const VALUES: usize = 8 << 20;
+/// Bytes of a file that is one array, which is read whole.
+const LONGEST_ARRAY: u64 = 512 << 20;
 
 /// A row before it is parsed.
 pub(super) struct RawRow {
@@ -33,6 +38,14 @@ impl RawRow {
         let fail =
             |line: usize, column: usize, message: String| NotJson { line, column: column.max(1), message };
         let bytes = self.bytes.as_ref().map_err(|m| fail(self.line, self.column, m.clone()))?;
+        if bytes.len() > LONGEST_ROW {
+            return Err(fail(self.line, self.column, too_long()));
+        }
+        let values = values(bytes);
+        if values > VALUES {
+            let message = format!("the row has {values} values, more than {VALUES}; split it into several");
+            return Err(fail(self.line, self.column, message));
+        }
         if let Err(e) = std::str::from_utf8(bytes) {
             let before = &bytes[..e.valid_up_to()];
             let lines = before.iter().filter(|b| **b == b'\n').count();
@@ -49,6 +62,25 @@ impl RawRow {
     }
 }
 
+fn too_long() -> String {
+    format!("the row is longer than {} MiB; split it into several", LONGEST_ROW >> 20)
+}
+
+/// How many values a row of JSON has, at the most.
+fn values(bytes: &[u8]) -> usize {
+    let (mut count, mut quoted, mut escaped) = (1, false, false);
+    for b in bytes {
+        match (quoted, b) {
+            (true, _) if escaped => escaped = false,
+            (true, b'\\') => escaped = true,
+            (_, b'"') => quoted = !quoted,
+            (false, b',' | b'[' | b'{' | b':') => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
 /// The rows of a file, in order. After an error of reading there are no more.
 pub(super) enum Rows {
     /// One row a line.
@@ -61,12 +93,11 @@ impl Rows {
     /// Opens a `.jsonl` or `.json` file.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let cannot = |cause| Error::Read { path: path.into(), cause };
-        let mut file = File::open(path).map_err(cannot)?;
         if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
-            let mut bytes = Vec::new();
-            file.read_to_end(&mut bytes).map_err(cannot)?;
+            let bytes = store::read_plain(path, LONGEST_ARRAY).map_err(cannot)?;
             return Ok(Rows::Array(Array { bytes, at: 0, line: 1, line_start: 0, state: State::Before }));
         }
+        let file = store::open_plain(path).map_err(cannot)?;
         Ok(Rows::Lines(Lines { file: BufReader::with_capacity(1 << 18, file), path: path.into(), line: 0 }))
     }
 }
@@ -93,7 +124,8 @@ impl Lines {
     fn next(&mut self) -> Option<Result<RawRow, Error>> {
         loop {
             let mut bytes = Vec::new();
-            let read = (&mut self.file).take(LONGEST_LINE).read_until(b'\n', &mut bytes);
+            let most = LONGEST_ROW as u64 + 2;
+            let read = (&mut self.file).take(most).read_until(b'\n', &mut bytes);
             if let Err(cause) = read {
                 return Some(Err(Error::Read { path: self.path.clone(), cause }));
             }
@@ -101,10 +133,12 @@ impl Lines {
                 return None;
             }
             self.line += 1;
-            let whole = bytes.last() == Some(&b'\n') || (bytes.len() as u64) < LONGEST_LINE;
-            if !whole {
-                let cause = std::io::Error::other(format!("line {} is longer than 1 GiB", self.line));
-                return Some(Err(Error::Read { path: self.path.clone(), cause }));
+            if bytes.len() as u64 == most && bytes.last() != Some(&b'\n') {
+                // the row is told and left out like any other; what follows it is read
+                if let Err(cause) = self.file.skip_until(b'\n') {
+                    return Some(Err(Error::Read { path: self.path.clone(), cause }));
+                }
+                return Some(Ok(RawRow { line: self.line, column: 1, bytes: Err(too_long()) }));
             }
             let mut column = 1;
             if self.line == 1 && bytes.starts_with(b"\xEF\xBB\xBF") {

@@ -1,13 +1,17 @@
 //! A model's tokenizer and chat template, from its folder.
 
 use super::error::Error;
+use super::pipeline::{self, Pipeline};
 use super::spans;
 use super::template::{Template, Variables};
+use crate::log::panics::caught;
+use crate::store;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Text to token ids and back, conversations to text.
 pub struct Tokenizer {
@@ -18,13 +22,30 @@ pub struct Tokenizer {
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
+    path: PathBuf,
+    /// Whether a text can be tokenized in pieces.
+    can_cut: bool,
 }
 
-/// Token ids, and for each the bytes of the text that it stands for.
+/// The first token ids of a text, and for each the byte of the text that it begins at.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
-    pub offsets: Vec<(usize, usize)>,
+    pub starts: Vec<usize>,
+    /// How many tokens the whole text has.
+    pub total: usize,
+    /// Whether a token that is not among the first begins in one of the ranges.
+    pub more_within: bool,
 }
+
+/// Bytes of a piece that a text is tokenized in: a piece takes some two hundred times as much.
+const PIECE: usize = 64 << 10;
+/// Bytes that are tokenized at once where there is no place to cut.
+const LONGEST_PIECE: usize = 4 << 20;
+/// Longer pieces are tokenized one at a time.
+const ALONE: usize = 256 << 10;
+static TURN: Mutex<()> = Mutex::new(());
+/// Bytes of stack for reading a tokenizer, whose regular expressions may be nested.
+const STACK: usize = 64 << 20;
 
 impl Tokenizer {
     /// Reads the tokenizer of the model folder `dir`; `None` when it has no `tokenizer.json`.
@@ -39,13 +60,10 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let Some(bytes) = read(&path)? else { return Ok(None) };
         let bad = |message: String| Error::Tokenizer { path: path.clone(), message };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| bad(e.to_string()))?;
-        // A stored truncation or padding would cut samples behind our back.
-        inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
-        inner.with_padding(None);
-        let text_start = text_start(&inner).map_err(&bad)?;
-        // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
-        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        let pipeline: Pipeline =
+            serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
+        pipeline.check().map_err(&bad)?;
+        let (inner, text_start) = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
 
         let config_path = dir.join("tokenizer_config.json");
         let config = read_object(&config_path)?;
@@ -78,7 +96,8 @@ impl Tokenizer {
         eos.sort_unstable();
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
-        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash }))
+        let can_cut = pipeline.can_cut();
+        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, path, can_cut }))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
@@ -86,14 +105,75 @@ impl Tokenizer {
     /// # Errors
     /// What the tokenizer cannot encode.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|e| self.failed(&e.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        Ok(self.encode_first(text, usize::MAX, &[])?.ids)
     }
 
-    /// The ids of `text`, and the bytes of it that each stands for.
-    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<Encoded, Error> {
-        let encoding = self.inner.encode(text, false).map_err(|e| self.failed(&e.to_string()))?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+    /// The first `keep` ids of `text`, and how many there are. Memory does not depend on what is not kept.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(super) fn encode_first(
+        &self,
+        text: &str,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
+        self.encode_pieces(text, PIECE, keep, within)
+    }
+
+    fn encode_pieces(
+        &self,
+        text: &str,
+        size: usize,
+        keep: usize,
+        within: &[Range<usize>],
+    ) -> Result<Encoded, Error> {
+        let mut out = Encoded { ids: Vec::new(), starts: Vec::new(), total: 0, more_within: false };
+        let mut from = 0;
+        loop {
+            let to = self.piece(text, from, size)?;
+            let piece = &text[from..to];
+            let turn = (piece.len() > ALONE).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            let encoding = self.call(|| self.inner.encode(piece, false))?;
+            drop(turn);
+            let ids = encoding.get_ids();
+            let kept = ids.len().min(keep - out.ids.len());
+            out.ids.extend_from_slice(&ids[..kept]);
+            out.starts.extend(encoding.get_offsets()[..kept].iter().map(|o| from + o.0));
+            out.total += ids.len();
+            out.more_within |= encoding.get_offsets()[kept..].iter().any(|o| is_within(within, from + o.0));
+            if to == text.len() {
+                return Ok(out);
+            }
+            from = to;
+        }
+    }
+
+    /// Where the piece of `text` that begins at `from` ends.
+    fn piece(&self, text: &str, from: usize, size: usize) -> Result<usize, Error> {
+        let cut = match text.len() - from > 2 * size && self.can_cut {
+            true => pipeline::cut(text, from + size),
+            false => None,
+        };
+        let to = cut.unwrap_or(text.len());
+        if to - from > LONGEST_PIECE {
+            return Err(Error::TooLong(format!(
+                "{} bytes of text would be tokenized at once, more than {} MiB: there is no place to cut them that \
+                 certainly leaves their tokens as they are; shorten the text, or split it into rows",
+                to - from,
+                LONGEST_PIECE >> 20
+            )));
+        }
+        Ok(to)
+    }
+
+    /// What the library says of a call; a panic of it is an error too.
+    fn call<T>(&self, f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Error> {
+        match caught(f) {
+            Ok(Ok(out)) => Ok(out),
+            Ok(Err(e)) => Err(self.failed(&e.to_string())),
+            Err(panic) => Err(self.failed(&broken(&panic))),
+        }
     }
 
     /// The text of `ids`, special tokens spelled out.
@@ -101,7 +181,7 @@ impl Tokenizer {
     /// # Errors
     /// Ids that the tokenizer's decoder cannot join. Ids that it does not know are left out.
     pub fn decode(&self, ids: &[u32]) -> Result<String, Error> {
-        self.inner.decode(ids, false).map_err(|e| self.failed(&e.to_string()))
+        self.call(|| self.inner.decode(ids, false))
     }
 
     /// A decoder for ids that come one by one.
@@ -213,7 +293,7 @@ impl Tokenizer {
     }
 
     fn failed(&self, message: &str) -> Error {
-        Error::Tokenizer { path: PathBuf::from("tokenizer.json"), message: message.into() }
+        Error::Tokenizer { path: self.path.clone(), message: message.into() }
     }
 }
 
@@ -236,7 +316,8 @@ impl Decoder<'_> {
     /// # Errors
     /// As [`Tokenizer::decode`].
     pub fn step(&mut self, id: u32) -> Result<Option<String>, Error> {
-        self.inner.step(id).map_err(|e| self.path.failed(&e.to_string()))
+        let inner = &mut self.inner;
+        self.path.call(|| inner.step(id))
     }
 }
 
@@ -325,15 +406,50 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
-/// What the post-processor puts before a text.
-fn text_start(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>, String> {
-    let encoding = inner.encode("a", true).map_err(|e| e.to_string())?;
-    let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
-    Ok(encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec())
+/// The library's tokenizer without what would change samples behind our back, and what its post-processor puts
+/// before a text.
+fn library(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+    let load = || {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+        inner.with_truncation(None)?;
+        inner.with_padding(None);
+        let encoding = inner.encode("a", true)?;
+        let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
+        let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
+        // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
+        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        // what breaks on any text at all is told now
+        if let Ok(text) = inner.encode("Hello, world 1", false) {
+            let _ = inner.decode(text.get_ids(), false);
+        }
+        Ok::<_, tokenizers::Error>((inner, text_start))
+    };
+    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// What is said of a file that makes the library panic.
+fn broken(panic: &str) -> String {
+    format!("the tokenizer does not hold together: {panic}")
+}
+
+fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, f);
+        thread
+            .map_err(|e| format!("no thread to read it: {e}"))?
+            .join()
+            .unwrap_or_else(|_| Err("a panic".into()))
+    })
+}
+
+/// Whether a byte lies in one of the ranges, which are in order.
+pub(super) fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
+    let next = ranges.partition_point(|r| r.end <= at);
+    ranges.get(next).is_some_and(|r| r.start <= at)
 }
 
 fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    match std::fs::read(path) {
+    match store::read_plain(path, store::LARGEST) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("cannot be read: {e}") }),
@@ -347,5 +463,108 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(Error::Tokenizer { path: path.into(), message: "not a JSON object".into() }),
         Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("not JSON: {e}") }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::{Purpose, Stream};
+    use serde_json::json;
+
+    /// The fixture's tokenizer with another pre-tokenizer.
+    fn with(pre_tokenizer: Value) -> Tokenizer {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-tokenizer");
+        let mut file: Value =
+            serde_json::from_slice(&std::fs::read(fixture.join("tokenizer.json")).unwrap()).unwrap();
+        if !pre_tokenizer.is_null() {
+            file["pre_tokenizer"] = pre_tokenizer;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        Tokenizer::load(dir.path(), None).unwrap().unwrap()
+    }
+
+    /// Texts of the pieces that pre-tokenizers look at, in any order.
+    fn texts() -> Vec<String> {
+        let parts = [
+            "a",
+            "It's",
+            "word",
+            "WORD",
+            "camelCase",
+            " ",
+            " ",
+            " ",
+            "  ",
+            "\n",
+            "\n",
+            "\n\n",
+            "\r\n",
+            "\t",
+            ".",
+            ",",
+            "'s",
+            "'",
+            "1",
+            "2345",
+            "中文",
+            "字",
+            "。",
+            "，",
+            "é",
+            "e\u{301}",
+            "\u{301}",
+            "<|im_end|>",
+            "<|im_start|>",
+            "_x",
+            "/",
+            "\u{a0}",
+            "Σ",
+        ];
+        let draw = |t: u64| {
+            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() * 4);
+            order.into_iter().map(|i| parts[i % parts.len()]).collect::<String>()
+        };
+        (0..200).map(draw).collect()
+    }
+
+    #[test]
+    fn pieces_make_the_tokens_of_the_whole() {
+        let split = |regex: &str| {
+            json!({"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]})
+        };
+        let mut all = vec![Value::Null];
+        all.extend(pipeline::WORDS.iter().map(|r| split(r)));
+        let mut cuts = 0;
+        for pre_tokenizer in all {
+            let t = with(pre_tokenizer.clone());
+            assert!(t.can_cut, "{pre_tokenizer}");
+            for text in texts() {
+                let whole = t.inner.encode(text.as_str(), false).unwrap();
+                let pieces = t.encode_pieces(&text, 1, usize::MAX, &[]).unwrap();
+                assert_eq!(pieces.ids, whole.get_ids(), "{pre_tokenizer} {text:?}");
+                let starts: Vec<usize> = whole.get_offsets().iter().map(|o| o.0).collect();
+                assert_eq!(pieces.starts, starts, "{pre_tokenizer} {text:?}");
+                cuts += usize::from(pipeline::cut(&text, 1).is_some());
+                // no more is kept than asked for, and the rest is counted
+                let first = t.encode_pieces(&text, 1, 5, std::slice::from_ref(&(0..text.len()))).unwrap();
+                assert_eq!((first.ids.len(), first.total), (5, pieces.ids.len()));
+                assert!(first.more_within);
+            }
+        }
+        assert!(cuts > 500, "{cuts}");
+    }
+
+    /// Where nobody knows what a pre-tokenizer does, a text stays whole, and has an end.
+    #[test]
+    fn texts_that_cannot_be_cut_are_bounded() {
+        let t =
+            with(json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}));
+        assert!(!t.can_cut);
+        let long = "word ".repeat(1 << 20);
+        assert!(t.encode(&long).unwrap_err().to_string().contains("4 MiB"));
     }
 }

@@ -89,7 +89,8 @@ impl Repository {
             self.revision.clone()
         } else {
             let path = self.folder(settings).join("refs").join(&self.revision);
-            let text = std::fs::read_to_string(path).map_err(|_| first.to_string())?;
+            let text =
+                crate::store::read_plain_text(&path, crate::store::LARGEST).map_err(|_| first.to_string())?;
             Some(text.trim().to_string()).filter(|c| is_commit(c)).ok_or(first.to_string())?
         };
         let dir = self.snapshot(settings, &commit);
@@ -122,7 +123,8 @@ pub(super) fn is_commit(revision: &str) -> bool {
 
 /// The shards that the index in a folder names, sorted.
 pub(super) fn shards(dir: &Path) -> Result<Vec<String>, String> {
-    let bytes = std::fs::read(dir.join(INDEX)).map_err(|e| e.to_string())?;
+    let bytes =
+        crate::store::read_plain(&dir.join(INDEX), crate::store::LARGEST).map_err(|e| e.to_string())?;
     let mut files: Vec<String> = parse_index(&bytes)?.into_values().collect();
     files.sort();
     files.dedup();

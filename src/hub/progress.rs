@@ -1,13 +1,12 @@
 //! How far a download is: a bar on a terminal, plain lines otherwise; always on stderr.
 
 use std::collections::HashMap;
-use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
 
 use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::log::tell;
+use crate::log::{escape, moves_cursor, tell};
 use crate::store::human_bytes;
 
 /// Reports one download of several files.
@@ -31,14 +30,14 @@ struct State {
 impl Report {
     /// Announces the download of `files` files with `total` bytes.
     pub(super) fn new(what: &str, files: usize, total: u64) -> Report {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = moves_cursor().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template(
                 "{msg} [{bar:24}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left",
             );
             // The template is a constant; should it ever not parse, the default bar is fine.
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
-            bar.set_message(what.to_string());
+            bar.set_message(escape(what).into_owned());
             bar
         });
         if bar.is_none() {

@@ -39,7 +39,7 @@ impl Settings {
                 .join("huggingface")
         });
         let read = |path: &Path| {
-            let text = std::fs::read_to_string(path).ok()?;
+            let text = crate::store::read_plain_text(path, 1 << 20).ok()?;
             Some(text.trim().to_string()).filter(|t| !t.is_empty())
         };
         let token = if is_true(get("HF_HUB_DISABLE_IMPLICIT_TOKEN")) {

@@ -3,9 +3,11 @@
 use super::limits;
 use super::place::{self, Phase};
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 /// Allocations below this many bytes are not counted: tensors are larger, and there are few of them.
 pub const COUNTED: usize = 1 << 10;
@@ -19,8 +21,10 @@ static PHASES: [AtomicU64; Phase::ALL.len()] = [const { AtomicU64::new(0) }; Pha
 static FAILED: OnceLock<fn(u64) -> !> = OnceLock::new();
 static FAILING: AtomicBool = AtomicBool::new(false);
 
-/// Allocations below this many bytes are too small to say anything about when they fail.
-const TELLING: usize = 1 << 20;
+thread_local! {
+    /// Whether this thread is saying that an allocation failed.
+    static SAYING: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The system's allocator, counting allocations of [`COUNTED`] bytes and more.
 ///
@@ -44,16 +48,19 @@ pub fn on_failure(f: fn(u64) -> !) {
     let _ = FAILED.set(f);
 }
 
-/// The system had no memory. What is called may allocate a little: a large allocation failed, and a small one that
-/// fails too goes the ordinary way.
+/// The system had no memory. What is called may allocate a little; where not even that is left, a few words that take
+/// none are said instead. The first thread that fails ends the process, others wait for that.
 #[cold]
 fn failed(bytes: usize) {
-    if bytes >= TELLING
-        && let Some(f) = FAILED.get()
-        && !FAILING.swap(true, Relaxed)
-    {
-        f(bytes as u64)
+    let Some(f) = FAILED.get() else { return };
+    if SAYING.replace(true) {
+        let _ = rustix::io::write(std::io::stderr(), b"error: out of memory\n");
+        signal_hook::low_level::exit(crate::ExitCode::DoesNotFit as i32);
     }
+    while FAILING.swap(true, Relaxed) {
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    f(bytes as u64)
 }
 
 fn sub(bytes: usize) {

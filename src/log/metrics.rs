@@ -6,6 +6,9 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+/// Bytes of a metrics file: some hundreds a step, of millions of steps.
+const LONGEST: u64 = 1 << 30;
+
 /// The metrics file of a run.
 #[derive(Debug)]
 pub struct Metrics {
@@ -21,7 +24,7 @@ impl Metrics {
         let kept = match resume_from {
             None => String::new(),
             Some(step) => {
-                let text = match std::fs::read_to_string(path) {
+                let text = match store::read_plain_text(path, LONGEST) {
                     Ok(t) => t,
                     Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
                     Err(e) => return Err(store::Error::read(path, e)),
@@ -57,7 +60,7 @@ fn keep(line: &str, step: u64) -> bool {
 
 /// All events of a metrics file; lines that are cut short are left out.
 pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
-    let text = std::fs::read_to_string(path).map_err(|e| store::Error::read(path, e))?;
+    let text = store::read_plain_text(path, LONGEST).map_err(|e| store::Error::read(path, e))?;
     Ok(text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect())
 }
 

@@ -3,21 +3,12 @@
 pub mod limits;
 pub mod memory;
 mod metrics;
+pub mod panics;
 pub mod place;
 mod progress;
+mod screen;
 
 pub use metrics::Metrics;
 pub use metrics::read as read_metrics;
 pub use progress::{Progress, Told, bytes_bar};
-
-use std::io::Write;
-
-/// Prints a line on stderr. A stderr that nobody reads any more must not end a run, as `eprintln!` would.
-pub fn tell(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
-}
-
-/// As [`tell`], with `warning: ` in front.
-pub fn warn(text: &str) {
-    tell(&format!("warning: {text}"));
-}
+pub use screen::{Escaped, color_on_stderr, escape, moves_cursor, print, tell, tell_escaped, warn};

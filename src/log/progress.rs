@@ -1,18 +1,22 @@
 //! Progress on stderr: bars on a terminal, plain lines in a pipe.
 
-use super::tell;
+use super::{moves_cursor, tell};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 /// A bar over bytes (loading, writing); hidden where stderr is no terminal.
 pub fn bytes_bar(what: &'static str, total: u64) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+    let bar = ProgressBar::with_draw_target(Some(total), target());
     let style =
         ProgressStyle::with_template("{prefix:>10} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta}");
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
     bar.set_prefix(what);
     bar
+}
+
+/// Where bars are drawn, if anywhere.
+fn target() -> ProgressDrawTarget {
+    if moves_cursor() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
 }
 
 /// What one step has to tell.
@@ -43,7 +47,7 @@ impl Progress {
 
     /// Progress from step `first` (done already) to `total`.
     pub fn new(first: u64, total: u64) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = moves_cursor().then(|| {
             let bar = ProgressBar::new(total).with_position(first);
             let style = ProgressStyle::with_template("{pos}/{len} [{bar:30}] {msg} {elapsed} left {eta}");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));

@@ -38,7 +38,10 @@ fn key(m: Machine) -> String {
 }
 
 fn read(path: &std::path::Path) -> BTreeMap<String, Rate> {
-    std::fs::read_to_string(path).ok().and_then(|t| serde_json::from_str(&t).ok()).unwrap_or_default()
+    crate::store::read_plain_text(path, crate::store::LARGEST)
+        .ok()
+        .and_then(|t| serde_json::from_str(&t).ok())
+        .unwrap_or_default()
 }
 
 /// The rate that was measured on a machine like this one.

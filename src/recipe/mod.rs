@@ -35,7 +35,9 @@ mod tests;
 
 pub use keys::*;
 pub use kind::INDEX as MAX_RANK;
-pub use report::{Diagnostic, Problems, color_on_stderr};
+
+pub(crate) use names::nearest;
+pub use report::{Diagnostic, Problems};
 pub use schema::schema;
 pub use shipped::{SHIPPED, Shipped};
 pub use table::Json;
@@ -164,7 +166,8 @@ impl Recipe {
         if bytes > LARGEST {
             return Err(Error::TooLarge { path: path.into(), bytes });
         }
-        let mut recipe = Self::build(&std::fs::read(path).map_err(read)?, path, overrides, plan)?;
+        let bytes = crate::store::read_given(path, LARGEST).map_err(read)?;
+        let mut recipe = Self::build(&bytes, path, overrides, plan)?;
         recipe.folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(recipe)
     }

@@ -4,10 +4,10 @@
 //! Only this file knows the renderer.
 
 use crate::error::Place;
+use crate::log::escape;
 use annotate_snippets::renderer::DecorStyle;
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt;
-use std::io::IsTerminal;
 use std::ops::Range;
 
 /// The longest part of a source line that a problem shows, in bytes on each side of the place.
@@ -105,22 +105,27 @@ impl Diagnostic {
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let renderer = renderer.decor_style(DecorStyle::Ascii);
-        let title = Level::ERROR.primary_title(self.message.as_str());
-        let snippet = Snippet::source(self.line.as_str())
+        // what the recipe says is escaped before colours are put around it
+        let (message, file, line) = (escape(&self.message), escape(&self.place.file), escape(&self.line));
+        let start = escape(&self.line[..self.span.start]).len();
+        let span = start..start + escape(&self.line[self.span.clone()]).len();
+        let hints: Vec<_> = self.hints.iter().map(|h| escape(h)).collect();
+        let title = Level::ERROR.primary_title(message.as_ref());
+        let snippet = Snippet::source(line.as_ref())
             .line_start(self.place.line.max(1))
-            .annotation(AnnotationKind::Primary.span(self.span.clone()));
+            .annotation(AnnotationKind::Primary.span(span));
         let mut group = if self.place.line == 0 || self.line.is_empty() {
             // An argument of the command line: the place's name holds all of it.
-            title.element(origin(&self.place))
+            title.element(origin(&self.place, &file))
         } else if self.cut {
             // The renderer counts the column itself, which it cannot in a part of a line.
-            title.element(origin(&self.place)).element(snippet)
+            title.element(origin(&self.place, &file)).element(snippet)
         } else {
-            title.element(snippet.path(self.place.file.as_str()))
+            title.element(snippet.path(file.as_ref()))
         };
         let hint = Level::HELP.with_name("hint");
-        for text in &self.hints {
-            group = group.element(hint.clone().message(text.as_str()));
+        for text in &hints {
+            group = group.element(hint.clone().message(text.as_ref()));
         }
         let mut out = renderer.render(&[group]);
         out.push('\n');
@@ -128,8 +133,8 @@ impl Diagnostic {
     }
 }
 
-fn origin(place: &Place) -> Origin<'_> {
-    let origin = Origin::path(place.file.as_str());
+fn origin<'a>(place: &Place, file: &'a str) -> Origin<'a> {
+    let origin = Origin::path(file);
     if place.line > 0 { origin.line(place.line).char_column(place.column) } else { origin }
 }
 
@@ -202,9 +207,4 @@ impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(false))
     }
-}
-
-/// Whether messages on stderr may be coloured: it is a terminal, and `NO_COLOR` is unset or empty.
-pub fn color_on_stderr() -> bool {
-    std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }

@@ -35,8 +35,7 @@ impl Files {
     /// Looks into the folder of a run; what is not there is left out.
     pub fn look(run: &Path) -> Self {
         let recipe = run.join("recipe.toml");
-        let small = std::fs::metadata(&recipe).is_ok_and(|m| m.is_file() && m.len() <= RECIPE);
-        let recipe = if small { std::fs::read(&recipe).ok() } else { None };
+        let recipe = crate::store::read_plain(&recipe, RECIPE).ok();
         let mut out =
             Self { recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()), ..Self::default() };
         for result in ["adapter", "model"] {

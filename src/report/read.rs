@@ -9,7 +9,6 @@ use crate::store;
 use crate::walk;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
@@ -150,7 +149,8 @@ impl Metrics {
     /// A file that cannot be read, or that holds no event at all.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let fail = |e| store::Error::read(path, e);
-        let mut file = BufReader::new(File::open(path).map_err(|e| Error::no_metrics(path, e))?);
+        let mut file =
+            BufReader::new(crate::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
         let mut this = Self::default();
         let (mut line, mut at, mut events) = (Vec::new(), 0u64, 0u64);
         for number in 1u64.. {
@@ -279,7 +279,7 @@ impl Metrics {
 /// A file that changed since it was read first.
 pub fn layers(path: &Path, spread: &Spread) -> Result<Vec<Layer>, Error> {
     let fail = |e| store::Error::read(path, e);
-    let mut file = BufReader::new(File::open(path).map_err(fail)?);
+    let mut file = BufReader::new(crate::store::open_plain(path).map_err(fail)?);
     file.seek(SeekFrom::Start(spread.at)).map_err(fail)?;
     let mut line = Vec::new();
     file.by_ref().read_until(b'\n', &mut line).map_err(fail)?;

@@ -6,6 +6,7 @@
 //! | `header`, `index` | what a safetensors file and a shard index say, checked |
 //! | `path` | which files may be opened: plain ones, inside the folder that was named |
 //! | `json` | JSON objects with each key once |
+//! | `input` | whole small files, plain ones alone, no larger than anybody means |
 //! | `convert` | the file's number formats to the dtype asked for, in parallel |
 //! | `write` | one safetensors file, or shards with an index, streamed |
 //! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
@@ -24,6 +25,7 @@ mod error;
 pub mod fault;
 mod header;
 mod index;
+mod input;
 pub(crate) mod json;
 mod lock;
 mod path;
@@ -42,6 +44,7 @@ pub use error::Error;
 #[cfg(feature = "hub")]
 pub(crate) use error::human_bytes;
 pub(crate) use index::{INDEX, parse as parse_index};
+pub use input::{LARGEST, open_plain, read_given, read_plain, read_plain_text};
 pub use lock::RunLock;
 pub(crate) use read::SINGLE;
 #[cfg(feature = "hub")]

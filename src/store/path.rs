@@ -86,7 +86,7 @@ fn is_blob_of(real_dir: &Path, real: &Path) -> bool {
     }
 }
 
-fn not_a_file(kind: std::fs::FileType) -> Option<&'static str> {
+pub(super) fn not_a_file(kind: std::fs::FileType) -> Option<&'static str> {
     if kind.is_file() {
         None
     } else if kind.is_dir() {

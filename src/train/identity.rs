@@ -47,7 +47,7 @@ pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
 
 fn hash_file(h: &mut blake3::Hasher, path: &Path) -> Result<(), store::Error> {
     let fail = |e| store::Error::read(path, e);
-    let mut f = std::fs::File::open(path).map_err(fail)?;
+    let mut f = store::open_plain(path).map_err(fail)?;
     let size = f.metadata().map_err(fail)?.len();
     h.update(&size.to_le_bytes());
     if size <= WHOLE {

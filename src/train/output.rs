@@ -170,7 +170,7 @@ pub fn write_folder(
     for file in COMPANIONS {
         let from = source.join(file);
         if from.is_file() {
-            let bytes = std::fs::read(&from).map_err(|e| store::Error::read(&from, e))?;
+            let bytes = store::read_plain(&from, store::LARGEST).map_err(|e| store::Error::read(&from, e))?;
             store::write_atomic(&out.join(file), &bytes)?;
         }
     }

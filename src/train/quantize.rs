@@ -187,7 +187,9 @@ pub(super) fn cached(job: &Job) -> crate::Result<Option<PathBuf>> {
     let dir = job.recipe.resolve(&dir.to_string_lossy());
     let want = json!({"version": 1, "type": "nf4", "double": true, "source": model_hash(job)?});
     let marker = dir.join(MARKER);
-    let found = std::fs::read(&marker).ok().and_then(|b| serde_json::from_slice::<Value>(&b).ok());
+    let found = store::read_plain(&marker, store::LARGEST)
+        .ok()
+        .and_then(|b| serde_json::from_slice::<Value>(&b).ok());
     if found.as_ref() == Some(&want) {
         return Ok(Some(dir));
     }
@@ -199,7 +201,7 @@ pub(super) fn cached(job: &Job) -> crate::Result<Option<PathBuf>> {
         let report = fill(&job.config, &job.model.dir, draft, true)?;
         let text = format!("{want:#}\n");
         store::write_atomic(&draft.join(MARKER), text.as_bytes())?;
-        eprintln!("{} linears in 4 bits are kept in {}", report.linears, dir.display());
+        crate::log::tell(&format!("{} linears in 4 bits are kept in {}", report.linears, dir.display()));
         Ok(())
     })?;
     Ok(Some(dir))

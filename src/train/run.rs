@@ -98,6 +98,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let identity = identity(&job, &data)?;
     let mut done = 0;
     if let (Some(c), Some(s)) = (&newest, &reached) {
+        state::check_accepted(&s.identity, &identity, &options.accept_change)?;
         let changes = state::changes(&s.identity, &identity, &options.accept_change);
         if !changes.is_empty() {
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());

@@ -51,7 +51,7 @@ pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
 /// Reads a checkpoint's `state.json`.
 pub fn read(dir: &Path) -> crate::Result<State> {
     let path = dir.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(|e| store::Error::read(&path, e))?;
+    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::read(&path, e))?;
     let state: State = serde_json::from_str(&text)
         .map_err(|e| Error::Checkpoint { path: path.display().to_string(), why: e.to_string() })?;
     if state.version != 1 {
@@ -90,6 +90,26 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether every accepted key is one that two identities have: another would accept nothing.
+///
+/// # Errors
+/// The first that is not, with the nearest that is.
+pub fn check_accepted(
+    old: &BTreeMap<String, String>,
+    new: &BTreeMap<String, String>,
+    accepted: &[String],
+) -> Result<(), Error> {
+    let known = || old.keys().chain(new.keys()).map(String::as_str);
+    let Some(unknown) = accepted.iter().find(|k| !known().any(|n| n == *k)) else { return Ok(()) };
+    let hint = match crate::recipe::nearest(unknown, known()) {
+        Some(near) => format!("did you mean {near}?"),
+        None => "give a key that the refusal to go on names".into(),
+    };
+    Err(Error::Usage(format!(
+        "--accept-change {unknown}: this key does not decide the mathematics of the run\n  hint: {hint}"
+    )))
 }
 
 /// Lines that name what differs between two identities, leaving out accepted keys.

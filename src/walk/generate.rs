@@ -93,6 +93,11 @@ pub fn reply(
     sampler: &mut LogitsProcessor,
     on_text: &mut dyn FnMut(&str) -> bool,
 ) -> crate::Result<String> {
+    if prompt.is_empty() {
+        let why = "the chat template and the tokenizer make no tokens of this conversation, so there is nothing to \
+                   answer\n  hint: --chat-template FILE, or data.chat_template, names another template";
+        return Err(crate::data::Error::ModelLacks(why.into()).into());
+    }
     let mut logits = reader.read_document(prompt)?;
     let mut text = tokenizer.decoder(true);
     let mut out = String::new();

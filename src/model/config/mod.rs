@@ -118,7 +118,8 @@ impl Config {
     pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
         let path = dir.join("config.json");
         let file = path.display().to_string();
-        let bytes = std::fs::read(&path).map_err(|e| Error::Read { file: file.clone(), source: e })?;
+        let bytes = crate::store::read_plain(&path, crate::store::LARGEST)
+            .map_err(|e| Error::Read { file: file.clone(), source: e })?;
         let text = std::str::from_utf8(&bytes).map_err(|e| Error::Syntax {
             file: file.clone(),
             why: format!("not UTF-8 at byte {}", e.valid_up_to()),

@@ -18,13 +18,13 @@ mod manifest;
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Error;
 use super::atomic::{sync_folder, write_atomic};
 use super::fault::fault;
+use super::input::read_plain;
 use manifest::{MANIFEST, Manifest};
 
 /// The file that says that a checkpoint is complete.
@@ -274,10 +274,8 @@ fn marker(manifest: &[u8]) -> String {
 fn verify(path: &Path, step: u64) -> Result<(), Error> {
     let damaged = |problem: String| Error::Damaged { path: path.to_path_buf(), problem };
     let read = |name: &str| {
-        let mut bytes = Vec::new();
         // A manifest names some dozens of files: a larger one is not ours.
-        File::open(path.join(name))?.take(16 << 20).read_to_end(&mut bytes)?;
-        Ok::<_, io::Error>(bytes)
+        read_plain(&path.join(name), 16 << 20)
     };
     let said = read(MARKER).map_err(|e| damaged(format!("{MARKER}: {e}")))?;
     let bytes = read(MANIFEST).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;

@@ -1,17 +1,30 @@
-//! Chat templates, rendered as transformers' `apply_chat_template` renders them.
+//! Chat templates, rendered as transformers' `apply_chat_template` renders them. A template comes with a model from
+//! anywhere, so whatever it says, a rendering ends in about a second and in bounded memory.
+
+mod bounds;
+mod builtins;
+mod guard;
+mod ops;
 
 use super::{error::Error, json, strftime};
+use crate::log::panics::caught;
+use guard::Guarded;
+use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, ErrorKind, syntax::SyntaxConfig};
-use minijinja_contrib::pycompat::unknown_method_callback;
+use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
 use std::collections::BTreeMap;
-use std::io;
 use std::ops::Range;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+pub(super) use bounds::{spend, spend_product, weigh};
 
 /// Instructions that one rendering may take: well under a second, and far above what the longest conversation needs.
 const FUEL: u64 = 8_000_000;
-/// Bytes that one rendering may write.
-const LIMIT: usize = 256 << 20;
+/// Renderings of one template that may run into their bounds before it is not tried again.
+const TRIES: u32 = 3;
+/// Bytes of stack for compiling: one level of the tree for each token of the longest tag.
+const STACK: usize = 64 << 20;
 
 /// Around what a template marks with `{% generation %}`. Unicode noncharacters: no text has a use for them, no
 /// tokenizer a token, and rows that hold one are refused.
@@ -29,8 +42,12 @@ pub(super) type Variables = BTreeMap<String, Value>;
 pub(super) struct Template {
     env: Environment<'static>,
     origin: String,
-    has_tool_use: bool,
+    default: Option<Guarded>,
+    tool_use: Option<Guarded>,
     has_generation: bool,
+    /// Renderings that ran into their bounds, and what the last of them said.
+    spent: AtomicU32,
+    last: OnceLock<(usize, String)>,
 }
 
 impl Template {
@@ -39,16 +56,41 @@ impl Template {
         let mut this = Self {
             env: environment(),
             origin: origin.to_string(),
-            has_tool_use: tool_use.is_some(),
+            default: None,
+            tool_use: None,
             has_generation: false,
+            spent: AtomicU32::new(0),
+            last: OnceLock::new(),
         };
-        for (name, source) in [("default", Some(default)), ("tool_use", tool_use)] {
-            let Some(source) = source else { continue };
-            let (source, generation) = generation_blocks(source);
-            this.has_generation |= generation;
-            this.env.add_template_owned(name, source).map_err(|e| this.error(&e))?;
-        }
+        this.default = Some(this.compile(default)?);
+        this.tool_use = tool_use.map(|source| this.compile(source)).transpose()?;
         Ok(this)
+    }
+
+    fn compile(&mut self, source: &str) -> Result<Guarded, Error> {
+        let (source, generation) = generation_blocks(source);
+        self.has_generation |= generation;
+        guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
+        // A template is compiled once and used as long as the process lives.
+        let source: &'static str = Box::leak(source.into_boxed_str());
+        let mut env = self.env.clone();
+        // a thread of its own has the stack that deep texts need
+        let compiled = std::thread::scope(|scope| {
+            let work = || {
+                let compiled = caught(|| guard::compile(&mut env, source));
+                let compiled =
+                    compiled.map_err(|panic| self.fail(0, format!("it cannot be compiled: {panic}")))?;
+                compiled.map_err(|e| match e {
+                    guard::Refused::Text(e) => self.error(&e),
+                    guard::Refused::Unbounded(line, why) => self.fail(line, why),
+                })
+            };
+            let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, work);
+            let thread = thread.map_err(|e| self.fail(0, format!("no thread to compile it: {e}")))?;
+            thread.join().unwrap_or_else(|_| Err(self.fail(0, "a panic while it was compiled")))
+        })?;
+        self.env = env;
+        Ok(compiled)
     }
 
     /// Whether the template itself says what the assistant wrote.
@@ -69,16 +111,34 @@ impl Template {
         add_generation_prompt: bool,
         variables: &Variables,
     ) -> Result<(String, Vec<Range<usize>>), Error> {
+        if self.spent.load(Relaxed) >= TRIES
+            && let Some((line, message)) = self.last.get()
+        {
+            return Err(self.fail(*line, message));
+        }
         let mut context = variables.clone();
-        let name = if self.has_tool_use && !tools.is_none() { "tool_use" } else { "default" };
-        context.insert("messages".into(), Value::from(messages.to_vec()));
+        let messages = Value::from(messages.to_vec());
+        bounds::begin(&[&messages, tools]).map_err(|e| self.error(&e))?;
+        context.insert("messages".into(), messages);
         context.insert("tools".into(), tools.clone());
         context.entry("documents".into()).or_insert(Value::from(()));
         context.insert("add_generation_prompt".into(), Value::from(add_generation_prompt));
-        let template = self.env.get_template(name).map_err(|e| self.error(&e))?;
-        let mut out = Limited(Vec::new());
-        template.render_captured_to(Value::from(context), &mut out).map_err(|e| self.error(&e))?;
-        let text = String::from_utf8(out.0).map_err(|_| self.fail(0, "it wrote text that is not UTF-8"))?;
+        let code = self.tool_use.as_ref().filter(|_| !tools.is_none()).or(self.default.as_ref());
+        let Some(code) = code else { return Err(self.fail(0, "it was not compiled")) };
+        let mut text = String::new();
+        let mut out = make_string_output(&mut text);
+        let context = Value::from(context);
+        let done = caught(|| {
+            eval(&self.env, &code.instructions, context, &code.blocks, &mut out, AutoEscape::None).map(|_| ())
+        });
+        match done {
+            Err(panic) => return Err(self.fail(0, format!("it cannot be rendered: {panic}"))),
+            Ok(Err(e)) => return Err(self.error(&e)),
+            Ok(Ok(())) if bounds::stopped() => {
+                return Err(self.error(&minijinja::Error::from(ErrorKind::OutOfFuel)));
+            }
+            Ok(Ok(())) => {}
+        }
         if self.has_generation { self.take_out_marks(&text) } else { Ok((text, Vec::new())) }
     }
 
@@ -110,29 +170,33 @@ impl Template {
         Error::Template { origin: self.origin.clone(), line, message: message.into() }
     }
 
+    /// What a template says that stopped: the innermost error, which knows what happened.
     fn error(&self, e: &minijinja::Error) -> Error {
+        let mut e = e;
+        while let Some(inner) =
+            std::error::Error::source(e).and_then(|s| s.downcast_ref::<minijinja::Error>())
+        {
+            e = inner;
+        }
         let message = match (e.kind(), e.detail()) {
-            (ErrorKind::OutOfFuel, _) => "it does not come to an end".to_string(),
-            (ErrorKind::WriteFailure, _) => format!("it writes more than {} MiB", LIMIT >> 20),
             (_, Some(detail)) => detail.to_string(),
+            (ErrorKind::OutOfFuel, _) => "it does not come to an end".to_string(),
             (kind, None) => kind.to_string(),
         };
-        self.fail(e.line().unwrap_or(0), message)
+        let line = e.line().unwrap_or(0);
+        if e.kind() == ErrorKind::OutOfFuel {
+            self.spent.fetch_add(1, Relaxed);
+            let _ = self.last.set((line, message.clone()));
+        }
+        self.fail(line, message)
     }
 }
 
 /// The functions, filters and white-space rules that transformers gives to a template.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    env.set_unknown_method_callback(|state, value, name, args| match (value.as_str(), args) {
-        (Some(text), [arg]) if arg.as_str().is_some_and(|a| !a.is_empty()) => {
-            match string_method(text, name, arg.as_str().unwrap_or_default()) {
-                Some(out) => Ok(out),
-                None => unknown_method_callback(state, value, name, args),
-            }
-        }
-        _ => unknown_method_callback(state, value, name, args),
-    });
+    builtins::add(&mut env);
+    ops::add(&mut env);
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.unwrap_or_default());
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -145,25 +209,11 @@ fn environment() -> Environment<'static> {
         strftime::now(&format).map_err(|m| minijinja::Error::new(ErrorKind::InvalidOperation, m))
     });
     env.add_filter("tojson", to_json);
-    env.add_filter("ft_generation", |body: String| format!("{}{body}{}", GENERATION[0], GENERATION[1]));
+    env.add_filter("ft_generation", |body: String| {
+        spend(body.len())?;
+        Ok::<_, minijinja::Error>(format!("{}{body}{}", GENERATION[0], GENERATION[1]))
+    });
     env
-}
-
-/// Python's string methods of one argument that templates use and pycompat does not have.
-fn string_method(text: &str, name: &str, arg: &str) -> Option<Value> {
-    Some(match name {
-        "removeprefix" => text.strip_prefix(arg).unwrap_or(text).into(),
-        "removesuffix" => text.strip_suffix(arg).unwrap_or(text).into(),
-        "partition" => {
-            let (a, b) = text.split_once(arg).map_or((text, None), |(a, b)| (a, Some(b)));
-            [a, if b.is_some() { arg } else { "" }, b.unwrap_or_default()].into_iter().collect()
-        }
-        "rpartition" => {
-            let (a, b) = text.rsplit_once(arg).map_or((None, text), |(a, b)| (Some(a), b));
-            [a.unwrap_or_default(), if a.is_some() { arg } else { "" }, b].into_iter().collect()
-        }
-        _ => return None,
-    })
 }
 
 /// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as transformers defines it.
@@ -237,19 +287,5 @@ fn generation_blocks(source: &str) -> (String, bool) {
     (out, found)
 }
 
-/// A buffer that refuses to grow without end.
-struct Limited(Vec<u8>);
-
-impl io::Write for Limited {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > LIMIT {
-            return Err(io::Error::other("too long"));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
+#[cfg(test)]
+mod tests;
