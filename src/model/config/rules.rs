@@ -178,7 +178,7 @@ impl Keys<'_> {
                 Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
                 None => false,
             };
-            if !ids.iter().all(|id| right(id)) {
+            if !ids.iter().all(right) {
                 let what =
                     if ends { format!("a token from 0 to {}", vocab - 1) } else { "a token's number".into() };
                 return Err(self.bad(key, format!("{}; {what}, or a list of such, is wanted", short(v))));

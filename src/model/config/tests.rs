@@ -156,8 +156,11 @@ fn numbers_have_bounds() {
     wrong("max_window_layers", json!([-1, "3", 1.5]), None);
     for (kind, keys) in [
         ("linear", &["factor"][..]),
-        ("llama3", &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]),
-        ("yarn", &["factor", "attention_factor", "original_max_position_embeddings"]),
+        (
+            "llama3",
+            &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"][..],
+        ),
+        ("yarn", &["factor", "attention_factor", "original_max_position_embeddings"][..]),
     ] {
         let table = json!({"rope_scaling": {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}});
