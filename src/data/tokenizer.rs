@@ -45,7 +45,7 @@ const LONGEST_PIECE: usize = 4 << 20;
 const ALONE: usize = 256 << 10;
 static TURN: Mutex<()> = Mutex::new(());
 /// Bytes of stack for reading a tokenizer, whose regular expressions may be nested.
-const STACK: usize = 64 << 20;
+const STACK: usize = 16 << 20;
 
 impl Tokenizer {
     /// Reads the tokenizer of the model folder `dir`; `None` when it has no `tokenizer.json`.

@@ -24,7 +24,7 @@ const FUEL: u64 = 8_000_000;
 /// Renderings of one template that may run into their bounds before it is not tried again.
 const TRIES: u32 = 3;
 /// Bytes of stack for compiling: one level of the tree for each token of the longest tag.
-const STACK: usize = 64 << 20;
+const STACK: usize = 16 << 20;
 
 /// Around what a template marks with `{% generation %}`. Unicode noncharacters: no text has a use for them, no
 /// tokenizer a token, and rows that hold one are refused.
