@@ -3,7 +3,7 @@
 use super::RecipeArgs;
 use crate::adapt::build::{Base, check_full, check_tensors};
 use crate::adapt::layout;
-use crate::adapt::{Adapter, Choice, Selection};
+use crate::adapt::{Adapter, Choice, Selection, learning_rates};
 use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -222,6 +222,8 @@ impl Found {
                     format!("{} of {} parameters ({share:.2} %)", count(trained), count(total)),
                 ));
                 lines.extend(groups(s).into_iter().map(|line| ("", line)));
+                let rates = s.learning_rates(&recipe.optimizer);
+                lines.push(("lr", learning_rates::line(&rates)));
             }
         }
         if let Some(s) = &self.train {

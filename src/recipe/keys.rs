@@ -309,8 +309,8 @@ const OPTIMIZER: &[Key] = &[
     key(
         "lr",
         Number(Bound::Positive),
-        Absent("2e-4 for LoRA alone, 1e-5 when anything trains in full"),
-        "Peak learning rate.",
+        Absent("2e-4 for what trains by LoRA, 1e-5 for what trains in full"),
+        "Peak learning rate; a rule's lr_scale multiplies it.",
     ),
     key("betas", Kind::Betas, Toml("[0.9, 0.999]"), "Decay rates of the two moments."),
     key("eps", Number(Bound::Positive), Toml("1e-8"), "Added to the denominator."),

@@ -41,8 +41,8 @@ fn defaults() {
     assert_eq!(all.run.output, Path::new("runs/small"));
     insta::assert_snapshot!(all.to_toml());
     assert_eq!(keys["optimizer.lr"], "(default)");
-    assert_eq!(all.optimizer.peak_lr(false), 2e-4);
-    assert_eq!(all.optimizer.peak_lr(true), 1e-5);
+    assert_eq!(all.optimizer.peak_lr(Method::Lora), 2e-4);
+    assert_eq!(all.optimizer.peak_lr(Method::Full), 1e-5);
 }
 
 /// Every broken recipe is refused, each problem with line and column; how all of them look is committed.

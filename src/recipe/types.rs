@@ -413,7 +413,7 @@ choices! {
 pub struct Optimizer {
     /// Which.
     pub name: OptimizerName,
-    /// Peak learning rate; 2e-4 when only LoRA trains and 1e-5 when anything trains in full, unless given.
+    /// Peak learning rate; unless given, 2e-4 for what trains by LoRA and 1e-5 for what trains in full.
     pub lr: Option<f64>,
     /// Decay rates of the moments.
     pub betas: [f64; 2],

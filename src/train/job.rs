@@ -148,6 +148,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     if selection.parts().is_empty() {
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
+    selection.check_learning_rates(recipe)?;
     Ok(selection)
 }
 
@@ -218,11 +219,6 @@ impl Job {
         let adapter = adapter(&settings, &recipe, progress)?;
         let selection = select(&recipe, &config, adapter.as_ref())?;
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
-    }
-
-    /// Peak learning rate: the recipe's, or the default for what trains.
-    pub fn learning_rate(&self) -> f64 {
-        self.recipe.optimizer.lr.unwrap_or(if self.selection.anything_full() { 1e-5 } else { 2e-4 })
     }
 
     fn resolver(&self) -> impl Fn(&str) -> PathBuf + '_ {
