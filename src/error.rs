@@ -64,6 +64,9 @@ pub enum Error {
     /// The report of a run.
     #[error(transparent)]
     Report(#[from] crate::log::report::Error),
+    /// Logits that are not finite.
+    #[error(transparent)]
+    Logits(#[from] crate::walk::NotFinite),
     /// The training loop.
     #[error(transparent)]
     Train(#[from] crate::train::Error),
@@ -88,6 +91,7 @@ impl Error {
             Error::Adapt(e) => e.exit_code(),
             Error::Plan(e) => e.exit_code(),
             Error::Report(e) => e.exit_code(),
+            Error::Logits(_) => ExitCode::NonFinite,
             Error::Train(e) => e.exit_code(),
             Error::Tensor(_) => ExitCode::Internal,
         }

@@ -175,6 +175,7 @@ impl Check<'_> {
         let (Some(config), recipe) = (&found.config, self.recipe) else { return };
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
+            self.keep(adapter.check_values());
         }
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {

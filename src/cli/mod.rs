@@ -104,6 +104,9 @@ pub fn main() -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    if let Err(e) = train::exhausted::start_threads() {
+        return exit(&[e.into()]);
+    }
     let outcome = match cli.verb {
         Verb::Run(args) => run::run(&args),
         Verb::Check(args) => return exit(&check::run(&args)),

@@ -114,11 +114,20 @@ pub fn read(
         }
     };
     let absmax = format!("{weight}.absmax");
+    // codes stand for numbers up to 1, and a scale is one of the map's times its group's, plus the offset
+    let within = |what: &str, map: &[f32], factors: &[f32], offset: f32| -> crate::Result<()> {
+        let largest = |v: &[f32]| v.iter().fold(0f32, |m, x| m.max(x.abs()));
+        match (largest(map) * largest(factors) + offset.abs()).is_finite() {
+            true => Ok(()),
+            false => Err(fail(format!("{what} is so large that weights would be infinite")).into()),
+        }
+    };
     let scales = match s.nested {
         None => Scales::Plain(Tensor::new(finite("absmax", floats(files, &absmax)?)?, &device)?),
         Some((group, offset)) => {
             let factors = floats(files, &format!("{weight}.nested_absmax"))?;
             let map = floats(files, &format!("{weight}.nested_quant_map"))?;
+            within("nested_absmax", &map, &factors, offset)?;
             Scales::Nested {
                 codes: Tensor::new(files.read(&absmax)?, &device)?,
                 map: books.map(&finite("nested_quant_map", map)?)?,

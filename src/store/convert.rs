@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::Error;
+use std::path::Path;
 
 /// Elements that one task reads and converts at a time: 4 MiB of f32.
 const PIECE: usize = 1 << 20;
@@ -19,13 +20,20 @@ pub(crate) type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync +
 /// A number as safetensors keeps it: little-endian.
 trait Stored: Copy + Send + Sync {
     const BYTES: usize;
+    /// Whether it is a number, and not infinite.
+    fn finite(self) -> bool;
     fn from_le(bytes: &[u8]) -> Self;
 }
 
 macro_rules! stored {
-    ($($t:ty),*) => {$(
+    ($($t:ty: $finite:expr),*) => {$(
         impl Stored for $t {
             const BYTES: usize = size_of::<$t>();
+            #[inline(always)]
+            fn finite(self) -> bool {
+                #[expect(clippy::redundant_closure_call)]
+                $finite(self)
+            }
             #[inline(always)]
             fn from_le(bytes: &[u8]) -> Self {
                 let mut word = [0u8; size_of::<$t>()];
@@ -35,11 +43,12 @@ macro_rules! stored {
         }
     )*};
 }
-stored!(u8, u32, i64, f16, bf16, f32, f64);
+stored!(u8: |_| true, u32: |_| true, i64: |_| true, f16: f16::is_finite, bf16: bf16::is_finite, f32: f32::is_finite, f64: f64::is_finite);
 
 /// Builds a tensor of `dtype` from `count` elements of `from`, which `fetch(offset, buffer)` reads
-/// by byte offset within the tensor.
+/// by byte offset within the tensor, and which is of the file `path`. Values must be finite.
 pub(crate) fn tensor(
+    path: &Path,
     name: &str,
     from: Dtype,
     shape: &[usize],
@@ -47,7 +56,7 @@ pub(crate) fn tensor(
     device: &Device,
     fetch: &Fetch,
 ) -> Result<Tensor, Error> {
-    let load = Load { name, shape, device, fetch };
+    let load = Load { path, name, shape, device, fetch };
     // Widening goes through f32 or f64 exactly; each narrowing rounds once.
     macro_rules! convert {
         (f32, f32, $x:expr) => {
@@ -108,6 +117,7 @@ pub(crate) fn tensor(
 }
 
 struct Load<'a> {
+    path: &'a Path,
     name: &'a str,
     shape: &'a [usize],
     device: &'a Device,
@@ -117,6 +127,15 @@ struct Load<'a> {
 impl Load<'_> {
     fn refuse(&self, from: Dtype, to: DType) -> Error {
         Error::Convert { name: self.name.to_string(), from: from.to_string(), to: to.as_str().to_uppercase() }
+    }
+
+    /// The error of a value that is not finite, at its place.
+    fn not_finite(&self, mut index: usize) -> Error {
+        let mut at = vec![0; self.shape.len()];
+        for (at, size) in at.iter_mut().zip(self.shape).rev() {
+            (*at, index) = (index % size.max(&1), index / size.max(&1));
+        }
+        Error::NotFinite { path: self.path.to_path_buf(), name: self.name.to_string(), at }
     }
 
     fn run<S: Stored, D: candle_core::WithDType + Send + Sync>(
@@ -132,10 +151,17 @@ impl Load<'_> {
             |bytes: &mut Vec<u8>, (piece, out)| {
                 bytes.resize(out.len() * S::BYTES, 0);
                 (self.fetch)((piece * PIECE * S::BYTES) as u64, bytes)?;
+                let mut finite = true;
                 for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
-                    *to = convert(S::from_le(from));
+                    let from = S::from_le(from);
+                    finite &= from.finite();
+                    *to = convert(from);
                 }
-                Ok(())
+                if finite {
+                    return Ok(());
+                }
+                let bad = bytes.chunks_exact(S::BYTES).position(|b| !S::from_le(b).finite());
+                Err(self.not_finite(piece * PIECE + bad.unwrap_or(0)))
             },
         )?;
         Tensor::from_vec(out, self.shape, self.device)

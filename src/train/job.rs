@@ -272,6 +272,7 @@ impl Job {
         check_full(&self.config, &self.selection, &base, adapter, self.quantizes())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
+            a.check_values()?;
             if let Some(f) = &files {
                 a.check_base(f, self.config.tied)?;
             }

@@ -152,14 +152,6 @@ pub enum Error {
         /// What there is of the run.
         kept: &'static str,
     },
-    /// Logits that are not finite, where something was to be compared by them.
-    #[error("{what} gives logits that are not finite\n  {hint}")]
-    Logits {
-        /// What computed them.
-        what: String,
-        /// What was kept, and what to do.
-        hint: &'static str,
-    },
     /// A signal came.
     #[error("stopped by {name} {saved}")]
     Signal {
@@ -190,8 +182,7 @@ impl Error {
             | Error::Weights { .. }
             | Error::Diverged { .. }
             | Error::Evaluation
-            | Error::EvaluationOf { .. }
-            | Error::Logits { .. } => ExitCode::NonFinite,
+            | Error::EvaluationOf { .. } => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,
             Error::Abandoned => ExitCode::Interrupted,
             Error::Signal { code, .. } => *code,
