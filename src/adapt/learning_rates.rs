@@ -158,7 +158,7 @@ mod tests {
         );
         assert_eq!(
             shown(&["optimizer.lr=3e-3"])?,
-            "3e-3 (LoRA, optimizer.lr), 3e-3 (in full, optimizer.lr), 9e-4 (LoRA, optimizer.lr, lr_scale 0.3)"
+            "3e-3 (in full, optimizer.lr), 3e-3 (LoRA, optimizer.lr), 9e-4 (LoRA, optimizer.lr, lr_scale 0.3)"
         );
         Ok(())
     }

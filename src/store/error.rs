@@ -131,7 +131,7 @@ pub enum Error {
     },
     /// A value that is NaN or infinite, where numbers are read to compute with.
     #[error(
-        "{}: tensor {name:?} has a value that is not finite, at {at:?}\nhint: the file is damaged, or its model has \
+        "{}: tensor {name:?} has a value that is not finite as {dtype}, at {at:?}\nhint: the file is damaged, or its model has \
          diverged: fetch it again, or use another one",
         path.display()
     )]
@@ -140,6 +140,8 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         name: String,
+        /// What it was to be read as.
+        dtype: String,
         /// Place of the first that was found.
         at: Vec<usize>,
     },
