@@ -67,7 +67,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             router: Default::default(),
         };
         let start = Instant::now();
-        train_step(&setup, data, &[0], step, 1e-4)?;
+        train_step(&setup, data, &[0], step, &|_| 1e-4)?;
         step += 1;
         Ok(start.elapsed().as_secs_f64())
     })

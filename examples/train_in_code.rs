@@ -40,7 +40,7 @@ fn main() -> anyhow::Result<()> {
     let plan = job.plan(|recipe| Workload::of_data(recipe, &data, None));
     let (decoder, params) = job.build(true, &|_| {})?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-    let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), batches.steps());
+    let schedule = Schedule::new(&job.recipe.optimizer, batches.steps());
     let setup = Setup {
         decoder: &decoder,
         params: &params,
@@ -53,7 +53,8 @@ fn main() -> anyhow::Result<()> {
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {
-        let s = train_step(&setup, &data, &batches.rows(step), step as u64, schedule.at(step))?;
+        let lr = |peak: f64| schedule.at(step, peak);
+        let s = train_step(&setup, &data, &batches.rows(step), step as u64, &lr)?;
         println!(
             "step {}: loss {:.4}, gradient norm {:.3}, {} tokens",
             step + 1,

@@ -26,6 +26,8 @@ pub enum ExitCode {
     LostRank = 7,
     /// It does not fit in memory.
     DoesNotFit = 8,
+    /// SIGHUP, after a checkpoint.
+    HungUp = 129,
     /// SIGINT, after a checkpoint.
     Interrupted = 130,
     /// SIGTERM, after a checkpoint.

@@ -258,7 +258,7 @@ fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 for (u, g) in p.grads().iter().flatten().enumerate() {
                     g.slice_set(&randn(10 * t + u as u64, g.dims(), DType::F32, device)?, 0, 0)?;
                 }
-                optimizer.step(&p, t, 1e-2, 0.5)?;
+                optimizer.step(&p, t, &|_| 1e-2, 0.5)?;
             }
             let one = |i| p.view(i)?.flatten_all()?.to_dtype(DType::F32)?.to_device(&Device::Cpu);
             let all: Vec<Tensor> = (0..p.tensors.len()).map(one).collect::<candle_core::Result<_>>()?;

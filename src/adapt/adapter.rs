@@ -161,6 +161,14 @@ impl Adapter {
             .any(|last| self.held.shape(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
+    /// Reads every tensor: what is NaN or infinite is known before anything is written.
+    ///
+    /// # Errors
+    /// [`store::Error::NotFinite`].
+    pub fn check_values(&self) -> crate::Result<()> {
+        self.held.names().try_for_each(|name| self.held.tensor(name).map(|_| ()))
+    }
+
     /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
     pub fn get(&self, t: &Trained) -> crate::Result<Option<Tensor>> {
         match self.find(t)? {

@@ -446,6 +446,11 @@ fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -
         (_, Kind::Norm { .. }) => vec![1.0; n],
         _ => {
             let std = config.initializer_range as f32;
+            // eight standard deviations are farther than any value will be
+            if !(8.0 * std).is_finite() {
+                let why = format!("initializer_range: {std:e} makes weights that are infinite");
+                return Err(Error::Tensors { dir: "config.json".into(), why }.into());
+            }
             (0..n as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
         }
     };

@@ -4,6 +4,7 @@ pub mod adapter;
 pub mod build;
 pub mod export;
 pub mod layout;
+pub mod learning_rates;
 pub mod merge;
 pub mod merge_cost;
 pub mod params;
@@ -14,6 +15,7 @@ pub mod selection;
 mod tests;
 
 pub use adapter::Adapter;
+pub use learning_rates::LearningRate;
 pub use params::Params;
 pub use peft_config::PeftConfig;
 pub use selection::{Choice, Selection, Trained};
@@ -38,6 +40,14 @@ pub enum Error {
     Nothing {
         /// The recipe.
         place: String,
+    },
+    /// A learning rate that cannot be.
+    #[error("{place}: {why}")]
+    LearningRate {
+        /// Where it stands.
+        place: String,
+        /// What is wrong.
+        why: String,
     },
     /// An adapter's config or tensors.
     #[error("{file}: {why}")]
@@ -76,7 +86,10 @@ pub enum Error {
 impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
-            Error::Rule { .. } | Error::Nothing { .. } | Error::FourBit { .. } => ExitCode::Usage,
+            Error::Rule { .. }
+            | Error::Nothing { .. }
+            | Error::FourBit { .. }
+            | Error::LearningRate { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }

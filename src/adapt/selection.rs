@@ -53,6 +53,16 @@ pub enum Part {
     Magnitude,
 }
 
+impl Part {
+    /// The method by which it trains.
+    pub fn method(self) -> Method {
+        match self {
+            Part::Weight | Part::Bias => Method::Full,
+            Part::A | Part::B | Part::Magnitude => Method::Lora,
+        }
+    }
+}
+
 /// One tensor that trains.
 #[derive(Clone, Debug)]
 pub struct Trained {
@@ -102,6 +112,11 @@ impl TrainedPart<'_> {
     /// Number of values.
     pub fn elements(&self) -> usize {
         self.shape().iter().product()
+    }
+
+    /// Factor on the learning rate.
+    pub fn lr_scale(&self) -> f64 {
+        self.lr_scale
     }
 }
 
@@ -373,11 +388,6 @@ impl Selection {
     /// Whether a tied head and embedding train in full.
     pub fn tied_in_full(&self) -> bool {
         self.tied && matches!(self.choice("lm_head"), Choice::Full { .. })
-    }
-
-    /// Whether anything trains in full.
-    pub fn anything_full(&self) -> bool {
-        self.modules.iter().any(|(_, c)| matches!(c, Choice::Full { .. }))
     }
 }
 

@@ -3,7 +3,7 @@
 use super::RecipeArgs;
 use crate::adapt::build::{Base, check_full, check_tensors};
 use crate::adapt::layout;
-use crate::adapt::{Adapter, Choice, Selection};
+use crate::adapt::{Adapter, Choice, Selection, learning_rates};
 use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -180,6 +180,7 @@ impl Check<'_> {
         let (Some(config), recipe) = (&found.config, self.recipe) else { return };
         if let (Some(adapter), Some(selection)) = (adapter, &found.selection) {
             self.keep(adapter.check_against(selection, &selection.trained()));
+            self.keep(adapter.check_values());
         }
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {
@@ -227,6 +228,8 @@ impl Found {
                     format!("{} of {} parameters ({share:.2} %)", count(trained), count(total)),
                 ));
                 lines.extend(groups(s).into_iter().map(|line| ("", line)));
+                let rates = s.learning_rates(&recipe.optimizer);
+                lines.push(("lr", learning_rates::line(&rates)));
             }
         }
         if let Some(s) = &self.train {

@@ -12,6 +12,7 @@ use crate::model::modules::Group;
 use crate::recipe::Quantize;
 use crate::store;
 use crate::train::{self, compare::Side, logits_apart};
+use crate::walk;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
 
@@ -72,6 +73,11 @@ pub fn run(args: &Args) -> crate::Result<()> {
     };
     let compare = || -> crate::Result<f64> {
         let before = logits(&selection, &adapter)?;
+        walk::finite(
+            &before,
+            "base and adapter",
+            "hint: the adapter has diverged, or it is of another base",
+        )?;
         let (read, written) = read_back(target, &config, &adapter, &args.out)?;
         let apart = logits_apart(&logits(&read, &written)?, &before)?;
         match apart <= BAR {

@@ -118,6 +118,9 @@ fn verb() -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    if let Err(e) = train::exhausted::start_threads() {
+        return exit(&[e.into()]);
+    }
     let outcome = match cli.verb {
         Verb::Run(args) => run::run(&args),
         Verb::Check(args) => return exit(&check::run(&args)),

@@ -31,8 +31,11 @@ pub fn backward(
     }
 }
 
+/// The factor on a row. Where its squares overflow, that is NaN and not 0: a model that has grown so large must be
+/// noticed, and zeros would pass for numbers.
 fn scale<T: Real>(row: &[T], eps: f64) -> T {
-    T::one() / (dot(row, row) / T::of(row.len() as f64) + T::of(eps)).sqrt()
+    let mean = dot(row, row) / T::of(row.len() as f64) + T::of(eps);
+    (mean - mean + T::one()) / mean.sqrt()
 }
 
 fn forward_cpu<T: Real>(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
@@ -98,7 +101,9 @@ fn backward_cpu<T: Real>(
 }
 
 fn normalised(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-    let r = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?.recip()?;
+    let mean = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?;
+    // as on the CPU: NaN where it overflows
+    let r = (mean.affine(0.0, 1.0)? / mean.sqrt()?)?;
     Ok((x.broadcast_mul(&r)?, r))
 }
 
@@ -139,6 +144,20 @@ mod tests {
             gradient("x", &x, &dx, &dy, |x| forward(x, &w, 0.1));
             gradient("w", &w, &dw.expect("wanted"), &dy, |w| forward(&x, w, 0.1));
         }
+        Ok(())
+    }
+
+    /// Squares that overflow: the row would be zeros, and nothing after it would notice.
+    #[test]
+    fn what_overflows_is_no_number() -> Result<()> {
+        let x = Tensor::new(&[[1f32, 2.0], [1e30, 1.0]], &candle_core::Device::Cpu)?;
+        let w = Tensor::ones(2, DType::F32, x.device())?;
+        let (dx, dw) = backward(&x, &w, 1e-5, &x.ones_like()?, true)?;
+        for y in [forward(&x, &w, 1e-5)?, forward_composed(&x, &w, 1e-5)?, dx] {
+            let y = y.to_vec2::<f32>()?;
+            assert!(y[0].iter().all(|y| y.is_finite()) && y[1].iter().all(|y| y.is_nan()), "{y:?}");
+        }
+        assert!(dw.expect("wanted").to_vec1::<f32>()?.iter().all(|y| y.is_nan()));
         Ok(())
     }
 

@@ -106,6 +106,27 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     Ok(sum)
 }
 
+/// Values of another device that are looked at in one go by [`finite`].
+const LOOK: usize = 16 << 20;
+
+/// Whether all values of a contiguous f32 tensor are finite.
+pub fn finite(x: &Tensor) -> Result<bool> {
+    if is_cpu(x) {
+        let x = view::<f32>(x)?;
+        return Ok(x.par_chunks(CHUNK).all(|c| c.iter().all(|x| x.is_finite())));
+    }
+    let flat = x.flatten_all()?;
+    let n = flat.dim(0)?;
+    for start in (0..n).step_by(LOOK) {
+        // 0 times a number that is not finite is NaN
+        let zero = (flat.narrow(0, start, LOOK.min(n - start))? * 0.0)?.sum_all()?;
+        if zero.to_device(&Device::Cpu)?.to_scalar::<f32>()? != 0.0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

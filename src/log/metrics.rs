@@ -1,9 +1,14 @@
 //! `metrics.jsonl`: one JSON object a line.
+//!
+//! The file is the user's to look at, and other programs may touch it: a line that cannot be read is left out with a
+//! warning, and a file that was removed or replaced while the run writes is noticed at the next event.
 
+use super::warn;
 use crate::store;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, ErrorKind, Read, Seek, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Bytes of a metrics file: some hundreds a step, of millions of steps.
@@ -14,59 +19,147 @@ const LONGEST: u64 = 1 << 30;
 pub struct Metrics {
     path: PathBuf,
     file: File,
+    /// Bytes that the file must have.
+    len: u64,
+    /// Kinds of the events of the step that the run goes on from.
+    kept: Vec<String>,
 }
 
 impl Metrics {
     /// Opens the file for appending.
     ///
-    /// With `resume_from`, events of later steps are taken out first: the run goes through those steps again.
+    /// With `resume_from`, events of later steps are taken out first: the run goes through those steps again. So is an
+    /// evaluation of that step that gave no number, and what cannot be read.
     pub fn open(path: &Path, resume_from: Option<u64>) -> Result<Self, store::Error> {
-        let kept = match resume_from {
-            None => String::new(),
-            Some(step) => {
-                let text = match store::read_plain_text(path, LONGEST) {
-                    Ok(t) => t,
-                    Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
-                    Err(e) => return Err(store::Error::read(path, e)),
-                };
-                text.lines().filter(|l| keep(l, step)).map(|l| format!("{l}\n")).collect()
+        let (mut text, mut kept) = (Vec::new(), Vec::new());
+        if let Some(step) = resume_from {
+            let (lines, damaged) = match lines(path) {
+                Ok(read) => read,
+                Err(e) if e.kind() == ErrorKind::NotFound => Default::default(),
+                Err(e) => return Err(store::Error::read(path, e)),
+            };
+            if damaged > 0 {
+                let (path, lines) = (path.display(), if damaged == 1 { "line" } else { "lines" });
+                warn(&format!("{path}: {damaged} {lines} in it cannot be read, and are left out"));
             }
-        };
-        store::write_atomic(path, kept.as_bytes())?;
-        let file = OpenOptions::new()
-            .append(true)
-            .open(path)
-            .map_err(|e| store::Error::write("open", path, None, e))?;
-        Ok(Self { path: path.to_path_buf(), file })
+            for (line, event) in lines.iter().filter(|(_, event)| keep(event, step)) {
+                text.extend(line);
+                text.push(b'\n');
+                if event["step"].as_u64() == Some(step) {
+                    kept.extend(event["event"].as_str().map(String::from));
+                }
+            }
+        }
+        store::write_atomic(path, &text)?;
+        let mut metrics = Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept };
+        metrics.len = metrics.size()?;
+        Ok(metrics)
+    }
+
+    /// Whether the file has an event of this kind at the step that the run goes on from.
+    pub fn has(&self, kind: &str) -> bool {
+        self.kept.iter().any(|k| k == kind)
     }
 
     /// Appends one event.
+    ///
+    /// # Errors
+    /// A disk that takes no more; a run folder that is gone.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let line = format!("{event}\n");
+        self.look()?;
         self.file
             .write_all(line.as_bytes())
-            .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))
+            .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
+        self.len += line.len() as u64;
+        Ok(())
+    }
+
+    fn size(&self) -> Result<u64, store::Error> {
+        self.file.metadata().map(|m| m.len()).map_err(|e| store::Error::read(&self.path, e))
+    }
+
+    /// Notices what other programs did to the file. One that was removed is written again as it was.
+    fn look(&mut self) -> Result<(), store::Error> {
+        let fail = |what, e| store::Error::write(what, &self.path, None, e);
+        let shown = self.path.display();
+        let ours = self.file.metadata().map_err(|e| fail("look at", e))?;
+        match std::fs::metadata(&self.path) {
+            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {
+                if ours.len() < self.len {
+                    warn(&format!("{shown}: another program took lines out of it"));
+                    self.len = ours.len();
+                }
+                return Ok(());
+            }
+            Ok(_) => warn(&format!(
+                "{shown}: another program replaced it; the run goes on writing to the new file"
+            )),
+            Err(e) if e.kind() == ErrorKind::NotFound && store::folder_of(&self.path).is_dir() => {
+                warn(&format!("{shown}: another program removed it; it is written again"));
+                // its bytes are there as long as it is open
+                let mut text = Vec::new();
+                self.file
+                    .rewind()
+                    .and_then(|()| self.file.read_to_end(&mut text))
+                    .map_err(|e| store::Error::read(&self.path, e))?;
+                store::write_atomic(&self.path, &text)?;
+            }
+            Err(e) => return Err(fail("append to", e)),
+        }
+        self.file = reopen(&self.path)?;
+        self.len = self.size()?;
+        Ok(())
     }
 }
 
-/// Whether a line belongs to the part of the run up to `step`.
-fn keep(line: &str, step: u64) -> bool {
-    let Ok(v) = serde_json::from_str::<Value>(line) else { return false };
-    match v.get("event").and_then(Value::as_str) {
+fn reopen(path: &Path) -> Result<File, store::Error> {
+    let fail = |e| store::Error::write("open", path, None, e);
+    let file = OpenOptions::new().read(true).append(true).open(path).map_err(fail)?;
+    // others may have put anything there: a pipe would take the events and keep none
+    match file.metadata().map_err(fail)?.is_file() {
+        true => Ok(file),
+        false => Err(fail(io::Error::other("it is not a plain file"))),
+    }
+}
+
+/// A line as it stands, and as an event.
+type Line = (Vec<u8>, Value);
+
+/// The lines that are JSON, and how many others there are but for a last one that was cut short.
+fn lines(path: &Path) -> io::Result<(Vec<Line>, usize)> {
+    let bytes = store::read_plain(path, LONGEST)?;
+    let (mut good, mut damaged) = (Vec::new(), 0);
+    for line in bytes.split_inclusive(|b| *b == b'\n') {
+        let text = line.strip_suffix(b"\n").unwrap_or(line);
+        match serde_json::from_slice(text) {
+            Ok(event) => good.push((text.to_vec(), event)),
+            Err(_) => damaged += usize::from(line.ends_with(b"\n") && !text.trim_ascii().is_empty()),
+        }
+    }
+    Ok((good, damaged))
+}
+
+/// Whether an event belongs to the part of the run up to `step`.
+fn keep(event: &Value, step: u64) -> bool {
+    let at = event["step"].as_u64();
+    match event["event"].as_str() {
         Some("end") | None => false,
-        _ => v.get("step").and_then(Value::as_u64).is_none_or(|s| s <= step),
+        Some("eval") if at == Some(step) => event["loss"].is_number(),
+        _ => at.is_none_or(|s| s <= step),
     }
 }
 
-/// All events of a metrics file; lines that are cut short are left out.
+/// All events of a metrics file; lines that cannot be read are left out.
 pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
-    let text = store::read_plain_text(path, LONGEST).map_err(|e| store::Error::read(path, e))?;
-    Ok(text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect())
+    let (lines, _) = lines(path).map_err(|e| store::Error::read(path, e))?;
+    Ok(lines.into_iter().map(|(_, event)| event).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Failure;
     use serde_json::json;
 
     #[test]
@@ -87,6 +180,46 @@ mod tests {
         drop(Metrics::open(&path, Some(2))?);
         let steps: Vec<_> = read(&path)?.iter().map(|e| e["step"].as_u64()).collect();
         assert_eq!(steps, [None, Some(1), Some(2), Some(2)]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_left_out() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("metrics.jsonl");
+        let good = b"{\"event\":\"step\",\"step\":1,\"loss\":2.5000}\n".to_vec();
+        let nan = b"{\"event\":\"eval\",\"step\":2,\"loss\":null}\n".to_vec();
+        let bad = b"{\"event\":\"step\",\"name\":\"\xff\",\"step\":2}\n\0\n[".to_vec();
+        std::fs::write(&path, [good.clone(), nan, bad].concat())?;
+        let m = Metrics::open(&path, Some(2))?;
+        assert!(!m.has("eval"), "an evaluation without a number is done again");
+        assert_eq!(std::fs::read(&path)?, good);
+        Ok(())
+    }
+
+    /// The run does not lose what another program takes away.
+    #[test]
+    fn a_file_that_was_removed_or_replaced_is_noticed() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("metrics.jsonl");
+        let mut m = Metrics::open(&path, None)?;
+        let mut write = |n: u64| m.write(&json!({"event": "step", "step": n}));
+        let steps = || -> anyhow::Result<Vec<_>> {
+            Ok(read(&path)?.iter().filter_map(|e| e["step"].as_u64()).collect())
+        };
+        write(1)?;
+        std::fs::remove_file(&path)?;
+        write(2)?;
+        assert_eq!(steps()?, [1, 2]);
+        std::fs::rename(&path, dir.path().join("old"))?;
+        std::fs::write(&path, "{\"step\":7}\n")?;
+        write(3)?;
+        assert_eq!(steps()?, [7, 3]);
+        std::fs::write(&path, "")?;
+        write(4)?;
+        assert_eq!(steps()?, [4]);
+        std::fs::remove_dir_all(dir.path())?;
+        assert!(write(5).is_err_and(|e| e.exit_code() == crate::ExitCode::Storage));
         Ok(())
     }
 }

@@ -138,7 +138,9 @@ impl Lora {
         let cross = (wide(&weight.times(&self.a)?)? * &b)?.sum(1)?;
         let gram = gemm::matmul(&a, false, &a, true)?;
         let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
-        ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?.sqrt()
+        let sum = ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
+        // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
+        (&sum + sum.affine(0.0, 0.0)?)?.sqrt()
     }
 
     /// Dropout's mask of an input, and what of its factor the mask does not have.

@@ -22,12 +22,17 @@ pub fn clip_factor(norm: f64, clip: f64) -> f64 {
     if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
 }
 
+/// The learning rate of an update, by the peak of what it updates (see [`Schedule::at`]).
+pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
+
 /// A stretch of a unit's buffer that takes one learning rate and one weight decay.
 #[derive(Clone, Debug, PartialEq)]
 struct Stretch {
     unit: usize,
     start: usize,
     len: usize,
+    /// Peak learning rate before the factor.
+    peak: f64,
     lr_scale: f64,
     decays: bool,
 }
@@ -49,15 +54,17 @@ impl Optimizer {
         let mut stretches: Vec<Stretch> = Vec::new();
         for (t, s) in params.tensors.iter().zip(&params.slots) {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
+            let peak = o.peak_lr(t.part.method());
             let end = s.offset + t.elements();
             match stretches.last_mut() {
-                Some(l) if l.unit == s.unit && l.lr_scale == t.lr_scale && l.decays == decays => {
+                Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, t.lr_scale, decays) => {
                     l.len = end - l.start;
                 }
                 _ => stretches.push(Stretch {
                     unit: s.unit,
                     start: s.offset,
                     len: t.elements(),
+                    peak,
                     lr_scale: t.lr_scale,
                     decays,
                 }),
@@ -66,16 +73,16 @@ impl Optimizer {
         Self { stretches, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
     }
 
-    /// Update number `t` (from 1) with learning rate `lr` and the gradients times `grad_scale`; what the layers
+    /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
     /// compute with is up to date afterwards.
-    pub fn step(&self, params: &Params, t: u64, lr: f64, grad_scale: f64) -> Result<()> {
+    pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
         for s in &self.stretches {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
             let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
                 candle_core::bail!("unit {} has no gradients or moments", s.unit);
             };
             let k = AdamW {
-                lr: lr * s.lr_scale,
+                lr: lr(s.peak) * s.lr_scale,
                 betas: self.betas,
                 eps: self.eps,
                 weight_decay: if s.decays { self.weight_decay } else { 0.0 },

@@ -90,7 +90,7 @@ mod tests {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;
                     }
-                    optimizer.step(&p, t, 1e-2, 0.7)?;
+                    optimizer.step(&p, t, &|_| 1e-2, 0.7)?;
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {

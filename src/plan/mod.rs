@@ -45,7 +45,7 @@ pub use space::{Room, Space};
 pub use theory::Theory;
 pub use workload::Workload;
 
-use crate::adapt::{self, Selection};
+use crate::adapt::{self, LearningRate, Selection};
 use crate::error::{ExitCode, Failure};
 use crate::log::memory;
 use crate::model::Config;
@@ -144,6 +144,8 @@ pub struct Plan {
     pub micro_batches: u64,
     /// Arithmetic of a micro-batch.
     pub work: Work,
+    /// The learning rates of what trains, the highest first.
+    pub learning_rates: Vec<LearningRate>,
     /// The textbook's figures.
     pub theory: Theory,
     /// What would make it fit.
@@ -342,6 +344,7 @@ impl Plan {
             workload: d.workload,
             micro_batches: r.run.batch_rows.div_ceil(unit) as u64,
             work: d.work,
+            learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),
             hints: Vec::new(),
         }
@@ -405,5 +408,6 @@ fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {
     if selection.parts().is_empty() {
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
+    selection.check_learning_rates(recipe)?;
     Ok(selection)
 }

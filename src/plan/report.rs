@@ -65,6 +65,7 @@ impl Plan {
             "ranks": self.ranks,
             "parameters": {"total": total, "trainable": trainable},
             "device": device,
+            "learning_rates": self.learning_rates,
             "fits": self.fits(),
             "hints": self.hints.iter().map(|h| &h.text).collect::<Vec<_>>(),
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
@@ -106,6 +107,8 @@ impl Plan {
         let (total, trainable) = self.parameters;
         let share = 100.0 * trainable as f64 / total.max(1) as f64;
         let _ = writeln!(s, "parameters  {} train of {} ({share:.2}%)", count(trainable), count(total));
+        let rates = crate::adapt::learning_rates::line(&self.learning_rates);
+        let _ = writeln!(s, "lr          {rates}");
         let w = &self.workload;
         let sure = if w.measured() { "as the data has it" } else { "assuming rows full to data.max_length" };
         let steps = w.steps.map_or("steps by epochs".into(), |n| format!("{n} steps"));

@@ -60,7 +60,10 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> crate::Result<Encoded> 
         .collect::<Result<Vec<bool>, crate::store::Error>>()?;
     match finite.into_iter().all(|f| f) {
         true => Ok(e),
-        false => Err(Error::NotFinite { name: name.into() }.into()),
+        false => {
+            let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));
+            Err(Error::NotFinite { name: format!("{path}{name}") }.into())
+        }
     }
 }
 

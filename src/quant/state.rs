@@ -14,7 +14,7 @@ use super::Error;
 use super::code::{Books, Type, dynamic_map};
 use super::encode::{BLOCK, GROUP, Nested};
 use crate::kernel::blocks::{Blocks, Scales};
-use crate::store::TensorFiles;
+use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -100,39 +100,48 @@ pub fn read(
     };
     let Some(kind) = kind(files, weight) else { return Err(fail("is not quantized".into()).into()) };
     let s = state(files, weight, kind, dims).map_err(fail)?;
-    let table = floats(files, &format!("{weight}.quant_map"))?;
+    let floats = |part: &str| -> crate::Result<Vec<f32>> {
+        let tensor =
+            files.tensor(&format!("{weight}.{part}"), DType::F32, &Device::Cpu).map_err(|e| match e {
+                store::Error::NotFinite { .. } => {
+                    crate::Error::from(fail(format!("{part} has a value that is not finite")))
+                }
+                e => e.into(),
+            });
+        Ok(tensor?.flatten_all()?.to_vec1()?)
+    };
+    let table = floats("quant_map")?;
     // bitsandbytes stores the table and then decodes by its own
     if !table.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
         return Err(fail(format!("quant_map is not the table of {}", kind.name())).into());
     }
     let device = books.device().clone();
     let packed = Tensor::new(files.read(weight)?, &device)?;
-    let finite = |what: &str, v: Vec<f32>| -> crate::Result<Vec<f32>> {
-        match v.iter().all(|x| x.is_finite()) {
-            true => Ok(v),
-            false => Err(fail(format!("{what} has a value that is not finite")).into()),
+    let absmax = format!("{weight}.absmax");
+    // codes stand for numbers up to 1, and a scale is one of the map's times its group's, plus the offset
+    let within = |what: &str, map: &[f32], factors: &[f32], offset: f32| -> crate::Result<()> {
+        let largest = |v: &[f32]| v.iter().fold(0f32, |m, x| m.max(x.abs()));
+        match (largest(map) * largest(factors) + offset.abs()).is_finite() {
+            true => Ok(()),
+            false => Err(fail(format!("{what} is so large that weights would be infinite")).into()),
         }
     };
-    let absmax = format!("{weight}.absmax");
     let scales = match s.nested {
-        None => Scales::Plain(Tensor::new(finite("absmax", floats(files, &absmax)?)?, &device)?),
+        None => Scales::Plain(Tensor::new(floats("absmax")?, &device)?),
         Some((group, offset)) => {
-            let factors = floats(files, &format!("{weight}.nested_absmax"))?;
-            let map = floats(files, &format!("{weight}.nested_quant_map"))?;
+            let factors = floats("nested_absmax")?;
+            let map = floats("nested_quant_map")?;
+            within("nested_absmax", &map, &factors, offset)?;
             Scales::Nested {
                 codes: Tensor::new(files.read(&absmax)?, &device)?,
-                map: books.map(&finite("nested_quant_map", map)?)?,
-                absmax: Tensor::new(finite("nested_absmax", factors)?, &device)?,
+                map: books.map(&map)?,
+                absmax: Tensor::new(factors, &device)?,
                 group,
                 offset,
             }
         }
     };
     Ok(Blocks::new(s.dims, s.block, packed, scales, books.book(kind), s.source, compute)?)
-}
-
-fn floats(files: &TensorFiles, name: &str) -> crate::Result<Vec<f32>> {
-    Ok(files.tensor(name, DType::F32, &Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
 
 /// Reads and checks the JSON, and the sizes of the tensors beside it.

@@ -223,7 +223,7 @@ fn tensors_that_do_not_belong_are_refused_by_name() -> Result<()> {
         ("quant_map", None, "quant_map is missing"),
         ("quant_map", f32s(8, 0.0)?, "quant_map has 8 values; 16"),
         ("quant_map", f32s(16, 0.5)?, "quant_map is not the table of nf4"),
-        ("quant_map", Some(Tensor::new(table, CPU)?), "quant_map is not the table of nf4"),
+        ("quant_map", Some(Tensor::new(table, CPU)?), "quant_map has a value that is not finite"),
         ("nested_absmax", None, "nested_absmax is missing"),
         ("nested_absmax", f32s(3, f32::INFINITY)?, "nested_absmax has a value that is not finite"),
         ("nested_quant_map", f32s(255, 0.0)?, "nested_quant_map has 255 values; 256"),

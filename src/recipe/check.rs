@@ -250,7 +250,10 @@ impl Checker<'_> {
             }
             (Kind::IntOrAuto(..), Value::Text(s)) if s == "auto" => Ok(Checked::Auto),
             (Kind::Number(bound), Value::Int(_) | Value::Float(_)) => match number(value) {
-                Some(x) if bound.holds(x) => Ok(Checked::Number(x)),
+                Some(x) if bound.holds(x) => match in_single(path, x) {
+                    Some(wrong) => Err(wrong),
+                    None => Ok(Checked::Number(x)),
+                },
                 _ => Err(Wrong::plain()),
             },
             (Kind::Bool, Value::Bool(b)) => Ok(Checked::Bool(*b)),
@@ -279,7 +282,10 @@ impl Checker<'_> {
             (Kind::Betas, Value::List(l)) => match l.iter().map(|n| number(&n.value)).collect::<Vec<_>>()[..]
             {
                 [Some(a), Some(b)] if (0.0..1.0).contains(&a) && (0.0..1.0).contains(&b) => {
-                    Ok(Checked::Pair([a, b]))
+                    match in_single(path, a).or_else(|| in_single(path, b)) {
+                        Some(wrong) => Err(wrong),
+                        None => Ok(Checked::Pair([a, b])),
+                    }
                 }
                 _ => Err(Wrong::plain()),
             },
@@ -331,6 +337,33 @@ impl From<values::Bad> for Wrong {
     fn from(bad: values::Bad) -> Self {
         Self { message: Some(bad.message), hints: vec![bad.hint] }
     }
+}
+
+/// Keys that are computed with in f64; all others are narrowed to f32.
+const DOUBLE: [&str; 3] = ["epochs", "warmup_ratio", "weight"];
+
+/// What is wrong with a number that is another kind of number in f32: 0, 1 or infinite.
+fn in_single(path: &str, x: f64) -> Option<Wrong> {
+    let single = x as f32;
+    let other = if single == 0.0 && x != 0.0 {
+        "0"
+    } else if single == 1.0 && x < 1.0 {
+        "1"
+    } else if single.is_infinite() {
+        "infinite"
+    } else {
+        return None;
+    };
+    if path.rsplit('.').next().is_some_and(|key| DOUBLE.contains(&key)) {
+        return None;
+    }
+    let message = format!("{path}: {x:?} is {other} in f32, which it is computed in");
+    let hint = match other {
+        "0" => "f32 holds numbers from 1e-45 on; the usual ones are far above",
+        "1" => "the largest below 1 in f32 is 0.99999994",
+        _ => "f32 holds numbers up to 3.4e38",
+    };
+    Some(Wrong { message: Some(message), hints: vec![hint.into()] })
 }
 
 /// A number, whole or not.

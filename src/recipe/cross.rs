@@ -136,6 +136,7 @@ impl Cross<'_, '_> {
                     }
                 }
             }
+            self.narrowed(recipe, i, rule);
             if rule.method == Method::Freeze && self.given(&format!("{path}.lr_scale")) {
                 let message = format!("{path}.lr_scale does nothing with method = \"freeze\"");
                 self.report(&format!("{path}.lr_scale"), message, "leave lr_scale out");
@@ -147,6 +148,35 @@ impl Cross<'_, '_> {
                     "give norms a rule of their own with method = \"full\"",
                 );
             }
+        }
+    }
+
+    /// Products of a rule's numbers that are 0 or infinite in f32.
+    fn narrowed(&mut self, recipe: &Recipe, i: usize, rule: &Rule) {
+        let path = format!("train.{i}");
+        let bad = |x: f64| !(x as f32 > 0.0 && (x as f32).is_finite());
+        let keys = ["lr_scale", "rank", "alpha"].map(|k| format!("{path}.{k}"));
+        let others = ["optimizer.lr", "optimizer", "lora", "lora.rank", "lora.alpha"];
+        if rule.method == Method::Freeze
+            || !self.all_good(&[&keys[0], &keys[1], &keys[2]])
+            || !self.all_good(&others)
+        {
+            return;
+        }
+        let base = recipe.optimizer.peak_lr(rule.method);
+        let lr = base * rule.lr_scale;
+        if bad(lr) {
+            let message = format!(
+                "the learning rate {base:?} x lr_scale {:?} is {:?} in f32, which it is computed in",
+                rule.lr_scale, lr as f32
+            );
+            self.report(&keys[0], message, "a learning rate is usually between 1e-6 and 1e-2");
+        }
+        let spec = rule.spec();
+        let scale = spec.alpha / if spec.rslora { (spec.rank as f64).sqrt() } else { spec.rank as f64 };
+        if rule.method == Method::Lora && bad(scale) {
+            let message = format!("alpha over rank is {:?} in f32, which it is computed in", scale as f32);
+            self.report(&keys[2], message, "alpha is usually once or twice the rank");
         }
     }
 

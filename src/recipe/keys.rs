@@ -227,8 +227,8 @@ table! {
     pub struct Optimizer {
         /// The optimizer.
         name: OptimizerName = Word(OptimizerName::WORDS), Toml("\"adamw\"");
-        /// Peak learning rate.
-        lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for LoRA alone, 1e-5 when anything trains in full");
+        /// Peak learning rate; a rule's lr_scale multiplies it.
+        lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for what trains by LoRA, 1e-5 for what trains in full");
         /// Decay rates of the two moments.
         betas: [f64; 2] = Betas, Toml("[0.9, 0.999]");
         /// Added to the denominator.

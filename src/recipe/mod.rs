@@ -258,10 +258,10 @@ impl Recipe {
 }
 
 impl Optimizer {
-    /// The peak learning rate: what the recipe says, else 2e-4 for LoRA alone and 1e-5 when anything trains
-    /// in full.
-    pub fn peak_lr(&self, anything_in_full: bool) -> f64 {
-        self.lr.unwrap_or(if anything_in_full { 1e-5 } else { 2e-4 })
+    /// The peak learning rate of what trains by `method`, before a rule's `lr_scale`: what the recipe says, else
+    /// 2e-4 by LoRA and 1e-5 in full.
+    pub fn peak_lr(&self, method: Method) -> f64 {
+        self.lr.unwrap_or(if method == Method::Full { 1e-5 } else { 2e-4 })
     }
 }
 

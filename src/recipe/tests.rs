@@ -42,8 +42,8 @@ fn defaults() {
     assert_eq!(all.run.output, Path::new("runs/small"));
     insta::assert_snapshot!(all.to_toml());
     assert_eq!(keys["optimizer.lr"], "(default)");
-    assert_eq!(all.optimizer.peak_lr(false), 2e-4);
-    assert_eq!(all.optimizer.peak_lr(true), 1e-5);
+    assert_eq!(all.optimizer.peak_lr(Method::Lora), 2e-4);
+    assert_eq!(all.optimizer.peak_lr(Method::Full), 1e-5);
 }
 
 /// Every broken recipe is refused, each problem with line and column; how all of them look is committed.
@@ -371,6 +371,36 @@ fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<Strin
         schema_keys(&schema["items"], &format!("{path}.0"), keys);
     } else {
         keys.insert(path.to_string());
+    }
+}
+
+/// Numbers that f32 does not hold are refused where they stand: updates are computed in it.
+#[test]
+fn numbers_that_f32_does_not_hold() {
+    for (set, key, says) in [
+        ("optimizer.eps=1e-46", "optimizer.eps", "is 0 in f32"),
+        ("optimizer.eps=1e39", "optimizer.eps", "is infinite in f32"),
+        ("optimizer.lr=1e-50", "optimizer.lr", "is 0 in f32"),
+        ("optimizer.lr=1e300", "optimizer.lr", "is infinite in f32"),
+        ("optimizer.betas=[0.9, 0.99999999999]", "optimizer.betas", "is 1 in f32"),
+        ("optimizer.betas=[0.999999999, 0.9]", "optimizer.betas", "is 1 in f32"),
+        ("optimizer.weight_decay=1e-60", "optimizer.weight_decay", "is 0 in f32"),
+        ("optimizer.min_lr=1e-60", "optimizer.min_lr", "is 0 in f32"),
+        ("run.clip=1e-60", "run.clip", "is 0 in f32"),
+        ("lora.dropout=0.999999999", "lora.dropout", "is 1 in f32"),
+        ("lora.alpha=1e40", "lora.alpha", "is infinite in f32"),
+        ("train.0.lr_scale=1e-44", "train.0.lr_scale", "in f32"),
+    ] {
+        let Err(Error::Problems(p)) = small(&[set]) else { panic!("{set} was accepted") };
+        let message = &p.list()[0].message;
+        assert!(
+            message.contains(key.rsplit('.').next().unwrap()) && message.contains(says),
+            "{set}: {message}"
+        );
+    }
+    for good in ["optimizer.eps=1e-44", "optimizer.betas=[0.0, 0.99999994]", "run.clip=0", "run.epochs=1e-60"]
+    {
+        ok(&[good]);
     }
 }
 

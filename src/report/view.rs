@@ -90,7 +90,7 @@ fn state(m: &Metrics, result: Option<&str>) -> State {
         (Some(_), _) => ("finished", "✓", format!("finished: {}", plural(last, "step"))),
         (None, Some(s)) => {
             let why = match s.code {
-                130 | 143 => "interrupted by a signal",
+                129 | 130 | 143 => "interrupted by a signal",
                 6 => "stopped by the guard against numbers that are not finite",
                 8 => "stopped: out of memory",
                 5 => "stopped by the disk",

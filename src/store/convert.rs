@@ -9,6 +9,8 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::Error;
+use std::ops::BitOr;
+use std::path::Path;
 
 /// Elements that one task reads and converts at a time: 4 MiB of f32.
 const PIECE: usize = 1 << 20;
@@ -16,30 +18,55 @@ const PIECE: usize = 1 << 20;
 /// Reads the bytes at an offset within a tensor.
 pub(crate) type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
 
-/// A number as safetensors keeps it: little-endian.
+/// A number as safetensors keeps it, little-endian, and as it is computed with.
 trait Stored: Copy + Send + Sync {
     const BYTES: usize;
+    /// What [`Stored::over`] gives, to be put together by or.
+    type Over: Copy + Default + BitOr<Output = Self::Over>;
     fn from_le(bytes: &[u8]) -> Self;
+    /// Its highest bit says whether this is NaN or infinite: the largest finite magnitude less this one, in bits. Loops
+    /// over it are vectorised, and cost next to nothing beside what they read.
+    fn over(self) -> Self::Over;
+    /// Whether what some values gave says that one of them is NaN or infinite.
+    fn is_over(over: Self::Over) -> bool;
 }
 
 macro_rules! stored {
-    ($($t:ty),*) => {$(
+    ($($t:ty, $bits:ty, |$x:ident| $over:expr;)*) => {$(
         impl Stored for $t {
             const BYTES: usize = size_of::<$t>();
+            type Over = $bits;
             #[inline(always)]
             fn from_le(bytes: &[u8]) -> Self {
                 let mut word = [0u8; size_of::<$t>()];
                 word.copy_from_slice(bytes);
                 <$t>::from_le_bytes(word)
             }
+            #[inline(always)]
+            fn over(self) -> $bits {
+                let $x = self;
+                $over
+            }
+            fn is_over(over: $bits) -> bool {
+                over >> (<$bits>::BITS - 1) == 1
+            }
         }
     )*};
 }
-stored!(u8, u32, i64, f16, bf16, f32, f64);
+stored! {
+    u8, u8, |_x| 0;
+    u32, u8, |_x| 0;
+    i64, u8, |_x| 0;
+    f16, u16, |x| 0x7bff_u16.wrapping_sub(x.to_bits() & 0x7fff);
+    bf16, u16, |x| 0x7f7f_u16.wrapping_sub(x.to_bits() & 0x7fff);
+    f32, u32, |x| 0x7f7f_ffff_u32.wrapping_sub(x.to_bits() & 0x7fff_ffff);
+    f64, u64, |x| 0x7fef_ffff_ffff_ffff_u64.wrapping_sub(x.to_bits() & 0x7fff_ffff_ffff_ffff);
+}
 
 /// Builds a tensor of `dtype` from `count` elements of `from`, which `fetch(offset, buffer)` reads
-/// by byte offset within the tensor.
+/// by byte offset within the tensor, and which is of the file `path`. Values must be finite.
 pub(crate) fn tensor(
+    path: &Path,
     name: &str,
     from: Dtype,
     shape: &[usize],
@@ -47,7 +74,7 @@ pub(crate) fn tensor(
     device: &Device,
     fetch: &Fetch,
 ) -> Result<Tensor, Error> {
-    let load = Load { name, shape, device, fetch };
+    let load = Load { path, name, shape, device, fetch };
     // Widening goes through f32 or f64 exactly; each narrowing rounds once.
     macro_rules! convert {
         (f32, f32, $x:expr) => {
@@ -108,6 +135,7 @@ pub(crate) fn tensor(
 }
 
 struct Load<'a> {
+    path: &'a Path,
     name: &'a str,
     shape: &'a [usize],
     device: &'a Device,
@@ -119,7 +147,17 @@ impl Load<'_> {
         Error::Convert { name: self.name.to_string(), from: from.to_string(), to: to.as_str().to_uppercase() }
     }
 
-    fn run<S: Stored, D: candle_core::WithDType + Send + Sync>(
+    /// The error of a value that is not finite, at its place.
+    fn not_finite(&self, mut index: usize, dtype: DType) -> Error {
+        let mut at = vec![0; self.shape.len()];
+        for (at, size) in at.iter_mut().zip(self.shape).rev() {
+            (*at, index) = (index % size.max(&1), index / size.max(&1));
+        }
+        let dtype = dtype.as_str().to_uppercase();
+        Error::NotFinite { path: self.path.to_path_buf(), name: self.name.to_string(), dtype, at }
+    }
+
+    fn run<S: Stored, D: candle_core::WithDType + Stored>(
         &self,
         zero: D,
         convert: impl Fn(S) -> D + Sync,
@@ -135,7 +173,13 @@ impl Load<'_> {
                 for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
                     *to = convert(S::from_le(from));
                 }
-                Ok(())
+                // a loop of its own: both are vectorised, and one of both would not be
+                let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
+                if !D::is_over(over) {
+                    return Ok(());
+                }
+                let bad = out.iter().position(|x| D::is_over(x.over()));
+                Err(self.not_finite(piece * PIECE + bad.unwrap_or(0), D::DTYPE))
             },
         )?;
         Tensor::from_vec(out, self.shape, self.device)

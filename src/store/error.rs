@@ -129,6 +129,22 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// A value that is NaN or infinite, where numbers are read to compute with.
+    #[error(
+        "{}: tensor {name:?} has a value that is not finite as {dtype}, at {at:?}\nhint: the file is damaged, or its model has \
+         diverged: fetch it again, or use another one",
+        path.display()
+    )]
+    NotFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// What it was to be read as.
+        dtype: String,
+        /// Place of the first that was found.
+        at: Vec<usize>,
+    },
     /// A conversion between number formats that `ft` does not do.
     #[error("tensor {name:?} is {from} and cannot be read as {to}")]
     Convert {
@@ -208,6 +224,7 @@ impl Failure for Error {
             | Error::NoTensor { .. }
             | Error::CutShort { .. }
             | Error::Rows { .. }
+            | Error::NotFinite { .. }
             | Error::Convert { .. } => ExitCode::Model,
             Error::Write { .. }
             | Error::DiskFull { .. }
@@ -250,6 +267,9 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
     text.push_str(match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "\nhint: free some space, lower run.keep, or choose another run.output"
+        }
+        io::ErrorKind::FileTooLarge => {
+            "\nhint: a limit on the size of files is in force (ulimit -f); raise it"
         }
         io::ErrorKind::ReadOnlyFilesystem => "\nhint: the disk is mounted read-only; choose another folder",
         io::ErrorKind::PermissionDenied => {

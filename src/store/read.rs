@@ -274,12 +274,19 @@ impl TensorFiles {
     /// read as what they are. Memory beside the result: a few MiB a thread.
     ///
     /// # Errors
-    /// [`Error::Convert`] for another pair of formats; else as [`TensorFiles::read`].
+    /// [`Error::Convert`] for another pair of formats; [`Error::NotFinite`] for a value that is NaN or infinite; else as
+    /// [`TensorFiles::read`].
     pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor, Error> {
         let info = self.get(name)?;
-        convert::tensor(name, info.dtype, &info.shape, dtype, device, &|offset, buffer| {
+        let path = &self.files[info.file].0;
+        convert::tensor(path, name, info.dtype, &info.shape, dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
         })
+    }
+
+    /// The file that holds a tensor.
+    pub fn path_of(&self, name: &str) -> Option<&Path> {
+        Some(self.files.get(self.tensors.get(name)?.file)?.0.as_path())
     }
 
     /// Format and shape of a tensor that must be there.

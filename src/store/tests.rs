@@ -99,7 +99,7 @@ fn conversions_round_as_candle_does() {
     // More than one piece, so that offsets between pieces count too; with ties and extremes.
     let n = (1 << 20) + 17;
     let mut values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin() * 10f32.powi(i % 9 - 4)).collect();
-    values[..5].copy_from_slice(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::MAX, f32::NAN, -0.0]);
+    values[..4].copy_from_slice(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 65_504.0, -0.0]);
     let dir = tempfile::tempdir().unwrap();
     for from in [DType::F32, DType::BF16, DType::F16, DType::F64] {
         let source = tensor(&values, &[n as usize], from);
@@ -115,13 +115,32 @@ fn conversions_round_as_candle_does() {
                     .to_vec1::<f64>()
                     .unwrap()
                     .into_iter()
-                    .map(|x| if x.is_nan() { 1 } else { x.to_bits() })
+                    .map(f64::to_bits)
                     .collect()
             };
             assert!(bits(&read) == bits(&source.to_dtype(to).unwrap()), "{from:?} to {to:?}");
         }
         let error = files.tensor("w", DType::U8, &CPU).unwrap_err();
         assert!(matches!(error, Error::Convert { .. }), "{error}");
+    }
+    // What is no number, or none in what it is read as, is named with its place.
+    for (x, to, good) in [
+        (f32::NAN, DType::F32, false),
+        (f32::NEG_INFINITY, DType::BF16, false),
+        (f32::MAX, DType::BF16, false),
+        (65_520.0, DType::F16, false),
+        (65_504.0, DType::F16, true),
+        (f32::MAX, DType::F32, true),
+    ] {
+        let mut values = values.clone();
+        values[n as usize - 2] = x;
+        let path = dir.path().join("x.safetensors");
+        write_file(&path, &[("w".into(), tensor(&values, &[1, n as usize], DType::F32))], &[]).unwrap();
+        match TensorFiles::open_file(&path).unwrap().tensor("w", to, &CPU) {
+            Ok(_) => assert!(good, "{x} to {to:?}"),
+            Err(Error::NotFinite { at, .. }) => assert!(!good && at == [0, n as usize - 2], "{x} to {to:?}"),
+            Err(e) => panic!("{e}"),
+        }
     }
     // Ties to even, against half's own scalars.
     assert_eq!(bf16::from_f32(1.0 + 1.0 / 256.0).to_f32(), 1.0);

@@ -3,7 +3,7 @@
 
 use super::Job;
 use super::products::Products;
-use super::step::{Setup, timed_step};
+use super::step::{Setup, step_until};
 use super::watch::{self, Watch};
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
@@ -60,20 +60,18 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
-    let lr = 1e-9;
+    let step = |n: u64, times: &mut Times| step_until(&setup, &data, &all, n, &|_| 1e-9, times, &|| false);
     let mut warm = Times::start(true);
-    timed_step(&setup, &data, &all, 0, lr, &mut warm).map_err(|e| planned.explain(e))?;
+    step(0, &mut warm).map_err(|e| planned.explain(e))?;
     watch.look();
     let mut products = Products::new(&job, plan.workload.train.tokens as usize);
     products.look()?;
     let mut timed = Timed { times: Vec::with_capacity(steps), tokens: 0 };
-    for step in 0..steps {
+    for n in 0..steps {
         // the products' own memory is not the step's
         memory::reset_peak();
         let mut times = Times::start(true);
-        timed.tokens += timed_step(&setup, &data, &all, step as u64 + 1, lr, &mut times)
-            .map_err(|e| planned.explain(e))?
-            .tokens;
+        timed.tokens += step(n as u64 + 1, &mut times).map_err(|e| planned.explain(e))?.tokens;
         timed.times.push(times);
         watch.look();
         products.look()?;

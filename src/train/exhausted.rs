@@ -26,6 +26,21 @@ pub fn tell_failures() {
     memory::on_failure(failed);
 }
 
+/// Starts the threads that everything computes on, and makes files that grow beyond the process's limit an error of
+/// that file, where the system would end the process (SIGXFSZ).
+///
+/// # Errors
+/// A system that has no more threads for this process.
+pub fn start_threads() -> Result<(), crate::plan::Error> {
+    // a handler is enough for the write to fail; without one, it still would only end the process
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    rayon::ThreadPoolBuilder::new().build_global().map_err(|e| {
+        crate::plan::Error::DoesNotFit(format!(
+            "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
+        ))
+    })
+}
+
 /// Remembers a plan for what fails from now on.
 pub fn remember(plan: &Plan, listed: Vec<Listed>) -> Arc<Planned> {
     let planned = Arc::new(Planned { plan: plan.clone(), listed });

@@ -1,22 +1,32 @@
-//! Nothing that is not finite reaches a weight.
+//! Nothing that is not finite reaches a weight, or stays in one; and a run that has diverged does not go on.
 
-use super::Error;
+use super::step::{Setup, probe};
+use super::{Error, Stepped};
 use crate::adapt::Params;
-use crate::data::Dataset;
+use crate::data::{Dataset, Micro};
+use crate::kernel::{optimizer, to_host};
+use candle_core::DType;
 
-/// Refuses a step whose loss or gradient norm is not finite, naming tensors and rows.
+/// Refuses a step whose loss or gradient norm is not finite, naming tensors and rows. The gradients are multiplied by
+/// `factor` before they are used.
 pub fn finite(
     params: &Params,
     step: u64,
     loss: f64,
-    grad_norm: f64,
+    (grad_norm, factor): (f64, f64),
     data: &Dataset,
     rows: &[usize],
 ) -> crate::Result<()> {
-    if loss.is_finite() && grad_norm.is_finite() {
+    // AdamW takes its square
+    let square = ((grad_norm * factor) as f32).powi(2);
+    if loss.is_finite() && square.is_finite() {
         return Ok(());
     }
-    let what = if loss.is_finite() { "the gradient norm" } else { "the loss" };
+    let what = match (loss.is_finite(), grad_norm.is_finite()) {
+        (true, true) => "the square of the gradient norm",
+        (true, false) => "the gradient norm",
+        (false, _) => "the loss",
+    };
     let mut bad = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
         if let Some(g) = params.grad(i)?
@@ -42,5 +52,88 @@ pub fn finite(
         if tensors.is_empty() { "none".into() } else { tensors },
         shown(lines.len(), lines.iter().take(5).cloned().collect())
     );
-    Err(Error::NonFinite { step, what, detail }.into())
+    let hint = match step {
+        1 => {
+            "nothing was trained yet: look at the model's weights, at the adapter in lora.init if there is one, and at these rows with `ft data`"
+        }
+        _ => "a lower optimizer.lr, run.clip, or a look at these rows with `ft data`",
+    };
+    Err(Error::NonFinite { step, what, detail, hint }.into())
+}
+
+/// Refuses weights and moments that are not finite after an update, naming tensors: they must not be saved.
+///
+/// # Errors
+/// [`Error::Weights`].
+pub fn weights(params: &Params, step: u64) -> crate::Result<()> {
+    let states = |u: &crate::adapt::params::Unit| {
+        let moments = u.moments.clone().map(|(m, v)| [m, v]);
+        std::iter::once(u.master.clone()).chain(moments.into_iter().flatten()).collect::<Vec<_>>()
+    };
+    let mut whole = true;
+    for unit in params.units.iter().flatten() {
+        for buffer in states(unit) {
+            whole &= optimizer::finite(&buffer)?;
+        }
+    }
+    if whole {
+        return Ok(());
+    }
+    let mut bad = Vec::new();
+    for (i, t) in params.tensors.iter().enumerate() {
+        let mut good = optimizer::finite(&params.master(i)?)?;
+        if let Some((m, v)) = params.moments(i)? {
+            good &= optimizer::finite(&m)? && optimizer::finite(&v)?;
+        }
+        if !good {
+            bad.push(t.name.as_str());
+        }
+    }
+    let more = bad.len().saturating_sub(5);
+    let mut tensors = bad.iter().take(5).copied().collect::<Vec<_>>().join(", ");
+    if more > 0 {
+        tensors += &format!(" and {more} more");
+    }
+    Err(Error::Weights { step, tensors }.into())
+}
+
+/// Steps without any gradient after which the model is looked at.
+const STILL: u64 = 3;
+
+/// Notices a model that gives every token the same logit: nothing of it trains any more.
+///
+/// No gradient at all has good reasons too (experts that no token chose, a router with one expert a token), so that
+/// the logits decide, and they are looked at only then.
+#[derive(Debug, Default)]
+pub struct Still(u64);
+
+impl Still {
+    /// Takes a step down, the `step`th; `last` says that no other comes.
+    ///
+    /// # Errors
+    /// [`Error::Diverged`].
+    pub fn look(
+        &mut self,
+        s: &Stepped,
+        setup: &Setup<'_>,
+        row: impl FnOnce() -> Micro,
+        step: u64,
+        last: bool,
+    ) -> crate::Result<()> {
+        self.0 = if s.grad_norm == 0.0 && s.targets > 0 { self.0 + 1 } else { 0 };
+        if self.0 == 0 || !(last || self.0.is_multiple_of(STILL)) {
+            return Ok(());
+        }
+        let row = row();
+        if row.ids.is_empty() {
+            return Ok(());
+        }
+        let logits_tv = probe(setup.decoder, &row, setup.device)?.to_dtype(DType::F32)?;
+        let logits_tv = to_host(&logits_tv)?.to_vec2::<f32>()?;
+        let same = |row: &Vec<f32>| row.iter().all(|x| Some(x) == row.first());
+        match logits_tv.iter().all(same) {
+            true => Err(Error::Diverged { step, steps: self.0, loss: s.loss }.into()),
+            false => Ok(()),
+        }
+    }
 }

@@ -14,6 +14,17 @@ const END: u64 = 1 << 20;
 /// Keys and hashes of a run; two runs with equal maps compute the same.
 pub fn identity(job: &Job, data: &Dataset) -> crate::Result<BTreeMap<String, String>> {
     let mut map = job.recipe.math_keys();
+    if job.recipe.optimizer.lr.is_none() {
+        // what the default is, so that another one is another run
+        let rates = job.selection.learning_rates(&job.recipe.optimizer);
+        let mut by_method: Vec<String> = rates
+            .iter()
+            .map(|r| format!("{} {:e}", r.method.word(), r.base(&job.recipe.optimizer)))
+            .collect();
+        by_method.sort();
+        by_method.dedup();
+        map.insert("optimizer.lr".into(), format!("(default: {})", by_method.join(", ")));
+    }
     map.insert("hash.data".into(), data.hash.clone());
     map.insert("hash.model".into(), model_hash(job)?);
     if let Some(t) = &job.tokenizer {

@@ -150,6 +150,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
         return Err(adapt::Error::Nothing { place: recipe.place("train").to_string() }.into());
     }
     selection.notes.iter().for_each(|n| warn(n));
+    selection.check_learning_rates(recipe)?;
     Ok(selection)
 }
 
@@ -222,11 +223,6 @@ impl Job {
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }
 
-    /// Peak learning rate: the recipe's, or the default for what trains.
-    pub fn learning_rate(&self) -> f64 {
-        self.recipe.optimizer.lr.unwrap_or(if self.selection.anything_full() { 1e-5 } else { 2e-4 })
-    }
-
     fn resolver(&self) -> impl Fn(&str) -> PathBuf + '_ {
         |s| self.recipe.resolve(s)
     }
@@ -278,6 +274,7 @@ impl Job {
         check_full(&self.config, &self.selection, &base, adapter, self.quantizes())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
+            a.check_values()?;
             if let Some(f) = &files {
                 a.check_base(f, self.config.tied)?;
             }

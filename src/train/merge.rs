@@ -20,12 +20,16 @@ use crate::model::modules::Module;
 use crate::model::sink::Slot;
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
+use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Map;
 use std::path::Path;
 
 /// Tokens of the text on which the models are compared.
 const PROBE: usize = 32;
+/// What to do where base and adapter compute no numbers.
+const DIVERGED: &str =
+    "hint: the adapter has diverged, or it is of another base; do not use what is in --out";
 /// Rows of a tensor that are compared at a time hold about so many values.
 const PIECE: usize = 1 << 22;
 
@@ -93,6 +97,7 @@ impl Merging<'_> {
         let ids: Vec<u32> = (0..PROBE as u64).map(|i| stream.word(i) % vocab).collect();
         let frozen = Selection::frozen(base.config);
         let want = base.logits(selection, Some(adapter), &ids, &|_| {})?;
+        walk::finite(&want, "base and adapter", DIVERGED)?;
         let effect = logits_apart(&base.logits(&frozen, None, &ids, &|_| {})?, &want)?;
 
         let config = Config::load(out, &Map::new())?;

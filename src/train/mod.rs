@@ -60,9 +60,7 @@ pub enum Error {
         why: String,
     },
     /// A loss or gradient that is not finite; no weight was changed.
-    #[error(
-        "step {step}: {what} is not finite; no weight was updated\n{detail}\n  hint: a lower optimizer.lr, run.clip, or a look at these rows with `ft data`"
-    )]
+    #[error("step {step}: {what} is not finite; no weight was updated\n{detail}\n  hint: {hint}")]
     NonFinite {
         /// Step, from 1.
         step: u64,
@@ -70,6 +68,30 @@ pub enum Error {
         what: &'static str,
         /// Tensors and rows.
         detail: String,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// Weights that an update made infinite; they were not saved.
+    #[error(
+        "step {step}: the update made weights or moments that are not finite: {tensors}\n  they are not saved; checkpoints before are whole\n  hint: a lower optimizer.lr, run.clip, or optimizer.eps as it is by default"
+    )]
+    Weights {
+        /// Step, from 1.
+        step: u64,
+        /// Some of them.
+        tensors: String,
+    },
+    /// A model that says the same whatever it reads, and does not learn.
+    #[error(
+        "step {step}: the run has diverged: no gradient in the last {steps} steps, loss {loss:.4}, and the model gives every token the same logit\n  checkpoints before are whole; nothing else is written\n  hint: a lower optimizer.lr, or run.clip; --overwrite starts anew"
+    )]
+    Diverged {
+        /// Step, from 1.
+        step: u64,
+        /// How many steps had no gradient.
+        steps: u64,
+        /// The loss.
+        loss: f64,
     },
     /// The backward pass did not reach what the rules chose.
     #[error(
@@ -120,18 +142,29 @@ pub enum Error {
         "the loss on the evaluation data is not finite\n  hint: look at the model's weights and at these rows with `ft data`"
     )]
     Evaluation,
-    /// A signal came; a checkpoint was written.
+    /// An evaluation in a run that gives no number.
     #[error(
-        "stopped by {name} after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on"
+        "evaluation after step {step}: the loss is not finite\n  {kept}\n  hint: look at the rows of data.eval; if the training loss grew, a lower optimizer.lr, or run.clip"
     )]
-    Signal {
-        /// SIGINT or SIGTERM.
-        name: &'static str,
-        /// Step that was finished.
+    EvaluationOf {
+        /// Steps that were done.
         step: u64,
+        /// What there is of the run.
+        kept: &'static str,
+    },
+    /// A signal came.
+    #[error("stopped by {name} {saved}")]
+    Signal {
+        /// SIGINT, SIGTERM or SIGHUP.
+        name: &'static str,
+        /// After which step, what is saved, and what to do.
+        saved: String,
         /// Exit code.
         code: ExitCode,
     },
+    /// A step or evaluation was given up because a signal came; the run says which.
+    #[error("given up")]
+    Abandoned,
 }
 
 impl Failure for Error {
@@ -144,8 +177,13 @@ impl Failure for Error {
             | Error::Readback { .. }
             | Error::Merged { .. }
             | Error::Unequal { .. } => ExitCode::Storage,
-            Error::NonFinite { .. } | Error::Evaluation => ExitCode::NonFinite,
+            Error::NonFinite { .. }
+            | Error::Weights { .. }
+            | Error::Diverged { .. }
+            | Error::Evaluation
+            | Error::EvaluationOf { .. } => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,
+            Error::Abandoned => ExitCode::Interrupted,
             Error::Signal { code, .. } => *code,
         }
     }

@@ -12,6 +12,7 @@ use crate::model::modules::{Group, modules};
 use crate::model::{Config, Decoder};
 use crate::recipe::Quantize;
 use crate::store::{self, TensorFiles};
+use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -35,13 +36,17 @@ pub const COMPANIONS: &[&str] = &[
     "vocab.json",
 ];
 
-/// Relative L2 distance of two tensors of logits; infinite where one is not finite.
+/// Relative L2 distance of two tensors of logits; infinite where one is not finite, 0 where both are zeros.
 pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all();
     let (a, b) = (wide(a)?, wide(b)?);
     let apart = (a - &b)?.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
     let norm = b.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
-    Ok(if (apart / norm).is_finite() { apart / norm } else { f64::INFINITY })
+    Ok(match apart / norm {
+        _ if apart == 0.0 => 0.0,
+        relative if relative.is_finite() => relative,
+        _ => f64::INFINITY,
+    })
 }
 
 /// Tokens whose logits are compared: few, because each has a whole vocabulary of them, in f64.
@@ -68,6 +73,8 @@ pub fn write(
     sample: &Micro,
 ) -> crate::Result<PathBuf> {
     let before = probe(decoder, sample, &job.device)?;
+    let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
+    walk::finite(&before, "the trained model", hint)?;
     let out = if job.selection.everything_full() {
         let out = dir.join("model");
         write_model(job, params, &out)?;

@@ -1,10 +1,11 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::guard::{self, Still};
 use super::identity::identity;
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
-use super::step::{Setup, train_step};
+use super::step::Setup;
 use super::watch::{self, Watch};
 use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
@@ -152,7 +153,7 @@ struct Start<'a> {
 
 /// Loads the model, goes through the steps, writes the result.
 fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
-    let Start { job, plan, data, eval, batches, dir, newest, done, identity, checkpoints, signals } = *start;
+    let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
@@ -164,7 +165,6 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
     let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.map(|_| done))?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
-    let schedule = Schedule::new(&job.recipe.optimizer, job.learning_rate(), total);
     let mut r = Running {
         setup: Setup {
             decoder: &decoder,
@@ -182,46 +182,114 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
         progress: Progress::new(done, total as u64),
         watch,
         load: (0, Load::default()),
+        schedule: Schedule::new(&job.recipe.optimizer, total),
+        rates: params.learning_rates(&job.recipe.optimizer),
+        signals: start.signals,
+        done,
+        saved: newest.map(|_| done),
     };
-    r.start(data, total, done, identity)?;
+    // from here on a signal waits until what was done is saved
+    start.signals.hold();
+    let outcome = steps(start, &mut r).and_then(|()| finish(start, &mut r));
+    outcome.map_err(|e| r.stopped(e))
+}
 
+/// Goes through the steps, with what is due after each: a checkpoint, then an evaluation.
+fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+    let Start { job, data, batches, done, identity, .. } = *start;
+    let (run, total) = (&job.recipe.run, batches.steps());
+    let due = |every: usize, count: usize| count == total || (every > 0 && count.is_multiple_of(every));
+    r.start(data, total, identity)?;
+    if done > 0 && due(run.eval_every, done as usize) && !r.metrics.has("eval") {
+        // it came after the checkpoint, and was not finished
+        evaluate(start, r)?;
+    }
+    let (mut still, mut reached) = (Still::default(), false);
     for step in done as usize..total {
-        let started = Instant::now();
-        let lr = schedule.at(step);
-        let s = train_step(&r.setup, data, &batches.rows(step), step as u64, lr)
-            .map_err(|e| r.stopped(step as u64, r.watch.planned().explain(e)))?;
-        if step == done as usize {
-            check_reached(&params, &s)?;
+        halt(start, r)?;
+        let (started, rows) = (Instant::now(), batches.rows(step));
+        let s = match r.step(data, &rows, step) {
+            Err(e) => return Err(given_up(start, r, e)),
+            Ok(s) => s,
+        };
+        if !reached && s.targets > 0 {
+            check_reached(r.setup.params, &s)?;
+            reached = true;
         }
-        let count = step as u64 + 1;
-        r.stepped(count, lr, &s, started.elapsed().as_secs_f64())?;
-        let last = step + 1 == total;
-        r.loaded(count, &s.load, last)?;
-        let due = |every: usize| last || (every > 0 && (step + 1) % every == 0);
-        if due(job.recipe.run.eval_every) {
-            r.evaluate(count)?;
+        let count = step + 1;
+        let last = count == total;
+        r.done = count as u64;
+        r.stepped(&s, step, started.elapsed().as_secs_f64())?;
+        r.loaded(&s.load, last)?;
+        let row = || output::sample(&Micro::collate(data, &rows[..rows.len().min(1)]));
+        still.look(&s, &r.setup, row, r.done, last)?;
+        if due(run.save_every, count) {
+            save(start, r)?;
         }
-        let signal = signals.seen();
-        if due(job.recipe.run.save_every) || signal.is_some() {
-            save(checkpoints, count, identity, &params, job.recipe.run.keep)
-                .map_err(|e| r.stopped(count, r.watch.planned().explain(e)))?;
-        }
-        if let (Some((name, code)), false) = (signal, last) {
-            r.progress.finish();
-            return Err(r.stopped(count, Error::Signal { name, step: count, code }.into()));
+        // after the checkpoint: whatever happens in the evaluation, the steps are not lost
+        if due(run.eval_every, count) {
+            evaluate(start, r)?;
         }
     }
-    r.sample(total as u64)?;
+    halt(start, r)
+}
+
+/// Evaluates; a loss that is no number ends the run, but not before the steps are saved.
+fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+    match r.evaluate() {
+        Err(e) if matches!(e.of(), Some(Error::EvaluationOf { .. })) => save(start, r).and(Err(e)),
+        outcome => outcome.map_err(|e| given_up(start, r, e)),
+    }
+}
+
+/// Of something that was given up for a signal: that signal as an error, the steps saved.
+fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: crate::Error) -> crate::Error {
+    match e.of() {
+        Some(Error::Abandoned) => halt(start, r).err().unwrap_or(e),
+        _ => e,
+    }
+}
+
+/// Where a signal came: saves, and gives it as an error.
+fn halt(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+    let Some((name, code)) = start.signals.seen() else { return Ok(()) };
+    let step = r.done;
+    let saved = match step {
+        0 => {
+            "before the first step was done: there is nothing to save\n  hint: the same command starts again"
+                .into()
+        }
+        _ => {
+            save(start, r)?;
+            format!(
+                "after step {step}; a checkpoint is written\n  hint: the same command with --resume goes on"
+            )
+        }
+    };
+    r.progress.finish();
+    Err(Error::Signal { name, saved, code }.into())
+}
+
+/// Writes the result of a run whose steps are done.
+fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
+    let Start { job, plan, data, dir, signals, .. } = *start;
+    // a run that goes on from its last step may have it
+    if r.done > start.done || !r.metrics.has("sample") {
+        r.sample()?;
+    }
+    halt(start, r)?;
+    // everything is saved, and a result is whole or absent
+    signals.release();
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
     let probe = output::sample(&Micro::collate(data, &[0]));
-    let result = output::write(job, &decoder, &params, dir, &probe)?;
+    let result = output::write(job, r.setup.decoder, r.setup.params, dir, &probe)?;
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {
         r.progress.line(&warning);
     }
     r.metrics.write(&json!({
-        "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
+        "event": "end", "step": r.done, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
         "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
         "memory": r.watch.compared(), "time": now(),
     }))?;
@@ -277,18 +345,20 @@ fn clear(dir: &Path) -> Result<(), store::Error> {
     Ok(())
 }
 
-fn save(
-    checkpoints: &Checkpoints,
-    step: u64,
-    identity: &BTreeMap<String, String>,
-    params: &Params,
-    keep: usize,
-) -> crate::Result<()> {
+/// Writes the checkpoint of the steps that are done, if there is none yet.
+fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+    let (step, params) = (r.done, r.setup.params);
+    if r.saved == Some(step) {
+        return Ok(());
+    }
+    guard::weights(params, step)?;
     place::enter(place::Phase::Save, 0);
-    let draft = checkpoints.begin(step)?;
-    let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity: identity.clone() };
+    let draft = start.checkpoints.begin(step)?;
+    let identity = start.identity.clone();
+    let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity };
     state::save(draft.path(), &state, params)?;
-    draft.commit(keep)?;
+    draft.commit(start.job.recipe.run.keep)?;
+    r.saved = Some(step);
     Ok(())
 }
 

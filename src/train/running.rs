@@ -1,12 +1,15 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
-use super::step::{Setup, evaluate};
+use super::signals::Signals;
+use super::step::{Setup, evaluate_until, step_until};
 use super::watch::Watch;
-use super::{Job, Stepped};
+use super::{Error, Job, Stepped};
+use crate::adapt::{LearningRate, learning_rates};
 use crate::data::Dataset;
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
-use crate::walk::{self, Load, generate};
+use crate::optim::Schedule;
+use crate::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -20,18 +23,25 @@ pub struct Running<'a> {
     pub watch: Watch<'a>,
     /// Load of the experts since it was last written, and over how many steps.
     pub load: (u64, Load),
+    pub schedule: Schedule,
+    /// Learning rates of what trains, the highest first.
+    pub rates: Vec<LearningRate>,
+    pub signals: &'a Signals,
+    /// Steps that are done.
+    pub done: u64,
+    /// Step of the newest checkpoint.
+    pub saved: Option<u64>,
 }
 
 impl Running<'_> {
-    /// Writes how the run begins, or goes on from `done` steps.
+    /// Writes how the run begins, or goes on.
     pub fn start(
         &mut self,
         data: &Dataset,
         total: usize,
-        done: u64,
         identity: &BTreeMap<String, String>,
     ) -> crate::Result<()> {
-        let job = self.job;
+        let (job, done) = (self.job, self.done);
         let all = modules::parameters(&job.config);
         let trained = self.setup.params.count();
         let hashes: serde_json::Map<_, _> = identity
@@ -46,6 +56,7 @@ impl Running<'_> {
             "model": {"source": job.model.source, "revision": job.model.revision, "family": job.config.family.model_type},
             "hashes": hashes,
             "parameters": {"total": all, "trainable": trained},
+            "learning_rates": self.rates,
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
@@ -67,19 +78,38 @@ impl Running<'_> {
             if job.device.is_cpu() { "CPU" } else { "CUDA" },
             format!("{:?}", job.dtype).to_lowercase(),
         ));
+        self.progress.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
         self.progress.line(&self.watch.line());
         if done == 0 {
             if job.recipe.run.eval_at_start {
-                self.evaluate(0)?;
+                match self.evaluate() {
+                    Err(e) if matches!(e.of(), Some(Error::Abandoned)) => return Ok(()),
+                    outcome => outcome?,
+                }
             }
-            self.sample(0)?;
+            self.sample()?;
         }
         Ok(())
     }
 
-    /// Writes a step, and shows it.
-    pub fn stepped(&mut self, step: u64, lr: f64, s: &Stepped, seconds: f64) -> crate::Result<()> {
+    /// Does a step, the `step`th from 0, unless a signal comes.
+    pub fn step(&self, data: &Dataset, rows: &[usize], step: usize) -> crate::Result<Stepped> {
+        let lr = |peak: f64| self.schedule.at(step, peak);
+        let stop = || self.signals.seen().is_some();
+        step_until(&self.setup, data, rows, step as u64, &lr, &mut Times::start(false), &stop)
+    }
+
+    /// Writes the step from 0 that was just done, and shows it.
+    ///
+    /// `lr` is the highest learning rate of the step; where there is more than one, `learning_rates` has them all, in
+    /// the order of `learning_rates` of the run's first event.
+    pub fn stepped(&mut self, s: &Stepped, step: usize, seconds: f64) -> crate::Result<()> {
         self.watch.look();
+        let optimizer = &self.job.recipe.optimizer;
+        let of = |r: &LearningRate| self.schedule.at(step, r.base(optimizer)) * r.lr_scale;
+        let rates: Vec<f64> = self.rates.iter().map(of).collect();
+        let lr = rates.iter().copied().fold(0.0, f64::max);
+        let step = self.done;
         let rate = s.tokens as f64 / seconds;
         let mut line = json!({
             "event": "step", "step": step, "loss": s.loss, "grad_norm": s.grad_norm, "lr": lr,
@@ -94,13 +124,17 @@ impl Running<'_> {
                 line[key] = json!(value);
             }
         }
+        if rates.len() > 1 {
+            line["learning_rates"] = json!(rates);
+        }
         self.metrics.write(&line)?;
         self.progress.step(step, Told { loss: s.loss, grad_norm: s.grad_norm, lr, rate });
         Ok(())
     }
 
     /// Adds a step's load of the experts; every [`LOAD_EVERY`] steps and at the end it is written.
-    pub fn loaded(&mut self, step: u64, load: &Load, last: bool) -> crate::Result<()> {
+    pub fn loaded(&mut self, load: &Load, last: bool) -> crate::Result<()> {
+        let step = self.done;
         if load.layers.is_empty() {
             return Ok(());
         }
@@ -113,10 +147,12 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Takes down why the run stops after `step` steps, and gives the error on.
-    pub fn stopped(&mut self, step: u64, e: crate::Error) -> crate::Error {
+    /// Takes down why the run stops, and gives the error on.
+    pub fn stopped(&mut self, e: crate::Error) -> crate::Error {
+        let e = self.watch.planned().explain(e);
+        self.progress.finish();
         let event = json!({
-            "event": "stopped", "step": step, "code": e.exit_code() as u8, "why": e.to_string(), "time": now(),
+            "event": "stopped", "step": self.done, "code": e.exit_code() as u8, "why": e.to_string(), "time": now(),
             "memory": self.watch.compared(),
         });
         // on a full disk this fails too; the error that is told is the one that stopped the run
@@ -124,21 +160,32 @@ impl Running<'_> {
         e
     }
 
-    /// Evaluates, where there is data for it.
-    pub fn evaluate(&mut self, step: u64) -> crate::Result<()> {
-        let Some(data) = self.eval else { return Ok(()) };
+    /// Evaluates, where there is data for it, unless a signal comes.
+    pub fn evaluate(&mut self) -> crate::Result<()> {
+        let (Some(data), step) = (self.eval, self.done) else { return Ok(()) };
         place::enter(place::Phase::Evaluate, 0);
-        let (loss, targets) = evaluate(self.setup.decoder, data, &self.setup.choices, &self.job.device)?;
+        let stop = || self.signals.seen().is_some();
+        let (decoder, choices) = (self.setup.decoder, &self.setup.choices);
+        let (loss, targets) = evaluate_until(decoder, data, choices, &self.job.device, &stop)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
         self.progress
             .line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
-        Ok(())
+        match loss.is_finite() {
+            true => Ok(()),
+            false => {
+                let kept = match step {
+                    0 => "nothing was trained yet",
+                    _ => "the checkpoint of that step is written, and no adapter or model",
+                };
+                Err(Error::EvaluationOf { step, kept }.into())
+            }
+        }
     }
 
     /// Answers the recipe's `log.sample`, so that a reader sees what the model says now.
-    pub fn sample(&mut self, step: u64) -> crate::Result<()> {
-        let job = self.job;
+    pub fn sample(&mut self) -> crate::Result<()> {
+        let (job, step) = (self.job, self.done);
         let Some(tokenizer) = job.tokenizer.as_ref().filter(|t| t.has_template()) else { return Ok(()) };
         if let Some(prompt) = &job.recipe.log.sample {
             let messages = json!([{"role": "user", "content": prompt}]);

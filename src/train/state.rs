@@ -74,7 +74,13 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
         return Err(fail(format!("holds {have} trained tensors, this run has {want}")).into());
     }
     let get = |files: &TensorFiles, name: &str, shape: &[usize]| -> crate::Result<Tensor> {
-        let t = files.tensor(name, DType::F32, &Device::Cpu)?;
+        let t = files.tensor(name, DType::F32, &Device::Cpu).map_err(|e| match e {
+            // a checkpoint is no model file
+            store::Error::NotFinite { .. } => {
+                crate::Error::from(fail(format!("{name} has a value that is not finite")))
+            }
+            e => e.into(),
+        })?;
         if t.dims() != shape {
             return Err(fail(format!("{name}: {:?}, this run has {shape:?}", t.dims())).into());
         }

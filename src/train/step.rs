@@ -8,7 +8,7 @@ use crate::log::place;
 use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
-use crate::optim::{self, Optimizer};
+use crate::optim::{self, Optimizer, Rate};
 use crate::walk::{Choices, Load, Part, RouterLosses, Times, Walk};
 use candle_core::{Device, Tensor};
 
@@ -57,7 +57,7 @@ pub fn host(m: &Micro) -> HostBatch<'_> {
 }
 
 /// One step: the gradients of all micro-batches of `rows`, normalised by the step's targets, then the update
-/// with learning rate `lr`. `step` counts from 0.
+/// with learning rates `lr`. `step` counts from 0.
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
@@ -66,22 +66,24 @@ pub fn train_step(
     data: &Dataset,
     rows: &[usize],
     step: u64,
-    lr: f64,
+    lr: Rate<'_>,
 ) -> crate::Result<Stepped> {
-    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+    step_until(s, data, rows, step, lr, &mut Times::start(false), &|| false)
 }
 
-/// As [`train_step`], adding the time of each part to `times`.
+/// As [`train_step`], adding the time of each part to `times`, and giving the step up once `stop` says so: it is asked
+/// before each micro-batch, and nothing is updated then.
 ///
 /// # Errors
-/// As [`train_step`].
-pub fn timed_step(
+/// As [`train_step`]; [`super::Error::Abandoned`].
+pub fn step_until(
     s: &Setup<'_>,
     data: &Dataset,
     rows: &[usize],
     step: u64,
-    lr: f64,
+    lr: Rate<'_>,
     times: &mut Times,
+    stop: &dyn Fn() -> bool,
 ) -> crate::Result<Stepped> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
@@ -99,6 +101,9 @@ pub fn timed_step(
     let router = RouterLosses { aux: s.router.aux * share, z: s.router.z * share };
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for m in &micros {
+        if stop() {
+            return Err(super::Error::Abandoned.into());
+        }
         let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
         let mut walk = Walk::chosen(s.decoder, lowest, &s.choices).router_losses(router).timed(times);
         losses.extend(walk.train(&batch, scale, &sink)?);
@@ -113,8 +118,9 @@ pub fn timed_step(
     let loss = loss::total(&losses)? * scale;
     let grad_norm = optim::grad_norm(s.params)?;
     let total = loss + router_losses.0 + router_losses.1;
-    guard::finite(s.params, step + 1, total, grad_norm, data, rows)?;
-    s.optimizer.step(s.params, step + 1, lr, optim::clip_factor(grad_norm, s.clip))?;
+    let factor = optim::clip_factor(grad_norm, s.clip);
+    guard::finite(s.params, step + 1, total, (grad_norm, factor), data, rows)?;
+    s.optimizer.step(s.params, step + 1, lr, factor)?;
     times.lap(Part::Step, s.device)?;
     let reached = sink.reached();
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
@@ -127,9 +133,26 @@ pub fn evaluate(
     choices: &Choices,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
+    evaluate_until(decoder, data, choices, device, &|| false)
+}
+
+/// As [`evaluate`], giving it up once `stop` says so, which is asked before each micro-batch.
+///
+/// # Errors
+/// As [`evaluate`]; [`super::Error::Abandoned`].
+pub fn evaluate_until(
+    decoder: &Decoder,
+    data: &Dataset,
+    choices: &Choices,
+    device: &Device,
+    stop: &dyn Fn() -> bool,
+) -> crate::Result<(f64, usize)> {
     let rows: Vec<usize> = (0..data.rows.len()).collect();
     let (mut sum, mut targets) = (0.0, 0);
     for chunk in rows.chunks(choices.micro_rows.max(1)) {
+        if stop() {
+            return Err(super::Error::Abandoned.into());
+        }
         let m = Micro::collate(data, chunk);
         if m.targets.is_empty() {
             continue;

@@ -39,7 +39,7 @@ impl<'a> Reader<'a> {
     /// Reads tokens and gives the logits after the last, `[v]` in f32.
     ///
     /// # Errors
-    /// No tokens; a tensor operation that fails.
+    /// No tokens; logits that are not finite; a tensor operation that fails.
     pub fn read(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
         let (n, past) = (ids.len(), self.seen.len());
         if n == 0 {
@@ -55,7 +55,14 @@ impl<'a> Reader<'a> {
             x = layer.forward(&x, &ctx, Some(cache), None)?.0;
         }
         self.seen.extend(ids);
-        Ok(self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?.squeeze(0)?)
+        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?.squeeze(0)?;
+        // nothing can be drawn from them
+        super::finite(
+            &logits,
+            "the model",
+            "hint: its weights, or its adapter's, have diverged or are damaged",
+        )?;
+        Ok(logits)
     }
 
     /// Reads a whole document and gives the logits after its last token. What it has in common with the

@@ -20,14 +20,44 @@ pub use choices::{Choices, Decoded};
 pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 
+use crate::error::{ExitCode, Failure};
 use crate::kernel::group::Groups;
+use crate::kernel::{optimizer, to_host};
 use crate::log::place;
 use crate::model::head::Head;
 use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
+
+/// Logits that are NaN or infinite.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: the logits are not finite\n  {hint}")]
+pub struct NotFinite {
+    /// What computed them.
+    pub what: String,
+    /// What to do.
+    pub hint: &'static str,
+}
+
+impl Failure for NotFinite {
+    fn exit_code(&self) -> ExitCode {
+        ExitCode::NonFinite
+    }
+}
+
+/// Refuses logits that are NaN or infinite; `what` computed them.
+///
+/// # Errors
+/// [`NotFinite`].
+pub fn finite(logits: &Tensor, what: &str, hint: &'static str) -> crate::Result<()> {
+    let logits = to_host(&logits.to_dtype(DType::F32)?)?;
+    match optimizer::finite(&logits)? {
+        true => Ok(()),
+        false => Err(NotFinite { what: what.into(), hint }.into()),
+    }
+}
 
 /// What the walk does at a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,127 @@
+//! Learning rates: by method, on the screen before a run starts, in the plan, in the metrics, and in what a resume
+//! compares.
+
+use super::world::{World, recipe};
+use serde_json::{Value, json};
+
+/// LoRA, a rule in full, and a factor.
+const MIXED: &str = r#"
+[[train]]
+modules = ["attention"]
+[[train]]
+modules = ["mlp"]
+lr_scale = 0.5
+[[train]]
+modules = ["norms"]
+method = "full"
+"#;
+
+fn world(rules: &str, lr: &str) -> World {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write(
+        "r.toml",
+        recipe(rules).replace("lr = 1e-2", lr).replace("warmup_steps = 2", "schedule = \"constant\""),
+    );
+    w
+}
+
+fn rates(list: &Value) -> Vec<(String, f64)> {
+    let list = list.as_array().expect("a list");
+    list.iter()
+        .map(|r| (r["method"].as_str().expect("a method").into(), r["lr"].as_f64().expect("a rate")))
+        .collect()
+}
+
+fn is(found: &[(String, f64)], want: &[(&str, f64)]) -> bool {
+    found.len() == want.len()
+        && found.iter().zip(want).all(|((m, lr), (method, x))| m == method && (lr - x).abs() <= 1e-12 * x)
+}
+
+/// A rule in full takes nothing from the default of LoRA, and all of them say so before the run.
+#[test]
+fn every_learning_rate_is_told() {
+    let w = world(MIXED, "");
+    let want = [("lora", 2e-4), ("lora", 1e-4), ("full", 1e-5)];
+    let plan: Value = serde_json::from_str(&w.ok(&["plan", "r.toml", "--json"]).out).expect("JSON");
+    let found = rates(&plan["learning_rates"]);
+    assert!(is(&found, &want), "{found:?}");
+    let trainable: u64 = plan["learning_rates"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|r| r["parameters"].as_u64())
+        .sum();
+    assert_eq!(plan["parameters"]["trainable"], trainable);
+    let line = "2e-4 (LoRA, by default), 1e-4 (LoRA, by default, lr_scale 0.5), 1e-5 (in full, by default)";
+    for verb in ["check", "plan"] {
+        let out = w.ok(&[verb, "r.toml"]).out;
+        assert!(out.contains(line), "{verb}: {out}");
+    }
+    let r = w.ok(&["run", "r.toml"]);
+    let (at, step) = (r.err.find(line), r.err.find("step 1/"));
+    assert!(at.is_some() && at < step, "{}", r.err);
+    assert!(is(&rates(&w.events("runs/r", "start")[0]["learning_rates"]), &want));
+    let step = &w.events("runs/r", "step")[3];
+    assert_eq!(step["lr"], 2e-4);
+    assert_eq!(step["learning_rates"], json!([2e-4, 1e-4, 1e-5]));
+
+    // with one rate there is nothing more to tell
+    let w = world("[[train]]\nmodules = [\"mlp\"]\n", "lr = 3e-3");
+    w.ok(&["run", "r.toml"]);
+    let step = &w.events("runs/r", "step")[0];
+    assert!(step["lr"] == 3e-3 && step["learning_rates"].is_null(), "{step}");
+}
+
+/// The rates are those of the updates: each method alone gives the weights that it has in the mixture.
+#[test]
+fn each_tensor_moves_by_its_own_rate() {
+    let first = |rules: &str, set: &[&str]| {
+        let w = world(rules, "");
+        w.ok(&[&["run", "r.toml", "run.steps=1", "run.clip=0", "optimizer.weight_decay=0.0"][..], set]
+            .concat());
+        let files = ft::store::TensorFiles::open_file(&w.path("runs/r/adapter/adapter_model.safetensors"))
+            .expect("an adapter");
+        let get = |end: &str| {
+            let name = files.names().find(|n| n.ends_with(end)).expect("a tensor").to_string();
+            files.read(&name).expect("bytes")
+        };
+        [get("layers.1.self_attn.q_proj.lora_B.weight"), get("layers.1.input_layernorm.weight")]
+    };
+    let mixed = first(MIXED, &[]);
+    assert!(mixed[0] == first(MIXED, &["optimizer.lr=2e-4"])[0], "LoRA's default");
+    assert!(mixed[1] == first(MIXED, &["optimizer.lr=1e-5"])[1], "the default in full");
+    assert!(mixed[0] != first(MIXED, &["optimizer.lr=1e-5"])[0]);
+}
+
+/// What the default is belongs to a run: to write it down is no change, and another one is.
+#[test]
+fn a_resume_knows_the_rates() {
+    let w = world(MIXED, "");
+    w.ok(&["run", "r.toml", "run.save_every=3"]);
+    std::fs::remove_dir_all(w.path("runs/r/checkpoints/step-00000006")).expect("removed");
+    let state = "runs/r/checkpoints/step-00000003/state.json";
+    let text = String::from_utf8(w.read(state)).expect("a state");
+    assert!(text.contains("\"optimizer.lr\": \"(default: full 1e-5, lora 2e-4)\""), "{text}");
+    w.ok(&["run", "r.toml", "--resume"]);
+    let r = w.ft(&["run", "r.toml", "--resume", "optimizer.lr=2e-4"]);
+    assert!(r.code == 2 && r.err.contains("optimizer.lr: was (default: full 1e-5, lora 2e-4)"), "{}", r.err);
+}
+
+/// Without rules, what an adapter holds trains by the same defaults.
+#[test]
+fn an_adapter_brings_its_methods() {
+    let w = world(MIXED, "");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.write("b.toml", recipe("[lora]\ninit = \"a/adapter\"\n").replace("lr = 1e-2", ""));
+    let want = [("lora", 2e-4), ("full", 1e-5)];
+    let plan: Value = serde_json::from_str(&w.ok(&["plan", "b.toml", "--json"]).out).expect("JSON");
+    assert!(is(&rates(&plan["learning_rates"]), &want), "{plan}");
+    w.ok(&["run", "b.toml"]);
+    assert!(is(&rates(&w.events("runs/b", "start")[0]["learning_rates"]), &want));
+    // a rate that one of them would have to rise to
+    for verb in ["check", "plan", "run"] {
+        let r = w.ft(&[verb, "b.toml", "optimizer.min_lr=1e-4", "run.output=c"]);
+        assert!(r.code == 2 && r.err.contains("min_lr"), "{verb}: {} {}", r.code, r.err);
+    }
+}

@@ -1,0 +1,332 @@
+//! Runs that stop before their end: by a signal, by a kill in the evaluation, by numbers that are not finite, by limits
+//! of the system; and what other programs do to their metrics.
+
+use super::world::{LORA, Ran, World, content, ran, recipe, reference, rows};
+use candle_core::{DType, Device, Tensor};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+fn world() -> World {
+    let w = World::new();
+    w.config("tiny", json!({}));
+    w.write("r.toml", recipe(LORA));
+    w
+}
+
+/// Waits until something is so; false when the process ended before.
+fn until(child: &mut Child, so: impl Fn() -> bool) -> bool {
+    let begun = Instant::now();
+    // the limit only ends a test that hangs
+    while begun.elapsed() < Duration::from_secs(300) {
+        if so() {
+            return true;
+        }
+        if child.try_wait().expect("a child").is_some() {
+            return so();
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    panic!("it does not come to it");
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_raw(child.id() as i32).expect("a process"), signal).expect("signalled");
+}
+
+/// Steps, losses, evaluations and the result of a run.
+fn end(w: &World, run: &str) -> (Vec<(u64, u64, u64, u64)>, Vec<Value>, Vec<u8>) {
+    let evals = w.events(run, "eval").iter().map(|e| json!([e["step"], e["loss"]])).collect();
+    (w.steps(run), evals, w.read(&format!("{run}/adapter/adapter_model.safetensors")))
+}
+
+/// A kill in the last evaluation loses no step: only the evaluation is done again, and told once.
+#[test]
+fn a_kill_in_the_last_evaluation_loses_nothing() {
+    let w = world();
+    w.write("eval.jsonl", rows(4000, 2));
+    w.ok(&["run", "r.toml", "run.output=whole"]);
+    for signal in [Signal::KILL, Signal::TERM] {
+        let args = ["run", "r.toml", "run.output=cut", "--resume"];
+        let mut child = w.start(&args);
+        let saved = || w.checkpoints("cut") == ["step-00000006"];
+        assert!(
+            until(&mut child, saved) && w.events("cut", "eval").is_empty(),
+            "the evaluation was too short"
+        );
+        send(&child, signal);
+        let code = child.wait().expect("an end").code();
+        assert_eq!(code, if signal == Signal::KILL { None } else { Some(143) });
+        assert!(!w.path("cut/adapter").exists());
+        let r = w.ok(&args);
+        assert!(r.err.contains("step 6 of 6"), "{}", r.err);
+        assert!(end(&w, "cut") == end(&w, "whole"), "{signal:?}");
+        assert_eq!(w.events("cut", "eval").len(), 1);
+        std::fs::remove_dir_all(w.path("cut")).expect("removed");
+    }
+}
+
+/// An evaluation between that was due at the checkpoint is done once, whichever side of it the run died on.
+#[test]
+fn an_evaluation_between_is_done_once() {
+    let w = world();
+    let args = ["run", "r.toml", "run.output=a", "run.eval_every=3", "run.save_every=3"];
+    w.ok(&args);
+    let whole = end(&w, "a");
+    let metrics = String::from_utf8(w.read("a/metrics.jsonl")).expect("text");
+    for keep_eval in [true, false] {
+        std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
+        let lines = metrics.lines().filter(|l| keep_eval || !l.contains("\"eval\""));
+        w.write("a/metrics.jsonl", lines.map(|l| format!("{l}\n")).collect::<String>());
+        w.ok(&[&args[..], &["--resume"]].concat());
+        assert!(end(&w, "a") == whole, "{keep_eval}");
+    }
+}
+
+/// SIGHUP as SIGTERM; in the middle of a long step, which is given up; and the run then ends as if nothing had been.
+#[test]
+fn signals_do_not_wait_for_a_step() {
+    let w = world();
+    // the second step has thousands of micro-batches
+    let set = ["run.batch_rows=3000", "run.micro_rows=1", "data.pack=false", "run.steps=2"];
+    let args = |output: &'static str| [&["run", "r.toml", output, "--resume"][..], &set].concat();
+    w.ok(&args("run.output=whole"));
+    let step: f64 = w.events("whole", "step")[1]["seconds"].as_f64().expect("seconds");
+    for (signal, code) in [(Signal::HUP, 129), (Signal::TERM, 143), (Signal::INT, 130)] {
+        let mut child = w.start(&args("run.output=cut"));
+        assert!(until(&mut child, || !w.events("cut", "step").is_empty()));
+        std::thread::sleep(Duration::from_secs_f64(step / 10.0));
+        send(&child, signal);
+        assert_eq!(child.wait().expect("an end").code(), Some(code));
+        assert_eq!((w.steps("cut").len(), w.checkpoints("cut")), (1, vec!["step-00000001".to_string()]));
+        let stopped = w.events("cut", "stopped");
+        assert_eq!((stopped[0]["step"].as_u64(), stopped[0]["code"].as_i64()), (Some(1), Some(code.into())));
+        w.ok(&args("run.output=cut"));
+        assert!(end(&w, "cut") == end(&w, "whole"), "{signal:?}");
+        std::fs::remove_dir_all(w.path("cut")).expect("removed");
+    }
+    // before the first step is done there is nothing to save, and the same command starts again
+    let plain = [&["run", "r.toml", "run.output=cut"][..], &set].concat();
+    let mut child = w.start(&plain);
+    assert!(until(&mut child, || !w.events("cut", "start").is_empty()));
+    std::thread::sleep(Duration::from_secs_f64(step / 10.0));
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    assert!(w.checkpoints("cut").is_empty());
+    w.ok(&plain);
+    assert!(end(&w, "cut") == end(&w, "whole"));
+}
+
+/// A loss that explodes: whatever way it goes, the run ends with 6 and says so, and nothing bad has a final name.
+#[test]
+fn a_diverged_run_stops() {
+    for (rules, result) in [(LORA, "adapter"), (super::world::FULL, "model")] {
+        for eval in [true, false] {
+            for (lr, steps) in [("1e10", 10), ("1e20", 2), ("1e38", 1), ("1e10", 2)] {
+                let w = world();
+                w.write("r.toml", recipe(rules));
+                let (lr, steps) = (format!("optimizer.lr={lr}"), format!("run.steps={steps}"));
+                let mut args = vec!["run", "r.toml", &lr, &steps, "run.clip=0", "optimizer.warmup_steps=0"];
+                if !eval {
+                    args.push("data.eval=[]");
+                }
+                let r = w.ft(&args);
+                assert_eq!(r.code, 6, "{args:?}: {}", r.err);
+                assert!(
+                    !r.err.contains("bug in ft") && r.err.contains("optimizer.lr"),
+                    "{args:?}: {}",
+                    r.err
+                );
+                assert!(!w.path("runs/r").join(result).exists(), "{args:?}");
+                let stopped = w.events("runs/r", "stopped");
+                assert_eq!((stopped.len(), &stopped[0]["code"]), (1, &json!(6)), "{args:?}");
+                w.ok(&["report", "runs/r"]);
+                let page = String::from_utf8(w.read("runs/r/report.html")).expect("a page");
+                assert!(!page.contains("still going"), "{args:?}");
+            }
+        }
+    }
+}
+
+/// A model of the fixtures with some values set, in `to`; gives its tensors' names.
+fn model(w: &World, to: &str, set: &[(&str, usize, f32)]) {
+    let from = reference("llama-embed-head/model");
+    w.write(&format!("{to}/config.json"), std::fs::read(format!("{from}/config.json")).expect("a config"));
+    tensors(w, &format!("{from}/model.safetensors"), &format!("{to}/model.safetensors"), set);
+}
+
+/// Copies a file of tensors with some values set: name, index, value.
+fn tensors(w: &World, from: &str, to: &str, set: &[(&str, usize, f32)]) {
+    let files = ft::store::TensorFiles::open_file(from.as_ref()).expect("tensors");
+    let changed = |name: &str| {
+        let t = files.tensor(name, DType::F32, &Device::Cpu).expect("a tensor");
+        let mut values: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("values");
+        for (_, i, x) in set.iter().filter(|s| name.ends_with(s.0)) {
+            values[*i] = *x;
+        }
+        (name.to_string(), Tensor::from_vec(values, t.dims(), &Device::Cpu).expect("a tensor"))
+    };
+    let all: Vec<_> = files.names().map(changed).collect();
+    std::fs::create_dir_all(w.path(to).parent().expect("a parent")).expect("a folder");
+    ft::store::write_file(&w.path(to), &all, &[("format", "pt")]).expect("written");
+}
+
+fn with_weights(rules: &str) -> World {
+    let w = World::new();
+    w.write("r.toml", recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"m\""));
+    model(&w, "m", &[]);
+    w
+}
+
+/// The steps are good and the evaluation is not: exit 6, the checkpoint is there, no adapter, and a resume with other
+/// evaluation data ends well.
+#[test]
+fn an_evaluation_without_a_number_ends_the_run() {
+    let w = with_weights(LORA);
+    w.ok(&["run", "r.toml", "run.output=whole"]);
+    // a token that no row of the training data has
+    let at = 100 * 32;
+    model(&w, "m", &[("embed_tokens.weight", at, 1e30)]);
+    w.write("bad.jsonl", "{\"input_ids\": [1, 2, 100, 3, 4]}\n");
+    let bad = "data.eval=[{source='bad.jsonl',format='tokens'}]";
+    let r = w.ft(&["run", "r.toml", "run.output=a", bad]);
+    assert_eq!(r.code, 6, "{}", r.err);
+    assert!(r.err.contains("evaluation after step 6") && !w.path("a/adapter").exists(), "{}", r.err);
+    assert_eq!(w.checkpoints("a"), ["step-00000006"]);
+    let evals = w.events("a", "eval");
+    assert!(evals.len() == 1 && evals[0]["loss"].is_null(), "{evals:?}");
+    assert_eq!(w.events("a", "stopped")[0]["code"], 6);
+    // again, and once in the metrics
+    assert_eq!(w.ft(&["run", "r.toml", "run.output=a", bad, "--resume"]).code, 6);
+    assert_eq!(w.events("a", "eval").len(), 1);
+    w.ok(&["run", "r.toml", "run.output=a", "--resume"]);
+    assert!(end(&w, "a") == end(&w, "whole"));
+    // between, and before the first step
+    let r = w.ft(&["run", "r.toml", "run.output=b", bad, "run.eval_every=2"]);
+    assert_eq!((r.code, w.checkpoints("b")), (6, vec!["step-00000002".to_string()]));
+    let r = w.ft(&["run", "r.toml", "run.output=c", bad, "run.eval_at_start=true"]);
+    assert!(r.code == 6 && w.checkpoints("c").is_empty(), "{}", r.err);
+}
+
+/// A value that is no number, wherever it is read from: exit 4, file and tensor by name, for every verb.
+#[test]
+fn values_that_are_no_numbers_are_named() {
+    let w = with_weights("[[train]]\nmodules = [\"attention\"]\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let refused = |r: Ran, tensor: &str, verb: &str| {
+        assert_eq!(r.code, 4, "{verb}: {}", r.err);
+        assert!(r.err.contains(".safetensors") && r.err.contains(tensor), "{verb}: {}", r.err);
+        assert!(!r.err.contains("bug"), "{verb}: {}", r.err);
+    };
+    let good = w.path("a/adapter/adapter_model.safetensors").display().to_string();
+    w.write("bad/adapter_config.json", w.read("a/adapter/adapter_config.json"));
+    for (tensor, x) in
+        [("layers.1.self_attn.k_proj.lora_B.weight", f32::NAN), ("q_proj.lora_A.weight", f32::INFINITY)]
+    {
+        tensors(&w, &good, "bad/adapter_model.safetensors", &[(tensor, 3, x)]);
+        for verb in ["check", "run"] {
+            let r = w.ft(&[verb, "r.toml", "lora.init=bad", "run.output=b"]);
+            refused(r, tensor, verb);
+            assert!(!w.path("b").exists());
+        }
+        refused(w.ft(&["eval", "r.toml", "--adapter", "bad"]), tensor, "eval");
+        refused(w.ft(&["merge", "bad", "--out", "o"]), tensor, "merge");
+        refused(w.ft(&["export", "bad", "--to", "vllm", "--out", "p"]), tensor, "export");
+    }
+    // of the base: what trains, what is frozen, norms
+    for (tensor, x) in [
+        ("layers.1.mlp.up_proj.weight", f32::NAN),
+        ("layers.0.input_layernorm.weight", f32::NEG_INFINITY),
+        ("layers.0.self_attn.q_proj.weight", f32::INFINITY),
+        ("lm_head.weight", f32::NAN),
+    ] {
+        model(&w, "m", &[(tensor, 5, x)]);
+        refused(w.ft(&["run", "r.toml", "run.output=c"]), tensor, "run");
+        refused(w.ft(&["eval", "r.toml"]), tensor, "eval");
+        refused(w.ft(&["merge", "a/adapter", "--out", "o"]), tensor, "merge");
+        refused(w.ft(&["quantize", "m", "--out", "q"]), tensor, "quantize");
+        assert!(!w.path("q").exists());
+        let nf4 = ["run", "r.toml", "run.output=d", "model.quantize=nf4"];
+        refused(w.ft(&nf4), tensor, "run in NF4");
+    }
+}
+
+/// Numbers that are finite and compute none: exit 6, and nobody is asked to report it.
+#[test]
+fn what_overflows_is_no_bug() {
+    let w = with_weights("[[train]]\nmodules = [\"attention\"]\n");
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    let good = w.path("a/adapter/adapter_model.safetensors").display().to_string();
+    w.write("huge/adapter_config.json", w.read("a/adapter/adapter_config.json"));
+    tensors(&w, &good, "huge/adapter_model.safetensors", &[("v_proj.lora_B.weight", 3, 1e36)]);
+    for args in [
+        &["eval", "r.toml", "--adapter", "huge"][..],
+        &["merge", "huge", "--out", "o"],
+        &["export", "huge", "--to", "vllm", "--out", "p"],
+        &["run", "r.toml", "lora.init=huge", "run.output=b"],
+    ] {
+        let r = w.ft(args);
+        assert!(r.code == 6 && !r.err.contains("bug"), "{args:?}: {} {}", r.code, r.err);
+    }
+    // logits that are all zeros are numbers
+    let zeros: Vec<_> = (0..128 * 32).map(|i| ("lm_head.weight", i, 0.0)).collect();
+    model(&w, "m", &zeros);
+    w.ok(&["merge", "a/adapter", "--out", "o2"]);
+    w.ok(&["export", "a/adapter", "--to", "vllm", "--out", "p2"]);
+}
+
+/// What other programs do to the metrics does not end a run, and is said.
+#[test]
+fn metrics_that_are_damaged_or_gone() {
+    let w = world();
+    w.ok(&["run", "r.toml", "run.output=a", "run.save_every=3"]);
+    let whole = end(&w, "a");
+    std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
+    let text = w.read("a/metrics.jsonl");
+    w.write(
+        "a/metrics.jsonl",
+        [&b"{\"event\": \"step\", \"step\": \"\xff\"}\n"[..], &text, b"\xfe\xff\n"].concat(),
+    );
+    let r = w.ok(&["run", "r.toml", "run.output=a", "run.save_every=3", "--resume"]);
+    assert!(r.err.contains("warning: ") && r.err.contains("metrics.jsonl"), "{}", r.err);
+    assert!(end(&w, "a") == whole);
+
+    let args = ["run", "r.toml", "run.output=b", "run.steps=400"];
+    let mut child = w.start(&args);
+    assert!(until(&mut child, || w.events("b", "step").len() > 3));
+    std::fs::remove_file(w.path("b/metrics.jsonl")).expect("removed");
+    assert_eq!(child.wait().expect("an end").code(), Some(0));
+    let steps: Vec<u64> = w.steps("b").iter().map(|s| s.0).collect();
+    assert_eq!(steps, (1..=400).collect::<Vec<_>>());
+    assert_eq!((w.events("b", "start").len(), w.events("b", "end").len()), (1, 1));
+}
+
+/// Under a limit of the shell.
+fn limited(w: &World, limit: &str, env: &[(&str, &str)], args: &[&str]) -> Ran {
+    let ft = w.command(args);
+    let mut c = std::process::Command::new("sh");
+    c.arg("-c").arg(format!("{limit}; exec \"$0\" \"$@\"")).arg(ft.get_program()).args(ft.get_args());
+    c.current_dir(w.path("."))
+        .envs(ft.get_envs().filter_map(|(k, v)| Some((k, v?))))
+        .envs(env.iter().copied());
+    ran(c.output().expect("started"))
+}
+
+/// Limits of the system are errors with words and codes of their own.
+#[test]
+fn limits_are_told() {
+    let w = world();
+    w.config("tiny", json!({"hidden_size": 256, "intermediate_size": 512}));
+    // blocks of 512 bytes: more than the metrics take, less than a checkpoint
+    let r = limited(&w, "ulimit -f 400", &[], &["run", "r.toml", "run.steps=2"]);
+    assert_eq!(r.code, 5, "{}{}", r.out, r.err);
+    assert!(r.err.contains("error: ") && r.err.contains("ulimit -f"), "{}", r.err);
+    assert!(w.checkpoints("runs/r").is_empty());
+    let left = content(&w.path("runs/r/checkpoints"));
+    assert!(left.is_empty(), "{left:?}");
+    w.ok(&["run", "r.toml", "run.steps=2", "--resume"]);
+    let r = limited(&w, "ulimit -v 4000000", &[("RAYON_NUM_THREADS", "30000")], &["check", "r.toml"]);
+    assert_eq!(r.code, 8, "{}{}", r.out, r.err);
+    assert!(r.err.starts_with("error: threads cannot start") && !r.err.contains("panicked"), "{}", r.err);
+}
