@@ -2,6 +2,9 @@
 
 use super::error::Problem;
 use super::format::{Sample, Shape};
+use super::markers;
+use super::messages::Chat;
+use super::notes::Note;
 use super::tokenizer::{Encoded, Tokenizer};
 use crate::recipe::{self, Mask, OverLength};
 use std::ops::Range;
@@ -29,6 +32,15 @@ impl Example {
     }
 }
 
+/// A row that was read.
+pub(super) struct Read {
+    pub example: Example,
+    /// Whether it was cut.
+    pub cut: bool,
+    /// What to tell about it.
+    pub notes: Vec<Note>,
+}
+
 /// What samples of one source are encoded with.
 pub(super) struct Encoder<'a> {
     pub shape: &'a Shape,
@@ -39,10 +51,11 @@ pub(super) struct Encoder<'a> {
 }
 
 impl Encoder<'_> {
-    /// The row's example, and whether it was cut.
-    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<(Example, bool), Problem> {
-        let sample = self.shape.sample(row).map_err(Problem::Bad)?;
-        let (mut ids, mut labels) = self.tokens(sample).map_err(Problem::Bad)?;
+    /// The row's example.
+    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<Read, Problem> {
+        let mut notes = Vec::new();
+        let sample = self.shape.sample(row, &mut notes).map_err(Problem::Bad)?;
+        let (mut ids, mut labels) = self.tokens(sample, &mut notes).map_err(Problem::Bad)?;
         self.check(&ids, &labels).map_err(Problem::Bad)?;
         let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != UNSUPERVISED);
         if ids.is_empty() {
@@ -72,59 +85,50 @@ impl Encoder<'_> {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
-        Ok((Example { ids, labels, source: self.source, line }, cut))
+        Ok(Read { example: Example { ids, labels, source: self.source, line }, cut, notes })
     }
 
-    fn tokens(&self, sample: Sample) -> Result<(Vec<u32>, Vec<i32>), String> {
-        let (text, spans, end) = match sample {
+    fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<(Vec<u32>, Vec<i32>), String> {
+        let turns = match sample {
             Sample::Tokens { ids, labels } => return Ok((ids, labels)),
-            Sample::Text { text, from } => (text, Some(from), true),
-            Sample::Chat { messages, tools } => return self.chat(&messages, tools.as_ref()),
+            Sample::Text(turns) => turns,
+            Sample::Chat(chat) => return self.chat(&chat, notes),
         };
         let tokenizer = self.tokenizer.ok_or("there is no tokenizer")?;
-        let from = spans.unwrap_or(0);
-        let encoded = tokenizer.encode_with_offsets(&text).map_err(|e| e.to_string())?;
+        let eos = tokenizer.text_end().ok_or("the tokenizer has no end-of-sequence token")?;
         // What the tokenizer itself puts before a text is there as in pre-training, and nothing predicts it.
-        let whole = from == 0 && self.shape.mask == Mask::None;
+        let whole = self.shape.mask == Mask::None;
         let mut ids = tokenizer.text_start().to_vec();
         let mut labels: Vec<i32> = ids.iter().map(|i| if whole { label(*i) } else { UNSUPERVISED }).collect();
-        let supervised = mask(&encoded, std::slice::from_ref(&(from..text.len())));
-        labels.extend(
-            encoded.ids.iter().zip(supervised).map(|(i, s)| if s { label(*i) } else { UNSUPERVISED }),
-        );
-        ids.extend(&encoded.ids);
-        if end {
-            let eos = tokenizer.text_end().ok_or("the tokenizer has no end-of-sequence token")?;
-            ids.push(eos);
+        for (text, from) in turns {
+            let encoded = tokenizer.encode_with_offsets(&text).map_err(|e| e.to_string())?;
+            labels.extend(self.labels(&encoded, std::slice::from_ref(&(from..text.len())), notes));
             labels.push(label(eos));
+            ids.extend(encoded.ids);
+            ids.push(eos);
         }
         Ok((ids, labels))
     }
 
-    fn chat(
-        &self,
-        messages: &[serde_json::Value],
-        tools: Option<&serde_json::Value>,
-    ) -> Result<(Vec<u32>, Vec<i32>), String> {
+    fn chat(&self, chat: &Chat, notes: &mut Vec<Note>) -> Result<(Vec<u32>, Vec<i32>), String> {
         let tokenizer = self.tokenizer.ok_or("there is no tokenizer")?;
-        let vars = &self.data.template;
-        if self.shape.mask == Mask::None {
-            let messages = serde_json::Value::Array(messages.to_vec());
-            let text = tokenizer.render(&messages, tools, false, vars).map_err(|e| e.to_string())?;
-            let ids = tokenizer.encode(&text).map_err(|e| e.to_string())?;
-            let labels = ids.iter().map(|i| label(*i)).collect();
-            return Ok((ids, labels));
+        let supervise = self.shape.mask != Mask::None;
+        let (text, mut spans) = tokenizer.conversation(chat, &self.data.template, supervise, notes)?;
+        if !supervise {
+            spans = std::iter::once(0..text.len()).collect();
         }
-        let (text, spans) = tokenizer.render_with_spans(messages, tools, vars).map_err(|e| e.to_string())?;
         let encoded = tokenizer.encode_with_offsets(&text).map_err(|e| e.to_string())?;
-        let supervised = mask(&encoded, &spans);
-        let labels = encoded
-            .ids
-            .iter()
-            .zip(supervised)
-            .map(|(i, s)| if s { label(*i) } else { UNSUPERVISED })
-            .collect();
+        markers::note(&text, &encoded, chat, tokenizer.specials(), notes);
+        let labels = self.labels(&encoded, &spans, notes);
         Ok((encoded.ids, labels))
+    }
+
+    fn labels(&self, encoded: &Encoded, spans: &[Range<usize>], notes: &mut Vec<Note>) -> Vec<i32> {
+        if markers::cuts(encoded, spans) {
+            notes.push(Note::Edge);
+        }
+        let supervised = mask(encoded, spans);
+        encoded.ids.iter().zip(supervised).map(|(i, s)| if s { label(*i) } else { UNSUPERVISED }).collect()
     }
 
     fn check(&self, ids: &[u32], labels: &[i32]) -> Result<(), String> {
@@ -145,11 +149,12 @@ fn label(id: u32) -> i32 {
     i32::try_from(id).unwrap_or(i32::MAX)
 }
 
-/// For each token whether its first byte lies in one of the spans, which are in order.
+/// For each token whether it lies in one of the spans, which are in order: a token that reaches over an edge holds text
+/// that is not to be learnt.
 pub(super) fn mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<bool> {
-    let within = |at: usize| {
-        let next = spans.partition_point(|s| s.end <= at);
-        spans.get(next).is_some_and(|s| s.start <= at)
+    let within = |start: usize, end: usize| {
+        let next = spans.partition_point(|s| s.end <= start);
+        spans.get(next).is_some_and(|s| s.start <= start && end <= s.end)
     };
-    encoded.offsets.iter().map(|&(start, _)| within(start)).collect()
+    encoded.offsets.iter().map(|&(start, end)| within(start, end)).collect()
 }

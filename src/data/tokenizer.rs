@@ -1,12 +1,10 @@
 //! A model's tokenizer and chat template, from its folder.
 
 use super::error::Error;
-use super::spans;
 use super::template::{Template, Variables};
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Text to token ids and back, conversations to text.
@@ -18,6 +16,8 @@ pub struct Tokenizer {
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
+    /// The text of the template file that was named.
+    given: Option<String>,
 }
 
 /// Token ids, and for each the bytes of the text that it stands for.
@@ -54,6 +54,7 @@ impl Tokenizer {
             collect_specials(source, &mut specials);
         }
         let source = find_template(dir, chat_template, &config, &config_path)?;
+        let given = source.as_ref().filter(|_| chat_template.is_some()).map(|s| s.default.clone());
         let mut hasher = blake3::Hasher::new();
         hasher.update(&bytes);
         let template = match source {
@@ -78,7 +79,7 @@ impl Tokenizer {
         eos.sort_unstable();
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
-        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash }))
+        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, given }))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
@@ -129,9 +130,19 @@ impl Tokenizer {
         &self.text_start
     }
 
+    /// The special tokens that the model's folder names (`eos_token` and its like).
+    pub(super) fn specials(&self) -> impl Iterator<Item = &str> {
+        self.specials.values().filter_map(|t| t.as_str())
+    }
+
     /// Whether there is a chat template.
     pub fn has_template(&self) -> bool {
         self.template.is_some()
+    }
+
+    /// The chat template, where it was given and is not the model's own.
+    pub fn given_template(&self) -> Option<&str> {
+        self.given.as_deref()
     }
 
     /// BLAKE3 of `tokenizer.json` and the chat template, in hexadecimal.
@@ -163,40 +174,7 @@ impl Tokenizer {
         Ok(template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0)
     }
 
-    /// A conversation as text, and the byte ranges that the assistant wrote, each with its end-of-turn token.
-    ///
-    /// # Errors
-    /// As [`Self::render`]; and a template that does not let the turns be told.
-    pub fn render_with_spans(
-        &self,
-        messages: &[Value],
-        tools: Option<&Value>,
-        vars: &Map<String, Value>,
-    ) -> Result<(String, Vec<Range<usize>>), Error> {
-        let template = self.template()?;
-        let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
-        let variables = [self.variables(None), self.variables(Some(vars))];
-        if template.has_generation() {
-            let messages: Vec<Jinja> = messages.iter().map(|m| Jinja::from(Serde(m))).collect();
-            return template.render(&messages, &tools, false, &variables[1]);
-        }
-        let error = std::cell::RefCell::new(None);
-        let render = |messages: &[Jinja], prompt: bool, with: bool| {
-            let out = template.render(messages, &tools, prompt, &variables[usize::from(with)]);
-            out.map(|o| o.0).map_err(|e| {
-                let text = e.to_string();
-                error.borrow_mut().get_or_insert(e);
-                text
-            })
-        };
-        spans::assistant(messages, &render).map_err(|message| match error.take() {
-            // the template's own words, with its line, when it was the conversation itself that failed
-            Some(e) if e.to_string() == message => e,
-            _ => Error::Template { origin: template.origin().into(), line: 0, message },
-        })
-    }
-
-    fn template(&self) -> Result<&Template, Error> {
+    pub(super) fn template(&self) -> Result<&Template, Error> {
         self.template.as_ref().ok_or_else(|| {
             Error::ModelLacks(
                 "the model has no chat template; give one as data.chat_template = \"FILE.jinja\"".into(),
@@ -204,7 +182,8 @@ impl Tokenizer {
         })
     }
 
-    fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
+    /// The special tokens by their names, and the recipe's variables over them.
+    pub(super) fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
         let mut out = self.specials.clone();
         for (key, value) in vars.into_iter().flatten() {
             out.insert(key.clone(), Jinja::from(Serde(value)));

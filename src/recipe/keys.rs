@@ -388,7 +388,7 @@ const LOG: &[Key] = &[
         "sample",
         Text,
         Absent("no reply is shown"),
-        "A prompt that the model answers before and after training, on the terminal and in metrics.jsonl.",
+        "A prompt that the model answers before and after training, in the form of the training data; on the terminal and in metrics.jsonl.",
     ),
 ];
 

@@ -2,8 +2,8 @@
 
 use super::step::{Setup, evaluate};
 use super::watch::Watch;
-use super::{Job, Stepped};
-use crate::data::Dataset;
+use super::{Job, Stepped, job};
+use crate::data::{Dataset, Form};
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
 use crate::walk::{self, Load, generate};
@@ -139,11 +139,8 @@ impl Running<'_> {
     /// Answers the recipe's `log.sample`, so that a reader sees what the model says now.
     pub fn sample(&mut self, step: u64) -> crate::Result<()> {
         let job = self.job;
-        let Some(tokenizer) = job.tokenizer.as_ref().filter(|t| t.has_template()) else { return Ok(()) };
-        if let Some(prompt) = &job.recipe.log.sample {
-            let messages = json!([{"role": "user", "content": prompt}]);
-            let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
-            let ids = tokenizer.encode(&text)?;
+        let (Some(prompt), Some(tokenizer)) = (&job.recipe.log.sample, &job.tokenizer) else { return Ok(()) };
+        if let Some(ids) = job::sample(&job.recipe, Some(tokenizer))? {
             place::enter(place::Phase::Evaluate, 0);
             let mut sampler = generate::greedy();
             let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
@@ -155,9 +152,13 @@ impl Running<'_> {
                 &mut sampler,
                 &mut |_| true,
             )?;
-            let event = json!({"event": "sample", "step": step, "prompt": prompt, "reply": reply});
+            let form = job.trained().form;
+            let event = json!({
+                "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
+            });
             self.metrics.write(&event)?;
-            self.progress.line(&format!("after step {step}, asked {prompt:?}: {reply:?}"));
+            let how = if form == Form::Text { "continuing" } else { "asked" };
+            self.progress.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
         }
         Ok(())
     }
