@@ -219,9 +219,10 @@ fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
         return Err(super::usage(why));
     }
     if form != Form::Chat {
-        let by = if named.is_some() { "" } else { ", as was trained (--form chat: the chat template)" };
+        let by =
+            if named.is_some() { "" } else { ", as in its training (--form chat: by the chat template)" };
         let what = Form::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
-        tell(&format!("each prompt alone, {what}{by}"));
+        tell(&format!("each prompt stands alone, as {what}{by}"));
     }
     Ok(form)
 }

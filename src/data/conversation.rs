@@ -56,11 +56,20 @@ impl Tokenizer {
             let spans = spans::assistant(&chat.messages, (&plain, &tools), &text, marked, &render);
             let spans = spans.map_err(|message| match raised.take() {
                 Some(e) if e == message => e,
-                _ => origin(message).to_string(),
+                _ => origin(by_name(chat, message)).to_string(),
             })?;
             spans.into_iter().filter(|(i, _)| !chat.unsupervised.contains(i)).map(|(_, s)| s).collect()
         };
         Ok((text, spans))
+    }
+}
+
+/// A message about `messages[i]` as rendered, with what the row calls it.
+fn by_name(chat: &Chat, message: String) -> String {
+    let named = message.strip_prefix("messages[").and_then(|m| m.split_once(']'));
+    match named.and_then(|(i, rest)| Some((i.parse().ok()?, rest))) {
+        Some((i, rest)) => chat.name(i) + rest,
+        None => message,
     }
 }
 

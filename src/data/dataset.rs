@@ -291,7 +291,8 @@ impl<'a> Loader<'a> {
         *count += 1;
         let too_long = matches!(problem, Problem::TooLong { .. });
         if self.stats.left_out.len() < SHOWN {
-            self.stats.left_out.push(format!("{place}: {problem}"));
+            let what = format!("{place}: {problem}");
+            self.stats.left_out.push(what.lines().next().unwrap_or_default().to_string());
         }
         let error = Error::Row { place, problem };
         match self.collect {

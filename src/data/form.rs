@@ -22,8 +22,11 @@ pub enum Form {
 
 impl Form {
     /// The words for the forms.
-    pub const WORDS: &'static [(&'static str, &'static str)] =
-        &[("chat", "the chat template"), ("alpaca", "an Alpaca prompt"), ("text", "plain continuation")];
+    pub const WORDS: &'static [(&'static str, &'static str)] = &[
+        ("chat", "the chat template"),
+        ("alpaca", "the instruction of an Alpaca prompt"),
+        ("text", "a text to continue"),
+    ];
 
     /// The form that a word names.
     pub fn from_word(word: &str) -> Option<Self> {

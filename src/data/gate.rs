@@ -215,7 +215,9 @@ impl Gate<'_> {
                 None => self.found_alone(piece, whole),
             };
             if !there {
-                self.lacks(piece, notes)?;
+                let says_more =
+                    pieces.iter().any(|p| p.message == piece.message && p.kind != Kind::Reasoning);
+                self.lacks(piece, says_more, notes)?;
             }
         }
         self.numbers()?;
@@ -260,8 +262,9 @@ impl Gate<'_> {
         Some(Rendered::new(&(self.render)(&messages, &tools, false, true).ok()?))
     }
 
-    /// A piece that the text does not hold: told, or an error.
-    fn lacks(&self, piece: &Piece, notes: &mut Vec<Note>) -> Result<(), String> {
+    /// A piece that the text does not hold: told, or an error. `says_more` is whether its message has more than thoughts;
+    /// without them nothing would be left of one that has not.
+    fn lacks(&self, piece: &Piece, says_more: bool, notes: &mut Vec<Note>) -> Result<(), String> {
         let path = piece.path(self.chat);
         let Some(i) = piece.message else {
             return Err(format!(
@@ -270,7 +273,7 @@ impl Gate<'_> {
             ));
         };
         let role = self.chat.role(i);
-        if piece.kind == Kind::Reasoning {
+        if piece.kind == Kind::Reasoning && says_more {
             notes.push(Note::Reasoning);
             return Ok(());
         }

@@ -36,8 +36,9 @@ impl Note {
                 format!("{s} in whose text the chat template leaves out reasoning: it is not trained on")
             }
             Note::LeftOut(role) => format!(
-                "{s} in whose text the chat template leaves out a message ({role}): it writes such a message only \
-                 while the conversation goes on from it, so it is not trained on"
+                "{s} in whose text the chat template leaves out the {role} message: it writes that only where a \
+                 conversation ends earlier, as in use, so training does not see it{}",
+                if role == "assistant" { "" } else { "\n  hint: put its text into the first user message" }
             ),
             Note::Marker(marker) => format!(
                 "{s} in which the chat template writes {marker:?}, for which the tokenizer has no token: it is spelt \

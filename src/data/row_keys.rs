@@ -73,8 +73,10 @@ pub(super) fn of_row(
     read: &dyn Fn(&str) -> bool,
     notes: &mut Vec<Note>,
 ) -> Result<(), String> {
-    for (key, _) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
-        if let Some(why) = refused(format, key) {
+    for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
+        // a weight of 1 is what every row has
+        let plain = key == "weight" && value.as_f64() == Some(1.0);
+        if let Some(why) = refused(format, key).filter(|_| !plain) {
             return Err(why);
         }
         notes.push(Note::RowKey { key: key.clone(), format: format.word() });

@@ -5,6 +5,7 @@ use super::template::{Template, Variables};
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 /// Text to token ids and back, conversations to text.
@@ -18,6 +19,8 @@ pub struct Tokenizer {
     hash: String,
     /// The text of the template file that was named.
     given: Option<String>,
+    /// Tokens beside the model's own, which stand for themselves.
+    added: HashSet<u32>,
 }
 
 /// Token ids, and for each the bytes of the text that it stands for.
@@ -78,8 +81,9 @@ impl Tokenizer {
         eos.extend(named);
         eos.sort_unstable();
         eos.dedup();
+        let added = inner.get_added_tokens_decoder().into_keys().collect();
         let hash = hasher.finalize().to_hex().to_string();
-        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, given }))
+        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, given, added }))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
@@ -94,7 +98,16 @@ impl Tokenizer {
     /// The ids of `text`, and the bytes of it that each stands for.
     pub(super) fn encode_with_offsets(&self, text: &str) -> Result<Encoded, Error> {
         let encoding = self.inner.encode(text, false).map_err(|e| self.failed(&e.to_string()))?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+        let ids = encoding.get_ids().to_vec();
+        // an added token may take the white space around it along (`rstrip`): that is no part of what it says
+        let bare = |(id, &(start, end)): (&u32, &(usize, usize))| {
+            let said = text.get(start..end).filter(|s| self.added.contains(id) && !s.trim().is_empty());
+            said.map_or((start, end), |s| {
+                (start + s.len() - s.trim_start().len(), end - (s.len() - s.trim_end().len()))
+            })
+        };
+        let offsets = ids.iter().zip(encoding.get_offsets()).map(bare).collect();
+        Ok(Encoded { ids, offsets })
     }
 
     /// The text of `ids`, special tokens spelled out.

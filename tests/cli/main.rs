@@ -11,5 +11,6 @@ mod resume;
 mod room;
 mod same;
 mod shipped;
+mod text;
 mod verbs;
 mod world;

@@ -155,7 +155,10 @@ fn a_template_that_hides_the_turns_is_an_error() {
             "could not learn to stop",
         ),
         // the assistant is not written
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}", "not in the training text"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}",
+            "not in the training text",
+        ),
         // it writes our own marks
         (
             "{% for m in messages %}{{ m.content }}</s>\u{FDD2}\u{FDE3}\u{FDE3}\u{FDE3}\u{FDD3}{% endfor %}",

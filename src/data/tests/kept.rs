@@ -358,6 +358,15 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
     );
     let row = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>r</think>a"}]});
     assert_eq!(read(&t, &row, &Map::new()).unwrap().2, [Note::Reasoning]);
+    // nothing would be left of a turn that has only thoughts
+    for thoughts in [json!({"content": "<think>r</think>"}), json!({"content": "", "reasoning_content": "r"})]
+    {
+        let mut row = row.clone();
+        for (key, value) in thoughts.as_object().unwrap() {
+            row["messages"][1][key] = value.clone();
+        }
+        assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[1]."));
+    }
     // but not in what a user wrote
     let row = json!({"messages": [{"role": "user", "content": "x</think>y"}, {"role": "assistant", "content": "a"}]});
     assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[0].content: "));
@@ -369,4 +378,28 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
     let mut row = calling(json!({}));
     row["messages"][1]["content"] = json!("Let me look.");
     assert!(read(&llama, &row, &vars).unwrap_err().starts_with("messages[1].content: "));
+}
+
+/// An end of turn that takes the line break behind it along (Phi-3's `<|end|>`) is supervised all the same.
+#[test]
+fn a_token_with_white_space_of_its_own_is_one_token() {
+    let files = Files::new(&[(
+        "a.jsonl",
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}, {\"role\": \"assistant\", \"content\": \"yes\"}]}",
+    )]);
+    let bytes = std::fs::read(fixture("tiny-tokenizer/tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_slice(&bytes).unwrap();
+    for token in tokenizer["added_tokens"].as_array_mut().unwrap() {
+        token["rstrip"] = true.into();
+    }
+    let dir = files.0.path();
+    std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::copy(fixture("tiny-tokenizer/tokenizer_config.json"), dir.join("tokenizer_config.json"))
+        .unwrap();
+    let t = Tokenizer::load(dir, None).unwrap().unwrap();
+    let resolve = |s: &str| dir.join(s);
+    let d =
+        Dataset::load(&[source("a.jsonl", Format::Messages)], &data(64), &resolve, Some(&t), 285, 0).unwrap();
+    assert_eq!(super::rows::supervised(&d.examples[0]), "yes<|im_end|>");
+    assert_eq!(d.warnings(64), [""; 0]);
 }
