@@ -81,7 +81,7 @@ impl Tokenizer {
         eos.extend(named);
         eos.sort_unstable();
         eos.dedup();
-        let added = inner.get_added_tokens_decoder().into_keys().collect();
+        let added = inner.get_added_tokens_decoder().keys().copied().collect();
         let hash = hasher.finalize().to_hex().to_string();
         Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, given, added }))
     }

@@ -380,6 +380,22 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
     assert!(read(&llama, &row, &vars).unwrap_err().starts_with("messages[1].content: "));
 }
 
+#[test]
+fn a_token_that_reaches_over_an_edge_is_not_supervised_and_told() {
+    use crate::data::{encode::mask, markers::cuts, tokenizer::Encoded};
+    let tokens = Encoded { ids: vec![1, 2, 3, 4], offsets: vec![(0, 3), (3, 6), (6, 8), (8, 12)] };
+    for (span, supervised, cut) in [
+        (3..8, [false, true, true, false], false),
+        (3..7, [false, true, false, false], true),
+        (4..12, [false, false, true, true], true),
+        (0..12, [true; 4], false),
+        (9..10, [false; 4], true),
+    ] {
+        let spans = std::slice::from_ref(&span);
+        assert_eq!((mask(&tokens, spans), cuts(&tokens, spans)), (supervised.to_vec(), cut), "{span:?}");
+    }
+}
+
 /// An end of turn that takes the line break behind it along (Phi-3's `<|end|>`) is supervised all the same.
 #[test]
 fn a_token_with_white_space_of_its_own_is_one_token() {
