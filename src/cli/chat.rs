@@ -1,4 +1,4 @@
-//! `ft chat`: talks to a model with its chat template.
+//! `ft chat`: talks to a model in the form that it was trained in.
 
 use super::base::{base_of, quantized};
 use super::words;
@@ -6,7 +6,7 @@ use crate::adapt::build::{Base, Build};
 use crate::adapt::layout;
 use crate::adapt::params::Allocate;
 use crate::adapt::{Adapter, Selection};
-use crate::data::Tokenizer;
+use crate::data::{Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, print, tell, warn};
 use crate::model::Decoder;
@@ -58,7 +58,14 @@ pub struct Args {
     /// What becomes of the base's linears; by default what the adapter's run made of them
     #[arg(long, value_parser = words(Quantize::WORDS))]
     quantize: Option<String>,
-    /// A chat template to use instead of the model's own
+    /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
+    /// text, each prompt stands alone
+    #[arg(long, value_parser = words(Form::WORDS))]
+    form: Option<String>,
+    /// Continue each prompt as it is, the same as --form text
+    #[arg(long, conflicts_with = "form")]
+    raw: bool,
+    /// A chat template to use instead of that of the training, or the model's own
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
     /// A variable for the chat template: enable_thinking=false
@@ -71,17 +78,28 @@ pub struct Args {
 /// # Errors
 /// A model or adapter that cannot be found or used; a template that refuses the conversation.
 pub fn run(args: &Args) -> crate::Result<()> {
-    let variables = variables(&args.template)?;
+    let mut variables = variables(&args.template)?;
     let device = DeviceName::from_word(&args.device).unwrap_or(DeviceName::Auto);
     let device = job::device(device)?;
     let (model, adapter) = find(args)?;
-    let Some(tokenizer) = Tokenizer::load(&model.dir, args.chat_template.as_deref())? else {
+    let trained = match &adapter {
+        Some(adapter) => Trained::open(&adapter.dir)?,
+        None => Trained::open(&model.dir)?,
+    };
+    let form = form(args, trained.as_ref())?;
+    for (key, value) in trained.into_iter().flat_map(|t| t.template) {
+        variables.entry(key).or_insert(value);
+    }
+    // what the adapter was trained with goes before the base's own
+    let beside = adapter.as_ref().map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
+    let template = args.chat_template.clone().or(beside);
+    let Some(tokenizer) = Tokenizer::load(&model.dir, template.as_deref())? else {
         return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
     };
-    if !tokenizer.has_template() {
+    if form == Form::Chat && !tokenizer.has_template() {
         let what = &model.source;
         return Err(super::usage(format!(
-            "{what}: has no chat template\n  hint: --chat-template FILE.jinja"
+            "{what}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
         )));
     }
     let mut sampler = sampler(args, &model.dir)?;
@@ -89,6 +107,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let mut chat = Chat {
         reader: Reader::new(&decoder, &device),
         tokenizer: &tokenizer,
+        form,
+        system: args.system.as_deref(),
         first: args.system.iter().map(|s| json!({"role": "system", "content": s})).collect(),
         messages: Vec::new(),
         variables,
@@ -122,7 +142,9 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()>
             "" => continue,
             "/exit" => return Ok(()),
             "/clear" => chat.messages.clone_from(&chat.first),
-            prompt => {
+            // white space counts in a text that is continued
+            trimmed => {
+                let prompt = if chat.form == Form::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
                     return Ok(());
                 }
@@ -135,6 +157,8 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()>
 struct Chat<'a> {
     reader: Reader<'a>,
     tokenizer: &'a Tokenizer,
+    form: Form,
+    system: Option<&'a str>,
     /// What every conversation begins with.
     first: Vec<Value>,
     messages: Vec<Value>,
@@ -147,9 +171,15 @@ impl Chat<'_> {
     /// Answers on stdout, piece by piece. Gives whether anybody listens.
     fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> crate::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
-        let messages = Value::Array(self.messages.clone());
-        let text = self.tokenizer.render(&messages, None, true, &self.variables)?;
-        let ids = self.tokenizer.encode(&text)?;
+        let ids = if self.form == Form::Chat {
+            let messages = Value::Array(self.messages.clone());
+            self.tokenizer.encode(&self.tokenizer.render(&messages, None, true, &self.variables)?)?
+        } else {
+            self.form.prompt(self.tokenizer, self.system, prompt, &self.variables)?
+        };
+        if ids.is_empty() {
+            return Err(super::usage("the prompt is empty, and there is nothing to go on from"));
+        }
         let mut listening = Ok(());
         let mut say = |piece: &str| {
             listening = print(piece);
@@ -170,6 +200,31 @@ impl Chat<'_> {
         recipe::Error::of_print(listening)?;
         Ok(!gone)
     }
+}
+
+/// The form to ask in: as an option says, else as was trained.
+fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
+    let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
+    let template =
+        [("--chat-template", args.chat_template.is_some()), ("--template", !args.template.is_empty())];
+    let only_chat = template.into_iter().find(|o| o.1).map(|o| o.0);
+    if let (Some(option), Some(form)) = (only_chat, named.filter(|f| *f != Form::Chat)) {
+        return Err(super::usage(format!("{option} and the form {}: it has no chat template", form.word())));
+    }
+    let trained = trained.map(|t| t.form).filter(|_| only_chat.is_none());
+    let form = named.or(trained).unwrap_or(Form::Chat);
+    if form == Form::Text && args.system.is_some() {
+        let why =
+            "--system: a text that is continued has no system message\n  hint: begin the prompt with it";
+        return Err(super::usage(why));
+    }
+    if form != Form::Chat {
+        let by =
+            if named.is_some() { "" } else { ", as in its training (--form chat: by the chat template)" };
+        let what = Form::WORDS.iter().find(|w| w.0 == form.word()).map_or("", |w| w.1);
+        tell(&format!("each prompt stands alone, as {what}{by}"));
+    }
+    Ok(form)
 }
 
 /// The model's folder with its weights, and the adapter.

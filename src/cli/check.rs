@@ -121,6 +121,9 @@ impl Check<'_> {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
         let tokenizer = self.tokenizer(&settings);
+        if let Some(tokenizer) = &tokenizer {
+            self.keep(job::sample(recipe, tokenizer.as_ref()));
+        }
         match &tokenizer {
             Some(tokenizer) => self.data(&mut found, tokenizer.as_ref()),
             None => self.sources(),
@@ -168,6 +171,7 @@ impl Check<'_> {
                 let dir = found.model.as_ref().map(|m| m.dir.as_path());
                 lengths::save(recipe, dir, vocab, sources, &dataset);
             }
+            job::tell_data(if train { "data.train" } else { "data.eval" }, &dataset, config);
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }

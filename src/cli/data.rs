@@ -42,6 +42,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         job::batches(&recipe, &d)?;
         d
     };
+    job::tell_data(if args.eval { "data.eval" } else { "data.train" }, &dataset, &config);
     let sources = if args.eval { &recipe.data.eval } else { &recipe.data.train };
     lengths::save(&recipe, Some(&model.dir), vocab, sources, &dataset);
     let mut out = Escaped(io::BufWriter::new(io::stdout().lock()));

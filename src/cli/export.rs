@@ -5,6 +5,7 @@ use super::words;
 use crate::adapt::adapter::Adapter;
 use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::{self, Choice, Selection, layout};
+use crate::data::Trained;
 use crate::hub::{self, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
@@ -62,6 +63,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     side.fits(&selection, "comparing the export with the adapter")?;
     adapter.check_base(&files, config.tied)?;
     Export::new(&config, &adapter, &selection)?.write(target, &args.out)?;
+    Trained::copy(&adapter.dir, &args.out)?;
 
     // any tokens do, as long as they are many: experts that none of them chooses would go unseen
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();

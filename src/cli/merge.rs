@@ -3,6 +3,7 @@
 use super::base::{base_of, original};
 use super::words;
 use crate::adapt::{Adapter, layout};
+use crate::data::Trained;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
@@ -116,6 +117,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Merging { dir: &onto.model.dir, base: side, adapter: &adapter, selection: &selection, trained };
     let merged = merging.write(out, dtype, &|n| bar.inc(n))?;
     bar.finish_and_clear();
+    Trained::copy(&adapter.dir, out)?;
     report(&merged);
     super::print(&format!("{}\n", out.display()))
 }

@@ -1,6 +1,6 @@
 //! All sources of a recipe as one dataset.
 
-use super::encode::{Encoder, Example};
+use super::encode::{Encoder, Example, Read};
 use super::error::{Error, Problem};
 use super::files::files;
 use super::format::Shape;
@@ -93,6 +93,23 @@ impl Dataset {
     ) -> Result<Dataset, Error> {
         let in_order = recipe::Data { shuffle: false, ..cfg.clone() };
         Self::load(&cfg.eval, &in_order, resolve, tokenizer, vocab_size, seed)
+    }
+
+    /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of the rows
+    /// is not read, and documents that are longer than the model's `positions`.
+    pub fn warnings(&self, positions: usize) -> Vec<String> {
+        let mut out = self.stats.notes.told();
+        let long = self.examples.iter().map(|e| e.ids.len()).filter(|n| *n > positions);
+        let (count, longest) = long.fold((0, 0), |(count, longest), n| (count + 1, longest.max(n)));
+        if count > 0 {
+            let documents =
+                if count == 1 { "1 document is".into() } else { format!("{count} documents are") };
+            out.push(format!(
+                "{documents} longer than the {positions} positions that the model is made for; the longest has \
+                 {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
+            ));
+        }
+        out
     }
 
     /// All problems of the sources instead of the first: every bad row counts, whatever `on_bad_row` says. At most
@@ -222,6 +239,7 @@ impl<'a> Loader<'a> {
 
     fn file(&mut self, path: &Path, encoder: &Encoder<'_>) -> Result<(), Error> {
         let name = path.display().to_string();
+        let at = |(line, column)| Place { file: name.clone(), line, column };
         let mut rows = Rows::open(path)?;
         let mut any = false;
         loop {
@@ -241,18 +259,22 @@ impl<'a> Loader<'a> {
             for (place, result) in done {
                 self.stats.rows_read += 1;
                 match result {
-                    Ok((example, cut)) => {
-                        self.stats.truncated += usize::from(cut);
-                        self.examples.push(example);
+                    Ok(read) => {
+                        self.stats.truncated += usize::from(read.cut);
+                        if !read.notes.is_empty() {
+                            self.stats.notes.add(&at(place), read.notes);
+                        }
+                        self.examples.push(read.example);
                     }
-                    Err(problem) => {
-                        let place = Place { file: name.clone(), line: place.0, column: place.1 };
-                        self.left_out(place, problem)?;
-                    }
+                    Err(problem) => self.left_out(at(place), problem)?,
                 }
             }
         }
-        if any { Ok(()) } else { Err(Error::Empty { file: name, message: "the file holds no rows".into() }) }
+        if any {
+            Ok(())
+        } else {
+            Err(Error::Empty { file: name.clone(), message: "the file holds no rows".into() })
+        }
     }
 
     /// Counts a row that is left out, or makes it an error.
@@ -269,7 +291,8 @@ impl<'a> Loader<'a> {
         *count += 1;
         let too_long = matches!(problem, Problem::TooLong { .. });
         if self.stats.left_out.len() < SHOWN {
-            self.stats.left_out.push(format!("{place}: {problem}"));
+            let what = format!("{place}: {problem}");
+            self.stats.left_out.push(what.lines().next().unwrap_or_default().to_string());
         }
         let error = Error::Row { place, problem };
         match self.collect {
@@ -319,7 +342,7 @@ pub(super) fn rows(
 }
 
 /// A row's example; the place of its problem otherwise.
-type One = ((usize, usize), Result<(Example, bool), Problem>);
+type One = ((usize, usize), Result<Read, Problem>);
 
 fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
     match row.parse() {

@@ -2,7 +2,10 @@
 
 use super::error::{Error, Problem};
 use super::format::{Sample, Shape};
-use super::tokenizer::{Tokenizer, is_within};
+use super::markers;
+use super::messages::Chat;
+use super::notes::Note;
+use super::tokenizer::{Encoded, Tokenizer};
 use crate::recipe::{self, Mask, OverLength};
 use std::ops::Range;
 
@@ -29,6 +32,15 @@ impl Example {
     }
 }
 
+/// A row that was read.
+pub(super) struct Read {
+    pub example: Example,
+    /// Whether it was cut.
+    pub cut: bool,
+    /// What to tell about it.
+    pub notes: Vec<Note>,
+}
+
 /// What samples of one source are encoded with.
 pub(super) struct Encoder<'a> {
     pub shape: &'a Shape,
@@ -39,6 +51,7 @@ pub(super) struct Encoder<'a> {
 }
 
 /// The first tokens of a sample, and what is known of the rest.
+#[derive(Default)]
 struct Tokens {
     ids: Vec<u32>,
     labels: Vec<i32>,
@@ -49,10 +62,11 @@ struct Tokens {
 }
 
 impl Encoder<'_> {
-    /// The row's example, and whether it was cut.
-    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<(Example, bool), Problem> {
-        let sample = self.shape.sample(row).map_err(Problem::Bad)?;
-        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample)?;
+    /// The row's example.
+    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<Read, Problem> {
+        let mut notes = Vec::new();
+        let sample = self.shape.sample(row, &mut notes).map_err(Problem::Bad)?;
+        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample, &mut notes)?;
         self.check(&ids, &labels).map_err(Problem::Bad)?;
         let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != UNSUPERVISED);
         if ids.is_empty() {
@@ -82,80 +96,75 @@ impl Encoder<'_> {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
-        Ok((Example { ids, labels, source: self.source, line }, cut))
+        Ok(Read { example: Example { ids, labels, source: self.source, line }, cut, notes })
     }
 
-    fn tokens(&self, sample: Sample) -> Result<Tokens, Problem> {
-        let (text, from) = match sample {
+    fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let turns = match sample {
             Sample::Tokens { ids, labels } => {
                 return Ok(Tokens { total: ids.len(), ids, labels, more_targets: false });
             }
-            Sample::Text { text, from } => (text, from),
-            Sample::Chat { messages, tools } => return self.chat(&messages, tools.as_ref()),
+            Sample::Text(turns) => turns,
+            Sample::Chat(chat) => return self.chat(&chat, notes),
         };
         let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
+        let eos = tokenizer.text_end().ok_or_else(no_end)?;
         // What the tokenizer itself puts before a text is there as in pre-training, and nothing predicts it.
-        let whole = from == 0 && self.shape.mask == Mask::None;
+        let whole = self.shape.mask == Mask::None;
         let start = tokenizer.text_start();
         let labels = start.iter().map(|i| if whole { label(*i) } else { UNSUPERVISED }).collect();
         let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), more_targets: false };
-        self.encoded(tokenizer, &text, std::slice::from_ref(&(from..text.len())), &mut out)?;
-        let eos = tokenizer
-            .text_end()
-            .ok_or_else(|| Problem::Bad("the tokenizer has no end-of-sequence token".into()))?;
-        if out.total == out.ids.len() {
-            out.ids.push(eos);
-            out.labels.push(label(eos));
-        } else {
-            out.more_targets = true;
+        for (text, from) in turns {
+            let span = from..text.len();
+            self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
+            if out.total == out.ids.len() {
+                out.ids.push(eos);
+                out.labels.push(label(eos));
+            } else {
+                out.more_targets = true;
+            }
+            out.total += 1;
         }
-        out.total += 1;
         Ok(out)
     }
 
-    fn chat(
-        &self,
-        messages: &[serde_json::Value],
-        tools: Option<&serde_json::Value>,
-    ) -> Result<Tokens, Problem> {
+    fn chat(&self, chat: &Chat, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
         let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
-        let vars = &self.data.template;
-        let (text, spans) = if self.shape.mask == Mask::None {
-            let messages = serde_json::Value::Array(messages.to_vec());
-            let text = tokenizer.render(&messages, tools, false, vars).map_err(problem)?;
-            let all = 0..text.len();
-            (text, vec![all])
-        } else {
-            tokenizer.render_with_spans(messages, tools, vars).map_err(problem)?
-        };
-        let mut out = Tokens { ids: Vec::new(), labels: Vec::new(), total: 0, more_targets: false };
-        self.encoded(tokenizer, &text, &spans, &mut out)?;
+        let supervise = self.shape.mask != Mask::None;
+        let conversation = tokenizer.conversation(chat, &self.data.template, supervise, notes);
+        let (text, mut spans) = conversation.map_err(Problem::Bad)?;
+        if !supervise {
+            spans = std::iter::once(0..text.len()).collect();
+        }
+        let mut out = Tokens::default();
+        let encoded = self.encoded(tokenizer, &text, &spans, notes, &mut out)?;
+        markers::note(&text, &encoded, chat, tokenizer.specials(), notes);
         Ok(out)
     }
 
-    /// Appends the tokens of a text, supervised where they begin in one of `spans`: no more of them than one beyond
+    /// Appends the tokens of a text, supervised where they lie in one of `spans`: no more of them than one beyond
     /// `max_length`, because more are never used.
     fn encoded(
         &self,
         tokenizer: &Tokenizer,
         text: &str,
         spans: &[Range<usize>],
+        notes: &mut Vec<Note>,
         out: &mut Tokens,
-    ) -> Result<(), Problem> {
+    ) -> Result<Encoded, Problem> {
         let keep = self.data.max_length.saturating_add(1).saturating_sub(out.ids.len());
         let encoded = tokenizer.encode_first(text, keep, spans).map_err(problem)?;
-        let all = self.shape.mask == Mask::None;
-        out.labels.extend(
-            encoded
-                .ids
-                .iter()
-                .zip(&encoded.starts)
-                .map(|(id, start)| if all || is_within(spans, *start) { label(*id) } else { UNSUPERVISED }),
-        );
-        out.ids.extend(encoded.ids);
+        if markers::cuts(&encoded, spans) {
+            notes.push(Note::Edge);
+        }
+        let supervised = mask(&encoded, spans);
+        let labels = encoded.ids.iter().zip(supervised);
+        out.labels.extend(labels.map(|(i, s)| if s { label(*i) } else { UNSUPERVISED }));
+        out.ids.extend(&encoded.ids);
         out.total += encoded.total;
-        out.more_targets = encoded.more_within;
-        Ok(())
+        out.more_targets |= encoded.more_within;
+        Ok(encoded)
     }
 
     fn check(&self, ids: &[u32], labels: &[i32]) -> Result<(), String> {
@@ -186,4 +195,14 @@ fn problem(e: Error) -> Problem {
         Error::Tokenizer { .. } => Problem::Tokenizer(e.to_string()),
         e => Problem::Bad(e.to_string()),
     }
+}
+
+/// For each token whether it lies in one of the spans, which are in order: a token that reaches over an edge holds text
+/// that is not to be learnt.
+pub(super) fn mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<bool> {
+    let within = |start: usize, end: usize| {
+        let next = spans.partition_point(|s| s.end <= start);
+        spans.get(next).is_some_and(|s| s.start <= start && end <= s.end)
+    };
+    encoded.offsets.iter().map(|&(start, end)| within(start, end)).collect()
 }

@@ -1,35 +1,43 @@
 //! The shapes of rows: what each format asks for, and a row as a sample.
 
 use super::error::Error;
-use super::template::is_reserved;
+use super::messages::Chat;
+use super::notes::Note;
+use super::row_keys::{of_row, read_by};
 use crate::recipe::{self, Format, Mask};
 use serde_json::{Map, Value};
 
-/// The prompts that Alpaca's models were tuned with.
-const ALPACA_INPUT: [&str; 3] = [
-    "Below is an instruction that describes a task, paired with an input that provides further context. \
-     Write a response that appropriately completes the request.\n\n### Instruction:\n",
-    "\n\n### Input:\n",
-    "\n\n### Response:\n",
-];
-const ALPACA: [&str; 2] = [
+/// What Alpaca's prompts begin with, without an input and with one.
+const PREAMBLE: [&str; 2] = [
     "Below is an instruction that describes a task. \
-     Write a response that appropriately completes the request.\n\n### Instruction:\n",
-    "\n\n### Response:\n",
+     Write a response that appropriately completes the request.",
+    "Below is an instruction that describes a task, paired with an input that provides further context. \
+     Write a response that appropriately completes the request.",
 ];
+
+/// The beginning of an Alpaca prompt: the row's own system text, or what the first models were tuned with.
+fn preamble(system: Option<&str>, input: &str) -> String {
+    let text = system.map_or(PREAMBLE[usize::from(!input.is_empty())], str::trim_end);
+    format!("{text}\n\n")
+}
+
+/// One turn of an Alpaca prompt, up to where the response begins.
+fn alpaca_turn(instruction: &str, input: &str) -> String {
+    let input = if input.is_empty() { String::new() } else { format!("\n\n### Input:\n{input}") };
+    format!("### Instruction:\n{instruction}{input}\n\n### Response:\n")
+}
+
+/// The prompt that Alpaca's models were tuned with.
+pub(super) fn alpaca_prompt(system: Option<&str>, instruction: &str) -> String {
+    preamble(system, "") + &alpaca_turn(instruction, "")
+}
 
 /// What is read from a row, before it is tokenized.
 pub(super) enum Sample {
     /// A conversation, for the chat template.
-    Chat {
-        messages: Vec<Value>,
-        tools: Option<Value>,
-    },
-    /// A text that the end-of-sequence token follows, supervised from a byte on.
-    Text {
-        text: String,
-        from: usize,
-    },
+    Chat(Chat),
+    /// Texts that the end-of-sequence token follows, each supervised from a byte on.
+    Text(Vec<(String, usize)>),
     Tokens {
         ids: Vec<u32>,
         labels: Vec<i32>,
@@ -41,6 +49,8 @@ pub(super) struct Shape {
     pub format: Format,
     pub mask: Mask,
     fields: std::collections::BTreeMap<String, String>,
+    /// Keys of a row that are read, as the file names them.
+    reads: Vec<String>,
 }
 
 impl Shape {
@@ -49,19 +59,16 @@ impl Shape {
     /// # Errors
     /// A mask that the format cannot do, and names that it does not have.
     pub fn new(source: &recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
-        let (name, possible, names): (_, &[Mask], &[&str]) = match source.format {
-            Format::Messages => (
-                "messages",
-                &[Mask::Assistant, Mask::None],
-                &["messages", "conversations", "tools", "role", "content"],
-            ),
-            Format::Alpaca => {
-                ("alpaca", &[Mask::Completion, Mask::None], &["instruction", "input", "output"])
-            }
-            Format::Completion => ("completion", &[Mask::Completion, Mask::None], &["prompt", "completion"]),
-            Format::Text => ("text", &[Mask::None], &["text"]),
-            Format::Tokens => ("tokens", &[Mask::None], &["input_ids", "labels"]),
+        let possible: &[Mask] = match source.format {
+            Format::Messages => &[Mask::Assistant, Mask::None],
+            Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
+            Format::Text | Format::Tokens => &[Mask::None],
         };
+        let name = source.format.word();
+        let mut names = read_by(source.format).to_vec();
+        if source.format == Format::Messages {
+            names.extend(["role", "content"]);
+        }
         let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
         if !possible.contains(&chosen) {
@@ -74,39 +81,36 @@ impl Shape {
         if let Some(unknown) = source.fields.keys().find(|k| !names.contains(&k.as_str())) {
             return fail(format!("format {name:?} has no field {unknown:?}; it has {}", names.join(", ")));
         }
-        Ok(Self { format: source.format, mask: chosen, fields: source.fields.clone() })
+        let mut shape =
+            Self { format: source.format, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
+        shape.reads = read_by(source.format).iter().map(|n| shape.name(n).to_string()).collect();
+        Ok(shape)
     }
 
-    fn name<'a>(&'a self, name: &'a str) -> &'a str {
+    pub(super) fn name<'a>(&'a self, name: &'a str) -> &'a str {
         self.fields.get(name).map_or(name, String::as_str)
     }
 
-    /// A row as a sample; the error says what is wrong with it, by the path inside it.
-    pub fn sample(&self, row: Value) -> Result<Sample, String> {
+    /// A row as a sample, and what about it is worth telling; the error says what is wrong with it, by the path inside
+    /// it.
+    pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
+        // of the two names for a list of messages only one is read
+        let list = self.list_of(&row);
+        let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
+        let read = |key: &str| self.reads.iter().any(|n| n == key) && !other(key);
+        of_row(&row, self.format, &read, notes)?;
         match self.format {
-            Format::Messages => self.chat(&mut row),
-            Format::Alpaca => {
-                let instruction = self.text(&row, "instruction", true)?;
-                let input = match row.get(self.name("input")) {
-                    None | Some(Value::Null) => "",
-                    Some(_) => self.text(&row, "input", false)?,
-                };
-                let output = self.text(&row, "output", true)?;
-                let prompt = if input.trim().is_empty() {
-                    [ALPACA[0], instruction, ALPACA[1]].concat()
-                } else {
-                    [ALPACA_INPUT[0], instruction, ALPACA_INPUT[1], input, ALPACA_INPUT[2]].concat()
-                };
-                Ok(self.joined(prompt, output))
-            }
+            Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),
+            Format::Alpaca => self.alpaca(&row),
             Format::Completion => {
                 let prompt = self.text(&row, "prompt", false)?.to_string();
-                Ok(self.joined(prompt, self.text(&row, "completion", true)?))
+                let completion = self.text(&row, "completion", true)?;
+                Ok(Sample::Text(vec![self.joined(prompt, completion)]))
             }
-            Format::Text => Ok(Sample::Text { text: self.text(&row, "text", true)?.to_string(), from: 0 }),
+            Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
             Format::Tokens => {
                 let ids = self.numbers(&row, "input_ids", 0)?;
                 let labels = match row.get(self.name("labels")) {
@@ -125,15 +129,75 @@ impl Shape {
                 if ids.is_empty() {
                     return Err(format!("{} is empty", self.name("input_ids")));
                 }
+                self.attends(&row, ids.len())?;
                 Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels })
             }
         }
     }
 
-    fn joined(&self, mut prompt: String, completion: &str) -> Sample {
+    fn is_list(&self, name: &str) -> bool {
+        [self.name("messages"), self.name("conversations")].contains(&name)
+    }
+
+    /// A row of instruction and output, after the turns of its `history`. All outputs are completions.
+    fn alpaca(&self, row: &Map<String, Value>) -> Result<Sample, String> {
+        let optional = |name: &str| match row.get(self.name(name)) {
+            None | Some(Value::Null) => Ok(""),
+            Some(_) => self.text(row, name, false),
+        };
+        let instruction = self.text(row, "instruction", true)?;
+        let input = Some(optional("input")?).filter(|t| !t.trim().is_empty()).unwrap_or_default();
+        let system = Some(optional("system")?).filter(|t| !t.trim().is_empty());
+        let output = self.text(row, "output", true)?;
+        let mut turns = Vec::new();
+        for (instruction, output) in self.history(row)? {
+            turns.push(self.joined(alpaca_turn(instruction, ""), output));
+        }
+        turns.push(self.joined(alpaca_turn(instruction, input), output));
+        for (i, (text, from)) in turns.iter_mut().enumerate() {
+            let before = if i == 0 { preamble(system, input) } else { "\n\n".into() };
+            // mask "none" supervises from the first byte on
+            *from = if *from == 0 { 0 } else { *from + before.len() };
+            text.insert_str(0, &before);
+        }
+        Ok(Sample::Text(turns))
+    }
+
+    /// Earlier turns: pairs of instruction and output.
+    fn history<'a>(&self, row: &'a Map<String, Value>) -> Result<Vec<(&'a str, &'a str)>, String> {
+        let name = self.name("history");
+        let list = match row.get(name) {
+            None | Some(Value::Null) => return Ok(Vec::new()),
+            Some(Value::String(s)) if s.trim().is_empty() => return Ok(Vec::new()),
+            Some(Value::Array(list)) => list,
+            Some(other) => return Err(format!("{name}: expected an array, found {}", kind(other))),
+        };
+        let turn = |(i, turn): (usize, &'a Value)| match turn.as_array().map(Vec::as_slice) {
+            Some([Value::String(a), Value::String(b)]) if !a.trim().is_empty() && !b.trim().is_empty() => {
+                Ok((a.as_str(), b.as_str()))
+            }
+            _ => Err(format!("{name}[{i}]: expected [\"an instruction\", \"its output\"]")),
+        };
+        list.iter().enumerate().map(turn).collect()
+    }
+
+    /// Refuses an `attention_mask` that leaves tokens out.
+    fn attends(&self, row: &Map<String, Value>, tokens: usize) -> Result<(), String> {
+        if row.get(self.name("attention_mask")).is_none_or(Value::is_null) {
+            return Ok(());
+        }
+        let mask = self.numbers(row, "attention_mask", 0)?;
+        if mask.len() == tokens && mask.iter().all(|m| *m == 1) {
+            return Ok(());
+        }
+        let name = self.name("attention_mask");
+        Err(format!("{name}: it is not 1 for each of the {tokens} tokens; leave padding out of the row"))
+    }
+
+    fn joined(&self, mut prompt: String, completion: &str) -> (String, usize) {
         let from = if self.mask == Mask::None { 0 } else { prompt.len() };
         prompt.push_str(completion);
-        Sample::Text { text: prompt, from }
+        (prompt, from)
     }
 
     fn text<'a>(&self, row: &'a Map<String, Value>, name: &str, needed: bool) -> Result<&'a str, String> {
@@ -164,171 +228,6 @@ impl Shape {
         };
         list.iter().enumerate().map(number).collect()
     }
-
-    fn chat(&self, row: &mut Map<String, Value>) -> Result<Sample, String> {
-        let (list, other) = (self.name("messages"), self.name("conversations"));
-        let name = if row.get(list).is_none() && row.contains_key(other) { other } else { list };
-        let messages = match row.get_mut(name) {
-            None => return Err(missing(name, row)),
-            Some(Value::Array(messages)) if messages.is_empty() => return Err(format!("{name} is empty")),
-            Some(Value::Array(messages)) => std::mem::take(messages),
-            Some(v) => return Err(format!("{name}: expected an array of messages, found {}", kind(v))),
-        };
-        let mut out: Vec<Value> = Vec::with_capacity(messages.len());
-        for (i, message) in messages.into_iter().enumerate() {
-            let message = self.message(message).map_err(|e| format!("{name}[{i}]{e}"))?;
-            let role = |m: &Value| m["role"].as_str().unwrap_or_default().to_string();
-            let now = role(&message);
-            let before = out.last().map(role).unwrap_or_default();
-            if is_tool(&now) && before != "assistant" && !is_tool(&before) {
-                return Err(format!(
-                    "{name}[{i}]: a {now:?} message answers an assistant's, and none is before it"
-                ));
-            }
-            out.push(message);
-        }
-        let roles = || out.iter().filter_map(|m| m["role"].as_str());
-        if self.mask == Mask::Assistant && !roles().any(|r| r == "assistant") {
-            return Err(format!("{name}: no message of an assistant, so nothing to supervise"));
-        }
-        let tools = self.tools(row)?;
-        if out.iter().chain(&tools).any(holds_reserved) {
-            return Err(format!("{name}: a noncharacter (U+FDD0 to U+FDEF) in the text"));
-        }
-        Ok(Sample::Chat { messages: out, tools })
-    }
-
-    /// One message with the keys that templates read; the error begins with the path inside the message.
-    fn message(&self, message: Value) -> Result<Value, String> {
-        let Value::Object(mut message) = message else {
-            return Err(format!(": expected an object, found {}", kind(&message)));
-        };
-        let share = !message.contains_key(self.name("role")) && message.contains_key("from");
-        let (role_key, content_key) =
-            if share { ("from", "value") } else { (self.name("role"), self.name("content")) };
-        let role = match message.get(role_key) {
-            None => return Err(format!(": {}", missing(role_key, &message))),
-            Some(Value::String(role)) => role_of(role).ok_or_else(|| {
-                format!(".{role_key}: unknown role \"{}\"", brief(&Value::from(role.as_str())))
-            })?,
-            Some(other) => return Err(format!(".{role_key}: expected a string, found {}", kind(other))),
-        };
-        let has_content = message.contains_key(content_key);
-        let content = match message.get(content_key) {
-            None | Some(Value::Null) => None,
-            Some(Value::String(s)) => Some(s.clone()),
-            Some(Value::Array(parts)) => Some(joined_parts(parts).map_err(|e| format!(".{content_key}{e}"))?),
-            Some(other) => return Err(format!(".{content_key}: expected a string, found {}", kind(other))),
-        };
-        // Tables of mixed rows are full of nulls for keys that a message does not have.
-        message.retain(|_, v| !v.is_null());
-        let says_otherwise = ["tool_calls", "reasoning_content"].iter().any(|k| {
-            message.get(*k).is_some_and(|v| match v {
-                Value::Array(a) => !a.is_empty(),
-                Value::String(s) => !s.is_empty(),
-                _ => false,
-            })
-        });
-        if let Some(calls) = message.get("tool_calls") {
-            check_calls(calls)?;
-        }
-        let empty = content.as_ref().is_none_or(|c| c.trim().is_empty());
-        let state = match (&content, has_content) {
-            (Some(_), _) => "is empty",
-            (None, true) => "is null",
-            (None, false) => "is missing",
-        };
-        match role {
-            "assistant" if empty && !says_otherwise => {
-                return Err(format!(".{content_key} {state}, and there are no tool_calls"));
-            }
-            "user" if empty => return Err(format!(".{content_key} {state}")),
-            _ if content.is_none() && role != "assistant" => return Err(format!(".{content_key} {state}")),
-            _ => {}
-        }
-        message.shift_remove(role_key);
-        message.shift_remove(content_key);
-        let mut out = Map::new();
-        out.insert("role".into(), role.into());
-        out.insert("content".into(), content.unwrap_or_default().into());
-        out.extend(message);
-        Ok(Value::Object(out))
-    }
-
-    fn tools(&self, row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
-        let name = self.name("tools").to_string();
-        let tools = match row.shift_remove(&name) {
-            // datasets of rows with one schema each store them as text
-            Some(Value::String(s)) if s.trim().is_empty() => None,
-            Some(Value::String(s)) => {
-                Some(serde_json::from_str(&s).map_err(|e| format!("{name}: not JSON: {e}"))?)
-            }
-            other => other,
-        };
-        match tools {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::Array(list)) if list.is_empty() => Ok(None),
-            Some(Value::Array(list)) => match list.iter().position(|t| !t.is_object()) {
-                Some(i) => Err(format!("{name}[{i}]: expected an object, found {}", kind(&list[i]))),
-                None => Ok(Some(Value::Array(list))),
-            },
-            Some(other) => Err(format!("{name}: expected an array, found {}", kind(&other))),
-        }
-    }
-}
-
-fn check_calls(calls: &Value) -> Result<(), String> {
-    let Value::Array(list) = calls else {
-        return Err(format!(".tool_calls: expected an array, found {}", kind(calls)));
-    };
-    for (i, call) in list.iter().enumerate() {
-        let function = call.get("function").unwrap_or(call);
-        if !function.get("name").is_some_and(Value::is_string) {
-            return Err(format!(".tool_calls[{i}]: the call has no name"));
-        }
-    }
-    Ok(())
-}
-
-/// The roles that templates know, ShareGPT's names mapped to them.
-fn role_of(name: &str) -> Option<&'static str> {
-    Some(match name {
-        "system" => "system",
-        "developer" => "developer",
-        "user" | "human" => "user",
-        "assistant" | "gpt" | "chatgpt" | "model" => "assistant",
-        "tool" | "function" | "observation" | "function_response" => "tool",
-        "tool_results" => "tool_results",
-        "ipython" => "ipython",
-        _ => return None,
-    })
-}
-
-fn is_tool(role: &str) -> bool {
-    matches!(role, "tool" | "tool_results" | "ipython")
-}
-
-fn joined_parts(parts: &[Value]) -> Result<String, String> {
-    let mut out = String::new();
-    for (i, part) in parts.iter().enumerate() {
-        match (part.get("type").and_then(Value::as_str), part.get("text")) {
-            (Some("text") | None, Some(Value::String(text))) => out.push_str(text),
-            (Some(other), _) if other != "text" => {
-                return Err(format!("[{i}]: not built yet: content of type {other:?}"));
-            }
-            _ => return Err(format!("[{i}]: expected {{\"type\": \"text\", \"text\": ...}}")),
-        }
-    }
-    Ok(out)
-}
-
-fn holds_reserved(value: &Value) -> bool {
-    match value {
-        Value::String(s) => s.contains(is_reserved),
-        Value::Array(list) => list.iter().any(holds_reserved),
-        Value::Object(map) => map.iter().any(|(k, v)| k.contains(is_reserved) || holds_reserved(v)),
-        _ => false,
-    }
 }
 
 fn word(mask: Mask) -> &'static str {
@@ -339,7 +238,7 @@ fn word(mask: Mask) -> &'static str {
     }
 }
 
-fn missing(name: &str, row: &Map<String, Value>) -> String {
+pub(super) fn missing(name: &str, row: &Map<String, Value>) -> String {
     if row.is_empty() {
         return format!("no field {name:?}; the object is empty");
     }
@@ -350,7 +249,7 @@ fn missing(name: &str, row: &Map<String, Value>) -> String {
     format!("no field {name:?}; there is {}", there.join(", "))
 }
 
-fn kind(value: &Value) -> &'static str {
+pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",
@@ -362,7 +261,7 @@ fn kind(value: &Value) -> &'static str {
 }
 
 /// A value for a message: at most 40 characters of it, control characters spelled.
-fn brief(value: &Value) -> String {
+pub(super) fn brief(value: &Value) -> String {
     let text = match value {
         Value::String(s) => s.clone(),
         Value::Array(_) | Value::Object(_) => kind(value).to_string(),

@@ -137,6 +137,13 @@ fn float(x: f64) -> String {
     if plain.contains('.') { plain } else { format!("{plain}.0") }
 }
 
+/// `text` as it stands between the quotes of a JSON string.
+pub(super) fn escaped(text: &str, ensure_ascii: bool) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    string(&mut out, text, ensure_ascii);
+    out[1..out.len() - 1].to_string()
+}
+
 fn string(out: &mut String, text: &str, ensure_ascii: bool) {
     out.push('"');
     for c in text.chars() {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Version of the file's layout, and of what decides lengths.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Files of a model's folder that decide how text becomes tokens.
 const TOKENIZER: &[&str] = &[
     "tokenizer.json",

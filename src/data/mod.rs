@@ -6,33 +6,48 @@
 //! files       a source as its files
 //! reader      a file's bytes as rows, with line and column
 //! format      a row as a sample: a conversation, a text, or ready tokens
+//! row_keys    which keys of a row are read, and what becomes of others
+//! messages    a row's messages as a conversation
 //! template    a conversation as text, by the model's chat template
-//! spans       which part of that text the assistant wrote
+//! marks       where the strings of a conversation stand in that text
+//! gate        whether all of them do
+//! spans       which part of it the assistant wrote
 //! tokenizer   text as token ids
 //! pipeline    what a tokenizer.json may do, and where texts can be cut
+//! markers     markers of the template that the tokenizer has no token for
 //! encode      ids and labels, cut to length, or the reason why not
 //! dataset     all of a recipe's sources: counting, refusing, mixing
 //! pack        which samples share a row
 //! batches     which rows a step takes: a pure function of the step
 //! micro       what enters the model: documents end to end, and the targets
 //! lengths     samples' lengths, kept for plans
+//! form        a prompt in the form that was trained
 //! ```
 //!
 //! A row that cannot be used is never passed over in silence: it stops the run with its file, line and column,
-//! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts.
+//! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts. What a text lost or changed
+//! where a row is used all the same is counted too, and told (`notes`).
 
 mod batches;
+mod conversation;
 mod dataset;
 mod encode;
 mod error;
 mod files;
+mod form;
 mod format;
+mod gate;
 mod json;
 pub mod lengths;
+mod markers;
+mod marks;
+mod messages;
 mod micro;
+mod notes;
 mod pack;
 mod pipeline;
 mod reader;
+mod row_keys;
 mod spans;
 mod stats;
 mod strftime;
@@ -47,6 +62,8 @@ pub use dataset::{Checked, Dataset};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
 pub use files::files as find;
+pub use form::{Form, Trained};
 pub use micro::Micro;
+pub use notes::Notes;
 pub use stats::{Drops, Lengths, Stats};
 pub use tokenizer::{Decoder, Tokenizer};

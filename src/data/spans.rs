@@ -14,47 +14,48 @@
 //!
 //! Where the text does not agree, there is an error: never a mask that is a guess.
 
-use super::template::is_reserved;
+use super::gate::Piece;
+use super::marks::{Rendered, Spot, jinja, mark, with_marks};
 use minijinja::Value as Jinja;
-use minijinja::value::Serde;
 use serde_json::Value;
 use std::ops::Range;
 
-/// A rendering: messages, whether with a generation prompt, whether with the recipe's variables.
-pub(super) type Render<'a> = dyn Fn(&[Jinja], bool, bool) -> Result<String, String> + 'a;
+/// A rendering: messages, tools, whether with a generation prompt, whether with the recipe's variables.
+pub(super) type Render<'a> = dyn Fn(&[Jinja], &Jinja, bool, bool) -> Result<String, String> + 'a;
 
-const OPEN: char = '\u{FDD2}';
-const CLOSE: char = '\u{FDD3}';
-const DIGITS: u32 = 0xFDD4;
-
-/// The conversation's text, and for each assistant turn the byte range that a loss on it supervises.
+/// For each assistant turn of a conversation the byte range of its text that a loss on it supervises. `marked` is the
+/// text with a mark in each piece, if there is such.
 ///
 /// # Errors
 /// What the template raises, and what makes the turns impossible to tell.
 pub(super) fn assistant(
     messages: &[Value],
+    (plain, tools): (&[Jinja], &Jinja),
+    text: &str,
+    marked: Option<Marked>,
     render: &Render<'_>,
-) -> Result<(String, Vec<Range<usize>>), String> {
-    let plain: Vec<Jinja> = messages.iter().map(jinja).collect();
-    let text = render(&plain, false, true)?;
+) -> Result<Vec<(usize, Range<usize>)>, String> {
     let turns: Vec<usize> = (0..messages.len()).filter(|&i| is_assistant(&messages[i])).collect();
     if turns.is_empty() {
-        return Ok((text, Vec::new()));
+        return Ok(Vec::new());
     }
-    let marked = Marked::place(messages, &plain, &text, render)?;
-    let mut spans: Vec<Range<usize>> = Vec::new();
+    let marked = match marked.filter(|m| turns.iter().all(|i| m.main[*i].is_some())) {
+        Some(marked) => marked,
+        None => Marked::place(messages, (plain, tools), text, render)?,
+    };
+    let mut spans: Vec<(usize, Range<usize>)> = Vec::new();
     for &i in &turns {
         let own =
             marked.anchor(&marked.whole, i).ok_or_else(|| unclear(i, "it cannot be found in the text"))?;
-        let first = marked.whole.at(i).unwrap_or(own);
+        let first = marked.at(&marked.whole, i).unwrap_or(own);
         let start = marked.start(i, first, render)?;
         let end = marked.end(i, own, messages.len(), render)?;
-        if start > first || end < own || spans.last().is_some_and(|s| s.end > start) {
+        if start > first || end < own || spans.last().is_some_and(|s| s.1.end > start) {
             return Err(unclear(i, "its turn overlaps another"));
         }
-        spans.push(start..end);
+        spans.push((i, start..end));
     }
-    Ok((text, spans))
+    Ok(spans)
 }
 
 fn unclear(i: usize, why: &str) -> String {
@@ -64,19 +65,14 @@ fn unclear(i: usize, why: &str) -> String {
     )
 }
 
+/// What follows a mark inside its string.
+fn rest(message: &Value, spot: &Spot) -> String {
+    let field = message.pointer(&spot.pointer).and_then(Value::as_str).unwrap_or_default();
+    field[spot.at..].trim_end().to_string()
+}
+
 fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
-}
-
-fn jinja(value: &Value) -> Jinja {
-    Jinja::from(Serde(value))
-}
-
-/// A place for a mark: a string of the message, and the byte in it.
-#[derive(Clone)]
-struct Spot {
-    pointer: String,
-    at: usize,
 }
 
 /// Where a mark may stand in a message, the best first: behind the last visible character of what is certainly
@@ -120,113 +116,127 @@ fn spots(message: &Value) -> Vec<Spot> {
     out
 }
 
-fn with_mark(message: &Value, spot: &Spot, id: usize) -> Value {
-    let mut out = message.clone();
-    if let Some(Value::String(text)) = out.pointer_mut(&spot.pointer) {
-        text.insert_str(spot.at, &mark(id));
-    }
-    out
-}
-
-fn mark(id: usize) -> String {
-    let mut out = String::from(OPEN);
-    // 16 digits, each a noncharacter
-    out.extend(format!("{id:x}").chars().filter_map(|c| char::from_u32(DIGITS + c.to_digit(16)?)));
-    out.push(CLOSE);
-    out
-}
-
-/// A rendering with its marks taken out: where they stood, in order of place.
-struct Rendered {
-    text: String,
-    marks: Vec<(usize, usize)>,
-}
-
-impl Rendered {
-    fn new(marked: &str) -> Self {
-        let mut this = Self { text: String::with_capacity(marked.len()), marks: Vec::new() };
-        let mut id = 0usize;
-        for c in marked.chars() {
-            match c {
-                OPEN => id = 0,
-                CLOSE => this.marks.push((id, this.text.len())),
-                c if is_reserved(c) => id = id << 4 | (c as u32).wrapping_sub(DIGITS) as usize & 15,
-                c => this.text.push(c),
-            }
-        }
-        this
-    }
-
-    fn at(&self, id: usize) -> Option<usize> {
-        self.marks.iter().rev().find(|m| m.0 == id).map(|m| m.1)
-    }
-}
-
 /// The conversation with marks in it.
-struct Marked {
-    /// Each message with its mark.
+pub(super) struct Marked {
+    /// Each message with its marks.
     messages: Vec<Jinja>,
-    /// What follows the mark inside its message, white space at the end aside.
-    rests: Vec<String>,
-    whole: Rendered,
+    tools: Jinja,
+    /// For each message the mark that shows where it stands, and what follows that mark inside the message, white space
+    /// at the end aside.
+    main: Vec<Option<(usize, String)>>,
+    pub whole: Rendered,
 }
 
 impl Marked {
-    fn place(messages: &[Value], plain: &[Jinja], text: &str, render: &Render<'_>) -> Result<Self, String> {
+    /// A mark at the end of each piece, numbered as they are; none where the template then writes another text.
+    pub fn all(
+        (messages, tools): (&[Value], Option<&Value>),
+        (plain, no_tools): (&[Jinja], &Jinja),
+        pieces: &[Piece],
+        text: &str,
+        render: &Render<'_>,
+    ) -> Option<Self> {
+        let of = |message: Option<usize>| {
+            pieces.iter().enumerate().filter(move |(_, p)| p.message == message).map(|(id, p)| (id, &p.spot))
+        };
+        let mut marked = plain.to_vec();
+        for (i, message) in messages.iter().enumerate() {
+            if of(Some(i)).next().is_some() {
+                marked[i] = jinja(&with_marks(message, of(Some(i))));
+            }
+        }
+        let tools = match tools.filter(|_| of(None).next().is_some()) {
+            Some(tools) => jinja(&with_marks(tools, of(None))),
+            None => no_tools.clone(),
+        };
+        let whole = Rendered::new(&render(&marked, &tools, false, true).ok()?);
+        if whole.text != text {
+            return None;
+        }
+        let main = |(i, message): (usize, &Value)| {
+            let there = |spot: Spot| of(Some(i)).find(|(id, s)| **s == spot && whole.at(*id).is_some());
+            let (id, spot) = spots(message).into_iter().find_map(there)?;
+            Some((id, rest(message, spot)))
+        };
+        let main = messages.iter().enumerate().map(main).collect();
+        Some(Self { messages: marked, tools, main, whole })
+    }
+
+    fn place(
+        messages: &[Value],
+        (plain, tools): (&[Jinja], &Jinja),
+        text: &str,
+        render: &Render<'_>,
+    ) -> Result<Self, String> {
         let spots: Vec<Vec<Spot>> = messages.iter().map(spots).collect();
         let mut chosen: Vec<Option<Spot>> = spots.iter().map(|s| s.first().cloned()).collect();
-        if let Some(whole) = Self::try_marks(messages, plain, &chosen, text, render) {
+        if let Some(whole) = Self::try_marks(messages, (plain, tools), &chosen, text, render) {
             return Ok(whole);
         }
         // one message after the other, until each has a mark that changes nothing and is there
         for i in 0..messages.len() {
             let mut alone: Vec<Jinja> = plain.to_vec();
             chosen[i] = spots[i].iter().find_map(|spot| {
-                alone[i] = jinja(&with_mark(&messages[i], spot, i));
-                let seen = Rendered::new(&render(&alone, false, true).ok()?);
+                alone[i] = jinja(&with_marks(&messages[i], std::iter::once((i, spot))));
+                let seen = Rendered::new(&render(&alone, tools, false, true).ok()?);
                 (seen.text == text && seen.at(i).is_some()).then(|| spot.clone())
             });
         }
         if let Some(i) = (0..messages.len()).find(|&i| chosen[i].is_none() && is_assistant(&messages[i])) {
             return Err(unclear(i, "the text does not hold it, or depends on every character of it"));
         }
-        Self::try_marks(messages, plain, &chosen, text, render)
+        Self::try_marks(messages, (plain, tools), &chosen, text, render)
             .ok_or_else(|| unclear(0, "messages change how each other is written"))
     }
 
     fn try_marks(
         messages: &[Value],
-        plain: &[Jinja],
+        (plain, tools): (&[Jinja], &Jinja),
         chosen: &[Option<Spot>],
         text: &str,
         render: &Render<'_>,
     ) -> Option<Self> {
         let mut marked = plain.to_vec();
-        let mut rests = vec![String::new(); messages.len()];
+        let mut main = vec![None; messages.len()];
         for (i, spot) in chosen.iter().enumerate() {
             let Some(spot) = spot else { continue };
-            marked[i] = jinja(&with_mark(&messages[i], spot, i));
-            let field = messages[i].pointer(&spot.pointer).and_then(Value::as_str).unwrap_or_default();
-            rests[i] = field[spot.at..].trim_end().to_string();
+            marked[i] = jinja(&with_marks(&messages[i], std::iter::once((i, spot))));
+            main[i] = Some((i, rest(&messages[i], spot)));
         }
-        let whole = Rendered::new(&render(&marked, false, true).ok()?);
+        let whole = Rendered::new(&render(&marked, tools, false, true).ok()?);
         let found = (0..messages.len()).all(|i| !is_assistant(&messages[i]) || whole.at(i).is_some());
-        (found && whole.text == text).then_some(Self { messages: marked, rests, whole })
+        (found && whole.text == text).then_some(Self { messages: marked, tools: tools.clone(), main, whole })
     }
 
-    /// The end of message `id` in a rendering: its mark, and what follows the mark inside the message.
-    fn anchor(&self, seen: &Rendered, id: usize) -> Option<usize> {
-        let at = seen.at(id)?;
-        let rest = self.rests.get(id)?;
+    /// Where the mark of message `i` stands in a rendering.
+    fn at(&self, seen: &Rendered, i: usize) -> Option<usize> {
+        seen.at(self.main.get(i)?.as_ref()?.0)
+    }
+
+    /// The end of message `i` in a rendering: its mark, and what follows the mark inside the message.
+    fn anchor(&self, seen: &Rendered, i: usize) -> Option<usize> {
+        let at = self.at(seen, i)?;
+        let rest = &self.main.get(i)?.as_ref()?.1;
         seen.text[at..].starts_with(rest.as_str()).then_some(at + rest.len())
     }
 
     /// What a rendering writes behind the last of its messages, and which that is (none when it shows none).
     fn tail<'a>(&self, seen: &'a Rendered) -> Option<(Option<usize>, &'a str)> {
-        match seen.marks.last() {
+        let message = |id: usize| self.main.iter().position(|m| m.as_ref().is_some_and(|m| m.0 == id));
+        match seen.marks.iter().rev().find_map(|(id, _)| message(*id)) {
             None => Some((None, &seen.text)),
-            Some(&(id, _)) => Some((Some(id), &seen.text[self.anchor(seen, id)?..])),
+            Some(i) => Some((Some(i), &seen.text[self.anchor(seen, i)?..])),
         }
+    }
+
+    /// The messages whose marks lie in a range of the text.
+    pub fn within<'a>(
+        &'a self,
+        pieces: &'a [Piece],
+        range: &'a Range<usize>,
+    ) -> impl Iterator<Item = usize> + 'a {
+        let inside = |at: usize| range.start < at && at <= range.end;
+        self.whole.marks.iter().filter(move |m| inside(m.1)).filter_map(|m| pieces.get(m.0)?.message)
     }
 
     /// Where the turn of message `i` begins, whose mark stands at `own`.
@@ -234,10 +244,10 @@ impl Marked {
         let text = &self.whole.text;
         // with the recipe's variables and, for turns that were not written under them, without
         for variables in [true, false] {
-            let Ok(prompt) = render(&self.messages[..i], true, variables) else { continue };
+            let Ok(prompt) = render(&self.messages[..i], &self.tools, true, variables) else { continue };
             let prompt = Rendered::new(&prompt);
             let Some((before, header)) = self.tail(&prompt) else { continue };
-            let Some(from) = before.map_or(Some(0), |id| self.anchor(&self.whole, id)) else { continue };
+            let Some(from) = before.map_or(Some(0), |m| self.anchor(&self.whole, m)) else { continue };
             if text[from..].starts_with(header) && !(header.is_empty() && i == 0) {
                 return Ok(from + header.len());
             }
@@ -259,11 +269,12 @@ impl Marked {
         header: &str,
         render: &Render<'_>,
     ) -> Option<usize> {
+        let own = self.main[i].as_ref()?.0;
         let mut neutral = self.messages.clone();
-        neutral[i] = jinja(&serde_json::json!({ "role": "assistant", "content": format!("{}.", mark(i)) }));
-        let neutral = Rendered::new(&render(&neutral, false, true).ok()?);
-        let anchor = before.map_or(Some(0), |id| self.anchor(&neutral, id))?;
-        let plain = neutral.text.get(anchor..neutral.at(i)?)?;
+        neutral[i] = jinja(&serde_json::json!({ "role": "assistant", "content": format!("{}.", mark(own)) }));
+        let neutral = Rendered::new(&render(&neutral, &self.tools, false, true).ok()?);
+        let anchor = before.map_or(Some(0), |m| self.anchor(&neutral, m))?;
+        let plain = neutral.text.get(anchor..neutral.at(own)?)?;
         let fits = !plain.is_empty() && header.starts_with(plain);
         (fits && self.whole.text[from..].starts_with(plain)).then_some(from + plain.len())
     }
@@ -271,11 +282,11 @@ impl Marked {
     /// For a conversation that the assistant opens, which many templates cannot render up to there: the generation
     /// prompt as it follows this message, if it stands before the message exactly once.
     fn start_by_search(&self, i: usize, own: usize, render: &Render<'_>) -> Option<usize> {
-        if i > 0 && !self.whole.marks.iter().all(|m| m.0 >= i) {
+        if (0..i).any(|m| self.at(&self.whole, m).is_some()) {
             return None;
         }
-        let without = render(&self.messages[..=i], false, true).ok()?;
-        let with = render(&self.messages[..=i], true, true).ok()?;
+        let without = render(&self.messages[..=i], &self.tools, false, true).ok()?;
+        let with = render(&self.messages[..=i], &self.tools, true, true).ok()?;
         let prompt = with.strip_prefix(without.as_str()).filter(|p| !p.trim().is_empty())?;
         let mut found = self.whole.text[..own].match_indices(prompt);
         match (found.next(), found.next()) {
@@ -291,7 +302,7 @@ impl Marked {
         let seen = if i + 1 == count {
             &self.whole
         } else {
-            let last = render(&self.messages[..=i], false, true);
+            let last = render(&self.messages[..=i], &self.tools, false, true);
             upto =
                 Rendered::new(&last.map_err(|e| unclear(i, &format!("up to it, the template says: {e}")))?);
             &upto

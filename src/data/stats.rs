@@ -1,6 +1,6 @@
 //! What was read, what was left out and why.
 
-use super::Example;
+use super::{Example, Notes};
 
 /// Counts over a dataset.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,6 +25,8 @@ pub struct Stats {
     pub fill: f64,
     /// The first few rows that were left out: their place and why.
     pub left_out: Vec<String>,
+    /// What the texts of used rows lost or changed, or what of these rows is not read.
+    pub notes: Notes,
 }
 
 /// Rows that were left out.

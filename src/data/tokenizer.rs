@@ -2,13 +2,13 @@
 
 use super::error::Error;
 use super::pipeline::{self, Pipeline};
-use super::spans;
 use super::template::{Template, Variables};
 use crate::log::panics::caught;
 use crate::store;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -25,12 +25,16 @@ pub struct Tokenizer {
     path: PathBuf,
     /// Whether a text can be tokenized in pieces.
     can_cut: bool,
+    /// The text of the template file that was named.
+    given: Option<String>,
+    /// Tokens beside the model's own, which stand for themselves.
+    added: HashSet<u32>,
 }
 
-/// The first token ids of a text, and for each the byte of the text that it begins at.
+/// The first token ids of a text, and for each the bytes of the text that it stands for.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
-    pub starts: Vec<usize>,
+    pub offsets: Vec<(usize, usize)>,
     /// How many tokens the whole text has.
     pub total: usize,
     /// Whether a token that is not among the first begins in one of the ranges.
@@ -72,6 +76,7 @@ impl Tokenizer {
             collect_specials(source, &mut specials);
         }
         let source = find_template(dir, chat_template, &config, &config_path)?;
+        let given = source.as_ref().filter(|_| chat_template.is_some()).map(|s| s.default.clone());
         let mut hasher = blake3::Hasher::new();
         hasher.update(&bytes);
         let template = match source {
@@ -97,7 +102,20 @@ impl Tokenizer {
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
         let can_cut = pipeline.can_cut();
-        Ok(Some(Self { inner, template, specials, eos, text_end, text_start, hash, path, can_cut }))
+        let added = inner.get_added_tokens_decoder().keys().copied().collect();
+        Ok(Some(Self {
+            inner,
+            template,
+            specials,
+            eos,
+            text_end,
+            text_start,
+            hash,
+            path,
+            can_cut,
+            given,
+            added,
+        }))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
@@ -128,7 +146,7 @@ impl Tokenizer {
         keep: usize,
         within: &[Range<usize>],
     ) -> Result<Encoded, Error> {
-        let mut out = Encoded { ids: Vec::new(), starts: Vec::new(), total: 0, more_within: false };
+        let mut out = Encoded { ids: Vec::new(), offsets: Vec::new(), total: 0, more_within: false };
         let mut from = 0;
         loop {
             let to = self.piece(text, from, size)?;
@@ -139,13 +157,25 @@ impl Tokenizer {
             let ids = encoding.get_ids();
             let kept = ids.len().min(keep - out.ids.len());
             out.ids.extend_from_slice(&ids[..kept]);
-            out.starts.extend(encoding.get_offsets()[..kept].iter().map(|o| from + o.0));
+            out.offsets.extend(ids[..kept].iter().zip(encoding.get_offsets()).map(|(id, o)| {
+                let (start, end) = self.bare(piece, *id, *o);
+                (from + start, from + end)
+            }));
             out.total += ids.len();
             out.more_within |= encoding.get_offsets()[kept..].iter().any(|o| is_within(within, from + o.0));
             if to == text.len() {
                 return Ok(out);
             }
             from = to;
+        }
+    }
+
+    /// The bytes of `text` that a token stands for. An added token may take the white space around it along
+    /// (`rstrip`): that is no part of what it says.
+    fn bare(&self, text: &str, id: u32, (start, end): (usize, usize)) -> (usize, usize) {
+        match text.get(start..end).filter(|s| self.added.contains(&id) && !s.trim().is_empty()) {
+            Some(s) => (start + s.len() - s.trim_start().len(), end - (s.len() - s.trim_end().len())),
+            None => (start, end),
         }
     }
 
@@ -209,6 +239,16 @@ impl Tokenizer {
         &self.text_start
     }
 
+    /// The special tokens that the model's folder names (`eos_token` and its like).
+    pub(super) fn specials(&self) -> impl Iterator<Item = &str> {
+        self.specials.values().filter_map(|t| t.as_str())
+    }
+
+    /// The chat template, where it was given and is not the model's own.
+    pub fn given_template(&self) -> Option<&str> {
+        self.given.as_deref()
+    }
+
     /// Whether there is a chat template.
     pub fn has_template(&self) -> bool {
         self.template.is_some()
@@ -243,40 +283,7 @@ impl Tokenizer {
         Ok(template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0)
     }
 
-    /// A conversation as text, and the byte ranges that the assistant wrote, each with its end-of-turn token.
-    ///
-    /// # Errors
-    /// As [`Self::render`]; and a template that does not let the turns be told.
-    pub fn render_with_spans(
-        &self,
-        messages: &[Value],
-        tools: Option<&Value>,
-        vars: &Map<String, Value>,
-    ) -> Result<(String, Vec<Range<usize>>), Error> {
-        let template = self.template()?;
-        let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
-        let variables = [self.variables(None), self.variables(Some(vars))];
-        if template.has_generation() {
-            let messages: Vec<Jinja> = messages.iter().map(|m| Jinja::from(Serde(m))).collect();
-            return template.render(&messages, &tools, false, &variables[1]);
-        }
-        let error = std::cell::RefCell::new(None);
-        let render = |messages: &[Jinja], prompt: bool, with: bool| {
-            let out = template.render(messages, &tools, prompt, &variables[usize::from(with)]);
-            out.map(|o| o.0).map_err(|e| {
-                let text = e.to_string();
-                error.borrow_mut().get_or_insert(e);
-                text
-            })
-        };
-        spans::assistant(messages, &render).map_err(|message| match error.take() {
-            // the template's own words, with its line, when it was the conversation itself that failed
-            Some(e) if e.to_string() == message => e,
-            _ => Error::Template { origin: template.origin().into(), line: 0, message },
-        })
-    }
-
-    fn template(&self) -> Result<&Template, Error> {
+    pub(super) fn template(&self) -> Result<&Template, Error> {
         self.template.as_ref().ok_or_else(|| {
             Error::ModelLacks(
                 "the model has no chat template; give one as data.chat_template = \"FILE.jinja\"".into(),
@@ -284,7 +291,8 @@ impl Tokenizer {
         })
     }
 
-    fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
+    /// The special tokens by their names, and the recipe's variables over them.
+    pub(super) fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
         let mut out = self.specials.clone();
         for (key, value) in vars.into_iter().flatten() {
             out.insert(key.clone(), Jinja::from(Serde(value)));
@@ -443,7 +451,7 @@ fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Re
 }
 
 /// Whether a byte lies in one of the ranges, which are in order.
-pub(super) fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
+fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
     let next = ranges.partition_point(|r| r.end <= at);
     ranges.get(next).is_some_and(|r| r.start <= at)
 }
@@ -547,7 +555,11 @@ mod tests {
                 let pieces = t.encode_pieces(&text, 1, usize::MAX, &[]).unwrap();
                 assert_eq!(pieces.ids, whole.get_ids(), "{pre_tokenizer} {text:?}");
                 let starts: Vec<usize> = whole.get_offsets().iter().map(|o| o.0).collect();
-                assert_eq!(pieces.starts, starts, "{pre_tokenizer} {text:?}");
+                assert_eq!(
+                    pieces.offsets.iter().map(|o| o.0).collect::<Vec<_>>(),
+                    starts,
+                    "{pre_tokenizer} {text:?}"
+                );
                 cuts += usize::from(pipeline::cut(&text, 1).is_some());
                 // no more is kept than asked for, and the rest is counted
                 let first = t.encode_pieces(&text, 1, 5, std::slice::from_ref(&(0..text.len()))).unwrap();

@@ -5,13 +5,16 @@ use super::{Error, Want};
 use crate::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
-const WITH_TOKENIZER: [&str; 6] = [
+/// How the adapter was trained, and with which chat template.
+const WITH_ADAPTER: [&str; 2] = ["ft.json", "chat_template.jinja"];
+const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
     "added_tokens.json",
+    "ft.json",
 ];
 
 /// Of the files in the root of a repository, those to fetch. With a shard index among them, the
@@ -48,6 +51,7 @@ pub(super) fn choose(
                 }
             }
             wanted.extend(ADAPTER);
+            wanted.extend(WITH_ADAPTER.into_iter().filter(|f| has(f)));
         }
         Kind::Model(want) => {
             if !has(CONFIG) {

@@ -86,6 +86,19 @@ impl Rope {
         Ok(Self { theta, scaling })
     }
 
+    /// Positions that the scaling is made for, of a config that names `positions`: some count the longer context there,
+    /// and some that of the pre-training.
+    pub fn reach(&self, positions: usize) -> usize {
+        let scaled = match self.scaling {
+            Scaling::Default => 0.0,
+            Scaling::Linear { factor } => factor * positions as f64,
+            Scaling::Llama3 { factor, original, .. } | Scaling::Yarn { factor, original, .. } => {
+                factor * original
+            }
+        };
+        positions.max(scaled as usize)
+    }
+
     fn scaling(t: &Keys<'_>, max_positions: usize) -> Result<Scaling> {
         if let Some(f) = t.number("partial_rotary_factor", 0.0..=1.0)?
             && f != 1.0

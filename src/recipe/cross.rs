@@ -14,8 +14,8 @@ const RANKS: u64 = 1 << 20;
 /// The names that `fields` of a format can rename.
 fn fields_of(format: Format) -> &'static [&'static str] {
     match format {
-        Format::Messages => &["messages", "tools"],
-        Format::Alpaca => &["instruction", "input", "output"],
+        Format::Messages => &["messages", "tools", "system"],
+        Format::Alpaca => &["instruction", "input", "output", "system", "history"],
         Format::Completion => &["prompt", "completion"],
         Format::Text => &["text"],
         Format::Tokens => &["input_ids", "labels"],

@@ -299,7 +299,8 @@ table! {
     pub struct Log {
         /// Write TensorBoard event files.
         tensorboard: bool = Bool, Toml("false");
-        /// A prompt that the model answers before and after training, on the terminal and in metrics.jsonl.
+        /// A prompt that the model answers before and after training, in the form of the training data; on the
+        /// terminal and in metrics.jsonl.
         sample: Option<String> = Text, Absent("no reply is shown");
     }
 }

@@ -5,7 +5,7 @@ use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build, check_full, check_tensors};
 use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Params, Selection, layout};
-use crate::data::{Batches, Dataset, Tokenizer, lengths};
+use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::warn;
@@ -154,6 +154,32 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
+/// Tells what a run goes on with and its user should know about data that was read.
+pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
+    for warning in data.warnings(config.rope.reach(config.max_positions)) {
+        warn(&format!("{key}: {warning}"));
+    }
+}
+
+/// The tokens of the recipe's `log.sample`, in the form that it trains.
+///
+/// # Errors
+/// A prompt that this model cannot be asked.
+pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> crate::Result<Option<Vec<u32>>> {
+    let Some(prompt) = &recipe.log.sample else { return Ok(None) };
+    let fail = |why: &str| Error::Usage(format!("{}: log.sample: {why}", recipe.place("log.sample")));
+    let Some(tokenizer) = tokenizer else {
+        let why = "the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out";
+        return Err(fail(why).into());
+    };
+    let form = Form::of(&recipe.data.train, Some(tokenizer));
+    let ids = form.prompt(tokenizer, None, prompt, &recipe.data.template)?;
+    if ids.is_empty() {
+        return Err(fail("the prompt is empty\n  hint: a text to go on from").into());
+    }
+    Ok(Some(ids))
+}
+
 /// The rows of each step.
 ///
 /// # Errors
@@ -231,7 +257,9 @@ impl Job {
     pub fn train_data(&self) -> crate::Result<Dataset> {
         let d = &self.recipe.data;
         let (seed, vocab) = (self.recipe.run.seed, self.config.vocab);
-        Ok(Dataset::load(&d.train, d, &self.resolver(), self.tokenizer.as_ref(), vocab, seed)?)
+        let data = Dataset::load(&d.train, d, &self.resolver(), self.tokenizer.as_ref(), vocab, seed)?;
+        tell_data("data.train", &data, &self.config);
+        Ok(data)
     }
 
     /// The evaluation rows, if the recipe names any.
@@ -241,7 +269,9 @@ impl Job {
         }
         let (seed, vocab) = (self.recipe.run.seed, self.config.vocab);
         let tokenizer = self.tokenizer.as_ref();
-        Ok(Some(Dataset::load_eval(&self.recipe.data, &self.resolver(), tokenizer, vocab, seed)?))
+        let data = Dataset::load_eval(&self.recipe.data, &self.resolver(), tokenizer, vocab, seed)?;
+        tell_data("data.eval", &data, &self.config);
+        Ok(Some(data))
     }
 
     /// The files of the base's weights; `None` for random ones.
@@ -280,6 +310,12 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    /// How the model is trained, for whoever asks it later.
+    pub fn trained(&self) -> Trained {
+        let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_ref());
+        Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
     /// Loads the model; with `train`, allocates gradients and moments.

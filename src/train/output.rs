@@ -27,6 +27,7 @@ pub const COMPANIONS: &[&str] = &[
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "ft.json",
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -101,6 +102,7 @@ pub fn write(
         }
         out
     };
+    job.trained().save(&out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?;
     let apart = logits_apart(&probe(decoder, sample, &job.device)?, &before)?;
     if apart > BAR {
         return Err(Error::Readback { path: out.display().to_string(), apart, bar: BAR }.into());

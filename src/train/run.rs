@@ -67,6 +67,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
     job.check()?;
+    job::sample(&job.recipe, job.tokenizer.as_ref())?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
     let goes_on = options.resume && has_checkpoints(&dir);

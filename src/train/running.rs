@@ -3,9 +3,9 @@
 use super::signals::Signals;
 use super::step::{Setup, evaluate_until, step_until};
 use super::watch::Watch;
-use super::{Error, Job, Stepped};
+use super::{Error, Job, Stepped, job};
 use crate::adapt::{LearningRate, learning_rates};
-use crate::data::Dataset;
+use crate::data::{Dataset, Form};
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
 use crate::optim::Schedule;
@@ -186,11 +186,8 @@ impl Running<'_> {
     /// Answers the recipe's `log.sample`, so that a reader sees what the model says now.
     pub fn sample(&mut self) -> crate::Result<()> {
         let (job, step) = (self.job, self.done);
-        let Some(tokenizer) = job.tokenizer.as_ref().filter(|t| t.has_template()) else { return Ok(()) };
-        if let Some(prompt) = &job.recipe.log.sample {
-            let messages = json!([{"role": "user", "content": prompt}]);
-            let text = tokenizer.render(&messages, None, true, &job.recipe.data.template)?;
-            let ids = tokenizer.encode(&text)?;
+        let (Some(prompt), Some(tokenizer)) = (&job.recipe.log.sample, &job.tokenizer) else { return Ok(()) };
+        if let Some(ids) = job::sample(&job.recipe, Some(tokenizer))? {
             place::enter(place::Phase::Evaluate, 0);
             let mut sampler = generate::greedy();
             let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
@@ -202,9 +199,13 @@ impl Running<'_> {
                 &mut sampler,
                 &mut |_| true,
             )?;
-            let event = json!({"event": "sample", "step": step, "prompt": prompt, "reply": reply});
+            let form = job.trained().form;
+            let event = json!({
+                "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
+            });
             self.metrics.write(&event)?;
-            self.progress.line(&format!("after step {step}, asked {prompt:?}: {reply:?}"));
+            let how = if form == Form::Text { "continuing" } else { "asked" };
+            self.progress.line(&format!("after step {step}, {how} {prompt:?}: {reply:?}"));
         }
         Ok(())
     }

@@ -14,6 +14,7 @@ mod room;
 mod same;
 mod shipped;
 mod stops;
+mod text;
 mod verbs;
 mod words;
 mod world;

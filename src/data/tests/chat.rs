@@ -1,21 +1,37 @@
 //! Chat templates and masks against what Jinja gives.
 
 use super::*;
+use crate::data::format::{Sample, Shape};
+use crate::data::notes::Note;
 use crate::error::Failure;
 use serde_json::{Map, Value, json};
 
 /// A tokenizer with another chat template.
-fn with_template(template: &str) -> Tokenizer {
+pub(super) fn with_template(template: &str) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t.jinja");
     std::fs::write(&path, template).unwrap();
     Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).unwrap().unwrap()
 }
 
+/// A row's text, what is supervised of it, and what is to tell.
+pub(super) fn read(
+    t: &Tokenizer,
+    row: &Value,
+    vars: &Map<String, Value>,
+) -> Result<(String, Vec<std::ops::Range<usize>>, Vec<Note>), String> {
+    let mut notes = Vec::new();
+    let any = recipe::Source { mask: Some(recipe::Mask::Assistant), ..source("a.jsonl", Format::Messages) };
+    let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
+        panic!()
+    };
+    let (text, spans) = t.conversation(&chat, vars, true, &mut notes)?;
+    Ok((text, spans, notes))
+}
+
 fn spans_of(t: &Tokenizer, messages: &Value, vars: &Value) -> Result<Vec<String>, String> {
     let vars = vars.as_object().cloned().unwrap_or_default();
-    let (text, spans) =
-        t.render_with_spans(messages.as_array().unwrap(), None, &vars).map_err(|e| e.to_string())?;
+    let (text, spans, _) = read(t, &json!({ "messages": messages }), &vars)?;
     Ok(spans.into_iter().map(|s| text[s].to_string()).collect())
 }
 
@@ -24,6 +40,7 @@ fn texts_errors_and_spans_are_those_of_the_published_templates() {
     let rows: Vec<Value> =
         serde_json::from_slice(&std::fs::read(fixture("chat/expected.json")).unwrap()).unwrap();
     assert_eq!(rows.len(), 32);
+    let mut told = String::new();
     for row in rows {
         let name = format!("{} {}", row["template"], row["conversation"]);
         let path = fixture("chat").join(row["template"].as_str().unwrap());
@@ -42,11 +59,16 @@ fn texts_errors_and_spans_are_those_of_the_published_templates() {
         if prompt {
             continue;
         }
-        let (text, spans) = t.render_with_spans(row["messages"].as_array().unwrap(), tools, &vars).unwrap();
+        let (text, spans, notes) =
+            read(&t, &json!({"messages": row["messages"], "tools": row["tools"]}), &vars)
+                .unwrap_or_else(|e| panic!("{name}: {e}"));
+        told += &format!("{name}: {notes:?}\n");
         let chars = |byte: usize| text[..byte].chars().count();
         let spans: Vec<_> = spans.into_iter().map(|s| json!([chars(s.start), chars(s.end)])).collect();
         assert_eq!(Value::from(spans), row["spans"], "{name}");
     }
+    // what these templates leave out: reasoning, and Mistral's the system message
+    insta::assert_snapshot!(told);
 }
 
 #[test]
@@ -73,7 +95,7 @@ fn generation_blocks_are_the_mask_with_the_white_space_rules_of_blocks() {
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
         {"role": "user", "content": "<a>"}, {"role": "assistant", "content": "é"},
     ]);
-    let (text, spans) = t.render_with_spans(messages.as_array().unwrap(), None, &Map::new()).unwrap();
+    let (text, spans, _) = read(&t, &json!({ "messages": messages }), &Map::new()).unwrap();
     // as jinja2 with transformers' generation extension writes it: trim_blocks eats the newline behind a block tag
     assert_eq!(text, "<u>hi<a>yo<e><u><a><a>é<e>");
     assert_eq!(spans.iter().map(|s| &text[s.clone()]).collect::<Vec<_>>(), ["yo<e>", "é<e>"]);
@@ -134,7 +156,10 @@ fn a_template_that_hides_the_turns_is_an_error() {
             "could not learn to stop",
         ),
         // the assistant is not written
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}", "does not hold it"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}",
+            "not in the training text",
+        ),
         // it writes our own marks
         (
             "{% for m in messages %}{{ m.content }}</s>\u{FDD2}\u{FDE3}\u{FDE3}\u{FDE3}\u{FDD3}{% endfor %}",

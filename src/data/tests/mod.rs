@@ -2,6 +2,7 @@
 
 mod broken;
 mod chat;
+mod kept;
 mod properties;
 mod rows;
 

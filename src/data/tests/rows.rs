@@ -6,7 +6,7 @@ use crate::recipe::Mask;
 use serde_json::json;
 
 /// The supervised part of an example as text.
-fn supervised(e: &Example) -> String {
+pub(super) fn supervised(e: &Example) -> String {
     let ids: Vec<u32> =
         e.ids.iter().zip(&e.labels).filter(|(_, l)| **l != UNSUPERVISED).map(|(i, _)| *i).collect();
     tiny().decode(&ids).unwrap()

@@ -1,0 +1,108 @@
+//! A conversation as text, held against what it says, with the part of it that the assistant wrote.
+
+use super::Tokenizer;
+use super::error::Error;
+use super::gate::{self, Gate, Piece};
+use super::marks::jinja;
+use super::messages::Chat;
+use super::notes::Note;
+use super::spans::{self, Marked};
+use minijinja::Value as Jinja;
+use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::ops::Range;
+
+impl Tokenizer {
+    /// The text of a conversation, and, with `supervise`, the byte ranges of it that the assistant wrote, each with its
+    /// end-of-turn token. What the text says otherwise than the conversation, and may, comes into `notes`.
+    ///
+    /// # Errors
+    /// What the template raises; what its text lacks; a template that does not let the turns be told.
+    pub(super) fn conversation(
+        &self,
+        chat: &Chat,
+        vars: &Map<String, Value>,
+        supervise: bool,
+        notes: &mut Vec<Note>,
+    ) -> Result<(String, Vec<Range<usize>>), String> {
+        let template = self.template().map_err(|e| e.to_string())?;
+        let origin = |message| Error::Template { origin: template.origin().into(), line: 0, message };
+        let variables = [self.variables(None), self.variables(Some(vars))];
+        let plain: Vec<Jinja> = chat.messages.iter().map(jinja).collect();
+        let tools = chat.tools.as_ref().map_or(Jinja::from(()), jinja);
+        // the template's own words, with its line, when it is the conversation itself that fails
+        let raised = RefCell::new(None);
+        let render = |messages: &[Jinja], tools: &Jinja, prompt: bool, with: bool| {
+            let out = template.render(messages, tools, prompt, &variables[usize::from(with)]);
+            out.map(|o| o.0).map_err(|e| {
+                let text = e.to_string();
+                raised.borrow_mut().get_or_insert(text.clone());
+                text
+            })
+        };
+        let first = template.render(&plain, &tools, false, &variables[1]).map_err(|e| e.to_string())?;
+        let (text, generation) = first;
+        let pieces = gate::pieces(chat);
+        let parts = (chat.messages.as_slice(), chat.tools.as_ref());
+        let marked = Marked::all(parts, (&plain, &tools), &pieces, &text, &render);
+        let gate = Gate { chat, text: &text, plain: &plain, tools: &tools, render: &render };
+        gate.check(&pieces, marked.as_ref(), notes)?;
+        if !supervise {
+            return Ok((text, Vec::new()));
+        }
+        let spans = if template.has_generation() {
+            without(chat, generation, &pieces, marked.as_ref())?
+        } else {
+            let spans = spans::assistant(&chat.messages, (&plain, &tools), &text, marked, &render);
+            let spans = spans.map_err(|message| match raised.take() {
+                Some(e) if e == message => e,
+                _ => origin(by_name(chat, message)).to_string(),
+            })?;
+            spans.into_iter().filter(|(i, _)| !chat.unsupervised.contains(i)).map(|(_, s)| s).collect()
+        };
+        Ok((text, spans))
+    }
+}
+
+/// A message about `messages[i]` as rendered, with what the row calls it.
+fn by_name(chat: &Chat, message: String) -> String {
+    let named = message.strip_prefix("messages[").and_then(|m| m.split_once(']'));
+    match named.and_then(|(i, rest)| Some((i.parse().ok()?, rest))) {
+        Some((i, rest)) => chat.name(i) + rest,
+        None => message,
+    }
+}
+
+/// The spans that a template marks itself, without those of messages that the row takes out of the loss.
+fn without(
+    chat: &Chat,
+    spans: Vec<Range<usize>>,
+    pieces: &[Piece],
+    marked: Option<&Marked>,
+) -> Result<Vec<Range<usize>>, String> {
+    if chat.unsupervised.is_empty() {
+        return Ok(spans);
+    }
+    let mut out = Vec::new();
+    let mut gone = Vec::new();
+    for span in spans {
+        let inside: Vec<usize> = marked.iter().flat_map(|m| m.within(pieces, &span)).collect();
+        let (off, on): (Vec<usize>, Vec<usize>) = inside.iter().partition(|i| chat.unsupervised.contains(i));
+        match (off.is_empty(), on.is_empty()) {
+            (true, false) => out.push(span),
+            (false, true) => gone.extend(off),
+            _ => return Err(unclear(chat)),
+        }
+    }
+    match chat.unsupervised.iter().all(|i| gone.contains(i)) {
+        true => Ok(out),
+        false => Err(unclear(chat)),
+    }
+}
+
+fn unclear(chat: &Chat) -> String {
+    let name = chat.unsupervised.first().map(|i| chat.name(*i)).unwrap_or_default();
+    format!(
+        "{name}.weight: 0, and the template's {{% generation %}} blocks do not show which text is this message's"
+    )
+}

@@ -1,0 +1,203 @@
+//! What a training text loses of its rows, told by every verb that reads them; and models asked in the form that they
+//! were trained in.
+
+use super::verbs::quickstart;
+use super::world::{LORA, World, recipe};
+use serde_json::{Value, json};
+
+/// The quickstart's model on rows of its own, two steps.
+fn small(w: &World, format: &str, rows: &[Value]) -> String {
+    let model = quickstart(w);
+    w.write("rows.jsonl", rows.iter().map(|r| format!("{r}\n")).collect::<String>());
+    w.write(
+        "r.toml",
+        format!(
+            "[model]\nsource = \"{model}\"\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+             train = [{{ source = \"rows.jsonl\", format = \"{format}\" }}]\nmax_length = 256\n\
+             [run]\nsteps = 2\nbatch_rows = 1\ndevice = \"cpu\"\noutput = \"o\"\n"
+        ),
+    );
+    model
+}
+
+/// How often a line of stderr begins as a warning and holds a text.
+fn warned(err: &str, what: &str) -> usize {
+    err.lines().filter(|l| l.starts_with("warning: ") && l.contains(what)).count()
+}
+
+#[test]
+fn check_data_and_run_tell_the_same_once() {
+    let w = World::new();
+    let row = |i: usize| {
+        json!({"id": i, "messages": [{"role": "user", "content": "Hello there, how are you?"},
+            {"role": "assistant", "content": "Fine.", "reasoning_content": "Say fine."}]})
+    };
+    small(&w, "messages", &(0..7).map(row).collect::<Vec<_>>());
+    w.write(
+        "t.jinja",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    );
+    let set = ["r.toml", "data.chat_template=t.jinja", "model.override={max_position_embeddings=8}"];
+    for verb in ["check", "data", "run"] {
+        let r = w.ok(&[&[verb], &set[..]].concat());
+        for kind in ["\"id\"", "leaves out reasoning", "\"<|user|>\"", "\"<|assistant|>\"", "8 positions"] {
+            assert_eq!(warned(&r.err, kind), 1, "{verb} {kind}: {}", r.err);
+        }
+        assert_eq!(warned(&r.err, "7 rows"), 4, "{verb}: {}", r.err);
+        assert_eq!(warned(&r.err, "7 documents"), 1, "{verb}: {}", r.err);
+        assert_eq!(warned(&r.err, "rows.jsonl:1"), 4, "{verb}: {}", r.err);
+    }
+}
+
+#[test]
+fn a_row_whose_text_lacks_something_stops_or_is_counted() {
+    let w = World::new();
+    let turn = |a: Value| json!({"messages": [{"role": "user", "content": "Weather?"}, a]});
+    let call = turn(json!({"role": "assistant", "tool_calls": [{"name": "weather", "arguments": "{}"}]}));
+    let good = turn(json!({"role": "assistant", "content": "Good."}));
+    small(&w, "messages", &[good.clone(), call, good]);
+    for verb in ["check", "data", "run"] {
+        let r = w.ft(&[verb, "r.toml"]);
+        assert_eq!(r.code, 3, "{verb}: {}", r.err);
+        assert!(r.err.contains("rows.jsonl:2: messages[1].tool_calls[0].name"), "{verb}: {}", r.err);
+    }
+    assert!(!w.path("o").exists());
+    let r = w.ok(&["data", "r.toml", "data.on_bad_row=skip"]);
+    assert!(r.out.contains("left out     1") && r.out.contains("rows.jsonl:2"), "{}", r.out);
+    w.ok(&["run", "r.toml", "data.on_bad_row=skip"]);
+}
+
+#[test]
+fn an_adapter_is_asked_as_it_was_trained() {
+    let w = World::new();
+    let question = "Say something.";
+    let forms = [
+        ("alpaca", json!({"instruction": question, "output": "Something."}), "alpaca"),
+        ("completion", json!({"prompt": question, "completion": " Something."}), "text"),
+        ("text", json!({"text": "Say something. Something."}), "text"),
+        (
+            "messages",
+            json!({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Something."}]}),
+            "chat",
+        ),
+    ];
+    let mut answers = Vec::new();
+    for (format, row, form) in forms {
+        let model = small(&w, format, &[row]);
+        w.ok(&[
+            "run",
+            "r.toml",
+            &format!("log.sample={question}"),
+            "run.output=o",
+            "run.steps=12",
+            "optimizer.lr=1e-2",
+            "--overwrite",
+        ]);
+        let samples = w.events("o", "sample");
+        assert!(samples.len() == 2 && samples.iter().all(|s| s["form"] == form), "{samples:?}");
+        let said: Value = serde_json::from_slice(&w.read("o/adapter/ft.json")).expect("JSON");
+        assert_eq!(said["form"], form);
+        // with the adapter on the base it says what the run said at its end
+        let chat = ["chat", "o/adapter", "--prompt", question, "--max-tokens", "64"];
+        let reply = w.ok(&chat).out;
+        assert_eq!(
+            reply.trim_end_matches('\n'),
+            samples[1]["reply"].as_str().expect("a reply").trim_end_matches('\n'),
+            "{format}"
+        );
+        let named = w.ok(&[&chat[..], &["--form", form]].concat()).out;
+        assert_eq!(reply, named);
+        answers.push((form, reply));
+        if format == "text" {
+            assert_eq!(w.ok(&[&chat[..], &["--raw"]].concat()).out, named);
+        }
+        // and so does what is made of it
+        w.ok(&["merge", "o/adapter", "--out", "m", "--overwrite"]);
+        assert_eq!(w.read("m/ft.json"), w.read("o/adapter/ft.json"));
+        let merged = w.ok(&["chat", "m", "--prompt", question, "--max-tokens", "4"]);
+        assert_eq!(merged.err.contains("stands alone"), form != "chat", "{}", merged.err);
+        w.ok(&["export", "o/adapter", "--to", "vllm", "--out", &format!("v-{format}")]);
+        assert_eq!(w.read(&format!("v-{format}/ft.json")), w.read("o/adapter/ft.json"));
+        // the base alone is a chat model
+        assert!(!w.ok(&["chat", &model, "--prompt", question]).err.contains("stands alone"));
+    }
+    assert_ne!(answers[0].1, answers[3].1);
+    for (args, code) in [
+        (&["--raw", "--form", "chat"][..], 2),
+        (&["--raw", "--system", "x"], 2),
+        (&["--raw", "--chat-template", "t.jinja"], 2),
+        (&["--form", "alpaca", "--template", "a=1"], 2),
+        (&["--form", "poem"], 2),
+    ] {
+        let r = w.ft(&[&["chat", "o/adapter", "--prompt", "x"], args].concat());
+        assert_eq!(r.code, code, "{args:?}: {}", r.err);
+    }
+    // a system text takes the place of Alpaca's own
+    let alpaca = ["chat", "o/adapter", "--form", "alpaca", "--prompt", question, "--max-tokens", "8"];
+    w.ok(&[&alpaca[..], &["--system", "Answer."]].concat());
+    w.write("o/adapter/ft.json", "{\"form\": \"verse\"}");
+    let r = w.ft(&["chat", "o/adapter", "--prompt", "x"]);
+    assert!(r.code == 4 && r.err.contains("ft.json"), "{}", r.err);
+}
+
+/// The chat template that a recipe gives, and its variables, go with what was trained.
+#[test]
+fn the_template_of_the_training_goes_with_the_result() {
+    let w = World::new();
+    let row =
+        json!({"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]});
+    small(&w, "messages", &[row]);
+    let template = "{{ mood }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    w.write("t.jinja", template);
+    let set = ["data.chat_template=t.jinja", "data.template={mood=\"Merry. \"}", "log.sample=Hello!"];
+    w.ok(&[&["run", "r.toml"], &set[..]].concat());
+    assert_eq!(w.read("o/adapter/chat_template.jinja"), template.as_bytes());
+    let reply = w.ok(&["chat", "o/adapter", "--prompt", "Hello!"]).out;
+    let sample = w.events("o", "sample");
+    assert!(reply.starts_with(sample[1]["reply"].as_str().expect("a reply")), "{reply}");
+    // a variable on the command line goes before
+    let bad = ["chat", "o/adapter", "--prompt", "Hello!", "--max-tokens", "1"];
+    w.write(
+        "o/adapter/chat_template.jinja",
+        format!("{{% if mood == 'Sad.' %}}{{{{ raise_exception('sad') }}}}{{% endif %}}{template}"),
+    );
+    w.ok(&bad);
+    assert_eq!(w.ft(&[&bad[..], &["--template", "mood=Sad."]].concat()).code, 4);
+    // in full, it goes into the model's folder, where transformers looks first
+    w.ok(&[
+        &["run", "r.toml", "run.output=f"],
+        &set[..],
+        &["train.0.method=full", "train.0.modules=['attention','mlp','norms','embedding','head']"],
+    ]
+    .concat());
+    assert_eq!(w.read("f/model/chat_template.jinja"), template.as_bytes());
+    assert!(w.path("f/model/ft.json").is_file());
+}
+
+#[test]
+fn a_sample_of_a_model_without_a_chat_template() {
+    let w = World::new();
+    // without a tokenizer it cannot be asked
+    w.config("tiny", json!({}));
+    w.write("t.toml", recipe(LORA));
+    for verb in ["check", "run"] {
+        let r = w.ft(&[verb, "t.toml", "log.sample=Hello"]);
+        assert!(r.code == 2 && r.err.contains("log.sample"), "{verb}: {}", r.err);
+    }
+    assert!(!w.path("runs/t").exists());
+    // with one it goes on from a text
+    let model = small(&w, "text", &[json!({"text": "Hello there."})]);
+    for file in ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"] {
+        w.write(&format!("bare/{file}"), std::fs::read(format!("{model}/{file}")).expect("a file"));
+    }
+    w.ok(&["run", "r.toml", "model.source=bare", "log.sample=Hello"]);
+    let samples = w.events("o", "sample");
+    assert!(samples.len() == 2 && samples[0]["form"] == "text", "{samples:?}");
+    w.ok(&["chat", "o/adapter", "--prompt", "Hello", "--max-tokens", "4"]);
+    // the base does not say how it was trained
+    let r = w.ft(&["chat", "bare", "--prompt", "Hello"]);
+    assert!(r.code == 2 && r.err.contains("--raw"), "{}", r.err);
+    w.ok(&["chat", "bare", "--prompt", "Hello", "--raw", "--max-tokens", "4"]);
+    let r = w.ft(&["run", "r.toml", "model.source=bare", "log.sample=''", "run.output=p"]);
+    assert!(r.code == 2 && r.err.contains("log.sample"), "{}", r.err);
+}
