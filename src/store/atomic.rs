@@ -2,7 +2,7 @@
 //! folder.
 
 use std::fs::{File, Permissions};
-use std::io::Write;
+use std::io::{self, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,10 @@ use tempfile::NamedTempFile;
 
 use super::Error;
 use super::fault::fault;
+use super::path::open_inside;
 
-/// Every temporary file of ours starts and ends so; a sweep finds what a killed process left.
-const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
+/// Every temporary file or folder of ours starts and ends so; a sweep finds what a killed process left.
+pub(super) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
 
 /// A file being written, not yet visible under its name. Dropping it removes it.
 pub(crate) struct Pending {
@@ -69,6 +70,32 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let mut pending = Pending::create(path, Some(bytes.len() as u64))?;
     pending.write(bytes)?;
     pending.commit()
+}
+
+/// Copies the file `name` of the folder `from` into the folder `to`, whole, if it is there.
+///
+/// # Errors
+/// [`Error::Unsafe`] for what may not be read as one of the folder's own files, such as a link to a file elsewhere;
+/// [`Error::Read`]; [`Error::Write`].
+pub(crate) fn copy_inside(from: &Path, name: &str, to: &Path) -> Result<(), Error> {
+    let source = from.join(name);
+    match source.symlink_metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::read(&source, e)),
+        Ok(_) => {}
+    }
+    let (mut file, source) = open_inside(from, name)?;
+    let length = file.metadata().map_err(|e| Error::read(&source, e))?.len();
+    let mut pending = Pending::create(&to.join(name), Some(length))?;
+    let mut buffer = vec![0u8; length.clamp(1, 1 << 20) as usize];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return pending.commit(),
+            Ok(n) => pending.write(&buffer[..n])?,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(Error::read(&source, e)),
+        }
+    }
 }
 
 /// The folder that a file is in; the working directory for a bare name.

@@ -184,10 +184,32 @@ pub enum Error {
         /// What is wrong, with the file's name.
         problem: String,
     },
-    /// Another process works on the run folder.
-    #[error("another ft process{} is using {}; wait for it, or choose another run.output", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
+    /// A folder to be written that has something in it.
+    #[error("{}: is not empty\n  hint: {hint}", dir.display())]
+    Occupied {
+        /// The folder.
+        dir: PathBuf,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// A folder to be written that has no name of its own.
+    #[error("{}: a folder cannot be written there\n  hint: name a new folder, or an empty one that is not the working directory", dir.display())]
+    Name {
+        /// The path.
+        dir: PathBuf,
+    },
+    /// A folder of ours that is not what was written.
+    #[error("{}: {problem}", path.display())]
+    Changed {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Another process works on the folder.
+    #[error("another ft process{} is using {}; wait for it, or choose another folder", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
     Locked {
-        /// The run folder.
+        /// The folder.
         dir: PathBuf,
         /// The process, as it wrote itself down.
         holder: Option<String>,
@@ -208,6 +230,7 @@ impl Error {
             | Error::Unsafe { .. }
             | Error::NoTensor { .. }
             | Error::CutShort { .. }
+            | Error::Changed { .. }
             | Error::Rows { .. }
             | Error::Convert { .. } => ExitCode::Model,
             Error::Write { .. }
@@ -215,6 +238,7 @@ impl Error {
             | Error::AllDamaged { .. }
             | Error::Damaged { .. }
             | Error::Locked { .. } => ExitCode::Storage,
+            Error::Occupied { .. } | Error::Name { .. } => ExitCode::Usage,
             Error::Announced { .. } | Error::Twice { .. } => ExitCode::Internal,
             Error::Tensor { source, .. } => {
                 let text = source.to_string().to_lowercase();

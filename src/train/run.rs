@@ -1,6 +1,7 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
-use super::identity::identity;
+use super::finished::Inputs;
+use super::identity::{identity, model_hash};
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
@@ -14,13 +15,16 @@ use crate::log::{Metrics, Progress, bytes_bar, memory, place, tell, warn};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
-use crate::store::checkpoint::{Checkpoint, Checkpoints};
+use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
 use crate::store::{self, RunLock};
 use crate::walk::{Load, RouterLosses};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+
+/// The folder of checkpoints in a run folder.
+const CHECKPOINTS: &str = "checkpoints";
 
 /// How a run begins.
 #[derive(Clone, Debug, Default)]
@@ -56,11 +60,23 @@ pub enum Outcome {
 pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
-    if has_checkpoints(&dir) && !options.resume && !options.overwrite {
-        return Err(Error::Exists { dir: dir.display().to_string() }.into());
+    // held from here to the end: what is asked of the run folder stays as it was found
+    let _lock = RunLock::take(&dir)?;
+    refuse_earlier(&recipe, options)?;
+    let inputs = Inputs::look(&recipe).map(|i| (i, recipe.clone()));
+    if options.resume
+        && let Some(result) = inputs.as_ref().and_then(|(i, _)| i.finished(&dir))
+    {
+        return Ok(Outcome::Already { result });
     }
+    let finished = |result: &Path| inputs.iter().for_each(|(i, recipe)| i.keep(recipe, &dir, result));
     watch::before_download(&recipe)?;
     let mut job = Job::open(recipe, Want::Weights, true)?;
+    let result = output::result_dir(&job, &dir);
+    // a folder that the recipe reads from is a result too, if this is what the run would write
+    if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
+        return Err(exists(&dir, &result));
+    }
     let data = job.train_data()?;
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
@@ -68,18 +84,16 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     job.check()?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
-    let goes_on = options.resume && has_checkpoints(&dir);
+    let goes_on = options.resume && checkpoint::any(&dir.join(CHECKPOINTS));
     let fresh = if goes_on { None } else { Some(planned(&job)) };
     if let Some(plan) = &fresh {
         watch::check(&job, plan)?;
     }
     job.keep_lengths(&data, eval.as_ref());
-    std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
-    let _lock = RunLock::take(&dir)?;
     if options.overwrite {
-        clear(&dir)?;
+        clear(&job, &dir)?;
     }
-    let checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
+    let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
     for w in newest.iter().flat_map(|c| &c.warnings) {
         warn(w);
@@ -103,8 +117,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
         }
         done = s.step;
-        let result = result_dir(&job, &dir);
         if done >= total as u64 && ended(&dir) && result.is_dir() {
+            finished(&result);
             return Ok(Outcome::Already { result });
         }
         tell(&format!("going on from {} (step {done} of {total})", c.path.display()));
@@ -130,7 +144,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         checkpoints: &checkpoints,
         signals: &signals,
     };
-    train(&start, watch).map_err(|e| planned.explain(e))
+    let outcome = train(&start, watch).map_err(|e| planned.explain(e))?;
+    finished(&result);
+    Ok(outcome)
 }
 
 /// What a run has when nothing more can be wrong with what it was given.
@@ -156,6 +172,11 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
+    // what was loaded is what was hashed: costs nothing where hashes are kept
+    if identity.get("hash.model") != Some(&model_hash(job)?) {
+        let problem = "changed while the run began\n  hint: start again when nothing writes there".into();
+        return Err(store::Error::Changed { path: job.model.dir.clone(), problem }.into());
+    }
     watch.loaded(&params);
     if let Some(c) = newest {
         state::load(&c.path, &params)?;
@@ -249,14 +270,49 @@ fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
     }
 }
 
-/// Whether a run folder holds checkpoints, looked up without touching it.
-fn has_checkpoints(dir: &Path) -> bool {
-    std::fs::read_dir(dir.join("checkpoints"))
-        .is_ok_and(|d| d.flatten().any(|e| e.file_name().to_string_lossy().starts_with("step-")))
+/// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
+fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
+    let dir = &recipe.run.output;
+    if options.overwrite {
+        return Ok(());
+    }
+    let shown = dir.display().to_string();
+    if checkpoint::any(&dir.join(CHECKPOINTS)) {
+        let hint = "--resume goes on from them, ";
+        let error = Error::Exists { dir: shown, what: "checkpoints of an earlier run".into(), hint };
+        return if options.resume { Ok(()) } else { Err(error.into()) };
+    }
+    let results = output::RESULTS.into_iter().map(|name| dir.join(name));
+    if let Some(result) = results.into_iter().find(|r| filled(r) && !reads(recipe, r)) {
+        return Err(exists(dir, &result));
+    }
+    if ended(dir) {
+        let what = "the metrics of a run that ended, and no checkpoints to go on from".into();
+        return Err(Error::Exists { dir: shown, what, hint: "" }.into());
+    }
+    Ok(())
 }
 
-fn result_dir(job: &Job, dir: &Path) -> PathBuf {
-    dir.join(if job.selection.everything_full() { "model" } else { "adapter" })
+fn exists(dir: &Path, result: &Path) -> crate::Error {
+    let name = result.file_name().unwrap_or_default().to_string_lossy();
+    let what = format!("{name}/ of an earlier run, and no checkpoints to go on from");
+    Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()
+}
+
+/// Whether anything is under a name, an empty folder apart.
+fn filled(path: &Path) -> bool {
+    match path.read_dir() {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => path.symlink_metadata().is_ok(),
+    }
+}
+
+/// Whether a recipe's model or adapter is in a folder.
+fn reads(recipe: &Recipe, dir: &Path) -> bool {
+    let Ok(dir) = dir.canonicalize() else { return false };
+    let sources = [Some(&recipe.model.source), recipe.lora.init.as_ref()];
+    let inside = |s: &String| recipe.resolve(s).canonicalize().is_ok_and(|p| p.starts_with(&dir));
+    sources.into_iter().flatten().any(inside)
 }
 
 /// Whether the metrics of a run folder have its end.
@@ -265,11 +321,13 @@ fn ended(dir: &Path) -> bool {
         .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
 }
 
-/// Removes what an earlier run left in its folder; other files stay.
-fn clear(dir: &Path) -> Result<(), store::Error> {
-    for name in ["checkpoints", "adapter", "model"] {
+/// Removes what an earlier run left in its folder and this one does not replace; other files stay, and so does what
+/// this one reads. The result stays until the new one takes its place.
+fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
+    let result = output::result_dir(job, dir);
+    for name in output::RESULTS.into_iter().chain([CHECKPOINTS]) {
         let p = dir.join(name);
-        if p.exists() {
+        if p != result && p.symlink_metadata().is_ok() && !reads(&job.recipe, &p) {
             std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
         }
     }

@@ -12,4 +12,5 @@ mod room;
 mod same;
 mod shipped;
 mod verbs;
+mod whole;
 mod world;
