@@ -193,7 +193,7 @@ pub enum Error {
         hint: &'static str,
     },
     /// A folder to be written that has no name of its own.
-    #[error("{}: a folder cannot be written there\n  hint: name a new folder, or an empty one that is not the working directory", dir.display())]
+    #[error("{}: a folder cannot be written there\n  hint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
     Name {
         /// The path.
         dir: PathBuf,
@@ -280,6 +280,9 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
     text.push_str(match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "\nhint: free some space, lower run.keep, or choose another run.output"
+        }
+        io::ErrorKind::ResourceBusy | io::ErrorKind::CrossesDevices => {
+            "\nhint: if a disk is mounted there, name a folder on it"
         }
         io::ErrorKind::ReadOnlyFilesystem => "\nhint: the disk is mounted read-only; choose another folder",
         io::ErrorKind::PermissionDenied => {

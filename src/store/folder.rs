@@ -19,7 +19,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -109,7 +109,7 @@ impl NewFolder {
             .and_then(|()| Workspace::take(parent, &name))
             .and_then(|workspace| {
                 workspace.settle(target)?;
-                let new = workspace.new();
+                let new = workspace.draft();
                 std::fs::create_dir(&new).map_err(|e| Error::write("create", &new, None, e))?;
                 Ok(workspace)
             });
@@ -122,11 +122,11 @@ impl NewFolder {
 
     /// The folder to write files into.
     pub fn path(&self) -> PathBuf {
-        self.workspace.new()
+        self.workspace.draft()
     }
 
     /// The name that it will have, as it was given.
-    pub fn target(&self) -> &Path {
+    pub fn named(&self) -> &Path {
         &self.named
     }
 
@@ -159,7 +159,7 @@ impl NewFolder {
     }
 
     fn give_name(mut self, ours: Option<&dyn Fn(&str) -> bool>) -> Result<(), Error> {
-        let (new, target) = (self.workspace.new(), &self.target);
+        let (new, target) = (self.workspace.draft(), &self.target);
         fault!("folder.filled");
         if let Ok(old) = target.symlink_metadata()
             && old.is_dir()
@@ -222,7 +222,7 @@ impl Workspace {
         Ok(Workspace { dir, lock: Some(lock) })
     }
 
-    fn new(&self) -> PathBuf {
+    fn draft(&self) -> PathBuf {
         self.dir.join(NEW)
     }
 
@@ -268,7 +268,7 @@ impl Workspace {
             rename(&old, target)?;
             sync_folder(folder_of(target))?;
         }
-        for left in [old, self.new()] {
+        for left in [old, self.draft()] {
             // The draft has none of these names, the old folder may: it depends on how far the exchange came. Names
             // alone, out of a folder that is no link: a workspace may be prepared by somebody else.
             let plain = |n: &&[u8]| !n.is_empty() && !n.contains(&b'/') && *n != b"." && *n != b"..";
@@ -377,9 +377,11 @@ fn real(path: &Path) -> Result<PathBuf, Error> {
         Err(e) if e.kind() == io::ErrorKind::NotFound && !there(path) => return Ok(path.to_path_buf()),
         Err(e) => return Err(Error::write("use", path, None, e)),
     };
-    // Its place would be taken by another folder, and a shell left in one that is gone.
+    // Its place would be taken by another folder: a shell would be left in one that is gone, and a mount stays.
     let here = std::env::current_dir().and_then(|d| d.canonicalize());
-    match here.is_ok_and(|here| here.starts_with(&real)) {
+    let device = |p: &Path| p.metadata().map(|m| m.dev()).ok();
+    let is_mount = real.is_dir() && device(&real) != real.parent().and_then(device);
+    match is_mount || here.is_ok_and(|here| here.starts_with(&real)) {
         true => Err(no_name(path)),
         false => Ok(real),
     }

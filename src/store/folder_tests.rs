@@ -42,7 +42,10 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
     assert!(!target.exists());
     new.refuse_occupied("").unwrap();
     new.commit().unwrap();
-    assert_eq!((whole(&target).as_deref(), names(target.parent().unwrap())), (Some("one"), vec!["m".to_string()]));
+    assert_eq!(
+        (whole(&target).as_deref(), names(target.parent().unwrap())),
+        (Some("one"), vec!["m".to_string()])
+    );
 
     // what is not ours stays, what is ours goes
     fs::write(target.join("shard"), "one").unwrap();

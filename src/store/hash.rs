@@ -107,7 +107,9 @@ struct Kept {
 impl Kept {
     fn checked(path: &Path, stat: &Stat, blake3: &str) -> Kept {
         let mut h = blake3::Hasher::new();
-        h.update(path.as_os_str().as_bytes()).update(format!("{stat:?}").as_bytes()).update(blake3.as_bytes());
+        h.update(path.as_os_str().as_bytes())
+            .update(format!("{stat:?}").as_bytes())
+            .update(blake3.as_bytes());
         let check = h.finalize().to_hex().to_string();
         Kept { path: path.to_path_buf(), stat: stat.clone(), blake3: blake3.to_string(), check }
     }

@@ -91,7 +91,11 @@ pub(super) fn remove_created(created: &[PathBuf]) {
 fn real_folder(dir: &Path) -> Result<(), Error> {
     match dir.symlink_metadata() {
         Ok(m) if m.is_dir() => Ok(()),
-        Ok(_) => Err(refuse("use", dir, "it is a link or a file, and ft needs a folder of that name\nhint: remove it")),
+        Ok(_) => Err(refuse(
+            "use",
+            dir,
+            "it is a link or a file, and ft needs a folder of that name\nhint: remove it",
+        )),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::write("read", dir, None, e)),
     }

@@ -35,20 +35,20 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use atomic::copy_inside;
 pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
-pub(crate) use atomic::copy_inside;
 pub(crate) use cache::{cache_folder, sweep_oldest};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
-pub use folder::NewFolder;
 #[cfg(feature = "hub")]
 pub(crate) use error::human_bytes;
+pub use folder::NewFolder;
 pub(crate) use index::{INDEX, parse as parse_index};
 pub use lock::RunLock;
 pub(crate) use path::read_inside;
 pub(crate) use read::SINGLE;
 #[cfg(feature = "hub")]
 pub(crate) use read::is_pickle_name;
-pub use read::{TensorFiles, TensorInfo};
+pub use read::{FileHash, TensorFiles, TensorInfo};
 pub use write::{write_file, write_sharded};

@@ -20,6 +20,9 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 /// Bytes that one task reads at a time when a tensor is read as bytes.
 const PIECE: usize = 16 << 20;
 
+/// Name, bytes and BLAKE3 hash of a file.
+pub type FileHash = (String, u64, String);
+
 /// What the header says of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
@@ -238,7 +241,7 @@ impl TensorFiles {
     ///
     /// # Errors
     /// [`Error::Read`]; [`Error::Changed`] for a file that changes while it is read.
-    pub fn hashes(&self) -> Result<Vec<(String, u64, String)>, Error> {
+    pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
         let mut all = Vec::with_capacity(self.files.len());
         for (path, file) in &self.files {
             let (hash, bytes) = hash::of(file, path)?;

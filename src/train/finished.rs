@@ -52,7 +52,8 @@ impl Inputs {
         let model = hub::fetch_model_with(&settings, &source, &recipe.model.revision, want, false).ok()?;
         files_of(&model.dir, &mut files)?;
         if let Some(written) = &recipe.lora.init {
-            let dir = hub::fetch_adapter_with(&settings, &job::source(recipe, written), "main", false).ok()?;
+            let dir =
+                hub::fetch_adapter_with(&settings, &job::source(recipe, written), "main", false).ok()?;
             files_of(&dir, &mut files)?;
         }
         for source in recipe.data.train.iter().chain(&recipe.data.eval) {

@@ -85,7 +85,7 @@ impl Merging<'_> {
         dtype: Option<DType>,
         progress: &dyn Fn(u64),
     ) -> crate::Result<Merged> {
-        let (out, target) = (new.path(), new.target());
+        let (out, target) = (new.path(), new.named());
         let Self { base, adapter, selection, .. } = self;
         let merge = Merge::new(base.config, base.files, adapter, selection, base.quantize, dtype)?;
         let mut get = |name: &str| {

@@ -35,7 +35,7 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
     /// The run folder has checkpoints or a result.
-    #[error("{dir}: has {what} of an earlier run\n  hint: {hint}--overwrite starts anew, run.output=DIR writes elsewhere")]
+    #[error("{dir}: has {what}\n  hint: {hint}--overwrite starts anew, run.output=DIR writes elsewhere")]
     Exists {
         /// The run folder.
         dir: String,

@@ -10,7 +10,7 @@ use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};
 use crate::quant::{self, Error};
 use crate::recipe::{Quantize, Weights};
-use crate::store::{self, NewFolder, TensorFiles, hash};
+use crate::store::{self, FileHash, NewFolder, TensorFiles, hash};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -160,7 +160,7 @@ struct Made {
     /// Hash of the model that it is a copy of.
     source: String,
     /// Name, bytes and BLAKE3 hash of its config and of the files of its weights, sorted.
-    files: Vec<(String, u64, String)>,
+    files: Vec<FileHash>,
 }
 
 /// The 4-bit copy of a model: these very files are checked, and then loaded.
@@ -193,7 +193,8 @@ impl Made {
             if empty || !is_there(dir) {
                 return Ok(Found::None);
             }
-            let why = format!("is not empty and has no {MARKER}\n  hint: model.cache names a folder of its own");
+            let why =
+                format!("is not empty and has no {MARKER}\n  hint: model.cache names a folder of its own");
             return Err(Error::Folder { dir: dir.display().to_string(), why }.into());
         }
         let bytes = match store::read_inside(dir, MARKER, MARKER_BYTES) {
@@ -229,7 +230,7 @@ impl Made {
 const MARKER_BYTES: u64 = 16 << 20;
 
 /// A copy, and what its files are.
-fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<(Cached, Vec<(String, u64, String)>)> {
+fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<(Cached, Vec<FileHash>)> {
     const CONFIG: &str = "config.json";
     let (hash, bytes) = hash::of_inside(dir, CONFIG)?;
     let config = Config::load(dir, overrides)?;

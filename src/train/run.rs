@@ -1,7 +1,7 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
 use super::finished::Inputs;
-use super::identity::{identity, model_hash};
+use super::identity::{Hashing, Identity};
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
@@ -16,7 +16,7 @@ use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
 use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
-use crate::store::{self, RunLock};
+use crate::store::{self, NewFolder, RunLock};
 use crate::walk::{Load, RouterLosses};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -77,6 +77,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
         return Err(exists(&dir, &result));
     }
+    let hashing = Hashing::begin(&job);
     let data = job.train_data()?;
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
@@ -90,6 +91,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         watch::check(&job, plan)?;
     }
     job.keep_lengths(&data, eval.as_ref());
+    // whatever speaks against writing the result there should not come out when everything is trained
+    drop(NewFolder::begin(&result)?);
     if options.overwrite {
         clear(&job, &dir)?;
     }
@@ -109,10 +112,14 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.set_micro_rows(plan.choices.micro_rows);
     let job = job;
-    let identity = identity(&job, &data)?;
+    let identity = Identity::new(&job, &data, hashing);
+    if job.recipe.model.cache.is_some() {
+        // the cache is found by it: before the model is loaded, and not beside that
+        identity.get()?;
+    }
     let mut done = 0;
     if let (Some(c), Some(s)) = (&newest, &reached) {
-        let changes = state::changes(&s.identity, &identity, &options.accept_change);
+        let changes = state::changes(&s.identity, identity.get()?, &options.accept_change);
         if !changes.is_empty() {
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
         }
@@ -160,7 +167,7 @@ struct Start<'a> {
     /// The checkpoint to go on from, and its step.
     newest: Option<&'a Checkpoint>,
     done: u64,
-    identity: &'a BTreeMap<String, String>,
+    identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
 }
@@ -172,11 +179,8 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    // what was loaded is what was hashed: costs nothing where hashes are kept
-    if identity.get("hash.model") != Some(&model_hash(job)?) {
-        let problem = "changed while the run began\n  hint: start again when nothing writes there".into();
-        return Err(store::Error::Changed { path: job.model.dir.clone(), problem }.into());
-    }
+    identity.check_unchanged()?;
+    let identity = identity.get()?;
     watch.loaded(&params);
     if let Some(c) = newest {
         state::load(&c.path, &params)?;
