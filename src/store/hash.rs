@@ -258,7 +258,7 @@ mod tests {
         assert!(third != second && third != "planted");
         // damage of what is kept
         let mut bytes = fs::read(kept().unwrap()).unwrap();
-        let at = bytes.windows(3).position(|w| w == third[..3].as_bytes()).unwrap();
+        let at = bytes.windows(3).position(|w| *w == third.as_bytes()[..3]).unwrap();
         bytes[at] = if bytes[at] == b'0' { b'1' } else { b'0' };
         fs::write(kept().unwrap(), &bytes).unwrap();
         assert_eq!(hash(later()), third);
