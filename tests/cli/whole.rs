@@ -417,7 +417,8 @@ fn killed_anywhere_everything_is_whole_or_absent() {
     w.ok(&["run", "r.toml", "run.output=b", "run.seed=7"]);
     // a command without its last word, the folder that this names, and what may stand there before
     let saves = ["run", "r.toml", "run.save_every=1", "--resume"];
-    let cases: [(&[&str], &str, Option<&[&str]>); 7] = [
+    type Case<'a> = (&'a [&'a str], &'a str, Option<&'a [&'a str]>);
+    let cases: [Case<'_>; 7] = [
         (&["merge", "a/adapter", "--overwrite", "--out"], "", Some(&["merge", "b/adapter", "--out"])),
         (&["merge", "a/adapter", "--out"], "", None),
         (&["export", "a/adapter", "--to", "vllm", "--out"], "", None),
@@ -478,7 +479,7 @@ fn killed_anywhere_everything_is_whole_or_absent() {
                 assert!(olds[i].is_none(), "{what}: the old one is gone");
                 continue;
             };
-            if now.get("notes.txt").is_none() && olds[i].is_some() {
+            if !now.contains_key("notes.txt") && olds[i].is_some() {
                 // on its way from the old folder into the new one: found again below
                 assert!(now == wholes[i], "{what}: the notes went before the new one came");
             }
