@@ -101,6 +101,12 @@ impl NewFolder {
         }
     }
 
+    /// Removes what killed processes left beside a folder that needs no writing. Best effort.
+    pub fn sweep_beside(target: &Path) {
+        let real = target.canonicalize();
+        sweep(folder_of(real.as_deref().unwrap_or(target)), None);
+    }
+
     fn try_begin(target: &Path, named: &Path) -> Result<NewFolder, Error> {
         let name = target.file_name().map(OsStr::to_os_string).ok_or_else(|| no_name(named))?;
         let parent = folder_of(target);

@@ -252,6 +252,8 @@ pub(super) fn cached(job: &Job) -> crate::Result<Option<Cached>> {
     }
     let dir = job.recipe.resolve(&dir.to_string_lossy());
     let shown = dir.display();
+    // one that was killed just after the folder had its name
+    NewFolder::sweep_beside(&dir);
     let mut made = Made::new(model_hash(job)?);
     if let Found::Whole(copy) = made.find(&dir, &m.overrides)? {
         return Ok(Some(*copy));
