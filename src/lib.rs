@@ -22,7 +22,7 @@
 //! cli/      one file a verb
 //! recipe/   what the user wrote: keys, checks, diagnostics with line and column
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
-//! store/    bytes on disk, hostile input assumed: safetensors by tensor, shard index, atomic writes, checkpoints
+//! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
 //! model/    the mathematics: families as data, one decoder layer
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out

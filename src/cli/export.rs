@@ -11,7 +11,7 @@ use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::recipe::Quantize;
-use crate::store;
+use crate::store::NewFolder;
 use crate::train::{self, compare::Side, logits_apart};
 use crate::walk;
 use serde_json::Map;
@@ -41,17 +41,16 @@ pub struct Args {
     quantize: Option<String>,
 }
 
-/// Writes the export, reads it back, compares its logits, and prints the folder.
+/// Writes the export, reads it back, compares its logits, gives it its name, and prints the folder.
 ///
 /// # Errors
 /// A base or adapter that cannot be found or does not fit; something that the target cannot hold; a folder that is
 /// not empty; an export that computes something else.
 pub fn run(args: &Args) -> crate::Result<()> {
     let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
-    if std::fs::read_dir(&args.out).is_ok_and(|mut d| d.next().is_some()) {
-        let why = format!("--out {}: is not empty\n  hint: another folder", args.out.display());
-        return Err(train::Error::Usage(why).into());
-    }
+    let new = NewFolder::begin_named(&args.out)?;
+    new.refuse_occupied("another folder")?;
+    let out = new.path();
     let settings = Settings::from_env();
     let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
     let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
@@ -62,8 +61,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let side = Side { config: &config, files: &files, quantize };
     side.fits(&selection, "comparing the export with the adapter")?;
     adapter.check_base(&files, config.tied)?;
-    Export::new(&config, &adapter, &selection)?.write(target, &args.out)?;
-    Trained::copy(&adapter.dir, &args.out)?;
+    Export::new(&config, &adapter, &selection)?.write(target, &out)?;
+    Trained::copy(&adapter.dir, &out)?;
 
     // any tokens do, as long as they are many: experts that none of them chooses would go unseen
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();
@@ -73,34 +72,15 @@ pub fn run(args: &Args) -> crate::Result<()> {
         bar.finish_and_clear();
         logits
     };
-    let compare = || -> crate::Result<f64> {
-        let before = logits(&selection, &adapter)?;
-        walk::finite(
-            &before,
-            "base and adapter",
-            "hint: the adapter has diverged, or it is of another base",
-        )?;
-        let (read, written) = read_back(target, &config, &adapter, &args.out)?;
-        let apart = logits_apart(&logits(&read, &written)?, &before)?;
-        match apart <= BAR {
-            true => Ok(apart),
-            false => {
-                let path = args.out.display().to_string();
-                Err(train::Error::Readback { path, apart, bar: BAR }.into())
-            }
-        }
-    };
-    let apart = match compare() {
-        Ok(apart) => apart,
-        Err(e) => {
-            // nobody should find it and use it
-            for file in ["adapter_config.json", "adapter_model.safetensors"] {
-                let path = args.out.join(file);
-                std::fs::remove_file(&path).map_err(|e| store::Error::write("remove", &path, None, e))?;
-            }
-            return Err(e);
-        }
-    };
+    let before = logits(&selection, &adapter)?;
+    walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;
+    let (read, written) = read_back(target, &config, &adapter, &out)?;
+    let apart = logits_apart(&logits(&read, &written)?, &before)?;
+    if apart > BAR {
+        let path = args.out.display().to_string();
+        return Err(train::Error::Readback { path, apart, bar: BAR }.into());
+    }
+    new.commit()?;
     if selection.modules.iter().any(|(_, c)| matches!(c, Choice::Lora { spec, .. } if spec.dropout > 0.0)) {
         tell(&format!("its lora_dropout is 0: {} takes no other, and it matters in training only", args.to));
     }

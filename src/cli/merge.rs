@@ -3,13 +3,12 @@
 use super::base::{base_of, original};
 use super::words;
 use crate::adapt::{Adapter, layout};
-use crate::data::Trained;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
 use crate::recipe::{Dtype, Quantize};
-use crate::store::{self, TensorFiles};
-use crate::train::{compare::Side, job, merge::Merged, merge::Merging, output::COMPANIONS};
+use crate::store::{NewFolder, TensorFiles};
+use crate::train::{compare::Side, job, merge::Merged, merge::Merging};
 use candle_core::Device;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
@@ -32,7 +31,7 @@ pub struct Args {
     /// Dtype of the merged weights; the base's by default
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
-    /// Replace the model that is in --out
+    /// Replace the model that is in --out; other files there stay
     #[arg(long)]
     overwrite: bool,
 }
@@ -108,16 +107,15 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let side = onto.side(quantize);
     side.fits(&selection, "comparing the merged model")?;
     let out = &args.out;
-    make_room(out, &[&onto.model.dir, &base.model.dir, &adapter.dir], args.overwrite)?;
+    let new = make_room(out, &[&onto.model.dir, &base.model.dir, &adapter.dir], args.overwrite)?;
 
     let dtype = args.dtype.as_deref().and_then(Dtype::from_word);
     let dtype = dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
     let bar = bytes_bar("merging", onto.files.total_bytes());
     let merging =
         Merging { dir: &onto.model.dir, base: side, adapter: &adapter, selection: &selection, trained };
-    let merged = merging.write(out, dtype, &|n| bar.inc(n))?;
+    let merged = merging.write(new, dtype, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    Trained::copy(&adapter.dir, out)?;
     report(&merged);
     super::print(&format!("{}\n", out.display()))
 }
@@ -159,36 +157,17 @@ fn report(m: &Merged) {
     }
 }
 
-/// Makes sure that a folder can take a model: new, empty, or with a model that may be replaced.
-fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> crate::Result<()> {
-    let names = match std::fs::read_dir(out) {
-        Ok(entries) => entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).collect::<Vec<_>>(),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(store::Error::write("use", out, None, e).into()),
-    };
+/// Starts the folder of the merged model; refuses one that is not empty, unless its model may be replaced.
+fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> crate::Result<NewFolder> {
     let same =
         |input: &&&Path| matches!((input.canonicalize(), out.canonicalize()), (Ok(a), Ok(b)) if a == b);
     if let Some(input) = inputs.iter().find(same) {
         let what = input.display();
         return Err(super::usage(format!("--out {what}: holds what is merged\n  hint: another folder")));
     }
-    if names.is_empty() {
-        return Ok(());
-    }
+    let new = NewFolder::begin_named(out)?;
     if !overwrite {
-        let what = out.display();
-        return Err(super::usage(format!(
-            "--out {what}: is not empty\n  hint: another folder, or --overwrite"
-        )));
+        new.refuse_occupied("another folder, or --overwrite")?;
     }
-    // only what a merge writes: shards of an older model would stay beside the new index
-    let weights = |n: &str| {
-        n.starts_with("model") && (n.ends_with(".safetensors") || n.ends_with(".safetensors.index.json"))
-    };
-    for name in names.iter().filter(|n| *n == "config.json" || weights(n) || COMPANIONS.contains(&n.as_str()))
-    {
-        let path = out.join(name);
-        std::fs::remove_file(&path).map_err(|e| store::Error::write("remove", &path, None, e))?;
-    }
-    Ok(())
+    Ok(new)
 }

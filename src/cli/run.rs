@@ -13,7 +13,8 @@ pub struct Args {
     /// Go on from the newest whole checkpoint of the run folder
     #[arg(long, conflicts_with = "overwrite")]
     resume: bool,
-    /// Remove the checkpoints and results that an earlier run left in the run folder
+    /// Replace what an earlier run left in the run folder: checkpoints when this one starts, the result when the new
+    /// one is whole
     #[arg(long)]
     overwrite: bool,
     /// With --resume: a recipe key, or hash.data, hash.model, .., that may differ from the checkpoint's

@@ -95,7 +95,10 @@ impl Metrics {
             Ok(_) => warn(&format!(
                 "{shown}: another program replaced it; the run goes on writing to the new file"
             )),
-            Err(e) if e.kind() == ErrorKind::NotFound && store::folder_of(&self.path).is_dir() => {
+            Err(e)
+                if e.kind() == ErrorKind::NotFound
+                    && self.path.parent().is_none_or(|d| d.as_os_str().is_empty() || d.is_dir()) =>
+            {
                 warn(&format!("{shown}: another program removed it; it is written again"));
                 // its bytes are there as long as it is open
                 let mut text = Vec::new();

@@ -123,8 +123,9 @@ fn volume(dir: &Path) -> Option<Volume> {
     Some(Volume { id: there.dev(), free })
 }
 
+/// Checkpoints go before the first new one comes; a result stays until the new one is whole.
 fn replaced(dir: &Path) -> u64 {
-    ["checkpoints", "adapter", "model"].iter().map(|d| size(&dir.join(d))).sum()
+    size(&dir.join("checkpoints"))
 }
 
 /// Bytes of all files below a folder; links are not followed.

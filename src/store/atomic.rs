@@ -1,18 +1,20 @@
 //! Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the
 //! folder.
 
-use std::fs::{File, Permissions};
-use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::fs::{File, Permissions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use tempfile::NamedTempFile;
 
 use super::Error;
 use super::fault::fault;
+use super::path::open_inside;
 
-/// Every temporary file of ours starts and ends so; a sweep finds what a killed process left.
-const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
+/// Every temporary file or folder of ours starts and ends so; a sweep finds what a killed process left.
+pub(super) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
 
 /// A file being written, not yet visible under its name. Dropping it removes it.
 pub(crate) struct Pending {
@@ -28,15 +30,20 @@ impl Pending {
     pub(crate) fn create(path: &Path, needed: Option<u64>) -> Result<Pending, Error> {
         let dir = folder_of(path);
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, needed, e))?;
-        let file = tempfile::Builder::new()
-            .prefix(TEMPORARY.0)
-            .suffix(TEMPORARY.1)
-            // As any program creates a file: the umask decides (tempfile's default is 0600).
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(dir)
-            .map_err(|e| Error::write("create a file for", path, needed, e))?;
-        fault!("atomic.created");
-        Ok(Pending { file, path: path.to_path_buf(), needed })
+        loop {
+            let file = tempfile::Builder::new()
+                .prefix(TEMPORARY.0)
+                .suffix(TEMPORARY.1)
+                // As any program creates a file: the umask decides (tempfile's default is 0600).
+                .permissions(Permissions::from_mode(0o666))
+                .tempfile_in(dir)
+                .map_err(|e| Error::write("create a file for", path, needed, e))?;
+            if !hold(file.as_file()) {
+                continue;
+            }
+            fault!("atomic.created");
+            return Ok(Pending { file, path: path.to_path_buf(), needed });
+        }
     }
 
     /// Appends bytes.
@@ -61,14 +68,53 @@ impl Pending {
     }
 }
 
-/// Writes a whole file: afterwards `path` holds all of `bytes`, durably, or what it held before.
+/// Locks a temporary file, so that no sweep takes it for one that a killed process left; false if one just did.
+fn hold(file: &File) -> bool {
+    match file.try_lock() {
+        Ok(()) => file.metadata().is_ok_and(|m| m.nlink() > 0),
+        Err(TryLockError::WouldBlock) => false,
+        // A file system without locks: its sweeps find none either, and leave everything.
+        Err(TryLockError::Error(_)) => true,
+    }
+}
+
+/// Writes a whole file: afterwards `path` holds all of `bytes`, durably, or what it held before. Removes what killed
+/// processes left half-written in its folder.
 ///
 /// # Errors
 /// [`Error::Write`] with the path, and with the bytes needed when the disk is full.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    // Best effort: what stays is in nobody's way.
+    let _ = sweep_temporary(folder_of(path));
     let mut pending = Pending::create(path, Some(bytes.len() as u64))?;
     pending.write(bytes)?;
     pending.commit()
+}
+
+/// Copies the file `name` of the folder `from` into the folder `to`, whole, if it is there.
+///
+/// # Errors
+/// [`Error::Unsafe`] for what may not be read as one of the folder's own files, such as a link to a file elsewhere;
+/// [`Error::Read`]; [`Error::Write`].
+pub(crate) fn copy_inside(from: &Path, name: &str, to: &Path) -> Result<(), Error> {
+    let source = from.join(name);
+    match source.symlink_metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::read(&source, e)),
+        Ok(_) => {}
+    }
+    let (mut file, source) = open_inside(from, name)?;
+    let length = file.metadata().map_err(|e| Error::read(&source, e))?.len();
+    let mut pending = Pending::create(&to.join(name), Some(length))?;
+    let mut buffer = vec![0u8; length.clamp(1, 1 << 20) as usize];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return pending.commit(),
+            Ok(n) => pending.write(&buffer[..n])?,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(Error::read(&source, e)),
+        }
+    }
 }
 
 /// The folder that a file is in; the working directory for a bare name.
@@ -96,13 +142,11 @@ pub(crate) fn free_bytes(dir: &Path) -> Option<u64> {
     (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Removes what killed processes left half-written in a folder: our temporary files only.
-///
-/// Call it only when no other process writes there (see [`super::RunLock`]).
+/// Removes what killed processes left half-written in a folder: temporary files of ours that nobody holds.
 pub(crate) fn sweep_temporary(dir: &Path) -> Result<(), Error> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(Error::write("list", dir, None, e)),
     };
     for entry in entries {
@@ -110,10 +154,26 @@ pub(crate) fn sweep_temporary(dir: &Path) -> Result<(), Error> {
         let name = entry.file_name();
         let is_file = entry.file_type().is_ok_and(|t| t.is_file());
         if is_file && name.to_str().is_some_and(|n| n.starts_with(TEMPORARY.0) && n.ends_with(TEMPORARY.1)) {
-            std::fs::remove_file(entry.path()).map_err(|e| Error::write("remove", &entry.path(), None, e))?;
+            remove_unheld(&entry.path())?;
         }
     }
     Ok(())
+}
+
+fn remove_unheld(path: &Path) -> Result<(), Error> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    let removed = match File::options().read(true).write(true).custom_flags(flags).open(path) {
+        Ok(file) => match file.try_lock() {
+            // Removed while it is locked: whoever has just created it finds out, and creates another.
+            Ok(()) => std::fs::remove_file(path),
+            Err(_) => Ok(()),
+        },
+        Err(e) => Err(e),
+    };
+    match removed {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -145,6 +205,31 @@ mod tests {
         drop(pending);
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    /// A sweep takes no file that is being written, by this process or another.
+    #[test]
+    fn what_is_being_written_is_not_swept() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(".ft-dead.tmp"), b"x").unwrap();
+        let mut pending = Pending::create(&dir.path().join("large"), None).unwrap();
+        pending.write(b"half").unwrap();
+        write_atomic(&dir.path().join("small"), b"whole").unwrap();
+        assert!(!dir.path().join(".ft-dead.tmp").exists());
+        pending.commit().unwrap();
+        assert_eq!(std::fs::read(dir.path().join("large")).unwrap(), b"half");
+        // many at once, each of which sweeps
+        std::thread::scope(|s| {
+            for i in 0..8 {
+                let path = dir.path().join(format!("{i}"));
+                s.spawn(move || {
+                    for round in 0..50u8 {
+                        write_atomic(&path, &[round; 100]).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 10);
     }
 
     #[test]

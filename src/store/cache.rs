@@ -1,6 +1,7 @@
 //! The folder of what `ft` keeps for itself between commands.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` where none of them is set.
 ///
@@ -14,4 +15,15 @@ pub(crate) fn cache_folder() -> Option<PathBuf> {
     named
         .or_else(|| var("XDG_CACHE_HOME").map(|d| d.join("ft")))
         .or_else(|| var("HOME").map(|d| d.join(".cache/ft")))
+}
+
+/// Removes the oldest files of a folder where there are more than `most`. Best effort: what stays is small.
+pub(crate) fn sweep_oldest(dir: &Path, most: usize) {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut found: Vec<(SystemTime, PathBuf)> =
+        entries.filter_map(|e| Some((e.metadata().ok()?.modified().ok()?, e.path()))).collect();
+    found.sort_unstable();
+    for (_, path) in found.iter().take(found.len().saturating_sub(most)) {
+        let _ = std::fs::remove_file(path);
+    }
 }

@@ -200,10 +200,32 @@ pub enum Error {
         /// What is wrong, with the file's name.
         problem: String,
     },
-    /// Another process works on the run folder.
-    #[error("another ft process{} is using {}; wait for it, or choose another run.output", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
+    /// A folder to be written that has something in it.
+    #[error("{}: is not empty\n  hint: {hint}", dir.display())]
+    Occupied {
+        /// The folder.
+        dir: PathBuf,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// A folder to be written that has no name of its own.
+    #[error("{}: a folder cannot be written there\n  hint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
+    Name {
+        /// The path.
+        dir: PathBuf,
+    },
+    /// A folder of ours that is not what was written.
+    #[error("{}: {problem}", path.display())]
+    Changed {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Another process works on the folder.
+    #[error("another ft process{} is using {}; wait for it, or choose another folder", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
     Locked {
-        /// The run folder.
+        /// The folder.
         dir: PathBuf,
         /// The process, as it wrote itself down.
         holder: Option<String>,
@@ -223,6 +245,7 @@ impl Failure for Error {
             | Error::Unsafe { .. }
             | Error::NoTensor { .. }
             | Error::CutShort { .. }
+            | Error::Changed { .. }
             | Error::Rows { .. }
             | Error::NotFinite { .. }
             | Error::Convert { .. } => ExitCode::Model,
@@ -231,6 +254,7 @@ impl Failure for Error {
             | Error::AllDamaged { .. }
             | Error::Damaged { .. }
             | Error::Locked { .. } => ExitCode::Storage,
+            Error::Occupied { .. } | Error::Name { .. } => ExitCode::Usage,
             Error::Announced { .. } | Error::Twice { .. } => ExitCode::Internal,
             Error::Tensor { source, .. } => source.exit_code(),
         }
@@ -270,6 +294,9 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
         }
         io::ErrorKind::FileTooLarge => {
             "\nhint: a limit on the size of files is in force (ulimit -f); raise it"
+        }
+        io::ErrorKind::ResourceBusy | io::ErrorKind::CrossesDevices => {
+            "\nhint: if a disk is mounted there, name a folder on it"
         }
         io::ErrorKind::ReadOnlyFilesystem => "\nhint: the disk is mounted read-only; choose another folder",
         io::ErrorKind::PermissionDenied => {

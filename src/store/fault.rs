@@ -3,7 +3,7 @@
 //! `FT_FAULT=commit.renamed:2` aborts at the second time that the place `commit.renamed` is
 //! reached. Compiled in for tests and with the feature `fault` only.
 
-/// Every fault point, in the order that a save reaches them.
+/// Every fault point, in the order that a save, and then a new folder, reaches them.
 pub const POINTS: &[&str] = &[
     "draft.begun",
     "commit.file_synced",
@@ -19,6 +19,17 @@ pub const POINTS: &[&str] = &[
     "commit.marked",
     "purge.unmarked",
     "purge.removed",
+    "folder.begun",
+    "folder.filled",
+    "folder.synced",
+    "folder.renamed",
+    "folder.kept",
+    "folder.exchanged",
+    "folder.moved_aside",
+    "folder.replaced",
+    "folder.parent_synced",
+    "folder.moved_over",
+    "folder.settled",
 ];
 
 /// Counts a visit of the place `name`, and ends the process if `FT_FAULT` asks for it.
@@ -43,6 +54,12 @@ pub fn hit(name: &str) {
         // No unwinding, no destructors, no flush: what is on disk now is all that is left.
         std::process::abort();
     }
+}
+
+/// Whether folders are to be replaced as on a file system that cannot exchange two: `FT_FAULT_NO_EXCHANGE` is set.
+#[cfg(any(test, feature = "fault"))]
+pub fn without_exchange() -> bool {
+    std::env::var_os("FT_FAULT_NO_EXCHANGE").is_some()
 }
 
 /// Marks a fault point; nothing at all in an ordinary build.

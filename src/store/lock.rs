@@ -1,78 +1,218 @@
-//! One process a run folder.
+//! One process a folder.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use super::Error;
 use super::atomic::sweep_temporary;
+use super::folder;
 
-/// The right to write in a run folder, held until it is dropped or the process ends.
+/// The file whose lock says that a folder is in use.
+pub(super) const LOCK: &str = ".lock";
+/// What a lock file says before the number of its process.
+const NOTE: &str = "process ";
+/// A note is shorter.
+const LONGEST: u64 = 64;
+
+/// A folder that this process alone writes in, until it is dropped or the process ends.
 ///
-/// The lock is the system's (`flock`), so a killed process leaves none behind.
+/// The lock is the system's (`flock`), so a killed process leaves none behind. Dropping it removes the lock's file,
+/// and the folders that were created for it if nothing is in them.
 #[derive(Debug)]
-pub struct RunLock {
+pub(super) struct Lock {
     // Held for its lock; closing the file releases it.
     _file: File,
     dir: PathBuf,
+    /// Folders that were not there before, the outermost first.
+    created: Vec<PathBuf>,
+}
+
+impl Lock {
+    /// Takes the folder `dir`, creating it if needed. Neither the lock's file nor, with `own`, the folder may be a
+    /// link: whoever made that folder would choose what is written over.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] when another process holds it; [`Error::Write`] when the folder cannot be written.
+    pub(super) fn take(dir: &Path, own: bool) -> Result<Lock, Error> {
+        let mut created = Vec::new();
+        loop {
+            let made = make_folders(dir, &mut created);
+            let result = made.and_then(|()| if own { real_folder(dir) } else { Ok(()) });
+            match result.and_then(|()| open(dir)) {
+                Ok(Some(file)) => return Ok(Lock { _file: file, dir: dir.to_path_buf(), created }),
+                // Its last holder removed it between two of our steps.
+                Ok(None) => {}
+                Err(e) => {
+                    remove_created(&created);
+                    return Err(e);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // While it is still locked: whoever opened this file finds that it is gone, and takes a new one.
+        let _ = std::fs::remove_file(self.dir.join(LOCK));
+        remove_created(&self.created);
+    }
+}
+
+/// Creates a folder and those above it; adds what was not there.
+pub(super) fn make_folders(dir: &Path, created: &mut Vec<PathBuf>) -> Result<(), Error> {
+    let missing = |d: &Path| !d.as_os_str().is_empty() && d.symlink_metadata().is_err();
+    let above: Vec<&Path> = dir.ancestors().take_while(|d| missing(d)).collect();
+    for d in above.into_iter().rev() {
+        match std::fs::create_dir(d) {
+            Ok(()) if created.iter().any(|c| c == d) => {}
+            Ok(()) => created.push(d.to_path_buf()),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(Error::write("create", d, None, e)),
+        }
+    }
+    Ok(())
+}
+
+/// Removes folders that [`make_folders`] created, where nothing is in them.
+pub(super) fn remove_created(created: &[PathBuf]) {
+    for d in created.iter().rev() {
+        if std::fs::remove_dir(d).is_err() {
+            return;
+        }
+    }
+}
+
+/// Refuses a link, or anything else, in the place of a folder of ours.
+fn real_folder(dir: &Path) -> Result<(), Error> {
+    match dir.symlink_metadata() {
+        Ok(m) if m.is_dir() => Ok(()),
+        Ok(_) => Err(refuse(
+            "use",
+            dir,
+            "it is a link or a file, and ft needs a folder of that name\nhint: remove it",
+        )),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::write("read", dir, None, e)),
+    }
+}
+
+fn refuse(doing: &'static str, path: &Path, why: &str) -> Error {
+    Error::write(doing, path, None, io::Error::other(why.to_string()))
+}
+
+/// Opens and locks the lock's file of a folder; `None` when it, or the folder, went away meanwhile.
+fn open(dir: &Path) -> Result<Option<File>, Error> {
+    let path = dir.join(LOCK);
+    let not_ours = |why: &str| {
+        let hint = "hint: choose another folder, or move that file away";
+        refuse("lock", &path, &format!("{why}\n{hint}"))
+    };
+    let opened = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32)
+        .open(&path);
+    let mut file = match opened {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound && dir.symlink_metadata().is_err() => return Ok(None),
+        Err(_) if path.symlink_metadata().is_ok_and(|m| m.is_symlink()) => {
+            return Err(not_ours("it is a link, which ft does not write through"));
+        }
+        Err(e) => return Err(Error::write("open", &path, None, e)),
+    };
+    let fail = |doing, e| Error::write(doing, &path, None, e);
+    if !file.metadata().map_err(|e| fail("read", e))?.is_file() {
+        return Err(not_ours("it is not a plain file"));
+    }
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let holder = note(&mut file).ok().flatten().filter(|n| !n.is_empty());
+            return Err(Error::Locked { dir: dir.to_path_buf(), holder });
+        }
+        Err(TryLockError::Error(e)) => return Err(fail("lock", e)),
+    }
+    let held = file.metadata().map_err(|e| fail("read", e))?;
+    match path.symlink_metadata() {
+        Ok(now) if (now.dev(), now.ino()) == (held.dev(), held.ino()) => {}
+        Ok(_) => return Ok(None),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(fail("read", e)),
+    }
+    if held.nlink() > 1 || note(&mut file).map_err(|e| fail("read", e))?.is_none() {
+        return Err(not_ours("it is a file that ft did not write"));
+    }
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| writeln!(file, "{NOTE}{}", std::process::id()))
+        .map_err(|e| {
+            // A full disk: nothing of ours stays on it.
+            let _ = std::fs::remove_file(&path);
+            fail("write", e)
+        })?;
+    Ok(Some(file))
+}
+
+/// What a lock's file says, if it says what we write; an empty one may be new.
+fn note(file: &mut File) -> io::Result<Option<String>> {
+    let mut bytes = Vec::new();
+    file.rewind()?;
+    file.take(LONGEST).read_to_end(&mut bytes)?;
+    let Ok(text) = String::from_utf8(bytes) else { return Ok(None) };
+    let text = text.trim_end();
+    let number = text.strip_prefix(NOTE);
+    let ours = text.is_empty() || number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
+    Ok(ours.then(|| text.to_string()))
+}
+
+/// The right to write in a run folder, held until it is dropped or the process ends.
+#[derive(Debug)]
+pub struct RunLock {
+    lock: Lock,
 }
 
 impl RunLock {
-    /// Takes the run folder `dir`, creating it if needed, and removes the half-written files that
-    /// a killed process left in it and in its subfolders.
+    /// Takes the run folder `dir`, creating it if needed, and removes what killed processes left half-written in it
+    /// and in its subfolders.
+    ///
+    /// Dropped, it leaves no file of its own, and no folder that it created and nothing was written into.
     ///
     /// # Errors
     /// [`Error::Locked`] when another process holds it; [`Error::Write`] when the folder cannot be
     /// written (so a read-only disk is found before the first step).
     pub fn take(dir: &Path) -> Result<RunLock, Error> {
-        std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, None, e))?;
-        let path = dir.join(".lock");
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(|e| Error::write("open", &path, None, e))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                // The note is a courtesy: a lock whose note cannot be read is a lock all the same.
-                let _ = (&mut file).take(64).read_to_string(&mut holder);
-                let holder = holder.trim();
-                return Err(Error::Locked {
-                    dir: dir.to_path_buf(),
-                    holder: (!holder.is_empty()).then(|| holder.to_string()),
-                });
-            }
-            Err(TryLockError::Error(e)) => return Err(Error::write("lock", &path, None, e)),
-        }
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| writeln!(file, "process {}", std::process::id()))
-            .map_err(|e| Error::write("write", &path, None, e))?;
-
+        let lock = Lock::take(dir, false)?;
         sweep_temporary(dir)?;
+        folder::sweep(dir, None);
         let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))?;
         for entry in entries {
             let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
-            if entry.file_type().is_ok_and(|t| t.is_dir()) {
+            // What is still there of another process's folder is being written.
+            if entry.file_type().is_ok_and(|t| t.is_dir()) && !folder::is_workspace(&entry.file_name()) {
                 sweep_temporary(&entry.path())?;
             }
         }
-        Ok(RunLock { _file: file, dir: dir.to_path_buf() })
+        Ok(RunLock { lock })
     }
 
     /// The run folder.
     pub fn dir(&self) -> &Path {
-        &self.dir
+        &self.lock.dir
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Failure;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn the_second_is_refused_until_the_first_is_gone() {
@@ -89,6 +229,22 @@ mod tests {
     }
 
     #[test]
+    fn what_was_created_for_a_lock_goes_with_it_unless_it_is_used() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("runs/a");
+        drop(RunLock::take(&dir).unwrap());
+        assert!(!root.path().join("runs").exists());
+        std::fs::create_dir(root.path().join("runs")).unwrap();
+        drop(RunLock::take(&dir).unwrap());
+        assert!(root.path().join("runs").exists() && !dir.exists(), "only what it created");
+        let lock = RunLock::take(&dir).unwrap();
+        std::fs::write(dir.join("recipe.toml"), b"x").unwrap();
+        drop(lock);
+        let names: Vec<_> = std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(names, ["recipe.toml"]);
+    }
+
+    #[test]
     fn sweeps_the_run_folder_and_its_subfolders() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join("model")).unwrap();
@@ -98,5 +254,37 @@ mod tests {
         }
         let _lock = RunLock::take(root.path()).unwrap();
         assert!(stale.iter().all(|p| !p.exists()));
+    }
+
+    /// A folder that somebody else prepared must not make a run write over a file elsewhere.
+    #[test]
+    fn a_lock_is_never_written_through_a_link_or_over_a_file() {
+        let root = tempfile::tempdir().unwrap();
+        let notes = root.path().join("notes.txt");
+        let lock = root.path().join("out/.lock");
+        std::fs::create_dir(root.path().join("out")).unwrap();
+        let make: [&dyn Fn(); 6] = [
+            &|| symlink("../notes.txt", &lock).unwrap(),
+            &|| symlink("../gone.txt", &lock).unwrap(),
+            &|| std::fs::hard_link(&notes, &lock).unwrap(),
+            &|| std::fs::write(&lock, b"mine").unwrap(),
+            &|| std::fs::create_dir(&lock).unwrap(),
+            &|| rustix::fs::mkfifoat(rustix::fs::CWD, &lock, rustix::fs::Mode::RWXU).unwrap(),
+        ];
+        for (i, make) in make.into_iter().enumerate() {
+            // What a hard link to a lock file of ours says is what we write.
+            std::fs::write(&notes, if i == 2 { "process 1\n" } else { "a user's" }).unwrap();
+            let before = std::fs::read(&notes).unwrap();
+            make();
+            let error = RunLock::take(&root.path().join("out")).unwrap_err();
+            assert_eq!(error.exit_code(), crate::ExitCode::Storage, "{i}: {error}");
+            assert!(error.to_string().contains(".lock"), "{i}: {error}");
+            assert_eq!(std::fs::read(&notes).unwrap(), before, "{i}");
+            assert!(lock.symlink_metadata().is_ok() && !root.path().join("gone.txt").exists(), "{i}");
+            std::fs::remove_file(&lock).or_else(|_| std::fs::remove_dir(&lock)).unwrap();
+        }
+        // one that a killed process left is ours
+        std::fs::write(&lock, b"process 1\n").unwrap();
+        RunLock::take(&root.path().join("out")).unwrap();
     }
 }

@@ -11,7 +11,9 @@
 //! | `write` | one safetensors file, or shards with an index, streamed |
 //! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
 //! | [`checkpoint`] | folders of files that are whole or absent, with hashes; keep the last few |
-//! | `lock` | one process a run folder |
+//! | `folder` | folders that are whole or absent: a run's result, merged models, exports, caches |
+//! | `lock` | one process a folder |
+//! | `hash` | BLAKE3 of whole files, kept between commands |
 //! | `cache` | the folder of what is kept between commands |
 //! | [`fault`] | named places where a test ends the process |
 //!
@@ -23,6 +25,8 @@ pub mod checkpoint;
 mod convert;
 mod error;
 pub mod fault;
+mod folder;
+pub(crate) mod hash;
 mod header;
 mod index;
 mod input;
@@ -35,19 +39,21 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use atomic::copy_inside;
 pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
-pub(crate) use atomic::{folder_of, sync_folder};
-pub(crate) use cache::cache_folder;
+pub(crate) use cache::{cache_folder, sweep_oldest};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;
 #[cfg(feature = "hub")]
 pub(crate) use error::human_bytes;
+pub use folder::NewFolder;
 pub(crate) use index::{INDEX, parse as parse_index};
 pub use input::{LARGEST, open_plain, read_given, read_plain, read_plain_text};
 pub use lock::RunLock;
+pub(crate) use path::read_inside;
 pub(crate) use read::SINGLE;
 #[cfg(feature = "hub")]
 pub(crate) use read::is_pickle_name;
-pub use read::{TensorFiles, TensorInfo};
+pub use read::{FileHash, TensorFiles, TensorInfo};
 pub use write::{write_file, write_sharded};

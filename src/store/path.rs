@@ -1,6 +1,7 @@
 //! Which files may be opened: plain ones, inside the folder that was named.
 
 use std::fs::{File, OpenOptions};
+use std::io::Read;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
@@ -71,6 +72,20 @@ pub(crate) fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Err
         return Err(refuse(format!("it is {kind} and not a file")));
     }
     Ok((file, path))
+}
+
+/// The bytes of `dir/name`, by the rules of [`open_inside`].
+///
+/// # Errors
+/// As [`open_inside`]; [`Error::Changed`] for a file of more than `most` bytes.
+pub(crate) fn read_inside(dir: &Path, name: &str, most: u64) -> Result<Vec<u8>, Error> {
+    let (file, path) = open_inside(dir, name)?;
+    let mut bytes = Vec::new();
+    file.take(most + 1).read_to_end(&mut bytes).map_err(|e| Error::read(&path, e))?;
+    if bytes.len() as u64 > most {
+        return Err(Error::Changed { path, problem: format!("is larger than {most} bytes") });
+    }
+    Ok(bytes)
 }
 
 /// Whether `real` is a blob of the cached repository that `real_dir` is a snapshot of.

@@ -12,13 +12,16 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::path::open_inside;
-use super::{Error, atomic, convert, header, index};
+use super::{Error, atomic, convert, hash, header, index};
 
 /// The weights of a model that is not sharded.
 pub(crate) const SINGLE: &str = "model.safetensors";
 
 /// Bytes that one task reads at a time when a tensor is read as bytes.
 const PIECE: usize = 16 << 20;
+
+/// Name, bytes and BLAKE3 hash of a file.
+pub type FileHash = (String, u64, String);
 
 /// What the header says of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -231,6 +234,22 @@ impl TensorFiles {
     /// The files that were opened, in the order of their names.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|(path, _)| path.as_path())
+    }
+
+    /// Name, bytes and BLAKE3 hash of each file that was opened, sorted by name. Files that have not changed since a
+    /// command hashed them are not read again.
+    ///
+    /// # Errors
+    /// [`Error::Read`]; [`Error::Changed`] for a file that changes while it is read.
+    pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
+        let mut all = Vec::with_capacity(self.files.len());
+        for (path, file) in &self.files {
+            let (hash, bytes) = hash::of(file, path)?;
+            let name = path.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
+            all.push((name, bytes, hash));
+        }
+        all.sort();
+        Ok(all)
     }
 
     /// The bytes of a tensor, as they are in the file (little-endian, rows first).

@@ -323,9 +323,9 @@ impl Job {
         let files = self.weights()?;
         let mut config = self.config.clone();
         let mut copy = None;
-        if let Some(dir) = quantize::cached(self)? {
-            config = Config::load(&dir, &self.recipe.model.overrides)?;
-            copy = Some(TensorFiles::open_model(&dir)?);
+        if let Some((its_config, its_files)) = quantize::cached(self)? {
+            config = its_config;
+            copy = Some(its_files);
         }
         let base = match (&files, &copy) {
             (Some(original), Some(four_bit)) => Base::Cached { original, four_bit },

@@ -7,11 +7,12 @@
 
 use super::Error;
 use super::compare::Side;
-use super::output::{logits_apart, write_folder};
+use super::output::{is_of_model, logits_apart, write_folder};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::merge::Merge;
 use crate::adapt::merge_cost::MergeCost;
 use crate::adapt::{Selection, layout};
+use crate::data::Trained;
 use crate::model::Config;
 use crate::model::decoder::{Decoder, Weights};
 use crate::model::embedding::EmbeddingLora;
@@ -19,7 +20,7 @@ use crate::model::linear::{Lora, Weight};
 use crate::model::modules::Module;
 use crate::model::sink::Slot;
 use crate::rng::{Purpose, Stream};
-use crate::store::TensorFiles;
+use crate::store::{NewFolder, TensorFiles};
 use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Map;
@@ -77,12 +78,19 @@ fn bar(layers: usize) -> f64 {
 }
 
 impl Merging<'_> {
-    /// Writes the merged model into `out` and compares it with base and adapter on a probe of seeded tokens.
-    /// At no time more than one layer is in memory. `progress` hears the bytes of each tensor that is written.
+    /// Writes the merged model into a new folder and compares it with base and adapter on a probe of seeded tokens;
+    /// then it gets its name, in the place of a model that is there. At no time more than one layer is in memory.
+    /// `progress` hears the bytes of each tensor that is written.
     ///
     /// # Errors
     /// An adapter that does not fit; a disk that is full; [`Error::Merged`], [`Error::Unequal`].
-    pub fn write(&self, out: &Path, dtype: Option<DType>, progress: &dyn Fn(u64)) -> crate::Result<Merged> {
+    pub fn write(
+        &self,
+        new: NewFolder,
+        dtype: Option<DType>,
+        progress: &dyn Fn(u64),
+    ) -> crate::Result<Merged> {
+        let (out, target) = (new.path(), new.named());
         let Self { base, adapter, selection, .. } = self;
         let merge = Merge::new(base.config, base.files, adapter, selection, base.quantize, dtype)?;
         let mut get = |name: &str| {
@@ -90,7 +98,8 @@ impl Merging<'_> {
             progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
             Ok(tensor)
         };
-        write_folder(self.dir, out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        write_folder(self.dir, &out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        Trained::copy(&adapter.dir, &out)?;
 
         let stream = Stream::new(0, Purpose::Sample, 0, 0);
         let vocab = base.config.vocab as u32;
@@ -100,14 +109,14 @@ impl Merging<'_> {
         walk::finite(&want, "base and adapter", DIVERGED)?;
         let effect = logits_apart(&base.logits(&frozen, None, &ids, &|_| {})?, &want)?;
 
-        let config = Config::load(out, &Map::new())?;
-        let files = layout::open(&config, out)?;
-        let mut exact = Exact { merge: &merge, out, written: &files, error: 0.0, norm: 0.0 };
+        let config = Config::load(&out, &Map::new())?;
+        let files = layout::open(&config, &out)?;
+        let mut exact = Exact { merge: &merge, out: target, written: &files, error: 0.0, norm: 0.0 };
         let got = Decoder::logits_by_layer(&config, &mut exact, &ids, &Device::Cpu)?;
         let rounding = (exact.error / exact.norm).sqrt();
         let (exact, bar) = (logits_apart(&got, &want)?, bar(config.layers));
         if exact > bar {
-            return Err(Error::Merged { path: out.display().to_string(), apart: exact, bar }.into());
+            return Err(Error::Merged { path: target.display().to_string(), apart: exact, bar }.into());
         }
         let side = Side { config: &config, files: &files, quantize: false };
         let frozen = Selection::frozen(&config);
@@ -128,6 +137,7 @@ impl Merging<'_> {
             None => None,
         };
         let (apart, untied, cost) = (logits_apart(&got, &want)?, merge.unties(), merge.cost());
+        new.replace(&is_of_model)?;
         Ok(Merged { exact, bar, rounding, apart, effect, untied, cost, again, trained })
     }
 }

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod compare;
 pub mod exhausted;
+mod finished;
 mod guard;
 mod identity;
 pub mod job;
@@ -33,13 +34,15 @@ pub enum Error {
     /// Something the recipe asks for does not fit the rest.
     #[error("{0}")]
     Usage(String),
-    /// The run folder has checkpoints.
-    #[error(
-        "{dir}: has checkpoints of an earlier run\n  hint: --resume goes on from them, --overwrite starts anew, run.output=DIR writes elsewhere"
-    )]
+    /// The run folder has checkpoints or a result.
+    #[error("{dir}: has {what}\n  hint: {hint}--overwrite starts anew, run.output=DIR writes elsewhere")]
     Exists {
         /// The run folder.
         dir: String,
+        /// What is there.
+        what: String,
+        /// What else can be done.
+        hint: &'static str,
     },
     /// A resume that is another run.
     #[error(
@@ -117,7 +120,7 @@ pub enum Error {
     },
     /// Merged weights do not compute what base and adapter do.
     #[error(
-        "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by f32\n  hint: do not use what is in that folder; this is a bug in ft: please report it"
+        "{path}: the merged weights give other logits than base and adapter: {apart:.1e} apart (relative), at most {bar:.0e} is explained by f32\n  nothing was written there; this is a bug in ft: please report it"
     )]
     Merged {
         /// Folder that was written.
@@ -129,7 +132,7 @@ pub enum Error {
     },
     /// A weight on disk is not the merged one.
     #[error(
-        "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  hint: do not use what is in that folder; look at the disk, and merge again"
+        "{path}: {name}: read back, it is not the merged weight rounded to its dtype\n  nothing was written there\n  hint: look at the disk, and merge again"
     )]
     Unequal {
         /// Folder that was written.

@@ -1,4 +1,4 @@
-//! What a run leaves: `adapter/` or `model/`, read back and compared by logits before success is told.
+//! What a run leaves: `adapter/` or `model/`, read back and compared by logits before it gets its name.
 
 use super::step::probe;
 use super::{Error, Job};
@@ -11,7 +11,7 @@ use crate::kernel::to_host;
 use crate::model::modules::{Group, modules};
 use crate::model::{Config, Decoder};
 use crate::recipe::Quantize;
-use crate::store::{self, TensorFiles};
+use crate::store::{self, NewFolder, TensorFiles};
 use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
@@ -65,7 +65,29 @@ pub fn sample(m: &Micro) -> Micro {
     }
 }
 
-/// Writes the result of a run into its folder and checks it; gives the folder of the adapter or model.
+/// The folder of a run's result in its run folder.
+pub fn result_dir(job: &Job, dir: &Path) -> PathBuf {
+    dir.join(if job.selection.everything_full() { MODEL } else { ADAPTER })
+}
+
+/// The names that a run's result may have.
+pub const RESULTS: [&str; 2] = [ADAPTER, MODEL];
+const ADAPTER: &str = "adapter";
+const MODEL: &str = "model";
+
+/// Whether a file of a model's folder is one that `ft` writes there.
+pub fn is_of_model(name: &str) -> bool {
+    let weights = name.starts_with("model")
+        && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
+    weights || name == "config.json" || name == super::quantize::MARKER || COMPANIONS.contains(&name)
+}
+
+fn is_of_adapter(name: &str) -> bool {
+    ["adapter_config.json", "adapter_model.safetensors"].contains(&name)
+}
+
+/// Writes the result of a run and checks it, then puts it in the place of one that is there; gives the folder of the
+/// adapter or model.
 pub fn write(
     job: &Job,
     decoder: &Decoder,
@@ -76,8 +98,11 @@ pub fn write(
     let before = probe(decoder, sample, &job.device)?;
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
-    let out = if job.selection.everything_full() {
-        let out = dir.join("model");
+    let target = result_dir(job, dir);
+    let new = NewFolder::begin(&target)?;
+    let out = new.path();
+    let full = job.selection.everything_full();
+    if full {
         write_model(job, params, &out)?;
         let files = TensorFiles::open_model(&out)?;
         let config = Config::load(&out, &Map::new())?;
@@ -85,29 +110,27 @@ pub fn write(
         for (i, t) in params.tensors.iter().enumerate() {
             params.set(i, &files.tensor(&t.name, DType::F32, &Device::Cpu)?)?;
         }
-        out
     } else {
-        let out = dir.join("adapter");
         let revision = job.model.revision.as_deref();
         // a checkpoint that is 4-bit by itself is named by the adapter's config
         let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
         adapter::save(&out, &job.selection, params, decoder, &job.model.source, revision, quantize)?;
         let read = Adapter::open(&out)?;
-        same_choices(&out, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
+        same_choices(&target, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
         for (i, t) in params.tensors.iter().enumerate() {
             match read.get(t)? {
                 Some(value) => params.set(i, &value)?,
-                None => return Err(wrong(&out, format!("{} is not in it", t.name)).into()),
+                None => return Err(wrong(&target, format!("{} is not in it", t.name)).into()),
             }
         }
-        out
-    };
+    }
     job.trained().save(&out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?;
     let apart = logits_apart(&probe(decoder, sample, &job.device)?, &before)?;
     if apart > BAR {
-        return Err(Error::Readback { path: out.display().to_string(), apart, bar: BAR }.into());
+        return Err(Error::Readback { path: target.display().to_string(), apart, bar: BAR }.into());
     }
-    Ok(out)
+    new.replace(if full { &is_of_model } else { &is_of_adapter })?;
+    Ok(target)
 }
 
 fn wrong(dir: &Path, why: String) -> adapt::Error {
@@ -153,7 +176,8 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     })
 }
 
-/// Writes a model folder from tensors that are made one by one, in `dtype` but where an entry says otherwise.
+/// Writes a model into the folder `out` from tensors that are made one by one, in `dtype` but where an entry says
+/// otherwise.
 pub fn write_folder(
     source: &Path,
     out: &Path,
@@ -162,7 +186,6 @@ pub fn write_folder(
     entries: &[(String, DType, Vec<usize>)],
     get: &mut dyn FnMut(&str) -> crate::Result<Tensor>,
 ) -> crate::Result<()> {
-    std::fs::create_dir_all(out).map_err(|e| store::Error::write("make the folder", out, None, e))?;
     let name = match dtype {
         DType::BF16 => "bfloat16",
         DType::F16 => "float16",
@@ -177,11 +200,7 @@ pub fn write_folder(
     let text = serde_json::to_string_pretty(&Value::Object(config)).unwrap_or_default() + "\n";
     store::write_atomic(&out.join("config.json"), text.as_bytes())?;
     for file in COMPANIONS {
-        let from = source.join(file);
-        if from.is_file() {
-            let bytes = store::read_plain(&from, store::LARGEST).map_err(|e| store::Error::read(&from, e))?;
-            store::write_atomic(&out.join(file), &bytes)?;
-        }
+        store::copy_inside(source, file, out)?;
     }
     store::write_sharded(out, "model", entries, SHARD_BYTES, get)?;
     Ok(())

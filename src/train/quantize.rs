@@ -2,19 +2,20 @@
 
 use super::Job;
 use super::identity::model_hash;
-use super::output::write_folder;
+use super::output::{is_of_model, write_folder};
 use crate::adapt::build::check_tensors;
 use crate::adapt::layout;
-use crate::log::bytes_bar;
+use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};
 use crate::quant::{self, Error};
 use crate::recipe::{Quantize, Weights};
-use crate::store::{self, RunLock, TensorFiles};
+use crate::store::{self, FileHash, NewFolder, TensorFiles, hash};
 use candle_core::{DType, Device, Tensor};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Says of a folder that `ft` made it as a cache, and of what.
 pub(crate) const MARKER: &str = "ft-cache.json";
@@ -41,39 +42,11 @@ pub struct Report {
 /// A model that is 4-bit already, tensors that do not fit the config or are not finite, a disk that is full. The
 /// folder appears when it is whole.
 pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> crate::Result<Report> {
-    if out.is_file() || std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_some()) {
-        let why = "is not empty\n  hint: another --out, or remove it".into();
-        return Err(Error::Folder { dir: out.display().to_string(), why }.into());
-    }
-    whole(out, &mut |dir| fill(config, source, dir, double))
-}
-
-/// Makes a folder that is whole or absent: filled under another name beside it, then renamed.
-fn whole<R>(out: &Path, fill: &mut dyn FnMut(&Path) -> crate::Result<R>) -> crate::Result<R> {
-    let Some(name) = out.file_name() else {
-        let why = "is not the name of a folder".into();
-        return Err(Error::Folder { dir: out.display().to_string(), why }.into());
-    };
-    let draft = out.with_file_name(format!(".ft-{}.tmp", name.to_string_lossy()));
-    let fail = |what, path: &Path| {
-        let path = path.to_path_buf();
-        move |e| store::Error::write(what, &path, None, e)
-    };
-    // a process that died in the middle left its draft: the lock says that nobody is at work there
-    let lock = RunLock::take(&draft)?;
-    let left = std::fs::read_dir(&draft).map_err(fail("list", &draft))?;
-    for entry in left.flatten().filter(|e| e.file_name() != ".lock") {
-        std::fs::remove_file(entry.path()).map_err(fail("remove", &entry.path()))?;
-    }
-    let result = fill(&draft)?;
-    std::fs::remove_file(draft.join(".lock")).map_err(fail("remove", &draft))?;
-    if out.exists() {
-        std::fs::remove_dir_all(out).map_err(fail("replace", out))?;
-    }
-    std::fs::rename(&draft, out).map_err(fail("rename to", out))?;
-    drop(lock);
-    store::sync_folder(store::folder_of(out))?;
-    Ok(result)
+    let new = NewFolder::begin_named(out)?;
+    new.refuse_occupied("another --out, or remove it")?;
+    let report = fill(config, source, &new.path(), double)?;
+    new.commit()?;
+    Ok(report)
 }
 
 /// The weights that a module brings to a checkpoint.
@@ -176,35 +149,132 @@ fn quantization_config(config: &Config, double: bool) -> Value {
     })
 }
 
-/// The folder of `model.cache`, made now if it is not there or is of another model; `None` where the recipe
-/// names none, or there is nothing to quantize.
-pub(super) fn cached(job: &Job) -> crate::Result<Option<PathBuf>> {
+/// What [`MARKER`] says: of what the folder is a copy, and what was written into it.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Made {
+    version: u32,
+    #[serde(rename = "type")]
+    kind: String,
+    double: bool,
+    /// Hash of the model that it is a copy of.
+    source: String,
+    /// Name, bytes and BLAKE3 hash of its config and of the files of its weights, sorted.
+    files: Vec<FileHash>,
+}
+
+/// The 4-bit copy of a model: these very files are checked, and then loaded.
+type Cached = (Config, TensorFiles);
+
+/// What is in the place of a cache.
+enum Found {
+    /// A copy of this model, whole.
+    Whole(Box<Cached>),
+    /// A cache that is not what was written, and why.
+    Damaged(String),
+    /// Nothing, or a cache of another model or version.
+    None,
+}
+
+impl Made {
+    /// What would be made now, but for the files.
+    fn new(source: String) -> Self {
+        Self { version: 2, kind: "nf4".into(), double: true, source, files: Vec::new() }
+    }
+
+    /// Opens the copy that is in a folder, if it is of this model.
+    ///
+    /// # Errors
+    /// A folder with other things in it.
+    fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Found> {
+        let is_there = |path: &Path| path.symlink_metadata().is_ok();
+        if !is_there(&dir.join(MARKER)) {
+            let empty = std::fs::read_dir(dir).is_ok_and(|mut d| d.next().is_none());
+            if empty || !is_there(dir) {
+                return Ok(Found::None);
+            }
+            let why =
+                format!("is not empty and has no {MARKER}\n  hint: model.cache names a folder of its own");
+            return Err(Error::Folder { dir: dir.display().to_string(), why }.into());
+        }
+        let bytes = match store::read_inside(dir, MARKER, MARKER_BYTES) {
+            Ok(bytes) => bytes,
+            Err(e) => return Ok(Found::Damaged(e.to_string())),
+        };
+        let Ok(made) = serde_json::from_slice::<Value>(&bytes) else {
+            return Ok(Found::Damaged(format!("{MARKER} is not what was written")));
+        };
+        let other = |key: &str, want: Value| made[key] != want;
+        if other("version", json!(self.version))
+            || other("type", json!(self.kind))
+            || other("double", json!(self.double))
+            || other("source", json!(self.source))
+        {
+            return Ok(Found::None);
+        }
+        let Ok(made) = serde_json::from_value::<Made>(made) else {
+            return Ok(Found::Damaged(format!("{MARKER} is not what was written")));
+        };
+        Ok(match open_copy(dir, overrides) {
+            Ok((copy, files)) if files == made.files => Found::Whole(Box::new(copy)),
+            Ok((_, files)) => {
+                let wrong = files.iter().find(|f| !made.files.contains(f)).map_or("a file", |f| f.0.as_str());
+                Found::Damaged(format!("{wrong} is not what was written (its hash differs)"))
+            }
+            Err(e) => Found::Damaged(e.to_string()),
+        })
+    }
+}
+
+/// A marker names a shard a line: a longer one is not ours.
+const MARKER_BYTES: u64 = 16 << 20;
+
+/// A copy, and what its files are.
+fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<(Cached, Vec<FileHash>)> {
+    const CONFIG: &str = "config.json";
+    let (hash, bytes) = hash::of_inside(dir, CONFIG)?;
+    let config = Config::load(dir, overrides)?;
+    let files = TensorFiles::open_model(dir)?;
+    let mut all = files.hashes()?;
+    all.push((CONFIG.into(), bytes, hash));
+    all.sort();
+    Ok(((config, files), all))
+}
+
+/// The 4-bit copy of a job's model in the folder of `model.cache`, made now if it is not there, not whole or of another
+/// model; `None` where the recipe names none, or there is nothing to quantize. Of several processes one makes it, and
+/// the others wait.
+pub(super) fn cached(job: &Job) -> crate::Result<Option<Cached>> {
     let m = &job.recipe.model;
     let Some(dir) = &m.cache else { return Ok(None) };
     if m.quantize == Quantize::None || m.weights == Weights::Random || job.config.four_bit {
         return Ok(None);
     }
     let dir = job.recipe.resolve(&dir.to_string_lossy());
-    let want = json!({"version": 1, "type": "nf4", "double": true, "source": model_hash(job)?});
-    let marker = dir.join(MARKER);
-    let found = store::read_plain(&marker, store::LARGEST)
-        .ok()
-        .and_then(|b| serde_json::from_slice::<Value>(&b).ok());
-    if found.as_ref() == Some(&want) {
-        return Ok(Some(dir));
+    let shown = dir.display();
+    // one that was killed just after the folder had its name
+    NewFolder::sweep_beside(&dir);
+    let mut made = Made::new(model_hash(job)?);
+    if let Found::Whole(copy) = made.find(&dir, &m.overrides)? {
+        return Ok(Some(*copy));
     }
-    if found.is_none() && (dir.is_file() || std::fs::read_dir(&dir).is_ok_and(|mut d| d.next().is_some())) {
-        let why = format!("is not empty and has no {MARKER}\n  hint: model.cache names a folder of its own");
-        return Err(Error::Folder { dir: dir.display().to_string(), why }.into());
-    }
-    whole(&dir, &mut |draft| {
-        let report = fill(&job.config, &job.model.dir, draft, true)?;
-        let text = format!("{want:#}\n");
-        store::write_atomic(&draft.join(MARKER), text.as_bytes())?;
-        crate::log::tell(&format!("{} linears in 4 bits are kept in {}", report.linears, dir.display()));
-        Ok(())
+    let new = NewFolder::begin_in_turn(&dir, &|holder| {
+        let who = holder.map_or(String::new(), |h| format!(" ({h})"));
+        tell(&format!("waiting for another ft process{who}, which is writing {shown}"));
     })?;
-    Ok(Some(dir))
+    match made.find(&dir, &m.overrides)? {
+        Found::Whole(copy) => return Ok(Some(*copy)),
+        Found::Damaged(why) => warn(&format!("{shown}: {why}\n  it is made again from the model")),
+        Found::None => {}
+    }
+    let report = fill(&job.config, &job.model.dir, &new.path(), true)?;
+    let (copy, files) = open_copy(&new.path(), &m.overrides)?;
+    made.files = files;
+    let text = serde_json::to_string_pretty(&made).unwrap_or_default() + "\n";
+    store::write_atomic(&new.path().join(MARKER), text.as_bytes())?;
+    new.replace(&is_of_model)?;
+    tell(&format!("{} linears in 4 bits are kept in {shown}", report.linears));
+    Ok(Some(copy))
 }
 
 #[cfg(test)]

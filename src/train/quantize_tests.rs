@@ -4,6 +4,7 @@ use super::*;
 use crate::recipe::Recipe;
 use crate::train::{self, Options, Outcome};
 use anyhow::{Context as _, Result};
+use std::path::PathBuf;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -53,7 +54,7 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     // goes on from its end without a word about the cache
     assert!(Recipe::load(&out.join("recipe.toml"), &[])?.model.cache.is_some());
 
-    // a cache of another model is replaced, one that was cut short is noticed, a folder of another kind is left alone
+    // a cache of another model is replaced, so is one that was cut short, and a folder of another kind is left alone
     let mut marks: Value = serde_json::from_slice(&std::fs::read(&marker)?)?;
     marks["source"] = json!("another");
     std::fs::write(&marker, marks.to_string())?;
@@ -62,7 +63,8 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let weights = cache.join("model.safetensors");
     let bytes = std::fs::read(&weights)?;
     std::fs::write(&weights, &bytes[..bytes.len() - 9])?;
-    assert!(run(dir.path(), "fourth", "nf4", &[&cached]).is_err());
+    assert!(run(dir.path(), "fourth", "nf4", &[&cached])?.0 == plain);
+    assert!(std::fs::read(&weights)? == bytes);
     std::fs::remove_file(&marker)?;
     let error = run(dir.path(), "fifth", "nf4", &[&cached]).err().context("it ran")?.to_string();
     assert!(error.contains("is not empty and has no ft-cache.json"), "{error}");

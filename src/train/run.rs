@@ -1,7 +1,8 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::finished::Inputs;
 use super::guard::{self, Still};
-use super::identity::identity;
+use super::identity::{Hashing, Identity};
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
@@ -15,13 +16,15 @@ use crate::log::{Metrics, Progress, bytes_bar, memory, place, tell, warn};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
-use crate::store::checkpoint::{Checkpoint, Checkpoints};
-use crate::store::{self, RunLock};
+use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
+use crate::store::{self, NewFolder, RunLock};
 use crate::walk::{Load, RouterLosses};
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+
+/// The folder of checkpoints in a run folder.
+const CHECKPOINTS: &str = "checkpoints";
 
 /// How a run begins.
 #[derive(Clone, Debug, Default)]
@@ -57,11 +60,24 @@ pub enum Outcome {
 pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
-    if has_checkpoints(&dir) && !options.resume && !options.overwrite {
-        return Err(Error::Exists { dir: dir.display().to_string() }.into());
+    // held from here to the end: what is asked of the run folder stays as it was found
+    let _lock = RunLock::take(&dir)?;
+    refuse_earlier(&recipe, options)?;
+    let inputs = Inputs::look(&recipe).map(|i| (i, recipe.clone()));
+    if options.resume
+        && let Some(result) = inputs.as_ref().and_then(|(i, _)| i.finished(&dir))
+    {
+        return Ok(Outcome::Already { result });
     }
+    let finished = |result: &Path| inputs.iter().for_each(|(i, recipe)| i.keep(recipe, &dir, result));
     watch::before_download(&recipe)?;
     let mut job = Job::open(recipe, Want::Weights, true)?;
+    let result = output::result_dir(&job, &dir);
+    // a folder that the recipe reads from is a result too, if this is what the run would write
+    if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
+        return Err(exists(&dir, &result));
+    }
+    let hashing = Hashing::begin(&job);
     let data = job.train_data()?;
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
@@ -70,18 +86,18 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     job::sample(&job.recipe, job.tokenizer.as_ref())?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
-    let goes_on = options.resume && has_checkpoints(&dir);
+    let goes_on = options.resume && checkpoint::any(&dir.join(CHECKPOINTS));
     let fresh = if goes_on { None } else { Some(planned(&job)) };
     if let Some(plan) = &fresh {
         watch::check(&job, plan)?;
     }
     job.keep_lengths(&data, eval.as_ref());
-    std::fs::create_dir_all(&dir).map_err(|e| store::Error::write("make the folder", &dir, None, e))?;
-    let _lock = RunLock::take(&dir)?;
+    // whatever speaks against writing the result there should not come out when everything is trained
+    drop(NewFolder::begin(&result)?);
     if options.overwrite {
-        clear(&dir)?;
+        clear(&job, &dir)?;
     }
-    let checkpoints = Checkpoints::open(&dir.join("checkpoints"))?;
+    let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let newest = if options.resume { checkpoints.newest_whole()? } else { None };
     for w in newest.iter().flat_map(|c| &c.warnings) {
         warn(w);
@@ -97,17 +113,21 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.micro_rows = plan.choices.micro_rows.into();
     let job = job;
-    let identity = identity(&job, &data)?;
+    let identity = Identity::new(&job, &data, hashing);
+    if job.recipe.model.cache.is_some() {
+        // the cache is found by it: before the model is loaded, and not beside that
+        identity.get()?;
+    }
     let mut done = 0;
     if let (Some(c), Some(s)) = (&newest, &reached) {
-        state::check_accepted(&s.identity, &identity, &options.accept_change)?;
-        let changes = state::changes(&s.identity, &identity, &options.accept_change);
+        state::check_accepted(&s.identity, identity.get()?, &options.accept_change)?;
+        let changes = state::changes(&s.identity, identity.get()?, &options.accept_change);
         if !changes.is_empty() {
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
         }
         done = s.step;
-        let result = result_dir(&job, &dir);
         if done >= total as u64 && ended(&dir) && result.is_dir() {
+            finished(&result);
             return Ok(Outcome::Already { result });
         }
         tell(&format!("going on from {} (step {done} of {total})", c.path.display()));
@@ -133,7 +153,9 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         checkpoints: &checkpoints,
         signals: &signals,
     };
-    train(&start, watch).map_err(|e| planned.explain(e))
+    let outcome = train(&start, watch).map_err(|e| planned.explain(e))?;
+    finished(&result);
+    Ok(outcome)
 }
 
 /// What a run has when nothing more can be wrong with what it was given.
@@ -147,7 +169,7 @@ struct Start<'a> {
     /// The checkpoint to go on from, and its step.
     newest: Option<&'a Checkpoint>,
     done: u64,
-    identity: &'a BTreeMap<String, String>,
+    identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
 }
@@ -159,6 +181,7 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
     bar.finish_and_clear();
+    start.identity.check_unchanged()?;
     watch.loaded(&params);
     if let Some(c) = newest {
         state::load(&c.path, &params)?;
@@ -200,7 +223,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     let Start { job, data, batches, done, identity, .. } = *start;
     let (run, total) = (&job.recipe.run, batches.steps());
     let due = |every: usize, count: usize| count == total || (every > 0 && count.is_multiple_of(every));
-    r.start(data, total, identity)?;
+    r.start(data, total, identity.get()?)?;
     if done > 0 && due(run.eval_every, done as usize) && !r.metrics.has("eval") {
         // it came after the checkpoint, and was not finished
         evaluate(start, r)?;
@@ -319,14 +342,49 @@ fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
     }
 }
 
-/// Whether a run folder holds checkpoints, looked up without touching it.
-fn has_checkpoints(dir: &Path) -> bool {
-    std::fs::read_dir(dir.join("checkpoints"))
-        .is_ok_and(|d| d.flatten().any(|e| e.file_name().to_string_lossy().starts_with("step-")))
+/// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
+fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
+    let dir = &recipe.run.output;
+    if options.overwrite {
+        return Ok(());
+    }
+    let shown = dir.display().to_string();
+    if checkpoint::any(&dir.join(CHECKPOINTS)) {
+        let hint = "--resume goes on from them, ";
+        let error = Error::Exists { dir: shown, what: "checkpoints of an earlier run".into(), hint };
+        return if options.resume { Ok(()) } else { Err(error.into()) };
+    }
+    let results = output::RESULTS.into_iter().map(|name| dir.join(name));
+    if let Some(result) = results.into_iter().find(|r| filled(r) && !reads(recipe, r)) {
+        return Err(exists(dir, &result));
+    }
+    if ended(dir) {
+        let what = "the metrics of a run that ended, and no checkpoints to go on from".into();
+        return Err(Error::Exists { dir: shown, what, hint: "" }.into());
+    }
+    Ok(())
 }
 
-fn result_dir(job: &Job, dir: &Path) -> PathBuf {
-    dir.join(if job.selection.everything_full() { "model" } else { "adapter" })
+fn exists(dir: &Path, result: &Path) -> crate::Error {
+    let name = result.file_name().unwrap_or_default().to_string_lossy();
+    let what = format!("{name}/ of an earlier run, and no checkpoints to go on from");
+    Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()
+}
+
+/// Whether anything is under a name, an empty folder apart.
+fn filled(path: &Path) -> bool {
+    match path.read_dir() {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => path.symlink_metadata().is_ok(),
+    }
+}
+
+/// Whether a recipe's model or adapter is in a folder.
+fn reads(recipe: &Recipe, dir: &Path) -> bool {
+    let Ok(dir) = dir.canonicalize() else { return false };
+    let sources = [Some(recipe.model.source.as_str()), recipe.lora.init.adapter()];
+    let inside = |s: &str| recipe.resolve(s).canonicalize().is_ok_and(|p| p.starts_with(&dir));
+    sources.into_iter().flatten().any(inside)
 }
 
 /// Whether the metrics of a run folder have its end.
@@ -335,11 +393,13 @@ fn ended(dir: &Path) -> bool {
         .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
 }
 
-/// Removes what an earlier run left in its folder; other files stay.
-fn clear(dir: &Path) -> Result<(), store::Error> {
-    for name in ["checkpoints", "adapter", "model"] {
+/// Removes what an earlier run left in its folder and this one does not replace; other files stay, and so does what
+/// this one reads. The result stays until the new one takes its place.
+fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
+    let result = output::result_dir(job, dir);
+    for name in output::RESULTS.into_iter().chain([CHECKPOINTS]) {
         let p = dir.join(name);
-        if p.exists() {
+        if p != result && p.symlink_metadata().is_ok() && !reads(&job.recipe, &p) {
             std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
         }
     }
@@ -355,7 +415,7 @@ fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     guard::weights(params, step)?;
     place::enter(place::Phase::Save, 0);
     let draft = start.checkpoints.begin(step)?;
-    let identity = start.identity.clone();
+    let identity = start.identity.get()?.clone();
     let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity };
     state::save(draft.path(), &state, params)?;
     draft.commit(start.job.recipe.run.keep)?;

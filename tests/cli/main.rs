@@ -16,5 +16,6 @@ mod shipped;
 mod stops;
 mod text;
 mod verbs;
+mod whole;
 mod words;
 mod world;

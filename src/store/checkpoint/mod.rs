@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use super::Error;
 use super::atomic::{sync_folder, write_atomic};
 use super::fault::fault;
-use super::input::read_plain;
+use super::path::read_inside;
 use manifest::{MANIFEST, Manifest};
 
 /// The file that says that a checkpoint is complete.
@@ -32,6 +32,13 @@ const MARKER: &str = "COMPLETE";
 const STEP: &str = "step-";
 const DRAFT: &str = ".draft-";
 const OLD: &str = ".old-";
+
+/// Whether a folder has checkpoints, whole or not, also one that a killed process had set aside. Nothing is changed.
+pub fn any(dir: &Path) -> bool {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
+    names.any(|n| n.starts_with(STEP) || n.starts_with(OLD))
+}
 
 /// The folder of a run's checkpoints.
 ///
@@ -255,8 +262,9 @@ fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
 }
 
+/// A folder, a link or a pipe of that name is no marker: a checkpoint with one is as good as torn.
 fn has_marker(path: &Path) -> bool {
-    path.join(MARKER).symlink_metadata().is_ok()
+    path.join(MARKER).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
 /// The step in a folder's name; only the spelling that this module writes counts.
@@ -273,12 +281,10 @@ fn marker(manifest: &[u8]) -> String {
 /// Checks every file of a checkpoint against its manifest, and that against the marker.
 fn verify(path: &Path, step: u64) -> Result<(), Error> {
     let damaged = |problem: String| Error::Damaged { path: path.to_path_buf(), problem };
-    let read = |name: &str| {
-        // A manifest names some dozens of files: a larger one is not ours.
-        read_plain(&path.join(name), 16 << 20)
-    };
-    let said = read(MARKER).map_err(|e| damaged(format!("{MARKER}: {e}")))?;
-    let bytes = read(MANIFEST).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+    // A manifest names some dozens of files: a larger one is not ours.
+    let read = |name: &str| read_inside(path, name, 16 << 20).map_err(|e| damaged(e.to_string()));
+    let said = read(MARKER)?;
+    let bytes = read(MANIFEST)?;
     if said != marker(&bytes).as_bytes() {
         return Err(damaged(format!("{MANIFEST} or {MARKER} is not what was written")));
     }

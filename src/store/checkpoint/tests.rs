@@ -129,6 +129,30 @@ fn links_in_a_draft_are_refused() {
     assert_eq!(names(root.path()), Vec::<String>::new());
 }
 
+/// What is under the names of a checkpoint's own two files may be anything; none of it hangs or stops a save.
+#[test]
+fn markers_and_manifests_that_are_no_files_are_damage() {
+    let make: [&dyn Fn(&Path); 3] = [
+        &|p| fs::create_dir(p).unwrap(),
+        &|p| rustix::fs::mkfifoat(rustix::fs::CWD, p, rustix::fs::Mode::RWXU).unwrap(),
+        &|p| std::os::unix::fs::symlink("/dev/zero", p).unwrap(),
+    ];
+    for make in make {
+        for name in [MARKER, MANIFEST] {
+            let root = tempfile::tempdir().unwrap();
+            let all = Checkpoints::open(root.path()).unwrap();
+            save(&all, 1, "first", 9).unwrap();
+            let path = save(&all, 2, "first", 9).unwrap();
+            fs::remove_file(path.join(name)).unwrap();
+            make(&path.join(name));
+            assert_eq!(all.newest_whole().unwrap().unwrap().step, 1, "{name}");
+            save(&all, 2, "second", 1).unwrap();
+            assert!(weights(&all.newest_whole().unwrap().unwrap().path).starts_with("second"));
+            assert_eq!(names(root.path()), ["step-00000002"]);
+        }
+    }
+}
+
 /// Reliability R7: 1,000 random single-bit flips and 200 truncations, every one is found.
 #[test]
 fn every_flipped_bit_and_every_truncation_is_found() {
@@ -210,7 +234,7 @@ fn fault_child() {
 /// before is whole after, the next start leaves no litter, and the run can go on.
 #[test]
 fn every_fault_point_leaves_a_whole_checkpoint() {
-    for point in POINTS {
+    for point in POINTS.iter().filter(|p| !p.starts_with("folder.")) {
         for hit in 1..=2 {
             let root = tempfile::tempdir().unwrap();
             let all = Checkpoints::open(root.path()).unwrap();

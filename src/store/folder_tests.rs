@@ -1,0 +1,298 @@
+use super::*;
+use crate::error::Failure;
+use crate::store::fault::POINTS;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Two files that must never be seen of different attempts.
+fn fill(new: &NewFolder, text: &str) {
+    for file in ["config.json", "weights"] {
+        write_atomic(&new.path().join(file), text.as_bytes()).unwrap();
+    }
+}
+
+fn ours(name: &str) -> bool {
+    ["config.json", "weights", "shard"].contains(&name)
+}
+
+/// What is in a folder that must be whole; none if it is not there.
+fn whole(dir: &Path) -> Option<String> {
+    let text = fs::read_to_string(dir.join("config.json"));
+    if !there(dir) {
+        return None;
+    }
+    let text = text.unwrap_or_else(|e| panic!("{}: {e}: {:?}", dir.display(), names(dir)));
+    assert_eq!(fs::read_to_string(dir.join("weights")).unwrap(), text);
+    Some(text)
+}
+
+#[test]
+fn a_folder_appears_whole_and_is_replaced_whole() {
+    let root = tempfile::tempdir().unwrap();
+    let target = root.path().join("a/b/m");
+    let new = NewFolder::begin(&target).unwrap();
+    fill(&new, "one");
+    assert!(!target.exists());
+    new.refuse_occupied("").unwrap();
+    new.commit().unwrap();
+    assert_eq!(
+        (whole(&target).as_deref(), names(target.parent().unwrap())),
+        (Some("one"), vec!["m".to_string()])
+    );
+
+    // what is not ours stays, what is ours goes
+    fs::write(target.join("shard"), "one").unwrap();
+    fs::write(target.join(".ft-x.tmp"), "half").unwrap();
+    fs::write(target.join("notes.txt"), "mine").unwrap();
+    fs::create_dir(target.join("folder")).unwrap();
+    fs::write(target.join("folder/weights"), "mine").unwrap();
+    symlink("/etc/hostname", target.join("link")).unwrap();
+    let new = NewFolder::begin(&target).unwrap();
+    fill(&new, "two");
+    let error = new.refuse_occupied("--overwrite").unwrap_err();
+    assert!(matches!(error, Error::Occupied { .. }) && error.exit_code() == crate::ExitCode::Usage);
+    assert!(matches!(new.commit(), Err(Error::Occupied { .. })));
+    assert_eq!(whole(&target).as_deref(), Some("one"));
+    let new = NewFolder::begin(&target).unwrap();
+    fill(&new, "two");
+    assert_eq!(whole(&target).as_deref(), Some("one"), "the old one is there until the exchange");
+    new.replace(&ours).unwrap();
+    assert_eq!(whole(&target).as_deref(), Some("two"));
+    assert_eq!(names(&target), ["config.json", "folder", "link", "notes.txt", "weights"]);
+    assert_eq!(fs::read(target.join("folder/weights")).unwrap(), b"mine");
+    assert_eq!(names(target.parent().unwrap()), ["m"]);
+}
+
+#[test]
+fn a_dropped_folder_leaves_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let new = NewFolder::begin(&root.path().join("a/b/m")).unwrap();
+    fill(&new, "one");
+    drop(new);
+    assert_eq!(names(root.path()), Vec::<String>::new());
+    // an empty folder that was there stays, and is written into
+    let target = root.path().join("m");
+    fs::create_dir(&target).unwrap();
+    fs::set_permissions(&target, fs::Permissions::from_mode(0o750)).unwrap();
+    drop(NewFolder::begin(&target).unwrap());
+    assert_eq!(names(root.path()), ["m"]);
+    let new = NewFolder::begin(&target).unwrap();
+    fill(&new, "one");
+    new.commit().unwrap();
+    assert_eq!(whole(&target).as_deref(), Some("one"));
+    assert_eq!(fs::metadata(&target).unwrap().permissions().mode() & 0o777, 0o750);
+}
+
+#[test]
+fn the_second_is_refused_or_waits() {
+    let root = tempfile::tempdir().unwrap();
+    let target = root.path().join("m");
+    let first = NewFolder::begin(&target).unwrap();
+    let error = NewFolder::begin(&target).unwrap_err();
+    assert!(matches!(&error, Error::Locked { dir, holder: Some(_) } if *dir == target), "{error}");
+    assert_eq!(error.exit_code(), crate::ExitCode::Storage);
+    // somebody who writes beside it disturbs nothing
+    drop(NewFolder::begin(&root.path().join("other")).unwrap());
+    fill(&first, "one");
+    std::thread::scope(|s| {
+        let waits = s.spawn(|| {
+            let second = NewFolder::begin_in_turn(&target, &|_| {}).unwrap();
+            assert_eq!(whole(&target).as_deref(), Some("one"));
+            fill(&second, "two");
+            second.replace(&ours).unwrap();
+        });
+        std::thread::sleep(3 * PAUSE);
+        first.commit().unwrap();
+        waits.join().unwrap();
+    });
+    assert_eq!(whole(&target).as_deref(), Some("two"));
+    assert_eq!(names(root.path()), ["m"]);
+}
+
+/// Many at once: each is whole, and what is there at the end is one of them.
+#[test]
+fn a_crowd_writes_one_folder() {
+    let root = tempfile::tempdir().unwrap();
+    let target = root.path().join("m");
+    std::thread::scope(|s| {
+        for i in 0..8 {
+            let target = &target;
+            s.spawn(move || {
+                for round in 0..5 {
+                    let new = NewFolder::begin_in_turn(target, &|_| {}).unwrap();
+                    whole(target);
+                    fill(&new, &format!("{i} {round}"));
+                    new.replace(&ours).unwrap();
+                }
+            });
+        }
+    });
+    assert!(whole(&target).is_some());
+    assert_eq!(names(root.path()), ["m"]);
+}
+
+#[test]
+fn paths_that_are_no_names_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    for path in [Path::new("/"), Path::new("."), Path::new(".."), Path::new("src/..")] {
+        let error = NewFolder::begin_named(path).unwrap_err();
+        assert!(matches!(error, Error::Name { .. }), "{error}");
+        assert_eq!(error.exit_code(), crate::ExitCode::Usage);
+    }
+    fs::write(root.path().join("file"), "x").unwrap();
+    for path in ["file/m", "file"] {
+        let result = NewFolder::begin_named(&root.path().join(path)).and_then(|new| new.commit());
+        assert!(result.is_err(), "{path}");
+    }
+    symlink("gone", root.path().join("dangling")).unwrap();
+    assert!(NewFolder::begin_named(&root.path().join("dangling")).is_err());
+    assert_eq!(names(root.path()), ["dangling", "file"]);
+    assert_eq!(fs::read(root.path().join("file")).unwrap(), b"x");
+}
+
+/// A link that the user names stands for its folder; a link in the place of a workspace is somebody's trap.
+#[test]
+fn links_are_followed_where_the_user_names_them_alone() {
+    let root = tempfile::tempdir().unwrap();
+    fs::create_dir_all(root.path().join("disk/m")).unwrap();
+    symlink("disk/m", root.path().join("m")).unwrap();
+    let new = NewFolder::begin_named(&root.path().join("m")).unwrap();
+    fill(&new, "one");
+    new.commit().unwrap();
+    assert_eq!(whole(&root.path().join("disk/m")).as_deref(), Some("one"));
+    assert!(root.path().join("m").symlink_metadata().unwrap().is_symlink());
+
+    fs::create_dir(root.path().join("victim")).unwrap();
+    fs::write(root.path().join("victim/key"), "secret").unwrap();
+    symlink("victim", root.path().join(".ft-out.tmp")).unwrap();
+    let error = NewFolder::begin_named(&root.path().join("out")).unwrap_err();
+    assert!(error.to_string().contains(".ft-out.tmp"), "{error}");
+    assert_eq!(names(&root.path().join("victim")), ["key"]);
+
+    // a prepared workspace moves nothing into the folder, and nothing out of its place
+    let workspace = root.path().join(".ft-q.tmp");
+    fs::create_dir(&workspace).unwrap();
+    symlink("../victim", workspace.join(OLD)).unwrap();
+    fs::write(workspace.join(KEEP), "key\0../../victim/key\0/etc/hostname\0..\0").unwrap();
+    let target = root.path().join("q");
+    fs::create_dir(&target).unwrap();
+    let new = NewFolder::begin(&target).unwrap();
+    fill(&new, "one");
+    new.commit().unwrap();
+    assert_eq!(names(&target), ["config.json", "weights"]);
+    assert_eq!(names(&root.path().join("victim")), ["key"]);
+    // the list itself may be a pipe, which nobody ever writes into
+    fs::create_dir(&workspace).unwrap();
+    rustix::fs::mkfifoat(rustix::fs::CWD, workspace.join(KEEP), rustix::fs::Mode::RWXU).unwrap();
+    assert!(NewFolder::begin(&target).is_err());
+}
+
+/// The part of the fault test that dies.
+#[test]
+#[ignore = "the child process of the fault test"]
+fn fault_child() {
+    let dir = std::env::var("FT_FAULT_DIR").expect("run by the fault test alone");
+    for (name, text) in [("m", "two"), ("n", "two"), ("m", "three")] {
+        let target = Path::new(&dir).join(name);
+        let new = NewFolder::begin(&target).unwrap();
+        fill(&new, text);
+        new.replace(&ours).unwrap();
+    }
+}
+
+/// A process dies at each step of replacing a folder and of making one, the first and the second time it comes there,
+/// with and without a file system that exchanges folders. Readers find a whole folder, and the next start finds or
+/// makes one, loses nothing of the user's and leaves no litter.
+#[test]
+fn every_fault_point_leaves_a_whole_folder() {
+    let exchanging: [(bool, &[&str]); 2] =
+        [(true, &["folder.moved_aside", "folder.replaced"]), (false, &["folder.exchanged"])];
+    let points = POINTS.iter().filter(|p| p.starts_with("folder.") || p.starts_with("atomic."));
+    for (exchange, never) in exchanging {
+        for point in points.clone().filter(|p| !never.contains(p)) {
+            for hit in 1..=2 {
+                let root = tempfile::tempdir().unwrap();
+                let m = root.path().join("m");
+                let new = NewFolder::begin(&m).unwrap();
+                fill(&new, "one");
+                new.commit().unwrap();
+                fs::write(m.join("notes.txt"), "mine").unwrap();
+                let mut child = Command::new(std::env::current_exe().unwrap());
+                child.args(["store::folder::tests::fault_child", "--exact", "--ignored"]);
+                child.env("FT_FAULT", format!("{point}:{hit}")).env("FT_FAULT_DIR", root.path());
+                if !exchange {
+                    child.env("FT_FAULT_NO_EXCHANGE", "1");
+                }
+                let child = child.output().unwrap();
+                let at = format!("{point}:{hit}, exchange {exchange}");
+                // a folder is new once, and all else comes twice
+                assert_eq!(child.status.success(), *point == "folder.renamed" && hit == 2, "{at}: {child:?}");
+
+                // what readers find
+                match whole(&m) {
+                    Some(text) => assert!(["one", "two", "three"].contains(&text.as_str()), "{at}: {text}"),
+                    None => assert_eq!(*point, "folder.moved_aside", "{at}"),
+                }
+                let n = whole(&root.path().join("n"));
+                assert!(n.is_none_or(|n| n == "two"), "{at}");
+                // the next start of anything that writes there
+                drop(NewFolder::begin(&root.path().join("other")).unwrap());
+                assert!(whole(&m).is_some(), "{at}");
+                assert_eq!(fs::read(m.join("notes.txt")).unwrap(), b"mine", "{at}");
+                let left = names(root.path());
+                assert!(left.iter().all(|n| n == "m" || n == "n"), "{at}: left {left:?}");
+                // and of this
+                let new = NewFolder::begin(&m).unwrap();
+                fill(&new, "four");
+                new.replace(&ours).unwrap();
+                assert_eq!(whole(&m).as_deref(), Some("four"), "{at}");
+                assert_eq!(names(&m), ["config.json", "notes.txt", "weights"], "{at}");
+            }
+        }
+    }
+}
+
+/// A disk that is full at any moment: the old folder is as it was, or the new one is there. Needs root for a small
+/// disk of its own; without, it says that it was skipped.
+#[test]
+fn a_full_disk_costs_the_new_folder_only() {
+    let root = tempfile::tempdir().unwrap();
+    let mount =
+        Command::new("mount").args(["-t", "tmpfs", "-o", "size=256k", "tmpfs"]).arg(root.path()).output();
+    if !mount.is_ok_and(|m| m.status.success()) {
+        eprintln!("skipped: no tmpfs can be mounted here");
+        return;
+    }
+    let mut failures = 0;
+    for free in 0..10u64 {
+        let target = root.path().join("m");
+        let first = NewFolder::begin(&target).unwrap();
+        fill(&first, "one");
+        first.replace(&ours).unwrap();
+        fs::write(target.join("notes.txt"), "mine").unwrap();
+        let filler = root.path().join("filler");
+        let space = crate::store::free_bytes(root.path()).unwrap();
+        fs::write(&filler, vec![0u8; space.saturating_sub(free * 4096) as usize]).unwrap();
+        let result = NewFolder::begin(&target).and_then(|new| {
+            write_atomic(&new.path().join("config.json"), b"two")?;
+            write_atomic(&new.path().join("weights"), b"two")?;
+            new.replace(&ours)
+        });
+        let left = names(root.path());
+        fs::remove_file(&filler).unwrap();
+        assert_eq!(whole(&target).as_deref(), Some(if result.is_ok() { "two" } else { "one" }), "{free}");
+        assert_eq!(fs::read(target.join("notes.txt")).unwrap(), b"mine");
+        assert_eq!(left, ["filler", "m"], "{free}");
+        failures += u32::from(result.is_err());
+    }
+    assert!(Command::new("umount").arg(root.path()).status().unwrap().success());
+    assert!((1..10).contains(&failures), "{failures} of 10 failed");
+}
