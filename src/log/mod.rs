@@ -4,6 +4,11 @@ pub mod limits;
 pub mod memory;
 mod metrics;
 pub mod place;
+#[cfg(target_os = "linux")]
+mod pool;
+#[cfg(not(target_os = "linux"))]
+#[path = "no_pool.rs"]
+mod pool;
 mod progress;
 pub mod report;
 
