@@ -45,6 +45,6 @@ pub use dataset::{Checked, Dataset};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
 pub use files::files as find;
-pub use micro::Micro;
+pub use micro::{Micro, Size};
 pub use stats::{Drops, Lengths, Stats};
 pub use tokenizer::{Decoder, Tokenizer};

@@ -338,7 +338,9 @@ const MEMORY: &[Key] = &[
         "budget",
         Kind::Bytes,
         Absent("what is free"),
-        "Memory of one device that may be used, such as \"48GiB\".",
+        "Memory of one device that may be used, such as \"48GiB\". On CUDA a twenty-fifth of it is kept back where that \
+         is possible. On the CPU it holds what training takes, the allocator's part included; the program's code, \
+         the tokenizer and the data stand beside it, in the plan's line of the host.",
     ),
     key(
         "host_budget",

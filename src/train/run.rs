@@ -4,7 +4,7 @@ use super::identity::identity;
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
-use super::step::{Setup, train_step};
+use super::step::Setup;
 use super::watch::{self, Watch};
 use super::{Error, Job, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
@@ -21,6 +21,9 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+
+/// Steps of a process in which memory that runs out means that the plan was wrong, and another one may be right.
+const YOUNG: usize = 3;
 
 /// How a run begins.
 #[derive(Clone, Debug, Default)]
@@ -150,7 +153,7 @@ struct Start<'a> {
 }
 
 /// Loads the model, goes through the steps, writes the result.
-fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
+fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
     let Start { job, plan, data, eval, batches, dir, newest, done, identity, checkpoints, signals } = *start;
     let total = batches.steps();
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
@@ -187,7 +190,9 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     for step in done as usize..total {
         let started = Instant::now();
         let lr = schedule.at(step);
-        let s = train_step(&r.setup, data, &batches.rows(step), step as u64, lr)
+        let young = step - (done as usize) < YOUNG;
+        let s = r
+            .step(data, &batches.rows(step), step as u64, lr, young)
             .map_err(|e| r.stopped(step as u64, r.watch.planned().explain(e)))?;
         if step == done as usize {
             check_reached(&params, &s)?;
@@ -221,7 +226,7 @@ fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
     }
     r.metrics.write(&json!({
         "event": "end", "step": total, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": r.watch.plan().engine(),
         "memory": r.watch.compared(), "time": now(),
     }))?;
     Ok(Outcome::Done { result })

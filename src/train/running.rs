@@ -1,12 +1,13 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
-use super::step::{Setup, evaluate};
+use super::step::{Setup, accumulate, evaluate, update};
 use super::watch::Watch;
 use super::{Job, Stepped};
 use crate::data::Dataset;
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
-use crate::walk::{self, Load, generate};
+use crate::plan::report;
+use crate::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -17,7 +18,7 @@ pub struct Running<'a> {
     pub eval: Option<&'a Dataset>,
     pub metrics: Metrics,
     pub progress: Progress,
-    pub watch: Watch<'a>,
+    pub watch: Watch,
     /// Load of the experts since it was last written, and over how many steps.
     pub load: (u64, Load),
 }
@@ -75,6 +76,47 @@ impl Running<'_> {
             self.sample(0)?;
         }
         Ok(())
+    }
+
+    /// One step. Where memory runs out before anything was updated, and `again` says that it may begin anew, it does so
+    /// with more layers recomputed, and so does the run from then on.
+    pub fn step(
+        &mut self,
+        data: &Dataset,
+        rows: &[usize],
+        step: u64,
+        lr: f64,
+        again: bool,
+    ) -> crate::Result<Stepped> {
+        let times = &mut Times::start(false);
+        let summed = loop {
+            match accumulate(&self.setup, data, rows, step, times) {
+                Ok(summed) => break summed,
+                Err(e) if again && e.is_out_of_memory() => self.recompute_more(step, e)?,
+                Err(e) => return Err(e),
+            }
+        };
+        update(&self.setup, summed, data, rows, step, lr, times)
+    }
+
+    /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.
+    fn recompute_more(&mut self, step: u64, e: crate::Error) -> crate::Result<()> {
+        let Some(plan) = self.job.smaller(self.watch.plan()) else { return Err(e) };
+        let (was, choices) = (self.setup.choices, plan.choices);
+        let (less, of) = (report::bytes(plan.total()), plan.walked);
+        self.progress.line(&format!(
+            "warning: out of memory in step {}: it begins anew with {} of {of} layers recomputed, not {}, which takes \
+             {less} by the plan",
+            step + 1,
+            choices.recompute,
+            was.recompute
+        ));
+        self.setup.choices = choices;
+        self.watch.replan(plan, self.job);
+        let event = json!({
+            "event": "replanned", "step": step, "why": e.to_string(), "time": now(), "plan": self.watch.json(),
+        });
+        Ok(self.metrics.write(&event)?)
     }
 
     /// Writes a step, and shows it.
