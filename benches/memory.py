@@ -1,10 +1,12 @@
-"""Plans against processes: 12 shapes of 1 GiB and more on the CPU, a few steps each, random weights.
+"""Plans against processes on the CPU: 32 shapes, 12 of them of 1 GiB and more, two steps each, random weights.
 
-    python benches/memory.py target/release/ft [--only NAME ..]
+    python benches/memory.py target/release/ft [--only NAME ..] [--budgets]
 
 For each shape: what the plan said before the model was loaded, what the engine's allocations came to at their
-fullest, and, with what the C library's allocator keeps, the largest resident size of the process less what it held
-before loading. Needs 4 GiB of memory and Python's standard library.
+fullest, and, with what the allocator holds, the largest resident size of the process less what it held before
+loading. Mixtures may take up to what the plan reserves for uneven routing; shapes whose rows are one token over and
+over send all tokens to the same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
+whether the process kept within. Needs 4 GiB of memory and Python's standard library.
 """
 import argparse
 import json
@@ -53,6 +55,49 @@ SHAPES = {
     "full, tied, vocabulary": (dense(6, 768, 2304, 64000, tied=True), ALL, [256], ["memory.recompute=3"]),
 }
 
+ATTENTION = '[[train]]\nmodules = ["attention"]\n'
+ROUTERS = '[[train]]\nmodules = ["router"]\nmethod = "full"\n'
+SOME = '[[train]]\nmodules = ["experts"]\nexperts = [0, 1]\nmethod = "full"\n'
+EVERYTHING = ALL.replace('"mlp"', '"experts", "router"')
+MIDDLE, TINY = dense(8, 512, 1536, 8000, heads=9), dense(2, 64, 192, 512, heads=3)
+QWEN2 = dict(MIDDLE, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+LLAMA = dict(MIDDLE, model_type="llama", architectures=["LlamaForCausalLM"])
+MIXTRAL = dict(dense(6, 512, 1024, 8000, heads=9), model_type="mixtral", architectures=["MixtralForCausalLM"],
+               num_local_experts=8, num_experts_per_tok=2)
+FINE = mixture(4, 512, 256, 8000, 32, 4)
+NONE, EACH, NF4 = "memory.recompute=none", "memory.recompute=all", "model.quantize=nf4"
+ONE = [-512]  # one token, over and over
+
+
+def rows(n):
+    return [f"run.micro_rows={n}", f"run.batch_rows={n}"]
+
+
+# what attacks on the plan tried, and what stands beside it: many and long rows, small models, uneven routing
+SHAPES |= {
+    "many rows a step": (TINY, LORA, [512], ["run.batch_rows=1024"]),
+    "many rows a step, shuffled": (TINY, ALL, [300, 512, 40], ["run.batch_rows=600", "data.shuffle=true", "run.micro_rows=2"]),
+    "Mixtral routers, 2048 tokens": (MIXTRAL, ROUTERS, [512], [NONE, *rows(4)]),
+    "Mixtral routers, recompute": (MIXTRAL, ROUTERS, [2048], [EACH, "data.max_length=2048"]),
+    "LoRA, 4096 tokens, recompute": (MIDDLE, LORA, [4096], [EACH, "data.max_length=4096"]),
+    "LoRA, 4096 tokens": (MIDDLE, LORA, [4096], [NONE, "data.max_length=4096"]),
+    "Qwen2, full, 2 of 8 recomputed": (QWEN2, ALL, [512], ["memory.recompute=2", *rows(2)]),
+    "Llama, LoRA, rank 64": (LLAMA, LORA, [512], [NONE, "lora.rank=64", *rows(4)]),
+    "attention, top 2 layers": (MIDDLE, ATTENTION + 'layers = "-2:"\n', [512], [NONE, *rows(4)]),
+    "DoRA, recompute": (MIDDLE, LORA, [512], [EACH, "lora.dora=true", *rows(4)]),
+    "dropout, 8 ragged rows": (MIDDLE, LORA, [500, 20, 300, 411], [NONE, "lora.dropout=0.1", "data.pack=false", *rows(8)]),
+    "NF4, bf16": (MIDDLE, LORA, [512], [NF4, "model.dtype=bf16", NONE, *rows(2)]),
+    "NF4, decoded for the visit": (MIDDLE, LORA, [512], [NF4, EACH, "memory.decoded=visit", *rows(4)]),
+    "experts in full, NF4 beside": (FINE, SOME, [512], [NF4, NONE, *rows(2)]),
+    "experts, DoRA and dropout": (FINE, EXPERTS, [512], [NONE, "lora.dora=true", "lora.dropout=0.1", *rows(2)]),
+    "mixture in full, bf16": (FINE, EVERYTHING, [512], ["model.dtype=bf16", EACH]),
+    "one token, LoRA on experts": (FINE, EXPERTS, ONE, [NONE, *rows(4)]),
+    "one token, experts in full": (MIXTRAL, EVERYTHING, ONE, [EACH, *rows(4)]),
+    "one token, NF4": (FINE, EXPERTS, ONE, [NF4, EACH, *rows(4)]),
+    "small": (dense(4, 128, 384, 2000, heads=3), ALL, [200, 64], [NONE]),
+}
+LARGE_SHAPES = list(SHAPES)[:12]
+
 RECIPE = """
 [model]
 source = "model"
@@ -78,14 +123,15 @@ def run(ft, config, rules, lengths, overrides):
         with open(f"{d}/rows.jsonl", "w") as f:
             for r in range(40):
                 n = lengths[r % len(lengths)]
-                ids = [(r * 7919 + i * 104729) % config["vocab_size"] for i in range(n)]
+                step = 104729 if n > 0 else 0
+                ids = [((r * 7919 if n > 0 else 7) + i * step) % config["vocab_size"] for i in range(abs(n))]
                 f.write(json.dumps(dict(input_ids=ids)) + "\n")
         with open(f"{d}/r.toml", "w") as f:
             f.write(RECIPE.format(rules=rules))
         env = dict(os.environ, FT_CACHE=f"{d}/cache")
         done = subprocess.run([os.path.abspath(ft), "run", "r.toml", *overrides], cwd=d, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{overrides}: {done.stderr}")
+            raise SystemExit(f"{overrides}: {done.returncode}: {done.stderr}")
         with open(f"{d}/out/metrics.jsonl") as f:
             events = [json.loads(line) for line in f]
         start, end = (next(e for e in events if e["event"] == k) for k in ("start", "end"))
@@ -96,20 +142,50 @@ def run(ft, config, rules, lengths, overrides):
                 memory["process_bytes"], memory, start["plan"])
 
 
+def budgets(ft, names):
+    """Runs with less memory than a shape takes when it may choose: what is accepted keeps within."""
+    print("| shape | budget | choices | process | of the budget |\n|---|---|---|---|---|", flush=True)
+    worst = 0
+    for name in names:
+        config, rules, lengths, overrides = SHAPES[name]
+        free = [o for o in overrides if not o.startswith("memory.")]
+        most = run(ft, config, rules, lengths, free + ["memory.budget=1TiB"])[5]["peak_device_bytes"]
+        least = run(ft, config, rules, lengths, free + ["memory.recompute=all"])[5]["peak_device_bytes"]
+        for share in (1, 0.6, 0.3, 0.05):
+            budget = int(least + share * (most - least)) + 2**16
+            result = run(ft, config, rules, lengths, free + [f"memory.budget={budget}"])
+            process, plan = result[3], result[5]
+            worst = max(worst, process / budget)
+            chosen = ", ".join(f"{k} {v['value']}" for k, v in plan["choices"].items() if k in ("recompute", "head_rows"))
+            print(f"| {name} | {budget / 2**20:.1f} MiB | {chosen} | {process / 2**20:.1f} MiB | {100 * process / budget:.1f}% |",
+                  flush=True)
+    print(f"\nat the most {100 * worst:.1f}% of the budget")
+
+
+def off(measured, planned, reserve):
+    """How far a measurement is from what was planned; uneven routing may take what is reserved for it."""
+    return (measured - min(max(measured, planned), planned + reserve)) / planned
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("ft")
     p.add_argument("--only", nargs="*", default=list(SHAPES))
     p.add_argument("--details", action="store_true", help="by component and phase")
+    p.add_argument("--budgets", action="store_true", help="the smaller shapes under budgets")
     a = p.parse_args()
+    if a.budgets:
+        return budgets(a.ft, [n for n in a.only if n not in LARGE_SHAPES])
     print("| shape | planned | allocated | apart | planned process | process | apart |\n|---|---|---|---|---|---|---|", flush=True)
     worst = [0, 0]
     for name in a.only:
         planned, counted, ours, process, memory, plan = run(a.ft, *SHAPES[name])
-        apart = [counted / planned - 1, process / ours - 1]
+        reserve = plan["device"].get("routing_reserve", 0)
+        apart = [off(counted, planned, reserve), off(process, ours, reserve)]
         worst = [max(w, abs(x)) for w, x in zip(worst, apart)]
-        small = " (below 1 GiB)" if planned < GIB else ""
-        print(f"| {name}{small} | {planned / GIB:.3f} GiB | {counted / GIB:.3f} GiB | {100 * apart[0]:+.2f}% | "
+        if reserve:
+            name += f" (up to {reserve / 2**20:.0f} MiB more by its routing)"
+        print(f"| {name} | {planned / GIB:.3f} GiB | {counted / GIB:.3f} GiB | {100 * apart[0]:+.2f}% | "
               f"{ours / GIB:.3f} GiB | {process / GIB:.3f} GiB | {100 * apart[1]:+.2f}% |", flush=True)
         if a.details:
             print(json.dumps(plan), "\n", json.dumps(memory), flush=True)

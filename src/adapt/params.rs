@@ -5,6 +5,7 @@
 //! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
 
 use super::selection::Trained;
+use crate::kernel::optimizer::{PIECE, by_pieces};
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -167,7 +168,10 @@ impl Params {
     pub fn publish(&self) -> Result<()> {
         for u in self.units.iter().flatten() {
             if u.compute.dtype() != DType::F32 {
-                u.compute.slice_set(&u.master.to_dtype(u.compute.dtype())?, 0, 0)?;
+                by_pieces(u.len, PIECE, &|start, len| {
+                    let rounded = u.master.narrow(0, start, len)?.to_dtype(u.compute.dtype())?;
+                    u.compute.slice_set(&rounded, 0, start)
+                })?;
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! What enters the model.
 
-use super::Dataset;
 use super::encode::UNSUPERVISED;
+use super::{Dataset, Example};
 
 /// One micro-batch without padding: all documents of its rows end to end.
 ///
@@ -22,14 +22,45 @@ pub struct Micro {
     pub targets: Vec<(u32, u32)>,
 }
 
+/// How large the micro-batch of some rows is, counted without making it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Size {
+    /// Tokens.
+    pub tokens: usize,
+    /// Supervised targets.
+    pub targets: usize,
+}
+
+impl Size {
+    /// Of these rows, those that the dataset does not have left out.
+    pub fn of(dataset: &Dataset, rows: &[usize]) -> Self {
+        examples(dataset, rows).fold(Self::default(), |s, e| Self {
+            tokens: s.tokens + e.ids.len(),
+            targets: s.targets + e.targets(),
+        })
+    }
+}
+
+/// The examples of some rows, in order.
+fn examples<'a>(dataset: &'a Dataset, rows: &'a [usize]) -> impl Iterator<Item = &'a Example> {
+    let all = rows.iter().filter_map(|r| dataset.rows.get(*r)).flatten();
+    all.filter_map(|e| dataset.examples.get(*e))
+}
+
 impl Micro {
     /// The micro-batch of `rows` of the dataset. Rows that it does not have are left out.
     ///
     /// Indices are 32 bits: a micro-batch holds fewer than 2^32 tokens.
     pub fn collate(dataset: &Dataset, rows: &[usize]) -> Self {
-        let mut out = Self::default();
-        for &example in rows.iter().filter_map(|r| dataset.rows.get(*r)).flatten() {
-            let Some(example) = dataset.examples.get(example) else { continue };
+        let size = Size::of(dataset, rows);
+        let mut out = Self {
+            ids: Vec::with_capacity(size.tokens),
+            positions: Vec::with_capacity(size.tokens),
+            lo: Vec::with_capacity(size.tokens),
+            docs: Vec::new(),
+            targets: Vec::with_capacity(size.targets),
+        };
+        for example in examples(dataset, rows) {
             let base = out.ids.len() as u32;
             out.ids.extend(&example.ids);
             out.positions.extend(0..example.ids.len() as u32);

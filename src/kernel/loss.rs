@@ -94,11 +94,46 @@ fn cross_entropy_composed(
 
 /// The sum of losses in f64, in order: the same for any split into chunks.
 pub fn total(losses: &[Tensor]) -> Result<f64> {
-    let mut sum = 0.0;
-    for t in losses {
-        sum += t.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().sum::<f64>();
+    let mut all = Running::default();
+    all.keep(losses.to_vec())?;
+    all.total()
+}
+
+/// Losses that are being summed as they come.
+///
+/// On another device than the CPU to ask for them means to wait for it, so a bounded number of them is kept there.
+#[derive(Debug, Default)]
+pub struct Running {
+    sum: f64,
+    kept: Vec<Tensor>,
+}
+
+impl Running {
+    /// Losses that are kept at the most: 4 MiB.
+    const MOST: usize = 1 << 20;
+
+    /// Takes the losses of a micro-batch.
+    pub fn keep(&mut self, losses: Vec<Tensor>) -> Result<()> {
+        self.kept.extend(losses);
+        let here = self.kept.iter().all(is_cpu);
+        if here || self.kept.iter().map(Tensor::elem_count).sum::<usize>() > Self::MOST {
+            self.add()?;
+        }
+        Ok(())
     }
-    Ok(sum)
+
+    fn add(&mut self) -> Result<()> {
+        for t in self.kept.drain(..) {
+            self.sum += t.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().sum::<f64>();
+        }
+        Ok(())
+    }
+
+    /// The sum of all.
+    pub fn total(mut self) -> Result<f64> {
+        self.add()?;
+        Ok(self.sum)
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,9 @@ use rayon::prelude::*;
 /// Elements that one task takes: fixed, so that sums have one order.
 const CHUNK: usize = 16 * 1024;
 
+/// Values that the composition takes at once: its temporaries are five of them, 320 MiB.
+pub const PIECE: usize = 16 << 20;
+
 /// The numbers of one update.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW {
@@ -39,7 +42,10 @@ impl AdamW {
 /// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place.
 pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
-        return adamw_composed(p, m, v, g, k);
+        return by_pieces(p.elem_count(), PIECE, &|start, len| {
+            let part = |x: &Tensor| x.narrow(0, start, len);
+            adamw_composed(&part(p)?, &part(m)?, &part(v)?, &part(g)?, k)
+        });
     }
     let gs = k.grad_scale as f32;
     let (b1, b2) = ((1.0 - k.betas[0]) as f32, k.betas[1] as f32);
@@ -75,6 +81,11 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Resul
     })
 }
 
+/// Calls `f` with the start and length of each piece of `n` values.
+pub fn by_pieces(n: usize, piece: usize, f: &dyn Fn(usize, usize) -> Result<()>) -> Result<()> {
+    (0..n).step_by(piece.max(1)).try_for_each(|start| f(start, piece.max(1).min(n - start)))
+}
+
 fn adamw_composed(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
     let g = (g * k.grad_scale)?;
     m.slice_set(&(m + ((&g - m)? * (1.0 - k.betas[0]))?)?, 0, 0)?;
@@ -95,7 +106,9 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
                 x.par_chunks(CHUNK).map(|c| c.iter().map(|x| f64::from(*x) * f64::from(*x)).sum()).collect();
             sum += parts.iter().sum::<f64>();
         } else {
-            on_device.push(b.sqr()?.sum_all()?);
+            for start in (0..b.elem_count()).step_by(PIECE) {
+                on_device.push(b.narrow(0, start, PIECE.min(b.elem_count() - start))?.sqr()?.sum_all()?);
+            }
         }
     }
     if !on_device.is_empty() {
@@ -172,6 +185,17 @@ mod tests {
         adamw_composed(&cp, &cm, &cv, &g, &k)?;
         for (a, b) in [(&cp, &p), (&cm, &m), (&cv, &v)] {
             close(a, b, 1e-6);
+        }
+        // whatever the pieces, the same bits
+        for piece in [1, 7, 49, 50, PIECE] {
+            let [p, m, v, g] = make()?;
+            by_pieces(50, piece, &|start, len| {
+                let part = |x: &Tensor| x.narrow(0, start, len);
+                adamw_composed(&part(&p)?, &part(&m)?, &part(&v)?, &part(&g)?, &k)
+            })?;
+            for (a, b) in [(&cp, &p), (&cm, &m), (&cv, &v)] {
+                assert_eq!(a.to_vec1::<f32>()?, b.to_vec1::<f32>()?, "pieces of {piece}");
+            }
         }
         let n = sum_squares(&[g.clone(), p.clone()])?;
         let want = g.sqr()?.sum_all()?.to_scalar::<f32>()? + p.sqr()?.sum_all()?.to_scalar::<f32>()?;

@@ -1,7 +1,7 @@
 //! Memory that is in use: as the system counts it, and as this program's own allocations add up.
 
-use super::limits;
 use super::place::{self, Phase};
+use super::{limits, pool};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
@@ -26,7 +26,8 @@ thread_local! {
     static SAYING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The system's allocator, counting allocations of [`COUNTED`] bytes and more.
+/// The system's allocator, counting allocations of [`COUNTED`] bytes and more; large blocks get pages of their own
+/// ([`pool`]), so that what is held beyond them is known.
 ///
 /// A binary that wants its peak in `metrics.jsonl` compared with the plan makes it the global allocator, as
 /// `ft` does; a library that is used elsewhere does not, and the figures are then absent.
@@ -69,38 +70,73 @@ fn sub(bytes: usize) {
     }
 }
 
-// SAFETY: every call goes to `System` with the layout it came with; counting touches atomics alone and
-// allocates nothing. What is done after a failure ends the process.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise about `layout` is passed on.
-        let p = unsafe { System.alloc(layout) };
+/// Whether a block gets pages of its own: by its layout alone, so that giving it back finds the same answer.
+fn own_pages(layout: Layout) -> bool {
+    cfg!(target_os = "linux") && layout.size() >= pool::LARGE && layout.align() <= 4096
+}
+
+impl Counting {
+    /// A block by its layout; the caller's promise is [`GlobalAlloc::alloc`]'s.
+    unsafe fn block(layout: Layout, zeroed: bool) -> *mut u8 {
+        let p = match (own_pages(layout), zeroed) {
+            (true, _) => pool::alloc(layout.size(), zeroed, LIVE.load(Relaxed)),
+            // SAFETY: the caller's promise about `layout` is passed on.
+            (_, false) => unsafe { System.alloc(layout) },
+            // SAFETY: as above.
+            (_, true) => unsafe { System.alloc_zeroed(layout) },
+        };
         match p.is_null() {
             true => failed(layout.size()),
             false => add(layout.size()),
         }
         p
+    }
+}
+
+// SAFETY: every call goes to `System` or to the pool of large blocks, by the layout it came with, and back to where
+// the block came from; counting touches atomics alone and allocates nothing. What is done after a failure ends the
+// process.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { Self::block(layout, false) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as above. Zeroed pages come from the system untouched, so that they cost nothing until used.
-        let p = unsafe { System.alloc_zeroed(layout) };
-        match p.is_null() {
-            true => failed(layout.size()),
-            false => add(layout.size()),
-        }
-        p
+        // SAFETY: as above. New pages come zeroed and untouched from the system, and cost nothing until used.
+        unsafe { Self::block(layout, true) }
     }
 
     unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: `p` came from this allocator, that is from `System`, with this layout.
-        unsafe { System.dealloc(p, layout) };
         sub(layout.size());
+        if own_pages(layout) {
+            // SAFETY: `p` came from this allocator with this layout, and so from the pool.
+            return unsafe { pool::dealloc(p, layout.size(), LIVE.load(Relaxed)) };
+        }
+        // SAFETY: as above, from `System`.
+        unsafe { System.dealloc(p, layout) };
     }
 
     unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: as for `dealloc`; the caller promises a `size` above 0.
-        let new = unsafe { System.realloc(p, layout, size) };
+        // SAFETY: the caller promises a `size` that makes a layout.
+        let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        let new = match (own_pages(layout), own_pages(wanted)) {
+            // SAFETY: as for `dealloc`; the caller promises a `size` above 0.
+            (false, false) => unsafe { System.realloc(p, layout, size) },
+            // SAFETY: as for `dealloc`.
+            (true, true) => unsafe { pool::realloc(p, layout.size(), size, LIVE.load(Relaxed)) },
+            _ => {
+                // SAFETY: the new block is another one, and both hold the smaller number of bytes.
+                return unsafe {
+                    let new = self.alloc(wanted);
+                    if !new.is_null() {
+                        std::ptr::copy_nonoverlapping(p, new, layout.size().min(size));
+                        self.dealloc(p, layout);
+                    }
+                    new
+                };
+            }
+        };
         if new.is_null() {
             failed(size);
         } else {
@@ -109,6 +145,12 @@ unsafe impl GlobalAlloc for Counting {
         }
         new
     }
+}
+
+/// Lets the allocator keep freed large blocks for reuse as long as all that is counted stays within `bytes`: what a
+/// run plans for itself beyond what is counted now.
+pub fn keep_within(bytes: u64) {
+    pool::keep_within(bytes.saturating_add(LIVE.load(Relaxed)));
 }
 
 /// Bytes of counted allocations that are live; `None` when this binary does not count.

@@ -5,6 +5,11 @@ pub mod memory;
 mod metrics;
 pub mod panics;
 pub mod place;
+#[cfg(target_os = "linux")]
+mod pool;
+#[cfg(not(target_os = "linux"))]
+#[path = "no_pool.rs"]
+mod pool;
 mod progress;
 mod screen;
 

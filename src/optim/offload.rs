@@ -18,7 +18,7 @@ use candle_core::{DType, Result, Tensor};
 use std::ops::Range;
 
 /// Values of a piece: 64 MiB of gradients.
-pub const PIECE: usize = 16 << 20;
+pub use crate::kernel::optimizer::PIECE;
 
 /// One update of the `stretch` of a unit: `compute` and `grads` `[n]` on the device; master weights and both moments
 /// `[n]`, f32, on the host.

@@ -6,7 +6,7 @@
 
 use super::layer::Tokens;
 use super::ledger::Peak;
-use super::ops::chunk_rows;
+use super::ops::{Machine, chunk_rows};
 use super::report::bytes;
 use super::step::{Levels, Parts};
 use super::work::{Costs, Work};
@@ -22,6 +22,15 @@ const SIZES: usize = 24;
 const CHUNKS: [(u64, u64); 6] = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)];
 /// Fewest rows of a chunk.
 const FEWEST: u64 = 16;
+
+/// Parts of a CUDA device's budget, of which one is kept back where the choices allow it: no GPU has confirmed what the
+/// allocator is planned to hold.
+const KEPT_BACK: u64 = 25;
+
+/// Bytes of a budget that the choices keep back.
+pub fn reserve(machine: Machine, budget: u64) -> u64 {
+    if machine.cuda { budget / KEPT_BACK } else { 0 }
+}
 
 /// What was chosen, and what that gives.
 #[derive(Clone, Debug)]
@@ -134,10 +143,11 @@ struct Weighed {
     total: u64,
 }
 
-/// Compares all combinations and takes the fastest that fits; where none does, the one that takes least.
+/// Compares all combinations and takes the fastest that fits and leaves the reserve; where none does, the one that takes
+/// least.
 pub(crate) fn choose(p: &Prepared<'_>) -> Decision {
     let open = Open::of(p);
-    let budget = p.inputs.budget.unwrap_or(u64::MAX);
+    let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
     let largest = open.rows[open.rows.len() - 1];
     let whole = (p.workload(largest).train, largest);
     let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
@@ -199,6 +209,7 @@ struct Told<'a, 'p> {
     open: &'a Open,
     size: &'a Size<'p>,
     chosen: Weighed,
+    /// Whether it fits and leaves the reserve.
     fits: bool,
     /// Rows of the smallest micro-batch that did not fit.
     too_large: Option<usize>,
@@ -234,6 +245,10 @@ impl Told<'_, '_> {
             .into();
         };
         match self.chosen.levels.recompute {
+            _ if !self.fits && self.chosen.total <= budget => {
+                let left = bytes(budget - self.chosen.total);
+                format!("auto: what takes least; it leaves {left} of {} free", bytes(budget))
+            }
             _ if !self.fits => "auto: not even recomputing all layers fits".into(),
             0 => "auto: everything that backward needs fits".into(),
             _ => format!("auto: the fewest that fit {}", bytes(budget)),
@@ -282,6 +297,9 @@ impl Told<'_, '_> {
             (false, _) => return "the recipe says so".into(),
             _ if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
             (true, Some(n)) if self.fits => format!("auto: the fastest that fits; {n} rows do not"),
+            (true, Some(_)) if self.p.inputs.budget.is_some_and(|b| self.chosen.total <= b) => {
+                "auto: what takes least; the reserve does not fit beside more".to_string()
+            }
             (true, Some(_)) => "auto: not even one row fits".to_string(),
             (true, None) => {
                 format!("auto: the fastest of {:?}, with what each has to recompute", self.open.rows)

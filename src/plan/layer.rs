@@ -96,6 +96,8 @@ pub struct Sim<'a> {
     pub train: bool,
     /// How 4-bit weights are decoded.
     pub decoded: Decoded,
+    /// Whether all tokens choose the same experts, or as many each.
+    pub skewed: bool,
 }
 
 impl Sim<'_> {

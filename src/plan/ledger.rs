@@ -51,6 +51,8 @@ pub enum Component {
     Logits,
     /// Buffers of collectives, and of what is on its way to or from the host.
     Communication,
+    /// What a mixture takes more where all tokens choose the same experts.
+    Routing,
     /// What the allocator holds beyond what was asked for.
     Slack,
     /// The driver's context and the libraries' own workspaces.
@@ -59,7 +61,7 @@ pub enum Component {
 
 impl Component {
     /// All of them.
-    pub const ALL: [Component; 21] = {
+    pub const ALL: [Component; 22] = {
         use Component::*;
         [
             Embedding,
@@ -81,6 +83,7 @@ impl Component {
             InFlight,
             Logits,
             Communication,
+            Routing,
             Slack,
             Context,
         ]
@@ -109,6 +112,7 @@ impl Component {
             InFlight => "weights_in_flight",
             Logits => "logits",
             Communication => "communication",
+            Routing => "routing_reserve",
             Slack => "allocator_slack",
             Context => "context",
         }
@@ -137,7 +141,8 @@ impl Component {
             InFlight => "weights in flight",
             Logits => "logit chunk",
             Communication => "communication",
-            Slack => "allocator slack",
+            Routing => "routing reserve",
+            Slack => "allocator overhead",
             Context => "context, libraries",
         }
     }
@@ -155,7 +160,7 @@ impl Component {
             Moments => "optimizer.name, memory.offload or parallel.zero",
             Batch | Workspace | Logits => "data.max_length or run.micro_rows",
             Activations => "memory.recompute, data.max_length or run.micro_rows",
-            InFlight | Communication | Slack | Context => "data.max_length or run.micro_rows",
+            InFlight | Communication | Routing | Slack | Context => "data.max_length or run.micro_rows",
         }
     }
 

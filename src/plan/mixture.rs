@@ -1,4 +1,5 @@
-//! A mixture's forward and backward as allocations: `model/moe.rs`, with the tokens spread over the experts evenly.
+//! A mixture's forward and backward as allocations: `model/moe.rs`, with the tokens spread over the experts evenly, or
+//! (`skewed`) all of them to the same ones.
 
 use super::layer::{FfnSaved, Sim};
 use super::ledger::{Component, Held};
@@ -14,7 +15,37 @@ impl Sim<'_> {
         (!m.cuda && m.threads > 1 && experts >= 2 * m.threads).then_some(m.threads)
     }
 
-    /// `Mixture::forward`, with the tokens spread over the experts evenly.
+    /// Rows of the experts that are at work, `running` at once of `e`.
+    fn busy_rows(&self, rows: u64, e: u64, running: u64) -> u64 {
+        // no token chooses an expert twice
+        if self.skewed { rows.min(running * self.t.tokens) } else { running * rows.div_ceil(e) }
+    }
+
+    /// Values a row that DoRA and dropout take of an expert while it is at work: a product without LoRA; a mask with
+    /// what it leaves.
+    fn beside(&self, three: &[Linear; 3]) -> (u64, u64) {
+        let most = |values: &dyn Fn(&Linear) -> u64| three.iter().map(values).max().unwrap_or(0);
+        let dora = most(&|l| if l.dora { l.o } else { 0 });
+        (dora, most(&|l| if l.dropout && self.train { 2 * l.i } else { 0 }))
+    }
+
+    /// Rows of each kind of expert; where routing is skewed they go where most is kept of a row.
+    fn spread(&self, experts: &[([Linear; 3], u64)], rows: u64, e: u64) -> Vec<u64> {
+        if !self.skewed {
+            return experts.iter().map(|(_, count)| rows * count / e).collect();
+        }
+        let kept = |l: &Linear| l.rank + if l.needs_input() { l.i + l.o } else { 0 };
+        let mut order: Vec<usize> = (0..experts.len()).collect();
+        order.sort_by_key(|g| std::cmp::Reverse(experts[*g].0.iter().map(kept).sum::<u64>()));
+        let (mut out, mut left) = (vec![0; experts.len()], rows);
+        for g in order {
+            out[g] = left.min(experts[g].1 * self.t.tokens);
+            left -= out[g];
+        }
+        out
+    }
+
+    /// `Mixture::forward`.
     pub(super) fn mixture(
         &self,
         router: &Linear,
@@ -33,15 +64,16 @@ impl Sim<'_> {
         let gathered = ops.tensor(c, rows * d);
         let (mut kept, mut out) = (Vec::new(), Vec::new());
         let running = self.at_once(e).unwrap_or(1);
-        let each = rows.div_ceil(e);
-        for (three, count) in experts {
-            let (n, width) = (rows * count / e, three[0].o);
+        for ((three, count), n) in experts.iter().zip(self.spread(experts, rows, e)) {
+            let width = three[0].o;
             kept.push(ops.tensor(c, 2 * n * width));
-            let inner: u64 = three.iter().map(|l| n * l.rank).sum();
+            // LoRA's inner values, and of DoRA what its gain scales
+            let inner: u64 = three.iter().map(|l| n * (l.rank + if l.dora { l.o } else { 0 })).sum();
             kept.push(ops.tensor(c, if self.train { inner } else { 0 }));
             out.push(ops.tensor(c, n * d));
             let _decoded = self.decoded_at_once(three);
-            ops.tensor(Workspace, running.min(*count) * each * width);
+            let (dora, masked) = self.beside(three);
+            ops.tensor(Workspace, self.busy_rows(rows, e, running.min(*count)) * (width + dora + masked));
         }
         let y = self.combine(rows, Workspace);
         let trains = experts.iter().flat_map(|(e, _)| e).any(Linear::needs_input);
@@ -90,18 +122,18 @@ impl Sim<'_> {
         drop(out);
         let side = self.at_once(e);
         let running = side.unwrap_or(1);
-        let each = rows.div_ceil(e);
         let (mut parts, mut collected) = (Vec::new(), Vec::new());
         let mut kept = kept.into_iter();
-        for (three, count) in experts {
+        for ((three, count), n) in experts.iter().zip(self.spread(experts, rows, e)) {
             let [gate, up, down] = three;
-            let (n, width) = (rows * count / e, gate.o);
+            let width = gate.o;
             let again = if down.needs_input() { width } else { 0 };
             let widen = if ops.machine.wide() { 0 } else { 3 * width };
             // at the gradients of gate and up: the gates' rows, the inner product, three more of its size
-            let busy = running.min(*count) * each * (d + again + 3 * width);
-            let busy =
-                || (ops.tensor(Workspace, busy), ops.f32(Workspace, running.min(*count) * each * widen));
+            let at_work = self.busy_rows(rows, e, running.min(*count));
+            let (dora, masked) = self.beside(three);
+            let busy = at_work * (d + again + 3 * width + 2 * dora + masked);
+            let busy = || (ops.tensor(Workspace, busy), ops.f32(Workspace, at_work * widen));
             // what the first expert of these meets
             let decoded = self.decoded_at_once(three);
             drop(busy());
@@ -111,10 +143,14 @@ impl Sim<'_> {
                 let down_waits = if down.needs_input() { d + width } else { 0 };
                 let waits = |l: &Linear| if l.needs_input() { width } else { 0 };
                 let inner: u64 = three.iter().map(|l| 2 * l.rank).sum();
-                collected.push(ops.tensor(Workspace, n * (down_waits + waits(gate) + waits(up) + inner)));
+                // the input of gate and up with what was dropped
+                let dropped: u64 = [gate, up].iter().filter(|l| l.dropout).map(|l| l.i).sum();
+                collected.push(
+                    ops.tensor(Workspace, n * (down_waits + waits(gate) + waits(up) + inner + dropped)),
+                );
             } else {
                 for l in three.iter().filter(|l| l.full) {
-                    ops.matmul_acc(l.o, each, l.i, true);
+                    ops.matmul_acc(l.o, self.busy_rows(rows, e, 1), l.i, true);
                 }
             }
             // and the last: all others have left theirs

@@ -130,6 +130,8 @@ pub struct Plan {
     pub budget: Option<u64>,
     /// Host, disks and shared memory.
     pub space: Space,
+    /// Whether the model is a mixture of experts.
+    pub mixture: bool,
     /// Layers of the model.
     pub layers: usize,
     /// Layers that backward walks.
@@ -158,10 +160,27 @@ impl Plan {
         self.peak.bytes.total()
     }
 
-    /// Bytes of the process beyond what it held before loading; on the CPU, where they are the device's and what
-    /// its allocator keeps.
+    /// Of these, the engine's own: without what the allocator holds beside them, and without the reserve for uneven
+    /// routing.
+    pub fn engine(&self) -> u64 {
+        self.total() - self.peak.bytes.get(Component::Slack) - self.peak.bytes.get(Component::Routing)
+    }
+
+    /// Bytes of the process beyond what it held before loading; on the CPU, where they are the engine's and the
+    /// allocator's.
     pub fn process(&self) -> Option<u64> {
-        (!self.machine.cuda).then(|| self.total() + statics::ALLOCATOR)
+        (!self.machine.cuda).then(|| self.total() - self.peak.bytes.get(Component::Routing))
+    }
+
+    /// Counted bytes that the CPU's allocator keeps used and freed blocks within: the process's, without small blocks.
+    pub fn reused_within(&self) -> u64 {
+        self.engine() + statics::reuse(self.engine())
+    }
+
+    /// Bytes of the budget that the choices try to leave free, and those that they do.
+    pub fn kept_back(&self) -> Option<(u64, u64)> {
+        let budget = self.budget?;
+        Some((choices::reserve(self.machine, budget), budget.saturating_sub(self.total())))
     }
 
     /// Whether it fits the device's budget; without one nothing speaks against it.
@@ -212,13 +231,7 @@ pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload) -> Option<
             true => (memory::cuda_memory()?.0, 0),
             false => {
                 let all = recipe.memory.host_budget.or_else(memory::reach_bytes)?;
-                (
-                    all,
-                    statics::PROCESS
-                        + statics::ALLOCATOR
-                        + statics::WRITER
-                        + workload.resident().unwrap_or(0),
-                )
+                (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0))
             }
         };
         // others live here too
@@ -290,6 +303,9 @@ impl<'a> Prepared<'a> {
             train: self.part(w.train),
             eval: w.eval.map(|t| self.part(t)),
             activations_on_host: r.memory.offload.contains(&Offload::Activations),
+            // on CUDA they are the host's
+            orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
+            skewed: false,
             stages: r.parallel.pipeline as u64,
         };
         Parts::new(run, heads)
@@ -336,6 +352,7 @@ impl Plan {
             parameters: prepared.statics.parameters,
             budget: i.budget,
             space: Space::new(r, i.selection, i.machine, &d.workload, host),
+            mixture: i.config.moe.is_some(),
             layers: i.config.layers,
             walked: prepared.walked(),
             choices: d.choices,

@@ -284,7 +284,18 @@ pub fn cuda_panel(whole: u64) -> u64 {
 
 /// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
 pub fn slabs(m: Machine) -> u64 {
-    m.threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+    m.threads * slab()
+}
+
+/// A slab of [`slabs`].
+pub fn slab() -> u64 {
+    gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+}
+
+/// Whether the `gemm` crate computes a product of so many multiplications on the thread that asks for it, which then
+/// keeps a slab too.
+pub fn is_small(product: u64) -> bool {
+    product < gemm_common::gemm::DEFAULT_THREADING_THRESHOLD as u64
 }
 
 /// Panel sizes of the `gemm` crate's AVX-512 kernel; others have smaller ones.

@@ -1,6 +1,6 @@
 //! A plan for eyes, and as JSON.
 
-use super::ledger::{Peak, Phase};
+use super::ledger::{Component, Peak, Phase};
 use super::rates::Range;
 use super::{Hint, Plan, Theory};
 use serde_json::{Map, Value, json};
@@ -67,6 +67,7 @@ impl Plan {
             "device": device,
             "learning_rates": self.learning_rates,
             "fits": self.fits(),
+            "kept_back": self.kept_back().map(|(wanted, left)| json!({"wanted": wanted, "left": left})),
             "hints": self.hints.iter().map(|h| &h.text).collect::<Vec<_>>(),
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
             "theory": self.theory,
@@ -156,11 +157,30 @@ impl Plan {
         }
         let verdict = match self.budget {
             None => "no budget is known: memory.budget says what there is".to_string(),
-            Some(b) if self.fits_device() => format!("fits {}", bytes(b)),
+            Some(b) if self.fits_device() => format!("fits {}{}", bytes(b), self.left()),
             Some(b) => format!("DOES NOT FIT {}", bytes(b)),
         };
         let _ = writeln!(s, "  {:<24} {:>11}  {verdict}", "total", bytes(self.total()));
+        match (self.mixture, self.peak.bytes.get(Component::Routing)) {
+            (false, _) => {}
+            (true, 0) => s.push_str(
+                "routing     planned both for tokens spread evenly over the experts and for all tokens at the same ones, \
+                 which takes no more\n",
+            ),
+            (true, _) => s.push_str(
+                "routing     the table has tokens spread evenly over the experts; the routing reserve is what it takes \
+                 more where all tokens choose the same ones\n",
+            ),
+        }
         s.push_str(&self.space.text());
+        if self.machine.cuda {
+            let _ = writeln!(
+                s,
+                "            cuda libraries: {} of host memory, by what PyTorch's processes were seen to take \
+                 (pytorch issue 12873); ft's were not measured",
+                bytes(super::statics::CUDA_HOST)
+            );
+        }
         let Theory { weights, gradients, master, moments, total, frozen } = self.theory;
         let gb = |n: u64| format!("{:.2}", n as f64 / 1e9);
         let _ = writeln!(
@@ -180,6 +200,17 @@ impl Plan {
             let _ = writeln!(s, "hint: {}", h.text);
         }
         s
+    }
+
+    /// What of the budget stays free, where some is to be kept back.
+    fn left(&self) -> String {
+        match self.kept_back() {
+            Some((wanted, left)) if wanted > left => {
+                format!(", leaving {}: less than the {} that a run should", bytes(left), bytes(wanted))
+            }
+            Some((wanted, left)) if wanted > 0 => format!(", leaving {}", bytes(left)),
+            _ => String::new(),
+        }
     }
 
     /// Why a run that does not fit stops before it starts, with what would make it fit.

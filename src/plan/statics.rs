@@ -7,7 +7,7 @@ use crate::adapt::params::ALIGN;
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Module};
-use crate::optim;
+use crate::optim::PIECE;
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
@@ -23,9 +23,15 @@ const READ_PIECE: u64 = 4 << 20;
 const CUDA_CONTEXT: u64 = 600 << 20;
 /// What a process of `ft` holds beside tensors: code, tokenizer, threads.
 pub(super) const PROCESS: u64 = 128 << 20;
-/// What the C library's allocator keeps of freed memory on the CPU: chunks below its threshold of 32 MiB stay, some
-/// at the top of its heap and some between others; 36 to 70 MiB on 12 shapes (`benches/memory.py`).
-pub(super) const ALLOCATOR: u64 = 48 << 20;
+/// Host memory of CUDA's driver, context and libraries. Not measured with ft: a PyTorch process grew by 1,123 MiB when
+/// the context was made and by 594 MiB with its first convolution (pytorch/pytorch issue 12873); later drivers load
+/// kernels when they are first used and stay below that.
+pub(super) const CUDA_HOST: u64 = 1792 << 20;
+/// Freed blocks that are kept for reuse on the CPU, as a part of the engine's bytes (`log/pool.rs`).
+const KEPT_PART: u64 = 40;
+/// What small blocks and their gaps take on the CPU, and code that is first used in training: so many bytes, and a part
+/// of the engine's (`benches/memory.py`).
+const SMALL_BLOCKS: (u64, u64) = (4 << 20, 200);
 /// What writing a checkpoint from the CPU takes.
 pub(super) const WRITER: u64 = 1 << 20;
 /// Rows of logits that the check at the end compares, and bytes a logit of it.
@@ -44,13 +50,23 @@ pub struct Statics {
     pub step_transient: u64,
     /// Temporaries of writing and checking the result.
     pub save_transient: u64,
-    /// Values that the optimizer takes at once on the device: those of the largest unit; none where states are
-    /// offloaded.
+    /// Values that the optimizer takes at once on the device; none where states are offloaded.
     pub largest_stretch: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
     /// Parameters of the model, and those that train.
     pub parameters: (u64, u64),
+}
+
+/// What an allocator holds beyond the `engine`'s bytes: on CUDA a part of them, by what pools are said to lose (no GPU
+/// has confirmed it); on the CPU what [`reuse`] keeps, and small blocks.
+pub fn overhead(machine: Machine, engine: u64) -> u64 {
+    if machine.cuda { engine / 50 } else { reuse(engine) + SMALL_BLOCKS.0 + engine / SMALL_BLOCKS.1 }
+}
+
+/// Freed bytes that the CPU's allocator may keep for reuse where all of the `engine`'s are in use.
+pub fn reuse(engine: u64) -> u64 {
+    engine / KEPT_PART
 }
 
 /// How many ranks share a kind of bytes.
@@ -168,8 +184,12 @@ impl Statics {
             loaded += bytes + constants;
         }
         // files are read and converted a piece at a time, on every thread
-        let pieces = machine.threads * READ_PIECE;
-        out.load_transient = if ranks.data == 1 { (high + pieces).saturating_sub(loaded) } else { 0 };
+        let pieces = |largest: u64| machine.threads * READ_PIECE.min(largest);
+        let read = match r.model.weights {
+            Weights::Load => pieces(READ_PIECE),
+            Weights::Random => 0,
+        };
+        out.load_transient = if ranks.data == 1 { (high + read).saturating_sub(loaded) } else { 0 };
 
         // what trains: buffers by unit, gaps between tensors included
         let mut lens = vec![0u64; units];
@@ -195,15 +215,16 @@ impl Statics {
         out.device.add(Component::Trained, full);
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
-        out.largest_stretch = if offload { 0 } else { longest };
-        out.step_transient = if machine.wide() || offload { 0 } else { width * longest };
+        // the optimizer goes by pieces
+        let stretch = longest.min(PIECE as u64);
+        out.largest_stretch = if offload { 0 } else { stretch };
+        out.step_transient = if machine.wide() || offload { 0 } else { width * stretch };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         if offload {
             // as in `optim/offload.rs`: gradients on their way to the host, then the new values on theirs back
-            let piece =
-                longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(optim::PIECE as u64);
+            let piece = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(PIECE as u64);
             out.staging = if machine.cuda { 4 * piece } else { width * piece };
         }
         if states_elsewhere {
@@ -237,12 +258,12 @@ impl Statics {
         let value = if states_elsewhere { 0 } else { 4 * largest };
         out.save_transient = (value
             + if machine.wide() && !states_elsewhere { 0 } else { width * largest }
-            + pieces
+            + pieces(4 * largest)
             + 4 * PROBE.0 * vocab(s))
         .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
-        if !machine.cuda {
-            out.host.push(("allocator", ALLOCATOR));
+        if machine.cuda {
+            out.host.push(("cuda_libraries", CUDA_HOST));
         }
         let written = if machine.cuda && !offload { 4 * largest } else { WRITER };
         out.host.push(("checkpoint_writer", written));

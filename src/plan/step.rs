@@ -6,9 +6,9 @@
 
 use super::layer::{Sim, Tokens};
 use super::ledger::{Bytes, Component, Held, Ledger, Listed, Peak, Phase};
-use super::ops::{Machine, Ops};
-use super::shape::{Layer, Shape};
-use super::statics::Statics;
+use super::ops::{Machine, Ops, is_small, slab};
+use super::shape::{Ffn, Layer, Linear, Shape};
+use super::statics::{Statics, overhead};
 use crate::walk::Decoded;
 use Component::Workspace;
 
@@ -27,6 +27,10 @@ pub struct Run<'a> {
     pub eval: Option<Tokens>,
     /// Whether kept activations live on the host.
     pub activations_on_host: bool,
+    /// Bytes of the orders that rows are shuffled into.
+    pub orders: u64,
+    /// Whether all tokens choose the same experts, or as many each.
+    pub skewed: bool,
     /// Pipeline stages: that many micro-batches are between forward and backward at once.
     pub stages: u64,
 }
@@ -99,6 +103,8 @@ pub struct Parts<'a> {
     /// Batch and embedding in evaluation.
     eval: Option<(Full, Full)>,
     optimizer: u64,
+    /// The same run with the most uneven routing, where there are experts.
+    skewed: Option<Box<Parts<'a>>>,
 }
 
 /// One place of a run: what is held there, in parts.
@@ -127,6 +133,9 @@ impl<'a> Parts<'a> {
     /// Goes through each part of a run; `heads` are the head's chunks that may be chosen, in rows.
     pub fn new(run: Run<'a>, heads: &[u64]) -> Self {
         let s = run.shape;
+        let mixture = s.layers.iter().any(|l| matches!(l.ffn, Ffn::Experts { .. }));
+        let skewed =
+            (mixture && !run.skewed).then(|| Box::new(Self::new(Run { skewed: true, ..run.clone() }, heads)));
         let mut kinds: Vec<(&Layer, Kind)> = Vec::new();
         let mut of = Vec::with_capacity(s.layers.len());
         for layer in &s.layers {
@@ -140,7 +149,11 @@ impl<'a> Parts<'a> {
         let backward = s.embedding.needs_input().then(|| run.at_fullest(|ops| run.embedding_backward(ops)));
         let one = run.fresh();
         let input = one.tensor(Component::Activations, run.train.tokens * s.d);
-        let statics = run.statics.device.clone();
+        let mut statics = run.statics.device.clone();
+        statics.add(Component::Batch, run.orders);
+        if !run.machine.cuda && is_small(run.least_product()) {
+            statics.add(Component::Context, slab());
+        }
         let parts = Self {
             statics: statics.into(),
             batch: run.at_fullest(|ops| drop(run.batch(ops, run.train))),
@@ -156,6 +169,7 @@ impl<'a> Parts<'a> {
                 ops.adamw(run.statics.largest_stretch);
                 ops.ledger.fullest().total().max(run.statics.step_transient).max(run.statics.staging)
             },
+            skewed,
             run,
         };
         drop(input);
@@ -253,11 +267,22 @@ impl<'a> Parts<'a> {
         f(still(Phase::Save, statics.save_transient));
     }
 
-    /// Bytes at the fullest.
+    /// Bytes at the fullest: the engine's, the allocator's, and what the most uneven routing takes.
     pub fn total(&self, levels: Levels) -> u64 {
+        let engine = self.engine(levels);
+        engine + overhead(self.run.machine, engine) + self.routing(levels, engine)
+    }
+
+    /// The engine's own bytes at the fullest.
+    fn engine(&self, levels: Levels) -> u64 {
         let mut most = 0;
         self.each(levels, &mut |spot| most = most.max(spot.total()));
-        with_slack(self.run.machine, self.statics.total + most)
+        self.statics.total + most
+    }
+
+    /// What the most uneven routing takes beyond these bytes.
+    fn routing(&self, levels: Levels, engine: u64) -> u64 {
+        self.skewed.as_ref().map_or(0, |s| s.engine(levels).saturating_sub(engine))
     }
 
     /// What is held where it is fullest.
@@ -280,8 +305,9 @@ impl<'a> Parts<'a> {
             bytes.add(Component::Activations, spot.waiting);
             bytes.add(Workspace, spot.extra);
         }
-        let total = bytes.total();
-        bytes.add(Component::Slack, with_slack(self.run.machine, total) - total);
+        let engine = bytes.total();
+        bytes.add(Component::Routing, self.routing(levels, engine));
+        bytes.add(Component::Slack, overhead(self.run.machine, engine));
         Peak { phase: at.0, unit: at.1, bytes, phases }
     }
 }
@@ -306,15 +332,25 @@ impl Parts<'_> {
     }
 }
 
-/// With what an allocator keeps of a device beyond what was asked for.
-fn with_slack(machine: Machine, total: u64) -> u64 {
-    if machine.cuda { total + total / 50 } else { total }
-}
-
 impl Run<'_> {
     /// Operations on an empty ledger.
     fn fresh(&self) -> Ops {
         Ops { ledger: Default::default(), machine: self.machine }
+    }
+
+    /// Multiplications of the smallest product with a matrix of a layer in training.
+    fn least_product(&self) -> u64 {
+        let t = self.train.tokens;
+        let of = |l: &Linear, rows: u64| rows * l.i * if l.rank > 0 { l.rank.min(l.o) } else { l.o };
+        let layer = |layer: &Layer| match &layer.ffn {
+            Ffn::Dense(_) => layer.linears().map(|(l, _)| of(l, t)).min(),
+            Ffn::Experts { router, experts, top_k, .. } => {
+                let rows = t * top_k / router.o.max(1);
+                let experts = experts.iter().flat_map(|(e, _)| e).map(|l| of(l, rows));
+                layer.attention.iter().chain([router]).map(|l| of(l, t)).chain(experts).min()
+            }
+        };
+        self.shape.layers.iter().filter_map(layer).min().unwrap_or(0)
     }
 
     fn at_fullest(&self, f: impl FnOnce(&Ops)) -> Full {
@@ -325,7 +361,8 @@ impl Run<'_> {
 
     fn sim<'a>(&self, ops: &'a Ops, t: Tokens, train: bool) -> Sim<'a> {
         let s = self.shape;
-        Sim { ops, t, d: s.d, heads: (s.heads, s.kv_heads, s.head_dim), train, decoded: Decoded::Panels }
+        let heads = (s.heads, s.kv_heads, s.head_dim);
+        Sim { ops, t, d: s.d, heads, train, decoded: Decoded::Panels, skewed: self.skewed }
     }
 
     /// Ids, rotary tables, document starts, targets.

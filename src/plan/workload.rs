@@ -237,6 +237,13 @@ impl Workload {
         self.epoch.map(|e| e.resident)
     }
 
+    /// Bytes of the orders that a run's rows are shuffled into: those of two epochs stay (`data/batches.rs`).
+    pub fn orders(&self, r: &Recipe) -> u64 {
+        let (Some(epoch), true) = (self.epoch, r.data.shuffle) else { return 0 };
+        let all = self.steps.unwrap_or(0).saturating_mul(r.run.batch_rows as u64);
+        8 * epoch.rows * all.div_ceil(epoch.rows.max(1)).min(2)
+    }
+
     /// Of the same data under tighter bounds: a micro-batch is no larger than it was, nor than the new bounds.
     pub fn under(self, r: &Recipe) -> Self {
         let bound = Self::of_recipe(r);

@@ -253,7 +253,9 @@ table! {
 table! {
     /// `[memory]`
     pub struct Memory {
-        /// Memory of one device that may be used, such as "48GiB".
+        /// Memory of one device that may be used, such as "48GiB". On CUDA a twenty-fifth of it is kept back where
+        /// that is possible. On the CPU it holds what training takes, the allocator's part included; the program's
+        /// code, the tokenizer and the data stand beside it, in the plan's line of the host.
         budget: Option<u64> = Bytes, Absent("what is free");
         /// Host memory that a rank may use, to plan for another machine. On the CPU it holds the device's bytes
         /// too.

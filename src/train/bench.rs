@@ -3,7 +3,7 @@
 
 use super::Job;
 use super::products::Products;
-use super::step::{Setup, step_until};
+use super::step::{Setup, timed_step};
 use super::watch::{self, Watch};
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
@@ -60,7 +60,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
-    let step = |n: u64, times: &mut Times| step_until(&setup, &data, &all, n, &|_| 1e-9, times, &|| false);
+    let step = |n: u64, times: &mut Times| timed_step(&setup, &data, &all, n, &|_| 1e-9, times);
     let mut warm = Times::start(true);
     step(0, &mut warm).map_err(|e| planned.explain(e))?;
     watch.look();
@@ -118,7 +118,7 @@ impl Timed {
         self.tokens as f64 / self.total()
     }
 
-    fn json(&self, plan: &Plan, watch: &Watch<'_>, products: &Products) -> Value {
+    fn json(&self, plan: &Plan, watch: &Watch, products: &Products) -> Value {
         let parts: Map<String, Value> =
             Part::ALL.iter().map(|p| (p.word().to_string(), json!(self.part(*p)))).collect();
         let best = flops(plan) / self.fastest();
@@ -128,12 +128,12 @@ impl Timed {
             "flops_per_step": flops(plan), "step_flops": flops(plan) / self.mean(),
             "matmul_flops": products.rate(), "matmul_shape": products.fastest(),
             "share_of_matmul": best / products.rate(),
-            "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.total(), "memory": watch.compared(),
+            "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.engine(), "memory": watch.compared(),
             "plan": watch.json(),
         })
     }
 
-    fn text(&self, plan: &Plan, watch: &Watch<'_>, products: &Products) -> String {
+    fn text(&self, plan: &Plan, watch: &Watch, products: &Products) -> String {
         let mut text =
             format!("{}\n{:.0} tokens/s, {:.2} s a step\n", watch.line(), self.speed(), self.mean());
         for p in Part::ALL {
@@ -163,7 +163,7 @@ impl Timed {
         let of = |side: &str, key: &str| compared[side][key].as_u64().unwrap_or(0);
         let keys: Vec<&String> = compared["planned"].as_object().into_iter().flat_map(Map::keys).collect();
         let parts = keys.iter().map(|k| (k.replace('_', " "), of("planned", k), of("measured", k)));
-        for (name, planned, measured) in parts.chain([("at the fullest".into(), plan.total(), watch.peak())])
+        for (name, planned, measured) in parts.chain([("at the fullest".into(), plan.engine(), watch.peak())])
         {
             if planned > 0 || measured > 0 {
                 let (p, m) = (report::bytes(planned), report::bytes(measured));

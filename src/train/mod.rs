@@ -18,6 +18,9 @@ pub mod state;
 pub mod step;
 mod watch;
 
+#[cfg(test)]
+mod again_tests;
+
 pub use job::Job;
 pub use output::logits_apart;
 pub use run::{Options, Outcome, run};

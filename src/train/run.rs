@@ -25,6 +25,8 @@ use std::time::Instant;
 
 /// The folder of checkpoints in a run folder.
 const CHECKPOINTS: &str = "checkpoints";
+/// Steps of a process in which memory that runs out means that the plan was wrong, and another one may be right.
+const YOUNG: usize = 3;
 
 /// How a run begins.
 #[derive(Clone, Debug, Default)]
@@ -175,7 +177,7 @@ struct Start<'a> {
 }
 
 /// Loads the model, goes through the steps, writes the result.
-fn train(start: &Start<'_>, mut watch: Watch<'_>) -> crate::Result<Outcome> {
+fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
@@ -232,7 +234,8 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     for step in done as usize..total {
         halt(start, r)?;
         let (started, rows) = (Instant::now(), batches.rows(step));
-        let s = match r.step(data, &rows, step) {
+        let young = step - (done as usize) < YOUNG;
+        let s = match r.step(data, &rows, step, young) {
             Err(e) => return Err(given_up(start, r, e)),
             Ok(s) => s,
         };
@@ -296,7 +299,7 @@ fn halt(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 
 /// Writes the result of a run whose steps are done.
 fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
-    let Start { job, plan, data, dir, signals, .. } = *start;
+    let Start { job, data, dir, signals, .. } = *start;
     // a run that goes on from its last step may have it
     if r.done > start.done || !r.metrics.has("sample") {
         r.sample()?;
@@ -314,7 +317,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     }
     r.metrics.write(&json!({
         "event": "end", "step": r.done, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
-        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": plan.total(),
+        "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": r.watch.plan().engine(),
         "memory": r.watch.compared(), "time": now(),
     }))?;
     Ok(Outcome::Done { result })

@@ -1,14 +1,16 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
 use super::signals::Signals;
-use super::step::{Setup, evaluate_until, step_until};
+use super::step::{Setup, accumulate, evaluate_until, update};
 use super::watch::Watch;
 use super::{Error, Job, Stepped, job};
 use crate::adapt::{LearningRate, learning_rates};
 use crate::data::{Dataset, Form};
+use crate::error::ExitCode;
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
 use crate::optim::Schedule;
+use crate::plan::report;
 use crate::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -20,7 +22,7 @@ pub struct Running<'a> {
     pub eval: Option<&'a Dataset>,
     pub metrics: Metrics,
     pub progress: Progress,
-    pub watch: Watch<'a>,
+    pub watch: Watch,
     /// Load of the experts since it was last written, and over how many steps.
     pub load: (u64, Load),
     pub schedule: Schedule,
@@ -92,11 +94,48 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Does a step, the `step`th from 0, unless a signal comes.
-    pub fn step(&self, data: &Dataset, rows: &[usize], step: usize) -> crate::Result<Stepped> {
-        let lr = |peak: f64| self.schedule.at(step, peak);
+    /// Does a step, the `step`th from 0, unless a signal comes. Where memory runs out before anything was updated, and `again` says that it may begin anew, it does so
+    /// with more layers recomputed, and so does the run from then on.
+    pub fn step(
+        &mut self,
+        data: &Dataset,
+        rows: &[usize],
+        step: usize,
+        again: bool,
+    ) -> crate::Result<Stepped> {
+        let times = &mut Times::start(false);
         let stop = || self.signals.seen().is_some();
-        step_until(&self.setup, data, rows, step as u64, &lr, &mut Times::start(false), &stop)
+        let summed = loop {
+            match accumulate(&self.setup, data, rows, step as u64, times, &stop) {
+                Ok(summed) => break summed,
+                Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
+                    self.recompute_more(step as u64, e)?
+                }
+                Err(e) => return Err(e),
+            }
+        };
+        let lr = |peak: f64| self.schedule.at(step, peak);
+        update(&self.setup, summed, data, rows, step as u64, &lr, times)
+    }
+
+    /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.
+    fn recompute_more(&mut self, step: u64, e: crate::Error) -> crate::Result<()> {
+        let Some(plan) = self.job.smaller(self.watch.plan()) else { return Err(e) };
+        let (was, choices) = (self.setup.choices, plan.choices);
+        let (less, of) = (report::bytes(plan.total()), plan.walked);
+        self.progress.line(&format!(
+            "warning: out of memory in step {}: it begins anew with {} of {of} layers recomputed, not {}, which takes \
+             {less} by the plan",
+            step + 1,
+            choices.recompute,
+            was.recompute
+        ));
+        self.setup.choices = choices;
+        self.watch.replan(plan, self.job);
+        let event = json!({
+            "event": "replanned", "step": step, "why": e.to_string(), "time": now(), "plan": self.watch.json(),
+        });
+        Ok(self.metrics.write(&event)?)
     }
 
     /// Writes the step from 0 that was just done, and shows it.

@@ -2,7 +2,7 @@
 
 use super::guard;
 use crate::adapt::Params;
-use crate::data::{Dataset, Micro};
+use crate::data::{Dataset, Micro, Size};
 use crate::kernel::loss;
 use crate::log::place;
 use crate::model::decoder::HostBatch;
@@ -68,62 +68,129 @@ pub fn train_step(
     step: u64,
     lr: Rate<'_>,
 ) -> crate::Result<Stepped> {
-    step_until(s, data, rows, step, lr, &mut Times::start(false), &|| false)
+    timed_step(s, data, rows, step, lr, &mut Times::start(false))
 }
 
-/// As [`train_step`], adding the time of each part to `times`, and giving the step up once `stop` says so: it is asked
-/// before each micro-batch, and nothing is updated then.
+/// As [`train_step`], adding the time of each part to `times`.
 ///
 /// # Errors
-/// As [`train_step`]; [`super::Error::Abandoned`].
-pub fn step_until(
+/// As [`train_step`].
+pub fn timed_step(
     s: &Setup<'_>,
     data: &Dataset,
     rows: &[usize],
     step: u64,
     lr: Rate<'_>,
     times: &mut Times,
-    stop: &dyn Fn() -> bool,
 ) -> crate::Result<Stepped> {
+    let summed = accumulate(s, data, rows, step, times, &|| false)?;
+    update(s, summed, data, rows, step, lr, times)
+}
+
+/// The gradients of a step, summed into the buffers of what trains, with what else its micro-batches gave.
+pub struct Summed {
+    loss: f64,
+    router_losses: (f64, f64),
+    load: Load,
+    tokens: usize,
+    targets: usize,
+    reached: Vec<bool>,
+}
+
+/// The gradients of all micro-batches of `rows`, one micro-batch after the other; nothing that trains changes, and
+/// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
+/// micro-batch whether to give up.
+///
+/// # Errors
+/// Of the device; [`super::Error::Abandoned`].
+pub fn accumulate(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    times: &mut Times,
+    stop: &dyn Fn() -> bool,
+) -> crate::Result<Summed> {
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
-    let mut micros: Vec<Micro> =
-        rows.chunks(s.choices.micro_rows.max(1)).map(|r| Micro::collate(data, r)).collect();
-    micros.retain(|m| !m.ids.is_empty());
-    let targets: usize = micros.iter().map(|m| m.targets.len()).sum();
-    let tokens: usize = micros.iter().map(|m| m.ids.len()).sum();
+    // only counted: each micro-batch is made when it is its turn
+    let chunks = rows.chunks(s.choices.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
+    let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
+    let targets: usize = micros.iter().map(|(_, size)| size.targets).sum();
+    let tokens: usize = micros.iter().map(|(_, size)| size.tokens).sum();
     let scale = 1.0 / targets.max(1) as f64;
-    let mut losses: Vec<Tensor> = Vec::new();
+    let mut losses = loss::Running::default();
     let mut first = (0, 0);
     let lowest = s.params.lowest_unit();
     let share = 1.0 / micros.len().max(1) as f64;
     let router = RouterLosses { aux: s.router.aux * share, z: s.router.z * share };
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
-    for m in &micros {
+    for (rows, size) in &micros {
         if stop() {
             return Err(super::Error::Abandoned.into());
         }
-        let batch = Batch::new(&s.decoder.config, host(m), first, Some((s.seed, step)), s.device)?;
+        let m = Micro::collate(data, rows);
+        let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
         let mut walk = Walk::chosen(s.decoder, lowest, &s.choices).router_losses(router).timed(times);
-        losses.extend(walk.train(&batch, scale, &sink)?);
+        losses.keep(walk.train(&batch, scale, &sink)?)?;
         load.add(walk.routing());
         if router != RouterLosses::default() {
             let (aux, z) = walk.routing().losses()?;
             router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
         }
-        first = (first.0 + m.ids.len(), first.1 + m.targets.len());
+        first = (first.0 + size.tokens, first.1 + size.targets);
+        #[cfg(test)]
+        small_device::check(&s.choices, step)?;
     }
     place::enter(place::Phase::Step, 0);
-    let loss = loss::total(&losses)? * scale;
+    let loss = losses.total()? * scale;
+    Ok(Summed { loss, router_losses, load, tokens, targets, reached: sink.reached() })
+}
+
+/// The update with the gradients that [`accumulate`] summed, with learning rate `lr`.
+///
+/// # Errors
+/// [`super::Error::NonFinite`] before anything is updated.
+pub fn update(
+    s: &Setup<'_>,
+    summed: Summed,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    lr: Rate<'_>,
+    times: &mut Times,
+) -> crate::Result<Stepped> {
+    let Summed { loss, router_losses, load, tokens, targets, reached } = summed;
     let grad_norm = optim::grad_norm(s.params)?;
     let total = loss + router_losses.0 + router_losses.1;
     let factor = optim::clip_factor(grad_norm, s.clip);
     guard::finite(s.params, step + 1, total, (grad_norm, factor), data, rows)?;
     s.optimizer.step(s.params, step + 1, lr, factor)?;
     times.lap(Part::Step, s.device)?;
-    let reached = sink.reached();
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
+}
+
+/// A device, for tests, that has no memory for a step unless enough layers are recomputed.
+#[cfg(test)]
+pub mod small_device {
+    use crate::walk::Choices;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// The step from which on, and how many layers are enough.
+        pub static SMALL: Cell<Option<(u64, usize)>> = const { Cell::new(None) };
+    }
+
+    /// Fails as CUDA does.
+    pub fn check(choices: &Choices, step: u64) -> candle_core::Result<()> {
+        match SMALL.get() {
+            Some((from, layers)) if step >= from && choices.recompute < layers => {
+                Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Mean loss over a dataset, and its number of targets.
