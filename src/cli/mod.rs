@@ -22,6 +22,7 @@ use crate::recipe::{self, color_on_stderr};
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -92,16 +93,22 @@ enum Verb {
     Push(Rest),
 }
 
-/// Parses the command line, runs the verb, prints the error, and gives the exit code.
+/// Runs the command line of this process and gives its exit code.
 pub fn main() -> ExitCode {
+    ExitCode::from(call(std::env::args_os()))
+}
+
+/// Parses a command line, whose first word is the program's name, runs the verb, prints the error, and gives the
+/// exit code.
+pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     train::exhausted::tell_failures();
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(e) => {
             // help and version go to stdout and are no error
             let code = if e.use_stderr() { crate::ExitCode::Usage as u8 } else { 0 };
             let _ = e.print();
-            return ExitCode::from(code);
+            return code;
         }
     };
     let outcome = match cli.verb {
@@ -134,11 +141,11 @@ fn usage(message: impl Into<String>) -> Error {
 }
 
 /// Prints errors; the first gives the exit code.
-fn exit(errors: &[Error]) -> ExitCode {
+fn exit(errors: &[Error]) -> u8 {
     for e in errors {
         tell(&render(e, color_on_stderr()));
     }
-    errors.first().map_or(ExitCode::SUCCESS, |e| ExitCode::from(e.exit_code() as u8))
+    errors.first().map_or(0, |e| e.exit_code() as u8)
 }
 
 /// `error: ..`, and each hint on a line that begins with `hint:`.
