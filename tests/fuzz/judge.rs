@@ -8,8 +8,17 @@ use std::path::Path;
 /// What must hold of a case's folder after its commands, beside their exit codes.
 pub type After = fn(&Path, &[Outcome]) -> Option<String>;
 
-/// Writes a case's files into a new folder below `home`, runs its commands, and says what is wrong.
-pub fn run(case: &Case, home: &Path, worker: &mut Worker, number: u64) -> Option<String> {
+/// What became of a case.
+#[derive(Debug, Default)]
+pub struct Judged {
+    /// What is wrong with it.
+    pub wrong: Option<String>,
+    /// How its commands ended.
+    pub ends: Vec<End>,
+}
+
+/// Writes a case's files into a new folder below `home`, runs its commands, and judges what they did.
+pub fn run(case: &Case, home: &Path, worker: &mut Worker, number: u64) -> Judged {
     let dir = home.join(format!("case-{number}"));
     std::fs::create_dir_all(&dir).expect("a folder");
     for (name, content) in &case.files {
@@ -31,7 +40,7 @@ pub fn run(case: &Case, home: &Path, worker: &mut Worker, number: u64) -> Option
     }
     let wrong = wrong.or_else(|| (case.after)(&dir, &outcomes));
     std::fs::remove_dir_all(&dir).expect("removed");
-    wrong
+    Judged { wrong, ends: outcomes.iter().map(|o| o.end).collect() }
 }
 
 /// What is wrong with a command's outcome.

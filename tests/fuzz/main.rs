@@ -12,6 +12,8 @@
 //! FT_FUZZ_CASES=1 FT_FUZZ_SEED=123 cargo test --release --test fuzz rows      case 123 of rows alone
 //! ```
 //!
+//! With `-- --nocapture` each finding is told when it is met, and at the end how the commands ended.
+//!
 //! What fails is written to `target/tmp/fuzz/INPUT-SEED/`. Once it is repaired it goes to `tests/fixtures/corpus/INPUT/NAME/`,
 //! with the exit code that it must have (`corpus.rs`); each test begins with those of its input.
 //!
@@ -38,7 +40,7 @@ use dice::Dice;
 use inputs::{Case, INPUTS};
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use worker::Worker;
+use worker::{End, Worker};
 use world::Base;
 
 /// As the binary has it: what is refused is told.
@@ -47,6 +49,8 @@ static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
 
 /// Findings that are listed in full.
 const SHOWN: usize = 30;
+/// Findings after which an input is left.
+const MOST: usize = 100;
 
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
@@ -61,27 +65,40 @@ fn fuzz(name: &str, cases: u64) {
     let home = home();
     let mut worker = Worker::new(home.path());
     let mut found = Findings::default();
+    let mut ends: BTreeMap<String, usize> = BTreeMap::new();
     for (path, case) in corpus::of(name) {
-        if let Some(wrong) = judge::run(&case, home.path(), &mut worker, u64::MAX) {
+        if let Some(wrong) = judge::run(&case, home.path(), &mut worker, u64::MAX).wrong {
             found.add(&wrong, || path);
         }
     }
     for seed in first..first + cases {
         let case = (input.make)(base, &mut Dice::new(name, seed));
-        let Some(wrong) = judge::run(&case, home.path(), &mut worker, seed) else { continue };
-        // alone, in a process of its own
+        let judged = judge::run(&case, home.path(), &mut worker, seed);
+        judged.ends.iter().for_each(|end| *ends.entry(format!("{end:?}")).or_default() += 1);
+        let Some(wrong) = judged.wrong else { continue };
+        let wrong = match judged.ends.contains(&End::Hang) {
+            true => wrong,
+            false => {
+                // alone, in a process of its own
+                worker.stop();
+                let alone = judge::run(&case, home.path(), &mut worker, seed).wrong;
+                alone.unwrap_or_else(|| format!("not when it runs alone: {wrong}"))
+            }
+        };
         worker.stop();
-        let alone = judge::run(&case, home.path(), &mut worker, seed);
-        worker.stop();
-        let wrong = alone.unwrap_or_else(|| format!("not when it runs alone: {wrong}"));
         found.add(&wrong, || {
             let kept = corpus::keep(&case, name, seed, &wrong);
-            format!(
-                "FT_FUZZ_CASES=1 FT_FUZZ_SEED={seed} cargo test --release --test fuzz {name}    {}",
-                kept.display()
-            )
+            let again =
+                format!("FT_FUZZ_CASES=1 FT_FUZZ_SEED={seed} cargo test --release --test fuzz {name}");
+            println!("{name} {seed}: {wrong}");
+            format!("{again}    {}", kept.display())
         });
+        if found.total() == MOST {
+            println!("{name}: stopped at case {seed}");
+            break;
+        }
     }
+    println!("{name}, {cases} cases from {first}: {ends:?}");
     assert!(found.kinds.is_empty(), "{name}, {cases} cases from {first}:\n{}", found.text());
 }
 
@@ -108,6 +125,10 @@ impl Findings {
             kind = kind.replace("##", "#");
         }
         self.kinds.entry(kind).or_insert_with(|| (0, wrong.to_string(), again())).0 += 1;
+    }
+
+    fn total(&self) -> usize {
+        self.kinds.values().map(|(n, ..)| n).sum()
     }
 
     fn text(&self) -> String {

@@ -226,7 +226,8 @@ fn raw(raws: &mut Vec<Vec<u8>>, bytes: impl Into<Vec<u8>>) -> Value {
 }
 
 fn fill(mut text: Vec<u8>, raws: &[Vec<u8>]) -> Vec<u8> {
-    for (i, bytes) in raws.iter().enumerate() {
+    // a later one may hold an earlier one
+    for (i, bytes) in raws.iter().enumerate().rev() {
         let wanted = json!(placeholder(i)).to_string().into_bytes();
         // a copied value may carry its placeholder along
         while let Some(at) = text.windows(wanted.len()).position(|w| w == wanted) {
@@ -319,7 +320,8 @@ fn object(d: &mut Dice, o: &mut Map<String, Value>, copied: Value, raws: &mut Ve
         3 => drop(o.insert(odd_text(d), copied)),
         4 => {
             // the same key once more, with another value
-            let twice = format!("{},{}:{}", o[&key], json!(key), odd_value(d, &mut Vec::new()));
+            let second = odd_value(d, raws);
+            let twice = format!("{},{}:{second}", o[&key], json!(key));
             o.insert(key, raw(raws, twice));
         }
         _ => drop(o.insert(key, odd_value(d, raws))),

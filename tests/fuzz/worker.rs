@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 pub const MEMORY: u64 = 1 << 30;
 /// Processor time that a case may take: on a busy machine it is not the clock that tells.
 const PROCESSOR: Duration = Duration::from_secs(10);
-/// And by the clock, for what waits.
-const CLOCK: Duration = Duration::from_secs(90);
+/// Time without any processor time after which a case waits for something that does not come.
+const WAITING: Duration = Duration::from_secs(20);
 /// Stack of the thread that a case runs on; a main thread has eight times as much.
 const STACK: usize = 1 << 20;
 /// Cases after which a worker is replaced.
@@ -123,7 +123,8 @@ impl Running {
 
     /// Waits for the answer; an error says how the process ended, or that it did not.
     fn answer(&mut self) -> Result<(End, u64), End> {
-        let (start, spent) = (Instant::now(), processor(&self.child));
+        let spent = processor(&self.child);
+        let mut last = (Instant::now(), spent);
         self.socket.set_read_timeout(Some(Duration::from_millis(250))).expect("a time-out");
         let mut line = Vec::new();
         let mut part = [0; 64];
@@ -138,8 +139,11 @@ impl Running {
                     ) => {}
                 Err(_) => return Err(ended(self.child.wait().expect("its status"))),
             }
-            let used = processor(&self.child).saturating_sub(spent);
-            if used > PROCESSOR || start.elapsed() > CLOCK {
+            let now = processor(&self.child);
+            if now > last.1 {
+                last = (Instant::now(), now);
+            }
+            if now.saturating_sub(spent) > PROCESSOR || last.0.elapsed() > WAITING {
                 return Err(End::Hang);
             }
         }
