@@ -215,6 +215,9 @@ pub fn json(d: &mut Dice, value: &Value, other: &Value) -> Vec<u8> {
     fill(if d.once_in(4) { format!("{value:#}") } else { value.to_string() }.into_bytes(), &raws)
 }
 
+/// Bytes that raw values may make of a text: memory is to be asked for by what a file says, not by its size.
+const LONGEST: usize = 2 << 20;
+
 /// Text that stands for raw bytes until all is written.
 fn placeholder(i: usize) -> String {
     format!("\u{E000}{i}\u{E001}")
@@ -230,7 +233,9 @@ fn fill(mut text: Vec<u8>, raws: &[Vec<u8>]) -> Vec<u8> {
     for (i, bytes) in raws.iter().enumerate().rev() {
         let wanted = json!(placeholder(i)).to_string().into_bytes();
         // a copied value may carry its placeholder along
-        while let Some(at) = text.windows(wanted.len()).position(|w| w == wanted) {
+        while text.len() < LONGEST
+            && let Some(at) = text.windows(wanted.len()).position(|w| w == wanted)
+        {
             text.splice(at..at + wanted.len(), bytes.clone());
         }
     }
