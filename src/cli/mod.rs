@@ -23,6 +23,7 @@ use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
 use std::borrow::Cow;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -92,17 +93,21 @@ enum Verb {
     Push(Rest),
 }
 
-/// Parses the command line, runs the verb, prints the error, and gives the exit code.
-///
-/// A panic is told in one line, and is an internal error.
+/// Runs the command line of this process and gives its exit code.
 pub fn main() -> ExitCode {
-    panics::install();
-    train::exhausted::tell_failures();
-    panics::told(verb).unwrap_or(ExitCode::from(crate::ExitCode::Internal as u8))
+    ExitCode::from(call(std::env::args_os()))
 }
 
-fn verb() -> ExitCode {
-    let cli = match Cli::try_parse() {
+/// Parses a command line, whose first word is the program's name, runs the verb, prints the error, and gives the
+/// exit code. A panic is told in one line, and is an internal error.
+pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
+    panics::install();
+    train::exhausted::tell_failures();
+    panics::told(|| verb(words)).unwrap_or(crate::ExitCode::Internal as u8)
+}
+
+fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
+    let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         Err(e) => {
             // help and version go to stdout and are no error
@@ -115,7 +120,7 @@ fn verb() -> ExitCode {
                 // what was typed holds control characters
                 Cow::Owned(text) => tell_escaped(text.trim_end()),
             }
-            return ExitCode::from(code);
+            return code;
         }
     };
     if let Err(e) = train::exhausted::start_threads() {
@@ -151,11 +156,11 @@ fn usage(message: impl Into<String>) -> Error {
 }
 
 /// Prints errors; the first gives the exit code.
-fn exit(errors: &[Error]) -> ExitCode {
+fn exit(errors: &[Error]) -> u8 {
     for e in errors {
         tell_escaped(&render(e, color_on_stderr()));
     }
-    errors.first().map_or(ExitCode::SUCCESS, |e| ExitCode::from(e.exit_code() as u8))
+    errors.first().map_or(0, |e| e.exit_code() as u8)
 }
 
 /// `error: ..`, and each hint on a line that begins with `hint:`; escaped, with our own colours.
