@@ -82,6 +82,7 @@ const BROKEN: usize = 175;
 fn one_mistake_one_message() {
     let several = [
         "many",
+        "parallel-too-many-ranks",
         "model-other-tools-name",
         "toml-two-errors-and-a-typo",
         "train-rank-with-full",
@@ -294,12 +295,13 @@ fn sizes() {
         ("48GiB", 48u64 << 30),
         ("1.5 MiB", 3 << 19),
         ("80GB", 80_000_000_000),
-        ("1024", 1024),
+        ("1048576", 1 << 20),
+        ("1024B", 1024),
         ("2kB", 2000),
     ] {
         assert_eq!(values::bytes(&tree::Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
     }
-    for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1e30TiB", "48gib", "9999999999TiB"] {
+    for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "9999999999TiB"] {
         assert!(values::bytes(&tree::Value::Text(text.into()), "b").is_err(), "{text}");
     }
 }
@@ -388,7 +390,6 @@ fn numbers_that_f32_does_not_hold() {
         ("optimizer.min_lr=1e-60", "optimizer.min_lr", "is 0 in f32"),
         ("run.clip=1e-60", "run.clip", "is 0 in f32"),
         ("lora.dropout=0.999999999", "lora.dropout", "is 1 in f32"),
-        ("lora.alpha=1e40", "lora.alpha", "is infinite in f32"),
         ("train.0.lr_scale=1e-44", "train.0.lr_scale", "in f32"),
     ] {
         let Err(Error::Problems(p)) = small(&[set]) else { panic!("{set} was accepted") };
