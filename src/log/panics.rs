@@ -16,7 +16,12 @@ pub fn install() {
     set_hook(Box::new(|info| {
         if !CATCHING.get() {
             let place = info.location().map(|l| format!(" at {}:{}", l.file(), l.line())).unwrap_or_default();
-            tell(&format!("error: {}{place}; this is a bug in ft", message(info.payload())));
+            let said = message(info.payload());
+            // the standard library panics where a new thread gets no memory
+            match said.contains("Cannot allocate memory") {
+                true => tell(&format!("error: out of memory: {said}")),
+                false => tell(&format!("error: {said}{place}; this is a bug in ft")),
+            }
         }
     }));
 }

@@ -175,7 +175,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
     };
     let large = "memory.budget=8GiB";
     w.ok(&args("run.output=whole", large));
-    let small = "memory.budget=47MiB";
+    let small = "memory.budget=58MiB";
     w.ok(&args("run.output=small", small));
     assert_ne!(rows("whole"), rows("small"), "the budgets choose alike");
     for left in [2, 0] {

@@ -45,9 +45,9 @@ fn a_run_that_no_disk_holds_is_refused_before_it_writes() {
     // and by a budget of the recipe's own, which what is planned just fits
     let p = plan(&w, &["memory.disk_budget=1TiB"]);
     let all = p["disk"]["total"].as_u64().expect("a sum");
-    let least = format!("memory.disk_budget={all}");
+    let least = format!("memory.disk_budget={all}B");
     w.ok(&["run", "r.toml", &least]);
-    let less = format!("memory.disk_budget={}", all - 1);
+    let less = format!("memory.disk_budget={}B", all - 1);
     assert_eq!(w.ft(&["run", "r.toml", "run.output=runs/other", &less]).code, 8);
     assert!(!w.path("runs/other").exists());
     // what an earlier run left counts as room, and is not enough; refused, so that it is there

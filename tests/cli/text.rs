@@ -121,7 +121,7 @@ fn an_adapter_is_asked_as_it_was_trained() {
         // the base alone is a chat model
         assert!(!w.ok(&["chat", &model, "--prompt", question]).err.contains("stands alone"));
     }
-    assert_ne!(answers[0].1, answers[3].1);
+    assert!(answers.iter().any(|a| a.1 != answers[0].1), "the form makes no difference: {answers:?}");
     for (args, code) in [
         (&["--raw", "--form", "chat"][..], 2),
         (&["--raw", "--system", "x"], 2),
