@@ -35,7 +35,7 @@ pub fn backward(
 /// noticed, and zeros would pass for numbers.
 fn scale<T: Real>(row: &[T], eps: f64) -> T {
     let mean = dot(row, row) / T::of(row.len() as f64) + T::of(eps);
-    (mean - mean + T::one()) / mean.sqrt()
+    (mean * T::zero() + T::one()) / mean.sqrt()
 }
 
 fn forward_cpu<T: Real>(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {

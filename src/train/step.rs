@@ -171,28 +171,6 @@ pub fn update(
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }
 
-/// A device, for tests, that has no memory for a step unless enough layers are recomputed.
-#[cfg(test)]
-pub mod small_device {
-    use crate::walk::Choices;
-    use std::cell::Cell;
-
-    thread_local! {
-        /// The step from which on, and how many layers are enough.
-        pub static SMALL: Cell<Option<(u64, usize)>> = const { Cell::new(None) };
-    }
-
-    /// Fails as CUDA does.
-    pub fn check(choices: &Choices, step: u64) -> candle_core::Result<()> {
-        match SMALL.get() {
-            Some((from, layers)) if step >= from && choices.recompute < layers => {
-                Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
 /// Mean loss over a dataset, and its number of targets.
 pub fn evaluate(
     decoder: &Decoder,
@@ -235,4 +213,26 @@ pub fn evaluate_until(
 pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Tensor> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).logits(&batch)?)
+}
+
+/// A device, for tests, that has no memory for a step unless enough layers are recomputed.
+#[cfg(test)]
+pub mod small_device {
+    use crate::walk::Choices;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// The step from which on, and how many layers are enough.
+        pub static SMALL: Cell<Option<(u64, usize)>> = const { Cell::new(None) };
+    }
+
+    /// Fails as CUDA does.
+    pub fn check(choices: &Choices, step: u64) -> candle_core::Result<()> {
+        match SMALL.get() {
+            Some((from, layers)) if step >= from && choices.recompute < layers => {
+                Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
+            }
+            _ => Ok(()),
+        }
+    }
 }

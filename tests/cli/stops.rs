@@ -35,8 +35,11 @@ fn send(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id() as i32).expect("a process"), signal).expect("signalled");
 }
 
+/// Steps, evaluations and the adapter of a run.
+type End = (Vec<(u64, u64, u64, u64)>, Vec<Value>, Vec<u8>);
+
 /// Steps, losses, evaluations and the result of a run.
-fn end(w: &World, run: &str) -> (Vec<(u64, u64, u64, u64)>, Vec<Value>, Vec<u8>) {
+fn end(w: &World, run: &str) -> End {
     let evals = w.events(run, "eval").iter().map(|e| json!([e["step"], e["loss"]])).collect();
     (w.steps(run), evals, w.read(&format!("{run}/adapter/adapter_model.safetensors")))
 }

@@ -14,12 +14,11 @@ pub(super) fn with_template(template: &str) -> Tokenizer {
     Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).unwrap().unwrap()
 }
 
+/// A text, the spans that are supervised, and notes.
+type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
+
 /// A row's text, what is supervised of it, and what is to tell.
-pub(super) fn read(
-    t: &Tokenizer,
-    row: &Value,
-    vars: &Map<String, Value>,
-) -> Result<(String, Vec<std::ops::Range<usize>>, Vec<Note>), String> {
+pub(super) fn read(t: &Tokenizer, row: &Value, vars: &Map<String, Value>) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = recipe::Source { mask: Some(recipe::Mask::Assistant), ..source("a.jsonl", Format::Messages) };
     let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
