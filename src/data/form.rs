@@ -71,11 +71,6 @@ impl Form {
                     system.iter().map(|s| json!({"role": "system", "content": s})).collect();
                 messages.push(json!({"role": "user", "content": prompt}));
                 let text = tokenizer.render(&Value::Array(messages), None, true, variables)?;
-                if text.is_empty() {
-                    let origin = tokenizer.template()?.origin().to_string();
-                    let message = "it writes nothing for a conversation".to_string();
-                    return Err(Error::Template { origin, line: 0, message });
-                }
                 return tokenizer.encode(&text);
             }
             Self::Alpaca => format::alpaca_prompt(system, prompt),

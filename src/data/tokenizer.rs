@@ -280,7 +280,12 @@ impl Tokenizer {
         })?;
         let messages: Vec<Jinja> = list.iter().map(|m| Jinja::from(Serde(m))).collect();
         let tools = tools.map_or(Jinja::from(()), |t| Jinja::from(Serde(t)));
-        Ok(template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0)
+        let text = template.render(&messages, &tools, add_generation_prompt, &self.variables(Some(vars)))?.0;
+        if text.is_empty() && !list.is_empty() {
+            let message = "it writes nothing for a conversation".to_string();
+            return Err(Error::Template { origin: template.origin().into(), line: 0, message });
+        }
+        Ok(text)
     }
 
     pub(super) fn template(&self) -> Result<&Template, Error> {

@@ -70,7 +70,14 @@ fn put(d: &mut Dice, files: &mut Files, path: &str, data: Vec<u8>) {
     let content = match d.below(150) {
         0 => Content::Folder,
         1 => Content::Pipe,
-        2 => Content::Link(*d.pick(&["/dev/zero", "/dev/null", "/dev/full", "gone", "/", "/proc/self/mem"])),
+        2 => Content::Link(d.pick::<&str>(&[
+            "/dev/zero",
+            "/dev/null",
+            "/dev/full",
+            "gone",
+            "/",
+            "/proc/self/mem",
+        ])),
         3 => Content::bytes([]),
         _ => Content::bytes(data),
     };
@@ -573,7 +580,7 @@ fn limits(base: &'static Base, d: &mut Dice) -> Case {
         2 => format!("ulimit -f {}", d.below(200)),
         _ => format!("ulimit -s {}", 64 << d.below(6)),
     };
-    let mut c = command(*d.pick(&lines), &[0, 2, 3, 4, 5, 8]);
+    let mut c = command(d.pick::<&str>(&lines), &[0, 2, 3, 4, 5, 8]);
     c.limits = Some(limit);
     case(base.all().clone(), vec![c])
 }
