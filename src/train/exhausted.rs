@@ -9,7 +9,7 @@ use crate::error::{Error, ExitCode};
 use crate::log::{memory, place, tell};
 use crate::plan::{Component, Listed, Phase, Plan, report};
 use std::fmt::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// What the run had planned, for the allocator's failures.
 static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
@@ -34,7 +34,11 @@ pub fn tell_failures() {
 pub fn start_threads() -> Result<(), crate::plan::Error> {
     // a handler is enough for the write to fail; without one, it still would only end the process
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
-    rayon::ThreadPoolBuilder::new().build_global().map_err(|e| {
+    // a process that calls several verbs has them already
+    static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
+    let started =
+        STARTED.get_or_init(|| rayon::ThreadPoolBuilder::new().build_global().map_err(|e| e.to_string()));
+    started.clone().map_err(|e| {
         crate::plan::Error::DoesNotFit(format!(
             "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
         ))
