@@ -267,8 +267,8 @@ pub fn ghost_panels(
 
 /// Panel sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
 /// operand that is contiguous; others have smaller ones.
-const MR: usize = 48;
-const NR: usize = 8;
+const MR: usize = 64;
+const NR: usize = 6;
 const LANES: usize = 16;
 const MANY: usize = gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD * MR;
 

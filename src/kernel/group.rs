@@ -37,8 +37,20 @@ pub struct Groups {
     starts: Vec<usize>,
     /// token, pair and place on a device that is not the CPU.
     index: Option<[Tensor; 3]>,
-    /// In a plan, how many experts each of those here stands for, and the bytes of the lists.
-    spread: Option<(Vec<f64>, Arc<Held>)>,
+    /// Of ghosts.
+    spread: Option<Spread>,
+}
+
+/// How a plan routes.
+#[derive(Debug)]
+struct Spread {
+    /// How many experts with tokens each of those here stands for.
+    alike: Vec<f64>,
+    /// Experts with tokens, as far as it decides how they are computed: between an even spread and the most uneven one
+    /// there are all numbers.
+    busy: usize,
+    /// The bytes of the lists.
+    _lists: Arc<Held>,
 }
 
 /// One expert's rows.
@@ -100,9 +112,9 @@ impl Groups {
         kept: impl Fn(usize) -> usize,
     ) -> Result<Self> {
         let (tokens, experts) = probs.dims2()?;
-        match (probs.device(), probs.ghost()) {
-            (On::Real(device), _) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
-            (On::Ghost(ledger), _) => {
+        match probs.device() {
+            On::Real(device) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
+            On::Ghost(ledger) => {
                 let n = tokens * top_k;
                 // rows of each, and how many have as many
                 let mut runs = vec![(0, 0.0); alike.len()];
@@ -124,13 +136,16 @@ impl Groups {
                     let of = |a: &usize| (rows, *a as f64 * each / rows.max(1) as f64);
                     runs = alike.iter().map(of).collect();
                 }
-                let mut starts = vec![0; alike.len() + 1];
-                (0..alike.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
+                let mut starts = vec![0; runs.len() + 1];
+                (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
                 // expert, token, pair and place of each
                 let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
                 let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
                 let index = ledger.machine().cuda.then(|| [list(), list(), list()]);
-                let spread = Some((runs.into_iter().map(|r| r.1).collect(), held));
+                let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
+                let even = alike.iter().sum::<f64>().round() as usize;
+                let busy = if ledger.skewed() { experts } else { even };
+                let spread = Some(Spread { alike, busy, _lists: held });
                 let none = Vec::new;
                 Ok(Self {
                     tokens,
@@ -160,7 +175,7 @@ impl Groups {
 
     /// Experts that have tokens.
     pub fn busy(&self) -> usize {
-        self.runs().iter().map(|r| r.alike).sum::<f64>().round() as usize
+        self.spread.as_ref().map_or_else(|| self.runs().len(), |s| s.busy)
     }
 
     /// Tokens of each expert.
@@ -174,7 +189,7 @@ impl Groups {
             .enumerate()
             .filter(|(_, rows)| *rows > 0)
             .map(|(expert, rows)| {
-                let alike = self.spread.as_ref().map_or(1.0, |(n, _)| n[expert]);
+                let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
                 Run { expert, start: self.starts[expert], rows, alike }
             })
             .collect()

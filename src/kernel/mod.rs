@@ -8,6 +8,10 @@
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
 //! `e` experts, `k` experts a token, `n` rows sorted by expert.
 //!
+//! Models reach tensors only by the operations here ([`tensor`]), which run on ghosts too: tensors without values whose
+//! bytes and arithmetic a [`ledger`] takes down. A composition needs nothing more for that; a kernel of our own says what it
+//! takes in its ghosts' branch ([`cpu::ghosts`]).
+//!
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;

@@ -49,7 +49,7 @@ pub struct Saved {
 #[derive(Debug)]
 enum FeedForwardSaved {
     Dense(mlp::Saved),
-    Mixture(moe::Saved),
+    Mixture(Box<moe::Saved>),
 }
 
 impl Saved {
@@ -94,7 +94,7 @@ impl Layer {
         let (mid, normed, attn) = self.attend(&x, ctx, None)?;
         let mlp = match &self.mlp {
             FeedForward::Dense(b) => FeedForwardSaved::Dense(b.again(&normed, ctx)?),
-            FeedForward::Mixture(b) => FeedForwardSaved::Mixture(b.again(&normed, ctx, replay)?),
+            FeedForward::Mixture(b) => FeedForwardSaved::Mixture(Box::new(b.again(&normed, ctx, replay)?)),
         };
         Ok(Saved { x, mid, attn, mlp })
     }
@@ -125,7 +125,7 @@ impl Layer {
         let (m, mlp) = match &self.mlp {
             FeedForward::Dense(b) => b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(s)))?,
             FeedForward::Mixture(b) => {
-                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(s)))?
+                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?
             }
         };
         Ok(((&mid + m)?, Saved { x: x.clone(), mid, attn, mlp }))
@@ -144,7 +144,7 @@ impl Layer {
             let dn = match (&self.mlp, s.mlp) {
                 (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
                 (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
-                    b.backward(s, dy, ctx, sink, balance)?
+                    b.backward(*s, dy, ctx, sink, balance)?
                 }
                 _ => candle_core::bail!("backward through another layer than forward"),
             };
