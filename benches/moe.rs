@@ -5,8 +5,9 @@
 //!
 //! Prints both times and their ratio; 1.5 is the most that it may be.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
+use ft::kernel::{Real, Tensor};
 use ft::model::decoder::Context;
 use ft::model::linear::{Linear, Lora, Weight};
 use ft::model::mlp::Mlp;
@@ -38,7 +39,7 @@ impl Maker {
     }
 
     fn linear(&mut self, out: usize, inp: usize) -> Result<Linear> {
-        let randn = |o: usize, i: usize| Tensor::randn(0f32, 1.0 / (i as f32).sqrt(), (o, i), &Device::Cpu);
+        let randn = |o: usize, i: usize| random((o, i), 1.0 / (i as f32).sqrt());
         let slots = Some((self.slot(RANK, inp), self.slot(out, RANK)));
         let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.next as u64);
         let lora = Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None };
@@ -59,6 +60,10 @@ impl Maker {
     }
 }
 
+fn random(shape: (usize, usize), std: f32) -> Result<Tensor> {
+    Real::randn(0f32, std, shape, &Device::Cpu).map(Tensor::Real)
+}
+
 fn time(f: impl FnOnce() -> Result<()>) -> Result<Duration> {
     let start = Instant::now();
     f()?;
@@ -70,13 +75,13 @@ fn main() -> Result<()> {
     let table = Tensor::zeros((TOKENS, 1), DType::F32, cpu)?;
     let seqs = Sequences::new(&[TOKENS], 0, cpu)?;
     let ctx = Context { seqs, cos: table.clone(), sin: table, dropout: None, rows: None };
-    let (x, dy) =
-        (Tensor::randn(0f32, 1.0, (TOKENS, WIDTH), cpu)?, Tensor::randn(0f32, 1.0, (TOKENS, WIDTH), cpu)?);
+    let (x, dy) = (random((TOKENS, WIDTH), 1.0)?, random((TOKENS, WIDTH), 1.0)?);
 
     let mut make = Maker::default();
     let router = make.linear(EXPERTS, WIDTH)?;
     let experts = (0..EXPERTS).map(|_| make.mlp(INNER)).collect::<Result<_>>()?;
-    let mixture = Mixture { router, experts, shared: None, top_k: TOP_K, normalise: true };
+    let alike = vec![1; EXPERTS];
+    let mixture = Mixture { router, experts, alike, shared: None, top_k: TOP_K, normalise: true };
     let mixture_grads = make.grads()?;
     let mixture_count = make.next;
     let mut make = Maker::default();

@@ -6,10 +6,11 @@
 //! on all linears, one row of 512 tokens a step, random weights. Prints both medians and the ratio of each round's
 //! pair; 1.1 is the most that its median may be. Then one token at a time, as generation has it, decoded and dense.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use ft::data::Dataset;
 use ft::hub::Want;
 use ft::kernel::gemm;
+use ft::kernel::{Real, Tensor};
 use ft::optim::Optimizer;
 use ft::plan::Workload;
 use ft::quant::{Books, Encoded};
@@ -51,7 +52,7 @@ recompute = "none"
 
 /// A step of a model that is built; gives its seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
-    let plan = job.plan(|recipe| Workload::of_data(recipe, data, None));
+    let plan = job.plan(|recipe| Workload::of_data(recipe, data, None))?;
     let (decoder, params) = job.build(true, &|_| {})?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut step = 0;
@@ -112,7 +113,7 @@ fn main() -> anyhow::Result<()> {
     report(["dense f32 base, a step", "4-bit base, a step"], 1e3, &pairs);
 
     let (o, i) = (4096, 4096);
-    let w = Tensor::randn(0f32, 0.02, (o, i), &Device::Cpu)?;
+    let w = Tensor::Real(Real::randn(0f32, 0.02, (o, i), &Device::Cpu)?);
     let values = w.flatten_all()?.to_vec1()?;
     let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_blocks(
         true,
@@ -120,7 +121,7 @@ fn main() -> anyhow::Result<()> {
         &mut Books::new(&Device::Cpu)?,
     )?;
     for tokens in [1, 8] {
-        let x = Tensor::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?;
+        let x = Tensor::Real(Real::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?);
         let time = |f: &dyn Fn() -> candle_core::Result<Tensor>| -> anyhow::Result<f64> {
             let start = Instant::now();
             for _ in 0..5 {

@@ -44,7 +44,7 @@
 //! | a dataset shape | one file in [`data`] and one arm |
 //! | something around a layer | a [`walk::Around`] |
 //! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
-//! | an allocation that lives on in a module | its counterpart in `plan/layer.rs`; `tests/cli/plan.rs` compares the two |
+//! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
 //! | a recipe key | one entry in [`recipe::keys`] |
 
 pub mod adapt;

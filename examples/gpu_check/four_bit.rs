@@ -2,7 +2,8 @@
 
 use super::{Report, randn};
 use anyhow::Result;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
+use ft::kernel::Tensor;
 use ft::kernel::blocks::{Blocks, Codebook, Scales};
 use ft::kernel::gemm;
 use ft::quant::Type;

@@ -10,14 +10,14 @@
 mod four_bit;
 
 use anyhow::{Context, Result, bail};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use ft::adapt::adapter::Adapter;
 use ft::adapt::build::{Base, Build};
 use ft::adapt::params::Allocate;
 use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
-use ft::kernel::{attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
+use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
 use ft::model::decoder::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
@@ -68,7 +68,7 @@ impl Report {
     }
 
     fn tensors(&mut self, what: &str, a: &Tensor, b: &Tensor, bar: f64) -> Result<()> {
-        self.line(what, ft::train::logits_apart(a, b)?, bar);
+        self.line(what, ft::train::logits_apart(a.real()?, b.real()?)?, bar);
         Ok(())
     }
 }
@@ -78,7 +78,7 @@ fn randn(seed: u64, shape: &[usize], dtype: DType, device: &Device) -> Result<Te
     let s = Stream::new(seed, Purpose::Test, 0, 0);
     let n: usize = shape.iter().product();
     let v: Vec<f32> = (0..n as u64).map(|i| s.normal(i)).collect();
-    Ok(Tensor::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
+    Ok(Tensor::Real(Real::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?))
 }
 
 /// What every op gives on a device, with names.
@@ -144,10 +144,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
 
     let stream = Stream::new(1, Purpose::Dropout, 2, 3);
-    out.push((
-        "dropout mask".into(),
-        dropout::mask(stream, dropout::Rows::From { first: 5, count: 130 }, 96, 0.25, dtype, device)?.0,
-    ));
+    out.push(("dropout mask".into(), dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, &dn)?.0));
 
     let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;
     let chosen = route::choose(&probs, 3)?;
@@ -260,7 +257,10 @@ fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
                 }
                 optimizer.step(&p, t, &|_| 1e-2, 0.5)?;
             }
-            let one = |i| p.view(i)?.flatten_all()?.to_dtype(DType::F32)?.to_device(&Device::Cpu);
+            let one = |i| -> candle_core::Result<Tensor> {
+                let flat = p.view(i)?.flatten_all()?.to_dtype(DType::F32)?;
+                flat.real()?.to_device(&Device::Cpu).map(Tensor::Real)
+            };
             let all: Vec<Tensor> = (0..p.tensors.len()).map(one).collect::<candle_core::Result<_>>()?;
             Ok(Tensor::cat(&all, 0)?)
         };
@@ -281,7 +281,10 @@ fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Te
     let grads = p.grads();
     let sink = Sink::new(&grads, p.tensors.len());
     let losses = Walk::new(d, p.lowest_unit(), usize::MAX).train(&batch, 1.0, &sink)?;
-    let flat: Vec<Tensor> =
-        grads.iter().flatten().map(|g| g.to_device(&Device::Cpu)).collect::<candle_core::Result<_>>()?;
+    let flat: Vec<Tensor> = grads
+        .iter()
+        .flatten()
+        .map(|g| g.real()?.to_device(&Device::Cpu).map(Tensor::Real))
+        .collect::<candle_core::Result<_>>()?;
     Ok((loss::total(&losses)?, logits, Tensor::cat(&flat, 0)?))
 }

@@ -316,7 +316,7 @@ pub fn save(
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
-        let value = params.master(i)?;
+        let value = params.master(i)?.real()?.clone();
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT gives each its own copy
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
@@ -334,6 +334,7 @@ pub fn save(
                 .into());
             };
             let norms = lora.norms(&linear.weight, &linear.weight.row_squares()?)?;
+            let norms = norms.real()?;
             let name = format!("{PREFIX}{m}.lora_magnitude_vector");
             tensors.push((name, norms.to_device(&Device::Cpu)?.to_dtype(DType::F32)?));
         }

@@ -5,7 +5,9 @@ use super::params::{Allocate, Params};
 use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
 use super::{Error, Trained};
+use crate::kernel::Tensor;
 use crate::kernel::blocks::Blocks;
+use crate::kernel::tensor::Real;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, Kind, Module, modules};
@@ -14,7 +16,7 @@ use crate::model::{Config, Decoder, decoder::Weights};
 use crate::quant::{self, Books};
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use rayon::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -86,7 +88,7 @@ impl Build<'_> {
     ///
     /// # Errors
     /// As [`Build::run`].
-    pub fn logits(&self, ids: &[u32]) -> crate::Result<Tensor> {
+    pub fn logits(&self, ids: &[u32]) -> crate::Result<Real> {
         Decoder::logits_by_layer(self.config, &mut self.loader()?, ids, self.device)
     }
 
@@ -268,7 +270,7 @@ impl Loader<'_> {
     }
 
     /// A tensor of the base, on `device`.
-    fn base(&self, m: &Module, part: Part, dtype: DType, device: &Device) -> crate::Result<Tensor> {
+    fn base(&self, m: &Module, part: Part, dtype: DType, device: &Device) -> crate::Result<Real> {
         let name = format!("{}.{}", m.name, part_name(m, part));
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
         let full = matches!(self.choice(m), Choice::Full { .. });
@@ -318,7 +320,7 @@ impl Loader<'_> {
     /// A tensor of the base: a frozen one by itself, a trained one in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> crate::Result<(Tensor, Option<Slot>)> {
         match self.part(m, part) {
-            None => Ok((self.base(m, part, self.b.dtype, self.b.device)?, None)),
+            None => Ok((self.base(m, part, self.b.dtype, self.b.device)?.into(), None)),
             Some(i) => {
                 let from_adapter =
                     self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
@@ -354,7 +356,7 @@ impl Loader<'_> {
             .into_par_iter()
             .map(|i| if embedding { s.normal(i) } else { (2.0 * s.uniform(i) - 1.0) * bound })
             .collect();
-        self.params.set(index, &Tensor::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?;
+        self.params.set(index, &Real::from_vec(values, t.shape.as_slice(), &Device::Cpu)?)?;
         Ok(false)
     }
 
@@ -362,7 +364,7 @@ impl Loader<'_> {
     /// f32.
     fn magnitude(&self, i: usize) -> candle_core::Result<Tensor> {
         let (view, master) = (self.params.view(i)?, self.params.master(i)?);
-        Ok(if master.device().same_device(view.device()) { master } else { view })
+        Ok(if master.real()?.device().same_device(view.real()?.device()) { master } else { view })
     }
 
     fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
@@ -409,7 +411,7 @@ impl Weights for Loader<'_> {
         {
             // PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, and these must
             // be such that they change nothing
-            let norms = || lora.norms(weight, &weight.row_squares()?);
+            let norms = || lora.norms(weight, &weight.row_squares()?)?.real().cloned();
             adapter.check_neutral(m, &norms)?;
         }
         if let Some(i) = self.part(m, Part::Magnitude) {
@@ -417,7 +419,7 @@ impl Weights for Loader<'_> {
             let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
             let init = match from_adapter {
                 Some(t) => t,
-                None => lora.norms(weight, &row_squares)?,
+                None => lora.norms(weight, &row_squares)?.real()?.clone(),
             };
             self.params.set(i, &init)?;
             lora.dora = Some(Dora {
@@ -439,7 +441,7 @@ impl Weights for Loader<'_> {
 }
 
 /// Random values of a tensor: norms one, biases zero, matrices normal with the config's `initializer_range`.
-fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -> crate::Result<Tensor> {
+fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -> crate::Result<Real> {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = match (part, m.kind) {
         (Part::Bias, _) => vec![0.0; n],
@@ -454,7 +456,7 @@ fn random(m: &Module, part: Part, shape: &[usize], s: Stream, config: &Config) -
             (0..n as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
         }
     };
-    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+    Ok(Real::from_vec(values, shape, &Device::Cpu)?)
 }
 
 /// The trained tensors that a reached-set leaves out, and the other way round, for the first step's check.

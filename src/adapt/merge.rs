@@ -214,7 +214,7 @@ impl<'a> Merge<'a> {
                         quant::from_files(self.files, &s.base)?.into_blocks(true, DType::F32, &mut books)?
                     }
                 };
-                Ok(blocks.decode()?.to_dtype(dtype)?)
+                Ok(blocks.decode()?.to_dtype(dtype)?.real()?.clone())
             }
             _ => Ok(self.files.tensor(&s.base, dtype, cpu)?),
         }
@@ -245,9 +245,10 @@ impl<'a> Merge<'a> {
         let w = self.base(s, DType::F32)?;
         let before = self.four_bit(s).then(|| w.copy()).transpose()?;
         let (a, b) = (self.held(m, Part::A)?, self.held(m, Part::B)?);
+        let (onto, a, b) = (w.clone().into(), a.into(), b.into());
         match m.kind {
-            Kind::Embedding { .. } => matmul_acc(&w, &a, true, &b, true, scale)?,
-            _ => matmul_acc(&w, &b, false, &a, false, scale)?,
+            Kind::Embedding { .. } => matmul_acc(&onto, &a, true, &b, true, scale)?,
+            _ => matmul_acc(&onto, &b, false, &a, false, scale)?,
         }
         let merged = if self.trained.contains_key(&(m.name.clone(), Part::Magnitude)) {
             let norms = w.sqr()?.sum(1)?.sqrt()?;

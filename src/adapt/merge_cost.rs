@@ -5,10 +5,11 @@
 //! whether merging makes sense.
 
 use crate::kernel::gemm;
+use crate::kernel::tensor::Real;
 use crate::kernel::wide;
 use crate::model::linear::Linear;
 use crate::quant::{Books, Encoded};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result};
 
 /// Squared norms, which add up over linears.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -28,14 +29,15 @@ impl MergeCost {
     ///
     /// # Errors
     /// A merged value that is not finite, named; what candle says.
-    pub fn of(name: &str, merged: &Tensor, base: &Tensor) -> crate::Result<Self> {
-        let square = |t: Tensor| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
-        let host = |t: &Tensor| t.to_dtype(DType::F32)?.to_device(&Device::Cpu);
+    pub fn of(name: &str, merged: &Real, base: &Real) -> crate::Result<Self> {
+        let square = |t: Real| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
+        let host = |t: &Real| t.to_dtype(DType::F32)?.to_device(&Device::Cpu);
         let (merged, base) = (host(merged)?, host(base)?);
         let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         let values = bf16.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
         let nf4 = encoded.into_blocks(true, DType::F32, &mut Books::new(&Device::Cpu)?)?.decode()?;
+        let nf4 = nf4.real()?;
         Ok(Self {
             update: square((&merged - base)?)?,
             bf16: square((bf16 - &merged)?)?,
@@ -78,7 +80,7 @@ fn share(error: f64, whole: f64) -> f64 {
 ///
 /// # Errors
 /// What candle says.
-pub fn merged(linear: &Linear) -> Result<Option<(Tensor, Tensor)>> {
+pub fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
     let Some(lora) = &linear.lora else { return Ok(None) };
     let base = wide(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
     let product = gemm::matmul(&wide(&lora.b)?, false, &wide(&lora.a)?, false)?;
@@ -88,7 +90,7 @@ pub fn merged(linear: &Linear) -> Result<Option<(Tensor, Tensor)>> {
         let g = (wide(&dora.magnitude)?.flatten_all()? / norms)?;
         merged = merged.broadcast_mul(&g.unsqueeze(1)?)?;
     }
-    Ok(Some((merged, base)))
+    Ok(Some((merged.real()?.clone(), base.real()?.clone())))
 }
 
 /// What merging a linear's adapter loses; `None` without an adapter. Takes a few copies of the one matrix in f32.

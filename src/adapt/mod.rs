@@ -3,6 +3,7 @@
 pub mod adapter;
 pub mod build;
 pub mod export;
+pub mod ghost;
 pub mod layout;
 pub mod learning_rates;
 pub mod merge;

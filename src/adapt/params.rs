@@ -5,9 +5,11 @@
 //! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
 
 use super::selection::Trained;
+use crate::kernel::Tensor;
 use crate::kernel::optimizer::{PIECE, by_pieces};
+use crate::kernel::tensor::Real;
 use crate::model::sink::Slot;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result};
 
 /// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
 pub const ALIGN: usize = 64;
@@ -143,25 +145,29 @@ impl Params {
     }
 
     /// Sets a tensor, master and compute copy.
-    pub fn set(&self, index: usize, value: &Tensor) -> Result<()> {
+    pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
-        let flat =
-            value.to_device(unit.master.device())?.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
+        let flat = value
+            .to_device(unit.master.real()?.device())?
+            .to_dtype(DType::F32)?
+            .contiguous()?
+            .flatten_all()?;
         if flat.elem_count() != slot.rows * slot.cols {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }
-        unit.master.slice_set(&flat, 0, slot.offset)?;
+        unit.master.real()?.slice_set(&flat, 0, slot.offset)?;
         if unit.compute.dtype() != DType::F32 || self.offloaded {
-            let rounded = flat.to_dtype(unit.compute.dtype())?.to_device(unit.compute.device())?;
-            unit.compute.slice_set(&rounded, 0, slot.offset)?;
+            let compute = unit.compute.real()?;
+            let rounded = flat.to_dtype(compute.dtype())?.to_device(compute.device())?;
+            compute.slice_set(&rounded, 0, slot.offset)?;
         }
         Ok(())
     }
 
     /// Where the master weights of a trained tensor are: its values are best read to there.
     pub fn home(&self, index: usize) -> Result<&Device> {
-        Ok(self.unit(&self.slots[index])?.master.device())
+        Ok(self.unit(&self.slots[index])?.master.real()?.device())
     }
 
     /// Brings the compute copies up to date with the master weights, after a step on the device.

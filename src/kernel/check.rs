@@ -1,7 +1,8 @@
 //! Helpers of the kernels' tests: seeded tensors, comparison, finite differences.
 
+use crate::kernel::Tensor;
 use crate::rng::{Purpose, Stream};
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Shape};
 
 /// Standard normal numbers by seed.
 pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {

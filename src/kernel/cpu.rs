@@ -5,9 +5,10 @@
 //! the finite-difference checks use are the same code. bf16 and f16 tensors are widened to f32 on the way
 //! in and rounded on the way out.
 
-use candle_core::{
-    CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor,
-};
+use super::ledger::{Cost, Ledger};
+use super::tensor::{Ghost, Real as Values};
+use crate::kernel::Tensor;
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef};
 use std::marker::PhantomData;
 use std::ops::Deref;
 
@@ -152,6 +153,29 @@ macro_rules! on_real {
 }
 pub(crate) use on_real;
 
+/// What a kernel on the CPU takes for ghosts; `None` for tensors.
+///
+/// Of what it `reads`, copies where that is of another type than the arithmetic or not in row-major order; what
+/// `during` takes while it works; its results `out`, in the type of the arithmetic, and rounded one after the other where
+/// they end in another.
+pub fn ghosts<T: Real, const N: usize>(
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    during: impl FnOnce(&Ledger),
+) -> Option<[Tensor; N]> {
+    let ledger = reads.first()?.ghost()?.ledger();
+    let size = T::DTYPE.size_in_bytes();
+    let copied = reads.iter().filter(|t| t.dtype() != T::DTYPE || !t.is_contiguous());
+    let _copies = ledger.hold(copied.map(|t| (size * t.elem_count()) as u64).sum());
+    let wide = out.map(|(shape, dtype)| (Ghost::new(ledger, shape, T::DTYPE), dtype));
+    during(ledger);
+    ledger.work(Cost { started: 1.0, ..Cost::default() });
+    Some(wide.map(|(wide, dtype)| match dtype == T::DTYPE {
+        true => wide.into(),
+        false => Ghost::new(ledger, wide.shape().clone(), dtype).into(),
+    }))
+}
+
 /// Whether a tensor lives on the CPU, where our own kernels run.
 pub fn is_cpu(t: &Tensor) -> bool {
     t.device().is_cpu()
@@ -180,6 +204,7 @@ impl<T: Real> Deref for View<'_, T> {
 
 /// Views a CPU tensor as `T`.
 pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
+    let t = t.real()?;
     if t.dtype() == T::DTYPE {
         let (s, l) = t.storage_and_layout();
         if let Some((start, end)) = l.contiguous_offsets() {
@@ -193,7 +218,7 @@ pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
 }
 
 /// The values of a contiguous half-precision tensor, in one copy instead of two.
-fn widened<T: Real>(t: &Tensor) -> Option<Vec<T>> {
+fn widened<T: Real>(t: &Values) -> Option<Vec<T>> {
     let (s, l) = t.storage_and_layout();
     let (start, end) = l.contiguous_offsets()?;
     match &*s {
@@ -205,7 +230,7 @@ fn widened<T: Real>(t: &Tensor) -> Option<Vec<T>> {
 
 /// A CPU tensor of `dtype` from values.
 pub fn tensor<T: Real>(v: Vec<T>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-    Tensor::from_vec(v, shape.into(), &Device::Cpu)?.to_dtype(dtype)
+    Values::from_vec(v, shape.into(), &Device::Cpu)?.to_dtype(dtype).map(Tensor::Real)
 }
 
 /// Sum of products, in sixteen lanes: vectorised, and more accurate than one running sum.
@@ -242,7 +267,7 @@ impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
 
 /// Changes the values of a contiguous CPU tensor (or contiguous view) in place.
 pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) -> Result<()>) -> Result<()> {
-    t.inplace_op1(&Closure {
+    t.real()?.inplace_op1(&Closure {
         name,
         f: |s: &mut CpuStorage, l: &Layout| {
             let Some((start, end)) = l.contiguous_offsets() else {
@@ -257,15 +282,29 @@ pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) ->
 }
 
 /// A product [rows, cols] in `dtype`, added to `sum` if given: in place where that has the type of the arithmetic.
-/// `product(dst, add)` writes it to `dst`, or adds it to what is there.
+/// `product(dst, add)` writes it to `dst`, or adds it to what is there; for ghosts of the operand `a` it takes what
+/// `during` takes.
 pub fn onto<T: Real>(
     name: &'static str,
+    a: &Tensor,
     sum: Option<Tensor>,
     (rows, cols): (usize, usize),
-    dtype: DType,
     product: impl Fn(&mut [T], bool),
+    during: impl FnOnce(&Ledger),
 ) -> Result<Tensor> {
+    let dtype = a.dtype();
     match sum {
+        Some(sum) if a.ghost().is_some() && sum.dtype() == T::DTYPE => {
+            ghosts::<T, 0>(&[a], [], during);
+            Ok(sum)
+        }
+        sum if a.ghost().is_some() => {
+            match (ghosts::<T, 1>(&[a], [((rows, cols).into(), dtype)], during), sum) {
+                (Some([own]), Some(sum)) => sum + own,
+                (Some([own]), None) => Ok(own),
+                (None, _) => candle_core::bail!("{name}: no ghost"),
+            }
+        }
         Some(sum) if sum.dtype() == T::DTYPE => {
             in_place::<T>(name, &sum, |dst| {
                 product(dst, true);

@@ -5,9 +5,11 @@
 
 use super::blocks::panels::FEW;
 use super::blocks::{Blocks, few_tokens, panel_width};
-use super::cpu::{Real, is_cpu, on_real, onto, tensor, view};
+use super::cpu::{Real, ghosts, is_cpu, on_real, onto, tensor, view};
 use super::gemm::{self, Mat};
-use candle_core::{Result, Tensor};
+use super::ledger::{Cost, Ledger, Role};
+use crate::kernel::Tensor;
+use candle_core::Result;
 use std::sync::Arc;
 
 /// A 4-bit matrix with its values.
@@ -21,7 +23,11 @@ pub struct Decoded {
 impl Decoded {
     /// Decodes a matrix.
     pub fn new(blocks: Arc<Blocks>) -> Result<Self> {
-        let values = blocks.decode()?;
+        let values = blocks.parts().0.role(Role::InFlight, || blocks.decode())?;
+        if let Some(g) = values.ghost() {
+            let (decoded, held) = (values.elem_count() as f64, g.bytes() as f64);
+            g.ledger().work(Cost { decoded, held, ..Cost::default() });
+        }
         Ok(Self { blocks, values })
     }
 
@@ -37,6 +43,7 @@ impl Decoded {
 
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.blocks.work(x, false);
         if is_cpu(x) {
             return on_real!(x.dtype(), self.forward_cpu(x));
         }
@@ -45,6 +52,7 @@ impl Decoded {
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        self.blocks.work(dy, false);
         if is_cpu(dy) {
             return on_real!(dy.dtype(), self.backward_cpu(dy, dx));
         }
@@ -66,6 +74,10 @@ impl Decoded {
         if k != cols {
             candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]^T", x.shape());
         }
+        let panels = gemm::ghost_panels((t, k, rows), panel_width(k), false, true);
+        if let Some([y]) = ghosts::<T, 1>(&[x, &self.values], [((t, rows).into(), x.dtype())], panels) {
+            return Ok(y);
+        }
         let (xv, wv) = (view::<T>(x)?, view::<T>(&self.values)?);
         if t <= FEW {
             let row = |r: usize, row: &mut [T]| row.copy_from_slice(&wv[r * cols..(r + 1) * cols]);
@@ -84,10 +96,18 @@ impl Decoded {
         if k != rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, cols]) {
             candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]", dy.shape());
         }
+        let widened = if self.values.dtype() == T::DTYPE { 0 } else { 4 * rows * cols };
+        if dy.ghost().is_some() {
+            let panels = |l: &Ledger| {
+                let _widened = l.hold(widened as u64);
+                gemm::ghost_panels((t, k, cols), panel_width(k), false, false)(l);
+            };
+            return onto::<T>("decoded backward", dy, dx, (t, cols), |_, _| (), panels);
+        }
         let (dyv, wv) = (view::<T>(dy)?, view::<T>(&self.values)?);
         let (a, w) = (Mat::new(&dyv, t, k, k), Mat::new(&wv, rows, cols, cols));
         let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, panel_width(k), w);
-        onto("decoded backward", dx, (t, cols), dy.dtype(), product)
+        onto("decoded backward", dy, dx, (t, cols), product, |_| ())
     }
 }
 

@@ -4,9 +4,11 @@
 //! (`c += alpha a b`) and without candle's zero-filled output. On CUDA it is cuBLAS: through candle, and with
 //! accumulation through [`super::cuda`].
 
-use super::cpu::{Real, View, in_place, is_cpu, on_real, tensor, view};
+use super::cpu::{Real, View, ghosts, in_place, is_cpu, on_real, tensor, view};
+use super::ledger::{Cost, Ledger, Role};
 use super::wide;
-use candle_core::{DType, Result, Tensor};
+use crate::kernel::Tensor;
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::ops::Range;
@@ -247,19 +249,93 @@ fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
     }
 }
 
+/// What the threads of [`by_panels`] hold for a product [m, k] x [k, n], on ghosts: a panel each if they make it, and what
+/// its product packs; forward the panel is `transposed`.
+pub fn ghost_panels(
+    (m, k, n): (usize, usize, usize),
+    width: usize,
+    made: bool,
+    transposed: bool,
+) -> impl FnOnce(&Ledger) {
+    move |l| {
+        let workers = (l.machine().threads as usize).min(n.div_ceil(width)).max(1);
+        let _panels =
+            l.role(Role::InFlight, || l.hold(if made { 4 * workers * k * n.min(width) } else { 0 } as u64));
+        l.touch(workers as u64 * packing((m, k, width.min(n)), false, transposed));
+    }
+}
+
+/// Panel sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
+/// operand that is contiguous; others have smaller ones.
+const MR: usize = 64;
+const NR: usize = 6;
+const LANES: usize = 16;
+const MANY: usize = gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD * MR;
+
+/// Bytes that the `gemm` crate takes to pack the operands of an f32 product [m, k] x [k, n], read transposed or not.
+///
+/// It computes the transposed product (our results are row-major). It packs what is then the right operand a cache-sized
+/// block at a time, if its columns are not contiguous; and the left one where it is short, if its rows are not.
+fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u64 {
+    if m == 0 || n == 0 || k == 0 {
+        return 0;
+    }
+    let p = gemm_common::cache::kernel_params(n, m, k, MR, NR, 4);
+    let nc = if p.nc > 0 { p.nc } else { m.next_multiple_of(NR) };
+    let right = if n > if ta { 2 * MR } else { MANY } { p.kc * nc } else { 0 };
+    let short = n <= 2 * p.mc && (tb || !n.is_multiple_of(LANES));
+    let left = if short { p.kc * n.next_multiple_of(MR) } else { 0 };
+    4 * (right + left) as u64
+}
+
+/// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
+pub fn slabs(threads: u64) -> u64 {
+    threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+}
+
+/// Writes the work of `op(a) op(b)` down, for ghosts; `onto` is what it is added to.
+pub fn work(a: &Tensor, ta: bool, b: &Tensor, onto: Option<&Tensor>) -> Result<()> {
+    let (Some(ga), Some(gb)) = (a.ghost(), b.ghost()) else { return Ok(()) };
+    let (rows, inner) = a.dims2()?;
+    let m = if ta { inner } else { rows };
+    // what a product is added to is read and written
+    let onto = onto.and_then(Tensor::ghost).map_or(0.0, |c| 2.0 * c.weight_bytes());
+    let flops = 2.0 * m as f64 * b.elem_count() as f64;
+    let read = ga.weight_bytes() + gb.weight_bytes() + onto;
+    ga.ledger().product(Cost { flops, read, ..Cost::default() });
+    Ok(())
+}
+
+/// Whether the `gemm` crate computes a product of so many operations on the thread that asks for it, which then keeps a
+/// slab too.
+pub fn is_small(flops: f64) -> bool {
+    flops < 2.0 * gemm_common::gemm::DEFAULT_THREADING_THRESHOLD as f64
+}
+
 fn mat<'a, T: Real>(v: &'a View<'_, T>, t: &Tensor, transposed: bool) -> Result<Mat<'a, T>> {
     let (rows, cols) = t.dims2()?;
     let m = Mat::new(v, rows, cols, cols);
     Ok(if transposed { m.t() } else { m })
 }
 
-fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
-    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
-    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
-    if am.cols != bm.rows {
+fn sizes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, usize)> {
+    let ((ar, ac), (br, bc)) = (a.dims2()?, b.dims2()?);
+    let ((m, k), (kb, n)) = (if ta { (ac, ar) } else { (ar, ac) }, if tb { (bc, br) } else { (br, bc) });
+    if k != kb {
         candle_core::bail!("matmul: {:?} (transposed: {ta}) x {:?} (transposed: {tb})", a.shape(), b.shape());
     }
-    let (m, n) = (am.rows, bm.cols);
+    Ok((m, k, n))
+}
+
+fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if let Some([y]) =
+        ghosts::<T, 1>(&[a, b], [((m, n).into(), a.dtype())], |l| l.touch(packing((m, k, n), ta, tb)))
+    {
+        return Ok(y);
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
     let mut out = vec![T::zero(); m * n];
     gemm(&mut out, n, false, am, bm, T::one(), true);
     tensor(out, (m, n), a.dtype())
@@ -270,6 +346,7 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
 /// # Shapes
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    work(a, ta, b, None)?;
     if is_cpu(a) {
         return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
     }
@@ -279,12 +356,15 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
 }
 
 fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
-    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
-    let (m, n) = c.dims2()?;
-    if am.cols != bm.rows || (m, n) != (am.rows, bm.cols) {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if c.dims2()? != (m, n) {
         candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
     }
+    if ghosts::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
+        return Ok(());
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
     in_place::<T>("matmul", c, |dst| {
         gemm(dst, n, true, am, bm, T::of(alpha), true);
         Ok(())
@@ -293,7 +373,16 @@ fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alph
 
 /// As [`acc_cpu`] into half precision: added in f32, rounded once.
 fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let (m, n) = c.dims2()?;
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if c.dims2()? != (m, n) {
+        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+    }
+    if let Some(g) = c.ghost() {
+        let _sum = g.ledger().hold(4 * (m * n) as u64);
+        ghosts::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
+        g.ledger().touch(g.bytes());
+        return Ok(());
+    }
     let mut sum = match view::<f32>(c)? {
         View::Owned(values) => values,
         borrowed => borrowed.to_vec(),
@@ -301,9 +390,6 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
     {
         let (av, bv) = (view::<f32>(a)?, view::<f32>(b)?);
         let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
-        if am.cols != bm.rows || (m, n) != (am.rows, bm.cols) {
-            candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
-        }
         gemm(&mut sum, n, true, am, bm, alpha as f32, true);
     }
     c.slice_set(&tensor(sum, (m, n), c.dtype())?, 0, 0)
@@ -315,13 +401,25 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 /// the dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     if is_cpu(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
+        work(a, ta, b, Some(c))?;
         return on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha));
     }
     if is_cpu(c) {
+        work(a, ta, b, Some(c))?;
         return acc_half(c, a, ta, b, tb, alpha);
     }
+    // cuBLAS adds to what is there
+    if let Some(g) = c.ghost()
+        && a.dtype() == b.dtype()
+        && [a, b, c].into_iter().all(Tensor::is_contiguous)
+    {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        return work(a, ta, b, Some(c));
+    }
     #[cfg(feature = "cuda")]
-    if super::cuda::gemm::accumulate(c, a, ta, b, tb, alpha)? {
+    if let (Tensor::Real(c), Tensor::Real(a), Tensor::Real(b)) = (c, a, b)
+        && super::cuda::gemm::accumulate(c, a, ta, b, tb, alpha)?
+    {
         return Ok(());
     }
     acc_composed(c, a, ta, b, tb, alpha)
@@ -347,6 +445,8 @@ pub struct Part {
     pub b: Tensor,
     /// Factor on the product.
     pub alpha: f64,
+    /// How many parts it stands for: one, but in a plan.
+    pub alike: f64,
 }
 
 /// `flat[part] += alpha a^T b` for parts that do not overlap.
@@ -354,6 +454,15 @@ pub struct Part {
 /// On the CPU the parts are computed side by side, each by one thread, where there are many of them: the
 /// gradients of many small experts. `flat` is one contiguous dimension.
 pub fn accumulate(flat: &Tensor, mut parts: Vec<Part>) -> Result<()> {
+    if let Some(g) = flat.ghost() {
+        // operands of another type are copied, all at once; the work was counted with the expert
+        let copies = |p: &Part| {
+            if p.a.dtype() == flat.dtype() { 0 } else { 4 * (p.a.elem_count() + p.b.elem_count()) }
+        };
+        let bytes: f64 = parts.iter().map(|p| p.alike * copies(p) as f64).sum();
+        g.ledger().touch(if is_cpu(flat) { bytes as u64 } else { 0 });
+        return Ok(());
+    }
     parts.sort_by_key(|p| p.offset);
     let apart = parts.windows(2).all(|w| w[0].offset + w[0].rows * w[0].cols <= w[1].offset);
     let many = parts.len() >= 2 * rayon::current_num_threads();
@@ -447,7 +556,7 @@ mod tests {
         let mut parts = Vec::new();
         for i in (0..count).rev() {
             let (a, b) = (randn(i as u64, (3, 1), DType::F32)?, randn(i as u64 + 99, (3, 3), DType::F32)?);
-            let p = Part { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5 };
+            let p = Part { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, alike: 1.0 };
             let c = one_by_one.narrow(0, p.offset, 3)?.reshape((1, 3))?;
             matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)?;
             parts.push(p);

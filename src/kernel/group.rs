@@ -7,13 +7,16 @@
 //! on another device it is one small copy a layer (4 bytes a pair) from the device and three back, because
 //! candle's operations need the size of each product on the host.
 
-use super::cpu::{ROWS, Real, View, dot, is_cpu, on_real, tensor, view};
-use super::gemm;
+use super::cpu::{ROWS, Real, View, dot, ghosts, is_cpu, on_real, tensor, view};
+use super::ledger::{Held, Role};
+use super::tensor::{Ghost, On};
+use super::{gemm, route};
+use crate::kernel::Tensor;
 use crate::kernel::wide;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Tokens sorted by expert.
 #[derive(Debug)]
@@ -34,10 +37,24 @@ pub struct Groups {
     starts: Vec<usize>,
     /// token, pair and place on a device that is not the CPU.
     index: Option<[Tensor; 3]>,
+    /// Of ghosts.
+    spread: Option<Spread>,
+}
+
+/// How a plan routes.
+#[derive(Debug)]
+struct Spread {
+    /// How many experts with tokens each of those here stands for.
+    alike: Vec<f64>,
+    /// Experts with tokens, as far as it decides how they are computed: between an even spread and the most uneven one
+    /// there are all numbers.
+    busy: usize,
+    /// The bytes of the lists.
+    _lists: Arc<Held>,
 }
 
 /// One expert's rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Run {
     /// The expert.
     pub expert: usize,
@@ -45,6 +62,8 @@ pub struct Run {
     pub start: usize,
     /// How many.
     pub rows: usize,
+    /// How many runs this one stands for: one, but in a plan.
+    pub alike: f64,
 }
 
 impl Groups {
@@ -79,7 +98,84 @@ impl Groups {
                 Tensor::from_slice(&place, n, d)?,
             ]),
         };
-        Ok(Self { tokens: n / top_k.max(1), top_k, expert, token, pair, place, starts, index })
+        Ok(Self { tokens: n / top_k.max(1), top_k, expert, token, pair, place, starts, index, spread: None })
+    }
+
+    /// Of the router's probabilities [t, e]: each token's `top_k` most likely experts.
+    ///
+    /// For ghosts the tokens are spread evenly over those experts that such a spread reaches, or (see [`Ledger::route`]) all
+    /// go where most is kept of a row, by `kept`; `alike` says how many experts each of a plan's stands for.
+    pub fn choose(
+        probs: &Tensor,
+        top_k: usize,
+        alike: &[usize],
+        kept: impl Fn(usize) -> usize,
+    ) -> Result<Self> {
+        let (tokens, experts) = probs.dims2()?;
+        match probs.device() {
+            On::Real(device) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
+            On::Ghost(ledger) => {
+                let n = tokens * top_k;
+                // rows of each, and how many have as many
+                let mut runs = vec![(0, 0.0); alike.len()];
+                if ledger.skewed() {
+                    let mut order: Vec<usize> = (0..alike.len()).collect();
+                    order.sort_by_key(|e| std::cmp::Reverse(kept(*e)));
+                    let mut left = n;
+                    for e in order {
+                        // no token chooses an expert twice
+                        let own = left.min(alike[e] * tokens);
+                        left -= own;
+                        runs[e] = (tokens.min(own), own as f64 / tokens.max(1) as f64);
+                    }
+                } else {
+                    // the chance that no token chose an expert
+                    let idle = (1.0 - top_k as f64 / experts as f64).max(0.0).powf(tokens as f64);
+                    let each = n as f64 / experts as f64;
+                    let rows = (each / (1.0 - idle)).ceil() as usize;
+                    let of = |a: &usize| (rows, *a as f64 * each / rows.max(1) as f64);
+                    runs = alike.iter().map(of).collect();
+                }
+                let mut starts = vec![0; runs.len() + 1];
+                (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
+                // expert, token, pair and place of each
+                let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
+                let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
+                let index = ledger.machine().cuda.then(|| [list(), list(), list()]);
+                let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
+                let even = alike.iter().sum::<f64>().round() as usize;
+                let busy = if ledger.skewed() { experts } else { even };
+                let spread = Some(Spread { alike, busy, _lists: held });
+                let none = Vec::new;
+                Ok(Self {
+                    tokens,
+                    top_k,
+                    expert: none(),
+                    token: none(),
+                    pair: none(),
+                    place: none(),
+                    starts,
+                    index,
+                    spread,
+                })
+            }
+        }
+    }
+
+    /// What `f` does for one expert's rows; for ghosts on behalf of all that the run stands for.
+    pub fn times<R>(&self, run: &Run, on: On<'_>, f: impl FnOnce() -> R) -> R {
+        match on {
+            On::Real(_) => f(),
+            On::Ghost(l) => {
+                let at_once = if side_by_side(self.busy(), on) { l.machine().threads as f64 } else { 1.0 };
+                l.times(run.alike, at_once, f)
+            }
+        }
+    }
+
+    /// Experts that have tokens.
+    pub fn busy(&self) -> usize {
+        self.spread.as_ref().map_or_else(|| self.runs().len(), |s| s.busy)
     }
 
     /// Tokens of each expert.
@@ -92,13 +188,16 @@ impl Groups {
         self.counts()
             .enumerate()
             .filter(|(_, rows)| *rows > 0)
-            .map(|(expert, rows)| Run { expert, start: self.starts[expert], rows })
+            .map(|(expert, rows)| {
+                let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
+                Run { expert, start: self.starts[expert], rows, alike }
+            })
             .collect()
     }
 
     /// Tokens of one expert's rows.
     pub fn tokens_of(&self, run: &Run) -> &[u32] {
-        &self.token[run.start..run.start + run.rows]
+        self.token.get(run.start..run.start + run.rows).unwrap_or_default()
     }
 
     fn index(&self) -> Result<&[Tensor; 3]> {
@@ -125,11 +224,15 @@ impl Groups {
     }
 
     fn whole(&self) -> Run {
-        Run { expert: 0, start: 0, rows: self.token.len() }
+        Run { expert: 0, start: 0, rows: self.tokens * self.top_k, alike: 1.0 }
     }
 
     fn gather_cpu<T: Real>(&self, x: &Tensor, gates: Option<&Tensor>, run: &Run) -> Result<Tensor> {
         let d = self.width(x)?;
+        let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
+        if let Some([y]) = ghosts::<T, 1>(&reads, [((run.rows, d).into(), x.dtype())], |_| ()) {
+            return Ok(y);
+        }
         let xv = view::<T>(x)?;
         let gv = gates.map(view::<T>).transpose()?;
         let (xs, gs) = (&*xv, gv.as_deref());
@@ -182,6 +285,12 @@ impl Groups {
         self.dots_composed(parts, x, self.index()?)
     }
 
+    /// Copies of all rows in the type of the arithmetic, for ghosts of another: `part` is one expert's.
+    fn ghost_views<T: Real>(&self, part: &Tensor) -> Option<Held> {
+        let g = part.ghost().filter(|_| part.dtype() != T::DTYPE)?;
+        Some(g.ledger().hold((T::DTYPE.size_in_bytes() * self.whole().rows * part.dim(1).ok()?) as u64))
+    }
+
     /// The tensors' values, and for each expert where its rows lie among them.
     fn views<'a, T: Real>(&self, parts: &'a [Tensor]) -> Result<Vec<View<'a, T>>> {
         let runs = self.runs();
@@ -213,6 +322,11 @@ impl Groups {
 
     fn combine_cpu<T: Real>(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
         let d = parts[0].dim(1)?;
+        let _copies = self.ghost_views::<T>(&parts[0]);
+        let reads: Vec<&Tensor> = gates.into_iter().chain(&parts[..1]).collect();
+        if let Some([y]) = ghosts::<T, 1>(&reads, [((self.tokens, d).into(), dtype)], |_| ()) {
+            return Ok(y);
+        }
         let views = self.views::<T>(parts)?;
         let by_expert = self.by_expert(&views);
         let gv = gates.map(view::<T>).transpose()?;
@@ -251,13 +365,19 @@ impl Groups {
 
     /// [t, k, d]
     fn by_pair(&self, parts: &[Tensor], index: &[Tensor; 3]) -> Result<Tensor> {
-        let all = Tensor::cat(parts, 0)?.index_select(&index[2], 0)?;
+        let parts = if self.spread.is_some() { &parts[..1] } else { parts };
+        let all = Tensor::end_to_end(parts, self.whole().rows)?;
+        let all = all.index_select(&index[2], 0)?;
         let d = all.dim(1)?;
         all.reshape((self.tokens, self.top_k, d))
     }
 
     fn dots_cpu<T: Real>(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
         let d = self.width(x)?;
+        let _copies = parts.first().and_then(|p| self.ghost_views::<T>(p));
+        if let Some([y]) = ghosts::<T, 1>(&[x], [((self.tokens, self.top_k).into(), T::DTYPE)], |_| ()) {
+            return Ok(y);
+        }
         let views = self.views::<T>(parts)?;
         let by_expert = self.by_expert(&views);
         let xv = view::<T>(x)?;
@@ -287,19 +407,29 @@ impl Groups {
 
 /// Whether `runs` experts are better computed side by side, one thread each, than one after the other with all
 /// threads in each product. The result is the same.
-pub fn side_by_side(runs: usize, device: &Device) -> bool {
-    device.is_cpu() && runs >= 2 * rayon::current_num_threads() && rayon::current_num_threads() > 1
+pub fn side_by_side<'a>(runs: usize, on: impl Into<On<'a>>) -> bool {
+    let threads = match on.into() {
+        on if !on.is_cpu() => return false,
+        On::Real(_) => rayon::current_num_threads(),
+        On::Ghost(l) => l.machine().threads as usize,
+    };
+    runs >= 2 * threads && threads > 1
 }
 
-/// Applies `f` to every item, the large ones first, each on one thread; results in the items' order.
+/// Applies `f` to every item, the large ones first, each on one thread; results in the items' order. Ghosts (`on`) go one
+/// after the other.
 ///
 /// # Errors
 /// The first error by the items' order.
-pub fn each<I: Send, R: Send>(
+pub fn each<'a, I: Send, R: Send>(
+    on: impl Into<On<'a>>,
     items: Vec<I>,
     size: impl Fn(&I) -> usize,
     f: impl Fn(I) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
+    if matches!(on.into(), On::Ghost(_)) {
+        return items.into_iter().map(f).collect();
+    }
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|i| std::cmp::Reverse(size(&items[*i])));
     let work: Vec<Mutex<Option<I>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
@@ -405,9 +535,12 @@ mod tests {
     fn each_gives_results_in_order_and_the_first_error() -> Result<()> {
         let square = |x: usize| Ok(x * x);
         let items: Vec<usize> = (0..100).collect();
-        assert_eq!(each(items, |x| *x, square)?, (0..100).map(|x| x * x).collect::<Vec<usize>>());
+        assert_eq!(
+            each(&Device::Cpu, items, |x| *x, square)?,
+            (0..100).map(|x| x * x).collect::<Vec<usize>>()
+        );
         let fails = |x: usize| if x % 7 == 3 { candle_core::bail!("item {x}") } else { Ok(x) };
-        let e = each((0..100).collect(), |x| *x, fails).expect_err("items that fail");
+        let e = each(&Device::Cpu, (0..100).collect(), |x| *x, fails).expect_err("items that fail");
         assert!(e.to_string().starts_with("item 3"), "{e}");
         Ok(())
     }

@@ -3,8 +3,9 @@
 //! The whole matrix of logits never exists: the head takes some rows at a time, and what comes back is one
 //! loss a row and the gradient of these logits, which the head's backward uses up at once.
 
-use super::cpu::{self, Real, in_place, is_cpu, on_real, tensor, view};
-use candle_core::{D, DType, Result, Tensor};
+use super::cpu::{self, Real, ghosts, in_place, is_cpu, on_real, tensor, view};
+use crate::kernel::{Ledger, Tensor};
+use candle_core::{D, DType, Result};
 use rayon::prelude::*;
 use std::sync::Mutex;
 
@@ -31,6 +32,11 @@ fn cross_entropy_cpu<T: Real>(
     scale: Option<f64>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (n, v) = logits.dims2()?;
+    // a row on each thread, where the logits must stay
+    let row = |l: &Ledger| l.touch(l.machine().threads * if scale.is_some() { 0 } else { 4 * v as u64 });
+    if let Some([losses]) = ghosts::<T, 1>(&[&logits], [(n.into(), T::DTYPE)], row) {
+        return Ok((losses, scale.map(|_| logits)));
+    }
     let targets = targets.to_vec1::<u32>()?;
     if targets.len() != n || targets.iter().any(|t| *t as usize >= v) {
         candle_core::bail!(

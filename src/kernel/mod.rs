@@ -8,6 +8,10 @@
 //! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
 //! `e` experts, `k` experts a token, `n` rows sorted by expert.
 //!
+//! Models reach tensors only by the operations here ([`tensor`]), which run on ghosts too: tensors without values whose
+//! bytes and arithmetic a [`ledger`] takes down. A composition needs nothing more for that; a kernel of our own says what it
+//! takes in its ghosts' branch ([`cpu::ghosts`]).
+//!
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
@@ -19,17 +23,22 @@ pub mod dropout;
 pub mod embed;
 pub mod gemm;
 pub mod group;
+pub mod ledger;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
 pub mod rope;
 pub mod route;
 pub mod swiglu;
+pub mod tensor;
 
 #[cfg(test)]
 pub(crate) mod check;
 
-use candle_core::{DType, Device, Result, Tensor};
+pub use ledger::{Ledger, Machine, Role};
+pub use tensor::{Real, Tensor};
+
+use candle_core::{DType, Device, Result};
 
 /// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
 pub fn wide(t: &Tensor) -> Result<Tensor> {
@@ -51,6 +60,6 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
 }
 
 /// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)
-pub fn to_host(view: &Tensor) -> Result<Tensor> {
+pub fn to_host(view: &Real) -> Result<Real> {
     if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }
 }

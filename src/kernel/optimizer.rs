@@ -4,7 +4,9 @@
 //! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2; p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
 
 use super::cpu::{in_place, is_cpu, view};
-use candle_core::{Device, Result, Tensor};
+use super::tensor::Real;
+use crate::kernel::Tensor;
+use candle_core::{Device, Result};
 use rayon::prelude::*;
 
 /// Elements that one task takes: fixed, so that sums have one order.
@@ -46,6 +48,9 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Resul
             let part = |x: &Tensor| x.narrow(0, start, len);
             adamw_composed(&part(p)?, &part(m)?, &part(v)?, &part(g)?, k)
         });
+    }
+    if p.ghost().is_some() {
+        return Ok(());
     }
     let gs = k.grad_scale as f32;
     let (b1, b2) = ((1.0 - k.betas[0]) as f32, k.betas[1] as f32);
@@ -113,7 +118,8 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     }
     if !on_device.is_empty() {
         // one wait for the device, however many buffers
-        let all = Tensor::stack(&on_device, 0)?.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
+        let all = on_device.iter().map(Tensor::real).collect::<Result<Vec<_>>>()?;
+        let all = Real::stack(&all, 0)?.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
         sum += all.iter().map(|x| f64::from(*x)).sum::<f64>();
     }
     Ok(sum)
@@ -133,7 +139,7 @@ pub fn finite(x: &Tensor) -> Result<bool> {
     for start in (0..n).step_by(LOOK) {
         // 0 times a number that is not finite is NaN
         let zero = (flat.narrow(0, start, LOOK.min(n - start))? * 0.0)?.sum_all()?;
-        if zero.to_device(&Device::Cpu)?.to_scalar::<f32>()? != 0.0 {
+        if zero.real()?.to_device(&Device::Cpu)?.to_scalar::<f32>()? != 0.0 {
             return Ok(false);
         }
     }

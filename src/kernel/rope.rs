@@ -2,8 +2,9 @@
 //! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, x1 and x2 the two halves of a head
 //! (Su et al., "RoFormer", 2021). The map is orthogonal, so backward is forward with `-sin`.
 
-use super::cpu::{ROWS, Real, is_cpu, on_real, tensor, view};
-use candle_core::{D, DType, Result, Tensor};
+use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, view};
+use crate::kernel::Tensor;
+use candle_core::{D, DType, Result};
 use rayon::prelude::*;
 
 /// Rotates every head of every token; with `inverse`, rotates back (the backward pass).
@@ -23,6 +24,9 @@ fn apply_cpu<T: Real>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> 
     let half = c / 2;
     if c % 2 != 0 || cos.dims() != [t, half] || sin.dims() != [t, half] {
         candle_core::bail!("rope: {:?} with tables {:?} and {:?}", x.shape(), cos.shape(), sin.shape());
+    }
+    if let Some([y]) = ghosts::<T, 1>(&[x, cos, sin], [(x.shape().clone(), x.dtype())], |_| ()) {
+        return Ok(y);
     }
     let (xv, cv, sv) = (view::<T>(x)?, view::<T>(cos)?, view::<T>(sin)?);
     let sign = if inverse { -T::one() } else { T::one() };

@@ -6,8 +6,10 @@
 //!
 //! Equal probabilities are decided for the lower expert, on every device: a tie does not flip.
 
-use super::cpu::{ROWS, Real, is_cpu, on_real, tensor, view};
-use candle_core::{D, DType, Device, Result, Tensor};
+use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, view};
+use super::tensor::Ghost;
+use crate::kernel::Tensor;
+use candle_core::{D, DType, Result};
 use rayon::prelude::*;
 
 /// Gradients that losses on the router itself add, the same for all tokens of a layer.
@@ -31,6 +33,10 @@ pub fn softmax(logits: &Tensor) -> Result<(Tensor, Tensor)> {
 
 fn softmax_cpu<T: Real>(logits: &Tensor) -> Result<(Tensor, Tensor)> {
     let (t, e) = logits.dims2()?;
+    let out = [((t, e).into(), T::DTYPE), (t.into(), T::DTYPE)];
+    if let Some([p, lse]) = ghosts::<T, 2>(&[logits], out, |_| ()) {
+        return Ok((p, lse));
+    }
     let x = view::<T>(logits)?;
     let (mut p, mut lse) = (vec![T::zero(); t * e], vec![T::zero(); t]);
     p.par_chunks_mut(ROWS * e).zip(lse.par_chunks_mut(ROWS)).zip(x.par_chunks(ROWS * e)).for_each(
@@ -110,14 +116,18 @@ fn choose_composed(probs: &Tensor, k: usize) -> Result<Tensor> {
     Tensor::cat(&out, 1)?.to_dtype(DType::U32)
 }
 
-/// The chosen experts as an index on `device`, [t, k].
-fn index(chosen: &[u32], k: usize, device: &Device) -> Result<Tensor> {
-    Tensor::from_slice(chosen, (chosen.len() / k.max(1), k), device)
+/// The chosen experts as an index where `probs` [t, e] are, [t, k].
+fn index(chosen: &[u32], k: usize, probs: &Tensor) -> Result<Tensor> {
+    let shape = (probs.dim(0)?, k);
+    match probs.ghost() {
+        Some(g) => Ok(Ghost::new(g.ledger(), shape, DType::U32).into()),
+        None => Tensor::from_slice(chosen, shape, probs.device()),
+    }
 }
 
 /// Gates [t, k] of the chosen experts [t * k].
 pub fn gates(probs: &Tensor, chosen: &[u32], k: usize, normalise: bool) -> Result<Tensor> {
-    let g = probs.gather(&index(chosen, k, probs.device())?, 1)?;
+    let g = probs.gather(&index(chosen, k, probs)?, 1)?;
     if normalise { g.broadcast_div(&g.sum_keepdim(1)?) } else { Ok(g) }
 }
 
@@ -150,6 +160,10 @@ pub fn backward(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> R
 
 fn backward_cpu<T: Real>(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, dgates.dim(1)?);
+    let out = [((t, e).into(), r.probs.dtype())];
+    if let Some([dx]) = ghosts::<T, 1>(&[r.probs, r.gates, dgates, r.lse], out, |_| ()) {
+        return Ok(dx);
+    }
     let (p, g) = (view::<T>(r.probs)?, view::<T>(r.gates)?);
     let (dg, lse) = (view::<T>(dgates)?, view::<T>(r.lse)?);
     let (p, g, dg, lse) = (&*p, &*g, &*dg, &*lse);
@@ -186,7 +200,7 @@ fn backward_cpu<T: Real>(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balan
 fn backward_composed(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, dgates.dim(1)?);
     let (device, dtype) = (r.probs.device(), r.probs.dtype());
-    let chosen = index(r.chosen, k, device)?;
+    let chosen = index(r.chosen, k, r.probs)?;
     let d = if r.normalise {
         let sum = r.probs.gather(&chosen, 1)?.sum_keepdim(1)?;
         let mean = (r.gates * dgates)?.sum_keepdim(1)?;
@@ -218,6 +232,7 @@ fn backward_composed(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>)
 mod tests {
     use super::*;
     use crate::kernel::check::{close, gradient, randn, values};
+    use candle_core::Device;
 
     const T: usize = 40;
     const E: usize = 6;

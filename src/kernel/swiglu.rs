@@ -1,8 +1,9 @@
 //! SwiGLU's elementwise part: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
 
-use super::cpu::{Real, is_cpu, on_real, tensor, view};
+use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, view};
+use crate::kernel::Tensor;
 use crate::kernel::wide;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 use rayon::prelude::*;
 
 /// Elements that one task takes.
@@ -22,23 +23,38 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tens
     }
 }
 
+/// `1 / (1 + e^-x)`, elementwise: candle's, for the gate of a shared expert.
+pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    match x {
+        Tensor::Real(x) => candle_nn::ops::sigmoid(x).map(Tensor::Real),
+        Tensor::Ghost(_) => x.exp(),
+    }
+}
+
 #[inline]
-fn sigmoid<T: Real>(x: T) -> T {
+fn logistic<T: Real>(x: T) -> T {
     T::one() / (T::one() + (-x).exp())
 }
 
 fn forward_cpu<T: Real>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if let Some([y]) = ghosts::<T, 1>(&[gate, up], [(gate.shape().clone(), gate.dtype())], |_| ()) {
+        return Ok(y);
+    }
     let (g, u) = (view::<T>(gate)?, view::<T>(up)?);
     let mut y = vec![T::zero(); g.len()];
     y.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK))).for_each(|(y, (g, u))| {
         for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
-            *y = *g * sigmoid(*g) * *u;
+            *y = *g * logistic(*g) * *u;
         }
     });
     tensor(y, gate.shape(), gate.dtype())
 }
 
 fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let one = || (gate.shape().clone(), gate.dtype());
+    if let Some([dg, du]) = ghosts::<T, 2>(&[gate, up, dy], [one(), one()], |_| ()) {
+        return Ok((dg, du));
+    }
     let (g, u, d) = (view::<T>(gate)?, view::<T>(up)?, view::<T>(dy)?);
     let (mut dg, mut du) = (vec![T::zero(); g.len()], vec![T::zero(); g.len()]);
     dg.par_chunks_mut(CHUNK)
@@ -46,7 +62,7 @@ fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Ten
         .zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK)).zip(d.par_chunks(CHUNK)))
         .for_each(|((dg, du), ((g, u), d))| {
             for i in 0..g.len() {
-                let s = sigmoid(g[i]);
+                let s = logistic(g[i]);
                 du[i] = d[i] * g[i] * s;
                 dg[i] = d[i] * u[i] * s * (T::one() + g[i] * (T::one() - s));
             }
@@ -61,9 +77,9 @@ fn forward_composed(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 fn backward_composed(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     let (g, u, d) = (wide(gate)?, wide(up)?, wide(dy)?);
     let s = (g.neg()?.exp()? + 1.0)?.recip()?;
-    let du = (&d * &g * &s)?.to_dtype(gate.dtype())?;
+    let du = ((&d * &g)? * &s)?.to_dtype(gate.dtype())?;
     let slope = (&s * ((g * (1.0 - &s)?)? + 1.0)?)?;
-    Ok(((d * u * slope)?.to_dtype(gate.dtype())?, du))
+    Ok((((d * u)? * slope)?.to_dtype(gate.dtype())?, du))
 }
 
 #[cfg(test)]

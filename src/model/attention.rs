@@ -4,9 +4,10 @@ use super::decoder::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;
+use crate::kernel::Tensor;
 use crate::kernel::attention::{self, Causal};
 use crate::kernel::rope;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// One attention block.
 #[derive(Clone, Debug)]

@@ -11,9 +11,12 @@ use super::modules::{Module, modules};
 use super::moe::{Mixture, Shared};
 use super::norm::Norm;
 use super::sink::Slot;
-use crate::kernel::attention::Sequences;
-use candle_core::{Device, Tensor};
-use std::collections::HashMap;
+use crate::kernel::Ledger;
+use crate::kernel::Tensor;
+use crate::kernel::attention::{Sequences, Sizes};
+use crate::kernel::tensor::Ghost;
+use crate::kernel::tensor::Real;
+use candle_core::{DType, Device};
 use std::sync::Arc;
 
 /// Which numbers dropout draws; see [`crate::rng`].
@@ -129,6 +132,37 @@ impl Batch {
     }
 }
 
+impl Batch {
+    /// That of a plan. It stays all the time: what it takes is [`Batch::bytes`].
+    pub fn ghost(
+        ledger: &Ledger,
+        sizes: Sizes,
+        targets: usize,
+        head_dim: usize,
+        dropout: Option<(u64, u64)>,
+    ) -> candle_core::Result<Self> {
+        let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
+        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let seqs = Sequences::ghost(sizes, ledger)?;
+        let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
+        Ok(Self {
+            ids: list(sizes.keys),
+            tokens: sizes.keys,
+            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
+            target_rows: list(targets),
+            targets: list(targets),
+            target_count: targets,
+            first_target: 0,
+        })
+    }
+
+    /// Bytes of a micro-batch: ids, the two tables, the start of each token's document and what it was collated from;
+    /// the masks' numbers; rows and ids of targets.
+    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize) -> u64 {
+        (sizes.keys * (4 + 4 * head_dim + 4 + 12) + 4 * sizes.longest + 8 * targets) as u64
+    }
+}
+
 /// Where a model gets its tensors from: files, random numbers, buffers of trained tensors.
 pub trait Weights {
     /// The weight of a module in the compute dtype, and where its gradient goes if it trains in full.
@@ -142,6 +176,10 @@ pub trait Weights {
     fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
     /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>>;
+    /// How many experts in a row each one that is built stands for, of a layer's (three modules each): one, but in a plan.
+    fn alike(&self, experts: &[&Module]) -> Vec<usize> {
+        vec![1; experts.len() / 3]
+    }
     /// The low-rank update of the embedding.
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>>;
 }
@@ -162,13 +200,11 @@ pub struct Decoder {
 impl Decoder {
     /// Builds a model, asking `weights` for one tensor after the other in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> crate::Result<Self> {
-        let mut b = Builder::new(config, weights);
+        let modules = modules(config);
+        let mut b = Builder::new(config, modules.iter(), weights);
         let (embedding, table) = b.embedding()?;
-        let mut layers = Vec::with_capacity(config.layers);
-        for l in 0..config.layers {
-            layers.push(b.layer(config, l)?);
-        }
-        let head = b.head(config, Some(table))?;
+        let layers = (0..config.layers).map(|l| b.layer(l)).collect::<crate::Result<_>>()?;
+        let head = b.head(Some(table))?;
         Ok(Self { config: config.clone(), embedding, layers, head })
     }
 
@@ -179,16 +215,19 @@ impl Decoder {
         weights: &mut dyn Weights,
         ids: &[u32],
         device: &Device,
-    ) -> crate::Result<Tensor> {
+    ) -> crate::Result<Real> {
         let positions: Vec<u32> = (0..ids.len() as u32).collect();
         let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[] };
         let batch = Batch::new(config, host, (0, 0), None, device)?;
-        let mut b = Builder::new(config, weights);
+        let modules = modules(config);
+        let mut b = Builder::new(config, modules.iter(), weights);
         let mut x_td = b.embedding()?.0.forward(&batch.ids)?;
         for l in 0..config.layers {
-            x_td = b.layer(config, l)?.forward(&x_td, &batch.context, None, None)?.0;
+            x_td = b.layer(l)?.forward(&x_td, &batch.context, None, None)?.0;
         }
-        Ok(b.head(config, None)?.logits(&x_td, &batch.context)?)
+        // a tied head's table is loaded again: it would take memory all the time
+        let table = if config.tied { Some(b.weights.weight(&modules[0])?) } else { None };
+        Ok(b.head(table)?.logits(&x_td, &batch.context)?.real()?.clone())
     }
 }
 
@@ -235,86 +274,95 @@ fn part<'a>(mlp: &'a Mlp, name: &str, names: &[&str; 3]) -> Option<&'a Linear> {
     names.iter().position(|n| *n == name).map(|i| mlp.linears()[i])
 }
 
-struct Builder<'a> {
-    by_name: HashMap<String, Module>,
+/// Builds the parts of a model from its modules, taken in the order of the forward pass.
+pub struct Builder<'a> {
+    config: &'a Config,
+    modules: Box<dyn Iterator<Item = &'a Module> + 'a>,
     weights: &'a mut dyn Weights,
-    eps: f64,
 }
 
 /// The embedding's table, and where its gradient goes.
 type Table = (Tensor, Option<Slot>);
 
 impl<'a> Builder<'a> {
-    fn new(config: &Config, weights: &'a mut dyn Weights) -> Self {
-        let by_name = modules(config).into_iter().map(|m| (m.name.clone(), m)).collect();
-        Self { by_name, weights, eps: config.eps }
+    /// A builder of what `modules` are.
+    pub fn new(
+        config: &'a Config,
+        modules: impl Iterator<Item = &'a Module> + 'a,
+        weights: &'a mut dyn Weights,
+    ) -> Self {
+        Self { config, modules: Box::new(modules), weights }
     }
 
-    /// Final norm and head; a tied one is `table`, which is loaded again if it is not given.
-    fn head(&mut self, config: &Config, table: Option<Table>) -> crate::Result<Head> {
-        let norm = self.norm("model.norm")?;
-        let linear = if config.tied {
-            let (table, weight_slot) = match table {
-                Some(table) => table,
-                None => self.embedding()?.1,
-            };
-            let m = self.module("lm_head")?;
-            let weight = Weight::Dense(table);
-            let lora = self.weights.lora(&m, &weight)?;
-            Linear { weight, bias: None, weight_slot, bias_slot: None, lora }
-        } else {
-            self.linear("lm_head")?
-        };
-        Ok(Head { norm, linear, vocab: config.vocab })
-    }
-
-    fn module(&self, name: &str) -> crate::Result<Module> {
-        match self.by_name.get(name) {
-            Some(m) => Ok(m.clone()),
-            None => Err(candle_core::Error::Msg(format!("no module {name}")).into()),
+    /// The next module, which is to have this last name.
+    fn next(&mut self, last: &str) -> crate::Result<&'a Module> {
+        match self.modules.next() {
+            Some(m) if m.last() == last => Ok(m),
+            other => {
+                let found = other.map_or("none", |m| &m.name);
+                Err(candle_core::Error::Msg(format!("module {last}: the model's next is {found}")).into())
+            }
         }
     }
 
-    fn embedding(&mut self) -> crate::Result<(Embedding, Table)> {
-        let m = self.module("model.embed_tokens")?;
-        let (table, slot) = self.weights.weight(&m)?;
-        let lora = self.weights.embedding_lora(&m)?;
+    /// Final norm and head; a tied one is `table`.
+    pub fn head(&mut self, table: Option<Table>) -> crate::Result<Head> {
+        let norm = self.norm("norm")?;
+        let m = self.next("lm_head")?;
+        let linear = match table.filter(|_| self.config.tied) {
+            Some((table, weight_slot)) => {
+                let weight = Weight::Dense(table);
+                let lora = self.weights.lora(m, &weight)?;
+                Linear { weight, bias: None, weight_slot, bias_slot: None, lora }
+            }
+            None => self.linear_of(m)?,
+        };
+        Ok(Head { norm, linear, vocab: self.config.vocab })
+    }
+
+    /// The embedding, and its table for a tied head.
+    pub fn embedding(&mut self) -> crate::Result<(Embedding, Table)> {
+        let m = self.next("embed_tokens")?;
+        let (table, slot) = self.weights.weight(m)?;
+        let lora = self.weights.embedding_lora(m)?;
         Ok((Embedding { table: table.clone(), slot, lora }, (table, slot)))
     }
 
-    fn norm(&mut self, name: &str) -> crate::Result<Norm> {
-        let m = self.module(name)?;
-        let (weight, slot) = self.weights.weight(&m)?;
-        Ok(Norm { weight, slot, eps: self.eps })
+    fn norm(&mut self, last: &str) -> crate::Result<Norm> {
+        let m = self.next(last)?;
+        let (weight, slot) = self.weights.weight(m)?;
+        Ok(Norm { weight, slot, eps: self.config.eps })
     }
 
-    fn linear(&mut self, name: &str) -> crate::Result<Linear> {
-        let m = self.module(name)?;
-        let (weight, weight_slot) = self.weights.matrix(&m)?;
+    fn linear(&mut self, last: &str) -> crate::Result<Linear> {
+        let m = self.next(last)?;
+        self.linear_of(m)
+    }
+
+    fn linear_of(&mut self, m: &Module) -> crate::Result<Linear> {
+        let (weight, weight_slot) = self.weights.matrix(m)?;
         let (bias, bias_slot) = match m.bias() {
             Some(_) => {
-                let (b, slot) = self.weights.bias(&m)?;
+                let (b, slot) = self.weights.bias(m)?;
                 (Some(b), slot)
             }
             None => (None, None),
         };
-        let lora = self.weights.lora(&m, &weight)?;
+        let lora = self.weights.lora(m, &weight)?;
         Ok(Linear { weight, bias, weight_slot, bias_slot, lora })
     }
 
-    fn layer(&mut self, c: &Config, l: usize) -> crate::Result<Layer> {
-        let p = format!("model.layers.{l}");
-        let attn_norm = self.norm(&format!("{p}.input_layernorm"))?;
+    /// Layer `l`, whose modules come next.
+    pub fn layer(&mut self, l: usize) -> crate::Result<Layer> {
+        let c = self.config;
+        let attn_norm = self.norm("input_layernorm")?;
         let attn = Attention {
-            q: self.linear(&format!("{p}.self_attn.q_proj"))?,
-            k: self.linear(&format!("{p}.self_attn.k_proj"))?,
-            v: self.linear(&format!("{p}.self_attn.v_proj"))?,
-            o: self.linear(&format!("{p}.self_attn.o_proj"))?,
+            q: self.linear("q_proj")?,
+            k: self.linear("k_proj")?,
+            v: self.linear("v_proj")?,
+            o: self.linear("o_proj")?,
             qk_norm: match c.family.qk_norm {
-                true => Some((
-                    self.norm(&format!("{p}.self_attn.q_norm"))?,
-                    self.norm(&format!("{p}.self_attn.k_norm"))?,
-                )),
+                true => Some((self.norm("q_norm")?, self.norm("k_norm")?)),
                 false => None,
             },
             heads: c.heads,
@@ -322,38 +370,35 @@ impl<'a> Builder<'a> {
             head_dim: c.head_dim,
             window: c.windows[l],
         };
-        Ok(Layer {
-            attn_norm,
-            attn,
-            mlp_norm: self.norm(&format!("{p}.post_attention_layernorm"))?,
-            mlp: match (&c.moe, &c.family.experts) {
-                (Some(moe), Some(names)) if moe.sparse[l] => {
-                    let block = format!("{p}.{}", names.block);
-                    let router = self.linear(&format!("{block}.gate"))?;
-                    let experts = (0..moe.experts)
-                        .map(|e| self.mlp(&format!("{block}.experts.{e}"), &names.names))
-                        .collect::<crate::Result<_>>()?;
-                    let shared = match moe.shared {
-                        0 => None,
-                        _ => Some(Shared {
-                            mlp: self.mlp(&format!("{block}.shared_expert"), &DENSE_NAMES)?,
-                            gate: self.linear(&format!("{block}.shared_expert_gate"))?,
-                        }),
-                    };
-                    let (top_k, normalise) = (moe.top_k, moe.normalise);
-                    FeedForward::Mixture(Box::new(Mixture { router, experts, shared, top_k, normalise }))
+        let mlp_norm = self.norm("post_attention_layernorm")?;
+        let mlp = match (&c.moe, &c.family.experts) {
+            (Some(moe), Some(names)) if moe.sparse[l] => {
+                let router = self.linear("gate")?;
+                let ours: Vec<&Module> = self.modules.by_ref().take(3 * moe.experts).collect();
+                let alike = self.weights.alike(&ours);
+                let (mut experts, mut from) = (Vec::new(), 0);
+                for n in &alike {
+                    let three = ours[from..].iter().copied();
+                    experts.push(Builder::new(c, three, self.weights).mlp(&names.names)?);
+                    from += 3 * n;
                 }
-                _ => FeedForward::Dense(Box::new(self.mlp(&format!("{p}.mlp"), &DENSE_NAMES)?)),
-            },
-        })
+                let shared = match moe.shared {
+                    0 => None,
+                    _ => Some(Shared {
+                        mlp: self.mlp(&DENSE_NAMES)?,
+                        gate: self.linear("shared_expert_gate")?,
+                    }),
+                };
+                let (top_k, normalise) = (moe.top_k, moe.normalise);
+                FeedForward::Mixture(Box::new(Mixture { router, experts, alike, shared, top_k, normalise }))
+            }
+            _ => FeedForward::Dense(Box::new(self.mlp(&DENSE_NAMES)?)),
+        };
+        Ok(Layer { attn_norm, attn, mlp_norm, mlp })
     }
 
-    fn mlp(&mut self, block: &str, names: &[&str; 3]) -> crate::Result<Mlp> {
+    fn mlp(&mut self, names: &[&str; 3]) -> crate::Result<Mlp> {
         let [gate, up, down] = names;
-        Ok(Mlp {
-            gate: self.linear(&format!("{block}.{gate}"))?,
-            up: self.linear(&format!("{block}.{up}"))?,
-            down: self.linear(&format!("{block}.{down}"))?,
-        })
+        Ok(Mlp { gate: self.linear(gate)?, up: self.linear(up)?, down: self.linear(down)? })
     }
 }

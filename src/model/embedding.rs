@@ -1,8 +1,8 @@
 //! The token embedding as a module: frozen, trained in full, or with LoRA.
 
 use super::sink::{Sink, Slot};
-use crate::kernel::{embed, gemm, wide};
-use candle_core::{Result, Tensor};
+use crate::kernel::{Tensor, embed, gemm, wide};
+use candle_core::Result;
 
 /// The embedding.
 #[derive(Clone, Debug)]

@@ -6,9 +6,10 @@ use super::decoder::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
-use crate::kernel::loss;
+use crate::kernel::Tensor;
 use crate::kernel::wide;
-use candle_core::{Result, Tensor};
+use crate::kernel::{Role, loss};
+use candle_core::Result;
 use std::ops::Range;
 
 /// Bytes of f32 logits that a chunk of the usual size holds at the most.
@@ -36,7 +37,7 @@ pub struct Output {
 
 /// `n` targets in as few chunks of at most `rows` as there can be, as even as can be: a last chunk of one row would
 /// be a product of another kind (matrix by vector), with other bits.
-pub fn chunks(n: usize, rows: usize) -> impl Iterator<Item = Range<usize>> {
+pub fn chunks(n: usize, rows: usize) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone {
     let count = n.div_ceil(rows.max(1));
     (0..count).map(move |i| chunk_start(n, count, i)..chunk_start(n, count, i + 1))
 }
@@ -76,23 +77,30 @@ impl Head {
         backward: Option<(f64, &Sink<'_>)>,
     ) -> Result<Output> {
         let (mut losses, mut grads) = (Vec::new(), Vec::new());
-        for chunk in chunks(batch.target_count, rows) {
+        x.each(chunks(batch.target_count, rows), Range::len, |chunk| {
             let (from, rows) = (chunk.start, chunk.len());
             let ctx = batch.context.for_targets(batch.first_target + from);
             let index = batch.target_rows.narrow(0, from, rows)?;
             let targets = batch.targets.narrow(0, from, rows)?;
             let hx = x.index_select(&index, 0)?;
-            let (y, saved) = self.linear.forward(&self.norm.forward(&hx)?, &ctx)?;
-            let dtype = y.dtype();
-            let logits = wide(&y)?;
-            drop(y);
-            let (loss, dlogits) = loss::cross_entropy(logits, &targets, backward.map(|(scale, _)| scale))?;
+            let normed = self.norm.forward(&hx)?;
+            let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
+                let (y, saved) = self.linear.forward(&normed, &ctx)?;
+                drop(normed);
+                let dtype = y.dtype();
+                let logits = wide(&y)?;
+                drop(y);
+                let (loss, dl) = loss::cross_entropy(logits, &targets, backward.map(|(scale, _)| scale))?;
+                Ok((saved, loss, dl.map(|dl| dl.to_dtype(dtype)).transpose()?))
+            })?;
             losses.push(loss);
             if let (Some(dl), Some((_, sink))) = (dlogits, backward) {
-                let dn = self.linear.backward(&saved, &dl.to_dtype(dtype)?, &ctx, sink, None)?;
+                let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
+                drop(dl);
                 grads.push(self.norm.backward(&hx, &dn, sink)?);
             }
-        }
+            Ok(())
+        })?;
         let dx = match backward {
             None => None,
             Some(_) => {
@@ -100,7 +108,7 @@ impl Head {
                 Some(if grads.is_empty() {
                     dx
                 } else {
-                    dx.index_add(&batch.target_rows, &Tensor::cat(&grads, 0)?, 0)?
+                    dx.index_add(&batch.target_rows, &Tensor::end_to_end(&grads, batch.target_count)?, 0)?
                 })
             }
         };

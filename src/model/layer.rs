@@ -7,9 +7,10 @@ use super::mlp::{self, Mlp};
 use super::moe::{self, Mixture};
 use super::norm::Norm;
 use super::sink::Sink;
+use crate::kernel::Tensor;
 use crate::kernel::group::Groups;
 use crate::kernel::route::Balance;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 use std::sync::Arc;
 
 /// One layer.
@@ -48,7 +49,7 @@ pub struct Saved {
 #[derive(Debug)]
 enum FeedForwardSaved {
     Dense(mlp::Saved),
-    Mixture(moe::Saved),
+    Mixture(Box<moe::Saved>),
 }
 
 impl Saved {
@@ -74,9 +75,10 @@ impl Layer {
     /// The same layer for one visit of the walk: its 4-bit matrices decoded, of a mixture those of the experts that
     /// have tokens by `routing`. Dropping it gives the memory back.
     pub fn decoded(&self, routing: Option<&Groups>) -> Result<Self> {
+        let on = self.attn_norm.weight.device();
         let mlp = match (&self.mlp, routing) {
             (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.decoded()?)),
-            (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.decoded(g)?)),
+            (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.decoded(g, on)?)),
             (FeedForward::Mixture(_), None) => candle_core::bail!("a mixture decoded before it has routed"),
         };
         Ok(Self {
@@ -85,6 +87,29 @@ impl Layer {
             mlp_norm: self.mlp_norm.clone(),
             mlp,
         })
+    }
+
+    /// What forward saves, for a layer that is computed again for backward; `replay` as there.
+    pub fn again(&self, x: Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+        let (mid, normed, attn) = self.attend(&x, ctx, None)?;
+        let mlp = match &self.mlp {
+            FeedForward::Dense(b) => FeedForwardSaved::Dense(b.again(&normed, ctx)?),
+            FeedForward::Mixture(b) => FeedForwardSaved::Mixture(Box::new(b.again(&normed, ctx, replay)?)),
+        };
+        Ok(Saved { x, mid, attn, mlp })
+    }
+
+    /// Through attention: the sum with the input, and what enters the feed-forward block.
+    fn attend(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        cache: Option<&mut attention::Cache>,
+    ) -> Result<(Tensor, Tensor, attention::Saved)> {
+        let (a, attn) = self.attn.forward(&self.attn_norm.forward(x)?, ctx, cache)?;
+        let mid = (x + a)?;
+        let normed = self.mlp_norm.forward(&mid)?;
+        Ok((mid, normed, attn))
     }
 
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens, which is
@@ -96,13 +121,11 @@ impl Layer {
         cache: Option<&mut attention::Cache>,
         replay: Option<Arc<Groups>>,
     ) -> Result<(Tensor, Saved)> {
-        let (a, attn) = self.attn.forward(&self.attn_norm.forward(x)?, ctx, cache)?;
-        let mid = (x + a)?;
-        let normed = self.mlp_norm.forward(&mid)?;
+        let (mid, normed, attn) = self.attend(x, ctx, cache)?;
         let (m, mlp) = match &self.mlp {
             FeedForward::Dense(b) => b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(s)))?,
             FeedForward::Mixture(b) => {
-                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(s)))?
+                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?
             }
         };
         Ok(((&mid + m)?, Saved { x: x.clone(), mid, attn, mlp }))
@@ -121,7 +144,7 @@ impl Layer {
             let dn = match (&self.mlp, s.mlp) {
                 (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
                 (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
-                    b.backward(s, dy, ctx, sink, balance)?
+                    b.backward(*s, dy, ctx, sink, balance)?
                 }
                 _ => candle_core::bail!("backward through another layer than forward"),
             };

@@ -12,11 +12,12 @@
 
 use super::decoder::Context;
 use super::sink::{Sink, Slot};
+use crate::kernel::Tensor;
 use crate::kernel::blocks::Blocks;
 use crate::kernel::decoded::Decoded;
 use crate::kernel::{dropout, gemm, is_half, scaled, wide};
 use crate::rng::{Purpose, Stream};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -146,13 +147,12 @@ impl Lora {
     /// Dropout's mask of an input, and what of its factor the mask does not have.
     fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Tensor, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
-        let (rows, width) = x.dims2()?;
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
         let rows = match &ctx.rows {
             Some(list) => dropout::Rows::These { first: d.first_row, list },
-            None => dropout::Rows::From { first: d.first_row, count: rows },
+            None => dropout::Rows::From { first: d.first_row },
         };
-        dropout::mask(stream, rows, width, self.dropout, x.dtype(), x.device()).map(Some)
+        dropout::mask(stream, rows, self.dropout, x).map(Some)
     }
 }
 
@@ -206,6 +206,19 @@ impl Linear {
         [self.weight_slot, self.bias_slot, a, b, magnitude].into_iter().flatten()
     }
 
+    /// What forward saves, without the output where that is not needed for it: the output of a layer that is computed again
+    /// for backward is thrown away.
+    pub fn again(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
+        match &self.lora {
+            Some(Lora { dora: Some(_), .. }) => Ok(self.forward(x, ctx)?.1),
+            Some(lora) if lora.slots.is_some() => {
+                let u = gemm::matmul(&masked(x, &lora.mask(x, ctx)?)?.0, false, &lora.a, true)?;
+                Ok(Saved { x: Some(x.clone()), u: Some(u), dora: None })
+            }
+            _ => Ok(Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() }),
+        }
+    }
+
     /// Forward: [t, i] -> [t, o].
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
@@ -214,10 +227,7 @@ impl Linear {
             return Ok((self.add_bias(y)?, saved));
         };
         let mask = lora.mask(x, ctx)?;
-        let (xd, k) = match &mask {
-            Some((m, k)) => ((x * m)?, *k),
-            None => (x.clone(), 1.0),
-        };
+        let (xd, k) = masked(x, &mask)?;
         let u = gemm::matmul(&xd, false, &lora.a, true)?;
         let y = match &lora.dora {
             None => {
@@ -314,6 +324,14 @@ impl Linear {
     }
 }
 
+/// What dropout leaves of an input, and the factor that it lacks.
+fn masked(x: &Tensor, mask: &Option<(Tensor, f64)>) -> Result<(Tensor, f64)> {
+    match mask {
+        Some((m, k)) => Ok(((x * m)?, *k)),
+        None => Ok((x.clone(), 1.0)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -352,7 +370,7 @@ mod tests {
     fn nf4(w: &Tensor) -> Result<Weight> {
         let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
-        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(true, DType::F64, &mut Books::new(w.device())?)?)))
+        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(true, DType::F64, &mut Books::new(&Device::Cpu)?)?)))
     }
 
     fn linear(kind: &str) -> Result<Linear> {

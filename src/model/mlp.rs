@@ -3,8 +3,9 @@
 use super::decoder::Context;
 use super::linear::{self, Linear};
 use super::sink::Sink;
+use crate::kernel::Tensor;
 use crate::kernel::swiglu;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// One SwiGLU block.
 #[derive(Clone, Debug)]
@@ -34,6 +35,18 @@ impl Mlp {
     /// The same block with its 4-bit matrices decoded.
     pub fn decoded(&self) -> Result<Self> {
         Ok(Self { gate: self.gate.decoded()?, up: self.up.decoded()?, down: self.down.decoded()? })
+    }
+
+    /// What forward saves, without its last product.
+    pub fn again(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
+        let (gate, gs) = self.gate.forward(x, ctx)?;
+        let (up, us) = self.up.forward(x, ctx)?;
+        let mut ds = linear::Saved::default();
+        if self.down.lora.is_some() {
+            ds = self.down.again(&swiglu::forward(&gate, &up)?, ctx)?;
+            ds.x = None;
+        }
+        Ok(Saved { linears: [gs, us, ds], gate, up })
     }
 
     /// Forward: [t, d] -> [t, d].

@@ -13,11 +13,13 @@ use super::decoder::Context;
 use super::linear::{self, Linear};
 use super::mlp::{self, Mlp};
 use super::sink::Sink;
+use crate::kernel::Tensor;
 use crate::kernel::group::{self, Groups, Run};
 use crate::kernel::route::{self, Balance, Routed};
+use crate::kernel::swiglu;
+use crate::kernel::tensor::On;
 use crate::kernel::wide;
-use candle_core::{Result, Tensor};
-use candle_nn::ops::sigmoid;
+use candle_core::Result;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -28,6 +30,8 @@ pub struct Mixture {
     pub router: Linear,
     /// Experts.
     pub experts: Vec<Mlp>,
+    /// How many experts each of them stands for: one, but in a plan.
+    pub alike: Vec<usize>,
     /// The expert of every token.
     pub shared: Option<Shared>,
     /// Experts a token.
@@ -57,13 +61,12 @@ struct SharedSaved {
 }
 
 impl Shared {
-    /// Forward: [t, d] -> [t, d].
-    fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SharedSaved)> {
+    /// What forward saves.
+    fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
         let (out, mlp) = self.mlp.forward(x, ctx)?;
         let (logit, gate) = self.gate.forward(x, ctx)?;
-        let open = sigmoid(&wide(&logit)?)?;
-        let y = out.broadcast_mul(&open.to_dtype(x.dtype())?)?;
-        Ok((y, SharedSaved { mlp, gate, out, open }))
+        let open = swiglu::sigmoid(&wide(&logit)?)?;
+        Ok(SharedSaved { mlp, gate, out, open })
     }
 
     /// Backward: the gradient of the input.
@@ -97,14 +100,22 @@ pub struct Saved {
 
 impl Mixture {
     /// The same mixture with the 4-bit matrices of those experts decoded that have tokens.
-    pub fn decoded(&self, groups: &Groups) -> Result<Self> {
-        let one = |(e, n): (&Mlp, usize)| if n > 0 { e.decoded() } else { Ok(e.clone()) };
-        let experts = self.experts.iter().zip(groups.counts()).map(one).collect::<Result<_>>()?;
+    pub fn decoded(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
+        let mut experts = self.experts.clone();
+        for run in groups.runs() {
+            experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].decoded())?;
+        }
         let shared = self
             .shared
             .as_ref()
             .map(|s| Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.decoded()?, gate: s.gate.decoded()? }));
-        Ok(Self { router: self.router.decoded()?, experts, shared: shared.transpose()?, ..*self })
+        Ok(Self {
+            router: self.router.decoded()?,
+            experts,
+            shared: shared.transpose()?,
+            alike: self.alike.clone(),
+            ..*self
+        })
     }
 
     /// Whether a matrix here is 4-bit and is decoded in each product.
@@ -116,13 +127,27 @@ impl Mixture {
 
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
     pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
+        let s = self.again(x, ctx, replay)?;
+        let mut y = s.groups.combine(&s.out, Some(&s.gates), x.dtype())?;
+        if let Some(s) = &s.shared {
+            y = (y + s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?)?)?;
+        }
+        Ok((y, s))
+    }
+
+    /// What forward saves: all but the sum over the experts.
+    pub fn again(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (logits, router) = self.router.forward(&wide(x)?, ctx)?;
         let (probs, lse) = route::softmax(&logits)?;
         let groups = match replay {
             Some(g) => g,
             None => {
-                let chosen = route::choose(&probs, self.top_k)?;
-                Arc::new(Groups::new(chosen, self.top_k, self.experts.len(), x.device())?)
+                let of = |l: &Linear| {
+                    let rank = l.lora.as_ref().and_then(|l| l.a.dim(0).ok()).unwrap_or(0);
+                    rank + l.weight.dims().map_or(0, |(o, i)| if l.needs_input() { o + i } else { 0 })
+                };
+                let kept = |e: usize| self.experts[e].linears().into_iter().map(of).sum();
+                Arc::new(Groups::choose(&probs, self.top_k, &self.alike, kept)?)
             }
         };
         let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
@@ -131,20 +156,16 @@ impl Mixture {
             let ctx = self.context(ctx, &groups, &run);
             self.experts[run.expert].forward(&rows.narrow(0, run.start, run.rows)?, &ctx)
         };
-        let runs = groups.runs();
-        let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(runs.len(), x.device()) {
-            group::each(runs, |r| r.rows, one)?
+        let (runs, on) = (groups.runs(), x.device());
+        let one = |run: Run| groups.times(&run, on, || one(run));
+        let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(groups.busy(), on) {
+            group::each(on, runs, |r| r.rows, one)?
         } else {
             runs.into_iter().map(one).collect::<Result<_>>()?
         };
         let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
-        let mut y = groups.combine(&out, Some(&gates), x.dtype())?;
-        let mut shared = None;
-        if let Some(s) = &self.shared {
-            let (more, saved) = s.forward(x, ctx)?;
-            (y, shared) = ((y + more)?, Some(saved));
-        }
-        Ok((y, Saved { groups, probs, lse, gates, router, experts, out, shared }))
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        Ok(Saved { groups, probs, lse, gates, router, experts, out, shared })
     }
 
     /// Backward: the gradient of the input. `balance` is what losses on the router add.
@@ -164,20 +185,20 @@ impl Mixture {
             self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         }
         let work: Vec<(Run, mlp::Saved)> = runs.into_iter().zip(s.experts).collect();
+        let on = dy.device();
         let one = |(run, saved): (Run, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
-            let ctx = self.context(ctx, groups, &run);
-            let dout = groups.gather_scaled(dy, &s.gates, &run)?;
-            self.experts[run.expert].backward(saved, &dout, &ctx, sink)
+            groups.times(&run, on, || {
+                let ctx = self.context(ctx, groups, &run);
+                let dout = groups.gather_scaled(dy, &s.gates, &run)?;
+                self.experts[run.expert].backward(saved, &dout, &ctx, sink)
+            })
         };
-        let dx: Vec<Tensor> = if group::side_by_side(work.len(), dy.device()) {
-            let done = group::each(
-                work,
-                |(r, _)| r.rows,
-                |w| {
-                    let own = Sink::collecting();
-                    Ok((one(w, &own)?, own.collected()))
-                },
-            )?;
+        let dx: Vec<Tensor> = if group::side_by_side(groups.busy(), on) {
+            let one = |w| {
+                let own = Sink::collecting();
+                Ok((one(w, &own)?, own.collected()))
+            };
+            let done = group::each(on, work, |(r, _)| r.rows, one)?;
             let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
             sink.add_all(later.into_iter().flatten())?;
             dx
@@ -205,7 +226,7 @@ impl Mixture {
         let linears = self.experts[run.expert].linears();
         let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
         match ctx.dropout {
-            Some(_) if drops => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
+            Some(_) if drops && run.alike == 1.0 => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
             _ => Cow::Borrowed(ctx),
         }
     }
@@ -298,7 +319,7 @@ mod tests {
         }
         let mlp = Mlp { gate: full(take()), up: full(take()), down: full(take()) };
         let shared = Some(Shared { mlp, gate: full(take()) });
-        Ok(Mixture { router, experts, shared, top_k, normalise })
+        Ok(Mixture { router, experts, alike: vec![1; E], shared, top_k, normalise })
     }
 
     /// Routing that no router of these would choose; expert 3 stays idle.

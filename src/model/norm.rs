@@ -1,8 +1,9 @@
 //! RMSNorm as a module.
 
 use super::sink::{Sink, Slot};
+use crate::kernel::Tensor;
 use crate::kernel::norm;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// One norm.
 #[derive(Clone, Debug)]

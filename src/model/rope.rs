@@ -2,7 +2,8 @@
 
 use super::config::Keys;
 use super::{Error, Result};
-use candle_core::{Device, Tensor};
+use crate::kernel::Tensor;
+use candle_core::Device;
 use std::f64::consts::PI;
 use std::ops::RangeInclusive;
 

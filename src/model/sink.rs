@@ -1,7 +1,8 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
+use crate::kernel::Tensor;
 use crate::kernel::{embed, gemm};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -39,6 +40,8 @@ pub struct Sink<'a> {
 #[derive(Debug)]
 pub struct Later {
     slot: Slot,
+    /// How many it stands for: one, but in a plan.
+    alike: f64,
     what: What,
 }
 
@@ -68,13 +71,21 @@ impl<'a> Sink<'a> {
     /// Adds what collecting sinks have, the products of a unit side by side.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
         let mut units: BTreeMap<usize, Vec<gemm::Part>> = BTreeMap::new();
-        for Later { slot, what } in list {
+        for Later { slot, alike, what } in list {
             match what {
                 What::Values(dw) => self.add(slot, &dw)?,
                 What::Product(a, b, alpha) => {
                     self.touch(slot);
                     let Slot { offset, rows, cols, .. } = slot;
-                    units.entry(slot.unit).or_default().push(gemm::Part { offset, rows, cols, a, b, alpha });
+                    units.entry(slot.unit).or_default().push(gemm::Part {
+                        offset,
+                        rows,
+                        cols,
+                        a,
+                        b,
+                        alpha,
+                        alike,
+                    });
                 }
             }
         }
@@ -96,9 +107,10 @@ impl<'a> Sink<'a> {
     }
 
     /// Whether this sink only collects; if so, takes a gradient.
-    fn collect(&self, slot: Slot, what: impl FnOnce() -> What) -> bool {
+    fn collect(&self, slot: Slot, of: &Tensor, what: impl FnOnce() -> What) -> bool {
         if let Some(later) = &self.later {
-            later.borrow_mut().push(Later { slot, what: what() });
+            let alike = of.ghost().map_or(1.0, |g| g.ledger().scale());
+            later.borrow_mut().push(Later { slot, alike, what: what() });
         }
         self.later.is_some()
     }
@@ -116,15 +128,15 @@ impl<'a> Sink<'a> {
 
     /// `grad += alpha a^T b` for `a` [t, rows], `b` [t, cols].
     pub fn product(&self, slot: Slot, a: &Tensor, b: &Tensor, alpha: f64) -> Result<()> {
-        if self.collect(slot, || What::Product(a.clone(), b.clone(), alpha)) {
-            return Ok(());
+        if self.collect(slot, a, || What::Product(a.clone(), b.clone(), alpha)) {
+            return gemm::work(a, true, b, None);
         }
         gemm::matmul_acc(&self.reach(slot)?, a, true, b, false, alpha)
     }
 
     /// `grad += dw`.
     pub fn add(&self, slot: Slot, dw: &Tensor) -> Result<()> {
-        if self.collect(slot, || What::Values(dw.clone())) {
+        if self.collect(slot, dw, || What::Values(dw.clone())) {
             return Ok(());
         }
         gemm::acc(&self.reach(slot)?, dw)

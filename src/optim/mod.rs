@@ -7,9 +7,10 @@ pub use offload::PIECE;
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
+use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// Global L2 norm of all gradients.
 pub fn grad_norm(params: &Params) -> Result<f64> {

@@ -12,9 +12,10 @@
 //! A piece bounds what is on its way at once. The copies go through pageable memory and wait for one another: pinned
 //! buffers, and copies that hide behind the arithmetic, are not built yet.
 
+use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw};
 use crate::kernel::to_host;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use std::ops::Range;
 
 /// Values of a piece: 64 MiB of gradients.
@@ -35,13 +36,14 @@ pub(super) fn step(
         let part = |x: &Tensor| x.narrow(0, start, len);
         let [p, m, v] = states.map(part);
         let p = p?;
-        adamw(&p, &m?, &v?, &to_host(&part(grads)?)?, k)?;
+        adamw(&p, &m?, &v?, &to_host(part(grads)?.real()?)?.into(), k)?;
         let values = match compute.dtype() {
             // a tensor of its own: between devices candle copies all of what a view looks into
             DType::F32 => p.force_contiguous()?,
             dtype => p.to_dtype(dtype)?,
         };
-        compute.slice_set(&values.to_device(compute.device())?, 0, start)?;
+        let to = compute.real()?;
+        to.slice_set(&values.real()?.to_device(to.device())?, 0, start)?;
     }
     Ok(())
 }
@@ -50,10 +52,11 @@ pub(super) fn step(
 mod tests {
     use crate::adapt::params::{Allocate, Params};
     use crate::adapt::selection::{Part, Trained};
+    use crate::kernel::Tensor;
     use crate::kernel::check::{randn, values};
     use crate::optim::Optimizer;
     use crate::recipe::Recipe;
-    use candle_core::{DType, Device, Result, Tensor};
+    use candle_core::{DType, Device, Result};
 
     const SIZES: [[usize; 2]; 4] = [[7, 30], [1, 64], [5, 77], [9, 100]];
 
@@ -70,7 +73,7 @@ mod tests {
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
         let p = Params::new(tensors, 2, dtype, &Device::Cpu, Allocate { train: true, offload })?;
         for (i, [a, b]) in SIZES.iter().enumerate() {
-            p.set(i, &randn(i as u64, (*a, *b), DType::F32)?)?;
+            p.set(i, randn(i as u64, (*a, *b), DType::F32)?.real()?)?;
         }
         Ok(p)
     }

@@ -4,15 +4,15 @@
 //! exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
 //! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time.
 
-use super::layer::Tokens;
 use super::ledger::Peak;
-use super::ops::{Machine, chunk_rows};
 use super::report::bytes;
 use super::step::{Levels, Parts};
-use super::work::{Costs, Work};
-use super::{Prepared, Workload};
+use super::work::Work;
+use super::{Machine, Prepared, Tokens, Workload};
+use crate::model::head::Head;
 use crate::recipe::{self, Recompute};
 use crate::walk::{Choices, Decoded};
+use candle_core::Result;
 
 /// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
 const ENOUGH: u64 = 1 << 16;
@@ -84,7 +84,7 @@ impl Open {
             recipe::Decoded::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
             _ => vec![Decoded::Panels],
         };
-        let usual = chunk_rows(p.vocab());
+        let usual = Head::chunk_rows(p.vocab() as usize) as u64;
         let heads = match p.head_is_free() && known {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
             false => vec![usual],
@@ -114,21 +114,24 @@ struct Size<'p> {
     rows: usize,
     workload: Workload,
     parts: Parts<'p>,
-    costs: Costs,
+    /// Of micro-batches of the mean size, where that is another.
+    mean: Option<Parts<'p>>,
 }
 
 impl<'p> Size<'p> {
     /// `whole` are the tokens of a micro-batch of `largest` rows: micro-batches are compared on the same step.
-    fn new(p: &'p Prepared<'_>, open: &Open, rows: usize, (whole, largest): (Tokens, usize)) -> Self {
+    fn new(p: &'p Prepared<'_>, open: &Open, rows: usize, (whole, largest): (Tokens, usize)) -> Result<Self> {
         let workload = p.workload(rows);
         let part = |n: u64| (n as f64 * rows as f64 / largest as f64).round() as u64;
         let mean = Tokens { tokens: part(whole.tokens), targets: part(whole.targets), ..workload.train };
-        Self { rows, workload, parts: p.parts(workload, &open.heads), costs: p.costs(mean) }
+        let of = |train| p.parts(Workload { train, eval: None, ..workload }, &open.heads);
+        let mean = (mean != workload.train).then(|| of(mean)).transpose()?;
+        Ok(Self { rows, workload, parts: p.parts(workload, &open.heads)?, mean })
     }
 
     /// Work a row, and bytes at the fullest.
-    fn weigh(&self, open: &Open, levels: Levels) -> Weighed {
-        let work = self.costs.work(levels, open.heads[levels.head]).total() / self.rows as f64;
+    fn weigh(&self, levels: Levels) -> Weighed {
+        let work = self.mean.as_ref().unwrap_or(&self.parts).work(levels).total() / self.rows as f64;
         Weighed { levels, work, total: self.parts.total(levels) }
     }
 }
@@ -145,22 +148,23 @@ struct Weighed {
 
 /// Compares all combinations and takes the fastest that fits and leaves the reserve; where none does, the one that takes
 /// least.
-pub(crate) fn choose(p: &Prepared<'_>) -> Decision {
+pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let open = Open::of(p);
     let budget = p.inputs.budget.map_or(u64::MAX, |b| b - reserve(p.inputs.machine, b));
     let largest = open.rows[open.rows.len() - 1];
     let whole = (p.workload(largest).train, largest);
     let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
-    let first = of_rows(&open.rows[0]);
+    let first = of_rows(&open.rows[0])?;
     let most = open.recompute[open.recompute.len() - 1];
-    let mut least = first.weigh(&open, Levels { recompute: most, decoded: open.decoded[0], head: 0 });
+    let mut least = first.weigh(Levels { recompute: most, decoded: open.decoded[0], head: 0 });
     let mut best: Option<(Size<'_>, Weighed)> = None;
     let mut too_large = None;
-    for size in std::iter::once(first).chain(open.rows[1..].iter().map(of_rows)) {
+    for size in std::iter::once(Ok(first)).chain(open.rows[1..].iter().map(of_rows)) {
+        let size = size?;
         let mut found: Option<Weighed> = None;
         for (head, decoded) in open.pairs() {
             for recompute in &open.recompute {
-                let this = size.weigh(&open, Levels { recompute: *recompute, decoded, head });
+                let this = size.weigh(Levels { recompute: *recompute, decoded, head });
                 if best.is_none() && this.total < least.total {
                     least = this;
                 }
@@ -186,7 +190,10 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Decision {
         }
     }
     let fits = best.is_some();
-    let (size, chosen) = best.unwrap_or_else(|| (of_rows(&open.rows[0]), least));
+    let (size, chosen) = match best {
+        Some(best) => best,
+        None => (of_rows(&open.rows[0])?, least),
+    };
     let choices = Choices {
         micro_rows: size.rows,
         recompute: chosen.levels.recompute,
@@ -194,13 +201,13 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Decision {
         head_rows: usize::try_from(open.heads[chosen.levels.head]).unwrap_or(usize::MAX),
     };
     let told = Told { p, open: &open, size: &size, chosen, fits, too_large };
-    Decision {
+    Ok(Decision {
         choices,
         reasons: told.reasons(),
         peak: size.parts.peak(chosen.levels),
-        work: p.costs(size.workload.train).work(chosen.levels, open.heads[chosen.levels.head]),
+        work: size.parts.work(chosen.levels),
         workload: size.workload,
-    }
+    })
 }
 
 /// A decision as it is told.
@@ -229,7 +236,7 @@ impl Told<'_, '_> {
 
     /// By how much the chosen combination is faster than another, in words.
     fn spares(&self, other: Levels) -> String {
-        let other = self.size.weigh(self.open, other).work;
+        let other = self.size.weigh(other).work;
         format!("{:.1}% of a step", 100.0 * (1.0 - self.chosen.work / other))
     }
 
@@ -268,9 +275,7 @@ impl Told<'_, '_> {
             recipe::Decoded::Auto if chosen.decoded == Decoded::Visit => {
                 format!("auto: decoding once a visit spares {}", self.spares(with(Decoded::Panels)))
             }
-            recipe::Decoded::Auto
-                if self.size.weigh(self.open, with(Decoded::Visit)).work < self.chosen.work =>
-            {
+            recipe::Decoded::Auto if self.size.weigh(with(Decoded::Visit)).work < self.chosen.work => {
                 "auto: a decoded layer does not fit beside the rest".into()
             }
             recipe::Decoded::Auto => "auto: holding a decoded layer takes longer than decoding again".into(),

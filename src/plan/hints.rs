@@ -222,7 +222,9 @@ fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) 
     let same = r.data.max_length == i.recipe.data.max_length;
     let workloads = if same { i.workloads } else { &bounded };
     let inputs = Inputs { recipe: r, config: i.config, selection, machine, workloads, budget: i.budget };
-    choose(&Prepared::new(&inputs)).peak.bytes.total()
+    // more than there can be where a rank's part of the model makes no sense
+    let decision = Prepared::new(&inputs).and_then(|p| Ok(choose(&p)?.peak.bytes.total()));
+    decision.unwrap_or(u64::MAX)
 }
 
 /// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.

@@ -1,14 +1,8 @@
-//! Bytes that come and go: what the engine would allocate, written down without allocating it.
-//!
-//! A [`Held`] stands for one allocation and gives its bytes back when it is dropped, so that code which
-//! mirrors the engine's has the engine's lifetimes too. The ledger remembers the highest sum, what it was
-//! made of, and where in the step it was.
+//! What bytes of a device are for, and where they are at their most.
 
+use crate::kernel::Role;
+use crate::kernel::ledger::ROLES;
 pub use crate::log::place::Phase;
-
-use std::cell::RefCell;
-use std::collections::HashSet;
-use std::rc::Rc;
 
 /// What bytes are for. The order is that of tables and charts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -200,6 +194,26 @@ impl Bytes {
     }
 }
 
+impl From<Role> for Component {
+    fn from(role: Role) -> Self {
+        match role {
+            Role::Batch => Component::Batch,
+            Role::Activations => Component::Activations,
+            Role::Workspace => Component::Workspace,
+            Role::InFlight => Component::InFlight,
+            Role::Logits => Component::Logits,
+        }
+    }
+}
+
+impl From<[u64; ROLES]> for Bytes {
+    fn from(bytes: [u64; ROLES]) -> Self {
+        let mut out = Bytes::default();
+        Role::ALL.into_iter().for_each(|r| out.add(r.into(), bytes[r as usize]));
+        out
+    }
+}
+
 /// One allocation of a plan, and where the engine makes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Listed {
@@ -226,100 +240,9 @@ pub struct Peak {
     pub phases: [u64; Phase::ALL.len()],
 }
 
-#[derive(Debug, Default)]
-struct State {
-    live: Bytes,
-    sum: u64,
-    fullest: Bytes,
-    high: u64,
-    listed: HashSet<(Component, u64)>,
-}
-
-/// The ledger. Cloning gives another handle of the same one.
-#[derive(Clone, Debug, Default)]
-pub struct Ledger(Rc<RefCell<State>>);
-
-impl Ledger {
-    /// Writes an allocation down, until what comes back is dropped.
-    pub fn hold(&self, component: Component, bytes: u64) -> Held {
-        let mut s = self.0.borrow_mut();
-        s.live.add(component, bytes);
-        s.sum += bytes;
-        s.listed.insert((component, bytes));
-        if s.sum > s.high {
-            (s.high, s.fullest) = (s.sum, s.live.clone());
-        }
-        drop(s);
-        Rc::new(Allocation { ledger: self.clone(), component, bytes })
-    }
-
-    /// What is live now.
-    pub fn live(&self) -> Bytes {
-        self.0.borrow().live.clone()
-    }
-
-    /// Lets the peak and the list start again from what is live now.
-    pub fn restart(&self) {
-        let mut s = self.0.borrow_mut();
-        (s.high, s.fullest) = (s.sum, s.live.clone());
-        s.listed.clear();
-    }
-
-    /// What was held where the sum was highest.
-    pub fn fullest(&self) -> Bytes {
-        self.0.borrow().fullest.clone()
-    }
-
-    /// Every allocation so far, each kind once.
-    pub fn listed(&self) -> Vec<(Component, u64)> {
-        let mut all: Vec<_> = self.0.borrow().listed.iter().copied().collect();
-        all.sort_unstable();
-        all
-    }
-}
-
-/// One allocation; dropping the last clone gives the bytes back, as with a tensor.
-pub type Held = Rc<Allocation>;
-
-/// See [`Held`].
-#[derive(Debug)]
-pub struct Allocation {
-    ledger: Ledger,
-    component: Component,
-    bytes: u64,
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        let mut s = self.ledger.0.borrow_mut();
-        s.live.0[self.component.index()] -= self.bytes;
-        s.sum -= self.bytes;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_fullest_moment_is_remembered() {
-        let ledger = Ledger::default();
-        let a = ledger.hold(Component::Mlp, 100);
-        let b = ledger.hold(Component::Workspace, 50);
-        let c = Rc::clone(&b);
-        drop(b);
-        assert_eq!(ledger.live().total(), 150);
-        drop(c);
-        let _d = ledger.hold(Component::Moments, 20);
-        drop(a);
-        assert_eq!(ledger.fullest().total(), 150);
-        assert_eq!(ledger.fullest().get(Component::Workspace), 50);
-        assert_eq!(ledger.live().total(), 20);
-        let all = [(Component::Mlp, 100), (Component::Moments, 20), (Component::Workspace, 50)];
-        assert!(all.iter().all(|l| ledger.listed().contains(l)) && ledger.listed().len() == 3);
-        ledger.restart();
-        assert_eq!((ledger.fullest().total(), ledger.listed().len()), (20, 0));
-    }
 
     #[test]
     fn every_component_has_its_own_index_and_names() {

@@ -4,25 +4,22 @@
 //!
 //! ```text
 //! source    the model's config: a folder, the hub's cache, or built in
-//! shape     the sizes that memory depends on, with what trains
+//! shape     the model as ghosts: the engine's own modules, one layer of each kind
 //! statics   weights and optimizer states of a rank: device, host
 //! space     host memory, disks, shared memory: what is taken and what there is
-//! ops       what each kernel allocates;   layer, mixture: a layer's forward and backward;   step: a whole run
-//! ledger    these allocations, coming and going: the peak, what it is made of, where it is
+//! step      the walk's visits on them, each kind once, and a whole run as their sum;   ledger: what bytes are for
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
 //! choices   the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
 //! ```
 //!
-//! `layer`, `ops` and `step` follow the engine's code allocation by allocation. That they agree is tested on
-//! runs: on the CPU the peak of a run's allocations is within 1% of its plan.
+//! What an operation allocates and computes is said where it is, in `kernel`: a plan runs the engine's own `forward` and
+//! `backward` on ghosts ([`crate::kernel::tensor`]). That they agree is tested on runs: on the CPU the peak of a run's
+//! allocations is within 1% of its plan.
 
 pub mod choices;
 pub mod hints;
-pub mod layer;
 pub mod ledger;
-pub mod mixture;
-pub mod ops;
 pub mod rates;
 pub mod report;
 pub mod shape;
@@ -37,18 +34,19 @@ pub mod workload;
 #[cfg(test)]
 mod tests;
 
+pub use crate::kernel::Machine;
 pub use choices::{Decision, Reasons};
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
-pub use ops::Machine;
 pub use space::{Room, Space};
 pub use theory::Theory;
-pub use workload::Workload;
+pub use workload::{Tokens, Workload};
 
 use crate::adapt::{self, LearningRate, Selection};
 use crate::error::{ExitCode, Failure};
 use crate::log::memory;
 use crate::model::Config;
+use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
 use crate::recipe::{Dtype, Offload, Recipe};
 use crate::walk::Choices;
@@ -57,7 +55,7 @@ use statics::Statics;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use step::{Levels, Parts, Run};
-use work::{Costs, Work};
+use work::Work;
 
 /// Why a run cannot go ahead.
 #[derive(Debug, thiserror::Error)]
@@ -248,7 +246,7 @@ pub(crate) struct Prepared<'a> {
 
 impl<'a> Prepared<'a> {
     /// Prepares a plan.
-    pub fn new(inputs: &'a Inputs<'a>) -> Self {
+    pub fn new(inputs: &'a Inputs<'a>) -> crate::Result<Self> {
         let p = &inputs.recipe.parallel;
         let values = |(m, _): &(Module, _)| {
             m.weight_shape().iter().product::<usize>() as u64 + m.bias().unwrap_or(0) as u64
@@ -256,9 +254,10 @@ impl<'a> Prepared<'a> {
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
         let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
-        let mut shape = Shape::new(inputs.config, inputs.selection, inputs.recipe.model.quantize);
-        shape.split(p.tensor as u64, p.pipeline);
-        Self { inputs, shape, statics }
+        let quantize = inputs.recipe.model.quantize;
+        let split = (p.tensor, p.pipeline);
+        let shape = Shape::new(inputs.config, inputs.selection, quantize, inputs.machine, split)?;
+        Ok(Self { inputs, shape, statics })
     }
 
     /// Layers that backward walks.
@@ -268,19 +267,19 @@ impl<'a> Prepared<'a> {
 
     /// Logits of a token.
     pub fn vocab(&self) -> u64 {
-        self.shape.vocab
+        self.shape.head.vocab as u64
     }
 
     /// Whether any weight is in 4 bits.
     pub fn packed(&self) -> bool {
-        self.shape.layers.iter().any(|l| l.linears().any(|(l, _)| l.nf4))
+        self.shape.kinds.iter().any(Layer::is_packed)
     }
 
     /// Whether the head's chunks change no bits: nothing there trains (a gradient is a sum over chunks), and its
     /// products are not so small that their number of rows decides the order of their sums.
     pub fn head_is_free(&self) -> bool {
         let s = &self.shape;
-        !s.head.needs_input() && !s.final_norm && s.d > 64
+        !s.head.trains() && s.d > 64
     }
 
     /// Tokens of micro-batches of `rows` rows.
@@ -289,17 +288,16 @@ impl<'a> Prepared<'a> {
     }
 
     /// This rank's part of a micro-batch.
-    fn part(&self, t: layer::Tokens) -> layer::Tokens {
+    fn part(&self, t: Tokens) -> Tokens {
         t.split(self.inputs.recipe.parallel.context as u64)
     }
 
     /// What a run with these tokens allocates; `heads` are the head's chunks that may be chosen.
-    pub fn parts(&self, w: Workload, heads: &[u64]) -> Parts<'_> {
+    pub fn parts(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Parts<'_>> {
         let r = self.inputs.recipe;
         let run = Run {
             shape: &self.shape,
             statics: &self.statics,
-            machine: self.inputs.machine,
             train: self.part(w.train),
             eval: w.eval.map(|t| self.part(t)),
             activations_on_host: r.memory.offload.contains(&Offload::Activations),
@@ -311,30 +309,28 @@ impl<'a> Prepared<'a> {
         Parts::new(run, heads)
     }
 
-    /// The work of a micro-batch.
-    pub fn costs(&self, t: layer::Tokens) -> Costs {
-        Costs::new(&self.shape, self.part(t), self.inputs.machine)
-    }
-
     /// Bytes of a layer's inputs on the host, where activations live there.
     fn host_activations(&self, w: Workload) -> u64 {
         if !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
             return 0;
         }
-        self.part(w.train).tokens * self.shape.d * self.inputs.machine.width * self.walked() as u64
+        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * self.walked() as u64
     }
 }
 
 impl Plan {
     /// Plans a recipe.
-    pub fn new(i: &Inputs<'_>) -> Self {
-        let prepared = Prepared::new(i);
-        let decision = choices::choose(&prepared);
+    ///
+    /// # Errors
+    /// Sizes of the model, or of a rank's part of it, that do not go together.
+    pub fn new(i: &Inputs<'_>) -> crate::Result<Self> {
+        let prepared = Prepared::new(i)?;
+        let decision = choices::choose(&prepared)?;
         let mut plan = Self::of(i, &prepared, decision);
         if !plan.fits() {
             plan.hints = hints::hints(i, &plan);
         }
-        plan
+        Ok(plan)
     }
 
     fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: Decision) -> Self {
@@ -399,17 +395,20 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
         workloads,
         budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows.count())),
     };
-    let mut plan = Plan::new(&inputs);
+    let mut plan = Plan::new(&inputs)?;
     plan.space.model(recipe, &found.config, &selection, found.weights);
     plan.look(recipe, room);
     Ok((plan, found))
 }
 
 /// What the engine allocates with a plan's choices, and where.
-pub fn allocations(i: &Inputs<'_>, c: &Choices) -> Vec<Listed> {
-    let prepared = Prepared::new(i);
+///
+/// # Errors
+/// As [`Plan::new`].
+pub fn allocations(i: &Inputs<'_>, c: &Choices) -> crate::Result<Vec<Listed>> {
+    let prepared = Prepared::new(i)?;
     let levels = Levels { recompute: c.recompute, decoded: c.decoded, head: 0 };
-    prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64]).listed(levels)
+    Ok(prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
 }
 
 fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {

@@ -1,11 +1,12 @@
 //! What stays for the whole run, per rank: weights and states, on device and host.
 
+use super::Machine;
 use super::ledger::{Bytes, Component};
-use super::ops::Machine;
-use super::shape::is_quantized;
+use crate::adapt::ghost::is_quantized;
 use crate::adapt::params::ALIGN;
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
+use crate::kernel::gemm;
 use crate::model::modules::{Group, Module};
 use crate::optim::PIECE;
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
@@ -248,7 +249,7 @@ impl Statics {
         if ranks.data > 1 {
             out.device.add(Component::Communication, 4 * longest);
         }
-        let context = if machine.cuda { CUDA_CONTEXT } else { super::ops::slabs(machine) };
+        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();

@@ -1,16 +1,25 @@
 //! A whole run as allocations: loading, the walk of a step, the optimizer, evaluation, saving.
 //!
-//! Mirrors `adapt/{params,build}.rs`, `walk/mod.rs`, `model/head.rs` and `train/step.rs`. What a visit of the walk
-//! allocates does not depend on the layers around it, so each kind of visit is gone through once ([`Parts`]), and
-//! a run with these levels or others is a sum over its layers: a plan compares hundreds of them.
+//! The walk's visits are the engine's own, on ghosts. What a visit allocates does not depend on the layers around it, so
+//! each kind of visit is gone through once ([`Parts`]), and a run with these levels or others is a sum over its layers: a
+//! plan compares hundreds of them.
 
-use super::layer::{Sim, Tokens};
-use super::ledger::{Bytes, Component, Held, Ledger, Listed, Peak, Phase};
-use super::ops::{Machine, Ops, is_small, slab};
-use super::shape::{Ffn, Layer, Linear, Shape};
+use super::ledger::{Bytes, Component, Listed, Peak, Phase};
+use super::shape::Shape;
 use super::statics::{Statics, overhead};
-use crate::walk::Decoded;
+use super::work::{Balance, Work};
+use super::workload::Tokens;
+use crate::kernel::gemm;
+use crate::kernel::ledger::{Cost, Taken};
+use crate::kernel::optimizer::{AdamW, adamw};
+use crate::kernel::tensor::Ghost;
+use crate::kernel::{Machine, Role, Tensor};
+use crate::model::Batch;
+use crate::model::layer::{FeedForward, Layer};
+use crate::model::sink::Sink;
+use crate::walk::{self, Decoded};
 use Component::Workspace;
+use candle_core::{DType, Result};
 
 /// What a run is simulated with.
 #[derive(Clone, Debug)]
@@ -19,8 +28,6 @@ pub struct Run<'a> {
     pub shape: &'a Shape,
     /// What stays all the time.
     pub statics: &'a Statics,
-    /// Where.
-    pub machine: Machine,
     /// A training micro-batch.
     pub train: Tokens,
     /// An evaluation micro-batch, if the recipe evaluates.
@@ -46,24 +53,27 @@ pub struct Levels {
     pub head: usize,
 }
 
-/// Bytes with their sum, and the allocations that led there.
+/// Bytes with their sum, the allocations that led there, and what takes time.
 #[derive(Clone, Debug, Default)]
 struct Full {
     bytes: Bytes,
     total: u64,
     listed: Vec<(Component, u64)>,
+    cost: Cost,
+    /// Operations of its smallest product with a matrix.
+    least: f64,
 }
 
 impl From<Bytes> for Full {
     fn from(bytes: Bytes) -> Self {
-        Self { total: bytes.total(), bytes, listed: Vec::new() }
+        Self { total: bytes.total(), bytes, ..Self::default() }
     }
 }
 
-impl Full {
-    /// Of a ledger at its fullest.
-    fn of(ledger: &Ledger) -> Self {
-        Self { listed: ledger.listed(), ..ledger.fullest().into() }
+impl From<Taken> for Full {
+    fn from(t: Taken) -> Self {
+        let listed = t.listed.into_iter().map(|(role, bytes)| (role.into(), bytes)).collect();
+        Self { listed, cost: t.cost, least: t.least, ..Bytes::from(t.fullest).into() }
     }
 }
 
@@ -71,16 +81,16 @@ impl Full {
 /// comes in.
 #[derive(Clone, Debug)]
 struct Kind {
-    /// Forward, keeping nothing but perhaps the input.
+    /// Forward.
     forward: Full,
-    /// Forward, keeping everything.
-    forward_keeping: Full,
-    /// What that keeps, the input among it.
+    /// What is kept of it where everything is, the input among it.
     kept: Full,
+    /// What is kept where the layer is computed again: the input, and how its router decided.
+    input: Full,
     /// Backward of what was kept.
     backward: Full,
-    /// Forward again and backward: decoded by panels, and for the visit.
-    again: [Full; 2],
+    /// Forward again and backward: decoded by panels, and for the visit; with the work of the former.
+    again: [(Full, Cost); 2],
     /// Forward in evaluation.
     eval: Option<Full>,
 }
@@ -94,12 +104,10 @@ pub struct Parts<'a> {
     embedding: Full,
     embedding_backward: Option<Full>,
     kinds: Vec<Kind>,
-    /// Kind of each layer.
-    of: Vec<usize>,
     /// Input of a layer.
     input: Full,
-    /// The head in training and in evaluation, by chunk.
-    heads: Vec<(Full, Option<Full>)>,
+    /// The head in training, with the work of its forward pass, and in evaluation; by chunk.
+    heads: Vec<(Full, Cost, Option<Full>)>,
     /// Batch and embedding in evaluation.
     eval: Option<(Full, Full)>,
     optimizer: u64,
@@ -131,49 +139,48 @@ impl Spot<'_> {
 
 impl<'a> Parts<'a> {
     /// Goes through each part of a run; `heads` are the head's chunks that may be chosen, in rows.
-    pub fn new(run: Run<'a>, heads: &[u64]) -> Self {
+    ///
+    /// # Errors
+    /// Sizes that do not go together.
+    pub fn new(run: Run<'a>, heads: &[u64]) -> Result<Self> {
         let s = run.shape;
-        let mixture = s.layers.iter().any(|l| matches!(l.ffn, Ffn::Experts { .. }));
-        let skewed =
-            (mixture && !run.skewed).then(|| Box::new(Self::new(Run { skewed: true, ..run.clone() }, heads)));
-        let mut kinds: Vec<(&Layer, Kind)> = Vec::new();
-        let mut of = Vec::with_capacity(s.layers.len());
-        for layer in &s.layers {
-            let known = kinds.iter().position(|(l, _)| *l == layer);
-            of.push(known.unwrap_or(kinds.len()));
-            if known.is_none() {
-                kinds.push((layer, run.kind(layer)));
-            }
-        }
-        let embedding = |t| run.at_fullest(|ops| drop(run.embedding(ops, t)));
-        let backward = s.embedding.needs_input().then(|| run.at_fullest(|ops| run.embedding_backward(ops)));
-        let one = run.fresh();
-        let input = one.tensor(Component::Activations, run.train.tokens * s.d);
+        let mixture = s.kinds.iter().any(|l| matches!(l.mlp, FeedForward::Mixture(_)));
+        let skewed = match mixture && !run.skewed {
+            true => Some(Box::new(Self::new(Run { skewed: true, ..run.clone() }, heads)?)),
+            false => None,
+        };
+        s.ledger.route(run.skewed);
+        let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
-        if !run.machine.cuda && is_small(run.least_product()) {
-            statics.add(Component::Context, slab());
+        let least = kinds.iter().map(|k| k.forward.least).fold(f64::INFINITY, f64::min);
+        if !run.machine().cuda && gemm::is_small(least) {
+            statics.add(Component::Context, gemm::slabs(1));
         }
-        let parts = Self {
-            statics: statics.into(),
-            batch: run.at_fullest(|ops| drop(run.batch(ops, run.train))),
-            embedding: embedding(run.train),
-            embedding_backward: backward,
-            kinds: kinds.into_iter().map(|(_, k)| k).collect(),
-            of,
-            input: one.ledger.live().into(),
-            heads: heads.iter().map(|rows| run.head_visits(*rows)).collect(),
-            eval: run.eval.map(|t| (run.at_fullest(|ops| drop(run.batch(ops, t))), embedding(t))),
-            optimizer: {
-                let ops = run.fresh();
-                ops.adamw(run.statics.largest_stretch);
-                ops.ledger.fullest().total().max(run.statics.step_transient).max(run.statics.staging)
-            },
-            skewed,
-            run,
+        let embedding = |t: Tokens| {
+            let batch = run.batch(t, false)?;
+            run.visit(|| s.embedding.forward(&batch.ids).map(drop))
         };
-        drop(input);
-        parts
+        let batch = |t: Tokens| -> Full {
+            let mut bytes = Bytes::default();
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.targets as usize, s.head_dim));
+            bytes.into()
+        };
+        let mut input = Bytes::default();
+        input.add(Component::Activations, run.train.tokens * s.d as u64 * s.dtype.size_in_bytes() as u64);
+        Ok(Self {
+            statics: statics.into(),
+            skewed,
+            batch: batch(run.train),
+            embedding: embedding(run.train)?,
+            embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
+            kinds,
+            input: input.into(),
+            heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
+            eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
+            optimizer: run.optimizer()?.max(run.statics.step_transient).max(run.statics.staging),
+            run,
+        })
     }
 
     /// Layers, from the bottom, that backward does not walk.
@@ -187,15 +194,15 @@ impl<'a> Parts<'a> {
         if l < first {
             None
         } else if l - first >= levels.recompute {
-            Some(&self.kinds[self.of[l]].kept)
+            Some(&self.kinds[self.run.shape.of[l]].kept)
         } else {
-            (!self.run.activations_on_host).then_some(&self.input)
+            (!self.run.activations_on_host).then(|| &self.kinds[self.run.shape.of[l]].input)
         }
     }
 
     /// Calls `f` with every place of the run, in order.
     fn each<'p>(&'p self, levels: Levels, f: &mut dyn FnMut(Spot<'p>)) {
-        let (first, count) = (self.first(), self.of.len());
+        let (first, count) = (self.first(), self.run.shape.of.len());
         let statics = self.run.statics;
         let still = |phase, extra| Spot {
             phase,
@@ -216,11 +223,9 @@ impl<'a> Parts<'a> {
             ..*at
         };
         f(visit(&at, Phase::Forward, 0, &self.embedding));
-        for (l, kind) in self.of.iter().enumerate() {
+        for (l, kind) in self.run.shape.of.iter().enumerate() {
             let kind = &self.kinds[*kind];
-            let keeps = l >= first && l - first >= levels.recompute;
-            let full = if keeps { &kind.forward_keeping } else { &kind.forward };
-            f(visit(&at, Phase::Forward, l + 1, full));
+            f(visit(&at, Phase::Forward, l + 1, &kind.forward));
             at.kept = l + 1;
             at.kept_total += self.kept(l, levels).map_or(0, |k| k.total);
         }
@@ -231,9 +236,9 @@ impl<'a> Parts<'a> {
                 .sum();
             at.waiting = (kept + self.input.total) * (self.run.stages - 1);
         }
-        let (head, head_eval) = &self.heads[levels.head];
+        let (head, _, head_eval) = &self.heads[levels.head];
         f(visit(&at, Phase::Backward, count + 1, head));
-        for (l, kind) in self.of.iter().enumerate().rev() {
+        for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
             if l < first {
                 break;
             }
@@ -243,7 +248,7 @@ impl<'a> Parts<'a> {
             let full = if l - first >= levels.recompute {
                 &kind.backward
             } else {
-                &kind.again[usize::from(levels.decoded == Decoded::Visit)]
+                &kind.again[usize::from(levels.decoded == Decoded::Visit)].0
             };
             f(visit(&at, Phase::Backward, l + 1, full));
         }
@@ -255,7 +260,7 @@ impl<'a> Parts<'a> {
             let mut at = still(Phase::Evaluate, 0);
             at.parts[0] = Some(batch);
             f(visit(&at, Phase::Evaluate, 0, embedding));
-            for (l, kind) in self.of.iter().enumerate() {
+            for (l, kind) in self.run.shape.of.iter().enumerate() {
                 if let Some(full) = &self.kinds[*kind].eval {
                     f(visit(&at, Phase::Evaluate, l + 1, full));
                 }
@@ -270,7 +275,7 @@ impl<'a> Parts<'a> {
     /// Bytes at the fullest: the engine's, the allocator's, and what the most uneven routing takes.
     pub fn total(&self, levels: Levels) -> u64 {
         let engine = self.engine(levels);
-        engine + overhead(self.run.machine, engine) + self.routing(levels, engine)
+        engine + overhead(self.run.machine(), engine) + self.routing(levels, engine)
     }
 
     /// The engine's own bytes at the fullest.
@@ -307,12 +312,35 @@ impl<'a> Parts<'a> {
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(levels, engine));
-        bytes.add(Component::Slack, overhead(self.run.machine, engine));
+        bytes.add(Component::Slack, overhead(self.run.machine(), engine));
         Peak { phase: at.0, unit: at.1, bytes, phases }
     }
 }
 
 impl Parts<'_> {
+    /// The work of a micro-batch.
+    pub fn work(&self, levels: Levels) -> Work {
+        let (head, forward, _) = &self.heads[levels.head];
+        let (mut up, mut again, mut down) = (*forward, Cost::default(), head.cost);
+        down.add(*forward, -1.0);
+        up.add(self.embedding.cost, 1.0);
+        self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
+        let first = self.first();
+        for (l, kind) in self.run.shape.of.iter().enumerate() {
+            let kind = &self.kinds[*kind];
+            up.add(kind.forward.cost, 1.0);
+            if l >= first && l - first >= levels.recompute {
+                down.add(kind.backward.cost, 1.0);
+            } else if l >= first {
+                let (both, forward) = &kind.again[usize::from(levels.decoded == Decoded::Visit)];
+                again.add(*forward, 1.0);
+                down.add(both.cost, 1.0);
+                down.add(*forward, -1.0);
+            }
+        }
+        Work::of([up, again, down], Balance::of(self.run.machine()))
+    }
+
     /// Every allocation, each kind once at each place.
     pub fn listed(&self, levels: Levels) -> Vec<Listed> {
         let mut all: Vec<Listed> = Vec::new();
@@ -333,158 +361,97 @@ impl Parts<'_> {
 }
 
 impl Run<'_> {
-    /// Operations on an empty ledger.
-    fn fresh(&self) -> Ops {
-        Ops { ledger: Default::default(), machine: self.machine }
+    fn machine(&self) -> Machine {
+        self.shape.ledger.machine()
     }
 
-    /// Multiplications of the smallest product with a matrix of a layer in training.
-    fn least_product(&self) -> u64 {
-        let t = self.train.tokens;
-        let of = |l: &Linear, rows: u64| rows * l.i * if l.rank > 0 { l.rank.min(l.o) } else { l.o };
-        let layer = |layer: &Layer| match &layer.ffn {
-            Ffn::Dense(_) => layer.linears().map(|(l, _)| of(l, t)).min(),
-            Ffn::Experts { router, experts, top_k, .. } => {
-                let rows = t * top_k / router.o.max(1);
-                let experts = experts.iter().flat_map(|(e, _)| e).map(|l| of(l, rows));
-                layer.attention.iter().chain([router]).map(|l| of(l, t)).chain(experts).min()
-            }
-        };
-        self.shape.layers.iter().filter_map(layer).min().unwrap_or(0)
+    /// What `f` takes, on an empty ledger.
+    fn visit(&self, f: impl FnOnce() -> Result<()>) -> Result<Full> {
+        self.shape.ledger.take();
+        f()?;
+        Ok(self.shape.ledger.take().into())
     }
 
-    fn at_fullest(&self, f: impl FnOnce(&Ops)) -> Full {
-        let ops = self.fresh();
-        f(&ops);
-        Full::of(&ops.ledger)
-    }
-
-    fn sim<'a>(&self, ops: &'a Ops, t: Tokens, train: bool) -> Sim<'a> {
+    /// A micro-batch, in training or not.
+    fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
         let s = self.shape;
-        let heads = (s.heads, s.kv_heads, s.head_dim);
-        Sim { ops, t, d: s.d, heads, train, decoded: Decoded::Panels, skewed: self.skewed }
+        let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
+        Batch::ghost(&s.ledger, t.attended(), targets, s.head_dim, train.then_some((0, 0)))
     }
 
-    /// Ids, rotary tables, document starts, targets.
-    fn batch(&self, ops: &Ops, t: Tokens) -> Held {
-        let bytes = t.tokens * (4 + 4 * self.shape.head_dim + 4 + 12) + 4 * t.longest + 8 * t.targets;
-        ops.ledger.hold(Component::Batch, bytes)
+    /// Hidden states, or their gradient, of a micro-batch.
+    fn states(&self, t: Tokens) -> Tensor {
+        let s = self.shape;
+        Ghost::new(&s.ledger, (t.tokens as usize, s.d), s.dtype).into()
     }
 
-    fn embedding(&self, ops: &Ops, t: Tokens) -> Held {
-        let (e, d) = (&self.shape.embedding, self.shape.d);
-        let x = ops.tensor(Component::Activations, t.tokens * d);
-        if e.rank > 0 {
-            let _rows = ops.tensor(Workspace, 2 * t.tokens * e.rank);
-            ops.matmul_acc(t.tokens, e.rank, d, false);
-        }
-        x
+    fn input(&self, t: Tokens) -> Tensor {
+        self.shape.ledger.role(Role::Activations, || self.states(t))
     }
 
-    fn embedding_backward(&self, ops: &Ops) {
-        let (s, t, e) = (self.shape, self.train, &self.shape.embedding);
-        let _dy = ops.tensor(Workspace, t.tokens * s.d);
-        if e.rank > 0 {
-            let _rows = ops.tensor(Workspace, 2 * t.tokens * e.rank);
-            let _du = ops.tensor(Workspace, 2 * t.tokens * e.rank);
-            let _grad = ops.f32(Workspace, e.rank * s.vocab);
-        } else if ops.machine.cuda {
-            let _dy = ops.f32(Workspace, 2 * t.tokens * s.d);
-            let _grad = ops.f32(Workspace, s.vocab * s.d);
-        } else if !ops.machine.wide() {
-            let _dy = ops.f32(Workspace, t.tokens * s.d);
-        }
+    fn embedding_backward(&self) -> Result<Full> {
+        let (s, batch) = (self.shape, self.batch(self.train, true)?);
+        self.visit(|| s.embedding.backward(&batch.ids, &self.states(self.train), &Sink::new(&s.grads, 0)))
+    }
+
+    /// The optimizer's temporaries on the device.
+    fn optimizer(&self) -> Result<u64> {
+        let flat =
+            Ghost::weight(&self.shape.ledger, self.statics.largest_stretch as usize, DType::F32).into();
+        let k = AdamW { lr: 0.0, betas: [0.0; 2], eps: 0.0, weight_decay: 0.0, t: 1, grad_scale: 1.0 };
+        Ok(self.visit(|| adamw(&flat, &flat, &flat, &flat, &k))?.total)
     }
 
     /// The visits of `Walk::train` and `Walk::eval` at a layer.
-    fn kind(&self, layer: &Layer) -> Kind {
-        let t = self.train;
-        let n = t.tokens * self.shape.d;
-        let input = |ops: &Ops| ops.tensor(Component::Activations, n);
-        let keeping = self.fresh();
-        let sim = self.sim(&keeping, t, true);
-        let (y, saved) = sim.layer(layer, Component::Activations, &input(&keeping));
-        let forward_keeping = Full::of(&keeping.ledger);
+    fn kind(&self, layer: &Layer) -> Result<Kind> {
+        let (ledger, t) = (&self.shape.ledger, self.train);
+        let batch = self.batch(t, true)?;
+        let (ctx, sink) = (&batch.context, Sink::new(&self.shape.grads, 0));
+        let live = |roles| Full::from(Bytes::from(roles));
+
+        ledger.take();
+        let x = self.input(t);
+        let (y, saved) = layer.forward(&x, ctx, None, None)?;
+        let forward: Full = ledger.take().into();
         drop(y);
-        let kept = keeping.ledger.live();
-        keeping.ledger.restart();
-        let dy = keeping.tensor(Workspace, n);
-        sim.layer_backward(layer, saved);
+        let routing = saved.routed().map(|r| r.groups.clone());
+        let kept = live(ledger.keep());
+        let dy = self.states(t);
+        ledger.take();
+        drop(layer.backward(saved, &dy, ctx, &sink, None)?);
+        let backward = ledger.take().into();
         drop(dy);
-        let again = [Decoded::Panels, Decoded::Visit].map(|decoded| {
-            self.at_fullest(|ops| {
-                let (x, _dy) = (input(ops), ops.tensor(Workspace, n));
-                let sim = Sim { decoded, ..self.sim(ops, t, true) };
-                let _matrices = sim.visited(layer);
-                let saved = sim.layer(layer, Workspace, &x).1;
-                drop(x);
-                sim.layer_backward(layer, saved);
-            })
-        });
-        Kind {
-            forward: self.at_fullest(|ops| drop(self.sim(ops, t, true).layer(layer, Workspace, &input(ops)))),
-            forward_keeping,
-            kept: kept.into(),
-            backward: Full::of(&keeping.ledger),
-            again,
-            eval: self.eval.map(|t| {
-                self.at_fullest(|ops| {
-                    let x = ops.tensor(Component::Activations, t.tokens * self.shape.d);
-                    self.sim(ops, t, false).layer(layer, Workspace, &x);
-                })
-            }),
-        }
+        let input = live(ledger.keep());
+        let again = |decoded| -> Result<(Full, Cost)> {
+            let dy = self.states(t);
+            ledger.take();
+            let visited = walk::visited(layer, decoded, routing.as_deref())?;
+            let layer = visited.as_ref().unwrap_or(layer);
+            let saved = layer.again(x.clone(), ctx, routing.clone())?;
+            let forward = ledger.cost();
+            drop(layer.backward(saved, &dy, ctx, &sink, None)?);
+            Ok((ledger.take().into(), forward))
+        };
+        let again = [again(Decoded::Panels)?, again(Decoded::Visit)?];
+        drop((x, routing));
+        let eval = |t| {
+            let batch = self.batch(t, false)?;
+            self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
+        };
+        Ok(Kind { forward, kept, input, backward, again, eval: self.eval.map(eval).transpose()? })
     }
 
-    /// The head with chunks of at most `rows`, in training and in evaluation.
-    fn head_visits(&self, rows: u64) -> (Full, Option<Full>) {
-        let visit = |t: Tokens, train| {
-            self.at_fullest(|ops| {
-                let _x = ops.tensor(Component::Activations, t.tokens * self.shape.d);
-                self.head(ops, t, rows, train);
+    /// The head with chunks of at most `rows`.
+    fn head(&self, rows: usize) -> Result<(Full, Cost, Option<Full>)> {
+        let (s, sink) = (self.shape, Sink::new(&self.shape.grads, 0));
+        let visit = |t: Tokens, backward: bool| {
+            let batch = self.batch(t, backward)?;
+            self.visit(|| {
+                let x = self.input(t);
+                s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
             })
         };
-        (visit(self.train, true), self.eval.map(|t| visit(t, false)))
-    }
-
-    /// `Head::loss`. The last chunk is at least as large as any, and met by the gradients of all others.
-    fn head(&self, ops: &Ops, t: Tokens, most: u64, train: bool) {
-        let (s, l) = (self.shape, &self.shape.head);
-        let sim = self.sim(ops, t, train);
-        let count = t.targets.div_ceil(most.max(1));
-        let rows = t.targets.div_ceil(count.max(1));
-        let mut grads = Vec::new();
-        if rows > 0 {
-            if train && count > 1 {
-                grads.push(ops.tensor(Workspace, (t.targets - rows) * s.d));
-            }
-            let _hx = ops.tensor(Workspace, rows * s.d);
-            let (y, saved) = {
-                let normed = ops.norm(Workspace, rows, s.d);
-                sim.linear(l, Component::Logits, rows, &normed)
-            };
-            let logits = if ops.machine.wide() {
-                y
-            } else {
-                let _y = y;
-                ops.f32(Component::Logits, rows * s.vocab)
-            };
-            let dl = ops.cross_entropy(logits, rows, s.vocab, train);
-            if let (true, Some(_dl)) = (train, dl) {
-                let _narrow = (!ops.machine.wide()).then(|| ops.tensor(Component::Logits, rows * s.vocab));
-                let _dn = sim.linear_backward(l, rows, &saved, None);
-                grads.push(ops.norm_backward(rows, s.d));
-            }
-        }
-        if !train {
-            return;
-        }
-        let dx = ops.tensor(Workspace, t.tokens * s.d);
-        if grads.is_empty() {
-            return;
-        }
-        let _cat = (count > 1).then(|| ops.tensor(Workspace, t.targets * s.d));
-        let _out = ops.tensor(Workspace, t.tokens * s.d);
-        drop(dx);
+        let forward = visit(self.train, false)?.cost;
+        Ok((visit(self.train, true)?, forward, self.eval.map(|t| visit(t, false)).transpose()?))
     }
 }

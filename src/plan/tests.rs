@@ -249,14 +249,15 @@ impl Sweep {
     }
 
     fn at(&self, budget: Option<u64>) -> Plan {
-        Plan::new(&Inputs {
+        let plan = Plan::new(&Inputs {
             recipe: &self.recipe,
             config: &self.found.config,
             selection: &self.selection,
             machine: Machine { threads: 2, ..machine(&self.recipe, self.cuda) },
             workloads: &Workloads::new(Workload::of_recipe),
             budget,
-        })
+        });
+        plan.unwrap_or_else(|e| panic!("{e}"))
     }
 }
 

@@ -5,7 +5,7 @@
 //! then the weights over the ranks). A frozen parameter takes 2, or 4.127 bits in NF4 with double quantization
 //! (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
-use super::shape::is_quantized;
+use crate::adapt::ghost::is_quantized;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Kind};
 use crate::recipe::{OptimizerName, Parallel, Quantize};

@@ -1,16 +1,27 @@
 //! How many tokens a micro-batch has: by the recipe's bounds, or by the data where its lengths are known.
 
-use super::layer::Tokens;
 use crate::data::lengths::Lengths;
 use crate::data::{self, Batches, Dataset};
+use crate::kernel::attention::Sizes as Attended;
 use crate::model::Config;
 use crate::recipe::{Length, Recipe};
 use std::path::Path;
 
 /// Steps whose micro-batches are looked at one by one; of longer runs, the longest rows count.
 const LOOK: usize = 2048;
-/// Query rows of a block in `kernel::attention`.
-const BLOCK: usize = 64;
+
+/// What of a micro-batch memory depends on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tokens {
+    /// Tokens of a micro-batch.
+    pub tokens: u64,
+    /// Supervised targets among them.
+    pub targets: u64,
+    /// Longest document.
+    pub longest: u64,
+    /// Most keys that a block of queries sees.
+    pub reach: u64,
+}
 
 /// Tokens of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -137,34 +148,17 @@ impl Known {
     }
 }
 
-/// Most keys that a block of queries sees when these documents lie end to end.
-fn reach(docs: &[usize]) -> u64 {
-    let mut starts = Vec::with_capacity(docs.len());
-    let mut end = 0;
-    for n in docs {
-        starts.push(end);
-        end += n;
-    }
-    let mut doc = 0;
-    let mut most = 0;
-    for from in (0..end).step_by(BLOCK) {
-        while doc + 1 < starts.len() && starts[doc + 1] <= from {
-            doc += 1;
-        }
-        most = most.max((from + BLOCK).min(end) - starts[doc]);
-    }
-    most as u64
-}
-
 impl Tokens {
     /// Of documents laid end to end, with so many targets.
     pub fn of(docs: &[usize], targets: usize) -> Self {
-        Self {
-            tokens: docs.iter().sum::<usize>() as u64,
-            targets: targets as u64,
-            longest: docs.iter().copied().max().unwrap_or(0) as u64,
-            reach: reach(docs),
-        }
+        let Attended { keys, longest, reach } = Attended::of(docs);
+        Self { tokens: keys as u64, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
+    }
+
+    /// What attention computes of it.
+    pub fn attended(self) -> Attended {
+        let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Attended { keys: size(self.tokens), longest: size(self.longest), reach: size(self.reach) }
     }
 
     /// The larger of both in every respect.
@@ -255,20 +249,5 @@ impl Workload {
         };
         let eval = self.eval.zip(bound.eval).map(|(a, b)| min(a, b));
         Self { train: min(self.train, bound.train), eval, ..self }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_block_reaches_back_to_the_start_of_its_first_document() {
-        assert_eq!(reach(&[128]), 128);
-        assert_eq!(reach(&[100]), 100);
-        // the block of tokens 64..128 begins in the first document and ends in the second
-        assert_eq!(reach(&[100, 28]), 128);
-        assert_eq!(reach(&[64, 64]), 64);
-        assert_eq!(reach(&[]), 0);
     }
 }

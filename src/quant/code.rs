@@ -1,7 +1,8 @@
 //! The tables of 4-bit types and of double quantization, as bitsandbytes has them.
 
+use crate::kernel::Tensor;
 use crate::kernel::blocks::Codebook;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result};
 use std::sync::Arc;
 
 /// A 4-bit type.

@@ -1,8 +1,9 @@
 //! Values to NF4 codes and scales, with the arithmetic of bitsandbytes' CPU version.
 
 use super::code::{Books, Type, dynamic_map};
+use crate::kernel::Tensor;
 use crate::kernel::blocks::{Blocks, Scales};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 /// Values a block.

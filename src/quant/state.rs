@@ -127,21 +127,21 @@ pub fn read(
         }
     };
     let scales = match s.nested {
-        None => Scales::Plain(Tensor::new(floats("absmax")?, &device)?),
+        None => Scales::Plain(Tensor::new(floats("absmax")?, &device)?.into()),
         Some((group, offset)) => {
             let factors = floats("nested_absmax")?;
             let map = floats("nested_quant_map")?;
             within("nested_absmax", &map, &factors, offset)?;
             Scales::Nested {
-                codes: Tensor::new(files.read(&absmax)?, &device)?,
+                codes: Tensor::new(files.read(&absmax)?, &device)?.into(),
                 map: books.map(&map)?,
-                absmax: Tensor::new(factors, &device)?,
+                absmax: Tensor::new(factors, &device)?.into(),
                 group,
                 offset,
             }
         }
     };
-    Ok(Blocks::new(s.dims, s.block, packed, scales, books.book(kind), s.source, compute)?)
+    Ok(Blocks::new(s.dims, s.block, packed.into(), scales, books.book(kind), s.source, compute)?)
 }
 
 /// Reads and checks the JSON, and the sizes of the tensors beside it.

@@ -40,7 +40,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
     let data = rows(r, job.config.vocab);
-    let mut plan = job.plan_without_files(Workload::of_recipe);
+    let mut plan = job.plan_without_files(Workload::of_recipe)?;
     watch::check(&job, &plan)?;
     plan.workload.steps = Some(steps as u64);
     let mut watch = Watch::begin(&plan, &job);

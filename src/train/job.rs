@@ -367,7 +367,7 @@ impl Job {
     }
 
     /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
-    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
+    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> crate::Result<Plan> {
         self.planned(&Workloads::new(count), true)
     }
 
@@ -377,31 +377,32 @@ impl Job {
         let workload = plan.workload;
         let workloads = Workloads::new(|_| workload);
         let less = plan.total() - plan.total() / 16;
-        let found = Plan::new(&Inputs { budget: Some(less), ..self.inputs(&workloads) });
+        let found = Plan::new(&Inputs { budget: Some(less), ..self.inputs(&workloads) }).ok()?;
         let (budget, space) = (plan.budget, plan.space.clone());
         (found.total() < plan.total()).then_some(Plan { budget, space, hints: Vec::new(), ..found })
     }
 
     /// As [`Job::plan`], where no checkpoint and no result is written.
-    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> Plan {
+    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> crate::Result<Plan> {
         self.planned(&Workloads::new(count), false)
     }
 
-    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> Plan {
+    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> crate::Result<Plan> {
         let inputs = self.inputs(workloads);
-        let mut plan = Plan::new(&inputs);
+        let mut plan = Plan::new(&inputs)?;
         if !writes {
             plan.space.files.clear();
         }
         plan.space.model(&self.recipe, &self.config, &self.selection, true);
         plan.look(&self.recipe, &Room::of(inputs.machine));
-        plan
+        Ok(plan)
     }
 
     /// What the engine allocates by its plan, and where.
     pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
         let planned = plan.workload;
-        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.choices)
+        // only said where memory runs out: a plan that cannot be made says nothing
+        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.choices).unwrap_or_default()
     }
 
     /// Keeps the lengths of data that was read, for plans.

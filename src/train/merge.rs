@@ -13,6 +13,7 @@ use crate::adapt::merge::Merge;
 use crate::adapt::merge_cost::MergeCost;
 use crate::adapt::{Selection, layout};
 use crate::data::Trained;
+use crate::kernel;
 use crate::model::Config;
 use crate::model::decoder::{Decoder, Weights};
 use crate::model::embedding::EmbeddingLora;
@@ -190,12 +191,12 @@ impl Exact<'_> {
 }
 
 impl Weights for Exact<'_> {
-    fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
-        Ok((self.get(m, "weight")?, None))
+    fn weight(&mut self, m: &Module) -> crate::Result<(kernel::Tensor, Option<Slot>)> {
+        Ok((self.get(m, "weight")?.into(), None))
     }
 
-    fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
-        Ok((self.get(m, "bias")?, None))
+    fn bias(&mut self, m: &Module) -> crate::Result<(kernel::Tensor, Option<Slot>)> {
+        Ok((self.get(m, "bias")?.into(), None))
     }
 
     fn lora(&mut self, _: &Module, _: &Weight) -> crate::Result<Option<Lora>> {

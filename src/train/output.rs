@@ -171,7 +171,7 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match params
         .find(name)
     {
-        Some(i) => Ok(to_host(&params.master(i)?)?.to_dtype(job.dtype)?),
+        Some(i) => Ok(to_host(params.master(i)?.real()?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })
 }

@@ -1,8 +1,10 @@
 //! How fast this machine multiplies matrices: what a step's arithmetic is held against.
 
 use super::Job;
+use crate::kernel::Tensor;
 use crate::kernel::gemm;
-use candle_core::{DType, Device, Result, Tensor};
+use crate::kernel::tensor::Real;
+use candle_core::{DType, Device, Result};
 use std::time::{Duration, Instant};
 
 /// How long one look takes at the least.
@@ -82,7 +84,8 @@ impl Products {
     fn numbers(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
         let values: Vec<f32> = (0..rows * cols).map(number).collect();
-        Tensor::from_vec(values, (rows, cols), &Device::Cpu)?.to_dtype(self.dtype)?.to_device(&self.device)
+        let t = Real::from_vec(values, (rows, cols), &Device::Cpu)?.to_dtype(self.dtype)?;
+        t.to_device(&self.device).map(Tensor::Real)
     }
 
     /// Operations a second of the fastest product so far.

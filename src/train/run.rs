@@ -89,7 +89,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
     let goes_on = options.resume && checkpoint::any(&dir.join(CHECKPOINTS));
-    let fresh = if goes_on { None } else { Some(planned(&job)) };
+    let fresh = if goes_on { None } else { Some(planned(&job)?) };
     if let Some(plan) = &fresh {
         watch::check(&job, plan)?;
     }
@@ -110,7 +110,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     }
     let plan = match fresh {
         Some(plan) if !options.resume => plan,
-        _ => planned(&job),
+        _ => planned(&job)?,
     };
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.micro_rows = plan.choices.micro_rows.into();

@@ -33,10 +33,10 @@ pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
     // views: a tensor comes to the host when it is written
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for (i, t) in params.tensors.iter().enumerate() {
-        weights.push((t.name.clone(), params.master(i)?));
+        weights.push((t.name.clone(), params.master(i)?.real()?.clone()));
         if let Some((m, v)) = params.moments(i)? {
-            moments.push((format!("{}.exp_avg", t.name), m));
-            moments.push((format!("{}.exp_avg_sq", t.name), v));
+            moments.push((format!("{}.exp_avg", t.name), m.real()?.clone()));
+            moments.push((format!("{}.exp_avg_sq", t.name), v.real()?.clone()));
         }
     }
     weights.sort_by(|a, b| a.0.cmp(&b.0));
@@ -91,6 +91,7 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
         if let Some((m, v)) = params.moments(i)? {
             for (to, what) in [(m, "exp_avg"), (v, "exp_avg_sq")] {
                 let from = get(&moments, &format!("{}.{what}", t.name), &t.shape)?;
+                let to = to.real()?;
                 to.slice_set(&from.to_device(to.device())?, 0, 0)?;
             }
         }

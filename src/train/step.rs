@@ -4,13 +4,14 @@ use super::guard;
 use crate::adapt::Params;
 use crate::data::{Dataset, Micro, Size};
 use crate::kernel::loss;
+use crate::kernel::tensor::Real;
 use crate::log::place;
 use crate::model::decoder::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
 use crate::walk::{Choices, Load, Part, RouterLosses, Times, Walk};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 
 /// What stays the same over the steps of a run.
 pub struct Setup<'a> {
@@ -210,9 +211,9 @@ pub fn evaluate_until(
 }
 
 /// A probe of a model's logits: every token of the micro-batch [t, v].
-pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Tensor> {
+pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    Ok(Walk::new(decoder, None, 0).logits(&batch)?)
+    Ok(Walk::new(decoder, None, 0).logits(&batch)?.real()?.clone())
 }
 
 /// A device, for tests, that has no memory for a step unless enough layers are recomputed.

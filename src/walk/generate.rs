@@ -2,10 +2,11 @@
 
 use crate::data::Tokenizer;
 use crate::kernel::attention::Sequences;
+use crate::kernel::{Real, Tensor};
 use crate::model::Decoder;
 use crate::model::attention::Cache;
 use crate::model::decoder::Context;
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 /// Tokens of a sample reply at the most.
@@ -40,7 +41,7 @@ impl<'a> Reader<'a> {
     ///
     /// # Errors
     /// No tokens; logits that are not finite; a tensor operation that fails.
-    pub fn read(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
+    pub fn read(&mut self, ids: &[u32]) -> crate::Result<Real> {
         let (n, past) = (ids.len(), self.seen.len());
         if n == 0 {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
@@ -55,7 +56,8 @@ impl<'a> Reader<'a> {
             x = layer.forward(&x, &ctx, Some(cache), None)?.0;
         }
         self.seen.extend(ids);
-        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?.squeeze(0)?;
+        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
+        let logits = logits.real()?.squeeze(0)?;
         // nothing can be drawn from them
         super::finite(
             &logits,
@@ -70,7 +72,7 @@ impl<'a> Reader<'a> {
     ///
     /// # Errors
     /// As [`Reader::read`].
-    pub fn read_document(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
+    pub fn read_document(&mut self, ids: &[u32]) -> crate::Result<Real> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the logits after the last token need that token
         let keep = common.min(ids.len().saturating_sub(1));

@@ -22,13 +22,14 @@ pub use times::{Part, Times};
 
 use crate::error::{ExitCode, Failure};
 use crate::kernel::group::Groups;
+use crate::kernel::{Real, Tensor};
 use crate::kernel::{optimizer, to_host};
 use crate::log::place;
 use crate::model::head::Head;
 use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use std::sync::Arc;
 
 /// Logits that are NaN or infinite.
@@ -51,8 +52,8 @@ impl Failure for NotFinite {
 ///
 /// # Errors
 /// [`NotFinite`].
-pub fn finite(logits: &Tensor, what: &str, hint: &'static str) -> crate::Result<()> {
-    let logits = to_host(&logits.to_dtype(DType::F32)?)?;
+pub fn finite(logits: &Real, what: &str, hint: &'static str) -> crate::Result<()> {
+    let logits = Tensor::Real(to_host(&logits.to_dtype(DType::F32)?)?);
     match optimizer::finite(&logits)? {
         true => Ok(()),
         false => Err(NotFinite { what: what.into(), hint }.into()),
@@ -84,6 +85,14 @@ enum Kept {
     Input(Tensor, Option<Arc<Groups>>),
     /// Everything.
     All(Box<layer::Saved>),
+}
+
+/// The layer to visit in place of one that is computed again, where its 4-bit weights are decoded for the visit.
+pub fn visited(layer: &Layer, decoded: Decoded, routing: Option<&Groups>) -> Result<Option<Layer>> {
+    match decoded {
+        Decoded::Visit if layer.is_packed() => layer.decoded(routing).map(Some),
+        _ => Ok(None),
+    }
 }
 
 /// The walk over one model.
@@ -206,14 +215,6 @@ impl<'a> Walk<'a> {
         Ok((y, saved))
     }
 
-    /// The layer to visit in place of one that is computed again, where its 4-bit weights are decoded for the visit.
-    fn visited(&self, layer: &Layer, routing: Option<&Groups>) -> Result<Option<Layer>> {
-        match self.decoded {
-            Decoded::Visit if layer.is_packed() => layer.decoded(routing).map(Some),
-            _ => Ok(None),
-        }
-    }
-
     /// Forward and backward of one micro-batch: the targets' losses; the gradients of
     /// `scale * sum(losses)`, and of the losses on routers, are added to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> Result<Vec<Tensor>> {
@@ -258,10 +259,9 @@ impl<'a> Walk<'a> {
                 }
                 Some(Kept::Input(x, routing)) => {
                     self.arrive(l + 1, Phase::Backward)?;
-                    let visited = self.visited(layer, routing.as_deref())?;
+                    let visited = visited(layer, self.decoded, routing.as_deref())?;
                     let layer = visited.as_ref().unwrap_or(layer);
-                    let saved = layer.forward(&x, &batch.context, None, routing)?.1;
-                    drop(x);
+                    let saved = layer.again(x, &batch.context, routing)?;
                     self.lap(times::Part::Recompute)?;
                     dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }

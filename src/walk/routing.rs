@@ -1,8 +1,9 @@
 //! What the routers of a micro-batch decided, the losses on them, and the load that a user sees.
 
+use crate::kernel::Tensor;
 use crate::kernel::route::Balance;
 use crate::model::moe;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 
 /// Coefficients of the losses on routers, for one micro-batch: the recipe's over the step's micro-batches.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -6,6 +6,7 @@ use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::params::Allocate;
 use crate::adapt::{Choice, Params, Selection, layout};
+use crate::kernel::Tensor;
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
 use crate::model::decoder::HostBatch;
@@ -14,7 +15,7 @@ use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
 use crate::store::TensorFiles;
 use anyhow::{Context as _, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use serde_json::Map;
 use std::path::PathBuf;
 
@@ -169,7 +170,7 @@ impl Rows {
 
     /// The logits of real tokens of an expected [1.., rows, width, v].
     fn select(&self, logits: &Tensor) -> Result<Tensor> {
-        let v = logits.dims()[logits.rank() - 1];
+        let v = logits.dims()[logits.dims().len() - 1];
         let index = Tensor::new(self.real.as_slice(), CPU)?;
         Ok(logits.reshape(((), v))?.index_select(&index, 0)?)
     }
@@ -194,7 +195,7 @@ fn compare(
     expected: &TensorFiles,
     prefix: &str,
 ) -> Result<usize> {
-    let get = |n: &str| expected.tensor(n, DType::F32, CPU);
+    let get = |n: &str| expected.tensor(n, DType::F32, CPU).map(Tensor::Real);
     let batch = rows.batch(&d.config)?;
     let logits = Walk::new(d, None, 0).logits(&batch)?;
     let want = rows.select(&get(&format!("{prefix}logits"))?)?;
@@ -251,7 +252,7 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
     let what = format!("{} {prefix}", c.name());
     let (d, p) = c.build(&everything(&c.config), None)?;
     let expected = c.open("expected.safetensors")?;
-    let get = |n: &str| expected.tensor(n, DType::F32, CPU);
+    let get = |n: &str| expected.tensor(n, DType::F32, CPU).map(Tensor::Real);
     let want = values(&get(&format!("{prefix}_loss"))?)[0];
     assert!((value - want).abs() <= 1e-6 * want, "{what}: {value}, PyTorch {want}");
     let batch = Rows::padded(c)?.batch(&c.config)?;
@@ -313,7 +314,7 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
             let (d, _) = c.build(&selection, Some(&end))?;
             let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
             let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
-            let want = rows.select(&merged.tensor("logits", DType::F32, CPU)?)?;
+            let want = rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?;
             let apart = distance(&values(&logits), &values(&want));
             assert!(apart <= BAR, "{what}: merged logits {apart:.1e} apart");
             adapters += 1;
@@ -335,7 +336,7 @@ fn exports_have_pytorchs_logits() -> Result<()> {
             let export = Export::new(&c.config, &end, &selection)?;
             let rows = Rows::padded(c)?;
             let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
-            let want = values(&rows.select(&merged.tensor("logits", DType::F32, CPU)?)?);
+            let want = values(&rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?);
             let logits = |d: &Decoder| -> Result<Vec<f64>> {
                 Ok(values(&Walk::new(d, None, 0).logits(&rows.batch(&c.config)?)?))
             };
@@ -487,8 +488,8 @@ fn cached_generation_is_the_whole_sequence() -> Result<()> {
         reader.read_document(&ids[..7])?;
         assert_eq!(reader.len(), 7);
         for (i, id) in ids.iter().enumerate().skip(7) {
-            let step = values(&reader.read(&[*id])?);
-            let apart = distance(&step, &values(&whole.get(i)?));
+            let step = values(&reader.read(&[*id])?.into());
+            let apart = distance(&step, &values(&whole.real()?.get(i)?.into()));
             assert!(apart <= BAR, "{}: token {i} is {apart:.1e} apart", c.name());
         }
     }

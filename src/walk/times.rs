@@ -1,6 +1,7 @@
 //! Where the time of a step goes.
 
-use candle_core::{Device, Result};
+use crate::kernel::tensor::On;
+use candle_core::Result;
 use std::time::{Duration, Instant};
 
 /// A part of a step.
@@ -69,8 +70,8 @@ impl Times {
     }
 
     /// Counts the time since the last lap as `part`'s.
-    pub fn lap(&mut self, part: Part, device: &Device) -> Result<()> {
-        if self.wait {
+    pub fn lap<'a>(&mut self, part: Part, device: impl Into<On<'a>>) -> Result<()> {
+        if let (true, On::Real(device)) = (self.wait, device.into()) {
             device.synchronize()?;
         }
         let now = Instant::now();

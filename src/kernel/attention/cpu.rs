@@ -1,13 +1,15 @@
 //! The CPU's attention: blocks of queries against the keys that any of them sees.
 
 use super::{Causal, Saved, Shape};
-use crate::kernel::cpu::{Real, dot, max, sum, tensor, view};
+use crate::kernel::Tensor;
+use crate::kernel::cpu::{Real, dot, ghosts, max, sum, tensor, view};
 use crate::kernel::gemm::{Mat, gemm};
-use candle_core::{Result, Tensor};
+use crate::kernel::ledger::Ledger;
+use candle_core::Result;
 use rayon::prelude::*;
 
 /// Query rows that one block takes.
-const BLOCK: usize = 64;
+pub const BLOCK: usize = 64;
 
 /// One block of queries of one head: the keys that any of them sees, and which of those each sees.
 struct Block {
@@ -34,6 +36,16 @@ impl Block {
 /// Forward: a task takes [`BLOCK`] queries, head after head.
 pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
     let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
+    let size = T::DTYPE.size_in_bytes();
+    // the probabilities of one block and head on each thread
+    let blocks = |l: &Ledger| {
+        let running = t.div_ceil(BLOCK).min(l.machine().threads as usize);
+        l.touch((size * running * BLOCK.min(t) * how.most_keys()) as u64);
+    };
+    let out = [(q.shape().clone(), q.dtype()), ((t, h).into(), T::DTYPE)];
+    if let Some([o, lse]) = ghosts::<T, 2>(&[q, k, v], out, blocks) {
+        return Ok(Saved { o, lse });
+    }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (qv, kv, vv) = (&*qv, &*kv, &*vv);
     let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
@@ -83,6 +95,19 @@ pub fn backward<T: Real>(
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
     let keys = how.seqs.keys();
+    if let Some(g) = q.ghost() {
+        let (l, size) = (g.ledger(), T::DTYPE.size_in_bytes());
+        // each query head's dq, dk and dv, until all are summed; of those at work the probabilities and their gradient
+        let _heads = l.hold((size * h * c * (t + 2 * keys)) as u64);
+        let running = h.min(l.machine().threads as usize);
+        l.touch((size * running * 2 * BLOCK.min(t) * how.most_keys()) as u64);
+        let own = |x: &Tensor| (x.shape().clone(), q.dtype());
+        if let Some([dq, dk, dv]) =
+            ghosts::<T, 3>(&[q, k, v, &saved.o, &saved.lse, d_o], [own(q), own(k), own(v)], |_| ())
+        {
+            return Ok((dq, dk, dv));
+        }
+    }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (ov, lv, dv) = (view::<T>(&saved.o)?, view::<T>(&saved.lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);

@@ -13,8 +13,12 @@
 mod composed;
 mod cpu;
 
+pub use self::cpu::BLOCK;
 use super::cpu::{is_cpu, on_real};
-use candle_core::{Device, Result, Tensor};
+use super::ledger::{Cost, Ledger};
+use super::tensor::Ghost;
+use crate::kernel::Tensor;
+use candle_core::{DType, Device, Result};
 
 /// Who sees whom.
 #[derive(Clone, Debug)]
@@ -27,24 +31,57 @@ pub struct Sequences {
     lo: Vec<u32>,
     /// 0, 1, 2, .. on the device (f32), as long as the longest document: masks are compared from it.
     iota: Tensor,
+    sizes: Sizes,
+}
+
+/// How much attention there is to compute: all that a plan knows of documents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Tokens of all documents.
+    pub keys: usize,
+    /// Longest document.
+    pub longest: usize,
+    /// Most keys that [`BLOCK`] queries in a row see: theirs and those of documents between.
+    pub reach: usize,
+}
+
+impl Sizes {
+    /// Of documents end to end.
+    pub fn of(docs: &[usize]) -> Self {
+        let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
+        let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
+        for from in (0..keys).step_by(BLOCK) {
+            while rest.peek().is_some_and(|n| start + **n <= from) {
+                start += rest.next().copied().unwrap_or(0);
+            }
+            reach = reach.max((from + BLOCK).min(keys) - start);
+        }
+        Self { keys, longest, reach }
+    }
 }
 
 impl Sequences {
     /// Documents of these lengths; queries from `first_query` on.
     pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
+        let sizes = Sizes::of(docs);
         let mut lo = Vec::with_capacity(docs.iter().sum());
         for &n in docs {
             let start = lo.len() as u32;
             lo.extend(std::iter::repeat_n(start, n));
         }
-        let longest = docs.iter().copied().max().unwrap_or(0).max(1);
-        let iota = Tensor::arange(0f32, longest as f32, device)?;
-        Ok(Self { docs: docs.to_vec(), first_query, lo, iota })
+        let iota = Tensor::arange(0f32, sizes.longest.max(1) as f32, device)?;
+        Ok(Self { docs: docs.to_vec(), first_query, lo, iota, sizes })
+    }
+
+    /// Those of a plan.
+    pub fn ghost(sizes: Sizes, ledger: &Ledger) -> Result<Self> {
+        let iota = Ghost::weight(ledger, sizes.longest.max(1), DType::F32).into();
+        Ok(Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), iota, sizes })
     }
 
     /// Number of keys.
     pub fn keys(&self) -> usize {
-        self.lo.len()
+        self.sizes.keys
     }
 }
 
@@ -60,6 +97,28 @@ pub struct Causal<'a> {
 }
 
 impl Causal<'_> {
+    /// Most keys that a block of queries sees.
+    fn most_keys(&self) -> usize {
+        self.window.map_or(self.seqs.sizes.reach, |w| self.seqs.sizes.reach.min(w + BLOCK))
+    }
+
+    /// Pairs of a query and a key that it sees, the diagonal counted half: `n^2 / 2` of a document of `n` tokens. A plan
+    /// takes all documents to be as long as the longest.
+    fn pairs(&self) -> f64 {
+        let n = self.seqs.sizes.longest as f64;
+        let w = self.window.map_or(n, |w| n.min(w as f64));
+        if n == 0.0 { 0.0 } else { self.seqs.sizes.keys as f64 * w * (1.0 - w / 2.0 / n) }
+    }
+
+    /// Writes the arithmetic of `products` products of scores down, for ghosts.
+    fn work(&self, q: &Tensor, products: f64) {
+        if let Some(g) = q.ghost() {
+            let flops =
+                2.0 * products * self.pairs() * (g.shape().elem_count() / self.seqs.keys().max(1)) as f64;
+            g.ledger().work(Cost { flops, ..Cost::default() });
+        }
+    }
+
     /// First key that the query with key index `i` sees.
     fn first_key(&self, i: usize) -> usize {
         let lo = self.seqs.lo[i] as usize;
@@ -82,6 +141,7 @@ pub struct Saved {
 /// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g; the output is [t, h, c].
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
     Shape::of(q, k, v, how.seqs)?;
+    how.work(q, 2.0);
     if is_cpu(q) { on_real!(q.dtype(), cpu::forward(q, k, v, how)) } else { composed::forward(q, k, v, how) }
 }
 
@@ -95,6 +155,7 @@ pub fn backward(
     how: &Causal<'_>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     Shape::of(q, k, v, how.seqs)?;
+    how.work(q, 5.0);
     if is_cpu(q) {
         on_real!(q.dtype(), cpu::backward(q, k, v, saved, d_o, how))
     } else {
@@ -202,6 +263,27 @@ mod tests {
             close(&y.1, &x.1, 3e-6);
             close(&y.2, &x.2, 3e-6);
         }
+        Ok(())
+    }
+
+    #[test]
+    fn a_block_reaches_back_to_the_start_of_its_first_document() {
+        let reach = |docs: &[usize]| Sizes::of(docs).reach;
+        assert_eq!((reach(&[128]), reach(&[100]), reach(&[])), (128, 100, 0));
+        // the block of tokens 64..128 begins in the first document and ends in the second
+        assert_eq!((reach(&[100, 28]), reach(&[64, 64])), (128, 64));
+    }
+
+    /// A window of w keys leaves w (n - w / 2) of n^2 / 2 pairs.
+    #[test]
+    fn a_window_hides_keys() -> Result<()> {
+        let ledger = Ledger::default();
+        let pairs = |n: usize, window| -> Result<f64> {
+            let seqs = Sequences::ghost(Sizes { keys: 2 * n, longest: n, reach: n }, &ledger)?;
+            Ok(Causal { seqs: &seqs, window, scale: 1.0 }.pairs() / (2 * n).max(1) as f64)
+        };
+        assert_eq!((pairs(100, None)?, pairs(100, Some(100))?, pairs(100, Some(400))?), (50.0, 50.0, 50.0));
+        assert_eq!((pairs(100, Some(20))?, pairs(0, Some(20))?), (18.0, 0.0));
         Ok(())
     }
 

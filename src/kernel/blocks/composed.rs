@@ -1,7 +1,8 @@
 //! Decoding by candle's operations, which run on any device: for what no kernel of ours takes, and the kernels' check.
 
 use super::{Blocks, Scales};
-use candle_core::{DType, Result, Tensor};
+use crate::kernel::Tensor;
+use candle_core::{DType, Result};
 use std::ops::Range;
 
 /// Values that a decode takes at a time: 64 MiB of f32 for each temporary.

@@ -6,9 +6,11 @@
 
 use super::panels::FEW;
 use super::{Blocks, Scales};
-use crate::kernel::cpu::{Real, View, dot, onto, tensor, view};
+use crate::kernel::Tensor;
+use crate::kernel::cpu::{Real, View, dot, ghosts, onto, tensor, view};
 use crate::kernel::gemm::{self, Mat};
-use candle_core::{DType, Result, Storage, StorageRef, Tensor};
+use crate::kernel::tensor::Ghost;
+use candle_core::{DType, Result, Storage, StorageRef};
 use rayon::prelude::*;
 use std::ops::{Deref, Range};
 
@@ -22,7 +24,7 @@ struct Bytes<'a>(StorageRef<'a>, Range<usize>);
 
 impl<'a> Bytes<'a> {
     fn of(t: &'a Tensor) -> Result<Self> {
-        let (s, l) = t.storage_and_layout();
+        let (s, l) = t.real()?.storage_and_layout();
         let Some((start, end)) = l.contiguous_offsets() else {
             candle_core::bail!("4-bit blocks: codes that are not contiguous");
         };
@@ -200,6 +202,10 @@ pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
     if k != w.cols {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
     }
+    let panels = gemm::ghost_panels((t, k, w.rows), panel_width(k), true, true);
+    if let Some([y]) = ghosts::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], panels) {
+        return Ok(y);
+    }
     let xv = view::<T>(x)?;
     let host = Host::of(w)?;
     let s = host.slices();
@@ -229,6 +235,10 @@ pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
     }
+    let panels = gemm::ghost_panels((t, k, w.cols), panel_width(k), true, false);
+    if dy.ghost().is_some() {
+        return onto::<T>("4-bit backward", dy, dx, (t, w.cols), |_, _| (), panels);
+    }
     let dyv = view::<T>(dy)?;
     let host = Host::of(w)?;
     let s = host.slices();
@@ -248,7 +258,7 @@ pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
             },
         );
     };
-    onto("4-bit backward", dx, (t, w.cols), dy.dtype(), product)
+    onto("4-bit backward", dy, dx, (t, w.cols), product, panels)
 }
 
 /// [`Blocks::row_squares`].
@@ -268,6 +278,10 @@ pub fn row_squares_cpu<T: Real>(w: &Blocks) -> Result<Tensor> {
 
 /// [`Blocks::decode_rows`].
 pub fn decode_cpu<T: Real>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
+    if let Some(g) = w.packed.ghost() {
+        let wide = Ghost::new(g.ledger(), (rows.len(), w.cols), T::DTYPE);
+        return Tensor::from(wide).to_dtype(w.compute);
+    }
     let host = Host::of(w)?;
     let s = host.slices();
     let mut out = vec![T::zero(); rows.len() * w.cols];

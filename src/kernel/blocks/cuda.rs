@@ -10,6 +10,7 @@
 
 use super::panels::{self, FEW, Panel, ROWS, ROWS_THREADS, THREADS, name};
 use super::{Blocks, Scales};
+use crate::kernel::Tensor;
 use crate::kernel::cuda::gemm::{Mat, gemm};
 use crate::kernel::cuda::ptx;
 use crate::kernel::cuda::slices::{self, Held, Number, in_place, on_number};
@@ -18,7 +19,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaView, CudaViewMut, DevicePtr, LaunchArgs, LaunchConfig, PushKernelArg,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use std::ops::Range;
 
 /// Values of a matrix from which the number of a block would need more than 32 bits.
@@ -26,7 +27,7 @@ const TOO_MANY: usize = 1 << 37;
 
 /// Whether the kernels decode this matrix; candle's operations do otherwise.
 pub fn decodes(w: &Blocks) -> bool {
-    w.packed.device().is_cuda()
+    w.packed.real().is_ok_and(|p| p.device().is_cuda())
         && slices::has(w.compute)
         && w.block.is_power_of_two()
         && w.block >= 32
@@ -67,14 +68,14 @@ impl<'a> Parts<'a> {
             Scales::Plain(s) => (s, None),
             Scales::Nested { codes, map, absmax, group, offset } => {
                 let group = u32::try_from(*group).map_err(candle_core::Error::wrap)?;
-                (absmax, Some((Held::of(codes)?, Held::of(map)?, group, *offset)))
+                (absmax, Some((Held::of(codes.real()?)?, Held::of(map.real()?)?, group, *offset)))
             }
         };
         Ok(Self {
             w,
-            packed: Held::of(&w.packed)?,
-            pairs: Held::of(&w.book.pairs)?,
-            scales: Held::of(scales)?,
+            packed: Held::of(w.packed.real()?)?,
+            pairs: Held::of(w.book.pairs.real()?)?,
+            scales: Held::of(scales.real()?)?,
             nested,
         })
     }
@@ -151,13 +152,13 @@ pub fn decode(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
 }
 
 fn decode_rows<T: Number>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
-    let device = w.packed.device().as_cuda_device()?;
+    let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let shape = (rows.len(), w.cols);
     // SAFETY: the kernel writes every value.
     let mut out = unsafe { device.alloc::<T>(rows.len() * w.cols) }?;
     decode_panel(device, &parts.arguments()?, w.source, Panel::rows(w.dims(), rows), &mut out)?;
-    Ok(slices::tensor(out, shape, device))
+    Ok(slices::tensor(out, shape, device).into())
 }
 
 /// Bytes of a panel on this device.
@@ -175,7 +176,7 @@ fn by_panels<T: Number>(
     panel: impl Fn((usize, usize), Range<usize>) -> Panel,
     mut multiply: impl FnMut(Range<usize>, &CudaView<'_, T>, &CudaDevice) -> Result<()>,
 ) -> Result<()> {
-    let device = w.packed.device().as_cuda_device()?;
+    let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let arguments = parts.arguments()?;
     let ranges: Vec<_> = panels::split(count, size * size_of::<T>(), panel_bytes(device)?).collect();
@@ -204,20 +205,21 @@ fn forward_typed<T: Number>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
         return Tensor::zeros((0, w.rows), x.dtype(), x.device());
     }
     let x = x.contiguous()?;
+    let x = x.real()?;
     let device = x.device().as_cuda_device()?;
-    let held = Held::of(&x)?;
+    let held = Held::of(x)?;
     let xv = held.view::<T>()?;
     // SAFETY: the kernel, or the products of all panels together, write every value.
     let mut y = unsafe { device.alloc::<T>(t * w.rows) }?;
     if t <= FEW && few_tokens(device, w, &xv, t, &mut y)? {
-        return Ok(slices::tensor(y, (t, w.rows), device));
+        return Ok(slices::tensor(y, (t, w.rows), device).into());
     }
     let a = Mat { data: &xv, rows: t, cols: k, transposed: false };
     by_panels::<T>(w, (w.rows, w.cols), Panel::rows, |rows, panel, device| {
         let b = Mat { data: panel, rows: k, cols: rows.len(), transposed: true };
         gemm(device, &mut y.slice_mut(rows.start..), w.rows, false, &a, &b, 1.0)
     })?;
-    Ok(slices::tensor(y, (t, w.rows), device))
+    Ok(slices::tensor(y, (t, w.rows), device).into())
 }
 
 /// `y = x W^T` straight from the codes; `false` if rows.cu does not take these shapes, and nothing was done.
@@ -260,8 +262,9 @@ fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
     }
     let dy = dy.contiguous()?;
+    let dy = dy.real()?;
     let device = dy.device().as_cuda_device()?;
-    let held = Held::of(&dy)?;
+    let held = Held::of(dy)?;
     let dyv = held.view::<T>()?;
     let a = Mat { data: &dyv, rows: t, cols: k, transposed: false };
     let product = |dst: &mut CudaViewMut<'_, T>, add: bool| {
@@ -272,7 +275,7 @@ fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
     };
     match dx {
         Some(dx) if dx.dtype() == T::DTYPE && dx.is_contiguous() && t > 0 => {
-            in_place::<T>("4-bit backward", &dx, |dst| product(dst, true))?;
+            in_place::<T>("4-bit backward", dx.real()?, |dst| product(dst, true))?;
             Ok(dx)
         }
         dx => {
@@ -281,7 +284,7 @@ fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
             if t > 0 {
                 product(&mut out.slice_mut(..), false)?;
             }
-            let own = slices::tensor(out, (t, w.cols), device);
+            let own = Tensor::Real(slices::tensor(out, (t, w.cols), device));
             match dx {
                 None => Ok(own),
                 Some(dx) => dx + own,

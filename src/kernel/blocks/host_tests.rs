@@ -116,7 +116,7 @@ fn bytes(t: &Tensor) -> Result<Vec<u8>> {
 }
 
 fn tensor(bytes: &[u8], shape: (usize, usize), dtype: DType) -> Result<Tensor> {
-    Tensor::from_raw_buffer(bytes, dtype, &[shape.0, shape.1], &Device::Cpu)
+    crate::kernel::Real::from_raw_buffer(bytes, dtype, &[shape.0, shape.1], &Device::Cpu).map(Tensor::Real)
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];

@@ -22,7 +22,10 @@ pub mod panels;
 use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
 pub use self::cpu::{few_tokens, panel_width};
 use super::cpu::{is_cpu, on_real};
-use candle_core::{DType, Device, Result, Tensor};
+use super::ledger::{Cost, Ledger, Role};
+use super::tensor::Ghost;
+use crate::kernel::Tensor;
+use candle_core::{DType, Device, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -60,6 +63,45 @@ pub enum Scales {
         /// Mean of the scales.
         offset: f32,
     },
+}
+
+impl Blocks {
+    /// That of a matrix in a plan: `source` is rounded to `compute`, which products take.
+    pub fn ghost(ledger: &Ledger, (rows, cols): (usize, usize), source: DType, compute: DType) -> Self {
+        let weight = |n: usize, dtype| Tensor::from(Ghost::weight(ledger, n, dtype));
+        let (block, code) = (64, [0.0; 16]);
+        Self {
+            rows,
+            cols,
+            block,
+            packed: weight((rows * cols).div_ceil(2), DType::U8),
+            scales: Scales::Plain(weight((rows * cols).div_ceil(block), DType::F32)),
+            book: Arc::new(Codebook { code, pairs: weight(512, DType::F32) }),
+            source,
+            compute,
+        }
+    }
+
+    /// Writes the work of a product with `rows` rows down, for ghosts: `decoded` says whether it decodes.
+    pub fn work(&self, x: &Tensor, decodes: bool) {
+        let Some(g) = x.ghost() else { return };
+        let n = (self.rows * self.cols) as f64;
+        let rows = x.dims().first().copied().unwrap_or(0) as f64;
+        let (decoded, read) = (if decodes { n } else { 0.0 }, n * self.compute.size_in_bytes() as f64);
+        g.ledger().product(Cost { flops: 2.0 * rows * n, decoded, read, ..Cost::default() });
+    }
+
+    /// On CUDA, the products of ghosts [t, from] -> [t, to] by panels: the panel, and the result if there is none to add to.
+    fn ghost_cuda(&self, x: &Tensor, to: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
+        let Some(g) = x.ghost() else { return Ok(None) };
+        let panel = (self.rows * self.cols * self.compute.size_in_bytes()).min(panels::MOST);
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        let _panel = g.ledger().role(Role::InFlight, || g.ledger().hold(panel as u64));
+        Ok(Some(match sum {
+            Some(sum) => sum,
+            None => Ghost::new(g.ledger(), (x.dim(0)?, to), x.dtype()).into(),
+        }))
+    }
 }
 
 /// A matrix [rows, cols] in blocks of 4-bit codes.
@@ -147,8 +189,12 @@ impl Blocks {
 
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.work(x, true);
         if is_cpu(x) {
             return on_real!(x.dtype(), forward_cpu(self, x));
+        }
+        if let Some(y) = self.ghost_cuda(x, self.rows, None)? {
+            return Ok(y);
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, x) {
@@ -159,8 +205,12 @@ impl Blocks {
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        self.work(dy, true);
         if is_cpu(dy) {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
+        }
+        if dy.ghost().is_some() {
+            return self.ghost_cuda(dy, self.cols, dx)?.ok_or_else(|| candle_core::Error::msg("no ghost"));
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, dy) {
@@ -180,7 +230,7 @@ impl Blocks {
 
     /// Squared norm of each row `[rows]`, in f32 (f64 where that is the compute dtype).
     pub fn row_squares(&self) -> Result<Tensor> {
-        if self.packed.device().is_cpu() {
+        if is_cpu(&self.packed) {
             return on_real!(self.compute, row_squares_cpu(self));
         }
         let parts = panels::split(self.rows, self.cols * DType::F32.size_in_bytes(), panels::MOST)
@@ -199,8 +249,11 @@ impl Blocks {
         if rows.start > rows.end || rows.end > self.rows {
             candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
         }
-        if self.packed.device().is_cpu() {
+        if is_cpu(&self.packed) {
             return on_real!(self.compute, decode_cpu(self, rows));
+        }
+        if let Some(g) = self.packed.ghost() {
+            return Ok(Ghost::new(g.ledger(), (rows.len(), self.cols), self.compute).into());
         }
         #[cfg(feature = "cuda")]
         if cuda::decodes(self) {

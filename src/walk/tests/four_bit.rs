@@ -71,11 +71,11 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
 
 /// A model whose 4-bit linears are the decoded values, dense in f32.
 fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
-    let mut tensors: Vec<(String, Tensor)> = Vec::new();
+    let mut tensors: Vec<(String, crate::kernel::Real)> = Vec::new();
     for m in modules(&c.config) {
         let weight = format!("{}.weight", m.name);
         match d.linear(&m.name).map(|l| &l.weight) {
-            Some(Weight::Nf4(w)) => tensors.push((weight, w.decode()?)),
+            Some(Weight::Nf4(w)) => tensors.push((weight, w.decode()?.real()?.clone())),
             _ if c.files.info(&weight).is_some() => {
                 tensors.push((weight.clone(), c.files.tensor(&weight, DType::F32, CPU)?));
             }
@@ -337,7 +337,7 @@ fn merging_reports_what_it_loses() -> Result<()> {
             if let Some(b) = &l.bias {
                 y = y.broadcast_sub(b)?;
             }
-            close(&y, &x.matmul(&w.t()?)?, 1e-5);
+            close(&y, &x.matmul(&w.t()?.into())?, 1e-5);
             let cost = merge_cost(&m.name, l)?.context("a cost")?;
             let all_of_it = (cost.bf16 / cost.merged).sqrt();
             assert!((1e-4..4e-3).contains(&all_of_it), "{} {cost:?}", m.name);
@@ -364,7 +364,7 @@ fn codes_know_what_they_were_made_from() -> Result<()> {
             assert!(same > 0.999, "{} {name}: {same}", c.name());
             let w = original.files.tensor(&name, DType::F32, CPU)?;
             let spread = (w.sqr()?.mean_all()?.to_scalar::<f32>()? as f64).sqrt();
-            tuned.push((name, (w + (randn(9, (o, i), DType::F32)? * (0.05 * spread))?)?));
+            tuned.push((name, (w + (randn(9, (o, i), DType::F32)? * (0.05 * spread))?.real()?)?));
         }
         write_file(&folder.path().join("model.safetensors"), &tuned, &[])?;
         let files = TensorFiles::open_model(folder.path())?;

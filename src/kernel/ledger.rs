@@ -1,0 +1,412 @@
+//! What ghosts cost: bytes that come and go, and arithmetic, written down without any of it.
+//!
+//! Each ghost ([`super::tensor::Ghost`]) has an entry that counts until its last handle is dropped, views sharing
+//! it: code that runs on ghosts has the lifetimes that it has on tensors. The ledger remembers the highest sum and
+//! what it was made of.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Where ghosts would be, and in what type the model computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// CUDA instead of the CPU.
+    pub cuda: bool,
+    /// Bytes of a value in the compute dtype.
+    pub width: u64,
+    /// Threads of the CPU.
+    pub threads: u64,
+}
+
+impl Machine {
+    /// Whether values are f32.
+    pub fn wide(&self) -> bool {
+        self.width == 4
+    }
+}
+
+/// What bytes are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    /// What the micro-batch brings.
+    Batch,
+    /// What layers keep from forward to backward.
+    Activations,
+    /// All that comes and goes while an operation, or a layer, is at work.
+    #[default]
+    Workspace,
+    /// Decoded from 4 bits.
+    InFlight,
+    /// The head's chunk of logits.
+    Logits,
+}
+
+/// Number of roles.
+pub const ROLES: usize = Role::ALL.len();
+
+impl Role {
+    /// All of them.
+    pub const ALL: [Role; 5] =
+        [Role::Batch, Role::Activations, Role::Workspace, Role::InFlight, Role::Logits];
+}
+
+/// Arithmetic, and what else takes time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations of products.
+    pub flops: f64,
+    /// 4-bit values decoded.
+    pub decoded: f64,
+    /// Bytes of matrices that are decoded whole, and read again.
+    pub held: f64,
+    /// Bytes of weights that products read, and of their gradients that they read and write.
+    pub read: f64,
+    /// Operations started.
+    pub started: f64,
+}
+
+impl Cost {
+    /// Adds `n` times another.
+    pub fn add(&mut self, c: Cost, n: f64) {
+        self.flops += n * c.flops;
+        self.decoded += n * c.decoded;
+        self.held += n * c.held;
+        self.read += n * c.read;
+        self.started += n * c.started;
+    }
+}
+
+/// A part of the work that stands for `n` such parts: see [`Ledger::times`].
+#[derive(Debug)]
+struct Scope {
+    /// Its first entry.
+    first: usize,
+    n: f64,
+    /// Bytes of its entries.
+    new: u64,
+    /// Bytes of older entries that it has dropped.
+    dropped: u64,
+    /// The most that one part takes beyond what it found.
+    most: f64,
+}
+
+impl Scope {
+    fn look(&mut self) {
+        self.most = self.most.max(self.new as f64 - self.dropped as f64 / self.n);
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    entries: Vec<(Role, u64)>,
+    live: [u64; ROLES],
+    sum: u64,
+    high: u64,
+    fullest: [u64; ROLES],
+    listed: HashSet<(Role, u64)>,
+    role: Role,
+    cost: Cost,
+    /// Operations of the smallest product; 0 for none.
+    least: f64,
+    skewed: bool,
+    /// How often what is done now is done.
+    scale: f64,
+    scopes: Vec<Scope>,
+}
+
+impl State {
+    fn peak(&mut self) {
+        if self.sum > self.high {
+            (self.high, self.fullest) = (self.sum, self.live);
+        }
+    }
+
+    fn add(&mut self, role: Role, bytes: u64) -> usize {
+        let id = self.entries.len();
+        self.entries.push((role, bytes));
+        self.live[role as usize] += bytes;
+        self.sum += bytes;
+        self.listed.insert((role, bytes));
+        for s in &mut self.scopes {
+            s.new += bytes;
+            s.look();
+        }
+        self.peak();
+        id
+    }
+
+    fn remove(&mut self, id: usize) {
+        let Some((role, bytes)) = self.entries.get_mut(id) else { return };
+        let bytes = std::mem::take(bytes);
+        self.live[*role as usize] -= bytes;
+        self.sum -= bytes;
+        for s in &mut self.scopes {
+            if id >= s.first { s.new -= bytes } else { s.dropped += bytes }
+        }
+    }
+
+    /// As if there had been `bytes` of workspace more than there are.
+    fn rise(&mut self, more: f64) {
+        let more = more.max(0.0).round() as u64;
+        for s in &mut self.scopes {
+            s.most = s.most.max(s.new as f64 - s.dropped as f64 / s.n + more as f64);
+        }
+        if self.sum + more > self.high {
+            (self.high, self.fullest) = (self.sum + more, self.live);
+            self.fullest[Role::Workspace as usize] += more;
+        }
+    }
+
+    /// Ends a part that stands for `n`, `at_once` of them side by side.
+    fn close(&mut self, scope: Scope, before: u64, at_once: f64) {
+        let Scope { first, n, new, dropped, most } = scope;
+        let mut grown = 0;
+        for (role, bytes) in self.entries.iter_mut().skip(first).filter(|(_, b)| *b > 0) {
+            let all = (*bytes as f64 * n).round() as u64;
+            self.live[*role as usize] = self.live[*role as usize] + all - *bytes;
+            grown += all as i64 - *bytes as i64;
+            *bytes = all;
+        }
+        self.sum = self.sum.saturating_add_signed(grown);
+        for s in &mut self.scopes {
+            s.new = s.new.saturating_add_signed(grown);
+            s.look();
+        }
+        // the first of them, when none of what they take over has gone; and the last, when all others have left theirs
+        let start = before as f64 + at_once * most;
+        let end =
+            (before - dropped) as f64 + (n - at_once) * new as f64 + at_once * (dropped as f64 / n + most);
+        self.rise(start.max(end) - self.sum as f64);
+        self.peak();
+    }
+}
+
+/// What a visit took.
+#[derive(Clone, Debug, Default)]
+pub struct Taken {
+    /// Bytes by role where the sum was highest.
+    pub fullest: [u64; ROLES],
+    /// Every allocation, each size once.
+    pub listed: Vec<(Role, u64)>,
+    /// Its work.
+    pub cost: Cost,
+    /// Operations of its smallest product with a matrix; 0 for none.
+    pub least: f64,
+}
+
+/// The ledger. Cloning gives another handle of the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Ledger(Arc<(Machine, Mutex<State>)>);
+
+impl Ledger {
+    /// An empty one.
+    pub fn new(machine: Machine) -> Self {
+        Self(Arc::new((machine, Mutex::new(State { scale: 1.0, ..State::default() }))))
+    }
+
+    /// Where its ghosts would be.
+    pub fn machine(&self) -> Machine {
+        self.0.0
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.1.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes in the current role, until what comes back is dropped.
+    pub fn hold(&self, bytes: u64) -> Held {
+        let id = if bytes == 0 {
+            NOTHING
+        } else {
+            let mut s = self.state();
+            let role = s.role;
+            s.add(role, bytes)
+        };
+        Held { ledger: self.clone(), id }
+    }
+
+    /// What no visit pays for: weights, gradient buffers.
+    pub fn uncounted(&self) -> Held {
+        Held { ledger: self.clone(), id: UNCOUNTED }
+    }
+
+    /// Bytes that go again at once.
+    pub fn touch(&self, bytes: u64) {
+        drop(self.hold(bytes));
+    }
+
+    /// Writes work down.
+    pub fn work(&self, cost: Cost) {
+        let mut s = self.state();
+        let n = s.scale;
+        s.cost.add(cost, n);
+    }
+
+    /// How often what is done now is done.
+    pub fn scale(&self) -> f64 {
+        self.state().scale
+    }
+
+    /// Writes the work of a product with a matrix down.
+    pub fn product(&self, cost: Cost) {
+        self.work(cost);
+        let mut s = self.state();
+        s.least = if s.least == 0.0 { cost.flops } else { s.least.min(cost.flops) };
+    }
+
+    /// Routes all tokens to the same experts from now on, or as many to each.
+    pub fn route(&self, skewed: bool) {
+        self.state().skewed = skewed;
+    }
+
+    /// Whether all tokens choose the same experts.
+    pub fn skewed(&self) -> bool {
+        self.state().skewed
+    }
+
+    /// Counts what `f` makes as `role`.
+    pub fn role<R>(&self, role: Role, f: impl FnOnce() -> R) -> R {
+        let before = std::mem::replace(&mut self.state().role, role);
+        let out = f();
+        self.state().role = before;
+        out
+    }
+
+    /// Runs `f` once and counts it `n` times: what it leaves behind, and its work; `at_once` of them side by side.
+    pub fn times<R>(&self, n: f64, at_once: f64, f: impl FnOnce() -> R) -> R {
+        let before = {
+            let mut s = self.state();
+            s.scale *= n;
+            let first = s.entries.len();
+            s.scopes.push(Scope { first, n, new: 0, dropped: 0, most: 0.0 });
+            s.sum
+        };
+        let out = f();
+        let mut s = self.state();
+        s.scale /= n;
+        if let Some(scope) = s.scopes.pop() {
+            s.close(scope, before, at_once.min(n));
+        }
+        out
+    }
+
+    /// Counts all workspace that is live as activations from now on, and gives the bytes of all that is.
+    pub fn keep(&self) -> [u64; ROLES] {
+        let mut s = self.state();
+        s.entries.iter_mut().filter(|e| e.0 == Role::Workspace).for_each(|e| e.0 = Role::Activations);
+        s.live[Role::Activations as usize] += std::mem::take(&mut s.live[Role::Workspace as usize]);
+        s.live
+    }
+
+    /// The work since the last call of [`Ledger::take`].
+    pub fn cost(&self) -> Cost {
+        self.state().cost
+    }
+
+    /// Gives what was taken since the last call, and begins anew with what is live; with nothing live, all entries are
+    /// forgotten.
+    pub fn take(&self) -> Taken {
+        let mut s = self.state();
+        if s.sum == 0 {
+            s.entries.clear();
+        }
+        let mut listed: Vec<_> = s.listed.drain().collect();
+        listed.sort_unstable();
+        let (cost, least) = (std::mem::take(&mut s.cost), std::mem::take(&mut s.least));
+        let taken = Taken { fullest: s.fullest, listed, cost, least };
+        (s.high, s.fullest) = (s.sum, s.live);
+        taken
+    }
+}
+
+/// An entry; dropping it gives the bytes back.
+#[derive(Debug)]
+pub struct Held {
+    ledger: Ledger,
+    id: usize,
+}
+
+/// In place of an entry: no bytes, and bytes that no visit pays for.
+const NOTHING: usize = usize::MAX - 1;
+const UNCOUNTED: usize = usize::MAX;
+
+impl Held {
+    /// The ledger that it is in.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Whether a visit pays for it.
+    pub fn is_counted(&self) -> bool {
+        self.id != UNCOUNTED
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if self.id < NOTHING {
+            self.ledger.state().remove(self.id);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const W: usize = Role::Workspace as usize;
+
+    #[test]
+    fn the_fullest_moment_is_remembered() {
+        let ledger = Ledger::new(Machine::default());
+        let a = ledger.role(Role::Batch, || ledger.hold(100));
+        let b = ledger.hold(50);
+        drop(b);
+        let _d = ledger.hold(20);
+        drop(a);
+        ledger.touch(30);
+        let taken = ledger.take();
+        assert_eq!((taken.fullest[W], taken.fullest.iter().sum::<u64>()), (50, 150));
+        assert_eq!(taken.listed.len(), 4);
+        let again = ledger.take();
+        assert_eq!((again.fullest[W], again.listed.len()), (20, 0));
+        assert_eq!(ledger.keep()[Role::Activations as usize], 20);
+    }
+
+    /// One part that is counted `n` times leaves what a loop would leave, and is at its fullest where the loop is.
+    #[test]
+    fn one_part_stands_for_many() {
+        for at_once in [1u64, 2] {
+            let part = |l: &Ledger, taken: Held, size: u64| {
+                let busy = l.hold(70 * size);
+                drop(taken);
+                let more = l.hold(20 * size);
+                drop(busy);
+                l.work(Cost { flops: 5.0, ..Cost::default() });
+                more
+            };
+            let (one, many) = (Ledger::new(Machine::default()), Ledger::new(Machine::default()));
+            let kept = one.times(8.0, 1.0, || one.hold(10));
+            let left = one.times(8.0, at_once as f64, || part(&one, kept, 1));
+            let kept: Vec<Held> = (0..8).map(|_| many.hold(10)).collect();
+            let mut rest = Vec::new();
+            let mut kept = kept.into_iter();
+            while let Some(first) = kept.next() {
+                let other = if at_once == 2 { kept.next() } else { None };
+                let _beside = other.map(|o| (many.hold(70), o));
+                rest.push(part(&many, first, 1));
+                if at_once == 2 {
+                    drop(_beside);
+                    many.work(Cost { flops: 5.0, ..Cost::default() });
+                    rest.push(many.hold(20));
+                }
+            }
+            let (a, b) = (one.take(), many.take());
+            assert_eq!(a.cost, b.cost);
+            assert_eq!(one.take().fullest, many.take().fullest, "what is left");
+            let (a, b) = (a.fullest[W] as f64, b.fullest[W] as f64);
+            assert!(a >= b && a <= b + 40.0, "{at_once} at once: {a}, in a loop {b}");
+            drop((left, rest));
+        }
+    }
+}
