@@ -13,7 +13,7 @@ use ft::kernel::gemm;
 use ft::kernel::{Real, Tensor};
 use ft::optim::Optimizer;
 use ft::plan::Workload;
-use ft::quant::{Books, Encoded};
+use ft::quant::{CodeBooks, Encoded};
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, train_step};
@@ -118,7 +118,7 @@ fn main() -> anyhow::Result<()> {
     let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_blocks(
         true,
         DType::F32,
-        &mut Books::new(&Device::Cpu)?,
+        &mut CodeBooks::new(&Device::Cpu)?,
     )?;
     for tokens in [1, 8] {
         let x = Tensor::Real(Real::randn(0f32, 1.0, (tokens, i), &Device::Cpu)?);

@@ -13,7 +13,7 @@ use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, Kind, Module, modules};
 use crate::model::sink::Slot;
 use crate::model::{Config, Decoder, decoder::Weights};
-use crate::quant::{self, Books};
+use crate::quant::{self, CodeBooks};
 use crate::rng::{Purpose, Stream};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
@@ -108,7 +108,7 @@ impl Build<'_> {
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
         }
-        let books = Books::new(self.device)?;
+        let books = CodeBooks::new(self.device)?;
         let mut loader = Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new(), books };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
             loader.numbers.insert(m.name.clone(), i);
@@ -244,7 +244,7 @@ struct Loader<'a> {
     /// Index of each trained tensor: a model may have tens of thousands.
     tensors: HashMap<(String, Part), usize>,
     /// Tables of 4-bit types.
-    books: Books,
+    books: CodeBooks,
 }
 
 impl Loader<'_> {

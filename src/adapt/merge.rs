@@ -19,7 +19,7 @@ use super::selection::{Choice, Part, Selection, Trained, part_name};
 use crate::kernel::gemm::matmul_acc;
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
-use crate::quant::{self, Books};
+use crate::quant::{self, CodeBooks};
 use crate::store::TensorFiles;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
@@ -207,7 +207,7 @@ impl<'a> Merge<'a> {
         let cpu = &Device::Cpu;
         match s.module.weight_shape().as_slice() {
             &[o, i] if self.four_bit(s) => {
-                let mut books = Books::new(cpu)?;
+                let mut books = CodeBooks::new(cpu)?;
                 let blocks = match self.config.four_bit {
                     true => quant::read(self.files, &s.base, (o, i), DType::F32, &mut books)?,
                     false => {

@@ -8,7 +8,7 @@ use crate::kernel::gemm;
 use crate::kernel::tensor::Real;
 use crate::kernel::wide;
 use crate::model::linear::Linear;
-use crate::quant::{Books, Encoded};
+use crate::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
 
 /// Squared norms, which add up over linears.
@@ -36,7 +36,7 @@ impl MergeCost {
         let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         let values = bf16.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
-        let nf4 = encoded.into_blocks(true, DType::F32, &mut Books::new(&Device::Cpu)?)?.decode()?;
+        let nf4 = encoded.into_blocks(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.decode()?;
         let nf4 = nf4.real()?;
         Ok(Self {
             update: square((&merged - base)?)?,

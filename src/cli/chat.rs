@@ -34,19 +34,19 @@ pub struct Args {
     /// Answer this and end
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// How far from the likeliest token to go: 0 is not at all; the default is the model's own
+    /// Sampling temperature; 0 is greedy. Default: the model's own
     #[arg(long, value_name = "X")]
     temperature: Option<f64>,
-    /// Draw from the likeliest tokens that have this share together
+    /// Nucleus sampling: draw from the most likely tokens whose probabilities add up to P
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// Draw from this many of the likeliest tokens
+    /// Draw from the K most likely tokens
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Seed of the draws
+    /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Tokens of a reply at the most
+    /// Most tokens of a reply
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
     /// Where to compute
@@ -55,7 +55,7 @@ pub struct Args {
     /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
-    /// What becomes of the base's linears; by default what the adapter's run made of them
+    /// Quantization of the base's linears; by default that of the adapter's run
     #[arg(long, value_parser = words(Quantize::WORDS))]
     quantize: Option<String>,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and

@@ -36,7 +36,7 @@ pub struct Args {
     /// The base, a folder or a hub id, if it is not where the adapter's config says
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
-    /// What the comparison makes of the base; by default what the adapter's run did
+    /// Quantization of the base in the comparison; by default that of the adapter's run
     #[arg(long, value_parser = words(Quantize::WORDS))]
     quantize: Option<String>,
 }

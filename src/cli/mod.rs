@@ -56,7 +56,7 @@ struct Rest {
 enum Verb {
     /// Train as a recipe says
     Run(run::Args),
-    /// Say every problem of a recipe, its model and its data, without loading weights
+    /// Report every problem of a recipe, its model and its data, without loading weights
     Check(check::Args),
     /// Show rows as text with what is supervised in them, and their statistics
     Data(data::Args),
@@ -70,13 +70,13 @@ enum Verb {
     Routes(routes::Args),
     /// Write an adapter in the layout of another program
     Export(export::Args),
-    /// Measure speed and memory on made-up rows
+    /// Measure speed and memory on synthetic rows
     ///
     /// Prints tokens a second, the time of each part of a step, arithmetic as a share of the machine's fastest
     /// matrix product, and memory beside the plan. A part that nothing does is shown as "-" (0 in JSON): gather
     /// and reduce on one rank.
     Bench(bench::Args),
-    /// Say what a recipe would take, and whether it fits
+    /// Estimate a recipe's memory, and say whether it fits
     Plan(plan::Args),
     /// Write a model in 4 bits (NF4), as bitsandbytes stores it
     Quantize(quantize::Args),

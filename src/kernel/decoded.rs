@@ -115,7 +115,7 @@ impl Decoded {
 mod tests {
     use super::*;
     use crate::kernel::check::randn;
-    use crate::quant::{Books, Encoded};
+    use crate::quant::{CodeBooks, Encoded};
     use candle_core::{DType, Device};
 
     /// Whatever the shape, number of threads and dtype: the bits of the products that decode.
@@ -131,7 +131,7 @@ mod tests {
                         let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
                         let e = Encoded::new("w", &w, (rows, cols), DType::BF16)
                             .map_err(candle_core::Error::wrap)?;
-                        let blocks = Arc::new(e.into_blocks(true, dtype, &mut Books::new(d)?)?);
+                        let blocks = Arc::new(e.into_blocks(true, dtype, &mut CodeBooks::new(d)?)?);
                         let whole = Decoded::new(Arc::clone(&blocks))?;
                         let bits = |x: &Tensor| -> Result<Vec<u32>> {
                             let x = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
@@ -153,7 +153,7 @@ mod tests {
             })?;
         }
         let e = Encoded::new("w", &[1.0; 128], (2, 64), DType::F32).map_err(candle_core::Error::wrap)?;
-        let whole = Decoded::new(Arc::new(e.into_blocks(true, DType::F32, &mut Books::new(d)?)?))?;
+        let whole = Decoded::new(Arc::new(e.into_blocks(true, DType::F32, &mut CodeBooks::new(d)?)?))?;
         let wrong = randn(1, (3, 5), DType::F32)?;
         assert!(whole.forward(&wrong).is_err() && whole.backward(&wrong, None).is_err());
         Ok(())

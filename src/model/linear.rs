@@ -338,7 +338,7 @@ mod tests {
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn};
     use crate::model::decoder::DropoutKey;
-    use crate::quant::{Books, Encoded};
+    use crate::quant::{CodeBooks, Encoded};
     use candle_core::DType;
     use candle_core::Device;
 
@@ -370,7 +370,11 @@ mod tests {
     fn nf4(w: &Tensor) -> Result<Weight> {
         let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
-        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(true, DType::F64, &mut Books::new(&Device::Cpu)?)?)))
+        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(
+            true,
+            DType::F64,
+            &mut CodeBooks::new(&Device::Cpu)?,
+        )?)))
     }
 
     fn linear(kind: &str) -> Result<Linear> {

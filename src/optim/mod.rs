@@ -26,9 +26,9 @@ pub fn clip_factor(norm: f64, clip: f64) -> f64 {
 /// The learning rate of an update, by the peak of what it updates (see [`Schedule::at`]).
 pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
 
-/// A stretch of a unit's buffer that takes one learning rate and one weight decay.
+/// A range of a unit's buffer that takes one learning rate and one weight decay.
 #[derive(Clone, Debug, PartialEq)]
-struct Stretch {
+struct ParamGroup {
     unit: usize,
     start: usize,
     len: usize,
@@ -41,7 +41,7 @@ struct Stretch {
 /// AdamW over a model's trained tensors.
 #[derive(Debug)]
 pub struct Optimizer {
-    stretches: Vec<Stretch>,
+    groups: Vec<ParamGroup>,
     betas: [f64; 2],
     eps: f64,
     weight_decay: f64,
@@ -52,16 +52,16 @@ pub struct Optimizer {
 impl Optimizer {
     /// The optimizer of a recipe for these tensors.
     pub fn new(params: &Params, o: &recipe::Optimizer) -> Self {
-        let mut stretches: Vec<Stretch> = Vec::new();
+        let mut groups: Vec<ParamGroup> = Vec::new();
         for (t, s) in params.tensors.iter().zip(&params.slots) {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
             let end = s.offset + t.elements();
-            match stretches.last_mut() {
+            match groups.last_mut() {
                 Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, t.lr_scale, decays) => {
                     l.len = end - l.start;
                 }
-                _ => stretches.push(Stretch {
+                _ => groups.push(ParamGroup {
                     unit: s.unit,
                     start: s.offset,
                     len: t.elements(),
@@ -71,13 +71,13 @@ impl Optimizer {
                 }),
             }
         }
-        Self { stretches, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
+        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
     /// compute with is up to date afterwards.
     pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
-        for s in &self.stretches {
+        for s in &self.groups {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
             let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
                 candle_core::bail!("unit {} has no gradients or moments", s.unit);
@@ -91,8 +91,8 @@ impl Optimizer {
                 grad_scale,
             };
             if params.offloaded {
-                let stretch = s.start..s.start + s.len;
-                offload::step(&unit.compute, grads, [&unit.master, m, v], stretch, self.piece, &k)?;
+                let group = s.start..s.start + s.len;
+                offload::step(&unit.compute, grads, [&unit.master, m, v], group, self.piece, &k)?;
                 continue;
             }
             let part = |x: &Tensor| x.narrow(0, s.start, s.len);

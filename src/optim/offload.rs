@@ -2,7 +2,7 @@
 //! on one rank.
 //!
 //! ```text
-//! for each piece of a stretch:  gradients -> host;  AdamW there, by the CPU's kernel;  new values -> device
+//! for each piece of a group:  gradients -> host;  AdamW there, by the CPU's kernel;  new values -> device
 //! ```
 //!
 //! Gradients stay on the device until the step: they are summed there over the micro-batches, and their norm is taken
@@ -21,18 +21,18 @@ use std::ops::Range;
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
 
-/// One update of the `stretch` of a unit: `compute` and `grads` `[n]` on the device; master weights and both moments
+/// One update of the `group` of a unit: `compute` and `grads` `[n]` on the device; master weights and both moments
 /// `[n]`, f32, on the host.
 pub(super) fn step(
     compute: &Tensor,
     grads: &Tensor,
     states: [&Tensor; 3],
-    stretch: Range<usize>,
+    group: Range<usize>,
     piece: usize,
     k: &AdamW,
 ) -> Result<()> {
-    for start in stretch.clone().step_by(piece.max(1)) {
-        let len = piece.max(1).min(stretch.end - start);
+    for start in group.clone().step_by(piece.max(1)) {
+        let len = piece.max(1).min(group.end - start);
         let part = |x: &Tensor| x.narrow(0, start, len);
         let [p, m, v] = states.map(part);
         let p = p?;
@@ -88,7 +88,7 @@ mod tests {
             let run = |offload: bool, piece: usize| -> anyhow::Result<Vec<Vec<f64>>> {
                 let p = params(dtype, offload)?;
                 let optimizer = Optimizer { piece, ..Optimizer::new(&p, &recipe.optimizer) };
-                assert_eq!(optimizer.stretches.len(), 4);
+                assert_eq!(optimizer.groups.len(), 4);
                 for t in 1..=3 {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;

@@ -79,9 +79,9 @@ impl Open {
             Recompute::Auto if known => (0..=walked).collect(),
             Recompute::All | Recompute::Auto => vec![walked],
         };
-        let decoded = match r.memory.decoded {
-            recipe::Decoded::Visit if p.packed() => vec![Decoded::Visit],
-            recipe::Decoded::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
+        let decoded = match r.memory.dequantize {
+            recipe::Dequantize::PerLayer if p.packed() => vec![Decoded::Visit],
+            recipe::Dequantize::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
             _ => vec![Decoded::Panels],
         };
         let usual = Head::chunk_rows(p.vocab() as usize) as u64;
@@ -222,7 +222,7 @@ struct Told<'a, 'p> {
     too_large: Option<usize>,
 }
 
-const NO_BUDGET: &str = "auto without a budget: memory.budget says what there is";
+const NO_BUDGET: &str = "auto; no budget known: set memory.budget";
 
 impl Told<'_, '_> {
     fn reasons(&self) -> Reasons {
@@ -257,7 +257,7 @@ impl Told<'_, '_> {
                 format!("auto: what takes least; it leaves {left} of {} free", bytes(budget))
             }
             _ if !self.fits => "auto: not even recomputing all layers fits".into(),
-            0 => "auto: everything that backward needs fits".into(),
+            0 => "auto: all saved activations fit".into(),
             _ => format!("auto: the fewest that fit {}", bytes(budget)),
         }
     }
@@ -265,34 +265,36 @@ impl Told<'_, '_> {
     fn decoded(&self) -> String {
         let chosen = self.chosen.levels;
         let with = |decoded| Levels { decoded, ..chosen };
-        match self.p.inputs.recipe.memory.decoded {
-            _ if !self.p.packed() => "nothing is in 4 bits".into(),
-            recipe::Decoded::Panels | recipe::Decoded::Visit => "the recipe says so".into(),
-            recipe::Decoded::Auto if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
-            recipe::Decoded::Auto if chosen.recompute == 0 => {
-                "auto: no layer is computed again, so that no visit decodes twice".into()
+        match self.p.inputs.recipe.memory.dequantize {
+            _ if !self.p.packed() => "no 4-bit weights".into(),
+            recipe::Dequantize::PerMatmul | recipe::Dequantize::PerLayer => "the recipe says so".into(),
+            recipe::Dequantize::Auto if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
+            recipe::Dequantize::Auto if chosen.recompute == 0 => {
+                "auto: no layer is recomputed, so each weight is dequantized once a pass anyway".into()
             }
-            recipe::Decoded::Auto if chosen.decoded == Decoded::Visit => {
-                format!("auto: decoding once a visit spares {}", self.spares(with(Decoded::Panels)))
+            recipe::Dequantize::Auto if chosen.decoded == Decoded::Visit => {
+                format!("auto: dequantizing a layer once saves {}", self.spares(with(Decoded::Panels)))
             }
-            recipe::Decoded::Auto if self.size.weigh(with(Decoded::Visit)).work < self.chosen.work => {
-                "auto: a decoded layer does not fit beside the rest".into()
+            recipe::Dequantize::Auto if self.size.weigh(with(Decoded::Visit)).work < self.chosen.work => {
+                "auto: a whole dequantized layer does not fit".into()
             }
-            recipe::Decoded::Auto => "auto: holding a decoded layer takes longer than decoding again".into(),
+            recipe::Dequantize::Auto => {
+                "auto: dequantizing again is faster than keeping a whole layer".into()
+            }
         }
     }
 
     fn head_rows(&self) -> String {
         let (chosen, open) = (self.chosen.levels, self.open);
         if !self.p.head_is_free() {
-            return "the usual: gradients are summed over chunks".into();
+            return "default: gradients are summed over chunks".into();
         }
         let usual = Levels { head: 0, ..chosen };
         match (open.heads[chosen.head], open.heads[0]) {
             _ if open.heads.len() == 1 => NO_BUDGET.into(),
-            (n, u) if n > u => format!("auto: more than usual spares {}", self.spares(usual)),
-            (n, u) if n < u => "auto: fewer than usual, to fit".into(),
-            _ => "auto: the usual".into(),
+            (n, u) if n > u => format!("auto: larger than the default, saves {}", self.spares(usual)),
+            (n, u) if n < u => "auto: smaller than the default, to fit".into(),
+            _ => "auto: the default".into(),
         }
     }
 

@@ -51,12 +51,12 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             );
         }
     }
-    if r.memory.decoded == recipe::Decoded::Visit {
+    if r.memory.dequantize == recipe::Dequantize::PerLayer {
         let mut c = r.clone();
-        c.memory.decoded = recipe::Decoded::Panels;
+        c.memory.dequantize = recipe::Dequantize::PerMatmul;
         let t = total(&c);
         if t <= budget {
-            let (set, change) = ("memory.decoded=panels", "memory.decoded = \"panels\"");
+            let (set, change) = ("memory.dequantize=per_matmul", "memory.dequantize = \"per_matmul\"");
             add(vec![set.into()], change.into(), "; weights are decoded in each product", t);
         }
     }

@@ -131,7 +131,7 @@ impl Component {
             Moments => "optimizer moments",
             Batch => "micro-batch",
             Activations => "saved activations",
-            Workspace => "live layer",
+            Workspace => "workspace",
             InFlight => "weights in flight",
             Logits => "logit chunk",
             Communication => "communication",

@@ -97,7 +97,7 @@ impl Plan {
         json!({
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
             "recompute": {"value": c.recompute, "of": self.walked, "reason": why.recompute},
-            "decoded": {"value": c.decoded.word(), "reason": why.decoded},
+            "dequantize": {"value": c.decoded.word(), "reason": why.decoded},
             "head_rows": {"value": c.head_rows, "reason": why.head_rows},
         })
     }
@@ -139,8 +139,8 @@ impl Plan {
         let (c, why) = (&self.choices, &self.reasons);
         let _ = writeln!(s, "micro-batch {} rows ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
-        let _ = writeln!(s, "decoded     by {} ({})", c.decoded.word(), why.decoded);
-        let _ = writeln!(s, "logits      of {} targets at once ({})", c.head_rows, why.head_rows);
+        let _ = writeln!(s, "dequantize  {} ({})", c.decoded.word(), why.decoded);
+        let _ = writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows);
         if let Some(r) = range {
             let whole = w.steps.map_or(String::new(), |n| {
                 format!(", {} to {} in all", seconds(r.low * n as f64), seconds(r.high * n as f64))
@@ -149,14 +149,14 @@ impl Plan {
         }
         let device = if self.machine.cuda { "CUDA" } else { "CPU" };
         let ranks = if self.ranks > 1 { format!(", each of {} ranks", self.ranks) } else { String::new() };
-        let _ = writeln!(s, "\n{device} memory at its fullest, in {}{ranks}", place(&self.peak, self.layers));
+        let _ = writeln!(s, "\n{device} peak memory, in {}{ranks}", place(&self.peak, self.layers));
         let most = self.peak.bytes.iter().map(|(_, b)| b).max().unwrap_or(1).max(1);
         for (c, b) in self.peak.bytes.iter() {
             let bar = "#".repeat(((b as f64 / most as f64) * BAR as f64).round() as usize);
             let _ = writeln!(s, "  {:<24} {:>11}  {bar}", c.label(), bytes(b));
         }
         let verdict = match self.budget {
-            None => "no budget is known: memory.budget says what there is".to_string(),
+            None => "no budget known: set memory.budget".to_string(),
             Some(b) if self.fits_device() => format!("fits {}{}", bytes(b), self.left()),
             Some(b) => format!("DOES NOT FIT {}", bytes(b)),
         };
@@ -185,7 +185,7 @@ impl Plan {
         let gb = |n: u64| format!("{:.2}", n as f64 / 1e9);
         let _ = writeln!(
             s,
-            "textbook    weights {} + gradients {} + master {} + moments {} = {} GB that train, {} GB frozen",
+            "theory      weights {} + gradients {} + master {} + moments {} = {} GB that train, {} GB frozen",
             gb(weights),
             gb(gradients),
             gb(master),
@@ -227,7 +227,7 @@ impl Plan {
         let mut lines = Vec::new();
         if !self.fits_device() {
             lines.push(format!(
-                "this run needs {} at its fullest (in {}), and there is {}",
+                "this run needs {} at its peak (in {}), and {} is available",
                 bytes(self.total()),
                 place(&self.peak, self.layers),
                 bytes(self.budget.unwrap_or(0))

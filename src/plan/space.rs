@@ -386,7 +386,7 @@ impl Space {
     pub fn text(&self) -> String {
         let mut s = String::new();
         let verdict = |needed: u64, left: Option<u64>, at: &str| match left {
-            None => format!("{} in all{at}; what there is is not known", bytes(needed)),
+            None => format!("{}{at}; free space unknown", bytes(needed)),
             Some(left) if needed <= left => format!("{} of {} free{at}", bytes(needed), bytes(left)),
             Some(left) => format!("{} DO NOT FIT {} free{at}", bytes(needed), bytes(left)),
         };

@@ -52,7 +52,7 @@ pub struct Statics {
     /// Temporaries of writing and checking the result.
     pub save_transient: u64,
     /// Values that the optimizer takes at once on the device; none where states are offloaded.
-    pub largest_stretch: u64,
+    pub largest_group: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
     /// Parameters of the model, and those that train.
@@ -218,7 +218,7 @@ impl Statics {
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
         let stretch = longest.min(PIECE as u64);
-        out.largest_stretch = if offload { 0 } else { stretch };
+        out.largest_group = if offload { 0 } else { stretch };
         out.step_transient = if machine.wide() || offload { 0 } else { width * stretch };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);

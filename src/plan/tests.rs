@@ -315,18 +315,21 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     // measured on the CPU, and by the data sheet on CUDA: decoding a panel again is faster than holding the layer
     for cuda in [false, true] {
         let p = at(&[nf4, all], large, cuda)?;
-        let other = at(&[nf4, all, "memory.decoded=visit"], large, cuda)?;
+        let other = at(&[nf4, all, "memory.dequantize=per_layer"], large, cuda)?;
         assert_eq!(p.choices.decoded, Decoded::Panels);
         assert!(p.step_work() < other.step_work() && p.reasons.decoded.contains("takes longer"), "{cuda}");
     }
-    assert_eq!(at(&[nf4, all, "memory.decoded=visit"], large, false)?.choices.decoded, Decoded::Visit);
-    assert_eq!(at(&[nf4, all, "memory.decoded=panels"], large, true)?.choices.decoded, Decoded::Panels);
+    assert_eq!(at(&[nf4, all, "memory.dequantize=per_layer"], large, false)?.choices.decoded, Decoded::Visit);
+    assert_eq!(
+        at(&[nf4, all, "memory.dequantize=per_matmul"], large, true)?.choices.decoded,
+        Decoded::Panels
+    );
     // and where nothing is in 4 bits, or no visit decodes twice, there is nothing to choose
-    assert_eq!(at(&[all, "memory.decoded=visit"], large, true)?.choices.decoded, Decoded::Panels);
+    assert_eq!(at(&[all, "memory.dequantize=per_layer"], large, true)?.choices.decoded, Decoded::Panels);
     assert_eq!(at(&[nf4], large, true)?.choices.decoded, Decoded::Panels);
     // a visit that holds its layer takes that much more
     let [panels, visit] =
-        ["panels", "visit"].map(|d| at(&[nf4, all, &format!("memory.decoded={d}")], None, true));
+        ["per_matmul", "per_layer"].map(|d| at(&[nf4, all, &format!("memory.dequantize={d}")], None, true));
     assert!(panels?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
     // without a budget nothing is risked
     let p = at(&[nf4, "run.micro_rows=auto"], None, true)?;
@@ -347,7 +350,7 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     // everything is told with its reason
     let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
     let (json, text) = (p.json(1, None), p.text(1, None, &[]));
-    for key in ["micro_rows", "recompute", "decoded", "head_rows"] {
+    for key in ["micro_rows", "recompute", "dequantize", "head_rows"] {
         let c = &json["choices"][key];
         let reason = c["reason"].as_str().unwrap_or_default();
         assert!(!c["value"].is_null() && !reason.is_empty() && text.contains(reason), "{key}: {c}");

@@ -1,6 +1,6 @@
 //! Whether 4-bit codes were made from given weights.
 
-use super::code::Books;
+use super::code::CodeBooks;
 use super::state;
 use crate::store::TensorFiles;
 use candle_core::{DType, Device};
@@ -18,7 +18,7 @@ pub fn agreement(
     dims: (usize, usize),
 ) -> crate::Result<f64> {
     let cpu = &Device::Cpu;
-    let blocks = state::read(four, name, dims, DType::F32, &mut Books::new(cpu)?)?;
+    let blocks = state::read(four, name, dims, DType::F32, &mut CodeBooks::new(cpu)?)?;
     let table = state::kind(four, name).map_or([0.0; 16], |t| t.table());
     let codes = blocks.parts().0.flatten_all()?.to_vec1::<u8>()?;
     let values = original.tensor(name, blocks.source_dtype(), cpu)?.to_dtype(DType::F32)?;

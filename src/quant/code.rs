@@ -82,7 +82,7 @@ pub fn dynamic_map() -> [f32; 256] {
 
 /// The tables of a model on its device, made once and shared by its tensors.
 #[derive(Debug)]
-pub struct Books {
+pub struct CodeBooks {
     nf4: Arc<Codebook>,
     fp4: Arc<Codebook>,
     /// Maps of double quantization, by value: a checkpoint repeats one for every tensor.
@@ -90,7 +90,7 @@ pub struct Books {
     device: Device,
 }
 
-impl Books {
+impl CodeBooks {
     /// The tables on a device.
     pub fn new(device: &Device) -> Result<Self> {
         let book = |t: Type| Codebook::new(t.table(), device).map(Arc::new);

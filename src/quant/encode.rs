@@ -1,6 +1,6 @@
 //! Values to NF4 codes and scales, with the arithmetic of bitsandbytes' CPU version.
 
-use super::code::{Books, Type, dynamic_map};
+use super::code::{CodeBooks, Type, dynamic_map};
 use crate::kernel::Tensor;
 use crate::kernel::blocks::{Blocks, Scales};
 use candle_core::{DType, Result};
@@ -87,7 +87,7 @@ impl Encoded {
     }
 
     /// The matrix for products in `compute` on the device of `books`; its scales in 8 bits with `double`.
-    pub fn into_blocks(self, double: bool, compute: DType, books: &mut Books) -> Result<Blocks> {
+    pub fn into_blocks(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<Blocks> {
         let device = books.device().clone();
         let scales = if double {
             let n = Nested::new(&self.scales);

@@ -20,7 +20,7 @@ mod state;
 mod tests;
 
 pub use agree::agreement;
-pub use code::{Books, Type};
+pub use code::{CodeBooks, Type};
 pub use encode::{BLOCK, Encoded, Nested};
 pub use source::{from_files, scales};
 pub use state::{Entry, entries, find, problems, read, source_dtype};

@@ -11,7 +11,7 @@
 //! Nothing that these say is believed: sizes are compared with config.json and with each other.
 
 use super::Error;
-use super::code::{Books, Type, dynamic_map};
+use super::code::{CodeBooks, Type, dynamic_map};
 use super::encode::{BLOCK, GROUP, Nested};
 use crate::kernel::blocks::{Blocks, Scales};
 use crate::store::{self, TensorFiles};
@@ -87,7 +87,7 @@ pub fn read(
     weight: &str,
     dims: (usize, usize),
     compute: DType,
-    books: &mut Books,
+    books: &mut CodeBooks,
 ) -> crate::Result<Blocks> {
     let fail = |why: String| Error::State {
         file: files

@@ -265,8 +265,8 @@ table! {
         /// Layers whose activations are computed again in the backward pass: "auto" (the fewest that fit
         /// memory.budget), "all", "none" or a number of layers.
         recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
-        /// How 4-bit weights are decoded for a layer that is computed again.
-        decoded: Decoded = Word(Decoded::WORDS), Toml("\"auto\"");
+        /// When the 4-bit weights of a recomputed layer are dequantized.
+        dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
         /// What lives on the host.
         offload: Vec<Offload> = Words(Offload::WORDS), Toml("[]");
         /// Whether host buffers are pinned.

@@ -12,6 +12,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("batch_size", "run.batch_rows"),
     ("dataset", "data.train"),
     ("datasets", "data.train"),
+    ("decoded", "memory.dequantize (\"per_matmul\" for panels, \"per_layer\" for visit)"),
     ("eval_steps", "run.eval_every"),
     ("gradient_accumulation_steps", "run.batch_rows (rows a step; accumulation follows from run.micro_rows)"),
     ("gradient_checkpointing", "memory.recompute"),

@@ -421,7 +421,7 @@ fn mathematics() {
         "run.output=x",
         "run.device=cpu",
         "memory.recompute=none",
-        "memory.decoded=visit",
+        "memory.dequantize=per_layer",
         "lora.rank=16",
     ] {
         assert_eq!(ok(&[same]).math_keys(), base, "{same}");

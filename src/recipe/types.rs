@@ -343,14 +343,14 @@ pub enum Recompute {
 }
 
 words! {
-    /// `memory.decoded`
-    pub enum Decoded {
+    /// `memory.dequantize`
+    pub enum Dequantize {
         /// The faster of the two, where it fits.
         Auto = "auto",
-        /// In each product, a panel at a time; nothing is kept.
-        Panels = "panels",
-        /// Once for the forward and backward pass over the layer, whole.
-        Visit = "visit",
+        /// In each matrix product, a tile at a time; nothing is kept.
+        PerMatmul = "per_matmul",
+        /// The whole layer, once for its recomputed forward and its backward pass.
+        PerLayer = "per_layer",
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Row {
 /// The section on memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Memory {
-    /// What the plan lists at its fullest moment.
+    /// What the plan lists at its peak.
     planned: Vec<Row>,
     /// Plan and measurement side by side, by what the engine can tell apart.
     compared: Vec<Row>,
@@ -106,7 +106,7 @@ impl Memory {
         let one = |(key, b): &(&str, u64)| Bar { name: name(key), planned: Some(*b), measured: None };
         let recorded = m.recorded();
         let mut bars = beside(&recorded["planned"], &recorded["measured"]);
-        bars.push(Bar { name: "all at the fullest".into(), planned: total, measured });
+        bars.push(Bar { name: "peak".into(), planned: total, measured });
 
         let resident = m.steps.values().map(|s| s.host_bytes).max().unwrap_or(0);
         let resident = resident.max(m.end.as_ref().map_or(0, |e| count(e, "peak_host_bytes")));
@@ -127,7 +127,7 @@ impl Memory {
         let mut facts = Vec::new();
         let place = super::read::text(plan, "where");
         if !place.is_empty() {
-            facts.push(format!("The plan's fullest moment: {place}."));
+            facts.push(format!("The plan's peak: {place}."));
         }
         if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
             let reason = super::read::text(plan, "reason");

@@ -145,7 +145,7 @@ fn a_finished_run() -> Result<()> {
             "Planned 3.91 KiB, measured 4.10 KiB",
             "frozen weights",
             "activations and temporaries",
-            "The fullest moment of each phase",
+            "Peak of each phase",
             "+6.7%",
             "+5.0%",
             "+10.0%",

@@ -163,8 +163,7 @@ impl Timed {
         let of = |side: &str, key: &str| compared[side][key].as_u64().unwrap_or(0);
         let keys: Vec<&String> = compared["planned"].as_object().into_iter().flat_map(Map::keys).collect();
         let parts = keys.iter().map(|k| (k.replace('_', " "), of("planned", k), of("measured", k)));
-        for (name, planned, measured) in parts.chain([("at the fullest".into(), plan.engine(), watch.peak())])
-        {
+        for (name, planned, measured) in parts.chain([("at its peak".into(), plan.engine(), watch.peak())]) {
             if planned > 0 || measured > 0 {
                 let (p, m) = (report::bytes(planned), report::bytes(measured));
                 let _ = writeln!(text, "  {name:<27} {p:>11} {m:>11}  {}", apart(planned, measured));

@@ -101,7 +101,7 @@ impl Planned {
         };
         let _ = write!(
             s,
-            "\nthe plan had said {} at the fullest, in {}; {} in this phase",
+            "\nthe plan had said {} at its peak, in {}; {} in this phase",
             report::bytes(plan.total()),
             report::place(&plan.peak, plan.layers),
             report::bytes(plan.peak.phases[at.0 as usize]),
@@ -170,7 +170,7 @@ mod tests {
         let at = (Phase::Forward, 3);
         let text = p.say(at, Some((5 << 20) + 100), Some(2 << 20));
         for said in [
-            "5.00 MiB were wanted for live layer in forward of layer 2, and 2.00 MiB are free",
+            "5.00 MiB were wanted for workspace in forward of layer 2, and 2.00 MiB are free",
             "the plan had said",
             "hint: to change: data.max_length or run.micro_rows",
             "memory.recompute=all",

@@ -217,7 +217,7 @@ impl Watch {
         let p = &self.plan;
         let budget = p.budget.map_or(String::new(), |b| format!(" of {}", report::bytes(b)));
         format!(
-            "plan: {}{budget} at the fullest, recomputing {} of {} layers ({})",
+            "plan: {}{budget} at its peak, recomputing {} of {} layers ({})",
             report::bytes(p.total()),
             p.choices.recompute,
             p.walked,
@@ -273,7 +273,7 @@ fn warning(plan: &Plan, kept: Kept, unseen: u64, measured: u64) -> Option<String
         format!(", most apart in {name} ({} and {})", report::bytes(*a), report::bytes(b))
     });
     Some(format!(
-        "warning: the plan said {} at the fullest, measured were {}{most}: this is a bug in ft, please report it \
+        "warning: the plan said {} at its peak, measured were {}{most}: this is a bug in ft, please report it \
          with the recipe",
         report::bytes(planned),
         report::bytes(measured)

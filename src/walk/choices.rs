@@ -13,11 +13,11 @@ pub enum Decoded {
 }
 
 impl Decoded {
-    /// The word of `memory.decoded`.
+    /// The word of `memory.dequantize`.
     pub fn word(self) -> &'static str {
         match self {
-            Decoded::Panels => "panels",
-            Decoded::Visit => "visit",
+            Decoded::Panels => "per_matmul",
+            Decoded::Visit => "per_layer",
         }
     }
 }

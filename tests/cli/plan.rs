@@ -176,8 +176,8 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=none"]),
-        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=panels"]),
-        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_matmul"]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&qwen3, LORA, &full_rows, &["run.micro_rows=auto"]),
         (&wide, LORA, &full_rows, &["memory.recompute=all"]),
         (&wide, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=4"]),
@@ -188,7 +188,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
             &qwen3,
             LORA,
             &full_rows,
-            &[NF4, "model.dtype=bf16", "memory.recompute=all", "memory.decoded=visit"],
+            &[NF4, "model.dtype=bf16", "memory.recompute=all", "memory.dequantize=per_layer"],
         ),
         (&qwen3, LORA, &full_rows, &["model.dtype=bf16", "lora.dora=true", "memory.recompute=none"]),
         (&tied, ends, &ragged, &["memory.recompute=none"]),
@@ -196,9 +196,9 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&shared, experts, &full_rows, &["memory.recompute=all", "model.dtype=bf16"]),
         (&mixtral, experts, &full_rows, &["memory.recompute=none"]),
         (&mixtral, &everything, &full_rows, &["memory.recompute=all"]),
-        (&mixtral, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
+        (&mixtral, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&moe, experts, &full_rows, &["model.dtype=bf16", "memory.recompute=none"]),
-        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.decoded=visit"]),
+        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
     ];
     // all of them, before any fails
     let (mut table, mut wrong) = (String::new(), Vec::new());

@@ -33,7 +33,7 @@ fn overrides() -> impl Strategy<Value = Vec<String>> {
         one(&[
             "memory.recompute=3",
             "memory.recompute=none",
-            "memory.decoded=panels",
+            "memory.dequantize=per_matmul",
             "model.dtype=f32",
             "model.weights=random",
         ]),
