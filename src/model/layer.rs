@@ -48,7 +48,7 @@ pub struct Saved {
 
 #[derive(Debug)]
 enum FeedForwardSaved {
-    Dense(mlp::Saved),
+    Dense(Box<mlp::Saved>),
     Mixture(Box<moe::Saved>),
 }
 
@@ -93,7 +93,7 @@ impl Layer {
     pub fn again(&self, x: Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (mid, normed, attn) = self.attend(&x, ctx, None)?;
         let mlp = match &self.mlp {
-            FeedForward::Dense(b) => FeedForwardSaved::Dense(b.again(&normed, ctx)?),
+            FeedForward::Dense(b) => FeedForwardSaved::Dense(Box::new(b.again(&normed, ctx)?)),
             FeedForward::Mixture(b) => FeedForwardSaved::Mixture(Box::new(b.again(&normed, ctx, replay)?)),
         };
         Ok(Saved { x, mid, attn, mlp })
@@ -123,7 +123,9 @@ impl Layer {
     ) -> Result<(Tensor, Saved)> {
         let (mid, normed, attn) = self.attend(x, ctx, cache)?;
         let (m, mlp) = match &self.mlp {
-            FeedForward::Dense(b) => b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(s)))?,
+            FeedForward::Dense(b) => {
+                b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(Box::new(s))))?
+            }
             FeedForward::Mixture(b) => {
                 b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?
             }
@@ -142,7 +144,7 @@ impl Layer {
     ) -> Result<Tensor> {
         let d_mid = {
             let dn = match (&self.mlp, s.mlp) {
-                (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(s, dy, ctx, sink)?,
+                (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(*s, dy, ctx, sink)?,
                 (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
                     b.backward(*s, dy, ctx, sink, balance)?
                 }

@@ -396,8 +396,7 @@ impl Run<'_> {
 
     /// The optimizer's temporaries on the device.
     fn optimizer(&self) -> Result<u64> {
-        let flat =
-            Ghost::weight(&self.shape.ledger, self.statics.largest_group as usize, DType::F32).into();
+        let flat = Ghost::weight(&self.shape.ledger, self.statics.largest_group as usize, DType::F32).into();
         let k = AdamW { lr: 0.0, betas: [0.0; 2], eps: 0.0, weight_decay: 0.0, t: 1, grad_scale: 1.0 };
         Ok(self.visit(|| adamw(&flat, &flat, &flat, &flat, &k))?.total)
     }
