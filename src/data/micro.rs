@@ -22,6 +22,24 @@ pub struct Micro {
     pub targets: Vec<(u32, u32)>,
 }
 
+/// Tokens whose logits are compared where something that was written is checked: few, because each has a whole vocabulary
+/// of them, in f64.
+pub const PROBE_TOKENS: usize = 16;
+
+impl Micro {
+    /// The beginning of the first document: enough to compare logits, and small whatever the vocabulary.
+    pub fn probe(&self) -> Micro {
+        let n = self.docs.first().copied().unwrap_or(0).min(PROBE_TOKENS);
+        Micro {
+            ids: self.ids[..n].to_vec(),
+            positions: self.positions[..n].to_vec(),
+            lo: self.lo[..n].to_vec(),
+            docs: vec![n],
+            targets: Vec::new(),
+        }
+    }
+}
+
 /// How large the micro-batch of some rows is, counted without making it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {

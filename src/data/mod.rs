@@ -63,7 +63,7 @@ pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
 pub use files::files as find;
 pub use form::{Form, Trained};
-pub use micro::{Micro, Size};
+pub use micro::{Micro, PROBE_TOKENS, Size};
 pub use notes::Notes;
 pub use stats::{Drops, Lengths, Stats};
 pub use tokenizer::{Decoder, Tokenizer};

@@ -36,7 +36,7 @@ const SMALL_BLOCKS: (u64, u64) = (4 << 20, 200);
 /// What writing a checkpoint from the CPU takes.
 pub(super) const WRITER: u64 = 1 << 20;
 /// Rows of logits that the check at the end compares, and bytes a logit of it.
-pub const PROBE: (u64, u64) = (crate::train::output::SAMPLE as u64, 40);
+pub const PROBE: (u64, u64) = (crate::data::PROBE_TOKENS as u64, 40);
 
 /// Bytes that do not depend on the micro-batch.
 #[derive(Clone, Debug, Default)]

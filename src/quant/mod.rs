@@ -82,6 +82,9 @@ impl Failure for Error {
     }
 }
 
+/// The file in a folder of `model.cache` that says of what it is a copy.
+pub const CACHE_MARKER: &str = "ft-cache.json";
+
 /// Whether `model.quantize` makes a module's weight 4-bit: decoder linears and experts. Head, embedding, norms
 /// and routers stay as they are.
 pub fn takes(m: &Module) -> bool {

@@ -50,21 +50,6 @@ pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     })
 }
 
-/// Tokens whose logits are compared: few, because each has a whole vocabulary of them, in f64.
-pub const SAMPLE: usize = 16;
-
-/// The beginning of a micro-batch's first document: enough to compare logits, and small whatever the vocabulary.
-pub fn sample(m: &Micro) -> Micro {
-    let n = m.docs.first().copied().unwrap_or(0).min(SAMPLE);
-    Micro {
-        ids: m.ids[..n].to_vec(),
-        positions: m.positions[..n].to_vec(),
-        lo: m.lo[..n].to_vec(),
-        docs: vec![n],
-        targets: Vec::new(),
-    }
-}
-
 /// The folder of a run's result in its run folder.
 pub fn result_dir(job: &Job, dir: &Path) -> PathBuf {
     dir.join(if job.selection.everything_full() { MODEL } else { ADAPTER })
@@ -79,7 +64,7 @@ const MODEL: &str = "model";
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
-    weights || name == "config.json" || name == super::quantize::MARKER || COMPANIONS.contains(&name)
+    weights || name == "config.json" || name == crate::quant::CACHE_MARKER || COMPANIONS.contains(&name)
 }
 
 fn is_of_adapter(name: &str) -> bool {

@@ -8,7 +8,7 @@ use crate::adapt::layout;
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};
-use crate::quant::{self, Error};
+use crate::quant::{self, CACHE_MARKER, Error};
 use crate::recipe::{Quantize, Weights};
 use crate::store::{self, FileHash, NewFolder, TensorFiles, hash};
 use candle_core::{DType, Device, Tensor};
@@ -16,9 +16,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::Path;
-
-/// Says of a folder that `ft` made it as a cache, and of what.
-pub(crate) const MARKER: &str = "ft-cache.json";
 
 /// What quantizing a model gave.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -149,7 +146,7 @@ fn quantization_config(config: &Config, double: bool) -> Value {
     })
 }
 
-/// What [`MARKER`] says: of what the folder is a copy, and what was written into it.
+/// What [`CACHE_MARKER`] says: of what the folder is a copy, and what was written into it.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Made {
@@ -188,21 +185,22 @@ impl Made {
     /// A folder with other things in it.
     fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Found> {
         let is_there = |path: &Path| path.symlink_metadata().is_ok();
-        if !is_there(&dir.join(MARKER)) {
+        if !is_there(&dir.join(CACHE_MARKER)) {
             let empty = std::fs::read_dir(dir).is_ok_and(|mut d| d.next().is_none());
             if empty || !is_there(dir) {
                 return Ok(Found::None);
             }
-            let why =
-                format!("is not empty and has no {MARKER}\n  hint: model.cache names a folder of its own");
+            let why = format!(
+                "is not empty and has no {CACHE_MARKER}\n  hint: model.cache names a folder of its own"
+            );
             return Err(Error::Folder { dir: dir.display().to_string(), why }.into());
         }
-        let bytes = match store::read_inside(dir, MARKER, MARKER_BYTES) {
+        let bytes = match store::read_inside(dir, CACHE_MARKER, MARKER_BYTES) {
             Ok(bytes) => bytes,
             Err(e) => return Ok(Found::Damaged(e.to_string())),
         };
         let Ok(made) = serde_json::from_slice::<Value>(&bytes) else {
-            return Ok(Found::Damaged(format!("{MARKER} is not what was written")));
+            return Ok(Found::Damaged(format!("{CACHE_MARKER} is not what was written")));
         };
         let other = |key: &str, want: Value| made[key] != want;
         if other("version", json!(self.version))
@@ -213,7 +211,7 @@ impl Made {
             return Ok(Found::None);
         }
         let Ok(made) = serde_json::from_value::<Made>(made) else {
-            return Ok(Found::Damaged(format!("{MARKER} is not what was written")));
+            return Ok(Found::Damaged(format!("{CACHE_MARKER} is not what was written")));
         };
         Ok(match open_copy(dir, overrides) {
             Ok((copy, files)) if files == made.files => Found::Whole(Box::new(copy)),
@@ -271,7 +269,7 @@ pub(super) fn cached(job: &Job) -> crate::Result<Option<Cached>> {
     let (copy, files) = open_copy(&new.path(), &m.overrides)?;
     made.files = files;
     let text = serde_json::to_string_pretty(&made).unwrap_or_default() + "\n";
-    store::write_atomic(&new.path().join(MARKER), text.as_bytes())?;
+    store::write_atomic(&new.path().join(CACHE_MARKER), text.as_bytes())?;
     new.replace(&is_of_model)?;
     tell(&format!("{} linears in 4 bits are kept in {shown}", report.linears));
     Ok(Some(copy))

@@ -46,7 +46,7 @@ fn the_quickstart_trains_in_4_bits_with_and_without_a_cache() -> Result<()> {
     let (dense, _) = run(dir.path(), "dense", "none", &[])?;
     assert!(dense != plain && (dense[0] - plain[0]).abs() < 0.3, "{dense:?} {plain:?}");
     let (first, _) = run(dir.path(), "first", "nf4", &[&cached])?;
-    let marker = cache.join(MARKER);
+    let marker = cache.join(CACHE_MARKER);
     let made = std::fs::metadata(&marker)?.modified()?;
     let (second, out) = run(dir.path(), "second", "nf4", &[&cached])?;
     assert!(first == plain && second == plain, "{plain:?} {first:?} {second:?}");

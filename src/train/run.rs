@@ -248,7 +248,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
         r.done = count as u64;
         r.stepped(&s, step, started.elapsed().as_secs_f64())?;
         r.loaded(&s.load, last)?;
-        let row = || output::sample(&Micro::collate(data, &rows[..rows.len().min(1)]));
+        let row = || Micro::collate(data, &rows[..rows.len().min(1)]).probe();
         still.look(&s, &r.setup, row, r.done, last)?;
         if due(run.save_every, count) {
             save(start, r)?;
@@ -309,7 +309,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     signals.release();
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
-    let probe = output::sample(&Micro::collate(data, &[0]));
+    let probe = Micro::collate(data, &[0]).probe();
     let result = output::write(job, r.setup.decoder, r.setup.params, dir, &probe)?;
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {
