@@ -317,7 +317,7 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
         let p = at(&[nf4, all], large, cuda)?;
         let other = at(&[nf4, all, "memory.dequantize=per_layer"], large, cuda)?;
         assert_eq!(p.choices.decoded, Decoded::Panels);
-        assert!(p.step_work() < other.step_work() && p.reasons.decoded.contains("takes longer"), "{cuda}");
+        assert!(p.step_work() < other.step_work() && p.reasons.decoded.contains("is faster than"), "{cuda}");
     }
     assert_eq!(at(&[nf4, all, "memory.dequantize=per_layer"], large, false)?.choices.decoded, Decoded::Visit);
     assert_eq!(

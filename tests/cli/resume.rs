@@ -173,13 +173,13 @@ fn a_resumed_run_keeps_its_micro_batches() {
     let args = |run: &'static str, budget: &'static str| {
         ["run", "r.toml", "run.micro_rows=auto", "run.save_every=2", "run.keep=9", run, budget]
     };
-    let large = "memory.budget=8GiB";
-    w.ok(&args("run.output=whole", large));
-    let small = "memory.budget=58MiB";
-    w.ok(&args("run.output=small", small));
-    assert_ne!(rows("whole"), rows("small"), "the budgets choose alike");
+    let begun = "memory.budget=50MiB";
+    w.ok(&args("run.output=whole", begun));
+    let resumed = "memory.budget=8GiB";
+    w.ok(&args("run.output=other", resumed));
+    assert_ne!(rows("whole"), rows("other"), "the budgets choose alike");
     for left in [2, 0] {
-        w.ok(&[&args("run.output=again", large)[..], &["--overwrite"]].concat());
+        w.ok(&[&args("run.output=again", begun)[..], &["--overwrite"]].concat());
         for name in w.checkpoints("again").into_iter().skip(left) {
             std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
         }
@@ -188,7 +188,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
             std::fs::remove_dir_all(w.path("again/adapter")).expect("removed");
             std::fs::remove_file(w.path("again/metrics.jsonl")).expect("removed");
         }
-        let r = w.ok(&[&args("run.output=again", small)[..], &["--resume"]].concat());
+        let r = w.ok(&[&args("run.output=again", resumed)[..], &["--resume"]].concat());
         assert!(
             r.err.contains(if left > 0 { "going on from" } else { "starting from the beginning" }),
             "{}",
@@ -199,7 +199,7 @@ fn a_resumed_run_keeps_its_micro_batches() {
         assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")), "{left}");
     }
     // a recipe that now names another number is another run
-    let mut named = args("run.output=again", large);
+    let mut named = args("run.output=again", begun);
     named[2] = "run.micro_rows=1";
     std::fs::remove_dir_all(w.path("again/checkpoints/step-00000006")).expect("removed");
     let r = w.ft(&[&named[..], &["--resume"]].concat());

@@ -575,10 +575,11 @@ fn limits(base: &'static Base, d: &mut Dice) -> Case {
         "eval r.toml model.source=q",
     ];
     let limit = match d.below(4) {
-        0 => format!("ulimit -v {}", 8_000 + d.below(400_000)),
+        // below, not even the program starts
+        0 => format!("ulimit -v {}", 300_000 + d.below(700_000)),
         1 => format!("ulimit -n {}", 3 + d.below(30)),
         2 => format!("ulimit -f {}", d.below(200)),
-        _ => format!("ulimit -s {}", 64 << d.below(6)),
+        _ => format!("ulimit -s {}", 512 << d.below(5)),
     };
     let mut c = command(d.pick::<&str>(&lines), &[0, 2, 3, 4, 5, 8]);
     c.limits = Some(limit);
