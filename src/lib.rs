@@ -31,7 +31,7 @@
 //! plan/     recipe + config -> bytes by component and where the peak is; the fastest choices that fit
 //! optim/    schedule, clip, AdamW on the device or, with its states, on the host
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
-//! log/      progress, metrics.jsonl, memory
+//! log/      progress, metrics.jsonl, what is printed; memory, and the allocator that counts it
 //! report/   a run as one HTML file
 //! rng       random numbers as functions of (seed, purpose, step, layer, index)
 //! ```

@@ -103,7 +103,7 @@ impl Groups {
 
     /// Of the router's probabilities [t, e]: each token's `top_k` most likely experts.
     ///
-    /// For ghosts the tokens are spread evenly over those experts that such a spread reaches, or (see [`Ledger::route`]) all
+    /// For ghosts the tokens are spread evenly over those experts that such a spread reaches, or (see [`super::ledger::Ledger::route`]) all
     /// go where most is kept of a row, by `kept`; `alike` says how many experts each of a plan's stands for.
     pub fn choose(
         probs: &Tensor,

@@ -2,7 +2,7 @@
 //!
 //! A ghost has a shape, a dtype and an entry in a [`Ledger`], and no values. What is composed of the operations here
 //! runs on ghosts as it is, and every allocation that the composition makes is written down; a kernel of our own says
-//! beside its code what it takes (see [`super::cpu::ghost`]). So a plan runs the model's own `forward` and
+//! beside its code what it takes (see `kernel::cpu`). So a plan runs the model's own `forward` and
 //! `backward`, and cannot say anything else than they do.
 
 use super::ledger::{Cost, Held, Ledger, Role};

@@ -27,7 +27,7 @@ thread_local! {
 }
 
 /// The system's allocator, counting allocations of [`COUNTED`] bytes and more; large blocks get pages of their own
-/// ([`pool`]), so that what is held beyond them is known.
+/// (`pool`), so that what is held beyond them is known.
 ///
 /// A binary that wants its peak in `metrics.jsonl` compared with the plan makes it the global allocator, as
 /// `ft` does; a library that is used elsewhere does not, and the figures are then absent.

@@ -115,7 +115,7 @@ impl Error {
         }
     }
 
-    /// The message, coloured if `color`; [`color_on_stderr`] says whether it should be.
+    /// The message, coloured if `color`; [`crate::log::color_on_stderr`] says whether it should be.
     pub fn render(&self, color: bool) -> String {
         match self {
             Error::Problems(p) => p.render(color),
