@@ -109,7 +109,7 @@ fn bench_tells_time_and_memory_by_part() {
     assert_eq!(sum("measured"), j["peak_device_bytes"].as_u64().unwrap_or(0));
     let text = run(&["bench", "r.toml", "--steps", "1"]);
     for said in
-        ["gather            -", "reduce            -", "of the fastest product", "moments", "at the fullest"]
+        ["gather            -", "reduce            -", "of the fastest product", "moments", "at its peak"]
     {
         assert!(text.contains(said), "{said:?} is not in\n{text}");
     }
