@@ -255,7 +255,7 @@ fn generation_blocks(source: &str) -> (String, bool) {
     while let Some(at) = rest.find("{%") {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else { break };
+        let Some(end) = tag[2..].find("%}").map(|end| end + 2) else { break };
         let inner = &tag[2..end];
         let (left, word) = match inner.strip_prefix(['-', '+']) {
             Some(w) => (&inner[..1], w),
