@@ -18,7 +18,7 @@ use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
-use ft::model::decoder::HostBatch;
+use ft::model::batch::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
 use ft::optim::Optimizer;

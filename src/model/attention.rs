@@ -1,6 +1,6 @@
 //! Self-attention as a module: projections, head norms, rotary embedding, grouped queries, windows.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;

@@ -1,7 +1,7 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
 use super::attention::{self, Attention};
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::Linear;
 use super::mlp::{self, Mlp};
 use super::moe::{self, Mixture};

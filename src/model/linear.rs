@@ -10,7 +10,7 @@
 //! Factors are applied where sums are f32. In half precision dropout's mask is 0 or 1, and `k = 1 / (1 - p)` goes with
 //! `s` and `g`; in f32 the mask has it, and k is 1.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::dequantized::Dequantized;
@@ -337,7 +337,7 @@ mod tests {
     use super::*;
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn};
-    use crate::model::decoder::DropoutKey;
+    use crate::model::batch::DropoutKey;
     use crate::quant::{CodeBooks, Encoded};
     use candle_core::DType;
     use candle_core::Device;

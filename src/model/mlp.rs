@@ -1,6 +1,6 @@
 //! The dense feed-forward block, also one expert of a mixture: `down(silu(gate(x)) * up(x))`.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::sink::Sink;
 use crate::kernel::Tensor;

@@ -9,7 +9,7 @@
 //!
 //! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::mlp::{self, Mlp};
 use super::sink::Sink;
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn, values};
-    use crate::model::decoder::DropoutKey;
+    use crate::model::batch::DropoutKey;
     use crate::model::linear::{Lora, Weight};
     use crate::model::sink::Slot;
     use candle_core::DType;

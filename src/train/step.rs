@@ -6,7 +6,7 @@ use crate::data::{Dataset, Micro, Size};
 use crate::kernel::loss;
 use crate::kernel::tensor::Real;
 use crate::log::place;
-use crate::model::decoder::HostBatch;
+use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};

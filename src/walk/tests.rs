@@ -10,7 +10,7 @@ use crate::kernel::Tensor;
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
 use crate::log::place::Phase;
-use crate::model::decoder::HostBatch;
+use crate::model::batch::HostBatch;
 use crate::model::modules::Group;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
