@@ -66,6 +66,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             execution: plan.execution,
             clip: job.recipe.run.clip,
             router: Default::default(),
+            loss_scale: Default::default(),
         };
         let start = Instant::now();
         train_step(&setup, data, &[0], step, &|_| 1e-4)?;

@@ -10,7 +10,8 @@ use ft::optim::{Optimizer, Schedule};
 use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
-use ft::train::{Job, evaluate, train_step};
+use ft::train::{Job, LossScale, evaluate, train_step};
+use std::cell::Cell;
 
 const RECIPE: &str = r#"
 [model]
@@ -50,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         execution: plan.execution,
         clip: job.recipe.run.clip,
         router: Default::default(),
+        loss_scale: Cell::new(LossScale::new(job.dtype, job.recipe.memory.scale)),
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {

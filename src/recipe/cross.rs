@@ -75,6 +75,13 @@ impl Cross<'_, '_> {
 
     fn model(&mut self, recipe: &Recipe) {
         let m = &recipe.model;
+        if recipe.memory.scale.is_some()
+            && m.dtype != Some(Dtype::F16)
+            && self.all_good(&["model.dtype", "memory.scale"])
+        {
+            let message = "only training in f16 scales the loss".into();
+            self.report("memory.scale", message, "leave it out, or write model.dtype = \"f16\"");
+        }
         if m.cache.is_none() || !self.all_good(&["model", "model.cache", "model.quantize", "model.weights"]) {
             return;
         }

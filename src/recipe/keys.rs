@@ -269,6 +269,9 @@ table! {
         dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
         /// What lives on the host.
         offload: Vec<Offload> = Words(Offload::WORDS), Toml("[]");
+        /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
+        /// steps in which none does.
+        scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
         /// Whether host buffers are pinned.
         pin: bool = Bool, Toml("true");
     }

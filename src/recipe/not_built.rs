@@ -22,7 +22,6 @@ use What::{Changed, Given, Word};
 
 /// What `ft run` refuses. `*` stands for any index.
 const NOT_BUILT: &[(&str, What)] = &[
-    ("model.dtype", Word("f16")),
     ("data.train.*.weight", Changed),
     ("data.train.*.split", Given),
     ("data.train.*.config", Given),

@@ -1,10 +1,10 @@
 //! `ft bench`: some steps of a recipe's shape on made-up rows: speed, time by part, arithmetic against the
 //! machine's fastest product, peak against the plan.
 
-use super::Job;
 use super::products::Products;
 use super::step::{Setup, timed_step};
 use super::watch::{self, Watch};
+use super::{Job, LossScale};
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
 use crate::log::memory;
@@ -14,6 +14,7 @@ use crate::recipe::{Recipe, Weights};
 use crate::rng::{Purpose, Stream};
 use crate::walk::{Part, RouterLosses, Times};
 use serde_json::{Map, Value, json};
+use std::cell::Cell;
 use std::fmt::Write;
 use std::path::PathBuf;
 
@@ -57,6 +58,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         execution: plan.execution,
         clip: r.run.clip,
         router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
+        loss_scale: Cell::new(LossScale::new(job.dtype, r.memory.scale)),
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept

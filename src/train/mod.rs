@@ -7,6 +7,7 @@ mod finished;
 mod guard;
 mod identity;
 pub mod job;
+mod loss_scale;
 pub mod merge;
 pub mod output;
 mod products;
@@ -22,6 +23,7 @@ mod watch;
 mod again_tests;
 
 pub use job::Job;
+pub use loss_scale::LossScale;
 pub use output::logits_apart;
 pub use run::{Options, Outcome, run};
 pub use step::{Stepped, evaluate, train_step};

@@ -8,7 +8,7 @@ use super::signals::Signals;
 use super::state::{self, State};
 use super::step::Setup;
 use super::watch::{self, Watch};
-use super::{Error, Job, Stepped, job, output};
+use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
@@ -20,6 +20,7 @@ use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
 use crate::store::{self, NewFolder, RunLock};
 use crate::walk::{Load, RouterLosses};
 use serde_json::json;
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -151,6 +152,8 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         dir: &dir,
         newest: newest.as_ref(),
         done,
+        loss_scale: LossScale::new(job.dtype, job.recipe.memory.scale)
+            .map(|first| reached.and_then(|s| s.loss_scale).unwrap_or(first)),
         identity: &identity,
         checkpoints: &checkpoints,
         signals: &signals,
@@ -171,6 +174,8 @@ struct Start<'a> {
     /// The checkpoint to go on from, and its step.
     newest: Option<&'a Checkpoint>,
     done: u64,
+    /// The factor on the loss to begin with, or to go on with.
+    loss_scale: Option<LossScale>,
     identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
@@ -201,6 +206,7 @@ fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
             execution: plan.execution,
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
+            loss_scale: Cell::new(start.loss_scale),
         },
         job,
         eval,
@@ -419,7 +425,8 @@ fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     place::enter(place::Phase::Save, 0);
     let draft = start.checkpoints.begin(step)?;
     let identity = start.identity.get()?.clone();
-    let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity };
+    let loss_scale = r.setup.loss_scale.get();
+    let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity, loss_scale };
     state::save(draft.path(), &state, params)?;
     draft.commit(start.job.recipe.run.keep)?;
     r.saved = Some(step);

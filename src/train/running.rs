@@ -163,6 +163,9 @@ impl Running<'_> {
                 line[key] = json!(value);
             }
         }
+        if let Some(scale) = self.setup.loss_scale.get() {
+            line["loss_scale"] = json!(scale.factor());
+        }
         if rates.len() > 1 {
             line["learning_rates"] = json!(rates);
         }

@@ -3,7 +3,7 @@
 //! Random numbers and the position in the data are functions of the seed and the step, so there is nothing
 //! else to save.
 
-use super::Error;
+use super::{Error, LossScale};
 use crate::adapt::Params;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
@@ -22,6 +22,9 @@ pub struct State {
     pub step: u64,
     /// What decides the mathematics: recipe keys, and hashes under `hash.*`.
     pub identity: BTreeMap<String, String>,
+    /// The factor on the loss, in f16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<LossScale>,
 }
 
 const WEIGHTS: &str = "weights.safetensors";
@@ -56,6 +59,10 @@ pub fn read(dir: &Path) -> crate::Result<State> {
         .map_err(|e| Error::Checkpoint { path: path.display().to_string(), why: e.to_string() })?;
     if state.version != 1 {
         let why = format!("layout {}, this ft reads 1", state.version);
+        return Err(Error::Checkpoint { path: path.display().to_string(), why }.into());
+    }
+    if state.loss_scale.is_some_and(|s| !s.is_sound()) {
+        let why = "loss_scale is none that a run can have".into();
         return Err(Error::Checkpoint { path: path.display().to_string(), why }.into());
     }
     Ok(state)

@@ -1,5 +1,6 @@
 //! One optimizer step, and evaluation.
 
+use super::LossScale;
 use super::guard;
 use crate::adapt::Params;
 use crate::data::{Dataset, Micro, Size};
@@ -12,6 +13,7 @@ use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
 use crate::walk::{Execution, Load, Part, RouterLosses, Times, Walk};
 use candle_core::Device;
+use std::cell::Cell;
 
 /// What stays the same over the steps of a run.
 pub struct Setup<'a> {
@@ -31,6 +33,15 @@ pub struct Setup<'a> {
     pub clip: f64,
     /// Coefficients of the losses on routers.
     pub router: RouterLosses,
+    /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
+    pub loss_scale: Cell<Option<LossScale>>,
+}
+
+impl Setup<'_> {
+    /// The factor on the loss in the backward pass.
+    fn loss_factor(&self) -> f64 {
+        self.loss_scale.get().map_or(1.0, LossScale::factor)
+    }
 }
 
 /// What a step did.
@@ -96,15 +107,36 @@ pub struct Summed {
     tokens: usize,
     targets: usize,
     reached: Vec<bool>,
+    /// Norm of the gradients, the factor on the loss taken out.
+    grad_norm: f64,
 }
 
 /// The gradients of all micro-batches of `rows`, one micro-batch after the other; nothing that trains changes, and
 /// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
-/// micro-batch whether to give up.
+/// micro-batch whether to give up. In f16, where a gradient overflows, all of it is done again with a lower factor on the
+/// loss.
 ///
 /// # Errors
 /// Of the device; [`super::Error::Abandoned`].
 pub fn accumulate(
+    s: &Setup<'_>,
+    data: &Dataset,
+    rows: &[usize],
+    step: u64,
+    times: &mut Times,
+    stop: &dyn Fn() -> bool,
+) -> crate::Result<Summed> {
+    loop {
+        let summed = accumulate_scaled(s, data, rows, step, times, stop)?;
+        let overflowed = summed.loss.is_finite() && !summed.grad_norm.is_finite();
+        match s.loss_scale.get().and_then(LossScale::after_overflow) {
+            Some(lower) if overflowed => s.loss_scale.set(Some(lower)),
+            _ => return Ok(summed),
+        }
+    }
+}
+
+fn accumulate_scaled(
     s: &Setup<'_>,
     data: &Dataset,
     rows: &[usize],
@@ -125,7 +157,8 @@ pub fn accumulate(
     let mut first = (0, 0);
     let lowest = s.params.lowest_unit();
     let share = 1.0 / micros.len().max(1) as f64;
-    let router = RouterLosses { aux: s.router.aux * share, z: s.router.z * share };
+    let factor = s.loss_factor();
+    let router = RouterLosses { aux: s.router.aux * share * factor, z: s.router.z * share * factor };
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for (rows, size) in &micros {
         if stop() {
@@ -134,7 +167,7 @@ pub fn accumulate(
         let m = Micro::collate(data, rows);
         let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
         let mut walk = Walk::chosen(s.decoder, lowest, &s.execution).router_losses(router).timed(times);
-        losses.keep(walk.train(&batch, scale, &sink)?)?;
+        losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
         load.add(walk.routing());
         if router != RouterLosses::default() {
             let (aux, z) = walk.routing().losses()?;
@@ -146,7 +179,8 @@ pub fn accumulate(
     }
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()? * scale;
-    Ok(Summed { loss, router_losses, load, tokens, targets, reached: sink.reached() })
+    let grad_norm = optim::grad_norm(s.params)? / factor;
+    Ok(Summed { loss, router_losses, load, tokens, targets, reached: sink.reached(), grad_norm })
 }
 
 /// The update with the gradients that [`accumulate`] summed, with learning rate `lr`.
@@ -162,12 +196,12 @@ pub fn update(
     lr: Rate<'_>,
     times: &mut Times,
 ) -> crate::Result<Stepped> {
-    let Summed { loss, router_losses, load, tokens, targets, reached } = summed;
-    let grad_norm = optim::grad_norm(s.params)?;
+    let Summed { loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
     let total = loss + router_losses.0 + router_losses.1;
     let factor = optim::clip_factor(grad_norm, s.clip);
     guard::finite(s.params, step + 1, total, (grad_norm, factor), data, rows)?;
-    s.optimizer.step(s.params, step + 1, lr, factor)?;
+    s.optimizer.step(s.params, step + 1, lr, factor / s.loss_factor())?;
+    s.loss_scale.set(s.loss_scale.get().map(LossScale::after_step));
     times.lap(Part::Step, s.device)?;
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }

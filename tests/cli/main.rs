@@ -5,6 +5,7 @@ mod adapters;
 mod broken;
 mod four_bit;
 mod four_bit_verbs;
+mod half;
 mod hostile;
 mod plan;
 mod rates;
