@@ -7,7 +7,7 @@ use super::selection::{Choice, Part, Selection};
 use super::{Error, Trained};
 use crate::base::{Base, FourBit};
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Blocks;
+use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::log::bytes_bar;
 use crate::model::embedding::EmbeddingLora;
@@ -204,7 +204,7 @@ impl Loader<'_> {
     }
 
     /// The weight of a linear in 4 bits.
-    fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<Blocks> {
+    fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<QuantizedMatrix> {
         let blocks = self.b.base.codes((m, self.number(m)), how, self.b.dtype, &mut self.books)?;
         self.was_read(m, false, false);
         Ok(blocks)

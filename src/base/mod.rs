@@ -9,7 +9,7 @@ pub mod layout;
 pub use check::check_tensors;
 
 use crate::error::{ExitCode, Failure};
-use crate::kernel::blocks::Blocks;
+use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::model::Config;
 use crate::model::modules::{Kind, Module};
@@ -182,7 +182,7 @@ impl Base {
         }
     }
 
-    /// The weight of a linear in 4 bits, decoded to `dtype` where it is used. `number` as in [`Base::tensor`].
+    /// The weight of a linear in 4 bits, dequantized to `dtype` where it is used. `number` as in [`Base::tensor`].
     ///
     /// # Errors
     /// A weight that is no matrix; files that cannot be read any more; values that are not finite.
@@ -192,7 +192,7 @@ impl Base {
         how: FourBit,
         dtype: DType,
         books: &mut CodeBooks,
-    ) -> crate::Result<Blocks> {
+    ) -> crate::Result<QuantizedMatrix> {
         let name = weight_name(m);
         let dims = match m.weight_shape().as_slice() {
             &[o, i] => (o, i),
@@ -203,12 +203,12 @@ impl Base {
         };
         match (how, self.read_for(false)) {
             (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
-            (_, Some(files)) => Ok(quant::from_files(files, &name)?.into_blocks(true, dtype, books)?),
+            (_, Some(files)) => Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?),
             (_, None) => {
                 // rounded first, as a checkpoint of this dtype would be
                 let t = self.tensor((m, number), false, false, dtype, &Device::Cpu)?;
                 let values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-                Ok(quant::Encoded::new(&name, &values, dims, dtype)?.into_blocks(true, dtype, books)?)
+                Ok(quant::Encoded::new(&name, &values, dims, dtype)?.into_matrix(true, dtype, books)?)
             }
         }
     }

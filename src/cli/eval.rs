@@ -5,7 +5,7 @@ use crate::hub::Want;
 use crate::log::warn;
 use crate::recipe::{Init, Recipe};
 use crate::train::{self, Job};
-use crate::walk::Choices;
+use crate::walk::Execution;
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -43,8 +43,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
         warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
     }
     let (decoder, _) = job.load(false)?;
-    let choices = Choices::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
-    let (loss, targets) = train::evaluate(&decoder, &data, &choices, &job.device)?;
+    let execution = Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
+    let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }

@@ -33,7 +33,7 @@ impl MergeCost {
         let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         let values = bf16.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
-        let nf4 = encoded.into_blocks(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.decode()?;
+        let nf4 = encoded.into_matrix(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.dequantize()?;
         let nf4 = nf4.real()?;
         Ok(Self {
             update: square((&merged - base)?)?,

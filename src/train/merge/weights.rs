@@ -51,7 +51,7 @@ pub struct Merge<'a> {
 }
 
 impl<'a> Merge<'a> {
-    /// Checks that base and adapter fit. The adapter is merged into what the base's 4-bit linears decode to, those too
+    /// Checks that base and adapter fit. The adapter is merged into what the base's 4-bit linears dequantize to, those too
     /// that are made so ([`Base::in_nf4`]). `dtype` is that of all merged tensors; by
     /// default each keeps the base's.
     ///
@@ -193,19 +193,19 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Whether a tensor of the base is merged into as decoded from 4 bits: as the checkpoint has it, or made so.
+    /// Whether a tensor of the base is merged into as dequantized from 4 bits: as the checkpoint has it, or made so.
     fn four_bit(&self, s: &Source) -> bool {
         s.part == Part::Weight && self.base.four_bit(&s.module).is_some()
     }
 
-    /// The base's tensor; decoded, where it is 4-bit.
+    /// The base's tensor; dequantized, where it is 4-bit.
     fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
         let cpu = &Device::Cpu;
         match self.base.four_bit(&s.module).filter(|_| s.part == Part::Weight) {
             Some(how) => {
                 // files need no number for random values
                 let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeBooks::new(cpu)?)?;
-                Ok(codes.decode()?.to_dtype(dtype)?.real()?.clone())
+                Ok(codes.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
             None => Ok(self.files.tensor(&s.base, dtype, cpu)?),
         }
