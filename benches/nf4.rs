@@ -53,7 +53,7 @@ recompute = "none"
 /// A step of a model that is built; gives its seconds.
 fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::Result<f64>> {
     let plan = job.plan(|recipe| Workload::of_data(recipe, data, None))?;
-    let (decoder, params) = job.build(true, &|_| {})?;
+    let (decoder, params) = job.load(true)?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut step = 0;
     Ok(move || {

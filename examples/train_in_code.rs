@@ -39,7 +39,7 @@ fn main() -> anyhow::Result<()> {
     let data = job.train_data()?;
     let batches = Batches::new(data.rows.len(), &job.recipe.run, job.recipe.data.shuffle);
     let plan = job.plan(|recipe| Workload::of_data(recipe, &data, None))?;
-    let (decoder, params) = job.build(true, &|_| {})?;
+    let (decoder, params) = job.load(true)?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let schedule = Schedule::new(&job.recipe.optimizer, batches.steps());
     let setup = Setup {

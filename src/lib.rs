@@ -25,6 +25,7 @@
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
 //! model/    the mathematics: families as data, one decoder layer
+//! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, what stands around a layer, generation
@@ -47,6 +48,7 @@
 //! | a recipe key | one entry in [`recipe::keys`] |
 
 pub mod adapt;
+pub mod base;
 pub mod cli;
 pub mod data;
 pub mod error;

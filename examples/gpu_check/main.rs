@@ -12,9 +12,10 @@ mod four_bit;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use ft::adapt::adapter::Adapter;
-use ft::adapt::build::{Base, Build};
+use ft::adapt::build::Build;
 use ft::adapt::params::Allocate;
-use ft::adapt::{Choice, Params, Selection, layout};
+use ft::adapt::{Choice, Params, Selection};
+use ft::base::Base;
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
@@ -189,7 +190,7 @@ fn ops(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<(
 fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     let name = dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
     let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
-    let files = layout::open(&config, &dir.join("model"))?;
+    let base = Base::open(config.clone(), &dir.join("model"))?;
     // some mixtures have none
     let adapter = match dir.join("adapter_init") {
         d if d.is_dir() => Some(Adapter::open(&d)?),
@@ -203,19 +204,10 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
         with.into_iter().flat_map(|(s, a)| [("lora", s, Some(a), false), ("lora on nf4", s, Some(a), true)]);
     for (kind, selection, adapter, quantize) in [("full", &full, None, false)].into_iter().chain(with) {
         let run = |device: &Device| -> Result<(f64, Tensor, Tensor)> {
-            let (d, p) = Build {
-                config: &config,
-                selection,
-                base: Base::Files(&files),
-                adapter,
-                quantize,
-                dtype: DType::F32,
-                device,
-                seed: 0,
-                allocate: Allocate { train: true, ..Allocate::default() },
-                progress: &|_| {},
-            }
-            .run()?;
+            let base = base.clone().in_nf4(quantize);
+            let allocate = Allocate { train: true, ..Allocate::default() };
+            let build = Build::new(&base, selection).adapter(adapter).on(DType::F32, device);
+            let (d, p) = build.allocate(allocate).run()?;
             forward_backward(&d, &p, device)
         };
         let (mine, cpu) = (run(device)?, run(&Device::Cpu)?);
@@ -231,26 +223,13 @@ fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     const RECIPE: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
                           [[data.train]]\nsource = \"d\"\nformat = \"text\"\n";
     let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
-    let files = layout::open(&config, &dir.join("model"))?;
+    let base = Base::open(config.clone(), &dir.join("model"))?;
     let recipe = Recipe::parse(RECIPE, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
     for dtype in [DType::F32, DType::BF16] {
         let run = |device: &Device, offload: bool| -> Result<Tensor> {
             let allocate = Allocate { train: true, offload };
-            let (selection, base) = (&selection, Base::Files(&files));
-            let build = Build {
-                config: &config,
-                selection,
-                base,
-                adapter: None,
-                quantize: false,
-                dtype,
-                device,
-                seed: 0,
-                allocate,
-                progress: &|_| {},
-            };
-            let (_, p) = build.run()?;
+            let (_, p) = Build::new(&base, &selection).on(dtype, device).allocate(allocate).run()?;
             let optimizer = Optimizer::new(&p, &recipe.optimizer);
             for t in 1..=3 {
                 for (u, g) in p.grads().iter().flatten().enumerate() {

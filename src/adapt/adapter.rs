@@ -5,6 +5,7 @@ use super::PeftConfig;
 use super::params::Params;
 use super::peft::{self, PREFIX};
 use super::selection::{Choice, Part, Selection, Trained};
+use crate::model::linear::Linear;
 use crate::model::modules::Module;
 use crate::model::{Config, Decoder};
 use crate::recipe::Quantize;
@@ -325,8 +326,10 @@ pub fn save(
     }
     // PEFT has one switch for DoRA: beside it, plain LoRA gets the magnitudes at which DoRA changes nothing
     if params.tensors.iter().any(|t| t.part == Part::Magnitude) {
+        let linears: HashMap<String, &Linear> =
+            decoder.linears().into_iter().map(|(m, l)| (m.name, l)).collect();
         for m in plain_lora(selection) {
-            let Some((linear, lora)) = decoder.linear(m).and_then(|l| Some((l, l.lora.as_ref()?))) else {
+            let Some((linear, lora)) = linears.get(m).and_then(|l| Some((l, l.lora.as_ref()?))) else {
                 return Err(Error::Peft {
                     file: dir.display().to_string(),
                     why: format!("{m}: PEFT's DoRA has no neutral magnitude for LoRA on an embedding"),

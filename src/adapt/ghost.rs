@@ -8,7 +8,7 @@ use crate::kernel::tensor::Ghost;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
-use crate::model::modules::Module;
+use crate::model::modules::{MlpTree, Module};
 use crate::model::sink::Slot;
 use crate::quant;
 use crate::recipe::{LoraSpec, Quantize};
@@ -130,18 +130,16 @@ impl Weights for Ghosts<'_> {
     }
 
     /// Neighbours for whose modules the same is chosen.
-    fn alike(&self, experts: &[&Module]) -> Vec<usize> {
-        let choices = |e: &[&Module]| -> Vec<Choice> { e.iter().map(|m| self.choice(m)).collect() };
+    fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         let mut out: Vec<usize> = Vec::new();
-        let mut last = Vec::new();
-        for e in experts.chunks(3).map(choices) {
+        let mut last = None;
+        for e in experts {
+            let choices = [&e.gate, &e.up, &e.down].map(|m| self.choice(m));
             match out.last_mut() {
-                Some(n) if last == e => *n += 1,
-                _ => {
-                    out.push(1);
-                    last = e;
-                }
+                Some(n) if last == Some(choices) => *n += 1,
+                _ => out.push(1),
             }
+            last = Some(choices);
         }
         out
     }

@@ -4,10 +4,7 @@ pub mod adapter;
 pub mod build;
 pub mod export;
 pub mod ghost;
-pub mod layout;
 pub mod learning_rates;
-pub mod merge;
-pub mod merge_cost;
 pub mod params;
 pub mod peft;
 pub mod peft_config;
@@ -74,14 +71,6 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
-    /// A model's tensors do not fit its config.
-    #[error("{dir}: {why}")]
-    Tensors {
-        /// The folder.
-        dir: String,
-        /// Missing, unexpected or mis-shaped tensors, one a line.
-        why: String,
-    },
 }
 
 impl Failure for Error {
@@ -91,7 +80,7 @@ impl Failure for Error {
             | Error::Nothing { .. }
             | Error::FourBit { .. }
             | Error::LearningRate { .. } => ExitCode::Usage,
-            Error::Peft { .. } | Error::Tensors { .. } | Error::Merge { .. } => ExitCode::Model,
+            Error::Peft { .. } | Error::Merge { .. } => ExitCode::Model,
         }
     }
 }

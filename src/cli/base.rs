@@ -1,6 +1,7 @@
 //! The base that an adapter belongs to: where it is, whether it is 4-bit, and what a 4-bit one was made from.
 
-use crate::adapt::{self, Adapter, layout};
+use crate::adapt::{self, Adapter};
+use crate::base::layout;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{tell, warn};
 use crate::model::Config;

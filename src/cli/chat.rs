@@ -2,13 +2,12 @@
 
 use super::base::{base_of, quantized};
 use super::words;
-use crate::adapt::build::{Base, Build};
-use crate::adapt::layout;
-use crate::adapt::params::Allocate;
+use crate::adapt::build::Build;
 use crate::adapt::{Adapter, Selection};
+use crate::base::Base;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::{bytes_bar, print, tell, warn};
+use crate::log::{print, tell, warn};
 use crate::model::Decoder;
 use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
 use crate::store;
@@ -249,31 +248,20 @@ fn find(args: &Args) -> crate::Result<(ModelDir, Option<Adapter>)> {
 
 fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Device) -> crate::Result<Decoder> {
     let config = job::config(&model.dir, &Map::new())?;
-    let files = layout::open(&config, &model.dir)?;
+    let base = Base::open(config, &model.dir)?;
     let selection = match adapter {
-        None => Selection::frozen(&config),
+        None => Selection::frozen(&base.config),
         Some(a) => {
-            a.check_base(&files, config.tied)?;
-            a.selection(&config)?
+            if let Some(files) = base.files() {
+                a.check_base(files, base.config.tied)?;
+            }
+            a.selection(&base.config)?
         }
     };
-    let quantize = quantized(args.quantize.as_deref(), adapter, &config)?;
-    let bar = bytes_bar("loading", files.total_bytes());
-    let (decoder, _) = Build {
-        config: &config,
-        selection: &selection,
-        base: Base::Files(&files),
-        adapter,
-        quantize,
-        dtype: job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device),
-        device,
-        seed: 0,
-        allocate: Allocate::default(),
-        progress: &|n| bar.inc(n),
-    }
-    .run()?;
-    bar.finish_and_clear();
-    Ok(decoder)
+    let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
+    let dtype = job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device);
+    let (base, progress) = (base.in_nf4(nf4), "loading");
+    Ok(Build::new(&base, &selection).adapter(adapter).on(dtype, device).shown(progress).run()?.0)
 }
 
 /// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.

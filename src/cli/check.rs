@@ -1,9 +1,9 @@
 //! `ft check`: every problem of a recipe, its model and its data at once, without loading weights.
 
 use super::RecipeArgs;
-use crate::adapt::build::{Base, check_full, check_tensors};
-use crate::adapt::layout;
+use crate::adapt::build::check_full;
 use crate::adapt::{Adapter, Choice, Selection, learning_rates};
+use crate::base::Base;
 use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
 use crate::hub::{self, ModelDir, Settings, Want};
@@ -189,7 +189,8 @@ impl Check<'_> {
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
-            let outcome = check_full(config, selection, &Base::Random(0), adapter, quantize);
+            let base = Base::random(config.clone(), 0).in_nf4(quantize);
+            let outcome = check_full(&base, selection, adapter);
             self.keep(outcome.map_err(Error::from));
         }
         if recipe.model.weights == Weights::Random {
@@ -204,14 +205,15 @@ impl Check<'_> {
             outcome => self.keep(outcome),
         };
         let Some(model) = model else { return };
-        let Some(files) = self.keep(layout::open(config, &model.dir).map_err(Error::from)) else { return };
-        self.keep(check_tensors(config, &files).map_err(Error::from));
+        let opened = Base::open(config.clone(), &model.dir).map_err(Error::from);
+        let Some(base) = self.keep(opened) else { return };
+        self.keep(base.check().map_err(Error::from));
         if let Some(selection) = &found.selection {
-            let outcome = check_full(config, selection, &Base::Files(&files), adapter, false);
+            let outcome = check_full(&base, selection, adapter);
             self.keep(outcome.map_err(Error::from));
         }
-        if let Some(adapter) = adapter {
-            self.keep(adapter.check_base(&files, config.tied));
+        if let (Some(adapter), Some(files)) = (adapter, base.files()) {
+            self.keep(adapter.check_base(files, config.tied));
         }
         found.weights = true;
     }

@@ -2,7 +2,7 @@
 
 use super::RecipeArgs;
 use crate::hub::Want;
-use crate::log::{bytes_bar, warn};
+use crate::log::warn;
 use crate::recipe::{Init, Recipe};
 use crate::train::{self, Job};
 use crate::walk::Execution;
@@ -42,9 +42,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         let (here, there) = (here.word(), there.word());
         warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
     }
-    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
-    let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
-    bar.finish_and_clear();
+    let (decoder, _) = job.load(false)?;
     let execution = Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
     let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
     if !loss.is_finite() {

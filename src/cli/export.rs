@@ -3,16 +3,18 @@
 use super::base::{base_of, quantized};
 use super::words;
 use crate::adapt::adapter::Adapter;
+use crate::adapt::build::Build;
 use crate::adapt::export::{Export, Target, read_fused};
-use crate::adapt::{self, Choice, Selection, layout};
+use crate::adapt::{self, Choice, Selection};
+use crate::base::Base;
 use crate::data::Trained;
 use crate::hub::{self, Settings, Want};
-use crate::log::{bytes_bar, tell, warn};
+use crate::log::{tell, warn};
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::recipe::Quantize;
 use crate::store::NewFolder;
-use crate::train::{self, compare::Side, logits_apart};
+use crate::train::{self, compare, logits_apart};
 use crate::walk;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
@@ -56,25 +58,24 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = Config::load(&model.dir, &Map::new())?;
     let selection = adapter.selection(&config)?;
-    let files = layout::open(&config, &model.dir)?;
-    let quantize = quantized(args.quantize.as_deref(), Some(&adapter), &config)?;
-    let side = Side { config: &config, files: &files, quantize };
-    side.fits(&selection, "comparing the export with the adapter")?;
-    adapter.check_base(&files, config.tied)?;
-    Export::new(&config, &adapter, &selection)?.write(target, &out)?;
+    let nf4 = quantized(args.quantize.as_deref(), Some(&adapter), &config)?;
+    let base = Base::open(config, &model.dir)?.in_nf4(nf4);
+    let config = &base.config;
+    compare::fits(&base, &selection, "comparing the export with the adapter")?;
+    if let Some(files) = base.files() {
+        adapter.check_base(files, config.tied)?;
+    }
+    Export::new(config, &adapter, &selection)?.write(target, &out)?;
     Trained::copy(&adapter.dir, &out)?;
 
     // any tokens do, as long as they are many: experts that none of them chooses would go unseen
     let ids: Vec<u32> = (0..PROBE).map(|i| (i * 7919 + 17) % config.vocab.max(1) as u32).collect();
     let logits = |selection: &Selection, adapter: &Adapter| {
-        let bar = bytes_bar("checking", files.total_bytes());
-        let logits = side.logits(selection, Some(adapter), &ids, &|n| bar.inc(n));
-        bar.finish_and_clear();
-        logits
+        Build::new(&base, selection).adapter(Some(adapter)).shown("checking").logits(&ids)
     };
     let before = logits(&selection, &adapter)?;
     walk::finite(&before, "base and adapter", "hint: the adapter has diverged, or it is of another base")?;
-    let (read, written) = read_back(target, &config, &adapter, &out)?;
+    let (read, written) = read_back(target, config, &adapter, &out)?;
     let apart = logits_apart(&logits(&read, &written)?, &before)?;
     if apart > BAR {
         let path = args.out.display().to_string();

@@ -2,13 +2,13 @@
 
 use super::base::{base_of, original};
 use super::words;
-use crate::adapt::{Adapter, layout};
+use crate::adapt::Adapter;
+use crate::base::Base;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{bytes_bar, tell, warn};
-use crate::model::Config;
 use crate::recipe::{Dtype, Quantize};
-use crate::store::{NewFolder, TensorFiles};
-use crate::train::{compare::Side, job, merge::Merged, merge::Merging};
+use crate::store::NewFolder;
+use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
@@ -36,23 +36,8 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// A model that is there: its folder, config and weights.
-struct Found {
-    model: ModelDir,
-    config: Config,
-    files: TensorFiles,
-}
-
-impl Found {
-    fn open(model: ModelDir) -> crate::Result<Self> {
-        let config = job::config(&model.dir, &Map::new())?;
-        let files = layout::open(&config, &model.dir)?;
-        Ok(Self { model, config, files })
-    }
-
-    fn side(&self, quantize: bool) -> Side<'_> {
-        Side { config: &self.config, files: &self.files, quantize }
-    }
+fn open(model: &ModelDir) -> crate::Result<Base> {
+    Ok(Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?)
 }
 
 /// Merges, compares, and prints the folder.
@@ -63,57 +48,56 @@ impl Found {
 pub fn run(args: &Args) -> crate::Result<()> {
     let settings = Settings::from_env();
     let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
-    let base = Found::open(base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?)?;
+    let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
+    let base = open(&model)?;
     let made_4bit = adapter.quantize()? == Quantize::Nf4 && !base.config.four_bit;
     let named = if args.base.is_some() { "--base" } else { "adapter_config.json" };
-    let what = &base.model.source;
-    // what is merged onto, whether it becomes 4-bit first, and what was trained on if that is something else
-    let source;
-    let (onto, quantize, trained) = match (args.onto.as_str(), base.config.four_bit) {
+    let what = &model.source;
+    // what is merged onto and its folder, and what was trained on if that is something else
+    let as_is = |base: &Base| (base.clone(), model.dir.clone(), None);
+    let (onto, dir, trained) = match (args.onto.as_str(), base.config.four_bit) {
         ("4bit", four_bit) => {
             tell(&match four_bit {
                 true => format!("merging into the weights of {what} ({named}), dequantized from 4 bits"),
                 false => format!("merging into the weights of {what} ({named}) as they are in NF4"),
             });
-            (&base, !four_bit, None)
+            as_is(&base.clone().in_nf4(true))
         }
         (_, false) if made_4bit => {
             tell(&format!(
                 "merging into the original weights of {what} ({named}), which were NF4 in training"
             ));
-            (&base, false, Some(base.side(true)))
+            (base.clone(), model.dir.clone(), Some(base.in_nf4(true)))
         }
-        (_, false) => (&base, false, None),
-        (_, true) => match original(&settings, &base.model, &base.config)? {
-            Some(model) => {
+        (_, false) => as_is(&base),
+        (_, true) => match original(&settings, &model, &base.config)? {
+            Some(source) => {
                 tell(&format!(
                     "merging into the weights of {}, of which {what} ({named}) says that it was made, and whose \
                      4-bit codes it has",
-                    model.source
+                    source.source
                 ));
-                source = Found::open(model)?;
-                (&source, false, Some(base.side(false)))
+                (open(&source)?, source.dir, Some(base))
             }
             None => {
                 warn(&format!(
                     "{what} ({named}) is 4-bit and does not say what it was made from: merging into its dequantized \
                      weights\n  hint: --base MODEL merges into the original's"
                 ));
-                (&base, false, None)
+                as_is(&base)
             }
         },
     };
     let selection = adapter.selection(&onto.config)?;
-    let side = onto.side(quantize);
-    side.fits(&selection, "comparing the merged model")?;
+    compare::fits(&onto, &selection, "comparing the merged model")?;
     let out = &args.out;
-    let new = make_room(out, &[&onto.model.dir, &base.model.dir, &adapter.dir], args.overwrite)?;
+    let new = make_room(out, &[&dir, &model.dir, &adapter.dir], args.overwrite)?;
 
     let dtype = args.dtype.as_deref().and_then(Dtype::from_word);
     let dtype = dtype.map(|d| job::dtype(Some(d), &Device::Cpu));
-    let bar = bytes_bar("merging", onto.files.total_bytes());
-    let merging =
-        Merging { dir: &onto.model.dir, base: side, adapter: &adapter, selection: &selection, trained };
+    let bar = bytes_bar("merging", onto.bytes());
+    let (base, trained) = (&onto, trained.as_ref());
+    let merging = Merging { dir: &dir, base, adapter: &adapter, selection: &selection, trained };
     let merged = merging.write(new, dtype, &|n| bar.inc(n))?;
     bar.finish_and_clear();
     report(&merged);

@@ -1,14 +1,11 @@
 //! `ft routes`: how often each expert of each layer is chosen on the training data.
 
 use super::RecipeArgs;
-use crate::adapt::Selection;
-use crate::adapt::build::{Base, Build};
-use crate::adapt::params::Allocate;
 use crate::data::Micro;
 use crate::hub::Want;
-use crate::log::{Escaped, bytes_bar};
+use crate::log::Escaped;
 use crate::model::Batch;
-use crate::recipe::{self, Quantize, Recipe};
+use crate::recipe::{self, Recipe};
 use crate::train::{self, Job, step};
 use crate::walk::{Load, Walk, dead, entropy, peak};
 use serde_json::json;
@@ -37,28 +34,13 @@ pub struct Args {
 /// A model without experts; whatever is wrong with recipe, model or data.
 pub fn run(args: &Args) -> crate::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
-    let job = Job::open(recipe, Want::Weights, true)?;
+    let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(moe) = &job.config.moe else {
         let what = job.config.family.model_type;
         return Err(train::Error::Usage(format!("{}: {what} has no experts", job.recipe.model.source)).into());
     };
     let data = job.train_data()?;
-    let files = job.weights()?;
-    let bar = bytes_bar("loading", files.as_ref().map_or(0, |f| f.total_bytes()));
-    let (decoder, _) = Build {
-        config: &job.config,
-        selection: &Selection::frozen(&job.config),
-        base: files.as_ref().map_or(Base::Random(job.recipe.run.seed), Base::Files),
-        adapter: None,
-        quantize: job.recipe.model.quantize == Quantize::Nf4,
-        dtype: job.dtype,
-        device: &job.device,
-        seed: job.recipe.run.seed,
-        allocate: Allocate::default(),
-        progress: &|n| bar.inc(n),
-    }
-    .run()?;
-    bar.finish_and_clear();
+    let (decoder, _) = job.load(false)?;
 
     let count = args.rows.unwrap_or(data.rows.len()).min(data.rows.len());
     let rows: Vec<usize> = (0..count).collect();

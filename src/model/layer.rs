@@ -63,13 +63,19 @@ impl Saved {
 }
 
 impl Layer {
+    /// Its linears, in the order of the forward pass.
+    pub fn linears(&self) -> Vec<&Linear> {
+        let mut all = self.attn.linears().to_vec();
+        match &self.mlp {
+            FeedForward::Dense(b) => all.extend(b.linears()),
+            FeedForward::Mixture(b) => all.extend(b.linears()),
+        }
+        all
+    }
+
     /// Whether a matrix here is 4-bit and is dequantized in each product.
     pub fn is_packed(&self) -> bool {
-        let ffn = match &self.mlp {
-            FeedForward::Dense(b) => b.linears().into_iter().any(Linear::is_packed),
-            FeedForward::Mixture(b) => b.is_packed(),
-        };
-        ffn || self.attn.linears().into_iter().any(Linear::is_packed)
+        self.linears().into_iter().any(Linear::is_packed)
     }
 
     /// The same layer for one visit of the walk: its 4-bit matrices dequantized, of a mixture those of the experts that

@@ -110,72 +110,189 @@ impl Module {
     }
 }
 
-/// All modules in the order of the forward pass.
-pub fn modules(c: &Config) -> Vec<Module> {
-    let mut out = Vec::new();
-    let mut add = |name: String, kind, group, layer, expert| {
-        out.push(Module { name, kind, group, layer, expert });
-    };
-    let d = c.hidden;
-    let linear = |out, inp, bias| Kind::Linear { out, inp, bias };
-    add(
-        "model.embed_tokens".into(),
-        Kind::Embedding { vocab: c.vocab, dim: d },
-        Group::Embedding,
-        None,
-        None,
-    );
-    for l in 0..c.layers {
+/// The linears of a feed-forward block, or of an expert.
+#[derive(Clone, Debug)]
+pub struct MlpTree {
+    /// `[d]` -> `[f]`.
+    pub gate: Module,
+    /// `[d]` -> `[f]`.
+    pub up: Module,
+    /// `[f]` -> `[d]`.
+    pub down: Module,
+}
+
+/// The feed-forward half of a layer.
+#[derive(Clone, Debug)]
+pub enum FeedForwardTree {
+    /// One block.
+    Dense(MlpTree),
+    /// A mixture of experts.
+    Mixture {
+        /// The router.
+        router: Module,
+        /// The experts.
+        experts: Vec<MlpTree>,
+        /// A block that all tokens go through, and its gate.
+        shared: Option<(MlpTree, Module)>,
+    },
+}
+
+/// The modules of one decoder layer.
+#[derive(Clone, Debug)]
+pub struct LayerTree {
+    /// Norm before attention.
+    pub attn_norm: Module,
+    /// Query projection.
+    pub q: Module,
+    /// Key projection.
+    pub k: Module,
+    /// Value projection.
+    pub v: Module,
+    /// Output projection.
+    pub o: Module,
+    /// Norms of queries and keys, in families that have them.
+    pub qk_norm: Option<(Module, Module)>,
+    /// Norm before the feed-forward half.
+    pub mlp_norm: Module,
+    /// The feed-forward half.
+    pub mlp: FeedForwardTree,
+}
+
+/// The modules of a whole model, each in its place. What builds a model, loads it or lists its tensors walks this one
+/// tree.
+#[derive(Clone, Debug)]
+pub struct Tree {
+    /// The token embedding.
+    pub embedding: Module,
+    /// The layers, from the bottom.
+    pub layers: Vec<LayerTree>,
+    /// The final norm.
+    pub norm: Module,
+    /// The output head; of a tied model, with the embedding's weight.
+    pub head: Module,
+}
+
+fn linear(out: usize, inp: usize, bias: bool) -> Kind {
+    Kind::Linear { out, inp, bias }
+}
+
+impl MlpTree {
+    fn modules(self) -> [Module; 3] {
+        [self.gate, self.up, self.down]
+    }
+}
+
+impl LayerTree {
+    /// The modules of a config's layer `l`.
+    pub fn of(c: &Config, l: usize) -> Self {
         let p = format!("model.layers.{l}");
-        let at = Some(l);
-        add(format!("{p}.input_layernorm"), Kind::Norm { dim: d }, Group::Norms, at, None);
+        let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        for (name, out, inp, bias) in [
-            ("q_proj", q, d, c.biases.qkv),
-            ("k_proj", kv, d, c.biases.qkv),
-            ("v_proj", kv, d, c.biases.qkv),
-            ("o_proj", d, q, c.biases.o),
-        ] {
-            add(format!("{p}.self_attn.{name}"), linear(out, inp, bias), Group::Attention, at, None);
-        }
-        if c.family.qk_norm {
-            for name in ["q_norm", "k_norm"] {
-                add(format!("{p}.self_attn.{name}"), Kind::Norm { dim: c.head_dim }, Group::Norms, at, None);
+        let module = |name: &str, kind, group| Module {
+            name: format!("{p}.{name}"),
+            kind,
+            group,
+            layer: Some(l),
+            expert: None,
+        };
+        let norm = |name: &str, dim| module(name, Kind::Norm { dim }, Group::Norms);
+        let attn = |name: &str, out, inp, bias| {
+            module(&format!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
+        };
+        let mlp = |block: &str, [gate, up, down]: [&str; 3], f, bias, group, expert| {
+            let of = |name, kind| Module { expert, ..module(&format!("{block}.{name}"), kind, group) };
+            MlpTree {
+                gate: of(gate, linear(f, d, bias)),
+                up: of(up, linear(f, d, bias)),
+                down: of(down, linear(d, f, bias)),
             }
-        }
-        add(format!("{p}.post_attention_layernorm"), Kind::Norm { dim: d }, Group::Norms, at, None);
-        match (&c.moe, &c.family.experts) {
-            (Some(moe), Some(names)) if moe.sparse[l] => {
-                let block = format!("{p}.{}", names.block);
-                add(format!("{block}.gate"), linear(moe.experts, d, false), Group::Router, at, None);
-                for e in 0..moe.experts {
-                    let [gate, up, down] = names.names;
-                    for (name, out, inp) in [(gate, moe.width, d), (up, moe.width, d), (down, d, moe.width)] {
-                        let name = format!("{block}.experts.{e}.{name}");
-                        add(name, linear(out, inp, false), Group::Experts, at, Some(e));
+        };
+        let names = ["gate_proj", "up_proj", "down_proj"];
+        let qk = || (norm("self_attn.q_norm", c.head_dim), norm("self_attn.k_norm", c.head_dim));
+        Self {
+            attn_norm: norm("input_layernorm", d),
+            q: attn("q_proj", q, d, c.biases.qkv),
+            k: attn("k_proj", kv, d, c.biases.qkv),
+            v: attn("v_proj", kv, d, c.biases.qkv),
+            o: attn("o_proj", d, q, c.biases.o),
+            qk_norm: c.family.qk_norm.then(qk),
+            mlp_norm: norm("post_attention_layernorm", d),
+            mlp: match (&c.moe, &c.family.experts) {
+                (Some(moe), Some(family)) if moe.sparse[l] => {
+                    let block = family.block;
+                    let router = |name: &str, out| {
+                        module(&format!("{block}.{name}"), linear(out, d, false), Group::Router)
+                    };
+                    let expert = |e| {
+                        let block = format!("{block}.experts.{e}");
+                        mlp(&block, family.names, moe.width, false, Group::Experts, Some(e))
+                    };
+                    let shared = || {
+                        let block = format!("{block}.shared_expert");
+                        let own = mlp(&block, names, moe.shared, false, Group::Mlp, None);
+                        (own, router("shared_expert_gate", 1))
+                    };
+                    FeedForwardTree::Mixture {
+                        router: router("gate", moe.experts),
+                        experts: (0..moe.experts).map(expert).collect(),
+                        shared: (moe.shared > 0).then(shared),
                     }
                 }
-                if moe.shared > 0 {
-                    let f = moe.shared;
-                    for (name, out, inp) in [("gate_proj", f, d), ("up_proj", f, d), ("down_proj", d, f)] {
-                        let name = format!("{block}.shared_expert.{name}");
-                        add(name, linear(out, inp, false), Group::Mlp, at, None);
-                    }
-                    let name = format!("{block}.shared_expert_gate");
-                    add(name, linear(1, d, false), Group::Router, at, None);
-                }
-            }
-            _ => {
-                let f = c.intermediate;
-                for (name, out, inp) in [("gate_proj", f, d), ("up_proj", f, d), ("down_proj", d, f)] {
-                    add(format!("{p}.mlp.{name}"), linear(out, inp, c.biases.mlp), Group::Mlp, at, None);
+                _ => FeedForwardTree::Dense(mlp("mlp", names, f, c.biases.mlp, Group::Mlp, None)),
+            },
+        }
+    }
+
+    /// In the order of the forward pass, into a list.
+    fn list(self, out: &mut Vec<Module>) {
+        out.extend([self.attn_norm, self.q, self.k, self.v, self.o]);
+        out.extend(self.qk_norm.into_iter().flat_map(|(q, k)| [q, k]));
+        out.push(self.mlp_norm);
+        match self.mlp {
+            FeedForwardTree::Dense(mlp) => out.extend(mlp.modules()),
+            FeedForwardTree::Mixture { router, experts, shared } => {
+                out.push(router);
+                out.extend(experts.into_iter().flat_map(MlpTree::modules));
+                if let Some((mlp, gate)) = shared {
+                    out.extend(mlp.modules());
+                    out.push(gate);
                 }
             }
         }
     }
-    add("model.norm".into(), Kind::Norm { dim: d }, Group::Norms, None, None);
-    add("lm_head".into(), linear(c.vocab, d, false), Group::Head, None, None);
-    out
+}
+
+impl Tree {
+    /// The modules of a config.
+    pub fn of(c: &Config) -> Self {
+        let (embedding, norm, head) = Self::ends(c);
+        Self { embedding, layers: (0..c.layers).map(|l| LayerTree::of(c, l)).collect(), norm, head }
+    }
+
+    /// What is no layer's: embedding, final norm and head.
+    pub fn ends(c: &Config) -> (Module, Module, Module) {
+        let module =
+            |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
+        let table = Kind::Embedding { vocab: c.vocab, dim: c.hidden };
+        (
+            module("model.embed_tokens", table, Group::Embedding),
+            module("model.norm", Kind::Norm { dim: c.hidden }, Group::Norms),
+            module("lm_head", linear(c.vocab, c.hidden, false), Group::Head),
+        )
+    }
+
+    /// In the order of the forward pass.
+    pub fn list(self) -> Vec<Module> {
+        let mut out = vec![self.embedding];
+        self.layers.into_iter().for_each(|layer| layer.list(&mut out));
+        out.extend([self.norm, self.head]);
+        out
+    }
+}
+
+/// All modules in the order of the forward pass.
+pub fn modules(c: &Config) -> Vec<Module> {
+    Tree::of(c).list()
 }
 
 /// Total number of parameters (a tied head counts once).

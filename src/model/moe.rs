@@ -117,11 +117,10 @@ impl Mixture {
         })
     }
 
-    /// Whether a matrix here is 4-bit and is dequantized in each product.
-    pub fn is_packed(&self) -> bool {
-        let shared = self.shared.as_ref();
-        let blocks = self.experts.iter().chain(shared.map(|s| &s.mlp)).flat_map(Mlp::linears);
-        blocks.chain(shared.map(|s| &s.gate)).any(Linear::is_packed)
+    /// Its linears, in the order of the forward pass.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
+        [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
     }
 
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.

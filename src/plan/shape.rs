@@ -8,7 +8,7 @@ use crate::model::decoder::Builder;
 use crate::model::embedding::Embedding;
 use crate::model::head::Head;
 use crate::model::layer::Layer;
-use crate::model::modules::{Group, Module, modules};
+use crate::model::modules::{Group, LayerTree, Module, Tree};
 use crate::recipe::Quantize;
 use candle_core::DType;
 
@@ -54,9 +54,6 @@ impl Shape {
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let split = (tensor > 1).then(|| part(config, tensor));
         let c = split.as_ref().unwrap_or(config);
-        // the modules of a part have the names, and the order, of those of the whole
-        let own = split.as_ref().map(modules);
-        let module = |i: usize| own.as_ref().map_or(&selection.modules[i].0, |own| &own[i]);
         let mut layers: Vec<Vec<usize>> = vec![Vec::new(); c.layers];
         let (mut first, mut last) = (Vec::new(), Vec::new());
         for (i, (m, _)) in selection.modules.iter().enumerate() {
@@ -77,14 +74,15 @@ impl Shape {
             let kind = (execution, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
             let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
             if at == known.len() {
-                kinds.push(Builder::new(c, list.iter().map(|i| module(*i)), &mut ghosts(list)).layer(l)?);
+                kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
                 known.push(kind);
             }
             of.push(at);
         }
-        let (embedding, table) =
-            Builder::new(c, first.iter().map(|i| module(*i)), &mut ghosts(&first)).embedding()?;
-        let head = Builder::new(c, last.iter().map(|i| module(*i)), &mut ghosts(&last)).head(Some(table))?;
+        // the modules of a part have the names of those of the whole
+        let (table, norm, head) = Tree::ends(c);
+        let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
+        let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
         let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
         let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
         if stages > 1 {

@@ -46,7 +46,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     plan.workload.steps = Some(steps as u64);
     let mut watch = Watch::begin(&plan, &job);
     let planned = watch.planned();
-    let (decoder, params) = job.build(true, &|_| {}).map_err(|e| planned.explain(e))?;
+    let (decoder, params) = job.load(true).map_err(|e| planned.explain(e))?;
     watch.loaded(&params);
     let optimizer = Optimizer::new(&params, &r.optimizer);
     let setup = Setup {

@@ -1,85 +1,50 @@
 //! Logits of models that need not fit: in f32 on the CPU, where rounding is smallest, with one layer in memory at a
 //! time.
 
-use crate::adapt::build::{Base, Build};
-use crate::adapt::params::Allocate;
+use crate::adapt::build::Build;
 use crate::adapt::{Adapter, Selection};
+use crate::base::Base;
 use crate::log::memory;
-use crate::model::Config;
 use crate::model::modules::modules;
 use crate::plan;
 use crate::quant;
-use crate::store::TensorFiles;
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use std::collections::HashMap;
 
-/// A base as something computes with it.
-#[derive(Clone, Copy)]
-pub struct Side<'a> {
-    /// Its config.
-    pub config: &'a Config,
-    /// Its weights.
-    pub files: &'a TensorFiles,
-    /// Whether its linears become NF4 while they are read (a 4-bit checkpoint stays as it is).
-    pub quantize: bool,
+/// Logits of a few tokens [t, v] in f32, of a base or of base and adapter.
+///
+/// # Errors
+/// Tensors that do not fit; an adapter that does not.
+pub fn logits(
+    base: &Base,
+    selection: &Selection,
+    adapter: Option<&Adapter>,
+    ids: &[u32],
+) -> crate::Result<Tensor> {
+    Build::new(base, selection).adapter(adapter).logits(ids)
 }
 
-impl Side<'_> {
-    /// Whether its linears are 4-bit.
-    pub fn four_bit(&self) -> bool {
-        self.quantize || self.config.four_bit
+/// Bytes that [`logits`] takes: the largest layer (or table), and the whole adapter.
+pub fn bytes(base: &Base, selection: &Selection) -> u64 {
+    let mut units: HashMap<String, u64> = HashMap::new();
+    for m in modules(&base.config) {
+        let n = m.weight_shape().iter().product::<usize>() as u64;
+        let dense = !base.is_4bit() || !quant::takes(&m);
+        // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
+        let bytes = if dense { 4 * n } else { n.div_ceil(2) + n.div_ceil(16) };
+        let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
+        *units.entry(unit).or_default() += bytes + 4 * m.bias().unwrap_or(0) as u64;
     }
+    let adapter: u64 = selection.trained().iter().map(|t| 4 * t.elements() as u64).sum();
+    adapter + units.into_values().max().unwrap_or(0)
+}
 
-    /// Logits of a few tokens [t, v] in f32, of the base or of base and adapter. `progress` hears the bytes that are
-    /// read.
-    ///
-    /// # Errors
-    /// Tensors that do not fit; an adapter that does not.
-    pub fn logits(
-        &self,
-        selection: &Selection,
-        adapter: Option<&Adapter>,
-        ids: &[u32],
-        progress: &dyn Fn(u64),
-    ) -> crate::Result<Tensor> {
-        Build {
-            config: self.config,
-            selection,
-            base: Base::Files(self.files),
-            adapter,
-            quantize: self.quantize,
-            dtype: DType::F32,
-            device: &Device::Cpu,
-            seed: 0,
-            allocate: Allocate::default(),
-            progress,
-        }
-        .logits(ids)
-    }
-
-    /// Bytes that [`Side::logits`] takes: the largest layer (or table), and the whole adapter.
-    pub fn bytes(&self, selection: &Selection) -> u64 {
-        let mut units: HashMap<String, u64> = HashMap::new();
-        for m in modules(self.config) {
-            let n = m.weight_shape().iter().product::<usize>() as u64;
-            let dense = !self.four_bit() || !quant::takes(&m);
-            // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
-            let bytes = if dense { 4 * n } else { n.div_ceil(2) + n.div_ceil(16) };
-            let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
-            *units.entry(unit).or_default() += bytes + 4 * m.bias().unwrap_or(0) as u64;
-        }
-        let adapter: u64 = selection.trained().iter().map(|t| 4 * t.elements() as u64).sum();
-        adapter + units.into_values().max().unwrap_or(0)
-    }
-
-    /// Refuses a comparison that this machine has no memory for, before anything is allocated. `what` says what
-    /// needs it.
-    ///
-    /// # Errors
-    /// [`plan::Error::DoesNotFit`].
-    pub fn fits(&self, selection: &Selection, what: &str) -> crate::Result<()> {
-        within(self.bytes(selection), memory::available_bytes(), what)
-    }
+/// Refuses a comparison that this machine has no memory for, before anything is allocated. `what` says what needs it.
+///
+/// # Errors
+/// [`plan::Error::DoesNotFit`].
+pub fn fits(base: &Base, selection: &Selection, what: &str) -> crate::Result<()> {
+    within(bytes(base, selection), memory::available_bytes(), what)
 }
 
 fn within(needed: u64, free: Option<u64>, what: &str) -> crate::Result<()> {
@@ -96,6 +61,7 @@ fn within(needed: u64, free: Option<u64>, what: &str) -> crate::Result<()> {
 mod tests {
     use super::*;
     use crate::ExitCode;
+    use crate::model::Config;
 
     #[test]
     fn too_little_memory_is_told_before_it_is_taken() {
@@ -120,13 +86,12 @@ mod tests {
         std::fs::write(dir.path().join("config.json"), raw.to_string())?;
         let config = Config::load(dir.path(), &serde_json::Map::new())?;
         crate::store::write_file(&dir.path().join("model.safetensors"), &[], &[])?;
-        let files = TensorFiles::open_model(dir.path())?;
-        let side = |quantize| Side { config: &config, files: &files, quantize };
-        let frozen = Selection::frozen(&config);
+        let base = Base::open(config, dir.path())?;
+        let frozen = Selection::frozen(&base.config);
         let linears = 8 * 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 4096 * 1024u64;
         let dense = 4 * (linears + 8 * 4096 + 2 * 4096);
-        assert_eq!(side(false).bytes(&frozen), dense);
-        let four_bit = side(true).bytes(&frozen) as f64;
+        assert_eq!(bytes(&base, &frozen), dense);
+        let four_bit = bytes(&base.in_nf4(true), &frozen) as f64;
         assert!((0.13..0.15).contains(&(four_bit / dense as f64)), "{four_bit} of {dense}");
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! What makes two runs the same run: recipe keys and hashes of data, model and tokenizer.
 
 use super::Job;
-use crate::adapt::layout;
+use crate::base::layout;
 use crate::data::Dataset;
 use crate::model::Config;
 use crate::recipe::Weights;

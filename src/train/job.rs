@@ -2,9 +2,10 @@
 
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build, check_full, check_tensors};
+use crate::adapt::build::{Build, check_full};
 use crate::adapt::params::Allocate;
-use crate::adapt::{self, Choice, Params, Selection, layout};
+use crate::adapt::{self, Choice, Params, Selection};
+use crate::base::Base;
 use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
@@ -13,7 +14,6 @@ use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
 use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
-use crate::store::TensorFiles;
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -274,20 +274,17 @@ impl Job {
         Ok(Some(data))
     }
 
-    /// The files of the base's weights; `None` for random ones.
-    pub fn weights(&self) -> crate::Result<Option<TensorFiles>> {
-        match self.recipe.model.weights {
-            Weights::Random => Ok(None),
-            Weights::Load => Ok(Some(layout::open(&self.config, &self.model.dir)?)),
-        }
-    }
-
-    fn base<'a>(&self, files: Option<&'a TensorFiles>) -> Base<'a> {
-        files.map_or(Base::Random(self.recipe.run.seed), Base::Files)
-    }
-
-    fn quantizes(&self) -> bool {
-        self.recipe.model.quantize == Quantize::Nf4
+    /// The base as its folder has it, without the 4-bit copy of `model.cache`.
+    ///
+    /// # Errors
+    /// Weights that are not there or cannot be used.
+    pub fn base(&self) -> crate::Result<Base> {
+        let config = self.config.clone();
+        let base = match self.recipe.model.weights {
+            Weights::Random => Base::random(config, self.recipe.run.seed),
+            Weights::Load => Base::open(config, &self.model.dir)?,
+        };
+        Ok(base.in_nf4(self.recipe.model.quantize == Quantize::Nf4))
     }
 
     /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
@@ -296,17 +293,14 @@ impl Job {
     /// # Errors
     /// Tensors that are missing, unexpected or of another shape; an adapter of another base.
     pub fn check(&self) -> crate::Result<()> {
-        let files = self.weights()?;
-        if let Some(f) = &files {
-            check_tensors(&self.config, f)?;
-        }
-        let (base, adapter) = (self.base(files.as_ref()), self.adapter.as_ref());
-        check_full(&self.config, &self.selection, &base, adapter, self.quantizes())?;
+        let base = self.base()?;
+        base.check()?;
+        check_full(&base, &self.selection, self.adapter.as_ref())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
             a.check_values()?;
-            if let Some(f) = &files {
-                a.check_base(f, self.config.tied)?;
+            if let Some(files) = base.files() {
+                a.check_base(files, self.config.tied)?;
             }
         }
         Ok(())
@@ -318,32 +312,24 @@ impl Job {
         Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
-    /// Loads the model; with `train`, allocates gradients and moments.
-    pub fn build(&self, train: bool, progress: &dyn Fn(u64)) -> crate::Result<(Decoder, Params)> {
-        let files = self.weights()?;
-        let mut config = self.config.clone();
-        let mut copy = None;
-        if let Some((its_config, its_files)) = quantize::cached(self)? {
-            config = its_config;
-            copy = Some(its_files);
+    /// Loads the model with a bar, from the 4-bit copy of `model.cache` where the recipe has one; with `train`, allocates
+    /// gradients and moments.
+    ///
+    /// # Errors
+    /// As [`Build::run`]; a copy that cannot be made.
+    pub fn load(&self, train: bool) -> crate::Result<(Decoder, Params)> {
+        let mut base = self.base()?;
+        if let Some((config, copy)) = quantize::cached(self)? {
+            base = base.with_copy(config, copy);
         }
-        let base = match (&files, &copy) {
-            (Some(original), Some(four_bit)) => Base::Cached { original, four_bit },
-            _ => self.base(files.as_ref()),
-        };
-        Build {
-            config: &config,
-            selection: &self.selection,
-            base,
-            adapter: self.adapter.as_ref(),
-            quantize: self.quantizes(),
-            dtype: self.dtype,
-            device: &self.device,
-            seed: self.recipe.run.seed,
-            allocate: Allocate { train, offload: self.recipe.memory.offload.contains(&Offload::Optimizer) },
-            progress,
-        }
-        .run()
+        let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
+        Build::new(&base, &self.selection)
+            .adapter(self.adapter.as_ref())
+            .on(self.dtype, &self.device)
+            .seed(self.recipe.run.seed)
+            .allocate(Allocate { train, offload })
+            .shown("loading")
+            .run()
     }
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {

@@ -3,9 +3,9 @@
 use super::step::probe;
 use super::{Error, Job};
 use crate::adapt::adapter::{self, Adapter};
-use crate::adapt::build::check_tensors;
 use crate::adapt::selection::{Choice, Part};
 use crate::adapt::{self, Params, Selection, peft};
+use crate::base::check_tensors;
 use crate::data::Micro;
 use crate::kernel::to_host;
 use crate::model::modules::{Group, modules};

@@ -3,8 +3,7 @@
 use super::Job;
 use super::identity::model_hash;
 use super::output::{is_of_model, write_folder};
-use crate::adapt::build::check_tensors;
-use crate::adapt::layout;
+use crate::base::{check_tensors, layout};
 use crate::log::{bytes_bar, tell, warn};
 use crate::model::Config;
 use crate::model::modules::{Group, Module, modules};

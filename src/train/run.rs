@@ -12,7 +12,7 @@ use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
-use crate::log::{Metrics, Progress, bytes_bar, memory, place, tell, warn};
+use crate::log::{Metrics, Progress, memory, place, tell, warn};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
@@ -185,9 +185,7 @@ struct Start<'a> {
 fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
-    let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
-    let (decoder, params) = job.build(true, &|n| bar.inc(n))?;
-    bar.finish_and_clear();
+    let (decoder, params) = job.load(true)?;
     start.identity.check_unchanged()?;
     watch.loaded(&params);
     if let Some(c) = newest {

@@ -2,16 +2,19 @@
 
 use super::{RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
-use crate::adapt::build::{Base, Build};
+use crate::adapt::build::Build;
 use crate::adapt::export::{Export, Target, read_fused};
 use crate::adapt::params::Allocate;
-use crate::adapt::{Choice, Params, Selection, layout};
+use crate::adapt::{Choice, Params, Selection};
+use crate::base::Base;
 use crate::kernel::Tensor;
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
 use crate::log::place::Phase;
 use crate::model::batch::HostBatch;
-use crate::model::modules::Group;
+use crate::model::layer::FeedForward;
+use crate::model::linear::{Linear, Weight};
+use crate::model::modules::{Group, modules};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
 use crate::store::TensorFiles;
@@ -31,7 +34,7 @@ const CPU: &Device = &Device::Cpu;
 struct Case {
     dir: PathBuf,
     config: Config,
-    files: TensorFiles,
+    base: Base,
 }
 
 /// Every case folder.
@@ -42,8 +45,8 @@ fn cases() -> Result<Vec<Case>> {
     dirs.into_iter()
         .map(|dir| {
             let config = Config::load(&dir.join("model"), &Map::new())?;
-            let files = layout::open(&config, &dir.join("model"))?;
-            Ok(Case { dir, config, files })
+            let base = Base::open(config.clone(), &dir.join("model"))?;
+            Ok(Case { dir, config, base })
         })
         .collect()
 }
@@ -58,22 +61,20 @@ impl Case {
     }
 
     fn build(&self, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
-        Ok(self.plan(selection, adapter).run()?)
+        build(&self.base, selection, adapter)
     }
 
-    fn plan<'a>(&'a self, selection: &'a Selection, adapter: Option<&'a Adapter>) -> Build<'a> {
-        Build {
-            config: &self.config,
-            selection,
-            base: Base::Files(&self.files),
-            adapter,
-            quantize: false,
-            dtype: DType::F32,
-            device: CPU,
-            seed: 0,
-            allocate: Allocate { train: true, ..Allocate::default() },
-            progress: &|_| {},
-        }
+    /// The same in NF4.
+    fn build_nf4(&self, selection: &Selection) -> Result<(Decoder, Params)> {
+        build(&self.nf4(), selection, None)
+    }
+
+    fn nf4(&self) -> Base {
+        self.base.clone().in_nf4(true)
+    }
+
+    fn files(&self) -> Result<&TensorFiles> {
+        self.base.files().context("files")
     }
 
     /// Adapter folders by the prefix of their names.
@@ -84,6 +85,11 @@ impl Case {
         out.sort();
         Ok(out)
     }
+}
+
+fn build(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
+    let allocate = Allocate { train: true, ..Allocate::default() };
+    Ok(Build::new(base, selection).adapter(adapter).allocate(allocate).run()?)
 }
 
 /// Everything trains.

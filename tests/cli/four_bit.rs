@@ -164,6 +164,18 @@ fn a_cache_does_not_depend_on_what_trains() {
     assert!(w.read("four-bit/model.safetensors") == made);
 }
 
+/// Loads are counted on the model that training starts from: that of the cache, and of the adapter that it goes on from.
+#[test]
+fn routes_are_those_of_the_model_that_training_starts_from() {
+    let (w, _) = world("mixtral");
+    let routes = |set: &[&str]| w.ok(&[&["routes", "r.toml", "--json"], set].concat()).out;
+    let plain = routes(&[]);
+    assert_eq!(routes(&["model.cache=kept"]), plain);
+    assert!(w.path("kept/model.safetensors").is_file(), "the cache was not made");
+    w.ok(&["run", "r.toml", "run.output=a", "optimizer.lr=2e-1"]);
+    assert_ne!(routes(&["lora.init=a/adapter"]), plain, "the adapter was not used");
+}
+
 /// What a run leaves is used by every verb: evaluated, merged onto the original weights or onto 4-bit ones, gone on from.
 #[test]
 fn its_adapter_is_used_like_any_other() {

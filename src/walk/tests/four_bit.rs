@@ -1,15 +1,13 @@
 //! 4-bit bases: against PyTorch on what bitsandbytes dequantizes, against dense runs, and made in several ways.
 
 use super::*;
-use crate::adapt::merge_cost::{MergeCost, merge_cost, merged};
 use crate::kernel::check::{close, randn};
 use crate::kernel::group::Groups;
-use crate::model::layer::FeedForward;
-use crate::model::linear::{Linear, Weight};
-use crate::model::modules::modules;
+use crate::kernel::{Real, gemm, upcast};
 use crate::quant;
 use crate::recipe::LoraSpec;
 use crate::store::write_file;
+use crate::train::merge::cost::MergeCost;
 use crate::train::quantize::quantize;
 use crate::walk::{Dequantize, Execution};
 use std::sync::Arc;
@@ -29,13 +27,14 @@ fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
 }
 
 /// Linears that are 4-bit in a model, experts' too.
-fn linears(config: &Config) -> usize {
+fn four_bit_count(config: &Config) -> usize {
     modules(config).iter().filter(|m| quant::takes(m)).count()
 }
 
 fn open(dir: &std::path::Path) -> Result<Case> {
-    let (config, files) = (Config::load(dir, &Map::new())?, TensorFiles::open_model(dir)?);
-    Ok(Case { dir: dir.into(), config, files })
+    let config = Config::load(dir, &Map::new())?;
+    let base = Base::open(config.clone(), dir)?;
+    Ok(Case { dir: dir.into(), config, base })
 }
 
 fn lora(c: &Case) -> Result<(Adapter, Selection)> {
@@ -47,8 +46,8 @@ fn lora(c: &Case) -> Result<(Adapter, Selection)> {
 /// Every linear that is 4-bit, dequantized.
 fn dequantized(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
     let mut out = Vec::new();
-    for m in modules(&d.config) {
-        if let Some(Weight::Nf4(w)) = d.linear(&m.name).map(|l| &l.weight) {
+    for (m, l) in d.linears() {
+        if let Weight::Nf4(w) = &l.weight {
             out.push((m.name, w.dequantize()?));
         }
     }
@@ -61,7 +60,7 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     for (c, dir) in four_bit_cases()? {
         let (adapter, selection) = lora(&c)?;
         let (d, p) = c.build(&selection, Some(&adapter))?;
-        assert_eq!(dequantized(&d)?.len(), linears(&c.config), "{}", c.name());
+        assert_eq!(dequantized(&d)?.len(), four_bit_count(&c.config), "{}", c.name());
         let expected = TensorFiles::open_file(&dir.join("lora_expected.safetensors"))?;
         let n = compare(&c.name(), &d, &p, &Rows::padded(&c)?, &expected, "")?;
         assert_eq!(n, p.tensors.len(), "{}", c.name());
@@ -72,24 +71,26 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
 /// A model whose 4-bit linears are the dequantized values, dense in f32.
 fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     let mut tensors: Vec<(String, crate::kernel::Real)> = Vec::new();
+    let coded: Vec<(String, Tensor)> = dequantized(d)?;
     for m in modules(&c.config) {
         let weight = format!("{}.weight", m.name);
-        match d.linear(&m.name).map(|l| &l.weight) {
-            Some(Weight::Nf4(w)) => tensors.push((weight, w.dequantize()?.real()?.clone())),
-            _ if c.files.info(&weight).is_some() => {
-                tensors.push((weight.clone(), c.files.tensor(&weight, DType::F32, CPU)?));
+        match coded.iter().find(|(n, _)| *n == m.name) {
+            Some((_, w)) => tensors.push((weight, w.real()?.clone())),
+            _ if c.files()?.info(&weight).is_some() => {
+                tensors.push((weight.clone(), c.files()?.tensor(&weight, DType::F32, CPU)?));
             }
             _ => {}
         }
         let bias = format!("{}.bias", m.name);
         if m.bias().is_some() {
-            tensors.push((bias.clone(), c.files.tensor(&bias, DType::F32, CPU)?));
+            tensors.push((bias.clone(), c.files()?.tensor(&bias, DType::F32, CPU)?));
         }
     }
     write_file(&folder.join("model.safetensors"), &tensors, &[])?;
     let files = TensorFiles::open_model(folder)?;
     let config = Config { four_bit: false, ..c.config.clone() };
-    Ok(Case { dir: c.dir.clone(), config, files })
+    let base = Base::of_files(config.clone(), files);
+    Ok(Case { dir: c.dir.clone(), config, base })
 }
 
 /// Loss and every LoRA gradient on a 4-bit base are those on the dense model of the dequantized values: of dense models
@@ -111,8 +112,8 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     let (mut worst, mut unequal, mut all) = ((0f64, String::new()), 0, 0);
     for (c, quantize) in &bases {
         let (adapter, selection) = lora(c)?;
-        let (d, p) = Build { quantize: *quantize, ..c.plan(&selection, Some(&adapter)) }.run()?;
-        assert_eq!(dequantized(&d)?.len(), linears(&c.config), "{}", c.name());
+        let (d, p) = build(&c.base.clone().in_nf4(*quantize), &selection, Some(&adapter))?;
+        assert_eq!(dequantized(&d)?.len(), four_bit_count(&c.config), "{}", c.name());
         let folder = tempfile::tempdir()?;
         let dense = dense_of(c, &d, folder.path())?;
         let (e, q) = dense.build(&selection, Some(&adapter))?;
@@ -146,8 +147,8 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
 /// from.
 fn none_is_dequantized(d: &Decoder) -> usize {
     let mut seen = 0;
-    for m in modules(&d.config) {
-        if let Some(Weight::Nf4(w)) = d.linear(&m.name).map(|l| &l.weight) {
+    for (m, l) in d.linears() {
+        if let Weight::Nf4(w) = &l.weight {
             assert_eq!(Arc::strong_count(w), 1, "{} is still dequantized", m.name);
             seen += 1;
         }
@@ -173,7 +174,7 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
                 *choice = Choice::Lora { spec, lr_scale: 1.0 };
             }
         }
-        let (d, p) = Build { quantize: true, ..c.plan(&selection, None) }.run()?;
+        let (d, p) = c.build_nf4(&selection)?;
         let batch = Rows::padded(&c)?.batch(&c.config)?;
         let mut first: Option<(Vec<f64>, Vec<Vec<f64>>)> = None;
         for recompute in [0, 1, c.config.layers] {
@@ -208,7 +209,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
     let mut seen = 0;
     for c in mixtures()? {
         let frozen = Selection::frozen(&c.config);
-        let (d, _) = Build { quantize: true, ..c.plan(&frozen, None) }.run()?;
+        let (d, _) = c.build_nf4(&frozen)?;
         for layer in d.layers.iter().filter(|l| l.is_packed()) {
             let FeedForward::Mixture(m) = &layer.mlp else { continue };
             // all tokens go to the last expert
@@ -239,9 +240,9 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
     for name in ["qwen3-one-kv", "qwen2-bias", "llama-yarn", "mixtral", "qwen3-moe", "mixtral-fused"] {
         let c = cases()?.into_iter().find(|c| c.name() == name).context("a case")?;
         let frozen = Selection::frozen(&c.config);
-        let (d, _) = Build { quantize: true, ..c.plan(&frozen, None) }.run()?;
+        let (d, _) = c.build_nf4(&frozen)?;
         let loading = bits(&d)?;
-        assert_eq!(loading.len(), linears(&c.config));
+        assert_eq!(loading.len(), four_bit_count(&c.config));
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("four-bit");
         let report = quantize(&c.config, &c.dir.join("model"), &out, true)?;
@@ -251,9 +252,9 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
         let (e, _) = written.build(&frozen, None)?;
         assert!(bits(&e)? == loading, "{name}");
         // what stays is what it was, and a model that is 4-bit is not quantized again
-        let embedding = |c: &Case| -> Result<Vec<u8>> { Ok(c.files.read("model.embed_tokens.weight")?) };
+        let embedding = |c: &Case| -> Result<Vec<u8>> { Ok(c.files()?.read("model.embed_tokens.weight")?) };
         assert!(embedding(&c)? == embedding(&written)?);
-        let (again, _) = Build { quantize: true, ..written.plan(&frozen, None) }.run()?;
+        let (again, _) = written.build_nf4(&frozen)?;
         assert!(bits(&again)? == loading, "{name}");
         assert!(quantize(&written.config, &out, &folder.path().join("twice"), true).is_err());
         assert!(quantize(&c.config, &c.dir.join("model"), &out, true).is_err(), "over what is there");
@@ -267,10 +268,9 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
 fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.name() == "qwen2-bias").context("a case")?;
     let frozen = Selection::frozen(&c.config);
-    for base in [Base::Files(&c.files), Base::Random(7)] {
-        let (d, _) = Build { quantize: true, base, ..c.plan(&frozen, None) }.run()?;
-        for m in modules(&c.config) {
-            let Some(l) = d.linear(&m.name) else { continue };
+    for base in [c.nf4(), Base::random(c.config.clone(), 7).in_nf4(true)] {
+        let (d, _) = build(&base, &frozen, None)?;
+        for (m, l) in d.linears() {
             match &l.weight {
                 Weight::Nf4(w) => {
                     let (n, blocks) = (w.dims().0 * w.dims().1, (w.dims().0 * w.dims().1).div_ceil(64));
@@ -295,7 +295,7 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     // its original weights may, and what is not 4-bit
     let dense = cases()?.into_iter().find(|d| d.name() == c.name()).context("the dense case")?;
     assert!(dense.build(&s, None).is_ok());
-    assert!(Build { quantize: true, ..dense.plan(&s, None) }.run().is_ok());
+    assert!(dense.build_nf4(&s).is_ok());
     let mut s = Selection::frozen(&c.config);
     for (_, choice) in s.modules.iter_mut().filter(|(m, _)| m.group == Group::Norms) {
         *choice = Choice::Full { lr_scale: 1.0 };
@@ -304,6 +304,20 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     let (_, reached) = backward(&d, &p, &Rows::padded(&c)?.batch(&c.config)?, 0)?;
     assert!(reached.iter().all(|r| *r));
     Ok(())
+}
+
+/// The merged weight of a linear with an adapter [o, i], f32, and the base's; `None` without an adapter.
+fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
+    let Some(lora) = &linear.lora else { return Ok(None) };
+    let base = upcast(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
+    let product = gemm::matmul(&upcast(&lora.b)?, false, &upcast(&lora.a)?, false)?;
+    let mut merged = (&base + (product * lora.scale)?)?;
+    if let Some(dora) = &lora.dora {
+        let norms = lora.norms(&linear.weight, &dora.row_squares)?;
+        let g = (upcast(&dora.magnitude)?.flatten_all()? / norms)?;
+        merged = merged.broadcast_mul(&g.unsqueeze(1)?)?;
+    }
+    Ok(Some((merged.real()?.clone(), base.real()?.clone())))
 }
 
 /// The merged weight is what the linear computes, and the costs are in the order that the formats give: bf16 has 8
@@ -315,19 +329,15 @@ fn merging_reports_what_it_loses() -> Result<()> {
         let (d, _) = c.build(&selection, Some(&adapter))?;
         let batch = Rows::padded(&c)?.batch(&c.config)?;
         let mut all = MergeCost::default();
-        for m in modules(&c.config) {
-            let Some(l) = d.linear(&m.name) else { continue };
-            let Some((w, _)) = merged(l)? else {
-                assert!(merge_cost(&m.name, l)?.is_none());
-                continue;
-            };
+        for (m, l) in d.linears() {
+            let Some((w, before)) = merged(l)? else { continue };
             let x = randn(3, (5, w.dims()[1]), DType::F32)?;
             let (mut y, _) = l.forward(&x, &batch.context)?;
             if let Some(b) = &l.bias {
                 y = y.broadcast_sub(b)?;
             }
             close(&y, &x.matmul(&w.t()?.into())?, 1e-5);
-            let cost = merge_cost(&m.name, l)?.context("a cost")?;
+            let cost = MergeCost::of(&m.name, &w, &before)?;
             let all_of_it = (cost.bf16 / cost.merged).sqrt();
             assert!((1e-4..4e-3).contains(&all_of_it), "{} {cost:?}", m.name);
             assert!((0.02..0.15).contains(&cost.nf4_of_merged()), "{} {cost:?}", m.name);
@@ -349,16 +359,16 @@ fn codes_know_what_they_were_made_from() -> Result<()> {
         for m in modules(&c.config).into_iter().filter(quant::takes) {
             let name = format!("{}.weight", m.name);
             let &[o, i] = m.weight_shape().as_slice() else { continue };
-            let same = quant::agreement(&c.files, &original.files, &name, (o, i))?;
+            let same = quant::agreement(c.files()?, original.files()?, &name, (o, i))?;
             assert!(same > 0.999, "{} {name}: {same}", c.name());
-            let w = original.files.tensor(&name, DType::F32, CPU)?;
+            let w = original.files()?.tensor(&name, DType::F32, CPU)?;
             let spread = (w.sqr()?.mean_all()?.to_scalar::<f32>()? as f64).sqrt();
             tuned.push((name, (w + (randn(9, (o, i), DType::F32)? * (0.05 * spread))?.real()?)?));
         }
         write_file(&folder.path().join("model.safetensors"), &tuned, &[])?;
         let files = TensorFiles::open_model(folder.path())?;
         for (name, w) in &tuned {
-            let same = quant::agreement(&c.files, &files, name, w.dims2()?)?;
+            let same = quant::agreement(c.files()?, &files, name, w.dims2()?)?;
             assert!(same < 0.95, "{} {name}: {same}", c.name());
         }
     }

@@ -2,8 +2,6 @@
 
 use super::*;
 use crate::adapt::params::Allocate;
-use crate::model::linear::Weight;
-use crate::model::modules::modules;
 use crate::quant;
 use crate::train::quantize::quantize;
 
@@ -46,11 +44,17 @@ fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
 #[test]
 fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
     for (c, dir, s) in cases_in_full()? {
-        let (d, p) = Build { quantize: true, ..c.plan(&s, None) }.run()?;
-        for (m, choice) in &s.modules {
-            let Some(l) = d.linear(&m.name) else { continue };
+        let (d, p) = c.build_nf4(&s)?;
+        for (m, l) in d.linears() {
+            let choice = s.modules.iter().find(|(n, _)| n.name == m.name).map(|(_, c)| c);
             let four_bit = matches!(l.weight, Weight::Nf4(_));
-            assert_eq!(four_bit, quant::takes(m) && *choice == Choice::Freeze, "{} {}", c.name(), m.name);
+            assert_eq!(
+                four_bit,
+                quant::takes(&m) && choice == Some(&Choice::Freeze),
+                "{} {}",
+                c.name(),
+                m.name
+            );
         }
         let expected = TensorFiles::open_file(&dir.join("expected.safetensors"))?;
         let rows = Rows::padded(&c)?;
@@ -62,19 +66,19 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("four-bit");
         quantize(&c.config, &c.dir.join("model"), &out, true)?;
-        let (config, copy) = (Config::load(&out, &Map::new())?, TensorFiles::open_model(&out)?);
-        let cached = || Base::Cached { original: &c.files, four_bit: &copy };
-        let allocate = Allocate { train: true, offload: true };
-        for (what, build) in [
-            ("cached", Build { quantize: true, config: &config, base: cached(), ..c.plan(&s, None) }),
-            ("offloaded", Build { quantize: true, allocate, ..c.plan(&s, None) }),
+        let copy = Base::open(Config::load(&out, &Map::new())?, &out)?;
+        let cached = c.nf4().with_copy(copy.config.clone(), TensorFiles::open_model(&out)?);
+        let (nf4, allocate) = (c.nf4(), Allocate { train: true, offload: true });
+        for (what, built) in [
+            ("cached", build(&cached, &s, None)),
+            ("offloaded", Ok(Build::new(&nf4, &s).allocate(allocate).run()?)),
         ] {
-            let (d, p) = build.run()?;
+            let (d, p) = built?;
             assert_eq!(backward(&d, &p, &batch, 0)?.0, loss, "{} {what}", c.name());
             assert!(gradients(&p)? == want, "{} {what}", c.name());
         }
         // the copy alone has no weights that could train
-        let alone = Build { config: &config, base: Base::Files(&copy), ..c.plan(&s, None) }.run();
+        let alone = build(&copy, &s, None);
         let is_linear = |(m, c): &&(_, Choice)| quant::takes(m) && *c != Choice::Freeze;
         let first = s.modules.iter().find(is_linear).context("a linear")?;
         let error = alone.err().context("it was built")?.to_string();
@@ -92,12 +96,17 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
 fn nothing_left_to_quantize_is_an_error() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.name() == "mixtral").context("a case")?;
     let mut s = everything(&c.config);
-    let error = Build { quantize: true, ..c.plan(&s, None) }.run().err().context("it was built")?;
+    let nf4 = c.nf4();
+    let error = Build::new(&nf4, &s).run().err().context("it was built")?;
     assert!(error.to_string().contains("nothing is left to quantize"), "{error}");
     assert_eq!(error.exit_code(), crate::ExitCode::Usage);
     let one = modules(&c.config).iter().position(quant::takes).context("a linear")?;
     s.modules[one].1 = Choice::Freeze;
-    let (d, _) = Build { quantize: true, ..c.plan(&s, None) }.run()?;
-    assert!(matches!(d.linear(&s.modules[one].0.name).map(|l| &l.weight), Some(Weight::Nf4(_))));
+    let (d, _) = c.build_nf4(&s)?;
+    assert!(
+        d.linears()
+            .iter()
+            .any(|(m, l)| m.name == s.modules[one].0.name && matches!(l.weight, Weight::Nf4(_)))
+    );
     Ok(())
 }

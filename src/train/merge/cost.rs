@@ -4,10 +4,7 @@
 //! quantized anew onto a 4-bit base, it is no longer M; how much of the update `M - W` that error is decides
 //! whether merging makes sense.
 
-use crate::kernel::gemm;
 use crate::kernel::tensor::Real;
-use crate::kernel::upcast;
-use crate::model::linear::Linear;
 use crate::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
 
@@ -74,32 +71,4 @@ impl MergeCost {
 
 fn share(error: f64, whole: f64) -> f64 {
     if error == 0.0 { 0.0 } else { (error / whole).sqrt() }
-}
-
-/// The merged weight of a linear with an adapter [o, i], f32, and the base's; `None` without an adapter.
-///
-/// # Errors
-/// What candle says.
-pub fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
-    let Some(lora) = &linear.lora else { return Ok(None) };
-    let base = upcast(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
-    let product = gemm::matmul(&upcast(&lora.b)?, false, &upcast(&lora.a)?, false)?;
-    let mut merged = (&base + (product * lora.scale)?)?;
-    if let Some(dora) = &lora.dora {
-        let norms = lora.norms(&linear.weight, &dora.row_squares)?;
-        let g = (upcast(&dora.magnitude)?.flatten_all()? / norms)?;
-        merged = merged.broadcast_mul(&g.unsqueeze(1)?)?;
-    }
-    Ok(Some((merged.real()?.clone(), base.real()?.clone())))
-}
-
-/// What merging a linear's adapter loses; `None` without an adapter. Takes a few copies of the one matrix in f32.
-///
-/// # Errors
-/// A merged weight that is not finite; what candle says.
-pub fn merge_cost(name: &str, linear: &Linear) -> crate::Result<Option<MergeCost>> {
-    match merged(linear)? {
-        None => Ok(None),
-        Some((merged, base)) => MergeCost::of(name, &merged, &base).map(Some),
-    }
 }

@@ -10,14 +10,11 @@
 //! Head and embedding of a tied model are one tensor: where only one of them has an update, or each its own, the
 //! merged model has two.
 
-use super::Error;
-use super::adapter::Adapter;
-use super::build::check_tensors;
-use super::merge_cost::MergeCost;
-use super::peft;
-use super::selection::{Choice, Part, Selection, Trained, part_name};
+use super::cost::MergeCost;
+use crate::adapt::selection::{Choice, Part, Selection, Trained, part_name};
+use crate::adapt::{Adapter, Error, peft};
+use crate::base::Base;
 use crate::kernel::gemm::matmul_acc;
-use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module};
 use crate::quant::{self, CodeBooks};
 use crate::store::TensorFiles;
@@ -41,7 +38,7 @@ struct Source {
 
 /// A merge that can be done: everything is checked, nothing is read yet.
 pub struct Merge<'a> {
-    config: &'a Config,
+    base: &'a Base,
     files: &'a TensorFiles,
     adapter: &'a Adapter,
     trained: HashMap<(String, Part), Trained>,
@@ -49,28 +46,29 @@ pub struct Merge<'a> {
     order: Vec<String>,
     sources: HashMap<String, Source>,
     unties: bool,
-    /// Whether the base's linears are made 4-bit, as `model.quantize` does it, before they are merged into.
-    quantize: bool,
     /// What the tensors merged so far lose, on a 4-bit base.
     cost: RefCell<MergeCost>,
 }
 
 impl<'a> Merge<'a> {
-    /// Checks that base and adapter fit. With `quantize` the adapter is merged into what the base's linears are once
-    /// they were NF4 (a 4-bit checkpoint always is merged into as dequantized). `dtype` is that of all merged tensors; by
+    /// Checks that base and adapter fit. The adapter is merged into what the base's 4-bit linears dequantize to, those too
+    /// that are made so ([`Base::in_nf4`]). `dtype` is that of all merged tensors; by
     /// default each keeps the base's.
     ///
     /// # Errors
     /// Tensors of base or adapter that are missing, unexpected or of another shape; an adapter of another base.
     pub fn new(
-        config: &'a Config,
-        files: &'a TensorFiles,
+        base: &'a Base,
         adapter: &'a Adapter,
         selection: &Selection,
-        quantize: bool,
         dtype: Option<DType>,
     ) -> crate::Result<Self> {
-        check_tensors(config, files)?;
+        base.check()?;
+        let config = &base.config;
+        let Some(files) = base.files() else {
+            let why = "a model of random weights has no files to merge into".into();
+            return Err(Error::Merge { dir: config.family.model_type.into(), why }.into());
+        };
         let trained = selection.trained();
         adapter.check_against(selection, &trained)?;
         adapter.check_base(files, config.tied)?;
@@ -79,7 +77,7 @@ impl<'a> Merge<'a> {
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
         let trained = trained.into_iter().map(|t| ((t.module.clone(), t.part), t)).collect();
         let (order, sources, cost) = (Vec::new(), HashMap::new(), RefCell::default());
-        let mut merge = Self { config, files, adapter, trained, order, sources, unties, quantize, cost };
+        let mut merge = Self { base, files, adapter, trained, order, sources, unties, cost };
         for (m, choice) in &selection.modules {
             if config.tied && !unties && m.group == Group::Head {
                 continue;
@@ -101,7 +99,9 @@ impl<'a> Merge<'a> {
     }
 
     fn dtype_of(&self, base: &str) -> Result<DType, Error> {
-        if let Some(dtype) = self.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten() {
+        if let Some(dtype) =
+            self.base.config.four_bit.then(|| quant::source_dtype(self.files, base)).flatten()
+        {
             return Ok(dtype);
         }
         match self.files.info(base).map(|i| i.dtype) {
@@ -140,7 +140,7 @@ impl<'a> Merge<'a> {
 
     /// The merged model's `config.json`.
     pub fn config(&self) -> Map<String, Value> {
-        let mut raw = self.config.raw.clone();
+        let mut raw = self.base.config.raw.clone();
         if self.unties {
             raw.insert("tie_word_embeddings".into(), json!(false));
         }
@@ -195,34 +195,25 @@ impl<'a> Merge<'a> {
 
     /// Whether a tensor of the base is merged into as dequantized from 4 bits: as the checkpoint has it, or made so.
     fn four_bit(&self, s: &Source) -> bool {
-        s.part == Part::Weight
-            && match self.config.four_bit {
-                true => quant::find(self.files, &s.base).is_some(),
-                false => self.quantize && quant::takes(&s.module),
-            }
+        s.part == Part::Weight && self.base.four_bit(&s.module).is_some()
     }
 
     /// The base's tensor; dequantized, where it is 4-bit.
     fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
         let cpu = &Device::Cpu;
-        match s.module.weight_shape().as_slice() {
-            &[o, i] if self.four_bit(s) => {
-                let mut books = CodeBooks::new(cpu)?;
-                let blocks = match self.config.four_bit {
-                    true => quant::read(self.files, &s.base, (o, i), DType::F32, &mut books)?,
-                    false => {
-                        quant::from_files(self.files, &s.base)?.into_matrix(true, DType::F32, &mut books)?
-                    }
-                };
-                Ok(blocks.dequantize()?.to_dtype(dtype)?.real()?.clone())
+        match self.base.four_bit(&s.module).filter(|_| s.part == Part::Weight) {
+            Some(how) => {
+                // files need no number for random values
+                let codes = self.base.codes((&s.module, 0), how, DType::F32, &mut CodeBooks::new(cpu)?)?;
+                Ok(codes.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
-            _ => Ok(self.files.tensor(&s.base, dtype, cpu)?),
+            None => Ok(self.files.tensor(&s.base, dtype, cpu)?),
         }
     }
 
     /// Onto a 4-bit base: what the tensors merged so far lose in bf16, and in NF4.
     pub fn cost(&self) -> Option<MergeCost> {
-        (self.config.four_bit || self.quantize).then(|| *self.cost.borrow())
+        self.base.is_4bit().then(|| *self.cost.borrow())
     }
 
     /// A tensor that the adapter holds.

@@ -5,13 +5,14 @@
 //! it must be that value rounded once to its dtype, to the bit. What rounding then does to the logits has no bar (it
 //! is what the dtype costs): it is measured and told.
 
+pub mod cost;
+pub mod weights;
+
 use super::Error;
-use super::compare::Side;
+use super::compare;
 use super::output::{is_of_model, logits_apart, write_folder};
-use crate::adapt::adapter::Adapter;
-use crate::adapt::merge::Merge;
-use crate::adapt::merge_cost::MergeCost;
-use crate::adapt::{Selection, layout};
+use crate::adapt::{Adapter, Selection};
+use crate::base::{Base, layout};
 use crate::data::Trained;
 use crate::kernel;
 use crate::model::Config;
@@ -24,8 +25,10 @@ use crate::rng::{Purpose, Stream};
 use crate::store::{NewFolder, TensorFiles};
 use crate::walk;
 use candle_core::{DType, Device, Tensor};
+use cost::MergeCost;
 use serde_json::Map;
 use std::path::Path;
+use weights::Merge;
 
 /// Tokens of the text on which the models are compared.
 const PROBE: usize = 32;
@@ -39,14 +42,14 @@ const PIECE: usize = 1 << 22;
 pub struct Merging<'a> {
     /// The base's folder.
     pub dir: &'a Path,
-    /// The base: with `quantize`, what it is in NF4.
-    pub base: Side<'a>,
+    /// The base.
+    pub base: &'a Base,
     /// The adapter.
     pub adapter: &'a Adapter,
     /// What the adapter holds.
     pub selection: &'a Selection,
     /// The base that the adapter was trained on, where that is another than is merged onto: the same in 4 bits.
-    pub trained: Option<Side<'a>>,
+    pub trained: Option<&'a Base>,
 }
 
 /// What a merge gave. Distances are of logits and relative, but where it says otherwise.
@@ -93,7 +96,7 @@ impl Merging<'_> {
     ) -> crate::Result<Merged> {
         let (out, target) = (new.path(), new.named());
         let Self { base, adapter, selection, .. } = self;
-        let merge = Merge::new(base.config, base.files, adapter, selection, base.quantize, dtype)?;
+        let merge = Merge::new(base, adapter, selection, dtype)?;
         let mut get = |name: &str| {
             let tensor = merge.tensor(name)?;
             progress((tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
@@ -105,10 +108,10 @@ impl Merging<'_> {
         let stream = Stream::new(0, Purpose::Sample, 0, 0);
         let vocab = base.config.vocab as u32;
         let ids: Vec<u32> = (0..PROBE as u64).map(|i| stream.word(i) % vocab).collect();
-        let frozen = Selection::frozen(base.config);
-        let want = base.logits(selection, Some(adapter), &ids, &|_| {})?;
+        let frozen = Selection::frozen(&base.config);
+        let want = compare::logits(base, selection, Some(adapter), &ids)?;
         walk::finite(&want, "base and adapter", DIVERGED)?;
-        let effect = logits_apart(&base.logits(&frozen, None, &ids, &|_| {})?, &want)?;
+        let effect = logits_apart(&compare::logits(base, &frozen, None, &ids)?, &want)?;
 
         let config = Config::load(&out, &Map::new())?;
         let files = layout::open(&config, &out)?;
@@ -119,20 +122,21 @@ impl Merging<'_> {
         if exact > bar {
             return Err(Error::Merged { path: target.display().to_string(), apart: exact, bar }.into());
         }
-        let side = Side { config: &config, files: &files, quantize: false };
-        let frozen = Selection::frozen(&config);
+        let made = Base::of_files(config, files);
+        let frozen = Selection::frozen(&made.config);
         // without rounding the two are one model
-        let got = if rounding > 0.0 { side.logits(&frozen, None, &ids, &|_| {})? } else { got };
-        let again = match base.four_bit() {
+        let got = if rounding > 0.0 { compare::logits(&made, &frozen, None, &ids)? } else { got };
+        let again = match base.is_4bit() {
             true => {
-                let again = Side { quantize: true, ..side }.logits(&frozen, None, &ids, &|_| {})?;
+                let again = compare::logits(&made.in_nf4(true), &frozen, None, &ids)?;
                 Some(logits_apart(&again, &want)?)
             }
             false => None,
         };
         let trained = match &self.trained {
-            Some(t) => {
-                let trained = t.logits(&adapter.selection(t.config)?, Some(adapter), &ids, &|_| {})?;
+            Some(base) => {
+                let selection = adapter.selection(&base.config)?;
+                let trained = compare::logits(base, &selection, Some(adapter), &ids)?;
                 Some(logits_apart(&got, &trained)?)
             }
             None => None,
