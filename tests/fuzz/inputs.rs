@@ -559,7 +559,7 @@ fn metrics(base: &'static Base, d: &mut Dice) -> Case {
 }
 
 /// KiB of memory and stack, and descriptors, that the system's loader needs for the program.
-pub const LEAST_MEMORY: usize = 100_000;
+pub const LEAST_MEMORY: usize = 60_000;
 pub const LEAST_STACK: usize = 64;
 pub const LEAST_FILES: usize = 4;
 
