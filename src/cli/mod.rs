@@ -17,7 +17,7 @@ pub mod run;
 pub mod schema;
 
 use crate::error::Error;
-use crate::log::{color_on_stderr, escape, panics, tell_escaped};
+use crate::log::{color_on_stderr, escape, panics, tell, tell_escaped};
 use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
@@ -93,17 +93,32 @@ enum Verb {
     Push(Rest),
 }
 
+/// Bytes of stack that a verb has: what Linux gives the first thread of a process by default.
+const STACK: usize = 8 << 20;
+
 /// Runs the command line of this process and gives its exit code.
+///
+/// The verb runs on a thread of its own. The first one's stack is as large as the shell says (`ulimit -s`), and grows
+/// while it is used: where the system has no memory for that, it ends the process with a signal.
 pub fn main() -> ExitCode {
-    ExitCode::from(call(std::env::args_os()))
+    let work = std::thread::Builder::new().stack_size(STACK).spawn(|| call(std::env::args_os()));
+    let code = match work {
+        // a panic was told
+        Ok(thread) => thread.join().unwrap_or(crate::ExitCode::Internal as u8),
+        Err(e) => {
+            tell(&format!("error: out of memory: no thread to work on: {e}"));
+            crate::ExitCode::DoesNotFit as u8
+        }
+    };
+    ExitCode::from(code)
 }
 
 /// Parses a command line, whose first word is the program's name, runs the verb, prints the error, and gives the
-/// exit code. A panic is told in one line, and is an internal error.
+/// exit code. A panic is told in one line, and is an internal error, or one of memory.
 pub fn call<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     panics::install();
     train::exhausted::tell_failures();
-    panics::told(|| verb(words)).unwrap_or(crate::ExitCode::Internal as u8)
+    panics::told(|| verb(words)).unwrap_or_else(|code| code as u8)
 }
 
 fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {

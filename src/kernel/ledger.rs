@@ -84,7 +84,8 @@ struct Scope {
     n: f64,
     /// Bytes of its entries.
     new: u64,
-    /// Bytes of older entries that it has dropped.
+    /// Bytes of older entries that it has dropped, of which each part had its own share. What is one for all of them is
+    /// there until the last has dropped it.
     dropped: u64,
     /// The most that one part takes beyond what it found.
     most: f64,
@@ -96,9 +97,17 @@ impl Scope {
     }
 }
 
+#[derive(Debug)]
+struct Entry {
+    role: Role,
+    bytes: u64,
+    /// Whether it stands for one in each of many parts.
+    shares: bool,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    entries: Vec<(Role, u64)>,
+    entries: Vec<Entry>,
     live: [u64; ROLES],
     sum: u64,
     high: u64,
@@ -123,7 +132,7 @@ impl State {
 
     fn add(&mut self, role: Role, bytes: u64) -> usize {
         let id = self.entries.len();
-        self.entries.push((role, bytes));
+        self.entries.push(Entry { role, bytes, shares: false });
         self.live[role as usize] += bytes;
         self.sum += bytes;
         self.listed.insert((role, bytes));
@@ -136,12 +145,16 @@ impl State {
     }
 
     fn remove(&mut self, id: usize) {
-        let Some((role, bytes)) = self.entries.get_mut(id) else { return };
+        let Some(Entry { role, bytes, shares }) = self.entries.get_mut(id) else { return };
         let bytes = std::mem::take(bytes);
         self.live[*role as usize] -= bytes;
         self.sum -= bytes;
         for s in &mut self.scopes {
-            if id >= s.first { s.new -= bytes } else { s.dropped += bytes }
+            match id >= s.first {
+                true => s.new -= bytes,
+                false if *shares => s.dropped += bytes,
+                false => {}
+            }
         }
     }
 
@@ -161,11 +174,12 @@ impl State {
     fn close(&mut self, scope: Scope, before: u64, at_once: f64) {
         let Scope { first, n, new, dropped, most } = scope;
         let mut grown = 0;
-        for (role, bytes) in self.entries.iter_mut().skip(first).filter(|(_, b)| *b > 0) {
-            let all = (*bytes as f64 * n).round() as u64;
-            self.live[*role as usize] = self.live[*role as usize] + all - *bytes;
-            grown += all as i64 - *bytes as i64;
-            *bytes = all;
+        for e in self.entries.iter_mut().skip(first).filter(|e| e.bytes > 0) {
+            let all = (e.bytes as f64 * n).round() as u64;
+            let live = &mut self.live[e.role as usize];
+            *live = *live + all - e.bytes;
+            grown += all as i64 - e.bytes as i64;
+            (e.bytes, e.shares) = (all, true);
         }
         self.sum = self.sum.saturating_add_signed(grown);
         for s in &mut self.scopes {
@@ -293,7 +307,7 @@ impl Ledger {
     /// Counts all workspace that is live as activations from now on, and gives the bytes of all that is.
     pub fn keep(&self) -> [u64; ROLES] {
         let mut s = self.state();
-        s.entries.iter_mut().filter(|e| e.0 == Role::Workspace).for_each(|e| e.0 = Role::Activations);
+        s.entries.iter_mut().filter(|e| e.role == Role::Workspace).for_each(|e| e.role = Role::Activations);
         s.live[Role::Activations as usize] += std::mem::take(&mut s.live[Role::Workspace as usize]);
         s.live
     }
@@ -377,9 +391,10 @@ mod tests {
     #[test]
     fn one_part_stands_for_many() {
         for at_once in [1u64, 2] {
-            let part = |l: &Ledger, taken: Allocation, size: u64| {
+            // what each leaves is more than the share that it takes over; `all` is one for all of them
+            let part = |l: &Ledger, taken: Allocation, size: u64, all: Option<Allocation>| {
                 let busy = l.hold(70 * size);
-                drop(taken);
+                drop((taken, all));
                 let more = l.hold(20 * size);
                 drop(busy);
                 l.work(Cost { flops: 5.0, ..Cost::default() });
@@ -387,14 +402,17 @@ mod tests {
             };
             let (one, many) = (Ledger::new(Machine::default()), Ledger::new(Machine::default()));
             let kept = one.times(8.0, 1.0, || one.hold(10));
-            let left = one.times(8.0, at_once as f64, || part(&one, kept, 1));
+            let all = one.hold(160);
+            let left = one.times(8.0, at_once as f64, || part(&one, kept, 1, Some(all)));
             let kept: Vec<Allocation> = (0..8).map(|_| many.hold(10)).collect();
+            let mut all = Some(many.hold(160));
             let mut rest = Vec::new();
             let mut kept = kept.into_iter();
             while let Some(first) = kept.next() {
                 let other = if at_once == 2 { kept.next() } else { None };
                 let _beside = other.map(|o| (many.hold(70), o));
-                rest.push(part(&many, first, 1));
+                let last = if kept.len() == 0 { all.take() } else { None };
+                rest.push(part(&many, first, 1, last));
                 if at_once == 2 {
                     drop(_beside);
                     many.work(Cost { flops: 5.0, ..Cost::default() });

@@ -36,7 +36,7 @@ impl Metrics {
             let (lines, damaged) = match lines(path) {
                 Ok(read) => read,
                 Err(e) if e.kind() == ErrorKind::NotFound => Default::default(),
-                Err(e) => return Err(store::Error::read(path, e)),
+                Err(e) => return Err(store::Error::run(path, e)),
             };
             if damaged > 0 {
                 let (path, lines) = (path.display(), if damaged == 1 { "line" } else { "lines" });
@@ -76,7 +76,7 @@ impl Metrics {
     }
 
     fn size(&self) -> Result<u64, store::Error> {
-        self.file.metadata().map(|m| m.len()).map_err(|e| store::Error::read(&self.path, e))
+        self.file.metadata().map(|m| m.len()).map_err(|e| store::Error::run(&self.path, e))
     }
 
     /// Notices what other programs did to the file. One that was removed is written again as it was.
@@ -105,7 +105,7 @@ impl Metrics {
                 self.file
                     .rewind()
                     .and_then(|()| self.file.read_to_end(&mut text))
-                    .map_err(|e| store::Error::read(&self.path, e))?;
+                    .map_err(|e| store::Error::run(&self.path, e))?;
                 store::write_atomic(&self.path, &text)?;
             }
             Err(e) => return Err(fail("append to", e)),
@@ -155,7 +155,7 @@ fn keep(event: &Value, step: u64) -> bool {
 
 /// All events of a metrics file; lines that cannot be read are left out.
 pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
-    let (lines, _) = lines(path).map_err(|e| store::Error::read(path, e))?;
+    let (lines, _) = lines(path).map_err(|e| store::Error::run(path, e))?;
     Ok(lines.into_iter().map(|(_, event)| event).collect())
 }
 

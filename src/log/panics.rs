@@ -2,6 +2,7 @@
 //! ends the process with one line.
 
 use super::screen::tell;
+use crate::error::ExitCode;
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
@@ -17,8 +18,7 @@ pub fn install() {
         if !CATCHING.get() {
             let place = info.location().map(|l| format!(" at {}:{}", l.file(), l.line())).unwrap_or_default();
             let said = message(info.payload());
-            // the standard library panics where a new thread gets no memory
-            match said.contains("Cannot allocate memory") {
+            match is_memory(said) {
                 true => tell(&format!("error: out of memory: {said}")),
                 false => tell(&format!("error: {said}{place}; this is a bug in ft")),
             }
@@ -43,9 +43,20 @@ pub fn caught<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     outcome.map_err(|payload| message(payload.as_ref()).to_string())
 }
 
-/// Calls `f`; a panic in it has been told by [`install`]'s hook when this gives `None`.
-pub fn told<T>(f: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(f)).ok()
+/// Whether a panic is the standard library's where a new thread gets no memory.
+fn is_memory(said: &str) -> bool {
+    said.contains("Cannot allocate memory")
+}
+
+/// Calls `f`.
+///
+/// # Errors
+/// The exit code of a panic, which [`install`]'s hook has told.
+pub fn told<T>(f: impl FnOnce() -> T) -> Result<T, ExitCode> {
+    catch_unwind(AssertUnwindSafe(f)).map_err(|payload| match is_memory(message(payload.as_ref())) {
+        true => ExitCode::DoesNotFit,
+        false => ExitCode::Internal,
+    })
 }
 
 #[cfg(test)]
@@ -57,5 +68,9 @@ mod tests {
         assert_eq!(caught(|| 3), Ok(3));
         assert_eq!(caught(|| -> u8 { panic!("number {}", 4) }), Err("number 4".into()));
         assert_eq!(caught(|| -> u8 { std::panic::panic_any(5) }), Err("a panic".into()));
+        assert_eq!(told(|| 3), Ok(3));
+        assert_eq!(told(|| -> u8 { panic!("number {}", 4) }), Err(ExitCode::Internal));
+        let thread = || -> u8 { panic!("failed to spawn thread: Cannot allocate memory (os error 12)") };
+        assert_eq!(told(thread), Err(ExitCode::DoesNotFit));
     }
 }

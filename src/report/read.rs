@@ -148,7 +148,7 @@ impl Metrics {
     /// # Errors
     /// A file that cannot be read, or that holds no event at all.
     pub fn read(path: &Path) -> Result<Self, Error> {
-        let fail = |e| store::Error::read(path, e);
+        let fail = |e| store::Error::run(path, e);
         let mut file =
             BufReader::new(crate::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
         let mut this = Self::default();
@@ -278,7 +278,7 @@ impl Metrics {
 /// # Errors
 /// A file that changed since it was read first.
 pub fn layers(path: &Path, spread: &Spread) -> Result<Vec<Layer>, Error> {
-    let fail = |e| store::Error::read(path, e);
+    let fail = |e| store::Error::run(path, e);
     let mut file = BufReader::new(crate::store::open_plain(path).map_err(fail)?);
     file.seek(SeekFrom::Start(spread.at)).map_err(fail)?;
     let mut line = Vec::new();

@@ -18,6 +18,14 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A file of a run folder that could not be read: what a run wrote is storage, and no model's.
+    #[error("cannot read {}: {source}{}", path.display(), run_hint(source))]
+    Run {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// A file or folder that could not be written, synced, renamed or removed.
     #[error("cannot {doing} {}: {source}{}", path.display(), write_hint(source, *needed, *free))]
     Write {
@@ -249,7 +257,8 @@ impl Failure for Error {
             | Error::Rows { .. }
             | Error::NotFinite { .. }
             | Error::Convert { .. } => ExitCode::Model,
-            Error::Write { .. }
+            Error::Run { .. }
+            | Error::Write { .. }
             | Error::DiskFull { .. }
             | Error::AllDamaged { .. }
             | Error::Damaged { .. }
@@ -267,6 +276,11 @@ impl Error {
         Error::Read { path: path.to_path_buf(), source }
     }
 
+    /// A read error of a run folder's file.
+    pub(crate) fn run(path: &Path, source: io::Error) -> Error {
+        Error::Run { path: path.to_path_buf(), source }
+    }
+
     /// A write error of `path`; asks the disk how much is free when it is full.
     pub(crate) fn write(doing: &'static str, path: &Path, needed: Option<u64>, source: io::Error) -> Error {
         let free = match source.kind() {
@@ -280,6 +294,13 @@ impl Error {
 /// Errors that speak of a broken disk and not of a wrong file.
 fn is_disk_failure(e: &io::Error) -> bool {
     e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
+}
+
+fn run_hint(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::InvalidInput => "\nhint: move it out of the run folder; --resume goes on without it",
+        _ => "",
+    }
 }
 
 fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> String {

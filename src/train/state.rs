@@ -54,7 +54,7 @@ pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
 /// Reads a checkpoint's `state.json`.
 pub fn read(dir: &Path) -> crate::Result<State> {
     let path = dir.join(STATE);
-    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::read(&path, e))?;
+    let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::run(&path, e))?;
     let state: State = serde_json::from_str(&text)
         .map_err(|e| Error::Checkpoint { path: path.display().to_string(), why: e.to_string() })?;
     if state.version != 1 {

@@ -301,6 +301,14 @@ fn metrics_that_are_damaged_or_gone() {
     assert!(r.err.contains("warning: ") && r.err.contains("metrics.jsonl"), "{}", r.err);
     assert!(end(&w, "a") == whole);
 
+    // what stands there and is no file is the storage's fault, and no model's
+    std::fs::remove_dir_all(w.path("a/checkpoints/step-00000006")).expect("removed");
+    std::fs::remove_file(w.path("a/metrics.jsonl")).expect("removed");
+    std::fs::create_dir(w.path("a/metrics.jsonl")).expect("a folder");
+    let r = w.ft(&["run", "r.toml", "run.output=a", "run.save_every=3", "--resume"]);
+    assert_eq!(r.code, 5, "{}", r.err);
+    assert!(r.err.contains("metrics.jsonl: it is a folder") && r.err.contains("hint: "), "{}", r.err);
+
     let args = ["run", "r.toml", "run.output=b", "run.steps=400"];
     let mut child = w.start(&args);
     assert!(until(&mut child, || w.events("b", "step").len() > 3));

@@ -558,6 +558,11 @@ fn metrics(base: &'static Base, d: &mut Dice) -> Case {
     Case { files, commands: vec![command("report runs/r", &[0, 5])], after: judge::no_script }
 }
 
+/// KiB of memory and stack, and descriptors, that the system's loader needs for the program.
+pub const LEAST_MEMORY: usize = 60_000;
+pub const LEAST_STACK: usize = 64;
+pub const LEAST_FILES: usize = 4;
+
 /// Good files, and little memory, stack, file size or descriptors.
 fn limits(base: &'static Base, d: &mut Dice) -> Case {
     let lines = [
@@ -575,11 +580,11 @@ fn limits(base: &'static Base, d: &mut Dice) -> Case {
         "eval r.toml model.source=q",
     ];
     let limit = match d.below(4) {
-        // below, not even the program starts
-        0 => format!("ulimit -v {}", 300_000 + d.below(700_000)),
-        1 => format!("ulimit -n {}", 3 + d.below(30)),
+        // below, the system's loader cannot start the program: `limits_that_the_program_starts_under`
+        0 => format!("ulimit -v {}", LEAST_MEMORY + d.below(1_000_000)),
+        1 => format!("ulimit -n {}", LEAST_FILES + d.below(30)),
         2 => format!("ulimit -f {}", d.below(200)),
-        _ => format!("ulimit -s {}", 512 << d.below(5)),
+        _ => format!("ulimit -s {}", LEAST_STACK << d.below(8)),
     };
     let mut c = command(d.pick::<&str>(&lines), &[0, 2, 3, 4, 5, 8]);
     c.limits = Some(limit);

@@ -173,6 +173,21 @@ tests! {
     limits: 60;
 }
 
+/// The input `limits` begins where the program starts: what ends it by a signal from there on is its own fault.
+#[test]
+fn limits_that_the_program_starts_under() {
+    let home = home();
+    for limit in [
+        format!("ulimit -v {}", inputs::LEAST_MEMORY),
+        format!("ulimit -n {}", inputs::LEAST_FILES),
+        format!("ulimit -s {}", inputs::LEAST_STACK),
+    ] {
+        let o = worker::limited(home.path(), home.path(), &limit, &["--version".to_string()]);
+        let err = String::from_utf8_lossy(&o.err);
+        assert!(o.end == End::Code(0) && o.out.starts_with(b"ft "), "{limit}: {:?} {err}", o.end);
+    }
+}
+
 /// A case follows from its seed, and from nothing else.
 #[test]
 fn the_same_seed_makes_the_same_case() {

@@ -6,6 +6,7 @@ use super::guard::invalid;
 use super::ops::{shallow, spend_replace, spend_split, weigh_text};
 use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value, filters, functions, tests};
+use std::borrow::Cow;
 
 /// Widths and precisions that a format may name.
 const WIDEST: usize = 4096;
@@ -23,6 +24,10 @@ enum Cost {
     Sort,
     /// A text written of its first argument.
     Text,
+    /// A text between all items of its first argument.
+    Join,
+    /// Characters of one text looked for in another.
+    Trim,
     Replace,
     Split,
     Indent,
@@ -45,14 +50,14 @@ fn all_filters() -> Vec<(&'static str, Cost, Value)> {
         "bool" Look filters::bool, "attr" Look filters::attr, "first" Look filters::first, "last" Look filters::last,
         "escape" Text filters::escape, "e" Text filters::escape, "string" Text filters::string,
         "lower" Pass filters::lower, "upper" Pass filters::upper, "title" Pass filters::title,
-        "capitalize" Pass filters::capitalize, "trim" Pass filters::trim, "items" Pass filters::items,
+        "capitalize" Pass filters::capitalize, "trim" Trim filters::trim, "items" Pass filters::items,
         "reverse" Pass filters::reverse, "list" Pass filters::list, "select" Pass filters::select,
         "reject" Pass filters::reject, "selectattr" Pass filters::selectattr, "rejectattr" Pass filters::rejectattr,
         "map" Pass filters::map, "min" Pass filters::min, "max" Pass filters::max, "zip" Pass filters::zip,
         "chain" Pass chain,
         "dictsort" Sort filters::dictsort, "sort" Sort filters::sort, "groupby" Sort filters::groupby,
         "unique" Sort filters::unique, "pprint" Sort filters::pprint,
-        "join" Text filters::join, "replace" Replace filters::replace, "split" Split filters::split,
+        "join" Join filters::join, "replace" Replace filters::replace, "split" Split filters::split,
         "lines" Split filters::lines, "indent" Indent filters::indent, "format" Format filters::format,
         "batch" Batch filters::batch, "slice" Batch filters::slice, "sum" Sum filters::sum,
     ]
@@ -116,7 +121,7 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
         return spend(shallow(first));
     }
     match (cost, first.as_object()) {
-        (Cost::Text, _) => weigh_text(first)?,
+        (Cost::Text | Cost::Join, _) => weigh_text(first)?,
         (Cost::Sort, _) => (0..SORTING).try_for_each(|_| weigh(first))?,
         _ => weigh(first)?,
     }
@@ -129,27 +134,27 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
         Some(t) if cost == Cost::Pass || cost == Cost::Sort => spend_product(t.len(), 8 + named / 4)?,
         Some(_) => {}
     }
-    let arg = |i: usize| rest.get(i).and_then(Value::as_str);
-    let number = |i: usize, name: &str| {
-        let named = || Kwargs::try_from(rest.last()?.clone()).ok()?.get::<usize>(name).ok();
-        rest.get(i).and_then(Value::as_usize).or_else(named)
-    };
+    let by_name = |name: &str| Kwargs::try_from(rest.last()?.clone()).ok()?.get::<Value>(name).ok();
+    let arg = |i: usize| rest.get(i).filter(|v| !v.is_kwargs());
+    let number =
+        |i: usize, name: &str| arg(i).and_then(Value::as_usize).or_else(|| by_name(name)?.as_usize());
     match cost {
-        Cost::Replace => {
-            spend_replace(text.unwrap_or_default(), arg(0).unwrap_or_default(), &shown(rest.get(1)))
+        Cost::Join => {
+            let between = arg(0).cloned().or_else(|| by_name("d"));
+            let items = first.len().or_else(|| Some(first.try_iter().ok()?.count()));
+            spend_product(items.unwrap_or(0), written(between.as_ref())?.len())
         }
-        Cost::Split => spend_split(text.unwrap_or_default(), arg(0)),
+        Cost::Trim => spend_product(written(Some(first))?.len(), written(arg(0))?.len() / 4),
+        Cost::Replace => spend_replace(&written(Some(first))?, &written(arg(0))?, &written(arg(1))?),
+        Cost::Split => spend_split(text.unwrap_or_default(), arg(0).and_then(Value::as_str)),
         Cost::Indent => {
-            let lines = text.unwrap_or_default().matches('\n').count() + 1;
+            let lines = written(Some(first))?.matches('\n').count() + 1;
             spend_product(lines, number(0, "width").unwrap_or(4))
         }
-        Cost::Format => check_widths(text.unwrap_or_default(), rest),
+        Cost::Format => check_widths(&written(Some(first))?, rest),
         Cost::Batch => spend_product(number(0, "count").unwrap_or(0).min(1 << 40), 64),
         Cost::Sum => {
-            let start = rest
-                .get(1)
-                .cloned()
-                .or_else(|| Kwargs::try_from(rest.last()?.clone()).ok()?.get::<Value>("start").ok());
+            let start = rest.get(1).cloned().or_else(|| by_name("start"));
             match start.filter(|s| s.kind() != ValueKind::Number && !s.is_none()) {
                 Some(other) => Err(invalid(format!("sum is of numbers, and start is a {}", other.kind()))),
                 None => Ok(()),
@@ -171,9 +176,13 @@ fn text_bytes(v: &Value) -> usize {
     pairs.into_iter().flatten().map(|(_, v)| v.as_str().map_or(0, str::len)).sum()
 }
 
-/// What is put in place of what is replaced.
-fn shown(v: Option<&Value>) -> String {
-    v.map(|v| v.as_str().map_or_else(|| v.to_string(), String::from)).unwrap_or_default()
+/// An argument as the engine makes a text of it where it wants one: whatever it is, it is written.
+fn written(v: Option<&Value>) -> Result<Cow<'_, str>, Error> {
+    let Some(v) = v else { return Ok(Cow::Borrowed("")) };
+    match v.as_str() {
+        Some(text) => Ok(Cow::Borrowed(text)),
+        None => weigh_text(v).map(|()| Cow::Owned(v.to_string())),
+    }
 }
 
 /// Spends what a format writes, and refuses widths that nobody means.
