@@ -4,8 +4,9 @@
 
 For each shape: what the plan said before the model was loaded, what the engine's allocations came to at their
 fullest, and, with what the allocator holds, the largest resident size of the process less what it held before
-loading. Mixtures may take up to what the plan reserves for uneven routing; shapes whose rows are one token over and
-over send all tokens to the same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
+loading. A mixture's plan is of tokens spread evenly over the experts; "routing" is what it says may come to it where they
+are not, and less is taken where experts stay idle. Shapes whose rows are one token over and over send all tokens to the
+same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
 whether the process kept within. Needs 4 GiB of memory and Python's standard library.
 """
 import argparse
@@ -162,11 +163,6 @@ def budgets(ft, names):
     print(f"\nat the most {100 * worst:.1f}% of the budget")
 
 
-def off(measured, planned, reserve):
-    """How far a measurement is from what was planned; uneven routing may take what is reserved for it."""
-    return (measured - min(max(measured, planned), planned + reserve)) / planned
-
-
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("ft")
@@ -176,20 +172,23 @@ def main():
     a = p.parse_args()
     if a.budgets:
         return budgets(a.ft, [n for n in a.only if n not in LARGE_SHAPES])
-    print("| shape | planned | allocated | apart | planned process | process | apart |\n|---|---|---|---|---|---|---|", flush=True)
-    worst = [0, 0]
+    print("| shape | planned | allocated | apart | planned process | process | apart | routing |\n|---|---|---|---|---|---|---|---|",
+          flush=True)
+    worst, over = {False: [0, 0], True: [0, 0]}, 0
     for name in a.only:
         planned, counted, ours, process, memory, plan = run(a.ft, *SHAPES[name])
         reserve = plan["device"].get("routing_reserve", 0)
-        apart = [off(counted, planned, reserve), off(process, ours, reserve)]
-        worst = [max(w, abs(x)) for w, x in zip(worst, apart)]
-        if reserve:
-            name += f" (up to {reserve / 2**20:.0f} MiB more by its routing)"
+        mixture = "experts" in json.dumps(SHAPES[name][0])
+        apart = [counted / planned - 1, process / ours - 1]
+        worst[mixture] = [max(w, abs(x)) for w, x in zip(worst[mixture], apart)]
+        over = max(over, counted / (planned + reserve) - 1)
+        told = f"up to {100 * reserve / planned:+.2f}%" if mixture else ""
         print(f"| {name} | {planned / GIB:.3f} GiB | {counted / GIB:.3f} GiB | {100 * apart[0]:+.2f}% | "
-              f"{ours / GIB:.3f} GiB | {process / GIB:.3f} GiB | {100 * apart[1]:+.2f}% |", flush=True)
+              f"{ours / GIB:.3f} GiB | {process / GIB:.3f} GiB | {100 * apart[1]:+.2f}% | {told} |", flush=True)
         if a.details:
             print(json.dumps(plan), "\n", json.dumps(memory), flush=True)
-    print(f"\nallocated within {100 * worst[0]:.2f}% of the plan, processes within {100 * worst[1]:.2f}%")
-
+    for what, (engine, process) in (("dense models", worst[False]), ("mixtures", worst[True])):
+        print(f"\n{what}: allocated within {100 * engine:.2f}% of the plan, processes within {100 * process:.2f}%")
+    print(f"mixtures: {100 * over:.2f}% over the plan with its routing reserve at the most")
 
 main()

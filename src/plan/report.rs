@@ -167,10 +167,14 @@ impl Plan {
                 "routing     planned both for tokens spread evenly over the experts and for all tokens at the same ones, \
                  which takes no more\n",
             ),
-            (true, _) => s.push_str(
-                "routing     the table has tokens spread evenly over the experts; the routing reserve is what it takes \
-                 more where all tokens choose the same ones\n",
-            ),
+            (true, reserve) => {
+                let _ = writeln!(
+                    s,
+                    "routing     the table has tokens spread evenly over the experts; up to {} more (the routing reserve) \
+                     where all choose the same ones, less where experts stay idle",
+                    bytes(reserve)
+                );
+            }
         }
         s.push_str(&self.space.text());
         if self.machine.cuda {

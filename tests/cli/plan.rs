@@ -135,7 +135,7 @@ fn event(dir: &Path, kind: &str) -> Result<Value> {
 #[test]
 fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    let full_rows = [512; 8];
+    let (full_rows, short) = ([512; 8], [8; 512]);
     let ragged: Vec<usize> = (0..40).map(|i| 30 + (i * 37) % 470).collect();
     let moe = mixture();
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
@@ -145,7 +145,8 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
                 modules = [\"router\"]\nmethod = \"full\"\n";
     let offload = "memory.offload=['optimizer']";
     let ends = "[[train]]\nmodules = [\"embedding\", \"attention\"]\n";
-    let (wide, shared, mixtral) = (wide(), shared(), mixtral());
+    let (wide, shared, mixtral, mut all) = (wide(), shared(), mixtral(), mixture());
+    all["num_experts_per_tok"] = all["num_experts"].clone();
     let cases: &[(&Value, &str, &[usize], &[&str])] = &[
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all"]),
@@ -198,7 +199,11 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&mixtral, &everything, &full_rows, &["memory.recompute=all"]),
         (&mixtral, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
         (&moe, experts, &full_rows, &["model.dtype=bf16", "memory.recompute=none"]),
-        (&moe, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
+        // an expert that no token chooses is not dequantized: short documents leave none so
+        (&moe, experts, &short, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
+        // all experts for each token, side by side: what they share is there until the last of them
+        (&all, experts, &full_rows, &["memory.recompute=all", "lora.dropout=0.1"]),
+        (&all, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
     ];
     // all of them, before any fails
     let (mut table, mut wrong) = (String::new(), Vec::new());
@@ -209,11 +214,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         let line =
             format!("{apart:>6.2}% of {planned:>10} planned, {measured:>10} measured  {family:<10} {set:?}");
         writeln!(table, "{line}")?;
-        // the plan has tokens spread evenly over the experts, and seeded routers do not: seen in these two
-        let uneven = config["num_experts"].is_u64()
-            && set.contains(&"memory.recompute=all")
-            && (set.contains(&"lora.dropout=0.1") || set.contains(&"memory.dequantize=per_layer"));
-        if apart.abs() > if uneven { 2.0 } else { 1.0 } {
+        if apart.abs() > 1.0 {
             wrong.push(line);
         }
         let end = event(dir.path(), "end")?;
@@ -318,15 +319,18 @@ fn a_run_obeys_its_budget() -> Result<()> {
     let model = config("qwen3", false);
     let peak = |budget: &str| run(dir.path(), &model, LORA, &[512; 8], &[budget]);
     let adapter = || std::fs::read(dir.path().join("out/adapter/adapter_model.safetensors"));
+    run(dir.path(), &model, LORA, &[512; 8], &["memory.recompute=all", "memory.budget=10GiB"])?;
+    let least = process(dir.path())?.0;
     peak("memory.budget=10GiB")?;
-    let (all, free) = (process(dir.path())?.0, adapter()?);
-    for less in [40 << 20, 60 << 20, 75 << 20] {
-        let tight = all - less;
+    let (most, free) = (process(dir.path())?.0, adapter()?);
+    for tenths in [8, 5, 2, 0] {
+        let tight = least + (most - least) * tenths / 10;
         let (_, measured) = peak(&format!("memory.budget={tight}"))?;
         let (planned, process) = process(dir.path())?;
         // the allocator's part is in the budget too
         ensure!(planned <= tight && measured < process && process <= tight, "{planned} {process} of {tight}");
-        ensure!(planned > tight - (40 << 20), "more was recomputed than had to be: {planned} of {tight}");
+        // a layer saves 14 MiB
+        ensure!(planned > tight - (15 << 20), "more was recomputed than had to be: {planned} of {tight}");
         ensure!(adapter()? == free, "the recompute level changed the result");
     }
 

@@ -206,6 +206,47 @@ fn a_resumed_run_keeps_its_micro_batches() {
     assert!(r.code == 2 && r.err.contains("run.micro_rows: was "), "{}", r.err);
 }
 
+/// Resumed with less memory than it began with, a run keeps its micro-batches and recomputes more, and its result has
+/// the same bits; with too little for that it says so, and what was saved stays.
+#[test]
+fn a_run_goes_on_with_less_memory() {
+    let w = World::new();
+    w.config("tiny", json!({"intermediate_size": 9000}));
+    w.write("r.toml", recipe(LORA));
+    let args = |more: &[&'static str]| {
+        let all = ["run", "r.toml", "run.micro_rows=auto", "run.save_every=2", "run.keep=9"];
+        all.iter().chain(more).map(|s| s.to_string()).collect::<Vec<String>>()
+    };
+    let ft = |args: &[String]| w.ft(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let chosen = |run: &str, event: &str| w.events(run, event)[0]["plan"]["choices"].clone();
+    for run in ["run.output=whole", "run.output=again"] {
+        assert_eq!(ft(&args(&[run, "memory.budget=8GiB"])).code, 0);
+    }
+    let (began, adapter) = (chosen("whole", "start"), "adapter/adapter_model.safetensors");
+    let rows = format!("run.micro_rows={}", began["micro_rows"]["value"]);
+    assert_eq!(began["recompute"]["value"], 0, "{began}");
+    // what its micro-batches take at the least
+    let p = w.ok(&["plan", "r.toml", &rows, "memory.recompute=all", "memory.budget=8GiB", "--json"]);
+    let p: serde_json::Value = serde_json::from_str(&p.out).expect("JSON");
+    let least = p["device"]["total"].as_u64().expect("bytes");
+    let go_on = |budget: u64| {
+        let mut all = args(&["run.output=again", "--resume"]);
+        all.push(format!("memory.budget={budget}"));
+        ft(&all)
+    };
+    std::fs::remove_dir_all(w.path("again/checkpoints/step-00000006")).expect("removed");
+    let before = content(&w.path("again"));
+    let r = go_on(least / 2);
+    assert!(r.code == 8 && r.err.contains("hint:"), "{} {}", r.code, r.err);
+    assert!(content(&w.path("again")) == before, "what was saved changed");
+    let r = go_on(least);
+    assert!(r.code == 0 && r.err.contains("going on from"), "{} {}", r.code, r.err);
+    let now = chosen("again", "resume");
+    assert_eq!(now["micro_rows"]["value"], began["micro_rows"]["value"]);
+    assert!(now["recompute"]["value"].as_u64() > Some(0), "{now}");
+    assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")));
+}
+
 #[test]
 fn an_accepted_change_goes_on() {
     let w = World::new();
