@@ -10,7 +10,7 @@ use ft::optim::{Optimizer, Schedule};
 use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
-use ft::train::{Job, evaluate, train_step};
+use ft::train::{Job, StepRows, evaluate, train_step};
 
 const RECIPE: &str = r#"
 [model]
@@ -54,7 +54,8 @@ fn main() -> anyhow::Result<()> {
     println!("{} values train", params.count());
     for step in 0..batches.steps() {
         let lr = |peak: f64| schedule.at(step, peak);
-        let s = train_step(&setup, &data, &batches.rows(step), step as u64, &lr)?;
+        let s =
+            train_step(&setup, StepRows { data: &data, rows: &batches.rows(step), step: step as u64 }, &lr)?;
         println!(
             "step {}: loss {:.4}, gradient norm {:.3}, {} tokens",
             step + 1,

@@ -410,6 +410,7 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
     }
     // cuBLAS adds to what is there
     if let Some(g) = c.ghost()
+        && g.ledger().machine().cuda
         && a.dtype() == b.dtype()
         && [a, b, c].into_iter().all(Tensor::is_contiguous)
     {
