@@ -16,7 +16,7 @@ use ft::plan::Workload;
 use ft::quant::{CodeBooks, Encoded};
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
-use ft::train::{Job, train_step};
+use ft::train::{Job, StepRows, train_step};
 use std::time::Instant;
 
 const TOKENS: usize = 512;
@@ -69,7 +69,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             loss_scale: Default::default(),
         };
         let start = Instant::now();
-        train_step(&setup, data, &[0], step, &|_| 1e-4)?;
+        train_step(&setup, StepRows { data, rows: &[0], step }, &|_| 1e-4)?;
         step += 1;
         Ok(start.elapsed().as_secs_f64())
     })

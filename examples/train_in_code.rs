@@ -10,7 +10,7 @@ use ft::optim::{Optimizer, Schedule};
 use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
-use ft::train::{Job, LossScale, evaluate, train_step};
+use ft::train::{Job, LossScale, StepRows, evaluate, train_step};
 use std::cell::Cell;
 
 const RECIPE: &str = r#"
@@ -56,7 +56,8 @@ fn main() -> anyhow::Result<()> {
     println!("{} values train", params.count());
     for step in 0..batches.steps() {
         let lr = |peak: f64| schedule.at(step, peak);
-        let s = train_step(&setup, &data, &batches.rows(step), step as u64, &lr)?;
+        let s =
+            train_step(&setup, StepRows { data: &data, rows: &batches.rows(step), step: step as u64 }, &lr)?;
         println!(
             "step {}: loss {:.4}, gradient norm {:.3}, {} tokens",
             step + 1,

@@ -47,6 +47,8 @@
 //! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
 //! | a recipe key | one entry in [`recipe::keys`] |
 
+#![warn(missing_docs)]
+
 pub mod adapt;
 pub mod base;
 pub mod cli;

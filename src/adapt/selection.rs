@@ -114,6 +114,11 @@ impl TrainedPart<'_> {
         self.shape().iter().product()
     }
 
+    /// Bytes of its name in checkpoints.
+    pub fn name_bytes(&self) -> usize {
+        self.module.name.len() + 1 + part_name(self.module, self.part).len()
+    }
+
     /// Factor on the learning rate.
     pub fn lr_scale(&self) -> f64 {
         self.lr_scale

@@ -5,16 +5,14 @@ use super::{Dataset, Example};
 
 /// One micro-batch without padding: all documents of its rows end to end.
 ///
-/// Documents never see each other: positions begin again at each, and token `i` attends to tokens
-/// `lo[i]..=i` alone. So a row with one document and a packed row are the same to the model.
+/// Documents never see each other: positions begin again at each, and a token attends to itself and to the earlier tokens
+/// of its document alone. So a row with one document and a packed row are the same to the model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Micro {
     /// Token ids.
     pub ids: Vec<u32>,
     /// For each token its position inside its document, from 0.
     pub positions: Vec<u32>,
-    /// For each token the index, in this micro-batch, of the first token of its document.
-    pub lo: Vec<u32>,
     /// Lengths of the documents, in order; their sum is the number of tokens.
     pub docs: Vec<usize>,
     /// What the loss asks for: the index of a token, and the id that is to follow it. The shift of labels is here
@@ -33,7 +31,6 @@ impl Micro {
         Micro {
             ids: self.ids[..n].to_vec(),
             positions: self.positions[..n].to_vec(),
-            lo: self.lo[..n].to_vec(),
             docs: vec![n],
             targets: Vec::new(),
         }
@@ -74,7 +71,6 @@ impl Micro {
         let mut out = Self {
             ids: Vec::with_capacity(size.tokens),
             positions: Vec::with_capacity(size.tokens),
-            lo: Vec::with_capacity(size.tokens),
             docs: Vec::new(),
             targets: Vec::with_capacity(size.targets),
         };
@@ -82,7 +78,6 @@ impl Micro {
             let base = out.ids.len() as u32;
             out.ids.extend(&example.ids);
             out.positions.extend(0..example.ids.len() as u32);
-            out.lo.extend(std::iter::repeat_n(base, example.ids.len()));
             out.docs.push(example.ids.len());
             let next = example.labels.iter().skip(1).enumerate();
             let supervised = next.filter(|(_, label)| **label != UNSUPERVISED);

@@ -3,6 +3,23 @@
 use crate::kernel::Tensor;
 use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Device, Result, Shape};
+use std::cell::Cell;
+
+thread_local! {
+    static COMPOSED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f`, and what it does on threads, through the composed operations, as CUDA does without kernels of ours: on this
+/// one switch the kernels on the CPU step aside, for tensors and ghosts alike.
+pub fn composed<R: Send>(f: impl FnOnce() -> R + Send) -> R {
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(2).start_handler(|_| COMPOSED.set(true));
+    threads.build().expect("threads").install(f)
+}
+
+/// Whether this is within [`composed`].
+pub fn is_composed() -> bool {
+    COMPOSED.get()
+}
 
 /// Standard normal numbers by seed.
 pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {

@@ -204,6 +204,8 @@ impl<T: Real> Deref for View<'_, T> {
 
 /// Views a CPU tensor as `T`.
 pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
+    #[cfg(test)]
+    assert!(!super::check::is_composed(), "a kernel on the CPU within composed operations");
     let t = t.real()?;
     if t.dtype() == T::DTYPE {
         let (s, l) = t.storage_and_layout();

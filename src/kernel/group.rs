@@ -90,12 +90,12 @@ impl Groups {
             next[*e as usize] += 1;
             (token[row], pair[row], place[p]) = ((p / top_k.max(1)) as u32, p as u32, row as u32);
         }
-        let index = match device {
-            Device::Cpu => None,
-            d => Some([
-                Tensor::from_slice(&token, n, d)?,
-                Tensor::from_slice(&pair, n, d)?,
-                Tensor::from_slice(&place, n, d)?,
+        let index = match On::from(device).is_cpu() {
+            true => None,
+            false => Some([
+                Tensor::from_slice(&token, n, device)?,
+                Tensor::from_slice(&pair, n, device)?,
+                Tensor::from_slice(&place, n, device)?,
             ]),
         };
         Ok(Self { tokens: n / top_k.max(1), top_k, expert, token, pair, place, starts, index, spread: None })
@@ -141,7 +141,7 @@ impl Groups {
                 // expert, token, pair and place of each
                 let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
                 let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
-                let index = ledger.machine().cuda.then(|| [list(), list(), list()]);
+                let index = (!On::Ghost(ledger).is_cpu()).then(|| [list(), list(), list()]);
                 let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
                 let even = alike.iter().sum::<f64>().round() as usize;
                 let busy = if ledger.skewed() { experts } else { even };

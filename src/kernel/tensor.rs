@@ -5,9 +5,11 @@
 //! beside its code what it takes (see `kernel::cpu`). So a plan runs the model's own `forward` and
 //! `backward`, and cannot say anything else than they do.
 
-use super::ledger::{Allocation, Cost, Ledger, Role};
+pub use super::ghost::Ghost;
+
+use super::ledger::{Ledger, Role};
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
-use candle_core::{D, DType, Layout, NdArray, Result, Shape, WithDType, bail};
+use candle_core::{D, DType, Layout, Result, Shape, WithDType, bail};
 use std::borrow::Borrow;
 use std::sync::Arc;
 
@@ -21,14 +23,6 @@ pub enum Tensor {
     Real(Real),
     /// Without.
     Ghost(Arc<Ghost>),
-}
-
-/// What there is of a tensor in a plan.
-#[derive(Debug)]
-pub struct Ghost {
-    layout: Layout,
-    dtype: DType,
-    held: Arc<Allocation>,
 }
 
 /// Where a tensor is.
@@ -47,102 +41,21 @@ impl<'a> From<&'a candle_core::Device> for On<'a> {
 }
 
 impl On<'_> {
-    /// Whether this is the CPU.
+    /// Whether this is the CPU, where our own kernels run.
     pub fn is_cpu(self) -> bool {
-        match self {
+        let cpu = match self {
             On::Real(d) => d.is_cpu(),
             On::Ghost(l) => !l.machine().cuda,
-        }
+        };
+        #[cfg(test)]
+        let cpu = cpu && !super::check::is_composed();
+        cpu
     }
 }
 
 impl From<Real> for Tensor {
     fn from(t: Real) -> Self {
         Tensor::Real(t)
-    }
-}
-
-impl From<Ghost> for Tensor {
-    fn from(g: Ghost) -> Self {
-        Tensor::Ghost(Arc::new(g))
-    }
-}
-
-impl Ghost {
-    /// Of a new tensor on `ledger`.
-    pub fn new(ledger: &Ledger, shape: impl Into<Shape>, dtype: DType) -> Self {
-        let layout = Layout::contiguous(shape);
-        let bytes = layout.shape().elem_count() * dtype.size_in_bytes();
-        Self { layout, dtype, held: Arc::new(ledger.hold(bytes as u64)) }
-    }
-
-    /// Of a weight or a gradient buffer, which stay all the time: no visit pays for it.
-    pub fn weight(ledger: &Ledger, shape: impl Into<Shape>, dtype: DType) -> Self {
-        Self { layout: Layout::contiguous(shape), dtype, held: Arc::new(ledger.uncounted()) }
-    }
-
-    /// The ledger that it is in.
-    pub fn ledger(&self) -> &Ledger {
-        self.held.ledger()
-    }
-
-    /// Bytes that a product reads of it beside what goes with its rows: those of a weight.
-    pub fn weight_bytes(&self) -> f64 {
-        if self.held.is_counted() { 0.0 } else { self.bytes() as f64 }
-    }
-
-    /// Bytes of its values.
-    pub fn bytes(&self) -> u64 {
-        (self.layout.shape().elem_count() * self.dtype.size_in_bytes()) as u64
-    }
-
-    /// Its shape.
-    pub fn shape(&self) -> &Shape {
-        self.layout.shape()
-    }
-
-    /// The result of an operation that is started for it.
-    fn made(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
-        self.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        Ok(Self::new(self.ledger(), shape, dtype))
-    }
-
-    /// The result of an operation by element.
-    fn like(&self) -> Result<Self> {
-        self.made(self.shape().clone(), self.dtype)
-    }
-
-    fn reshaped(&self, shape: Shape) -> Result<Self> {
-        if shape.elem_count() != self.shape().elem_count() {
-            bail!("reshape: {:?} to {shape:?}", self.shape());
-        }
-        match self.layout.is_contiguous() {
-            true => Ok(self.view(Layout::contiguous_with_offset(shape, self.layout.start_offset()))),
-            false => self.made(shape, self.dtype),
-        }
-    }
-
-    fn view(&self, layout: Layout) -> Self {
-        Self { layout, dtype: self.dtype, held: Arc::clone(&self.held) }
-    }
-
-    fn dims(&self) -> &[usize] {
-        self.layout.dims()
-    }
-
-    fn reduced(&self, dims: &[usize], keep: bool) -> Vec<usize> {
-        let one = |(i, n): (usize, &usize)| match (dims.contains(&i), keep) {
-            (true, true) => Some(1),
-            (true, false) => None,
-            (false, _) => Some(*n),
-        };
-        self.dims().iter().enumerate().filter_map(one).collect()
-    }
-
-    fn with_dim(&self, dim: usize, n: usize) -> Vec<usize> {
-        let mut dims = self.dims().to_vec();
-        dims[dim] = n;
-        dims
     }
 }
 
@@ -574,108 +487,5 @@ impl Tensor {
                 Real::cat(&all, dim).map(Tensor::Real)
             }
         }
-    }
-}
-
-/// Making tensors.
-impl Tensor {
-    fn make<'a>(
-        on: impl Into<On<'a>>,
-        shape: Shape,
-        dtype: DType,
-        real: impl FnOnce(&candle_core::Device, &Shape) -> Result<Real>,
-    ) -> Result<Self> {
-        match on.into() {
-            On::Real(d) => real(d, &shape).map(Tensor::Real),
-            On::Ghost(l) => Ok(Ghost::new(l, shape, dtype).into()),
-        }
-    }
-
-    /// Zeros.
-    pub fn zeros<'a>(shape: impl Into<Shape>, dtype: DType, on: impl Into<On<'a>>) -> Result<Self> {
-        Self::make(on, shape.into(), dtype, |d, shape| Real::zeros(shape, dtype, d))
-    }
-
-    /// Ones.
-    pub fn ones<'a>(shape: impl Into<Shape>, dtype: DType, on: impl Into<On<'a>>) -> Result<Self> {
-        Self::make(on, shape.into(), dtype, |d, shape| Real::ones(shape, dtype, d))
-    }
-
-    /// One value everywhere.
-    pub fn full<'a, T: WithDType>(value: T, shape: impl Into<Shape>, on: impl Into<On<'a>>) -> Result<Self> {
-        Self::make(on, shape.into(), T::DTYPE, |d, shape| Real::full(value, shape, d))
-    }
-
-    /// The numbers from `start` up to `end`, 1 apart.
-    pub fn arange<'a, T: WithDType>(start: T, end: T, on: impl Into<On<'a>>) -> Result<Self> {
-        let count = (end.to_f64() - start.to_f64()).max(0.0) as usize;
-        Self::make(on, count.into(), T::DTYPE, |d, _| Real::arange(start, end, d))
-    }
-
-    /// Values in row-major order.
-    pub fn from_vec<'a, T: WithDType>(
-        v: Vec<T>,
-        shape: impl ShapeWithOneHole,
-        on: impl Into<On<'a>>,
-    ) -> Result<Self> {
-        let shape = shape.into_shape(v.len())?;
-        Self::make(on, shape, T::DTYPE, |d, shape| Real::from_vec(v, shape, d))
-    }
-
-    /// A copy of values in row-major order.
-    pub fn from_slice<'a, T: WithDType>(
-        v: &[T],
-        shape: impl ShapeWithOneHole,
-        on: impl Into<On<'a>>,
-    ) -> Result<Self> {
-        let shape = shape.into_shape(v.len())?;
-        Self::make(on, shape, T::DTYPE, |d, shape| Real::from_slice(v, shape, d))
-    }
-
-    /// Nested arrays.
-    pub fn new<'a, A: NdArray>(array: A, on: impl Into<On<'a>>) -> Result<Self> {
-        let dtype = candle_core::backend::BackendStorage::dtype(&array.to_cpu_storage());
-        Self::make(on, array.shape()?, dtype, |d, _| Real::new(array, d))
-    }
-}
-
-macro_rules! operator {
-    ($trait:ident, $name:ident, $mul:expr, $add:expr) => {
-        impl<B: Borrow<Tensor>> std::ops::$trait<B> for Tensor {
-            type Output = Result<Tensor>;
-            fn $name(self, other: B) -> Self::Output {
-                Tensor::$name(&self, other.borrow())
-            }
-        }
-        impl<B: Borrow<Tensor>> std::ops::$trait<B> for &Tensor {
-            type Output = Result<Tensor>;
-            fn $name(self, other: B) -> Self::Output {
-                Tensor::$name(self, other.borrow())
-            }
-        }
-        impl std::ops::$trait<f64> for Tensor {
-            type Output = Result<Tensor>;
-            fn $name(self, x: f64) -> Self::Output {
-                self.affine($mul(x), $add(x))
-            }
-        }
-        impl std::ops::$trait<f64> for &Tensor {
-            type Output = Result<Tensor>;
-            fn $name(self, x: f64) -> Self::Output {
-                self.affine($mul(x), $add(x))
-            }
-        }
-    };
-}
-
-operator!(Add, add, |_| 1.0, |x| x);
-operator!(Sub, sub, |_| 1.0, |x: f64| -x);
-operator!(Mul, mul, |x| x, |_| 0.0);
-operator!(Div, div, |x: f64| 1.0 / x, |_| 0.0);
-
-impl std::ops::Sub<&Tensor> for f64 {
-    type Output = Result<Tensor>;
-    fn sub(self, t: &Tensor) -> Self::Output {
-        t.affine(-1.0, self)
     }
 }

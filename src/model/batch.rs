@@ -140,6 +140,6 @@ impl Batch {
     /// Bytes of a micro-batch: ids, the two tables, the start of each token's document and what it was collated from;
     /// the masks' numbers; rows and ids of targets.
     pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize) -> u64 {
-        (sizes.keys * (4 + 4 * head_dim + 4 + 12) + 4 * sizes.longest + 8 * targets) as u64
+        (sizes.keys * (4 + 4 * head_dim + 4 + 8) + 4 * sizes.longest + 8 * targets) as u64
     }
 }

@@ -1,6 +1,7 @@
 //! Every module of a model that holds weights, by the name that checkpoint and PEFT use, from config alone.
 
 use super::config::Config;
+use std::fmt::Arguments;
 
 /// The groups that a recipe's `train.modules` can name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -89,6 +90,24 @@ impl Module {
             Kind::Linear { out, inp, .. } => vec![out, inp],
             Kind::Norm { dim } => vec![dim],
             Kind::Embedding { vocab, dim } => vec![vocab, dim],
+        }
+    }
+
+    /// Rows of the weight: a linear's output features.
+    pub fn rows(&self) -> usize {
+        match self.kind {
+            Kind::Linear { out, .. } => out,
+            Kind::Norm { dim } => dim,
+            Kind::Embedding { vocab, .. } => vocab,
+        }
+    }
+
+    /// Values of the weight.
+    pub fn weight_values(&self) -> usize {
+        match self.kind {
+            Kind::Linear { out, inp, .. } => out * inp,
+            Kind::Norm { dim } => dim,
+            Kind::Embedding { vocab, dim } => vocab * dim,
         }
     }
 
@@ -185,22 +204,18 @@ impl MlpTree {
 impl LayerTree {
     /// The modules of a config's layer `l`.
     pub fn of(c: &Config, l: usize) -> Self {
-        let p = format!("model.layers.{l}");
         let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let module = |name: &str, kind, group| Module {
-            name: format!("{p}.{name}"),
-            kind,
-            group,
-            layer: Some(l),
-            expert: None,
+        let module = |name: Arguments<'_>, kind, group| {
+            let name = format!("model.layers.{l}.{name}");
+            Module { name, kind, group, layer: Some(l), expert: None }
         };
-        let norm = |name: &str, dim| module(name, Kind::Norm { dim }, Group::Norms);
+        let norm = |name: &str, dim| module(format_args!("{name}"), Kind::Norm { dim }, Group::Norms);
         let attn = |name: &str, out, inp, bias| {
-            module(&format!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
+            module(format_args!("self_attn.{name}"), linear(out, inp, bias), Group::Attention)
         };
-        let mlp = |block: &str, [gate, up, down]: [&str; 3], f, bias, group, expert| {
-            let of = |name, kind| Module { expert, ..module(&format!("{block}.{name}"), kind, group) };
+        let mlp = |block: Arguments<'_>, [gate, up, down]: [&str; 3], f, bias, group, expert| {
+            let of = |name, kind| Module { expert, ..module(format_args!("{block}.{name}"), kind, group) };
             MlpTree {
                 gate: of(gate, linear(f, d, bias)),
                 up: of(up, linear(f, d, bias)),
@@ -221,15 +236,15 @@ impl LayerTree {
                 (Some(moe), Some(family)) if moe.sparse[l] => {
                     let block = family.block;
                     let router = |name: &str, out| {
-                        module(&format!("{block}.{name}"), linear(out, d, false), Group::Router)
+                        module(format_args!("{block}.{name}"), linear(out, d, false), Group::Router)
                     };
                     let expert = |e| {
-                        let block = format!("{block}.experts.{e}");
-                        mlp(&block, family.names, moe.width, false, Group::Experts, Some(e))
+                        let (block, group) = (format_args!("{block}.experts.{e}"), Group::Experts);
+                        mlp(block, family.names, moe.width, false, group, Some(e))
                     };
                     let shared = || {
-                        let block = format!("{block}.shared_expert");
-                        let own = mlp(&block, names, moe.shared, false, Group::Mlp, None);
+                        let block = format_args!("{block}.shared_expert");
+                        let own = mlp(block, names, moe.shared, false, Group::Mlp, None);
                         (own, router("shared_expert_gate", 1))
                     };
                     FeedForwardTree::Mixture {
@@ -238,7 +253,9 @@ impl LayerTree {
                         shared: (moe.shared > 0).then(shared),
                     }
                 }
-                _ => FeedForwardTree::Dense(mlp("mlp", names, f, c.biases.mlp, Group::Mlp, None)),
+                _ => {
+                    FeedForwardTree::Dense(mlp(format_args!("mlp"), names, f, c.biases.mlp, Group::Mlp, None))
+                }
             },
         }
     }
@@ -300,6 +317,6 @@ pub fn parameters(c: &Config) -> u64 {
     modules(c)
         .iter()
         .filter(|m| !(c.tied && m.group == Group::Head))
-        .map(|m| m.weight_shape().iter().product::<usize>() as u64 + m.bias().unwrap_or(0) as u64)
+        .map(|m| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64)
         .sum()
 }

@@ -48,7 +48,7 @@ pub enum Component {
     /// What a mixture takes more where all tokens choose the same experts.
     Routing,
     /// What the allocator holds beyond what was asked for.
-    Slack,
+    AllocatorOverhead,
     /// The driver's context and the libraries' own workspaces.
     Context,
 }
@@ -78,7 +78,7 @@ impl Component {
             Logits,
             Communication,
             Routing,
-            Slack,
+            AllocatorOverhead,
             Context,
         ]
     };
@@ -107,7 +107,7 @@ impl Component {
             Logits => "logits",
             Communication => "communication",
             Routing => "routing_reserve",
-            Slack => "allocator_slack",
+            AllocatorOverhead => "allocator_overhead",
             Context => "context",
         }
     }
@@ -136,7 +136,7 @@ impl Component {
             Logits => "logit chunk",
             Communication => "communication",
             Routing => "routing reserve",
-            Slack => "allocator overhead",
+            AllocatorOverhead => "allocator overhead",
             Context => "context, libraries",
         }
     }
@@ -154,7 +154,9 @@ impl Component {
             Moments => "optimizer.name, memory.offload or parallel.zero",
             Batch | Workspace | Logits => "data.max_length or run.micro_rows",
             Activations => "memory.recompute, data.max_length or run.micro_rows",
-            InFlight | Communication | Routing | Slack | Context => "data.max_length or run.micro_rows",
+            InFlight | Communication | Routing | AllocatorOverhead | Context => {
+                "data.max_length or run.micro_rows"
+            }
         }
     }
 

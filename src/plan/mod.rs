@@ -161,7 +161,9 @@ impl Plan {
     /// Of these, the engine's own: without what the allocator holds beside them, and without the reserve for uneven
     /// routing.
     pub fn engine(&self) -> u64 {
-        self.total() - self.peak.bytes.get(Component::Slack) - self.peak.bytes.get(Component::Routing)
+        self.total()
+            - self.peak.bytes.get(Component::AllocatorOverhead)
+            - self.peak.bytes.get(Component::Routing)
     }
 
     /// Bytes of the process beyond what it held before loading; on the CPU, where they are the engine's and the
@@ -248,9 +250,7 @@ impl<'a> Prepared<'a> {
     /// Prepares a plan.
     pub fn new(inputs: &'a Inputs<'a>) -> crate::Result<Self> {
         let p = &inputs.recipe.parallel;
-        let values = |(m, _): &(Module, _)| {
-            m.weight_shape().iter().product::<usize>() as u64 + m.bias().unwrap_or(0) as u64
-        };
+        let values = |(m, _): &(Module, _)| m.weight_values() as u64 + m.bias().unwrap_or(0) as u64;
         let apart = |(m, _): &&(Module, _)| !(inputs.selection.tied && m.group == Group::Head);
         let parameters = inputs.selection.modules.iter().filter(apart).map(values).sum();
         let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);

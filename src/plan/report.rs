@@ -112,7 +112,7 @@ impl Plan {
         let _ = writeln!(s, "lr          {rates}");
         let w = &self.workload;
         let sure = if w.measured() { "as the data has it" } else { "assuming rows full to data.max_length" };
-        let steps = w.steps.map_or("steps by epochs".into(), |n| format!("{n} steps"));
+        let steps = w.steps.map_or("steps by run.epochs".into(), |n| format!("{n} steps"));
         let _ = writeln!(
             s,
             "tokens      {} a step in {} micro-batches of {} ({sure}), {steps}",
@@ -133,11 +133,12 @@ impl Plan {
                 );
             }
             None => {
-                s.push_str("data        lengths are not known yet: ft data, ft check and ft run keep them\n")
+                s.push_str("data        lengths of samples are not known yet: ft data, ft check and ft run measure them\n")
             }
         }
         let (c, why) = (&self.execution, &self.reasons);
-        let _ = writeln!(s, "micro-batch {} rows ({})", c.micro_rows, why.micro_rows);
+        let rows = if c.micro_rows == 1 { "row" } else { "rows" };
+        let _ = writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
         let _ = writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize);
         let _ = writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows);

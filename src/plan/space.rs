@@ -169,10 +169,10 @@ pub struct Space {
 impl Space {
     /// What a recipe takes; `host` is what of it is known to live there already.
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, w: &Workload, mut host: Parts) -> Self {
-        let trained = s.trained();
+        let trained = s.parts();
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
-        let headers: u64 = trained.iter().map(|t| t.name.len() as u64 + ENTRY).sum();
-        let states: u64 = trained.iter().map(|t| moments(r.optimizer.name, &t.shape)).sum();
+        let headers: u64 = trained.iter().map(|t| t.name_bytes() as u64 + ENTRY).sum();
+        let states: u64 = trained.iter().map(|t| moments(r.optimizer.name, t.shape())).sum();
         let checkpoint = 4 * count + states + 3 * headers + STATE;
         let saves = match (r.run.save_every as u64, w.steps) {
             (0, _) => Some(1),
@@ -226,7 +226,7 @@ impl Space {
         let all = |four_bit: bool| -> u64 {
             let mut bytes = 0;
             for (m, _) in s.modules.iter().filter(|(m, _)| !(s.tied && m.group == Group::Head)) {
-                let n = m.weight_shape().iter().product::<usize>() as u64;
+                let n = m.weight_values() as u64;
                 bytes += of(n, four_bit && quant::takes(m)) + of(m.bias().unwrap_or(0) as u64, false);
                 bytes += m.name.len() as u64 + ENTRY;
             }
@@ -401,7 +401,7 @@ impl Space {
         for d in &self.disks {
             line("disk", &d.parts, d.free, &format!(" at {}", places(&d.dirs)));
         }
-        line("shared", &self.shared, self.shared_left, "");
+        line("/dev/shm", &self.shared, self.shared_left, "");
         s
     }
 }

@@ -158,7 +158,7 @@ impl Statics {
         let mut unit_bytes = vec![0u64; units];
         let (mut loaded, mut high) = (0u64, 0u64);
         for (m, choice) in &s.modules {
-            let n = m.weight_shape().iter().product::<usize>() as u64;
+            let n = m.weight_values() as u64;
             let bias = m.bias().unwrap_or(0) as u64;
             if s.tied && m.group == Group::Head {
                 continue;
@@ -172,7 +172,7 @@ impl Statics {
             }
             let quantized = is_quantized(m, choice, r.model.quantize);
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-            let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
+            let rows = if dora { 4 * m.rows() as u64 } else { 0 };
             let (bytes, constants) = if quantized { nf4(n) } else { (width * n, 0) };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
             if made_in_f32 || quantized {
@@ -217,9 +217,9 @@ impl Statics {
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
-        let stretch = longest.min(PIECE as u64);
-        out.largest_group = if offload { 0 } else { stretch };
-        out.step_transient = if machine.computes_in_f32() || offload { 0 } else { width * stretch };
+        let largest = longest.min(PIECE as u64);
+        out.largest_group = if offload { 0 } else { largest };
+        out.step_transient = if machine.computes_in_f32() || offload { 0 } else { width * largest };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);

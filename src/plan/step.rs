@@ -312,7 +312,7 @@ impl<'a> Parts<'a> {
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(levels, engine));
-        bytes.add(Component::Slack, overhead(self.run.machine(), engine));
+        bytes.add(Component::AllocatorOverhead, overhead(self.run.machine(), engine));
         Peak { phase: at.0, unit: at.1, bytes, phases }
     }
 }

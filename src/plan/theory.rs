@@ -49,7 +49,7 @@ impl Theory {
                 Kind::Linear { .. } => m.bias().unwrap_or(0) as u64,
                 _ => 0,
             };
-            let n = m.weight_shape().iter().product::<usize>() as u64;
+            let n = m.weight_values() as u64;
             if is_quantized(m, c, quantize) {
                 quantized += n;
                 plain += bias;

@@ -94,7 +94,7 @@ pub fn page(run: &Path) -> Result<String, Error> {
     let mut heats = Vec::new();
     let ends = [metrics.spread.first_key_value(), metrics.spread.last_key_value()];
     for (step, spread) in ends.into_iter().flatten() {
-        let title = view::stretch(*step, spread);
+        let title = view::steps_of(*step, spread);
         if heats.iter().all(|h: &heat::Heat| h.title != title) {
             heats.extend(heat::Heat::new(title, &read::layers(&path, spread)?));
         }

@@ -57,17 +57,17 @@ impl Series {
         Series(self.0.iter().map(smooth).collect())
     }
 
-    /// At most about `points` points that look the same: of each stretch its lowest and its highest, and a
+    /// At most about `points` points that look the same: of each range its lowest and its highest, and a
     /// gap where it has one; the first and the last point stay.
     pub fn thin(&self, points: usize) -> Series {
         let n = self.0.len();
         if n <= points || points < 8 {
             return self.clone();
         }
-        let stretches = points / 3;
+        let ranges = points / 3;
         let mut out = vec![self.0[0]];
-        for s in 0..stretches {
-            let part = &self.0[1 + s * (n - 2) / stretches..1 + (s + 1) * (n - 2) / stretches];
+        for s in 0..ranges {
+            let part = &self.0[1 + s * (n - 2) / ranges..1 + (s + 1) * (n - 2) / ranges];
             let mut kept: Vec<usize> = Vec::with_capacity(3);
             let finite = || part.iter().enumerate().filter(|(_, p)| p.1.is_finite());
             kept.extend(finite().min_by(|a, b| a.1.1.total_cmp(&b.1.1)).map(|(i, _)| i));

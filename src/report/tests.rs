@@ -313,7 +313,7 @@ fn thinning_keeps_extremes_gaps_and_ends() {
     assert_eq!((thin.0[0].0, thin.0.last().map(|p| p.0)), (0, Some(49_999)));
     assert!(thin.0.windows(2).all(|w| w[0].0 < w[1].0));
     assert_eq!(s.thin(50_000).0.len(), 50_000);
-    // a constant has one point a stretch
+    // a constant has one point a range
     assert!(Series((0..10_000).map(|i| (i, 1.0)).collect()).thin(300).0.len() <= 202);
 }
 

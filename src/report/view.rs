@@ -338,7 +338,7 @@ impl View {
 }
 
 /// Steps that a line on experts is of, in words.
-pub fn stretch(step: u64, s: &Spread) -> String {
+pub fn steps_of(step: u64, s: &Spread) -> String {
     let from = step.saturating_sub(s.steps.saturating_sub(1)).max(1);
     if from == step { format!("step {step}") } else { format!("steps {from} to {step}") }
 }

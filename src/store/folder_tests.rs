@@ -1,16 +1,10 @@
 use super::*;
 use crate::error::Failure;
 use crate::store::fault::POINTS;
+use crate::store::small_disk::{SmallDisk, names};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
-
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
 
 /// Two files that must never be seen of different attempts.
 fn fill(new: &NewFolder, text: &str) {
@@ -264,13 +258,7 @@ fn every_fault_point_leaves_a_whole_folder() {
 /// disk of its own; without, it says that it was skipped.
 #[test]
 fn a_full_disk_costs_the_new_folder_only() {
-    let root = tempfile::tempdir().unwrap();
-    let mount =
-        Command::new("mount").args(["-t", "tmpfs", "-o", "size=256k", "tmpfs"]).arg(root.path()).output();
-    if !mount.is_ok_and(|m| m.status.success()) {
-        eprintln!("skipped: no tmpfs can be mounted here");
-        return;
-    }
+    let Some(root) = SmallDisk::new() else { return };
     let mut failures = 0;
     for free in 0..10u64 {
         let target = root.path().join("m");
@@ -278,21 +266,18 @@ fn a_full_disk_costs_the_new_folder_only() {
         fill(&first, "one");
         first.replace(&ours).unwrap();
         fs::write(target.join("notes.txt"), "mine").unwrap();
-        let filler = root.path().join("filler");
-        let space = crate::store::free_bytes(root.path()).unwrap();
-        fs::write(&filler, vec![0u8; space.saturating_sub(free * 4096) as usize]).unwrap();
+        root.fill_but(free);
         let result = NewFolder::begin(&target).and_then(|new| {
             write_atomic(&new.path().join("config.json"), b"two")?;
             write_atomic(&new.path().join("weights"), b"two")?;
             new.replace(&ours)
         });
         let left = names(root.path());
-        fs::remove_file(&filler).unwrap();
+        fs::remove_file(root.path().join("filler")).unwrap();
         assert_eq!(whole(&target).as_deref(), Some(if result.is_ok() { "two" } else { "one" }), "{free}");
         assert_eq!(fs::read(target.join("notes.txt")).unwrap(), b"mine");
         assert_eq!(left, ["filler", "m"], "{free}");
         failures += u32::from(result.is_err());
     }
-    assert!(Command::new("umount").arg(root.path()).status().unwrap().success());
     assert!((1..10).contains(&failures), "{failures} of 10 failed");
 }

@@ -37,6 +37,8 @@ mod read;
 mod write;
 
 #[cfg(test)]
+mod small_disk;
+#[cfg(test)]
 mod tests;
 
 pub(crate) use atomic::copy_inside;

@@ -2,7 +2,7 @@
 //! machine's fastest product, peak against the plan.
 
 use super::products::Products;
-use super::step::{Setup, timed_step};
+use super::step::{Setup, StepRows, timed_step};
 use super::watch::{self, Watch};
 use super::{Job, LossScale};
 use crate::data::{Dataset, Example, Stats};
@@ -62,7 +62,9 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
-    let step = |n: u64, times: &mut Times| timed_step(&setup, &data, &all, n, &|_| 1e-9, times);
+    let step = |n: u64, times: &mut Times| {
+        timed_step(&setup, StepRows { data: &data, rows: &all, step: n }, &|_| 1e-9, times)
+    };
     let mut warm = Times::start(true);
     step(0, &mut warm).map_err(|e| planned.explain(e))?;
     watch.look();

@@ -28,7 +28,7 @@ pub fn logits(
 pub fn bytes(base: &Base, selection: &Selection) -> u64 {
     let mut units: HashMap<String, u64> = HashMap::new();
     for m in modules(&base.config) {
-        let n = m.weight_shape().iter().product::<usize>() as u64;
+        let n = m.weight_values() as u64;
         let dense = !base.is_4bit() || !quant::takes(&m);
         // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
         let bytes = if dense { 4 * n } else { n.div_ceil(2) + n.div_ceil(16) };

@@ -21,12 +21,14 @@ mod watch;
 
 #[cfg(test)]
 mod again_tests;
+#[cfg(test)]
+mod composed_tests;
 
 pub use job::Job;
 pub use loss_scale::LossScale;
 pub use output::logits_apart;
 pub use run::{Options, Outcome, run};
-pub use step::{Stepped, evaluate, train_step};
+pub use step::{StepRows, Stepped, evaluate, train_step};
 
 use crate::error::{ExitCode, Failure};
 

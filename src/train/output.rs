@@ -39,8 +39,8 @@ pub const COMPANIONS: &[&str] = &[
 
 /// Relative L2 distance of two tensors of logits; infinite where one is not finite, 0 where both are zeros.
 pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
-    let wide = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all();
-    let (a, b) = (wide(a)?, wide(b)?);
+    let upcast = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all();
+    let (a, b) = (upcast(a)?, upcast(b)?);
     let apart = (a - &b)?.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
     let norm = b.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt();
     Ok(match apart / norm {

@@ -1,7 +1,7 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
 use super::signals::Signals;
-use super::step::{Setup, accumulate, evaluate_until, update};
+use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
 use super::{Error, Job, Stepped, job};
 use crate::adapt::{LearningRate, learning_rates};
@@ -103,10 +103,10 @@ impl Running<'_> {
         step: usize,
         again: bool,
     ) -> crate::Result<Stepped> {
-        let times = &mut Times::start(false);
+        let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::start(false));
         let stop = || self.signals.seen().is_some();
         let summed = loop {
-            match accumulate(&self.setup, data, rows, step as u64, times, &stop) {
+            match accumulate(&self.setup, at, times, &stop) {
                 Ok(summed) => break summed,
                 Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
                     self.recompute_more(step as u64, e)?
@@ -115,7 +115,7 @@ impl Running<'_> {
             }
         };
         let lr = |peak: f64| self.schedule.at(step, peak);
-        update(&self.setup, summed, data, rows, step as u64, &lr, times)
+        update(&self.setup, summed, &lr, times)
     }
 
     /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.

@@ -68,19 +68,24 @@ pub fn host(m: &Micro) -> HostBatch<'_> {
     HostBatch { ids: &m.ids, positions: &m.positions, docs: &m.docs, targets: &m.targets }
 }
 
-/// One step: the gradients of all micro-batches of `rows`, normalised by the step's targets, then the update
-/// with learning rates `lr`. `step` counts from 0.
+/// What a step is made of.
+#[derive(Clone, Copy)]
+pub struct StepRows<'a> {
+    /// The training data.
+    pub data: &'a Dataset,
+    /// The step's rows.
+    pub rows: &'a [usize],
+    /// Its number, from 0.
+    pub step: u64,
+}
+
+/// One step: the gradients of all micro-batches of its rows, normalised by the step's targets, then the update with
+/// learning rates `lr`.
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
-pub fn train_step(
-    s: &Setup<'_>,
-    data: &Dataset,
-    rows: &[usize],
-    step: u64,
-    lr: Rate<'_>,
-) -> crate::Result<Stepped> {
-    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+pub fn train_step(s: &Setup<'_>, at: StepRows<'_>, lr: Rate<'_>) -> crate::Result<Stepped> {
+    timed_step(s, at, lr, &mut Times::start(false))
 }
 
 /// As [`train_step`], adding the time of each part to `times`.
@@ -89,18 +94,16 @@ pub fn train_step(
 /// As [`train_step`].
 pub fn timed_step(
     s: &Setup<'_>,
-    data: &Dataset,
-    rows: &[usize],
-    step: u64,
+    at: StepRows<'_>,
     lr: Rate<'_>,
     times: &mut Times,
 ) -> crate::Result<Stepped> {
-    let summed = accumulate(s, data, rows, step, times, &|| false)?;
-    update(s, summed, data, rows, step, lr, times)
+    update(s, accumulate(s, at, times, &|| false)?, lr, times)
 }
 
 /// The gradients of a step, summed into the buffers of what trains, with what else its micro-batches gave.
-pub struct Summed {
+pub struct Summed<'a> {
+    at: StepRows<'a>,
     loss: f64,
     router_losses: (f64, f64),
     load: Load,
@@ -111,23 +114,21 @@ pub struct Summed {
     grad_norm: f64,
 }
 
-/// The gradients of all micro-batches of `rows`, one micro-batch after the other; nothing that trains changes, and
+/// The gradients of all micro-batches of a step, one micro-batch after the other; nothing that trains changes, and
 /// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
 /// micro-batch whether to give up. In f16, where a gradient overflows, all of it is done again with a lower factor on the
 /// loss.
 ///
 /// # Errors
 /// Of the device; [`super::Error::Abandoned`].
-pub fn accumulate(
+pub fn accumulate<'a>(
     s: &Setup<'_>,
-    data: &Dataset,
-    rows: &[usize],
-    step: u64,
+    at: StepRows<'a>,
     times: &mut Times,
     stop: &dyn Fn() -> bool,
-) -> crate::Result<Summed> {
+) -> crate::Result<Summed<'a>> {
     loop {
-        let summed = accumulate_scaled(s, data, rows, step, times, stop)?;
+        let summed = accumulate_scaled(s, at, times, stop)?;
         let overflowed = summed.loss.is_finite() && !summed.grad_norm.is_finite();
         match s.loss_scale.get().and_then(LossScale::after_overflow) {
             Some(lower) if overflowed => s.loss_scale.set(Some(lower)),
@@ -136,14 +137,13 @@ pub fn accumulate(
     }
 }
 
-fn accumulate_scaled(
+fn accumulate_scaled<'a>(
     s: &Setup<'_>,
-    data: &Dataset,
-    rows: &[usize],
-    step: u64,
+    at: StepRows<'a>,
     times: &mut Times,
     stop: &dyn Fn() -> bool,
-) -> crate::Result<Summed> {
+) -> crate::Result<Summed<'a>> {
+    let StepRows { data, rows, step } = at;
     s.params.zero_grads()?;
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
@@ -180,23 +180,16 @@ fn accumulate_scaled(
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()? * scale;
     let grad_norm = optim::grad_norm(s.params)? / factor;
-    Ok(Summed { loss, router_losses, load, tokens, targets, reached: sink.reached(), grad_norm })
+    Ok(Summed { at, loss, router_losses, load, tokens, targets, reached: sink.reached(), grad_norm })
 }
 
 /// The update with the gradients that [`accumulate`] summed, with learning rate `lr`.
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
-pub fn update(
-    s: &Setup<'_>,
-    summed: Summed,
-    data: &Dataset,
-    rows: &[usize],
-    step: u64,
-    lr: Rate<'_>,
-    times: &mut Times,
-) -> crate::Result<Stepped> {
-    let Summed { loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
+pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times) -> crate::Result<Stepped> {
+    let Summed { at, loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
+    let StepRows { data, rows, step } = at;
     let total = loss + router_losses.0 + router_losses.1;
     let factor = optim::clip_factor(grad_norm, s.clip);
     guard::finite(s.params, step + 1, total, (grad_norm, factor), data, rows)?;

@@ -23,6 +23,7 @@ use candle_core::{DType, Device};
 use serde_json::Map;
 use std::path::PathBuf;
 
+mod composed;
 mod four_bit;
 mod four_bit_full;
 mod timed;

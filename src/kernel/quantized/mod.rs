@@ -76,7 +76,7 @@ impl QuantizedMatrix {
             block,
             packed: weight((rows * cols).div_ceil(2), DType::U8),
             scales: Scales::Plain(weight((rows * cols).div_ceil(block), DType::F32)),
-            book: Arc::new(Codebook { code, pairs: weight(512, DType::F32) }),
+            book: Arc::new(Codebook { code, pairs: Ghost::weight(ledger, (256, 2), DType::F32).into() }),
             source,
             compute,
         }
@@ -94,7 +94,7 @@ impl QuantizedMatrix {
 
     /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
     fn ghost_cuda(&self, x: &Tensor, to: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
-        let Some(g) = x.ghost() else { return Ok(None) };
+        let Some(g) = x.ghost().filter(|g| g.ledger().machine().cuda) else { return Ok(None) };
         let tile = (self.rows * self.cols * self.compute.size_in_bytes()).min(tiles::MOST);
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
         let _tile = g.ledger().role(Role::InFlight, || g.ledger().hold(tile as u64));
@@ -210,7 +210,7 @@ impl QuantizedMatrix {
         if is_cpu(dy) {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
         }
-        if dy.ghost().is_some() {
+        if dy.ghost().is_some_and(|g| g.ledger().machine().cuda) {
             return self.ghost_cuda(dy, self.cols, dx)?.ok_or_else(|| candle_core::Error::msg("no ghost"));
         }
         #[cfg(feature = "cuda")]
@@ -253,7 +253,7 @@ impl QuantizedMatrix {
         if is_cpu(&self.packed) {
             return on_real!(self.compute, dequantize_cpu(self, rows));
         }
-        if let Some(g) = self.packed.ghost() {
+        if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {
             return Ok(Ghost::new(g.ledger(), (rows.len(), self.cols), self.compute).into());
         }
         #[cfg(feature = "cuda")]

@@ -124,7 +124,7 @@ fn composed_decoding_gives_the_same_bits() -> Result<()> {
 }
 
 #[test]
-fn products_are_those_of_the_decoded_matrix() -> Result<()> {
+fn products_are_those_of_the_dequantized_matrix() -> Result<()> {
     for m in all()? {
         let (o, i) = m.w.dims();
         for (dtype, bar, t) in [(DType::F64, 1e-14, 5), (DType::F32, 1e-6, 1), (DType::F32, 1e-6, FEW + 1)] {

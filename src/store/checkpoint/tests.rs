@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::super::fault::POINTS;
+use super::super::small_disk::{SmallDisk, names};
 use super::*;
 use crate::rng::philox4x32;
 
@@ -18,13 +19,6 @@ fn save(all: &Checkpoints, step: u64, text: &str, keep: usize) -> Result<PathBuf
 
 fn weights(path: &Path) -> String {
     fs::read_to_string(path.join("weights")).unwrap()
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 #[test]
@@ -183,13 +177,7 @@ fn every_flipped_bit_and_every_truncation_is_found() {
 /// own; without, it says that it was skipped.
 #[test]
 fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
-    let root = tempfile::tempdir().unwrap();
-    let mount =
-        Command::new("mount").args(["-t", "tmpfs", "-o", "size=256k", "tmpfs"]).arg(root.path()).output();
-    if !mount.is_ok_and(|m| m.status.success()) {
-        eprintln!("skipped: no tmpfs can be mounted here");
-        return;
-    }
+    let Some(root) = SmallDisk::new() else { return };
     let mut failures = 0;
     // Free pages from none to plenty, so that each write of the commit fails in turn.
     for free in 0..8 {
@@ -198,14 +186,12 @@ fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
         save(&all, 1, "first", 2).unwrap();
         let draft = all.begin(2).unwrap();
         fs::write(draft.path().join("weights"), "second").unwrap();
-        let filler = root.path().join("filler");
-        let space = crate::store::atomic::free_bytes(root.path()).unwrap();
-        fs::write(&filler, vec![0u8; space.saturating_sub(free * 4096) as usize]).unwrap();
+        root.fill_but(free);
         let result = draft.commit(2);
         let text = result.as_ref().map_or_else(|e| e.to_string(), |_| String::new());
         let code = result.as_ref().map_or_else(|e| e.exit_code(), |_| crate::ExitCode::Storage);
         let newest = Checkpoints::open(&dir).unwrap().newest_whole().unwrap().unwrap();
-        fs::remove_file(filler).unwrap();
+        fs::remove_file(root.path().join("filler")).unwrap();
         assert_eq!(newest.step, if result.is_ok() { 2 } else { 1 }, "{free} pages: {text}");
         assert_eq!(code, crate::ExitCode::Storage);
         if result.is_err() {
@@ -214,8 +200,6 @@ fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
         }
         fs::remove_dir_all(dir).unwrap();
     }
-    let unmount = Command::new("umount").arg(root.path()).status().unwrap();
-    assert!(unmount.success());
     assert!((1..8).contains(&failures), "{failures} of 8 saves failed");
 }
 

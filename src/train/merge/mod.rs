@@ -160,12 +160,12 @@ struct Exact<'a> {
 impl Exact<'_> {
     fn get(&mut self, m: &Module, part: &str) -> crate::Result<Tensor> {
         let name = format!("{}.{part}", m.name);
-        let wide = self.merge.wide(&name)?;
-        let (rows, row) = (wide.dim(0)?, wide.elem_count() / wide.dim(0)?.max(1));
+        let value = self.merge.in_f32(&name)?;
+        let (rows, row) = (value.dim(0)?, value.elem_count() / value.dim(0)?.max(1));
         let step = (PIECE / row.max(1)).max(1);
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
-            let piece = wide.narrow(0, first, n)?;
+            let piece = value.narrow(0, first, n)?;
             let (rounded, written) = self.rounded(&name, &piece, first)?;
             if rounded.to_vec1::<f32>()? != written.to_vec1::<f32>()? {
                 let (path, name) = (self.out.display().to_string(), name);
@@ -176,7 +176,7 @@ impl Exact<'_> {
             self.error += square((written - &piece)?)?;
             self.norm += square(piece)?;
         }
-        Ok(wide)
+        Ok(value)
     }
 
     /// Some rows rounded as the file's dtype rounds, and those in the file; both in f32 in a row.

@@ -165,7 +165,7 @@ impl<'a> Merge<'a> {
     ///
     /// # Errors
     /// As [`Merge::tensor`].
-    pub fn wide(&self, name: &str) -> crate::Result<Tensor> {
+    pub fn in_f32(&self, name: &str) -> crate::Result<Tensor> {
         Ok(self.merged(self.source(name)?, DType::F32)?.0.to_dtype(DType::F32)?)
     }
 

@@ -101,7 +101,7 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
 /// away. Nine in ten are bit-equal, and the worst is 3e-6 apart, as the test prints. (Tiles that are dequantized and
 /// tiles that are read have the same bits: `kernel::dequantized`.)
 #[test]
-fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
+fn a_4_bit_base_trains_like_a_dense_one_of_the_dequantized_weights() -> Result<()> {
     let mut bases: Vec<(Case, bool)> = four_bit_cases()?.into_iter().map(|(c, _)| (c, false)).collect();
     for c in cases()? {
         if c.adapters()?.iter().any(String::is_empty) {

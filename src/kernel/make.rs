@@ -1,0 +1,108 @@
+//! Making tensors, on a device or in a ledger; and their operators.
+
+use super::tensor::{Ghost, On, Real, Tensor};
+use candle_core::shape::ShapeWithOneHole;
+use candle_core::{DType, NdArray, Result, Shape, WithDType};
+use std::borrow::Borrow;
+
+impl Tensor {
+    fn make<'a>(
+        on: impl Into<On<'a>>,
+        shape: Shape,
+        dtype: DType,
+        real: impl FnOnce(&candle_core::Device, &Shape) -> Result<Real>,
+    ) -> Result<Self> {
+        match on.into() {
+            On::Real(d) => real(d, &shape).map(Tensor::Real),
+            On::Ghost(l) => Ok(Ghost::new(l, shape, dtype).into()),
+        }
+    }
+
+    /// Zeros.
+    pub fn zeros<'a>(shape: impl Into<Shape>, dtype: DType, on: impl Into<On<'a>>) -> Result<Self> {
+        Self::make(on, shape.into(), dtype, |d, shape| Real::zeros(shape, dtype, d))
+    }
+
+    /// Ones.
+    pub fn ones<'a>(shape: impl Into<Shape>, dtype: DType, on: impl Into<On<'a>>) -> Result<Self> {
+        Self::make(on, shape.into(), dtype, |d, shape| Real::ones(shape, dtype, d))
+    }
+
+    /// One value everywhere.
+    pub fn full<'a, T: WithDType>(value: T, shape: impl Into<Shape>, on: impl Into<On<'a>>) -> Result<Self> {
+        Self::make(on, shape.into(), T::DTYPE, |d, shape| Real::full(value, shape, d))
+    }
+
+    /// The numbers from `start` up to `end`, 1 apart.
+    pub fn arange<'a, T: WithDType>(start: T, end: T, on: impl Into<On<'a>>) -> Result<Self> {
+        let count = (end.to_f64() - start.to_f64()).max(0.0) as usize;
+        Self::make(on, count.into(), T::DTYPE, |d, _| Real::arange(start, end, d))
+    }
+
+    /// Values in row-major order.
+    pub fn from_vec<'a, T: WithDType>(
+        v: Vec<T>,
+        shape: impl ShapeWithOneHole,
+        on: impl Into<On<'a>>,
+    ) -> Result<Self> {
+        let shape = shape.into_shape(v.len())?;
+        Self::make(on, shape, T::DTYPE, |d, shape| Real::from_vec(v, shape, d))
+    }
+
+    /// A copy of values in row-major order.
+    pub fn from_slice<'a, T: WithDType>(
+        v: &[T],
+        shape: impl ShapeWithOneHole,
+        on: impl Into<On<'a>>,
+    ) -> Result<Self> {
+        let shape = shape.into_shape(v.len())?;
+        Self::make(on, shape, T::DTYPE, |d, shape| Real::from_slice(v, shape, d))
+    }
+
+    /// Nested arrays.
+    pub fn new<'a, A: NdArray>(array: A, on: impl Into<On<'a>>) -> Result<Self> {
+        let dtype = candle_core::backend::BackendStorage::dtype(&array.to_cpu_storage());
+        Self::make(on, array.shape()?, dtype, |d, _| Real::new(array, d))
+    }
+}
+
+macro_rules! operator {
+    ($trait:ident, $name:ident, $mul:expr, $add:expr) => {
+        impl<B: Borrow<Tensor>> std::ops::$trait<B> for Tensor {
+            type Output = Result<Tensor>;
+            fn $name(self, other: B) -> Self::Output {
+                Tensor::$name(&self, other.borrow())
+            }
+        }
+        impl<B: Borrow<Tensor>> std::ops::$trait<B> for &Tensor {
+            type Output = Result<Tensor>;
+            fn $name(self, other: B) -> Self::Output {
+                Tensor::$name(self, other.borrow())
+            }
+        }
+        impl std::ops::$trait<f64> for Tensor {
+            type Output = Result<Tensor>;
+            fn $name(self, x: f64) -> Self::Output {
+                self.affine($mul(x), $add(x))
+            }
+        }
+        impl std::ops::$trait<f64> for &Tensor {
+            type Output = Result<Tensor>;
+            fn $name(self, x: f64) -> Self::Output {
+                self.affine($mul(x), $add(x))
+            }
+        }
+    };
+}
+
+operator!(Add, add, |_| 1.0, |x| x);
+operator!(Sub, sub, |_| 1.0, |x: f64| -x);
+operator!(Mul, mul, |x| x, |_| 0.0);
+operator!(Div, div, |x: f64| 1.0 / x, |_| 0.0);
+
+impl std::ops::Sub<&Tensor> for f64 {
+    type Output = Result<Tensor>;
+    fn sub(self, t: &Tensor) -> Self::Output {
+        t.affine(-1.0, self)
+    }
+}

@@ -1,0 +1,68 @@
+//! What products cost in a plan: the buffers that the `gemm` crate packs operands into, tiles, arithmetic.
+
+use super::ledger::{Cost, Ledger, Role};
+use crate::kernel::Tensor;
+use candle_core::Result;
+
+/// What the threads of [`super::gemm::by_tiles`] hold for a product [m, k] x [k, n], on ghosts: a tile each if they make it, and what
+/// its product packs; forward the tile is `transposed`.
+pub fn ghost_tiles(
+    (m, k, n): (usize, usize, usize),
+    width: usize,
+    made: bool,
+    transposed: bool,
+) -> impl FnOnce(&Ledger) {
+    move |l| {
+        let workers = (l.machine().threads as usize).min(n.div_ceil(width)).max(1);
+        let _tiles =
+            l.role(Role::InFlight, || l.hold(if made { 4 * workers * k * n.min(width) } else { 0 } as u64));
+        l.touch(workers as u64 * packing((m, k, width.min(n)), false, transposed));
+    }
+}
+
+/// Tile sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
+/// operand that is contiguous; others have smaller ones.
+const MR: usize = 64;
+const NR: usize = 6;
+const LANES: usize = 16;
+const MANY: usize = gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD * MR;
+
+/// Bytes that the `gemm` crate takes to pack the operands of an f32 product [m, k] x [k, n], read transposed or not.
+///
+/// It computes the transposed product (our results are row-major). It packs what is then the right operand a cache-sized
+/// block at a time, if its columns are not contiguous; and the left one where it is short, if its rows are not.
+pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u64 {
+    if m == 0 || n == 0 || k == 0 {
+        return 0;
+    }
+    let p = gemm_common::cache::kernel_params(n, m, k, MR, NR, 4);
+    let nc = if p.nc > 0 { p.nc } else { m.next_multiple_of(NR) };
+    let right = if n > if ta { 2 * MR } else { MANY } { p.kc * nc } else { 0 };
+    let short = n <= 2 * p.mc && (tb || !n.is_multiple_of(LANES));
+    let left = if short { p.kc * n.next_multiple_of(MR) } else { 0 };
+    4 * (right + left) as u64
+}
+
+/// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
+pub fn slabs(threads: u64) -> u64 {
+    threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+}
+
+/// Writes the work of `op(a) op(b)` down, for ghosts; `onto` is what it is added to.
+pub fn work(a: &Tensor, ta: bool, b: &Tensor, onto: Option<&Tensor>) -> Result<()> {
+    let (Some(ga), Some(gb)) = (a.ghost(), b.ghost()) else { return Ok(()) };
+    let (rows, inner) = a.dims2()?;
+    let m = if ta { inner } else { rows };
+    // what a product is added to is read and written
+    let onto = onto.and_then(Tensor::ghost).map_or(0.0, |c| 2.0 * c.weight_bytes());
+    let flops = 2.0 * m as f64 * b.elem_count() as f64;
+    let read = ga.weight_bytes() + gb.weight_bytes() + onto;
+    ga.ledger().product(Cost { flops, read, ..Cost::default() });
+    Ok(())
+}
+
+/// Whether the `gemm` crate computes a product of so many operations on the thread that asks for it, which then keeps a
+/// slab too.
+pub fn is_small(flops: f64) -> bool {
+    flops < 2.0 * gemm_common::gemm::DEFAULT_THREADING_THRESHOLD as f64
+}
