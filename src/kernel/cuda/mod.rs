@@ -6,6 +6,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod gemm;
+pub mod launch;
 #[cfg(feature = "cuda")]
 pub mod module;
 #[cfg(feature = "cuda")]
