@@ -115,7 +115,8 @@ mod cuda {
         fn find() -> Result<Self> {
             let home = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(|v| std::env::var_os(v));
             let beside = home.map(|h| PathBuf::from(h).join("bin/nvcc")).filter(|p| p.exists());
-            let nvcc = std::env::var_os("NVCC").map(PathBuf::from).or(beside).unwrap_or_else(|| "nvcc".into());
+            let nvcc =
+                std::env::var_os("NVCC").map(PathBuf::from).or(beside).unwrap_or_else(|| "nvcc".into());
             let ptx = match std::env::var("CUDA_COMPUTE_CAP") {
                 Ok(cap) => cap.replace('.', "").parse().map_err(|_| format!("CUDA_COMPUTE_CAP = {cap:?}"))?,
                 Err(_) => OLDEST,
@@ -124,8 +125,11 @@ mod cuda {
             let has = |n: &u32| listed.split_whitespace().any(|l| l == format!("sm_{n}"));
             let wanted = std::env::var("FT_CUDA_CODE").unwrap_or_else(|_| CODE.into());
             let number = |n: &str| n.trim().parse::<u32>().map_err(|_| format!("FT_CUDA_CODE = {wanted:?}"));
-            let code: Vec<u32> =
-                wanted.split(',').filter(|n| !n.trim().is_empty()).map(number).collect::<std::result::Result<_, _>>()?;
+            let code: Vec<u32> = wanted
+                .split(',')
+                .filter(|n| !n.trim().is_empty())
+                .map(number)
+                .collect::<std::result::Result<_, _>>()?;
             Ok(Self { nvcc, ptx, code: code.into_iter().filter(|n| *n >= ptx && has(n)).collect() })
         }
 
@@ -146,7 +150,8 @@ mod cuda {
             run(ptx.arg("-I").arg(SOURCES).arg("-o").arg(at("ptx")).arg(source))?;
             let code: String = self.code.iter().map(|n| format!(",sm_{n}")).collect();
             let mut fat = Command::new(&self.nvcc);
-            fat.args(["-fatbin", "-no-compress"]).arg(format!("-gencode=arch={virtual_},code=[{virtual_}{code}]"));
+            fat.args(["-fatbin", "-no-compress"])
+                .arg(format!("-gencode=arch={virtual_},code=[{virtual_}{code}]"));
             run(fat.arg("-o").arg(at("fatbin")).arg(at("ptx")))?;
             Ok(std::fs::write(at("made"), settings)?)
         }

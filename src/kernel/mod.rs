@@ -26,6 +26,7 @@ pub mod gemm;
 pub mod group;
 pub mod ledger;
 pub mod loss;
+pub mod moment;
 pub mod norm;
 pub mod optimizer;
 pub mod rope;

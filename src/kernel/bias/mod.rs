@@ -25,8 +25,11 @@ pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
     if ghosts(&[&y], [], |_| ()).is_some() {
         return Ok(y);
     }
-    let launch =
-        Launch::of(&y, compiled!(BIAS), "bias_add")?.tensor(b)?.number(t as u64).number(o as u64).tensor(&y)?;
+    let launch = Launch::of(&y, compiled!(BIAS), "bias_add")?
+        .tensor(b)?
+        .number(t as u64)
+        .number(o as u64)
+        .tensor(&y)?;
     // SAFETY: the kernel reads and writes t rows of o values, and reads o of the bias.
     unsafe { launch.run(Grid::new(t, THREADS)) }?;
     Ok(y)

@@ -131,13 +131,7 @@ pub fn wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool, shape: (usize, usize)) -
     on_number!(a.dtype(), product(a, ta, b, tb, shape))
 }
 
-fn product<A: Number>(
-    a: &Tensor,
-    ta: bool,
-    b: &Tensor,
-    tb: bool,
-    (m, n): (usize, usize),
-) -> Result<Tensor> {
+fn product<A: Number>(a: &Tensor, ta: bool, b: &Tensor, tb: bool, (m, n): (usize, usize)) -> Result<Tensor> {
     let (a_held, b_held) = (Held::of(a)?, Held::of(b)?);
     let (av, bv) = (a_held.view::<A>()?, b_held.view::<A>()?);
     let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
