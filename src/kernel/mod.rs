@@ -20,6 +20,7 @@ pub mod blocks;
 pub mod cpu;
 pub mod cuda;
 pub mod decoded;
+pub mod dora;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;

@@ -124,12 +124,19 @@ impl Batch {
                 dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
                 rows: None,
             },
-            target_rows: Tensor::from_vec(rows, n, device)?,
-            targets: Tensor::from_vec(ids, n, device)?,
+            target_rows: list(rows, device)?,
+            targets: list(ids, device)?,
             target_count: n,
             first_target: first.1,
         })
     }
+}
+
+/// Numbers on a device; none take a place there too, for a device gives no address to nothing.
+fn list(mut numbers: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
+    let n = numbers.len();
+    numbers.resize(n.max(1), 0);
+    Tensor::from_vec(numbers, n.max(1), device)?.narrow(0, 0, n)
 }
 
 impl Batch {

@@ -15,7 +15,7 @@ use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::blocks::Blocks;
 use crate::kernel::decoded::Decoded;
-use crate::kernel::{bias, dropout, gemm, is_half, scaled, wide};
+use crate::kernel::{bias, dora, dropout, gemm, is_half, scaled, wide};
 use crate::rng::{Purpose, Stream};
 use candle_core::Result;
 use std::ops::Range;
@@ -132,16 +132,13 @@ pub struct Dora {
 }
 
 impl Lora {
-    /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix:
-    /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
+    /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix.
     pub fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
-        let (a, b) = (wide(&self.a)?, wide(&self.b)?);
-        let cross = (wide(&weight.times(&self.a)?)? * &b)?.sum(1)?;
-        let gram = gemm::matmul(&a, false, &a, true)?;
-        let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
-        let sum = ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
-        // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
-        (&sum + sum.affine(0.0, 0.0)?)?.sqrt()
+        self.norms_of(&weight.times(&self.a)?, squares).values()
+    }
+
+    fn norms_of<'a>(&'a self, times: &'a Tensor, squares: &'a Tensor) -> dora::Norms<'a> {
+        dora::Norms { a: &self.a, b: &self.b, times, squares, scale: self.scale }
     }
 
     /// Dropout's mask of an input, and what of its factor the mask does not have.
@@ -239,13 +236,12 @@ impl Linear {
                 let base = self.weight.forward(&xd)?;
                 let z = base.copy()?;
                 gemm::matmul_acc(&z, &u, false, &lora.b, true, lora.scale)?;
-                let inverse = lora.norms(&self.weight, &dora.row_squares)?.recip()?.unsqueeze(0)?;
-                let g = (wide(&dora.magnitude)? * &inverse)?;
-                let mut y = wide(&z)?.broadcast_mul(&scaled(&g, k)?)?;
-                if mask.is_some() {
-                    y = ((y + wide(&self.weight.forward(x)?)?)? - scaled(&wide(&base)?, k)?)?;
-                }
-                let y = y.to_dtype(z.dtype())?;
+                let times = self.weight.times(&lora.a)?;
+                let [g, inverse] = lora.norms_of(&times, &dora.row_squares).factors(&dora.magnitude)?;
+                drop(times);
+                let whole = mask.as_ref().map(|_| self.weight.forward(x)).transpose()?;
+                let others = whole.as_ref().map(|w| (w, &base));
+                let y = dora::Scaling { g: &g, add: 0.0, k, others }.of(&z)?;
                 if dora.slot.is_some() {
                     saved.dora = Some((z, g, scaled(&inverse, k)?));
                 }
@@ -313,10 +309,9 @@ impl Linear {
             None => dy.clone(),
             Some((z, g, inverse)) => {
                 if let Some(slot) = lora.dora.as_ref().and_then(|d| d.slot) {
-                    let dm = ((wide(dy)? * wide(z)?)?.sum_keepdim(0)? * inverse)?;
-                    sink.add(slot, &dm)?;
+                    sink.magnitude(slot, inverse, dy, z)?;
                 }
-                wide(dy)?.broadcast_mul(g)?.to_dtype(dy.dtype())?
+                dora::Scaling { g, add: 0.0, k: 1.0, others: None }.of(dy)?
             }
         };
         sink.product(b_slot, &dz, u, lora.scale * k)?;
@@ -336,7 +331,7 @@ impl Linear {
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
                         // g is near 1: the difference of what is rounded would be noise
-                        true => wide(dy)?.broadcast_mul(&((g - 1.0)? * k)?)?.to_dtype(dy.dtype())?,
+                        true => dora::Scaling { g, add: -1.0, k, others: None }.of(dy)?,
                         false => (&dz - dy)?,
                     };
                     dxd = self.weight.backward(&difference, Some(dxd))?;

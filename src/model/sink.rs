@@ -1,7 +1,7 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
 use crate::kernel::Tensor;
-use crate::kernel::{bias, embed, gemm, wide};
+use crate::kernel::{bias, dora, embed, gemm, wide};
 use candle_core::Result;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -148,6 +148,14 @@ impl<'a> Sink<'a> {
             return self.add(slot, &wide(dy)?.sum_keepdim(0)?);
         }
         bias::add_sum(&self.reach(slot)?, dy)
+    }
+
+    /// `grad += inverse * (the sum of dy's rows times z's)`: of DoRA's magnitude.
+    pub fn magnitude(&self, slot: Slot, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
+        if self.later.is_some() {
+            return self.add(slot, &dora::magnitude(inverse, dy, z)?);
+        }
+        dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
     }
 
     /// `grad[ids[i]] += dy[i]` for every token.
