@@ -2,7 +2,7 @@
 //!
 //! Logits never exist whole, and only for tokens that predict a supervised target.
 
-use super::decoder::{Batch, Context};
+use super::batch::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;

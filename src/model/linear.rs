@@ -10,12 +10,12 @@
 //! Factors are applied where sums are f32. In half precision dropout's mask is 0 or 1, and `k = 1 / (1 - p)` goes with
 //! `s` and `g`; in f32 the mask has it, and k is 1.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Blocks;
-use crate::kernel::decoded::Decoded;
-use crate::kernel::{bias, dora, dropout, gemm, is_half, scaled, wide};
+use crate::kernel::dequantized::Dequantized;
+use crate::kernel::quantized::QuantizedMatrix;
+use crate::kernel::{bias, dora, dropout, gemm, is_half, scaled, upcast};
 use crate::rng::{Purpose, Stream};
 use candle_core::Result;
 use std::ops::Range;
@@ -26,10 +26,10 @@ use std::sync::Arc;
 pub enum Weight {
     /// Values in the compute dtype.
     Dense(Tensor),
-    /// 4-bit codes in blocks (NF4, or FP4), frozen, decoded in each product.
-    Nf4(Arc<Blocks>),
-    /// The same, decoded for as long as the walk is at the layer: see [`Linear::decoded`].
-    Decoded(Arc<Decoded>),
+    /// 4-bit codes in blocks (NF4, or FP4), frozen, dequantized in each product.
+    Nf4(Arc<QuantizedMatrix>),
+    /// The same, dequantized for as long as the walk is at the layer: see [`Linear::dequantized`].
+    Dequantized(Arc<Dequantized>),
 }
 
 impl Weight {
@@ -38,7 +38,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(x, false, w, true),
             Weight::Nf4(w) => w.forward(x),
-            Weight::Decoded(w) => w.forward(x),
+            Weight::Dequantized(w) => w.forward(x),
         }
     }
 
@@ -51,7 +51,7 @@ impl Weight {
                 Ok(dx)
             }
             (Weight::Nf4(w), dx) => w.backward(dy, dx),
-            (Weight::Decoded(w), dx) => w.backward(dy, dx),
+            (Weight::Dequantized(w), dx) => w.backward(dy, dx),
         }
     }
 
@@ -60,16 +60,16 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Nf4(w) => w.times(a),
-            Weight::Decoded(w) => w.times(a),
+            Weight::Dequantized(w) => w.times(a),
         }
     }
 
     /// Squared norm of each row, `[o]`, f32.
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
-            Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
+            Weight::Dense(w) => upcast(w)?.sqr()?.sum(1),
             Weight::Nf4(w) => w.row_squares(),
-            Weight::Decoded(w) => w.blocks().row_squares(),
+            Weight::Dequantized(w) => w.blocks().row_squares(),
         }
     }
 
@@ -77,8 +77,8 @@ impl Weight {
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
-            Weight::Nf4(w) => w.decode_rows(rows),
-            Weight::Decoded(w) => w.values().narrow(0, rows.start, rows.len()),
+            Weight::Nf4(w) => w.dequantize_rows(rows),
+            Weight::Dequantized(w) => w.values().narrow(0, rows.start, rows.len()),
         }
     }
 
@@ -87,15 +87,15 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.dims2(),
             Weight::Nf4(w) => Ok(w.dims()),
-            Weight::Decoded(w) => Ok(w.blocks().dims()),
+            Weight::Dequantized(w) => Ok(w.blocks().dims()),
         }
     }
 
-    /// The same matrix, decoded if it is 4-bit: its products then have the same bits and decode nothing, and its
+    /// The same matrix, dequantized if it is 4-bit: its products then have the same bits and dequantize nothing, and its
     /// values take memory until it is dropped.
-    fn decoded(&self) -> Result<Weight> {
+    fn dequantized(&self) -> Result<Weight> {
         match self {
-            Weight::Nf4(w) => Ok(Weight::Decoded(Arc::new(Decoded::new(Arc::clone(w))?))),
+            Weight::Nf4(w) => Ok(Weight::Dequantized(Arc::new(Dequantized::new(Arc::clone(w))?))),
             other => Ok(other.clone()),
         }
     }
@@ -185,12 +185,12 @@ impl Linear {
         self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
     }
 
-    /// The same linear with its matrix decoded, if that is 4-bit.
-    pub fn decoded(&self) -> Result<Self> {
-        Ok(Self { weight: self.weight.decoded()?, ..self.clone() })
+    /// The same linear with its matrix dequantized, if that is 4-bit.
+    pub fn dequantized(&self) -> Result<Self> {
+        Ok(Self { weight: self.weight.dequantized()?, ..self.clone() })
     }
 
-    /// Whether its matrix is 4-bit and is decoded in each product.
+    /// Whether its matrix is 4-bit and is dequantized in each product.
     pub fn is_packed(&self) -> bool {
         matches!(self.weight, Weight::Nf4(_))
     }
@@ -205,7 +205,7 @@ impl Linear {
 
     /// What forward saves, without the output where that is not needed for it: the output of a layer that is computed again
     /// for backward is thrown away.
-    pub fn again(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
+    pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
         match &self.lora {
             Some(Lora { dora: Some(_), .. }) => Ok(self.forward(x, ctx)?.1),
             Some(lora) if lora.slots.is_some() => {
@@ -263,7 +263,7 @@ impl Linear {
     pub fn forward_wide(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, x.device().is_cpu()) else {
             let (y, saved) = self.forward(x, ctx)?;
-            return Ok((wide(&y)?, saved));
+            return Ok((upcast(&y)?, saved));
         };
         let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
         match &self.lora {
@@ -278,7 +278,7 @@ impl Linear {
             }
             Some(_) => {
                 let (y, saved) = self.forward(x, ctx)?;
-                Ok((wide(&y)?, saved))
+                Ok((upcast(&y)?, saved))
             }
         }
     }
@@ -356,7 +356,7 @@ mod tests {
     use super::*;
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn};
-    use crate::model::decoder::DropoutKey;
+    use crate::model::batch::DropoutKey;
     use crate::quant::{CodeBooks, Encoded};
     use candle_core::DType;
     use candle_core::Device;
@@ -385,11 +385,11 @@ mod tests {
         (slots.collect(), offset)
     }
 
-    /// A matrix in NF4; f64 keeps what is decoded.
+    /// A matrix in NF4; f64 keeps what is dequantized.
     fn nf4(w: &Tensor) -> Result<Weight> {
         let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
-        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(
+        Ok(Weight::Nf4(Arc::new(encoded.into_matrix(
             true,
             DType::F64,
             &mut CodeBooks::new(&Device::Cpu)?,

@@ -5,7 +5,7 @@
 
 use super::cpu::is_cpu;
 use super::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
-use super::{gemm, scaled, wide};
+use super::{gemm, scaled, upcast};
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
 
@@ -33,8 +33,8 @@ pub struct Norms<'a> {
 
 impl Norms<'_> {
     fn composed(&self) -> Result<Tensor> {
-        let (a, b) = (wide(self.a)?, wide(self.b)?);
-        let cross = (wide(self.times)? * &b)?.sum(1)?;
+        let (a, b) = (upcast(self.a)?, upcast(self.b)?);
+        let cross = (upcast(self.times)? * &b)?.sum(1)?;
         let gram = gemm::matmul(&a, false, &a, true)?;
         let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
         let sum = ((self.squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
@@ -57,7 +57,7 @@ impl Norms<'_> {
             return self.launch(Some(magnitude));
         }
         let inverse = self.composed()?.recip()?.unsqueeze(0)?;
-        Ok([(wide(magnitude)? * &inverse)?, inverse])
+        Ok([(upcast(magnitude)? * &inverse)?, inverse])
     }
 
     /// The norms, and nothing; or with a magnitude g and their inverses.
@@ -137,9 +137,9 @@ impl Scaling<'_> {
 
     fn composed(&self, x: &Tensor) -> Result<Tensor> {
         let g = if self.add == 0.0 { self.g.clone() } else { (self.g + self.add)? };
-        let mut y = wide(x)?.broadcast_mul(&scaled(&g, self.k)?)?;
+        let mut y = upcast(x)?.broadcast_mul(&scaled(&g, self.k)?)?;
         if let Some((other, base)) = self.others {
-            y = ((y + wide(other)?)? - scaled(&wide(base)?, self.k)?)?;
+            y = ((y + upcast(other)?)? - scaled(&upcast(base)?, self.k)?)?;
         }
         y.to_dtype(x.dtype())
     }
@@ -171,5 +171,5 @@ pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -
 
 /// What [`add_magnitude`] adds, composed of candle's operations.
 pub fn magnitude(inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
-    (wide(dy)? * wide(z)?)?.sum_keepdim(0)? * inverse
+    (upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse
 }
