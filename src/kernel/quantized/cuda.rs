@@ -162,17 +162,18 @@ fn dequantize_rows<T: Number>(w: &QuantizedMatrix, rows: Range<usize>) -> Result
     Ok(slices::tensor(out, shape, device).into())
 }
 
-/// Bytes of a tile on this device.
-fn tile_bytes(device: &CudaDevice) -> Result<usize> {
+/// Most bytes of a tile on this device.
+fn tile_bytes(device: &CudaDevice, tokens: usize) -> Result<usize> {
     let what = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
     let cache = device.cuda_stream().context().attribute(what).w()?;
-    Ok(tiles::bytes(usize::try_from(cache).unwrap_or(0)))
+    Ok(tiles::bytes(tokens, Some(usize::try_from(cache).unwrap_or(0))))
 }
 
 /// Calls `multiply(range, tile, device)` for each tile of `count` rows (or columns) of `size` values, dequantized to
 /// one buffer in turn.
 fn by_tiles<T: Number>(
     w: &QuantizedMatrix,
+    tokens: usize,
     (count, size): (usize, usize),
     tile: impl Fn((usize, usize), Range<usize>) -> Tile,
     mut multiply: impl FnMut(Range<usize>, &CudaView<'_, T>, &CudaDevice) -> Result<()>,
@@ -180,7 +181,7 @@ fn by_tiles<T: Number>(
     let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let arguments = parts.arguments()?;
-    let ranges: Vec<_> = tiles::split(count, size * size_of::<T>(), tile_bytes(device)?).collect();
+    let ranges: Vec<_> = tiles::split(count, size * size_of::<T>(), tile_bytes(device, tokens)?).collect();
     let widest = ranges.iter().map(|r| r.len()).max().unwrap_or(0);
     // SAFETY: what is read was written by the kernel before.
     let mut buffer = unsafe { device.alloc::<T>(widest * size) }?;
@@ -216,7 +217,7 @@ fn forward_typed<T: Number>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
         return Ok(slices::tensor(y, (t, w.rows), device).into());
     }
     let a = Mat { data: &xv, rows: t, cols: k, transposed: false };
-    by_tiles::<T>(w, (w.rows, w.cols), Tile::rows, |rows, tile, device| {
+    by_tiles::<T>(w, t, (w.rows, w.cols), Tile::rows, |rows, tile, device| {
         let b = Mat { data: tile, rows: k, cols: rows.len(), transposed: true };
         gemm(device, &mut y.slice_mut(rows.start..), w.rows, false, &a, &b, 1.0)
     })?;
@@ -269,7 +270,7 @@ fn backward_typed<T: Number>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor
     let dyv = held.view::<T>()?;
     let a = Mat { data: &dyv, rows: t, cols: k, transposed: false };
     let product = |dst: &mut CudaViewMut<'_, T>, add: bool| {
-        by_tiles::<T>(w, (w.cols, w.rows), Tile::columns, |columns, tile, device| {
+        by_tiles::<T>(w, t, (w.cols, w.rows), Tile::columns, |columns, tile, device| {
             let b = Mat { data: tile, rows: k, cols: columns.len(), transposed: false };
             gemm(device, &mut dst.slice_mut(columns.start..), w.cols, add, &a, &b, 1.0)
         })
