@@ -33,7 +33,10 @@ const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let fixtures = args.first().context("usage: gpu_check FIXTURES [--device cpu]")?;
-    let device = if args.iter().any(|a| a == "cpu") { Device::Cpu } else { Device::new_cuda_with_stream(0)? };
+    let device = match args.iter().any(|a| a == "cpu") {
+        true => Device::Cpu,
+        false => ft::kernel::cuda::open(0).map_err(anyhow::Error::msg)?,
+    };
     let mut report = Report { over: 0, checks: 0 };
     for (dtype, bar) in BARS {
         ops(&device, dtype, bar, &mut report)?;

@@ -338,7 +338,8 @@ impl Parts<'_> {
                 down.add(*forward, -1.0);
             }
         }
-        Work::of([up, again, down], Balance::of(self.run.machine()))
+        let head = [forward.flops, head.cost.flops - forward.flops];
+        Work { head, ..Work::of([up, again, down], Balance::of(self.run.machine())) }
     }
 
     /// Every allocation, each kind once at each place.

@@ -22,13 +22,21 @@ use candle_core::{DType, Result, Shape};
 macro_rules! compiled {
     ($name:ident) => {{
         #[cfg(feature = "cuda")]
-        let source = $crate::kernel::cuda::ptx::$name;
+        let source = $crate::kernel::cuda::module::$name;
         #[cfg(not(feature = "cuda"))]
-        let source = "";
+        let source = $crate::kernel::cuda::launch::Source;
         source
     }};
 }
 pub(crate) use compiled;
+
+#[cfg(feature = "cuda")]
+pub use super::module::Module as Source;
+
+/// A source that this build did not compile.
+#[cfg(not(feature = "cuda"))]
+#[derive(Clone, Copy, Debug)]
+pub struct Source;
 
 /// What a kernel on CUDA takes for ghosts; `None` for tensors.
 ///
@@ -127,7 +135,7 @@ enum Argument<'a> {
 #[derive(Debug)]
 pub struct Launch<'a> {
     on: &'a Real,
-    source: &'static str,
+    source: Source,
     name: String,
     arguments: Vec<Argument<'a>>,
 }
@@ -137,7 +145,7 @@ impl<'a> Launch<'a> {
     ///
     /// # Errors
     /// A type that has no kernels; a ghost.
-    pub fn of(on: &'a Tensor, source: &'static str, name: &str) -> Result<Self> {
+    pub fn of(on: &'a Tensor, source: Source, name: &str) -> Result<Self> {
         let suffix = match on.dtype() {
             DType::F32 => "f32",
             DType::BF16 => "bf16",
@@ -151,7 +159,7 @@ impl<'a> Launch<'a> {
     ///
     /// # Errors
     /// A ghost.
-    pub fn named(on: &'a Tensor, source: &'static str, name: impl Into<String>) -> Result<Self> {
+    pub fn named(on: &'a Tensor, source: Source, name: impl Into<String>) -> Result<Self> {
         Ok(Self { on: on.real()?, source, name: name.into(), arguments: Vec::new() })
     }
 
@@ -219,14 +227,11 @@ mod device {
     use super::{Argument, Grid, Launch};
     use candle_core::backend::{BackendDevice, BackendStorage};
     use candle_core::cuda_backend::cudarc::driver::{
-        CudaFunction, CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg,
-        sys::CUfunction_attribute,
+        CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg, sys::CUfunction_attribute,
     };
-    use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, DeviceId, WrapErr};
+    use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
     use candle_core::op::BackpropOp;
     use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
-    use std::collections::HashMap;
-    use std::sync::{Arc, PoisonError, RwLock};
 
     /// Bytes of dynamic shared memory that a kernel gets without asking.
     const SHARED: u32 = 48 << 10;
@@ -237,24 +242,6 @@ mod device {
         // SAFETY: whoever asks writes every value before anything reads it.
         let storage = unsafe { device.as_cuda_device()?.alloc_uninit(&some, dtype) }?;
         Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
-    }
-
-    /// Functions by device, source (its address) and name.
-    type Functions = HashMap<(DeviceId, usize, String), Arc<CudaFunction>>;
-    static FUNCTIONS: RwLock<Option<Functions>> = RwLock::new(None);
-
-    fn function(device: &CudaDevice, source: &'static str, name: &str) -> Result<Arc<CudaFunction>> {
-        let key = (device.id(), source.as_ptr() as usize, name.to_owned());
-        if let Some(f) =
-            FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|f| f.get(&key))
-        {
-            return Ok(Arc::clone(f));
-        }
-        let module = format!("ft {:x}", key.1);
-        let f = Arc::new(device.get_or_load_custom_func(name, &module, source)?.into_cuda_function());
-        let mut all = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
-        all.get_or_insert_default().insert(key, Arc::clone(&f));
-        Ok(f)
     }
 
     /// Where a tensor's values begin.
@@ -301,7 +288,7 @@ mod device {
             block_dim: (grid.threads, 1, 1),
             shared_mem_bytes: grid.shared,
         };
-        let f = function(device, launch.source, &launch.name).map_err(what)?;
+        let f = launch.source.function(device, &launch.name).map_err(what)?;
         if grid.shared > SHARED {
             let at = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             f.set_attribute(at, i32::try_from(grid.shared).unwrap_or(i32::MAX)).w().map_err(what)?;
@@ -330,7 +317,7 @@ mod device {
     pub unsafe fn run(launch: &Launch<'_>, _: Grid) -> Result<()> {
         let Launch { on, source, name, arguments } = launch;
         candle_core::bail!(
-            "{name}{source}: {:?}, {} arguments: this ft was built without CUDA",
+            "{name} {source:?}: {:?}, {} arguments: this ft was built without CUDA",
             on.shape(),
             arguments.len()
         )
