@@ -412,8 +412,9 @@ void cp_async(void *to, const void *from, bool some) {
   note(to, 16, __builtin_return_address(0));
   if (some) {
     touch_global(reinterpret_cast<uintptr_t>(from), 16, false);
-    note(from, 16, static_cast<const char *>(__builtin_return_address(0)) + 1);
   }
+  // those that read nothing too, so that the others' turns stay beside each other
+  note(from, some ? 16 : 0, static_cast<const char *>(__builtin_return_address(0)) + 1);
   // not a number until it is there
   memset(to, 0xff, 16);
   for (size_t i = at; i < at + 16; i++) shadow[i].pending = true;
@@ -446,8 +447,9 @@ void cp_async_wait(int left) {
 
 void *allocate(size_t bytes, size_t skew) {
   // the end of the last value is the end of what malloc gives: for the address sanitizer
-  unsigned char *p = static_cast<unsigned char *>(malloc(bytes + skew));
-  if (!p) abort();
+  void *memory = nullptr;
+  if (posix_memalign(&memory, 128, bytes + skew)) abort();
+  unsigned char *p = static_cast<unsigned char *>(memory);
   memset(p, 0xff, bytes + skew);
   buffers[reinterpret_cast<uintptr_t>(p + skew)] = {bytes, std::vector<GlobalShadow>(bytes)};
   return p + skew;
