@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    let choices = Choices::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
+    let choices = Choices::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
     let (loss, targets) = train::evaluate(&decoder, &data, &choices, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());

@@ -6,6 +6,7 @@
 
 use super::cpu::{Real, View, ghosts, in_place, is_cpu, on_real, tensor, view};
 use super::ledger::{Cost, Ledger, Role};
+use super::tensor::Ghost;
 use super::wide;
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
@@ -355,6 +356,23 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     a.matmul(&b)
 }
 
+/// As [`matmul`], in the dtype of sums: on CUDA the sums of half-precision values are given as they are, unrounded.
+pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if is_cpu(a) || !super::is_half(a) || a.dtype() != b.dtype() {
+        return wide(&matmul(a, ta, b, tb)?);
+    }
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    if let Some(g) = a.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        work(a, ta, b, None)?;
+        return Ok(Ghost::new(g.ledger(), (m, n), DType::F32).into());
+    }
+    #[cfg(feature = "cuda")]
+    return super::cuda::gemm::wide(a.real()?, ta, b.real()?, tb, (m, n)).map(Tensor::Real);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!("matmul: [{m}, {n}] on a device that this build does not have")
+}
+
 fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
@@ -408,13 +426,19 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
         work(a, ta, b, Some(c))?;
         return acc_half(c, a, ta, b, tb, alpha);
     }
+    work(a, ta, b, Some(c))?;
+    add(c, a, ta, b, tb, alpha)
+}
+
+/// [`matmul_acc`] on another device than the CPU, with its work written down already.
+pub fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     // cuBLAS adds to what is there
     if let Some(g) = c.ghost()
         && a.dtype() == b.dtype()
         && [a, b, c].into_iter().all(Tensor::is_contiguous)
     {
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        return work(a, ta, b, Some(c));
+        return Ok(());
     }
     #[cfg(feature = "cuda")]
     if let (Tensor::Real(c), Tensor::Real(a), Tensor::Real(b)) = (c, a, b)
@@ -426,7 +450,8 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 }
 
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let p = (wide(&matmul(a, ta, b, tb)?)? * alpha)?;
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
+    let p = (wide(&a.matmul(&b.to_dtype(a.dtype())?)?)? * alpha)?;
     c.slice_set(&(wide(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 

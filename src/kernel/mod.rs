@@ -15,6 +15,7 @@
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
+pub mod bias;
 pub mod blocks;
 pub mod cpu;
 pub mod cuda;
@@ -25,10 +26,12 @@ pub mod gemm;
 pub mod group;
 pub mod ledger;
 pub mod loss;
+pub mod moment;
 pub mod norm;
 pub mod optimizer;
 pub mod rope;
 pub mod route;
+pub mod spread;
 pub mod swiglu;
 pub mod tensor;
 

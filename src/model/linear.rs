@@ -15,7 +15,7 @@ use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::blocks::Blocks;
 use crate::kernel::decoded::Decoded;
-use crate::kernel::{dropout, gemm, is_half, scaled, wide};
+use crate::kernel::{bias, dropout, gemm, is_half, scaled, wide};
 use crate::rng::{Purpose, Stream};
 use candle_core::Result;
 use std::ops::Range;
@@ -258,8 +258,32 @@ impl Linear {
 
     fn add_bias(&self, y: Tensor) -> Result<Tensor> {
         match &self.bias {
-            Some(b) => y.broadcast_add(b),
+            Some(b) => bias::add(y, b),
             None => Ok(y),
+        }
+    }
+
+    /// As [`Linear::forward`], in the dtype of sums: the logits of a head. On CUDA the sums are not rounded before.
+    pub fn forward_wide(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, x.device().is_cpu()) else {
+            let (y, saved) = self.forward(x, ctx)?;
+            return Ok((wide(&y)?, saved));
+        };
+        let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
+        match &self.lora {
+            None => Ok((gemm::matmul_wide(x, false, w, true)?, saved)),
+            Some(lora) if lora.dora.is_none() => {
+                let (xd, k) = masked(x, &lora.mask(x, ctx)?)?;
+                let u = gemm::matmul(&xd, false, &lora.a, true)?;
+                let y = gemm::matmul_wide(x, false, w, true)?;
+                gemm::matmul_acc(&y, &u, false, &lora.b, true, lora.scale * k)?;
+                saved.u = lora.slots.is_some().then_some(u);
+                Ok((y, saved))
+            }
+            Some(_) => {
+                let (y, saved) = self.forward(x, ctx)?;
+                Ok((wide(&y)?, saved))
+            }
         }
     }
 
@@ -274,7 +298,7 @@ impl Linear {
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
         if let Some(slot) = self.bias_slot {
-            sink.add(slot, &wide(dy)?.sum_keepdim(0)?)?;
+            sink.column_sums(slot, dy)?;
         }
         if let (Some(slot), Some(x)) = (self.weight_slot, &saved.x) {
             sink.product(slot, dy, x, 1.0)?;

@@ -1,7 +1,7 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
 use crate::kernel::Tensor;
-use crate::kernel::{embed, gemm};
+use crate::kernel::{bias, embed, gemm, wide};
 use candle_core::Result;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -142,6 +142,14 @@ impl<'a> Sink<'a> {
         gemm::acc(&self.reach(slot)?, dw)
     }
 
+    /// `grad += the sum of dy's rows`.
+    pub fn column_sums(&self, slot: Slot, dy: &Tensor) -> Result<()> {
+        if self.later.is_some() {
+            return self.add(slot, &wide(dy)?.sum_keepdim(0)?);
+        }
+        bias::add_sum(&self.reach(slot)?, dy)
+    }
+
     /// `grad[ids[i]] += dy[i]` for every token.
     pub fn rows(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
         embed::backward(&self.reach(slot)?, ids, dy, 1.0)
@@ -151,6 +159,8 @@ impl<'a> Sink<'a> {
     pub fn columns(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
         let g = self.reach(slot)?;
         let add = dy.to_dtype(g.dtype())?.t()?.contiguous()?;
-        g.slice_set(&g.index_add(ids, &add, 1)?, 0, 0)
+        // candle's addition by index on CUDA takes a tensor that begins its storage
+        let whole = if g.device().is_cpu() { g.clone() } else { g.force_contiguous()? };
+        g.slice_set(&whole.index_add(ids, &add, 1)?, 0, 0)
     }
 }

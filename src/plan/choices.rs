@@ -84,7 +84,7 @@ impl Open {
             recipe::Dequantize::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
             _ => vec![Decoded::Panels],
         };
-        let usual = Head::chunk_rows(p.vocab() as usize) as u64;
+        let usual = Head::chunk_rows(p.vocab() as usize, p.inputs.machine.cuda) as u64;
         let heads = match p.head_is_free() && known {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
             false => vec![usual],

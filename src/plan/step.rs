@@ -163,7 +163,8 @@ impl<'a> Parts<'a> {
         };
         let batch = |t: Tokens| -> Full {
             let mut bytes = Bytes::default();
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.targets as usize, s.head_dim));
+            let (targets, cuda) = (t.targets as usize, run.machine().cuda);
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();
@@ -338,7 +339,8 @@ impl Parts<'_> {
                 down.add(*forward, -1.0);
             }
         }
-        Work::of([up, again, down], Balance::of(self.run.machine()))
+        let head = [forward.flops, head.cost.flops - forward.flops];
+        Work { head, ..Work::of([up, again, down], Balance::of(self.run.machine())) }
     }
 
     /// Every allocation, each kind once at each place.

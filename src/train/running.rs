@@ -103,7 +103,7 @@ impl Running<'_> {
         step: usize,
         again: bool,
     ) -> crate::Result<Stepped> {
-        let times = &mut Times::start(false);
+        let times = &mut Times::off();
         let stop = || self.signals.seen().is_some();
         let summed = loop {
             match accumulate(&self.setup, data, rows, step as u64, times, &stop) {

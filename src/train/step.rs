@@ -69,7 +69,7 @@ pub fn train_step(
     step: u64,
     lr: Rate<'_>,
 ) -> crate::Result<Stepped> {
-    timed_step(s, data, rows, step, lr, &mut Times::start(false))
+    timed_step(s, data, rows, step, lr, &mut Times::off())
 }
 
 /// As [`train_step`], adding the time of each part to `times`.

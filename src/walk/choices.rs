@@ -41,12 +41,12 @@ pub struct Choices {
 
 impl Choices {
     /// What needs no plan: keeps everything, decodes by panels, chunks of the usual size.
-    pub fn plain(micro_rows: usize, vocab: usize) -> Self {
+    pub fn plain(micro_rows: usize, vocab: usize, cuda: bool) -> Self {
         Self {
             micro_rows: micro_rows.max(1),
             recompute: 0,
             decoded: Decoded::Panels,
-            head_rows: Head::chunk_rows(vocab),
+            head_rows: Head::chunk_rows(vocab, cuda),
         }
     }
 }

@@ -120,7 +120,7 @@ impl<'a> Walk<'a> {
             lowest,
             recompute,
             decoded: Decoded::default(),
-            head_rows: Head::chunk_rows(decoder.head.vocab),
+            head_rows: Head::chunk_rows(decoder.head.vocab, !decoder.embedding.table.device().is_cpu()),
             around: Vec::new(),
             times: None,
             router_losses: RouterLosses::default(),

@@ -12,7 +12,7 @@ use super::panels::{self, FEW, Panel, ROWS, ROWS_THREADS, THREADS, name};
 use super::{Blocks, Scales};
 use crate::kernel::Tensor;
 use crate::kernel::cuda::gemm::{Mat, gemm};
-use crate::kernel::cuda::ptx;
+use crate::kernel::cuda::module;
 use crate::kernel::cuda::slices::{self, Held, Number, in_place, on_number};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -136,8 +136,9 @@ fn decode_panel<T: Number>(
     let (chunks, runs) = (narrow(panel.chunks())?, narrow(panel.runs)?);
     let blocks = narrow(panel.blocks())?;
     let (first, stride, width) = (panel.first as u64, panel.stride as u64, panel.width as u64);
-    let f = device.get_or_load_custom_func(&name("decode", source, T::DTYPE), "ft_decode", ptx::DECODE)?;
-    let mut launch = f.builder();
+    let f = module::DECODE.function(device, &name("decode", source, T::DTYPE))?;
+    let stream = device.cuda_stream();
+    let mut launch = stream.launch_builder(&f);
     a.push(&mut launch);
     launch.arg(&first).arg(&stride).arg(&width).arg(&runs).arg(&chunks).arg(out);
     // SAFETY: the arguments are those of decode.cu, in order and type; the panel was found to lie inside of the
@@ -241,8 +242,8 @@ fn few_tokens<T: Number>(
     }
     let (t, count, cols) = (narrow(tokens)?, w.rows as u64, w.cols as u64);
     let kernel = format!("{}_{upto}", name("rows", w.source, T::DTYPE));
-    let f = device.get_or_load_custom_func(&kernel, "ft_rows", ptx::ROWS)?;
-    let mut launch = f.builder();
+    let f = module::ROWS.function(device, &kernel)?;
+    let mut launch = stream.launch_builder(&f);
     a.push(&mut launch);
     launch.arg(x).arg(&t).arg(&count).arg(&cols).arg(y);
     // SAFETY: the arguments are those of rows.cu, in order and type; what it demands of sizes and addresses was
@@ -304,10 +305,10 @@ mod tests {
         for source in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             for compute in floats {
                 let decode = name("decode", source, compute);
-                assert!(ptx::DECODE.contains(&format!(".entry {decode}(")), "{decode}");
+                assert!(module::DECODE.ptx.contains(&format!(".entry {decode}(")), "{decode}");
                 for (upto, _) in ROWS {
                     let rows = format!("{}_{upto}", name("rows", source, compute));
-                    assert!(ptx::ROWS.contains(&format!(".entry {rows}(")), "{rows}");
+                    assert!(module::ROWS.ptx.contains(&format!(".entry {rows}(")), "{rows}");
                 }
             }
         }

@@ -30,13 +30,14 @@ fn gather_and_reduce_have_their_own_time() -> Result<()> {
     let grads = p.grads();
     let sink = Sink::new(&grads, p.tensors.len());
     let run = |slow: Option<&mut Slow>| -> Result<Times> {
-        let mut times = Times::start(true);
+        let mut times = Times::start(&candle_core::Device::Cpu)?;
         let walk = Walk::new(&d, p.lowest_unit(), 2);
         let walk = match slow {
             Some(s) => walk.around(s),
             None => walk,
         };
         walk.timed(&mut times).train(&batch, 1.0, &sink)?;
+        times.settle()?;
         Ok(times)
     };
     let alone = run(None)?;
