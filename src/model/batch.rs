@@ -124,7 +124,7 @@ impl Batch {
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
         let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
-        let seqs = Sequences::ghost(sizes, ledger)?;
+        let seqs = Sequences::ghost(sizes);
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
         Ok(Self {
             ids: list(sizes.keys),
@@ -137,10 +137,9 @@ impl Batch {
         })
     }
 
-    /// Bytes of a micro-batch: ids, the two tables, the start of each token's document and what it was collated from;
-    /// the masks' numbers; rows and ids of targets.
-    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize) -> u64 {
-        (sizes.keys * (4 + 4 * head_dim + 4 + 12) + 4 * sizes.longest + 8 * targets) as u64
+    /// Bytes of a micro-batch: ids, the two tables and what it was collated from; documents; rows and ids of targets.
+    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
+        (sizes.keys * (4 + 4 * head_dim + 12) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
     }
 }
 

@@ -15,7 +15,7 @@
 //
 //   #include "../../src/kernel/scale.cu"
 //   #include "check.h"
-//   TEST(scales_every_value) { host::Buffer<bf16> x(n), y(n); ... LAUNCH(scale_bf16, {blocks}, 0, x.at(), 2.0f, n, y.at()); ... }
+//   TEST(scales_every_value) { host::Buffer<bf16> x(n), y(n); ... LAUNCH(scale_bf16, ({blocks}), 0, x.at(), 2.0f, n, y.at()); ... }
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -147,9 +147,11 @@ void forget();
   static const char NAME##_key = 0;                                                                                    \
   TYPE *const NAME = static_cast<TYPE *>(host::static_shared(&NAME##_key, sizeof(TYPE) * (COUNT)))
 
-// Runs a kernel as a launch does: `GRID` is a Dim in braces.
-#define LAUNCH(NAME, GRID, SHARED, ...)                                                                                \
-  host::launch(#NAME, Dim GRID, host::kernels().at(#NAME).threads, SHARED, [&] { NAME(__VA_ARGS__); })
+// Runs a kernel as a launch does, on blocks of as many threads as it is made for, or of THREADS: `GRID` is a Dim in braces,
+// which a macro wants in parentheses where it has more than one number.
+#define LAUNCH_OF(NAME, GRID, THREADS, SHARED, ...)                                                                    \
+  host::launch(#NAME, Dim GRID, THREADS, SHARED, [&] { NAME(__VA_ARGS__); })
+#define LAUNCH(NAME, GRID, SHARED, ...) LAUNCH_OF(NAME, GRID, host::kernels().at(#NAME).threads, SHARED, __VA_ARGS__)
 
 // ---- numbers: round to nearest, ties to even ----
 
@@ -257,13 +259,13 @@ template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], const void *row) { host::meet({host::Op::Load, r, row}); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) { host::meet({host::Op::LoadTransposed, r, row}); }
+// For the address sanitizer, which does not see host.cpp.
+NOT_WATCHED inline void read_16(const void *p) {
+  volatile char first = *static_cast<const volatile char *>(p), last = static_cast<const volatile char *>(p)[15];
+  (void)first, (void)last;
+}
 inline void cp_async_16(void *to, const void *from, bool some) {
-  // for the address sanitizer, which does not see host.cpp
-  if (some) {
-    volatile char first = *static_cast<const volatile char *>(from);
-    volatile char last = static_cast<const volatile char *>(from)[15];
-    (void)first, (void)last;
-  }
+  if (some) read_16(from);
   host::cp_async(to, from, some);
 }
 inline void cp_async_commit() { host::cp_async_commit(); }

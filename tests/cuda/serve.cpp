@@ -2,9 +2,9 @@
 // (-include SOURCE): jobs come in on the standard input, results go to the standard output.
 //
 // A job is a line of words: the kernel's name, three dimensions of the grid, bytes of shared memory, and a word an
-// argument: `in:BYTES:SKEW`, `out:BYTES:SKEW` and `both:BYTES:SKEW` for a buffer (SKEW bytes from an aligned address),
-// `value:BYTES`, or `null`. After it the bytes of what is in, both and value, end to end. The answer are the bytes of
-// what is out and both. Every buffer has exactly its size.
+// argument: `in:BYTES:SKEW` and `out:BYTES:SKEW` for a buffer (SKEW bytes from an aligned address), `value:BYTES`, or
+// `null`. After it the bytes of what is in and value, end to end. The answer are the bytes of what is out. Every buffer has
+// exactly its size.
 #include "host.h"
 #include <iostream>
 #include <memory>
@@ -40,7 +40,7 @@ int main() {
         to = a.buffer ? a.buffer->at() : nullptr;
         a.value.resize(sizeof to);
         memcpy(a.value.data(), &to, sizeof to);
-        a.out = kind == "out" || kind == "both";
+        a.out = kind == "out";
       }
       if (kind != "out" && kind != "null" && !std::cin.read(to, static_cast<std::streamsize>(bytes))) host::fail("a job that is cut off");
       arguments.push_back(std::move(a));

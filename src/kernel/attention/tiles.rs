@@ -3,14 +3,12 @@
 //! A block of threads takes a tile of one head. It has up to [`ROWS`] tokens of one document; those with the most
 //! partners come first, so that what ends last is small.
 
-use super::Sequences;
-use crate::kernel::ledger::Ledger;
-use crate::kernel::tensor::Ghost;
+use super::Sizes;
 use crate::kernel::Tensor;
 use candle_core::{DType, Device, Result};
 
 /// Tokens of a tile, as in attention.cuh.
-const ROWS: usize = 64;
+pub const ROWS: usize = 64;
 /// Numbers of a tile: its first token, its tokens, its document's first and end.
 const WIDTH: usize = 4;
 
@@ -54,10 +52,56 @@ impl Tiles {
         let all = Tensor::from_vec(numbers, (n + m, WIDTH), device)?;
         Ok(Self { queries: all.narrow(0, 0, n)?, keys: all.narrow(0, n, m)? })
     }
+}
 
-    /// Those of a plan.
-    pub fn ghost(ledger: &Ledger, keys: usize) -> Self {
-        let list = || Tensor::from(Ghost::weight(ledger, (keys.div_ceil(ROWS), WIDTH), DType::U32));
-        Self { queries: list(), keys: list() }
+/// Bytes of tiles of documents that are all as long as the longest.
+pub fn bytes(sizes: Sizes) -> usize {
+    let docs = sizes.keys.div_ceil(sizes.longest.max(1));
+    2 * 4 * WIDTH * docs * sizes.longest.div_ceil(ROWS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_every_token_once_and_stay_in_their_document() {
+        for (docs, first_query) in [(&[200, 3, 0, 64, 65][..], 0), (&[130], 129), (&[130], 70), (&[], 0)] {
+            let all: usize = docs.iter().sum();
+            for (list, from) in lists(docs, first_query).into_iter().zip([first_query, 0]) {
+                let mut seen = vec![0; all];
+                for [first, rows, begin, end] in list {
+                    assert!(rows > 0 && rows <= ROWS as u32 && begin <= first && first + rows <= end);
+                    let whole: u32 = docs
+                        .iter()
+                        .map(|n| *n as u32)
+                        .take_while({
+                            let mut at = 0;
+                            move |n| {
+                                at += n;
+                                at <= begin
+                            }
+                        })
+                        .sum();
+                    assert_eq!(whole, begin);
+                    (first..first + rows).for_each(|t| seen[t as usize] += 1);
+                }
+                assert!(seen.iter().enumerate().all(|(t, n)| *n == usize::from(t >= from)), "{docs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_heaviest_tiles_come_first() {
+        let [queries, keys] = lists(&[70, 200], 0);
+        assert_eq!(queries[0], [262, 8, 70, 270]);
+        assert_eq!(keys[0], [70, 64, 70, 270]);
+    }
+
+    #[test]
+    fn a_plan_counts_what_is_copied() {
+        let docs = [100; 7];
+        let [queries, keys] = lists(&docs, 0);
+        assert_eq!(bytes(Sizes::of(&docs)), 16 * (queries.len() + keys.len()));
     }
 }

@@ -85,8 +85,6 @@ pub enum Argument<'a> {
     In(&'a [u8], usize),
     /// What it writes: bytes.
     Out(usize),
-    /// What it changes.
-    Both(&'a [u8]),
     /// A number, by its bytes.
     Value(Vec<u8>),
     /// No buffer.
@@ -143,20 +141,15 @@ impl Served {
             line += &match a {
                 Argument::In(b, skew) => format!(" in:{}:{skew}", b.len()),
                 Argument::Out(n) => format!(" out:{n}:0"),
-                Argument::Both(b) => format!(" both:{}:0", b.len()),
                 Argument::Value(b) => format!(" value:{}", b.len()),
                 Argument::Null => " null".into(),
             };
             match a {
-                Argument::In(b, _) | Argument::Both(b) => sent.extend_from_slice(b),
+                Argument::In(b, _) => sent.extend_from_slice(b),
                 Argument::Value(b) => sent.extend_from_slice(b),
                 Argument::Out(_) | Argument::Null => (),
             }
-            match a {
-                Argument::Out(n) => answer += n,
-                Argument::Both(b) => answer += b.len(),
-                _ => (),
-            }
+            answer += if let Argument::Out(n) = a { *n } else { 0 };
         }
         let input = self.child.stdin.as_mut().expect("a pipe");
         input.write_all((line + "\n").as_bytes()).expect("the program takes its job");

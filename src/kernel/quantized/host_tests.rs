@@ -153,7 +153,7 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                         ];
                         let out = launch(host, &m, &kernel, dims.0.div_ceil(rows), 0, rest);
                         let got = tensor(&out, (tokens, dims.0), compute)?;
-                        let wide = |t: &Tensor| t.to_dtype(DType::F64);
+                        let upcast = |t: &Tensor| t.to_dtype(DType::F64);
                         let want = gemm::matmul(&upcast(&x)?, false, &upcast(&m.w.dequantize()?)?, true)?;
                         let apart = distance(&values(&got), &values(&want));
                         let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
