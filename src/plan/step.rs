@@ -163,7 +163,8 @@ impl<'a> Parts<'a> {
         };
         let batch = |t: Tokens| -> Full {
             let mut bytes = Bytes::default();
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.targets as usize, s.head_dim));
+            let (targets, cuda) = (t.targets as usize, run.machine().cuda);
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();

@@ -73,6 +73,12 @@ template <> DEVICE uint32_t pack<f16>(float low, float high) {
 // Values of T that one load or store of 16 bytes takes.
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 
+#ifdef __CUDACC__
+// 16 bytes, loaded and stored at once.
+DEVICE uint4 load_16(const void *p) { return *static_cast<const uint4 *>(p); }
+DEVICE void store_16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
+#endif
+
 DEVICE bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // One value, as f32.
@@ -84,7 +90,7 @@ template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>
   union {
     uint4 bits;
     T value[VECTOR<T>];
-  } of = {*reinterpret_cast<const uint4 *>(p)};
+  } of = {load_16(p)};
 #pragma unroll
   for (int i = 0; i < VECTOR<T>; i++) out[i] = Number<T>::widen(of.value[i]);
 }
@@ -96,7 +102,7 @@ template <typename T> DEVICE void store_vector(T *p, const float (&in)[VECTOR<T>
     if constexpr (sizeof(T) == 4) word[i] = __float_as_uint(in[i]);
     else word[i] = pack<T>(in[2 * i], in[2 * i + 1]);
   }
-  *reinterpret_cast<uint4 *>(p) = make_uint4(word[0], word[1], word[2], word[3]);
+  store_16(p, make_uint4(word[0], word[1], word[2], word[3]));
 }
 
 // ---- sums and maxima, in an order that does not change; every lane gets the result ----

@@ -6,6 +6,8 @@
 
 #[cfg(feature = "cuda")]
 pub mod gemm;
+#[cfg(test)]
+pub(crate) mod host_tests;
 pub mod launch;
 #[cfg(feature = "cuda")]
 pub mod module;

@@ -1,41 +1,54 @@
-//! The CUDA sources on the host: compiled as plain C++ by `tests/cuda/host.cpp`, launched as on a GPU, held to the
-//! CPU version.
-//!
-//! ```text
-//! cargo test --release --lib -- --ignored on_the_host
-//! ```
-//!
-//! Needs a C++17 compiler (`CXX`, or `c++`) with its sanitizers. What this cannot find is what only a GPU does: its
-//! speed, and a kernel that its driver or its memory rules refuse.
+//! decode.cu and rows.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
 
+<<<<<<< HEAD:src/kernel/quantized/host_tests.rs
+=======
+use super::panels::{FEW, Panel, ROWS, name};
+>>>>>>> cua:src/kernel/blocks/host_tests.rs
 use super::tests::{Made, bits, made};
 use super::tiles::{FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
 use super::*;
 use crate::kernel::check::{distance, randn, values};
+use crate::kernel::cuda::host_tests::{Argument, Served, Watched};
 use crate::kernel::gemm;
 use half::{bf16, f16};
-use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
 
-/// The running program, fed with jobs.
-struct Host {
-    child: Child,
-    // removed when this is dropped
-    _dir: tempfile::TempDir,
+/// Both sources, each watched in its own way.
+const HOW: [Watched; 2] = [Watched::Bounds, Watched::Accesses];
+
+fn floats(t: &Tensor) -> Vec<u8> {
+    let v: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("floats");
+    v.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// A launch, but for the matrix.
-struct Launch<'a> {
-    kernel: &'a str,
+/// Launches a kernel: the matrix's arguments, then `rest`.
+fn launch(
+    to: &mut Served,
+    m: &Made,
+    kernel: &str,
     blocks: usize,
-    threads: u32,
-    x: &'a [u8],
-    out: usize,
-    /// Bytes from an aligned address to the first code.
     skew: usize,
-    numbers: &'a [usize],
+    rest: Vec<Argument<'_>>,
+) -> Vec<u8> {
+    let (scales, nested, group, offset) = match &m.w.scales {
+        Scales::Plain(s) => (floats(s), None, 1, 0f32),
+        Scales::Nested { codes, map, absmax, group, offset } => {
+            let codes = codes.to_vec1::<u8>().expect("bytes");
+            (floats(absmax), Some((codes, floats(map))), *group, *offset)
+        }
+    };
+    let pairs = floats(&m.w.book.pairs);
+    let mut all = vec![Argument::In(&m.packed, skew), Argument::In(&pairs, 0), Argument::In(&scales, 0)];
+    match &nested {
+        Some((codes, map)) => all.extend([Argument::In(codes, 0), Argument::In(map, 0)]),
+        None => all.extend([Argument::Null, Argument::Null]),
+    }
+    all.extend([(group as u32).into(), offset.into(), m.w.block.trailing_zeros().into()]);
+    all.push(((m.w.rows * m.w.cols) as u64).into());
+    all.extend(rest);
+    to.launch(kernel, [blocks, 1, 1], 0, &all)
 }
 
+<<<<<<< HEAD:src/kernel/quantized/host_tests.rs
 impl Host {
     fn compile() -> Self {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -103,6 +116,15 @@ impl Host {
         drop(self.child.stdin.take());
         assert!(self.child.wait().expect("the program's end").success());
     }
+=======
+fn decode(to: &mut Served, m: &Made, panel: Panel, skew: usize) -> Vec<u8> {
+    let kernel = name("decode", m.w.source, m.w.compute);
+    let mut rest: Vec<Argument<'_>> =
+        [panel.first, panel.stride, panel.width].iter().map(|n| Argument::from(*n as u64)).collect();
+    rest.extend([Argument::from(panel.runs as u32), Argument::from(panel.chunks() as u32)]);
+    rest.push(Argument::Out(panel.len() * m.w.compute.size_in_bytes()));
+    launch(to, m, &kernel, panel.blocks(), skew, rest)
+>>>>>>> cua:src/kernel/blocks/host_tests.rs
 }
 
 /// A tensor's values as they lie in memory.
@@ -123,8 +145,13 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
+<<<<<<< HEAD:src/kernel/quantized/host_tests.rs
 fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
     let mut host = Host::compile();
+=======
+fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/blocks/decode.cu", w));
+>>>>>>> cua:src/kernel/blocks/host_tests.rs
     // whole chunks, short ones, blocks across rows, odd numbers of values and of columns, a single value
     let shapes = [
         ((8, 1024), 64, Some(256)),
@@ -159,23 +186,32 @@ fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
                 for (i, (tile, want)) in tiles.into_iter().enumerate() {
                     // the last one from an odd address
                     let skew = if i == 3 { 1 } else { 0 };
+<<<<<<< HEAD:src/kernel/quantized/host_tests.rs
                     let got = tensor(&host.dequantize(&m, tile, skew), want.dims2()?, compute)?;
                     let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
                     assert!(bits(&got)? == bits(&want)?, "{what}");
+=======
+                    // every one with bounds checked, one in five with its accesses watched
+                    for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
+                        let got = tensor(&decode(host, &m, panel, skew), want.dims2()?, compute)?;
+                        let what = format!("{dims:?} block {block} {source:?} {compute:?} {panel:?}");
+                        assert!(bits(&got)? == bits(&want)?, "{what}");
+                    }
+>>>>>>> cua:src/kernel/blocks/host_tests.rs
                     checked += 1;
                 }
             }
         }
     }
     assert!(checked > 300, "{checked}");
-    host.finish();
+    hosts.into_iter().for_each(Served::finish);
     Ok(())
 }
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
-    let mut host = Host::compile();
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/blocks/rows.cu", w));
     let shapes = [
         ((3, 32), 32, None),
         ((5, 1024), 64, Some(256)),
@@ -190,6 +226,7 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                 for tokens in [1, 2, FEW] {
                     let x = randn(tokens as u64, (tokens, dims.1), compute)?;
                     let (upto, rows) = ROWS.into_iter().find(|(upto, _)| tokens <= *upto).expect("a kernel");
+<<<<<<< HEAD:src/kernel/quantized/host_tests.rs
                     let out = host.run(
                         &m,
                         &Launch {
@@ -208,10 +245,30 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                     let apart = distance(&values(&got), &values(&want));
                     let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
                     assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");
+=======
+                    let kernel = format!("{}_{upto}", name("rows", source, compute));
+                    let xs = bytes(&x)?;
+                    for host in &mut hosts {
+                        let rest = vec![
+                            Argument::In(&xs, 0),
+                            (tokens as u32).into(),
+                            (dims.0 as u64).into(),
+                            (dims.1 as u64).into(),
+                            Argument::Out(tokens * dims.0 * compute.size_in_bytes()),
+                        ];
+                        let out = launch(host, &m, &kernel, dims.0.div_ceil(rows), 0, rest);
+                        let got = tensor(&out, (tokens, dims.0), compute)?;
+                        let wide = |t: &Tensor| t.to_dtype(DType::F64);
+                        let want = gemm::matmul(&wide(&x)?, false, &wide(&m.w.decode()?)?, true)?;
+                        let apart = distance(&values(&got), &values(&want));
+                        let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
+                        assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");
+                    }
+>>>>>>> cua:src/kernel/blocks/host_tests.rs
                 }
             }
         }
     }
-    host.finish();
+    hosts.into_iter().for_each(Served::finish);
     Ok(())
 }
