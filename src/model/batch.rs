@@ -2,6 +2,7 @@
 
 use super::config::Config;
 use crate::kernel::attention::{Sequences, Sizes};
+use crate::kernel::embed::ById;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
 use candle_core::{DType, Device};
@@ -54,6 +55,8 @@ impl Context {
 pub struct Batch {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
+    /// The tokens sorted by id, on another device than the CPU: what the embedding's gradient goes by there.
+    pub by_id: Option<ById>,
     /// Tokens.
     pub tokens: usize,
     /// What layers need.
@@ -99,6 +102,7 @@ impl Batch {
         let n = rows.len();
         Ok(Self {
             ids: Tensor::new(host.ids, device)?,
+            by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
             context: Context {
                 seqs: Sequences::new(host.docs, 0, device)?,
@@ -128,6 +132,7 @@ impl Batch {
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
         Ok(Self {
             ids: list(sizes.keys),
+            by_id: None,
             tokens: sizes.keys,
             context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
             target_rows: list(targets),

@@ -14,6 +14,7 @@ use super::batch::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::dequantized::Dequantized;
+use crate::kernel::dropout::Mask;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::{bias, dora, dropout, gemm, is_half, scaled, upcast};
 use crate::rng::{Purpose, Stream};
@@ -142,7 +143,7 @@ impl Lora {
     }
 
     /// Dropout's mask of an input, and what of its factor the mask does not have.
-    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Tensor, f64)>> {
+    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Mask, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
         let rows = match &ctx.rows {
@@ -326,7 +327,7 @@ impl Linear {
                 Ok(dx)
             }
             Some((m, _)) => {
-                sink.product(a_slot, &du, &(x * &m)?, rest)?;
+                sink.product(a_slot, &du, &m.of(x)?, rest)?;
                 let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
@@ -337,16 +338,16 @@ impl Linear {
                     dxd = self.weight.backward(&difference, Some(dxd))?;
                 }
                 let dx = self.weight.backward(dy, dx)?;
-                dx + (dxd * m)?
+                m.add(dxd, dx)
             }
         }
     }
 }
 
 /// What dropout leaves of an input, and the factor that it lacks.
-fn masked(x: &Tensor, mask: &Option<(Tensor, f64)>) -> Result<(Tensor, f64)> {
+fn masked(x: &Tensor, mask: &Option<(Mask, f64)>) -> Result<(Tensor, f64)> {
     match mask {
-        Some((m, k)) => Ok(((x * m)?, *k)),
+        Some((m, k)) => Ok((m.of(x)?, *k)),
         None => Ok((x.clone(), 1.0)),
     }
 }

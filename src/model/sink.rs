@@ -1,6 +1,7 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
 use crate::kernel::Tensor;
+use crate::kernel::embed::ById;
 use crate::kernel::{bias, dora, embed, gemm, upcast};
 use candle_core::Result;
 use std::cell::RefCell;
@@ -159,8 +160,8 @@ impl<'a> Sink<'a> {
     }
 
     /// `grad[ids[i]] += dy[i]` for every token.
-    pub fn rows(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
-        embed::backward(&self.reach(slot)?, ids, dy, 1.0)
+    pub fn rows(&self, slot: Slot, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor) -> Result<()> {
+        embed::backward(&self.reach(slot)?, ids, by_id, dy, 1.0)
     }
 
     /// `grad[:, ids[i]] += dy[i]` for every token.

@@ -240,7 +240,7 @@ impl<'a> Walk<'a> {
         }
         if decoder.embedding.trains() {
             self.at(Some(Phase::Backward), 0);
-            decoder.embedding.backward(&batch.ids, &dy, sink)?;
+            decoder.embedding.backward(batch, &dy, sink)?;
             self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
