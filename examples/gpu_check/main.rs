@@ -18,7 +18,7 @@ use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
-use ft::model::decoder::HostBatch;
+use ft::model::batch::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
 use ft::optim::Optimizer;
@@ -161,6 +161,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
     out.push(("swiglu, dgate".into(), dgate));
     out.push(("swiglu, dup".into(), dup));
+    out.push(("swiglu, again".into(), swiglu::backward_again(&x, &up, &dh)?.2));
 
     let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
     let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
@@ -179,20 +180,31 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let table = r(13, &[50, 96])?;
     out.push(("embedding".into(), embed::forward(&table, &ids)?));
     let dtable = Tensor::zeros((50, 96), DType::F32, device)?;
-    embed::backward(&dtable, &ids, &dn, 1.0)?;
+    let by_id = embed::ById::new(&ids.to_vec1::<u32>()?);
+    embed::backward(&dtable, &ids, Some(&by_id), &dn, 1.0)?;
     out.push(("embedding, dtable".into(), dtable));
 
-    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some(0.1))?;
+    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some((0.1, dtype)))?;
     out.push(("cross entropy".into(), losses));
     out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
 
     let stream = Stream::new(1, Purpose::Dropout, 2, 3);
-    out.push(("dropout mask".into(), dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, &dn)?.0));
+    let ones = dn.affine(0.0, 1.0)?;
+    for (what, x) in [("dropout", &ones), ("dropout, odd width", &ones.narrow(1, 0, 55)?.force_contiguous()?)]
+    {
+        let (mask, _) = dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, x)?;
+        out.push((what.into(), mask.of(x)?));
+        out.push((format!("{what}, added"), mask.add(x.clone(), x.clone())?));
+    }
+    let list: Vec<u32> = (0..130).rev().collect();
+    let (mask, _) = dropout::mask(stream, dropout::Rows::These { first: 2, list: &list }, 0.25, &ones)?;
+    out.push(("dropout, rows of a list".into(), mask.of(&ones)?));
 
     let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;
     let chosen = route::choose(&probs, 3)?;
     let gates = route::gates(&probs, &chosen, 3, true)?;
-    let routed = route::Routed { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
+    let routed =
+        route::RouterOutput { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
     let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1 };
     let dlogits = route::backward(&routed, &wide(20, &[130, 3])?, Some(&balance))?;
     let groups = group::Groups::new(chosen.clone(), 3, 10, device)?;
@@ -211,7 +223,9 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
     let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
-    adamw(&p, &m, &v, &gr, &step)?;
+    let copy = Tensor::zeros(1000, dtype, device)?;
+    adamw(&p, &m, &v, &gr, Some(&copy), &step)?;
+    out.push(("adamw, copy".into(), copy));
     out.push(("adamw, weights".into(), p));
     out.push(("adamw, moments".into(), Tensor::cat(&[m, v], 0)?));
     let norm = sum_squares(std::slice::from_ref(&gr))?;

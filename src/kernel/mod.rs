@@ -16,10 +16,10 @@
 
 pub mod attention;
 pub mod bias;
-pub mod blocks;
 pub mod cpu;
 pub mod cuda;
-pub mod decoded;
+pub mod dequantized;
+pub mod dora;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;
@@ -29,6 +29,7 @@ pub mod loss;
 pub mod moment;
 pub mod norm;
 pub mod optimizer;
+pub mod quantized;
 pub mod rope;
 pub mod route;
 pub mod spread;
@@ -44,7 +45,7 @@ pub use tensor::{Real, Tensor};
 use candle_core::{DType, Device, Result};
 
 /// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
-pub fn wide(t: &Tensor) -> Result<Tensor> {
+pub fn upcast(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
@@ -59,7 +60,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     if factor == 1.0 {
         return Ok(x.clone());
     }
-    if is_half(x) { (wide(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
+    if is_half(x) { (upcast(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
 }
 
 /// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)

@@ -1,7 +1,8 @@
 //! The token embedding as a module: frozen, trained in full, or with LoRA.
 
+use super::batch::Batch;
 use super::sink::{Sink, Slot};
-use crate::kernel::{Tensor, embed, gemm, wide};
+use crate::kernel::{Tensor, embed, gemm, upcast};
 use candle_core::Result;
 
 /// The embedding.
@@ -44,13 +45,14 @@ impl Embedding {
     }
 
     /// Sends the gradients of what trains to the sink.
-    pub fn backward(&self, ids: &Tensor, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+    pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+        let ids = &batch.ids;
         if let Some(slot) = self.slot {
-            sink.rows(slot, ids, dy)?;
+            sink.rows(slot, ids, batch.by_id.as_ref(), dy)?;
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
-            let du = (wide(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
             sink.columns(a_slot, ids, &du)?;
         }
         Ok(())

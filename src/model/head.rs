@@ -2,13 +2,13 @@
 //!
 //! Logits never exist whole, and only for tokens that predict a supervised target.
 
-use super::decoder::{Batch, Context};
+use super::batch::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::spread::Spread;
-use crate::kernel::{Role, loss};
+use crate::kernel::{Role, embed, loss};
 use candle_core::Result;
 use std::ops::Range;
 
@@ -84,14 +84,14 @@ impl Head {
             let ctx = batch.context.for_targets(batch.first_target + from);
             let index = batch.target_rows.narrow(0, from, rows)?;
             let targets = batch.targets.narrow(0, from, rows)?;
-            let hx = x.index_select(&index, 0)?;
+            let hx = embed::forward(x, &index)?;
             let normed = self.norm.forward(&hx)?;
             let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
                 let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
-                let dtype = x.dtype();
-                let (loss, dl) = loss::cross_entropy(logits, &targets, backward.map(|(scale, _)| scale))?;
-                Ok((saved, loss, dl.map(|dl| dl.to_dtype(dtype)).transpose()?))
+                let gradient = backward.map(|(scale, _)| (scale, x.dtype()));
+                let (loss, dl) = loss::cross_entropy(logits, &targets, gradient)?;
+                Ok((saved, loss, dl))
             })?;
             losses.push(loss);
             if let (Some(dl), Some((_, sink)), Some(dx)) = (dlogits, backward, &mut dx) {

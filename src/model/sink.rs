@@ -1,7 +1,8 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
 use crate::kernel::Tensor;
-use crate::kernel::{bias, embed, gemm, wide};
+use crate::kernel::embed::ById;
+use crate::kernel::{bias, dora, embed, gemm, upcast};
 use candle_core::Result;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -70,14 +71,14 @@ impl<'a> Sink<'a> {
 
     /// Adds what collecting sinks have, the products of a unit side by side.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
-        let mut units: BTreeMap<usize, Vec<gemm::Part>> = BTreeMap::new();
+        let mut units: BTreeMap<usize, Vec<gemm::GradProduct>> = BTreeMap::new();
         for Later { slot, alike, what } in list {
             match what {
                 What::Values(dw) => self.add(slot, &dw)?,
                 What::Product(a, b, alpha) => {
                     self.touch(slot);
                     let Slot { offset, rows, cols, .. } = slot;
-                    units.entry(slot.unit).or_default().push(gemm::Part {
+                    units.entry(slot.unit).or_default().push(gemm::GradProduct {
                         offset,
                         rows,
                         cols,
@@ -145,14 +146,22 @@ impl<'a> Sink<'a> {
     /// `grad += the sum of dy's rows`.
     pub fn column_sums(&self, slot: Slot, dy: &Tensor) -> Result<()> {
         if self.later.is_some() {
-            return self.add(slot, &wide(dy)?.sum_keepdim(0)?);
+            return self.add(slot, &upcast(dy)?.sum_keepdim(0)?);
         }
         bias::add_sum(&self.reach(slot)?, dy)
     }
 
+    /// `grad += inverse * (the sum of dy's rows times z's)`: of DoRA's magnitude.
+    pub fn magnitude(&self, slot: Slot, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
+        if self.later.is_some() {
+            return self.add(slot, &dora::magnitude(inverse, dy, z)?);
+        }
+        dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
+    }
+
     /// `grad[ids[i]] += dy[i]` for every token.
-    pub fn rows(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
-        embed::backward(&self.reach(slot)?, ids, dy, 1.0)
+    pub fn rows(&self, slot: Slot, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor) -> Result<()> {
+        embed::backward(&self.reach(slot)?, ids, by_id, dy, 1.0)
     }
 
     /// `grad[:, ids[i]] += dy[i]` for every token.

@@ -3,7 +3,7 @@
 use super::cpu::is_cpu;
 use super::cuda::launch::{Grid, Launch, compiled, ghosts};
 use super::gemm;
-use super::wide;
+use super::upcast;
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
 
@@ -38,7 +38,7 @@ pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
 /// `grad[c] += the sum of dy[.., c]`, in f32: `grad` [1, o] or `[o]` f32, `dy` [t, o].
 pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
     if is_cpu(dy) || grad.dtype() != DType::F32 {
-        return gemm::acc(grad, &wide(dy)?.sum_keepdim(0)?);
+        return gemm::acc(grad, &upcast(dy)?.sum_keepdim(0)?);
     }
     let (t, o) = dy.dims2()?;
     if grad.elem_count() != o {

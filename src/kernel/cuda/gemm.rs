@@ -2,7 +2,7 @@
 //!
 //! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
 
-use super::slices::{Held, Number, in_place, on_number, tensor};
+use super::slices::{Number, Operand, in_place, on_number, tensor};
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
@@ -132,7 +132,7 @@ pub fn wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool, shape: (usize, usize)) -
 }
 
 fn product<A: Number>(a: &Tensor, ta: bool, b: &Tensor, tb: bool, (m, n): (usize, usize)) -> Result<Tensor> {
-    let (a_held, b_held) = (Held::of(a)?, Held::of(b)?);
+    let (a_held, b_held) = (Operand::of(a)?, Operand::of(b)?);
     let (av, bv) = (a_held.view::<A>()?, b_held.view::<A>()?);
     let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
     let device = a.device().as_cuda_device()?;
@@ -156,7 +156,7 @@ fn typed<A: Number, C: Number>(
     tb: bool,
     alpha: f64,
 ) -> Result<()> {
-    let (held_a, held_b) = (Held::of(a)?, Held::of(b)?);
+    let (held_a, held_b) = (Operand::of(a)?, Operand::of(b)?);
     let (view_a, view_b) = (held_a.view::<A>()?, held_b.view::<A>()?);
     let (ma, mb) = (mat(&view_a, a, ta)?, mat(&view_b, b, tb)?);
     let (m, n) = c.dims2()?;

@@ -47,27 +47,28 @@ struct Stream {
   }
 };
 
-// y = factor * x where a number is kept, 0 elsewhere, and `add` to it if that is there. Blocks by row, then by columns.
+// y = factor * x where a number is kept, 0 elsewhere, and `add` to it if that is there. A block a row; in the grid's second
+// dimension are parts of it.
 template <typename T, int V>
 DEVICE void drop(const T *x, const T *add, const uint32_t *list, T *y, uint32_t columns, uint64_t first, float factor,
                  const Stream &s) {
-  const uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V;
-  if (c >= columns) return;
   const uint64_t row = first + (list == nullptr ? blockIdx.x : list[blockIdx.x]);
-  const size_t at = static_cast<size_t>(blockIdx.x) * columns + c;
-  bool kept[V];
-  s.keeps(row * columns + c, kept);
-  float v[V];
-  get(x + at, v);
+  for (uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V; c < columns; c += gridDim.y * THREADS * V) {
+    const size_t at = static_cast<size_t>(blockIdx.x) * columns + c;
+    bool kept[V];
+    s.keeps(row * columns + c, kept);
+    float v[V];
+    get(x + at, v);
 #pragma unroll
-  for (int j = 0; j < V; j++) v[j] = kept[j] ? v[j] * factor : 0.0f;
-  if (add != nullptr) {
-    float a[V];
-    get(add + at, a);
+    for (int j = 0; j < V; j++) v[j] = kept[j] ? v[j] * factor : 0.0f;
+    if (add != nullptr) {
+      float a[V];
+      get(add + at, a);
 #pragma unroll
-    for (int j = 0; j < V; j++) v[j] += a[j];
+      for (int j = 0; j < V; j++) v[j] += a[j];
+    }
+    put(y + at, v);
   }
-  put(y + at, v);
 }
 
 #define DROPOUT(NAME, T)                                                                                               \

@@ -1,57 +1,45 @@
 // Rows of a table by number, and back: the gradient of a table's rows from the tokens sorted by id, a block an id, in the
-// order of the tokens; and rows put where they belong among others that are zero.
+// order of the tokens. In the grid's second dimension are parts of a row.
 #include "../cuda/rows.cuh"
 
 constexpr int THREADS = 128; // in src/kernel/embed/cuda.rs too
 
-// y[t] = table[ids[t]]: blocks by token, then by columns. An id that is no row gives no numbers.
+// Calls f with the first of each V columns that this thread takes.
+template <int V, typename F> DEVICE void by_columns(uint32_t columns, const F &f) {
+  for (uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V; c < columns; c += gridDim.y * THREADS * V) f(c);
+}
+
+// y[t] = table[ids[t]], a block a token. An id that is no row gives no numbers.
 template <typename T, int V>
 DEVICE void rows(const T *table, const uint32_t *ids, T *y, uint32_t count, uint32_t columns) {
-  const uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V, id = ids[blockIdx.x];
-  if (c >= columns) return;
-  float v[V];
+  const uint32_t id = ids[blockIdx.x];
+  by_columns<V>(columns, [&](uint32_t c) {
+    float v[V];
 #pragma unroll
-  for (int j = 0; j < V; j++) v[j] = NAN;
-  if (id < count) get(table + static_cast<size_t>(id) * columns + c, v);
-  put(y + static_cast<size_t>(blockIdx.x) * columns + c, v);
+    for (int j = 0; j < V; j++) v[j] = NAN;
+    if (id < count) get(table + static_cast<size_t>(id) * columns + c, v);
+    put(y + static_cast<size_t>(blockIdx.x) * columns + c, v);
+  });
 }
 
 // grad[ids[b]] += scale * the sum of dy[order[i]] for i from starts[b] up to starts[b + 1], for block b.
 template <typename T, int V>
 DEVICE void gradient(float *grad, const uint32_t *ids, const uint32_t *starts, const uint32_t *order, const T *dy,
                      uint32_t columns, float scale) {
-  const uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V;
-  if (c >= columns) return;
-  float *const row = grad + static_cast<size_t>(ids[blockIdx.x]) * columns + c;
+  float *const row = grad + static_cast<size_t>(ids[blockIdx.x]) * columns;
   const uint32_t begin = starts[blockIdx.x], end = starts[blockIdx.x + 1];
-  float sum[V];
-  get_floats(row, sum);
+  by_columns<V>(columns, [&](uint32_t c) {
+    float sum[V];
+    get_floats(row + c, sum);
 #pragma unroll 4
-  for (uint32_t i = begin; i < end; i++) {
-    float v[V];
-    get(dy + static_cast<size_t>(order[i]) * columns + c, v);
+    for (uint32_t i = begin; i < end; i++) {
+      float v[V];
+      get(dy + static_cast<size_t>(order[i]) * columns + c, v);
 #pragma unroll
-    for (int j = 0; j < V; j++) sum[j] += v[j] * scale;
-  }
-  put_floats(row, sum);
-}
-
-// y[t] = x[i] where index[i] is t, and zeros where there is none; `index` rises. Blocks by row of y, then by columns.
-template <typename T, int V>
-DEVICE void place(const T *x, const uint32_t *index, T *y, uint32_t count, uint32_t columns) {
-  const uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V, row = blockIdx.x;
-  if (c >= columns) return;
-  uint32_t low = 0, high = count;
-  while (low < high) {
-    const uint32_t middle = low + (high - low) / 2;
-    if (index[middle] < row) low = middle + 1;
-    else high = middle;
-  }
-  float v[V];
-#pragma unroll
-  for (int j = 0; j < V; j++) v[j] = 0.0f;
-  if (low < count && index[low] == row) get(x + static_cast<size_t>(low) * columns + c, v);
-  put(y + static_cast<size_t>(row) * columns + c, v);
+      for (int j = 0; j < V; j++) sum[j] += v[j] * scale;
+    }
+    put_floats(row + c, sum);
+  });
 }
 
 #define EMBED(NAME, T)                                                                                                 \
@@ -59,11 +47,6 @@ DEVICE void place(const T *x, const uint32_t *index, T *y, uint32_t count, uint3
     if (columns % VECTOR<T> == 0 && is_aligned(table) && is_aligned(y))                                                \
       rows<T, VECTOR<T>>(table, ids, y, count, columns);                                                               \
     else rows<T, 1>(table, ids, y, count, columns);                                                                    \
-  }                                                                                                                    \
-  KERNEL(embed_place_##NAME, THREADS, const T *x, const uint32_t *index, T *y, uint32_t count, uint32_t columns) {     \
-    if (columns % VECTOR<T> == 0 && is_aligned(x) && is_aligned(y))                                                    \
-      place<T, VECTOR<T>>(x, index, y, count, columns);                                                                \
-    else place<T, 1>(x, index, y, count, columns);                                                                     \
   }                                                                                                                    \
   KERNEL(embed_gradient_##NAME, THREADS, float *grad, const uint32_t *ids, const uint32_t *starts,                     \
          const uint32_t *order, const T *dy, uint32_t columns, float scale) {                                          \

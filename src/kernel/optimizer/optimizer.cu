@@ -71,7 +71,7 @@ KERNEL(optimizer_squares_f32, THREADS, const float *x, uint64_t count, double *p
 }
 
 // The sum of all partial sums: one block.
-KERNEL(optimizer_total_f32, THREADS, const double *partial, uint32_t count, double *out) {
+KERNEL(optimizer_total, THREADS, const double *partial, uint32_t count, double *out) {
   double sum = 0.0;
   for (uint32_t i = threadIdx.x; i < count; i += THREADS) sum += partial[i];
   sum = total(sum);

@@ -1,7 +1,7 @@
-//! decode.cu and rows.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
+//! dequantize.cu and rows.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
 
-use super::panels::{FEW, Panel, ROWS, name};
 use super::tests::{Made, bits, made};
+use super::tiles::{FEW, ROWS, Tile, name};
 use super::*;
 use crate::kernel::check::{distance, randn, values};
 use crate::kernel::cuda::host_tests::{Argument, Served, Watched};
@@ -44,13 +44,13 @@ fn launch(
     to.launch(kernel, [blocks, 1, 1], 0, &all)
 }
 
-fn decode(to: &mut Served, m: &Made, panel: Panel, skew: usize) -> Vec<u8> {
-    let kernel = name("decode", m.w.source, m.w.compute);
+fn dequantize(to: &mut Served, m: &Made, tile: Tile, skew: usize) -> Vec<u8> {
+    let kernel = name("dequantize", m.w.source, m.w.compute);
     let mut rest: Vec<Argument<'_>> =
-        [panel.first, panel.stride, panel.width].iter().map(|n| Argument::from(*n as u64)).collect();
-    rest.extend([Argument::from(panel.runs as u32), Argument::from(panel.chunks() as u32)]);
-    rest.push(Argument::Out(panel.len() * m.w.compute.size_in_bytes()));
-    launch(to, m, &kernel, panel.blocks(), skew, rest)
+        [tile.first, tile.stride, tile.width].iter().map(|n| Argument::from(*n as u64)).collect();
+    rest.extend([Argument::from(tile.runs as u32), Argument::from(tile.chunks() as u32)]);
+    rest.push(Argument::Out(tile.len() * m.w.compute.size_in_bytes()));
+    launch(to, m, &kernel, tile.blocks(), skew, rest)
 }
 
 /// A tensor's values as they lie in memory.
@@ -71,8 +71,8 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
-fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
-    let mut hosts = HOW.map(|w| Served::new("src/kernel/blocks/decode.cu", w));
+fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/quantized/dequantize.cu", w));
     // whole chunks, short ones, blocks across rows, odd numbers of values and of columns, a single value
     let shapes = [
         ((8, 1024), 64, Some(256)),
@@ -92,25 +92,25 @@ fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
         for source in FLOATS {
             for compute in FLOATS {
                 let m = made(dims, block, group, source, compute)?;
-                let ((rows, cols), whole) = (dims, m.w.decode()?);
-                let mut panels = vec![
-                    (Panel::rows(dims, 0..rows), whole.clone()),
-                    (Panel::rows(dims, rows / 2..rows), whole.narrow(0, rows / 2, rows - rows / 2)?),
-                    (Panel::columns(dims, 0..cols), whole.clone()),
+                let ((rows, cols), whole) = (dims, m.w.dequantize()?);
+                let mut tiles = vec![
+                    (Tile::rows(dims, 0..rows), whole.clone()),
+                    (Tile::rows(dims, rows / 2..rows), whole.narrow(0, rows / 2, rows - rows / 2)?),
+                    (Tile::columns(dims, 0..cols), whole.clone()),
                 ];
                 for columns in [0..64, 64..128, cols / 3..cols, 3..cols] {
                     if columns.start < columns.end && columns.end <= cols {
                         let want = whole.narrow(1, columns.start, columns.len())?;
-                        panels.push((Panel::columns(dims, columns), want));
+                        tiles.push((Tile::columns(dims, columns), want));
                     }
                 }
-                for (i, (panel, want)) in panels.into_iter().enumerate() {
+                for (i, (tile, want)) in tiles.into_iter().enumerate() {
                     // the last one from an odd address
                     let skew = if i == 3 { 1 } else { 0 };
                     // every one with bounds checked, one in five with its accesses watched
                     for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
-                        let got = tensor(&decode(host, &m, panel, skew), want.dims2()?, compute)?;
-                        let what = format!("{dims:?} block {block} {source:?} {compute:?} {panel:?}");
+                        let got = tensor(&dequantize(host, &m, tile, skew), want.dims2()?, compute)?;
+                        let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
                         assert!(bits(&got)? == bits(&want)?, "{what}");
                     }
                     checked += 1;
@@ -126,7 +126,7 @@ fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
-    let mut hosts = HOW.map(|w| Served::new("src/kernel/blocks/rows.cu", w));
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/quantized/rows.cu", w));
     let shapes = [
         ((3, 32), 32, None),
         ((5, 1024), 64, Some(256)),
@@ -153,8 +153,8 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                         ];
                         let out = launch(host, &m, &kernel, dims.0.div_ceil(rows), 0, rest);
                         let got = tensor(&out, (tokens, dims.0), compute)?;
-                        let wide = |t: &Tensor| t.to_dtype(DType::F64);
-                        let want = gemm::matmul(&wide(&x)?, false, &wide(&m.w.decode()?)?, true)?;
+                        let upcast = |t: &Tensor| t.to_dtype(DType::F64);
+                        let want = gemm::matmul(&upcast(&x)?, false, &upcast(&m.w.dequantize()?)?, true)?;
                         let apart = distance(&values(&got), &values(&want));
                         let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
                         assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");

@@ -1,0 +1,156 @@
+//! A micro-batch as it enters a model, and what every layer needs of it.
+
+use super::config::Config;
+use crate::kernel::attention::{Sequences, Sizes};
+use crate::kernel::embed::ById;
+use crate::kernel::tensor::Ghost;
+use crate::kernel::{Ledger, Tensor};
+use candle_core::{DType, Device};
+use std::sync::Arc;
+
+/// Which numbers dropout draws; see [`crate::rng`].
+#[derive(Clone, Copy, Debug)]
+pub struct DropoutKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Optimizer step.
+    pub step: u64,
+    /// Index, within the step, of the first row of what enters a linear.
+    pub first_row: usize,
+}
+
+/// What every layer needs of a micro-batch.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// Documents, and who sees whom.
+    pub seqs: Sequences,
+    /// Cosines of the rotary embedding [t, c / 2], f32.
+    pub cos: Tensor,
+    /// Sines.
+    pub sin: Tensor,
+    /// In training, the key of dropout; `None` turns it off.
+    pub dropout: Option<DropoutKey>,
+    /// Within an expert, the tokens of its rows, so that dropout depends on tokens; `None` is all in order.
+    pub rows: Option<Arc<Vec<u32>>>,
+}
+
+impl Context {
+    /// The same for some of the tokens.
+    pub fn for_tokens(&self, tokens: &[u32]) -> Self {
+        Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
+    }
+
+    /// The context of a chunk of target rows, the first of which is the step's `first`th target.
+    pub fn for_targets(&self, first: usize) -> Self {
+        let mut c = self.clone();
+        if let Some(d) = &mut c.dropout {
+            d.first_row = first;
+        }
+        c
+    }
+}
+
+/// One micro-batch on the device: documents end to end, no padding.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// Token ids `[t]`, u32.
+    pub ids: Tensor,
+    /// The tokens sorted by id, on another device than the CPU: what the embedding's gradient goes by there.
+    pub by_id: Option<ById>,
+    /// Tokens.
+    pub tokens: usize,
+    /// What layers need.
+    pub context: Context,
+    /// Rows that predict a supervised target `[n]`, u32.
+    pub target_rows: Tensor,
+    /// Their targets `[n]`, u32.
+    pub targets: Tensor,
+    /// How many.
+    pub target_count: usize,
+    /// Targets of the step's earlier micro-batches.
+    pub first_target: usize,
+}
+
+/// A micro-batch on the host, as the data layer gives it.
+#[derive(Clone, Copy, Debug)]
+pub struct HostBatch<'a> {
+    /// Token ids of all documents, end to end.
+    pub ids: &'a [u32],
+    /// Position of each token in its document.
+    pub positions: &'a [u32],
+    /// Lengths of the documents.
+    pub docs: &'a [usize],
+    /// Row that predicts, and target id.
+    pub targets: &'a [(u32, u32)],
+}
+
+impl Batch {
+    /// Copies a micro-batch to the device.
+    ///
+    /// `first` are the tokens and targets of the step's earlier micro-batches; `dropout` is the seed and
+    /// step, in training.
+    pub fn new(
+        config: &Config,
+        host: HostBatch<'_>,
+        first: (usize, usize),
+        dropout: Option<(u64, u64)>,
+        device: &Device,
+    ) -> super::Result<Self> {
+        let (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
+        let rows: Vec<u32> = host.targets.iter().map(|t| t.0).collect();
+        let ids: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
+        let n = rows.len();
+        Ok(Self {
+            ids: Tensor::new(host.ids, device)?,
+            by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
+            tokens: host.ids.len(),
+            context: Context {
+                seqs: Sequences::new(host.docs, 0, device)?,
+                cos,
+                sin,
+                dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
+                rows: None,
+            },
+            target_rows: list(rows, device)?,
+            targets: list(ids, device)?,
+            target_count: n,
+            first_target: first.1,
+        })
+    }
+
+    /// That of a plan. It stays all the time: what it takes is [`Batch::bytes`].
+    pub fn ghost(
+        ledger: &Ledger,
+        sizes: Sizes,
+        targets: usize,
+        head_dim: usize,
+        dropout: Option<(u64, u64)>,
+    ) -> candle_core::Result<Self> {
+        let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
+        let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
+        let seqs = Sequences::ghost(sizes);
+        let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
+        Ok(Self {
+            ids: list(sizes.keys),
+            by_id: None,
+            tokens: sizes.keys,
+            context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
+            target_rows: list(targets),
+            targets: list(targets),
+            target_count: targets,
+            first_target: 0,
+        })
+    }
+
+    /// Bytes of a micro-batch: ids, the two tables and what it was collated from; documents; rows and ids of targets.
+    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
+        (sizes.keys * (4 + 4 * head_dim + 12) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
+    }
+}
+
+/// Numbers on a device; none take a place there too, for a device gives no address to nothing.
+fn list(mut numbers: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
+    let n = numbers.len();
+    numbers.resize(n.max(1), 0);
+    Tensor::from_vec(numbers, n.max(1), device)?.narrow(0, 0, n)
+}
