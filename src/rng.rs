@@ -64,6 +64,11 @@ impl Stream {
         }
     }
 
+    /// Key and upper half of the counter, for kernels that draw the same numbers.
+    pub fn words(&self) -> [u32; 4] {
+        [self.key[0], self.key[1], self.high[0], self.high[1]]
+    }
+
     /// Four random words at `block`.
     pub fn block(&self, block: u64) -> [u32; 4] {
         philox4x32([block as u32, (block >> 32) as u32, self.high[0], self.high[1]], self.key)

@@ -34,7 +34,10 @@ const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let fixtures = args.first().context("usage: gpu_check FIXTURES [--device cpu]")?;
-    let device = if args.iter().any(|a| a == "cpu") { Device::Cpu } else { Device::new_cuda_with_stream(0)? };
+    let device = match args.iter().any(|a| a == "cpu") {
+        true => Device::Cpu,
+        false => ft::kernel::cuda::open(0).map_err(anyhow::Error::msg)?,
+    };
     let mut report = Report { over: 0, checks: 0 };
     for (dtype, bar) in BARS {
         ops(&device, dtype, bar, &mut report)?;
@@ -103,22 +106,63 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
         out.push((format!("matmul, += a b, transposed {ta} {tb}"), c));
     }
 
-    let (g, dn) = (r(4, &[96])?, r(5, &[130, 96])?);
-    out.push(("rms norm".into(), norm::forward(&x, &g, 1e-6)?));
-    let (dx, dg) = norm::backward(&x, &g, 1e-6, &dn, true)?;
-    out.push(("rms norm, dx".into(), dx));
-    out.push(("rms norm, dw".into(), dg.context("dw")?));
+    let dn = r(5, &[130, 96])?;
+    // rows that begin at 16 bytes, rows that do not, some that a block takes many of, and one longer than its registers
+    for (i, (rows, d)) in [(130, 96), (1100, 33), (3, 2048), (2, 20_000)].into_iter().enumerate() {
+        let seed = 100 + 10 * i as u64;
+        let (x, w, a, dy) =
+            (r(seed, &[rows, d])?, r(seed + 1, &[d])?, r(seed + 2, &[rows, d])?, r(seed + 3, &[rows, d])?);
+        let mut give = |what: &str, t: Tensor| out.push((format!("rms norm {rows} x {d}, {what}"), t));
+        give("y", norm::forward(&x, &w, 1e-6)?);
+        let (sum, y) = norm::forward_add(&x, a.clone(), &w, 1e-6)?;
+        give("sum", sum);
+        give("y of the sum", y);
+        let (dx, dw) = norm::backward(&x, &w, 1e-6, &dy, true)?;
+        give("dx", dx);
+        give("dw", dw.context("dw")?.sum_keepdim(0)?);
+        let (dx, _) = norm::backward_add(&x, &w, 1e-6, &dy, &a, false)?;
+        give("dx and more", dx);
+    }
 
-    let angle = wide(6, &[130, 8])?;
     let q3 = r(7, &[130, 4, 16])?;
-    out.push(("rope".into(), rope::apply(&q3, &angle.cos()?, &angle.sin()?, false)?));
-    out.push(("rope, back".into(), rope::apply(&q3, &angle.cos()?, &angle.sin()?, true)?));
+    for (i, (tokens, heads, kv_heads, c)) in
+        [(130, 4, 2, 16), (7, 3, 3, 10), (300, 5, 1, 128), (9, 2, 2, 256), (6, 8, 2, 96)]
+            .into_iter()
+            .enumerate()
+    {
+        let seed = 200 + 20 * i as u64;
+        let angle = wide(seed, &[tokens, c / 2])?;
+        let (cos, sin) = (angle.cos()?, angle.sin()?);
+        let (q, k) = (r(seed + 1, &[tokens, heads, c])?, r(seed + 2, &[tokens, kv_heads, c])?);
+        let (dq, dk) = (r(seed + 3, &[tokens, heads, c])?, r(seed + 4, &[tokens, kv_heads, c])?);
+        let (wq, wk) = (r(seed + 5, &[c])?, r(seed + 6, &[c])?);
+        let norms = rope::Norms { q: (&wq, 1e-6), k: (&wk, 1e-5) };
+        let mut give = |what: &str, t: Tensor| {
+            out.push((format!("rope {tokens} x {heads}, {kv_heads} x {c}, {what}"), t))
+        };
+        for norms in [None, Some(norms)] {
+            let what = if norms.is_some() { "normed" } else { "plain" };
+            let [yq, yk] = rope::forward(q.clone(), k.clone(), norms, &cos, &sin)?;
+            give(&format!("{what}, q"), yq);
+            give(&format!("{what}, k"), yk);
+            for want in [false, true] {
+                let before = norms.map(|n| (&q, &k, n));
+                let ([dq, dk], dw) = rope::backward(before, &cos, &sin, dq.clone(), dk.clone(), [want; 2])?;
+                give(&format!("{what}, dq"), dq);
+                give(&format!("{what}, dk"), dk);
+                for dw in dw.into_iter().flatten() {
+                    give("dw", dw.sum_keepdim(0)?);
+                }
+            }
+        }
+    }
 
     let (up, dh) = (r(8, &[130, 96])?, r(9, &[130, 96])?);
     out.push(("swiglu".into(), swiglu::forward(&x, &up)?));
     let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
     out.push(("swiglu, dgate".into(), dgate));
     out.push(("swiglu, dup".into(), dup));
+    out.push(("swiglu, again".into(), swiglu::backward_again(&x, &up, &dh)?.2));
 
     let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
     let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
@@ -137,15 +181,25 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let table = r(13, &[50, 96])?;
     out.push(("embedding".into(), embed::forward(&table, &ids)?));
     let dtable = Tensor::zeros((50, 96), DType::F32, device)?;
-    embed::backward(&dtable, &ids, &dn, 1.0)?;
+    let by_id = embed::ById::new(&ids.to_vec1::<u32>()?);
+    embed::backward(&dtable, &ids, Some(&by_id), &dn, 1.0)?;
     out.push(("embedding, dtable".into(), dtable));
 
-    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some(0.1))?;
+    let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some((0.1, dtype)))?;
     out.push(("cross entropy".into(), losses));
     out.push(("cross entropy, dlogits".into(), dlogits.context("dlogits")?));
 
     let stream = Stream::new(1, Purpose::Dropout, 2, 3);
-    out.push(("dropout mask".into(), dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, &dn)?.0));
+    let ones = dn.affine(0.0, 1.0)?;
+    for (what, x) in [("dropout", &ones), ("dropout, odd width", &ones.narrow(1, 0, 55)?.force_contiguous()?)]
+    {
+        let (mask, _) = dropout::mask(stream, dropout::Rows::From { first: 5 }, 0.25, x)?;
+        out.push((what.into(), mask.of(x)?));
+        out.push((format!("{what}, added"), mask.add(x.clone(), x.clone())?));
+    }
+    let list: Vec<u32> = (0..130).rev().collect();
+    let (mask, _) = dropout::mask(stream, dropout::Rows::These { first: 2, list: &list }, 0.25, &ones)?;
+    out.push(("dropout, rows of a list".into(), mask.of(&ones)?));
 
     let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;
     let chosen = route::choose(&probs, 3)?;
@@ -170,7 +224,9 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
     let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
-    adamw(&p, &m, &v, &gr, &step)?;
+    let copy = Tensor::zeros(1000, dtype, device)?;
+    adamw(&p, &m, &v, &gr, Some(&copy), &step)?;
+    out.push(("adamw, copy".into(), copy));
     out.push(("adamw, weights".into(), p));
     out.push(("adamw, moments".into(), Tensor::cat(&[m, v], 0)?));
     let norm = sum_squares(std::slice::from_ref(&gr))?;

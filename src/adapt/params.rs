@@ -6,7 +6,6 @@
 
 use super::selection::Trained;
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{PIECE, by_pieces};
 use crate::kernel::tensor::Real;
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
@@ -168,19 +167,6 @@ impl Params {
     /// Where the master weights of a trained tensor are: its values are best read to there.
     pub fn home(&self, index: usize) -> Result<&Device> {
         Ok(self.unit(&self.slots[index])?.master.real()?.device())
-    }
-
-    /// Brings the compute copies up to date with the master weights, after a step on the device.
-    pub fn publish(&self) -> Result<()> {
-        for u in self.units.iter().flatten() {
-            if u.compute.dtype() != DType::F32 {
-                by_pieces(u.len, PIECE, &|start, len| {
-                    let rounded = u.master.narrow(0, start, len)?.to_dtype(u.compute.dtype())?;
-                    u.compute.slice_set(&rounded, 0, start)
-                })?;
-            }
-        }
-        Ok(())
     }
 
     /// Gradient buffers by unit, as a [`crate::model::sink::Sink`] takes them.

@@ -43,7 +43,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
         warn(&format!("the adapter was trained with model.quantize = {there:?}, and here it is {here:?}"));
     }
     let (decoder, _) = job.load(false)?;
-    let execution = Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
+    let execution =
+        Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab, job.device.is_cuda());
     let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());

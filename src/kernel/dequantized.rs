@@ -56,10 +56,15 @@ impl Dequantized {
         if is_cpu(dy) {
             return on_real!(dy.dtype(), self.backward_cpu(dy, dx));
         }
-        let add = dy.matmul(&self.values.to_dtype(dy.dtype())?)?;
         match dx {
-            None => Ok(add),
-            Some(dx) => dx + add,
+            Some(dx) if dx.dtype() == dy.dtype() && dx.is_contiguous() => {
+                gemm::add(&dx, dy, false, &self.values.to_dtype(dy.dtype())?, false, 1.0)?;
+                Ok(dx)
+            }
+            dx => {
+                let own = dy.matmul(&self.values.to_dtype(dy.dtype())?)?;
+                dx.map_or(Ok(own.clone()), |dx| dx + own)
+            }
         }
     }
 

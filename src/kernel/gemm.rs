@@ -7,6 +7,7 @@
 pub use super::packing::{ghost_tiles, is_small, slabs, work};
 
 use super::cpu::{Real, View, ghosts, in_place, is_cpu, on_real, tensor, view};
+use super::ghost::Ghost;
 use super::ledger::Cost;
 use super::packing::packing;
 use super::upcast;
@@ -295,6 +296,23 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     a.matmul(&b)
 }
 
+/// As [`matmul`], in the dtype of sums: on CUDA the sums of half-precision values are given as they are, unrounded.
+pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if is_cpu(a) || !super::is_half(a) || a.dtype() != b.dtype() {
+        return upcast(&matmul(a, ta, b, tb)?);
+    }
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    if let Some(g) = a.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        work(a, ta, b, None)?;
+        return Ok(Ghost::new(g.ledger(), (m, n), DType::F32).into());
+    }
+    #[cfg(feature = "cuda")]
+    return super::cuda::gemm::wide(a.real()?, ta, b.real()?, tb, (m, n)).map(Tensor::Real);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!("matmul: [{m}, {n}] on a device that this build does not have")
+}
+
 fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
@@ -340,14 +358,16 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 /// `c` is contiguous and may be a view into a larger buffer; it is f32 where gradients accumulate, whatever
 /// the dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    if is_cpu(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
-        work(a, ta, b, Some(c))?;
-        return on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha));
+    work(a, ta, b, Some(c))?;
+    match (is_cpu(c), c.dtype()) {
+        (true, DType::F32 | DType::F64) => on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha)),
+        (true, _) => acc_half(c, a, ta, b, tb, alpha),
+        (false, _) => add(c, a, ta, b, tb, alpha),
     }
-    if is_cpu(c) {
-        work(a, ta, b, Some(c))?;
-        return acc_half(c, a, ta, b, tb, alpha);
-    }
+}
+
+/// [`matmul_acc`] on another device than the CPU, with its work written down already.
+pub fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     // cuBLAS adds to what is there
     if let Some(g) = c.ghost()
         && g.ledger().machine().cuda
@@ -355,7 +375,7 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
         && [a, b, c].into_iter().all(Tensor::is_contiguous)
     {
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        return work(a, ta, b, Some(c));
+        return Ok(());
     }
     #[cfg(feature = "cuda")]
     if let (Tensor::Real(c), Tensor::Real(a), Tensor::Real(b)) = (c, a, b)
@@ -367,7 +387,8 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 }
 
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let p = (upcast(&matmul(a, ta, b, tb)?)? * alpha)?;
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
+    let p = (upcast(&a.matmul(&b.to_dtype(a.dtype())?)?)? * alpha)?;
     c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 

@@ -15,9 +15,11 @@
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
+pub mod bias;
 pub mod cpu;
 pub mod cuda;
 pub mod dequantized;
+pub mod dora;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;
@@ -26,12 +28,14 @@ pub mod group;
 pub mod ledger;
 pub mod loss;
 mod make;
+pub mod moment;
 pub mod norm;
 pub mod optimizer;
 mod packing;
 pub mod quantized;
 pub mod rope;
 pub mod route;
+pub mod spread;
 pub mod swiglu;
 pub mod tensor;
 

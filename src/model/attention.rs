@@ -85,6 +85,11 @@ impl Attention {
         Causal { seqs: &ctx.seqs, window: self.window, scale }
     }
 
+    fn norms(&self) -> Option<rope::Norms<'_>> {
+        let (q, k) = self.qk_norm.as_ref()?;
+        Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
+    }
+
     /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
     pub fn forward(&self, x: &Tensor, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
         let t = x.dim(0)?;
@@ -94,17 +99,11 @@ impl Attention {
             let (y, saved) = linear.forward(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
         };
-        let (mut q, qs) = by_head(&self.q, self.heads)?;
-        let (mut k, ks) = by_head(&self.k, self.kv_heads)?;
+        let (q, qs) = by_head(&self.q, self.heads)?;
+        let (k, ks) = by_head(&self.k, self.kv_heads)?;
         let (mut v, vs) = by_head(&self.v, self.kv_heads)?;
-        let mut before_norm = None;
-        if let Some((qn, kn)) = &self.qk_norm {
-            let (nq, nk) = (qn.forward(&q)?, kn.forward(&k)?);
-            before_norm = Some((q, k));
-            (q, k) = (nq, nk);
-        }
-        q = rope::apply(&q, &ctx.cos, &ctx.sin, false)?;
-        k = rope::apply(&k, &ctx.cos, &ctx.sin, false)?;
+        let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
+        let [q, mut k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
         if let Some(cache) = cache {
             if let Some((pk, pv)) = &cache.kv {
                 (k, v) = (Tensor::cat(&[pk, &k], 0)?, Tensor::cat(&[pv, &v], 0)?);
@@ -122,13 +121,14 @@ impl Attention {
         let c = self.head_dim;
         let [qs, ks, vs, os] = s.linears;
         let d_o = self.o.backward(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
-        let (mut dq, mut dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx))?;
+        let (dq, dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx))?;
         drop((d_o, s.q, s.k, s.v, s.out, os));
-        dq = rope::apply(&dq, &ctx.cos, &ctx.sin, true)?;
-        dk = rope::apply(&dk, &ctx.cos, &ctx.sin, true)?;
-        if let (Some((qn, kn)), Some((q, k))) = (&self.qk_norm, &s.before_norm) {
-            dq = qn.backward(q, &dq, sink)?;
-            dk = kn.backward(k, &dk, sink)?;
+        let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
+        let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
+        let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want)?;
+        if let Some((qn, kn)) = &self.qk_norm {
+            qn.give(wq, sink)?;
+            kn.give(wk, sink)?;
         }
         drop(s.before_norm);
         let (hq, hk) = (self.heads * c, self.kv_heads * c);

@@ -2,6 +2,7 @@
 
 use super::config::Config;
 use crate::kernel::attention::{Sequences, Sizes};
+use crate::kernel::embed::ById;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
 use candle_core::{DType, Device};
@@ -54,6 +55,8 @@ impl Context {
 pub struct Batch {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
+    /// The tokens sorted by id, on another device than the CPU: what the embedding's gradient goes by there.
+    pub by_id: Option<ById>,
     /// Tokens.
     pub tokens: usize,
     /// What layers need.
@@ -99,6 +102,7 @@ impl Batch {
         let n = rows.len();
         Ok(Self {
             ids: Tensor::new(host.ids, device)?,
+            by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
             context: Context {
                 seqs: Sequences::new(host.docs, 0, device)?,
@@ -107,8 +111,8 @@ impl Batch {
                 dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
                 rows: None,
             },
-            target_rows: Tensor::from_vec(rows, n, device)?,
-            targets: Tensor::from_vec(ids, n, device)?,
+            target_rows: list(rows, device)?,
+            targets: list(ids, device)?,
             target_count: n,
             first_target: first.1,
         })
@@ -124,10 +128,11 @@ impl Batch {
     ) -> candle_core::Result<Self> {
         let list = |n: usize| Tensor::from(Ghost::weight(ledger, n, DType::U32));
         let table = || Tensor::from(Ghost::weight(ledger, (sizes.keys, head_dim / 2), DType::F32));
-        let seqs = Sequences::ghost(sizes, ledger)?;
+        let seqs = Sequences::ghost(sizes);
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: 0 });
         Ok(Self {
             ids: list(sizes.keys),
+            by_id: None,
             tokens: sizes.keys,
             context: Context { seqs, cos: table(), sin: table(), dropout, rows: None },
             target_rows: list(targets),
@@ -137,9 +142,15 @@ impl Batch {
         })
     }
 
-    /// Bytes of a micro-batch: ids, the two tables, the start of each token's document and what it was collated from;
-    /// the masks' numbers; rows and ids of targets.
-    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize) -> u64 {
-        (sizes.keys * (4 + 4 * head_dim + 4 + 8) + 4 * sizes.longest + 8 * targets) as u64
+    /// Bytes of a micro-batch: ids, the two tables and what it was collated from; documents; rows and ids of targets.
+    pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
+        (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
     }
+}
+
+/// Numbers on a device; none take a place there too, for a device gives no address to nothing.
+fn list(mut numbers: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
+    let n = numbers.len();
+    numbers.resize(n.max(1), 0);
+    Tensor::from_vec(numbers, n.max(1), device)?.narrow(0, 0, n)
 }

@@ -1,5 +1,6 @@
 //! The token embedding as a module: frozen, trained in full, or with LoRA.
 
+use super::batch::Batch;
 use super::sink::{Sink, Slot};
 use crate::kernel::{Tensor, embed, gemm, upcast};
 use candle_core::Result;
@@ -44,9 +45,10 @@ impl Embedding {
     }
 
     /// Sends the gradients of what trains to the sink.
-    pub fn backward(&self, ids: &Tensor, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+    pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+        let ids = &batch.ids;
         if let Some(slot) = self.slot {
-            sink.rows(slot, ids, dy)?;
+            sink.rows(slot, ids, batch.by_id.as_ref(), dy)?;
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;

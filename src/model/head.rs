@@ -7,13 +7,15 @@ use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
-use crate::kernel::upcast;
-use crate::kernel::{Role, loss};
+use crate::kernel::spread::Spread;
+use crate::kernel::{Role, embed, loss};
 use candle_core::Result;
 use std::ops::Range;
 
 /// Bytes of f32 logits that a chunk of the usual size holds at the most.
 pub const CHUNK_BYTES: usize = 64 << 20;
+/// Targets of such a chunk on CUDA, where a product with fewer rows takes as long: it reads the whole matrix.
+const CHUNK_CUDA: usize = 1024;
 
 /// Final norm and output head.
 #[derive(Clone, Debug)]
@@ -48,9 +50,9 @@ fn chunk_start(n: usize, count: usize, i: usize) -> usize {
 }
 
 impl Head {
-    /// Rows of a chunk of the usual size.
-    pub fn chunk_rows(vocab: usize) -> usize {
-        (CHUNK_BYTES / (4 * vocab.max(1))).max(16)
+    /// Rows of a chunk of the usual size, on CUDA or the CPU.
+    pub fn chunk_rows(vocab: usize, cuda: bool) -> usize {
+        (CHUNK_BYTES / (4 * vocab.max(1))).max(if cuda { CHUNK_CUDA } else { 16 })
     }
 
     /// Whether anything here trains.
@@ -60,8 +62,7 @@ impl Head {
 
     /// Logits of all rows of `x` [n, d]: [n, v] in f32 (f64 for f64). For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let (y, _) = self.linear.forward(&self.norm.forward(x)?, ctx)?;
-        upcast(&y)
+        Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
     }
 
     /// Losses of the batch's targets, at most `rows` of them at a time; with a sink, also the gradients of
@@ -76,42 +77,31 @@ impl Head {
         rows: usize,
         backward: Option<(f64, &Sink<'_>)>,
     ) -> Result<Output> {
-        let (mut losses, mut grads) = (Vec::new(), Vec::new());
+        let mut losses = Vec::new();
+        let mut dx = backward.map(|_| Spread::new(x)).transpose()?;
         x.each(chunks(batch.target_count, rows), Range::len, |chunk| {
             let (from, rows) = (chunk.start, chunk.len());
             let ctx = batch.context.for_targets(batch.first_target + from);
             let index = batch.target_rows.narrow(0, from, rows)?;
             let targets = batch.targets.narrow(0, from, rows)?;
-            let hx = x.index_select(&index, 0)?;
+            let hx = embed::forward(x, &index)?;
             let normed = self.norm.forward(&hx)?;
             let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
-                let (y, saved) = self.linear.forward(&normed, &ctx)?;
+                let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
                 drop(normed);
-                let dtype = y.dtype();
-                let logits = upcast(&y)?;
-                drop(y);
-                let (loss, dl) = loss::cross_entropy(logits, &targets, backward.map(|(scale, _)| scale))?;
-                Ok((saved, loss, dl.map(|dl| dl.to_dtype(dtype)).transpose()?))
+                let gradient = backward.map(|(scale, _)| (scale, x.dtype()));
+                let (loss, dl) = loss::cross_entropy(logits, &targets, gradient)?;
+                Ok((saved, loss, dl))
             })?;
             losses.push(loss);
-            if let (Some(dl), Some((_, sink))) = (dlogits, backward) {
+            if let (Some(dl), Some((_, sink)), Some(dx)) = (dlogits, backward, &mut dx) {
                 let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
                 drop(dl);
-                grads.push(self.norm.backward(&hx, &dn, sink)?);
+                dx.put(&index, self.norm.backward(&hx, &dn, sink)?)?;
             }
             Ok(())
         })?;
-        let dx = match backward {
-            None => None,
-            Some(_) => {
-                let dx = x.zeros_like()?;
-                Some(if grads.is_empty() {
-                    dx
-                } else {
-                    dx.index_add(&batch.target_rows, &Tensor::end_to_end(&grads, batch.target_count)?, 0)?
-                })
-            }
-        };
+        let dx = dx.map(|dx| dx.whole(&batch.target_rows)).transpose()?;
         Ok(Output { losses, dx })
     }
 }

@@ -117,8 +117,7 @@ impl Layer {
         cache: Option<&mut attention::Cache>,
     ) -> Result<(Tensor, Tensor, attention::Saved)> {
         let (a, attn) = self.attn.forward(&self.attn_norm.forward(x)?, ctx, cache)?;
-        let mid = (x + a)?;
-        let normed = self.mlp_norm.forward(&mid)?;
+        let (mid, normed) = self.mlp_norm.forward_add(x, a)?;
         Ok((mid, normed, attn))
     }
 
@@ -160,10 +159,10 @@ impl Layer {
                 }
                 _ => candle_core::bail!("backward through another layer than forward"),
             };
-            (dy + self.mlp_norm.backward(&s.mid, &dn, sink)?)?
+            self.mlp_norm.backward_add(&s.mid, &dn, dy, sink)?
         };
         drop(s.mid);
         let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
-        d_mid + self.attn_norm.backward(&s.x, &dn, sink)?
+        self.attn_norm.backward_add(&s.x, &dn, &d_mid, sink)
     }
 }

@@ -14,8 +14,9 @@ use super::batch::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::dequantized::Dequantized;
+use crate::kernel::dropout::Mask;
 use crate::kernel::quantized::QuantizedMatrix;
-use crate::kernel::{dropout, gemm, is_half, scaled, upcast};
+use crate::kernel::{bias, dora, dropout, gemm, is_half, scaled, upcast};
 use crate::rng::{Purpose, Stream};
 use candle_core::Result;
 use std::ops::Range;
@@ -132,20 +133,17 @@ pub struct Dora {
 }
 
 impl Lora {
-    /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix:
-    /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
+    /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix.
     pub fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
-        let (a, b) = (upcast(&self.a)?, upcast(&self.b)?);
-        let cross = (upcast(&weight.times(&self.a)?)? * &b)?.sum(1)?;
-        let gram = gemm::matmul(&a, false, &a, true)?;
-        let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
-        let sum = ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
-        // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
-        (&sum + sum.affine(0.0, 0.0)?)?.sqrt()
+        self.norms_of(&weight.times(&self.a)?, squares).values()
+    }
+
+    fn norms_of<'a>(&'a self, times: &'a Tensor, squares: &'a Tensor) -> dora::Norms<'a> {
+        dora::Norms { a: &self.a, b: &self.b, times, squares, scale: self.scale }
     }
 
     /// Dropout's mask of an input, and what of its factor the mask does not have.
-    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Tensor, f64)>> {
+    fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Mask, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
         let rows = match &ctx.rows {
@@ -239,13 +237,12 @@ impl Linear {
                 let base = self.weight.forward(&xd)?;
                 let z = base.copy()?;
                 gemm::matmul_acc(&z, &u, false, &lora.b, true, lora.scale)?;
-                let inverse = lora.norms(&self.weight, &dora.row_squares)?.recip()?.unsqueeze(0)?;
-                let g = (upcast(&dora.magnitude)? * &inverse)?;
-                let mut y = upcast(&z)?.broadcast_mul(&scaled(&g, k)?)?;
-                if mask.is_some() {
-                    y = ((y + upcast(&self.weight.forward(x)?)?)? - scaled(&upcast(&base)?, k)?)?;
-                }
-                let y = y.to_dtype(z.dtype())?;
+                let times = self.weight.times(&lora.a)?;
+                let [g, inverse] = lora.norms_of(&times, &dora.row_squares).factors(&dora.magnitude)?;
+                drop(times);
+                let whole = mask.as_ref().map(|_| self.weight.forward(x)).transpose()?;
+                let others = whole.as_ref().map(|w| (w, &base));
+                let y = dora::Scaling { g: &g, add: 0.0, k, others }.of(&z)?;
                 if dora.slot.is_some() {
                     saved.dora = Some((z, g, scaled(&inverse, k)?));
                 }
@@ -258,8 +255,32 @@ impl Linear {
 
     fn add_bias(&self, y: Tensor) -> Result<Tensor> {
         match &self.bias {
-            Some(b) => y.broadcast_add(b),
+            Some(b) => bias::add(y, b),
             None => Ok(y),
+        }
+    }
+
+    /// As [`Linear::forward`], in the dtype of sums: the logits of a head. On CUDA the sums are not rounded before.
+    pub fn forward_wide(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, x.device().is_cpu()) else {
+            let (y, saved) = self.forward(x, ctx)?;
+            return Ok((upcast(&y)?, saved));
+        };
+        let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
+        match &self.lora {
+            None => Ok((gemm::matmul_wide(x, false, w, true)?, saved)),
+            Some(lora) if lora.dora.is_none() => {
+                let (xd, k) = masked(x, &lora.mask(x, ctx)?)?;
+                let u = gemm::matmul(&xd, false, &lora.a, true)?;
+                let y = gemm::matmul_wide(x, false, w, true)?;
+                gemm::matmul_acc(&y, &u, false, &lora.b, true, lora.scale * k)?;
+                saved.u = lora.slots.is_some().then_some(u);
+                Ok((y, saved))
+            }
+            Some(_) => {
+                let (y, saved) = self.forward(x, ctx)?;
+                Ok((upcast(&y)?, saved))
+            }
         }
     }
 
@@ -274,7 +295,7 @@ impl Linear {
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
         if let Some(slot) = self.bias_slot {
-            sink.add(slot, &upcast(dy)?.sum_keepdim(0)?)?;
+            sink.column_sums(slot, dy)?;
         }
         if let (Some(slot), Some(x)) = (self.weight_slot, &saved.x) {
             sink.product(slot, dy, x, 1.0)?;
@@ -289,10 +310,9 @@ impl Linear {
             None => dy.clone(),
             Some((z, g, inverse)) => {
                 if let Some(slot) = lora.dora.as_ref().and_then(|d| d.slot) {
-                    let dm = ((upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse)?;
-                    sink.add(slot, &dm)?;
+                    sink.magnitude(slot, inverse, dy, z)?;
                 }
-                upcast(dy)?.broadcast_mul(g)?.to_dtype(dy.dtype())?
+                dora::Scaling { g, add: 0.0, k: 1.0, others: None }.of(dy)?
             }
         };
         sink.product(b_slot, &dz, u, lora.scale * k)?;
@@ -307,27 +327,27 @@ impl Linear {
                 Ok(dx)
             }
             Some((m, _)) => {
-                sink.product(a_slot, &du, &(x * &m)?, rest)?;
+                sink.product(a_slot, &du, &m.of(x)?, rest)?;
                 let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
                         // g is near 1: the difference of what is rounded would be noise
-                        true => upcast(dy)?.broadcast_mul(&((g - 1.0)? * k)?)?.to_dtype(dy.dtype())?,
+                        true => dora::Scaling { g, add: -1.0, k, others: None }.of(dy)?,
                         false => (&dz - dy)?,
                     };
                     dxd = self.weight.backward(&difference, Some(dxd))?;
                 }
                 let dx = self.weight.backward(dy, dx)?;
-                dx + (dxd * m)?
+                m.add(dxd, dx)
             }
         }
     }
 }
 
 /// What dropout leaves of an input, and the factor that it lacks.
-fn masked(x: &Tensor, mask: &Option<(Tensor, f64)>) -> Result<(Tensor, f64)> {
+fn masked(x: &Tensor, mask: &Option<(Mask, f64)>) -> Result<(Tensor, f64)> {
     match mask {
-        Some((m, k)) => Ok(((x * m)?, *k)),
+        Some((m, k)) => Ok((m.of(x)?, *k)),
         None => Ok((x.clone(), 1.0)),
     }
 }

@@ -22,12 +22,30 @@ impl Norm {
         norm::forward(x, &self.weight, self.eps)
     }
 
+    /// `x + a`, and the norm of it.
+    pub fn forward_add(&self, x: &Tensor, a: Tensor) -> Result<(Tensor, Tensor)> {
+        norm::forward_add(x, a, &self.weight, self.eps)
+    }
+
     /// The gradient of the input `x`; the weight's goes to the sink.
     pub fn backward(&self, x: &Tensor, dy: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
         let (dx, dw) = norm::backward(x, &self.weight, self.eps, dy, self.slot.is_some())?;
-        if let (Some(slot), Some(dw)) = (self.slot, dw) {
-            sink.add(slot, &dw)?;
-        }
+        self.give(dw, sink)?;
         Ok(dx)
+    }
+
+    /// As [`Norm::backward`], with `add` added to the gradient of the input.
+    pub fn backward_add(&self, x: &Tensor, dy: &Tensor, add: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
+        let (dx, dw) = norm::backward_add(x, &self.weight, self.eps, dy, add, self.slot.is_some())?;
+        self.give(dw, sink)?;
+        Ok(dx)
+    }
+
+    /// Sends the weight's gradient, in rows whose sum it is, to the sink.
+    pub fn give(&self, dw: Option<Tensor>, sink: &Sink<'_>) -> Result<()> {
+        match (self.slot, dw) {
+            (Some(slot), Some(dw)) => sink.column_sums(slot, &dw),
+            _ => Ok(()),
+        }
     }
 }

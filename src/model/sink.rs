@@ -1,7 +1,8 @@
 //! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
 
 use crate::kernel::Tensor;
-use crate::kernel::{embed, gemm};
+use crate::kernel::embed::ById;
+use crate::kernel::{bias, dora, embed, gemm, upcast};
 use candle_core::Result;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -142,15 +143,33 @@ impl<'a> Sink<'a> {
         gemm::acc(&self.reach(slot)?, dw)
     }
 
+    /// `grad += the sum of dy's rows`.
+    pub fn column_sums(&self, slot: Slot, dy: &Tensor) -> Result<()> {
+        if self.later.is_some() {
+            return self.add(slot, &upcast(dy)?.sum_keepdim(0)?);
+        }
+        bias::add_sum(&self.reach(slot)?, dy)
+    }
+
+    /// `grad += inverse * (the sum of dy's rows times z's)`: of DoRA's magnitude.
+    pub fn magnitude(&self, slot: Slot, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
+        if self.later.is_some() {
+            return self.add(slot, &dora::magnitude(inverse, dy, z)?);
+        }
+        dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
+    }
+
     /// `grad[ids[i]] += dy[i]` for every token.
-    pub fn rows(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
-        embed::backward(&self.reach(slot)?, ids, dy, 1.0)
+    pub fn rows(&self, slot: Slot, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor) -> Result<()> {
+        embed::backward(&self.reach(slot)?, ids, by_id, dy, 1.0)
     }
 
     /// `grad[:, ids[i]] += dy[i]` for every token.
     pub fn columns(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
         let g = self.reach(slot)?;
         let add = dy.to_dtype(g.dtype())?.t()?.contiguous()?;
-        g.slice_set(&g.index_add(ids, &add, 1)?, 0, 0)
+        // candle's addition by index on CUDA takes a tensor that begins its storage
+        let whole = if g.device().is_cpu() { g.clone() } else { g.force_contiguous()? };
+        g.slice_set(&whole.index_add(ids, &add, 1)?, 0, 0)
     }
 }

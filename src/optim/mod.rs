@@ -10,7 +10,7 @@ use crate::adapt::Params;
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 /// Global L2 norm of all gradients.
 pub fn grad_norm(params: &Params) -> Result<f64> {
@@ -96,8 +96,10 @@ impl Optimizer {
                 continue;
             }
             let part = |x: &Tensor| x.narrow(0, s.start, s.len);
-            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, &k)?;
+            // f32 weights are what the layers compute with
+            let copy = if unit.compute.dtype() == DType::F32 { None } else { Some(part(&unit.compute)?) };
+            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &k)?;
         }
-        if params.offloaded { Ok(()) } else { params.publish() }
+        Ok(())
     }
 }

@@ -36,7 +36,7 @@ pub(super) fn step(
         let part = |x: &Tensor| x.narrow(0, start, len);
         let [p, m, v] = states.map(part);
         let p = p?;
-        adamw(&p, &m?, &v?, &to_host(part(grads)?.real()?)?.into(), k)?;
+        adamw(&p, &m?, &v?, &to_host(part(grads)?.real()?)?.into(), None, k)?;
         let values = match compute.dtype() {
             // a tensor of its own: between devices candle copies all of what a view looks into
             DType::F32 => p.force_contiguous()?,

@@ -16,6 +16,9 @@ pub struct Rate {
     pub matmul: f64,
     /// Work ([`super::work`]) of a whole training step a second.
     pub step: f64,
+    /// Bytes a second that a large copy reads and writes together.
+    #[serde(default)]
+    pub copy: f64,
 }
 
 /// Seconds, from and to.

@@ -86,7 +86,7 @@ impl Open {
             }
             _ => vec![Dequantize::PerMatmul],
         };
-        let usual = Head::chunk_rows(p.vocab() as usize) as u64;
+        let usual = Head::chunk_rows(p.vocab() as usize, p.inputs.machine.cuda) as u64;
         let heads = match p.head_is_free() && known {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
             false => vec![usual],

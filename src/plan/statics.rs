@@ -47,8 +47,6 @@ pub struct Statics {
     pub host: Vec<(&'static str, u64)>,
     /// What loading takes beyond all that is loaded in the end.
     pub load_transient: u64,
-    /// Temporaries after the optimizer: compute copies made from master weights.
-    pub step_transient: u64,
     /// Temporaries of writing and checking the result.
     pub save_transient: u64,
     /// Values that the optimizer takes at once on the device; none where states are offloaded.
@@ -217,9 +215,7 @@ impl Statics {
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
-        let largest = longest.min(PIECE as u64);
-        out.largest_group = if offload { 0 } else { largest };
-        out.step_transient = if machine.computes_in_f32() || offload { 0 } else { width * largest };
+        out.largest_group = if offload { 0 } else { longest.min(PIECE as u64) };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);

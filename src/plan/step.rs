@@ -163,7 +163,8 @@ impl<'a> Parts<'a> {
         };
         let batch = |t: Tokens| -> Full {
             let mut bytes = Bytes::default();
-            bytes.add(Component::Batch, Batch::bytes(t.attended(), t.targets as usize, s.head_dim));
+            let (targets, cuda) = (t.targets as usize, run.machine().cuda);
+            bytes.add(Component::Batch, Batch::bytes(t.attended(), targets, s.head_dim, cuda));
             bytes.into()
         };
         let mut input = Bytes::default();
@@ -178,7 +179,7 @@ impl<'a> Parts<'a> {
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
-            optimizer: run.optimizer()?.max(run.statics.step_transient).max(run.statics.staging),
+            optimizer: run.optimizer()?.max(run.statics.staging),
             run,
         })
     }
@@ -338,7 +339,8 @@ impl Parts<'_> {
                 down.add(*forward, -1.0);
             }
         }
-        Work::of([up, again, down], Balance::of(self.run.machine()))
+        let head = [forward.flops, head.cost.flops - forward.flops];
+        Work { head, ..Work::of([up, again, down], Balance::of(self.run.machine())) }
     }
 
     /// Every allocation, each kind once at each place.
@@ -391,14 +393,16 @@ impl StepInputs<'_> {
 
     fn embedding_backward(&self) -> Result<Full> {
         let (s, batch) = (self.shape, self.batch(self.train, true)?);
-        self.visit(|| s.embedding.backward(&batch.ids, &self.states(self.train), &Sink::new(&s.grads, 0)))
+        self.visit(|| s.embedding.backward(&batch, &self.states(self.train), &Sink::new(&s.grads, 0)))
     }
 
     /// The optimizer's temporaries on the device.
     fn optimizer(&self) -> Result<u64> {
-        let flat = Ghost::weight(&self.shape.ledger, self.statics.largest_group as usize, DType::F32).into();
+        let (s, n) = (self.shape, self.statics.largest_group as usize);
+        let flat = |dtype| Tensor::from(Ghost::weight(&s.ledger, n, dtype));
+        let (f, copy) = (flat(DType::F32), if s.dtype == DType::F32 { None } else { Some(flat(s.dtype)) });
         let k = AdamW { lr: 0.0, betas: [0.0; 2], eps: 0.0, weight_decay: 0.0, t: 1, grad_scale: 1.0 };
-        Ok(self.visit(|| adamw(&flat, &flat, &flat, &flat, &k))?.total)
+        Ok(self.visit(|| adamw(&f, &f, &f, &f, copy.as_ref(), &k))?.total)
     }
 
     /// The visits of `Walk::train` and `Walk::eval` at a layer.

@@ -282,7 +282,10 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
         let sweep = Sweep::new(source, rules, set, cuda)?;
         let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
         assert!(!least.fits() && !least.hints.is_empty(), "{what}");
-        assert_eq!((least.execution.recompute, most.execution.recompute), (least.walked, 0), "{what}");
+        assert_eq!(most.execution.recompute, 0, "{what}");
+        // all of them, or as few as take no more: the peak may be at the head
+        let n = least.execution.recompute;
+        assert!(n > 0 && 4 * n >= 3 * least.walked, "{what}: {n} of {}", least.walked);
         // and what is kept back
         let (low, high) = (least.total(), most.total() / 24 * 25 + 100);
         assert!(low < high, "{what}: {low} {high}");
@@ -337,8 +340,9 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
     );
     assert_eq!(at(&[nf4], large, true)?.execution.dequantize, Dequantize::PerMatmul);
     // a visit that holds its layer takes that much more
-    let [tiles, visit] =
-        ["per_matmul", "per_layer"].map(|d| at(&[nf4, all, &format!("memory.dequantize={d}")], None, true));
+    let rows = ["run.batch_rows=16", "run.micro_rows=16"];
+    let [tiles, visit] = ["per_matmul", "per_layer"]
+        .map(|d| at(&[nf4, all, &format!("memory.dequantize={d}"), rows[0], rows[1]], None, true));
     assert!(tiles?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
     // without a budget nothing is risked
     let p = at(&[nf4, "run.micro_rows=auto"], None, true)?;

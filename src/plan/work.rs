@@ -17,6 +17,8 @@ pub struct Work {
     pub recompute: f64,
     /// Backward.
     pub backward: f64,
+    /// Of both, what is the head's: forward, backward.
+    pub head: [f64; 2],
     /// Dequantizing 4-bit weights, in operations that take as long.
     pub dequantize: f64,
     /// Reading weights, and starting operations, in operations that take as long.
@@ -33,6 +35,7 @@ impl Work {
             forward,
             recompute,
             backward,
+            head: [0.0; 2],
             dequantize: all.dequantized * b.dequantize + all.held * b.held,
             fixed: all.read * b.byte + all.started * b.start,
         }

@@ -5,6 +5,7 @@ use super::products::Products;
 use super::step::{Setup, StepRows, timed_step};
 use super::watch::{self, Watch};
 use super::{Job, LossScale};
+use crate::adapt::params::{Params, Unit};
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
 use crate::log::memory;
@@ -62,25 +63,30 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
-    let step = |n: u64, times: &mut Times| {
-        timed_step(&setup, StepRows { data: &data, rows: &all, step: n }, &|_| 1e-9, times)
+    let step = |n: u64| -> crate::Result<(usize, Times)> {
+        let mut times = Times::start(&job.device)?;
+        let at = StepRows { data: &data, rows: &all, step: n };
+        let tokens = timed_step(&setup, at, &|_| 1e-9, &mut times)?.tokens;
+        times.settle()?;
+        Ok((tokens, times))
     };
-    let mut warm = Times::start(true);
-    step(0, &mut warm).map_err(|e| planned.explain(e))?;
+    step(0).map_err(|e| planned.explain(e))?;
     watch.look();
     let mut products = Products::new(&job, plan.workload.train.tokens as usize);
     products.look()?;
-    let mut timed = Timed { times: Vec::with_capacity(steps), tokens: 0 };
+    let limits = Part::ALL.map(|p| Bound::of(p, &plan, &params));
+    let mut timed = Timed { times: Vec::with_capacity(steps), tokens: 0, limits };
     for n in 0..steps {
         // the products' own memory is not the step's
         memory::reset_peak();
-        let mut times = Times::start(true);
-        timed.tokens += step(n as u64 + 1, &mut times).map_err(|e| planned.explain(e))?.tokens;
+        let (tokens, times) = step(n as u64 + 1).map_err(|e| planned.explain(e))?;
+        timed.tokens += tokens;
         timed.times.push(times);
         watch.look();
         products.look()?;
     }
-    let rate = rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean() };
+    let rate =
+        rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean(), copy: products.copy() };
     let kept = rates::save(plan.machine, rate)?;
     let json = timed.json(&plan, &watch, &products);
     Ok(Measured { json, text: timed.text(&plan, &watch, &products), kept })
@@ -91,10 +97,51 @@ fn flops(plan: &Plan) -> f64 {
     plan.work.flops() * plan.micro_batches as f64
 }
 
+/// What a part of a step does that some limit of the machine bounds.
+enum Bound {
+    /// Operations of products.
+    Products(f64),
+    /// Bytes read and written.
+    Bytes(f64),
+}
+
+impl Bound {
+    /// That of a part of a step; none where nothing but its time is known.
+    fn of(part: Part, plan: &Plan, params: &Params) -> Option<Self> {
+        let (w, n) = (plan.work, plan.micro_batches as f64);
+        let [up, down] = w.head;
+        match part {
+            Part::Forward => Some(Bound::Products(n * (w.forward - up))),
+            Part::Head => Some(Bound::Products(n * (up + down))),
+            Part::Recompute => Some(Bound::Products(n * w.recompute)),
+            Part::Backward => Some(Bound::Products(n * (w.backward - down))),
+            Part::Step if !params.offloaded => {
+                // weights and both moments read and written, the gradient read; the rounded copy written
+                let bytes = |u: &Unit| {
+                    let compute = u.compute.dtype().size_in_bytes();
+                    (u.len * (28 + if compute < 4 { compute } else { 0 })) as f64
+                };
+                Some(Bound::Bytes(params.units.iter().flatten().map(bytes).sum()))
+            }
+            Part::Data | Part::Step => None,
+        }
+    }
+
+    /// Seconds that it takes at the least.
+    fn seconds(&self, products: &Products) -> f64 {
+        match self {
+            Bound::Products(flops) => flops / products.rate(),
+            Bound::Bytes(bytes) => bytes / products.copy(),
+        }
+    }
+}
+
 /// The steps that were timed.
 struct Timed {
     times: Vec<Times>,
     tokens: usize,
+    /// By part.
+    limits: [Option<Bound>; Part::ALL.len()],
 }
 
 impl Timed {
@@ -118,6 +165,12 @@ impl Timed {
         self.times.iter().map(|t| t.seconds(p)).sum::<f64>() / self.times.len() as f64
     }
 
+    /// Share of a machine's limit that a part reaches, of those that take time.
+    fn share(&self, p: Part, products: &Products) -> Option<f64> {
+        let least = self.limits[p as usize].as_ref()?.seconds(products);
+        (self.part(p) > 0.0).then(|| least / self.part(p))
+    }
+
     fn speed(&self) -> f64 {
         self.tokens as f64 / self.total()
     }
@@ -125,13 +178,15 @@ impl Timed {
     fn json(&self, plan: &Plan, watch: &Watch, products: &Products) -> Value {
         let parts: Map<String, Value> =
             Part::ALL.iter().map(|p| (p.word().to_string(), json!(self.part(*p)))).collect();
+        let shares: Map<String, Value> =
+            Part::ALL.iter().map(|p| (p.word().to_string(), json!(self.share(*p, products)))).collect();
         let best = flops(plan) / self.fastest();
         json!({
             "tokens_per_second": self.speed(), "step_seconds": self.mean(),
-            "fastest_step_seconds": self.fastest(), "parts": parts,
+            "fastest_step_seconds": self.fastest(), "parts": parts, "shares": shares,
             "flops_per_step": flops(plan), "step_flops": flops(plan) / self.mean(),
             "matmul_flops": products.rate(), "matmul_shape": products.fastest(),
-            "share_of_matmul": best / products.rate(),
+            "share_of_matmul": best / products.rate(), "copy_bytes_per_second": products.copy(),
             "peak_device_bytes": watch.peak(), "planned_peak_bytes": plan.engine(), "memory": watch.compared(),
             "plan": watch.json(),
         })
@@ -144,7 +199,13 @@ impl Timed {
             // what a step does not do has no time
             let _ = match self.part(p) {
                 s if s > 0.0 => {
-                    writeln!(text, "  {:<10} {s:>8.3} s  {:>5.1}%", p.word(), 100.0 * s / self.mean())
+                    let limit = match (&self.limits[p as usize], self.share(p, products)) {
+                        (Some(Bound::Products(_)), Some(x)) => format!("  {:>5.1}% of products", 100.0 * x),
+                        (Some(Bound::Bytes(_)), Some(x)) => format!("  {:>5.1}% of a copy", 100.0 * x),
+                        _ => String::new(),
+                    };
+                    let of_step = 100.0 * s / self.mean();
+                    writeln!(text, "  {:<10} {s:>8.3} s  {of_step:>5.1}%{limit}", p.word())
                 }
                 _ => writeln!(text, "  {:<10} {:>8}", p.word(), "-"),
             };
@@ -152,11 +213,13 @@ impl Timed {
         let best = flops(plan) / self.fastest();
         let _ = writeln!(
             text,
-            "arithmetic {:.1} GFLOP/s in the fastest step: {:.0}% of the {:.1} of the fastest product ({})",
+            "arithmetic {:.1} GFLOP/s in the fastest step: {:.0}% of the {:.1} of the fastest product ({}); \
+             copies {:.1} GB/s",
             best / 1e9,
             100.0 * best / products.rate(),
             products.rate() / 1e9,
-            products.fastest()
+            products.fastest(),
+            products.copy() / 1e9
         );
         let apart = |planned: u64, measured: u64| match planned {
             0 => String::new(),

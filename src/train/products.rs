@@ -1,8 +1,9 @@
-//! How fast this machine multiplies matrices: what a step's arithmetic is held against.
+//! How fast this machine multiplies matrices and copies memory: what a step's parts are held against.
 
 use super::Job;
 use crate::kernel::Tensor;
 use crate::kernel::gemm;
+use crate::kernel::moment::Moment;
 use crate::kernel::tensor::Real;
 use candle_core::{DType, Device, Result};
 use std::time::{Duration, Instant};
@@ -14,6 +15,10 @@ const LARGEST_CPU: (usize, usize) = (512, 4096);
 const LARGEST_CUDA: (usize, usize) = (4096, 16_384);
 /// Size of the square product, the same whatever the model.
 const SQUARE: usize = 1024;
+
+/// Bytes of a copy on the CPU and on CUDA, beyond what caches hold.
+const COPY_CPU: usize = 64 << 20;
+const COPY_CUDA: usize = 512 << 20;
 
 /// Repetitions of a product in one look: the first finds its operands outside of the caches.
 const REPEAT: usize = 3;
@@ -31,6 +36,7 @@ pub struct Products {
     dtype: DType,
     best: f64,
     fastest: String,
+    copy: f64,
 }
 
 impl Products {
@@ -47,11 +53,13 @@ impl Products {
             dtype: job.dtype,
             best: 0.0,
             fastest: String::new(),
+            copy: 0.0,
         }
     }
 
-    /// Times every product at least once; what it allocates is gone afterwards.
+    /// Times every product and a copy at least once; what it allocates is gone afterwards.
     pub fn look(&mut self) -> Result<()> {
+        self.time_copy()?;
         let begun = Instant::now();
         while begun.elapsed() < LOOK {
             for (t, d, o) in self.linears.clone() {
@@ -68,14 +76,27 @@ impl Products {
     fn time(&mut self, a: &Tensor, ta: bool, b: &Tensor, tb: bool, mkn: (usize, usize, usize)) -> Result<()> {
         let (m, k, n) = mkn;
         for _ in 0..REPEAT {
-            let start = Instant::now();
+            let start = Moment::now(&self.device)?;
             gemm::matmul(a, ta, b, tb)?;
-            self.device.synchronize()?;
-            let rate = 2.0 * m as f64 * k as f64 * n as f64 / start.elapsed().as_secs_f64().max(1e-9);
+            let seconds = Moment::now(&self.device)?.since(&start)?;
+            let rate = 2.0 * m as f64 * k as f64 * n as f64 / seconds.max(1e-9);
             if rate > self.best {
                 self.best = rate;
                 self.fastest = format!("{m} x {k} x {n}");
             }
+        }
+        Ok(())
+    }
+
+    fn time_copy(&mut self) -> Result<()> {
+        let bytes = if self.device.is_cuda() { COPY_CUDA } else { COPY_CPU };
+        let from = Real::zeros(bytes / 4, DType::F32, &self.device)?;
+        let to = from.copy()?;
+        for _ in 0..REPEAT {
+            let start = Moment::now(&self.device)?;
+            to.slice_set(&from, 0, 0)?;
+            let seconds = Moment::now(&self.device)?.since(&start)?;
+            self.copy = self.copy.max(2.0 * bytes as f64 / seconds.max(1e-9));
         }
         Ok(())
     }
@@ -91,6 +112,11 @@ impl Products {
     /// Operations a second of the fastest product so far.
     pub fn rate(&self) -> f64 {
         self.best
+    }
+
+    /// Bytes a second that the fastest copy so far read and wrote together.
+    pub fn copy(&self) -> f64 {
+        self.copy
     }
 
     /// Rows x inner size x columns of that product.

@@ -103,7 +103,7 @@ impl Running<'_> {
         step: usize,
         again: bool,
     ) -> crate::Result<Stepped> {
-        let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::start(false));
+        let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
         let stop = || self.signals.seen().is_some();
         let summed = loop {
             match accumulate(&self.setup, at, times, &stop) {

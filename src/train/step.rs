@@ -85,7 +85,7 @@ pub struct StepRows<'a> {
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
 pub fn train_step(s: &Setup<'_>, at: StepRows<'_>, lr: Rate<'_>) -> crate::Result<Stepped> {
-    timed_step(s, at, lr, &mut Times::start(false))
+    timed_step(s, at, lr, &mut Times::off())
 }
 
 /// As [`train_step`], adding the time of each part to `times`.

@@ -41,12 +41,12 @@ pub struct Execution {
 
 impl Execution {
     /// What needs no plan: keeps everything, dequantizes by tiles, chunks of the usual size.
-    pub fn plain(micro_rows: usize, vocab: usize) -> Self {
+    pub fn plain(micro_rows: usize, vocab: usize, cuda: bool) -> Self {
         Self {
             micro_rows: micro_rows.max(1),
             recompute: 0,
             dequantize: Dequantize::PerMatmul,
-            head_rows: Head::chunk_rows(vocab),
+            head_rows: Head::chunk_rows(vocab, cuda),
         }
     }
 }

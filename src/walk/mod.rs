@@ -109,7 +109,7 @@ impl<'a> Walk<'a> {
             lowest,
             recompute,
             dequantize: Dequantize::default(),
-            head_rows: Head::chunk_rows(decoder.head.vocab),
+            head_rows: Head::chunk_rows(decoder.head.vocab, !decoder.embedding.table.device().is_cpu()),
             #[cfg(test)]
             watch: None,
             times: None,
@@ -240,7 +240,7 @@ impl<'a> Walk<'a> {
         }
         if decoder.embedding.trains() {
             self.at(Some(Phase::Backward), 0);
-            decoder.embedding.backward(&batch.ids, &dy, sink)?;
+            decoder.embedding.backward(batch, &dy, sink)?;
             self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)

@@ -1,8 +1,8 @@
 //! Where the time of a step goes.
 
+use crate::kernel::moment::Moment;
 use crate::kernel::tensor::On;
-use candle_core::Result;
-use std::time::{Duration, Instant};
+use candle_core::{Device, Result};
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,38 +40,50 @@ impl Part {
 }
 
 /// Time by part.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Times {
-    last: Instant,
-    /// Whether to wait for the device at each lap: exact times, and a slower step.
-    wait: bool,
-    sums: [Duration; Part::ALL.len()],
+    /// The moments of the laps, in order, the start before them; none where nobody asks for times.
+    laps: Option<(Moment, Vec<(Part, Moment)>)>,
+    sums: [f64; Part::ALL.len()],
 }
 
 impl Times {
-    /// Starts now. `wait` says whether to wait for the device at each lap.
-    pub fn start(wait: bool) -> Self {
-        Self { last: Instant::now(), wait, sums: [Duration::ZERO; Part::ALL.len()] }
+    /// For a step whose times nobody asks for: laps do nothing.
+    pub fn off() -> Self {
+        Self { laps: None, sums: [0.0; Part::ALL.len()] }
+    }
+
+    /// Starts now. Laps take moments down and wait for nothing: a step is not slower for it.
+    pub fn start(device: &Device) -> Result<Self> {
+        Ok(Self { laps: Some((Moment::now(device)?, Vec::new())), ..Self::off() })
     }
 
     /// Counts the time since the last lap as `part`'s.
     pub fn lap<'a>(&mut self, part: Part, device: impl Into<On<'a>>) -> Result<()> {
-        if let (true, On::Real(device)) = (self.wait, device.into()) {
-            device.synchronize()?;
+        if let (Some((_, laps)), On::Real(device)) = (&mut self.laps, device.into()) {
+            laps.push((part, Moment::now(device)?));
         }
-        let now = Instant::now();
-        self.sums[part as usize] += now - self.last;
-        self.last = now;
         Ok(())
     }
 
-    /// Seconds of a part.
+    /// Adds up the laps so far, once the last one has passed; the next begins there.
+    pub fn settle(&mut self) -> Result<()> {
+        if let Some((from, laps)) = &mut self.laps {
+            for (part, at) in laps.drain(..) {
+                self.sums[part as usize] += at.since(from)?;
+                *from = at;
+            }
+        }
+        Ok(())
+    }
+
+    /// Seconds of a part, in laps that are settled.
     pub fn seconds(&self, part: Part) -> f64 {
-        self.sums[part as usize].as_secs_f64()
+        self.sums[part as usize]
     }
 
     /// Seconds of all parts.
     pub fn total(&self) -> f64 {
-        self.sums.iter().map(Duration::as_secs_f64).sum()
+        self.sums.iter().sum()
     }
 }

@@ -94,6 +94,10 @@ fn bench_tells_time_and_memory_by_part() {
     assert_eq!(j["parts"].as_object().expect("parts").keys().collect::<Vec<_>>(), names);
     let sum: f64 = names.iter().map(|n| number(&j["parts"][n])).sum();
     assert!((sum / number(&j["step_seconds"]) - 1.0).abs() < 1e-6, "{j}");
+    for part in ["forward", "head", "backward", "step"] {
+        assert!(number(&j["shares"][part]) > 0.0, "{part}: {j}");
+    }
+    assert!(j["shares"]["data"].is_null() && number(&j["copy_bytes_per_second"]) > 0.0, "{j}");
     // one rank: nothing stands around a layer
     assert_eq!((number(&j["parts"]["gather"]), number(&j["parts"]["reduce"])), (0.0, 0.0));
     assert!(number(&j["fastest_step_seconds"]) <= number(&j["step_seconds"]));

@@ -1,90 +1,515 @@
-// Runs src/kernel/quantized/*.cu on the host: jobs come in on the standard input, results go to the standard output.
-//
-//   c++ -std=c++17 -O1 -fsanitize=address,undefined -ffp-contract=off -I tests/cuda tests/cuda/host.cpp -o host
-//
-// A job is a line of words (the kernel's name, blocks, threads, sizes in bytes of packed, scales, scale codes, map, x
-// and the output, how far from an aligned address packed begins, then the kernel's numbers in the order of its
-// arguments, floats by their bits), and after it the bytes of packed, pairs, scales, scale codes, map and x. Every
-// buffer has exactly its size, so that the sanitizer sees what is read or written beyond it.
-// `cargo test --release --lib -- --ignored on_the_host` compiles this, and compares with the CPU version.
+// Runs kernels on the host: see host.h. Compiled without sanitizers, whatever the program is compiled with.
 #include "host.h"
-
-#include "../../src/kernel/quantized/dequantize.cu"
-#include "../../src/kernel/quantized/rows.cu"
-
-#include <iostream>
+#include <algorithm>
+#include <deque>
 #include <memory>
-#include <sstream>
-#include <string>
+#include <random>
+#include <set>
+#include <sys/mman.h>
+#include <unordered_map>
 
-struct Buffer {
-  std::unique_ptr<char[]> owned;
-  size_t size = 0, skew = 0;
-  bool some = false;
+Dim threadIdx, blockIdx, blockDim, gridDim;
 
-  explicit Buffer(size_t bytes, size_t skew = 0) : owned(new char[bytes + skew]), size(bytes), skew(skew), some(bytes > 0) {
-    memset(owned.get(), 0xa5, bytes + skew);
-  }
-  template <typename T> T *at() { return some ? reinterpret_cast<T *>(owned.get() + skew) : nullptr; }
-  void read() {
-    if (!std::cin.read(at<char>(), size)) {
-      fprintf(stderr, "a job that is cut off\n");
-      exit(1);
-    }
-  }
+// Saves the registers that a callee keeps and changes stacks: ucontext's needs two system calls.
+#ifdef __x86_64__
+extern "C" void host_switch(void **save, void *to);
+asm(R"(.text
+.globl host_switch
+host_switch:
+ pushq %rbp
+ pushq %rbx
+ pushq %r12
+ pushq %r13
+ pushq %r14
+ pushq %r15
+ movq %rsp,(%rdi)
+ movq %rsi,%rsp
+ popq %r15
+ popq %r14
+ popq %r13
+ popq %r12
+ popq %rbx
+ popq %rbp
+ ret
+)");
+#else
+#error "kernels run on the host of x86-64 only"
+#endif
+
+namespace host {
+
+namespace {
+
+constexpr size_t PAGE = 4096, STACK = 256 << 10;
+constexpr unsigned NOBODY = ~0u;
+
+struct Copy {
+  void *to;
+  const void *from;
+  bool some;
 };
 
-struct Job {
-  std::string name;
-  unsigned blocks, threads;
-  uint32_t group, offset_bits, shift;
-  uint64_t total, rest[5];
+struct Fiber {
+  void *sp = nullptr;
+  Meet meet;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+  unsigned warp_epoch = 1;
+  std::unordered_map<const void *, unsigned> times; // that each instruction was executed
 };
 
-int main() {
-  std::string line;
-  while (std::getline(std::cin, line)) {
-    std::istringstream words(line);
-    Job j{};
-    size_t packed_size, scales_size, codes_size, map_size, x_size, out_size, skew;
-    words >> j.name >> j.blocks >> j.threads >> packed_size >> scales_size >> codes_size >> map_size >> x_size >>
-        out_size >> skew >> j.group >> j.offset_bits >> j.shift >> j.total;
-    int count = 0;
-    while (count < 5 && words >> j.rest[count]) count++;
-    Buffer packed(packed_size, skew), pairs(2048), scales(scales_size), codes(codes_size), map(map_size), x(x_size),
-        out(out_size);
-    for (Buffer *b : {&packed, &pairs, &scales, &codes, &map, &x})
-      if (b->size > 0) b->read();
-    float offset;
-    memcpy(&offset, &j.offset_bits, 4);
-    bool found = false;
-    const auto run = [&](auto kernel, auto... rest) {
-      found = true;
-      host::launch(j.blocks, j.threads, [&] {
-        kernel(packed.at<uint8_t>(), pairs.at<float>(), scales.at<float>(), codes.at<uint8_t>(), map.at<float>(), j.group,
-               offset, j.shift, j.total, rest...);
-      });
-    };
-#define DECODES(NAME, OUT)                                                                                             \
-  if (j.name == #NAME)                                                                                                 \
-    run(NAME, j.rest[0], j.rest[1], j.rest[2], static_cast<uint32_t>(j.rest[3]), static_cast<uint32_t>(j.rest[4]),     \
-        out.at<OUT>());
-#define TAKES(NAME, T)                                                                                                 \
-  if (j.name == #NAME) run(NAME, x.at<T>(), static_cast<uint32_t>(j.rest[0]), j.rest[1], j.rest[2], out.at<T>());
-#define BOTH(SOURCE, NAME, T)                                                                                          \
-  DECODES(dequantize_##SOURCE##_##NAME, T) TAKES(rows_##SOURCE##_##NAME##_1, T) TAKES(rows_##SOURCE##_##NAME##_8, T)
-    BOTH(f32, f32, float)
-    BOTH(bf16, f32, float)
-    BOTH(f16, f32, float)
-    BOTH(f32, bf16, __nv_bfloat16)
-    BOTH(f16, bf16, __nv_bfloat16)
-    BOTH(f32, f16, __half)
-    BOTH(bf16, f16, __half)
-    if (!found) {
-      fprintf(stderr, "no kernel %s\n", j.name.c_str());
-      return 1;
+// What a byte of shared memory has seen. Epochs count barriers; a warp's own count __syncwarp.
+struct Shadow {
+  unsigned writer = NOBODY, write_epoch = 0, write_warp_epoch = 0;
+  unsigned read_epoch = 0, read_warp_epoch = 0, warps = 0, lanes = 0, reader = NOBODY;
+  bool exists = false, written = false, pending = false;
+};
+
+// A byte of a Buffer, in one launch.
+struct GlobalShadow {
+  unsigned launch = 0, writer = NOBODY, reader = NOBODY;
+};
+
+// One instruction of a warp: what its lanes access.
+struct Request {
+  std::vector<std::pair<uintptr_t, unsigned>> lanes;
+  std::vector<unsigned> lane;
+};
+
+constexpr size_t ARENA = 256 << 10;
+unsigned char *arena;
+std::vector<Shadow> shadow(ARENA);
+size_t dynamic_bytes, used;
+std::map<const void *, std::pair<size_t, size_t>> statics; // by their key: offset, bytes
+
+std::map<uintptr_t, std::pair<size_t, std::vector<GlobalShadow>>> buffers; // by their beginning: bytes
+std::vector<Fiber> fibers;
+unsigned char *stacks;
+size_t stack_count;
+void *scheduler;
+const std::function<void()> *body;
+const char *name = "no kernel";
+unsigned current, epoch, launches;
+bool in_kernel;
+std::mt19937 random_(1);
+std::map<std::pair<unsigned, const void *>, std::vector<Request>> requests;
+
+void race(const char *what, size_t at, unsigned other) {
+  fail(std::string(what) + " at shared byte " + std::to_string(at) + ", with thread " + std::to_string(other) +
+       ", no barrier between");
+}
+
+void touch_shared(size_t at, size_t n, bool write) {
+  const unsigned t = current, w = t / 32, lane = 1u << t % 32;
+  const unsigned mine = fibers[t].warp_epoch;
+  for (size_t i = at; i < at + n; i++) {
+    Shadow &s = shadow[i];
+    if (!s.exists) fail("beyond shared memory");
+    if (s.pending) fail("a byte of shared memory that cp.async has not delivered");
+    if (!write && !s.written) fail("a byte of shared memory that nothing has written");
+    const bool ordered = s.writer / 32 == w && mine > s.write_warp_epoch;
+    if (s.writer != NOBODY && s.writer != t && s.write_epoch == epoch && !ordered)
+      race(write ? "write after write" : "read after write", i, s.writer);
+    if (write) {
+      if (s.read_epoch == epoch) {
+        if (s.warps & ~(1u << w)) race("write after another warp's read", i, s.reader);
+        if ((s.lanes & ~lane) && mine <= s.read_warp_epoch) race("write after read", i, s.reader);
+      }
+      s.writer = t, s.write_epoch = epoch, s.write_warp_epoch = mine, s.written = true;
+    } else {
+      if (s.read_epoch != epoch) s.warps = 0, s.lanes = 0;
+      if (s.read_warp_epoch != mine || s.reader / 32 != w) s.lanes = 0;
+      s.read_epoch = epoch, s.read_warp_epoch = mine, s.warps |= 1u << w, s.lanes |= lane, s.reader = t;
     }
-    std::cout.write(out.at<char>(), out.size);
-    std::cout.flush();
   }
+}
+
+void touch_global(uintptr_t p, size_t n, bool write) {
+  auto b = buffers.upper_bound(p);
+  if (b == buffers.begin()) return;
+  --b;
+  const size_t at = p - b->first, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  if (at >= b->second.first) return;
+  for (size_t i = at; i < std::min(at + n, b->second.first); i++) {
+    GlobalShadow &s = b->second.second[i];
+    if (s.launch != launches) s = {launches, NOBODY, NOBODY};
+    if (s.writer != NOBODY && s.writer != block) fail("global memory that block " + std::to_string(s.writer) + " has written in this launch");
+    if (write && s.reader != NOBODY && s.reader != block)
+      fail("writes global memory that block " + std::to_string(s.reader) + " has read in this launch");
+    (write ? s.writer : s.reader) = static_cast<unsigned>(block);
+  }
+}
+
+bool is_global(uintptr_t p) {
+  auto b = buffers.upper_bound(p);
+  if (b == buffers.begin()) return false;
+  --b;
+  return p - b->first < b->second.first;
+}
+
+bool is_shared(const void *p) { return p >= arena && p < arena + ARENA; }
+
+void note(const void *p, size_t n, const void *at) {
+  auto &of = requests[{current / 32, at}];
+  const unsigned time = fibers[current].times[at]++;
+  if (of.size() <= time) of.resize(time + 1);
+  of[time].lanes.push_back({reinterpret_cast<uintptr_t>(p), static_cast<unsigned>(n)});
+  of[time].lane.push_back(current % 32);
+}
+
+// What the block's requests cost, and none are left.
+void settle() {
+  Counts &c = counts()[name];
+  for (auto &[key, list] : requests)
+    for (Request &r : list) {
+      if (r.lanes.empty()) continue;
+      if (is_shared(reinterpret_cast<void *>(r.lanes[0].first))) {
+        // a phase takes as many lanes as fill 128 bytes; lanes with one address share it
+        const unsigned together = 128 / std::max(4u, r.lanes[0].second);
+        std::map<unsigned, std::map<unsigned, std::set<uintptr_t>>> banks;
+        for (size_t i = 0; i < r.lanes.size(); i++)
+          for (uintptr_t word = r.lanes[i].first / 4; word * 4 < r.lanes[i].first + r.lanes[i].second; word++)
+            banks[r.lane[i] / together][word % 32].insert(word);
+        for (auto &[phase, words] : banks) {
+          size_t most = 1;
+          for (auto &[bank, set] : words) most = std::max(most, set.size());
+          c.phases++, c.passes += most;
+        }
+      } else {
+        std::set<uintptr_t> sectors, bytes;
+        for (auto &[p, n] : r.lanes)
+          for (uintptr_t b = p; b < p + n; b++) sectors.insert(b / 32), bytes.insert(b);
+        c.sectors += sectors.size(), c.asked += bytes.size();
+      }
+    }
+  requests.clear();
+}
+
+void entry() {
+  (*body)();
+  meet({Op::Done});
+  abort();
+}
+
+float value16(uint32_t bits, bool half) {
+  if (!half) return __uint_as_float(bits << 16);
+  __half h;
+  const uint16_t b = static_cast<uint16_t>(bits);
+  memcpy(&h, &b, 2);
+  return __half2float(h);
+}
+
+void multiply(unsigned first) {
+  counts()[name].mma++;
+  float a[16][16], b[16][8];
+  const bool half = fibers[first].meet.kind;
+  for (unsigned l = 0; l < 32; l++) {
+    const Meet &m = fibers[first + l].meet;
+    if ((m.kind != 0) != half) fail("lanes multiply different types");
+    const uint32_t *ra = static_cast<const uint32_t *>(m.a), *rb = static_cast<const uint32_t *>(m.b);
+    const unsigned g = l / 4, t = l % 4;
+    for (unsigned h = 0; h < 2; h++) {
+      const auto part = [&](uint32_t r) { return value16(r >> 16 * h & 0xffff, half); };
+      a[g][2 * t + h] = part(ra[0]), a[g + 8][2 * t + h] = part(ra[1]);
+      a[g][2 * t + 8 + h] = part(ra[2]), a[g + 8][2 * t + 8 + h] = part(ra[3]);
+      b[2 * t + h][g] = part(rb[0]), b[2 * t + 8 + h][g] = part(rb[1]);
+    }
+  }
+  for (unsigned l = 0; l < 32; l++) {
+    float *d = static_cast<float *>(fibers[first + l].meet.out);
+    for (unsigned i = 0; i < 4; i++) {
+      const unsigned row = l / 4 + i / 2 * 8, col = l % 4 * 2 + i % 2;
+      double sum = 0;
+      for (unsigned k = 0; k < 16; k++) sum += static_cast<double>(a[row][k]) * b[k][col];
+      d[i] = static_cast<float>(d[i] + sum);
+    }
+  }
+}
+
+void load_matrices(unsigned first, bool transposed) {
+  Counts &c = counts()[name];
+  for (unsigned x = 0; x < 4; x++) {
+    const unsigned char *row[8];
+    unsigned groups[8] = {};
+    std::set<const unsigned char *> seen;
+    for (unsigned i = 0; i < 8; i++) {
+      current = first + x * 8 + i;
+      row[i] = static_cast<const unsigned char *>(fibers[current].meet.a);
+      if (reinterpret_cast<uintptr_t>(row[i]) % 16) fail("ldmatrix from an address that is no multiple of 16");
+      if (!is_shared(row[i])) fail("ldmatrix from elsewhere than shared memory");
+      touch_shared(static_cast<size_t>(row[i] - arena), 16, false);
+      if (seen.insert(row[i]).second) groups[(row[i] - arena) / 16 % 8]++;
+    }
+    c.phases++, c.passes += *std::max_element(groups, groups + 8);
+    for (unsigned l = 0; l < 32; l++) {
+      uint16_t v[2];
+      for (unsigned h = 0; h < 2; h++) {
+        const unsigned r = transposed ? l % 4 * 2 + h : l / 4, col = transposed ? l / 4 : l % 4 * 2 + h;
+        memcpy(&v[h], row[r] + 2 * col, 2);
+      }
+      static_cast<uint32_t *>(fibers[first + l].meet.out)[x] = v[0] | static_cast<uint32_t>(v[1]) << 16;
+    }
+  }
+}
+
+// Gives every lane of a warp what all of them wait for.
+void exchange(unsigned first) {
+  const Meet &m0 = fibers[first].meet;
+  switch (m0.op) {
+  case Op::SyncWarp:
+    for (unsigned i = first; i < first + 32; i++) fibers[i].warp_epoch++;
+    break;
+  case Op::Shuffle:
+    for (unsigned l = 0; l < 32; l++) {
+      current = first + l;
+      const Meet &m = fibers[current].meet;
+      if (m.kind != m0.kind || m.width != m0.width) fail("lanes wait in different shuffles");
+      const int lane = static_cast<int>(l), base = lane / m.width * m.width;
+      int from = lane;
+      switch (static_cast<Lane>(m.kind)) {
+      case Lane::Index: from = base + (m.argument & (m.width - 1)); break;
+      case Lane::Xor: from = lane ^ m.argument; break;
+      case Lane::Up: from = lane - m.argument < base ? lane : lane - m.argument; break;
+      case Lane::Down: from = lane + m.argument >= base + m.width ? lane : lane + m.argument; break;
+      }
+      if (from < 0 || from > 31) fail("a shuffle from no lane");
+      *static_cast<uint32_t *>(m.out) = fibers[first + static_cast<unsigned>(from)].meet.value;
+    }
+    break;
+  case Op::Vote: {
+    uint32_t bits = 0;
+    for (unsigned l = 0; l < 32; l++) bits |= static_cast<uint32_t>(fibers[first + l].meet.value != 0) << l;
+    for (unsigned l = 0; l < 32; l++) *static_cast<uint32_t *>(fibers[first + l].meet.out) = bits;
+    break;
+  }
+  case Op::Mma: multiply(first); break;
+  case Op::Load: load_matrices(first, false); break;
+  case Op::LoadTransposed: load_matrices(first, true); break;
+  default: fail("nothing to wait for");
+  }
+}
+
+void resume(unsigned i) {
+  current = threadIdx.x = i;
+  in_kernel = true;
+  host_switch(&scheduler, fibers[i].sp);
+  in_kernel = false;
+}
+
+// Runs a warp until all of its lanes are at a barrier or done.
+Op run_warp(unsigned first) {
+  for (;;) {
+    const unsigned turn = random_() % 32;
+    for (unsigned l = 0; l < 32; l++) {
+      const unsigned i = first + (l + turn) % 32;
+      if (fibers[i].meet.op == Op::None) resume(i);
+    }
+    const Op op = fibers[first].meet.op;
+    for (unsigned i = first; i < first + 32; i++) {
+      current = i;
+      if (fibers[i].meet.op != op) fail("lanes of a warp wait for different things");
+    }
+    if (op == Op::Barrier || op == Op::Done) return op;
+    exchange(first);
+    for (unsigned i = first; i < first + 32; i++) fibers[i].meet.op = Op::None;
+  }
+}
+
+void run_block(unsigned threads) {
+  std::fill(shadow.begin(), shadow.begin() + static_cast<long>(used), Shadow{});
+  for (size_t i = 0; i < dynamic_bytes; i++) shadow[i].exists = true;
+  memset(arena, 0xff, used);
+  used = (dynamic_bytes + 255) / 128 * 128;
+  statics.clear();
+  epoch = 1;
+  for (unsigned i = 0; i < threads; i++) {
+    fibers[i] = Fiber{};
+    void **sp = reinterpret_cast<void **>(stacks + (i + 1) * STACK);
+    *--sp = nullptr;
+    *--sp = reinterpret_cast<void *>(&entry);
+    for (int r = 0; r < 6; r++) *--sp = nullptr;
+    fibers[i].sp = sp;
+  }
+  std::vector<unsigned> warps(threads / 32);
+  for (unsigned i = 0; i < warps.size(); i++) warps[i] = i;
+  for (;;) {
+    std::shuffle(warps.begin(), warps.end(), random_);
+    unsigned done = 0;
+    for (unsigned w : warps) done += run_warp(w * 32) == Op::Done;
+    if (done == warps.size()) break;
+    if (done) fail("warps are done while others wait at a barrier");
+    epoch++;
+    for (Fiber &f : fibers) f.meet.op = Op::None;
+  }
+  settle();
+}
+
+} // namespace
+
+std::map<std::string, Kernel> &kernels() {
+  static std::map<std::string, Kernel> all;
+  return all;
+}
+
+std::map<std::string, Counts> &counts() {
+  static std::map<std::string, Counts> all;
+  return all;
+}
+
+void forget() { counts().clear(); }
+
+void seed(unsigned n) { random_.seed(n); }
+
+void fail(const std::string &why) {
+  fprintf(stderr, "%s, block (%u, %u, %u), thread %u: %s\n", name, blockIdx.x, blockIdx.y, blockIdx.z, current, why.c_str());
+  fflush(stderr);
+  _Exit(3);
+}
+
+void meet(const Meet &m) {
+  Fiber &f = fibers[current];
+  f.meet = m;
+  host_switch(&f.sp, scheduler);
+}
+
+unsigned char *dynamic_shared() { return arena; }
+
+void *static_shared(const void *key, size_t bytes) {
+  auto [at, fresh] = statics.insert({key, {used, bytes}});
+  if (fresh) {
+    if (used + bytes + 256 > ARENA) fail("too much shared memory");
+    for (size_t i = used; i < used + bytes; i++) shadow[i].exists = true;
+    memset(arena + used, 0xff, bytes);
+    // what follows it is no shared memory
+    used = (used + bytes + 255) / 128 * 128;
+  }
+  return arena + at->second.first;
+}
+
+void access(const void *p, size_t n, bool write, const void *at) {
+  if (!in_kernel) return;
+  in_kernel = false;
+  if (is_shared(p)) {
+    touch_shared(static_cast<size_t>(static_cast<const unsigned char *>(p) - arena), n, write);
+    note(p, n, at);
+  } else {
+    const uintptr_t u = reinterpret_cast<uintptr_t>(p);
+    if (is_global(u)) {
+      touch_global(u, n, write);
+      note(p, n, at);
+    }
+  }
+  in_kernel = true;
+}
+
+void cp_async(void *to, const void *from, bool some) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || (some && reinterpret_cast<uintptr_t>(from) % 16))
+    fail("cp.async with an address that is no multiple of 16");
+  if (!is_shared(to)) fail("cp.async to elsewhere than shared memory");
+  const size_t at = static_cast<size_t>(static_cast<unsigned char *>(to) - arena);
+  in_kernel = false;
+  touch_shared(at, 16, true);
+  note(to, 16, __builtin_return_address(0));
+  if (some) {
+    touch_global(reinterpret_cast<uintptr_t>(from), 16, false);
+  }
+  // those that read nothing too, so that the others' turns stay beside each other
+  note(from, some ? 16 : 0, static_cast<const char *>(__builtin_return_address(0)) + 1);
+  // not a number until it is there
+  memset(to, 0xff, 16);
+  for (size_t i = at; i < at + 16; i++) shadow[i].pending = true;
+  fibers[current].open.push_back({to, from, some});
+  in_kernel = true;
+}
+
+void cp_async_commit() {
+  Fiber &f = fibers[current];
+  f.groups.push_back(std::move(f.open));
+  f.open.clear();
+}
+
+void cp_async_wait(int left) {
+  Fiber &f = fibers[current];
+  in_kernel = false;
+  while (static_cast<int>(f.groups.size()) > left) {
+    for (const Copy &c : f.groups.front()) {
+      const size_t at = static_cast<size_t>(static_cast<unsigned char *>(c.to) - arena);
+      for (size_t i = at; i < at + 16; i++) shadow[i].pending = false;
+      // this thread's write, now: others need a barrier
+      touch_shared(at, 16, true);
+      if (c.some) memcpy(c.to, c.from, 16);
+      else memset(c.to, 0, 16);
+    }
+    f.groups.pop_front();
+  }
+  in_kernel = true;
+}
+
+void *allocate(size_t bytes, size_t skew) {
+  // the end of the last value is the end of what malloc gives: for the address sanitizer
+  void *memory = nullptr;
+  if (posix_memalign(&memory, 128, bytes + skew)) abort();
+  unsigned char *p = static_cast<unsigned char *>(memory);
+  memset(p, 0xff, bytes + skew);
+  buffers[reinterpret_cast<uintptr_t>(p + skew)] = {bytes, std::vector<GlobalShadow>(bytes)};
+  return p + skew;
+}
+
+void release(void *p, size_t skew) {
+  buffers.erase(reinterpret_cast<uintptr_t>(p));
+  free(static_cast<unsigned char *>(p) - skew);
+}
+
+void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes, const std::function<void()> &f) {
+  name = kernel;
+  current = 0;
+  if (threads == 0 || threads % 32 || threads > 1024) fail("a block of " + std::to_string(threads) + " threads");
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) fail("a launch of no block");
+  if (grid.y > 65535 || grid.z > 65535) fail("too many blocks");
+  if (kernels().count(kernel) && threads > kernels().at(kernel).threads) fail("more threads than the kernel's bounds");
+  if (shared_bytes > 99 << 10) fail("more shared memory than a block of a card of 48 GB has");
+  if (!arena) {
+    arena = static_cast<unsigned char *>(aligned_alloc(128, ARENA));
+    used = ARENA;
+  }
+  if (stack_count < threads) {
+    if (stacks) munmap(stacks, stack_count * STACK);
+    void *p = mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) fail("no memory for stacks");
+    stacks = static_cast<unsigned char *>(p), stack_count = threads;
+    for (unsigned i = 0; i < threads; i++) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
+  }
+  fibers.resize(threads);
+  body = &f;
+  blockDim = {threads, 1, 1}, gridDim = grid;
+  dynamic_bytes = shared_bytes;
+  launches++;
+  counts()[kernel].launches++;
+  for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
+    for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
+      for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(threads);
+}
+
+void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes, void **arguments) {
+  const Kernel &k = kernels().at(kernel);
+  launch(kernel, grid, threads, shared_bytes, [&] { k.call(arguments); });
+}
+
+} // namespace host
+
+// What -fsanitize=thread calls before loads and stores.
+extern "C" {
+#define ACCESS(SIZE)                                                                                                   \
+  void __tsan_read##SIZE(void *p) { host::access(p, SIZE, false, __builtin_return_address(0)); }                       \
+  void __tsan_write##SIZE(void *p) { host::access(p, SIZE, true, __builtin_return_address(0)); }                       \
+  void __tsan_unaligned_read##SIZE(void *p) { host::access(p, SIZE, false, __builtin_return_address(0)); }             \
+  void __tsan_unaligned_write##SIZE(void *p) { host::access(p, SIZE, true, __builtin_return_address(0)); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+void __tsan_read_range(void *p, unsigned long n) { host::access(p, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void *p, unsigned long n) { host::access(p, n, true, __builtin_return_address(0)); }
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+void __tsan_vptr_update(void **, void *) {}
+void __tsan_vptr_read(void **) {}
 }

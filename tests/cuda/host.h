@@ -1,6 +1,21 @@
-// Enough of CUDA to run a kernel's source on the host: the threads of a block are fibers that run until they wait for
-// each other, in a shuffle of their warp or at a barrier of their block. A shuffle that a lane does not reach, or lanes
-// that wait in different ones, end the program: on a GPU they would be undefined.
+// CUDA on the host, as far as src/kernel/cuda/device.cuh needs it: kernels' sources are compiled as plain C++ with this
+// header in place of CUDA's, and run by host.cpp. Blocks run one after the other. The threads of a block are fibers, in a
+// random order that a seed fixes, each until it waits for others: in an instruction of its warp or at a barrier.
+//
+// What ends a program (exit status 3) with the kernel, block and thread:
+//   - lanes of a warp that wait for different things, warps that are done while others wait at a barrier;
+//   - a byte of shared memory that nothing has written, that cp.async has not delivered, or beyond what there is;
+//   - two threads on one byte of shared memory, one of them writing, without a barrier (or __syncwarp) between;
+//   - two blocks on one byte of a Buffer, one of them writing.
+// Loads and stores that are plain C++ are seen where the program is compiled with -fsanitize=thread: the calls that it
+// puts before them are answered by host.cpp. Compiled with -fsanitize=address,undefined instead, reads and writes beyond
+// a Buffer, misaligned ones and undefined arithmetic are found.
+//
+// src/kernel/cuda/host_tests.rs compiles and runs the programs here, both ways. A test of a source is a file in this folder:
+//
+//   #include "../../src/kernel/scale.cu"
+//   #include "check.h"
+//   TEST(scales_every_value) { host::Buffer<bf16> x(n), y(n); ... LAUNCH(scale_bf16, ({blocks}), 0, x.at(), 2.0f, n, y.at()); ... }
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,152 +23,258 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <ucontext.h>
+#include <map>
+#include <string>
 #include <vector>
 
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __restrict__
+#define NOT_WATCHED __attribute__((no_sanitize("thread"), noinline))
 
-struct Index {
-  unsigned x;
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
 };
-static Index threadIdx, blockIdx, blockDim;
+extern Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// Numbers: round to nearest, ties to even.
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace host {
+
+enum class Op { None, Mma, Load, LoadTransposed, Shuffle, Vote, SyncWarp, Barrier, Done };
+enum class Lane { Index, Xor, Up, Down };
+
+// What a thread waits for: its registers, by address.
+struct Meet {
+  Op op = Op::None;
+  void *out = nullptr;
+  const void *a = nullptr, *b = nullptr;
+  int kind = 0, argument = 0, width = 32;
+  uint32_t value = 0;
+};
+
+// A kernel as KERNEL makes it known.
+struct Kernel {
+  unsigned threads;
+  std::vector<size_t> sizes; // of its arguments
+  std::function<void(void **)> call;
+};
+std::map<std::string, Kernel> &kernels();
+
+template <typename... Args, size_t... I>
+std::function<void(void **)> caller(void (*f)(Args...), std::index_sequence<I...>) {
+  return [f](void **p) { f(*static_cast<Args *>(p[I])...); };
+}
+struct Known {
+  template <typename... Args> Known(const char *name, unsigned threads, void (*f)(Args...)) {
+    kernels()[name] = {threads, {sizeof(Args)...}, caller(f, std::index_sequence_for<Args...>{})};
+  }
+};
+
+void launch(const char *name, Dim grid, unsigned threads, size_t shared_bytes, const std::function<void()> &body);
+void launch(const char *name, Dim grid, unsigned threads, size_t shared_bytes, void **arguments);
+// Orders of threads from now on.
+void seed(unsigned n);
+// Ends the program.
+[[noreturn]] void fail(const std::string &why);
+
+unsigned char *dynamic_shared();
+void *static_shared(const void *key, size_t bytes);
+void meet(const Meet &m);
+void access(const void *p, size_t n, bool write, const void *at);
+void cp_async(void *to, const void *from, bool some);
+void cp_async_commit();
+void cp_async_wait(int left);
+
+// Memory of the device that host.cpp knows the bounds of; a Buffer's.
+void *allocate(size_t bytes, size_t skew);
+void release(void *p, size_t skew);
+
+// Values on the device: their exact number, not numbers (0xff in every byte) until they are written; `skew` values from
+// an aligned address.
+template <typename T> class Buffer {
+  T *p;
+  size_t n, skew;
+
+public:
+  explicit Buffer(size_t n, size_t skew = 0)
+      : p(static_cast<T *>(allocate(n * sizeof(T), skew * sizeof(T)))), n(n), skew(skew) {}
+  explicit Buffer(const std::vector<T> &v, size_t skew = 0) : Buffer(v.size(), skew) {
+    for (size_t i = 0; i < n; i++) p[i] = v[i];
+  }
+  Buffer(const Buffer &) = delete;
+  ~Buffer() { release(p, skew * sizeof(T)); }
+  T *at() { return p; }
+  size_t size() const { return n; }
+  T &operator[](size_t i) { return p[i]; }
+};
+
+// Of a kernel's accesses since the last call of `forget`.
+struct Counts {
+  uint64_t launches = 0;
+  uint64_t sectors = 0, asked = 0;  // 32-byte sectors of global memory that warps touched, bytes of them that they asked for
+  uint64_t phases = 0, passes = 0;  // of shared memory: passes that its width demands, and passes with bank conflicts
+  uint64_t mma = 0;
+};
+std::map<std::string, Counts> &counts();
+void forget();
+
+} // namespace host
+
+#define KERNEL(NAME, THREADS, ...)                                                                                     \
+  void NAME(__VA_ARGS__);                                                                                              \
+  static const host::Known NAME##_known(#NAME, THREADS, NAME);                                                         \
+  void NAME(__VA_ARGS__)
+#define SHARED_BYTES(NAME) unsigned char *const NAME = host::dynamic_shared()
+#define SHARED_ARRAY(TYPE, NAME, COUNT)                                                                                \
+  static const char NAME##_key = 0;                                                                                    \
+  TYPE *const NAME = static_cast<TYPE *>(host::static_shared(&NAME##_key, sizeof(TYPE) * (COUNT)))
+
+// Runs a kernel as a launch does, on blocks of as many threads as it is made for, or of THREADS: `GRID` is a Dim in braces,
+// which a macro wants in parentheses where it has more than one number.
+#define LAUNCH_OF(NAME, GRID, THREADS, SHARED, ...)                                                                    \
+  host::launch(#NAME, Dim GRID, THREADS, SHARED, [&] { NAME(__VA_ARGS__); })
+#define LAUNCH(NAME, GRID, SHARED, ...) LAUNCH_OF(NAME, GRID, host::kernels().at(#NAME).threads, SHARED, __VA_ARGS__)
+
+// ---- numbers: round to nearest, ties to even ----
+
 struct __nv_bfloat16 {
   uint16_t bits;
 };
 struct __half {
   _Float16 value;
 };
-inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+inline uint32_t __float_as_uint(float x) {
   uint32_t b;
   memcpy(&b, &x, 4);
+  return b;
+}
+inline float __uint_as_float(uint32_t b) {
+  float x;
+  memcpy(&x, &b, 4);
+  return x;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  const uint32_t b = __float_as_uint(x);
   if (x != x) return {0x7fff};
   return {static_cast<uint16_t>((b + 0x7fff + ((b >> 16) & 1)) >> 16)};
 }
-inline float __bfloat162float(__nv_bfloat16 x) {
-  const uint32_t b = static_cast<uint32_t>(x.bits) << 16;
-  float f;
-  memcpy(&f, &b, 4);
-  return f;
-}
+inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 inline __half __float2half_rn(float x) { return {static_cast<_Float16>(x)}; }
 inline float __half2float(__half x) { return static_cast<float>(x.value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
-
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+template <typename T> T min(T a, T b) { return b < a ? b : a; }
+template <typename T> T max(T a, T b) { return a < b ? b : a; }
+template <typename T> T __ldg(const T *p) { return *p; }
 template <typename T> T __ldcs(const T *p) { return *p; }
+template <typename T> void __stcs(T *p, T x) { *p = x; }
 
-namespace host {
+// ---- instructions of a warp or block ----
 
-enum class State { Ready, Shuffle, Barrier, Done };
-enum class Kind { Index, Xor };
+inline void __syncthreads() { host::meet({host::Op::Barrier}); }
+inline void __syncwarp(unsigned = 0xffffffffu) { host::meet({host::Op::SyncWarp}); }
 
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  State state = State::Ready;
-  Kind kind;
-  int argument, width;
-  float value;
-};
-
-static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
-static unsigned current;
-static std::function<void()> body;
-
-[[noreturn]] inline void fail(const char *why) {
-  fprintf(stderr, "block %u, thread %u: %s\n", blockIdx.x, current, why);
-  exit(1);
+template <typename T> T host_shuffle(unsigned mask, T v, host::Lane kind, int argument, int width) {
+  static_assert(sizeof(T) == 4, "a shuffle of 4 bytes");
+  if (mask != 0xffffffffu) host::fail("a shuffle of a part of a warp");
+  host::Meet m{host::Op::Shuffle};
+  uint32_t out;
+  m.out = &out, m.kind = static_cast<int>(kind), m.argument = argument, m.width = width;
+  memcpy(&m.value, &v, 4);
+  host::meet(m);
+  memcpy(&v, &out, 4);
+  return v;
 }
-
-inline void wait(State state) {
-  fibers[current].state = state;
-  swapcontext(&fibers[current].context, &scheduler);
+template <typename T> T __shfl_sync(unsigned mask, T v, int lane, int width = 32) {
+  return host_shuffle(mask, v, host::Lane::Index, lane, width);
 }
-
-inline float shuffle(Kind kind, unsigned mask, float value, int argument, int width) {
-  if (mask != 0xffffffffu) fail("a shuffle of a part of a warp");
-  Fiber &f = fibers[current];
-  f.kind = kind, f.value = value, f.argument = argument, f.width = width;
-  wait(State::Shuffle);
-  return fibers[current].value;
+template <typename T> T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32) {
+  return host_shuffle(mask, v, host::Lane::Xor, bits, width);
 }
-
-inline void entry() {
-  body();
-  fibers[current].state = State::Done;
-  swapcontext(&fibers[current].context, &scheduler);
+template <typename T> T __shfl_up_sync(unsigned mask, T v, unsigned by, int width = 32) {
+  return host_shuffle(mask, v, host::Lane::Up, static_cast<int>(by), width);
 }
-
-// Gives every lane of a warp what it waits for, if all wait in one shuffle.
-inline bool exchange(unsigned first) {
-  unsigned waiting = 0;
-  for (unsigned i = first; i < first + 32; i++) waiting += fibers[i].state == State::Shuffle;
-  if (waiting == 0) return false;
-  float out[32];
-  for (unsigned i = first; i < first + 32; i++) {
-    const Fiber &f = fibers[i];
-    current = i;
-    if (f.state != State::Shuffle) fail("other lanes of the warp wait in a shuffle");
-    if (f.kind != fibers[first].kind || f.width != fibers[first].width) fail("lanes wait in different shuffles");
-    const int lane = i - first;
-    // as the instruction has it: the low bits of the argument, within the lane's part of the warp
-    const int from = f.kind == Kind::Xor ? lane ^ f.argument : lane / f.width * f.width + (f.argument & (f.width - 1));
-    if (from < 0 || from > 31) fail("a shuffle from no lane");
-    out[lane] = fibers[first + from].value;
-  }
-  for (unsigned i = first; i < first + 32; i++) fibers[i].value = out[i - first], fibers[i].state = State::Ready;
-  return true;
+template <typename T> T __shfl_down_sync(unsigned mask, T v, unsigned by, int width = 32) {
+  return host_shuffle(mask, v, host::Lane::Down, static_cast<int>(by), width);
 }
-
-// Runs `kernel` for `blocks` blocks of `threads` threads, one block after the other.
-inline void launch(unsigned blocks, unsigned threads, std::function<void()> kernel) {
-  body = kernel;
-  blockDim.x = threads;
-  fibers.resize(threads);
-  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-    for (Fiber &f : fibers) {
-      f.state = State::Ready;
-      f.stack.resize(1 << 16);
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.data();
-      f.context.uc_stack.ss_size = f.stack.size();
-      f.context.uc_link = nullptr;
-      makecontext(&f.context, entry, 0);
-    }
-    for (bool running = true; running;) {
-      for (unsigned i = 0; i < threads; i++)
-        if (fibers[i].state == State::Ready) {
-          current = threadIdx.x = i;
-          swapcontext(&scheduler, &fibers[i].context);
-        }
-      bool exchanged = false;
-      for (unsigned w = 0; w < threads; w += 32) exchanged |= exchange(w);
-      if (exchanged) continue;
-      // no thread is ready and none waits in a shuffle: all at a barrier, or all done
-      running = false;
-      for (Fiber &f : fibers) running |= f.state == State::Barrier;
-      for (unsigned i = 0; running && i < threads; i++) {
-        current = i;
-        if (fibers[i].state != State::Barrier) fail("other threads wait at a barrier");
-        fibers[i].state = State::Ready;
-      }
-    }
-  }
+inline unsigned __ballot_sync(unsigned mask, bool v) {
+  if (mask != 0xffffffffu) host::fail("a vote of a part of a warp");
+  host::Meet m{host::Op::Vote};
+  uint32_t out;
+  m.out = &out, m.value = v;
+  host::meet(m);
+  return out;
 }
+inline bool __any_sync(unsigned mask, bool v) { return __ballot_sync(mask, v) != 0; }
+inline bool __all_sync(unsigned mask, bool v) { return __ballot_sync(mask, v) == 0xffffffffu; }
 
-} // namespace host
+// ---- device.cuh's functions ----
 
-inline float __shfl_sync(unsigned mask, float value, int lane, int width = 32) {
-  return host::shuffle(host::Kind::Index, mask, value, lane, width);
+template <typename T> uint32_t pack(float low, float high);
+template <> inline uint32_t pack<__nv_bfloat16>(float low, float high) {
+  return __float2bfloat16_rn(low).bits | static_cast<uint32_t>(__float2bfloat16_rn(high).bits) << 16;
 }
-inline float __shfl_xor_sync(unsigned mask, float value, int bits) {
-  return host::shuffle(host::Kind::Xor, mask, value, bits, 32);
+template <> inline uint32_t pack<__half>(float low, float high) {
+  const __half pair[2] = {__float2half_rn(low), __float2half_rn(high)};
+  uint32_t bits;
+  memcpy(&bits, pair, 4);
+  return bits;
 }
-inline void __syncthreads() { host::wait(host::State::Barrier); }
+inline float exp2_fast(float x) {
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+}
+template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint32_t b[2] = {b0, b1};
+  host::Meet m{host::Op::Mma};
+  m.out = d, m.a = a, m.b = b, m.kind = sizeof(T) == 2 && std::is_same<T, __half>::value;
+  host::meet(m);
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], const void *row) { host::meet({host::Op::Load, r, row}); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) { host::meet({host::Op::LoadTransposed, r, row}); }
+// For the address sanitizer, which does not see host.cpp.
+NOT_WATCHED inline void read_16(const void *p) {
+  volatile char first = *static_cast<const volatile char *>(p), last = static_cast<const volatile char *>(p)[15];
+  (void)first, (void)last;
+}
+inline void cp_async_16(void *to, const void *from, bool some) {
+  if (some) read_16(from);
+  host::cp_async(to, from, some);
+}
+inline void cp_async_commit() { host::cp_async_commit(); }
+template <int N> void cp_async_wait() { host::cp_async_wait(N); }
+NOT_WATCHED inline uint4 load_16(const void *p) {
+  host::access(p, 16, false, __builtin_return_address(0));
+  return *static_cast<const uint4 *>(p);
+}
+NOT_WATCHED inline void store_16(void *p, uint4 v) {
+  host::access(p, 16, true, __builtin_return_address(0));
+  *static_cast<uint4 *>(p) = v;
+}

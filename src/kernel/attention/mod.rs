@@ -10,15 +10,18 @@
 //!
 //! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
 
-mod composed;
 mod cpu;
+mod cuda;
+mod tiles;
 
 pub use self::cpu::BLOCK;
+#[cfg(test)]
+pub(crate) use self::cuda::shared_memory;
+use self::tiles::Tiles;
 use super::cpu::{is_cpu, on_real};
-use super::ledger::{Cost, Ledger};
-use super::tensor::Ghost;
+use super::ledger::Cost;
 use crate::kernel::Tensor;
-use candle_core::{DType, Device, Result};
+use candle_core::{Device, Result};
 
 /// Who sees whom.
 #[derive(Clone, Debug)]
@@ -27,10 +30,10 @@ pub struct Sequences {
     pub docs: Vec<usize>,
     /// Index of the first query among the keys: 0 in training, the length of the cache when decoding.
     pub first_query: usize,
-    /// First token of the document of each key.
+    /// First token of the document of each key, for the CPU.
     lo: Vec<u32>,
-    /// 0, 1, 2, .. on the device (f32), as long as the longest document: masks are compared from it.
-    iota: Tensor,
+    /// What CUDA's kernels are told.
+    tiles: Option<Tiles>,
     sizes: Sizes,
 }
 
@@ -63,20 +66,27 @@ impl Sizes {
 impl Sequences {
     /// Documents of these lengths; queries from `first_query` on.
     pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
-        let sizes = Sizes::of(docs);
-        let mut lo = Vec::with_capacity(docs.iter().sum());
-        for &n in docs {
-            let start = lo.len() as u32;
-            lo.extend(std::iter::repeat_n(start, n));
+        let (mut lo, mut tiles) = (Vec::new(), None);
+        if device.is_cpu() {
+            lo.reserve_exact(docs.iter().sum());
+            for &n in docs {
+                let start = lo.len() as u32;
+                lo.extend(std::iter::repeat_n(start, n));
+            }
+        } else {
+            tiles = Some(Tiles::new(docs, first_query, device)?);
         }
-        let iota = Tensor::arange(0f32, sizes.longest.max(1) as f32, device)?;
-        Ok(Self { docs: docs.to_vec(), first_query, lo, iota, sizes })
+        Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
     }
 
     /// Those of a plan.
-    pub fn ghost(sizes: Sizes, ledger: &Ledger) -> Result<Self> {
-        let iota = Ghost::weight(ledger, sizes.longest.max(1), DType::F32).into();
-        Ok(Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), iota, sizes })
+    pub fn ghost(sizes: Sizes) -> Self {
+        Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
+    }
+
+    /// Bytes that they take on the device, of documents that are all as long as the longest.
+    pub fn bytes(sizes: Sizes, cuda: bool) -> usize {
+        if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
     }
 
     /// Number of keys.
@@ -131,7 +141,7 @@ impl Causal<'_> {
 pub struct Saved {
     /// Output [t, h, c].
     pub o: Tensor,
-    /// Logarithm of the softmax's sum, [t, h], f32 (f64 for f64).
+    /// Logarithm of the softmax's sum, f32 (f64 for f64): [t, h], on CUDA [h, t].
     pub lse: Tensor,
 }
 
@@ -142,7 +152,7 @@ pub struct Saved {
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
     Shape::of(q, k, v, how.seqs)?;
     how.work(q, 2.0);
-    if is_cpu(q) { on_real!(q.dtype(), cpu::forward(q, k, v, how)) } else { composed::forward(q, k, v, how) }
+    if is_cpu(q) { on_real!(q.dtype(), cpu::forward(q, k, v, how)) } else { cuda::forward(q, k, v, how) }
 }
 
 /// The gradients of q, k and v, given that of the output.
@@ -159,7 +169,7 @@ pub fn backward(
     if is_cpu(q) {
         on_real!(q.dtype(), cpu::backward(q, k, v, saved, d_o, how))
     } else {
-        composed::backward(q, k, v, saved, d_o, how)
+        cuda::backward(q, k, v, saved, d_o, how)
     }
 }
 
@@ -249,24 +259,6 @@ mod tests {
     }
 
     #[test]
-    fn composition_agrees() -> Result<()> {
-        let long = Case { docs: &[70, 3, 90, 1], h: 4, g: 2, c: 8, window: Some(40) };
-        for case in CASES.iter().chain([&long]) {
-            let (q, k, v, dy, s) = inputs(case, DType::F32)?;
-            let how = case.how(&s, 0.5);
-            let (a, b) = (forward(&q, &k, &v, &how)?, composed::forward(&q, &k, &v, &how)?);
-            close(&b.o, &a.o, 2e-6);
-            close(&b.lse, &a.lse, 2e-6);
-            let x = backward(&q, &k, &v, &a, &dy, &how)?;
-            let y = composed::backward(&q, &k, &v, &a, &dy, &how)?;
-            close(&y.0, &x.0, 3e-6);
-            close(&y.1, &x.1, 3e-6);
-            close(&y.2, &x.2, 3e-6);
-        }
-        Ok(())
-    }
-
-    #[test]
     fn a_block_reaches_back_to_the_start_of_its_first_document() {
         let reach = |docs: &[usize]| Sizes::of(docs).reach;
         assert_eq!((reach(&[128]), reach(&[100]), reach(&[])), (128, 100, 0));
@@ -277,9 +269,8 @@ mod tests {
     /// A window of w keys leaves w (n - w / 2) of n^2 / 2 pairs.
     #[test]
     fn a_window_hides_keys() -> Result<()> {
-        let ledger = Ledger::default();
         let pairs = |n: usize, window| -> Result<f64> {
-            let seqs = Sequences::ghost(Sizes { keys: 2 * n, longest: n, reach: n }, &ledger)?;
+            let seqs = Sequences::ghost(Sizes { keys: 2 * n, longest: n, reach: n });
             Ok(Causal { seqs: &seqs, window, scale: 1.0 }.pairs() / (2 * n).max(1) as f64)
         };
         assert_eq!((pairs(100, None)?, pairs(100, Some(100))?, pairs(100, Some(400))?), (50.0, 50.0, 50.0));
@@ -310,7 +301,6 @@ mod tests {
         let tail = Sequences::new(&[80], 77, &Device::Cpu)?;
         let q3 = q.narrow(0, 77, 3)?.contiguous()?;
         close(&forward(&q3, &k, &v, &case.how(&tail, 0.5))?.o, &whole, 1e-6);
-        close(&composed::forward(&q3, &k, &v, &case.how(&tail, 0.5))?.o, &whole, 2e-6);
         Ok(())
     }
 }

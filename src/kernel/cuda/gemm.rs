@@ -2,7 +2,7 @@
 //!
 //! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
 
-use super::slices::{Number, Operand, in_place};
+use super::slices::{Number, Operand, in_place, on_number, tensor};
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
@@ -123,6 +123,31 @@ pub fn accumulate(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
     .map(|()| true)
 }
 
+/// `op(a) op(b)` [m, n] of matrices in half precision, in f32.
+///
+/// # Errors
+/// Another dtype, operands that are not contiguous, what cuBLAS says.
+pub fn wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool, shape: (usize, usize)) -> Result<Tensor> {
+    on_number!(a.dtype(), product(a, ta, b, tb, shape))
+}
+
+fn product<A: Number>(a: &Tensor, ta: bool, b: &Tensor, tb: bool, (m, n): (usize, usize)) -> Result<Tensor> {
+    let (a_held, b_held) = (Operand::of(a)?, Operand::of(b)?);
+    let (av, bv) = (a_held.view::<A>()?, b_held.view::<A>()?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+    let device = a.device().as_cuda_device()?;
+    // SAFETY: the product writes every value.
+    let mut out = unsafe { device.alloc::<f32>(m * n) }?;
+    gemm(device, &mut out.slice_mut(..), n, false, &am, &bm, 1.0)?;
+    Ok(tensor(out, (m, n), device))
+}
+
+fn mat<'a, T>(data: &'a CudaView<'a, T>, t: &Tensor, transposed: bool) -> Result<Mat<'a, T>> {
+    let (rows, cols) = t.dims2()?;
+    let (rows, cols) = if transposed { (cols, rows) } else { (rows, cols) };
+    Ok(Mat { data, rows, cols, transposed })
+}
+
 fn typed<A: Number, C: Number>(
     c: &Tensor,
     a: &Tensor,
@@ -133,11 +158,6 @@ fn typed<A: Number, C: Number>(
 ) -> Result<()> {
     let (held_a, held_b) = (Operand::of(a)?, Operand::of(b)?);
     let (view_a, view_b) = (held_a.view::<A>()?, held_b.view::<A>()?);
-    let mat = |data, t: &Tensor, transposed: bool| -> Result<_> {
-        let (rows, cols) = t.dims2()?;
-        let (rows, cols) = if transposed { (cols, rows) } else { (rows, cols) };
-        Ok(Mat { data, rows, cols, transposed })
-    };
     let (ma, mb) = (mat(&view_a, a, ta)?, mat(&view_b, b, tb)?);
     let (m, n) = c.dims2()?;
     if (m, n) != (ma.rows, mb.cols) {

@@ -7,36 +7,11 @@
 // to conflict. A lane takes as many codes at a time as fill 16 bytes of output, so that a warp's loads and its stores
 // are each one contiguous range: 128 and 512 bytes for 16-bit values.
 //
-// tests/cuda/ compiles these files as plain C++ and holds them to the CPU version.
+// host_tests.rs runs these files on the host and holds them to the CPU version.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "../cuda/device.cuh"
 
-constexpr int WARP = 32;
 constexpr int CHUNK = 1024;
-constexpr unsigned ALL = 0xffffffffu;
-
-// The types that values are rounded to.
-template <typename T> struct Number;
-
-template <> struct Number<float> {
-  static __device__ __forceinline__ float from(float x) { return x; }
-  static __device__ __forceinline__ float widen(float x) { return x; }
-};
-
-template <> struct Number<__nv_bfloat16> {
-  static __device__ __forceinline__ __nv_bfloat16 from(float x) { return __float2bfloat16_rn(x); }
-  static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-};
-
-template <> struct Number<__half> {
-  static __device__ __forceinline__ __half from(float x) { return __float2half_rn(x); }
-  static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-};
-
-// To the nearest value of T, as f32.
-template <typename T> __device__ __forceinline__ float rounded(float x) { return Number<T>::widen(Number<T>::from(x)); }
 
 // The matrix. The kernels' arguments are these, one by one.
 struct Matrix {
@@ -51,16 +26,16 @@ struct Matrix {
   uint64_t total;             // values in the matrix, fewer than 2^37: the number of a block has 32 bits
 
   // The scale of a block, rounded after the product and after the sum, as on the CPU: no fused multiply-add.
-  __device__ __forceinline__ float scale(uint64_t block) const {
+  DEVICE float scale(uint64_t block) const {
     if (scale_codes == nullptr) return scales[block];
     return __fadd_rn(__fmul_rn(map[scale_codes[block]], scales[static_cast<uint32_t>(block) / group]), offset);
   }
 
   // A lane's entry of the codebook.
-  __device__ __forceinline__ float entry(unsigned lane) const { return pairs[2 * (lane & 15) + 1]; }
+  DEVICE float entry(unsigned lane) const { return pairs[2 * (lane & 15) + 1]; }
 
   // The N codes from value `at` on, a multiple of N, the first byte lowest; they lie at the address of a whole load.
-  template <int N> __device__ __forceinline__ uint32_t load(uint64_t at) const {
+  template <int N> DEVICE uint32_t load(uint64_t at) const {
     static_assert(N == 8 || N == 4, "a load of 4 or 2 bytes");
     const uint8_t *from = packed + at / 2;
     // read once: not worth a place in the caches, where the dequantized tile is to stay
@@ -69,7 +44,7 @@ struct Matrix {
   }
 
   // The same wherever they lie. What is beyond the last byte is zero.
-  template <int N> __device__ __forceinline__ uint32_t codes(uint64_t at) const {
+  template <int N> DEVICE uint32_t codes(uint64_t at) const {
     if (at + N <= total && reinterpret_cast<uintptr_t>(packed + at / 2) % (N / 2) == 0) return load<N>(at);
     uint32_t word = 0;
     const uint64_t bytes = (total + 1) / 2;
@@ -81,7 +56,7 @@ struct Matrix {
 };
 
 // The scales of the blocks of the chunk at `base` up to value `end`, one a lane.
-__device__ __forceinline__ float lane_scale(const Matrix &m, uint64_t base, uint64_t end, unsigned lane) {
+DEVICE float lane_scale(const Matrix &m, uint64_t base, uint64_t end, unsigned lane) {
   const uint64_t block = (base >> m.shift) + lane;
   const uint64_t last = (end < base + CHUNK ? end : base + CHUNK) - 1;
   return block <= last >> m.shift ? m.scale(block) : 0.0f;
@@ -89,7 +64,7 @@ __device__ __forceinline__ float lane_scale(const Matrix &m, uint64_t base, uint
 
 // The N values of the codes in `word`, at `at` in the chunk at `base`, rounded to Source. Called by whole warps.
 template <typename Source, int N>
-__device__ __forceinline__ void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, float scales,
+DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, float scales,
                                        float entry, float (&out)[N]) {
   const float scale = __shfl_sync(ALL, scales, static_cast<int>((at >> m.shift) - (base >> m.shift)));
 #pragma unroll

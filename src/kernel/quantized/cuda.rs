@@ -12,7 +12,7 @@ use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
 use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
 use crate::kernel::cuda::gemm::{Mat, gemm};
-use crate::kernel::cuda::ptx;
+use crate::kernel::cuda::module;
 use crate::kernel::cuda::slices::{self, Number, Operand, in_place, on_number};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -136,12 +136,9 @@ fn dequantize_tile<T: Number>(
     let (chunks, runs) = (narrow(tile.chunks())?, narrow(tile.runs)?);
     let blocks = narrow(tile.blocks())?;
     let (first, stride, width) = (tile.first as u64, tile.stride as u64, tile.width as u64);
-    let f = device.get_or_load_custom_func(
-        &name("dequantize", source, T::DTYPE),
-        "ft_dequantize",
-        ptx::DEQUANTIZE,
-    )?;
-    let mut launch = f.builder();
+    let f = module::DEQUANTIZE.function(device, &name("dequantize", source, T::DTYPE))?;
+    let stream = device.cuda_stream();
+    let mut launch = stream.launch_builder(&f);
     a.push(&mut launch);
     launch.arg(&first).arg(&stride).arg(&width).arg(&runs).arg(&chunks).arg(out);
     // SAFETY: the arguments are those of dequantize.cu, in order and type; the tile was found to lie inside of the
@@ -165,17 +162,18 @@ fn dequantize_rows<T: Number>(w: &QuantizedMatrix, rows: Range<usize>) -> Result
     Ok(slices::tensor(out, shape, device).into())
 }
 
-/// Bytes of a tile on this device.
-fn tile_bytes(device: &CudaDevice) -> Result<usize> {
+/// Most bytes of a tile on this device.
+fn tile_bytes(device: &CudaDevice, tokens: usize) -> Result<usize> {
     let what = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
     let cache = device.cuda_stream().context().attribute(what).w()?;
-    Ok(tiles::bytes(usize::try_from(cache).unwrap_or(0)))
+    Ok(tiles::bytes(tokens, Some(usize::try_from(cache).unwrap_or(0))))
 }
 
 /// Calls `multiply(range, tile, device)` for each tile of `count` rows (or columns) of `size` values, dequantized to
 /// one buffer in turn.
 fn by_tiles<T: Number>(
     w: &QuantizedMatrix,
+    tokens: usize,
     (count, size): (usize, usize),
     tile: impl Fn((usize, usize), Range<usize>) -> Tile,
     mut multiply: impl FnMut(Range<usize>, &CudaView<'_, T>, &CudaDevice) -> Result<()>,
@@ -183,7 +181,7 @@ fn by_tiles<T: Number>(
     let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let arguments = parts.arguments()?;
-    let ranges: Vec<_> = tiles::split(count, size * size_of::<T>(), tile_bytes(device)?).collect();
+    let ranges: Vec<_> = tiles::split(count, size * size_of::<T>(), tile_bytes(device, tokens)?).collect();
     let widest = ranges.iter().map(|r| r.len()).max().unwrap_or(0);
     // SAFETY: what is read was written by the kernel before.
     let mut buffer = unsafe { device.alloc::<T>(widest * size) }?;
@@ -219,7 +217,7 @@ fn forward_typed<T: Number>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
         return Ok(slices::tensor(y, (t, w.rows), device).into());
     }
     let a = Mat { data: &xv, rows: t, cols: k, transposed: false };
-    by_tiles::<T>(w, (w.rows, w.cols), Tile::rows, |rows, tile, device| {
+    by_tiles::<T>(w, t, (w.rows, w.cols), Tile::rows, |rows, tile, device| {
         let b = Mat { data: tile, rows: k, cols: rows.len(), transposed: true };
         gemm(device, &mut y.slice_mut(rows.start..), w.rows, false, &a, &b, 1.0)
     })?;
@@ -245,8 +243,8 @@ fn few_tokens<T: Number>(
     }
     let (t, count, cols) = (narrow(tokens)?, w.rows as u64, w.cols as u64);
     let kernel = format!("{}_{upto}", name("rows", w.source, T::DTYPE));
-    let f = device.get_or_load_custom_func(&kernel, "ft_rows", ptx::ROWS)?;
-    let mut launch = f.builder();
+    let f = module::ROWS.function(device, &kernel)?;
+    let mut launch = stream.launch_builder(&f);
     a.push(&mut launch);
     launch.arg(x).arg(&t).arg(&count).arg(&cols).arg(y);
     // SAFETY: the arguments are those of rows.cu, in order and type; what it demands of sizes and addresses was
@@ -272,7 +270,7 @@ fn backward_typed<T: Number>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor
     let dyv = held.view::<T>()?;
     let a = Mat { data: &dyv, rows: t, cols: k, transposed: false };
     let product = |dst: &mut CudaViewMut<'_, T>, add: bool| {
-        by_tiles::<T>(w, (w.cols, w.rows), Tile::columns, |columns, tile, device| {
+        by_tiles::<T>(w, t, (w.cols, w.rows), Tile::columns, |columns, tile, device| {
             let b = Mat { data: tile, rows: k, cols: columns.len(), transposed: false };
             gemm(device, &mut dst.slice_mut(columns.start..), w.cols, add, &a, &b, 1.0)
         })
@@ -308,10 +306,10 @@ mod tests {
         for source in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             for compute in floats {
                 let dequantize = name("dequantize", source, compute);
-                assert!(ptx::DEQUANTIZE.contains(&format!(".entry {dequantize}(")), "{dequantize}");
+                assert!(module::DEQUANTIZE.ptx.contains(&format!(".entry {dequantize}(")), "{dequantize}");
                 for (upto, _) in ROWS {
                     let rows = format!("{}_{upto}", name("rows", source, compute));
-                    assert!(ptx::ROWS.contains(&format!(".entry {rows}(")), "{rows}");
+                    assert!(module::ROWS.ptx.contains(&format!(".entry {rows}(")), "{rows}");
                 }
             }
         }

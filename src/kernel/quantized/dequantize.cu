@@ -5,15 +5,10 @@
 // `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
 #include "codes.cuh"
 
-// 16 bytes, stored at once.
-struct alignas(16) Vector {
-  uint32_t word[4];
-};
-
 template <typename Source, typename Out>
-__device__ __forceinline__ void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
+DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
                                        uint32_t chunks, Out *out) {
-  constexpr int N = 16 / sizeof(Out);
+  constexpr int N = VECTOR<Out>;
   constexpr int STEPS = CHUNK / (WARP * N);
   const unsigned lane = threadIdx.x % WARP;
   const uint32_t warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
@@ -39,11 +34,7 @@ __device__ __forceinline__ void dequantize(const Matrix &m, uint64_t first, uint
     float v[N];
     values<Source, N>(m, word[s], at, base, scales, entry, v);
     if (at >= begin && at + N <= end && (place + at - begin) % N == 0) {
-      Vector vector;
-      Out *o = reinterpret_cast<Out *>(&vector);
-#pragma unroll
-      for (int i = 0; i < N; i++) o[i] = Number<Out>::from(v[i]);
-      *reinterpret_cast<Vector *>(out + (place + at - begin)) = vector;
+      store_vector(out + (place + at - begin), v);
     } else {
 #pragma unroll
       for (int i = 0; i < N; i++)
@@ -53,10 +44,9 @@ __device__ __forceinline__ void dequantize(const Matrix &m, uint64_t first, uint
 }
 
 #define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(256)                                                                    \
-      NAME(const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,                 \
-           const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, uint64_t first,             \
-           uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {                                \
+  KERNEL(NAME, 256, const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,          \
+         const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, uint64_t first,               \
+         uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {                                  \
     const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
     dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                                   \
   }

@@ -1,108 +1,56 @@
-//! The CUDA sources on the host: compiled as plain C++ by `tests/cuda/host.cpp`, launched as on a GPU, held to the
-//! CPU version.
-//!
-//! ```text
-//! cargo test --release --lib -- --ignored on_the_host
-//! ```
-//!
-//! Needs a C++17 compiler (`CXX`, or `c++`) with its sanitizers. What this cannot find is what only a GPU does: its
-//! speed, and a kernel that its driver or its memory rules refuse.
+//! dequantize.cu and rows.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
 
 use super::tests::{Made, bits, made};
-use super::tiles::{FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
+use super::tiles::{FEW, ROWS, Tile, name};
 use super::*;
 use crate::kernel::check::{distance, randn, values};
+use crate::kernel::cuda::host_tests::{Argument, Served, Watched};
 use crate::kernel::gemm;
 use half::{bf16, f16};
-use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
 
-/// The running program, fed with jobs.
-struct Host {
-    child: Child,
-    // removed when this is dropped
-    _dir: tempfile::TempDir,
+/// Both sources, each watched in its own way.
+const HOW: [Watched; 2] = [Watched::Bounds, Watched::Accesses];
+
+fn floats(t: &Tensor) -> Vec<u8> {
+    let v: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("floats");
+    v.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// A launch, but for the matrix.
-struct Launch<'a> {
-    kernel: &'a str,
+/// Launches a kernel: the matrix's arguments, then `rest`.
+fn launch(
+    to: &mut Served,
+    m: &Made,
+    kernel: &str,
     blocks: usize,
-    threads: u32,
-    x: &'a [u8],
-    out: usize,
-    /// Bytes from an aligned address to the first code.
     skew: usize,
-    numbers: &'a [usize],
+    rest: Vec<Argument<'_>>,
+) -> Vec<u8> {
+    let (scales, nested, group, offset) = match &m.w.scales {
+        Scales::Plain(s) => (floats(s), None, 1, 0f32),
+        Scales::Nested { codes, map, absmax, group, offset } => {
+            let codes = codes.to_vec1::<u8>().expect("bytes");
+            (floats(absmax), Some((codes, floats(map))), *group, *offset)
+        }
+    };
+    let pairs = floats(&m.w.book.pairs);
+    let mut all = vec![Argument::In(&m.packed, skew), Argument::In(&pairs, 0), Argument::In(&scales, 0)];
+    match &nested {
+        Some((codes, map)) => all.extend([Argument::In(codes, 0), Argument::In(map, 0)]),
+        None => all.extend([Argument::Null, Argument::Null]),
+    }
+    all.extend([(group as u32).into(), offset.into(), m.w.block.trailing_zeros().into()]);
+    all.push(((m.w.rows * m.w.cols) as u64).into());
+    all.extend(rest);
+    to.launch(kernel, [blocks, 1, 1], 0, &all)
 }
 
-impl Host {
-    fn compile() -> Self {
-        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-        let dir = tempfile::tempdir().expect("a folder");
-        let program = dir.path().join("host");
-        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-        let done = Command::new(&compiler)
-            .args(["-std=c++17", "-O1", "-g", "-Wno-unknown-pragmas", "-ffp-contract=off"])
-            .args(["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-I"])
-            .args([root.join("tests/cuda"), root.join("tests/cuda/host.cpp"), "-o".into(), program.clone()])
-            .status();
-        assert!(done.is_ok_and(|s| s.success()), "{compiler} could not compile tests/cuda/host.cpp");
-        let child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        Self { child: child.expect("the program that was compiled"), _dir: dir }
-    }
-
-    /// What a kernel writes.
-    fn run(&mut self, m: &Made, launch: &Launch<'_>) -> Vec<u8> {
-        let floats = |t: &Tensor| -> Vec<u8> {
-            let v: Vec<f32> = t.flatten_all().and_then(|t| t.to_vec1()).expect("floats");
-            v.iter().flat_map(|x| x.to_le_bytes()).collect()
-        };
-        let (scales, codes, map, group, offset) = match &m.w.scales {
-            Scales::Plain(s) => (floats(s), vec![], vec![], 1, 0f32),
-            Scales::Nested { codes, map, absmax, group, offset } => {
-                (floats(absmax), codes.to_vec1::<u8>().expect("bytes"), floats(map), *group, *offset)
-            }
-        };
-        let pairs = floats(&m.w.book.pairs);
-        let l = launch;
-        let mut line = format!("{} {} {}", l.kernel, l.blocks, l.threads);
-        let sizes = [m.packed.len(), scales.len(), codes.len(), map.len(), l.x.len(), l.out, l.skew, group];
-        let matrix = [offset.to_bits() as usize, m.w.block.trailing_zeros() as usize, m.w.rows * m.w.cols];
-        for n in sizes.iter().chain(&matrix).chain(l.numbers) {
-            line += &format!(" {n}");
-        }
-        let input = self.child.stdin.as_mut().expect("a pipe");
-        let mut send = |bytes: &[u8]| input.write_all(bytes).expect("the program takes its job");
-        send((line + "\n").as_bytes());
-        for part in [&m.packed, &pairs, &scales, &codes, &map, l.x] {
-            send(part);
-        }
-        input.flush().expect("sent");
-        let mut out = vec![0; l.out];
-        self.child.stdout.as_mut().expect("a pipe").read_exact(&mut out).expect("the program's answer");
-        out
-    }
-
-    fn dequantize(&mut self, m: &Made, tile: Tile, skew: usize) -> Vec<u8> {
-        self.run(
-            m,
-            &Launch {
-                kernel: &name("dequantize", m.w.source, m.w.compute),
-                blocks: tile.blocks(),
-                threads: THREADS,
-                x: &[],
-                out: tile.len() * m.w.compute.size_in_bytes(),
-                skew,
-                numbers: &[tile.first, tile.stride, tile.width, tile.runs, tile.chunks()],
-            },
-        )
-    }
-
-    fn finish(mut self) {
-        drop(self.child.stdin.take());
-        assert!(self.child.wait().expect("the program's end").success());
-    }
+fn dequantize(to: &mut Served, m: &Made, tile: Tile, skew: usize) -> Vec<u8> {
+    let kernel = name("dequantize", m.w.source, m.w.compute);
+    let mut rest: Vec<Argument<'_>> =
+        [tile.first, tile.stride, tile.width].iter().map(|n| Argument::from(*n as u64)).collect();
+    rest.extend([Argument::from(tile.runs as u32), Argument::from(tile.chunks() as u32)]);
+    rest.push(Argument::Out(tile.len() * m.w.compute.size_in_bytes()));
+    launch(to, m, &kernel, tile.blocks(), skew, rest)
 }
 
 /// A tensor's values as they lie in memory.
@@ -124,7 +72,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
-    let mut host = Host::compile();
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/quantized/dequantize.cu", w));
     // whole chunks, short ones, blocks across rows, odd numbers of values and of columns, a single value
     let shapes = [
         ((8, 1024), 64, Some(256)),
@@ -159,23 +107,26 @@ fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
                 for (i, (tile, want)) in tiles.into_iter().enumerate() {
                     // the last one from an odd address
                     let skew = if i == 3 { 1 } else { 0 };
-                    let got = tensor(&host.dequantize(&m, tile, skew), want.dims2()?, compute)?;
-                    let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
-                    assert!(bits(&got)? == bits(&want)?, "{what}");
+                    // every one with bounds checked, one in five with its accesses watched
+                    for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
+                        let got = tensor(&dequantize(host, &m, tile, skew), want.dims2()?, compute)?;
+                        let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
+                        assert!(bits(&got)? == bits(&want)?, "{what}");
+                    }
                     checked += 1;
                 }
             }
         }
     }
     assert!(checked > 300, "{checked}");
-    host.finish();
+    hosts.into_iter().for_each(Served::finish);
     Ok(())
 }
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
-    let mut host = Host::compile();
+    let mut hosts = HOW.map(|w| Served::new("src/kernel/quantized/rows.cu", w));
     let shapes = [
         ((3, 32), 32, None),
         ((5, 1024), 64, Some(256)),
@@ -190,28 +141,28 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                 for tokens in [1, 2, FEW] {
                     let x = randn(tokens as u64, (tokens, dims.1), compute)?;
                     let (upto, rows) = ROWS.into_iter().find(|(upto, _)| tokens <= *upto).expect("a kernel");
-                    let out = host.run(
-                        &m,
-                        &Launch {
-                            kernel: &format!("{}_{upto}", name("rows", source, compute)),
-                            blocks: dims.0.div_ceil(rows),
-                            threads: ROWS_THREADS,
-                            x: &bytes(&x)?,
-                            out: tokens * dims.0 * compute.size_in_bytes(),
-                            skew: 0,
-                            numbers: &[tokens, dims.0, dims.1],
-                        },
-                    );
-                    let got = tensor(&out, (tokens, dims.0), compute)?;
-                    let upcast = |t: &Tensor| t.to_dtype(DType::F64);
-                    let want = gemm::matmul(&upcast(&x)?, false, &upcast(&m.w.dequantize()?)?, true)?;
-                    let apart = distance(&values(&got), &values(&want));
-                    let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
-                    assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");
+                    let kernel = format!("{}_{upto}", name("rows", source, compute));
+                    let xs = bytes(&x)?;
+                    for host in &mut hosts {
+                        let rest = vec![
+                            Argument::In(&xs, 0),
+                            (tokens as u32).into(),
+                            (dims.0 as u64).into(),
+                            (dims.1 as u64).into(),
+                            Argument::Out(tokens * dims.0 * compute.size_in_bytes()),
+                        ];
+                        let out = launch(host, &m, &kernel, dims.0.div_ceil(rows), 0, rest);
+                        let got = tensor(&out, (tokens, dims.0), compute)?;
+                        let upcast = |t: &Tensor| t.to_dtype(DType::F64);
+                        let want = gemm::matmul(&upcast(&x)?, false, &upcast(&m.w.dequantize()?)?, true)?;
+                        let apart = distance(&values(&got), &values(&want));
+                        let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
+                        assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");
+                    }
                 }
             }
         }
     }
-    host.finish();
+    hosts.into_iter().for_each(Served::finish);
     Ok(())
 }

@@ -95,7 +95,7 @@ impl QuantizedMatrix {
     /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
     fn ghost_cuda(&self, x: &Tensor, to: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(g) = x.ghost().filter(|g| g.ledger().machine().cuda) else { return Ok(None) };
-        let tile = (self.rows * self.cols * self.compute.size_in_bytes()).min(tiles::MOST);
+        let tile = (self.rows * self.cols * self.compute.size_in_bytes()).min(tiles::bytes(x.dim(0)?, None));
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
         let _tile = g.ledger().role(Role::InFlight, || g.ledger().hold(tile as u64));
         Ok(Some(match sum {

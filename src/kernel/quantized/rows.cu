@@ -10,17 +10,12 @@
 
 constexpr int WARPS = 4;
 
-// Eight values at once.
-template <typename T> struct alignas(16) Eight {
-  T value[8];
-};
-
 template <typename Source, typename T, int TOKENS, int ROWS>
-__device__ __forceinline__ void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
+DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
                                      T *y) {
   constexpr int N = 8;
   constexpr int STEPS = CHUNK / (WARP * N);
-  __shared__ float partial[WARPS][ROWS * TOKENS];
+  SHARED_ARRAY(float, partial, WARPS * ROWS * TOKENS);
   const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint64_t first = static_cast<uint64_t>(blockIdx.x) * ROWS;
   const float entry = m.entry(lane);
@@ -55,13 +50,18 @@ __device__ __forceinline__ void rows(const Matrix &m, const T *x, uint32_t token
 #pragma unroll
       for (int t = 0; t < TOKENS; t++) {
         if (t >= tokens) break;
-        const Eight<T> v = *reinterpret_cast<const Eight<T> *>(x + t * cols + c);
+        float xs[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-          const float xi = Number<T>::widen(v.value[i]);
+        for (int i = 0; i < N; i += VECTOR<T>) {
+          float part[VECTOR<T>];
+          load_vector(x + t * cols + c + i, part);
 #pragma unroll
-          for (int r = 0; r < ROWS; r++) sum[r][t] = fmaf(w[r][i], xi, sum[r][t]);
+          for (int j = 0; j < VECTOR<T>; j++) xs[i + j] = part[j];
         }
+#pragma unroll
+        for (int i = 0; i < N; i++)
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) sum[r][t] = fmaf(w[r][i], xs[i], sum[r][t]);
       }
     }
   }
@@ -72,22 +72,21 @@ __device__ __forceinline__ void rows(const Matrix &m, const T *x, uint32_t token
       float s = sum[r][t];
 #pragma unroll
       for (int step = WARP / 2; step > 0; step /= 2) s += __shfl_xor_sync(ALL, s, step);
-      if (lane == 0) partial[warp][r * TOKENS + t] = s;
+      if (lane == 0) partial[(warp * ROWS + r) * TOKENS + t] = s;
     }
   __syncthreads();
   const unsigned r = threadIdx.x / TOKENS, t = threadIdx.x % TOKENS;
   if (r < ROWS && t < tokens && first + r < count) {
     float s = 0.0f;
-    for (int w = 0; w < WARPS; w++) s += partial[w][r * TOKENS + t];
+    for (int w = 0; w < WARPS; w++) s += partial[(w * ROWS + r) * TOKENS + t];
     y[t * count + first + r] = Number<T>::from(s);
   }
 }
 
 #define ROWS_OF(NAME, SOURCE, T, TOKENS, ROWS)                                                                         \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP)                                                            \
-      NAME(const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,                 \
-           const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, const T *x,                 \
-           uint32_t tokens, uint64_t count, uint64_t cols, T *y) {                                                     \
+  KERNEL(NAME, WARPS *WARP, const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,  \
+         const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, const T *x, uint32_t tokens,  \
+         uint64_t count, uint64_t cols, T *y) {                                                                        \
     const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }

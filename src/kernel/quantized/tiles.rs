@@ -3,7 +3,9 @@
 //!
 //! A tile is written by the dequantize kernel and read by the product right after: if it is half of the second-level
 //! cache, both happen there, with the other half for what it is multiplied with. Smaller tiles would give
-//! products too small to fill the device. (The share is by reasoning; it has not been measured.)
+//! products too small to fill the device. (The share is by reasoning; it has not been measured.) With many tokens the cache
+//! gives nothing, for what is multiplied with the matrix is larger than it and is read again for each tile: then the whole
+//! matrix is one tile, and a product two launches whatever its size.
 
 use candle_core::DType;
 use std::ops::Range;
@@ -23,12 +25,21 @@ pub const ROWS_THREADS: u32 = 128;
 const UNIT: usize = 64;
 /// Fewest bytes of a tile, for devices with a small cache or that do not say.
 const LEAST: usize = 4 << 20;
-/// Most bytes of a tile: what plans count with, whatever the device.
+/// Most bytes of a tile for the cache.
 pub const MOST: usize = 32 << 20;
+/// Tokens from which on a tile need not fit the cache, and its most bytes then: any matrix of a model of 32 billion
+/// parameters in bf16.
+const MANY: usize = 1024;
+const WHOLE: usize = 512 << 20;
 
-/// Bytes of a tile on a device with `cache` bytes of second-level cache.
-pub fn bytes(cache: usize) -> usize {
-    (cache / 2).clamp(LEAST, MOST)
+/// Most bytes of a tile in a product with `tokens` tokens, on a device with `cache` bytes of second-level cache; a plan,
+/// which knows no device, counts with the most that it can be.
+pub fn bytes(tokens: usize, cache: Option<usize>) -> usize {
+    match cache {
+        _ if tokens >= MANY => WHOLE,
+        Some(cache) => (cache / 2).clamp(LEAST, MOST),
+        None => MOST,
+    }
 }
 
 /// Cuts `count` rows (or columns) of `size` bytes each into tiles of about one size and of `most` bytes at the
@@ -113,7 +124,7 @@ mod tests {
     fn tiles_cover_all_and_stay_small() {
         for count in [1, 63, 64, 65, 700, 4096, 14336, 151_936] {
             for size in [2, 96, 8192, 28_672, 1 << 20] {
-                let most = bytes(50 << 20);
+                let most = bytes(1, Some(50 << 20));
                 let all: Vec<_> = split(count, size, most).collect();
                 assert_eq!(all.first().map(|p| p.start), Some(0));
                 assert_eq!(all.last().map(|p| p.end), Some(count));
@@ -127,6 +138,8 @@ mod tests {
             }
         }
         assert_eq!(split(0, 8, MOST).count(), 0);
-        assert_eq!((bytes(0), bytes(50 << 20), bytes(1 << 30)), (LEAST, 25 << 20, MOST));
+        let of = |cache| bytes(1, Some(cache));
+        assert_eq!((of(0), of(50 << 20), of(1 << 30), bytes(1, None)), (LEAST, 25 << 20, MOST, MOST));
+        assert_eq!((bytes(MANY, Some(0)), bytes(MANY, None)), (WHOLE, WHOLE));
     }
 }

@@ -1,5 +1,9 @@
 //! Dropout masks by index from the counter-based generator: the same for any split into micro-batches.
 
+mod cuda;
+
+pub use self::cuda::Drawn;
+use super::cpu::is_cpu;
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
 use crate::rng::Stream;
@@ -32,22 +36,50 @@ impl Rows<'_> {
     }
 }
 
+/// What of a matrix [rows, width] is dropped: made on the CPU, drawn anew on CUDA by each kernel that needs it.
+#[derive(Debug)]
+pub enum Mask {
+    /// 0 and one other value.
+    Made(Tensor),
+    /// Drawn by element.
+    Drawn(cuda::Drawn),
+}
+
+impl Mask {
+    /// `x` times the mask.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Made(m) => x * m,
+            Mask::Drawn(d) => d.apply(x, None),
+        }
+    }
+
+    /// `sum + x` times the mask.
+    pub fn add(&self, x: Tensor, sum: Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Made(m) => sum + (x * m)?,
+            Mask::Drawn(d) => d.apply(&x, Some(&sum)),
+        }
+    }
+}
+
 /// A mask for `x` [rows, width], in its dtype, of 0 and one other value, and a factor: their product is 0 or
 /// `1 / (1 - p)`. Element (r, c) depends on the stream and `number of row r * width + c` alone.
 ///
 /// The factor is 1, but for half precision: there the mask is 0 or 1, for `1 / (1 - p)` would be rounded to it.
-///
-/// The mask is made on the host and, for another device, copied there: nothing comes back.
-pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Tensor, f64)> {
+pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask, f64)> {
     let (count, width) = x.dims2()?;
     let keep = 1.0 / (1.0 - p);
     let (keep, factor) = match x.dtype() {
         DType::BF16 | DType::F16 => (1.0, keep),
         _ => (keep as f32, 1.0),
     };
+    if !is_cpu(x) {
+        return Ok((Mask::Drawn(cuda::Drawn::new(stream, rows, p, keep, x)?), factor));
+    }
     if let Some(g) = x.ghost() {
         let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
-        return Ok((wide.to_dtype(x.dtype())?, factor));
+        return Ok((Mask::Made(wide.to_dtype(x.dtype())?), factor));
     }
     let mut m = vec![0f32; count * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
@@ -56,7 +88,7 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Tenso
             *x = if f64::from(stream.uniform(base + c as u64)) < p { 0.0 } else { keep };
         }
     });
-    Ok((Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?, factor))
+    Ok((Mask::Made(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
 }
 
 #[cfg(test)]
@@ -68,7 +100,11 @@ mod tests {
     #[test]
     fn rate_scale_and_split() -> Result<()> {
         let s = Stream::new(5, Purpose::Dropout, 3, 1);
-        let x = |rows, dtype| Tensor::zeros((rows, 50), dtype, &Device::Cpu);
+        let x = |rows, dtype| Tensor::ones((rows, 50), dtype, &Device::Cpu);
+        let mask = |s, rows, p, x: &Tensor| -> Result<(Tensor, f64)> {
+            let (m, factor) = super::mask(s, rows, p, x)?;
+            Ok((m.of(x)?, factor))
+        };
         let all = Rows::From { first: 0 };
         let (whole, factor) = mask(s, all, 0.3, &x(200, DType::F32)?)?;
         assert_eq!(factor, 1.0);

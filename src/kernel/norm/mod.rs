@@ -1,11 +1,12 @@
 //! RMSNorm: `y = w * x / sqrt(mean(x^2) + eps)` over the last axis
 //! (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
 
+mod cuda;
+
 use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, view};
 use super::ledger::Ledger;
 use crate::kernel::Tensor;
-use crate::kernel::upcast;
-use candle_core::{D, Result};
+use candle_core::Result;
 use rayon::prelude::*;
 
 /// Forward.
@@ -13,10 +14,28 @@ use rayon::prelude::*;
 /// # Shapes
 /// `x` [.., d], `w` `[d]` -> [.., d] in `x`'s dtype; the mean is taken in f32 (f64 for f64).
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    if is_cpu(x) { on_real!(x.dtype(), forward_cpu(x, w, eps)) } else { forward_composed(x, w, eps) }
+    if is_cpu(x) {
+        on_real!(x.dtype(), forward_cpu(x, w, eps))
+    } else {
+        Ok(cuda::forward(x, None, w, eps)?.1)
+    }
 }
 
-/// Backward: the gradients of `x` and, if wanted, of `w` (f32; f64 for f64), given that of the output.
+/// `x + a`, and the norm of it: one pass on CUDA.
+pub fn forward_add(x: &Tensor, a: Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    if is_cpu(x) {
+        let sum = (x + a)?;
+        let y = forward(&sum, w, eps)?;
+        return Ok((sum, y));
+    }
+    match cuda::forward(x, Some(&a), w, eps)? {
+        (Some(sum), y) => Ok((sum, y)),
+        (None, _) => candle_core::bail!("norm: no sum"),
+    }
+}
+
+/// Backward: the gradients of `x` and, if wanted, of `w` (f32; f64 for f64), given that of the output. That of `w` comes
+/// as rows [p, d] whose sum it is: one on the CPU, a part a block on CUDA.
 ///
 /// The norm is computed again from `x`: it costs one pass and nothing is kept.
 pub fn backward(
@@ -29,8 +48,24 @@ pub fn backward(
     if is_cpu(x) {
         on_real!(x.dtype(), backward_cpu(x, w, eps, dy, want_dw))
     } else {
-        backward_composed(x, w, eps, dy, want_dw)
+        cuda::backward(x, w, eps, dy, None, want_dw)
     }
+}
+
+/// As [`backward`], with `add` added to the gradient of `x`: one pass on CUDA.
+pub fn backward_add(
+    x: &Tensor,
+    w: &Tensor,
+    eps: f64,
+    dy: &Tensor,
+    add: &Tensor,
+    want_dw: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    if !is_cpu(x) {
+        return cuda::backward(x, w, eps, dy, Some(add), want_dw);
+    }
+    let (dx, dw) = backward(x, w, eps, dy, want_dw)?;
+    Ok(((add + dx)?, dw))
 }
 
 /// The factor on a row. Where its squares overflow, that is NaN and not 0: a model that has grown so large must be
@@ -68,7 +103,7 @@ fn backward_cpu<T: Real>(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let d = w.dim(0)?;
     let partial = |l: &Ledger| l.touch((T::DTYPE.size_in_bytes() * x.elem_count().div_ceil(ROWS)) as u64);
-    let (own, of_w) = ((x.shape().clone(), x.dtype()), (d.into(), T::DTYPE));
+    let (own, of_w) = ((x.shape().clone(), x.dtype()), ((1, d).into(), T::DTYPE));
     if want_dw {
         if let Some([dx, dw]) = ghosts::<T, 2>(&[x, w, dy], [own, of_w], partial) {
             return Ok((dx, Some(dw)));
@@ -107,40 +142,11 @@ fn backward_cpu<T: Real>(
         for p in &partial {
             sum.iter_mut().zip(p).for_each(|(s, p)| *s += *p);
         }
-        Some(tensor(sum, d, T::DTYPE)?)
+        Some(tensor(sum, (1, d), T::DTYPE)?)
     } else {
         None
     };
     Ok((tensor(dx, x.shape(), x.dtype())?, dw))
-}
-
-fn normalised(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-    let mean = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?;
-    // as on the CPU: NaN where it overflows
-    let r = (mean.affine(0.0, 1.0)? / mean.sqrt()?)?;
-    Ok((x.broadcast_mul(&r)?, r))
-}
-
-fn forward_composed(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    let (n, _) = normalised(&upcast(x)?, eps)?;
-    n.broadcast_mul(&upcast(w)?)?.to_dtype(x.dtype())
-}
-
-fn backward_composed(
-    x: &Tensor,
-    w: &Tensor,
-    eps: f64,
-    dy: &Tensor,
-    want_dw: bool,
-) -> Result<(Tensor, Option<Tensor>)> {
-    let (xhat, r) = normalised(&upcast(x)?, eps)?;
-    let g = upcast(dy)?;
-    let gw = g.broadcast_mul(&upcast(w)?)?;
-    let c = (&gw * &xhat)?.mean_keepdim(D::Minus1)?;
-    let dx = (gw - xhat.broadcast_mul(&c)?)?.broadcast_mul(&r)?.to_dtype(x.dtype())?;
-    let d = w.dim(0)?;
-    let dw = if want_dw { Some((g * xhat)?.reshape(((), d))?.sum(0)?) } else { None };
-    Ok((dx, dw))
 }
 
 #[cfg(test)]
@@ -156,7 +162,7 @@ mod tests {
             let dy = randn(seed + 20, shape, DType::F64)?;
             let (dx, dw) = backward(&x, &w, 0.1, &dy, true)?;
             gradient("x", &x, &dx, &dy, |x| forward(x, &w, 0.1));
-            gradient("w", &w, &dw.expect("wanted"), &dy, |w| forward(&x, w, 0.1));
+            gradient("w", &w, &dw.expect("wanted").flatten_all()?, &dy, |w| forward(&x, w, 0.1));
         }
         Ok(())
     }
@@ -167,23 +173,25 @@ mod tests {
         let x = Tensor::new(&[[1f32, 2.0], [1e30, 1.0]], &candle_core::Device::Cpu)?;
         let w = Tensor::ones(2, DType::F32, x.device())?;
         let (dx, dw) = backward(&x, &w, 1e-5, &Tensor::ones((2, 2), DType::F32, x.device())?, true)?;
-        for y in [forward(&x, &w, 1e-5)?, forward_composed(&x, &w, 1e-5)?, dx] {
+        for y in [forward(&x, &w, 1e-5)?, dx] {
             let y = y.to_vec2::<f32>()?;
             assert!(y[0].iter().all(|y| y.is_finite()) && y[1].iter().all(|y| y.is_nan()), "{y:?}");
         }
-        assert!(dw.expect("wanted").to_vec1::<f32>()?.iter().all(|y| y.is_nan()));
+        assert!(dw.expect("wanted").to_vec2::<f32>()?[0].iter().all(|y| y.is_nan()));
         Ok(())
     }
 
     #[test]
-    fn composition_agrees() -> Result<()> {
-        let (x, w, dy) =
-            (randn(1, (40, 24), DType::F32)?, randn(2, 24, DType::F32)?, randn(3, (40, 24), DType::F32)?);
-        close(&forward_composed(&x, &w, 1e-5)?, &forward(&x, &w, 1e-5)?, 1e-6);
-        let (dx, dw) = backward(&x, &w, 1e-5, &dy, true)?;
-        let (cx, cw) = backward_composed(&x, &w, 1e-5, &dy, true)?;
-        close(&cx, &dx, 1e-6);
-        close(&cw.expect("wanted"), &dw.expect("wanted"), 1e-6);
+    fn with_an_addition_the_same_bits() -> Result<()> {
+        let [x, a, dy] = [1, 2, 3].map(|seed| randn(seed, (40, 24), DType::F32));
+        let (x, a, dy, w) = (x?, a?, dy?, randn(4, 24, DType::F32)?);
+        let (sum, y) = forward_add(&x, a.clone(), &w, 1e-5)?;
+        close(&sum, &(&x + &a)?, 0.0);
+        close(&y, &forward(&sum, &w, 1e-5)?, 0.0);
+        let (dx, dw) = backward_add(&sum, &w, 1e-5, &dy, &a, true)?;
+        let (own, own_w) = backward(&sum, &w, 1e-5, &dy, true)?;
+        close(&dx, &(own + a)?, 0.0);
+        close(&dw.expect("wanted"), &own_w.expect("wanted"), 0.0);
         Ok(())
     }
 }

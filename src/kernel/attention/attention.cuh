@@ -1,0 +1,139 @@
+// What the attention kernels share: tiles of documents end to end, and 16-bit matrices [rows, D] in shared memory.
+//
+// Token i of a document sees the keys from the document's first to itself, and with a window no more than that many. A
+// block takes a tile: up to ROWS tokens of one document, of one head. Tiles come from the host (attention/tiles.rs), once
+// for all layers. Queries are the last tokens of the keys: query 0 is key `first_query`; all numbers of tokens here count
+// keys. Sums are in f32, each in one order and by one block: no atomics, the same bits every time.
+//
+// Axes: t tokens, h query heads, g key heads (h is a multiple), c channels. Of q, o and their gradients [t, h, c], of k, v
+// and theirs [keys, g, c]; of log-sum-exp and delta [h, t].
+#pragma once
+#include "../cuda/device.cuh"
+
+constexpr int ROWS = 64;
+constexpr int THREADS = 128;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+struct alignas(16) Tile {
+  uint32_t first, rows; // its tokens
+  uint32_t begin, end;  // its document
+};
+
+DEVICE Tile tile_at(const Tile *tiles, uint32_t i) {
+  const uint4 t = load_16(tiles + i);
+  return {t.x, t.y, t.z, t.w};
+}
+
+DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+DEVICE uint32_t most(uint32_t a, uint32_t b) { return a < b ? b : a; }
+
+// The arguments of all kernels beside what they read and write.
+struct Shape {
+  uint32_t tokens, heads, groups, channels; // tokens: queries
+  uint32_t first_query, window;
+  float scale;
+
+  // First key that a query sees, and one more than the last query that sees a key.
+  DEVICE uint32_t first_key(uint32_t query, uint32_t begin) const {
+    return query + 1 > window ? most(begin, query + 1 - window) : begin;
+  }
+  DEVICE uint32_t last_query(uint32_t key, uint32_t end) const { return window < end - key ? key + window : end; }
+  // One comparison for both: a key behind the query makes a large number.
+  DEVICE bool sees(uint32_t query, uint32_t key) const { return query - key < window; }
+};
+
+#define SHAPE                                                                                                          \
+  uint32_t tokens, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first_query, uint32_t window, float scale
+#define SHAPE_OF                                                                                                       \
+  { tokens, heads, groups, channels, first_query, window, scale }
+
+// ---- matrices [rows, D] of 16-bit values in shared memory ----
+
+// Where a piece of 8 values of a row lies: turned so that a piece of 8 rows in a row, which ldmatrix reads at once, is in 8
+// groups of banks, and so that pieces side by side are too, which copies and stores touch at once.
+template <int D> DEVICE int place(int row, int piece) {
+  constexpr int PIECES = D / 8;
+  static_assert(PIECES % 4 == 0, "rows of whole half-lines of banks");
+  return (row * PIECES + (piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))) * 16;
+}
+
+// Begins to copy N rows, of which `rows` are there: the rest become zeros. `stride` is that of rows in values.
+template <int D, int N, typename T>
+DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
+  constexpr int PIECES = D / 8;
+#pragma unroll
+  for (int i = threadIdx.x; i < N * PIECES; i += THREADS) {
+    const int row = i / PIECES, piece = i % PIECES;
+    const bool some = row < static_cast<int>(rows);
+    cp_async_16(to + place<D>(row, piece), from + static_cast<uint64_t>(some ? row : 0) * stride + piece * 8, some);
+  }
+}
+
+// Fragments for mma: 16 rows and 16 columns as its left operand; as its right operands 16 columns and 8 + 8 rows of a
+// matrix that is to be transposed; or of one that is not, 16 rows and 8 + 8 columns.
+template <int D> DEVICE void left(uint32_t (&a)[4], const unsigned char *m, int row, int col, int lane) {
+  ldmatrix_x4(a, m + place<D>(row + lane % 16, col / 8 + lane / 16));
+}
+template <int D> DEVICE void right_transposed(uint32_t (&b)[4], const unsigned char *m, int row, int col, int lane) {
+  ldmatrix_x4(b, m + place<D>(row + lane / 16 * 8 + lane % 8, col / 8 + lane / 8 % 2));
+}
+template <int D> DEVICE void right(uint32_t (&b)[4], const unsigned char *m, int row, int col, int lane) {
+  ldmatrix_x4_trans(b, m + place<D>(row + lane / 8 % 2 * 8 + lane % 8, col / 8 + lane / 16));
+}
+
+// c [16, N] += rows `row` to row + 16 of `a` times the transpose of N rows of `b`, both [.., D].
+template <typename T, int D, int N>
+DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const unsigned char *b, int lane) {
+#pragma unroll
+  for (int s = 0; s < D; s += 16) {
+    uint32_t fa[4];
+    left<D>(fa, a, row, s, lane);
+#pragma unroll
+    for (int n = 0; n < N; n += 16) {
+      uint32_t fb[4];
+      right_transposed<D>(fb, b, n, s, lane);
+      mma<T>(c[n / 8], fa, fb[0], fb[1]);
+      mma<T>(c[n / 8 + 1], fa, fb[2], fb[3]);
+    }
+  }
+}
+
+// acc [16, W] += c [16, N], rounded to T in registers, times columns `col` to col + W of N rows of `b` [N, D].
+template <typename T, int D, int W, int N>
+DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], const unsigned char *b, int col, int lane) {
+#pragma unroll
+  for (int s = 0; s < N; s += 16) {
+    const float(&lo)[4] = c[s / 8], (&hi)[4] = c[s / 8 + 1];
+    const uint32_t fa[4] = {pack<T>(lo[0], lo[1]), pack<T>(lo[2], lo[3]), pack<T>(hi[0], hi[1]), pack<T>(hi[2], hi[3])};
+#pragma unroll
+    for (int n = 0; n < W; n += 16) {
+      uint32_t fb[4];
+      right<D>(fb, b, s, col + n, lane);
+      mma<T>(acc[n / 8], fa, fb[0], fb[1]);
+      mma<T>(acc[n / 8 + 1], fa, fb[2], fb[3]);
+    }
+  }
+}
+
+// Stores a warp's rows, [16, W] from value `to` on in rows of `stride`: those of `rows` that are there, times factors by
+// row. By way of the warp's own 16 rows of shared memory `m` [64, W], so that whole lines are stored.
+template <typename T, int W>
+DEVICE void store_rows(T *to, const float (&acc)[W / 8][4], const float (&factor)[2], unsigned char *m, uint32_t rows,
+                       uint32_t stride, int warp, int lane) {
+  constexpr int PIECES = W / 8;
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int n = 0; n < PIECES; n++)
+      *reinterpret_cast<uint32_t *>(m + place<W>(warp * 16 + lane / 4 + r * 8, n) + lane % 4 * 4) =
+          pack<T>(acc[n][2 * r] * factor[r], acc[n][2 * r + 1] * factor[r]);
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < 16 * PIECES; i += WARP) {
+    const int row = warp * 16 + i / PIECES, piece = i % PIECES;
+    if (row < static_cast<int>(rows))
+      store_16(to + static_cast<uint64_t>(row) * stride + piece * 8, load_16(m + place<W>(row, piece)));
+  }
+}

@@ -1,0 +1,188 @@
+// Attention, backward, by tensor cores and without atomics: probabilities are computed again from the log-sum-exp, once by
+// blocks that own queries (dq, and delta on the way) and once by blocks that own keys (dk, dv): 7 products where a
+// shared sum would need 5, but each sum is made by one block in one order.
+//
+// p = exp(scale q k - lse), delta = sum of o d_o over channels, ds = p (d_o v - delta); dq = scale ds k, dk = scale ds q,
+// dv = p d_o. A block owns ROWS rows of one kind, and takes STEP at a time of the other.
+#include "attention.cuh"
+
+// delta of the warp's 16 rows, to `to` and to global memory; d_o lies in shared memory, o does not.
+template <typename T, int D>
+DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t stride, float *to, float *global, int warp,
+                   int lane) {
+  constexpr int PIECES = D / 8, LANES = PIECES % 8 == 0 ? 8 : 4; // a row
+#pragma unroll
+  for (int first = 0; first < 16; first += WARP / LANES) {
+    const int row = warp * 16 + first + lane / LANES;
+    float sum = 0;
+    if (row < static_cast<int>(rows))
+#pragma unroll
+      for (int i = 0; i < PIECES; i += LANES) {
+        const int piece = i + lane % LANES;
+        float a[8], b[8];
+        load_vector(o + static_cast<uint64_t>(row) * stride + piece * 8, a);
+        load_vector(reinterpret_cast<const T *>(sg + place<D>(row, piece)), b);
+#pragma unroll
+        for (int x = 0; x < 8; x++) sum = fmaf(a[x], b[x], sum);
+      }
+#pragma unroll
+    for (int s = LANES / 2; s > 0; s /= 2) sum += __shfl_xor_sync(ALL, sum, s);
+    if (lane % LANES == 0) {
+      to[row] = sum;
+      if (row < static_cast<int>(rows)) global[row] = sum;
+    }
+  }
+  __syncwarp();
+}
+
+// dq: a block owns 64 queries of one head, and takes the keys that they see.
+template <typename T, int D>
+DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
+                       const Shape &shape, float *delta, T *dq) {
+  constexpr int STEP = D <= 128 ? 32 : 16; // with more, some of 256 channels would spill
+  SHARED_BYTES(shared);
+  unsigned char *const sq = shared, *const sg = sq + ROWS * D * 2, *const sk = sg + ROWS * D * 2,
+                *const sv = sk + STEP * D * 2;
+  float *const sd = reinterpret_cast<float *>(sv + STEP * D * 2);
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
+  const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
+  const uint32_t row0 = tile.first - shape.first_query;
+  const uint64_t at = static_cast<uint64_t>(row0) * qs + head * D, stat = static_cast<uint64_t>(head) * shape.tokens + row0;
+  const bool works = warp * 16 < static_cast<int>(tile.rows);
+  const float scale_log2 = shape.scale * LOG2E;
+  k += of * D, v += of * D;
+
+  copy_rows<D, ROWS>(sq, q + at, tile.rows, qs);
+  copy_rows<D, ROWS>(sg, d_o + at, tile.rows, qs);
+  copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+
+  float base[2] = {}, dl[2] = {};
+  if (works) {
+    deltas<T, D>(o + at, sg, tile.rows, qs, sd, delta + stat, warp, lane);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32_t row = warp * 16 + lane / 4 + r * 8;
+      // rows that are not there get probabilities of 0
+      base[r] = row < tile.rows ? lse[stat + row] * LOG2E : INFINITY;
+      dl[r] = sd[row];
+    }
+  }
+  float acc[D / 8][4] = {};
+  for (uint32_t j = begin; j < end; j += STEP) {
+    if (j != begin) {
+      __syncthreads();
+      copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(j) * ks, end - j, ks);
+      copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(j) * ks, end - j, ks);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+    if (!works) continue;
+    float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
+    product<T, D, STEP>(p, sq, warp * 16, sk, lane);
+    product<T, D, STEP>(dp, sg, warp * 16, sv, lane);
+    const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float w = exp2_fast(fmaf(p[n][i], scale_log2, -base[i / 2]));
+        dp[n][i] = shape.sees(query + i / 2 * 8, key + n * 8 + i % 2) ? w * (dp[n][i] - dl[i / 2]) : 0.0f;
+      }
+    add_product<T, D, D, STEP>(acc, dp, sk, 0, lane);
+  }
+  if (!works) return;
+  const float factor[2] = {shape.scale, shape.scale};
+  store_rows<T, D>(dq + at, acc, factor, sq, tile.rows, qs, warp, lane);
+}
+
+// dk and dv: a block owns 64 keys of one key head, and takes all queries of its heads that see them. It sums the W channels
+// from blockIdx.z W on: for D = 256 all would need more registers than a thread has.
+template <typename T, int D, int W>
+DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
+                        const Tile *tiles, const Shape &shape, T *dk, T *dv) {
+  constexpr int STEP = 32;
+  SHARED_BYTES(shared);
+  unsigned char *const sk = shared, *const sv = sk + ROWS * D * 2, *const sq = sv + ROWS * D * 2,
+                *const sg = sq + STEP * D * 2;
+  float *const base = reinterpret_cast<float *>(sg + STEP * D * 2), *const dl = base + STEP;
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, col = W == D ? 0 : blockIdx.z * W;
+  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
+  const uint64_t at = static_cast<uint64_t>(tile.first) * ks + of * D;
+  const uint32_t begin = most(tile.first, shape.first_query), end = shape.last_query(tile.first + tile.rows - 1, tile.end);
+  const bool works = warp * 16 < static_cast<int>(tile.rows);
+  const float scale_log2 = shape.scale * LOG2E;
+
+  copy_rows<D, ROWS>(sk, k + at, tile.rows, ks);
+  copy_rows<D, ROWS>(sv, v + at, tile.rows, ks);
+  cp_async_commit();
+  float ak[W / 8][4] = {}, av[W / 8][4] = {};
+  for (uint32_t head = of * per; head < (of + 1) * per; head++)
+    for (uint32_t i = begin; i < end; i += STEP) {
+      const uint32_t n = least(STEP, end - i), row0 = i - shape.first_query;
+      const uint64_t from = static_cast<uint64_t>(row0) * qs + head * D;
+      __syncthreads();
+      copy_rows<D, STEP>(sq, q + from, n, qs);
+      copy_rows<D, STEP>(sg, d_o + from, n, qs);
+      cp_async_commit();
+      if (warp < 2) {
+        // queries that are not there get probabilities of 0
+        const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row0 + lane;
+        const bool some = lane < static_cast<int>(n);
+        if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
+        else dl[lane] = some ? delta[stat] : 0.0f;
+      }
+      cp_async_wait<0>();
+      __syncthreads();
+      if (!works) continue;
+      float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
+      product<T, D, STEP>(p, sk, warp * 16, sq, lane);
+      product<T, D, STEP>(dp, sv, warp * 16, sg, lane);
+      const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
+#pragma unroll
+      for (int c = 0; c < STEP / 8; c++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+          const int column = c * 8 + lane % 4 * 2 + x % 2;
+          const float w = exp2_fast(fmaf(p[c][x], scale_log2, -base[column]));
+          p[c][x] = shape.sees(query + c * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
+          dp[c][x] = p[c][x] * (dp[c][x] - dl[column]);
+        }
+      add_product<T, D, W, STEP>(av, p, sg, col, lane);
+      add_product<T, D, W, STEP>(ak, dp, sq, col, lane);
+    }
+  if (W != D || begin >= end) {
+    // rows that stores go through are other warps' where their width is another; and where nobody sees these keys, the
+    // copies of keys and values are still on their way
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+  if (!works) return;
+  const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
+  store_rows<T, W>(dk + at + col, ak, factor, sk, tile.rows, ks, warp, lane);
+  store_rows<T, W>(dv + at + col, av, one, sv, tile.rows, ks, warp, lane);
+}
+
+#define BACKWARD(NAME, T, D, W)                                                                                        \
+  KERNEL(attention_backward_q_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,        \
+         const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
+    backward_q<T, D>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                                \
+  }                                                                                                                    \
+  KERNEL(attention_backward_kv_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse, \
+         const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
+    backward_kv<T, D, W>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                           \
+  }
+#define BACKWARDS(D, W) BACKWARD(bf16, bf16, D, W) BACKWARD(f16, f16, D, W)
+BACKWARDS(64, 64)
+BACKWARDS(96, 96)
+BACKWARDS(128, 128)
+BACKWARDS(256, 128)

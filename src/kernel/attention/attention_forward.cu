@@ -1,0 +1,117 @@
+// Attention, forward, by tensor cores: a block of four warps takes 64 queries of one head, 16 a warp, and the keys that they
+// see, 64 at a time, with a running maximum and sum (Dao et al., "FlashAttention-2", 2023). Scores and probabilities are
+// f32 in registers; only the product with V takes rounded probabilities. Keys are copied while the softmax is at work,
+// values while scores are.
+#include "attention.cuh"
+
+template <typename T, int D>
+DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
+  constexpr int KEYS = D <= 128 ? 64 : 32;
+  SHARED_BYTES(shared);
+  unsigned char *const sq = shared, *const sk = sq + ROWS * D * 2, *const sv = sk + KEYS * D * 2;
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
+  const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
+  const uint32_t row0 = tile.first - shape.first_query; // of q
+  // warps without rows only copy
+  const bool works = warp * 16 < static_cast<int>(tile.rows);
+  const float scale_log2 = shape.scale * LOG2E;
+  k += of * D, v += of * D;
+
+  copy_rows<D, ROWS>(sq, q + static_cast<uint64_t>(row0) * qs + head * D, tile.rows, qs);
+  copy_rows<D, KEYS>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  cp_async_commit();
+
+  float acc[D / 8][4] = {};
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}; // of two rows, this lane's part of the sums
+  constexpr bool HELD = D <= 128; // whether a warp's queries stay in registers
+  uint32_t fq[HELD ? D / 16 : 1][4];
+  for (uint32_t j = begin; j < end; j += KEYS) {
+    copy_rows<D, KEYS>(sv, v + static_cast<uint64_t>(j) * ks, end - j, ks);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    float p[KEYS / 8][4] = {};
+    if (works) {
+      if constexpr (HELD) {
+        if (j == begin)
+#pragma unroll
+          for (int s = 0; s < D; s += 16) left<D>(fq[s / 16], sq, warp * 16, s, lane);
+#pragma unroll
+        for (int s = 0; s < D; s += 16)
+#pragma unroll
+          for (int n = 0; n < KEYS; n += 16) {
+            uint32_t fk[4];
+            right_transposed<D>(fk, sk, n, s, lane);
+            mma<T>(p[n / 8], fq[s / 16], fk[0], fk[1]);
+            mma<T>(p[n / 8 + 1], fq[s / 16], fk[2], fk[3]);
+          }
+      } else {
+        product<T, D, KEYS>(p, sq, warp * 16, sk, lane);
+      }
+    }
+    __syncthreads();
+    if (j + KEYS < end) copy_rows<D, KEYS>(sk, k + static_cast<uint64_t>(j + KEYS) * ks, end - j - KEYS, ks);
+    cp_async_commit();
+    if (works) {
+      // not where all of these keys are seen by all rows
+      if (j + KEYS > tile.first || tile.first + ROWS - j > shape.window) {
+        const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            if (!shape.sees(query + i / 2 * 8, key + n * 8 + i % 2)) p[n][i] = -INFINITY;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float x = top[r];
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(p[n][2 * r], p[n][2 * r + 1]));
+        x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+        // nothing seen yet: all are exp2(-inf)
+        const float base = x == -INFINITY ? 0.0f : x * scale_log2, old = exp2_fast(fmaf(top[r], scale_log2, -base));
+        float add = 0;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+          for (int i = 2 * r; i < 2 * r + 2; i++) add += p[n][i] = exp2_fast(fmaf(p[n][i], scale_log2, -base));
+        sum[r] = fmaf(sum[r], old, add);
+        top[r] = x;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) acc[n][2 * r] *= old, acc[n][2 * r + 1] *= old;
+      }
+    }
+    cp_async_wait<1>();
+    __syncthreads();
+    if (works) add_product<T, D, D, KEYS>(acc, p, sv, 0, lane);
+    __syncthreads();
+  }
+  if (!works) return;
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float s = sum[r];
+    s += __shfl_xor_sync(ALL, s, 1);
+    s += __shfl_xor_sync(ALL, s, 2);
+    inverse[r] = 1.0f / s;
+    const uint32_t row = warp * 16 + lane / 4 + r * 8;
+    if (lane % 4 == 0 && row < tile.rows)
+      lse[static_cast<uint64_t>(head) * shape.tokens + row0 + row] = fmaf(top[r], shape.scale, logf(s));
+  }
+  store_rows<T, D>(o + static_cast<uint64_t>(row0) * qs + head * D, acc, inverse, sq, tile.rows, qs, warp, lane);
+}
+
+#define FORWARD(NAME, T, D)                                                                                            \
+  KERNEL(attention_forward_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o,     \
+         float *lse) {                                                                                                 \
+    forward<T, D>(q, k, v, tiles, SHAPE_OF, o, lse);                                                                   \
+  }
+#define FORWARDS(D) FORWARD(bf16, bf16, D) FORWARD(f16, f16, D)
+FORWARDS(64)
+FORWARDS(96)
+FORWARDS(128)
+FORWARDS(256)

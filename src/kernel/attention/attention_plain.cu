@@ -1,0 +1,152 @@
+// Attention without tensor cores, for f32, and for any number of channels: a warp takes a query (or, for dk and dv, a key),
+// 32 partners at a time. Its lanes share out the channels, so that any number of them will do, and keep a partner's score
+// each. Arguments and results are those of attention_forward.cu and attention_backward.cu.
+#include "attention.cuh"
+
+constexpr int WARPS = THREADS / WARP;
+
+// Of a warp's two rows x and y of n channels.
+template <typename T> DEVICE float dot(const T *x, const T *y, uint32_t n, int lane) {
+  float sum = 0;
+  for (uint32_t c = lane; c < n; c += WARP) sum = fmaf(load(x + c), load(y + c), sum);
+  return warp_sum(sum);
+}
+
+// acc [n] += the sum over `partners` of weight[i] rows[i]; a lane has the same channels each time.
+template <typename T>
+DEVICE void add_rows(float *acc, const float *weight, const T *rows, uint64_t stride, uint32_t partners, uint32_t n,
+                     int lane) {
+  for (uint32_t c = lane; c < n; c += WARP) {
+    float sum = acc[c];
+    for (uint32_t i = 0; i < partners; i++) sum = fmaf(weight[i], load(rows + i * stride + c), sum);
+    acc[c] = sum;
+  }
+}
+
+DEVICE void fill(float *acc, float x, uint32_t n, int lane) {
+  for (uint32_t c = lane; c < n; c += WARP) acc[c] = x;
+}
+
+template <typename T>
+DEVICE void store_row(T *to, const float *acc, float factor, uint32_t n, int lane) {
+  for (uint32_t c = lane; c < n; c += WARP) store(to + c, acc[c] * factor);
+}
+
+template <typename T>
+DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
+  SHARED_BYTES(shared);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t n = shape.channels;
+  float *const acc = reinterpret_cast<float *>(shared) + warp * (n + WARP), *const weight = acc + n;
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
+  for (uint32_t query = tile.first + warp; query < tile.first + tile.rows; query += WARPS) {
+    const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
+    float top = -INFINITY, sum = 0;
+    fill(acc, 0.0f, n, lane);
+    for (uint32_t j = shape.first_key(query, tile.begin); j <= query; j += WARP) {
+      const uint32_t keys = least(WARP, query + 1 - j);
+      float s = -INFINITY;
+      for (uint32_t i = 0; i < keys; i++) {
+        const float x = dot(q + at, k + (j + i) * ks + of * n, n, lane) * shape.scale;
+        if (lane == static_cast<int>(i)) s = x;
+      }
+      const float x = fmaxf(top, warp_max(s)), old = expf(top - x), p = expf(s - x);
+      sum = fmaf(sum, old, warp_sum(p)), top = x;
+      weight[lane] = p;
+      __syncwarp();
+      for (uint32_t c = lane; c < n; c += WARP) acc[c] *= old;
+      add_rows(acc, weight, v + j * ks + of * n, ks, keys, n, lane);
+      __syncwarp();
+    }
+    store_row(o + at, acc, 1.0f / sum, n, lane);
+    if (lane == 0) lse[static_cast<uint64_t>(head) * shape.tokens + row] = top + logf(sum);
+  }
+}
+
+template <typename T>
+DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
+                       const Shape &shape, float *delta, T *dq) {
+  SHARED_BYTES(shared);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t n = shape.channels;
+  float *const acc = reinterpret_cast<float *>(shared) + warp * (n + WARP), *const weight = acc + n;
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
+  for (uint32_t query = tile.first + warp; query < tile.first + tile.rows; query += WARPS) {
+    const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
+    const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row;
+    const float base = lse[stat], dl = dot(o + at, d_o + at, n, lane);
+    if (lane == 0) delta[stat] = dl;
+    fill(acc, 0.0f, n, lane);
+    for (uint32_t j = shape.first_key(query, tile.begin); j <= query; j += WARP) {
+      const uint32_t keys = least(WARP, query + 1 - j);
+      for (uint32_t i = 0; i < keys; i++) {
+        const uint64_t key = (j + i) * ks + of * n;
+        const float s = dot(q + at, k + key, n, lane), dp = dot(d_o + at, v + key, n, lane);
+        if (lane == 0) weight[i] = expf(fmaf(s, shape.scale, -base)) * (dp - dl);
+      }
+      __syncwarp();
+      add_rows(acc, weight, k + j * ks + of * n, ks, keys, n, lane);
+      __syncwarp();
+    }
+    store_row(dq + at, acc, shape.scale, n, lane);
+  }
+}
+
+template <typename T>
+DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
+                        const Tile *tiles, const Shape &shape, T *dk, T *dv) {
+  SHARED_BYTES(shared);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t n = shape.channels;
+  float *const ak = reinterpret_cast<float *>(shared) + warp * 2 * (n + WARP), *const av = ak + n, *const wk = av + n,
+               *const wv = wk + WARP;
+  const Tile tile = tile_at(tiles, blockIdx.x);
+  const uint32_t of = blockIdx.y, per = shape.heads / shape.groups;
+  const uint64_t qs = static_cast<uint64_t>(shape.heads) * n;
+  for (uint32_t key = tile.first + warp; key < tile.first + tile.rows; key += WARPS) {
+    const uint64_t at = (static_cast<uint64_t>(key) * shape.groups + of) * n;
+    const uint32_t begin = most(key, shape.first_query), end = shape.last_query(key, tile.end);
+    fill(ak, 0.0f, n, lane);
+    fill(av, 0.0f, n, lane);
+    for (uint32_t head = of * per; head < (of + 1) * per; head++)
+      for (uint32_t j = begin; j < end; j += WARP) {
+        const uint32_t queries = least(WARP, end - j);
+        const uint64_t row = j - shape.first_query, from = row * qs + head * n;
+        for (uint32_t i = 0; i < queries; i++) {
+          const float s = dot(q + from + i * qs, k + at, n, lane), dp = dot(d_o + from + i * qs, v + at, n, lane);
+          const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row + i;
+          if (lane == 0) {
+            const float p = expf(fmaf(s, shape.scale, -lse[stat]));
+            wv[i] = p, wk[i] = p * (dp - delta[stat]);
+          }
+        }
+        __syncwarp();
+        add_rows(av, wv, d_o + from, qs, queries, n, lane);
+        add_rows(ak, wk, q + from, qs, queries, n, lane);
+        __syncwarp();
+      }
+    store_row(dk + at, ak, shape.scale, n, lane);
+    store_row(dv + at, av, 1.0f, n, lane);
+  }
+}
+
+#define PLAIN(T)                                                                                                       \
+  KERNEL(attention_forward_##T, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
+    forward<T>(q, k, v, tiles, SHAPE_OF, o, lse);                                                                      \
+  }                                                                                                                    \
+  KERNEL(attention_backward_q_##T, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,                 \
+         const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \
+    backward_q<T>(q, k, v, o, d_o, lse, tiles, SHAPE_OF, delta, dq);                                                   \
+  }                                                                                                                    \
+  KERNEL(attention_backward_kv_##T, THREADS, const T *q, const T *k, const T *v, const T *d_o, const float *lse,          \
+         const float *delta, const Tile *tiles, SHAPE, T *dk, T *dv) {                                                 \
+    backward_kv<T>(q, k, v, d_o, lse, delta, tiles, SHAPE_OF, dk, dv);                                                 \
+  }
+using f32 = float;
+PLAIN(f32)
+PLAIN(bf16)
+PLAIN(f16)

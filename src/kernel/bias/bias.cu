@@ -1,0 +1,51 @@
+// A bias added to every row of a product, in place; and its gradient, the sum of rows, added to a buffer.
+#include "../cuda/device.cuh"
+
+constexpr int THREADS = 256;
+
+// y[row] += b. A block a row.
+template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width, T *y) {
+  T *own = y + blockIdx.x * width;
+  uint64_t done = 0;
+  if (is_aligned(b) && is_aligned(own)) {
+    constexpr int N = VECTOR<T>;
+    for (uint64_t i = threadIdx.x; i < width / N; i += THREADS) {
+      float u[N], v[N];
+      load_vector(b + i * N, u);
+      load_vector(own + i * N, v);
+#pragma unroll
+      for (int k = 0; k < N; k++) v[k] += u[k];
+      store_vector(own + i * N, v);
+    }
+    done = width / N * N;
+  }
+  for (uint64_t i = done + threadIdx.x; i < width; i += THREADS) store(own + i, load(own + i) + load(b + i));
+}
+
+// grad[c] += the sum of dy[.., c]. A block takes 32 columns; its warps the rows in turn, each in order, and their sums
+// are added in order.
+template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad) {
+  constexpr int WARPS = THREADS / WARP;
+  SHARED_ARRAY(float, part, WARPS * WARP);
+  const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint64_t column = static_cast<uint64_t>(blockIdx.x) * WARP + lane;
+  float own = 0.0f;
+  if (column < width)
+    for (uint64_t r = warp; r < rows; r += WARPS) own += load(dy + r * width + column);
+  part[warp * WARP + lane] = own;
+  __syncthreads();
+  if (warp != 0 || column >= width) return;
+  float all = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) all += part[w * WARP + lane];
+  grad[column] += all;
+}
+
+#define BIAS(T)                                                                                                        \
+  KERNEL(bias_add_##T, THREADS, const T *b, uint64_t rows, uint64_t width, T *y) { add(b, rows, width, y); }           \
+  KERNEL(bias_sum_##T, THREADS, const T *dy, uint64_t rows, uint64_t width, float *grad) { sum(dy, rows, width, grad); }
+
+using f32 = float;
+BIAS(f32)
+BIAS(bf16)
+BIAS(f16)

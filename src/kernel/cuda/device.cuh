@@ -1,0 +1,200 @@
+// What the CUDA sources share. Instructions that C++ has no words for are small functions here, in two versions: asm for
+// nvcc, and for a C++ compiler a twin that tests/cuda/host.h carries out on the CPU. Kernels themselves hold no asm.
+//
+// A kernel is written once:
+//
+//   KERNEL(scale_bf16, 256, const bf16 *x, float factor, uint64_t n, bf16 *y) { scale(x, factor, n, y); }
+//
+// 256 are the threads of a block. With nvcc this is a __global__ function with C linkage and launch bounds; on the
+// host a function that tests/cuda launches by name.
+#pragma once
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define KERNEL(NAME, THREADS, ...) extern "C" __global__ void __launch_bounds__(THREADS) NAME(__VA_ARGS__)
+// Shared memory whose size the launch says, and an array whose size is known here.
+#define SHARED_BYTES(NAME) extern __shared__ __align__(128) unsigned char NAME[]
+#define SHARED_ARRAY(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]
+#else
+#include "host.h"
+#endif
+
+#define DEVICE __device__ __forceinline__
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+
+constexpr int WARP = 32;
+constexpr unsigned ALL = 0xffffffffu;
+
+// ---- numbers: f32 inside, rounded once on the way out ----
+
+// The types that values are stored in.
+template <typename T> struct Number;
+
+template <> struct Number<float> {
+  static DEVICE float from(float x) { return x; }
+  static DEVICE float widen(float x) { return x; }
+};
+
+template <> struct Number<bf16> {
+  static DEVICE bf16 from(float x) { return __float2bfloat16_rn(x); }
+  static DEVICE float widen(bf16 x) { return __bfloat162float(x); }
+};
+
+template <> struct Number<f16> {
+  static DEVICE f16 from(float x) { return __float2half_rn(x); }
+  static DEVICE float widen(f16 x) { return __half2float(x); }
+};
+
+// To the nearest value of T, as f32.
+template <typename T> DEVICE float rounded(float x) { return Number<T>::widen(Number<T>::from(x)); }
+
+// Two values in one register, the first in its lower half.
+template <typename T> DEVICE uint32_t pack(float low, float high);
+
+#ifdef __CUDACC__
+template <> DEVICE uint32_t pack<bf16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+template <> DEVICE uint32_t pack<f16>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+#endif
+
+// ---- memory ----
+
+// Values of T that one load or store of 16 bytes takes.
+template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
+
+#ifdef __CUDACC__
+// 16 bytes, loaded and stored at once.
+DEVICE uint4 load_16(const void *p) { return *static_cast<const uint4 *>(p); }
+DEVICE void store_16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
+#endif
+
+DEVICE bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// One value, as f32.
+template <typename T> DEVICE float load(const T *p) { return Number<T>::widen(*p); }
+template <typename T> DEVICE void store(T *p, float x) { *p = Number<T>::from(x); }
+
+// VECTOR<T> values at a multiple of 16 bytes, as f32, by one load or store.
+template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>]) {
+  union {
+    uint4 bits;
+    T value[VECTOR<T>];
+  } of = {load_16(p)};
+#pragma unroll
+  for (int i = 0; i < VECTOR<T>; i++) out[i] = Number<T>::widen(of.value[i]);
+}
+
+template <typename T> DEVICE void store_vector(T *p, const float (&in)[VECTOR<T>]) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if constexpr (sizeof(T) == 4) word[i] = __float_as_uint(in[i]);
+    else word[i] = pack<T>(in[2 * i], in[2 * i + 1]);
+  }
+  store_16(p, make_uint4(word[0], word[1], word[2], word[3]));
+}
+
+// ---- sums and maxima, in an order that does not change; every lane gets the result ----
+
+DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+  return x;
+}
+
+DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+  return x;
+}
+
+// Of a block of THREADS threads, all of which call; `scratch` has a float a warp, free for the next call.
+template <int THREADS> DEVICE float block_sum(float x, float *scratch) {
+  x = warp_sum(x);
+  if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < THREADS / WARP; w++) sum += scratch[w];
+  __syncthreads();
+  return sum;
+}
+
+template <int THREADS> DEVICE float block_max(float x, float *scratch) {
+  x = warp_max(x);
+  if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
+  __syncthreads();
+  float most = scratch[0];
+#pragma unroll
+  for (int w = 1; w < THREADS / WARP; w++) most = fmaxf(most, scratch[w]);
+  __syncthreads();
+  return most;
+}
+
+// ---- instructions ----
+
+#ifdef __CUDACC__
+
+// 2^x to about 2 ulp; results below the smallest normal number are 0.
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// d += a b by a warp: a [16, 16] by rows, b [16, 8] by columns, d [16, 8] in f32.
+template <typename T> DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <> DEVICE void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <> DEVICE void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four matrices [8, 8] of 16-bit values from shared memory: lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same, each transposed.
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// 16 bytes to shared memory, there after cp_async_wait; zeros, and nothing is read, unless `some`.
+DEVICE void cp_async_16(void *to, const void *from, bool some) {
+  const int bytes = some ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+// Ends a group of copies; waits until at most N of this thread's groups are open. Other threads' copies: a barrier.
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+#endif

@@ -1,0 +1,57 @@
+//! The compiled kernels: what build.rs made of each CUDA source, loaded once a device.
+
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDevice, DeviceId};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// What was made of one source: machine code for some devices, and PTX for all others.
+#[derive(Clone, Copy, Debug)]
+pub struct Module {
+    /// The source's name.
+    pub name: &'static str,
+    /// A fat binary.
+    image: &'static [u8],
+    /// The PTX alone.
+    #[cfg(test)]
+    pub ptx: &'static str,
+}
+
+include!(concat!(env!("OUT_DIR"), "/modules.rs"));
+
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<(DeviceId, &'static str), Arc<CudaModule>>,
+    functions: HashMap<(DeviceId, &'static str), HashMap<String, CudaFunction>>,
+}
+
+static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
+
+impl Module {
+    /// A kernel of it.
+    ///
+    /// # Errors
+    /// No such kernel, or a device and driver that run neither the machine code nor the PTX.
+    pub fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
+        let at = (device.id(), self.name);
+        let mut loaded = LOADED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(f) = loaded.functions.get(&at).and_then(|all| all.get(kernel)) {
+            return Ok(f.clone());
+        }
+        let failed = |e| candle_core::Error::msg(format!("CUDA kernel {}/{kernel}: {e}", self.name));
+        let module = match loaded.modules.get(&at) {
+            Some(m) => Arc::clone(m),
+            None => {
+                let context = device.cuda_stream().context().clone();
+                let m = context.load_module(Ptx::from_binary(self.image.to_vec())).map_err(failed)?;
+                loaded.modules.insert(at, Arc::clone(&m));
+                m
+            }
+        };
+        let f = module.load_function(kernel).map_err(failed)?;
+        loaded.functions.entry(at).or_default().insert(kernel.to_string(), f.clone());
+        Ok(f)
+    }
+}

@@ -1,0 +1,71 @@
+// What kernels that go over rows share: V values at a time (a vector of 16 bytes, or one where rows do not begin at one),
+// and sums over a block of any number of whole warps.
+#pragma once
+#include "device.cuh"
+
+template <typename T, int V> DEVICE void get(const T *p, float (&out)[V]) {
+  if constexpr (V == 1) out[0] = load(p);
+  else if constexpr (V == VECTOR<T>) load_vector(p, out);
+  else {
+    static_assert(2 * V == VECTOR<T>, "half a vector");
+    union {
+      uint2 bits;
+      T value[V];
+    } of = {*reinterpret_cast<const uint2 *>(p)};
+#pragma unroll
+    for (int i = 0; i < V; i++) out[i] = Number<T>::widen(of.value[i]);
+  }
+}
+
+template <typename T, int V> DEVICE void put(T *p, const float (&in)[V]) {
+  if constexpr (V == 1) store(p, in[0]);
+  else if constexpr (V == VECTOR<T>) store_vector(p, in);
+  else *reinterpret_cast<uint2 *>(p) = make_uint2(pack<T>(in[0], in[1]), pack<T>(in[2], in[3]));
+}
+
+// V floats, also where that is two vectors.
+template <int V> DEVICE void get_floats(const float *p, float (&out)[V]) {
+  if constexpr (V == 8) {
+    float low[4], high[4];
+    load_vector(p, low), load_vector(p + 4, high);
+#pragma unroll
+    for (int i = 0; i < 4; i++) out[i] = low[i], out[4 + i] = high[i];
+  } else get(p, out);
+}
+
+template <int V> DEVICE void put_floats(float *p, const float (&in)[V]) {
+  if constexpr (V == 8) {
+    const float low[4] = {in[0], in[1], in[2], in[3]}, high[4] = {in[4], in[5], in[6], in[7]};
+    store_vector(p, low), store_vector(p + 4, high);
+  } else put(p, in);
+}
+
+// The sums of x and y over the block, for every thread; `scratch` has two floats a warp, free for the next call.
+DEVICE void block_sums(float &x, float &y, float *scratch) {
+  const unsigned warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+  x = warp_sum(x), y = warp_sum(y);
+  if (warps == 1) return;
+  if (lane == 0) scratch[threadIdx.x / WARP] = x, scratch[warps + threadIdx.x / WARP] = y;
+  __syncthreads();
+  x = warp_sum(lane < warps ? scratch[lane] : 0.0f);
+  y = warp_sum(lane < warps ? scratch[warps + lane] : 0.0f);
+  __syncthreads();
+}
+
+// Calls `vector` with the first of each V values that this thread takes, of `count` in all, and `one` with what is left
+// over; without `vectors` all values go one by one, a warp's next to each other. A block takes V values a thread.
+template <int V, typename Vector, typename One>
+DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &one) {
+  const size_t begin = static_cast<size_t>(blockIdx.x) * blockDim.x * V;
+  const size_t first = begin + threadIdx.x * V;
+  if (vectors && first + V <= count) {
+    vector(first);
+  } else if (vectors) {
+    for (size_t at = first; at < count; at++) one(at);
+  } else {
+    for (int i = 0; i < V; i++) {
+      const size_t at = begin + i * blockDim.x + threadIdx.x;
+      if (at < count) one(at);
+    }
+  }
+}

@@ -1,0 +1,72 @@
+//! AdamW and sums of squares on CUDA.
+
+use super::AdamW;
+use crate::kernel::Tensor;
+use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use candle_core::{DType, Device, Result};
+
+/// Threads of a block, as in optimizer.cu.
+const THREADS: usize = 256;
+/// Blocks that one sum is shared out to at the most, and values that a thread takes at the least.
+const BLOCKS: usize = 1024;
+const EACH: usize = 16;
+
+/// One update of weights, moments and their gradient, and the weights' copy.
+pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
+    let n = p.elem_count();
+    let flat = |t: &Tensor| t.dims() == [n] && t.dtype() == DType::F32;
+    if ![p, m, v, g].into_iter().all(flat) || copy.is_some_and(|c| c.dims() != [n]) {
+        candle_core::bail!("adamw: buffers that are not f32, or not all of {n} values");
+    }
+    if ghosts(&[p], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw")?
+        .tensor(p)?
+        .tensor(m)?
+        .tensor(v)?
+        .tensor(g)?
+        .maybe(copy)?
+        .number(n as u64)
+        .number(k.grad_scale as f32)
+        .number((1.0 - k.betas[0]) as f32)
+        .number(k.betas[1] as f32)
+        .number((1.0 - k.betas[1]) as f32)
+        .number((1.0 - k.lr * k.weight_decay) as f32)
+        .number(k.lr_over_bias() as f32)
+        .number(k.sqrt_bias2() as f32)
+        .number(k.eps as f32);
+    // a thread takes as many values as are 16 bytes of the copy
+    let each = 16 / copy.unwrap_or(p).dtype().size_in_bytes();
+    // SAFETY: all buffers have n values, of f32 but for the copy, whose type names the kernel.
+    unsafe { launch.run(Grid::new(n.div_ceil(each * THREADS), THREADS as u32)) }
+}
+
+/// The sum of squares of all values of flat f32 buffers on one device.
+pub fn sum_squares(buffers: &[&Tensor]) -> Result<f64> {
+    let blocks = |b: &Tensor| b.elem_count().div_ceil(EACH * THREADS).min(BLOCKS);
+    let count: usize = buffers.iter().map(|b| blocks(b)).sum();
+    let Some(first) = buffers.first() else { return Ok(0.0) };
+    let (partial, total) = (empty(first, count, DType::F64)?, empty(first, 1, DType::F64)?);
+    let mut at = 0;
+    for b in buffers {
+        if b.dtype() != DType::F32 {
+            candle_core::bail!("a sum of squares of {:?}", b.dtype());
+        }
+        let own = partial.narrow(0, at, blocks(b))?;
+        at += blocks(b);
+        let launch = Launch::of(b, compiled!(OPTIMIZER), "optimizer_squares")?
+            .tensor(b)?
+            .number(b.elem_count() as u64)
+            .tensor(&own)?;
+        // SAFETY: the kernel reads the buffer's values, and each block writes one sum.
+        unsafe { launch.run(Grid::new(blocks(b), THREADS as u32)) }?;
+    }
+    let launch = Launch::named(&partial, compiled!(OPTIMIZER), "optimizer_total")?
+        .tensor(&partial)?
+        .count(count)?
+        .tensor(&total)?;
+    // SAFETY: the kernel reads `count` sums, and writes one.
+    unsafe { launch.run(Grid::new(1, THREADS as u32)) }?;
+    total.real()?.to_device(&Device::Cpu)?.squeeze(0)?.to_scalar::<f64>()
+}

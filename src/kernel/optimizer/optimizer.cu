@@ -1,0 +1,79 @@
+// AdamW over flat f32 buffers, with the copy that the layers compute with, in one pass of 28 bytes a value and those of the
+// copy; and the sum of squares for the gradient norm, in two steps of a fixed order.
+//
+// Buffers begin at a multiple of 16 bytes, or all values go one by one.
+#include "../cuda/rows.cuh"
+
+constexpr int THREADS = 256; // in src/kernel/optimizer/cuda.rs too
+
+// The numbers of an update: src/kernel/optimizer/mod.rs says what they are.
+struct Update {
+  float grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps;
+};
+
+template <typename T, int V>
+DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const Update &k, size_t at) {
+  float ps[V], ms[V], vs[V], gs[V];
+  get_floats(g + at, gs), get_floats(m + at, ms), get_floats(v + at, vs), get_floats(p + at, ps);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float grad = gs[i] * k.grad_scale;
+    ms[i] += (grad - ms[i]) * k.one_minus_b1;
+    vs[i] = vs[i] * k.b2 + k.one_minus_b2 * grad * grad;
+    ps[i] = ps[i] * k.decay - k.rate * (ms[i] / (sqrtf(vs[i]) / k.root + k.eps));
+  }
+  put_floats(m + at, ms), put_floats(v + at, vs), put_floats(p + at, ps);
+  if (copy != nullptr) put(copy + at, ps);
+}
+
+// By the type of the copy, which there is none of where the layers compute with `p`.
+#define ADAMW(NAME, T)                                                                                                 \
+  KERNEL(optimizer_adamw_##NAME, THREADS, float *p, float *m, float *v, const float *g, T *copy, uint64_t count,       \
+         float grad_scale, float one_minus_b1, float b2, float one_minus_b2, float decay, float rate, float root,      \
+         float eps) {                                                                                                  \
+    const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \
+    const bool vectors = is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(g) && is_aligned(copy);         \
+    each<VECTOR<T>>(vectors, count, [&](size_t at) { adamw<T, VECTOR<T>>(p, m, v, g, copy, k, at); },                  \
+                    [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); });                                         \
+  }
+
+ADAMW(f32, float)
+ADAMW(bf16, bf16)
+ADAMW(f16, f16)
+
+// The sum of x over the block, in order, for thread 0.
+DEVICE double total(double x) {
+  SHARED_ARRAY(double, sums, THREADS);
+  sums[threadIdx.x] = x;
+  for (unsigned half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  return sums[0];
+}
+
+// A partial sum of squares a block: in f64, as on the CPU, so that no square overflows.
+KERNEL(optimizer_squares_f32, THREADS, const float *x, uint64_t count, double *partial) {
+  double sum = 0.0;
+  const bool vectors = is_aligned(x);
+  const uint64_t whole = vectors ? count / 4 : 0, step = static_cast<uint64_t>(gridDim.x) * THREADS;
+  const uint64_t first = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x;
+#pragma unroll 4
+  for (uint64_t i = first; i < whole; i += step) {
+    float v[4];
+    load_vector(x + 4 * i, v);
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum += static_cast<double>(v[j]) * v[j];
+  }
+  for (uint64_t i = 4 * whole + first; i < count; i += step) sum += static_cast<double>(x[i]) * x[i];
+  sum = total(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+// The sum of all partial sums: one block.
+KERNEL(optimizer_total, THREADS, const double *partial, uint32_t count, double *out) {
+  double sum = 0.0;
+  for (uint32_t i = threadIdx.x; i < count; i += THREADS) sum += partial[i];
+  sum = total(sum);
+  if (threadIdx.x == 0) *out = sum;
+}

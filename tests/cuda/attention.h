@@ -1,0 +1,131 @@
+// Attention in float64, and the cases that both of its versions are held to.
+#include <algorithm>
+#include "check.h"
+
+struct Case {
+  std::vector<uint32_t> docs;
+  uint32_t heads, groups, window = 0x7fffffff, first_query = 0;
+  uint32_t tokens() const {
+    uint32_t n = 0;
+    for (uint32_t d : docs) n += d;
+    return n;
+  }
+};
+
+// As attention/tiles.rs makes them: the heaviest first.
+inline std::vector<Tile> tiles_of(const Case &c, bool queries) {
+  std::vector<Tile> out;
+  uint32_t at = 0;
+  for (uint32_t d : c.docs) {
+    for (uint32_t i = queries ? std::max(at, c.first_query) : at; i < at + d; i += ROWS) out.push_back({i, std::min<uint32_t>(ROWS, at + d - i), at, at + d});
+    at += d;
+  }
+  std::stable_sort(out.begin(), out.end(), [&](const Tile &a, const Tile &b) {
+    return queries ? a.first + a.rows - a.begin > b.first + b.rows - b.begin : a.end - a.first > b.end - b.first;
+  });
+  return out;
+}
+
+struct Want {
+  std::vector<double> o, lse, dq, dk, dv;
+};
+
+template <typename T> double wide(T x) { return Number<T>::widen(x); }
+
+template <typename T>
+Want attention(const Case &c, uint32_t n, double scale, const std::vector<T> &q, const std::vector<T> &k,
+               const std::vector<T> &v, const std::vector<T> &d_o, host::Buffer<T> &o) {
+  const uint32_t keys = c.tokens(), t = keys - c.first_query;
+  Want w;
+  w.o.resize(q.size()), w.dq.resize(q.size()), w.dk.resize(k.size()), w.dv.resize(k.size()), w.lse.resize(size_t(t) * c.heads);
+  std::vector<uint32_t> begin;
+  for (uint32_t d : c.docs) begin.insert(begin.end(), d, static_cast<uint32_t>(begin.size()));
+  for (uint32_t i = 0; i < t; i++)
+    for (uint32_t h = 0; h < c.heads; h++) {
+      const uint32_t query = i + c.first_query, g = h / (c.heads / c.groups);
+      const uint32_t first = std::max<int64_t>(begin[query], int64_t(query) + 1 - c.window);
+      const size_t at = (size_t(i) * c.heads + h) * n;
+      std::vector<double> p, dp;
+      double top = -1e300, sum = 0, delta = 0;
+      for (uint32_t j = first; j <= query; j++) {
+        const size_t key = (size_t(j) * c.groups + g) * n;
+        double s = 0, d = 0;
+        for (uint32_t x = 0; x < n; x++) s += wide(q[at + x]) * wide(k[key + x]), d += wide(d_o[at + x]) * wide(v[key + x]);
+        p.push_back(s * scale), dp.push_back(d), top = std::max(top, s * scale);
+      }
+      for (double &x : p) sum += x = exp(x - top);
+      w.lse[size_t(h) * t + i] = top + log(sum);
+      for (size_t j = 0; j < p.size(); j++) {
+        const size_t key = (size_t(first + j) * c.groups + g) * n;
+        p[j] /= sum;
+        for (uint32_t x = 0; x < n; x++) w.o[at + x] += p[j] * wide(v[key + x]);
+      }
+      // as everywhere: of the output that was kept, which is rounded
+      for (uint32_t x = 0; x < n; x++) delta += wide(d_o[at + x]) * wide(o[at + x]);
+      for (size_t j = 0; j < p.size(); j++) {
+        const size_t key = (size_t(first + j) * c.groups + g) * n;
+        const double ds = p[j] * (dp[j] - delta) * scale;
+        for (uint32_t x = 0; x < n; x++) {
+          w.dq[at + x] += ds * wide(k[key + x]), w.dk[key + x] += ds * wide(q[at + x]), w.dv[key + x] += p[j] * wide(d_o[at + x]);
+        }
+      }
+    }
+  return w;
+}
+
+// Runs the kernels whose names end in `name` on a case: `shared` bytes of the three, blocks a group of keys in z.
+template <typename T>
+void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t> shared, unsigned z, double bar, unsigned seed) {
+  const uint32_t keys = c.tokens(), t = keys - c.first_query;
+  const size_t nq = size_t(t) * c.heads * n, nk = size_t(keys) * c.groups * n;
+  const float scale = 1 / sqrtf(static_cast<float>(n));
+  const auto q = check::randn<T>(nq, seed), k = check::randn<T>(nk, seed + 1), v = check::randn<T>(nk, seed + 2), d_o = check::randn<T>(nq, seed + 3);
+  host::Buffer<T> bq(q), bk(k), bv(v), bg(d_o), bo(nq), dq(nq), dk(nk), dv(nk);
+  host::Buffer<float> lse(size_t(t) * c.heads), delta(size_t(t) * c.heads);
+  host::Buffer<Tile> tq(tiles_of(c, true)), tk(tiles_of(c, false));
+  host::seed(seed);
+  const auto launch = [&](const char *kernel, Dim grid, size_t bytes, auto... rest) {
+    const std::string full = kernel + name;
+    Shape s = {t, c.heads, c.groups, n, c.first_query, c.window, scale};
+    std::vector<void *> arguments = {static_cast<void *>(&rest)...};
+    // the shape stands behind the tiles: the first that is no pointer
+    const std::vector<size_t> &sizes = host::kernels().at(full).sizes;
+    const size_t at = static_cast<size_t>(std::find(sizes.begin(), sizes.end(), 4u) - sizes.begin());
+    void *shape[] = {&s.tokens, &s.heads, &s.groups, &s.channels, &s.first_query, &s.window, &s.scale};
+    arguments.insert(arguments.begin() + static_cast<long>(at), shape, shape + 7);
+    if (arguments.size() != sizes.size()) check::wrong(full + ": another number of arguments");
+    host::launch(full.c_str(), grid, THREADS, bytes, arguments.data());
+  };
+  launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), bo.at(), lse.at());
+  launch("attention_backward_q_", {unsigned(tq.size()), c.heads}, shared[1], bq.at(), bk.at(), bv.at(), bo.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
+  launch("attention_backward_kv_", {unsigned(tk.size()), c.groups, z}, shared[2], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), dk.at(), dv.at());
+  const Want want = attention(c, n, scale, q, k, v, d_o, bo);
+  check::close("o", bo, want.o, bar);
+  check::close("log-sum-exp", lse, want.lse, 1e-5);
+  // where each query sees one key the first two are zero but for rounding
+  const double least = sqrt(double(nk)) * 0.01;
+  const auto grown = [&](std::vector<double> w, host::Buffer<T> &got, const char *what) {
+    double length = 0, apart = 0;
+    for (size_t i = 0; i < w.size(); i++) { const double e = wide(got[i]) - w[i]; length += w[i] * w[i], apart += e * e; }
+    const double d = sqrt(apart) / std::max(sqrt(length), least);
+    if (!(d <= 2 * bar)) check::wrong(name + " " + what + ": " + std::to_string(d) + " of " + std::to_string(t) + " queries");
+  };
+  grown(want.dq, dq, "dq"), grown(want.dk, dk, "dk"), grown(want.dv, dv, "dv");
+}
+
+inline std::vector<Case> cases() {
+  return {
+      {{1}, 1, 1},
+      {{2}, 2, 1},
+      {{64}, 2, 1},
+      {{65}, 2, 2},
+      {{70, 1, 59}, 4, 2},
+      {{150, 3, 33}, 1, 1},
+      {{66, 10}, 1, 1, 1},
+      {{150, 30}, 1, 1, 40},
+      {{140}, 1, 1, 64},
+      {{90}, 2, 1, 0x7fffffff, 89},
+      {{140}, 2, 1, 50, 100},
+      {{150}, 1, 1, 20, 140},
+  };
+}

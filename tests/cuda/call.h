@@ -1,0 +1,24 @@
+// Launches by name with the threads that the launch code chooses, and what goes with it.
+#pragma once
+#include "check.h"
+
+inline Dim grid(size_t x, size_t y = 1) {
+  Dim g;
+  g.x = static_cast<unsigned>(x), g.y = static_cast<unsigned>(y);
+  return g;
+}
+
+// The arguments have the types of the kernel's parameters, or pointers for pointers.
+template <typename... A> void call(const std::string &name, Dim grid, unsigned threads, A... arguments) {
+  void *pointers[] = {&arguments...};
+  const size_t sizes[] = {sizeof arguments...};
+  const host::Kernel &k = host::kernels().at(name);
+  if (k.sizes != std::vector<size_t>(sizes, sizes + sizeof...(A))) check::wrong(name + ": other arguments");
+  host::launch(name.c_str(), grid, threads, 0, pointers);
+}
+
+template <typename T> std::vector<double> values(host::Buffer<T> &b) {
+  std::vector<double> v(b.size());
+  for (size_t i = 0; i < v.size(); i++) v[i] = Number<T>::widen(b[i]);
+  return v;
+}

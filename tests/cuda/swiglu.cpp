@@ -1,0 +1,39 @@
+// silu(gate) * up and its gradients against float64: whole vectors, tails, values that begin at no vector.
+#include "../../src/kernel/swiglu/swiglu.cu"
+#include "call.h"
+
+template <typename T> static void swiglu(const std::string &type) {
+  unsigned seed = 1;
+  for (auto [n, skew] : std::vector<std::pair<size_t, size_t>>{{4096, 0}, {1, 0}, {2050, 0}, {777, 1}, {5000, 3}}) {
+    host::Buffer<T> g(check::randn<T>(n, seed++, 3), skew), u(check::randn<T>(n, seed++), skew), dy(check::randn<T>(n, seed++), skew), y(n, skew), dg(n, skew),
+        du(n, skew), h(n, skew);
+    const std::vector<double> gs = values(g), us = values(u), ds = values(dy);
+    std::vector<double> want(n), wg(n), wu(n);
+    for (size_t i = 0; i < n; i++) {
+      const double s = 1 / (1 + exp(-gs[i]));
+      want[i] = gs[i] * s * us[i], wu[i] = ds[i] * gs[i] * s, wg[i] = ds[i] * us[i] * s * (1 + gs[i] * (1 - s));
+    }
+    const size_t each = VECTOR<T> * THREADS;
+    const Dim blocks = grid((n + each - 1) / each);
+    const uint64_t count = n;
+    T *no = nullptr;
+    call("swiglu_forward_" + type, blocks, THREADS, g.at(), u.at(), y.at(), count);
+    check::close("y", y, want, check::BAR<T>);
+    for (bool again : {false, true}) {
+      call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy.at(), dg.at(), du.at(), again ? h.at() : no, count);
+      check::close("dgate", dg, wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>);
+    }
+    check::close("h", h, want, check::BAR<T>);
+  }
+}
+
+TEST(swiglu_in_f32) { swiglu<float>("f32"); }
+TEST(swiglu_in_bf16) { swiglu<bf16>("bf16"); }
+TEST(swiglu_in_f16) { swiglu<f16>("f16"); }
+
+// Where e^-x overflows, silu is 0 and no NaN.
+TEST(large_gates_stay_numbers) {
+  host::Buffer<float> g(std::vector<float>{-200, 200, 0, -1e30f}), u(std::vector<float>{1, 1, 1, 1}), y(4);
+  LAUNCH(swiglu_forward_f32, {1}, 0, g.at(), u.at(), y.at(), 4);
+  check::close("y", y, {0, 200, 0, 0}, 1e-6);
+}

@@ -1,0 +1,116 @@
+//! The reference models: eight steps on the device have PyTorch's losses and gradient norms, and end where the CPU ends.
+
+use super::world::{World, reference};
+use super::{apart, device};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// What a case trains: in full, with its adapter, with its adapter on the model in 4 bits.
+const FULL: &str = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
+
+fn load(path: &Path) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The rows of a case's two batches, without their padding.
+fn rows(case: &str) -> String {
+    let all = load(&Path::new(case).join("batches.safetensors"));
+    let list = |name: String, row: usize| -> Vec<i64> {
+        let t = all[&name].to_dtype(DType::I64).and_then(|t| t.get(row)).and_then(|t| t.to_vec1());
+        t.unwrap_or_else(|e| panic!("{name}: {e}"))
+    };
+    let mut out = String::new();
+    for (i, j, row) in (0..8).map(|n| (n / 4, n / 2 % 2, n % 2)) {
+        let of = |what: &str| list(format!("batch{i}.micro{j}.{what}"), row);
+        let n = of("attention_mask").iter().sum::<i64>() as usize;
+        let line = json!({"input_ids": of("input_ids")[..n], "labels": of("labels")[..n]});
+        out += &format!("{line}\n");
+    }
+    out
+}
+
+/// The recipe of a case, as `tests/fixtures/README.md` says that PyTorch trained it.
+fn case(w: &World, model: &str, rules: &str) {
+    w.write(
+        "case.toml",
+        format!(
+            "[model]\nsource = {model:?}\ndtype = \"f32\"\n{rules}[data]\n\
+             train = [{{ source = \"case.jsonl\", format = \"tokens\" }}]\nmax_length = 64\npack = false\n\
+             shuffle = false\nmask = \"none\"\n[run]\nseed = 1\nsteps = 8\nbatch_rows = 4\nmicro_rows = 2\nclip = 1.0\n\
+             [optimizer]\nlr = 2e-3\nweight_decay = 0.01\ndecay = \"all\"\nwarmup_steps = 2\n"
+        ),
+    );
+}
+
+/// Distance of all that a run wrote from what another wrote.
+fn ends(w: &World, file: &str) -> f64 {
+    let (a, b) = (load(&w.path("cuda").join(file)), load(&w.path("cpu").join(file)));
+    assert_eq!(a.len(), b.len());
+    let flat = |t: &Tensor| t.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
+    let (mut off, mut all) = (0.0, 0.0);
+    for (name, t) in &b {
+        let (x, y) = (flat(&a[name]).expect("values"), flat(t).expect("values"));
+        off += x.iter().zip(&y).map(|(x, y)| (x - y).powi(2)).sum::<f64>();
+        all += y.iter().map(|y| y.powi(2)).sum::<f64>();
+    }
+    (off / all).sqrt()
+}
+
+/// Trains on the device and on the CPU, and compares.
+fn train(w: &World, what: &str, file: &str, expected: &Value) {
+    for device in ["cuda", "cpu"] {
+        w.ok(&[
+            "run",
+            "case.toml",
+            "--overwrite",
+            &format!("run.device={device}"),
+            &format!("run.output={device}"),
+        ]);
+    }
+    let got = w.events("cuda", "step");
+    let want = expected.as_array().unwrap_or_else(|| panic!("{what}: no trajectory"));
+    assert_eq!(got.len(), want.len(), "{what}");
+    let number = |v: &Value, key: &str| v[key].as_f64().unwrap_or(f64::NAN);
+    let worst = |key: &str| {
+        got.iter().zip(want).map(|(g, w)| apart(number(g, key), number(w, key))).fold(0.0, f64::max)
+    };
+    let (loss, norm, end) = (worst("loss"), worst("grad_norm"), ends(w, file));
+    eprintln!("{what}: loss {loss:.1e}, gradient norm {norm:.1e}, end {end:.1e}");
+    assert!(loss <= 1e-5 && norm <= 1e-4 && end <= 1e-4, "{what}: {loss:.1e} {norm:.1e} {end:.1e}");
+}
+
+fn cases(names: &[&str]) {
+    if !device() {
+        return;
+    }
+    for name in names {
+        let (w, dir) = (World::new(), reference(name));
+        w.write("case.jsonl", rows(&dir));
+        let model = format!("{dir}/model");
+        let text = std::fs::read_to_string(format!("{dir}/trajectory.json")).expect("a trajectory");
+        let trajectory: Value = serde_json::from_str(&text).expect("JSON");
+        case(&w, &model, FULL);
+        train(&w, &format!("{name} full"), "model/model.safetensors", &trajectory["full"]);
+        if Path::new(&dir).join("adapter_init").exists() {
+            case(&w, &model, &format!("[lora]\ninit = \"{dir}/adapter_init\"\n"));
+            train(&w, &format!("{name} lora"), "adapter/adapter_model.safetensors", &trajectory["lora"]);
+        }
+    }
+}
+
+#[test]
+fn dense_models_train_as_in_pytorch() {
+    cases(&["qwen3-dense", "qwen2-bias", "llama3-rope"]);
+}
+
+#[test]
+fn windows_and_other_heads_train_as_in_pytorch() {
+    cases(&["qwen2-sliding", "qwen3-one-kv", "llama-embed-head"]);
+}
+
+#[test]
+fn mixtures_train_as_in_pytorch() {
+    cases(&["mixtral", "qwen3-moe"]);
+}

@@ -1,0 +1,87 @@
+//! A run's allocations on the device, at their fullest, are what its plan lists, to 1%.
+
+use super::device;
+use super::world::World;
+use serde_json::{Value, json};
+
+const FULL: &str =
+    "[[train]]\nmodules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]\nmethod = \"full\"\n";
+const LORA: &str = "[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
+const EXPERTS: &str = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+
+fn config(extra: Value) -> Value {
+    let mut c = json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256,
+        "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 4000, "max_position_embeddings": 4096, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "hidden_act": "silu",
+    });
+    c.as_object_mut().expect("an object").extend(extra.as_object().cloned().unwrap_or_default());
+    c
+}
+
+/// Runs one step of some rows of 128 tokens, and gives the planned and the measured peak.
+fn run(w: &World, config: &Value, rules: &str, set: &[&str]) -> (f64, f64) {
+    w.write("model/config.json", config.to_string());
+    let row = |k: usize| (0..128).map(|i| (i * 7919 + k * 104_729) % 4000).collect::<Vec<usize>>();
+    let rows: String = (0..4).map(|k| format!("{}\n", json!({"input_ids": row(k)}))).collect();
+    w.write("rows.jsonl", rows);
+    w.write(
+        "r.toml",
+        format!(
+            "[model]\nsource = \"model\"\nweights = \"random\"\n{rules}[data]\nmax_length = 128\n[[data.train]]\n\
+             source = \"rows.jsonl\"\nformat = \"tokens\"\n[run]\nsteps = 1\nbatch_rows = 2\nmicro_rows = 2\n\
+             device = \"cuda\"\noutput = \"out\"\n"
+        ),
+    );
+    w.ok(&[&["run", "r.toml", "--overwrite"], set].concat());
+    let end = &w.events("out", "end")[0];
+    let of = |key: &str| end[key].as_f64().unwrap_or_else(|| panic!("no {key}: {end}"));
+    (of("planned_peak_bytes"), of("peak_device_bytes"))
+}
+
+#[test]
+fn a_run_allocates_what_its_plan_lists() {
+    if !device() {
+        return;
+    }
+    let w = World::new();
+    let (dense, tied) = (config(json!({})), config(json!({"tie_word_embeddings": true})));
+    let moe = config(json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": true,
+    }));
+    let (all, none, nf4, f32s) =
+        ("memory.recompute=all", "memory.recompute=none", "model.quantize=nf4", "model.dtype=f32");
+    let cases: &[(&Value, &str, &[&str])] = &[
+        (&dense, FULL, &[none]),
+        (&dense, FULL, &[all]),
+        (&dense, FULL, &[f32s, none]),
+        (&dense, LORA, &[none]),
+        (&dense, LORA, &[all]),
+        (&dense, LORA, &[f32s, "memory.recompute=1"]),
+        (&dense, LORA, &[none, "lora.dropout=0.1"]),
+        (&dense, LORA, &[none, "lora.dora=true"]),
+        (&dense, LORA, &[nf4, none]),
+        (&dense, LORA, &[nf4, all, "memory.dequantize=per_matmul"]),
+        (&dense, LORA, &[nf4, all, "memory.dequantize=per_layer"]),
+        (&tied, FULL, &[all, "run.micro_rows=1"]),
+        (&moe, EXPERTS, &[none]),
+        (&moe, EXPERTS, &[nf4, all]),
+    ];
+    // all of them, before any fails
+    let (mut table, mut wrong) = (String::new(), Vec::new());
+    for (config, rules, set) in cases {
+        let (planned, measured) = run(&w, config, rules, set);
+        let apart = 100.0 * (measured / planned - 1.0);
+        let family = config["model_type"].as_str().unwrap_or_default();
+        let line =
+            format!("{apart:>7.2}% of {planned:>10} planned, {measured:>10} measured  {family} {set:?}");
+        table += &format!("{line}\n");
+        if apart.abs() > 1.0 {
+            wrong.push(line);
+        }
+    }
+    eprintln!("{table}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
