@@ -9,8 +9,8 @@ thread_local! {
     static COMPOSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f`, and what it does on threads, through the composed operations, as CUDA does without kernels of ours: on this
-/// one switch the kernels on the CPU step aside, for tensors and ghosts alike.
+/// Runs `f`, and what it does on threads, through the composed operations that CUDA uses where it has no kernel of ours:
+/// on this one switch the kernels on the CPU that have such a twin step aside, for tensors and ghosts alike.
 pub fn composed<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(2).start_handler(|_| COMPOSED.set(true));
     threads.build().expect("threads").install(f)

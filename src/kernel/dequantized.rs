@@ -3,7 +3,7 @@
 //! On the CPU its products take the tiles that those of [`QuantizedMatrix`] take, so that they have the same bits: what
 //! differs is that a tile is read instead of dequantized.
 
-use super::cpu::{Real, ghosts, is_cpu, on_real, onto, tensor, view};
+use super::cpu::{Real, ghosts, is_native, on_real, onto, tensor, view};
 use super::gemm::{self, Mat};
 use super::ledger::{Cost, Ledger, Role};
 use super::quantized::tiles::FEW;
@@ -44,7 +44,7 @@ impl Dequantized {
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.blocks.work(x, false);
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), self.forward_cpu(x));
         }
         x.matmul(&self.values.to_dtype(x.dtype())?.t()?)
@@ -53,7 +53,7 @@ impl Dequantized {
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.blocks.work(dy, false);
-        if is_cpu(dy) {
+        if is_native(dy) {
             return on_real!(dy.dtype(), self.backward_cpu(dy, dx));
         }
         match dx {

@@ -6,7 +6,7 @@
 
 pub use super::packing::{ghost_tiles, is_small, slabs, work};
 
-use super::cpu::{Real, View, ghosts, in_place, is_cpu, on_real, tensor, view};
+use super::cpu::{Real, View, ghosts, in_place, is_native, on_real, tensor, view};
 use super::ghost::Ghost;
 use super::ledger::Cost;
 use super::packing::packing;
@@ -288,7 +288,7 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     work(a, ta, b, None)?;
-    if is_cpu(a) {
+    if is_native(a) {
         return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
     }
     let b = b.to_dtype(a.dtype())?;
@@ -298,7 +298,7 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
 
 /// As [`matmul`], in the dtype of sums: on CUDA the sums of half-precision values are given as they are, unrounded.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
-    if is_cpu(a) || !super::is_half(a) || a.dtype() != b.dtype() {
+    if is_native(a) || !super::is_half(a) || a.dtype() != b.dtype() {
         return upcast(&matmul(a, ta, b, tb)?);
     }
     let (m, _, n) = sizes(a, ta, b, tb)?;
@@ -359,7 +359,7 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 /// the dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     work(a, ta, b, Some(c))?;
-    match (is_cpu(c), c.dtype()) {
+    match (is_native(c), c.dtype()) {
         (true, DType::F32 | DType::F64) => on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha)),
         (true, _) => acc_half(c, a, ta, b, tb, alpha),
         (false, _) => add(c, a, ta, b, tb, alpha),
@@ -422,13 +422,13 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
             if p.a.dtype() == flat.dtype() { 0 } else { 4 * (p.a.elem_count() + p.b.elem_count()) }
         };
         let bytes: f64 = parts.iter().map(|p| p.alike * copies(p) as f64).sum();
-        g.ledger().touch(if is_cpu(flat) { bytes as u64 } else { 0 });
+        g.ledger().touch(if is_native(flat) { bytes as u64 } else { 0 });
         return Ok(());
     }
     parts.sort_by_key(|p| p.offset);
     let apart = parts.windows(2).all(|w| w[0].offset + w[0].rows * w[0].cols <= w[1].offset);
     let many = parts.len() >= 2 * rayon::current_num_threads();
-    if many && apart && is_cpu(flat) && matches!(flat.dtype(), DType::F32 | DType::F64) {
+    if many && apart && is_native(flat) && matches!(flat.dtype(), DType::F32 | DType::F64) {
         return on_real!(flat.dtype(), accumulate_cpu(flat, &parts));
     }
     for p in &parts {

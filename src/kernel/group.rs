@@ -7,7 +7,7 @@
 //! on another device it is one small copy a layer (4 bytes a pair) from the device and three back, because
 //! candle's operations need the size of each product on the host.
 
-use super::cpu::{ROWS, Real, View, dot, ghosts, is_cpu, on_real, tensor, view};
+use super::cpu::{ROWS, Real, View, dot, ghosts, is_native, on_real, tensor, view};
 use super::ledger::{Allocation, Role};
 use super::tensor::{Ghost, On};
 use super::{gemm, route};
@@ -90,7 +90,7 @@ impl Groups {
             next[*e as usize] += 1;
             (token[row], pair[row], place[p]) = ((p / top_k.max(1)) as u32, p as u32, row as u32);
         }
-        let index = match On::from(device).is_cpu() {
+        let index = match On::from(device).is_native() {
             true => None,
             false => Some([
                 Tensor::from_slice(&token, n, device)?,
@@ -141,7 +141,7 @@ impl Groups {
                 // expert, token, pair and place of each
                 let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
                 let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
-                let index = (!On::Ghost(ledger).is_cpu()).then(|| [list(), list(), list()]);
+                let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
                 let alike: Vec<f64> = runs.iter().map(|r| r.1).collect();
                 let even = alike.iter().sum::<f64>().round() as usize;
                 let busy = if ledger.skewed() { experts } else { even };
@@ -209,7 +209,7 @@ impl Groups {
 
     /// Rows of `x` [t, d] sorted by expert: [n, d].
     pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, None, &self.whole()));
         }
         x.index_select(&self.index()?[0], 0)
@@ -217,7 +217,7 @@ impl Groups {
 
     /// One expert's rows of `x` [t, d], each times its gate of `gates` [t, k]: [rows, d] in `x`'s dtype.
     pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &ExpertRows) -> Result<Tensor> {
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
         }
         self.gather_composed(x, gates, run, self.index()?)
@@ -277,7 +277,7 @@ impl Groups {
     /// `parts`: the rows of each of [`Groups::runs`], [rows, d] -> [t, d] in `dtype`.
     pub fn combine(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
         match parts.first() {
-            Some(p) if is_cpu(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
+            Some(p) if is_native(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
             Some(_) => self.combine_composed(parts, gates, dtype, self.index()?),
             None => candle_core::bail!("routing: no rows"),
         }
@@ -285,7 +285,7 @@ impl Groups {
 
     /// `dots[t, j] = x[t] . row(t, j)`, [t, k] in f32 (f64 in tests): the gradient of the gates.
     pub fn dots(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), self.dots_cpu(parts, x));
         }
         self.dots_composed(parts, x, self.index()?)
@@ -415,7 +415,7 @@ impl Groups {
 /// threads in each product. The result is the same.
 pub fn side_by_side<'a>(runs: usize, on: impl Into<On<'a>>) -> bool {
     let threads = match on.into() {
-        on if !on.is_cpu() => return false,
+        on if !on.is_native() => return false,
         On::Real(_) => rayon::current_num_threads(),
         On::Ghost(l) => l.machine().threads as usize,
     };

@@ -6,7 +6,7 @@
 //!
 //! Equal probabilities are decided for the lower expert, on every device: a tie does not flip.
 
-use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, view};
+use super::cpu::{ROWS, Real, ghosts, is_native, on_real, tensor, view};
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
 use candle_core::{D, DType, Result};
@@ -28,7 +28,7 @@ pub struct Balance {
 
 /// Probabilities `[t, e]` and logsumexp `[t]` of logits `[t, e]`, f32 (f64 in tests).
 pub fn softmax(logits: &Tensor) -> Result<(Tensor, Tensor)> {
-    if is_cpu(logits) { on_real!(logits.dtype(), softmax_cpu(logits)) } else { softmax_composed(logits) }
+    if is_native(logits) { on_real!(logits.dtype(), softmax_cpu(logits)) } else { softmax_composed(logits) }
 }
 
 fn softmax_cpu<T: Real>(logits: &Tensor) -> Result<(Tensor, Tensor)> {
@@ -66,7 +66,7 @@ pub fn choose(probs: &Tensor, k: usize) -> Result<Vec<u32>> {
     if k == 0 || k > e {
         candle_core::bail!("routing: {k} of {e} experts");
     }
-    if is_cpu(probs) {
+    if is_native(probs) {
         on_real!(probs.dtype(), choose_cpu(probs, k))
     } else {
         choose_composed(probs, k)?.flatten_all()?.to_vec1::<u32>()
@@ -151,7 +151,7 @@ pub fn backward(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>
     if let Some(b) = balance.filter(|b| !b.dp.is_empty() && b.dp.len() != e) {
         candle_core::bail!("routing: {} gradients for {e} experts", b.dp.len());
     }
-    if is_cpu(r.probs) {
+    if is_native(r.probs) {
         on_real!(r.probs.dtype(), backward_cpu(r, dgates, balance))
     } else {
         backward_composed(r, dgates, balance)

@@ -41,15 +41,22 @@ impl<'a> From<&'a candle_core::Device> for On<'a> {
 }
 
 impl On<'_> {
-    /// Whether this is the CPU, where our own kernels run.
+    /// Whether this is the CPU.
     pub fn is_cpu(self) -> bool {
-        let cpu = match self {
+        match self {
             On::Real(d) => d.is_cpu(),
             On::Ghost(l) => !l.machine().cuda,
-        };
+        }
+    }
+
+    /// Whether operations that are composed on CUDA run by our own kernels here: on the CPU, but not within
+    /// `check::composed`, by which tests run the compositions.
+    pub fn is_native(self) -> bool {
         #[cfg(test)]
-        let cpu = cpu && !super::check::is_composed();
-        cpu
+        if super::check::is_composed() {
+            return false;
+        }
+        self.is_cpu()
     }
 }
 

@@ -21,7 +21,7 @@ pub mod tiles;
 
 use self::cpu::{backward_cpu, dequantize_cpu, forward_cpu, row_squares_cpu};
 pub use self::cpu::{few_tokens, tile_width};
-use super::cpu::{is_cpu, on_real};
+use super::cpu::{is_native, on_real};
 use super::ledger::{Cost, Ledger, Role};
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
@@ -191,7 +191,7 @@ impl QuantizedMatrix {
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.work(x, true);
-        if is_cpu(x) {
+        if is_native(x) {
             return on_real!(x.dtype(), forward_cpu(self, x));
         }
         if let Some(y) = self.ghost_cuda(x, self.rows, None)? {
@@ -207,7 +207,7 @@ impl QuantizedMatrix {
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.work(dy, true);
-        if is_cpu(dy) {
+        if is_native(dy) {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
         }
         if dy.ghost().is_some_and(|g| g.ledger().machine().cuda) {
@@ -231,7 +231,7 @@ impl QuantizedMatrix {
 
     /// Squared norm of each row `[rows]`, in f32 (f64 where that is the compute dtype).
     pub fn row_squares(&self) -> Result<Tensor> {
-        if is_cpu(&self.packed) {
+        if is_native(&self.packed) {
             return on_real!(self.compute, row_squares_cpu(self));
         }
         let parts = tiles::split(self.rows, self.cols * DType::F32.size_in_bytes(), tiles::MOST)
@@ -250,7 +250,7 @@ impl QuantizedMatrix {
         if rows.start > rows.end || rows.end > self.rows {
             candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
         }
-        if is_cpu(&self.packed) {
+        if is_native(&self.packed) {
             return on_real!(self.compute, dequantize_cpu(self, rows));
         }
         if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {
