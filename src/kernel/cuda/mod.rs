@@ -7,6 +7,8 @@
 #[cfg(test)]
 mod compiled_tests;
 #[cfg(feature = "cuda")]
+mod curand;
+#[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(test)]
 pub(crate) mod host_tests;
