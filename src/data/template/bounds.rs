@@ -8,7 +8,7 @@
 use minijinja::value::{DynObject, ObjectRepr, Value};
 use minijinja::{Error, ErrorKind};
 use rustix::time::{ClockId, clock_gettime};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 /// Bytes that a rendering may read or make, and for each byte of its conversation as many more.
 const BUDGET: (u64, u64) = (128 << 20, 16);
@@ -27,22 +27,37 @@ thread_local! {
     /// When it has to be done, in seconds of this thread's processor time.
     static END: Cell<f64> = const { Cell::new(f64::INFINITY) };
     static TICK: Cell<u32> = const { Cell::new(0) };
+    /// The conversation that is rendered, until it is known what may be spent on it.
+    static UNWEIGHED: RefCell<Vec<Value>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Begins a rendering of a conversation.
+pub(super) fn begin(conversation: &[&Value]) {
+    UNWEIGHED.replace(conversation.iter().map(|v| (*v).clone()).collect());
+    LEFT.set(BUDGET.0);
+    END.set(f64::INFINITY);
+    TICK.set(0);
+}
+
+/// Gives a rendering what its conversation adds, and starts its clock: most end before they need either.
 ///
 /// # Errors
 /// A conversation that is nested too deeply.
-pub(super) fn begin(conversation: &[&Value]) -> Result<(), Error> {
-    LEFT.set(u64::MAX);
-    END.set(f64::INFINITY);
-    for v in conversation {
+#[cold]
+fn weigh_conversation() -> Result<(), Error> {
+    let left = LEFT.replace(u64::MAX);
+    for v in &UNWEIGHED.take() {
         weigh(v)?;
     }
     let size = u64::MAX - LEFT.get();
-    LEFT.set(BUDGET.0 + BUDGET.1 * size);
+    LEFT.set(left + BUDGET.1 * size);
     END.set(now() + SECONDS.0 + size as f64 / SECONDS.1);
     Ok(())
+}
+
+/// Whether nothing is known of the conversation yet.
+fn is_new() -> bool {
+    UNWEIGHED.with_borrow(|c| !c.is_empty())
 }
 
 /// Whether the rendering on this thread was stopped, even where a filter took the error for something else.
@@ -63,7 +78,11 @@ fn stop() -> Error {
 
 /// Spends `bytes`.
 pub(in crate::data) fn spend(bytes: usize) -> Result<(), Error> {
-    match LEFT.get().checked_sub(bytes as u64) {
+    let bytes = bytes as u64;
+    if bytes >= LEFT.get() && is_new() {
+        weigh_conversation()?;
+    }
+    match LEFT.get().checked_sub(bytes) {
         Some(left) if left > 0 => LEFT.set(left),
         _ => return Err(stop()),
     }
@@ -79,7 +98,13 @@ pub(in crate::data) fn spend_product(a: usize, b: usize) -> Result<(), Error> {
 pub(super) fn tick() -> Result<(), Error> {
     let n = TICK.get().wrapping_add(1);
     TICK.set(n);
-    if n.is_multiple_of(TICKS) && now() > END.get() { Err(stop()) } else { Ok(()) }
+    if !n.is_multiple_of(TICKS) {
+        return Ok(());
+    }
+    if is_new() {
+        weigh_conversation()?;
+    }
+    if now() > END.get() { Err(stop()) } else { Ok(()) }
 }
 
 /// Spends what walking over a value costs: a list that holds one list twice counts it twice.

@@ -118,7 +118,7 @@ impl Template {
         }
         let mut context = variables.clone();
         let messages = Value::from(messages.to_vec());
-        bounds::begin(&[&messages, tools]).map_err(|e| self.error(&e))?;
+        bounds::begin(&[&messages, tools]);
         context.insert("messages".into(), messages);
         context.insert("tools".into(), tools.clone());
         context.entry("documents".into()).or_insert(Value::from(()));
