@@ -56,6 +56,21 @@ impl Kernels {
     }
 }
 
+/// Shared memory that a kernel of this name is launched with; of the plain ones with 128 channels.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
+    let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
+    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some());
+    if rest.starts_with("forward") {
+        k.forward
+    } else if rest.starts_with("backward_q") {
+        k.backward_q
+    } else {
+        k.backward_kv
+    }
+}
+
 /// Whether 16 bytes at a time can be copied from a tensor's beginning; its rows are whole numbers of those.
 fn is_aligned(t: &Tensor) -> Result<bool> {
     let t = t.real()?;

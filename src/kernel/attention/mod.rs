@@ -15,6 +15,8 @@ mod cuda;
 mod tiles;
 
 pub use self::cpu::BLOCK;
+#[cfg(test)]
+pub(crate) use self::cuda::shared_memory;
 use self::tiles::Tiles;
 use super::cpu::{is_cpu, on_real};
 use super::ledger::Cost;

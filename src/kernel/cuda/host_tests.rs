@@ -181,8 +181,10 @@ fn words(o: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
 }
 
-fn each_program(watched: Watched) {
+/// What the programs print of kernels: `kernel NAME SECTORS PASSES`.
+fn each_program(watched: Watched) -> Vec<String> {
     let compiler = Compiler::new();
+    let mut kernels = Vec::new();
     for name in programs() {
         let done = Command::new(compiler.compile::<&str>(&name, watched, &[])).output().expect("a program");
         let out = words(&done);
@@ -191,8 +193,10 @@ fn each_program(watched: Watched) {
             "{name}, {watched:?}, {}:\n{out}",
             done.status
         );
-        println!("{name}, {watched:?}\n{out}");
+        kernels.extend(out.lines().filter_map(|l| l.strip_prefix("kernel ")).map(String::from));
     }
+    kernels.sort();
+    kernels
 }
 
 #[test]
@@ -201,10 +205,33 @@ fn kernels_stay_within_bounds_on_the_host() {
     each_program(Watched::Bounds);
 }
 
+/// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn kernels_have_no_races_on_the_host() {
-    each_program(Watched::Accesses);
+    let kernels = each_program(Watched::Accesses);
+    for k in &kernels {
+        let numbers: Vec<f64> = k.split_whitespace().skip(1).map(|n| n.parse().expect("a number")).collect();
+        let [sectors, passes] = numbers[..] else { panic!("{k}") };
+        assert!(sectors >= 90.0, "{k}: less than 90% of the sectors that it touches was asked for");
+        assert!(passes <= 1.05, "{k}: bank conflicts");
+    }
+    let made = "# kernel, bytes asked for in % of the 32-byte sectors touched, passes of shared memory in relation to its width\n\
+                # (of sizes without tails; written by src/kernel/cuda/host_tests.rs)\n"
+        .to_string()
+        + &kernels.join("\n")
+        + "\n";
+    let at = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/accesses.txt");
+    if std::env::var_os("FT_TABLES").is_some_and(|v| v == "write") {
+        std::fs::write(&at, &made).expect("the table");
+    }
+    let kept = std::fs::read_to_string(&at).unwrap_or_default();
+    let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
+    assert!(
+        made == kept,
+        "tests/cuda/accesses.txt: FT_TABLES=write writes it again; new are\n{}",
+        differs.join("\n")
+    );
 }
 
 /// A fault of tests/cuda/faults.cpp, who finds it, and what is said of it.
@@ -243,5 +270,86 @@ fn planted_faults_are_found_on_the_host() {
         }
         let done = Command::new(&program).arg("nothing_is_wrong").output().expect("a program");
         assert!(done.status.success(), "{}", words(&done));
+    }
+}
+
+/// A source of attention changed in one place, the program that must find it, its test, and what it says.
+const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
+    (
+        "attention_forward.cu",
+        "    __syncthreads();\n    if (j + KEYS < end) copy_rows",
+        "    if (j + KEYS < end) copy_rows",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "shared byte",
+    ),
+    (
+        "attention_forward.cu",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (works) add_product",
+        "    cp_async_wait<2>();\n    __syncthreads();\n    if (works) add_product",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
+        "attention.cuh",
+        "{\n  constexpr int PIECES = W / 8;\n  __syncwarp();\n",
+        "{\n  constexpr int PIECES = W / 8;\n",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "write after read",
+    ),
+    (
+        "attention.cuh",
+        "(piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))",
+        "piece",
+        "measured",
+        Watched::Accesses,
+        "kernel attention_backward_kv_bf16_128 100.0 6.",
+    ),
+    (
+        "attention.cuh",
+        "    if (row < static_cast<int>(rows))\n      store_16",
+        "    store_16",
+        "bf16_of_64_channels",
+        Watched::Bounds,
+        "heap-buffer-overflow",
+    ),
+    (
+        "attention.cuh",
+        "return query - key < window;",
+        "return query - key <= window;",
+        "bf16_of_64_channels",
+        Watched::Bounds,
+        "bar",
+    ),
+];
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("a file").path();
+        if path.is_file() {
+            std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("a copy");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler; .ci/run runs it"]
+fn changes_of_attention_are_found_on_the_host() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (file, from, to, test, watched, message) in CHANGES {
+        let dir = tempfile::tempdir().expect("a folder");
+        for folder in ["tests/cuda", "src/kernel/attention", "src/kernel/cuda"] {
+            copy_folder(&root.join(folder), &dir.path().join(folder));
+        }
+        let at = dir.path().join("src/kernel/attention").join(file);
+        let text = std::fs::read_to_string(&at).expect("a source");
+        assert_eq!(text.matches(from).count(), 1, "{file} has no {from:?} any more");
+        std::fs::write(&at, text.replace(from, to)).expect("a source");
+        let program = Compiler::of(dir.path()).compile::<&str>("attention.cpp", *watched, &[]);
+        let done = Command::new(program).arg(test).output().expect("a program");
+        assert!(words(&done).contains(message), "{file} with {to:?}: {}\n{}", done.status, words(&done));
     }
 }

@@ -225,7 +225,7 @@ impl<'a> Launch<'a> {
 #[cfg(feature = "cuda")]
 mod device {
     use super::{Argument, Grid, Launch};
-    use candle_core::backend::{BackendDevice, BackendStorage};
+    use candle_core::backend::BackendDevice;
     use candle_core::cuda_backend::cudarc::driver::{
         CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg, sys::CUfunction_attribute,
     };

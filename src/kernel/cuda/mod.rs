@@ -4,6 +4,10 @@
 //! Kernels of our own are CUDA sources beside their operation, compiled by build.rs. **None has run on a GPU yet**;
 //! `examples/gpu_check` compares each with its CPU version where there is one.
 
+#[cfg(test)]
+mod compiled_tests;
+#[cfg(feature = "cuda")]
+mod curand;
 #[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(test)]

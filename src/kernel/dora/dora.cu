@@ -7,7 +7,7 @@ constexpr int WARPS = THREADS / WARP;
 // A warp a row of W: n = sqrt(|w|^2 + 2 s w.(BA) + s^2 |BA|^2), with w.(BA) = times . b and |BA|^2 = b^T gram b.
 // With a magnitude m: m / n and 1 / n; without one n.
 template <typename T>
-DEVICE void norms(const T *times, const T *b, const float *gram, const float *squares, const T *magnitude, float scale,
+DEVICE void norms(const T *times, const T *b, const float *gram, const float *squares, const float *magnitude, float scale,
                   uint64_t rows, uint32_t rank, float *first, float *second) {
   const unsigned lane = threadIdx.x % WARP;
   const uint64_t row = static_cast<uint64_t>(blockIdx.x) * WARPS + threadIdx.x / WARP;
@@ -29,7 +29,7 @@ DEVICE void norms(const T *times, const T *b, const float *gram, const float *sq
     second[row] = 0.0f;
     return;
   }
-  first[row] = load(magnitude + row) * (1.0f / norm);
+  first[row] = magnitude[row] * (1.0f / norm);
   second[row] = 1.0f / norm;
 }
 
@@ -93,7 +93,7 @@ DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, ui
 
 #define DORA(T)                                                                                                        \
   KERNEL(dora_norms_##T, THREADS, const T *times, const T *b, const float *gram, const float *squares,                 \
-         const T *magnitude, float factor, uint64_t rows, uint32_t rank, float *first, float *second) {                \
+         const float *magnitude, float factor, uint64_t rows, uint32_t rank, float *first, float *second) {            \
     norms(times, b, gram, squares, magnitude, factor, rows, rank, first, second);                                      \
   }                                                                                                                    \
   KERNEL(dora_scale_##T, THREADS, const T *x, const float *g, float add, float k, const T *other, const T *base,       \

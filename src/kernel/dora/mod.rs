@@ -67,6 +67,8 @@ impl Norms<'_> {
             candle_core::bail!("DoRA: norms of {:?} and {:?}", self.a.shape(), self.b.shape());
         }
         let shape = || if magnitude.is_some() { (1, o).into() } else { candle_core::Shape::from(o) };
+        // it is in f32 where the master weights are on the device
+        let magnitude = magnitude.map(upcast).transpose()?;
         let gram = gemm::matmul_wide(self.a, false, self.a, true)?;
         if let Some(two) = ghosts(&[self.b], [(shape(), DType::F32), (shape(), DType::F32)], |_| ()) {
             return Ok(two);
@@ -78,7 +80,7 @@ impl Norms<'_> {
             .tensor(&b)?
             .tensor(&gram)?
             .tensor(self.squares)?
-            .maybe(magnitude)?
+            .maybe(magnitude.as_ref())?
             .number(self.scale as f32)
             .number(o as u64)
             .count(r)?
