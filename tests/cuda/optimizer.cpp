@@ -17,7 +17,7 @@ template <typename T> static void update(const std::string &type, bool with) {
       ms[i] += (grad - ms[i]) * (1 - b1), vs[i] = vs[i] * b2 + (1 - b2) * grad * grad;
       ps[i] -= lr * wd * ps[i] + lr / (1 - pow(b1, t)) * ms[i] / (sqrt(vs[i] / (1 - pow(b2, t))) + eps);
     }
-    const size_t each = VECTOR<T> * THREADS;
+    const size_t each = 4 * THREADS;
     const uint64_t count = n;
     T *no = nullptr;
     call("optimizer_adamw_" + type, grid((n + each - 1) / each), THREADS, p.at(), m.at(), v.at(), g.at(), with ? copy.at() : no, count, float(scale),

@@ -24,15 +24,6 @@ template <typename T, int V> DEVICE void put(T *p, const float (&in)[V]) {
 }
 
 // V floats, also where that is two vectors.
-template <int V> DEVICE void get_floats(const float *p, float (&out)[V]) {
-  if constexpr (V == 8) {
-    float low[4], high[4];
-    load_vector(p, low), load_vector(p + 4, high);
-#pragma unroll
-    for (int i = 0; i < 4; i++) out[i] = low[i], out[4 + i] = high[i];
-  } else get(p, out);
-}
-
 template <int V> DEVICE void put_floats(float *p, const float (&in)[V]) {
   if constexpr (V == 8) {
     const float low[4] = {in[0], in[1], in[2], in[3]}, high[4] = {in[4], in[5], in[6], in[7]};

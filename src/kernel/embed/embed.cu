@@ -30,7 +30,7 @@ DEVICE void gradient(float *grad, const uint32_t *ids, const uint32_t *starts, c
   const uint32_t begin = starts[blockIdx.x], end = starts[blockIdx.x + 1];
   by_columns<V>(columns, [&](uint32_t c) {
     float sum[V];
-    get_floats(row + c, sum);
+    get(row + c, sum);
 #pragma unroll 4
     for (uint32_t i = begin; i < end; i++) {
       float v[V];
@@ -38,7 +38,7 @@ DEVICE void gradient(float *grad, const uint32_t *ids, const uint32_t *starts, c
 #pragma unroll
       for (int j = 0; j < V; j++) sum[j] += v[j] * scale;
     }
-    put_floats(row + c, sum);
+    put(row + c, sum);
   });
 }
 
@@ -50,8 +50,9 @@ DEVICE void gradient(float *grad, const uint32_t *ids, const uint32_t *starts, c
   }                                                                                                                    \
   KERNEL(embed_gradient_##NAME, THREADS, float *grad, const uint32_t *ids, const uint32_t *starts,                     \
          const uint32_t *order, const T *dy, uint32_t columns, float scale) {                                          \
-    if (columns % VECTOR<T> == 0 && is_aligned(grad) && is_aligned(dy))                                                \
-      gradient<T, VECTOR<T>>(grad, ids, starts, order, dy, columns, scale);                                            \
+    /* a vector of the gradient, and of values of 16 bits half of one */                                               \
+    if (columns % 4 == 0 && is_aligned(grad) && is_aligned(dy))                                                        \
+      gradient<T, 4>(grad, ids, starts, order, dy, columns, scale);                                                    \
     else gradient<T, 1>(grad, ids, starts, order, dy, columns, scale);                                                 \
   }
 

@@ -44,7 +44,7 @@ DEVICE void gradient(const float *row, T *out, uint32_t columns, uint32_t target
 #pragma unroll 2
   for (uint32_t i = threadIdx.x * V; i < columns; i += THREADS * V) {
     float x[V];
-    get_floats(row + i, x);
+    get(row + i, x);
 #pragma unroll
     for (int j = 0; j < V; j++) x[j] = expf(x[j] - most) * factor - (i + j == target ? scale : 0.0f);
     put(out + i, x);
@@ -77,8 +77,8 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
   if (threadIdx.x == 0) losses[blockIdx.x] = seen.most + logf(seen.sum) - picked;
   if (out == nullptr) return;
   const float factor = scale / seen.sum;
-  if (vectors && columns % VECTOR<T> == 0 && is_aligned(out))
-    gradient<T, VECTOR<T>>(row, out + at, columns, target, seen.most, factor, scale);
+  // a vector of logits, and of a gradient of 16 bits half of one
+  if (vectors && is_aligned(out)) gradient<T, 4>(row, out + at, columns, target, seen.most, factor, scale);
   else gradient<T, 1>(row, out + at, columns, target, seen.most, factor, scale);
 }
 

@@ -89,7 +89,7 @@ pub fn backward(
             );
         }
     }
-    let per = if want_dw { per(rows).max(rows.div_ceil(PARTS)) } else { per(rows) };
+    let per = if want_dw { ROWS.max(rows.div_ceil(PARTS)) } else { per(rows) };
     let parts = rows.div_ceil(per);
     let reads: Vec<&Tensor> = [x, w, dy].into_iter().chain(add).collect();
     let (own, of_w) = ((x.shape().clone(), x.dtype()), (Shape::from((parts, d)), DType::F32));

@@ -142,10 +142,7 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
   if (own == nullptr) return;
 #pragma unroll
   for (int k = 0; k < HELD; k++)
-    if (first + k * step < d) {
-#pragma unroll
-      for (int j = 0; j < V; j++) own[first + k * step + j] = dw[k][j];
-    }
+    if (first + k * step < d) put_floats(own + first + k * step, dw[k]);
 }
 
 // By the type of the values. `add` and `sum` are there or not, both; `partial` [blocks, d] is there where the weight

@@ -7,6 +7,8 @@ use candle_core::{DType, Device, Result};
 
 /// Threads of a block, as in optimizer.cu.
 const THREADS: usize = 256;
+/// Values that a thread of the update takes.
+const VECTOR: usize = 4;
 /// Blocks that one sum is shared out to at the most, and values that a thread takes at the least.
 const BLOCKS: usize = 1024;
 const EACH: usize = 16;
@@ -36,10 +38,8 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
         .number(k.lr_over_bias() as f32)
         .number(k.sqrt_bias2() as f32)
         .number(k.eps as f32);
-    // a thread takes as many values as are 16 bytes of the copy
-    let each = 16 / copy.unwrap_or(p).dtype().size_in_bytes();
     // SAFETY: all buffers have n values, of f32 but for the copy, whose type names the kernel.
-    unsafe { launch.run(Grid::new(n.div_ceil(each * THREADS), THREADS as u32)) }
+    unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
 /// The sum of squares of all values of flat f32 buffers on one device.

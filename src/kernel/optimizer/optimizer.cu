@@ -14,7 +14,7 @@ struct Update {
 template <typename T, int V>
 DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const Update &k, size_t at) {
   float ps[V], ms[V], vs[V], gs[V];
-  get_floats(g + at, gs), get_floats(m + at, ms), get_floats(v + at, vs), get_floats(p + at, ps);
+  get(g + at, gs), get(m + at, ms), get(v + at, vs), get(p + at, ps);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const float grad = gs[i] * k.grad_scale;
@@ -22,19 +22,20 @@ DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const U
     vs[i] = vs[i] * k.b2 + k.one_minus_b2 * grad * grad;
     ps[i] = ps[i] * k.decay - k.rate * (ms[i] / (sqrtf(vs[i]) / k.root + k.eps));
   }
-  put_floats(m + at, ms), put_floats(v + at, vs), put_floats(p + at, ps);
+  put(m + at, ms), put(v + at, vs), put(p + at, ps);
   if (copy != nullptr) put(copy + at, ps);
 }
 
-// By the type of the copy, which there is none of where the layers compute with `p`.
+// By the type of the copy, which there is none of where the layers compute with `p`. A thread takes a vector of each f32
+// buffer, and half of one of a copy of 16 bits: so that a warp's accesses are each one range.
 #define ADAMW(NAME, T)                                                                                                 \
   KERNEL(optimizer_adamw_##NAME, THREADS, float *p, float *m, float *v, const float *g, T *copy, uint64_t count,       \
          float grad_scale, float one_minus_b1, float b2, float one_minus_b2, float decay, float rate, float root,      \
          float eps) {                                                                                                  \
     const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \
     const bool vectors = is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(g) && is_aligned(copy);         \
-    each<VECTOR<T>>(vectors, count, [&](size_t at) { adamw<T, VECTOR<T>>(p, m, v, g, copy, k, at); },                  \
-                    [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); });                                         \
+    each<4>(vectors, count, [&](size_t at) { adamw<T, 4>(p, m, v, g, copy, k, at); },                                  \
+            [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); });                                                 \
   }
 
 ADAMW(f32, float)
