@@ -173,7 +173,7 @@ impl Statics {
             let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
             let (bytes, constants) = if quantized { nf4(n) } else { (width * n, 0) };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
-            if made_in_f32 || quantized {
+            if (made_in_f32 || quantized) && !machine.cuda {
                 high = high.max(loaded + 4 * n + bytes);
             }
             let bytes = bytes + width * bias + rows;
@@ -182,8 +182,8 @@ impl Statics {
             out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
             loaded += bytes + constants;
         }
-        // files are read and converted a piece at a time, on every thread
-        let pieces = |largest: u64| machine.threads * READ_PIECE.min(largest);
+        // files are read and converted a piece at a time, on every thread, and what is made or encoded is so on the host
+        let pieces = |largest: u64| if machine.cuda { 0 } else { machine.threads * READ_PIECE.min(largest) };
         let read = match r.model.weights {
             Weights::Load => pieces(READ_PIECE),
             Weights::Random => 0,
@@ -251,13 +251,15 @@ impl Statics {
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let largest = trained.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
         out.parameters = (parameters, count);
-        // a tensor read back, and its rounded copy
+        // a tensor read back, and its rounded copy, which is made on the host
         let value = if states_elsewhere { 0 } else { 4 * largest };
-        out.save_transient = (value
-            + if machine.computes_in_f32() && !states_elsewhere { 0 } else { width * largest }
-            + pieces(4 * largest)
-            + 4 * PROBE.0 * vocab(s))
-        .max(PROBE.0 * PROBE.1 * vocab(s));
+        let rounded = if (machine.computes_in_f32() || machine.cuda) && !states_elsewhere {
+            0
+        } else {
+            width * largest
+        };
+        out.save_transient = (value + rounded + pieces(4 * largest) + 4 * PROBE.0 * vocab(s))
+            .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if machine.cuda {
             out.host.push(("cuda_libraries", CUDA_HOST));

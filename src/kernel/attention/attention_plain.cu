@@ -12,12 +12,13 @@ template <typename T> DEVICE float dot(const T *x, const T *y, uint32_t n, int l
   return warp_sum(sum);
 }
 
-// acc [n] += the sum over `partners` of weight[i] rows[i]; a lane has the same channels each time.
+// acc [n] = acc times `old` + the sum over `partners` of weight[i] rows[i]; a lane has the same channels each time.
 template <typename T>
-DEVICE void add_rows(float *acc, const float *weight, const T *rows, uint64_t stride, uint32_t partners, uint32_t n,
+DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, uint64_t stride, uint32_t partners, uint32_t n,
                      int lane) {
   for (uint32_t c = lane; c < n; c += WARP) {
-    float sum = acc[c];
+    float sum = acc[c] * old;
+#pragma unroll 8
     for (uint32_t i = 0; i < partners; i++) sum = fmaf(weight[i], load(rows + i * stride + c), sum);
     acc[c] = sum;
   }
@@ -56,8 +57,7 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
       sum = fmaf(sum, old, warp_sum(p)), top = x;
       weight[lane] = p;
       __syncwarp();
-      for (uint32_t c = lane; c < n; c += WARP) acc[c] *= old;
-      add_rows(acc, weight, v + j * ks + of * n, ks, keys, n, lane);
+      add_rows(acc, old, weight, v + j * ks + of * n, ks, keys, n, lane);
       __syncwarp();
     }
     store_row(o + at, acc, 1.0f / sum, n, lane);
@@ -89,7 +89,7 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
         if (lane == 0) weight[i] = expf(fmaf(s, shape.scale, -base)) * (dp - dl);
       }
       __syncwarp();
-      add_rows(acc, weight, k + j * ks + of * n, ks, keys, n, lane);
+      add_rows(acc, 1.0f, weight, k + j * ks + of * n, ks, keys, n, lane);
       __syncwarp();
     }
     store_row(dq + at, acc, shape.scale, n, lane);
@@ -125,8 +125,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
           }
         }
         __syncwarp();
-        add_rows(av, wv, d_o + from, qs, queries, n, lane);
-        add_rows(ak, wk, q + from, qs, queries, n, lane);
+        add_rows(av, 1.0f, wv, d_o + from, qs, queries, n, lane);
+        add_rows(ak, 1.0f, wk, q + from, qs, queries, n, lane);
         __syncwarp();
       }
     store_row(dk + at, ak, shape.scale, n, lane);
