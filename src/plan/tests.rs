@@ -433,7 +433,9 @@ fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
         assert_eq!(reserve > 0, some, "{source}: {reserve}");
         // experts / top-k times an expert's rows are a small part of the whole
         assert!(p.engine() + reserve < p.total() && reserve < p.total() / 10, "{source}: {reserve}");
-        assert!(p.text(1, None, &[]).contains("all tokens"));
+        let said = p.text(1, None, &[]);
+        assert!(said.contains("\nrouting  "), "{said}");
+        assert_eq!(said.contains("(the routing reserve)"), some, "{said}");
     }
     let dense = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &[], true)?;
     assert_eq!(dense.peak.bytes.get(Component::Routing), 0);
