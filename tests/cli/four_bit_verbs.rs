@@ -58,7 +58,7 @@ fn the_quickstart_in_4_bits_from_end_to_end() {
     let base = w.ok(&[&["chat", &model, "--quantize", "nf4"][..], &ask].concat());
     assert!(!base.out.contains(PIRATE[0]), "{}", base.out);
 
-    // merged: into the original weights, or into the decoded ones
+    // merged: into the original weights, or into the dequantized ones
     let r = w.ok(&["merge", "a/adapter", "--out", "m"]);
     assert!(r.err.contains(&format!("merging into the original weights of {model}")), "{}", r.err);
     assert!(number_after(&r.err, "merged weights in f32 are ") <= 1e-5, "{}", r.err);
@@ -103,9 +103,9 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
     assert_eq!(merge("named", &["--base", &model]).code, 0);
     assert!(weights("m") == weights("named"));
 
-    // into the decoded weights on request
+    // into the dequantized weights on request
     let r = merge("n", &["--onto", "4bit"]);
-    assert!(r.code == 0 && r.err.contains("decoded from 4 bits"), "{}", r.err);
+    assert!(r.code == 0 && r.err.contains("dequantized from 4 bits"), "{}", r.err);
     assert!(r.err.contains("rounding the merged weights to bf16 errs by "), "{}", r.err);
     assert!(weights("m") != weights("n"));
     // a run that quantized the model itself trained on the same base
@@ -143,7 +143,7 @@ fn merging_finds_the_original_of_a_4_bit_checkpoint() {
         assert!(r.err.contains("--onto 4bit") && r.err.contains("four/config.json"), "{name}: {}", r.err);
         assert!(!w.path("x").exists(), "{name}");
     }
-    // one that says nothing, or its own name, is merged into as decoded, and that is told
+    // one that says nothing, or its own name, is merged into as dequantized, and that is told
     for name in ["", "four"] {
         set(name);
         let r = merge("d", &["--overwrite"]);
