@@ -28,10 +28,10 @@
 //! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
-//! walk/     the two loops, what stands around a layer, generation
+//! walk/     the two loops, how routers decided, generation
 //! plan/     recipe + config -> bytes by component and where the peak is; the fastest execution that fits
 //! optim/    schedule, clip, AdamW on the device or, with its states, on the host
-//! train/    the step, the loop, what a checkpoint holds, what a run writes
+//! train/    the step, the loop, what a checkpoint holds, what a run writes; merging, quantizing
 //! log/      progress, metrics.jsonl, what is printed; memory, and the allocator that counts it
 //! report/   a run as one HTML file
 //! rng       random numbers as functions of (seed, purpose, step, layer, index)

@@ -73,8 +73,8 @@ enum Verb {
     /// Measure speed and memory on synthetic rows
     ///
     /// Prints tokens a second, the time of each part of a step, arithmetic as a share of the machine's fastest
-    /// matrix product, and memory beside the plan. A part that nothing does is shown as "-" (0 in JSON): gather
-    /// and reduce on one rank.
+    /// matrix product, and memory beside the plan. A part that nothing does is shown as "-" (0 in JSON):
+    /// recompute, where no layer is recomputed.
     Bench(bench::Args),
     /// Estimate a recipe's memory, and say whether it fits
     Plan(plan::Args),

@@ -28,7 +28,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Runs the base model over the training rows, forward only, and prints the load of its experts.
+/// Runs the model that training starts from over the training rows, forward only, and prints the load of its experts.
 ///
 /// # Errors
 /// A model without experts; whatever is wrong with recipe, model or data.
