@@ -18,8 +18,8 @@ fn main() {
 mod cuda {
     use std::path::PathBuf;
 
-    const SOURCES: [&str; 2] = ["src/kernel/blocks/decode.cu", "src/kernel/blocks/rows.cu"];
-    const HEADERS: [&str; 1] = ["src/kernel/blocks/codes.cuh"];
+    const SOURCES: [&str; 2] = ["src/kernel/quantized/dequantize.cu", "src/kernel/quantized/rows.cu"];
+    const HEADERS: [&str; 1] = ["src/kernel/quantized/codes.cuh"];
 
     /// Writes OUT_DIR/NAME.ptx for each source, and OUT_DIR/ptx.rs with a constant for each.
     pub fn compile() -> Result<(), Box<dyn std::error::Error>> {

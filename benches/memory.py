@@ -88,7 +88,7 @@ SHAPES |= {
     "DoRA, recompute": (MIDDLE, LORA, [512], [EACH, "lora.dora=true", *rows(4)]),
     "dropout, 8 ragged rows": (MIDDLE, LORA, [500, 20, 300, 411], [NONE, "lora.dropout=0.1", "data.pack=false", *rows(8)]),
     "NF4, bf16": (MIDDLE, LORA, [512], [NF4, "model.dtype=bf16", NONE, *rows(2)]),
-    "NF4, decoded for the visit": (MIDDLE, LORA, [512], [NF4, EACH, "memory.dequantize=per_layer", *rows(4)]),
+    "NF4, dequantized per layer": (MIDDLE, LORA, [512], [NF4, EACH, "memory.dequantize=per_layer", *rows(4)]),
     "experts in full, NF4 beside": (FINE, SOME, [512], [NF4, NONE, *rows(2)]),
     "experts, DoRA and dropout": (FINE, EXPERTS, [512], [NONE, "lora.dora=true", "lora.dropout=0.1", *rows(2)]),
     "mixture in full, bf16": (FINE, EVERYTHING, [512], ["model.dtype=bf16", EACH]),

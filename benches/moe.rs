@@ -8,7 +8,7 @@
 use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
 use ft::kernel::{Real, Tensor};
-use ft::model::decoder::Context;
+use ft::model::batch::Context;
 use ft::model::linear::{Linear, Lora, Weight};
 use ft::model::mlp::Mlp;
 use ft::model::moe::Mixture;

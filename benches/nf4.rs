@@ -4,7 +4,7 @@
 //!
 //! 107 M parameters (12 layers of 768, inner 2304, 12 query and 4 key/value heads of 64, vocabulary 32,000), rank 16
 //! on all linears, one row of 512 tokens a step, random weights. Prints both medians and the ratio of each round's
-//! pair; 1.1 is the most that its median may be. Then one token at a time, as generation has it, decoded and dense.
+//! pair; 1.1 is the most that its median may be. Then one token at a time, as generation has it, dequantized and dense.
 
 use candle_core::{DType, Device};
 use ft::data::Dataset;
@@ -63,7 +63,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             optimizer: &optimizer,
             device: &job.device,
             seed: 0,
-            choices: plan.choices,
+            execution: plan.execution,
             clip: job.recipe.run.clip,
             router: Default::default(),
         };
@@ -115,7 +115,7 @@ fn main() -> anyhow::Result<()> {
     let (o, i) = (4096, 4096);
     let w = Tensor::Real(Real::randn(0f32, 0.02, (o, i), &Device::Cpu)?);
     let values = w.flatten_all()?.to_vec1()?;
-    let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_blocks(
+    let blocks = Encoded::new("w", &values, (o, i), DType::BF16)?.into_matrix(
         true,
         DType::F32,
         &mut CodeBooks::new(&Device::Cpu)?,

@@ -47,7 +47,7 @@ fn main() -> anyhow::Result<()> {
         optimizer: &optimizer,
         device: &job.device,
         seed: job.recipe.run.seed,
-        choices: plan.choices,
+        execution: plan.execution,
         clip: job.recipe.run.clip,
         router: Default::default(),
     };
@@ -63,7 +63,7 @@ fn main() -> anyhow::Result<()> {
             s.tokens
         );
     }
-    let (loss, targets) = evaluate(&decoder, &data, &plan.choices, &job.device)?;
+    let (loss, targets) = evaluate(&decoder, &data, &plan.execution, &job.device)?;
     println!("after: loss {loss:.4} over {targets} targets");
     Ok(())
 }

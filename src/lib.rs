@@ -28,7 +28,7 @@
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, what stands around a layer, generation
-//! plan/     recipe + config -> bytes by component and where the peak is; the fastest choices that fit
+//! plan/     recipe + config -> bytes by component and where the peak is; the fastest execution that fits
 //! optim/    schedule, clip, AdamW on the device or, with its states, on the host
 //! train/    the step, the loop, what a checkpoint holds, what a run writes
 //! log/      progress, metrics.jsonl, what is printed; memory, and the allocator that counts it
@@ -42,7 +42,6 @@
 //! |---|---|
 //! | a model family of the usual kind | one row in [`model::family`], one fixture |
 //! | a dataset shape | one file in [`data`] and one arm |
-//! | something around a layer | a [`walk::Around`] |
 //! | an operation | one file in [`kernel`]: forward, backward, CPU, composed, gradient check |
 //! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
 //! | a recipe key | one entry in [`recipe::keys`] |

@@ -4,8 +4,8 @@ use super::{Report, randn};
 use anyhow::Result;
 use candle_core::{DType, Device};
 use ft::kernel::Tensor;
-use ft::kernel::blocks::{Blocks, Codebook, Scales};
 use ft::kernel::gemm;
+use ft::kernel::quantized::{Codebook, QuantizedMatrix, Scales};
 use ft::quant::Type;
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,7 +17,7 @@ fn blocks(
     group: Option<usize>,
     (source, compute): (DType, DType),
     device: &Device,
-) -> Result<Blocks> {
+) -> Result<QuantizedMatrix> {
     let n = rows * cols;
     let byte = |i: usize| (i.wrapping_mul(2_654_435_761) >> 7) as u8;
     let packed: Vec<u8> = (0..n.div_ceil(2)).map(byte).collect();
@@ -41,13 +41,13 @@ fn blocks(
     let kind = if block == 64 { Type::Nf4 } else { Type::Fp4 };
     let book = Arc::new(Codebook::new(kind.table(), device)?);
     let packed = Tensor::new(packed, device)?;
-    Ok(Blocks::new((rows, cols), block, packed, scales, book, source, compute)?)
+    Ok(QuantizedMatrix::new((rows, cols), block, packed, scales, book, source, compute)?)
 }
 
-/// Decoding, bit for bit, and products.
+/// Dequantizing, bit for bit, and products.
 pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
     let name = format!("{dtype:?}").to_lowercase();
-    // whole chunks, blocks across rows, odd sizes, and one that takes several panels
+    // whole chunks, blocks across rows, odd sizes, and one that takes several tiles
     let shapes = [
         ((64, 1024), 64, Some(256)),
         ((130, 96), 64, Some(256)),
@@ -68,14 +68,15 @@ pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Re
             let mut line = |part: &str, a: Tensor, b: Tensor, bar: f64| {
                 report.tensors(&format!("{what}: {part}"), &a, &b, bar)
             };
-            line("decoded", mine.decode()?, cpu.decode()?, 0.0)?;
+            line("dequantized", mine.dequantize()?, cpu.dequantize()?, 0.0)?;
             let rows = dims.0 / 3..dims.0 - 1;
-            line("some rows", mine.decode_rows(rows.clone())?, cpu.decode_rows(rows)?, 0.0)?;
+            line("some rows", mine.dequantize_rows(rows.clone())?, cpu.dequantize_rows(rows)?, 0.0)?;
             line("squares of rows", mine.row_squares()?, cpu.row_squares()?, 1e-5)?;
             for tokens in if large { vec![8, 40] } else { vec![1, 3, 8, 9, 130] } {
                 let (x, dy) = ([tokens, dims.1], [tokens, dims.0]);
-                let forward =
-                    |w: &Blocks, d: &Device| -> Result<_> { Ok(w.forward(&randn(1, &x, dtype, d)?)?) };
+                let forward = |w: &QuantizedMatrix, d: &Device| -> Result<_> {
+                    Ok(w.forward(&randn(1, &x, dtype, d)?)?)
+                };
                 line(
                     &format!("x W^T of {tokens}"),
                     forward(&mine, device)?,
@@ -83,7 +84,7 @@ pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Re
                     bar,
                 )?;
                 for add in [false, true] {
-                    let backward = |w: &Blocks, d: &Device| -> Result<_> {
+                    let backward = |w: &QuantizedMatrix, d: &Device| -> Result<_> {
                         let there = if add { Some(randn(3, &x, dtype, d)?) } else { None };
                         Ok(w.backward(&randn(2, &dy, dtype, d)?, there)?)
                     };
@@ -113,7 +114,7 @@ fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) ->
     Ok(best)
 }
 
-/// The decode kernel's share of a copy's bandwidth (bar: 0.85), and products against dense ones, which have no bar.
+/// The dequantize kernel's share of a copy's bandwidth (bar: 0.85), and products against dense ones, which have no bar.
 pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
     // larger than any cache
     let dims = (16_384, 16_384);
@@ -121,21 +122,25 @@ pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
     let w = blocks(dims, 64, Some(256), (DType::BF16, DType::BF16), device)?;
     let from = Tensor::zeros(dims, DType::BF16, device)?;
     let copy = seconds(device, || from.copy())?;
-    let decode = seconds(device, || w.decode())?;
+    let dequantize = seconds(device, || w.dequantize())?;
     drop(from);
     let (read, written) = (w.bytes() as f64, 2.0 * n);
-    let share = (read + written) / decode / (4.0 * n / copy);
+    let share = (read + written) / dequantize / (4.0 * n / copy);
     println!(
-        "      4-bit decode {:.0} GB/s, copy {:.0} GB/s, share {share:.2}",
-        (read + written) / decode / 1e9,
+        "      4-bit dequantize {:.0} GB/s, copy {:.0} GB/s, share {share:.2}",
+        (read + written) / dequantize / 1e9,
         4.0 * n / copy / 1e9
     );
-    report.line("4-bit decode: time beyond a copy's, a byte", (1.0 / share - 1.0).max(0.0), 1.0 / 0.85 - 1.0);
+    report.line(
+        "4-bit dequantize: time beyond a copy's, a byte",
+        (1.0 / share - 1.0).max(0.0),
+        1.0 / 0.85 - 1.0,
+    );
     drop(w);
     println!("      [o, i] x tokens            4-bit forward    dense  ratio   backward    dense  ratio");
     for dims in [(4096, 4096), (14_336, 4096), (4096, 14_336), (768, 2048)] {
         let w = blocks(dims, 64, Some(256), (DType::BF16, DType::BF16), device)?;
-        let dense = w.decode()?;
+        let dense = w.dequantize()?;
         for tokens in [1, 4, 8, 64, 512, 2048, 8192] {
             let x = randn(1, &[tokens, dims.1], DType::BF16, device)?;
             let dy = randn(2, &[tokens, dims.0], DType::BF16, device)?;

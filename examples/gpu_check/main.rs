@@ -18,7 +18,7 @@ use ft::adapt::{Choice, Params, Selection, layout};
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
 use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
-use ft::model::decoder::HostBatch;
+use ft::model::batch::HostBatch;
 use ft::model::sink::Sink;
 use ft::model::{Batch, Config, Decoder};
 use ft::optim::Optimizer;
@@ -149,7 +149,8 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (probs, lse) = route::softmax(&wide(19, &[130, 10])?)?;
     let chosen = route::choose(&probs, 3)?;
     let gates = route::gates(&probs, &chosen, 3, true)?;
-    let routed = route::Routed { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
+    let routed =
+        route::RouterOutput { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
     let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1 };
     let dlogits = route::backward(&routed, &wide(20, &[130, 3])?, Some(&balance))?;
     let groups = group::Groups::new(chosen.clone(), 3, 10, device)?;

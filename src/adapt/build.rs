@@ -6,7 +6,7 @@ use super::peft;
 use super::selection::{Choice, Part, Selection, part_name};
 use super::{Error, Trained};
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Blocks;
+use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
@@ -285,7 +285,7 @@ impl Loader<'_> {
     }
 
     /// The weight of a linear in 4 bits.
-    fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<Blocks> {
+    fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<QuantizedMatrix> {
         let (name, dtype) = (weight_name(m), self.b.dtype);
         let dims = match m.weight_shape().as_slice() {
             &[o, i] => (o, i),
@@ -306,13 +306,13 @@ impl Loader<'_> {
             (_, Some(files)) => {
                 let encoded = quant::from_files(files, &name)?;
                 (self.b.progress)(files.info(&name).map_or(0, |i| i.bytes()));
-                Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
+                Ok(encoded.into_matrix(true, dtype, &mut self.books)?)
             }
             (_, None) => {
                 let t = self.base(m, Part::Weight, dtype, &Device::Cpu)?;
                 let values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
                 let encoded = quant::Encoded::new(&name, &values, dims, dtype)?;
-                Ok(encoded.into_blocks(true, dtype, &mut self.books)?)
+                Ok(encoded.into_matrix(true, dtype, &mut self.books)?)
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::selection::Choice;
 use crate::kernel::Ledger;
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Blocks;
+use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Ghost;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
@@ -92,9 +92,10 @@ impl Weights for Ghosts<'_> {
 
     fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
         match m.weight_shape().as_slice() {
-            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => {
-                Ok((Weight::Nf4(Arc::new(Blocks::ghost(self.ledger, (o, i), self.dtype, self.dtype))), None))
-            }
+            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => Ok((
+                Weight::Nf4(Arc::new(QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype))),
+                None,
+            )),
             shape => {
                 let (weight, slot) = self.tensor(m, shape);
                 Ok((Weight::Dense(weight), slot))

@@ -57,7 +57,7 @@ pub struct Merge<'a> {
 
 impl<'a> Merge<'a> {
     /// Checks that base and adapter fit. With `quantize` the adapter is merged into what the base's linears are once
-    /// they were NF4 (a 4-bit checkpoint always is merged into as decoded). `dtype` is that of all merged tensors; by
+    /// they were NF4 (a 4-bit checkpoint always is merged into as dequantized). `dtype` is that of all merged tensors; by
     /// default each keeps the base's.
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Whether a tensor of the base is merged into as decoded from 4 bits: as the checkpoint has it, or made so.
+    /// Whether a tensor of the base is merged into as dequantized from 4 bits: as the checkpoint has it, or made so.
     fn four_bit(&self, s: &Source) -> bool {
         s.part == Part::Weight
             && match self.config.four_bit {
@@ -202,7 +202,7 @@ impl<'a> Merge<'a> {
             }
     }
 
-    /// The base's tensor; decoded, where it is 4-bit.
+    /// The base's tensor; dequantized, where it is 4-bit.
     fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
         let cpu = &Device::Cpu;
         match s.module.weight_shape().as_slice() {
@@ -211,10 +211,10 @@ impl<'a> Merge<'a> {
                 let blocks = match self.config.four_bit {
                     true => quant::read(self.files, &s.base, (o, i), DType::F32, &mut books)?,
                     false => {
-                        quant::from_files(self.files, &s.base)?.into_blocks(true, DType::F32, &mut books)?
+                        quant::from_files(self.files, &s.base)?.into_matrix(true, DType::F32, &mut books)?
                     }
                 };
-                Ok(blocks.decode()?.to_dtype(dtype)?.real()?.clone())
+                Ok(blocks.dequantize()?.to_dtype(dtype)?.real()?.clone())
             }
             _ => Ok(self.files.tensor(&s.base, dtype, cpu)?),
         }

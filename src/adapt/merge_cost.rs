@@ -6,7 +6,7 @@
 
 use crate::kernel::gemm;
 use crate::kernel::tensor::Real;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use crate::model::linear::Linear;
 use crate::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
@@ -36,7 +36,7 @@ impl MergeCost {
         let bf16 = merged.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         let values = bf16.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new(name, &values, bf16.dims2()?, DType::BF16)?;
-        let nf4 = encoded.into_blocks(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.decode()?;
+        let nf4 = encoded.into_matrix(true, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?.dequantize()?;
         let nf4 = nf4.real()?;
         Ok(Self {
             update: square((&merged - base)?)?,
@@ -82,12 +82,12 @@ fn share(error: f64, whole: f64) -> f64 {
 /// What candle says.
 pub fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
     let Some(lora) = &linear.lora else { return Ok(None) };
-    let base = wide(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
-    let product = gemm::matmul(&wide(&lora.b)?, false, &wide(&lora.a)?, false)?;
+    let base = upcast(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
+    let product = gemm::matmul(&upcast(&lora.b)?, false, &upcast(&lora.a)?, false)?;
     let mut merged = (&base + (product * lora.scale)?)?;
     if let Some(dora) = &lora.dora {
         let norms = lora.norms(&linear.weight, &dora.row_squares)?;
-        let g = (wide(&dora.magnitude)?.flatten_all()? / norms)?;
+        let g = (upcast(&dora.magnitude)?.flatten_all()? / norms)?;
         merged = merged.broadcast_mul(&g.unsqueeze(1)?)?;
     }
     Ok(Some((merged.real()?.clone(), base.real()?.clone())))

@@ -83,7 +83,7 @@ pub(super) fn original(
     config: &Config,
 ) -> crate::Result<Option<ModelDir>> {
     let four = &model.source;
-    let hint = "hint: --base MODEL names the original; --onto 4bit merges into the decoded weights";
+    let hint = "hint: --base MODEL names the original; --onto 4bit merges into the dequantized weights";
     let named = config.raw.get(MADE_FROM).and_then(|v| v.as_str()).unwrap_or_default().to_string();
     if named.is_empty() || named == *four {
         return Ok(None);

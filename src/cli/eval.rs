@@ -5,7 +5,7 @@ use crate::hub::Want;
 use crate::log::{bytes_bar, warn};
 use crate::recipe::{Init, Recipe};
 use crate::train::{self, Job};
-use crate::walk::Choices;
+use crate::walk::Execution;
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -45,8 +45,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let bar = bytes_bar("loading", job.weights()?.map_or(0, |f| f.total_bytes()));
     let (decoder, _) = job.build(false, &|n| bar.inc(n))?;
     bar.finish_and_clear();
-    let choices = Choices::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
-    let (loss, targets) = train::evaluate(&decoder, &data, &choices, &job.device)?;
+    let execution = Execution::plain(job.recipe.run.micro_rows.count(), job.config.vocab);
+    let (loss, targets) = train::evaluate(&decoder, &data, &execution, &job.device)?;
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }

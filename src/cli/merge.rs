@@ -24,7 +24,7 @@ pub struct Args {
     /// The base, a folder or a hub id, if it is not where the adapter's config says
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
-    /// Where the adapter was trained on a 4-bit base: merge into its original weights, or into those decoded from 4
+    /// Where the adapter was trained on a 4-bit base: merge into its original weights, or into those dequantized from 4
     /// bits
     #[arg(long, default_value = "original", value_parser = ["original", "4bit"])]
     onto: String,
@@ -72,7 +72,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let (onto, quantize, trained) = match (args.onto.as_str(), base.config.four_bit) {
         ("4bit", four_bit) => {
             tell(&match four_bit {
-                true => format!("merging into the weights of {what} ({named}), decoded from 4 bits"),
+                true => format!("merging into the weights of {what} ({named}), dequantized from 4 bits"),
                 false => format!("merging into the weights of {what} ({named}) as they are in NF4"),
             });
             (&base, !four_bit, None)
@@ -96,7 +96,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
             }
             None => {
                 warn(&format!(
-                    "{what} ({named}) is 4-bit and does not say what it was made from: merging into its decoded \
+                    "{what} ({named}) is 4-bit and does not say what it was made from: merging into its dequantized \
                      weights\n  hint: --base MODEL merges into the original's"
                 ));
                 (&base, false, None)

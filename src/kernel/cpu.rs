@@ -117,7 +117,7 @@ impl Real for f32 {
     }
     #[inline]
     fn look_up(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
-        super::blocks::lookup::f32s(packed, values, out)
+        super::quantized::lookup::f32s(packed, values, out)
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::cpu::{Real, View, ghosts, in_place, is_cpu, on_real, tensor, view};
 use super::ledger::{Cost, Ledger, Role};
-use super::wide;
+use super::upcast;
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
@@ -147,7 +147,7 @@ unsafe fn raw<T: Real>(
 /// A destination that threads share, each writing columns of its own.
 struct Columns<T>(*mut T);
 
-// SAFETY: the pointer is used by `by_panels` alone, which gives each thread other columns.
+// SAFETY: the pointer is used by `by_tiles` alone, which gives each thread other columns.
 unsafe impl<T: Send> Send for Columns<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Columns<T> {}
@@ -163,10 +163,10 @@ impl<T> Columns<T> {
     }
 }
 
-/// Fills a panel: its columns, and where their values go.
+/// Fills a tile: its columns, and where their values go.
 type Make<'s, T> = dyn Fn(Range<usize>, &mut [T]) + Sync + 's;
 
-/// Where the panels of a product come from.
+/// Where the tiles of a product come from.
 enum Source<'s, T> {
     /// Made when they are needed, transposed or not.
     Made(&'s Make<'s, T>, bool),
@@ -174,15 +174,15 @@ enum Source<'s, T> {
     Of(Mat<'s, T>),
 }
 
-/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a panel of columns at a time.
+/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a tile of columns at a time.
 ///
-/// `make(columns, panel)` fills the panel of `columns`: row-major [k, columns], or with `transposed`
-/// [columns, k]. Threads make and multiply panels of `width` columns side by side, each product by one
-/// thread: the result does not depend on their number. Beside the destination there is one panel a thread.
+/// `make(columns, tile)` fills the tile of `columns`: row-major [k, columns], or with `transposed`
+/// [columns, k]. Threads make and multiply tiles of `width` columns side by side, each product by one
+/// thread: the result does not depend on their number. Beside the destination there is one tile a thread.
 ///
 /// # Panics
 /// If the shapes don't fit: a bug of the caller.
-pub fn by_panels<T: Real>(
+pub fn by_tiles<T: Real>(
     dst: &mut [T],
     n: usize,
     add: bool,
@@ -191,20 +191,20 @@ pub fn by_panels<T: Real>(
     transposed: bool,
     make: &Make<'_, T>,
 ) {
-    panels(dst, n, add, a, width, Source::Made(make, transposed));
+    tiles(dst, n, add, a, width, Source::Made(make, transposed));
 }
 
-/// `dst [m, n] = a b` (`+=` with `add`) for a `b` [k, n] that is there, the same panels of `width` columns at a
-/// time as [`by_panels`] takes: the same bits.
+/// `dst [m, n] = a b` (`+=` with `add`) for a `b` [k, n] that is there, the same tiles of `width` columns at a
+/// time as [`by_tiles`] takes: the same bits.
 ///
 /// # Panics
 /// If the shapes don't fit: a bug of the caller.
 pub fn by_columns<T: Real>(dst: &mut [T], add: bool, a: Mat<'_, T>, width: usize, b: Mat<'_, T>) {
     assert_eq!(a.cols, b.rows, "inner sizes of a product");
-    panels(dst, b.cols, add, a, width, Source::Of(b));
+    tiles(dst, b.cols, add, a, width, Source::Of(b));
 }
 
-fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usize, source: Source<'_, T>) {
+fn tiles<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usize, source: Source<'_, T>) {
     let (m, k) = (a.rows, a.cols);
     assert!(dst.len() >= m * n && width > 0, "product outside its destination");
     if m == 0 || n == 0 || k == 0 {
@@ -215,7 +215,7 @@ fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
     }
     let columns = Columns(dst.as_mut_ptr());
     let next = AtomicUsize::new(0);
-    let panels = n.div_ceil(width);
+    let tiles = n.div_ceil(width);
     let work = || {
         let made = matches!(source, Source::Made(..));
         let mut buffer = vec![T::zero(); if made { k * width.min(n) } else { 0 }];
@@ -228,11 +228,11 @@ fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
             let b = match source {
                 Source::Of(b) => b.columns(own),
                 Source::Made(make, transposed) => {
-                    let panel = &mut buffer[..k * own.len()];
-                    make(own.clone(), panel);
+                    let tile = &mut buffer[..k * own.len()];
+                    make(own.clone(), tile);
                     match transposed {
-                        true => Mat::new(panel, own.len(), k, k).t(),
-                        false => Mat::new(panel, k, own.len(), own.len()),
+                        true => Mat::new(tile, own.len(), k, k).t(),
+                        false => Mat::new(tile, k, own.len(), own.len()),
                     }
                 }
             };
@@ -241,7 +241,7 @@ fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
             unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
         }
     };
-    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(panels) };
+    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(tiles) };
     if workers <= 1 {
         work();
     } else {
@@ -249,9 +249,9 @@ fn panels<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usi
     }
 }
 
-/// What the threads of [`by_panels`] hold for a product [m, k] x [k, n], on ghosts: a panel each if they make it, and what
-/// its product packs; forward the panel is `transposed`.
-pub fn ghost_panels(
+/// What the threads of [`by_tiles`] hold for a product [m, k] x [k, n], on ghosts: a tile each if they make it, and what
+/// its product packs; forward the tile is `transposed`.
+pub fn ghost_tiles(
     (m, k, n): (usize, usize, usize),
     width: usize,
     made: bool,
@@ -259,13 +259,13 @@ pub fn ghost_panels(
 ) -> impl FnOnce(&Ledger) {
     move |l| {
         let workers = (l.machine().threads as usize).min(n.div_ceil(width)).max(1);
-        let _panels =
+        let _tiles =
             l.role(Role::InFlight, || l.hold(if made { 4 * workers * k * n.min(width) } else { 0 } as u64));
         l.touch(workers as u64 * packing((m, k, width.min(n)), false, transposed));
     }
 }
 
-/// Panel sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
+/// Tile sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
 /// operand that is contiguous; others have smaller ones.
 const MR: usize = 64;
 const NR: usize = 6;
@@ -426,13 +426,13 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 }
 
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let p = (wide(&matmul(a, ta, b, tb)?)? * alpha)?;
-    c.slice_set(&(wide(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
+    let p = (upcast(&matmul(a, ta, b, tb)?)? * alpha)?;
+    c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 
 /// One product to accumulate into a part of a flat buffer: see [`accumulate`].
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct GradProduct {
     /// First element of the part.
     pub offset: usize,
     /// Its rows.
@@ -453,10 +453,10 @@ pub struct Part {
 ///
 /// On the CPU the parts are computed side by side, each by one thread, where there are many of them: the
 /// gradients of many small experts. `flat` is one contiguous dimension.
-pub fn accumulate(flat: &Tensor, mut parts: Vec<Part>) -> Result<()> {
+pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
     if let Some(g) = flat.ghost() {
         // operands of another type are copied, all at once; the work was counted with the expert
-        let copies = |p: &Part| {
+        let copies = |p: &GradProduct| {
             if p.a.dtype() == flat.dtype() { 0 } else { 4 * (p.a.elem_count() + p.b.elem_count()) }
         };
         let bytes: f64 = parts.iter().map(|p| p.alike * copies(p) as f64).sum();
@@ -476,7 +476,7 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<Part>) -> Result<()> {
     Ok(())
 }
 
-fn accumulate_cpu<T: Real>(flat: &Tensor, parts: &[Part]) -> Result<()> {
+fn accumulate_cpu<T: Real>(flat: &Tensor, parts: &[GradProduct]) -> Result<()> {
     let mut views = Vec::with_capacity(parts.len());
     for p in parts {
         let ((ta, rows), (tb, cols)) = (p.a.dims2()?, p.b.dims2()?);
@@ -556,7 +556,7 @@ mod tests {
         let mut parts = Vec::new();
         for i in (0..count).rev() {
             let (a, b) = (randn(i as u64, (3, 1), DType::F32)?, randn(i as u64 + 99, (3, 3), DType::F32)?);
-            let p = Part { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, alike: 1.0 };
+            let p = GradProduct { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, alike: 1.0 };
             let c = one_by_one.narrow(0, p.offset, 3)?.reshape((1, 3))?;
             matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)?;
             parts.push(p);
@@ -589,14 +589,14 @@ mod tests {
         let (a, b) = (randn(7, (4, 3), DType::BF16)?, randn(8, (3, 5), DType::BF16)?);
         let start = randn(9, (4, 5), DType::BF16)?;
         let exact =
-            (wide(&start)? + (wide(&a)?.matmul(&wide(&b)?)? * (4.0 / 3.0))?)?.to_dtype(DType::BF16)?;
+            (upcast(&start)? + (upcast(&a)?.matmul(&upcast(&b)?)? * (4.0 / 3.0))?)?.to_dtype(DType::BF16)?;
         let c = start.copy()?;
         matmul_acc(&c, &a, false, &b, false, 4.0 / 3.0)?;
-        assert_eq!(wide(&c)?.to_vec2::<f32>()?, wide(&exact)?.to_vec2::<f32>()?);
+        assert_eq!(upcast(&c)?.to_vec2::<f32>()?, upcast(&exact)?.to_vec2::<f32>()?);
         // the composition rounds the product, never the factor: within one rounding of it
         let c = start.copy()?;
         acc_composed(&c, &a, false, &b, false, 4.0 / 3.0)?;
-        close(&wide(&c)?, &wide(&exact)?, 1e-2);
+        close(&upcast(&c)?, &upcast(&exact)?, 1e-2);
         Ok(())
     }
 

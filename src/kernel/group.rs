@@ -8,11 +8,11 @@
 //! candle's operations need the size of each product on the host.
 
 use super::cpu::{ROWS, Real, View, dot, ghosts, is_cpu, on_real, tensor, view};
-use super::ledger::{Held, Role};
+use super::ledger::{Allocation, Role};
 use super::tensor::{Ghost, On};
 use super::{gemm, route};
 use crate::kernel::Tensor;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,12 +50,12 @@ struct Spread {
     /// there are all numbers.
     busy: usize,
     /// The bytes of the lists.
-    _lists: Arc<Held>,
+    _lists: Arc<Allocation>,
 }
 
 /// One expert's rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Run {
+pub struct ExpertRows {
     /// The expert.
     pub expert: usize,
     /// Its first row.
@@ -163,7 +163,7 @@ impl Groups {
     }
 
     /// What `f` does for one expert's rows; for ghosts on behalf of all that the run stands for.
-    pub fn times<R>(&self, run: &Run, on: On<'_>, f: impl FnOnce() -> R) -> R {
+    pub fn times<R>(&self, run: &ExpertRows, on: On<'_>, f: impl FnOnce() -> R) -> R {
         match on {
             On::Real(_) => f(),
             On::Ghost(l) => {
@@ -184,19 +184,19 @@ impl Groups {
     }
 
     /// The experts that have tokens.
-    pub fn runs(&self) -> Vec<Run> {
+    pub fn runs(&self) -> Vec<ExpertRows> {
         self.counts()
             .enumerate()
             .filter(|(_, rows)| *rows > 0)
             .map(|(expert, rows)| {
                 let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
-                Run { expert, start: self.starts[expert], rows, alike }
+                ExpertRows { expert, start: self.starts[expert], rows, alike }
             })
             .collect()
     }
 
     /// Tokens of one expert's rows.
-    pub fn tokens_of(&self, run: &Run) -> &[u32] {
+    pub fn tokens_of(&self, run: &ExpertRows) -> &[u32] {
         self.token.get(run.start..run.start + run.rows).unwrap_or_default()
     }
 
@@ -216,18 +216,18 @@ impl Groups {
     }
 
     /// One expert's rows of `x` [t, d], each times its gate of `gates` [t, k]: [rows, d] in `x`'s dtype.
-    pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &Run) -> Result<Tensor> {
+    pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &ExpertRows) -> Result<Tensor> {
         if is_cpu(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
         }
         self.gather_composed(x, gates, run, self.index()?)
     }
 
-    fn whole(&self) -> Run {
-        Run { expert: 0, start: 0, rows: self.tokens * self.top_k, alike: 1.0 }
+    fn whole(&self) -> ExpertRows {
+        ExpertRows { expert: 0, start: 0, rows: self.tokens * self.top_k, alike: 1.0 }
     }
 
-    fn gather_cpu<T: Real>(&self, x: &Tensor, gates: Option<&Tensor>, run: &Run) -> Result<Tensor> {
+    fn gather_cpu<T: Real>(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
         let d = self.width(x)?;
         let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
         if let Some([y]) = ghosts::<T, 1>(&reads, [((run.rows, d).into(), x.dtype())], |_| ()) {
@@ -258,11 +258,17 @@ impl Groups {
         tensor(out, (run.rows, d), x.dtype())
     }
 
-    fn gather_composed(&self, x: &Tensor, gates: &Tensor, run: &Run, index: &[Tensor; 3]) -> Result<Tensor> {
+    fn gather_composed(
+        &self,
+        x: &Tensor,
+        gates: &Tensor,
+        run: &ExpertRows,
+        index: &[Tensor; 3],
+    ) -> Result<Tensor> {
         let [token, pair, _] = index;
         let rows = x.index_select(&token.narrow(0, run.start, run.rows)?, 0)?;
         let g = gates.flatten_all()?.index_select(&pair.narrow(0, run.start, run.rows)?, 0)?.unsqueeze(1)?;
-        wide(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
+        upcast(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
     }
 
     /// `y[t] = sum over j of gates[t, j] * row(t, j)` in the order of j; without gates, the plain sum.
@@ -286,7 +292,7 @@ impl Groups {
     }
 
     /// Copies of all rows in the type of the arithmetic, for ghosts of another: `part` is one expert's.
-    fn ghost_views<T: Real>(&self, part: &Tensor) -> Option<Held> {
+    fn ghost_views<T: Real>(&self, part: &Tensor) -> Option<Allocation> {
         let g = part.ghost().filter(|_| part.dtype() != T::DTYPE)?;
         Some(g.ledger().hold((T::DTYPE.size_in_bytes() * self.whole().rows * part.dim(1).ok()?) as u64))
     }
@@ -355,7 +361,7 @@ impl Groups {
         dtype: DType,
         index: &[Tensor; 3],
     ) -> Result<Tensor> {
-        let rows = wide(&self.by_pair(parts, index)?)?;
+        let rows = upcast(&self.by_pair(parts, index)?)?;
         match gates {
             None => rows.sum(1),
             Some(g) => rows.broadcast_mul(&g.unsqueeze(2)?)?.sum(1),
@@ -393,7 +399,7 @@ impl Groups {
     }
 
     fn dots_composed(&self, parts: &[Tensor], x: &Tensor, index: &[Tensor; 3]) -> Result<Tensor> {
-        wide(&self.by_pair(parts, index)?)?.broadcast_mul(&wide(x)?.unsqueeze(1)?)?.sum(2)
+        upcast(&self.by_pair(parts, index)?)?.broadcast_mul(&upcast(x)?.unsqueeze(1)?)?.sum(2)
     }
 
     fn width(&self, x: &Tensor) -> Result<usize> {

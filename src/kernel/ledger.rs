@@ -20,7 +20,7 @@ pub struct Machine {
 
 impl Machine {
     /// Whether values are f32.
-    pub fn wide(&self) -> bool {
+    pub fn computes_in_f32(&self) -> bool {
         self.width == 4
     }
 }
@@ -35,7 +35,7 @@ pub enum Role {
     /// All that comes and goes while an operation, or a layer, is at work.
     #[default]
     Workspace,
-    /// Decoded from 4 bits.
+    /// Dequantized from 4 bits.
     InFlight,
     /// The head's chunk of logits.
     Logits,
@@ -55,9 +55,9 @@ impl Role {
 pub struct Cost {
     /// Floating-point operations of products.
     pub flops: f64,
-    /// 4-bit values decoded.
-    pub decoded: f64,
-    /// Bytes of matrices that are decoded whole, and read again.
+    /// 4-bit values dequantized.
+    pub dequantized: f64,
+    /// Bytes of matrices that are dequantized whole, and read again.
     pub held: f64,
     /// Bytes of weights that products read, and of their gradients that they read and write.
     pub read: f64,
@@ -69,7 +69,7 @@ impl Cost {
     /// Adds `n` times another.
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
-        self.decoded += n * c.decoded;
+        self.dequantized += n * c.dequantized;
         self.held += n * c.held;
         self.read += n * c.read;
         self.started += n * c.started;
@@ -111,7 +111,7 @@ struct State {
     live: [u64; ROLES],
     sum: u64,
     high: u64,
-    fullest: [u64; ROLES],
+    at_peak: [u64; ROLES],
     listed: HashSet<(Role, u64)>,
     role: Role,
     cost: Cost,
@@ -126,7 +126,7 @@ struct State {
 impl State {
     fn peak(&mut self) {
         if self.sum > self.high {
-            (self.high, self.fullest) = (self.sum, self.live);
+            (self.high, self.at_peak) = (self.sum, self.live);
         }
     }
 
@@ -165,8 +165,8 @@ impl State {
             s.most = s.most.max(s.new as f64 - s.dropped as f64 / s.n + more as f64);
         }
         if self.sum + more > self.high {
-            (self.high, self.fullest) = (self.sum + more, self.live);
-            self.fullest[Role::Workspace as usize] += more;
+            (self.high, self.at_peak) = (self.sum + more, self.live);
+            self.at_peak[Role::Workspace as usize] += more;
         }
     }
 
@@ -199,7 +199,7 @@ impl State {
 #[derive(Clone, Debug, Default)]
 pub struct Taken {
     /// Bytes by role where the sum was highest.
-    pub fullest: [u64; ROLES],
+    pub at_peak: [u64; ROLES],
     /// Every allocation, each size once.
     pub listed: Vec<(Role, u64)>,
     /// Its work.
@@ -228,7 +228,7 @@ impl Ledger {
     }
 
     /// Bytes in the current role, until what comes back is dropped.
-    pub fn hold(&self, bytes: u64) -> Held {
+    pub fn hold(&self, bytes: u64) -> Allocation {
         let id = if bytes == 0 {
             NOTHING
         } else {
@@ -236,12 +236,12 @@ impl Ledger {
             let role = s.role;
             s.add(role, bytes)
         };
-        Held { ledger: self.clone(), id }
+        Allocation { ledger: self.clone(), id }
     }
 
     /// What no visit pays for: weights, gradient buffers.
-    pub fn uncounted(&self) -> Held {
-        Held { ledger: self.clone(), id: UNCOUNTED }
+    pub fn uncounted(&self) -> Allocation {
+        Allocation { ledger: self.clone(), id: UNCOUNTED }
     }
 
     /// Bytes that go again at once.
@@ -327,15 +327,15 @@ impl Ledger {
         let mut listed: Vec<_> = s.listed.drain().collect();
         listed.sort_unstable();
         let (cost, least) = (std::mem::take(&mut s.cost), std::mem::take(&mut s.least));
-        let taken = Taken { fullest: s.fullest, listed, cost, least };
-        (s.high, s.fullest) = (s.sum, s.live);
+        let taken = Taken { at_peak: s.at_peak, listed, cost, least };
+        (s.high, s.at_peak) = (s.sum, s.live);
         taken
     }
 }
 
 /// An entry; dropping it gives the bytes back.
 #[derive(Debug)]
-pub struct Held {
+pub struct Allocation {
     ledger: Ledger,
     id: usize,
 }
@@ -344,7 +344,7 @@ pub struct Held {
 const NOTHING: usize = usize::MAX - 1;
 const UNCOUNTED: usize = usize::MAX;
 
-impl Held {
+impl Allocation {
     /// The ledger that it is in.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
@@ -356,7 +356,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Allocation {
     fn drop(&mut self) {
         if self.id < NOTHING {
             self.ledger.state().remove(self.id);
@@ -380,19 +380,19 @@ mod tests {
         drop(a);
         ledger.touch(30);
         let taken = ledger.take();
-        assert_eq!((taken.fullest[W], taken.fullest.iter().sum::<u64>()), (50, 150));
+        assert_eq!((taken.at_peak[W], taken.at_peak.iter().sum::<u64>()), (50, 150));
         assert_eq!(taken.listed.len(), 4);
         let again = ledger.take();
-        assert_eq!((again.fullest[W], again.listed.len()), (20, 0));
+        assert_eq!((again.at_peak[W], again.listed.len()), (20, 0));
         assert_eq!(ledger.keep()[Role::Activations as usize], 20);
     }
 
-    /// One part that is counted `n` times leaves what a loop would leave, and is at its fullest where the loop is.
+    /// One part that is counted `n` times leaves what a loop would leave, and is at its peak where the loop is.
     #[test]
     fn one_part_stands_for_many() {
         for at_once in [1u64, 2] {
             // what each leaves is more than the share that it takes over; `all` is one for all of them
-            let part = |l: &Ledger, taken: Held, size: u64, all: Option<Held>| {
+            let part = |l: &Ledger, taken: Allocation, size: u64, all: Option<Allocation>| {
                 let busy = l.hold(70 * size);
                 drop((taken, all));
                 let more = l.hold(20 * size);
@@ -404,7 +404,7 @@ mod tests {
             let kept = one.times(8.0, 1.0, || one.hold(10));
             let all = one.hold(160);
             let left = one.times(8.0, at_once as f64, || part(&one, kept, 1, Some(all)));
-            let kept: Vec<Held> = (0..8).map(|_| many.hold(10)).collect();
+            let kept: Vec<Allocation> = (0..8).map(|_| many.hold(10)).collect();
             let mut all = Some(many.hold(160));
             let mut rest = Vec::new();
             let mut kept = kept.into_iter();
@@ -421,8 +421,8 @@ mod tests {
             }
             let (a, b) = (one.take(), many.take());
             assert_eq!(a.cost, b.cost);
-            assert_eq!(one.take().fullest, many.take().fullest, "what is left");
-            let (a, b) = (a.fullest[W] as f64, b.fullest[W] as f64);
+            assert_eq!(one.take().at_peak, many.take().at_peak, "what is left");
+            let (a, b) = (a.at_peak[W] as f64, b.at_peak[W] as f64);
             assert!(a >= b && a <= b + 40.0, "{at_once} at once: {a}, in a loop {b}");
             drop((left, rest));
         }

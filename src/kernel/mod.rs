@@ -15,10 +15,9 @@
 //! `unsafe` is here, and in the allocator that `log` counts with.
 
 pub mod attention;
-pub mod blocks;
 pub mod cpu;
 pub mod cuda;
-pub mod decoded;
+pub mod dequantized;
 pub mod dropout;
 pub mod embed;
 pub mod gemm;
@@ -27,6 +26,7 @@ pub mod ledger;
 pub mod loss;
 pub mod norm;
 pub mod optimizer;
+pub mod quantized;
 pub mod rope;
 pub mod route;
 pub mod swiglu;
@@ -41,7 +41,7 @@ pub use tensor::{Real, Tensor};
 use candle_core::{DType, Device, Result};
 
 /// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
-pub fn wide(t: &Tensor) -> Result<Tensor> {
+pub fn upcast(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
@@ -56,7 +56,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     if factor == 1.0 {
         return Ok(x.clone());
     }
-    if is_half(x) { (wide(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
+    if is_half(x) { (upcast(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
 }
 
 /// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)

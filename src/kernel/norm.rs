@@ -4,7 +4,7 @@
 use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, view};
 use super::ledger::Ledger;
 use crate::kernel::Tensor;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use candle_core::{D, Result};
 use rayon::prelude::*;
 
@@ -122,8 +122,8 @@ fn normalised(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
 }
 
 fn forward_composed(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    let (n, _) = normalised(&wide(x)?, eps)?;
-    n.broadcast_mul(&wide(w)?)?.to_dtype(x.dtype())
+    let (n, _) = normalised(&upcast(x)?, eps)?;
+    n.broadcast_mul(&upcast(w)?)?.to_dtype(x.dtype())
 }
 
 fn backward_composed(
@@ -133,9 +133,9 @@ fn backward_composed(
     dy: &Tensor,
     want_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let (xhat, r) = normalised(&wide(x)?, eps)?;
-    let g = wide(dy)?;
-    let gw = g.broadcast_mul(&wide(w)?)?;
+    let (xhat, r) = normalised(&upcast(x)?, eps)?;
+    let g = upcast(dy)?;
+    let gw = g.broadcast_mul(&upcast(w)?)?;
     let c = (&gw * &xhat)?.mean_keepdim(D::Minus1)?;
     let dx = (gw - xhat.broadcast_mul(&c)?)?.broadcast_mul(&r)?.to_dtype(x.dtype())?;
     let d = w.dim(0)?;

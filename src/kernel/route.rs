@@ -132,7 +132,7 @@ pub fn gates(probs: &Tensor, chosen: &[u32], k: usize, normalise: bool) -> Resul
 }
 
 /// What [`backward`] needs of the forward pass.
-pub struct Routed<'a> {
+pub struct RouterOutput<'a> {
     /// Probabilities [t, e].
     pub probs: &'a Tensor,
     /// logsumexp of the logits `[t]`.
@@ -146,7 +146,7 @@ pub struct Routed<'a> {
 }
 
 /// The gradient of the logits [t, e], given that of the gates [t, k] and what the balancing losses add.
-pub fn backward(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
+pub fn backward(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let e = r.probs.dim(1)?;
     if let Some(b) = balance.filter(|b| !b.dp.is_empty() && b.dp.len() != e) {
         candle_core::bail!("routing: {} gradients for {e} experts", b.dp.len());
@@ -158,7 +158,7 @@ pub fn backward(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> R
     }
 }
 
-fn backward_cpu<T: Real>(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
+fn backward_cpu<T: Real>(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, dgates.dim(1)?);
     let out = [((t, e).into(), r.probs.dtype())];
     if let Some([dx]) = ghosts::<T, 1>(&[r.probs, r.gates, dgates, r.lse], out, |_| ()) {
@@ -197,7 +197,7 @@ fn backward_cpu<T: Real>(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balan
     tensor(dx, (t, e), r.probs.dtype())
 }
 
-fn backward_composed(r: &Routed<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
+fn backward_composed(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let ((t, e), k) = (r.probs.dims2()?, dgates.dim(1)?);
     let (device, dtype) = (r.probs.device(), r.probs.dtype());
     let chosen = index(r.chosen, k, r.probs)?;
@@ -245,7 +245,7 @@ mod tests {
             let (probs, lse) = softmax(&x)?;
             let chosen = choose(&probs, k)?;
             let g = gates(&probs, &chosen, k, normalise)?;
-            let r = Routed { probs: &probs, lse: &lse, gates: &g, chosen: &chosen, normalise };
+            let r = RouterOutput { probs: &probs, lse: &lse, gates: &g, chosen: &chosen, normalise };
             let what = format!("logits, {k}, {normalise}");
             let dx = backward(&r, &dg, None)?;
             gradient(&what, &x, &dx, &dg, |x| gates(&softmax(x)?.0, &chosen, k, normalise));

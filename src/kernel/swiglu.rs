@@ -2,7 +2,7 @@
 
 use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, view};
 use crate::kernel::Tensor;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -71,11 +71,11 @@ fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Ten
 }
 
 fn forward_composed(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    (wide(gate)?.silu()? * wide(up)?)?.to_dtype(gate.dtype())
+    (upcast(gate)?.silu()? * upcast(up)?)?.to_dtype(gate.dtype())
 }
 
 fn backward_composed(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (g, u, d) = (wide(gate)?, wide(up)?, wide(dy)?);
+    let (g, u, d) = (upcast(gate)?, upcast(up)?, upcast(dy)?);
     let s = (g.neg()?.exp()? + 1.0)?.recip()?;
     let du = ((&d * &g)? * &s)?.to_dtype(gate.dtype())?;
     let slope = (&s * ((g * (1.0 - &s)?)? + 1.0)?)?;

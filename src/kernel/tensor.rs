@@ -5,7 +5,7 @@
 //! beside its code what it takes (see `kernel::cpu`). So a plan runs the model's own `forward` and
 //! `backward`, and cannot say anything else than they do.
 
-use super::ledger::{Cost, Held, Ledger, Role};
+use super::ledger::{Allocation, Cost, Ledger, Role};
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D, DType, Layout, NdArray, Result, Shape, WithDType, bail};
 use std::borrow::Borrow;
@@ -28,7 +28,7 @@ pub enum Tensor {
 pub struct Ghost {
     layout: Layout,
     dtype: DType,
-    held: Arc<Held>,
+    held: Arc<Allocation>,
 }
 
 /// Where a tensor is.

@@ -1,6 +1,6 @@
 //! Self-attention as a module: projections, head norms, rotary embedding, grouped queries, windows.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;
@@ -68,10 +68,16 @@ impl Attention {
         [&self.q, &self.k, &self.v, &self.o]
     }
 
-    /// The same block with its 4-bit matrices decoded.
-    pub fn decoded(&self) -> Result<Self> {
+    /// The same block with its 4-bit matrices dequantized.
+    pub fn dequantized(&self) -> Result<Self> {
         let [q, k, v, o] = self.linears();
-        Ok(Self { q: q.decoded()?, k: k.decoded()?, v: v.decoded()?, o: o.decoded()?, ..self.clone() })
+        Ok(Self {
+            q: q.dequantized()?,
+            k: k.dequantized()?,
+            v: v.dequantized()?,
+            o: o.dequantized()?,
+            ..self.clone()
+        })
     }
 
     fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {

@@ -1,7 +1,7 @@
 //! The token embedding as a module: frozen, trained in full, or with LoRA.
 
 use super::sink::{Sink, Slot};
-use crate::kernel::{Tensor, embed, gemm, wide};
+use crate::kernel::{Tensor, embed, gemm, upcast};
 use candle_core::Result;
 
 /// The embedding.
@@ -50,7 +50,7 @@ impl Embedding {
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
-            let du = (wide(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
             sink.columns(a_slot, ids, &du)?;
         }
         Ok(())

@@ -2,12 +2,12 @@
 //!
 //! Logits never exist whole, and only for tokens that predict a supervised target.
 
-use super::decoder::{Batch, Context};
+use super::batch::{Batch, Context};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use crate::kernel::{Role, loss};
 use candle_core::Result;
 use std::ops::Range;
@@ -61,7 +61,7 @@ impl Head {
     /// Logits of all rows of `x` [n, d]: [n, v] in f32 (f64 for f64). For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let (y, _) = self.linear.forward(&self.norm.forward(x)?, ctx)?;
-        wide(&y)
+        upcast(&y)
     }
 
     /// Losses of the batch's targets, at most `rows` of them at a time; with a sink, also the gradients of
@@ -88,7 +88,7 @@ impl Head {
                 let (y, saved) = self.linear.forward(&normed, &ctx)?;
                 drop(normed);
                 let dtype = y.dtype();
-                let logits = wide(&y)?;
+                let logits = upcast(&y)?;
                 drop(y);
                 let (loss, dl) = loss::cross_entropy(logits, &targets, backward.map(|(scale, _)| scale))?;
                 Ok((saved, loss, dl.map(|dl| dl.to_dtype(dtype)).transpose()?))

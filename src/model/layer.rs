@@ -1,7 +1,7 @@
 //! One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
 use super::attention::{self, Attention};
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::Linear;
 use super::mlp::{self, Mlp};
 use super::moe::{self, Mixture};
@@ -63,7 +63,7 @@ impl Saved {
 }
 
 impl Layer {
-    /// Whether a matrix here is 4-bit and is decoded in each product.
+    /// Whether a matrix here is 4-bit and is dequantized in each product.
     pub fn is_packed(&self) -> bool {
         let ffn = match &self.mlp {
             FeedForward::Dense(b) => b.linears().into_iter().any(Linear::is_packed),
@@ -72,29 +72,33 @@ impl Layer {
         ffn || self.attn.linears().into_iter().any(Linear::is_packed)
     }
 
-    /// The same layer for one visit of the walk: its 4-bit matrices decoded, of a mixture those of the experts that
+    /// The same layer for one visit of the walk: its 4-bit matrices dequantized, of a mixture those of the experts that
     /// have tokens by `routing`. Dropping it gives the memory back.
-    pub fn decoded(&self, routing: Option<&Groups>) -> Result<Self> {
+    pub fn dequantized(&self, routing: Option<&Groups>) -> Result<Self> {
         let on = self.attn_norm.weight.device();
         let mlp = match (&self.mlp, routing) {
-            (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.decoded()?)),
-            (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.decoded(g, on)?)),
-            (FeedForward::Mixture(_), None) => candle_core::bail!("a mixture decoded before it has routed"),
+            (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.dequantized()?)),
+            (FeedForward::Mixture(b), Some(g)) => FeedForward::Mixture(Box::new(b.dequantized(g, on)?)),
+            (FeedForward::Mixture(_), None) => {
+                candle_core::bail!("a mixture dequantized before it has routed")
+            }
         };
         Ok(Self {
             attn_norm: self.attn_norm.clone(),
-            attn: self.attn.decoded()?,
+            attn: self.attn.dequantized()?,
             mlp_norm: self.mlp_norm.clone(),
             mlp,
         })
     }
 
     /// What forward saves, for a layer that is computed again for backward; `replay` as there.
-    pub fn again(&self, x: Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+    pub fn recompute(&self, x: Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (mid, normed, attn) = self.attend(&x, ctx, None)?;
         let mlp = match &self.mlp {
-            FeedForward::Dense(b) => FeedForwardSaved::Dense(Box::new(b.again(&normed, ctx)?)),
-            FeedForward::Mixture(b) => FeedForwardSaved::Mixture(Box::new(b.again(&normed, ctx, replay)?)),
+            FeedForward::Dense(b) => FeedForwardSaved::Dense(Box::new(b.recompute(&normed, ctx)?)),
+            FeedForward::Mixture(b) => {
+                FeedForwardSaved::Mixture(Box::new(b.recompute(&normed, ctx, replay)?))
+            }
         };
         Ok(Saved { x, mid, attn, mlp })
     }

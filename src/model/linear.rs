@@ -10,12 +10,12 @@
 //! Factors are applied where sums are f32. In half precision dropout's mask is 0 or 1, and `k = 1 / (1 - p)` goes with
 //! `s` and `g`; in f32 the mask has it, and k is 1.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Blocks;
-use crate::kernel::decoded::Decoded;
-use crate::kernel::{dropout, gemm, is_half, scaled, wide};
+use crate::kernel::dequantized::Dequantized;
+use crate::kernel::quantized::QuantizedMatrix;
+use crate::kernel::{dropout, gemm, is_half, scaled, upcast};
 use crate::rng::{Purpose, Stream};
 use candle_core::Result;
 use std::ops::Range;
@@ -26,10 +26,10 @@ use std::sync::Arc;
 pub enum Weight {
     /// Values in the compute dtype.
     Dense(Tensor),
-    /// 4-bit codes in blocks (NF4, or FP4), frozen, decoded in each product.
-    Nf4(Arc<Blocks>),
-    /// The same, decoded for as long as the walk is at the layer: see [`Linear::decoded`].
-    Decoded(Arc<Decoded>),
+    /// 4-bit codes in blocks (NF4, or FP4), frozen, dequantized in each product.
+    Nf4(Arc<QuantizedMatrix>),
+    /// The same, dequantized for as long as the walk is at the layer: see [`Linear::dequantized`].
+    Dequantized(Arc<Dequantized>),
 }
 
 impl Weight {
@@ -38,7 +38,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(x, false, w, true),
             Weight::Nf4(w) => w.forward(x),
-            Weight::Decoded(w) => w.forward(x),
+            Weight::Dequantized(w) => w.forward(x),
         }
     }
 
@@ -51,7 +51,7 @@ impl Weight {
                 Ok(dx)
             }
             (Weight::Nf4(w), dx) => w.backward(dy, dx),
-            (Weight::Decoded(w), dx) => w.backward(dy, dx),
+            (Weight::Dequantized(w), dx) => w.backward(dy, dx),
         }
     }
 
@@ -60,16 +60,16 @@ impl Weight {
         match self {
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Nf4(w) => w.times(a),
-            Weight::Decoded(w) => w.times(a),
+            Weight::Dequantized(w) => w.times(a),
         }
     }
 
     /// Squared norm of each row, `[o]`, f32.
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
-            Weight::Dense(w) => wide(w)?.sqr()?.sum(1),
+            Weight::Dense(w) => upcast(w)?.sqr()?.sum(1),
             Weight::Nf4(w) => w.row_squares(),
-            Weight::Decoded(w) => w.blocks().row_squares(),
+            Weight::Dequantized(w) => w.blocks().row_squares(),
         }
     }
 
@@ -77,8 +77,8 @@ impl Weight {
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
-            Weight::Nf4(w) => w.decode_rows(rows),
-            Weight::Decoded(w) => w.values().narrow(0, rows.start, rows.len()),
+            Weight::Nf4(w) => w.dequantize_rows(rows),
+            Weight::Dequantized(w) => w.values().narrow(0, rows.start, rows.len()),
         }
     }
 
@@ -87,15 +87,15 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.dims2(),
             Weight::Nf4(w) => Ok(w.dims()),
-            Weight::Decoded(w) => Ok(w.blocks().dims()),
+            Weight::Dequantized(w) => Ok(w.blocks().dims()),
         }
     }
 
-    /// The same matrix, decoded if it is 4-bit: its products then have the same bits and decode nothing, and its
+    /// The same matrix, dequantized if it is 4-bit: its products then have the same bits and dequantize nothing, and its
     /// values take memory until it is dropped.
-    fn decoded(&self) -> Result<Weight> {
+    fn dequantized(&self) -> Result<Weight> {
         match self {
-            Weight::Nf4(w) => Ok(Weight::Decoded(Arc::new(Decoded::new(Arc::clone(w))?))),
+            Weight::Nf4(w) => Ok(Weight::Dequantized(Arc::new(Dequantized::new(Arc::clone(w))?))),
             other => Ok(other.clone()),
         }
     }
@@ -135,8 +135,8 @@ impl Lora {
     /// Row norms of `W + s B A`, `[o]`, f32, without forming the matrix:
     /// `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
     pub fn norms(&self, weight: &Weight, squares: &Tensor) -> Result<Tensor> {
-        let (a, b) = (wide(&self.a)?, wide(&self.b)?);
-        let cross = (wide(&weight.times(&self.a)?)? * &b)?.sum(1)?;
+        let (a, b) = (upcast(&self.a)?, upcast(&self.b)?);
+        let cross = (upcast(&weight.times(&self.a)?)? * &b)?.sum(1)?;
         let gram = gemm::matmul(&a, false, &a, true)?;
         let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
         let sum = ((squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
@@ -188,12 +188,12 @@ impl Linear {
         self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
     }
 
-    /// The same linear with its matrix decoded, if that is 4-bit.
-    pub fn decoded(&self) -> Result<Self> {
-        Ok(Self { weight: self.weight.decoded()?, ..self.clone() })
+    /// The same linear with its matrix dequantized, if that is 4-bit.
+    pub fn dequantized(&self) -> Result<Self> {
+        Ok(Self { weight: self.weight.dequantized()?, ..self.clone() })
     }
 
-    /// Whether its matrix is 4-bit and is decoded in each product.
+    /// Whether its matrix is 4-bit and is dequantized in each product.
     pub fn is_packed(&self) -> bool {
         matches!(self.weight, Weight::Nf4(_))
     }
@@ -208,7 +208,7 @@ impl Linear {
 
     /// What forward saves, without the output where that is not needed for it: the output of a layer that is computed again
     /// for backward is thrown away.
-    pub fn again(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
+    pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
         match &self.lora {
             Some(Lora { dora: Some(_), .. }) => Ok(self.forward(x, ctx)?.1),
             Some(lora) if lora.slots.is_some() => {
@@ -240,10 +240,10 @@ impl Linear {
                 let z = base.copy()?;
                 gemm::matmul_acc(&z, &u, false, &lora.b, true, lora.scale)?;
                 let inverse = lora.norms(&self.weight, &dora.row_squares)?.recip()?.unsqueeze(0)?;
-                let g = (wide(&dora.magnitude)? * &inverse)?;
-                let mut y = wide(&z)?.broadcast_mul(&scaled(&g, k)?)?;
+                let g = (upcast(&dora.magnitude)? * &inverse)?;
+                let mut y = upcast(&z)?.broadcast_mul(&scaled(&g, k)?)?;
                 if mask.is_some() {
-                    y = ((y + wide(&self.weight.forward(x)?)?)? - scaled(&wide(&base)?, k)?)?;
+                    y = ((y + upcast(&self.weight.forward(x)?)?)? - scaled(&upcast(&base)?, k)?)?;
                 }
                 let y = y.to_dtype(z.dtype())?;
                 if dora.slot.is_some() {
@@ -274,7 +274,7 @@ impl Linear {
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
         if let Some(slot) = self.bias_slot {
-            sink.add(slot, &wide(dy)?.sum_keepdim(0)?)?;
+            sink.add(slot, &upcast(dy)?.sum_keepdim(0)?)?;
         }
         if let (Some(slot), Some(x)) = (self.weight_slot, &saved.x) {
             sink.product(slot, dy, x, 1.0)?;
@@ -289,10 +289,10 @@ impl Linear {
             None => dy.clone(),
             Some((z, g, inverse)) => {
                 if let Some(slot) = lora.dora.as_ref().and_then(|d| d.slot) {
-                    let dm = ((wide(dy)? * wide(z)?)?.sum_keepdim(0)? * inverse)?;
+                    let dm = ((upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse)?;
                     sink.add(slot, &dm)?;
                 }
-                wide(dy)?.broadcast_mul(g)?.to_dtype(dy.dtype())?
+                upcast(dy)?.broadcast_mul(g)?.to_dtype(dy.dtype())?
             }
         };
         sink.product(b_slot, &dz, u, lora.scale * k)?;
@@ -312,7 +312,7 @@ impl Linear {
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
                         // g is near 1: the difference of what is rounded would be noise
-                        true => wide(dy)?.broadcast_mul(&((g - 1.0)? * k)?)?.to_dtype(dy.dtype())?,
+                        true => upcast(dy)?.broadcast_mul(&((g - 1.0)? * k)?)?.to_dtype(dy.dtype())?,
                         false => (&dz - dy)?,
                     };
                     dxd = self.weight.backward(&difference, Some(dxd))?;
@@ -337,7 +337,7 @@ mod tests {
     use super::*;
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn};
-    use crate::model::decoder::DropoutKey;
+    use crate::model::batch::DropoutKey;
     use crate::quant::{CodeBooks, Encoded};
     use candle_core::DType;
     use candle_core::Device;
@@ -366,11 +366,11 @@ mod tests {
         (slots.collect(), offset)
     }
 
-    /// A matrix in NF4; f64 keeps what is decoded.
+    /// A matrix in NF4; f64 keeps what is dequantized.
     fn nf4(w: &Tensor) -> Result<Weight> {
         let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
-        Ok(Weight::Nf4(Arc::new(encoded.into_blocks(
+        Ok(Weight::Nf4(Arc::new(encoded.into_matrix(
             true,
             DType::F64,
             &mut CodeBooks::new(&Device::Cpu)?,

@@ -1,6 +1,6 @@
 //! The dense feed-forward block, also one expert of a mixture: `down(silu(gate(x)) * up(x))`.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::sink::Sink;
 use crate::kernel::Tensor;
@@ -32,18 +32,22 @@ impl Mlp {
         [&self.gate, &self.up, &self.down]
     }
 
-    /// The same block with its 4-bit matrices decoded.
-    pub fn decoded(&self) -> Result<Self> {
-        Ok(Self { gate: self.gate.decoded()?, up: self.up.decoded()?, down: self.down.decoded()? })
+    /// The same block with its 4-bit matrices dequantized.
+    pub fn dequantized(&self) -> Result<Self> {
+        Ok(Self {
+            gate: self.gate.dequantized()?,
+            up: self.up.dequantized()?,
+            down: self.down.dequantized()?,
+        })
     }
 
     /// What forward saves, without its last product.
-    pub fn again(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
+    pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
         let (gate, gs) = self.gate.forward(x, ctx)?;
         let (up, us) = self.up.forward(x, ctx)?;
         let mut ds = linear::Saved::default();
         if self.down.lora.is_some() {
-            ds = self.down.again(&swiglu::forward(&gate, &up)?, ctx)?;
+            ds = self.down.recompute(&swiglu::forward(&gate, &up)?, ctx)?;
             ds.x = None;
         }
         Ok(Saved { linears: [gs, us, ds], gate, up })

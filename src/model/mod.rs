@@ -9,6 +9,7 @@
 //! `o`/`i` out and in features, `r` LoRA rank, `e` experts, `k` experts a token, `n` rows sorted by expert.
 
 pub mod attention;
+pub mod batch;
 pub mod config;
 pub mod decoder;
 pub mod embedding;
@@ -23,8 +24,9 @@ pub mod norm;
 pub mod rope;
 pub mod sink;
 
+pub use batch::Batch;
 pub use config::Config;
-pub use decoder::{Batch, Decoder};
+pub use decoder::Decoder;
 
 use crate::error::{ExitCode, Failure};
 

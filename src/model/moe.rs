@@ -9,16 +9,16 @@
 //!
 //! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
 
-use super::decoder::Context;
+use super::batch::Context;
 use super::linear::{self, Linear};
 use super::mlp::{self, Mlp};
 use super::sink::Sink;
 use crate::kernel::Tensor;
-use crate::kernel::group::{self, Groups, Run};
-use crate::kernel::route::{self, Balance, Routed};
+use crate::kernel::group::{self, ExpertRows, Groups};
+use crate::kernel::route::{self, Balance, RouterOutput};
 use crate::kernel::swiglu;
 use crate::kernel::tensor::On;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use candle_core::Result;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -65,14 +65,14 @@ impl Shared {
     fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
         let (out, mlp) = self.mlp.forward(x, ctx)?;
         let (logit, gate) = self.gate.forward(x, ctx)?;
-        let open = swiglu::sigmoid(&wide(&logit)?)?;
+        let open = swiglu::sigmoid(&upcast(&logit)?)?;
         Ok(SharedSaved { mlp, gate, out, open })
     }
 
     /// Backward: the gradient of the input.
     fn backward(&self, s: SharedSaved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
         let slope = (&s.open * (1.0 - &s.open)?)?;
-        let dlogit = ((wide(dy)? * wide(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
+        let dlogit = ((upcast(dy)? * upcast(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
         drop(s.out);
         let dout = dy.broadcast_mul(&s.open.to_dtype(dy.dtype())?)?;
         let dx = self.mlp.backward(s.mlp, &dout, ctx, sink)?;
@@ -99,18 +99,17 @@ pub struct Saved {
 }
 
 impl Mixture {
-    /// The same mixture with the 4-bit matrices of those experts decoded that have tokens.
-    pub fn decoded(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
+    /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
+    pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
         let mut experts = self.experts.clone();
         for run in groups.runs() {
-            experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].decoded())?;
+            experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
         }
-        let shared = self
-            .shared
-            .as_ref()
-            .map(|s| Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.decoded()?, gate: s.gate.decoded()? }));
+        let shared = self.shared.as_ref().map(|s| {
+            Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.dequantized()?, gate: s.gate.dequantized()? })
+        });
         Ok(Self {
-            router: self.router.decoded()?,
+            router: self.router.dequantized()?,
             experts,
             shared: shared.transpose()?,
             alike: self.alike.clone(),
@@ -118,7 +117,7 @@ impl Mixture {
         })
     }
 
-    /// Whether a matrix here is 4-bit and is decoded in each product.
+    /// Whether a matrix here is 4-bit and is dequantized in each product.
     pub fn is_packed(&self) -> bool {
         let shared = self.shared.as_ref();
         let blocks = self.experts.iter().chain(shared.map(|s| &s.mlp)).flat_map(Mlp::linears);
@@ -127,7 +126,7 @@ impl Mixture {
 
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
     pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
-        let s = self.again(x, ctx, replay)?;
+        let s = self.recompute(x, ctx, replay)?;
         let mut y = s.groups.combine(&s.out, Some(&s.gates), x.dtype())?;
         if let Some(s) = &s.shared {
             y = (y + s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?)?)?;
@@ -136,8 +135,8 @@ impl Mixture {
     }
 
     /// What forward saves: all but the sum over the experts.
-    pub fn again(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
-        let (logits, router) = self.router.forward(&wide(x)?, ctx)?;
+    pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+        let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
         let (probs, lse) = route::softmax(&logits)?;
         let groups = match replay {
             Some(g) => g,
@@ -152,12 +151,12 @@ impl Mixture {
         };
         let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
         let rows = groups.gather(x)?;
-        let one = |run: Run| -> Result<_> {
+        let one = |run: ExpertRows| -> Result<_> {
             let ctx = self.context(ctx, &groups, &run);
             self.experts[run.expert].forward(&rows.narrow(0, run.start, run.rows)?, &ctx)
         };
         let (runs, on) = (groups.runs(), x.device());
-        let one = |run: Run| groups.times(&run, on, || one(run));
+        let one = |run: ExpertRows| groups.times(&run, on, || one(run));
         let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(groups.busy(), on) {
             group::each(on, runs, |r| r.rows, one)?
         } else {
@@ -184,9 +183,9 @@ impl Mixture {
         for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
             self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         }
-        let work: Vec<(Run, mlp::Saved)> = runs.into_iter().zip(s.experts).collect();
+        let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(s.experts).collect();
         let on = dy.device();
-        let one = |(run, saved): (Run, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
+        let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
             groups.times(&run, on, || {
                 let ctx = self.context(ctx, groups, &run);
                 let dout = groups.gather_scaled(dy, &s.gates, &run)?;
@@ -209,7 +208,7 @@ impl Mixture {
         if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
             dx = (dx + shared.backward(saved, dy, ctx, sink)?)?;
         }
-        let routed = Routed {
+        let routed = RouterOutput {
             probs: &s.probs,
             lse: &s.lse,
             gates: &s.gates,
@@ -222,7 +221,7 @@ impl Mixture {
     }
 
     /// The context of one expert's rows: its dropout goes by token.
-    fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &Run) -> Cow<'a, Context> {
+    fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context> {
         let linears = self.experts[run.expert].linears();
         let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
         match ctx.dropout {
@@ -237,7 +236,7 @@ mod tests {
     use super::*;
     use crate::kernel::attention::Sequences;
     use crate::kernel::check::{close, gradient, randn, values};
-    use crate::model::decoder::DropoutKey;
+    use crate::model::batch::DropoutKey;
     use crate::model::linear::{Lora, Weight};
     use crate::model::sink::Slot;
     use candle_core::DType;

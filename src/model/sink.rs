@@ -70,14 +70,14 @@ impl<'a> Sink<'a> {
 
     /// Adds what collecting sinks have, the products of a unit side by side.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
-        let mut units: BTreeMap<usize, Vec<gemm::Part>> = BTreeMap::new();
+        let mut units: BTreeMap<usize, Vec<gemm::GradProduct>> = BTreeMap::new();
         for Later { slot, alike, what } in list {
             match what {
                 What::Values(dw) => self.add(slot, &dw)?,
                 What::Product(a, b, alpha) => {
                     self.touch(slot);
                     let Slot { offset, rows, cols, .. } = slot;
-                    units.entry(slot.unit).or_default().push(gemm::Part {
+                    units.entry(slot.unit).or_default().push(gemm::GradProduct {
                         offset,
                         rows,
                         cols,

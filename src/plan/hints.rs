@@ -1,6 +1,6 @@
 //! When nothing fits: the smallest changes that would.
 
-use super::choices::choose;
+use super::search::choose;
 use super::{Inputs, Machine, Plan, Prepared, Workloads};
 use crate::adapt::Selection;
 use crate::recipe::{self, Method, Offload, OptimizerName, Quantize, Recipe, Recompute};
@@ -38,7 +38,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let r = i.recipe;
     let total = |r: &Recipe| with(i, r);
 
-    if plan.choices.recompute < plan.walked {
+    if plan.execution.recompute < plan.walked {
         let mut c = r.clone();
         c.memory.recompute = Recompute::All;
         let t = total(&c);
@@ -57,7 +57,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         let t = total(&c);
         if t <= budget {
             let (set, change) = ("memory.dequantize=per_matmul", "memory.dequantize = \"per_matmul\"");
-            add(vec![set.into()], change.into(), "; weights are decoded in each product", t);
+            add(vec![set.into()], change.into(), "; weights are dequantized in each product", t);
         }
     }
     // where the plan chooses them, it has chosen the fewest
@@ -99,11 +99,11 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         c.model.quantize = Quantize::Nf4;
         let t = total(&c);
         if t <= budget {
-            let cost = "; the base is rounded to 4 bits and decoded on the way";
+            let cost = "; the base is rounded to 4 bits and dequantized on the way";
             add(vec!["model.quantize=nf4".into()], "model.quantize = \"nf4\"".into(), cost, t);
         }
     }
-    if !plan.machine.cuda && plan.machine.wide() {
+    if !plan.machine.cuda && plan.machine.computes_in_f32() {
         let mut c = r.clone();
         c.model.dtype = Some(recipe::Dtype::Bf16);
         let t = changed(i, &c, Machine { width: 2, ..i.machine }, i.selection);

@@ -39,7 +39,7 @@ pub enum Component {
     Activations,
     /// Temporaries of the layer that is at work, or of whatever the phase does.
     Workspace,
-    /// Weights decoded from 4 bits, or gathered from other ranks, while they are used.
+    /// Weights dequantized from 4 bits, or gathered from other ranks, while they are used.
     InFlight,
     /// The chunk of logits that exists.
     Logits,

@@ -9,7 +9,7 @@
 //! space     host memory, disks, shared memory: what is taken and what there is
 //! step      the walk's visits on them, each kind once, and a whole run as their sum;   ledger: what bytes are for
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
-//! choices   the fastest that fits;   hints: what would make it fit
+//! search    the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
 //! ```
 //!
@@ -17,11 +17,11 @@
 //! `backward` on ghosts ([`crate::kernel::tensor`]). That they agree is tested on runs: on the CPU the peak of a run's
 //! allocations is within 1% of its plan.
 
-pub mod choices;
 pub mod hints;
 pub mod ledger;
 pub mod rates;
 pub mod report;
+pub mod search;
 pub mod shape;
 pub mod source;
 pub mod space;
@@ -35,9 +35,9 @@ pub mod workload;
 mod tests;
 
 pub use crate::kernel::Machine;
-pub use choices::{Decision, Reasons};
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
+pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
 pub use workload::{Tokens, Workload};
@@ -49,12 +49,12 @@ use crate::model::Config;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
 use crate::recipe::{Dtype, Offload, Recipe};
-use crate::walk::Choices;
+use crate::walk::Execution;
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use step::{Levels, Parts, Run};
+use step::{Levels, Parts, StepInputs};
 use work::Work;
 
 /// Why a run cannot go ahead.
@@ -122,7 +122,7 @@ pub struct Plan {
     pub machine: Machine,
     /// Parameters of the model, and those that train.
     pub parameters: (u64, u64),
-    /// The device at its fullest.
+    /// The device at its peak.
     pub peak: Peak,
     /// Bytes of the device that may be used.
     pub budget: Option<u64>,
@@ -135,7 +135,7 @@ pub struct Plan {
     /// Layers that backward walks.
     pub walked: usize,
     /// What the engine obeys.
-    pub choices: Choices,
+    pub execution: Execution,
     /// Why.
     pub reasons: Reasons,
     /// Tokens.
@@ -153,7 +153,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Bytes of the device at its fullest.
+    /// Bytes of the device at its peak.
     pub fn total(&self) -> u64 {
         self.peak.bytes.total()
     }
@@ -178,7 +178,7 @@ impl Plan {
     /// Bytes of the budget that the choices try to leave free, and those that they do.
     pub fn kept_back(&self) -> Option<(u64, u64)> {
         let budget = self.budget?;
-        Some((choices::reserve(self.machine, budget), budget.saturating_sub(self.total())))
+        Some((search::reserve(self.machine, budget), budget.saturating_sub(self.total())))
     }
 
     /// Whether it fits the device's budget; without one nothing speaks against it.
@@ -295,7 +295,7 @@ impl<'a> Prepared<'a> {
     /// What a run with these tokens allocates; `heads` are the head's chunks that may be chosen.
     pub fn parts(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Parts<'_>> {
         let r = self.inputs.recipe;
-        let run = Run {
+        let run = StepInputs {
             shape: &self.shape,
             statics: &self.statics,
             train: self.part(w.train),
@@ -325,7 +325,7 @@ impl Plan {
     /// Sizes of the model, or of a rank's part of it, that do not go together.
     pub fn new(i: &Inputs<'_>) -> crate::Result<Self> {
         let prepared = Prepared::new(i)?;
-        let decision = choices::choose(&prepared)?;
+        let decision = search::choose(&prepared)?;
         let mut plan = Self::of(i, &prepared, decision);
         if !plan.fits() {
             plan.hints = hints::hints(i, &plan);
@@ -341,7 +341,7 @@ impl Plan {
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }
-        let unit = (d.choices.micro_rows * p.data).max(1);
+        let unit = (d.execution.micro_rows * p.data).max(1);
         Self {
             ranks: p.ranks(),
             machine: i.machine,
@@ -351,7 +351,7 @@ impl Plan {
             mixture: i.config.moe.is_some(),
             layers: i.config.layers,
             walked: prepared.walked(),
-            choices: d.choices,
+            execution: d.execution,
             reasons: d.reasons,
             peak: d.peak,
             workload: d.workload,
@@ -405,9 +405,9 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
 ///
 /// # Errors
 /// As [`Plan::new`].
-pub fn allocations(i: &Inputs<'_>, c: &Choices) -> crate::Result<Vec<Listed>> {
+pub fn allocations(i: &Inputs<'_>, c: &Execution) -> crate::Result<Vec<Listed>> {
     let prepared = Prepared::new(i)?;
-    let levels = Levels { recompute: c.recompute, decoded: c.decoded, head: 0 };
+    let levels = Levels { recompute: c.recompute, dequantize: c.dequantize, head: 0 };
     Ok(prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
 }
 

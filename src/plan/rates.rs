@@ -33,7 +33,7 @@ pub fn path() -> Option<PathBuf> {
 }
 
 fn key(m: Machine) -> String {
-    let width = if m.wide() { "f32" } else { "half" };
+    let width = if m.computes_in_f32() { "f32" } else { "half" };
     if m.cuda { format!("cuda-{width}") } else { format!("cpu-{width}-{}-threads", m.threads) }
 }
 

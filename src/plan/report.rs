@@ -72,7 +72,7 @@ impl Plan {
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
             "theory": self.theory,
             "peak": {"phase": self.peak.phase.word(), "where": place(&self.peak, self.layers)},
-            "recompute": {"layers": self.choices.recompute, "of": self.walked, "reason": self.reasons.recompute},
+            "recompute": {"layers": self.execution.recompute, "of": self.walked, "reason": self.reasons.recompute},
             "choices": self.choices_json(),
             "micro_batch": {"tokens": self.workload.train.tokens, "targets": self.workload.train.targets,
                             "longest": self.workload.train.longest, "from_data": self.workload.measured()},
@@ -93,11 +93,11 @@ impl Plan {
 
     /// What was chosen, with reasons: for `ft plan --json` and `metrics.jsonl`.
     pub fn choices_json(&self) -> Value {
-        let (c, why) = (&self.choices, &self.reasons);
+        let (c, why) = (&self.execution, &self.reasons);
         json!({
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
             "recompute": {"value": c.recompute, "of": self.walked, "reason": why.recompute},
-            "dequantize": {"value": c.decoded.word(), "reason": why.decoded},
+            "dequantize": {"value": c.dequantize.word(), "reason": why.dequantize},
             "head_rows": {"value": c.head_rows, "reason": why.head_rows},
         })
     }
@@ -136,10 +136,10 @@ impl Plan {
                 s.push_str("data        lengths are not known yet: ft data, ft check and ft run keep them\n")
             }
         }
-        let (c, why) = (&self.choices, &self.reasons);
+        let (c, why) = (&self.execution, &self.reasons);
         let _ = writeln!(s, "micro-batch {} rows ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
-        let _ = writeln!(s, "dequantize  {} ({})", c.decoded.word(), why.decoded);
+        let _ = writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize);
         let _ = writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows);
         if let Some(r) = range {
             let whole = w.steps.map_or(String::new(), |n| {

@@ -51,7 +51,7 @@ impl Shape {
         (tensor, stages): (usize, usize),
     ) -> crate::Result<Self> {
         let ledger = Ledger::new(machine);
-        let dtype = if machine.wide() { DType::F32 } else { DType::BF16 };
+        let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let split = (tensor > 1).then(|| part(config, tensor));
         let c = split.as_ref().unwrap_or(config);
         // the modules of a part have the names, and the order, of those of the whole
@@ -67,14 +67,14 @@ impl Shape {
             }
         }
         let ghosts = |list: &[usize]| {
-            let choices = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
-            Ghosts::new(&ledger, dtype, choices, quantize)
+            let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
+            Ghosts::new(&ledger, dtype, execution, quantize)
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
             (Vec::new(), Vec::new(), Vec::new());
         for (l, list) in layers.iter().enumerate() {
-            let choices = list.iter().map(|i| &selection.modules[*i].1).collect();
-            let kind = (choices, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
+            let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
+            let kind = (execution, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
             let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
             if at == known.len() {
                 kinds.push(Builder::new(c, list.iter().map(|i| module(*i)), &mut ghosts(list)).layer(l)?);

@@ -166,7 +166,7 @@ impl Statics {
             if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it
                 let value = if states_elsewhere { 0 } else { 4 * n };
-                let rounded = if machine.wide() && !states_elsewhere { 0 } else { width * n };
+                let rounded = if machine.computes_in_f32() && !states_elsewhere { 0 } else { width * n };
                 high = high.max(loaded + value + rounded);
                 continue;
             }
@@ -174,7 +174,7 @@ impl Statics {
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
             let rows = if dora { 4 * m.weight_shape()[0] as u64 } else { 0 };
             let (bytes, constants) = if quantized { nf4(n) } else { (width * n, 0) };
-            let made_in_f32 = !machine.wide() && r.model.weights == Weights::Random;
+            let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
             if made_in_f32 || quantized {
                 high = high.max(loaded + 4 * n + bytes);
             }
@@ -202,7 +202,7 @@ impl Statics {
             let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
-            sums[3] += if machine.wide() && !offload { 0 } else { ranks.share(m, 4 * n, 1) };
+            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, 1) };
             let states = moments(r.optimizer.name, t.shape())
                 .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
             sums[4] += ranks.share(m, states, 1);
@@ -219,7 +219,7 @@ impl Statics {
         // the optimizer goes by pieces
         let stretch = longest.min(PIECE as u64);
         out.largest_group = if offload { 0 } else { stretch };
-        out.step_transient = if machine.wide() || offload { 0 } else { width * stretch };
+        out.step_transient = if machine.computes_in_f32() || offload { 0 } else { width * stretch };
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
@@ -258,7 +258,7 @@ impl Statics {
         // a tensor read back, and its rounded copy
         let value = if states_elsewhere { 0 } else { 4 * largest };
         out.save_transient = (value
-            + if machine.wide() && !states_elsewhere { 0 } else { width * largest }
+            + if machine.computes_in_f32() && !states_elsewhere { 0 } else { width * largest }
             + pieces(4 * largest)
             + 4 * PROBE.0 * vocab(s))
         .max(PROBE.0 * PROBE.1 * vocab(s));

@@ -17,13 +17,13 @@ use crate::kernel::{Machine, Role, Tensor};
 use crate::model::Batch;
 use crate::model::layer::{FeedForward, Layer};
 use crate::model::sink::Sink;
-use crate::walk::{self, Decoded};
+use crate::walk::{self, Dequantize};
 use Component::Workspace;
 use candle_core::{DType, Result};
 
 /// What a run is simulated with.
 #[derive(Clone, Debug)]
-pub struct Run<'a> {
+pub struct StepInputs<'a> {
     /// Sizes of the model.
     pub shape: &'a Shape,
     /// What stays all the time.
@@ -47,8 +47,8 @@ pub struct Run<'a> {
 pub struct Levels {
     /// Layers that are recomputed, from the lowest that is walked backward.
     pub recompute: usize,
-    /// How their 4-bit weights are decoded.
-    pub decoded: Decoded,
+    /// How their 4-bit weights are dequantized.
+    pub dequantize: Dequantize,
     /// Which of the head's chunks, by index into what [`Parts::new`] was given.
     pub head: usize,
 }
@@ -73,11 +73,11 @@ impl From<Bytes> for Full {
 impl From<Taken> for Full {
     fn from(t: Taken) -> Self {
         let listed = t.listed.into_iter().map(|(role, bytes)| (role.into(), bytes)).collect();
-        Self { listed, cost: t.cost, least: t.least, ..Bytes::from(t.fullest).into() }
+        Self { listed, cost: t.cost, least: t.least, ..Bytes::from(t.at_peak).into() }
     }
 }
 
-/// The visits of one kind of layer, each at its fullest with its own input, what it keeps and the gradient that
+/// The visits of one kind of layer, each at its peak with its own input, what it keeps and the gradient that
 /// comes in.
 #[derive(Clone, Debug)]
 struct Kind {
@@ -89,7 +89,7 @@ struct Kind {
     input: Full,
     /// Backward of what was kept.
     backward: Full,
-    /// Forward again and backward: decoded by panels, and for the visit; with the work of the former.
+    /// Forward again and backward: dequantized by tiles, and for the visit; with the work of the former.
     again: [(Full, Cost); 2],
     /// Forward in evaluation.
     eval: Option<Full>,
@@ -98,7 +98,7 @@ struct Kind {
 /// The parts of a run, each gone through once.
 #[derive(Clone, Debug)]
 pub struct Parts<'a> {
-    run: Run<'a>,
+    run: StepInputs<'a>,
     statics: Full,
     batch: Full,
     embedding: Full,
@@ -142,11 +142,11 @@ impl<'a> Parts<'a> {
     ///
     /// # Errors
     /// Sizes that do not go together.
-    pub fn new(run: Run<'a>, heads: &[u64]) -> Result<Self> {
+    pub fn new(run: StepInputs<'a>, heads: &[u64]) -> Result<Self> {
         let s = run.shape;
         let mixture = s.kinds.iter().any(|l| matches!(l.mlp, FeedForward::Mixture(_)));
         let skewed = match mixture && !run.skewed {
-            true => Some(Box::new(Self::new(Run { skewed: true, ..run.clone() }, heads)?)),
+            true => Some(Box::new(Self::new(StepInputs { skewed: true, ..run.clone() }, heads)?)),
             false => None,
         };
         s.ledger.route(run.skewed);
@@ -250,7 +250,7 @@ impl<'a> Parts<'a> {
             let full = if l - first >= levels.recompute {
                 &kind.backward
             } else {
-                &kind.again[usize::from(levels.decoded == Decoded::Visit)].0
+                &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)].0
             };
             f(visit(&at, Phase::Backward, l + 1, full));
         }
@@ -274,13 +274,13 @@ impl<'a> Parts<'a> {
         f(still(Phase::Save, statics.save_transient));
     }
 
-    /// Bytes at the fullest: the engine's, the allocator's, and what the most uneven routing takes.
+    /// peak bytes: the engine's, the allocator's, and what the most uneven routing takes.
     pub fn total(&self, levels: Levels) -> u64 {
         let engine = self.engine(levels);
         engine + overhead(self.run.machine(), engine) + self.routing(levels, engine)
     }
 
-    /// The engine's own bytes at the fullest.
+    /// The engine's own peak bytes.
     fn engine(&self, levels: Levels) -> u64 {
         let mut most = 0;
         self.each(levels, &mut |spot| most = most.max(spot.total()));
@@ -292,20 +292,20 @@ impl<'a> Parts<'a> {
         self.skewed.as_ref().map_or(0, |s| s.engine(levels).saturating_sub(engine))
     }
 
-    /// What is held where it is fullest.
+    /// What is held at the peak.
     pub fn peak(&self, levels: Levels) -> Peak {
-        let mut fullest: Option<Spot<'_>> = None;
+        let mut at_peak: Option<Spot<'_>> = None;
         let mut phases = [0; Phase::ALL.len()];
         self.each(levels, &mut |spot| {
             let phase = &mut phases[spot.phase as usize];
             *phase = (*phase).max(self.statics.total + spot.total());
-            if fullest.as_ref().is_none_or(|f| spot.total() > f.total()) {
-                fullest = Some(spot);
+            if at_peak.as_ref().is_none_or(|f| spot.total() > f.total()) {
+                at_peak = Some(spot);
             }
         });
         let mut bytes = self.statics.bytes.clone();
         let mut at = (Phase::Load, 0);
-        if let Some(spot) = fullest {
+        if let Some(spot) = at_peak {
             at = (spot.phase, spot.unit);
             spot.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
             (0..spot.kept).filter_map(|l| self.kept(l, levels)).for_each(|k| bytes.add_all(&k.bytes));
@@ -334,7 +334,7 @@ impl Parts<'_> {
             if l >= first && l - first >= levels.recompute {
                 down.add(kind.backward.cost, 1.0);
             } else if l >= first {
-                let (both, forward) = &kind.again[usize::from(levels.decoded == Decoded::Visit)];
+                let (both, forward) = &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)];
                 again.add(*forward, 1.0);
                 down.add(both.cost, 1.0);
                 down.add(*forward, -1.0);
@@ -362,7 +362,7 @@ impl Parts<'_> {
     }
 }
 
-impl Run<'_> {
+impl StepInputs<'_> {
     fn machine(&self) -> Machine {
         self.shape.ledger.machine()
     }
@@ -423,17 +423,17 @@ impl Run<'_> {
         let backward = ledger.take().into();
         drop(dy);
         let input = live(ledger.keep());
-        let again = |decoded| -> Result<(Full, Cost)> {
+        let again = |dequantize| -> Result<(Full, Cost)> {
             let dy = self.states(t);
             ledger.take();
-            let visited = walk::visited(layer, decoded, routing.as_deref())?;
-            let layer = visited.as_ref().unwrap_or(layer);
-            let saved = layer.again(x.clone(), ctx, routing.clone())?;
+            let dequantized = walk::dequantized_layer(layer, dequantize, routing.as_deref())?;
+            let layer = dequantized.as_ref().unwrap_or(layer);
+            let saved = layer.recompute(x.clone(), ctx, routing.clone())?;
             let forward = ledger.cost();
             drop(layer.backward(saved, &dy, ctx, &sink, None)?);
             Ok((ledger.take().into(), forward))
         };
-        let again = [again(Decoded::Panels)?, again(Decoded::Visit)?];
+        let again = [again(Dequantize::PerMatmul)?, again(Dequantize::PerLayer)?];
         drop((x, routing));
         let eval = |t| {
             let batch = self.batch(t, false)?;

@@ -3,7 +3,7 @@
 use super::hints;
 use super::*;
 use crate::recipe::{Recipe, SHIPPED};
-use crate::walk::Decoded;
+use crate::walk::Dequantize;
 use std::path::Path;
 
 /// A machine that has room for everything.
@@ -282,7 +282,7 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
         let sweep = Sweep::new(source, rules, set, cuda)?;
         let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
         assert!(!least.fits() && !least.hints.is_empty(), "{what}");
-        assert_eq!((least.choices.recompute, most.choices.recompute), (least.walked, 0), "{what}");
+        assert_eq!((least.execution.recompute, most.execution.recompute), (least.walked, 0), "{what}");
         // and what is kept back
         let (low, high) = (least.total(), most.total() / 24 * 25 + 100);
         assert!(low < high, "{what}: {low} {high}");
@@ -295,7 +295,7 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
             assert!(p.fits(), "{what} in {budget}: {}", p.total());
             assert!(p.step_work() <= last, "{what} in {budget}: {} after {last}", p.step_work());
             last = p.step_work();
-            levels.insert(p.choices.recompute);
+            levels.insert(p.execution.recompute);
         }
         assert_eq!(last, most.step_work(), "{what}");
         let between = levels.iter().any(|n| (1..least.walked).contains(n));
@@ -312,40 +312,52 @@ fn choices_are_made_of_what_is_open() -> anyhow::Result<()> {
         Ok(Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), set, cuda)?.at(budget))
     };
     let (large, all) = (Some(1 << 40), "memory.recompute=all");
-    // measured on the CPU, and by the data sheet on CUDA: decoding a panel again is faster than holding the layer
+    // measured on the CPU, and by the data sheet on CUDA: dequantizing a tile again is faster than holding the layer
     for cuda in [false, true] {
         let p = at(&[nf4, all], large, cuda)?;
         let other = at(&[nf4, all, "memory.dequantize=per_layer"], large, cuda)?;
-        assert_eq!(p.choices.decoded, Decoded::Panels);
-        assert!(p.step_work() < other.step_work() && p.reasons.decoded.contains("is faster than"), "{cuda}");
+        assert_eq!(p.execution.dequantize, Dequantize::PerMatmul);
+        assert!(
+            p.step_work() < other.step_work() && p.reasons.dequantize.contains("is faster than"),
+            "{cuda}"
+        );
     }
-    assert_eq!(at(&[nf4, all, "memory.dequantize=per_layer"], large, false)?.choices.decoded, Decoded::Visit);
     assert_eq!(
-        at(&[nf4, all, "memory.dequantize=per_matmul"], large, true)?.choices.decoded,
-        Decoded::Panels
+        at(&[nf4, all, "memory.dequantize=per_layer"], large, false)?.execution.dequantize,
+        Dequantize::PerLayer
     );
-    // and where nothing is in 4 bits, or no visit decodes twice, there is nothing to choose
-    assert_eq!(at(&[all, "memory.dequantize=per_layer"], large, true)?.choices.decoded, Decoded::Panels);
-    assert_eq!(at(&[nf4], large, true)?.choices.decoded, Decoded::Panels);
+    assert_eq!(
+        at(&[nf4, all, "memory.dequantize=per_matmul"], large, true)?.execution.dequantize,
+        Dequantize::PerMatmul
+    );
+    // and where nothing is in 4 bits, or no visit dequantizes twice, there is nothing to choose
+    assert_eq!(
+        at(&[all, "memory.dequantize=per_layer"], large, true)?.execution.dequantize,
+        Dequantize::PerMatmul
+    );
+    assert_eq!(at(&[nf4], large, true)?.execution.dequantize, Dequantize::PerMatmul);
     // a visit that holds its layer takes that much more
-    let [panels, visit] =
+    let [tiles, visit] =
         ["per_matmul", "per_layer"].map(|d| at(&[nf4, all, &format!("memory.dequantize={d}")], None, true));
-    assert!(panels?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
+    assert!(tiles?.peak.bytes.get(Component::InFlight) < visit?.peak.bytes.get(Component::InFlight));
     // without a budget nothing is risked
     let p = at(&[nf4, "run.micro_rows=auto"], None, true)?;
-    assert_eq!((p.choices.micro_rows, p.choices.recompute, p.choices.decoded), (1, 28, Decoded::Panels));
+    assert_eq!(
+        (p.execution.micro_rows, p.execution.recompute, p.execution.dequantize),
+        (1, 28, Dequantize::PerMatmul)
+    );
     // micro-batches divide what a rank has of a step
     for budget in [6u64, 8, 12, 20, 60].map(|g| g << 30) {
         let p = at(&["run.micro_rows=auto", "run.batch_rows=24", "parallel.data=2"], Some(budget), false)?;
-        assert!(12 % p.choices.micro_rows == 0, "{}", p.choices.micro_rows);
-        assert_eq!(p.micro_batches * p.choices.micro_rows as u64, 12);
+        assert!(12 % p.execution.micro_rows == 0, "{}", p.execution.micro_rows);
+        assert_eq!(p.micro_batches * p.execution.micro_rows as u64, 12);
     }
     // where the head trains, its gradient is a sum over chunks whose order stays
     let rules = rule("[\"head\"]", "");
     let head =
-        |budget| Sweep::new("Qwen/Qwen3-8B", &rules, &[], true).map(|s| s.at(budget).choices.head_rows);
+        |budget| Sweep::new("Qwen/Qwen3-8B", &rules, &[], true).map(|s| s.at(budget).execution.head_rows);
     assert_eq!(head(Some(1))?, head(Some(1 << 50))?);
-    let frozen = |budget| at(&[], budget, true).map(|p| p.choices.head_rows);
+    let frozen = |budget| at(&[], budget, true).map(|p| p.execution.head_rows);
     assert!(frozen(None)? < frozen(large)?);
     // everything is told with its reason
     let p = at(&[nf4, "run.micro_rows=auto"], Some(3 << 30), false)?;
@@ -372,7 +384,7 @@ fn some_of_a_gpu_is_kept_back() -> anyhow::Result<()> {
         assert_eq!((wanted, left), (budget / 25, budget - p.total()));
         assert!(p.fits_device() && (left >= wanted || p.total() == least.total()), "{budget}: {left}");
         assert_eq!(p.text(1, None, &[]).contains("less than the"), left < wanted);
-        chosen += usize::from(p.choices.recompute < least.walked);
+        chosen += usize::from(p.execution.recompute < least.walked);
     }
     assert!(chosen > 10, "{chosen}");
     let cpu = Sweep::new("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[], false)?.at(Some(64 << 30));
@@ -473,7 +485,7 @@ fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
     for (set, want) in [("memory.recompute=all", 28), ("memory.recompute=none", 0), ("memory.recompute=5", 5)]
     {
         let p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[set, "memory.budget=1KiB"], false)?;
-        assert_eq!(p.choices.recompute, want);
+        assert_eq!(p.execution.recompute, want);
         assert!(!p.fits());
     }
     assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.data=2"));

@@ -1,7 +1,7 @@
 //! How much work a step is: its arithmetic, and what else takes time, in the operations that would take as long.
 //!
 //! Products are what a step is for, and their number is that of its tokens. The rest is what a choice can spare:
-//! 4-bit weights are decoded once a product or once a visit, each product reads (and on the CPU packs) its weights
+//! 4-bit weights are dequantized once a product or once a visit, each product reads (and on the CPU packs) its weights
 //! however few rows it has, and each operation has to be started. [`Balance`] says how many operations of a product
 //! take as long as one of these.
 
@@ -17,8 +17,8 @@ pub struct Work {
     pub recompute: f64,
     /// Backward.
     pub backward: f64,
-    /// Decoding 4-bit weights, in operations that take as long.
-    pub decode: f64,
+    /// Dequantizing 4-bit weights, in operations that take as long.
+    pub dequantize: f64,
     /// Reading weights, and starting operations, in operations that take as long.
     pub fixed: f64,
 }
@@ -33,7 +33,7 @@ impl Work {
             forward,
             recompute,
             backward,
-            decode: all.decoded * b.decode + all.held * b.held,
+            dequantize: all.dequantized * b.dequantize + all.held * b.held,
             fixed: all.read * b.byte + all.started * b.start,
         }
     }
@@ -45,16 +45,16 @@ impl Work {
 
     /// All of it: what is proportional to time.
     pub fn total(&self) -> f64 {
-        self.flops() + self.decode + self.fixed
+        self.flops() + self.dequantize + self.fixed
     }
 }
 
 /// How many operations of a large product take as long as something else on a kind of machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
-    /// As decoding a 4-bit value, in a panel or whole.
-    pub decode: f64,
-    /// As writing and reading back a byte of a matrix that is decoded whole.
+    /// As dequantizing a 4-bit value, in a tile or whole.
+    pub dequantize: f64,
+    /// As writing and reading back a byte of a matrix that is dequantized whole.
     pub held: f64,
     /// As a product's reading a byte of its weights.
     pub byte: f64,
@@ -67,10 +67,10 @@ impl Balance {
     /// H200's data sheet: 790 TFLOP/s in bf16, 4.8 TB/s, some microseconds a launch.
     pub fn of(m: Machine) -> Self {
         match m.cuda {
-            // a panel is decoded in the second-level cache from half a byte a value; what is held whole is written to
+            // a tile is dequantized in the second-level cache from half a byte a value; what is held whole is written to
             // memory once and read twice
-            true => Self { decode: 200.0, held: 495.0, byte: 165.0, start: 4e9 },
-            false => Self { decode: 60.0, held: 40.0, byte: 8.0, start: 1e6 },
+            true => Self { dequantize: 200.0, held: 495.0, byte: 165.0, start: 4e9 },
+            false => Self { dequantize: 60.0, held: 40.0, byte: 8.0, start: 1e6 },
         }
     }
 }

@@ -6,9 +6,9 @@ use crate::model::Config;
 use crate::plan::Tokens;
 use crate::plan::shape::Shape;
 use crate::plan::statics::Statics;
-use crate::plan::step::{Levels, Parts, Run};
+use crate::plan::step::{Levels, Parts, StepInputs};
 use crate::recipe::{Quantize, Recipe};
-use crate::walk::Decoded;
+use crate::walk::Dequantize;
 
 const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 5,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,
@@ -33,7 +33,7 @@ fn works<R>(
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
     let shape = Shape::new(&config, &selection, quantize, machine, (1, 1))?;
-    let run = Run {
+    let run = StepInputs {
         shape: &shape,
         statics: &Statics::default(),
         train: Tokens::of(&vec![n; docs], docs * (n - 1)),
@@ -50,7 +50,7 @@ fn works<R>(
 const CPU: Machine = Machine { cuda: false, width: 4, threads: 1 };
 
 fn work(config: &str, rules: &str, docs: usize, n: usize, recompute: usize) -> anyhow::Result<Work> {
-    let levels = Levels { recompute, decoded: Decoded::Panels, head: 0 };
+    let levels = Levels { recompute, dequantize: Dequantize::PerMatmul, head: 0 };
     works(config, rules, (docs, n), (Quantize::None, CPU), &[u64::from(u32::MAX)], |at| at(levels))
 }
 
@@ -119,7 +119,7 @@ fn a_mixture_costs_its_active_experts() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a visit decodes once, panels decode twice (the last product's once); chunks read the head's weights each.
+/// What a visit dequantizes once, tiles dequantize twice (the last product's once); chunks read the head's weights each.
 #[test]
 fn choices_have_their_price() -> anyhow::Result<()> {
     let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
@@ -127,12 +127,12 @@ fn choices_have_their_price() -> anyhow::Result<()> {
         let (m, heads) = (Machine { cuda, ..CPU }, [128, 64]);
         works(DENSE, lora, (1, 129), (Quantize::Nf4, m), &heads, |work| {
             let b = Balance::of(m);
-            let at = |recompute, decoded, head| work(Levels { recompute, decoded, head });
-            near(at(0, Decoded::Panels, 0).decode, 10.0 * LINEARS * b.decode);
-            near(at(2, Decoded::Panels, 0).decode, (12.0 * LINEARS - 2.0 * LAST) * b.decode);
+            let at = |recompute, dequantize, head| work(Levels { recompute, dequantize, head });
+            near(at(0, Dequantize::PerMatmul, 0).dequantize, 10.0 * LINEARS * b.dequantize);
+            near(at(2, Dequantize::PerMatmul, 0).dequantize, (12.0 * LINEARS - 2.0 * LAST) * b.dequantize);
             let held = 2.0 * 4.0 * LINEARS * b.held;
-            near(at(2, Decoded::Visit, 0).decode, 10.0 * LINEARS * b.decode + held);
-            let [whole, half] = [0, 1].map(|head| at(0, Decoded::Panels, head));
+            near(at(2, Dequantize::PerLayer, 0).dequantize, 10.0 * LINEARS * b.dequantize + held);
+            let [whole, half] = [0, 1].map(|head| at(0, Dequantize::PerMatmul, head));
             // forward and backward, and what is started for a chunk
             let more = half.fixed - whole.fixed - 2.0 * HEAD * 4.0 * b.byte;
             let started = more / b.start;

@@ -1,7 +1,7 @@
 //! The tables of 4-bit types and of double quantization, as bitsandbytes has them.
 
 use crate::kernel::Tensor;
-use crate::kernel::blocks::Codebook;
+use crate::kernel::quantized::Codebook;
 use candle_core::{Device, Result};
 use std::sync::Arc;
 

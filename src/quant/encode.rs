@@ -2,7 +2,7 @@
 
 use super::code::{CodeBooks, Type, dynamic_map};
 use crate::kernel::Tensor;
-use crate::kernel::blocks::{Blocks, Scales};
+use crate::kernel::quantized::{QuantizedMatrix, Scales};
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
@@ -52,7 +52,7 @@ pub struct Encoded {
     pub packed: Vec<u8>,
     /// The scale of each block.
     pub scales: Vec<f32>,
-    /// Dtype of the tensor that was quantized; decoded values are rounded to it.
+    /// Dtype of the tensor that was quantized; dequantized values are rounded to it.
     pub source: DType,
 }
 
@@ -87,7 +87,7 @@ impl Encoded {
     }
 
     /// The matrix for products in `compute` on the device of `books`; its scales in 8 bits with `double`.
-    pub fn into_blocks(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<Blocks> {
+    pub fn into_matrix(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<QuantizedMatrix> {
         let device = books.device().clone();
         let scales = if double {
             let n = Nested::new(&self.scales);
@@ -102,7 +102,7 @@ impl Encoded {
             Scales::Plain(Tensor::new(self.scales, &device)?)
         };
         let packed = Tensor::new(self.packed, &device)?;
-        Blocks::new(self.dims, BLOCK, packed, scales, books.book(Type::Nf4), self.source, compute)
+        QuantizedMatrix::new(self.dims, BLOCK, packed, scales, books.book(Type::Nf4), self.source, compute)
     }
 }
 

@@ -8,7 +8,7 @@
 //! | `agree` | whether codes were made from given weights |
 //! | `source` | a tensor of a checkpoint to 4-bit, in pieces and in parallel: never whole in memory |
 //!
-//! Decoding, and products with 4-bit matrices, are in [`crate::kernel::blocks`].
+//! Dequantizing, and products with 4-bit matrices, are in [`crate::kernel::quantized`].
 
 mod agree;
 mod code;

@@ -13,7 +13,7 @@
 use super::Error;
 use super::code::{CodeBooks, Type, dynamic_map};
 use super::encode::{BLOCK, GROUP, Nested};
-use crate::kernel::blocks::{Blocks, Scales};
+use crate::kernel::quantized::{QuantizedMatrix, Scales};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
@@ -88,7 +88,7 @@ pub fn read(
     dims: (usize, usize),
     compute: DType,
     books: &mut CodeBooks,
-) -> crate::Result<Blocks> {
+) -> crate::Result<QuantizedMatrix> {
     let fail = |why: String| Error::State {
         file: files
             .paths()
@@ -111,7 +111,7 @@ pub fn read(
         Ok(tensor?.flatten_all()?.to_vec1()?)
     };
     let table = floats("quant_map")?;
-    // bitsandbytes stores the table and then decodes by its own
+    // bitsandbytes stores the table and then dequantizes by its own
     if !table.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
         return Err(fail(format!("quant_map is not the table of {}", kind.name())).into());
     }
@@ -141,7 +141,7 @@ pub fn read(
             }
         }
     };
-    Ok(Blocks::new(s.dims, s.block, packed.into(), scales, books.book(kind), s.source, compute)?)
+    Ok(QuantizedMatrix::new(s.dims, s.block, packed.into(), scales, books.book(kind), s.source, compute)?)
 }
 
 /// Reads and checks the JSON, and the sizes of the tensors beside it.

@@ -49,7 +49,7 @@ fn bitsandbytes_bytes_decode_to_its_bits() -> Result<()> {
         let weight = format!("{name}.weight");
         let w = read(&files, &weight, dims(&files, &name)?, DType::F32, &mut books)?;
         let want = files.tensor(&format!("{name}.dequantized"), DType::F32, CPU)?;
-        same(&name, &floats(w.decode()?.real()?)?, &floats(&want)?);
+        same(&name, &floats(w.dequantize()?.real()?)?, &floats(&want)?);
         assert!(problems(&files, &weight, dims(&files, &name)?).is_none());
     }
     Ok(())
@@ -129,8 +129,8 @@ fn what_is_written_reads_back_as_what_was_made() -> Result<()> {
         let mut books = CodeBooks::new(CPU)?;
         let read = read(&files, "w", (160, 208), DType::F32, &mut books)?;
         let made =
-            from_files(&original, "groups_bf16.original")?.into_blocks(double, DType::F32, &mut books)?;
-        assert_eq!(bits(&floats(read.decode()?.real()?)?), bits(&floats(made.decode()?.real()?)?));
+            from_files(&original, "groups_bf16.original")?.into_matrix(double, DType::F32, &mut books)?;
+        assert_eq!(bits(&floats(read.dequantize()?.real()?)?), bits(&floats(made.dequantize()?.real()?)?));
         assert_eq!((read.source_dtype(), read.bytes()), (DType::BF16, made.bytes()));
         let bits_a_value = 8.0 * read.bytes() as f64 / (160.0 * 208.0);
         // 4 + 8 / 64 + 32 / (64 * 256), the last group being a short one here

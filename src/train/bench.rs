@@ -54,7 +54,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         optimizer: &optimizer,
         device: &job.device,
         seed: r.run.seed,
-        choices: plan.choices,
+        execution: plan.execution,
         clip: r.run.clip,
         router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
     };
@@ -137,7 +137,7 @@ impl Timed {
         let mut text =
             format!("{}\n{:.0} tokens/s, {:.2} s a step\n", watch.line(), self.speed(), self.mean());
         for p in Part::ALL {
-            // what nothing does has no time: gather and reduce on one rank
+            // what a step does not do has no time
             let _ = match self.part(p) {
                 s if s > 0.0 => {
                     writeln!(text, "  {:<10} {s:>8.3} s  {:>5.1}%", p.word(), 100.0 * s / self.mean())

@@ -402,7 +402,7 @@ impl Job {
     pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
         let planned = plan.workload;
         // only said where memory runs out: a plan that cannot be made says nothing
-        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.choices).unwrap_or_default()
+        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()
     }
 
     /// Keeps the lengths of data that was read, for plans.

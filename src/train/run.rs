@@ -113,7 +113,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         _ => planned(&job)?,
     };
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
-    job.recipe.run.micro_rows = plan.choices.micro_rows.into();
+    job.recipe.run.micro_rows = plan.execution.micro_rows.into();
     let job = job;
     let identity = Identity::new(&job, &data, hashing);
     if job.recipe.model.cache.is_some() {
@@ -198,7 +198,7 @@ fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
             optimizer: &optimizer,
             device: &job.device,
             seed: job.recipe.run.seed,
-            choices: plan.choices,
+            execution: plan.execution,
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
         },

@@ -121,16 +121,16 @@ impl Running<'_> {
     /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.
     fn recompute_more(&mut self, step: u64, e: crate::Error) -> crate::Result<()> {
         let Some(plan) = self.job.smaller(self.watch.plan()) else { return Err(e) };
-        let (was, choices) = (self.setup.choices, plan.choices);
+        let (was, execution) = (self.setup.execution, plan.execution);
         let (less, of) = (report::bytes(plan.total()), plan.walked);
         self.progress.line(&format!(
             "warning: out of memory in step {}: it begins anew with {} of {of} layers recomputed, not {}, which takes \
              {less} by the plan",
             step + 1,
-            choices.recompute,
+            execution.recompute,
             was.recompute
         ));
-        self.setup.choices = choices;
+        self.setup.execution = execution;
         self.watch.replan(plan, self.job);
         let event = json!({
             "event": "replanned", "step": step, "why": e.to_string(), "time": now(), "plan": self.watch.json(),
@@ -204,8 +204,8 @@ impl Running<'_> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(()) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || self.signals.seen().is_some();
-        let (decoder, choices) = (self.setup.decoder, &self.setup.choices);
-        let (loss, targets) = evaluate_until(decoder, data, choices, &self.job.device, &stop)?;
+        let (decoder, execution) = (self.setup.decoder, &self.setup.execution);
+        let (loss, targets) = evaluate_until(decoder, data, execution, &self.job.device, &stop)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
         self.progress

@@ -6,11 +6,11 @@ use crate::data::{Dataset, Micro, Size};
 use crate::kernel::loss;
 use crate::kernel::tensor::Real;
 use crate::log::place;
-use crate::model::decoder::HostBatch;
+use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{Choices, Load, Part, RouterLosses, Times, Walk};
+use crate::walk::{Execution, Load, Part, RouterLosses, Times, Walk};
 use candle_core::Device;
 
 /// What stays the same over the steps of a run.
@@ -26,7 +26,7 @@ pub struct Setup<'a> {
     /// Seed of dropout.
     pub seed: u64,
     /// What the plan chose.
-    pub choices: Choices,
+    pub execution: Execution,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Coefficients of the losses on routers.
@@ -116,7 +116,7 @@ pub fn accumulate(
     let grads = s.params.grads();
     let sink = Sink::new(&grads, s.params.tensors.len());
     // only counted: each micro-batch is made when it is its turn
-    let chunks = rows.chunks(s.choices.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
+    let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
     let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
     let targets: usize = micros.iter().map(|(_, size)| size.targets).sum();
     let tokens: usize = micros.iter().map(|(_, size)| size.tokens).sum();
@@ -133,7 +133,7 @@ pub fn accumulate(
         }
         let m = Micro::collate(data, rows);
         let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
-        let mut walk = Walk::chosen(s.decoder, lowest, &s.choices).router_losses(router).timed(times);
+        let mut walk = Walk::chosen(s.decoder, lowest, &s.execution).router_losses(router).timed(times);
         losses.keep(walk.train(&batch, scale, &sink)?)?;
         load.add(walk.routing());
         if router != RouterLosses::default() {
@@ -142,7 +142,7 @@ pub fn accumulate(
         }
         first = (first.0 + size.tokens, first.1 + size.targets);
         #[cfg(test)]
-        small_device::check(&s.choices, step)?;
+        small_device::check(&s.execution, step)?;
     }
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()? * scale;
@@ -176,10 +176,10 @@ pub fn update(
 pub fn evaluate(
     decoder: &Decoder,
     data: &Dataset,
-    choices: &Choices,
+    execution: &Execution,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
-    evaluate_until(decoder, data, choices, device, &|| false)
+    evaluate_until(decoder, data, execution, device, &|| false)
 }
 
 /// As [`evaluate`], giving it up once `stop` says so, which is asked before each micro-batch.
@@ -189,13 +189,13 @@ pub fn evaluate(
 pub fn evaluate_until(
     decoder: &Decoder,
     data: &Dataset,
-    choices: &Choices,
+    execution: &Execution,
     device: &Device,
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<(f64, usize)> {
     let rows: Vec<usize> = (0..data.rows.len()).collect();
     let (mut sum, mut targets) = (0.0, 0);
-    for chunk in rows.chunks(choices.micro_rows.max(1)) {
+    for chunk in rows.chunks(execution.micro_rows.max(1)) {
         if stop() {
             return Err(super::Error::Abandoned.into());
         }
@@ -204,7 +204,7 @@ pub fn evaluate_until(
             continue;
         }
         let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-        sum += loss::total(&Walk::chosen(decoder, None, choices).eval(&batch)?)?;
+        sum += loss::total(&Walk::chosen(decoder, None, execution).eval(&batch)?)?;
         targets += m.targets.len();
     }
     Ok((sum / targets.max(1) as f64, targets))
@@ -219,7 +219,7 @@ pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Rea
 /// A device, for tests, that has no memory for a step unless enough layers are recomputed.
 #[cfg(test)]
 pub mod small_device {
-    use crate::walk::Choices;
+    use crate::walk::Execution;
     use std::cell::Cell;
 
     thread_local! {
@@ -228,9 +228,9 @@ pub mod small_device {
     }
 
     /// Fails as CUDA does.
-    pub fn check(choices: &Choices, step: u64) -> candle_core::Result<()> {
+    pub fn check(execution: &Execution, step: u64) -> candle_core::Result<()> {
         match SMALL.get() {
-            Some((from, layers)) if step >= from && choices.recompute < layers => {
+            Some((from, layers)) if step >= from && execution.recompute < layers => {
                 Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
             }
             _ => Ok(()),

@@ -204,7 +204,7 @@ impl Watch {
         let device: serde_json::Map<String, Value> =
             p.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
         json!({
-            "recompute_layers": p.choices.recompute, "recompute_of": p.walked, "reason": p.reasons.recompute,
+            "recompute_layers": p.execution.recompute, "recompute_of": p.walked, "reason": p.reasons.recompute,
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
@@ -219,7 +219,7 @@ impl Watch {
         format!(
             "plan: {}{budget} at its peak, recomputing {} of {} layers ({})",
             report::bytes(p.total()),
-            p.choices.recompute,
+            p.execution.recompute,
             p.walked,
             p.reasons.recompute
         )

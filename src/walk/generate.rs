@@ -5,7 +5,7 @@ use crate::kernel::attention::Sequences;
 use crate::kernel::{Real, Tensor};
 use crate::model::Decoder;
 use crate::model::attention::Cache;
-use crate::model::decoder::Context;
+use crate::model::batch::Context;
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 

@@ -1,22 +1,19 @@
-//! The walk over the layers: two visible loops, and a place for everything that happens around a layer.
+//! The walk over the layers: two visible loops.
 //!
 //! ```text
-//! forward,  layer l:  arrive -> layer.forward(x) -> keep nothing, x and the routing, or all -> leave
+//! forward,  layer l:  layer.forward(x) -> save nothing, x and the routing, or all
 //! head:               loss and its gradient, some token rows at a time
-//! backward, layer l:  arrive -> decode, recompute if only x was kept -> layer.backward -> leave
+//! backward, layer l:  dequantize and recompute if only x was saved -> layer.backward
 //! ```
-//!
-//! Gathering sharded weights, moving them from the host, reducing gradients: each is an [`Around`], told when
-//! the walk arrives at a unit and leaves it. With none of them the walk is plain training on one device.
 
-mod choices;
+mod execution;
 pub mod generate;
 mod routing;
 #[cfg(test)]
 mod tests;
 mod times;
 
-pub use choices::{Choices, Decoded};
+pub use execution::{Dequantize, Execution};
 pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 
@@ -24,7 +21,7 @@ use crate::error::{ExitCode, Failure};
 use crate::kernel::group::Groups;
 use crate::kernel::{Real, Tensor};
 use crate::kernel::{optimizer, to_host};
-use crate::log::place;
+use crate::log::place::{self, Phase};
 use crate::model::head::Head;
 use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
@@ -60,25 +57,8 @@ pub fn finite(logits: &Real, what: &str, hint: &'static str) -> crate::Result<()
     }
 }
 
-/// What the walk does at a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// On the way up.
-    Forward,
-    /// On the way down.
-    Backward,
-}
-
-/// Something around a unit: 0 is the embedding, 1.. are the layers, the last is the head.
-pub trait Around {
-    /// The unit's weights are about to be used.
-    fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()>;
-    /// They were used; in [`Phase::Backward`] the unit's gradients are whole for this micro-batch.
-    fn leave(&mut self, unit: usize, phase: Phase) -> Result<()>;
-}
-
 /// What is kept of a layer between forward and backward.
-enum Kept {
+enum Saved {
     /// Nothing: backward does not come here.
     Nothing,
     /// Its input, and how its router decided: the rest is computed again.
@@ -87,13 +67,21 @@ enum Kept {
     All(Box<layer::Saved>),
 }
 
-/// The layer to visit in place of one that is computed again, where its 4-bit weights are decoded for the visit.
-pub fn visited(layer: &Layer, decoded: Decoded, routing: Option<&Groups>) -> Result<Option<Layer>> {
-    match decoded {
-        Decoded::Visit if layer.is_packed() => layer.decoded(routing).map(Some),
+/// The layer to visit in place of one that is computed again, where its 4-bit weights are dequantized for the visit.
+pub fn dequantized_layer(
+    layer: &Layer,
+    dequantize: Dequantize,
+    routing: Option<&Groups>,
+) -> Result<Option<Layer>> {
+    match dequantize {
+        Dequantize::PerLayer if layer.is_packed() => layer.dequantized(routing).map(Some),
         _ => Ok(None),
     }
 }
+
+/// Told by the walk where it is.
+#[cfg(test)]
+type Watch<'a> = &'a mut dyn FnMut(Option<Phase>, usize);
 
 /// The walk over one model.
 pub struct Walk<'a> {
@@ -102,11 +90,12 @@ pub struct Walk<'a> {
     lowest: Option<usize>,
     /// Layers, from the lowest that is walked backward, whose activations are computed again.
     recompute: usize,
-    /// How 4-bit weights of those layers are decoded.
-    decoded: Decoded,
+    /// How 4-bit weights of those layers are dequantized.
+    dequantize: Dequantize,
     /// Targets whose logits exist at once.
     head_rows: usize,
-    around: Vec<&'a mut dyn Around>,
+    #[cfg(test)]
+    watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
     router_losses: RouterLosses,
     routing: Routing,
@@ -119,9 +108,10 @@ impl<'a> Walk<'a> {
             decoder,
             lowest,
             recompute,
-            decoded: Decoded::default(),
+            dequantize: Dequantize::default(),
             head_rows: Head::chunk_rows(decoder.head.vocab),
-            around: Vec::new(),
+            #[cfg(test)]
+            watch: None,
             times: None,
             router_losses: RouterLosses::default(),
             routing: Routing::default(),
@@ -129,8 +119,8 @@ impl<'a> Walk<'a> {
     }
 
     /// A walk as the plan chose it.
-    pub fn chosen(decoder: &'a Decoder, lowest: Option<usize>, c: &Choices) -> Self {
-        Self { decoded: c.decoded, head_rows: c.head_rows, ..Self::new(decoder, lowest, c.recompute) }
+    pub fn chosen(decoder: &'a Decoder, lowest: Option<usize>, c: &Execution) -> Self {
+        Self { dequantize: c.dequantize, head_rows: c.head_rows, ..Self::new(decoder, lowest, c.recompute) }
     }
 
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
@@ -144,9 +134,10 @@ impl<'a> Walk<'a> {
         &self.routing
     }
 
-    /// Adds something around the units; it is told after those added before.
-    pub fn around(mut self, a: &'a mut dyn Around) -> Self {
-        self.around.push(a);
+    /// Calls `watch` whenever the walk comes to a unit.
+    #[cfg(test)]
+    fn watched(mut self, watch: Watch<'a>) -> Self {
+        self.watch = Some(watch);
         self
     }
 
@@ -164,45 +155,31 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The part of a step that the time at a unit is of.
-    fn part(&self, unit: usize, phase: Phase) -> times::Part {
+    /// Comes to a unit (0 is the embedding, 1.. are the layers, the last is the head) in a new phase, or in that which
+    /// goes on.
+    fn at(&mut self, phase: Option<Phase>, unit: usize) {
         match phase {
-            Phase::Forward => times::Part::Forward,
-            Phase::Backward if unit == self.decoder.layers.len() + 1 => times::Part::Head,
-            Phase::Backward => times::Part::Backward,
+            Some(phase) => place::enter(phase, unit),
+            None => place::at_unit(unit),
         }
-    }
-
-    fn arrive(&mut self, unit: usize, phase: Phase) -> Result<()> {
-        if self.around.is_empty() {
-            return Ok(());
+        #[cfg(test)]
+        if let Some(watch) = &mut self.watch {
+            watch(phase, unit);
         }
-        self.lap(self.part(unit, phase))?;
-        self.around.iter_mut().try_for_each(|a| a.arrive(unit, phase))?;
-        self.lap(times::Part::Gather)
-    }
-
-    fn leave(&mut self, unit: usize, phase: Phase) -> Result<()> {
-        if self.around.is_empty() {
-            return Ok(());
-        }
-        self.lap(self.part(unit, phase))?;
-        self.around.iter_mut().rev().try_for_each(|a| a.leave(unit, phase))?;
-        self.lap(if phase == Phase::Forward { times::Part::Gather } else { times::Part::Reduce })
     }
 
     /// What to keep of layer `l`.
-    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Kept {
+    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Saved {
         match self.lowest {
             Some(lowest) if l + 1 >= lowest => {
                 let first = lowest.saturating_sub(1);
                 if l - first < self.recompute {
-                    Kept::Input(x.clone(), saved.routed().map(|r| Arc::clone(&r.groups)))
+                    Saved::Input(x.clone(), saved.routed().map(|r| Arc::clone(&r.groups)))
                 } else {
-                    Kept::All(Box::new(saved))
+                    Saved::All(Box::new(saved))
                 }
             }
-            _ => Kept::Nothing,
+            _ => Saved::Nothing,
         }
     }
 
@@ -224,25 +201,19 @@ impl<'a> Walk<'a> {
         self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
-        place::enter(place::Phase::Forward, 0);
-        self.arrive(0, Phase::Forward)?;
+        self.at(Some(Phase::Forward), 0);
         let mut x = decoder.embedding.forward(&batch.ids)?;
-        self.leave(0, Phase::Forward)?;
         for l in 0..decoder.layers.len() {
-            place::enter(place::Phase::Forward, l + 1);
-            self.arrive(l + 1, Phase::Forward)?;
+            self.at(Some(Phase::Forward), l + 1);
             let (y, saved) = self.layer(l, &x, batch)?;
             kept.push(self.keep(l, &x, saved));
             x = y;
-            self.leave(l + 1, Phase::Forward)?;
         }
 
         self.lap(times::Part::Forward)?;
 
-        place::enter(place::Phase::Backward, head);
-        self.arrive(head, Phase::Backward)?;
+        self.at(Some(Phase::Backward), head);
         let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
-        self.leave(head, Phase::Backward)?;
         self.lap(times::Part::Head)?;
         drop(x);
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
@@ -250,30 +221,26 @@ impl<'a> Walk<'a> {
         let balance = self.routing.balance(self.router_losses);
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
-            place::enter(place::Phase::Backward, l + 1);
             match kept.pop() {
-                None | Some(Kept::Nothing) => return Ok(out.losses),
-                Some(Kept::All(saved)) => {
-                    self.arrive(l + 1, Phase::Backward)?;
+                None | Some(Saved::Nothing) => return Ok(out.losses),
+                Some(Saved::All(saved)) => {
+                    self.at(Some(Phase::Backward), l + 1);
                     dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
-                Some(Kept::Input(x, routing)) => {
-                    self.arrive(l + 1, Phase::Backward)?;
-                    let visited = visited(layer, self.decoded, routing.as_deref())?;
-                    let layer = visited.as_ref().unwrap_or(layer);
-                    let saved = layer.again(x, &batch.context, routing)?;
+                Some(Saved::Input(x, routing)) => {
+                    self.at(Some(Phase::Backward), l + 1);
+                    let dequantized = dequantized_layer(layer, self.dequantize, routing.as_deref())?;
+                    let layer = dequantized.as_ref().unwrap_or(layer);
+                    let saved = layer.recompute(x, &batch.context, routing)?;
                     self.lap(times::Part::Recompute)?;
                     dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
             }
-            self.leave(l + 1, Phase::Backward)?;
             self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
-            place::enter(place::Phase::Backward, 0);
-            self.arrive(0, Phase::Backward)?;
+            self.at(Some(Phase::Backward), 0);
             decoder.embedding.backward(&batch.ids, &dy, sink)?;
-            self.leave(0, Phase::Backward)?;
             self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
@@ -283,14 +250,11 @@ impl<'a> Walk<'a> {
     pub fn hidden(&mut self, batch: &Batch) -> Result<Tensor> {
         let decoder = self.decoder;
         self.routing = Routing::default();
-        self.arrive(0, Phase::Forward)?;
+        self.at(None, 0);
         let mut x = decoder.embedding.forward(&batch.ids)?;
-        self.leave(0, Phase::Forward)?;
         for l in 0..decoder.layers.len() {
-            place::at_unit(l + 1);
-            self.arrive(l + 1, Phase::Forward)?;
+            self.at(None, l + 1);
             x = self.layer(l, &x, batch)?.0;
-            self.leave(l + 1, Phase::Forward)?;
         }
         Ok(x)
     }
@@ -299,9 +263,8 @@ impl<'a> Walk<'a> {
     pub fn eval(&mut self, batch: &Batch) -> Result<Vec<Tensor>> {
         let head = self.decoder.layers.len() + 1;
         let x = self.hidden(batch)?;
-        self.arrive(head, Phase::Forward)?;
+        self.at(None, head);
         let out = self.decoder.head.loss(&x, batch, self.head_rows, None)?;
-        self.leave(head, Phase::Forward)?;
         Ok(out.losses)
     }
 
@@ -309,9 +272,8 @@ impl<'a> Walk<'a> {
     pub fn logits(&mut self, batch: &Batch) -> Result<Tensor> {
         let head = self.decoder.layers.len() + 1;
         let x = self.hidden(batch)?;
-        self.arrive(head, Phase::Forward)?;
+        self.at(None, head);
         let logits = self.decoder.head.logits(&x, &batch.context)?;
-        self.leave(head, Phase::Forward)?;
         Ok(logits)
     }
 }

@@ -24,11 +24,11 @@ impl RouterLosses {
 #[derive(Debug, Default)]
 pub struct Routing {
     tokens: usize,
-    layers: Vec<Routed>,
+    layers: Vec<RouterOutput>,
 }
 
 #[derive(Debug)]
-struct Routed {
+struct RouterOutput {
     layer: usize,
     counts: Vec<u64>,
     /// Sum of the tokens' probabilities [e], and of `logsumexp^2`, where a loss needs them.
@@ -44,7 +44,7 @@ impl Routing {
             false => None,
         };
         self.tokens = s.groups.tokens;
-        self.layers.push(Routed { layer, counts: s.groups.counts().map(|n| n as u64).collect(), sums });
+        self.layers.push(RouterOutput { layer, counts: s.groups.counts().map(|n| n as u64).collect(), sums });
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! The engine against PyTorch: logits, losses and every gradient of the cases in `tests/fixtures/reference`.
 
-use super::{Around, Phase, RouterLosses, Walk};
+use super::{RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Base, Build};
 use crate::adapt::export::{Export, Target, read_fused};
@@ -9,7 +9,8 @@ use crate::adapt::{Choice, Params, Selection, layout};
 use crate::kernel::Tensor;
 use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
-use crate::model::decoder::HostBatch;
+use crate::log::place::Phase;
+use crate::model::batch::HostBatch;
 use crate::model::modules::Group;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
@@ -425,25 +426,14 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Writes down where the walk goes.
-#[derive(Default)]
-struct Trace(String);
-
-impl Around for Trace {
-    fn arrive(&mut self, unit: usize, phase: Phase) -> candle_core::Result<()> {
-        self.0 += &format!("{}{unit}(", if phase == Phase::Forward { "f" } else { "b" });
-        Ok(())
-    }
-    fn leave(&mut self, unit: usize, _: Phase) -> candle_core::Result<()> {
-        self.0 += &format!("{unit}) ");
-        Ok(())
-    }
-}
-
-/// Units are 0 embedding, 1.. layers, last head; every arrival has its leave, the inner one first, and no
-/// layer below the lowest that trains is walked backward.
+/// Units are 0 embedding, 1.. layers, last head; no layer below the lowest that trains is walked backward.
 #[test]
 fn order_of_the_walk() -> Result<()> {
+    let written = |phase: Option<Phase>, unit: usize| match phase {
+        Some(Phase::Forward) => format!("f{unit} "),
+        Some(_) => format!("b{unit} "),
+        None => format!("{unit} "),
+    };
     let c = cases()?.into_iter().find(|c| c.config.layers == 2).context("a case of two layers")?;
     let batch = Rows::padded(&c)?.batch(&c.config)?;
     let trace = |choose: &dyn Fn(Option<usize>, Group) -> bool| -> Result<String> {
@@ -456,20 +446,21 @@ fn order_of_the_walk() -> Result<()> {
         let (d, p) = c.build(&s, None)?;
         let grads = p.grads();
         let sink = Sink::new(&grads, p.tensors.len());
-        let mut t = Trace::default();
-        Walk::new(&d, p.lowest_unit(), 2).around(&mut t).train(&batch, 1.0, &sink)?;
-        Ok(t.0)
+        let mut seen = String::new();
+        let mut watch = |phase, unit| seen += &written(phase, unit);
+        Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &sink)?;
+        Ok(seen)
     };
-    let up = "f0(0) f1(1) f2(2) ";
-    assert_eq!(trace(&|_, _| true)?, format!("{up}b3(3) b2(2) b1(1) b0(0) "));
-    assert_eq!(trace(&|_, g| g == Group::Attention)?, format!("{up}b3(3) b2(2) b1(1) "));
-    assert_eq!(trace(&|l, _| l == Some(1))?, format!("{up}b3(3) b2(2) "));
-    assert_eq!(trace(&|l, g| l.is_none() && g == Group::Norms)?, format!("{up}b3(3) "));
-    let mut both = (Trace::default(), Trace::default());
+    let up = "f0 f1 f2 ";
+    assert_eq!(trace(&|_, _| true)?, format!("{up}b3 b2 b1 b0 "));
+    assert_eq!(trace(&|_, g| g == Group::Attention)?, format!("{up}b3 b2 b1 "));
+    assert_eq!(trace(&|l, _| l == Some(1))?, format!("{up}b3 b2 "));
+    assert_eq!(trace(&|l, g| l.is_none() && g == Group::Norms)?, format!("{up}b3 "));
     let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
-    Walk::new(&d, None, 0).around(&mut both.0).around(&mut both.1).eval(&batch)?;
-    assert_eq!(both.0.0, format!("{up}f3(3) "));
-    assert_eq!(both.1.0, both.0.0);
+    let mut seen = String::new();
+    let mut watch = |phase, unit| seen += &written(phase, unit);
+    Walk::new(&d, None, 0).watched(&mut watch).eval(&batch)?;
+    assert_eq!(seen, "0 1 2 3 ");
     Ok(())
 }
 

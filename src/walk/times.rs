@@ -9,9 +9,6 @@ use std::time::{Duration, Instant};
 pub enum Part {
     /// Collating a micro-batch and copying it to the device.
     Data,
-    /// What is done around a unit before its weights are used, and to put them back after a forward pass:
-    /// gathering, moving from the host. Nothing where nothing stands around the units, as on one rank.
-    Gather,
     /// Forward over embedding and layers.
     Forward,
     /// Head and loss, forward and backward.
@@ -20,35 +17,23 @@ pub enum Part {
     Recompute,
     /// Backward over layers and embedding.
     Backward,
-    /// What is done around a unit once its gradients are whole: reducing, moving to the host.
-    Reduce,
     /// Gradient norm, clipping, optimizer.
     Step,
 }
 
 impl Part {
     /// All of them, in the order of a step.
-    pub const ALL: [Part; 8] = [
-        Part::Data,
-        Part::Gather,
-        Part::Forward,
-        Part::Head,
-        Part::Recompute,
-        Part::Backward,
-        Part::Reduce,
-        Part::Step,
-    ];
+    pub const ALL: [Part; 6] =
+        [Part::Data, Part::Forward, Part::Head, Part::Recompute, Part::Backward, Part::Step];
 
     /// In words.
     pub fn word(self) -> &'static str {
         match self {
             Part::Data => "data",
-            Part::Gather => "gather",
             Part::Forward => "forward",
             Part::Head => "head",
             Part::Recompute => "recompute",
             Part::Backward => "backward",
-            Part::Reduce => "reduce",
             Part::Step => "step",
         }
     }

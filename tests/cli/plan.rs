@@ -131,7 +131,7 @@ fn event(dir: &Path, kind: &str) -> Result<Value> {
 
 /// On the CPU, a run's own allocations at their fullest are what the plan lists, to 1%: full and LoRA, DoRA,
 /// dropout, biases, a tied head, mixtures, packed and ragged rows, micro-batches, recompute levels, half precision,
-/// 4-bit bases decoded by panels and by visits, chunks of logits.
+/// 4-bit bases decoded by tiles and by visits, chunks of logits.
 #[test]
 fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     let dir = tempfile::tempdir()?;

@@ -1,4 +1,4 @@
-// Runs src/kernel/blocks/*.cu on the host: jobs come in on the standard input, results go to the standard output.
+// Runs src/kernel/quantized/*.cu on the host: jobs come in on the standard input, results go to the standard output.
 //
 //   c++ -std=c++17 -O1 -fsanitize=address,undefined -ffp-contract=off -I tests/cuda tests/cuda/host.cpp -o host
 //
@@ -9,8 +9,8 @@
 // `cargo test --release --lib -- --ignored on_the_host` compiles this, and compares with the CPU version.
 #include "host.h"
 
-#include "../../src/kernel/blocks/decode.cu"
-#include "../../src/kernel/blocks/rows.cu"
+#include "../../src/kernel/quantized/dequantize.cu"
+#include "../../src/kernel/quantized/rows.cu"
 
 #include <iostream>
 #include <memory>
@@ -72,7 +72,7 @@ int main() {
 #define TAKES(NAME, T)                                                                                                 \
   if (j.name == #NAME) run(NAME, x.at<T>(), static_cast<uint32_t>(j.rest[0]), j.rest[1], j.rest[2], out.at<T>());
 #define BOTH(SOURCE, NAME, T)                                                                                          \
-  DECODES(decode_##SOURCE##_##NAME, T) TAKES(rows_##SOURCE##_##NAME##_1, T) TAKES(rows_##SOURCE##_##NAME##_8, T)
+  DECODES(dequantize_##SOURCE##_##NAME, T) TAKES(rows_##SOURCE##_##NAME##_1, T) TAKES(rows_##SOURCE##_##NAME##_8, T)
     BOTH(f32, f32, float)
     BOTH(bf16, f32, float)
     BOTH(f16, f32, float)

@@ -2,7 +2,7 @@
 
 use super::{Causal, Saved, Sequences};
 use crate::kernel::Tensor;
-use crate::kernel::wide;
+use crate::kernel::upcast;
 use candle_core::{D, DType, Result};
 
 /// Scores that a block holds at the most: bounds its memory at 256 MiB in f32.
@@ -60,7 +60,7 @@ fn scores(q: &Tensor, k: &Tensor, part: &Part, how: &Causal<'_>) -> Result<Tenso
     let (h, g) = (q.dim(1)?, k.dim(1)?);
     let qg = by_group(&q.narrow(0, part.a, part.rows)?, g)?;
     let kg = k.narrow(0, part.k0, part.n)?.transpose(0, 1)?.contiguous()?;
-    let s = (wide(&qg.matmul(&kg.transpose(1, 2)?)?)? * how.scale)?;
+    let s = (upcast(&qg.matmul(&kg.transpose(1, 2)?)?)? * how.scale)?;
     let rows = how.seqs.iota.narrow(0, part.offset, part.rows)?.unsqueeze(1)?;
     let cols = how.seqs.iota.narrow(0, 0, part.n)?.unsqueeze(0)?;
     let mut hidden = cols.broadcast_gt(&rows)?;
@@ -121,12 +121,12 @@ pub fn backward(
             let p = s.broadcast_sub(&lse.reshape((g, h / g * part.rows, 1))?)?.exp()?;
             drop(s);
             let go = d_o.narrow(0, part.a, part.rows)?;
-            let delta = (wide(&go)? * wide(&saved.o.narrow(0, part.a, part.rows)?)?)?.sum(D::Minus1)?;
+            let delta = (upcast(&go)? * upcast(&saved.o.narrow(0, part.a, part.rows)?)?)?.sum(D::Minus1)?;
             let delta = delta.t()?.contiguous()?.reshape((g, h / g * part.rows, 1))?;
             let gg = by_group(&go, g)?;
             let vg = v.narrow(0, part.k0, part.n)?.transpose(0, 1)?.contiguous()?;
             let kg = k.narrow(0, part.k0, part.n)?.transpose(0, 1)?.contiguous()?;
-            let dp = wide(&gg.matmul(&vg.transpose(1, 2)?)?)?;
+            let dp = upcast(&gg.matmul(&vg.transpose(1, 2)?)?)?;
             let ds = ((&p * dp.broadcast_sub(&delta)?)? * how.scale)?.to_dtype(q.dtype())?;
             let p = p.to_dtype(q.dtype())?;
             dqs.push(from_group(&ds.matmul(&kg)?, part.rows, h)?);

@@ -2,7 +2,7 @@
 //!
 //! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
 
-use super::slices::{Held, Number, in_place};
+use super::slices::{Number, Operand, in_place};
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
@@ -131,7 +131,7 @@ fn typed<A: Number, C: Number>(
     tb: bool,
     alpha: f64,
 ) -> Result<()> {
-    let (held_a, held_b) = (Held::of(a)?, Held::of(b)?);
+    let (held_a, held_b) = (Operand::of(a)?, Operand::of(b)?);
     let (view_a, view_b) = (held_a.view::<A>()?, held_b.view::<A>()?);
     let mat = |data, t: &Tensor, transposed: bool| -> Result<_> {
         let (rows, cols) = t.dims2()?;

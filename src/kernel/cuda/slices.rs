@@ -43,12 +43,12 @@ macro_rules! on_number {
 pub(crate) use on_number;
 
 /// A contiguous CUDA tensor, held for reading.
-pub struct Held<'a> {
+pub struct Operand<'a> {
     storage: StorageRef<'a>,
     range: Range<usize>,
 }
 
-impl<'a> Held<'a> {
+impl<'a> Operand<'a> {
     /// Takes hold of a tensor.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! 4-bit bases: against PyTorch on what bitsandbytes decodes, against dense runs, and made in several ways.
+//! 4-bit bases: against PyTorch on what bitsandbytes dequantizes, against dense runs, and made in several ways.
 
 use super::*;
 use crate::adapt::merge_cost::{MergeCost, merge_cost, merged};
@@ -11,7 +11,7 @@ use crate::quant;
 use crate::recipe::LoraSpec;
 use crate::store::write_file;
 use crate::train::quantize::quantize;
-use crate::walk::{Choices, Decoded};
+use crate::walk::{Dequantize, Execution};
 use std::sync::Arc;
 
 /// The cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
@@ -44,12 +44,12 @@ fn lora(c: &Case) -> Result<(Adapter, Selection)> {
     Ok((adapter, selection))
 }
 
-/// Every linear that is 4-bit, decoded.
-fn decoded(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
+/// Every linear that is 4-bit, dequantized.
+fn dequantized(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
     let mut out = Vec::new();
     for m in modules(&d.config) {
         if let Some(Weight::Nf4(w)) = d.linear(&m.name).map(|l| &l.weight) {
-            out.push((m.name, w.decode()?));
+            out.push((m.name, w.dequantize()?));
         }
     }
     Ok(out)
@@ -61,7 +61,7 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     for (c, dir) in four_bit_cases()? {
         let (adapter, selection) = lora(&c)?;
         let (d, p) = c.build(&selection, Some(&adapter))?;
-        assert_eq!(decoded(&d)?.len(), linears(&c.config), "{}", c.name());
+        assert_eq!(dequantized(&d)?.len(), linears(&c.config), "{}", c.name());
         let expected = TensorFiles::open_file(&dir.join("lora_expected.safetensors"))?;
         let n = compare(&c.name(), &d, &p, &Rows::padded(&c)?, &expected, "")?;
         assert_eq!(n, p.tensors.len(), "{}", c.name());
@@ -69,13 +69,13 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     Ok(())
 }
 
-/// A model whose 4-bit linears are the decoded values, dense in f32.
+/// A model whose 4-bit linears are the dequantized values, dense in f32.
 fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     let mut tensors: Vec<(String, crate::kernel::Real)> = Vec::new();
     for m in modules(&c.config) {
         let weight = format!("{}.weight", m.name);
         match d.linear(&m.name).map(|l| &l.weight) {
-            Some(Weight::Nf4(w)) => tensors.push((weight, w.decode()?.real()?.clone())),
+            Some(Weight::Nf4(w)) => tensors.push((weight, w.dequantize()?.real()?.clone())),
             _ if c.files.info(&weight).is_some() => {
                 tensors.push((weight.clone(), c.files.tensor(&weight, DType::F32, CPU)?));
             }
@@ -92,13 +92,13 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     Ok(Case { dir: c.dir.clone(), config, files })
 }
 
-/// Loss and every LoRA gradient on a 4-bit base are those on the dense model of the decoded values: of dense models
+/// Loss and every LoRA gradient on a 4-bit base are those on the dense model of the dequantized values: of dense models
 /// and of mixtures, read 4-bit and made so, packed documents as well.
 ///
-/// Not to the bit: a dense product hands its matrix to gemm whole and a 4-bit one in decoded panels, and gemm adds up
+/// Not to the bit: a dense product hands its matrix to gemm whole and a 4-bit one in dequantized tiles, and gemm adds up
 /// in an order that depends on the sizes. What cancels makes that visible: the softmax takes most of a key's gradient
-/// away. Nine in ten are bit-equal, and the worst is 3e-6 apart, as the test prints. (Panels that are decoded and
-/// panels that are read have the same bits: `kernel::decoded`.)
+/// away. Nine in ten are bit-equal, and the worst is 3e-6 apart, as the test prints. (Tiles that are dequantized and
+/// tiles that are read have the same bits: `kernel::dequantized`.)
 #[test]
 fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     let mut bases: Vec<(Case, bool)> = four_bit_cases()?.into_iter().map(|(c, _)| (c, false)).collect();
@@ -112,11 +112,11 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     for (c, quantize) in &bases {
         let (adapter, selection) = lora(c)?;
         let (d, p) = Build { quantize: *quantize, ..c.plan(&selection, Some(&adapter)) }.run()?;
-        assert_eq!(decoded(&d)?.len(), linears(&c.config), "{}", c.name());
+        assert_eq!(dequantized(&d)?.len(), linears(&c.config), "{}", c.name());
         let folder = tempfile::tempdir()?;
         let dense = dense_of(c, &d, folder.path())?;
         let (e, q) = dense.build(&selection, Some(&adapter))?;
-        assert!(decoded(&e)?.is_empty());
+        assert!(dequantized(&e)?.is_empty());
         for rows in [Rows::padded(c)?, Rows::packed(c)?] {
             let batch = rows.batch(&c.config)?;
             let (ours, _) = backward(&d, &p, &batch, 1)?;
@@ -142,30 +142,17 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_decoded_weights() -> Result<()> {
     Ok(())
 }
 
-/// Told when the walk comes and goes: at neither is any 4-bit matrix decoded.
-struct NothingDecoded<'a>(&'a Decoder, usize);
-
-impl NothingDecoded<'_> {
-    /// A decoded matrix holds the codes that it came from.
-    fn look(&mut self) {
-        for m in modules(&self.0.config) {
-            if let Some(Weight::Nf4(w)) = self.0.linear(&m.name).map(|l| &l.weight) {
-                assert_eq!(Arc::strong_count(w), 1, "{} is still decoded", m.name);
-                self.1 += 1;
-            }
+/// How many 4-bit matrices there are, none of which is dequantized now: a dequantized one holds the codes that it came
+/// from.
+fn none_is_dequantized(d: &Decoder) -> usize {
+    let mut seen = 0;
+    for m in modules(&d.config) {
+        if let Some(Weight::Nf4(w)) = d.linear(&m.name).map(|l| &l.weight) {
+            assert_eq!(Arc::strong_count(w), 1, "{} is still dequantized", m.name);
+            seen += 1;
         }
     }
-}
-
-impl Around for NothingDecoded<'_> {
-    fn arrive(&mut self, _: usize, _: Phase) -> candle_core::Result<()> {
-        self.look();
-        Ok(())
-    }
-    fn leave(&mut self, _: usize, _: Phase) -> candle_core::Result<()> {
-        self.look();
-        Ok(())
-    }
+    seen
 }
 
 /// Mixtures, quantized while they are loaded.
@@ -175,7 +162,7 @@ fn mixtures() -> Result<Vec<Case>> {
     Ok(all)
 }
 
-/// However a step is walked: the same bits, and nothing is left decoded. Dense models and mixtures.
+/// However a step is walked: the same bits, and nothing is left dequantized. Dense models and mixtures.
 #[test]
 fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
     let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, dora: false };
@@ -190,21 +177,23 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
         let batch = Rows::padded(&c)?.batch(&c.config)?;
         let mut first: Option<(Vec<f64>, Vec<Vec<f64>>)> = None;
         for recompute in [0, 1, c.config.layers] {
-            for decoded in [Decoded::Panels, Decoded::Visit] {
+            for dequantize in [Dequantize::PerMatmul, Dequantize::PerLayer] {
                 for head_rows in [16, 17, usize::MAX] {
-                    let choices = Choices { micro_rows: 1, recompute, decoded, head_rows };
+                    let execution = Execution { micro_rows: 1, recompute, dequantize, head_rows };
                     p.zero_grads()?;
                     let grads = p.grads();
                     let sink = Sink::new(&grads, p.tensors.len());
-                    let mut around = NothingDecoded(&d, 0);
-                    let walk = Walk::chosen(&d, p.lowest_unit(), &choices);
-                    let losses = walk.around(&mut around).train(&batch, 1.0, &sink)?;
-                    assert!(around.1 > 0);
+                    let mut watch = |_, _| {
+                        none_is_dequantized(&d);
+                    };
+                    let walk = Walk::chosen(&d, p.lowest_unit(), &execution);
+                    let losses = walk.watched(&mut watch).train(&batch, 1.0, &sink)?;
+                    assert!(none_is_dequantized(&d) > 0);
                     let losses: Vec<f64> = losses.iter().flat_map(values).collect();
                     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
                     let grads: Vec<Vec<f64>> = (0..p.tensors.len()).map(grad).collect::<Result<_>>()?;
                     let this = (losses, grads);
-                    let what = format!("{}: {choices:?}", c.name());
+                    let what = format!("{}: {execution:?}", c.name());
                     assert!(*first.get_or_insert_with(|| this.clone()) == this, "{what}");
                 }
             }
@@ -225,8 +214,8 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
             // all tokens go to the last expert
             let last = m.experts.len() - 1;
             let groups = Groups::new(vec![last as u32; 3], 1, m.experts.len(), CPU)?;
-            let visited = layer.decoded(Some(&groups))?;
-            let whole = |l: &Linear| matches!(l.weight, Weight::Decoded(_));
+            let visited = layer.dequantized(Some(&groups))?;
+            let whole = |l: &Linear| matches!(l.weight, Weight::Dequantized(_));
             assert!(visited.attn.linears().into_iter().all(whole));
             assert!(!layer.attn.linears().into_iter().any(whole));
             let FeedForward::Mixture(of_visit) = &visited.mlp else { continue };
@@ -234,7 +223,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
                 assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
                 seen += 1;
             }
-            assert!(visited.is_packed() && layer.decoded(None).is_err());
+            assert!(visited.is_packed() && layer.dequantized(None).is_err());
         }
     }
     assert!(seen > 0);
@@ -245,7 +234,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
 #[test]
 fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
     let bits = |d: &Decoder| -> Result<Vec<(String, Vec<f64>)>> {
-        Ok(decoded(d)?.into_iter().map(|(n, t)| (n, values(&t))).collect())
+        Ok(dequantized(d)?.into_iter().map(|(n, t)| (n, values(&t))).collect())
     };
     for name in ["qwen3-one-kv", "qwen2-bias", "llama-yarn", "mixtral", "qwen3-moe", "mixtral-fused"] {
         let c = cases()?.into_iter().find(|c| c.name() == name).context("a case")?;
@@ -287,7 +276,7 @@ fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
                     let (n, blocks) = (w.dims().0 * w.dims().1, (w.dims().0 * w.dims().1).div_ceil(64));
                     assert_eq!(w.bytes(), n.div_ceil(2) + blocks + 4 * blocks.div_ceil(256), "{}", m.name);
                 }
-                Weight::Dense(_) | Weight::Decoded(_) => assert_eq!(m.name, "lm_head"),
+                Weight::Dense(_) | Weight::Dequantized(_) => assert_eq!(m.name, "lm_head"),
             }
         }
     }

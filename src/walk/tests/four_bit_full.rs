@@ -1,4 +1,4 @@
-//! Tensors that train in full beside a 4-bit base: against PyTorch on what bitsandbytes' bytes decode to.
+//! Tensors that train in full beside a 4-bit base: against PyTorch on what bitsandbytes' bytes dequantize to.
 
 use super::*;
 use crate::adapt::params::Allocate;

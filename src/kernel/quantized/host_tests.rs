@@ -8,8 +8,8 @@
 //! Needs a C++17 compiler (`CXX`, or `c++`) with its sanitizers. What this cannot find is what only a GPU does: its
 //! speed, and a kernel that its driver or its memory rules refuse.
 
-use super::panels::{FEW, Panel, ROWS, ROWS_THREADS, THREADS, name};
 use super::tests::{Made, bits, made};
+use super::tiles::{FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
 use super::*;
 use crate::kernel::check::{distance, randn, values};
 use crate::kernel::gemm;
@@ -84,17 +84,17 @@ impl Host {
         out
     }
 
-    fn decode(&mut self, m: &Made, panel: Panel, skew: usize) -> Vec<u8> {
+    fn dequantize(&mut self, m: &Made, tile: Tile, skew: usize) -> Vec<u8> {
         self.run(
             m,
             &Launch {
-                kernel: &name("decode", m.w.source, m.w.compute),
-                blocks: panel.blocks(),
+                kernel: &name("dequantize", m.w.source, m.w.compute),
+                blocks: tile.blocks(),
                 threads: THREADS,
                 x: &[],
-                out: panel.len() * m.w.compute.size_in_bytes(),
+                out: tile.len() * m.w.compute.size_in_bytes(),
                 skew,
-                numbers: &[panel.first, panel.stride, panel.width, panel.runs, panel.chunks()],
+                numbers: &[tile.first, tile.stride, tile.width, tile.runs, tile.chunks()],
             },
         )
     }
@@ -123,7 +123,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
-fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
+fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
     let mut host = Host::compile();
     // whole chunks, short ones, blocks across rows, odd numbers of values and of columns, a single value
     let shapes = [
@@ -144,23 +144,23 @@ fn decode_cu_on_the_host_gives_the_same_bits() -> Result<()> {
         for source in FLOATS {
             for compute in FLOATS {
                 let m = made(dims, block, group, source, compute)?;
-                let ((rows, cols), whole) = (dims, m.w.decode()?);
-                let mut panels = vec![
-                    (Panel::rows(dims, 0..rows), whole.clone()),
-                    (Panel::rows(dims, rows / 2..rows), whole.narrow(0, rows / 2, rows - rows / 2)?),
-                    (Panel::columns(dims, 0..cols), whole.clone()),
+                let ((rows, cols), whole) = (dims, m.w.dequantize()?);
+                let mut tiles = vec![
+                    (Tile::rows(dims, 0..rows), whole.clone()),
+                    (Tile::rows(dims, rows / 2..rows), whole.narrow(0, rows / 2, rows - rows / 2)?),
+                    (Tile::columns(dims, 0..cols), whole.clone()),
                 ];
                 for columns in [0..64, 64..128, cols / 3..cols, 3..cols] {
                     if columns.start < columns.end && columns.end <= cols {
                         let want = whole.narrow(1, columns.start, columns.len())?;
-                        panels.push((Panel::columns(dims, columns), want));
+                        tiles.push((Tile::columns(dims, columns), want));
                     }
                 }
-                for (i, (panel, want)) in panels.into_iter().enumerate() {
+                for (i, (tile, want)) in tiles.into_iter().enumerate() {
                     // the last one from an odd address
                     let skew = if i == 3 { 1 } else { 0 };
-                    let got = tensor(&host.decode(&m, panel, skew), want.dims2()?, compute)?;
-                    let what = format!("{dims:?} block {block} {source:?} {compute:?} {panel:?}");
+                    let got = tensor(&host.dequantize(&m, tile, skew), want.dims2()?, compute)?;
+                    let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
                     assert!(bits(&got)? == bits(&want)?, "{what}");
                     checked += 1;
                 }
@@ -203,8 +203,8 @@ fn rows_cu_on_the_host_multiplies_from_codes() -> Result<()> {
                         },
                     );
                     let got = tensor(&out, (tokens, dims.0), compute)?;
-                    let wide = |t: &Tensor| t.to_dtype(DType::F64);
-                    let want = gemm::matmul(&wide(&x)?, false, &wide(&m.w.decode()?)?, true)?;
+                    let upcast = |t: &Tensor| t.to_dtype(DType::F64);
+                    let want = gemm::matmul(&upcast(&x)?, false, &upcast(&m.w.dequantize()?)?, true)?;
                     let apart = distance(&values(&got), &values(&want));
                     let what = format!("{dims:?} block {block} {source:?} {compute:?}, {tokens} tokens");
                     assert!(apart <= bar, "{what}: {apart:.2e}, bar {bar:.0e}");

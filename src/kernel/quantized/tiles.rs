@@ -1,16 +1,16 @@
-//! How a product on a GPU cuts a 4-bit matrix into panels that are decoded one after the other, and what the kernels
+//! How a product on a GPU cuts a 4-bit matrix into tiles that are dequantized one after the other, and what the kernels
 //! that do it are launched with: all of it that needs no GPU.
 //!
-//! A panel is written by the decode kernel and read by the product right after: if it is half of the second-level
-//! cache, both happen there, with the other half for what it is multiplied with. Smaller panels would give
+//! A tile is written by the dequantize kernel and read by the product right after: if it is half of the second-level
+//! cache, both happen there, with the other half for what it is multiplied with. Smaller tiles would give
 //! products too small to fill the device. (The share is by reasoning; it has not been measured.)
 
 use candle_core::DType;
 use std::ops::Range;
 
-/// Threads of a block of decode.cu: eight warps.
+/// Threads of a block of dequantize.cu: eight warps.
 pub const THREADS: u32 = 256;
-/// Values that a warp decodes.
+/// Values that a warp dequantizes.
 const CHUNK: usize = 1024;
 /// Most tokens that are multiplied straight from the codes, by rows.cu and on the CPU.
 pub const FEW: usize = 8;
@@ -19,30 +19,30 @@ pub const ROWS: [(usize, usize); 2] = [(1, 1), (FEW, 2)];
 /// Threads of a block of rows.cu.
 pub const ROWS_THREADS: u32 = 128;
 
-/// Rows (or columns) of a panel come in multiples of this: whole tiles of a product, whole blocks of codes.
+/// Rows (or columns) of a tile come in multiples of this: whole tiles of a product, whole blocks of codes.
 const UNIT: usize = 64;
-/// Fewest bytes of a panel, for devices with a small cache or that do not say.
+/// Fewest bytes of a tile, for devices with a small cache or that do not say.
 const LEAST: usize = 4 << 20;
-/// Most bytes of a panel: what plans count with, whatever the device.
+/// Most bytes of a tile: what plans count with, whatever the device.
 pub const MOST: usize = 32 << 20;
 
-/// Bytes of a panel on a device with `cache` bytes of second-level cache.
+/// Bytes of a tile on a device with `cache` bytes of second-level cache.
 pub fn bytes(cache: usize) -> usize {
     (cache / 2).clamp(LEAST, MOST)
 }
 
-/// Cuts `count` rows (or columns) of `size` bytes each into panels of about one size and of `most` bytes at the
+/// Cuts `count` rows (or columns) of `size` bytes each into tiles of about one size and of `most` bytes at the
 /// most, or of 64 rows where these are more.
 pub fn split(count: usize, size: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let widest = (most / size.max(1) / UNIT * UNIT).max(UNIT);
-    let panels = count.div_ceil(widest).max(1);
-    let width = count.div_ceil(panels).next_multiple_of(UNIT);
+    let tiles = count.div_ceil(widest).max(1);
+    let width = count.div_ceil(tiles).next_multiple_of(UNIT);
     (0..count).step_by(width.max(1)).map(move |start| start..(start + width).min(count))
 }
 
-/// Values of a matrix that make a panel: `runs` runs of `width`, `stride` apart from value `first` on.
+/// Values of a matrix that make a tile: `runs` runs of `width`, `stride` apart from value `first` on.
 #[derive(Clone, Copy, Debug)]
-pub struct Panel {
+pub struct Tile {
     /// The first value.
     pub first: usize,
     /// Values from the beginning of a run to that of the next.
@@ -53,7 +53,7 @@ pub struct Panel {
     pub runs: usize,
 }
 
-impl Panel {
+impl Tile {
     /// Whole rows of a matrix [rows, cols]: one run.
     pub fn rows((_, cols): (usize, usize), rows: Range<usize>) -> Self {
         let width = rows.len() * cols;
@@ -68,7 +68,7 @@ impl Panel {
         Self { first: columns.start, stride: cols, width: columns.len(), runs: rows }
     }
 
-    /// Values of the panel.
+    /// Values of the tile.
     pub fn len(&self) -> usize {
         self.width * self.runs
     }
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn panels_cover_all_and_stay_small() {
+    fn tiles_cover_all_and_stay_small() {
         for count in [1, 63, 64, 65, 700, 4096, 14336, 151_936] {
             for size in [2, 96, 8192, 28_672, 1 << 20] {
                 let most = bytes(50 << 20);
@@ -123,7 +123,7 @@ mod tests {
                 assert!(all.iter().all(|p| p.start % UNIT == 0));
                 // no more than it takes
                 let least = (count * size).div_ceil(most);
-                assert!(all.len() <= 2 * least || widest <= UNIT, "{count} of {size}: {} panels", all.len());
+                assert!(all.len() <= 2 * least || widest <= UNIT, "{count} of {size}: {} tiles", all.len());
             }
         }
         assert_eq!(split(0, 8, MOST).count(), 0);

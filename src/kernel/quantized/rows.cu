@@ -1,9 +1,9 @@
-// y [tokens, rows] = x [tokens, cols] W^T for a few tokens, straight from the 4-bit codes of W: nothing is decoded to
+// y [tokens, rows] = x [tokens, cols] W^T for a few tokens, straight from the 4-bit codes of W: nothing is dequantized to
 // memory, the matrix is read once. For generation, and for experts that have few tokens.
 //
 // A block of four warps makes ROWS columns of y. Its warps share out the chunks of those rows of W (see codes.cuh), so
-// that a piece of x that a lane has loaded is used ROWS times, and a value of W that it has decoded TOKENS times; sums
-// are in f32, in an order that the shapes fix. Values of W are rounded to Source and then to T, as decode.cu does.
+// that a piece of x that a lane has loaded is used ROWS times, and a value of W that it has dequantized TOKENS times; sums
+// are in f32, in an order that the shapes fix. Values of W are rounded to Source and then to T, as dequantize.cu does.
 //
 // `cols` is a multiple of 32; x and the codes begin at addresses of whole loads. The caller sees to both.
 #include "codes.cuh"
@@ -92,12 +92,12 @@ __device__ __forceinline__ void rows(const Matrix &m, const T *x, uint32_t token
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }
 
-// For one token, and for up to eight; the numbers are in src/kernel/blocks/cuda.rs too.
+// For one token, and for up to eight; the numbers are in src/kernel/quantized/cuda.rs too.
 #define ROWS_OF_ANY(NAME, SOURCE, T)                                                                                   \
   ROWS_OF(NAME##_1, SOURCE, T, 1, 1)                                                                                   \
   ROWS_OF(NAME##_8, SOURCE, T, 8, 2)
 
-// Named as in decode.cu.
+// Named as in dequantize.cu.
 ROWS_OF_ANY(rows_f32_f32, float, float)
 ROWS_OF_ANY(rows_bf16_f32, __nv_bfloat16, float)
 ROWS_OF_ANY(rows_f16_f32, __half, float)

@@ -1,19 +1,19 @@
-//! Decoding and products on CUDA.
+//! Dequantizing and products on CUDA.
 //!
-//! A product decodes a panel of the matrix into one buffer that all its panels use, and multiplies it by cuBLAS
-//! before the next one is decoded: forward takes panels of rows of W, backward panels of columns, so that each is a
-//! product over the whole inner dimension, written where it belongs, and nothing is summed across panels. A few
-//! tokens need no panel: `rows.cu` multiplies from the codes.
+//! A product dequantizes a tile of the matrix into one buffer that all its tiles use, and multiplies it by cuBLAS
+//! before the next one is dequantized: forward takes tiles of rows of W, backward tiles of columns, so that each is a
+//! product over the whole inner dimension, written where it belongs, and nothing is summed across tiles. A few
+//! tokens need no tile: `rows.cu` multiplies from the codes.
 //!
 //! **None of this has run on a GPU.** `tests/cuda` runs the kernels' sources on the host, `examples/gpu_check` is
 //! what a machine with a GPU is to run.
 
-use super::panels::{self, FEW, Panel, ROWS, ROWS_THREADS, THREADS, name};
-use super::{Blocks, Scales};
+use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
+use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
 use crate::kernel::cuda::gemm::{Mat, gemm};
 use crate::kernel::cuda::ptx;
-use crate::kernel::cuda::slices::{self, Held, Number, in_place, on_number};
+use crate::kernel::cuda::slices::{self, Number, Operand, in_place, on_number};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaView, CudaViewMut, DevicePtr, LaunchArgs, LaunchConfig, PushKernelArg,
@@ -25,8 +25,8 @@ use std::ops::Range;
 /// Values of a matrix from which the number of a block would need more than 32 bits.
 const TOO_MANY: usize = 1 << 37;
 
-/// Whether the kernels decode this matrix; candle's operations do otherwise.
-pub fn decodes(w: &Blocks) -> bool {
+/// Whether the kernels dequantize this matrix; candle's operations do otherwise.
+pub fn dequantizes(w: &QuantizedMatrix) -> bool {
     w.packed.real().is_ok_and(|p| p.device().is_cuda())
         && slices::has(w.compute)
         && w.block.is_power_of_two()
@@ -35,18 +35,18 @@ pub fn decodes(w: &Blocks) -> bool {
 }
 
 /// Whether the kernels multiply `x` and this matrix.
-pub fn multiplies(w: &Blocks, x: &Tensor) -> bool {
-    decodes(w) && x.dtype() == w.compute
+pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
+    dequantizes(w) && x.dtype() == w.compute
 }
 
 /// The matrix's parts, held for reading while kernels are launched.
 struct Parts<'a> {
-    w: &'a Blocks,
-    packed: Held<'a>,
-    pairs: Held<'a>,
+    w: &'a QuantizedMatrix,
+    packed: Operand<'a>,
+    pairs: Operand<'a>,
     /// Of blocks; with double quantization of groups.
-    scales: Held<'a>,
-    nested: Option<(Held<'a>, Held<'a>, u32, f32)>,
+    scales: Operand<'a>,
+    nested: Option<(Operand<'a>, Operand<'a>, u32, f32)>,
 }
 
 /// The same as the kernels' first nine arguments.
@@ -63,19 +63,19 @@ struct Arguments<'a> {
 }
 
 impl<'a> Parts<'a> {
-    fn of(w: &'a Blocks) -> Result<Self> {
+    fn of(w: &'a QuantizedMatrix) -> Result<Self> {
         let (scales, nested) = match &w.scales {
             Scales::Plain(s) => (s, None),
             Scales::Nested { codes, map, absmax, group, offset } => {
                 let group = u32::try_from(*group).map_err(candle_core::Error::wrap)?;
-                (absmax, Some((Held::of(codes.real()?)?, Held::of(map.real()?)?, group, *offset)))
+                (absmax, Some((Operand::of(codes.real()?)?, Operand::of(map.real()?)?, group, *offset)))
             }
         };
         Ok(Self {
             w,
-            packed: Held::of(w.packed.real()?)?,
-            pairs: Held::of(w.book.pairs.real()?)?,
-            scales: Held::of(scales.real()?)?,
+            packed: Operand::of(w.packed.real()?)?,
+            pairs: Operand::of(w.book.pairs.real()?)?,
+            scales: Operand::of(scales.real()?)?,
             nested,
         })
     }
@@ -119,84 +119,88 @@ fn narrow(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(candle_core::Error::wrap)
 }
 
-/// Decodes a panel into the beginning of `out`.
-fn decode_panel<T: Number>(
+/// Dequantizes a tile into the beginning of `out`.
+fn dequantize_tile<T: Number>(
     device: &CudaDevice,
     a: &Arguments<'_>,
     source: DType,
-    panel: Panel,
+    tile: Tile,
     out: &mut CudaSlice<T>,
 ) -> Result<()> {
-    if panel.len() == 0 {
+    if tile.len() == 0 {
         return Ok(());
     }
-    if panel.end() as u64 > a.total || panel.len() > out.len() {
-        candle_core::bail!("4-bit blocks: {panel:?} of {} values into {}", a.total, out.len());
+    if tile.end() as u64 > a.total || tile.len() > out.len() {
+        candle_core::bail!("4-bit blocks: {tile:?} of {} values into {}", a.total, out.len());
     }
-    let (chunks, runs) = (narrow(panel.chunks())?, narrow(panel.runs)?);
-    let blocks = narrow(panel.blocks())?;
-    let (first, stride, width) = (panel.first as u64, panel.stride as u64, panel.width as u64);
-    let f = device.get_or_load_custom_func(&name("decode", source, T::DTYPE), "ft_decode", ptx::DECODE)?;
+    let (chunks, runs) = (narrow(tile.chunks())?, narrow(tile.runs)?);
+    let blocks = narrow(tile.blocks())?;
+    let (first, stride, width) = (tile.first as u64, tile.stride as u64, tile.width as u64);
+    let f = device.get_or_load_custom_func(
+        &name("dequantize", source, T::DTYPE),
+        "ft_dequantize",
+        ptx::DEQUANTIZE,
+    )?;
     let mut launch = f.builder();
     a.push(&mut launch);
     launch.arg(&first).arg(&stride).arg(&width).arg(&runs).arg(&chunks).arg(out);
-    // SAFETY: the arguments are those of decode.cu, in order and type; the panel was found to lie inside of the
-    // matrix, whose parts Blocks::new has found to belong together, and inside of `out`.
+    // SAFETY: the arguments are those of dequantize.cu, in order and type; the tile was found to lie inside of the
+    // matrix, whose parts QuantizedMatrix::new has found to belong together, and inside of `out`.
     unsafe { launch.launch(grid(blocks, THREADS)) }.w()?;
     Ok(())
 }
 
-/// Some decoded rows, in the compute dtype.
-pub fn decode(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
-    on_number!(w.compute, decode_rows(w, rows))
+/// Some dequantized rows, in the compute dtype.
+pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
+    on_number!(w.compute, dequantize_rows(w, rows))
 }
 
-fn decode_rows<T: Number>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
+fn dequantize_rows<T: Number>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
     let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let shape = (rows.len(), w.cols);
     // SAFETY: the kernel writes every value.
     let mut out = unsafe { device.alloc::<T>(rows.len() * w.cols) }?;
-    decode_panel(device, &parts.arguments()?, w.source, Panel::rows(w.dims(), rows), &mut out)?;
+    dequantize_tile(device, &parts.arguments()?, w.source, Tile::rows(w.dims(), rows), &mut out)?;
     Ok(slices::tensor(out, shape, device).into())
 }
 
-/// Bytes of a panel on this device.
-fn panel_bytes(device: &CudaDevice) -> Result<usize> {
+/// Bytes of a tile on this device.
+fn tile_bytes(device: &CudaDevice) -> Result<usize> {
     let what = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
     let cache = device.cuda_stream().context().attribute(what).w()?;
-    Ok(panels::bytes(usize::try_from(cache).unwrap_or(0)))
+    Ok(tiles::bytes(usize::try_from(cache).unwrap_or(0)))
 }
 
-/// Calls `multiply(range, panel, device)` for each panel of `count` rows (or columns) of `size` values, decoded to
+/// Calls `multiply(range, tile, device)` for each tile of `count` rows (or columns) of `size` values, dequantized to
 /// one buffer in turn.
-fn by_panels<T: Number>(
-    w: &Blocks,
+fn by_tiles<T: Number>(
+    w: &QuantizedMatrix,
     (count, size): (usize, usize),
-    panel: impl Fn((usize, usize), Range<usize>) -> Panel,
+    tile: impl Fn((usize, usize), Range<usize>) -> Tile,
     mut multiply: impl FnMut(Range<usize>, &CudaView<'_, T>, &CudaDevice) -> Result<()>,
 ) -> Result<()> {
     let device = w.packed.real()?.device().as_cuda_device()?;
     let parts = Parts::of(w)?;
     let arguments = parts.arguments()?;
-    let ranges: Vec<_> = panels::split(count, size * size_of::<T>(), panel_bytes(device)?).collect();
+    let ranges: Vec<_> = tiles::split(count, size * size_of::<T>(), tile_bytes(device)?).collect();
     let widest = ranges.iter().map(|r| r.len()).max().unwrap_or(0);
     // SAFETY: what is read was written by the kernel before.
     let mut buffer = unsafe { device.alloc::<T>(widest * size) }?;
     for range in ranges {
-        let panel = panel(w.dims(), range.clone());
-        decode_panel(device, &arguments, w.source, panel, &mut buffer)?;
-        multiply(range, &buffer.slice(..panel.len()), device)?;
+        let tile = tile(w.dims(), range.clone());
+        dequantize_tile(device, &arguments, w.source, tile, &mut buffer)?;
+        multiply(range, &buffer.slice(..tile.len()), device)?;
     }
     Ok(())
 }
 
-/// [`Blocks::forward`].
-pub fn forward(w: &Blocks, x: &Tensor) -> Result<Tensor> {
+/// [`QuantizedMatrix::forward`].
+pub fn forward(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     on_number!(w.compute, forward_typed(w, x))
 }
 
-fn forward_typed<T: Number>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
+fn forward_typed<T: Number>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     let (t, k) = x.dims2()?;
     if k != w.cols {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
@@ -207,16 +211,16 @@ fn forward_typed<T: Number>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
     let x = x.contiguous()?;
     let x = x.real()?;
     let device = x.device().as_cuda_device()?;
-    let held = Held::of(x)?;
+    let held = Operand::of(x)?;
     let xv = held.view::<T>()?;
-    // SAFETY: the kernel, or the products of all panels together, write every value.
+    // SAFETY: the kernel, or the products of all tiles together, write every value.
     let mut y = unsafe { device.alloc::<T>(t * w.rows) }?;
     if t <= FEW && few_tokens(device, w, &xv, t, &mut y)? {
         return Ok(slices::tensor(y, (t, w.rows), device).into());
     }
     let a = Mat { data: &xv, rows: t, cols: k, transposed: false };
-    by_panels::<T>(w, (w.rows, w.cols), Panel::rows, |rows, panel, device| {
-        let b = Mat { data: panel, rows: k, cols: rows.len(), transposed: true };
+    by_tiles::<T>(w, (w.rows, w.cols), Tile::rows, |rows, tile, device| {
+        let b = Mat { data: tile, rows: k, cols: rows.len(), transposed: true };
         gemm(device, &mut y.slice_mut(rows.start..), w.rows, false, &a, &b, 1.0)
     })?;
     Ok(slices::tensor(y, (t, w.rows), device).into())
@@ -225,7 +229,7 @@ fn forward_typed<T: Number>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
 /// `y = x W^T` straight from the codes; `false` if rows.cu does not take these shapes, and nothing was done.
 fn few_tokens<T: Number>(
     device: &CudaDevice,
-    w: &Blocks,
+    w: &QuantizedMatrix,
     x: &CudaView<'_, T>,
     tokens: usize,
     y: &mut CudaSlice<T>,
@@ -246,17 +250,17 @@ fn few_tokens<T: Number>(
     a.push(&mut launch);
     launch.arg(x).arg(&t).arg(&count).arg(&cols).arg(y);
     // SAFETY: the arguments are those of rows.cu, in order and type; what it demands of sizes and addresses was
-    // checked above, and Blocks::new has found that the matrix's parts belong together.
+    // checked above, and QuantizedMatrix::new has found that the matrix's parts belong together.
     unsafe { launch.launch(grid(narrow(w.rows.div_ceil(rows))?, ROWS_THREADS)) }.w()?;
     Ok(true)
 }
 
-/// [`Blocks::backward`].
-pub fn backward(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+/// [`QuantizedMatrix::backward`].
+pub fn backward(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     on_number!(w.compute, backward_typed(w, dy, dx))
 }
 
-fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+fn backward_typed<T: Number>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     let (t, k) = dy.dims2()?;
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
@@ -264,12 +268,12 @@ fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
     let dy = dy.contiguous()?;
     let dy = dy.real()?;
     let device = dy.device().as_cuda_device()?;
-    let held = Held::of(dy)?;
+    let held = Operand::of(dy)?;
     let dyv = held.view::<T>()?;
     let a = Mat { data: &dyv, rows: t, cols: k, transposed: false };
     let product = |dst: &mut CudaViewMut<'_, T>, add: bool| {
-        by_panels::<T>(w, (w.cols, w.rows), Panel::columns, |columns, panel, device| {
-            let b = Mat { data: panel, rows: k, cols: columns.len(), transposed: false };
+        by_tiles::<T>(w, (w.cols, w.rows), Tile::columns, |columns, tile, device| {
+            let b = Mat { data: tile, rows: k, cols: columns.len(), transposed: false };
             gemm(device, &mut dst.slice_mut(columns.start..), w.cols, add, &a, &b, 1.0)
         })
     };
@@ -279,7 +283,7 @@ fn backward_typed<T: Number>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Res
             Ok(dx)
         }
         dx => {
-            // SAFETY: the products of all panels together write every value.
+            // SAFETY: the products of all tiles together write every value.
             let mut out = unsafe { device.alloc::<T>(t * w.cols) }?;
             if t > 0 {
                 product(&mut out.slice_mut(..), false)?;
@@ -303,8 +307,8 @@ mod tests {
         let floats = [DType::F32, DType::BF16, DType::F16];
         for source in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             for compute in floats {
-                let decode = name("decode", source, compute);
-                assert!(ptx::DECODE.contains(&format!(".entry {decode}(")), "{decode}");
+                let dequantize = name("dequantize", source, compute);
+                assert!(ptx::DEQUANTIZE.contains(&format!(".entry {dequantize}(")), "{dequantize}");
                 for (upto, _) in ROWS {
                     let rows = format!("{}_{upto}", name("rows", source, compute));
                     assert!(ptx::ROWS.contains(&format!(".entry {rows}(")), "{rows}");

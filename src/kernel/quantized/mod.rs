@@ -1,26 +1,26 @@
-//! A matrix of 4-bit codes in blocks, and products with it that never hold the decoded matrix.
+//! A matrix of 4-bit codes in blocks, and products with it that never hold the dequantized matrix.
 //!
 //! Value `n` (row-major) is `code[c_n] * scale[n / block]`, rounded to the dtype that the matrix had before it
-//! was quantized and then to the compute dtype: what bitsandbytes decodes, bit for bit. Scales are f32, or
+//! was quantized and then to the compute dtype: what bitsandbytes dequantizes, bit for bit. Scales are f32, or
 //! (double quantization) 8-bit codes of a map, times a factor a group of scales, plus an offset.
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `cpu` | panels that fit a core's cache, decoded and multiplied by each thread |
+//! | `cpu` | tiles that fit a core's cache, dequantized and multiplied by each thread |
 //! | `lookup` | many codes at a time on the CPU |
-//! | `cuda` | panels that stay in the GPU's cache, decoded by `decode.cu` and multiplied by cuBLAS; few tokens by `rows.cu`, straight from the codes |
-//! | `panels` | how the panels on a GPU are cut |
-//! | `composed` | decoding by candle's operations, whole, for what has no kernel: a block that is no power of two, f64 on a GPU |
+//! | `cuda` | tiles that stay in the GPU's cache, dequantized by `dequantize.cu` and multiplied by cuBLAS; few tokens by `rows.cu`, straight from the codes |
+//! | `tiles` | how the tiles on a GPU are cut |
+//! | `composed` | dequantizing by candle's operations, whole, for what has no kernel: a block that is no power of two, f64 on a GPU |
 
 mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod lookup;
-pub mod panels;
+pub mod tiles;
 
-use self::cpu::{backward_cpu, decode_cpu, forward_cpu, row_squares_cpu};
-pub use self::cpu::{few_tokens, panel_width};
+use self::cpu::{backward_cpu, dequantize_cpu, forward_cpu, row_squares_cpu};
+pub use self::cpu::{few_tokens, tile_width};
 use super::cpu::{is_cpu, on_real};
 use super::ledger::{Cost, Ledger, Role};
 use super::tensor::Ghost;
@@ -65,7 +65,7 @@ pub enum Scales {
     },
 }
 
-impl Blocks {
+impl QuantizedMatrix {
     /// That of a matrix in a plan: `source` is rounded to `compute`, which products take.
     pub fn ghost(ledger: &Ledger, (rows, cols): (usize, usize), source: DType, compute: DType) -> Self {
         let weight = |n: usize, dtype| Tensor::from(Ghost::weight(ledger, n, dtype));
@@ -82,21 +82,22 @@ impl Blocks {
         }
     }
 
-    /// Writes the work of a product with `rows` rows down, for ghosts: `decoded` says whether it decodes.
-    pub fn work(&self, x: &Tensor, decodes: bool) {
+    /// Writes the work of a product with `rows` rows down, for ghosts: `dequantized` says whether it dequantizes.
+    pub fn work(&self, x: &Tensor, dequantizes: bool) {
         let Some(g) = x.ghost() else { return };
         let n = (self.rows * self.cols) as f64;
         let rows = x.dims().first().copied().unwrap_or(0) as f64;
-        let (decoded, read) = (if decodes { n } else { 0.0 }, n * self.compute.size_in_bytes() as f64);
-        g.ledger().product(Cost { flops: 2.0 * rows * n, decoded, read, ..Cost::default() });
+        let (dequantized, read) =
+            (if dequantizes { n } else { 0.0 }, n * self.compute.size_in_bytes() as f64);
+        g.ledger().product(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
-    /// On CUDA, the products of ghosts [t, from] -> [t, to] by panels: the panel, and the result if there is none to add to.
+    /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
     fn ghost_cuda(&self, x: &Tensor, to: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(g) = x.ghost() else { return Ok(None) };
-        let panel = (self.rows * self.cols * self.compute.size_in_bytes()).min(panels::MOST);
+        let tile = (self.rows * self.cols * self.compute.size_in_bytes()).min(tiles::MOST);
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        let _panel = g.ledger().role(Role::InFlight, || g.ledger().hold(panel as u64));
+        let _tile = g.ledger().role(Role::InFlight, || g.ledger().hold(tile as u64));
         Ok(Some(match sum {
             Some(sum) => sum,
             None => Ghost::new(g.ledger(), (x.dim(0)?, to), x.dtype()).into(),
@@ -106,7 +107,7 @@ impl Blocks {
 
 /// A matrix [rows, cols] in blocks of 4-bit codes.
 #[derive(Clone, Debug)]
-pub struct Blocks {
+pub struct QuantizedMatrix {
     rows: usize,
     cols: usize,
     block: usize,
@@ -114,13 +115,13 @@ pub struct Blocks {
     packed: Tensor,
     scales: Scales,
     book: Arc<Codebook>,
-    /// Decoded values are rounded to this first ...
+    /// Dequantized values are rounded to this first ...
     source: DType,
     /// ... and then to this.
     compute: DType,
 }
 
-impl Blocks {
+impl QuantizedMatrix {
     /// A matrix from its parts, on the device where they are.
     ///
     /// # Errors
@@ -162,12 +163,12 @@ impl Blocks {
         self.block
     }
 
-    /// The dtype that decoded values are rounded to first: that of the tensor that was quantized.
+    /// The dtype that dequantized values are rounded to first: that of the tensor that was quantized.
     pub fn source_dtype(&self) -> DType {
         self.source
     }
 
-    /// The dtype of decoded values.
+    /// The dtype of dequantized values.
     pub fn dtype(&self) -> DType {
         self.compute
     }
@@ -200,7 +201,7 @@ impl Blocks {
         if cuda::multiplies(self, x) {
             return cuda::forward(self, x);
         }
-        x.matmul(&self.decode()?.to_dtype(x.dtype())?.t()?)
+        x.matmul(&self.dequantize()?.to_dtype(x.dtype())?.t()?)
     }
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
@@ -216,7 +217,7 @@ impl Blocks {
         if cuda::multiplies(self, dy) {
             return cuda::backward(self, dy, dx);
         }
-        let add = dy.matmul(&self.decode()?.to_dtype(dy.dtype())?)?;
+        let add = dy.matmul(&self.dequantize()?.to_dtype(dy.dtype())?)?;
         match dx {
             None => Ok(add),
             Some(dx) => dx + add,
@@ -233,33 +234,33 @@ impl Blocks {
         if is_cpu(&self.packed) {
             return on_real!(self.compute, row_squares_cpu(self));
         }
-        let parts = panels::split(self.rows, self.cols * DType::F32.size_in_bytes(), panels::MOST)
-            .map(|rows| self.decode_rows(rows)?.to_dtype(DType::F32)?.sqr()?.sum(1))
+        let parts = tiles::split(self.rows, self.cols * DType::F32.size_in_bytes(), tiles::MOST)
+            .map(|rows| self.dequantize_rows(rows)?.to_dtype(DType::F32)?.sqr()?.sum(1))
             .collect::<Result<Vec<_>>>()?;
         Tensor::cat(&parts, 0)
     }
 
-    /// The decoded matrix [rows, cols] in the compute dtype.
-    pub fn decode(&self) -> Result<Tensor> {
-        self.decode_rows(0..self.rows)
+    /// The dequantized matrix [rows, cols] in the compute dtype.
+    pub fn dequantize(&self) -> Result<Tensor> {
+        self.dequantize_rows(0..self.rows)
     }
 
-    /// Some decoded rows, in the compute dtype.
-    pub fn decode_rows(&self, rows: Range<usize>) -> Result<Tensor> {
+    /// Some dequantized rows, in the compute dtype.
+    pub fn dequantize_rows(&self, rows: Range<usize>) -> Result<Tensor> {
         if rows.start > rows.end || rows.end > self.rows {
             candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
         }
         if is_cpu(&self.packed) {
-            return on_real!(self.compute, decode_cpu(self, rows));
+            return on_real!(self.compute, dequantize_cpu(self, rows));
         }
         if let Some(g) = self.packed.ghost() {
             return Ok(Ghost::new(g.ledger(), (rows.len(), self.cols), self.compute).into());
         }
         #[cfg(feature = "cuda")]
-        if cuda::decodes(self) {
-            return cuda::decode(self, rows);
+        if cuda::dequantizes(self) {
+            return cuda::dequantize(self, rows);
         }
-        self.decode_composed(rows)
+        self.dequantize_composed(rows)
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the plan chooses: the fastest by its own account of time that fits the budget.
 //!
-//! Four things are open: how many layers are computed again, how 4-bit weights of those are decoded, how many logits
+//! Four things are open: how many layers are computed again, how 4-bit weights of those are dequantized, how many logits
 //! exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
 //! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time.
 
@@ -11,7 +11,7 @@ use super::work::Work;
 use super::{Machine, Prepared, Tokens, Workload};
 use crate::model::head::Head;
 use crate::recipe::{self, Recompute};
-use crate::walk::{Choices, Decoded};
+use crate::walk::{Dequantize, Execution};
 use candle_core::Result;
 
 /// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
@@ -35,11 +35,11 @@ pub fn reserve(machine: Machine, budget: u64) -> u64 {
 /// What was chosen, and what that gives.
 #[derive(Clone, Debug)]
 pub struct Decision {
-    /// The choices.
-    pub choices: Choices,
+    /// The execution.
+    pub execution: Execution,
     /// Why.
     pub reasons: Reasons,
-    /// The device at its fullest.
+    /// The device at its peak.
     pub peak: Peak,
     /// Work of a micro-batch.
     pub work: Work,
@@ -52,8 +52,8 @@ pub struct Decision {
 pub struct Reasons {
     /// Of the recompute level.
     pub recompute: String,
-    /// Of how weights are decoded.
-    pub decoded: String,
+    /// Of how weights are dequantized.
+    pub dequantize: String,
     /// Of the head's chunk.
     pub head_rows: String,
     /// Of the micro-batch.
@@ -64,7 +64,7 @@ pub struct Reasons {
 struct Open {
     rows: Vec<usize>,
     heads: Vec<u64>,
-    decoded: Vec<Decoded>,
+    dequantize: Vec<Dequantize>,
     recompute: Vec<usize>,
 }
 
@@ -79,10 +79,12 @@ impl Open {
             Recompute::Auto if known => (0..=walked).collect(),
             Recompute::All | Recompute::Auto => vec![walked],
         };
-        let decoded = match r.memory.dequantize {
-            recipe::Dequantize::PerLayer if p.packed() => vec![Decoded::Visit],
-            recipe::Dequantize::Auto if p.packed() && known => vec![Decoded::Panels, Decoded::Visit],
-            _ => vec![Decoded::Panels],
+        let dequantize = match r.memory.dequantize {
+            recipe::Dequantize::PerLayer if p.packed() => vec![Dequantize::PerLayer],
+            recipe::Dequantize::Auto if p.packed() && known => {
+                vec![Dequantize::PerMatmul, Dequantize::PerLayer]
+            }
+            _ => vec![Dequantize::PerMatmul],
         };
         let usual = Head::chunk_rows(p.vocab() as usize) as u64;
         let heads = match p.head_is_free() && known {
@@ -93,12 +95,12 @@ impl Open {
             true => sizes(r.run.batch_rows / r.parallel.data.max(1), r.data.max_length as u64),
             false => vec![r.run.micro_rows.count()],
         };
-        Self { rows, heads, decoded, recompute }
+        Self { rows, heads, dequantize, recompute }
     }
 
-    /// Chunks and ways of decoding, in every combination.
-    fn pairs(&self) -> impl Iterator<Item = (usize, Decoded)> + '_ {
-        (0..self.heads.len()).flat_map(|h| self.decoded.iter().map(move |d| (h, *d)))
+    /// Chunks and ways of dequantizing, in every combination.
+    fn pairs(&self) -> impl Iterator<Item = (usize, Dequantize)> + '_ {
+        (0..self.heads.len()).flat_map(|h| self.dequantize.iter().map(move |d| (h, *d)))
     }
 }
 
@@ -129,7 +131,7 @@ impl<'p> Size<'p> {
         Ok(Self { rows, workload, parts: p.parts(workload, &open.heads)?, mean })
     }
 
-    /// Work a row, and bytes at the fullest.
+    /// Work a row, and peak bytes.
     fn weigh(&self, levels: Levels) -> Weighed {
         let work = self.mean.as_ref().unwrap_or(&self.parts).work(levels).total() / self.rows as f64;
         Weighed { levels, work, total: self.parts.total(levels) }
@@ -142,7 +144,7 @@ struct Weighed {
     levels: Levels,
     /// Work a row.
     work: f64,
-    /// Bytes at the fullest.
+    /// peak bytes.
     total: u64,
 }
 
@@ -156,15 +158,15 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
     let first = of_rows(&open.rows[0])?;
     let most = open.recompute[open.recompute.len() - 1];
-    let mut least = first.weigh(Levels { recompute: most, decoded: open.decoded[0], head: 0 });
+    let mut least = first.weigh(Levels { recompute: most, dequantize: open.dequantize[0], head: 0 });
     let mut best: Option<(Size<'_>, Weighed)> = None;
     let mut too_large = None;
     for size in std::iter::once(Ok(first)).chain(open.rows[1..].iter().map(of_rows)) {
         let size = size?;
         let mut found: Option<Weighed> = None;
-        for (head, decoded) in open.pairs() {
+        for (head, dequantize) in open.pairs() {
             for recompute in &open.recompute {
-                let this = size.weigh(Levels { recompute: *recompute, decoded, head });
+                let this = size.weigh(Levels { recompute: *recompute, dequantize, head });
                 if best.is_none() && this.total < least.total {
                     least = this;
                 }
@@ -194,15 +196,15 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
         Some(best) => best,
         None => (of_rows(&open.rows[0])?, least),
     };
-    let choices = Choices {
+    let execution = Execution {
         micro_rows: size.rows,
         recompute: chosen.levels.recompute,
-        decoded: chosen.levels.decoded,
+        dequantize: chosen.levels.dequantize,
         head_rows: usize::try_from(open.heads[chosen.levels.head]).unwrap_or(usize::MAX),
     };
     let told = Told { p, open: &open, size: &size, chosen, fits, too_large };
     Ok(Decision {
-        choices,
+        execution,
         reasons: told.reasons(),
         peak: size.parts.peak(chosen.levels),
         work: size.parts.work(chosen.levels),
@@ -228,7 +230,7 @@ impl Told<'_, '_> {
     fn reasons(&self) -> Reasons {
         Reasons {
             recompute: self.recompute(),
-            decoded: self.decoded(),
+            dequantize: self.dequantized(),
             head_rows: self.head_rows(),
             micro_rows: self.micro_rows(),
         }
@@ -262,9 +264,9 @@ impl Told<'_, '_> {
         }
     }
 
-    fn decoded(&self) -> String {
+    fn dequantized(&self) -> String {
         let chosen = self.chosen.levels;
-        let with = |decoded| Levels { decoded, ..chosen };
+        let with = |dequantize| Levels { dequantize, ..chosen };
         match self.p.inputs.recipe.memory.dequantize {
             _ if !self.p.packed() => "no 4-bit weights".into(),
             recipe::Dequantize::PerMatmul | recipe::Dequantize::PerLayer => "the recipe says so".into(),
@@ -272,10 +274,12 @@ impl Told<'_, '_> {
             recipe::Dequantize::Auto if chosen.recompute == 0 => {
                 "auto: no layer is recomputed, so each weight is dequantized once a pass anyway".into()
             }
-            recipe::Dequantize::Auto if chosen.decoded == Decoded::Visit => {
-                format!("auto: dequantizing a layer once saves {}", self.spares(with(Decoded::Panels)))
+            recipe::Dequantize::Auto if chosen.dequantize == Dequantize::PerLayer => {
+                format!("auto: dequantizing a layer once saves {}", self.spares(with(Dequantize::PerMatmul)))
             }
-            recipe::Dequantize::Auto if self.size.weigh(with(Decoded::Visit)).work < self.chosen.work => {
+            recipe::Dequantize::Auto
+                if self.size.weigh(with(Dequantize::PerLayer)).work < self.chosen.work =>
+            {
                 "auto: a whole dequantized layer does not fit".into()
             }
             recipe::Dequantize::Auto => {

@@ -1,14 +1,14 @@
-//! Decoding by candle's operations, which run on any device: for what no kernel of ours takes, and the kernels' check.
+//! Dequantizing by candle's operations, which run on any device: for what no kernel of ours takes, and the kernels' check.
 
-use super::{Blocks, Scales};
+use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
 use std::ops::Range;
 
-/// Values that a decode takes at a time: 64 MiB of f32 for each temporary.
+/// Values that a dequantize takes at a time: 64 MiB of f32 for each temporary.
 const CHUNK: usize = 1 << 24;
 
-impl Blocks {
+impl QuantizedMatrix {
     /// The scale of each block [blocks], f32, by candle's operations.
     fn scales_composed(&self) -> Result<Tensor> {
         match &self.scales {
@@ -20,8 +20,8 @@ impl Blocks {
         }
     }
 
-    /// [`Blocks::decode_rows`].
-    pub(super) fn decode_composed(&self, rows: Range<usize>) -> Result<Tensor> {
+    /// [`QuantizedMatrix::dequantize_rows`].
+    pub(super) fn dequantize_composed(&self, rows: Range<usize>) -> Result<Tensor> {
         let scales = self.scales_composed()?;
         let (start, end) = (rows.start * self.cols, rows.end * self.cols);
         let step = (CHUNK / self.block).max(1);

@@ -1,11 +1,11 @@
-//! Decoding and products on the CPU.
+//! Dequantizing and products on the CPU.
 //!
-//! A product decodes a panel of the matrix that fits a core's second-level cache, multiplies, and goes on: forward
-//! takes panels of rows of W, backward panels of columns, so that each is one product over the whole inner
-//! dimension and nothing is summed across panels.
+//! A product dequantizes a tile of the matrix that fits a core's second-level cache, multiplies, and goes on: forward
+//! takes tiles of rows of W, backward tiles of columns, so that each is one product over the whole inner
+//! dimension and nothing is summed across tiles.
 
-use super::panels::FEW;
-use super::{Blocks, Scales};
+use super::tiles::FEW;
+use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
 use crate::kernel::cpu::{Real, View, dot, ghosts, onto, tensor, view};
 use crate::kernel::gemm::{self, Mat};
@@ -14,9 +14,9 @@ use candle_core::{DType, Result, Storage, StorageRef};
 use rayon::prelude::*;
 use std::ops::{Deref, Range};
 
-/// Values of a panel: 512 KiB of f32, so that it stays in a core's cache beside what it is multiplied with.
-const PANEL: usize = 1 << 17;
-/// Fewest columns of a product that one panel makes; a multiple of 64 keeps backward's panels on whole blocks.
+/// Values of a tile: 512 KiB of f32, so that it stays in a core's cache beside what it is multiplied with.
+const TILE: usize = 1 << 17;
+/// Fewest columns of a product that one tile makes; a multiple of 64 keeps backward's tiles on whole blocks.
 const NARROWEST: usize = 64;
 
 /// The bytes of a contiguous u8 tensor on the CPU.
@@ -58,11 +58,11 @@ enum HostScales<'a> {
 struct Host<'a> {
     packed: Bytes<'a>,
     scales: HostScales<'a>,
-    w: &'a Blocks,
+    w: &'a QuantizedMatrix,
 }
 
 impl<'a> Host<'a> {
-    fn of(w: &'a Blocks) -> Result<Self> {
+    fn of(w: &'a QuantizedMatrix) -> Result<Self> {
         let scales = match &w.scales {
             Scales::Plain(s) => HostScales::Plain(view(s)?),
             Scales::Nested { codes, map, absmax, group, offset } => HostScales::Nested {
@@ -98,7 +98,7 @@ enum ScaleSlices<'a> {
     Nested { codes: &'a [u8], map: &'a [f32], absmax: &'a [f32], group: usize, offset: f32 },
 }
 
-/// What threads decode from.
+/// What threads dequantize from.
 #[derive(Clone, Copy)]
 struct Slices<'a> {
     packed: &'a [u8],
@@ -134,8 +134,8 @@ impl Slices<'_> {
         v.map(T::widened)
     }
 
-    /// Decodes `out.len()` values from value `at` on.
-    fn decode<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
+    /// Dequantizes `out.len()` values from value `at` on.
+    fn dequantize<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
         while !out.is_empty() {
             let b = at / self.block;
             let n = ((b + 1) * self.block - at).min(out.len());
@@ -168,14 +168,14 @@ fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
     }
 }
 
-/// Columns of a product that one panel makes, for an inner dimension `k`: fixed by the shapes, so that
+/// Columns of a product that one tile makes, for an inner dimension `k`: fixed by the shapes, so that
 /// results do not depend on the number of threads.
-pub fn panel_width(k: usize) -> usize {
-    (PANEL / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
+pub fn tile_width(k: usize) -> usize {
+    (TILE / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
 }
 
 /// `x W^T` [t, rows] for a few tokens `x` [t, cols]: a row of W at a time, which stays in a core's first cache, so that
-/// generation does not pack panels for a single product. `row` writes one.
+/// generation does not pack tiles for a single product. `row` writes one.
 pub fn few_tokens<T: Real>(
     x: &[T],
     t: usize,
@@ -196,88 +196,88 @@ pub fn few_tokens<T: Real>(
     (0..t * rows).map(|i| y_rt[i % rows * t + i / rows]).collect()
 }
 
-/// [`Blocks::forward`].
-pub fn forward_cpu<T: Real>(w: &Blocks, x: &Tensor) -> Result<Tensor> {
+/// [`QuantizedMatrix::forward`].
+pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     let (t, k) = x.dims2()?;
     if k != w.cols {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
     }
-    let panels = gemm::ghost_panels((t, k, w.rows), panel_width(k), true, true);
-    if let Some([y]) = ghosts::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], panels) {
+    let tiles = gemm::ghost_tiles((t, k, w.rows), tile_width(k), true, true);
+    if let Some([y]) = ghosts::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], tiles) {
         return Ok(y);
     }
     let xv = view::<T>(x)?;
     let host = Host::of(w)?;
     let s = host.slices();
     if t <= FEW {
-        let out = few_tokens(&xv, t, (w.rows, k), |r, row| s.decode(r * k, row));
+        let out = few_tokens(&xv, t, (w.rows, k), |r, row| s.dequantize(r * k, row));
         return tensor(out, (t, w.rows), x.dtype());
     }
     let mut out = vec![T::zero(); t * w.rows];
     let a = Mat::new(&xv, t, k, k);
-    gemm::by_panels(
+    gemm::by_tiles(
         &mut out,
         w.rows,
         false,
         a,
-        panel_width(k),
+        tile_width(k),
         true,
-        &|columns: Range<usize>, panel: &mut [T]| {
-            s.decode(columns.start * k, panel);
+        &|columns: Range<usize>, tile: &mut [T]| {
+            s.dequantize(columns.start * k, tile);
         },
     );
     tensor(out, (t, w.rows), x.dtype())
 }
 
-/// [`Blocks::backward`].
-pub fn backward_cpu<T: Real>(w: &Blocks, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+/// [`QuantizedMatrix::backward`].
+pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     let (t, k) = dy.dims2()?;
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
     }
-    let panels = gemm::ghost_panels((t, k, w.cols), panel_width(k), true, false);
+    let tiles = gemm::ghost_tiles((t, k, w.cols), tile_width(k), true, false);
     if dy.ghost().is_some() {
-        return onto::<T>("4-bit backward", dy, dx, (t, w.cols), |_, _| (), panels);
+        return onto::<T>("4-bit backward", dy, dx, (t, w.cols), |_, _| (), tiles);
     }
     let dyv = view::<T>(dy)?;
     let host = Host::of(w)?;
     let s = host.slices();
     let a = Mat::new(&dyv, t, k, k);
     let product = |dst: &mut [T], add| {
-        gemm::by_panels(
+        gemm::by_tiles(
             dst,
             w.cols,
             add,
             a,
-            panel_width(k),
+            tile_width(k),
             false,
-            &|columns: Range<usize>, panel: &mut [T]| {
-                for (r, row) in panel.chunks_mut(columns.len()).enumerate() {
-                    s.decode(r * w.cols + columns.start, row);
+            &|columns: Range<usize>, tile: &mut [T]| {
+                for (r, row) in tile.chunks_mut(columns.len()).enumerate() {
+                    s.dequantize(r * w.cols + columns.start, row);
                 }
             },
         );
     };
-    onto("4-bit backward", dy, dx, (t, w.cols), product, panels)
+    onto("4-bit backward", dy, dx, (t, w.cols), product, tiles)
 }
 
-/// [`Blocks::row_squares`].
-pub fn row_squares_cpu<T: Real>(w: &Blocks) -> Result<Tensor> {
+/// [`QuantizedMatrix::row_squares`].
+pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
     let host = Host::of(w)?;
     let s = host.slices();
     let mut out = vec![T::zero(); w.rows];
     out.par_iter_mut().enumerate().for_each_init(
         || vec![T::zero(); w.cols],
         |row, (r, o)| {
-            s.decode(r * w.cols, row);
+            s.dequantize(r * w.cols, row);
             *o = dot(row, row);
         },
     );
     tensor(out, w.rows, T::DTYPE)
 }
 
-/// [`Blocks::decode_rows`].
-pub fn decode_cpu<T: Real>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
+/// [`QuantizedMatrix::dequantize_rows`].
+pub fn dequantize_cpu<T: Real>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
     if let Some(g) = w.packed.ghost() {
         let wide = Ghost::new(g.ledger(), (rows.len(), w.cols), T::DTYPE);
         return Tensor::from(wide).to_dtype(w.compute);
@@ -286,7 +286,7 @@ pub fn decode_cpu<T: Real>(w: &Blocks, rows: Range<usize>) -> Result<Tensor> {
     let s = host.slices();
     let mut out = vec![T::zero(); rows.len() * w.cols];
     out.par_chunks_mut(w.cols.max(1)).enumerate().for_each(|(r, row)| {
-        s.decode((rows.start + r) * w.cols, row);
+        s.dequantize((rows.start + r) * w.cols, row);
     });
     tensor(out, (rows.len(), w.cols), w.compute)
 }

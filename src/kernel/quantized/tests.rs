@@ -1,13 +1,13 @@
-//! Decoding against its definition, products against those of the decoded matrix.
+//! Dequantizing against its definition, products against those of the dequantized matrix.
 
-use super::panels::FEW;
+use super::tiles::FEW;
 use super::*;
 use crate::kernel::check::{close, randn};
 use crate::kernel::gemm;
 
 /// Pseudo-random bytes, scales and all: a matrix that no encoder made.
 pub(super) struct Made {
-    pub w: Blocks,
+    pub w: QuantizedMatrix,
     pub packed: Vec<u8>,
     scales: Vec<f32>,
     code: [f32; 16],
@@ -50,7 +50,7 @@ pub(super) fn made(
     let book = Arc::new(Codebook::new(code, cpu)?);
     let tensor = Tensor::new(packed.as_slice(), cpu)?;
     Ok(Made {
-        w: Blocks::new(dims, block, tensor, scales, book, source, compute)?,
+        w: QuantizedMatrix::new(dims, block, tensor, scales, book, source, compute)?,
         packed,
         scales: host,
         code,
@@ -58,7 +58,7 @@ pub(super) fn made(
 }
 
 /// Every shape that matters: whole blocks, blocks across rows, a short last block, an odd number of values, many
-/// groups of scales, more columns than one panel has.
+/// groups of scales, more columns than one tile has.
 fn all() -> Result<Vec<Made>> {
     let (f32s, f64s) = (DType::F32, DType::F64);
     Ok(vec![
@@ -78,7 +78,7 @@ pub(super) fn bits(t: &Tensor) -> Result<Vec<u64>> {
 
 /// Asserts equal bits, and says how many differ.
 #[track_caller]
-fn same(what: &Blocks, a: &Tensor, b: &Tensor) -> Result<()> {
+fn same(what: &QuantizedMatrix, a: &Tensor, b: &Tensor) -> Result<()> {
     let (a, b) = (bits(a)?, bits(b)?);
     assert_eq!(a.len(), b.len());
     let differ: Vec<_> = a.iter().zip(&b).filter(|(x, y)| x != y).collect();
@@ -99,12 +99,12 @@ fn decoding_is_code_times_scale_rounded_twice() -> Result<()> {
             .collect();
         let want = Tensor::from_vec(want, (rows, cols), &Device::Cpu)?;
         let want = want.to_dtype(m.w.source)?.to_dtype(m.w.compute)?;
-        same(&m.w, &m.w.decode()?, &want)?;
+        same(&m.w, &m.w.dequantize()?, &want)?;
         for part in [0..1, 1..rows, rows / 2..rows / 2] {
             let rows = want.narrow(0, part.start, part.len())?;
-            same(&m.w, &m.w.decode_rows(part)?, &rows)?;
+            same(&m.w, &m.w.dequantize_rows(part)?, &rows)?;
         }
-        assert!(m.w.decode_rows(0..rows + 1).is_err());
+        assert!(m.w.dequantize_rows(0..rows + 1).is_err());
     }
     Ok(())
 }
@@ -115,7 +115,7 @@ fn composed_decoding_gives_the_same_bits() -> Result<()> {
     for m in all()? {
         let rows = m.w.dims().0;
         for part in [0..rows, 1..rows, rows - 1..rows] {
-            let (a, b) = (m.w.decode_composed(part.clone())?, m.w.decode_rows(part)?);
+            let (a, b) = (m.w.dequantize_composed(part.clone())?, m.w.dequantize_rows(part)?);
             assert_eq!(a.dtype(), b.dtype());
             same(&m.w, &a, &b)?;
         }
@@ -128,7 +128,7 @@ fn products_are_those_of_the_decoded_matrix() -> Result<()> {
     for m in all()? {
         let (o, i) = m.w.dims();
         for (dtype, bar, t) in [(DType::F64, 1e-14, 5), (DType::F32, 1e-6, 1), (DType::F32, 1e-6, FEW + 1)] {
-            let dense = m.w.decode()?.to_dtype(dtype)?;
+            let dense = m.w.dequantize()?.to_dtype(dtype)?;
             let (x, dy) = (randn(1, (t, i), dtype)?, randn(2, (t, o), dtype)?);
             close(&m.w.forward(&x)?, &gemm::matmul(&x, false, &dense, true)?, bar);
             let want = gemm::matmul(&dy, false, &dense, false)?;
@@ -138,7 +138,7 @@ fn products_are_those_of_the_decoded_matrix() -> Result<()> {
             close(&sum, &(there + want)?, bar);
             close(&m.w.times(&x)?, &gemm::matmul(&dense, false, &x, true)?, bar);
         }
-        let want = m.w.decode()?.to_dtype(m.w.row_squares()?.dtype())?.sqr()?.sum(1)?;
+        let want = m.w.dequantize()?.to_dtype(m.w.row_squares()?.dtype())?.sqr()?.sum(1)?;
         close(&m.w.row_squares()?, &want, 1e-6);
     }
     Ok(())
@@ -168,7 +168,7 @@ fn parts_that_do_not_fit_are_errors() -> Result<()> {
     let (packed, scales) = m.w.parts();
     let make = |dims, block| {
         let book = m.w.book.clone();
-        Blocks::new(dims, block, packed.clone(), scales.clone(), book, DType::F32, DType::F32)
+        QuantizedMatrix::new(dims, block, packed.clone(), scales.clone(), book, DType::F32, DType::F32)
     };
     assert!(make((8, 64), 64).is_ok());
     for (dims, block) in [((8, 65), 64), ((8, 64), 32), ((8, 64), 0), ((8, 64), 63), ((9, 64), 64)] {

@@ -1,38 +1,38 @@
-//! A 4-bit matrix that is decoded whole for a while, beside the codes that it came from.
+//! A 4-bit matrix that is dequantized whole for a while, beside the codes that it came from.
 //!
-//! On the CPU its products take the panels that those of [`Blocks`] take, so that they have the same bits: what
-//! differs is that a panel is read instead of decoded.
+//! On the CPU its products take the tiles that those of [`QuantizedMatrix`] take, so that they have the same bits: what
+//! differs is that a tile is read instead of dequantized.
 
-use super::blocks::panels::FEW;
-use super::blocks::{Blocks, few_tokens, panel_width};
 use super::cpu::{Real, ghosts, is_cpu, on_real, onto, tensor, view};
 use super::gemm::{self, Mat};
 use super::ledger::{Cost, Ledger, Role};
+use super::quantized::tiles::FEW;
+use super::quantized::{QuantizedMatrix, few_tokens, tile_width};
 use crate::kernel::Tensor;
 use candle_core::Result;
 use std::sync::Arc;
 
 /// A 4-bit matrix with its values.
 #[derive(Debug)]
-pub struct Decoded {
-    blocks: Arc<Blocks>,
+pub struct Dequantized {
+    blocks: Arc<QuantizedMatrix>,
     /// [rows, cols], in the compute dtype.
     values: Tensor,
 }
 
-impl Decoded {
-    /// Decodes a matrix.
-    pub fn new(blocks: Arc<Blocks>) -> Result<Self> {
-        let values = blocks.parts().0.role(Role::InFlight, || blocks.decode())?;
+impl Dequantized {
+    /// Dequantizes a matrix.
+    pub fn new(blocks: Arc<QuantizedMatrix>) -> Result<Self> {
+        let values = blocks.parts().0.role(Role::InFlight, || blocks.dequantize())?;
         if let Some(g) = values.ghost() {
-            let (decoded, held) = (values.elem_count() as f64, g.bytes() as f64);
-            g.ledger().work(Cost { decoded, held, ..Cost::default() });
+            let (dequantized, held) = (values.elem_count() as f64, g.bytes() as f64);
+            g.ledger().work(Cost { dequantized, held, ..Cost::default() });
         }
         Ok(Self { blocks, values })
     }
 
-    /// What it was decoded from.
-    pub fn blocks(&self) -> &Blocks {
+    /// What it was dequantized from.
+    pub fn blocks(&self) -> &QuantizedMatrix {
         &self.blocks
     }
 
@@ -72,10 +72,10 @@ impl Decoded {
         let (rows, cols) = self.blocks.dims();
         let (t, k) = x.dims2()?;
         if k != cols {
-            candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]^T", x.shape());
+            candle_core::bail!("dequantized blocks: {:?} x [{rows}, {cols}]^T", x.shape());
         }
-        let panels = gemm::ghost_panels((t, k, rows), panel_width(k), false, true);
-        if let Some([y]) = ghosts::<T, 1>(&[x, &self.values], [((t, rows).into(), x.dtype())], panels) {
+        let tiles = gemm::ghost_tiles((t, k, rows), tile_width(k), false, true);
+        if let Some([y]) = ghosts::<T, 1>(&[x, &self.values], [((t, rows).into(), x.dtype())], tiles) {
             return Ok(y);
         }
         let (xv, wv) = (view::<T>(x)?, view::<T>(&self.values)?);
@@ -86,7 +86,7 @@ impl Decoded {
         }
         let mut out = vec![T::zero(); t * rows];
         let w = Mat::new(&wv, rows, cols, cols).t();
-        gemm::by_columns(&mut out, false, Mat::new(&xv, t, k, k), panel_width(k), w);
+        gemm::by_columns(&mut out, false, Mat::new(&xv, t, k, k), tile_width(k), w);
         tensor(out, (t, rows), x.dtype())
     }
 
@@ -94,20 +94,20 @@ impl Decoded {
         let (rows, cols) = self.blocks.dims();
         let (t, k) = dy.dims2()?;
         if k != rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, cols]) {
-            candle_core::bail!("decoded blocks: {:?} x [{rows}, {cols}]", dy.shape());
+            candle_core::bail!("dequantized blocks: {:?} x [{rows}, {cols}]", dy.shape());
         }
         let widened = if self.values.dtype() == T::DTYPE { 0 } else { 4 * rows * cols };
         if dy.ghost().is_some() {
-            let panels = |l: &Ledger| {
+            let tiles = |l: &Ledger| {
                 let _widened = l.hold(widened as u64);
-                gemm::ghost_panels((t, k, cols), panel_width(k), false, false)(l);
+                gemm::ghost_tiles((t, k, cols), tile_width(k), false, false)(l);
             };
-            return onto::<T>("decoded backward", dy, dx, (t, cols), |_, _| (), panels);
+            return onto::<T>("dequantized backward", dy, dx, (t, cols), |_, _| (), tiles);
         }
         let (dyv, wv) = (view::<T>(dy)?, view::<T>(&self.values)?);
         let (a, w) = (Mat::new(&dyv, t, k, k), Mat::new(&wv, rows, cols, cols));
-        let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, panel_width(k), w);
-        onto("decoded backward", dy, dx, (t, cols), product, |_| ())
+        let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, tile_width(k), w);
+        onto("dequantized backward", dy, dx, (t, cols), product, |_| ())
     }
 }
 
@@ -118,7 +118,7 @@ mod tests {
     use crate::quant::{CodeBooks, Encoded};
     use candle_core::{DType, Device};
 
-    /// Whatever the shape, number of threads and dtype: the bits of the products that decode.
+    /// Whatever the shape, number of threads and dtype: the bits of the products that dequantize.
     #[test]
     fn products_have_the_bits_of_those_that_decode() -> Result<()> {
         let d = &Device::Cpu;
@@ -131,8 +131,8 @@ mod tests {
                         let w = randn(1, (rows, cols), DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
                         let e = Encoded::new("w", &w, (rows, cols), DType::BF16)
                             .map_err(candle_core::Error::wrap)?;
-                        let blocks = Arc::new(e.into_blocks(true, dtype, &mut CodeBooks::new(d)?)?);
-                        let whole = Decoded::new(Arc::clone(&blocks))?;
+                        let blocks = Arc::new(e.into_matrix(true, dtype, &mut CodeBooks::new(d)?)?);
+                        let whole = Dequantized::new(Arc::clone(&blocks))?;
                         let bits = |x: &Tensor| -> Result<Vec<u32>> {
                             let x = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
                             Ok(x.into_iter().map(f32::to_bits).collect())
@@ -153,7 +153,7 @@ mod tests {
             })?;
         }
         let e = Encoded::new("w", &[1.0; 128], (2, 64), DType::F32).map_err(candle_core::Error::wrap)?;
-        let whole = Decoded::new(Arc::new(e.into_blocks(true, DType::F32, &mut CodeBooks::new(d)?)?))?;
+        let whole = Dequantized::new(Arc::new(e.into_matrix(true, DType::F32, &mut CodeBooks::new(d)?)?))?;
         let wrong = randn(1, (3, 5), DType::F32)?;
         assert!(whole.forward(&wrong).is_err() && whole.backward(&wrong, None).is_err());
         Ok(())

@@ -1,8 +1,8 @@
-// A matrix of 4-bit codes in blocks, as the kernels of decode.cu and rows.cu read it: what src/kernel/blocks/cpu.rs
+// A matrix of 4-bit codes in blocks, as the kernels of dequantize.cu and rows.cu read it: what src/kernel/quantized/cpu.rs
 // does, value by value with the same roundings, so that both give the same bits.
 //
 // A warp works on a chunk: 1024 consecutive values from a multiple of 32 on. A chunk touches at most 32 blocks (blocks
-// have 32 values or more, a power of two), so each lane decodes the scale of one block, once, and the others get it by a
+// have 32 values or more, a power of two), so each lane dequantizes the scale of one block, once, and the others get it by a
 // shuffle. The codebook lies in registers, one entry a lane and twice a warp: a look-up is a shuffle too, without banks
 // to conflict. A lane takes as many codes at a time as fill 16 bytes of output, so that a warp's loads and its stores
 // are each one contiguous range: 128 and 512 bytes for 16-bit values.
@@ -63,7 +63,7 @@ struct Matrix {
   template <int N> __device__ __forceinline__ uint32_t load(uint64_t at) const {
     static_assert(N == 8 || N == 4, "a load of 4 or 2 bytes");
     const uint8_t *from = packed + at / 2;
-    // read once: not worth a place in the caches, where the decoded panel is to stay
+    // read once: not worth a place in the caches, where the dequantized tile is to stay
     if constexpr (N == 8) return __ldcs(reinterpret_cast<const unsigned int *>(from));
     else return __ldcs(reinterpret_cast<const unsigned short *>(from));
   }

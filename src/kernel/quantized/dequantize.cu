@@ -1,5 +1,5 @@
-// Decodes a panel of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
-// `first` on, to a dense panel [runs, width]. Whole rows are one run; a panel of columns has a run a row.
+// Dequantizes a tile of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
+// `first` on, to a dense tile [runs, width]. Whole rows are one run; a tile of columns has a run a row.
 //
 // Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
 // `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
@@ -11,7 +11,7 @@ struct alignas(16) Vector {
 };
 
 template <typename Source, typename Out>
-__device__ __forceinline__ void decode(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
+__device__ __forceinline__ void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
                                        uint32_t chunks, Out *out) {
   constexpr int N = 16 / sizeof(Out);
   constexpr int STEPS = CHUNK / (WARP * N);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void decode(const Matrix &m, uint64_t first, uint64_t
     word[s] = at < end && at + N > begin ? m.codes<N>(at) : 0;
   }
   const float scales = lane_scale(m, base, end, lane), entry = m.entry(lane);
-  const uint64_t place = run * width; // in the panel
+  const uint64_t place = run * width; // in the tile
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
     if (base + s * WARP * N >= end) break; // the whole warp
@@ -52,20 +52,20 @@ __device__ __forceinline__ void decode(const Matrix &m, uint64_t first, uint64_t
   }
 }
 
-#define DECODE(NAME, SOURCE, OUT)                                                                                      \
+#define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                      \
   extern "C" __global__ void __launch_bounds__(256)                                                                    \
       NAME(const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,                 \
            const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, uint64_t first,             \
            uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {                                \
     const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
-    decode<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                                   \
+    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                                   \
   }
 
 // By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.
-DECODE(decode_f32_f32, float, float)
-DECODE(decode_bf16_f32, __nv_bfloat16, float)
-DECODE(decode_f16_f32, __half, float)
-DECODE(decode_f32_bf16, float, __nv_bfloat16)
-DECODE(decode_f16_bf16, __half, __nv_bfloat16)
-DECODE(decode_f32_f16, float, __half)
-DECODE(decode_bf16_f16, __nv_bfloat16, __half)
+DEQUANTIZE(dequantize_f32_f32, float, float)
+DEQUANTIZE(dequantize_bf16_f32, __nv_bfloat16, float)
+DEQUANTIZE(dequantize_f16_f32, __half, float)
+DEQUANTIZE(dequantize_f32_bf16, float, __nv_bfloat16)
+DEQUANTIZE(dequantize_f16_bf16, __half, __nv_bfloat16)
+DEQUANTIZE(dequantize_f32_f16, float, __half)
+DEQUANTIZE(dequantize_bf16_f16, __nv_bfloat16, __half)
