@@ -153,9 +153,7 @@ impl<'a> Parts<'a> {
         let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
-        // in proportion to the tokens
-        let smallest = run.train.fewest as f64 / run.train.tokens.max(1) as f64;
-        let least = smallest * kinds.iter().map(|k| k.forward.least).fold(f64::INFINITY, f64::min);
+        let least = kinds.iter().map(|k| k.forward.least).fold(f64::INFINITY, f64::min);
         if !run.machine().cuda && gemm::is_small(least) {
             statics.add(Component::Context, gemm::slabs(1));
         }

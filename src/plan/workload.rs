@@ -15,8 +15,6 @@ const LOOK: usize = 2048;
 pub struct Tokens {
     /// Tokens of a micro-batch.
     pub tokens: u64,
-    /// Tokens of the smallest one, whose products may take another way; 0 where none was looked at.
-    pub fewest: u64,
     /// Supervised targets among them.
     pub targets: u64,
     /// Longest document.
@@ -83,9 +81,7 @@ impl Sizes<'_> {
         let rows: Vec<usize> = sizes.iter().take(micro).map(|s| s.1).collect();
         let mut largest = self.tokens(&rows);
         largest.targets = largest.tokens;
-        // a last row may stand alone
-        let shortest = sizes.last().map_or(0, |s| s.0 as u64);
-        Tokens { fewest: shortest.min(largest.tokens), ..largest }
+        largest
     }
 
     /// The largest micro-batch of rows in order.
@@ -156,8 +152,7 @@ impl Tokens {
     /// Of documents laid end to end, with so many targets.
     pub fn of(docs: &[usize], targets: usize) -> Self {
         let Attended { keys, longest, reach } = Attended::of(docs);
-        let tokens = keys as u64;
-        Self { tokens, fewest: tokens, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
+        Self { tokens: keys as u64, targets: targets as u64, longest: longest as u64, reach: reach as u64 }
     }
 
     /// What attention computes of it.
@@ -166,11 +161,10 @@ impl Tokens {
         Attended { keys: size(self.tokens), longest: size(self.longest), reach: size(self.reach) }
     }
 
-    /// The larger of both in every respect; the smallest is that of both.
+    /// The larger of both in every respect.
     pub fn max(self, o: Self) -> Self {
         Self {
             tokens: self.tokens.max(o.tokens),
-            fewest: [self.fewest, o.fewest].into_iter().filter(|n| *n > 0).min().unwrap_or(0),
             targets: self.targets.max(o.targets),
             longest: self.longest.max(o.longest),
             reach: self.reach.max(o.reach),
@@ -180,7 +174,7 @@ impl Tokens {
     /// A context-parallel rank's part.
     pub fn split(self, ranks: u64) -> Self {
         let part = |n: u64| n.div_ceil(ranks.max(1));
-        Self { tokens: part(self.tokens), fewest: part(self.fewest), targets: part(self.targets), ..self }
+        Self { tokens: part(self.tokens), targets: part(self.targets), ..self }
     }
 }
 
@@ -249,7 +243,6 @@ impl Workload {
         let bound = Self::of_recipe(r);
         let min = |a: Tokens, b: Tokens| Tokens {
             tokens: a.tokens.min(b.tokens),
-            fewest: a.fewest.min(b.tokens),
             targets: a.targets.min(b.targets),
             longest: a.longest.min(b.longest),
             reach: a.reach.min(b.reach),
