@@ -14,7 +14,7 @@ static const std::vector<Norms> CASES = {
 };
 
 template <typename T> static void norms(const std::string &type) {
-  const double eps = 1e-3;
+  const double eps = 0.1; // so that a row of one value does not nearly cancel
   unsigned seed = 1;
   for (const Norms &c : CASES)
     for (bool add : {false, true}) {

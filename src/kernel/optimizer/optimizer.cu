@@ -42,7 +42,7 @@ ADAMW(f32, float)
 ADAMW(bf16, bf16)
 ADAMW(f16, f16)
 
-// The sum of x over the block, in order, for thread 0.
+// The sum of x over the block, in order, for thread 0 alone.
 DEVICE double total(double x) {
   SHARED_ARRAY(double, sums, THREADS);
   sums[threadIdx.x] = x;
@@ -50,7 +50,7 @@ DEVICE double total(double x) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  return sums[0];
+  return threadIdx.x == 0 ? sums[0] : 0.0;
 }
 
 // A partial sum of squares a block: in f64, as on the CPU, so that no square overflows.
