@@ -270,6 +270,14 @@ inline void cp_async_16(void *to, const void *from, bool some) {
 }
 inline void cp_async_commit() { host::cp_async_commit(); }
 template <int N> void cp_async_wait() { host::cp_async_wait(N); }
+NOT_WATCHED inline uint2 load_8(const void *p) {
+  host::access(p, 8, false, __builtin_return_address(0));
+  return *static_cast<const uint2 *>(p);
+}
+NOT_WATCHED inline void store_8(void *p, uint2 v) {
+  host::access(p, 8, true, __builtin_return_address(0));
+  *static_cast<uint2 *>(p) = v;
+}
 NOT_WATCHED inline uint4 load_16(const void *p) {
   host::access(p, 16, false, __builtin_return_address(0));
   return *static_cast<const uint4 *>(p);

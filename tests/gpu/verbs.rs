@@ -35,7 +35,7 @@ fn an_adapter_from_the_device_is_one_anywhere() {
         eval(&["--adapter", "a/adapter", "run.device=cpu"]),
     );
     assert!(apart(there, here) <= 1e-5, "{there} on the device, {here} on the CPU");
-    w.ok(&["merge", "a/adapter", "--base", &model, "--out", "merged"]);
+    w.ok(&["merge", "a/adapter", "--base", &model, "--dtype", "f32", "--out", "merged"]);
     let merged = format!("model.source={}", w.path("merged").display());
     let of_merged = eval(&[&merged, "run.device=cuda"]);
     assert!(apart(of_merged, there) <= 1e-4, "{there} with the adapter, {of_merged} merged");

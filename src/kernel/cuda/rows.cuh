@@ -11,7 +11,7 @@ template <typename T, int V> DEVICE void get(const T *p, float (&out)[V]) {
     union {
       uint2 bits;
       T value[V];
-    } of = {*reinterpret_cast<const uint2 *>(p)};
+    } of = {load_8(p)};
 #pragma unroll
     for (int i = 0; i < V; i++) out[i] = Number<T>::widen(of.value[i]);
   }
@@ -20,7 +20,7 @@ template <typename T, int V> DEVICE void get(const T *p, float (&out)[V]) {
 template <typename T, int V> DEVICE void put(T *p, const float (&in)[V]) {
   if constexpr (V == 1) store(p, in[0]);
   else if constexpr (V == VECTOR<T>) store_vector(p, in);
-  else *reinterpret_cast<uint2 *>(p) = make_uint2(pack<T>(in[0], in[1]), pack<T>(in[2], in[3]));
+  else store_8(p, make_uint2(pack<T>(in[0], in[1]), pack<T>(in[2], in[3])));
 }
 
 // V floats, also where that is two vectors.

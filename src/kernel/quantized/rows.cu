@@ -49,7 +49,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
       if (c >= cols) continue; // these lanes, after the shuffles
 #pragma unroll
       for (int t = 0; t < TOKENS; t++) {
-        if (t >= tokens) break;
+        if (static_cast<uint32_t>(t) >= tokens) break;
         float xs[N];
 #pragma unroll
         for (int i = 0; i < N; i += VECTOR<T>) {

@@ -143,13 +143,8 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
       dw1[i] += __shfl_xor_sync(ALL, dw1[i], static_cast<int>(step));
       dw2[i] += __shfl_xor_sync(ALL, dw2[i], static_cast<int>(step));
     }
-  if (group == 0) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const uint32_t at = part.at(i / V) + i % V;
-      if (at < half) sums[warp * MOST + at] = dw1[i], sums[warp * MOST + half + at] = dw2[i];
-    }
-  }
+  part.live = group == 0;
+  part.give(sums + warp * MOST, dw1), part.give(sums + warp * MOST + half, dw2);
   __syncthreads();
   float *const own = partial + (static_cast<size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * half);
   for (uint32_t i = threadIdx.x; i < 2 * half; i += WARPS * WARP) {

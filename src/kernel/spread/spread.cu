@@ -11,7 +11,7 @@ DEVICE void spread(const uint32_t *index, const T *from, uint64_t rows, uint64_t
   if (is_aligned(a) && is_aligned(b)) {
     const uint64_t vectors = width / VECTOR<T>;
     for (uint64_t i = threadIdx.x; i < vectors; i += blockDim.x)
-      reinterpret_cast<uint4 *>(b)[i] = reinterpret_cast<const uint4 *>(a)[i];
+      store_16(b + i * VECTOR<T>, load_16(a + i * VECTOR<T>));
     done = vectors * VECTOR<T>;
   }
   for (uint64_t i = done + threadIdx.x; i < width; i += blockDim.x) b[i] = a[i];

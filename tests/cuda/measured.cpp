@@ -1,0 +1,140 @@
+// What accesses cost of kernels that work by rows or elements, at sizes without tails; and the numbers of those that are too
+// small for a program of their own.
+#include "../../src/kernel/cuda/device.cuh"
+#include "../../src/kernel/cuda/rows.cuh"
+#include "../../src/kernel/quantized/codes.cuh"
+#include "call.h"
+
+namespace bias {
+#include "../../src/kernel/bias/bias.cu"
+}
+namespace dora {
+#include "../../src/kernel/dora/dora.cu"
+}
+namespace dropout {
+#include "../../src/kernel/dropout/dropout.cu"
+}
+namespace embed {
+#include "../../src/kernel/embed/embed.cu"
+}
+namespace loss {
+#include "../../src/kernel/loss/loss.cu"
+}
+namespace norm {
+#include "../../src/kernel/norm/norm.cu"
+}
+namespace optimizer {
+#include "../../src/kernel/optimizer/optimizer.cu"
+}
+namespace quantized {
+#include "../../src/kernel/quantized/dequantize.cu"
+#include "../../src/kernel/quantized/rows.cu"
+}
+namespace rope {
+#include "../../src/kernel/rope/rope.cu"
+}
+namespace spread {
+#include "../../src/kernel/spread/spread.cu"
+}
+namespace swiglu {
+#include "../../src/kernel/swiglu/swiglu.cu"
+}
+
+constexpr uint32_t R = 16, D = 1024; // rows, and values of a row
+
+template <typename T> static void measure(const std::string &type) {
+  const size_t n = R * D;
+  const uint64_t rows = R, width = D, count = n;
+  const unsigned each = 256 * VECTOR<T>;
+  host::Buffer<T> a(check::randn<T>(n, 1)), b(check::randn<T>(n, 2)), c(check::randn<T>(n, 3)), d(n), e(n), f(n), w(check::randn<T>(D, 4));
+  host::Buffer<float> x(check::randn<float>(n, 5)), y(check::randn<float>(n, 6)), z(check::randn<float>(n, 7)), g(check::randn<float>(D, 8)), one(R),
+      two(R), part(R * D);
+  host::Buffer<uint32_t> list(std::vector<uint32_t>{7, 0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15}), starts(std::vector<uint32_t>{0, 1, 3, 5, 16});
+  uint32_t *all = nullptr;
+
+  call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, 8u, 1e-5f);
+  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, 8u, 1e-5f);
+  call("swiglu_forward_" + type, grid(n / each), 256, a.at(), b.at(), d.at(), count);
+  call("swiglu_backward_" + type, grid(n / each), 256, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), count);
+  call("loss_" + type, grid(4), 512, x.at(), list.at(), one.at(), d.at(), 4 * D, 0.5f);
+  call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u);
+  call("embed_rows_" + type, grid(R), 128, a.at(), list.at(), d.at(), R, D);
+  call("embed_gradient_" + type, grid(4), 128, z.at(), list.at(), starts.at(), list.at(), b.at(), D, 0.5f);
+  call("optimizer_adamw_" + type, grid(n / 1024), 256, x.at(), y.at(), z.at(), part.at(), d.at(), count, 1.0f, 0.1f, 0.99f, 0.01f, 1.0f, 1e-3f, 1.0f, 1e-8f);
+  // heads of 128 channels
+  host::Buffer<float> cos(check::randn<float>(R * 64, 9)), sin(check::randn<float>(R * 64, 10)), partial(2 * 4 * 128);
+  call("rope_forward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), d.at(), e.at(), R, 8u, 8u, 64u, 16u, 1.0f, 1e-5f, 1e-5f);
+  call("rope_backward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), c.at(), a.at(), d.at(), e.at(), partial.at(), R, 8u, 8u,
+       64u, 16u, 4u, 1e-5f, 1e-5f);
+
+  // rows to where they belong
+  call("spread_" + type, grid(R), 256, list.at(), a.at(), rows, width, d.at());
+  std::vector<double> want(n), as = values(a), cs = values(c), ws = values(w), gs = values(g);
+  for (size_t i = 0; i < n; i++) want[list[i / D] * D + i % D] = as[i];
+  check::close("spread", d, want, 0);
+  // a bias and its gradient
+  for (size_t i = 0; i < n; i++) want[i] = cs[i] + ws[i % D];
+  call("bias_add_" + type, grid(R), 256, w.at(), rows, width, c.at());
+  check::close("bias", c, want, check::BAR<T>);
+  std::vector<double> sums = gs;
+  for (size_t i = 0; i < n; i++) sums[i % D] += as[i];
+  call("bias_sum_" + type, grid(D / 32), 256, a.at(), rows, width, g.at());
+  check::close("gradient of a bias", g, sums, 1e-5);
+  // DoRA's
+  const std::vector<double> fs = values(g), bs = values(b), cs2 = values(c);
+  for (size_t i = 0; i < n; i++) want[i] = 0.5 * (fs[i % D] + 1.0) * as[i] + bs[i] - 0.5 * cs2[i];
+  call("dora_scale_" + type, grid(R), 256, a.at(), g.at(), 1.0f, 0.5f, b.at(), c.at(), rows, width, d.at());
+  check::close("dora", d, want, check::BAR<T>);
+  host::Buffer<float> inverse(check::randn<float>(D, 11)), dm(std::vector<float>(D, 1.0f));
+  std::vector<double> dms(D, 1.0), is = values(inverse);
+  for (size_t i = 0; i < n; i++) dms[i % D] += is[i % D] * as[i] * bs[i];
+  call("dora_sum_" + type, grid(D / 32), 256, a.at(), b.at(), inverse.at(), rows, width, dm.at());
+  check::close("gradient of a magnitude", dm, dms, 1e-5);
+  // 32 rows of rank 32: w.(BA) = times . b, |BA|^2 = b^T gram b
+  host::Buffer<float> squares(std::vector<float>(32, 5000.0f)), gram(32 * 32), magnitude(check::randn<float>(32, 12)), first(32), second(32);
+  for (uint32_t i = 0; i < 32 * 32; i++) gram[i] = i / 32 == i % 32 ? 2.0f : 0.125f;
+  call("dora_norms_" + type, grid(4), 256, a.at(), b.at(), gram.at(), squares.at(), magnitude.at(), 0.5f, uint64_t(32), 32u, first.at(), second.at());
+  std::vector<double> norms;
+  for (uint32_t r = 0; r < 32; r++) {
+    double s = 5000;
+    for (uint32_t i = 0; i < 32; i++) {
+      s += as[r * 32 + i] * bs[r * 32 + i];
+      for (uint32_t k = 0; k < 32; k++) s += 0.25 * bs[r * 32 + i] * bs[r * 32 + k] * gram[i * 32 + k];
+    }
+    norms.push_back(1 / sqrt(s));
+  }
+  check::close("inverse norms", second, norms, 1e-5);
+}
+
+TEST(measured_in_f32) { measure<float>("f32"); }
+TEST(measured_in_bf16) { measure<bf16>("bf16"); }
+TEST(measured_in_f16) { measure<f16>("f16"); }
+
+TEST(measured_sums) {
+  host::Buffer<float> x(check::randn<float>(8192, 5));
+  host::Buffer<double> partial(8), many(std::vector<double>(512, 1.0)), sum(1);
+  call("optimizer_squares_f32", grid(8), 256, x.at(), static_cast<uint64_t>(8192), partial.at());
+  call("optimizer_total", grid(1), 256, many.at(), 512u, sum.at());
+  if (sum[0] != 512.0) check::wrong("a sum");
+}
+
+// Codes of 64 by 1024 values in blocks of 64.
+TEST(measured_codes) {
+  const uint64_t rows = 64, cols = 1024, total = rows * cols;
+  host::Buffer<uint8_t> codes(std::vector<uint8_t>(total / 2, 0x5a));
+  host::Buffer<float> pairs(check::randn<float>(512, 1)), scales(check::randn<float>(total / 64, 2));
+  uint8_t *none = nullptr;
+  float *map = nullptr;
+  const auto each = [&](const std::string &source, const std::string &type, auto kind) {
+    using T = decltype(kind);
+    host::Buffer<T> out(total), x(check::randn<T>(8 * cols, 3)), y(8 * rows);
+    call("dequantize_" + source + "_" + type, grid(total / 1024 / 8), 256, codes.at(), pairs.at(), scales.at(), none, map, 1u, 0.0f, 6u, total, uint64_t(0),
+         total, total, 1u, uint32_t(total / 1024), out.at());
+    for (uint32_t tokens : {1u, 8u})
+      call("rows_" + source + "_" + type + "_" + std::to_string(tokens), grid(rows / (tokens == 1 ? 1 : 2)), 128, codes.at(), pairs.at(), scales.at(), none, map,
+           1u, 0.0f, 6u, total, x.at(), tokens, rows, cols, y.at());
+  };
+  for (const char *source : {"f32", "bf16", "f16"}) each(source, "f32", 0.0f);
+  for (const char *source : {"f32", "f16"}) each(source, "bf16", bf16{});
+  for (const char *source : {"f32", "bf16"}) each(source, "f16", f16{});
+}
