@@ -24,7 +24,7 @@ macro_rules! compiled {
         #[cfg(feature = "cuda")]
         let source = $crate::kernel::cuda::module::$name;
         #[cfg(not(feature = "cuda"))]
-        let source = $crate::kernel::cuda::launch::Source;
+        let source = $crate::kernel::cuda::launch::Source(stringify!($name));
         source
     }};
 }
@@ -33,10 +33,10 @@ pub(crate) use compiled;
 #[cfg(feature = "cuda")]
 pub use super::module::Module as Source;
 
-/// A source that this build did not compile.
+/// A source that this build did not compile: its name.
 #[cfg(not(feature = "cuda"))]
 #[derive(Clone, Copy, Debug)]
-pub struct Source;
+pub struct Source(pub &'static str);
 
 /// What a kernel on CUDA takes for ghosts; `None` for tensors.
 ///
@@ -317,7 +317,8 @@ mod device {
     pub unsafe fn run(launch: &Launch<'_>, _: Grid) -> Result<()> {
         let Launch { on, source, name, arguments } = launch;
         candle_core::bail!(
-            "{name} {source:?}: {:?}, {} arguments: this ft was built without CUDA",
+            "{name} of {}: {:?}, {} arguments: this ft was built without CUDA",
+            source.0,
             on.shape(),
             arguments.len()
         )
