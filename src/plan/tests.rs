@@ -425,8 +425,9 @@ fn cuda_takes_host_memory() -> anyhow::Result<()> {
 fn uneven_routing_is_reserved_for() -> anyhow::Result<()> {
     let experts = rule("[\"attention\", \"experts\"]", "");
     let set = ["model.quantize=nf4", "data.max_length=4096", "memory.recompute=all"];
+    // on CUDA the peak is where all tokens are together, however they are spread
     for (source, cuda, some) in
-        [(MIXTRAL, false, true), (MIXTRAL, true, true), ("Qwen/Qwen3-30B-A3B", true, false)]
+        [(MIXTRAL, false, true), (MIXTRAL, true, false), ("Qwen/Qwen3-30B-A3B", true, false)]
     {
         let p = plan(source, &experts, &set, cuda)?;
         let reserve = p.peak.bytes.get(Component::Routing);

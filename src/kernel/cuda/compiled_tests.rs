@@ -121,10 +121,10 @@ fn table() -> String {
     for (name, k) in kernels {
         let dynamic = attention::shared_memory(&name);
         write!(out, "{name} {} {}", k.threads, k.shared + dynamic).expect("a string");
-        for card in 0..CARDS.len() {
+        for (card, (on, registers)) in CARDS.iter().zip(k.registers).enumerate() {
             let blocks = k.blocks(card, dynamic);
-            assert!(blocks > 0, "{name} does not fit {}", CARDS[card].0);
-            write!(out, " {}/{blocks}", k.registers[card]).expect("a string");
+            assert!(blocks > 0, "{name} does not fit {}", on.0);
+            write!(out, " {registers}/{blocks}").expect("a string");
         }
         out.push('\n');
     }
