@@ -22,6 +22,7 @@ use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand};
+use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -93,16 +94,20 @@ enum Verb {
     Push(Rest),
 }
 
-/// Bytes of stack that a verb has: what Linux gives the first thread of a process by default.
+/// Bytes of stack that a verb has at least: what Linux gives the first thread of a process by default.
 const STACK: usize = 8 << 20;
 
 /// Runs the command line of this process and gives its exit code.
 ///
-/// The verb runs on a thread of its own. The first one's stack is as large as the shell says (`ulimit -s`), and grows
-/// while it is used: where the system has no memory for that, it ends the process with a signal.
+/// Under limits the verb runs on a thread of its own: the first one's stack is as large as the shell says (`ulimit -s`),
+/// and grows while it is used; where the system has no memory for that (`ulimit -v`), it ends the process with a signal.
+/// Without limits it does not, for the allocator holds more for two threads.
 pub fn main() -> ExitCode {
-    let work = std::thread::Builder::new().stack_size(STACK).spawn(|| call(std::env::args_os()));
-    let code = match work {
+    let work = || call(std::env::args_os());
+    if !is_limited() {
+        return ExitCode::from(work());
+    }
+    let code = match std::thread::Builder::new().stack_size(STACK).spawn(work) {
         // a panic was told
         Ok(thread) => thread.join().unwrap_or(crate::ExitCode::Internal as u8),
         Err(e) => {
@@ -111,6 +116,12 @@ pub fn main() -> ExitCode {
         }
     };
     ExitCode::from(code)
+}
+
+/// Whether the shell limits the stack to less than a verb has, or the memory of the process.
+fn is_limited() -> bool {
+    let limit = |what| getrlimit(what).current;
+    limit(Resource::Stack).is_some_and(|b| b < STACK as u64) || limit(Resource::As).is_some()
 }
 
 /// Parses a command line, whose first word is the program's name, runs the verb, prints the error, and gives the
