@@ -359,7 +359,8 @@ fn changes_of_attention_are_found_on_the_host() {
         let text = std::fs::read_to_string(&at).expect("a source");
         assert_eq!(text.matches(from).count(), 1, "{file} has no {from:?} any more");
         std::fs::write(&at, text.replace(from, to)).expect("a source");
-        let program = Compiler::of(dir.path()).compile::<&str>("attention.cpp", *watched, &[]);
+        let compiler = Compiler::of(dir.path());
+        let program = compiler.compile::<&str>("attention.cpp", *watched, &[]);
         let done = Command::new(program).arg(test).output().expect("a program");
         assert!(words(&done).contains(message), "{file} with {to:?}: {}\n{}", done.status, words(&done));
     }
