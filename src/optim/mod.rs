@@ -11,6 +11,7 @@ use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
+use std::sync::atomic::Ordering;
 
 /// Global L2 norm of all gradients.
 pub fn grad_norm(params: &Params) -> Result<f64> {
@@ -75,7 +76,7 @@ impl Optimizer {
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards.
+    /// compute with is up to date afterwards. On CUDA the gradients are then zero.
     pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
         for s in &self.groups {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
@@ -100,6 +101,9 @@ impl Optimizer {
             let copy = if unit.compute.dtype() == DType::F32 { None } else { Some(part(&unit.compute)?) };
             adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &k)?;
         }
+        // the groups are all that trains; between them nothing is ever added
+        let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        params.zeroed.store(!params.offloaded && grads.all(|g| !g.device().is_cpu()), Ordering::Relaxed);
         Ok(())
     }
 }
