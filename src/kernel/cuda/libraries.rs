@@ -59,7 +59,7 @@ jumps! { DRIVER:
     cuDeviceGetDefaultMemPool cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuEventCreate cuEventDestroy_v2
     cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
     cuGetErrorString cuInit cuLaunchKernel cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2
-    cuMemGetInfo_v2 cuMemHostAlloc cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
+    cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuMemsetD32Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
     cuStreamSynchronize cuStreamWaitEvent cuDeviceGetCount cuDeviceGetName cuDeviceTotalMem_v2
@@ -135,8 +135,7 @@ pub fn load_driver() -> Result<(), String> {
         fill("libcuda.so.1", DRIVER).map_err(|e| {
             format!(
                 "no NVIDIA driver here: {e}\n\
-                 hint: install NVIDIA's driver for CUDA {MAJOR} (nvidia-smi then lists the GPUs), or set run.device = \
-                 \"cpu\""
+                 hint: install NVIDIA's driver for CUDA {MAJOR} (nvidia-smi then lists the GPUs)"
             )
         })
     })

@@ -19,11 +19,16 @@ mod libraries;
 pub mod module;
 #[cfg(feature = "cuda")]
 pub mod slices;
+#[cfg(feature = "cuda")]
+pub mod staging;
 
 use candle_core::Device;
 
 /// Elsewhere the loader finds them when the program starts.
-#[cfg(all(feature = "cuda", not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))))]
+#[cfg(all(
+    feature = "cuda",
+    not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))
+))]
 mod libraries {
     pub fn load_driver() -> Result<(), String> {
         Ok(())
