@@ -292,6 +292,22 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "cp.async has not delivered",
     ),
     (
+        "attention_backward.cu",
+        "    __syncthreads();\n    if (more) copy(sg",
+        "    if (more) copy(sg",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "shared byte",
+    ),
+    (
+        "attention_backward.cu",
+        "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
         "attention.cuh",
         "{\n  constexpr int PIECES = W / 8;\n  __syncwarp();\n",
         "{\n  constexpr int PIECES = W / 8;\n",
