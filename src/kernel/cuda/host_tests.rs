@@ -205,13 +205,6 @@ fn kernels_stay_within_bounds_on_the_host() {
     each_program(Watched::Bounds);
 }
 
-/// Kernels in which less is asked for than the rule wants, and of what: each is small and read again from the cache.
-const NARROW: &[(&str, &str)] = &[
-    ("dora_norms", "rows of a rank's length"),
-    ("dora_scale", "factors in f32 beside values of 16 bits"),
-    ("rows_", "the few tokens' values in f32; the codes come in whole lines"),
-];
-
 /// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
@@ -220,11 +213,7 @@ fn kernels_have_no_races_on_the_host() {
     for k in &kernels {
         let numbers: Vec<f64> = k.split_whitespace().skip(1).map(|n| n.parse().expect("a number")).collect();
         let [sectors, passes] = numbers[..] else { panic!("{k}") };
-        let narrow = NARROW.iter().any(|(name, _)| k.starts_with(name));
-        assert!(
-            sectors >= if narrow { 50.0 } else { 90.0 },
-            "{k}: less than 90% of the sectors that it touches was asked for"
-        );
+        assert!(sectors >= 90.0, "{k}: less than 90% of the sectors that it touches was asked for");
         assert!(passes <= 1.05, "{k}: bank conflicts");
     }
     let made = "# kernel, bytes asked for in % of the 32-byte sectors touched, passes of shared memory in relation to its width\n\
@@ -298,6 +287,22 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "attention_forward.cu",
         "    cp_async_wait<1>();\n    __syncthreads();\n    if (works) add_product",
         "    cp_async_wait<2>();\n    __syncthreads();\n    if (works) add_product",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
+        "attention_backward.cu",
+        "    __syncthreads();\n    if (more) copy(sg",
+        "    if (more) copy(sg",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "shared byte",
+    ),
+    (
+        "attention_backward.cu",
+        "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
         "bf16_of_64_channels",
         Watched::Accesses,
         "cp.async has not delivered",
