@@ -209,6 +209,9 @@ fn kernels_stay_within_bounds_on_the_host() {
 const NARROW: &[(&str, &str)] = &[
     ("dora_norms", "rows of a rank's length"),
     ("dora_scale", "factors in f32 beside values of 16 bits"),
+    ("group_sort", "numbers of pairs, to where they belong one by one"),
+    ("grouped_forward_f32", "codes one by one: f32 is for tests"),
+    ("grouped_backward_f32", "codes one by one: f32 is for tests"),
     ("rows_", "the few tokens' values in f32; the codes come in whole lines"),
 ];
 
@@ -311,7 +314,7 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "write after read",
     ),
     (
-        "attention.cuh",
+        "../cuda/matrix.cuh",
         "(piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))",
         "piece",
         "measured",
