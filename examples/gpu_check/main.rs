@@ -247,7 +247,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let gates = route::gates(&probs, &chosen, 3, true)?;
     let routed =
         route::RouterOutput { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
-    let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1 };
+    let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1, on_device: None };
     let dlogits = route::backward(&routed, &wide(20, &[130, 3])?, Some(&balance))?;
     let groups = group::Groups::new(chosen.clone(), 3, 10, device)?;
     let (x, dy) = (randn(21, &[130, 96], dtype, device)?, randn(22, &[130, 96], dtype, device)?);
