@@ -10,12 +10,12 @@ use super::{error::Error, json, strftime};
 use crate::log::panics::caught;
 use guard::Guarded;
 use minijinja::machinery::{eval, make_string_output};
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Enumerator, Kwargs, Object, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 pub(super) use bounds::{spend, spend_product, weigh};
 
@@ -36,7 +36,38 @@ pub(super) fn is_reserved(c: char) -> bool {
 }
 
 /// Variables of a rendering, beside the messages.
-pub(super) type Variables = BTreeMap<String, Value>;
+pub(super) type Variables = Arc<BTreeMap<String, Value>>;
+
+/// What a template finds by name.
+#[derive(Debug)]
+struct Context {
+    variables: Variables,
+    messages: Value,
+    tools: Value,
+    add_generation_prompt: bool,
+}
+
+impl Context {
+    const OWN: [&str; 4] = ["messages", "tools", "add_generation_prompt", "documents"];
+}
+
+impl Object for Context {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let variable = |name: &str| self.variables.get(name).cloned();
+        match key.as_str()? {
+            "messages" => Some(self.messages.clone()),
+            "tools" => Some(self.tools.clone()),
+            "add_generation_prompt" => Some(Value::from(self.add_generation_prompt)),
+            "documents" => variable("documents").or(Some(Value::from(()))),
+            name => variable(name),
+        }
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let others = self.variables.keys().map(String::as_str).filter(|k| !Self::OWN.contains(k));
+        Enumerator::Values(Self::OWN.into_iter().chain(others).map(Value::from).collect())
+    }
+}
 
 /// A compiled chat template.
 pub(super) struct Template {
@@ -116,18 +147,15 @@ impl Template {
         {
             return Err(self.fail(*line, message));
         }
-        let mut context = variables.clone();
         let messages = Value::from(messages.to_vec());
         bounds::begin(&[&messages, tools]);
-        context.insert("messages".into(), messages);
-        context.insert("tools".into(), tools.clone());
-        context.entry("documents".into()).or_insert(Value::from(()));
-        context.insert("add_generation_prompt".into(), Value::from(add_generation_prompt));
+        let variables = variables.clone();
+        let context = Context { variables, messages, tools: tools.clone(), add_generation_prompt };
         let code = self.tool_use.as_ref().filter(|_| !tools.is_none()).or(self.default.as_ref());
         let Some(code) = code else { return Err(self.fail(0, "it was not compiled")) };
         let mut text = String::new();
         let mut out = make_string_output(&mut text);
-        let context = Value::from(context);
+        let context = Value::from_object(context);
         let done = caught(|| {
             eval(&self.env, &code.instructions, context, &code.blocks, &mut out, AutoEscape::None).map(|_| ())
         });
