@@ -235,7 +235,7 @@ impl<'a> Launch<'a> {
 }
 
 #[cfg(feature = "cuda")]
-pub(super) use device::address;
+pub(super) use device::at;
 
 #[cfg(feature = "cuda")]
 mod device {
