@@ -3,7 +3,8 @@
 //! candle links the driver, cuBLAS and the CUDA runtime, so that a program of its own words does not start where one of
 //! them is missing: not for `ft check`, not on the CPU. Here each of their functions that the program calls is defined by
 //! a jump to an address that [`load`] fills in; the linker leaves a library out from which nothing is needed, and a program
-//! takes its own definition before a library's (as in `curand`). Until it is loaded, a function returns an error.
+//! takes its own definition before a library's (as in `curand`). Until it is loaded, a function returns an error. Libraries
+//! do not see these definitions (`.hidden`): they take their own.
 //!
 //! Of the CUDA runtime there is nothing to load: only kernels of candle that ft has no use for (GGUF's) call it, and what
 //! they do when the program starts, to say that they exist, is nothing.
@@ -42,9 +43,12 @@ macro_rules! jumps {
                 #[unsafe(naked)]
                 unsafe extern "C" fn $name() {
                     #[cfg(target_arch = "x86_64")]
-                    std::arch::naked_asm!("jmp qword ptr [rip + {at}]", at = sym ADDRESS);
+                    std::arch::naked_asm!(
+                        concat!(".hidden ", stringify!($name)), "jmp qword ptr [rip + {at}]", at = sym ADDRESS
+                    );
                     #[cfg(target_arch = "aarch64")]
                     std::arch::naked_asm!(
+                        concat!(".hidden ", stringify!($name)),
                         "adrp x16, {at}", "ldr x16, [x16, :lo12:{at}]", "br x16", at = sym ADDRESS
                     );
                 }
@@ -73,6 +77,7 @@ jumps! { CUBLAS:
 /// Defines functions of the CUDA runtime that do nothing and return `$result`.
 macro_rules! nothing {
     ($result:expr => $t:ty: $($name:ident)*) => { $(
+        std::arch::global_asm!(concat!(".hidden ", stringify!($name)));
         #[unsafe(no_mangle)]
         #[allow(non_snake_case)]
         extern "C" fn $name() -> $t {
