@@ -8,7 +8,7 @@ use super::mlp::Mlp;
 use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::group::Sorted;
-use crate::kernel::grouped::{self, Adapter, Entry, Gradient, Side, Table, table};
+use crate::kernel::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::swiglu;
 use candle_core::{DType, Result};
@@ -53,23 +53,21 @@ fn codes(w: &Weight) -> Option<&QuantizedMatrix> {
 }
 
 /// Whether the grouped products compute a linear as it is.
-fn takes(l: &Linear, dtype: DType, ctx: &Context) -> bool {
+fn takes(l: &Linear, dtype: DType) -> bool {
     let weight = match &l.weight {
         Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
         Weight::Nf4(w) => w.dtype() == dtype && table::takes(w),
         Weight::Dequantized(_) => false,
     };
-    let adapter = l.lora.as_ref().is_none_or(|l| {
-        let drops = ctx.dropout.is_some() && l.dropout > 0.0;
-        l.dora.is_none() && !drops && l.a.dtype() == dtype && l.b.dtype() == dtype
-    });
+    let adapter =
+        l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
     weight && adapter && l.bias.is_none() && l.bias_slot.is_none()
 }
 
 /// Whether the grouped products compute these experts of rows in `dtype`.
-pub fn takes_all(experts: &[Mlp], dtype: DType, ctx: &Context) -> bool {
+pub fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
-        && experts.iter().flat_map(Mlp::linears).all(|l| takes(l, dtype, ctx))
+        && experts.iter().flat_map(Mlp::linears).all(|l| takes(l, dtype))
 }
 
 impl Bank {
@@ -85,6 +83,7 @@ impl Bank {
                 b: &l.b,
                 scale: l.scale,
                 gradients: l.slots.map(|(a, b)| (a.offset, b.offset)),
+                dropout: (l.dropout, l.stream),
             });
             Ok(Entry { weight, gradient: l.weight_slot.map(|s| s.offset), adapter, alike })
         };
@@ -98,18 +97,57 @@ impl Bank {
         Ok(Self { table: Table::new(&entries, dtype)?, needs_input, unit })
     }
 
+    /// Dropout's numbers, where there is dropout.
+    fn drops(&self, ctx: &Context) -> Option<Drops> {
+        let d = ctx.dropout.filter(|_| self.table.drops)?;
+        Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
+    }
+
+    /// Forward of rows `x`, and `s drop(x) A^T`.
+    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
+        let u = match self.drops(ctx) {
+            Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
+            None => grouped::low(&self.table, x, s),
+        }?;
+        Ok((grouped::forward((&self.table, x, u.as_ref()), s)?, u))
+    }
+
+    /// The gradient of its input, added to `dx` if given, from `dy` and `du`.
+    fn backward(
+        &self,
+        (dy, du): (&Tensor, Option<&Tensor>),
+        dx: Option<Tensor>,
+        ctx: &Context,
+        s: &Sorted,
+    ) -> Result<Tensor> {
+        let of = (&self.table, dy, du);
+        let Some(key) = self.drops(ctx) else {
+            let own = grouped::backward(of, None, s)?;
+            return dx.map_or(Ok(own.clone()), |dx| dx + own);
+        };
+        let own = grouped::values_back(of, s)?;
+        let dx = dx.map_or(Ok(own.clone()), |dx| dx + own)?;
+        grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
+    }
+
     /// Gradients of what trains, from rows: `dy`, `x`, and those of low rank.
     fn gradients(
         &self,
         (dy, du): (&Tensor, Option<&Tensor>),
         (x, u): (Option<&Tensor>, Option<&Tensor>),
+        ctx: &Context,
         s: &Sorted,
         sink: &Sink<'_>,
     ) -> Result<()> {
         let Some(unit) = self.unit else { return Ok(()) };
         let grads = sink.flat(unit)?;
+        let dropped = match (self.drops(ctx), x) {
+            (Some(key), Some(x)) => Some(grouped::drop_out(&self.table, x, None, key, s)?),
+            _ => None,
+        };
+        let xd = dropped.as_ref().or(x);
         for (which, a, b) in
-            [(Gradient::Weight, Some(dy), x), (Gradient::A, du, x), (Gradient::B, Some(dy), u)]
+            [(Gradient::Weight, Some(dy), x), (Gradient::A, du, xd), (Gradient::B, Some(dy), u)]
         {
             if !self.table.trains(which) {
                 continue;
@@ -137,35 +175,36 @@ impl Banks {
     }
 
     /// Forward of rows `x` [n, d].
-    pub fn forward(&self, x: Tensor, s: &Sorted) -> Result<Saved> {
-        let through = |bank: &Bank, x: &Tensor| -> Result<(Tensor, Option<Tensor>)> {
-            let u = grouped::low(&bank.table, x, s)?;
-            Ok((grouped::forward((&bank.table, x, u.as_ref()), s)?, u))
-        };
-        let (gate, low_gate) = through(&self.gate, &x)?;
-        let (up, low_up) = through(&self.up, &x)?;
+    pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
+        let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
+        let (up, low_up) = self.up.forward(&x, ctx, s)?;
         let x = (self.gate.needs_input || self.up.needs_input).then_some(x);
-        let (out, low_down) = through(&self.down, &swiglu::forward(&gate, &up)?)?;
+        let (out, low_down) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx, s)?;
         Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], out })
     }
 
     /// Backward: the gradient of the rows that went in [n, d], given that of the outputs, in whose place it is.
-    pub fn backward(&self, saved: Saved, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(&self, saved: Saved, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
         let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
         let dh = {
             let du = grouped::low_back(&self.down.table, &dout, s)?;
             let h = self.down.needs_input.then(|| swiglu::forward(&gate, &up)).transpose()?;
-            self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), s, sink)?;
-            grouped::backward((&self.down.table, &dout, du.as_ref()), None, s)?
+            self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), ctx, s, sink)?;
+            drop(h);
+            self.down.backward((&dout, du.as_ref()), None, ctx, s)?
         };
         drop((dout, low_down));
         let (dg, du) = swiglu::backward(&gate, &up, &dh)?;
         drop((dh, gate, up));
         let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
         let low_du = grouped::low_back(&self.up.table, &du, s)?;
-        self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), s, sink)?;
-        self.up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), s, sink)?;
+        self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
+        self.up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
         drop((x, low_gate, low_up));
+        if self.gate.drops(ctx).is_some() || self.up.drops(ctx).is_some() {
+            let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
+            return self.up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
+        }
         let up = (&self.up.table, &du, low_du.as_ref());
         grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(up), s)
     }

@@ -171,7 +171,7 @@ impl Mixture {
     /// What forward saves: all but the sum over the experts.
     pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
-        if self.together(x, ctx) {
+        if self.together(x) {
             return self.recompute_together(x, ctx, &logits, router, replay);
         }
         let (probs, lse) = route::softmax(&logits)?;
@@ -205,10 +205,10 @@ impl Mixture {
     }
 
     /// Whether the experts are computed together.
-    fn together(&self, x: &Tensor, ctx: &Context) -> bool {
+    fn together(&self, x: &Tensor) -> bool {
         !x.device().is_cpu()
             && self.top_k <= route::cuda::MOST
-            && experts::takes_all(&self.experts, x.dtype(), ctx)
+            && experts::takes_all(&self.experts, x.dtype())
     }
 
     fn banks(&self, dtype: candle_core::DType) -> Result<&Banks> {
@@ -235,7 +235,7 @@ impl Mixture {
             None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
         };
         let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
-        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, sorted)?;
+        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Together(Box::new(out)), shared })
     }
@@ -256,7 +256,7 @@ impl Mixture {
         self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         // outputs become their gradients, in place
         let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
-        let dx = self.banks(dy.dtype())?.backward(*saved, sorted, sink)?;
+        let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
         let shared = match (&self.shared, s.shared) {
             (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
             _ => None,

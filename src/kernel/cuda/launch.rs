@@ -74,7 +74,7 @@ pub fn empty(on: &Tensor, shape: impl Into<Shape>, dtype: DType) -> Result<Tenso
 ///
 /// # Errors
 /// A tensor that is not on a CUDA device, or a view with gaps; a ghost.
-pub fn address(t: &Tensor) -> Result<u64> {
+pub fn address_of(t: &Tensor) -> Result<u64> {
     if !t.is_contiguous() {
         candle_core::bail!("the address of a tensor that is not contiguous: {:?}", t.shape());
     }

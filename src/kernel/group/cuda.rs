@@ -32,7 +32,7 @@ pub struct Sorted {
     /// Token of each row `[n]`, u32.
     token: Tensor,
     /// Pair of each row `[n]`, u32.
-    pair: Tensor,
+    pub pair: Tensor,
     /// Row of each pair `[n]`, u32.
     place: Tensor,
     /// Expert and first row of each tile [tiles, 2], u32: the most that there may be, in any distribution.

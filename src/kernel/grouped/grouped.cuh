@@ -30,7 +30,9 @@ struct alignas(16) Expert {
   uint32_t rank;
   float scale;
   uint64_t grad_weight, grad_a, grad_b; // first values in the buffer of gradients, or NOWHERE
-  uint64_t unused[2];
+  uint32_t stream, threshold;       // of dropout: see stream.cuh
+  float keep;                       // its factor
+  uint32_t unused;
 };
 
 DEVICE float rounded_to(uint32_t source, float x) {
@@ -40,7 +42,7 @@ DEVICE float rounded_to(uint32_t source, float x) {
 // What a launch of products multiplies.
 template <typename T> struct Products {
   const Expert *experts, *more; // the second may be null
-  const T *x, *more_x;          // [n, inner]
+  const T *x, *more_x;          // [n, inner]; null: only what adapters give
   const T *u, *more_u;          // [n, ranks]
   uint32_t inner, outer, ranks;
   bool low;                     // u or du instead of y or dx: [n, ranks], of which an expert's rank counts
@@ -74,6 +76,7 @@ DEVICE Factors<T> factors(const Products<T> &p, uint32_t expert, uint32_t first,
   f.expert = &e;
   f.stride = at % 2 == 1 ? p.ranks : p.inner;
   const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
+  if (left == nullptr) f.depth = 0;
   f.left = left + static_cast<uint64_t>(first) * f.stride;
   return f;
 }

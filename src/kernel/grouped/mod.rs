@@ -19,6 +19,7 @@ use super::Tensor;
 use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghosts};
 use super::group::Sorted;
 use super::ledger::Cost;
+use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
 
 /// Threads of a block, as in grouped.cuh.
@@ -67,16 +68,30 @@ pub fn shared_memory(kernel: &str) -> usize {
 /// What is multiplied with one matrix of each expert: rows [n, inner], and those of low rank [n, ranks].
 pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
 
+/// Which products a launch sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    /// With W, and of low rank.
+    Whole,
+    /// With A forward, B backward: [n, ranks].
+    Low,
+    /// With W alone.
+    Values,
+    /// Of low rank alone.
+    Adapter,
+}
+
 /// Writes the work of a product down.
-fn work(table: &Table, s: &Sorted, x: &Tensor, low: bool) {
+fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
     let Some(g) = x.ghost() else { return };
     let (n, busy) = (s.rows() as f64, s.busy());
     let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
-    let low_flops = 2.0 * n * table.mean_rank * if low { i } else { o };
-    let cost = match low {
-        true => Cost { flops: low_flops, ..Cost::default() },
-        false => Cost {
-            flops: 2.0 * n * o * i + low_flops,
+    // as if o and i were one size
+    let low_flops = n * table.mean_rank * (i + o);
+    let cost = match what {
+        What::Low | What::Adapter => Cost { flops: low_flops, ..Cost::default() },
+        What::Whole | What::Values => Cost {
+            flops: 2.0 * n * o * i + if what == What::Whole { low_flops } else { 0.0 },
             dequantized: busy * table.coded,
             read: busy * table.bytes,
             ..Cost::default()
@@ -91,10 +106,10 @@ fn products(
     (table, x, u): Operand<'_>,
     more: Option<Operand<'_>>,
     (inner, outer): (usize, usize),
-    low: bool,
+    what: What,
     s: &Sorted,
 ) -> Result<Tensor> {
-    let n = s.rows();
+    let (n, low) = (s.rows(), what == What::Low);
     let width = if low { table.ranks } else { outer };
     let fits = |(t, x, u): &Operand<'_>| {
         t.dims == table.dims
@@ -102,7 +117,9 @@ fn products(
             && t.experts == s.experts
             && x.dims() == [n, inner]
             && x.dtype() == t.dtype
-            && (low || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
+            && (low
+                || what == What::Values
+                || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
     };
     if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
         candle_core::bail!(
@@ -112,8 +129,8 @@ fn products(
             table.dims
         );
     }
-    work(table, s, x, low);
-    more.iter().for_each(|(t, x, _)| work(t, s, x, low));
+    work(table, s, x, what);
+    more.iter().for_each(|(t, x, _)| work(t, s, x, what));
     if let Some([y]) = ghosts(&[x], [((n, width).into(), x.dtype())], |_| ()) {
         return Ok(y);
     }
@@ -124,8 +141,8 @@ fn products(
     let name = format!("grouped_{}{name}", if s.few() { "few_" } else { "" });
     let launch = Launch::of(&x, source, &name)?
         .tensor(&table.experts_words)?
-        .tensor(&x)?
-        .maybe(u)?
+        .maybe((what != What::Adapter).then_some(&x))?
+        .maybe(u.filter(|_| what != What::Values))?
         .maybe(more.as_ref().map(|m| &m.0.experts_words))?
         .maybe(more.as_ref().map(|m| &m.1))?
         .maybe(more.as_ref().and_then(|m| m.2))?
@@ -146,19 +163,19 @@ fn products(
 
 /// `s x A^T` [n, ranks] of rows `x` [n, i]; none where no expert has an adapter.
 pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), true, s);
+    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), What::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
 /// `s dy B` [n, ranks] of rows `dy` [n, o]; none where no expert has an adapter.
 pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
-    let run = || products("backward", (table, dy, None), None, table.dims, true, s);
+    let run = || products("backward", (table, dy, None), None, table.dims, What::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
 /// `x W^T + u B^T` [n, o] of rows `x` [n, i].
 pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
-    products("forward", of, None, (of.0.dims.1, of.0.dims.0), false, s)
+    products("forward", of, None, (of.0.dims.1, of.0.dims.0), What::Whole, s)
 }
 
 /// `dy W + du A` [n, i] of rows `dy` [n, o], and the same of a second matrix added to it.
@@ -166,11 +183,63 @@ pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Resul
     // one launch for two where they have one shape: ranks may differ
     match more {
         Some(m) if m.0.ranks != of.0.ranks => {
-            let first = products("backward", of, None, of.0.dims, false, s)?;
-            first + products("backward", m, None, m.0.dims, false, s)?
+            let first = products("backward", of, None, of.0.dims, What::Whole, s)?;
+            first + products("backward", m, None, m.0.dims, What::Whole, s)?
         }
-        more => products("backward", of, more, of.0.dims, false, s),
+        more => products("backward", of, more, of.0.dims, What::Whole, s),
     }
+}
+
+/// `dy W` [n, i] alone, of rows `dy` [n, o].
+pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Values, s)
+}
+
+/// `du A` [n, i] alone, for rows `dy` [n, o].
+pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Adapter, s)
+}
+
+/// Dropout's key: a step's numbers; tokens count from `first`.
+#[derive(Clone, Copy, Debug)]
+pub struct Drops {
+    /// Seed of the run.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// Number of the first token.
+    pub first: usize,
+}
+
+/// What dropout leaves of rows `x` [n, width], by the probability and stream of each expert, times its factor; `add` to it.
+pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: &Sorted) -> Result<Tensor> {
+    let (n, width) = x.dims2()?;
+    if n != s.rows() || add.is_some_and(|a| a.dims() != [n, width] || a.dtype() != x.dtype()) {
+        candle_core::bail!("dropout of experts: {:?} and {:?}", x.shape(), add.map(Tensor::shape));
+    }
+    let reads: Vec<&Tensor> = [x].into_iter().chain(add).collect();
+    if let Some([y]) = ghosts(&reads, [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let (x, add) = (x.contiguous()?, add.map(Tensor::contiguous).transpose()?);
+    let y = empty(&x, (n, width), x.dtype())?;
+    let [key0, key1, step, _] = Stream::new(key.seed, Purpose::Dropout, key.step, 0).words();
+    let launch = Launch::of(&x, compiled!(GROUPED_DROPOUT), "grouped_dropout")?
+        .tensor(&table.experts_words)?
+        .tensor(&s.chosen)?
+        .tensor(&s.pair)?
+        .count(s.top_k)?
+        .tensor(&x)?
+        .maybe(add.as_ref())?
+        .count(width)?
+        .number(key.first as u64)
+        .number(key0)
+        .number(key1)
+        .number(step)
+        .tensor(&y)?;
+    // SAFETY: n rows of `width` values each, n pairs with experts of the table: a block a row.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok(y)
 }
 
 /// Adds the gradients of one kind to `grads`, the flat f32 buffer that the table's places are in: from `a` (dy or du) and `b`

@@ -2,9 +2,11 @@
 
 use super::Gradient;
 use crate::kernel::Tensor;
-use crate::kernel::cuda::launch::address;
+use crate::kernel::cuda::launch::address_of;
+use crate::kernel::dropout;
 use crate::kernel::ghost::Ghost;
 use crate::kernel::quantized::{QuantizedMatrix, Scales};
+use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
 
 /// 64-bit words of an expert, as `struct Expert` of grouped.cuh.
@@ -34,6 +36,8 @@ pub struct Adapter<'a> {
     pub scale: f64,
     /// Where the gradients of A and B begin in the buffer.
     pub gradients: Option<(usize, usize)>,
+    /// Probability that an input is zeroed in training, and the number of its stream.
+    pub dropout: (f64, u64),
 }
 
 /// What the table has of an expert.
@@ -66,6 +70,8 @@ pub struct Table {
     pub(super) ends: usize,
     /// Values that train, by [`Gradient`].
     trains: [usize; 3],
+    /// Whether any expert has dropout.
+    pub drops: bool,
     /// For plans: the mean of ranks, codes, bytes of values and codes.
     pub(super) mean_rank: f64,
     pub(super) coded: f64,
@@ -90,7 +96,7 @@ impl Table {
         };
         let dims = dims_of(first)?;
         let (mut ranks, mut ends, mut trains, mut experts) = (0, 0, [0; 3], 0);
-        let (mut rank_sum, mut coded, mut bytes) = (0, 0, 0);
+        let (mut rank_sum, mut coded, mut bytes, mut drops) = (0, 0, 0, false);
         for e in entries {
             let fits = match e.weight {
                 Side::Values(w) => w.dtype() == dtype && w.is_contiguous(),
@@ -117,6 +123,7 @@ impl Table {
             }
             ranks = ranks.max(r.next_multiple_of(RANKS));
             rank_sum += e.alike * r;
+            drops |= l.dropout.0 > 0.0;
             if let Some((a, b)) = l.gradients {
                 ends = ends.max(a + r * dims.1).max(b + r * dims.0);
                 trains[1] += e.alike * r * dims.1;
@@ -143,7 +150,7 @@ impl Table {
         };
         let mean_rank = rank_sum as f64 / experts.max(1) as f64;
         let (coded, bytes) = (coded as f64, bytes as f64);
-        Ok(Self { experts_words, experts, dims, dtype, ranks, ends, trains, mean_rank, coded, bytes })
+        Ok(Self { experts_words, experts, dims, dtype, ranks, ends, trains, drops, mean_rank, coded, bytes })
     }
 
     /// Whether any expert has a gradient of this kind.
@@ -166,17 +173,17 @@ fn pair(low: u32, high: u32) -> u64 {
 fn words(e: &Entry<'_>) -> Result<[u64; WORDS]> {
     let mut w = [0; WORDS];
     match e.weight {
-        Side::Values(t) => w[0] = address(t)?,
+        Side::Values(t) => w[0] = address_of(t)?,
         Side::Codes(m) => {
             let (packed, scales) = m.parts();
             let (scales, group, offset) = match scales {
                 Scales::Plain(s) => (s, 1, 0.0),
                 Scales::Nested { codes, map, absmax, group, offset } => {
-                    (w[6], w[7]) = (address(codes)?, address(map)?);
+                    (w[6], w[7]) = (address_of(codes)?, address_of(map)?);
                     (absmax, u32::try_from(*group).map_err(candle_core::Error::wrap)?, *offset)
                 }
             };
-            (w[3], w[4], w[5]) = (address(packed)?, address(m.pairs())?, address(scales)?);
+            (w[3], w[4], w[5]) = (address_of(packed)?, address_of(m.pairs())?, address_of(scales)?);
             let source = match m.source_dtype() {
                 source if source == m.dtype() => 0,
                 DType::BF16 => 1,
@@ -190,8 +197,12 @@ fn words(e: &Entry<'_>) -> Result<[u64; WORDS]> {
     if let Some(at) = e.gradient {
         w[11] = at as u64;
     }
+    w[15] = pair(1f32.to_bits(), 0);
     if let Some(l) = &e.adapter {
-        (w[1], w[2]) = (address(l.a)?, address(l.b)?);
+        let (p, stream) = l.dropout;
+        w[14] = pair(Stream::new(0, Purpose::Dropout, 0, stream).words()[3], dropout::threshold(p));
+        w[15] = pair(((1.0 / (1.0 - p)) as f32).to_bits(), 0);
+        (w[1], w[2]) = (address_of(l.a)?, address_of(l.b)?);
         let rank = u32::try_from(l.a.dim(0)?).map_err(candle_core::Error::wrap)?;
         w[10] = pair(rank, (l.scale as f32).to_bits());
         if let Some((a, b)) = l.gradients {
