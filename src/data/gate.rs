@@ -60,7 +60,13 @@ enum Kind {
 }
 
 impl Piece {
-    fn of<'a>(&self, chat: &'a Chat) -> &'a str {
+    /// Whether it is what a message says, and no thought before it.
+    pub fn is_content(&self) -> bool {
+        self.kind == Kind::Content
+    }
+
+    /// The string.
+    pub fn of<'a>(&self, chat: &'a Chat) -> &'a str {
         let value = match self.message {
             Some(i) => chat.messages.get(i),
             None => chat.tools.as_ref(),

@@ -6,7 +6,7 @@ mod builtins;
 mod guard;
 mod ops;
 
-use super::{error::Error, json, strftime};
+use super::{error::Error, json, plain::WINDOW, strftime};
 use crate::log::panics::caught;
 use guard::Guarded;
 use minijinja::machinery::{eval, make_string_output};
@@ -76,6 +76,9 @@ pub(super) struct Template {
     default: Option<Guarded>,
     tool_use: Option<Guarded>,
     has_generation: bool,
+    /// The texts, and what is in them: all windows of so many bytes, in order.
+    sources: Vec<&'static str>,
+    windows: OnceLock<Vec<[u8; WINDOW]>>,
     /// Renderings that ran into their bounds, and what the last of them said.
     spent: AtomicU32,
     last: OnceLock<(usize, String)>,
@@ -90,6 +93,8 @@ impl Template {
             default: None,
             tool_use: None,
             has_generation: false,
+            sources: Vec::new(),
+            windows: OnceLock::new(),
             spent: AtomicU32::new(0),
             last: OnceLock::new(),
         };
@@ -104,6 +109,7 @@ impl Template {
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
         // A template is compiled once and used as long as the process lives.
         let source: &'static str = Box::leak(source.into_boxed_str());
+        self.sources.push(source);
         let mut env = self.env.clone();
         // a thread of its own has the stack that deep texts need
         let compiled = std::thread::scope(|scope| {
@@ -129,6 +135,18 @@ impl Template {
         self.has_generation
     }
 
+    /// Whether the template's text holds these bytes.
+    pub fn spells(&self, bytes: &[u8]) -> bool {
+        let windows = self.windows.get_or_init(|| {
+            let mut all: Vec<[u8; WINDOW]> =
+                self.sources.iter().flat_map(|s| s.as_bytes().array_windows().copied()).collect();
+            all.sort_unstable();
+            all.dedup();
+            all
+        });
+        windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
+    }
+
     /// The file that the template comes from.
     pub fn origin(&self) -> &str {
         &self.origin
@@ -147,6 +165,8 @@ impl Template {
         {
             return Err(self.fail(*line, message));
         }
+        #[cfg(test)]
+        RENDERINGS.set(RENDERINGS.get() + 1);
         let messages = Value::from(messages.to_vec());
         bounds::begin(&[&messages, tools]);
         let variables = variables.clone();
@@ -313,6 +333,18 @@ fn generation_blocks(source: &str) -> (String, bool) {
     }
     out.push_str(rest);
     (out, found)
+}
+
+#[cfg(test)]
+thread_local! {
+    static RENDERINGS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// What `f` gives, and how many renderings it took.
+#[cfg(test)]
+pub(super) fn renderings<T>(f: impl FnOnce() -> T) -> (T, usize) {
+    let before = RENDERINGS.get();
+    (f(), RENDERINGS.get() - before)
 }
 
 #[cfg(test)]
