@@ -74,7 +74,8 @@ template <> DEVICE uint32_t pack<f16>(float low, float high) {
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 
 #ifdef __CUDACC__
-// 16 or 8 bytes, loaded and stored at once.
+// 16, 8 or 4 bytes, loaded and stored at once.
+DEVICE void store_4(void *p, uint32_t v) { *static_cast<uint32_t *>(p) = v; }
 DEVICE uint2 load_8(const void *p) { return *static_cast<const uint2 *>(p); }
 DEVICE void store_8(void *p, uint2 v) { *static_cast<uint2 *>(p) = v; }
 DEVICE uint4 load_16(const void *p) { return *static_cast<const uint4 *>(p); }

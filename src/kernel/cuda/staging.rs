@@ -4,7 +4,7 @@
 //! Order is made by events alone: what is fetched waits for what the device was asked to compute before, what it is asked
 //! afterwards waits for what was sent, and the host waits for a buffer before it reads or writes there.
 
-use super::launch::address;
+use super::launch::at;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
@@ -72,7 +72,6 @@ impl Drop for Pinned {
 /// Two buffers and a stream each way.
 #[derive(Debug)]
 pub struct Staging {
-    device: Device,
     compute: Arc<CudaStream>,
     out: Arc<CudaStream>,
     into: Arc<CudaStream>,
@@ -90,14 +89,7 @@ impl Staging {
         let stream = || compute.context().new_stream().w();
         let pair = |dtype| Ok::<_, candle_core::Error>([Pinned::new(n, dtype)?, Pinned::new(n, dtype)?]);
         let (out, into) = (stream()?, stream()?);
-        Ok(Self {
-            device: device.clone(),
-            out,
-            into,
-            fetched: pair(DType::F32)?,
-            sent: pair(dtype)?,
-            compute,
-        })
+        Ok(Self { out, into, fetched: pair(DType::F32)?, sent: pair(dtype)?, compute })
     }
 
     /// What is fetched from now on is what the device was asked to compute until now.
@@ -110,11 +102,11 @@ impl Staging {
         self.compute.wait(&self.into.record_event(None).w()?).w()
     }
 
-    fn address(&self, t: &Tensor) -> Result<u64> {
+    fn address(t: &Tensor) -> Result<u64> {
         if !t.is_contiguous() {
             candle_core::bail!("staging: a tensor that is not contiguous: {:?}", t.shape());
         }
-        address(t, self.device.as_cuda_device()?, &self.compute)
+        at(t)
     }
 
     /// Begins to copy `from` `[len]` to the host, for the `i`th piece.
@@ -122,7 +114,7 @@ impl Staging {
     /// # Errors
     /// Of the driver; more values than a piece has.
     pub fn fetch(&mut self, i: usize, from: &Tensor) -> Result<()> {
-        let at = self.address(from)?;
+        let at = Self::address(from)?;
         let buffer = &mut self.fetched[i % 2];
         buffer.free(0)?;
         // SAFETY: `from` lives as long as the copy, for which its owner waits; the buffer is free and large enough.
@@ -146,7 +138,7 @@ impl Staging {
     /// # Errors
     /// Of the driver; more values than a piece has.
     pub fn send(&mut self, i: usize, to: &Tensor) -> Result<()> {
-        let at = self.address(to)?;
+        let at = Self::address(to)?;
         let buffer = &mut self.sent[i % 2];
         // SAFETY: `to` stays, being what the layers compute with; nobody writes the buffer before the event.
         unsafe { result::memcpy_htod_async(at, buffer.bytes(to)?, self.into.cu_stream()) }.w()?;
