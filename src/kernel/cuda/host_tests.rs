@@ -308,7 +308,7 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "    if (more) copy(sg",
         "bf16_of_64_channels",
         Watched::Accesses,
-        "shared byte",
+        "cp.async has not delivered",
     ),
     (
         "attention_backward.cu",

@@ -127,7 +127,7 @@ fn dequantize_tile<T: Number>(
     tile: Tile,
     out: &mut CudaSlice<T>,
 ) -> Result<()> {
-    if tile.len() == 0 {
+    if tile.is_empty() {
         return Ok(());
     }
     if tile.end() as u64 > a.total || tile.len() > out.len() {
