@@ -291,3 +291,4 @@ NOT_WATCHED inline void store_16(void *p, uint4 v) {
   host::access(p, 16, true, __builtin_return_address(0));
   *static_cast<uint4 *>(p) = v;
 }
+#define store_16_global store_16

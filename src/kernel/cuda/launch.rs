@@ -235,6 +235,9 @@ impl<'a> Launch<'a> {
 }
 
 #[cfg(feature = "cuda")]
+pub(super) use device::at;
+
+#[cfg(feature = "cuda")]
 mod device {
     use super::{Argument, Grid, Launch};
     use candle_core::backend::BackendDevice;
@@ -257,7 +260,7 @@ mod device {
     }
 
     /// Where a tensor's values begin.
-    fn address(t: &Tensor, on: &CudaDevice, stream: &CudaStream) -> Result<u64> {
+    pub fn address(t: &Tensor, on: &CudaDevice, stream: &CudaStream) -> Result<u64> {
         fn of<T>(s: &CudaSlice<T>, stream: &CudaStream) -> (u64, usize) {
             (s.device_ptr(stream).0, size_of::<T>())
         }

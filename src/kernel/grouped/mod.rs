@@ -97,7 +97,7 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
             ..Cost::default()
         },
     };
-    g.ledger().product(cost);
+    g.ledger().work(cost);
 }
 
 /// A launch of products: `name` is forward or backward, `outer` the columns of the result.
@@ -269,7 +269,7 @@ pub fn gradients(
     if let Some(g) = a.ghost() {
         let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
         let read = 8.0 * s.busy() * table.gradient_values(which);
-        g.ledger().product(Cost { flops, read, ..Cost::default() });
+        g.ledger().work(Cost { flops, read, ..Cost::default() });
     }
     if ghosts(&[a, b], [], |_| ()).is_some() {
         return Ok(());

@@ -89,7 +89,7 @@ impl QuantizedMatrix {
         let rows = x.dims().first().copied().unwrap_or(0) as f64;
         let (dequantized, read) =
             (if dequantizes { n } else { 0.0 }, n * self.compute.size_in_bytes() as f64);
-        g.ledger().product(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
+        g.ledger().work(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
     /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
