@@ -4,6 +4,7 @@
 namespace plain {
 #include "../../src/kernel/grouped/grouped_plain.cu"
 }
+#include "../../src/kernel/grouped/grouped_dropout.cu"
 #include "check.h"
 #include <algorithm>
 #include <memory>
@@ -197,7 +198,35 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   check::close("gradients", grads, want, 2e-6);
 }
 
+// Of rows sorted by expert, each with its own stream: the numbers are those of dropout.cpp.
+template <typename T> static void dropout(const std::string &type, uint32_t width, bool add) {
+  const uint32_t tokens = 9, k = 2, n = tokens * k, experts = 3;
+  std::vector<Expert> list(experts);
+  for (uint32_t e = 0; e < experts; e++) {
+    memset(&list[e], 0, sizeof list[e]);
+    list[e].stream = 7 * e << 8 | 5, list[e].threshold = e * 3000000u, list[e].keep = 1.0f + 0.25f * static_cast<float>(e);
+  }
+  std::vector<uint32_t> choices(n), pairs(n);
+  for (uint32_t i = 0; i < n; i++) choices[i] = i * 5 % experts, pairs[i] = (i * 7 + 3) % n;
+  host::Buffer<Expert> table(list);
+  host::Buffer<uint32_t> chosen(choices), pair(pairs);
+  host::Buffer<T> x(check::randn<T>(n * width, 1)), more(check::randn<T>(n * width, 2)), y(n * width);
+  start("grouped_dropout_" + type, blocks(n, 1), 0, table.at(), chosen.at(), pair.at(), k, x.at(), add ? more.at() : static_cast<T *>(nullptr), width, uint64_t(100),
+        11u, 12u, 3u, y.at());
+  const std::vector<double> xs = wide(x), ms = wide(more);
+  std::vector<double> want(n * width);
+  for (uint32_t r = 0; r < n; r++) {
+    const Expert &e = list[choices[pairs[r]]];
+    const Stream s = {11, 12, 3, e.stream, e.threshold};
+    for (uint32_t c = 0; c < width; c++)
+      want[r * width + c] = (s.keeps((100 + pairs[r] / k) * uint64_t(width) + c) ? xs[r * width + c] * e.keep : 0) + (add ? ms[r * width + c] : 0);
+  }
+  check::close("dropout", y, want, check::BAR<T>);
+}
+
 template <typename T> static void all(const std::string &type) {
+  for (uint32_t width : {64u, 50u})
+    for (bool add : {false, true}) dropout<T>(type, width, add);
   const std::vector<Sizes> sizes = {
       {{5, 0, 40, 1}, 64, 96, {8, 8, 0, 16}, 2, false},
       {{3, 130, 0}, 96, 160, {4, 16, 5}, 1, true},
@@ -216,6 +245,7 @@ TEST(products_in_f16) { all<f16>("f16"); }
 TEST(measured) {
   for (bool codes : {false, true}) {
     const Sizes s = {{128, 128}, 256, 128, {32, 32}, codes, false};
+    dropout<float>("f32", 512, true), dropout<bf16>("bf16", 512, true), dropout<f16>("f16", 512, true);
     grouped<float>("f32", s, 1), grouped<bf16>("bf16", s, 1), grouped<f16>("f16", s, 1);
   }
 }

@@ -15,15 +15,27 @@ const WIDTHS: [usize; 5] = [256, 768, 512, 128, 64];
 /// Kernels that do not go over activations by element.
 const OTHERS: [&str; 6] = ["attention_", "dequantize_", "rows_", "optimizer_", "loss_", "embed_"];
 
-/// Of a run of `steps` steps of a model of `layers` layers; none where the device writes no report.
-fn counts(layers: usize, steps: usize, recompute: &str, tokens: usize, quantize: &str) -> Option<Counts> {
+/// Of a run of `steps` steps of a model of `layers` layers, with so many experts each, or none; none where the device writes
+/// no report.
+fn counts(
+    layers: usize,
+    steps: usize,
+    recompute: &str,
+    (tokens, quantize, experts): (usize, &str, usize),
+) -> Option<Counts> {
     let w = World::new();
     let [d, f, q, k, c] = WIDTHS;
-    w.config(
-        "tiny",
-        json!({"num_hidden_layers": layers, "hidden_size": d, "intermediate_size": f, "num_attention_heads": q / c,
-               "num_key_value_heads": k / c, "head_dim": c, "max_position_embeddings": 4096}),
-    );
+    let mut config = json!({"num_hidden_layers": layers, "hidden_size": d, "intermediate_size": f, "num_attention_heads": q / c,
+               "num_key_value_heads": k / c, "head_dim": c, "max_position_embeddings": 4096});
+    let mixture = json!({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts,
+                         "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": true,
+                         "decoder_sparse_step": 1, "mlp_only_layers": []});
+    if let (Some(config), Some(more), true) = (config.as_object_mut(), mixture.as_object(), experts > 0) {
+        config.extend(more.clone());
+    }
+    let modules =
+        if experts > 0 { "\"attention\", \"experts\", \"router\"" } else { "\"attention\", \"mlp\"" };
+    w.config("tiny", config);
     let rows: String = (0..steps)
         .map(|r| {
             let ids: Vec<usize> = (0..tokens).map(|i| (r * 31 + i * 17) % 60 + 3).collect();
@@ -35,7 +47,7 @@ fn counts(layers: usize, steps: usize, recompute: &str, tokens: usize, quantize:
         "r.toml",
         format!(
             "[model]\nsource = \"tiny\"\nweights = \"random\"\nquantize = \"{quantize}\"\n[lora]\nrank = 16\n[[train]]\n\
-             modules = [\"attention\", \"mlp\"]\n[data]\nmax_length = {tokens}\npack = false\nshuffle = false\n\
+             modules = [{modules}]\n[data]\nmax_length = {tokens}\npack = false\nshuffle = false\n\
              mask = \"none\"\n[[data.train]]\nsource = \"rows.jsonl\"\nformat = \"tokens\"\n[run]\nsteps = {steps}\n\
              batch_rows = 1\ndevice = \"cuda\"\noutput = \"out\"\n[memory]\nrecompute = \"{recompute}\"\n"
         ),
@@ -91,10 +103,10 @@ fn less(a: &Counts, b: &Counts) -> Counts {
 }
 
 /// Of a layer, forward again and all in all, and of a step without its layers.
-fn of_a_layer(tokens: usize, quantize: &str) -> Option<[Counts; 3]> {
+fn of_a_layer(what: (usize, &str, usize)) -> Option<[Counts; 3]> {
     // a step: that of two steps without that of one
     let step = |layers, recompute| {
-        let [one, two] = [1, 2].map(|steps| counts(layers, steps, recompute, tokens, quantize));
+        let [one, two] = [1, 2].map(|steps| counts(layers, steps, recompute, what));
         Some(less(&two?, &one?))
     };
     let layer = |recompute| Some(less(&step(2, recompute)?, &step(1, recompute)?));
@@ -111,7 +123,7 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
     for quantize in ["none", "nf4"] {
         let mut first = None;
         for tokens in [40, 300] {
-            let Some([forward, both, around]) = of_a_layer(tokens, quantize) else {
+            let Some([forward, both, around]) = of_a_layer((tokens, quantize, 0)) else {
                 eprintln!("not run: the device writes no report");
                 return;
             };
@@ -146,5 +158,36 @@ fn traffic(tokens: usize, again: &Counts, both: &Counts) {
         let (bytes, least) = (measured["bytes"] as f64, (2 * tokens * list) as f64);
         eprintln!("{what}, {tokens} tokens: {:.3} of the list's {least} bytes", bytes / least);
         assert!(tokens < 100 || bytes <= 1.15 * least, "{what}: {bytes} bytes, the list has {least}");
+    }
+}
+
+#[test]
+fn a_mixture_starts_few_operations_whatever_its_experts() {
+    if !device() {
+        return;
+    }
+    for quantize in ["none", "nf4"] {
+        let mut first = None;
+        for (experts, tokens) in [(4, 24), (12, 60)] {
+            let Some([forward, both, around]) = of_a_layer((tokens, quantize, experts)) else {
+                eprintln!("not run: the device writes no report");
+                return;
+            };
+            let backward = both["launches"] - forward["launches"];
+            eprintln!(
+                "{quantize}, {experts} experts: {} launches a layer forward, {backward} backward; a step waits {} times",
+                forward["launches"], around["waits"]
+            );
+            assert!(forward["launches"] <= 40 && backward <= 70, "{quantize}: {forward:?} {both:?}");
+            for part in [&forward, &both] {
+                assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
+            }
+            let now = (forward["launches"], backward);
+            assert_eq!(
+                *first.get_or_insert(now),
+                now,
+                "{quantize}: launches depend on the number of experts"
+            );
+        }
     }
 }

@@ -5,8 +5,12 @@ use super::{apart, device};
 use serde_json::json;
 
 fn world(rules: &str) -> World {
+    world_of(&json!({}), rules)
+}
+
+fn world_of(config: &serde_json::Value, rules: &str) -> World {
     let w = World::new();
-    w.config("tiny", json!({}));
+    w.config("tiny", config.clone());
     w.write("r.toml", recipe(rules));
     w
 }
@@ -39,7 +43,11 @@ fn recomputing_changes_no_byte() {
 
 /// Losses and gradient norms of six steps on both devices.
 fn close(rules: &str, set: &[&str], bar: f64) {
-    let w = world(rules);
+    close_of(&json!({}), rules, set, bar);
+}
+
+fn close_of(config: &serde_json::Value, rules: &str, set: &[&str], bar: f64) {
+    let w = world_of(config, rules);
     for device in ["cuda", "cpu"] {
         let (device, output) = (format!("run.device={device}"), format!("run.output={device}"));
         w.ok(&[&["run", "r.toml", &device, &output], set].concat());
@@ -102,4 +110,28 @@ fn training_in_full_is_close_to_the_cpu() {
     close(FULL, &["model.dtype=f32", "memory.offload=['optimizer']"], 1e-4);
     let ends = "[[train]]\nmodules = [\"embedding\", \"head\", \"attention\"]\n";
     close(ends, &["model.dtype=f32"], 1e-4);
+}
+
+/// A mixture: its routers, experts by LoRA of different ranks, with dropout, DoRA (expert by expert), in full.
+#[test]
+fn mixtures_are_close_to_the_cpu() {
+    if !device() {
+        return;
+    }
+    const RANKS: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"router\"]\n[[train]]\nmodules = [\"experts\"]\n\
+                         experts = [0, 2]\nrank = 12\n[[train]]\nmodules = [\"experts\"]\nexperts = [1]\nrank = 3\n";
+    const WHOLE: &str = "[[train]]\nmodules = [\"experts\", \"router\"]\nmethod = \"full\"\n";
+    let mixture = json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
+                         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true,
+                         "decoder_sparse_step": 1, "mlp_only_layers": []});
+    let losses = ["router.aux_loss=0.05", "router.z_loss=0.01"];
+    let close = |rules: &str, set: &[&str], bar: f64| close_of(&mixture, rules, set, bar);
+    close(RANKS, &["model.dtype=f32"], 1e-4);
+    close(RANKS, &["model.dtype=f32", "lora.dropout=0.2"], 1e-4);
+    close(RANKS, &["model.dtype=f32", "lora.dora=true"], 1e-4);
+    close(RANKS, &["model.dtype=f32", "model.quantize=nf4", "memory.dequantize=per_layer"], 1e-4);
+    close(RANKS, &["model.dtype=bf16", "model.quantize=nf4"], 3e-2);
+    close(RANKS, &["model.dtype=bf16", "lora.dropout=0.2"], 3e-2);
+    close(WHOLE, &[&["model.dtype=f32"], &losses[..]].concat(), 1e-4);
+    close(WHOLE, &[&["model.dtype=bf16"], &losses[..]].concat(), 3e-2);
 }
