@@ -9,6 +9,7 @@ use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
 pub const ALIGN: usize = 64;
@@ -39,6 +40,8 @@ pub struct Params {
     pub units: Vec<Option<Unit>>,
     /// Whether master weights and moments live on the host, apart from what the layers compute with.
     pub offloaded: bool,
+    /// Whether all gradients are zero since an update that left them so.
+    pub zeroed: AtomicBool,
 }
 
 /// What is allocated beside the values that the layers compute with.
@@ -97,7 +100,7 @@ impl Params {
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units, offloaded: offload })
+        Ok(Self { tensors, slots, units, offloaded: offload, zeroed: AtomicBool::new(false) })
     }
 
     fn unit(&self, slot: &Slot) -> Result<&Unit> {
@@ -147,19 +150,15 @@ impl Params {
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
-        let flat = value
-            .to_device(unit.master.real()?.device())?
-            .to_dtype(DType::F32)?
-            .contiguous()?
-            .flatten_all()?;
+        // rounded where the value is, which is the host nearly always
+        let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         if flat.elem_count() != slot.rows * slot.cols {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }
-        unit.master.real()?.slice_set(&flat, 0, slot.offset)?;
+        let put = |to: &Real, values: &Real| to.slice_set(&values.to_device(to.device())?, 0, slot.offset);
+        put(unit.master.real()?, &flat)?;
         if unit.compute.dtype() != DType::F32 || self.offloaded {
-            let compute = unit.compute.real()?;
-            let rounded = flat.to_dtype(compute.dtype())?.to_device(compute.device())?;
-            compute.slice_set(&rounded, 0, slot.offset)?;
+            put(unit.compute.real()?, &flat.to_dtype(unit.compute.dtype())?)?;
         }
         Ok(())
     }
@@ -174,8 +173,11 @@ impl Params {
         self.units.iter().map(|u| u.as_ref().and_then(|u| u.grads.clone())).collect()
     }
 
-    /// Sets all gradients to zero.
+    /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
     pub fn zero_grads(&self) -> Result<()> {
+        if self.zeroed.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
         for u in self.units.iter().flatten() {
             if let Some(g) = &u.grads {
                 g.zero_set()?;

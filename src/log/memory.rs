@@ -225,6 +225,21 @@ pub fn reach_bytes() -> Option<u64> {
     limits::available(root).map(|free| free + limits::own(root).unwrap_or(0))
 }
 
+/// Whether the limit on addresses (`ulimit -v`) leaves a new thread its stack and what the system maps beside it, for
+/// which there is no error to return: a thread that starts without it ends the process.
+///
+/// # Errors
+/// It does not.
+pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
+    const BESIDE: u64 = 1 << 20;
+    match limits::addresses(Path::new("/")) {
+        Some(left) if left < stack as u64 + BESIDE => {
+            Err(std::io::Error::other(format!("the limit on addresses leaves {left} bytes")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// A line "KEY  N kB" of a file of the system, in bytes.
 fn field(file: &str, key: &str) -> Option<u64> {
     limits::field(Path::new(file), key)

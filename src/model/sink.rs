@@ -100,7 +100,8 @@ impl<'a> Sink<'a> {
         }
     }
 
-    fn flat(&self, unit: usize) -> Result<&Tensor> {
+    /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
+    pub fn flat(&self, unit: usize) -> Result<&Tensor> {
         match self.grads.get(unit) {
             Some(Some(flat)) => Ok(flat),
             _ => candle_core::bail!("no gradient buffer for unit {unit}"),

@@ -3,7 +3,7 @@
 mod offload;
 mod schedule;
 
-pub use offload::PIECE;
+pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
@@ -11,6 +11,7 @@ use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
+use std::sync::atomic::Ordering;
 
 /// Global L2 norm of all gradients.
 pub fn grad_norm(params: &Params) -> Result<f64> {
@@ -47,6 +48,7 @@ pub struct Optimizer {
     weight_decay: f64,
     /// Values that are on their way to or from the host at once, where the states live there.
     piece: usize,
+    staged: offload::Staged,
 }
 
 impl Optimizer {
@@ -71,35 +73,40 @@ impl Optimizer {
                 }),
             }
         }
-        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
+        let on_cpu = params.units.iter().flatten().all(|u| u.compute.device().is_cpu());
+        let piece = if on_cpu { PIECE } else { STAGED };
+        let staged = offload::Staged::default();
+        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece, staged }
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards.
+    /// compute with is up to date afterwards. On CUDA the gradients are then zero.
     pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
+        let numbers = |s: &ParamGroup| AdamW {
+            lr: lr(s.peak) * s.lr_scale,
+            betas: self.betas,
+            eps: self.eps,
+            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+            t,
+            grad_scale,
+        };
+        if params.offloaded {
+            let groups: Vec<_> = self.groups.iter().map(|s| (s, numbers(s))).collect();
+            return offload::step(params, &groups, self.piece, &self.staged);
+        }
         for s in &self.groups {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
             let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
                 candle_core::bail!("unit {} has no gradients or moments", s.unit);
             };
-            let k = AdamW {
-                lr: lr(s.peak) * s.lr_scale,
-                betas: self.betas,
-                eps: self.eps,
-                weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-                t,
-                grad_scale,
-            };
-            if params.offloaded {
-                let group = s.start..s.start + s.len;
-                offload::step(&unit.compute, grads, [&unit.master, m, v], group, self.piece, &k)?;
-                continue;
-            }
             let part = |x: &Tensor| x.narrow(0, s.start, s.len);
             // f32 weights are what the layers compute with
             let copy = if unit.compute.dtype() == DType::F32 { None } else { Some(part(&unit.compute)?) };
-            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &k)?;
+            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &numbers(s))?;
         }
+        // the groups are all that trains; between them nothing is ever added
+        let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        params.zeroed.store(grads.all(|g| !g.device().is_cpu()), Ordering::Relaxed);
         Ok(())
     }
 }

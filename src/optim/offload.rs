@@ -9,43 +9,121 @@
 //! there. The arithmetic is the CPU's, whatever the device, and by element: on the CPU a run with and one without
 //! offload have the same bits.
 //!
-//! A piece bounds what is on its way at once. The copies go through pageable memory and wait for one another: pinned
-//! buffers, and copies that hide behind the arithmetic, are not built yet.
+//! A piece bounds what is on its way at once. From and to CUDA pieces cross beside the arithmetic: while one is updated,
+//! the gradients of the next come and the values of the one before go.
 
+use super::{AdamW, ParamGroup};
+use crate::adapt::Params;
+use crate::adapt::params::Unit;
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{AdamW, adamw};
+use crate::kernel::optimizer::adamw;
 use crate::kernel::to_host;
 use candle_core::{DType, Result};
-use std::ops::Range;
 
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
+/// Values of a piece from and to CUDA, of which there are two each way.
+pub const STAGED: usize = PIECE / 4;
 
-/// One update of the `group` of a unit: `compute` and `grads` `[n]` on the device; master weights and both moments
-/// `[n]`, f32, on the host.
+/// Some values of a group, and their update.
+#[derive(Clone, Copy)]
+struct Piece<'a> {
+    unit: &'a Unit,
+    start: usize,
+    len: usize,
+    k: AdamW,
+}
+
+impl Piece<'_> {
+    fn of(&self, t: &Tensor) -> Result<Tensor> {
+        t.narrow(0, self.start, self.len)
+    }
+
+    fn grads(&self) -> Result<Tensor> {
+        match &self.unit.grads {
+            Some(g) => self.of(g),
+            None => candle_core::bail!("no gradients to update with"),
+        }
+    }
+
+    /// Updates the states from gradients on the host; gives the new values.
+    fn update(&self, grads: &Tensor) -> Result<Tensor> {
+        let Some((m, v)) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let p = self.of(&self.unit.master)?;
+        adamw(&p, &self.of(m)?, &self.of(v)?, grads, None, &self.k)?;
+        Ok(p)
+    }
+}
+
+/// One update of groups whose master weights and moments live on the host, at most `piece` values at a time.
 pub(super) fn step(
-    compute: &Tensor,
-    grads: &Tensor,
-    states: [&Tensor; 3],
-    group: Range<usize>,
+    params: &Params,
+    groups: &[(&ParamGroup, AdamW)],
     piece: usize,
-    k: &AdamW,
+    staged: &Staged,
 ) -> Result<()> {
-    for start in group.clone().step_by(piece.max(1)) {
-        let len = piece.max(1).min(group.end - start);
-        let part = |x: &Tensor| x.narrow(0, start, len);
-        let [p, m, v] = states.map(part);
-        let p = p?;
-        adamw(&p, &m?, &v?, &to_host(part(grads)?.real()?)?.into(), None, k)?;
-        let values = match compute.dtype() {
-            // a tensor of its own: between devices candle copies all of what a view looks into
-            DType::F32 => p.force_contiguous()?,
-            dtype => p.to_dtype(dtype)?,
+    let mut pieces = Vec::new();
+    for (group, k) in groups {
+        let Some(Some(unit)) = params.units.get(group.unit) else { continue };
+        let end = group.start + group.len;
+        for start in (group.start..end).step_by(piece.max(1)) {
+            pieces.push(Piece { unit, start, len: piece.max(1).min(end - start), k: *k });
+        }
+    }
+    if pieces.first().is_some_and(|p| !p.unit.compute.device().is_cpu()) {
+        return staged.step(&pieces);
+    }
+    for p in &pieces {
+        let values = p.update(&to_host(p.grads()?.real()?)?.into())?;
+        let values = match p.unit.compute.dtype() {
+            // a tensor of its own: the master weights are another
+            DType::F32 => values.force_contiguous()?,
+            dtype => values.to_dtype(dtype)?,
         };
-        let to = compute.real()?;
-        to.slice_set(&values.real()?.to_device(to.device())?, 0, start)?;
+        p.unit.compute.slice_set(&values, 0, p.start)?;
     }
     Ok(())
+}
+
+/// The buffers that pieces cross by, made at the first step.
+#[derive(Debug, Default)]
+pub(super) struct Staged {
+    #[cfg(feature = "cuda")]
+    buffers: std::sync::Mutex<Option<crate::kernel::cuda::staging::Staging>>,
+}
+
+#[cfg(not(feature = "cuda"))]
+impl Staged {
+    fn step(&self, _: &[Piece<'_>]) -> Result<()> {
+        candle_core::bail!("a device that this build does not have")
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Staged {
+    fn step(&self, pieces: &[Piece<'_>]) -> Result<()> {
+        use crate::kernel::cuda::staging::Staging;
+        let Some(first) = pieces.first() else { return Ok(()) };
+        let (compute, longest) = (first.unit.compute.real()?, pieces.iter().map(|p| p.len).max());
+        let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let staging = match &mut *buffers {
+            Some(s) => s,
+            none => none.insert(Staging::new(compute.device(), longest.unwrap_or(1), compute.dtype())?),
+        };
+        staging.begin()?;
+        staging.fetch(0, first.grads()?.real()?)?;
+        for (i, p) in pieces.iter().enumerate() {
+            let grads = staging.fetched(i, p.len)?;
+            if let Some(next) = pieces.get(i + 1) {
+                staging.fetch(i + 1, next.grads()?.real()?)?;
+            }
+            let values = p.update(&grads.into())?;
+            let to = p.unit.compute.real()?;
+            staging.to_send(i, p.len)?.slice_set(&values.real()?.to_dtype(to.dtype())?, 0, 0)?;
+            staging.send(i, &to.narrow(0, p.start, p.len)?)?;
+        }
+        staging.end()
+    }
 }
 
 #[cfg(test)]
@@ -87,7 +165,8 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             let run = |offload: bool, piece: usize| -> anyhow::Result<Vec<Vec<f64>>> {
                 let p = params(dtype, offload)?;
-                let optimizer = Optimizer { piece, ..Optimizer::new(&p, &recipe.optimizer) };
+                let mut optimizer = Optimizer::new(&p, &recipe.optimizer);
+                optimizer.piece = piece;
                 assert_eq!(optimizer.groups.len(), 4);
                 for t in 1..=3 {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {

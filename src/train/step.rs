@@ -159,7 +159,7 @@ fn accumulate_scaled<'a>(
     let share = 1.0 / micros.len().max(1) as f64;
     let factor = s.loss_factor();
     let router = RouterLosses { aux: s.router.aux * share * factor, z: s.router.z * share * factor };
-    let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
+    let mut routings = Vec::new();
     for (rows, size) in &micros {
         if stop() {
             return Err(super::Error::Abandoned.into());
@@ -168,17 +168,22 @@ fn accumulate_scaled<'a>(
         let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
         let mut walk = Walk::chosen(s.decoder, lowest, &s.execution).router_losses(router).timed(times);
         losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
-        load.add(walk.routing());
-        if router != RouterLosses::default() {
-            let (aux, z) = walk.routing().losses()?;
-            router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
-        }
+        routings.push(walk.into_routing());
         first = (first.0 + size.tokens, first.1 + size.targets);
         #[cfg(test)]
         small_device::check(&s.execution, step)?;
     }
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()? * scale;
+    let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
+    for routing in routings {
+        let decided = routing.read()?;
+        load.add(&decided);
+        if router != RouterLosses::default() {
+            let (aux, z) = decided.losses()?;
+            router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
+        }
+    }
     let grad_norm = optim::grad_norm(s.params)? / factor;
     Ok(Summed { at, loss, router_losses, load, tokens, targets, reached: sink.reached(), grad_norm })
 }

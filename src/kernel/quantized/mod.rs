@@ -178,6 +178,11 @@ impl QuantizedMatrix {
         (&self.packed, &self.scales)
     }
 
+    /// The two values of each byte [256, 2], f32; those of 0 to 15 end with what the 16 codes stand for.
+    pub fn pairs(&self) -> &Tensor {
+        &self.book.pairs
+    }
+
     /// Bytes of codes and scales, the maps apart: those are shared by all matrices of a model.
     pub fn bytes(&self) -> usize {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
