@@ -132,9 +132,6 @@ impl Watch {
             memory::keep_within(plan.reused_within());
         }
         let before = (memory::live_bytes(), memory::device_bytes(&job.device));
-        if job.device.is_cpu() {
-            gemm::make_slabs();
-        }
         Self {
             plan: plan.clone(),
             planned,
@@ -181,6 +178,9 @@ impl Watch {
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;
+        if self.device.is_cpu() {
+            gemm::make_slabs();
+        }
         self.look();
     }
 
