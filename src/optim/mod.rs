@@ -7,15 +7,19 @@ pub use offload::PIECE;
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
+use crate::adapt::params::{Unit, common};
+use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
 
-/// Global L2 norm of all gradients.
-pub fn grad_norm(params: &Params) -> Result<f64> {
-    let grads: Vec<Tensor> = params.grads().into_iter().flatten().collect();
-    Ok(sum_squares(&grads)?.sqrt())
+/// The sum of squares of this rank's part of all gradients. Over all ranks they are every gradient's, split alike at
+/// every ZeRO stage.
+pub fn grad_squares(params: &Params) -> Result<f64> {
+    let mine = |u: &Unit| u.grads.as_ref().map(|g| g.of(u.part.clone()));
+    let grads: Vec<Tensor> = params.units.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
+    sum_squares(&grads)
 }
 
 /// The factor that brings a norm down to `clip` (0: no clipping), as `torch.nn.utils.clip_grad_norm_`.
@@ -75,31 +79,64 @@ impl Optimizer {
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards.
-    pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
-        for s in &self.groups {
-            let Some(Some(unit)) = params.units.get(s.unit) else { continue };
-            let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
-                candle_core::bail!("unit {} has no gradients or moments", s.unit);
-            };
-            let k = AdamW {
-                lr: lr(s.peak) * s.lr_scale,
-                betas: self.betas,
-                eps: self.eps,
-                weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-                t,
-                grad_scale,
-            };
-            if params.offloaded {
-                let group = s.start..s.start + s.len;
-                offload::step(&unit.compute, grads, [&unit.master, m, v], group, self.piece, &k)?;
-                continue;
+    /// compute with is up to date afterwards, on every rank.
+    ///
+    /// # Errors
+    /// A rank that is lost; a tensor operation that fails.
+    pub fn step(
+        &self,
+        params: &Params,
+        comm: &dyn Comm,
+        t: u64,
+        lr: Rate<'_>,
+        grad_scale: f64,
+    ) -> crate::Result<()> {
+        for (number, unit) in params.units.iter().enumerate() {
+            let Some(unit) = unit else { continue };
+            for s in self.groups.iter().filter(|s| s.unit == number) {
+                let k = AdamW {
+                    lr: lr(s.peak) * s.lr_scale,
+                    betas: self.betas,
+                    eps: self.eps,
+                    weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+                    t,
+                    grad_scale,
+                };
+                self.update(unit, s, params.offloaded, &k)?;
             }
-            let part = |x: &Tensor| x.narrow(0, s.start, s.len);
-            // f32 weights are what the layers compute with
-            let copy = if unit.compute.dtype() == DType::F32 { None } else { Some(part(&unit.compute)?) };
-            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &k)?;
+            if params.shard.stage >= 1 && params.shard.ranks > 1 {
+                // a copy: nobody reads a buffer that another writes
+                let mine = unit.compute.narrow(0, unit.part.start, unit.part.len())?;
+                let mine = mine.real()?.force_contiguous()?.into();
+                let parts = params.shard.parts(unit.len);
+                comm.gather(
+                    At::unit("the gathering of updated weights", number),
+                    mine,
+                    &parts,
+                    &unit.compute,
+                )?;
+            }
         }
         Ok(())
+    }
+
+    /// The update of what this rank holds of a group.
+    fn update(&self, unit: &Unit, s: &ParamGroup, offloaded: bool, k: &AdamW) -> Result<()> {
+        let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
+            candle_core::bail!("unit {} has no gradients or moments", s.unit);
+        };
+        let mine = common(&m.at, &(s.start..s.start + s.len));
+        if mine.is_empty() {
+            return Ok(());
+        }
+        let (master, grads) = (unit.master.of(mine.clone())?, grads.of(mine.clone())?);
+        let (m, v) = (m.of(mine.clone())?, v.of(mine.clone())?);
+        let compute = unit.compute.narrow(0, mine.start, mine.len())?;
+        if offloaded {
+            return offload::step(&compute, &grads, [&master, &m, &v], self.piece, k);
+        }
+        // f32 weights are what the layers compute with
+        let copy = if compute.dtype() == DType::F32 { None } else { Some(compute) };
+        adamw(&master, &m, &v, &grads, copy.as_ref(), k)
     }
 }

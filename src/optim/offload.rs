@@ -13,26 +13,23 @@
 //! buffers, and copies that hide behind the arithmetic, are not built yet.
 
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{AdamW, adamw};
+use crate::kernel::optimizer::{AdamW, adamw, by_pieces};
 use crate::kernel::to_host;
 use candle_core::{DType, Result};
-use std::ops::Range;
 
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
 
-/// One update of the `group` of a unit: `compute` and `grads` `[n]` on the device; master weights and both moments
-/// `[n]`, f32, on the host.
+/// One update of values that take one learning rate: `compute` and `grads` `[n]` on the device; master weights and both
+/// moments `[n]`, f32, on the host.
 pub(super) fn step(
     compute: &Tensor,
     grads: &Tensor,
     states: [&Tensor; 3],
-    group: Range<usize>,
     piece: usize,
     k: &AdamW,
 ) -> Result<()> {
-    for start in group.clone().step_by(piece.max(1)) {
-        let len = piece.max(1).min(group.end - start);
+    by_pieces(compute.elem_count(), piece, &|start, len| {
         let part = |x: &Tensor| x.narrow(0, start, len);
         let [p, m, v] = states.map(part);
         let p = p?;
@@ -43,9 +40,8 @@ pub(super) fn step(
             dtype => p.to_dtype(dtype)?,
         };
         let to = compute.real()?;
-        to.slice_set(&values.real()?.to_device(to.device())?, 0, start)?;
-    }
-    Ok(())
+        to.slice_set(&values.real()?.to_device(to.device())?, 0, start)
+    })
 }
 
 #[cfg(test)]
@@ -71,7 +67,13 @@ mod tests {
             matrix: true,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
-        let p = Params::new(tensors, 2, dtype, &Device::Cpu, Allocate { train: true, offload })?;
+        let p = Params::new(
+            tensors,
+            2,
+            dtype,
+            &Device::Cpu,
+            Allocate { train: true, offload, ..Allocate::default() },
+        )?;
         for (i, [a, b]) in SIZES.iter().enumerate() {
             p.set(i, randn(i as u64, (*a, *b), DType::F32)?.real()?)?;
         }
@@ -93,7 +95,7 @@ mod tests {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;
                     }
-                    optimizer.step(&p, t, &|_| 1e-2, 0.7)?;
+                    optimizer.step(&p, &crate::comm::alone(), t, &|_| 1e-2, 0.7)?;
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {
