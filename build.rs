@@ -113,7 +113,7 @@ mod cuda {
 
     impl Compiler {
         fn find() -> Result<Self> {
-            let home = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(|v| std::env::var_os(v));
+            let home = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(std::env::var_os);
             let beside = home.map(|h| PathBuf::from(h).join("bin/nvcc")).filter(|p| p.exists());
             let nvcc =
                 std::env::var_os("NVCC").map(PathBuf::from).or(beside).unwrap_or_else(|| "nvcc".into());

@@ -4,9 +4,9 @@
 
 For each shape: what the plan said before the model was loaded, what the engine's allocations came to at their
 fullest, and, with what the allocator holds, the largest resident size of the process less what it held before
-loading. A mixture's plan is of tokens spread evenly over the experts; "routing" is what it says may come to it where they
-are not, and less is taken where experts stay idle. Shapes whose rows are one token over and over send all tokens to the
-same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
+loading. A mixture's plan is of tokens spread evenly over the experts, beside a reserve for where they are not, which it
+tells apart: "routing" says how much of the reserve was taken, and "apart" is what lies outside of the two. Less than the plan is
+taken where experts stay idle. Shapes whose rows are one token over and over send all tokens to the same experts. --budgets runs each of the smaller shapes again with less memory than it took, and says
 whether the process kept within. Needs 4 GiB of memory and Python's standard library.
 """
 import argparse
@@ -163,6 +163,11 @@ def budgets(ft, names):
     print(f"\nat the most {100 * worst:.1f}% of the budget")
 
 
+def beside(taken, planned, reserve):
+    """Share of the plan by which what was taken lies outside of it."""
+    return (taken - min(max(taken, planned), planned + reserve)) / planned
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("ft")
@@ -179,10 +184,11 @@ def main():
         planned, counted, ours, process, memory, plan = run(a.ft, *SHAPES[name])
         reserve = plan["device"].get("routing_reserve", 0)
         mixture = "experts" in json.dumps(SHAPES[name][0])
-        apart = [counted / planned - 1, process / ours - 1]
+        # a plan with a reserve is met from its bytes without to those with it
+        apart = [beside(counted, planned, reserve), beside(process, ours, reserve)]
         worst[mixture] = [max(w, abs(x)) for w, x in zip(worst[mixture], apart)]
         over = max(over, counted / (planned + reserve) - 1)
-        told = f"up to {100 * reserve / planned:+.2f}%" if mixture else ""
+        told = f"{100 * (counted / planned - 1):+.2f}% of up to {100 * reserve / planned:+.2f}%" if reserve else ""
         print(f"| {name} | {planned / GIB:.3f} GiB | {counted / GIB:.3f} GiB | {100 * apart[0]:+.2f}% | "
               f"{ours / GIB:.3f} GiB | {process / GIB:.3f} GiB | {100 * apart[1]:+.2f}% | {told} |", flush=True)
         if a.details:

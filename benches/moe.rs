@@ -81,7 +81,15 @@ fn main() -> Result<()> {
     let router = make.linear(EXPERTS, WIDTH)?;
     let experts = (0..EXPERTS).map(|_| make.mlp(INNER)).collect::<Result<_>>()?;
     let alike = vec![1; EXPERTS];
-    let mixture = Mixture { router, experts, alike, shared: None, top_k: TOP_K, normalise: true };
+    let mixture = Mixture {
+        router,
+        experts,
+        alike,
+        shared: None,
+        top_k: TOP_K,
+        normalise: true,
+        banks: Default::default(),
+    };
     let mixture_grads = make.grads()?;
     let mixture_count = make.next;
     let mut make = Maker::default();

@@ -2,12 +2,16 @@
 //!
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- tests/fixtures/reference
-//! gpu_check FIXTURES --device cpu      runs the same program on the CPU twice: a check of the program itself
+//! gpu_check FIXTURES kernels models      these parts alone, of kernels, four_bit, models, offload, speed
+//! gpu_check BIN instructions             each asm instruction against its twin on the host; BIN as `.ci/gpu bundle` makes it
+//! gpu_check FIXTURES cpu                 the same program on the CPU twice: a check of the program itself
 //! ```
 //!
 //! Prints one line a check (relative L2 distance, bar) and exits with 1 if any is over its bar.
 
 mod four_bit;
+#[cfg(feature = "cuda")]
+mod instructions;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
@@ -31,31 +35,66 @@ use std::path::{Path, PathBuf};
 /// Bar in f32 (TF32 is off) and in bf16, whose products are rounded to 8 bits of mantissa.
 const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
 
+/// What can be asked for alone; instructions are checked only where they are.
+const PARTS: [&str; 6] = ["instructions", "kernels", "four_bit", "models", "offload", "speed"];
+
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let fixtures = args.first().context("usage: gpu_check FIXTURES [--device cpu]")?;
-    let device = match args.iter().any(|a| a == "cpu") {
+    let [dir, asked @ ..] = args.as_slice() else { bail!("usage: gpu_check FIXTURES [PART ..] [cpu]") };
+    let dir = Path::new(dir);
+    if let Some(other) = asked.iter().find(|a| *a != "cpu" && !PARTS.contains(&a.as_str())) {
+        bail!("no part {other:?}; there are {PARTS:?}");
+    }
+    let device = match asked.iter().any(|a| a == "cpu") {
         true => Device::Cpu,
         false => ft::kernel::cuda::open(0).map_err(anyhow::Error::msg)?,
     };
+    let named = |part: &str| asked.iter().any(|a| a == part);
+    let all = !PARTS.iter().any(|p| named(p));
     let mut report = Report { over: 0, checks: 0 };
+    if named("instructions") {
+        check_instructions(&device, dir, &mut report)?;
+    }
     for (dtype, bar) in BARS {
-        ops(&device, dtype, bar, &mut report)?;
-        four_bit::check(&device, dtype, bar, &mut report)?;
+        if all || named("kernels") {
+            ops(&device, dtype, bar, &mut report)?;
+        }
+        if all || named("four_bit") {
+            four_bit::check(&device, dtype, bar, &mut report)?;
+        }
     }
-    four_bit::check(&device, DType::F16, 4e-3, &mut report)?;
-    let mut dirs: Vec<PathBuf> =
-        std::fs::read_dir(fixtures)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
-    dirs.sort();
-    for dir in &dirs {
-        model(dir, &device, &mut report)?;
+    if all || named("four_bit") {
+        four_bit::check(&device, DType::F16, 4e-3, &mut report)?;
     }
-    offload(dirs.first().context("no fixtures")?, &device, &mut report)?;
-    if device.is_cuda() {
+    if all || named("models") {
+        for model_dir in fixtures(dir)? {
+            model(&model_dir, &device, &mut report)?;
+        }
+    }
+    if all || named("offload") {
+        offload(fixtures(dir)?.first().context("no fixtures")?, &device, &mut report)?;
+    }
+    if (all && device.is_cuda()) || named("speed") {
         four_bit::speed(&device, &mut report)?;
     }
     println!("{} checks passed, {} failed", report.checks - report.over, report.over);
     if report.over > 0 { bail!("{} checks over their bar", report.over) } else { Ok(()) }
+}
+
+#[cfg(feature = "cuda")]
+fn check_instructions(device: &Device, dir: &Path, report: &mut Report) -> Result<()> {
+    instructions::check(device, dir, report)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn check_instructions(_: &Device, _: &Path, _: &mut Report) -> Result<()> {
+    bail!("instructions are a CUDA device's, and this is built without the `cuda` feature")
+}
+
+fn fixtures(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut dirs: Vec<PathBuf> = std::fs::read_dir(dir)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+    dirs.sort();
+    Ok(dirs)
 }
 
 struct Report {
@@ -162,7 +201,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
     out.push(("swiglu, dgate".into(), dgate));
     out.push(("swiglu, dup".into(), dup));
-    out.push(("swiglu, again".into(), swiglu::backward_again(&x, &up, &dh)?.2));
+    out.push(("swiglu, again".into(), swiglu::backward_again(&x, &up, dh.copy()?)?[2].clone()));
 
     let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
     let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
@@ -171,7 +210,9 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
         let how = Causal { seqs: &seqs, window, scale: 0.25 };
         let saved = attention::forward(&q3, &k, &v, &how)?;
         let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &how)?;
-        for (part, t) in [("o", saved.o), ("lse", saved.lse), ("dq", dq), ("dk", dk), ("dv", dv)] {
+        // [h, t] on CUDA
+        let lse = if device.is_cuda() { saved.lse.t()?.force_contiguous()? } else { saved.lse.clone() };
+        for (part, t) in [("o", saved.o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)] {
             out.push((format!("{name}, {part}"), t));
         }
     }
@@ -206,7 +247,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let gates = route::gates(&probs, &chosen, 3, true)?;
     let routed =
         route::RouterOutput { probs: &probs, lse: &lse, gates: &gates, chosen: &chosen, normalise: true };
-    let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1 };
+    let balance = route::Balance { dp: (0..10).map(f64::from).collect(), z: 0.1, on_device: None };
     let dlogits = route::backward(&routed, &wide(20, &[130, 3])?, Some(&balance))?;
     let groups = group::Groups::new(chosen.clone(), 3, 10, device)?;
     let (x, dy) = (randn(21, &[130, 96], dtype, device)?, randn(22, &[130, 96], dtype, device)?);
@@ -223,13 +264,14 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
 
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
+    // before the update, which leaves a device's gradients zero
+    let norm = sum_squares(std::slice::from_ref(&gr))?;
     let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
     let copy = Tensor::zeros(1000, dtype, device)?;
     adamw(&p, &m, &v, &gr, Some(&copy), &step)?;
     out.push(("adamw, copy".into(), copy));
     out.push(("adamw, weights".into(), p));
     out.push(("adamw, moments".into(), Tensor::cat(&[m, v], 0)?));
-    let norm = sum_squares(std::slice::from_ref(&gr))?;
     out.push(("sum of squares".into(), Tensor::new(&[norm as f32], device)?));
     Ok(out)
 }

@@ -12,6 +12,7 @@ use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
 pub const ALIGN: usize = 64;
@@ -94,8 +95,12 @@ impl Held {
         if here.is_empty() {
             return Ok(());
         }
-        let part = flat.narrow(0, here.start - slot.offset, here.len())?;
-        self.values.real()?.slice_set(&part, 0, here.start - self.at.start)
+        let to = self.values.real()?;
+        let part = match here == slot.range() {
+            true => flat.clone(),
+            false => flat.narrow(0, here.start - slot.offset, here.len())?.force_contiguous()?,
+        };
+        to.slice_set(&part.to_device(to.device())?, 0, here.start - self.at.start)
     }
 }
 
@@ -135,6 +140,8 @@ pub struct Params {
     pub offloaded: bool,
     /// What of it this rank holds.
     pub shard: Shard,
+    /// Whether all gradients are zero since an update that left them so.
+    pub zeroed: AtomicBool,
 }
 
 /// What is allocated beside the values that the layers compute with.
@@ -217,7 +224,7 @@ impl Params {
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units, offloaded: offload, shard })
+        Ok(Self { tensors, slots, units, offloaded: offload, shard, zeroed: AtomicBool::new(false) })
     }
 
     /// The buffers that hold a slot.
@@ -283,19 +290,15 @@ impl Params {
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
-        let flat = value
-            .to_device(unit.master.values.real()?.device())?
-            .to_dtype(DType::F32)?
-            .contiguous()?
-            .flatten_all()?;
+        // rounded where the value is, which is the host nearly always
+        let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         if flat.elem_count() != slot.rows * slot.cols {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }
         unit.master.set(slot, &flat)?;
         if unit.compute.dtype() != DType::F32 || self.offloaded {
-            let compute = unit.compute.real()?;
-            let rounded = flat.to_dtype(compute.dtype())?.to_device(compute.device())?;
-            compute.slice_set(&rounded, 0, slot.offset)?;
+            let to = unit.compute.real()?;
+            to.slice_set(&flat.to_dtype(to.dtype())?.to_device(to.device())?, 0, slot.offset)?;
         }
         Ok(())
     }
@@ -316,8 +319,11 @@ impl Params {
         self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
-    /// Sets all gradients to zero.
+    /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
     pub fn zero_grads(&self) -> Result<()> {
+        if self.zeroed.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
         for u in self.units.iter().flatten() {
             if let Some(g) = &u.grads {
                 g.values.zero_set()?;

@@ -17,7 +17,7 @@ pub mod run;
 pub mod schema;
 
 use crate::error::Error;
-use crate::log::{color_on_stderr, escape, panics, tell, tell_escaped};
+use crate::log::{color_on_stderr, escape, memory, panics, tell, tell_escaped};
 use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
@@ -107,7 +107,9 @@ pub fn main() -> ExitCode {
     if !is_limited() {
         return ExitCode::from(work());
     }
-    let code = match std::thread::Builder::new().stack_size(STACK).spawn(work) {
+    let thread = memory::room_for_thread(STACK)
+        .and_then(|()| std::thread::Builder::new().stack_size(STACK).spawn(work));
+    let code = match thread {
         // a panic was told
         Ok(thread) => thread.join().unwrap_or(crate::ExitCode::Internal as u8),
         Err(e) => {

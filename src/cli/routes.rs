@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
             let batch = Batch::new(&job.config, step::host(&m), (0, 0), None, &job.device)?;
             let mut walk = Walk::new(&decoder, None, 0);
             walk.hidden(&batch)?;
-            load.add(walk.routing());
+            load.add(&walk.routing().read()?);
             tokens += m.ids.len();
         }
         bar.inc(chunk.len() as u64);

@@ -6,6 +6,7 @@ use super::gate::{self, Gate, Piece};
 use super::marks::jinja;
 use super::messages::Chat;
 use super::notes::Note;
+use super::plain;
 use super::spans::{self, Marked};
 use minijinja::Value as Jinja;
 use serde_json::{Map, Value};
@@ -28,7 +29,7 @@ impl Tokenizer {
         let template = self.template().map_err(|e| e.to_string())?;
         let origin = |message| Error::Template { origin: template.origin().into(), line: 0, message };
         let variables = [self.variables(None), self.variables(Some(vars))];
-        let plain: Vec<Jinja> = chat.messages.iter().map(jinja).collect();
+        let messages: Vec<Jinja> = chat.messages.iter().map(jinja).collect();
         let tools = chat.tools.as_ref().map_or(Jinja::from(()), jinja);
         // the template's own words, with its line, when it is the conversation itself that fails
         let raised = RefCell::new(None);
@@ -40,20 +41,28 @@ impl Tokenizer {
                 text
             })
         };
-        let first = template.render(&plain, &tools, false, &variables[1]).map_err(|e| e.to_string())?;
+        let first = template.render(&messages, &tools, false, &variables[1]).map_err(|e| e.to_string())?;
         let (text, generation) = first;
         let pieces = gate::pieces(chat);
         let parts = (chat.messages.as_slice(), chat.tools.as_ref());
-        let marked = Marked::all(parts, (&plain, &tools), &pieces, &text, &render);
-        let gate = Gate { chat, text: &text, plain: &plain, tools: &tools, render: &render };
-        gate.check(&pieces, marked.as_ref(), notes)?;
+        // where the template says itself what is supervised, marks are for the gate alone
+        let by_itself = !supervise || template.has_generation() && chat.unsupervised.is_empty();
+        let proven = by_itself && plain::proven(chat, &pieces, &text, template, &variables[1]);
+        let marked = match proven {
+            true => None,
+            false => Marked::all(parts, (&messages, &tools), &pieces, &text, &render),
+        };
+        if !proven {
+            let gate = Gate { chat, text: &text, plain: &messages, tools: &tools, render: &render };
+            gate.check(&pieces, marked.as_ref(), notes)?;
+        }
         if !supervise {
             return Ok((text, Vec::new()));
         }
         let spans = if template.has_generation() {
             without(chat, generation, &pieces, marked.as_ref())?
         } else {
-            let spans = spans::assistant(&chat.messages, (&plain, &tools), &text, marked, &render);
+            let spans = spans::assistant(&chat.messages, (&messages, &tools), &text, marked, &render);
             let spans = spans.map_err(|message| match raised.take() {
                 Some(e) if e == message => e,
                 _ => origin(by_name(chat, message)).to_string(),

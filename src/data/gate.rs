@@ -15,7 +15,7 @@
 //! Names and ids that link messages (`tool_call_id`, the `id` of a call) are no text.
 
 use super::json::escaped;
-use super::marks::{Rendered, Spot, jinja, mark, with_marks};
+use super::marks::{Rendered, Spot, field, jinja, mark, with_marks};
 use super::messages::Chat;
 use super::notes::Note;
 use super::row_keys::{REASONING, is_message_key, says_nothing};
@@ -35,6 +35,8 @@ const CLOSING: &[&str] = &[
     "◁/think▷",
     "<|END_THINKING|>",
 ];
+/// The last byte of each of them.
+const LAST_BYTES: &[u8] = b">]\xB7";
 /// Renderings that look for a message in a shorter conversation.
 const SHORTER: usize = 4;
 
@@ -58,13 +60,19 @@ enum Kind {
 }
 
 impl Piece {
-    fn of<'a>(&self, chat: &'a Chat) -> &'a str {
+    /// Whether it is what a message says, and no thought before it.
+    pub fn is_content(&self) -> bool {
+        self.kind == Kind::Content
+    }
+
+    /// The string.
+    pub fn of<'a>(&self, chat: &'a Chat) -> &'a str {
         let value = match self.message {
             Some(i) => chat.messages.get(i),
             None => chat.tools.as_ref(),
         };
-        let field = value.and_then(|v| v.pointer(&self.spot.pointer)).and_then(Value::as_str);
-        field.and_then(|f| f.get(self.start..self.spot.at)).unwrap_or_default()
+        let text = value.and_then(|v| field(v, &self.spot.pointer)).and_then(Value::as_str);
+        text.and_then(|f| f.get(self.start..self.spot.at)).unwrap_or_default()
     }
 
     /// The path of the piece inside its row.
@@ -106,6 +114,10 @@ pub(super) fn pieces(chat: &Chat) -> Vec<Piece> {
                 add("/content".into(), content, answer, content.len(), Kind::Content);
             }
         }
+        // each has a role and a content, and most have nothing else
+        if message.as_object().is_some_and(|m| m.len() <= 2) {
+            continue;
+        }
         for key in REASONING {
             if let Some(text) = message.get(*key).and_then(Value::as_str) {
                 add(format!("/{key}"), text, 0, text.len(), Kind::Reasoning);
@@ -142,6 +154,9 @@ pub(super) fn pieces(chat: &Chat) -> Vec<Piece> {
 
 /// Where the thoughts in an assistant's text begin and end, and where its answer begins.
 fn thoughts(content: &str) -> Option<(usize, usize, usize)> {
+    if !content.bytes().any(|b| LAST_BYTES.contains(&b)) {
+        return None;
+    }
     let (end, closing) = CLOSING.iter().filter_map(|c| Some((content.rfind(c)?, *c))).max()?;
     let opening = closing.replacen(['/'], "", 1).replace("END", "START");
     let head = &content[..end];

@@ -6,17 +6,60 @@
 use super::messages::Chat;
 use super::notes::Note;
 use super::tokenizer::Encoded;
-use regex::Regex;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::OnceLock;
 
-/// What markers look like: `<|im_end|>`, `<｜User｜>`, `<start_of_turn>`, `</s>`, `[INST]`.
-fn look() -> Option<&'static Regex> {
-    static LOOK: OnceLock<Option<Regex>> = OnceLock::new();
-    let pattern = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?(?:s|bos|eos|sop|eop|pad|unk|start_of_[a-z]+|end_of_[a-z]+|[a-z]+_start|[a-z]+_end|extra_id_\d+)>|\[/?[A-Z][A-Z_]{1,30}\]|\[gMASK\]";
-    LOOK.get_or_init(|| Regex::new(pattern).ok()).as_ref()
+/// The marker that `text` begins with, as its number of bytes: `<|im_end|>`, `<｜User｜>`, `</s>`, `<start_of_turn>`,
+/// `[INST]`.
+fn marker(text: &str) -> Option<usize> {
+    let len = |rest: &str| text.len() - rest.len();
+    for (open, bar) in [("<|", '|'), ("<｜", '｜')] {
+        let Some(rest) = text.strip_prefix(open) else { continue };
+        let stop = rest.find(|c: char| c == bar || matches!(c, '<' | '>') || c.is_whitespace())?;
+        let end = rest[stop..].strip_prefix(bar)?.strip_prefix('>')?;
+        return (1..=64).contains(&rest[..stop].chars().count()).then_some(len(end));
+    }
+    if let Some(rest) = text.strip_prefix('<') {
+        let rest = rest.strip_prefix('/').unwrap_or(rest);
+        let stop = rest.find(|c: char| !matches!(c, 'a'..='z' | '0'..='9' | '_'))?;
+        return is_name(&rest[..stop]).then_some(len(rest[stop..].strip_prefix('>')?));
+    }
+    let rest = text.strip_prefix('[')?;
+    if let Some(end) = rest.strip_prefix("gMASK]") {
+        return Some(len(end));
+    }
+    let rest = rest.strip_prefix('/').unwrap_or(rest);
+    let stop = rest.find(|c: char| !matches!(c, 'A'..='Z' | '_'))?;
+    let end = rest[stop..].strip_prefix(']')?;
+    ((2..=31).contains(&stop) && !rest.starts_with('_')).then_some(len(end))
+}
+
+/// Whether it is what markers between `<` and `>` are called.
+fn is_name(name: &str) -> bool {
+    let word =
+        |w: Option<&str>| w.is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_lowercase()));
+    let number = |n: &str| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit());
+    matches!(name, "s" | "bos" | "eos" | "sop" | "eop" | "pad" | "unk")
+        || ["start_of_", "end_of_"].iter().any(|p| word(name.strip_prefix(p)))
+        || ["_start", "_end"].iter().any(|p| word(name.strip_suffix(p)))
+        || name.strip_prefix("extra_id_").is_some_and(number)
+}
+
+/// Where the markers of a text stand.
+fn look(text: &str) -> Vec<Range<usize>> {
+    let (mut out, mut at) = (Vec::new(), 0);
+    while let Some(next) = text.as_bytes()[at..].iter().position(|b| matches!(b, b'<' | b'[')) {
+        at += next;
+        match marker(&text[at..]) {
+            None => at += 1,
+            Some(len) => {
+                out.push(at..at + len);
+                at += len;
+            }
+        }
+    }
+    out
 }
 
 /// Notes the markers of a text that are more tokens than one, where the template wrote them and not the conversation.
@@ -28,9 +71,8 @@ pub(super) fn note<'a>(
     specials: impl Iterator<Item = &'a str>,
     notes: &mut Vec<Note>,
 ) {
-    let mut found: Vec<Range<usize>> =
-        look().into_iter().flat_map(|l| l.find_iter(text)).map(|m| m.range()).collect();
-    for special in specials.filter(|s| !s.trim().is_empty()) {
+    let mut found = look(text);
+    for special in specials.filter(|s| !s.trim().is_empty() && marker(s) != Some(s.len())) {
         found.extend(text.match_indices(special).map(|(at, s)| at..at + s.len()));
     }
     let mut pieces: HashMap<&str, usize> = HashMap::new();
@@ -74,4 +116,64 @@ pub(super) fn cuts(encoded: &Encoded, spans: &[Range<usize>]) -> bool {
         encoded.offsets.get(next).is_some_and(|o| o.0 < edge)
     };
     spans.iter().any(|s| over(s.start) || over(s.end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::{Purpose, Stream};
+
+    /// What is looked for, as a regular expression.
+    const PATTERN: &str = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?(?:s|bos|eos|sop|eop|pad|unk|start_of_[a-z]+|end_of_[a-z]+|[a-z]+_start|[a-z]+_end|extra_id_[0-9]+)>|\[/?[A-Z][A-Z_]{1,30}\]|\[gMASK\]";
+
+    #[test]
+    fn markers_are_what_the_pattern_says() {
+        let regex = regex::Regex::new(PATTERN).unwrap();
+        let parts = [
+            "<|",
+            "|>",
+            "<",
+            ">",
+            "</",
+            "<｜",
+            "｜>",
+            "[",
+            "[/",
+            "]",
+            "im_end",
+            "｜",
+            "|",
+            "s",
+            "bos",
+            "start_of_",
+            "end_of_",
+            "_start",
+            "_end",
+            "extra_id_",
+            "7",
+            "turn",
+            "INST",
+            "A_B",
+            "_",
+            "gMASK",
+            " ",
+            "é",
+            "\u{a0}",
+            "X",
+            "word",
+            "<|im_end|>",
+        ];
+        let long = [63, 64, 65].map(|n| format!("<|{}|>[{}]", "é".repeat(n), "A".repeat(n - 33)));
+        let draw = |t: u64| {
+            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() * 6);
+            order.into_iter().map(|i| parts[i % parts.len()]).collect::<String>()
+        };
+        let mut seen = 0;
+        for text in (0..3000).map(draw).chain(long) {
+            let want: Vec<Range<usize>> = regex.find_iter(&text).map(|m| m.range()).collect();
+            assert_eq!(look(&text), want, "{text:?}");
+            seen += want.len();
+        }
+        assert!(seen > 10_000, "{seen}");
+    }
 }

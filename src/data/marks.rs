@@ -9,6 +9,7 @@ use serde_json::Value;
 const OPEN: char = '\u{FDD2}';
 const CLOSE: char = '\u{FDD3}';
 const DIGITS: u32 = 0xFDD4;
+const FIRST_BYTE: u8 = 0xEF;
 
 /// A place for a mark: a string inside a value, and the byte in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub(super) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, 
     // from behind, so that places stay where they are
     marks.sort_by_key(|(_, spot)| std::cmp::Reverse(spot.at));
     for (id, spot) in marks {
-        if let Some(Value::String(text)) = out.pointer_mut(&spot.pointer) {
+        if let Some(Value::String(text)) = field_mut(&mut out, &spot.pointer) {
             text.insert_str(spot.at, &mark(id));
         }
     }
@@ -35,9 +36,31 @@ pub(super) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, 
 pub(super) fn mark(id: usize) -> String {
     let mut out = String::from(OPEN);
     // 16 digits, each a noncharacter
-    out.extend(format!("{id:x}").chars().filter_map(|c| char::from_u32(DIGITS + c.to_digit(16)?)));
+    let digits = id.checked_ilog2().map_or(1, |n| n / 4 + 1);
+    let digit = |d: u32| char::from_u32(DIGITS + (id >> (4 * d)) as u32 % 16);
+    out.extend((0..digits).rev().filter_map(digit));
     out.push(CLOSE);
     out
+}
+
+/// The key that a pointer of one step names: what most are, and found without a copy.
+fn only_key(pointer: &str) -> Option<&str> {
+    pointer.strip_prefix('/').filter(|key| !key.bytes().any(|b| matches!(b, b'/' | b'~')))
+}
+
+/// What a pointer names in a value, as [`Value::pointer`].
+pub(super) fn field<'a>(value: &'a Value, pointer: &str) -> Option<&'a Value> {
+    match (value, only_key(pointer)) {
+        (Value::Object(map), Some(key)) => map.get(key),
+        _ => value.pointer(pointer),
+    }
+}
+
+fn field_mut<'a>(value: &'a mut Value, pointer: &str) -> Option<&'a mut Value> {
+    match only_key(pointer) {
+        Some(key) if value.is_object() => value.get_mut(key),
+        _ => value.pointer_mut(pointer),
+    }
 }
 
 /// A value as templates take it.
@@ -54,15 +77,25 @@ pub(super) struct Rendered {
 impl Rendered {
     pub fn new(marked: &str) -> Self {
         let mut this = Self { text: String::with_capacity(marked.len()), marks: Vec::new() };
-        let mut id = 0usize;
-        for c in marked.chars() {
+        let (mut id, mut from, mut at) = (0usize, 0, 0);
+        // all noncharacters of marks begin with this byte, and little else does
+        while let Some(next) = marked.as_bytes()[at..].iter().position(|b| *b == FIRST_BYTE) {
+            at += next;
+            let Some(c) = marked[at..].chars().next() else { break };
+            let end = at + c.len_utf8();
+            if is_reserved(c) {
+                this.text.push_str(&marked[from..at]);
+                from = end;
+            }
             match c {
                 OPEN => id = 0,
                 CLOSE => this.marks.push((id, this.text.len())),
                 c if is_reserved(c) => id = id << 4 | (c as u32).wrapping_sub(DIGITS) as usize & 15,
-                c => this.text.push(c),
+                _ => {}
             }
+            at = end;
         }
+        this.text.push_str(&marked[from..]);
         this
     }
 

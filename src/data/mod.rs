@@ -46,6 +46,7 @@ mod micro;
 mod notes;
 mod pack;
 mod pipeline;
+mod plain;
 mod reader;
 mod row_keys;
 mod spans;

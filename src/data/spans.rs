@@ -15,7 +15,7 @@
 //! Where the text does not agree, there is an error: never a mask that is a guess.
 
 use super::gate::Piece;
-use super::marks::{Rendered, Spot, jinja, mark, with_marks};
+use super::marks::{Rendered, Spot, field, jinja, mark, with_marks};
 use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::ops::Range;
@@ -67,7 +67,7 @@ fn unclear(i: usize, why: &str) -> String {
 
 /// What follows a mark inside its string.
 fn rest(message: &Value, spot: &Spot) -> String {
-    let field = message.pointer(&spot.pointer).and_then(Value::as_str).unwrap_or_default();
+    let field = field(message, &spot.pointer).and_then(Value::as_str).unwrap_or_default();
     field[spot.at..].trim_end().to_string()
 }
 
@@ -80,7 +80,7 @@ fn is_assistant(message: &Value) -> bool {
 fn spots(message: &Value) -> Vec<Spot> {
     let mut out = Vec::new();
     let end = |pointer: &str, out: &mut Vec<Spot>| {
-        if let Some(text) = message.pointer(pointer).and_then(Value::as_str)
+        if let Some(text) = field(message, pointer).and_then(Value::as_str)
             && !text.trim().is_empty()
         {
             out.push(Spot { pointer: pointer.into(), at: text.trim_end().len() });

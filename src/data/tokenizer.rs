@@ -8,10 +8,10 @@ use crate::store;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Text to token ids and back, conversations to text.
 pub struct Tokenizer {
@@ -27,8 +27,8 @@ pub struct Tokenizer {
     can_cut: bool,
     /// The text of the template file that was named.
     given: Option<String>,
-    /// Tokens beside the model's own, which stand for themselves.
-    added: HashSet<u32>,
+    /// Tokens beside the model's own, which stand for themselves; ascending.
+    added: Vec<u32>,
 }
 
 /// The first token ids of a text, and for each the bytes of the text that it stands for.
@@ -71,7 +71,7 @@ impl Tokenizer {
 
         let config_path = dir.join("tokenizer_config.json");
         let config = read_object(&config_path)?;
-        let mut specials = Variables::new();
+        let mut specials = BTreeMap::new();
         for source in [&read_object(&dir.join("special_tokens_map.json"))?, &config] {
             collect_specials(source, &mut specials);
         }
@@ -102,11 +102,12 @@ impl Tokenizer {
         eos.dedup();
         let hash = hasher.finalize().to_hex().to_string();
         let can_cut = pipeline.can_cut();
-        let added = inner.get_added_tokens_decoder().keys().copied().collect();
+        let mut added: Vec<u32> = inner.get_added_tokens_decoder().keys().copied().collect();
+        added.sort_unstable();
         Ok(Some(Self {
             inner,
             template,
-            specials,
+            specials: Arc::new(specials),
             eos,
             text_end,
             text_start,
@@ -173,7 +174,7 @@ impl Tokenizer {
     /// The bytes of `text` that a token stands for. An added token may take the white space around it along
     /// (`rstrip`): that is no part of what it says.
     fn bare(&self, text: &str, id: u32, (start, end): (usize, usize)) -> (usize, usize) {
-        match text.get(start..end).filter(|s| self.added.contains(&id) && !s.trim().is_empty()) {
+        match text.get(start..end).filter(|s| self.added.binary_search(&id).is_ok() && !s.trim().is_empty()) {
             Some(s) => (start + s.len() - s.trim_start().len(), end - (s.len() - s.trim_end().len())),
             None => (start, end),
         }
@@ -299,8 +300,8 @@ impl Tokenizer {
     /// The special tokens by their names, and the recipe's variables over them.
     pub(super) fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
         let mut out = self.specials.clone();
-        for (key, value) in vars.into_iter().flatten() {
-            out.insert(key.clone(), Jinja::from(Serde(value)));
+        if let Some(vars) = vars.filter(|v| !v.is_empty()) {
+            Arc::make_mut(&mut out).extend(vars.iter().map(|(k, v)| (k.clone(), Jinja::from(Serde(v)))));
         }
         out
     }
@@ -395,7 +396,7 @@ fn template_key(object: &Map<String, Value>, path: &Path) -> Result<Option<Templ
 }
 
 /// `bos_token`, `eos_token` and their like, which templates use by name.
-fn collect_specials(object: &Map<String, Value>, out: &mut Variables) {
+fn collect_specials(object: &Map<String, Value>, out: &mut BTreeMap<String, Jinja>) {
     for (key, value) in object {
         let text = match value {
             Value::String(s) => Some(s.as_str()),

@@ -4,7 +4,7 @@
 //! (`c += alpha a b`) and without candle's zero-filled output. On CUDA it is cuBLAS: through candle, and with
 //! accumulation through [`super::cuda`].
 
-pub use super::packing::{ghost_tiles, is_small, slabs, work};
+pub use super::packing::{ghost_tiles, make_slabs, slabs, work};
 
 use super::cpu::{Real, View, ghosts, in_place, is_native, on_real, tensor, view};
 use super::ghost::Ghost;

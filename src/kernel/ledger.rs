@@ -115,8 +115,6 @@ struct State {
     listed: HashSet<(Role, u64)>,
     role: Role,
     cost: Cost,
-    /// Operations of the smallest product; 0 for none.
-    least: f64,
     skewed: bool,
     /// How often what is done now is done.
     scale: f64,
@@ -204,8 +202,6 @@ pub struct Taken {
     pub listed: Vec<(Role, u64)>,
     /// Its work.
     pub cost: Cost,
-    /// Operations of its smallest product with a matrix; 0 for none.
-    pub least: f64,
 }
 
 /// The ledger. Cloning gives another handle of the same one.
@@ -259,13 +255,6 @@ impl Ledger {
     /// How often what is done now is done.
     pub fn scale(&self) -> f64 {
         self.state().scale
-    }
-
-    /// Writes the work of a product with a matrix down.
-    pub fn product(&self, cost: Cost) {
-        self.work(cost);
-        let mut s = self.state();
-        s.least = if s.least == 0.0 { cost.flops } else { s.least.min(cost.flops) };
     }
 
     /// Routes all tokens to the same experts from now on, or as many to each.
@@ -326,8 +315,8 @@ impl Ledger {
         }
         let mut listed: Vec<_> = s.listed.drain().collect();
         listed.sort_unstable();
-        let (cost, least) = (std::mem::take(&mut s.cost), std::mem::take(&mut s.least));
-        let taken = Taken { at_peak: s.at_peak, listed, cost, least };
+        let cost = std::mem::take(&mut s.cost);
+        let taken = Taken { at_peak: s.at_peak, listed, cost };
         (s.high, s.at_peak) = (s.sum, s.live);
         taken
     }

@@ -25,6 +25,7 @@ pub mod embed;
 pub mod gemm;
 pub mod ghost;
 pub mod group;
+pub mod grouped;
 pub mod ledger;
 pub mod loss;
 mod make;

@@ -3,6 +3,7 @@
 use super::ledger::{Cost, Ledger, Role};
 use crate::kernel::Tensor;
 use candle_core::Result;
+use std::mem::MaybeUninit;
 
 /// What the threads of [`super::gemm::by_tiles`] hold for a product [m, k] x [k, n], on ghosts: a tile each if they make it, and what
 /// its product packs; forward the tile is `transposed`.
@@ -43,9 +44,18 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     4 * (right + left) as u64
 }
 
-/// Bytes that the `gemm` crate keeps: a slab of the size of the second cache for each thread.
+/// Bytes that the `gemm` crate keeps where so many threads compute, and one that asks them to: a slab of the size of the
+/// second cache for each.
 pub fn slabs(threads: u64) -> u64 {
-    threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+    (threads + 1) * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+}
+
+/// Makes the slabs of the threads that compute, and of this one, which computes the small products itself. A slab is else
+/// made when its thread first comes to work, and which threads come is luck: what a run holds would be too.
+pub fn make_slabs() {
+    let make = || gemm_common::gemm::L2_SLAB.with_borrow_mut(|slab| slab.fill(MaybeUninit::new(0)));
+    rayon::broadcast(|_| make());
+    make();
 }
 
 /// Writes the work of `op(a) op(b)` down, for ghosts; `onto` is what it is added to.
@@ -57,12 +67,6 @@ pub fn work(a: &Tensor, ta: bool, b: &Tensor, onto: Option<&Tensor>) -> Result<(
     let onto = onto.and_then(Tensor::ghost).map_or(0.0, |c| 2.0 * c.weight_bytes());
     let flops = 2.0 * m as f64 * b.elem_count() as f64;
     let read = ga.weight_bytes() + gb.weight_bytes() + onto;
-    ga.ledger().product(Cost { flops, read, ..Cost::default() });
+    ga.ledger().work(Cost { flops, read, ..Cost::default() });
     Ok(())
-}
-
-/// Whether the `gemm` crate computes a product of so many operations on the thread that asks for it, which then keeps a
-/// slab too.
-pub fn is_small(flops: f64) -> bool {
-    flops < 2.0 * gemm_common::gemm::DEFAULT_THREADING_THRESHOLD as f64
 }

@@ -28,7 +28,7 @@ pub fn field(file: &Path, key: &str) -> Option<u64> {
 }
 
 /// What the limit on this process's address space (`ulimit -v`) leaves.
-fn addresses(root: &Path) -> Option<u64> {
+pub fn addresses(root: &Path) -> Option<u64> {
     let limits = std::fs::read_to_string(root.join("proc/self/limits")).ok()?;
     let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
     let soft: u64 = line.split_whitespace().next()?.parse().ok()?;

@@ -77,7 +77,16 @@ fn own_pages(layout: Layout) -> bool {
 
 impl Counting {
     /// A block by its layout; the caller's promise is [`GlobalAlloc::alloc`]'s.
+    #[inline]
     unsafe fn block(layout: Layout, zeroed: bool) -> *mut u8 {
+        if layout.size() < COUNTED && !zeroed {
+            // SAFETY: the caller's promise about `layout` is passed on.
+            let p = unsafe { System.alloc(layout) };
+            if p.is_null() {
+                failed(layout.size());
+            }
+            return p;
+        }
         let p = match (own_pages(layout), zeroed) {
             (true, _) => pool::alloc(layout.size(), zeroed, LIVE.load(Relaxed)),
             // SAFETY: the caller's promise about `layout` is passed on.
@@ -118,6 +127,14 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if layout.size() < COUNTED && size < COUNTED {
+            // SAFETY: `p` came from `System` with this layout; the caller promises a `size` above 0.
+            let new = unsafe { System.realloc(p, layout, size) };
+            if new.is_null() {
+                failed(size);
+            }
+            return new;
+        }
         // SAFETY: the caller promises a `size` that makes a layout.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         let new = match (own_pages(layout), own_pages(wanted)) {
@@ -206,6 +223,21 @@ pub fn available_bytes() -> Option<u64> {
 pub fn reach_bytes() -> Option<u64> {
     let root = Path::new("/");
     limits::available(root).map(|free| free + limits::own(root).unwrap_or(0))
+}
+
+/// Whether the limit on addresses (`ulimit -v`) leaves a new thread its stack and what the system maps beside it, for
+/// which there is no error to return: a thread that starts without it ends the process.
+///
+/// # Errors
+/// It does not.
+pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
+    const BESIDE: u64 = 1 << 20;
+    match limits::addresses(Path::new("/")) {
+        Some(left) if left < stack as u64 + BESIDE => {
+            Err(std::io::Error::other(format!("the limit on addresses leaves {left} bytes")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A line "KEY  N kB" of a file of the system, in bytes.

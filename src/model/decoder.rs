@@ -181,7 +181,16 @@ impl<'a> Builder<'a> {
                     None => None,
                 };
                 let (experts, top_k, normalise) = (built, moe.top_k, moe.normalise);
-                FeedForward::Mixture(Box::new(Mixture { router, experts, alike, shared, top_k, normalise }))
+                let banks = std::sync::Arc::default();
+                FeedForward::Mixture(Box::new(Mixture {
+                    router,
+                    experts,
+                    alike,
+                    shared,
+                    top_k,
+                    normalise,
+                    banks,
+                }))
             }
             (FeedForwardTree::Mixture { .. }, None) => {
                 return Err(

@@ -294,17 +294,39 @@ impl Linear {
         sink: &Sink<'_>,
         dx: Option<Tensor>,
     ) -> Result<Tensor> {
+        let like = saved.x.as_ref().unwrap_or(dy);
+        let (dx, later) = self.backward_input(saved, like, dy, ctx, sink, dx)?;
+        match (later, &saved.x) {
+            (None, _) => {}
+            (Some(later), Some(x)) => later.add(x, sink)?,
+            (Some(_), None) => candle_core::bail!("backward without the input"),
+        }
+        Ok(dx)
+    }
+
+    /// As [`Linear::backward`], but for the gradients that need the input: they are what comes beside the input's gradient,
+    /// and wait for it. `like` is of the input's shape and dtype.
+    pub fn backward_input(
+        &self,
+        saved: &Saved,
+        like: &Tensor,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        dx: Option<Tensor>,
+    ) -> Result<(Tensor, Option<Later>)> {
         if let Some(slot) = self.bias_slot {
             sink.column_sums(slot, dy)?;
         }
-        if let (Some(slot), Some(x)) = (self.weight_slot, &saved.x) {
-            sink.product(slot, dy, x, 1.0)?;
-        }
-        let Some(lora) = &self.lora else { return self.weight.backward(dy, dx) };
-        let (Some((a_slot, b_slot)), Some(x), Some(u)) = (lora.slots, &saved.x, &saved.u) else {
+        let weight = self.weight_slot.map(|slot| (slot, dy.clone()));
+        let Some(lora) = &self.lora else {
+            let dx = self.weight.backward(dy, dx)?;
+            return Ok((dx, weight.map(|w| Later { weight: Some(w), a: None })));
+        };
+        let (Some((a_slot, b_slot)), Some(u)) = (lora.slots, &saved.u) else {
             candle_core::bail!("backward through an adapter that does not train");
         };
-        let mask = lora.mask(x, ctx)?;
+        let mask = lora.mask(like, ctx)?;
         let k = mask.as_ref().map_or(1.0, |(_, k)| *k);
         let dz = match &saved.dora {
             None => dy.clone(),
@@ -319,15 +341,13 @@ impl Linear {
         // s du is rounded where that costs nothing; `rest` is the factor that it lacks
         let du = gemm::matmul(&dz, false, &lora.b, false)?;
         let (du, rest) = if is_half(&du) { (du, lora.scale * k) } else { ((du * lora.scale)?, 1.0) };
-        match mask {
+        let (dx, mask) = match mask {
             None => {
-                sink.product(a_slot, &du, x, rest)?;
                 let dx = self.weight.backward(&dz, dx)?;
                 gemm::matmul_acc(&dx, &du, false, &lora.a, false, rest)?;
-                Ok(dx)
+                (dx, None)
             }
             Some((m, _)) => {
-                sink.product(a_slot, &du, &m.of(x)?, rest)?;
                 let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
@@ -338,8 +358,32 @@ impl Linear {
                     dxd = self.weight.backward(&difference, Some(dxd))?;
                 }
                 let dx = self.weight.backward(dy, dx)?;
-                m.add(dxd, dx)
+                (m.add(dxd, dx)?, Some(m))
             }
+        };
+        Ok((dx, Some(Later { weight, a: Some((a_slot, du, rest, mask)) })))
+    }
+}
+
+/// The gradients of a linear that need its input.
+#[derive(Debug)]
+pub struct Later {
+    /// Of the matrix, with the output's gradient.
+    weight: Option<(Slot, Tensor)>,
+    /// Of A, with that of its output, a factor, and dropout's mask.
+    a: Option<(Slot, Tensor, f64, Option<Mask>)>,
+}
+
+impl Later {
+    /// Adds them, for the input `x` [t, i].
+    pub fn add(self, x: &Tensor, sink: &Sink<'_>) -> Result<()> {
+        if let Some((slot, dy)) = self.weight {
+            sink.product(slot, &dy, x, 1.0)?;
+        }
+        match self.a {
+            None => Ok(()),
+            Some((slot, du, rest, None)) => sink.product(slot, &du, x, rest),
+            Some((slot, du, rest, Some(m))) => sink.product(slot, &du, &m.of(x)?, rest),
         }
     }
 }

@@ -62,16 +62,21 @@ impl Mlp {
         Ok((y, Saved { linears: [gs, us, ds], gate, up }))
     }
 
-    /// Backward: the gradient of the input.
+    /// Backward: the gradient of the input. What entered the down projection is made again beside the gradients of gate and
+    /// up, so that projection's own gradients come after that of its input.
     pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
-        let [gs, us, mut ds] = s.linears;
-        if self.down.needs_input() {
-            ds.x = Some(swiglu::forward(&s.gate, &s.up)?);
-        }
-        let dh = self.down.backward(&ds, dy, ctx, sink, None)?;
+        let [gs, us, ds] = s.linears;
+        let (dh, later) = self.down.backward_input(&ds, &s.gate, dy, ctx, sink, None)?;
         drop(ds);
-        let (dg, du) = swiglu::backward(&s.gate, &s.up, &dh)?;
-        drop((dh, s.gate, s.up));
+        let (dg, du) = match later {
+            None => swiglu::backward(&s.gate, &s.up, &dh)?,
+            Some(later) => {
+                let [dg, du, h] = swiglu::backward_again(&s.gate, &s.up, dh)?;
+                later.add(&h, sink)?;
+                (dg, du)
+            }
+        };
+        drop((s.gate, s.up));
         let dx = self.gate.backward(&gs, &dg, ctx, sink, None)?;
         self.up.backward(&us, &du, ctx, sink, Some(dx))
     }

@@ -13,6 +13,7 @@ pub mod batch;
 pub mod config;
 pub mod decoder;
 pub mod embedding;
+pub mod experts;
 pub mod family;
 pub mod head;
 pub mod layer;

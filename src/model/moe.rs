@@ -7,21 +7,26 @@
 //!
 //! What was decided is a value ([`Groups`]): a layer that is computed again takes it over.
 //!
+//! On CUDA routing stays on the device, and the experts are computed together ([`super::experts`]); those that have no such
+//! products one after the other, by lists of the host.
+//!
 //! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
 
 use super::batch::Context;
+use super::experts::{self, Banks};
 use super::linear::{self, Linear};
 use super::mlp::{self, Mlp};
 use super::sink::Sink;
 use crate::kernel::Tensor;
-use crate::kernel::group::{self, ExpertRows, Groups};
+use crate::kernel::group::{self, ExpertRows, Groups, Sorted};
+use crate::kernel::route::cuda::Routed;
 use crate::kernel::route::{self, Balance, RouterOutput};
 use crate::kernel::swiglu;
 use crate::kernel::tensor::On;
 use crate::kernel::upcast;
 use candle_core::Result;
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Router and experts of one layer.
 #[derive(Clone, Debug)]
@@ -38,6 +43,8 @@ pub struct Mixture {
     pub top_k: usize,
     /// Whether a token's gates are scaled to sum to one.
     pub normalise: bool,
+    /// The experts for products of all of them together: made when they are first needed.
+    pub banks: Arc<OnceLock<Banks>>,
 }
 
 /// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
@@ -80,6 +87,9 @@ impl Shared {
     }
 }
 
+/// What a bug of the walk would be.
+const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
+
 /// What the backward pass needs, and what the losses on the router are computed from.
 #[derive(Debug)]
 pub struct Saved {
@@ -91,17 +101,33 @@ pub struct Saved {
     pub lse: Tensor,
     gates: Tensor,
     router: linear::Saved,
-    /// Of the experts that have tokens.
-    experts: Vec<mlp::Saved>,
-    /// Their outputs, [rows, d] each, before the gates.
-    out: Vec<Tensor>,
+    experts: Experts,
     shared: Option<SharedSaved>,
+}
+
+/// What the backward pass of the experts needs.
+#[derive(Debug)]
+enum Experts {
+    /// Of those that have tokens, and their outputs, [rows, d] each, before the gates.
+    Each(Vec<mlp::Saved>, Vec<Tensor>),
+    /// Of all of them together.
+    Together(Box<experts::Saved>),
+}
+
+impl Saved {
+    /// What routing decided, where that is on the device.
+    pub fn routed(&self) -> Option<(&Sorted, Routed)> {
+        let sorted = self.groups.sorted()?;
+        let (chosen, probs) = (sorted.chosen.clone(), self.probs.clone());
+        Some((sorted, Routed { chosen, probs, lse: self.lse.clone(), gates: self.gates.clone() }))
+    }
 }
 
 impl Mixture {
     /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
     pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
         let mut experts = self.experts.clone();
+        // those that are computed together are dequantized where they are multiplied
         for run in groups.runs() {
             experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
         }
@@ -113,6 +139,7 @@ impl Mixture {
             experts,
             shared: shared.transpose()?,
             alike: self.alike.clone(),
+            banks: Arc::clone(&self.banks),
             ..*self
         })
     }
@@ -126,16 +153,27 @@ impl Mixture {
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
     pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
         let s = self.recompute(x, ctx, replay)?;
-        let mut y = s.groups.combine(&s.out, Some(&s.gates), x.dtype())?;
-        if let Some(s) = &s.shared {
-            y = (y + s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?)?)?;
-        }
+        let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
+        let shared = s.shared.as_ref().map(open).transpose()?;
+        let y = match (&s.experts, s.groups.sorted()) {
+            (Experts::Together(e), Some(sorted)) => {
+                sorted.combine(&e.out, Some(&s.gates), shared.as_ref())?
+            }
+            (Experts::Each(_, out), None) => {
+                let y = s.groups.combine(out, Some(&s.gates), x.dtype())?;
+                shared.map_or(Ok(y.clone()), |shared| y + shared)?
+            }
+            _ => candle_core::bail!("{OTHER}"),
+        };
         Ok((y, s))
     }
 
     /// What forward saves: all but the sum over the experts.
     pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
+        if self.together(x) {
+            return self.recompute_together(x, ctx, &logits, router, replay);
+        }
         let (probs, lse) = route::softmax(&logits)?;
         let groups = match replay {
             Some(g) => g,
@@ -163,7 +201,72 @@ impl Mixture {
         };
         let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        Ok(Saved { groups, probs, lse, gates, router, experts, out, shared })
+        Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Each(experts, out), shared })
+    }
+
+    /// Whether the experts are computed together.
+    fn together(&self, x: &Tensor) -> bool {
+        !x.device().is_cpu()
+            && self.top_k <= route::cuda::MOST
+            && experts::takes_all(&self.experts, x.dtype())
+    }
+
+    fn banks(&self, dtype: candle_core::DType) -> Result<&Banks> {
+        if self.banks.get().is_none() {
+            // another thread's are the same
+            let _ = self.banks.set(Banks::new(&self.experts, &self.alike, dtype)?);
+        }
+        self.banks.get().ok_or_else(|| candle_core::Error::msg("no banks of experts"))
+    }
+
+    fn recompute_together(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        logits: &Tensor,
+        router: linear::Saved,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<Saved> {
+        let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
+        let Routed { chosen, probs, lse, gates } =
+            route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
+        };
+        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Together(Box::new(out)), shared })
+    }
+
+    fn backward_together(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let routed = s.routed().map(|r| r.1);
+        let (Some(routed), Some(sorted), Experts::Together(saved)) = (routed, s.groups.sorted(), s.experts)
+        else {
+            candle_core::bail!("{OTHER}")
+        };
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        // outputs become their gradients, in place
+        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+        let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
+        let shared = match (&self.shared, s.shared) {
+            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
+            _ => None,
+        };
+        let dx = sorted.combine(&dx, None, shared.as_ref())?;
+        let extra = balance.and_then(|b| b.on_device.as_ref());
+        let z = balance.map_or(0.0, |b| b.z);
+        let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
     }
 
     /// Backward: the gradient of the input. `balance` is what losses on the router add.
@@ -175,14 +278,18 @@ impl Mixture {
         sink: &Sink<'_>,
         balance: Option<&Balance>,
     ) -> Result<Tensor> {
+        if matches!(s.experts, Experts::Together(_)) {
+            return self.backward_together(s, dy, ctx, sink, balance);
+        }
+        let Experts::Each(saved, out) = s.experts else { candle_core::bail!("{OTHER}") };
         let groups = &s.groups;
-        let dgates = groups.dots(&s.out, dy)?;
-        drop(s.out);
+        let dgates = groups.dots(&out, dy)?;
+        drop(out);
         let runs = groups.runs();
         for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
             self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
         }
-        let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(s.experts).collect();
+        let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(saved).collect();
         let on = dy.device();
         let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
             groups.times(&run, on, || {
@@ -317,7 +424,7 @@ mod tests {
         }
         let mlp = Mlp { gate: full(take()), up: full(take()), down: full(take()) };
         let shared = Some(Shared { mlp, gate: full(take()) });
-        Ok(Mixture { router, experts, alike: vec![1; E], shared, top_k, normalise })
+        Ok(Mixture { router, experts, alike: vec![1; E], shared, top_k, normalise, banks: Arc::default() })
     }
 
     /// Routing that no router of these would choose; expert 3 stays idle.

@@ -128,7 +128,8 @@ impl<'a> Sink<'a> {
         }
     }
 
-    fn flat(&self, unit: usize) -> Result<Tensor> {
+    /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
+    pub fn flat(&self, unit: usize) -> Result<Tensor> {
         match &self.grads {
             Buffers::Kept(grads) => {
                 if let Some(Some(flat)) = grads.get(unit) {

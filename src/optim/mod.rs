@@ -3,16 +3,18 @@
 mod offload;
 mod schedule;
 
-pub use offload::PIECE;
+pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
-use crate::adapt::params::{Unit, common};
+use crate::adapt::params::{Held, Unit, common};
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 /// The sum of squares of this rank's part of all gradients. Over all ranks they are every gradient's, split alike at
 /// every ZeRO stage.
@@ -51,6 +53,7 @@ pub struct Optimizer {
     weight_decay: f64,
     /// Values that are on their way to or from the host at once, where the states live there.
     piece: usize,
+    staged: offload::Staged,
 }
 
 impl Optimizer {
@@ -75,11 +78,14 @@ impl Optimizer {
                 }),
             }
         }
-        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece: PIECE }
+        let on_cpu = params.units.iter().flatten().all(|u| u.compute.device().is_cpu());
+        let piece = if on_cpu { PIECE } else { STAGED };
+        let staged = offload::Staged::default();
+        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece, staged }
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards, on every rank.
+    /// compute with is up to date afterwards, on every rank. On CUDA the gradients are then zero.
     ///
     /// # Errors
     /// A rank that is lost; a tensor operation that fails.
@@ -91,52 +97,86 @@ impl Optimizer {
         lr: Rate<'_>,
         grad_scale: f64,
     ) -> crate::Result<()> {
-        for (number, unit) in params.units.iter().enumerate() {
-            let Some(unit) = unit else { continue };
-            for s in self.groups.iter().filter(|s| s.unit == number) {
-                let k = AdamW {
-                    lr: lr(s.peak) * s.lr_scale,
-                    betas: self.betas,
-                    eps: self.eps,
-                    weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-                    t,
-                    grad_scale,
-                };
-                self.update(unit, s, params.offloaded, &k)?;
-            }
-            if params.shard.stage >= 1 && params.shard.ranks > 1 {
-                // a copy: nobody reads a buffer that another writes
-                let mine = unit.compute.narrow(0, unit.part.start, unit.part.len())?;
-                let mine = mine.real()?.force_contiguous()?.into();
-                let parts = params.shard.parts(unit.len);
-                comm.gather(
-                    At::unit("the gathering of updated weights", number),
-                    mine,
-                    &parts,
-                    &unit.compute,
-                )?;
-            }
+        let numbers = |s: &ParamGroup| AdamW {
+            lr: lr(s.peak) * s.lr_scale,
+            betas: self.betas,
+            eps: self.eps,
+            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+            t,
+            grad_scale,
+        };
+        let mut mine = Vec::new();
+        for s in &self.groups {
+            let Some(Some(unit)) = params.units.get(s.unit) else { continue };
+            let Some((m, _)) = &unit.moments else {
+                return Err(candle_core::Error::Msg(format!("unit {} has no moments", s.unit)).into());
+            };
+            mine.push(Update { unit, range: common(&m.at, &(s.start..s.start + s.len)), k: numbers(s) });
         }
+        mine.retain(|u| !u.range.is_empty());
+        match params.offloaded {
+            true => offload::step(&mine, self.piece, &self.staged)?,
+            false => mine.iter().try_for_each(Update::on_device)?,
+        }
+        if params.shard.stage >= 1 && params.shard.ranks > 1 {
+            gather(params, comm)?;
+        }
+        // the groups are all that trains; between them nothing is ever added
+        let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        let zeroed = params.shard.ranks == 1 && grads.all(|g| !g.values.device().is_cpu());
+        params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }
+}
 
-    /// The update of what this rank holds of a group.
-    fn update(&self, unit: &Unit, s: &ParamGroup, offloaded: bool, k: &AdamW) -> Result<()> {
-        let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
-            candle_core::bail!("unit {} has no gradients or moments", s.unit);
-        };
-        let mine = common(&m.at, &(s.start..s.start + s.len));
-        if mine.is_empty() {
-            return Ok(());
+/// Gives every rank what the others have updated.
+fn gather(params: &Params, comm: &dyn Comm) -> crate::Result<()> {
+    for (number, unit) in params.units.iter().enumerate() {
+        let Some(unit) = unit else { continue };
+        let (at, parts) =
+            (At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
+        for all in unit.shared() {
+            // a copy: nobody reads a buffer that another writes
+            let mine = all.narrow(0, unit.part.start, unit.part.len())?;
+            comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?;
         }
-        let (master, grads) = (unit.master.of(mine.clone())?, grads.of(mine.clone())?);
-        let (m, v) = (m.of(mine.clone())?, v.of(mine.clone())?);
-        let compute = unit.compute.narrow(0, mine.start, mine.len())?;
-        if offloaded {
-            return offload::step(&compute, &grads, [&master, &m, &v], self.piece, k);
+    }
+    Ok(())
+}
+
+/// The update of a range of a unit's buffers, all of it in one parameter group.
+#[derive(Clone)]
+struct Update<'a> {
+    unit: &'a Unit,
+    range: Range<usize>,
+    k: AdamW,
+}
+
+impl Update<'_> {
+    fn grads(&self) -> Result<Tensor> {
+        match &self.unit.grads {
+            Some(g) => g.of(self.range.clone()),
+            None => candle_core::bail!("no gradients to update with"),
         }
+    }
+
+    /// Master weights and moments.
+    fn states(&self) -> Result<[Tensor; 3]> {
+        let Some((m, v)) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let of = |held: &Held| held.of(self.range.clone());
+        Ok([of(&self.unit.master)?, of(m)?, of(v)?])
+    }
+
+    /// What the layers compute with.
+    fn compute(&self) -> Result<Tensor> {
+        self.unit.compute.narrow(0, self.range.start, self.range.len())
+    }
+
+    /// Where the states are beside what the layers compute with.
+    fn on_device(&self) -> Result<()> {
+        let [p, m, v] = self.states()?;
         // f32 weights are what the layers compute with
-        let copy = if compute.dtype() == DType::F32 { None } else { Some(compute) };
-        adamw(&master, &m, &v, &grads, copy.as_ref(), k)
+        let copy = if self.unit.compute.dtype() == DType::F32 { None } else { Some(self.compute()?) };
+        adamw(&p, &m, &v, &self.grads()?, copy.as_ref(), &self.k)
     }
 }

@@ -9,39 +9,92 @@
 //! there. The arithmetic is the CPU's, whatever the device, and by element: on the CPU a run with and one without
 //! offload have the same bits.
 //!
-//! A piece bounds what is on its way at once. The copies go through pageable memory and wait for one another: pinned
-//! buffers, and copies that hide behind the arithmetic, are not built yet.
+//! A piece bounds what is on its way at once. From and to CUDA pieces cross beside the arithmetic: while one is updated,
+//! the gradients of the next come and the values of the one before go.
 
+use super::Update;
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{AdamW, adamw, by_pieces};
+use crate::kernel::optimizer::adamw;
 use crate::kernel::to_host;
 use candle_core::{DType, Result};
 
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
+/// Values of a piece from and to CUDA, of which there are two each way.
+pub const STAGED: usize = PIECE / 4;
 
-/// One update of values that take one learning rate: `compute` and `grads` `[n]` on the device; master weights and both
-/// moments `[n]`, f32, on the host.
-pub(super) fn step(
-    compute: &Tensor,
-    grads: &Tensor,
-    states: [&Tensor; 3],
-    piece: usize,
-    k: &AdamW,
-) -> Result<()> {
-    by_pieces(compute.elem_count(), piece, &|start, len| {
-        let part = |x: &Tensor| x.narrow(0, start, len);
-        let [p, m, v] = states.map(part);
-        let p = p?;
-        adamw(&p, &m?, &v?, &to_host(part(grads)?.real()?)?.into(), None, k)?;
-        let values = match compute.dtype() {
-            // a tensor of its own: between devices candle copies all of what a view looks into
-            DType::F32 => p.force_contiguous()?,
-            dtype => p.to_dtype(dtype)?,
+impl Update<'_> {
+    /// Updates the states from gradients on the host; gives the new values.
+    fn on_host(&self, grads: &Tensor) -> Result<Tensor> {
+        let [p, m, v] = self.states()?;
+        adamw(&p, &m, &v, grads, None, &self.k)?;
+        Ok(p)
+    }
+}
+
+/// Updates whose master weights and moments live on the host, at most `piece` values at a time.
+pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Result<()> {
+    let mut pieces = Vec::new();
+    for u in updates {
+        for start in u.range.clone().step_by(piece.max(1)) {
+            let range = start..u.range.end.min(start + piece.max(1));
+            pieces.push(Update { range, ..u.clone() });
+        }
+    }
+    if pieces.first().is_some_and(|p| !p.unit.compute.device().is_cpu()) {
+        return staged.step(&pieces);
+    }
+    for p in &pieces {
+        let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
+        let values = match p.unit.compute.dtype() {
+            // a tensor of its own: the master weights are another
+            DType::F32 => values.force_contiguous()?,
+            dtype => values.to_dtype(dtype)?,
         };
-        let to = compute.real()?;
-        to.slice_set(&values.real()?.to_device(to.device())?, 0, start)
-    })
+        p.unit.compute.slice_set(&values, 0, p.range.start)?;
+    }
+    Ok(())
+}
+
+/// The buffers that pieces cross by, made at the first step.
+#[derive(Debug, Default)]
+pub(super) struct Staged {
+    #[cfg(feature = "cuda")]
+    buffers: std::sync::Mutex<Option<crate::kernel::cuda::staging::Staging>>,
+}
+
+#[cfg(not(feature = "cuda"))]
+impl Staged {
+    fn step(&self, _: &[Update<'_>]) -> Result<()> {
+        candle_core::bail!("a device that this build does not have")
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Staged {
+    fn step(&self, pieces: &[Update<'_>]) -> Result<()> {
+        use crate::kernel::cuda::staging::Staging;
+        let Some(first) = pieces.first() else { return Ok(()) };
+        let (compute, longest) = (first.unit.compute.real()?, pieces.iter().map(|p| p.range.len()).max());
+        let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let staging = match &mut *buffers {
+            Some(s) => s,
+            none => none.insert(Staging::new(compute.device(), longest.unwrap_or(1), compute.dtype())?),
+        };
+        staging.begin()?;
+        staging.fetch(0, first.grads()?.real()?)?;
+        for (i, p) in pieces.iter().enumerate() {
+            let grads = staging.fetched(i, p.range.len())?;
+            if let Some(next) = pieces.get(i + 1) {
+                staging.fetch(i + 1, next.grads()?.real()?)?;
+            }
+            let values = p.on_host(&grads.into())?;
+            let to = p.compute()?.real()?.clone();
+            staging.to_send(i, p.range.len())?.slice_set(&values.real()?.to_dtype(to.dtype())?, 0, 0)?;
+            staging.send(i, &to)?;
+        }
+        staging.end()
+    }
 }
 
 #[cfg(test)]
@@ -89,7 +142,8 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             let run = |offload: bool, piece: usize| -> anyhow::Result<Vec<Vec<f64>>> {
                 let p = params(dtype, offload)?;
-                let optimizer = Optimizer { piece, ..Optimizer::new(&p, &recipe.optimizer) };
+                let mut optimizer = Optimizer::new(&p, &recipe.optimizer);
+                optimizer.piece = piece;
                 assert_eq!(optimizer.groups.len(), 4);
                 for t in 1..=3 {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {

@@ -8,7 +8,7 @@ use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::kernel::gemm;
 use crate::model::modules::{Group, Module};
-use crate::optim::PIECE;
+use crate::optim::{PIECE, STAGED};
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
@@ -232,14 +232,20 @@ impl Statics {
 
         let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
+        let mut staging_on_host = 0;
         if offload {
-            // as in `optim/offload.rs`: gradients on their way to the host, then the new values on theirs back
-            let piece = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 }).min(PIECE as u64);
-            out.staging = if machine.cuda { 4 * piece } else { width * piece };
+            // as in `optim/offload.rs`: new values on their way; from and to CUDA two pieces each way, on the host
+            let own = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
+            let [on_device, on_host] = match machine.cuda {
+                true => [0, 2 * (4 + width) * own.min(STAGED as u64)],
+                false => [width * own.min(PIECE as u64); 2],
+            };
+            out.staging = on_device;
+            staging_on_host = on_host;
         }
         if states_elsewhere {
             out.host.push(("offloaded_optimizer", master + states));
-            out.host.push(("offload_staging", out.staging));
+            out.host.push(("offload_staging", staging_on_host));
         } else {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);

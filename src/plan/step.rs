@@ -9,7 +9,6 @@ use super::shape::Shape;
 use super::statics::{Statics, overhead};
 use super::work::{Balance, Work};
 use super::workload::Tokens;
-use crate::kernel::gemm;
 use crate::kernel::ledger::{Cost, Taken};
 use crate::kernel::optimizer::{AdamW, adamw};
 use crate::kernel::tensor::Ghost;
@@ -60,8 +59,6 @@ struct Full {
     total: u64,
     listed: Vec<(Component, u64)>,
     cost: Cost,
-    /// Operations of its smallest product with a matrix.
-    least: f64,
 }
 
 impl From<Bytes> for Full {
@@ -73,7 +70,7 @@ impl From<Bytes> for Full {
 impl From<Taken> for Full {
     fn from(t: Taken) -> Self {
         let listed = t.listed.into_iter().map(|(role, bytes)| (role.into(), bytes)).collect();
-        Self { listed, cost: t.cost, least: t.least, ..Bytes::from(t.at_peak).into() }
+        Self { listed, cost: t.cost, ..Bytes::from(t.at_peak).into() }
     }
 }
 
@@ -155,10 +152,6 @@ impl<'a> Parts<'a> {
         let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
-        let least = kinds.iter().map(|k| k.forward.least).fold(f64::INFINITY, f64::min);
-        if !run.machine().cuda && gemm::is_small(least) {
-            statics.add(Component::Context, gemm::slabs(1));
-        }
         let embedding = |t: Tokens| {
             let batch = run.batch(t, false)?;
             run.visit(|| s.embedding.forward(&batch.ids).map(drop))

@@ -22,6 +22,8 @@ use super::{Error, write_atomic};
 
 /// Bytes that one task reads and hashes; a subtree of BLAKE3's tree, so a power of two.
 const PIECE: u64 = 1 << 20;
+/// Bytes that are read at once: what the second cache of a core has room for.
+const BUFFER: u64 = 64 << 10;
 /// Smaller files are hashed faster than they are looked up.
 const LEAST: u64 = 4 << 20;
 /// A file that changed this shortly before it was read may change again without a trace.
@@ -33,7 +35,7 @@ const KEPT: usize = 1024;
 pub(crate) fn whole(file: &File) -> io::Result<blake3::Hash> {
     let bytes = file.metadata()?.len();
     if bytes <= PIECE {
-        return Ok(blake3::hash(&piece(file, 0, bytes)?));
+        return Ok(piece(file, 0, bytes)?.finalize());
     }
     let (left, right) = halves(file, 0, bytes)?;
     Ok(merge_subtrees_root(&left, &right, Mode::Hash))
@@ -47,17 +49,25 @@ fn halves(file: &File, at: u64, bytes: u64) -> io::Result<(ChainingValue, Chaini
 
 fn subtree(file: &File, at: u64, bytes: u64) -> io::Result<ChainingValue> {
     if bytes <= PIECE {
-        let piece = piece(file, at, bytes)?;
-        return Ok(blake3::Hasher::new().set_input_offset(at).update(&piece).finalize_non_root());
+        return Ok(piece(file, at, bytes)?.finalize_non_root());
     }
     let (left, right) = halves(file, at, bytes)?;
     Ok(merge_subtrees_non_root(&left, &right, Mode::Hash))
 }
 
-fn piece(file: &File, at: u64, bytes: u64) -> io::Result<Vec<u8>> {
-    let mut piece = vec![0u8; bytes as usize];
-    file.read_exact_at(&mut piece, at)?;
-    Ok(piece)
+/// Reads and hashes a piece, through a buffer that stays in the cache.
+fn piece(file: &File, at: u64, bytes: u64) -> io::Result<blake3::Hasher> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.set_input_offset(at);
+    let mut buffer = vec![0u8; bytes.min(BUFFER) as usize];
+    let (mut at, end) = (at, at + bytes);
+    while at < end {
+        let part = &mut buffer[..(end - at).min(BUFFER) as usize];
+        file.read_exact_at(part, at)?;
+        hasher.update(part);
+        at += part.len() as u64;
+    }
+    Ok(hasher)
 }
 
 /// A file as the system describes it. Two that are equal are one file that nobody has written since.

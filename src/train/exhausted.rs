@@ -9,7 +9,7 @@ use crate::error::{Error, ExitCode};
 use crate::log::{memory, place, tell};
 use crate::plan::{Component, Listed, Phase, Plan, report};
 use std::fmt::Write;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 /// What the run had planned, for the allocator's failures.
 static PLANNED: Mutex<Option<Arc<Planned>>> = Mutex::new(None);
@@ -36,13 +36,30 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     // a process that calls several verbs has them already
     static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
-    let started =
-        STARTED.get_or_init(|| rayon::ThreadPoolBuilder::new().build_global().map_err(|e| e.to_string()));
+    let started = STARTED.get_or_init(|| {
+        let pool = rayon::ThreadPoolBuilder::new().spawn_handler(start_thread);
+        pool.build_global().map_err(|e| e.to_string())
+    });
     started.clone().map_err(|e| {
         crate::plan::Error::DoesNotFit(format!(
             "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
         ))
     })
+}
+
+/// Starts a thread of the pool, and comes back when it works: what it takes to begin is no longer open when the next
+/// one asks whether there is room.
+fn start_thread(thread: rayon::ThreadBuilder) -> std::io::Result<()> {
+    /// Bytes of stack, the standard library's default.
+    const STACK: usize = 2 << 20;
+    memory::room_for_thread(STACK)?;
+    let (began, begins) = mpsc::channel();
+    std::thread::Builder::new().stack_size(STACK).spawn(move || {
+        // sending allocates: the allocator has its part for this thread from here on
+        let _ = began.send(());
+        thread.run();
+    })?;
+    begins.recv().map_err(std::io::Error::other)
 }
 
 /// Remembers a plan for what fails from now on.

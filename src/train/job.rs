@@ -44,12 +44,12 @@ pub struct Job {
 /// The device that a recipe names.
 ///
 /// # Errors
-/// CUDA asked for and not there.
+/// CUDA asked for and not there; or there, and a library that it needs is not.
 pub fn device(name: DeviceName) -> Result<Device, Error> {
     match name {
         DeviceName::Cpu => Ok(Device::Cpu),
         DeviceName::Cuda => cuda::open(0).map_err(Error::Device),
-        DeviceName::Auto => Ok(cuda::open(0).unwrap_or(Device::Cpu)),
+        DeviceName::Auto => cuda::first().map(|d| d.unwrap_or(Device::Cpu)).map_err(Error::Device),
     }
 }
 

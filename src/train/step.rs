@@ -173,7 +173,7 @@ fn accumulate_scaled<'a>(
     let share = 1.0 / micros.len().max(1) as f64;
     let factor = s.loss_factor();
     let router = RouterLosses { aux: s.router.aux * share * factor, z: s.router.z * share * factor };
-    let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
+    let mut routings = Vec::new();
     for turn in micros.chunks(s.comm.world()) {
         if agreed(s.comm, stop())? {
             return Err(super::Error::Abandoned.into());
@@ -189,11 +189,7 @@ fn accumulate_scaled<'a>(
                     .timed(times);
                 let losses_of = walk.train(&batch, scale * factor, &sink).map_err(|e| reduce.error(e))?;
                 losses.keep(losses_of)?;
-                load.add(walk.routing());
-                if router != RouterLosses::default() {
-                    let (aux, z) = walk.routing().losses()?;
-                    router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
-                }
+                routings.push(walk.into_routing());
             }
             first = (first.0 + size.tokens, first.1 + size.targets);
         }
@@ -202,13 +198,18 @@ fn accumulate_scaled<'a>(
         small_device::check(&s.execution, step)?;
     }
     place::enter(place::Phase::Step, 0);
-    let mine = Sums {
-        loss: losses.total()?,
-        router_losses,
-        squares: optim::grad_squares(s.params)?,
-        reached: sink.reached(),
-        load,
-    };
+    let loss = losses.total()?;
+    let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
+    for routing in routings {
+        let decided = routing.read()?;
+        load.add(&decided);
+        if router != RouterLosses::default() {
+            let (aux, z) = decided.losses()?;
+            router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
+        }
+    }
+    let mine =
+        Sums { loss, router_losses, squares: optim::grad_squares(s.params)?, reached: sink.reached(), load };
     let all = mine.over_ranks(s.comm)?;
     let grad_norm = all.squares.sqrt() / factor;
     let Sums { loss, router_losses, reached, load, .. } = all;

@@ -5,6 +5,7 @@ use super::exhausted::{self, Planned};
 use crate::adapt::Params;
 use crate::adapt::params::Held;
 use crate::hub;
+use crate::kernel::gemm;
 use crate::log::{memory, place, warn};
 use crate::plan::{self, Component, Phase, Plan, report};
 use crate::recipe::{Recipe, Weights};
@@ -132,6 +133,9 @@ impl Watch {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
         let before = (memory::live_bytes(), memory::device_bytes(&job.device));
+        if job.device.is_cpu() {
+            gemm::make_slabs();
+        }
         Self {
             plan: plan.clone(),
             planned,

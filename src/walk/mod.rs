@@ -14,7 +14,7 @@ mod tests;
 mod times;
 
 pub use execution::{Dequantize, Execution};
-pub use routing::{Load, RouterLosses, Routing, dead, entropy, peak};
+pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 
 use crate::error::{ExitCode, Failure};
@@ -139,6 +139,11 @@ impl<'a> Walk<'a> {
         &self.routing
     }
 
+    /// The same, to be read when there is time.
+    pub fn into_routing(self) -> Routing {
+        self.routing
+    }
+
     /// Calls `watch` whenever the walk comes to a unit.
     #[cfg(test)]
     fn watched(mut self, watch: Watch<'a>) -> Self {
@@ -236,7 +241,7 @@ impl<'a> Walk<'a> {
         self.leave(head)?;
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
         // known only now: the load-balancing loss couples the routers of all layers
-        let balance = self.routing.balance(self.router_losses);
+        let balance = self.routing.balance(self.router_losses)?;
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
             match kept.pop() {

@@ -1,7 +1,7 @@
 //! What the routers of a micro-batch decided, the losses on them, and the load that a user sees.
 
 use crate::kernel::Tensor;
-use crate::kernel::route::Balance;
+use crate::kernel::route::{self, Balance};
 use crate::model::moe;
 use candle_core::{DType, Result};
 
@@ -20,7 +20,7 @@ impl RouterLosses {
     }
 }
 
-/// What the routers decided in one pass over the layers.
+/// What the routers decided in one pass over the layers. What they decided on a device stays there until [`Routing::read`].
 #[derive(Debug, Default)]
 pub struct Routing {
     tokens: usize,
@@ -30,24 +30,129 @@ pub struct Routing {
 #[derive(Debug)]
 struct RouterOutput {
     layer: usize,
+    experts: usize,
+    noted: Noted,
+}
+
+#[derive(Debug)]
+enum Noted {
+    /// Tokens of each expert; the sum of the tokens' probabilities [e], and of `logsumexp^2`, where a loss needs them.
+    Host(Vec<u64>, Option<(Tensor, Tensor)>),
+    /// The same, [2 e + 1] in f64.
+    Device(Tensor),
+}
+
+/// What the routers decided, on the host.
+#[derive(Clone, Debug, Default)]
+pub struct Decided {
+    tokens: usize,
+    layers: Vec<Layer>,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    layer: usize,
     counts: Vec<u64>,
-    /// Sum of the tokens' probabilities [e], and of `logsumexp^2`, where a loss needs them.
-    sums: Option<(Tensor, Tensor)>,
+    sums: Option<(Vec<f64>, f64)>,
 }
 
 impl Routing {
     /// Takes down how one layer's router decided.
     pub fn note(&mut self, layer: usize, s: &moe::Saved, losses: RouterLosses) -> Result<()> {
-        let exact = |t: &Tensor| if t.device().is_cpu() { t.to_dtype(DType::F64) } else { Ok(t.clone()) };
-        let sums = match losses.any() {
-            true => Some((exact(&s.probs)?.sum(0)?, exact(&s.lse)?.sqr()?.sum_all()?)),
-            false => None,
-        };
         self.tokens = s.groups.tokens;
-        self.layers.push(RouterOutput { layer, counts: s.groups.counts().map(|n| n as u64).collect(), sums });
+        let experts = s.probs.dim(1)?;
+        let noted = match s.routed() {
+            Some((sorted, routed)) => {
+                Noted::Device(route::cuda::sums(&routed, &sorted.starts, losses.any())?)
+            }
+            None => {
+                let exact =
+                    |t: &Tensor| if t.device().is_cpu() { t.to_dtype(DType::F64) } else { Ok(t.clone()) };
+                let sums = match losses.any() {
+                    true => Some((exact(&s.probs)?.sum(0)?, exact(&s.lse)?.sqr()?.sum_all()?)),
+                    false => None,
+                };
+                Noted::Host(s.groups.counts().map(|n| n as u64).collect(), sums)
+            }
+        };
+        self.layers.push(RouterOutput { layer, experts, noted });
         Ok(())
     }
 
+    /// The numbers of those layers that are on a device, [layers, 2 e + 1].
+    fn on_device(&self) -> Result<Option<Tensor>> {
+        let rows = self.layers.iter().filter_map(|l| match &l.noted {
+            Noted::Device(t) => Some(t.unsqueeze(0)),
+            Noted::Host(..) => None,
+        });
+        let rows = rows.collect::<Result<Vec<_>>>()?;
+        if rows.is_empty() { Ok(None) } else { Tensor::cat(&rows, 0).map(Some) }
+    }
+
+    /// What was decided; one wait for a device.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn read(&self) -> Result<Decided> {
+        let rows = match self.on_device()? {
+            Some(t) => t.to_vec2::<f64>()?,
+            None => Vec::new(),
+        };
+        let mut rows = rows.into_iter();
+        let one = |l: &RouterOutput| {
+            let (counts, sums) = match &l.noted {
+                Noted::Host(counts, None) => (counts.clone(), None),
+                Noted::Host(counts, Some((p, z))) => {
+                    let p = p.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+                    (counts.clone(), Some((p, z.to_dtype(DType::F64)?.to_scalar::<f64>()?)))
+                }
+                Noted::Device(_) => {
+                    let row = rows.next().unwrap_or_default();
+                    let [counts, p, z] = [0..l.experts, l.experts..2 * l.experts, 2 * l.experts..row.len()]
+                        .map(|r| row.get(r).unwrap_or_default());
+                    let counts = counts.iter().map(|n| *n as u64).collect();
+                    (counts, Some((p.to_vec(), z.first().copied().unwrap_or_default())))
+                }
+            };
+            Ok(Layer { layer: l.layer, counts, sums })
+        };
+        Ok(Decided { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
+    }
+
+    /// What the losses add to the gradients of every sparse layer; nothing without coefficients.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn balance(&self, losses: RouterLosses) -> Result<Option<Balance>> {
+        if !losses.any() || self.layers.is_empty() {
+            return Ok(None);
+        }
+        let mut balance = Balance { z: losses.z / self.tokens as f64, ..Balance::default() };
+        if losses.aux == 0.0 {
+            return Ok(Some(balance));
+        }
+        let all_tokens = (self.tokens * self.layers.len()) as f64;
+        let sums = self.on_device()?;
+        if let Some(sums) = sums.as_ref().filter(|s| s.dim(0).is_ok_and(|n| n == self.layers.len())) {
+            let experts = sums.dim(1)? / 2;
+            let factor = losses.aux * experts as f64 / (all_tokens * all_tokens);
+            balance.on_device = Some(route::cuda::share(sums, factor)?);
+            return Ok(Some(balance));
+        }
+        let mut dp = self.read()?.share();
+        let factor = losses.aux * dp.len() as f64 / all_tokens;
+        dp.iter_mut().for_each(|f| *f *= factor);
+        if let Some(sums) = sums {
+            // some layers route on the host, and others on the device
+            let list: Vec<f32> = dp.iter().map(|f| *f as f32).collect();
+            balance.on_device = Some(Tensor::from_vec(list, dp.len(), sums.device())?);
+        }
+        balance.dp = dp;
+        Ok(Some(balance))
+    }
+}
+
+impl Decided {
     /// Layer and pairs of each expert, by sparse layer from the bottom.
     pub fn counts(&self) -> impl Iterator<Item = (usize, &[u64])> {
         self.layers.iter().map(|r| (r.layer, r.counts.as_slice()))
@@ -75,25 +180,10 @@ impl Routing {
         let (mut aux, mut z) = (0.0, 0.0);
         for r in &self.layers {
             let Some((p, lse2)) = &r.sums else { candle_core::bail!("routing: no sums were taken") };
-            let p = p.to_dtype(DType::F64)?.to_vec1::<f64>()?;
             aux += share.iter().zip(p).map(|(f, p)| f * p).sum::<f64>() / self.all_tokens();
-            z += lse2.to_dtype(DType::F64)?.to_scalar::<f64>()? / self.tokens as f64;
+            z += lse2 / self.tokens as f64;
         }
         Ok((aux * share.len() as f64, z))
-    }
-
-    /// What the losses add to the gradients of every sparse layer; nothing without coefficients.
-    pub fn balance(&self, losses: RouterLosses) -> Option<Balance> {
-        if !losses.any() || self.layers.is_empty() {
-            return None;
-        }
-        let mut dp = Vec::new();
-        if losses.aux != 0.0 {
-            dp = self.share();
-            let factor = losses.aux * dp.len() as f64 / self.all_tokens();
-            dp.iter_mut().for_each(|f| *f *= factor);
-        }
-        Some(Balance { dp, z: losses.z / self.tokens as f64 })
     }
 }
 
@@ -106,8 +196,8 @@ pub struct Load {
 
 impl Load {
     /// Adds what one pass decided.
-    pub fn add(&mut self, routing: &Routing) {
-        self.add_counts(routing.counts());
+    pub fn add(&mut self, decided: &Decided) {
+        self.add_counts(decided.counts());
     }
 
     /// Adds another load.

@@ -294,7 +294,7 @@ fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
         let both = RouterLosses { aux: 0.01, z: 0.001 };
         let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
         walk.train(&batch, 1.0, &Sink::new(&grads, p.tensors.len()))?;
-        let (aux, z) = walk.routing().losses()?;
+        let (aux, z) = walk.routing().read()?.losses()?;
         let n = compare_router_loss(c, RouterLosses { aux: 1.0, z: 0.0 }, aux, "aux")?;
         assert!(n > 10, "{}: only {n} gradients", c.name());
         let n = compare_router_loss(c, RouterLosses { aux: 0.0, z: 1.0 }, z, "z")?;

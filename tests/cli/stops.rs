@@ -353,7 +353,7 @@ fn limits_are_told() {
     let left = content(&w.path("runs/r/checkpoints"));
     assert!(left.is_empty(), "{left:?}");
     w.ok(&["run", "r.toml", "run.steps=2", "--resume"]);
-    let r = limited(&w, "ulimit -v 4000000", &[("RAYON_NUM_THREADS", "30000")], &["check", "r.toml"]);
+    let r = limited(&w, "ulimit -v 1000000", &[("RAYON_NUM_THREADS", "30000")], &["check", "r.toml"]);
     assert_eq!(r.code, 8, "{}{}", r.out, r.err);
     assert!(r.err.contains("error: threads cannot start") && !r.err.contains("bug in ft"), "{}", r.err);
 }

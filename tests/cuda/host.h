@@ -190,6 +190,7 @@ inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 template <typename T> T min(T a, T b) { return b < a ? b : a; }
 template <typename T> T max(T a, T b) { return a < b ? b : a; }
 template <typename T> T __ldg(const T *p) { return *p; }
@@ -270,6 +271,10 @@ inline void cp_async_16(void *to, const void *from, bool some) {
 }
 inline void cp_async_commit() { host::cp_async_commit(); }
 template <int N> void cp_async_wait() { host::cp_async_wait(N); }
+NOT_WATCHED inline void store_4(void *p, uint32_t v) {
+  host::access(p, 4, true, __builtin_return_address(0));
+  *static_cast<uint32_t *>(p) = v;
+}
 NOT_WATCHED inline uint2 load_8(const void *p) {
   host::access(p, 8, false, __builtin_return_address(0));
   return *static_cast<const uint2 *>(p);
@@ -286,3 +291,4 @@ NOT_WATCHED inline void store_16(void *p, uint4 v) {
   host::access(p, 16, true, __builtin_return_address(0));
   *static_cast<uint4 *>(p) = v;
 }
+#define store_16_global store_16

@@ -23,6 +23,8 @@ template <typename T> static void update(const std::string &type, bool with) {
     call("optimizer_adamw_" + type, grid((n + each - 1) / each), THREADS, p.at(), m.at(), v.at(), g.at(), with ? copy.at() : no, count, float(scale),
          float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))), float(sqrt(1 - pow(b2, t))), float(eps));
     check::close("p", p, ps, 1e-6), check::close("m", m, ms, 1e-6), check::close("v", v, vs, 1e-6);
+    for (size_t i = 0; i < n; i++)
+      if (g[i] != 0.0f) check::wrong("the gradient is not zero");
     for (size_t i = 0; with && i < n; i++)
       if (Number<T>::widen(copy[i]) != rounded<T>(p[i])) check::wrong("the copy is not the rounded weight");
   }

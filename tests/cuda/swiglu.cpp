@@ -24,6 +24,9 @@ template <typename T> static void swiglu(const std::string &type) {
       check::close("dgate", dg, wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>);
     }
     check::close("h", h, want, check::BAR<T>);
+    // over dy
+    call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy.at(), dg.at(), du.at(), dy.at(), count);
+    check::close("dgate", dg, wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>), check::close("h", dy, want, check::BAR<T>);
   }
 }
 

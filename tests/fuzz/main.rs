@@ -17,6 +17,9 @@
 //! What fails is written to `target/tmp/fuzz/INPUT-SEED/`. Once it is repaired it goes to `tests/fixtures/corpus/INPUT/NAME/`,
 //! with the exit code that it must have (`corpus.rs`); each test begins with those of its input.
 //!
+//! There are no `cargo fuzz` targets: what is judged here is how a process ends (exit code, memory, stack, files), which code
+//! inside of one does not see, and on a stable compiler they build without sanitizers only (`cargo fuzz run --sanitizer none`).
+//!
 //! | file | what is in it |
 //! |---|---|
 //! | `inputs` | the table of inputs: what each is made from, how, what reads it, and the exit codes it may have |

@@ -1,20 +1,28 @@
-//! What a step asks of an emulated device, whose report has it: launches, waits, copies. A GPU does not say.
+//! What a step asks of an emulated device, whose report has it: launches, waits, copies, bytes. A GPU does not say.
 
 use super::device;
 use super::world::World;
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Counts by name: launches of kernels and calls of libraries (`launches`), waits of the host, copies to the device.
+/// Counts by name: launches of kernels and calls of libraries (`launches`), waits of the host, copies to the device, and
+/// bytes of kernels that go over activations by element (`bytes`).
 type Counts = BTreeMap<&'static str, i64>;
+
+/// The model: width, width of the feed-forward block, of queries, of keys, and channels of a head.
+const WIDTHS: [usize; 5] = [256, 768, 512, 128, 64];
+
+/// Kernels that do not go over activations by element.
+const OTHERS: [&str; 6] = ["attention_", "dequantize_", "rows_", "optimizer_", "loss_", "embed_"];
 
 /// Of a run of `steps` steps of a model of `layers` layers; none where the device writes no report.
 fn counts(layers: usize, steps: usize, recompute: &str, tokens: usize, quantize: &str) -> Option<Counts> {
     let w = World::new();
+    let [d, f, q, k, c] = WIDTHS;
     w.config(
         "tiny",
-        json!({"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2,
-               "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 4096}),
+        json!({"num_hidden_layers": layers, "hidden_size": d, "intermediate_size": f, "num_attention_heads": q / c,
+               "num_key_value_heads": k / c, "head_dim": c, "max_position_embeddings": 4096}),
     );
     let rows: String = (0..steps)
         .map(|r| {
@@ -58,6 +66,17 @@ fn counts(layers: usize, steps: usize, recompute: &str, tokens: usize, quantize:
         } else if in_table && fields.len() > 4 {
             let n = fields[1].parse::<i64>().unwrap_or(0);
             *counts.entry("launches").or_default() += n;
+            let number = |i: usize| fields.get(i).and_then(|f| f.parse::<f64>().ok());
+            // of kernels; a library's calls have no more than six columns
+            if let (Some(load), Some(store), Some(useful), Some(_)) =
+                (number(3), number(4), number(5), number(6))
+                && fields.len() >= 9
+            {
+                assert!(useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
+                if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
+                    *counts.entry("bytes").or_default() += ((load + store) * 1e6) as i64;
+                }
+            }
         }
     }
     Some(counts)
@@ -65,7 +84,7 @@ fn counts(layers: usize, steps: usize, recompute: &str, tokens: usize, quantize:
 
 /// `a - b`, count by count.
 fn less(a: &Counts, b: &Counts) -> Counts {
-    ["launches", "waits", "copies"]
+    ["launches", "waits", "copies", "bytes"]
         .into_iter()
         .map(|k| (k, a.get(k).copied().unwrap_or(0) - b.get(k).copied().unwrap_or(0)))
         .collect()
@@ -106,8 +125,26 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
                 assert_eq!((part["waits"], part["copies"]), (0, 0), "{quantize}: inside of a layer");
             }
             assert!(around["waits"] <= 2, "{quantize}: {around:?}");
+            traffic(tokens, &forward, &both);
             let now = (forward["launches"], backward);
             assert_eq!(*first.get_or_insert(now), now, "{quantize}: launches depend on the number of tokens");
         }
+    }
+}
+
+/// A layer's passes over activations, in bf16: each value that they need is read once, and what they make is written once,
+/// within 15%. The list is of a norm with the residual before it (x, a -> sum, normed), rotated queries and keys, SwiGLU;
+/// backward a norm's (x, dn, dy -> dx), the rotation's (q, k, dq, dk -> dq, dk), and SwiGLU's that makes its output again;
+/// and of each rotation its two tables, in f32.
+fn traffic(tokens: usize, again: &Counts, both: &Counts) {
+    let [d, f, q, k, c] = WIDTHS;
+    let qk = q + k;
+    // forward again ends before the last product, so without the second sum
+    let list_again = 6 * d + 2 * qk + 3 * f + 2 * c;
+    let list_both = (8 * d + 2 * qk + 3 * f) + (2 * 4 * d + 3 * qk + 6 * f) + 2 * 2 * c;
+    for (what, list, measured) in [("again", list_again, again), ("both ways", list_both, both)] {
+        let (bytes, least) = (measured["bytes"] as f64, (2 * tokens * list) as f64);
+        eprintln!("{what}, {tokens} tokens: {:.3} of the list's {least} bytes", bytes / least);
+        assert!(tokens < 100 || bytes <= 1.15 * least, "{what}: {bytes} bytes, the list has {least}");
     }
 }

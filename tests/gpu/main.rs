@@ -10,6 +10,7 @@
 mod world;
 
 mod counts;
+mod libraries;
 mod reference;
 mod room;
 mod same;

@@ -67,6 +67,31 @@ fn every_kind_of_adapter_is_close_to_the_cpu() {
     close(LORA, &["model.dtype=bf16", "model.quantize=nf4"], 3e-2);
 }
 
+/// f16 with its loss scaled: as on the CPU, also where gradients overflow and a step is done again.
+#[test]
+fn half_precision_is_close_to_the_cpu() {
+    if !device() {
+        return;
+    }
+    for rules in [LORA, FULL] {
+        close(rules, &["model.dtype=f16"], 1e-2);
+    }
+    let w = world(FULL);
+    for device in ["cuda", "cpu"] {
+        let (device, output) = (format!("run.device={device}"), format!("run.output={device}"));
+        w.ok(&["run", "r.toml", &device, &output, "model.dtype=f16", "memory.scale=16777216"]);
+    }
+    let scales = |run: &str| -> Vec<f64> {
+        w.events(run, "step").iter().map(|e| e["loss_scale"].as_f64().expect("a scale")).collect()
+    };
+    assert_eq!(scales("cuda").len(), 6);
+    assert!(scales("cuda")[0] < 16_777_216.0, "nothing overflowed: {:?}", scales("cuda"));
+    for (a, b) in w.events("cuda", "step").iter().zip(&w.events("cpu", "step")) {
+        let [x, y] = [a, b].map(|e| e["loss"].as_f64().expect("a loss"));
+        assert!(apart(x, y) <= 1e-2, "{x} on the device, {y} on the CPU");
+    }
+}
+
 #[test]
 fn training_in_full_is_close_to_the_cpu() {
     if !device() {

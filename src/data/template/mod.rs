@@ -6,16 +6,16 @@ mod builtins;
 mod guard;
 mod ops;
 
-use super::{error::Error, json, strftime};
+use super::{error::Error, json, plain::WINDOW, strftime};
 use crate::log::panics::caught;
 use guard::Guarded;
 use minijinja::machinery::{eval, make_string_output};
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Enumerator, Kwargs, Object, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind, syntax::SyntaxConfig};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 pub(super) use bounds::{spend, spend_product, weigh};
 
@@ -36,7 +36,38 @@ pub(super) fn is_reserved(c: char) -> bool {
 }
 
 /// Variables of a rendering, beside the messages.
-pub(super) type Variables = BTreeMap<String, Value>;
+pub(super) type Variables = Arc<BTreeMap<String, Value>>;
+
+/// What a template finds by name.
+#[derive(Debug)]
+struct Context {
+    variables: Variables,
+    messages: Value,
+    tools: Value,
+    add_generation_prompt: bool,
+}
+
+impl Context {
+    const OWN: [&str; 4] = ["messages", "tools", "add_generation_prompt", "documents"];
+}
+
+impl Object for Context {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let variable = |name: &str| self.variables.get(name).cloned();
+        match key.as_str()? {
+            "messages" => Some(self.messages.clone()),
+            "tools" => Some(self.tools.clone()),
+            "add_generation_prompt" => Some(Value::from(self.add_generation_prompt)),
+            "documents" => variable("documents").or(Some(Value::from(()))),
+            name => variable(name),
+        }
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let others = self.variables.keys().map(String::as_str).filter(|k| !Self::OWN.contains(k));
+        Enumerator::Values(Self::OWN.into_iter().chain(others).map(Value::from).collect())
+    }
+}
 
 /// A compiled chat template.
 pub(super) struct Template {
@@ -45,6 +76,9 @@ pub(super) struct Template {
     default: Option<Guarded>,
     tool_use: Option<Guarded>,
     has_generation: bool,
+    /// The texts, and what is in them: all windows of so many bytes, in order.
+    sources: Vec<&'static str>,
+    windows: OnceLock<Vec<[u8; WINDOW]>>,
     /// Renderings that ran into their bounds, and what the last of them said.
     spent: AtomicU32,
     last: OnceLock<(usize, String)>,
@@ -59,6 +93,8 @@ impl Template {
             default: None,
             tool_use: None,
             has_generation: false,
+            sources: Vec::new(),
+            windows: OnceLock::new(),
             spent: AtomicU32::new(0),
             last: OnceLock::new(),
         };
@@ -73,6 +109,7 @@ impl Template {
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
         // A template is compiled once and used as long as the process lives.
         let source: &'static str = Box::leak(source.into_boxed_str());
+        self.sources.push(source);
         let mut env = self.env.clone();
         // a thread of its own has the stack that deep texts need
         let compiled = std::thread::scope(|scope| {
@@ -98,6 +135,18 @@ impl Template {
         self.has_generation
     }
 
+    /// Whether the template's text holds these bytes.
+    pub fn spells(&self, bytes: &[u8]) -> bool {
+        let windows = self.windows.get_or_init(|| {
+            let mut all: Vec<[u8; WINDOW]> =
+                self.sources.iter().flat_map(|s| s.as_bytes().array_windows().copied()).collect();
+            all.sort_unstable();
+            all.dedup();
+            all
+        });
+        windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
+    }
+
     /// The file that the template comes from.
     pub fn origin(&self) -> &str {
         &self.origin
@@ -116,18 +165,17 @@ impl Template {
         {
             return Err(self.fail(*line, message));
         }
-        let mut context = variables.clone();
+        #[cfg(test)]
+        RENDERINGS.set(RENDERINGS.get() + 1);
         let messages = Value::from(messages.to_vec());
         bounds::begin(&[&messages, tools]);
-        context.insert("messages".into(), messages);
-        context.insert("tools".into(), tools.clone());
-        context.entry("documents".into()).or_insert(Value::from(()));
-        context.insert("add_generation_prompt".into(), Value::from(add_generation_prompt));
+        let variables = variables.clone();
+        let context = Context { variables, messages, tools: tools.clone(), add_generation_prompt };
         let code = self.tool_use.as_ref().filter(|_| !tools.is_none()).or(self.default.as_ref());
         let Some(code) = code else { return Err(self.fail(0, "it was not compiled")) };
         let mut text = String::new();
         let mut out = make_string_output(&mut text);
-        let context = Value::from(context);
+        let context = Value::from_object(context);
         let done = caught(|| {
             eval(&self.env, &code.instructions, context, &code.blocks, &mut out, AutoEscape::None).map(|_| ())
         });
@@ -285,6 +333,18 @@ fn generation_blocks(source: &str) -> (String, bool) {
     }
     out.push_str(rest);
     (out, found)
+}
+
+#[cfg(test)]
+thread_local! {
+    static RENDERINGS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// What `f` gives, and how many renderings it took.
+#[cfg(test)]
+pub(super) fn renderings<T>(f: impl FnOnce() -> T) -> (T, usize) {
+    let before = RENDERINGS.get();
+    (f(), RENDERINGS.get() - before)
 }
 
 #[cfg(test)]

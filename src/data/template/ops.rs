@@ -5,7 +5,7 @@ use super::bounds::{made, spend, spend_product, tick, weigh, weigh_data};
 use super::builtins::check_widths;
 use super::guard::invalid;
 use minijinja::value::{Rest, Tuple, ValueKind, ValueOrKwargs};
-use minijinja::{Environment, Error, State, Value, escape_formatter};
+use minijinja::{AutoEscape, Environment, Error, State, Value, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
 /// Gives `env` what guarded instructions call.
@@ -43,7 +43,10 @@ pub(super) fn add(env: &mut Environment<'static>) {
     env.add_filter("ft_closure", |_: &Value| spend(1 << 10));
     env.set_formatter(|out, state, value| {
         weigh_text(value)?;
-        escape_formatter(out, state, value)
+        match value.as_str().filter(|_| matches!(state.auto_escape(), AutoEscape::None)) {
+            Some(text) => out.write_str(text).map_err(Error::from),
+            None => escape_formatter(out, state, value),
+        }
     });
     env.set_unknown_method_callback(|state, value, name, args| match (value.as_str(), args) {
         (Some(text), [arg]) if arg.as_str().is_some_and(|a| !a.is_empty()) => {

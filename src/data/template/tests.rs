@@ -13,7 +13,7 @@ fn render(source: &str) -> Result<String, String> {
     let template = Template::new("t.jinja", source, None).map_err(|e| e.to_string())?;
     let messages = [message("user", "Hello there"), message("assistant", "General")];
     let out: Result<(String, Vec<Range<usize>>), _> =
-        template.render(&messages, &Value::from(()), false, &Variables::new());
+        template.render(&messages, &Value::from(()), false, &Variables::default());
     out.map(|o| o.0).map_err(|e| e.to_string())
 }
 
@@ -227,7 +227,7 @@ fn a_template_that_does_not_end_is_given_up() {
     let source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
     let template = Template::new("t.jinja", source, None).ok();
     let told: Vec<String> = (0..1000)
-        .filter_map(|_| template.as_ref()?.render(&[], &Value::from(()), false, &Variables::new()).err())
+        .filter_map(|_| template.as_ref()?.render(&[], &Value::from(()), false, &Variables::default()).err())
         .map(|e| e.to_string())
         .collect();
     assert_eq!(told.len(), 1000);

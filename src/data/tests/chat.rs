@@ -7,7 +7,7 @@ use crate::error::Failure;
 use serde_json::{Map, Value, json};
 
 /// A tokenizer with another chat template.
-pub(super) fn with_template(template: &str) -> Tokenizer {
+pub(in crate::data) fn with_template(template: &str) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t.jinja");
     std::fs::write(&path, template).unwrap();
@@ -15,10 +15,14 @@ pub(super) fn with_template(template: &str) -> Tokenizer {
 }
 
 /// A text, the spans that are supervised, and notes.
-type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
+pub(in crate::data) type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
 
 /// A row's text, what is supervised of it, and what is to tell.
-pub(super) fn read(t: &Tokenizer, row: &Value, vars: &Map<String, Value>) -> Result<Rendered, String> {
+pub(in crate::data) fn read(
+    t: &Tokenizer,
+    row: &Value,
+    vars: &Map<String, Value>,
+) -> Result<Rendered, String> {
     let mut notes = Vec::new();
     let any = recipe::Source { mask: Some(recipe::Mask::Assistant), ..source("a.jsonl", Format::Messages) };
     let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {

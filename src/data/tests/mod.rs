@@ -1,7 +1,7 @@
 //! Tests of the module as a whole; parts that stand alone are tested in their files.
 
 mod broken;
-mod chat;
+pub(super) mod chat;
 mod kept;
 mod properties;
 mod rows;

@@ -8,7 +8,7 @@
 // Axes: t tokens, h query heads, g key heads (h is a multiple), c channels. Of q, o and their gradients [t, h, c], of k, v
 // and theirs [keys, g, c]; of log-sum-exp and delta [h, t].
 #pragma once
-#include "../cuda/device.cuh"
+#include "../cuda/matrix.cuh"
 
 constexpr int ROWS = 64;
 constexpr int THREADS = 128;
@@ -50,14 +50,6 @@ struct Shape {
 
 // ---- matrices [rows, D] of 16-bit values in shared memory ----
 
-// Where a piece of 8 values of a row lies: turned so that a piece of 8 rows in a row, which ldmatrix reads at once, is in 8
-// groups of banks, and so that pieces side by side are too, which copies and stores touch at once.
-template <int D> DEVICE int place(int row, int piece) {
-  constexpr int PIECES = D / 8;
-  static_assert(PIECES % 4 == 0, "rows of whole half-lines of banks");
-  return (row * PIECES + (piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))) * 16;
-}
-
 // Begins to copy N rows, of which `rows` are there: the rest become zeros. `stride` is that of rows in values.
 template <int D, int N, typename T>
 DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
@@ -68,18 +60,6 @@ DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t 
     const bool some = row < static_cast<int>(rows);
     cp_async_16(to + place<D>(row, piece), from + static_cast<uint64_t>(some ? row : 0) * stride + piece * 8, some);
   }
-}
-
-// Fragments for mma: 16 rows and 16 columns as its left operand; as its right operands 16 columns and 8 + 8 rows of a
-// matrix that is to be transposed; or of one that is not, 16 rows and 8 + 8 columns.
-template <int D> DEVICE void left(uint32_t (&a)[4], const unsigned char *m, int row, int col, int lane) {
-  ldmatrix_x4(a, m + place<D>(row + lane % 16, col / 8 + lane / 16));
-}
-template <int D> DEVICE void right_transposed(uint32_t (&b)[4], const unsigned char *m, int row, int col, int lane) {
-  ldmatrix_x4(b, m + place<D>(row + lane / 16 * 8 + lane % 8, col / 8 + lane / 8 % 2));
-}
-template <int D> DEVICE void right(uint32_t (&b)[4], const unsigned char *m, int row, int col, int lane) {
-  ldmatrix_x4_trans(b, m + place<D>(row + lane / 8 % 2 * 8 + lane % 8, col / 8 + lane / 16));
 }
 
 // c [16, N] += rows `row` to row + 16 of `a` times the transpose of N rows of `b`, both [.., D].

@@ -3,7 +3,8 @@
 // shared sum would need 5, but each sum is made by one block in one order.
 //
 // p = exp(scale q k - lse), delta = sum of o d_o over channels, ds = p (d_o v - delta); dq = scale ds k, dk = scale ds q,
-// dv = p d_o. A block owns ROWS rows of one kind, and takes STEP at a time of the other.
+// dv = p d_o. A block owns ROWS rows of one kind, and takes STEP at a time of the other. Of the two matrices of a step each is
+// copied while a product with the other one is at work: that needs no second buffer, so two blocks fit side by side.
 #include "attention.cuh"
 
 // delta of the warp's 16 rows, to `to` and to global memory; d_o lies in shared memory, o does not.
@@ -57,10 +58,11 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 
   copy_rows<D, ROWS>(sq, q + at, tile.rows, qs);
   copy_rows<D, ROWS>(sg, d_o + at, tile.rows, qs);
-  copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
   copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(begin) * ks, end - begin, ks);
   cp_async_commit();
-  cp_async_wait<0>();
+  copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  cp_async_commit();
+  cp_async_wait<1>();
   __syncthreads();
 
   float base[2] = {}, dl[2] = {};
@@ -76,27 +78,30 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   }
   float acc[D / 8][4] = {};
   for (uint32_t j = begin; j < end; j += STEP) {
-    if (j != begin) {
-      __syncthreads();
-      copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(j) * ks, end - j, ks);
-      copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(j) * ks, end - j, ks);
-      cp_async_commit();
-      cp_async_wait<0>();
-      __syncthreads();
-    }
-    if (!works) continue;
+    const uint32_t next = j + STEP;
     float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
-    product<T, D, STEP>(p, sq, warp * 16, sk, lane);
-    product<T, D, STEP>(dp, sg, warp * 16, sv, lane);
-    const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
+    cp_async_wait<1>();
+    __syncthreads();
+    if (works) product<T, D, STEP>(dp, sg, warp * 16, sv, lane);
+    cp_async_wait<0>();
+    __syncthreads();
+    if (next < end) copy_rows<D, STEP>(sv, v + static_cast<uint64_t>(next) * ks, end - next, ks);
+    cp_async_commit();
+    if (works) {
+      product<T, D, STEP>(p, sq, warp * 16, sk, lane);
+      const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < STEP / 8; n++)
+      for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float w = exp2_fast(fmaf(p[n][i], scale_log2, -base[i / 2]));
-        dp[n][i] = shape.sees(query + i / 2 * 8, key + n * 8 + i % 2) ? w * (dp[n][i] - dl[i / 2]) : 0.0f;
-      }
-    add_product<T, D, D, STEP>(acc, dp, sk, 0, lane);
+        for (int i = 0; i < 4; i++) {
+          const float w = exp2_fast(fmaf(p[n][i], scale_log2, -base[i / 2]));
+          dp[n][i] = shape.sees(query + i / 2 * 8, key + n * 8 + i % 2) ? w * (dp[n][i] - dl[i / 2]) : 0.0f;
+        }
+      add_product<T, D, D, STEP>(acc, dp, sk, 0, lane);
+    }
+    __syncthreads();
+    if (next < end) copy_rows<D, STEP>(sk, k + static_cast<uint64_t>(next) * ks, end - next, ks);
+    cp_async_commit();
   }
   if (!works) return;
   const float factor[2] = {shape.scale, shape.scale};
@@ -122,32 +127,38 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   const bool works = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
+  // queries from i on of a head; those that are not there get probabilities of 0
+  const auto copy = [&](unsigned char *to, const T *from, uint32_t head, uint32_t i) {
+    copy_rows<D, STEP>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * D, end - i, qs);
+  };
+  const auto statistics = [&](uint32_t head, uint32_t i) {
+    if (warp >= 2) return;
+    const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + (i - shape.first_query) + lane;
+    const bool some = lane < static_cast<int>(end - i);
+    if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
+    else dl[lane] = some ? delta[stat] : 0.0f;
+  };
+  uint32_t head = of * per, i = begin;
   copy_rows<D, ROWS>(sk, k + at, tile.rows, ks);
   copy_rows<D, ROWS>(sv, v + at, tile.rows, ks);
+  if (begin < end) copy(sq, q, head, i);
+  cp_async_commit();
+  if (begin < end) copy(sg, d_o, head, i), statistics(head, i);
   cp_async_commit();
   float ak[W / 8][4] = {}, av[W / 8][4] = {};
-  for (uint32_t head = of * per; head < (of + 1) * per; head++)
-    for (uint32_t i = begin; i < end; i += STEP) {
-      const uint32_t n = least(STEP, end - i), row0 = i - shape.first_query;
-      const uint64_t from = static_cast<uint64_t>(row0) * qs + head * D;
-      __syncthreads();
-      copy_rows<D, STEP>(sq, q + from, n, qs);
-      copy_rows<D, STEP>(sg, d_o + from, n, qs);
-      cp_async_commit();
-      if (warp < 2) {
-        // queries that are not there get probabilities of 0
-        const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row0 + lane;
-        const bool some = lane < static_cast<int>(n);
-        if (warp == 0) base[lane] = some ? lse[stat] * LOG2E : INFINITY;
-        else dl[lane] = some ? delta[stat] : 0.0f;
-      }
-      cp_async_wait<0>();
-      __syncthreads();
-      if (!works) continue;
-      float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
-      product<T, D, STEP>(p, sk, warp * 16, sq, lane);
+  while (begin < end && head < (of + 1) * per) {
+    const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
+    const bool turn = i + STEP >= end; // to the next head
+    i = turn ? begin : i + STEP, head += turn;
+    const bool more = head < (of + 1) * per;
+    float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
+    cp_async_wait<1>();
+    __syncthreads();
+    if (works) product<T, D, STEP>(p, sk, warp * 16, sq, lane);
+    cp_async_wait<0>();
+    __syncthreads();
+    if (works) {
       product<T, D, STEP>(dp, sv, warp * 16, sg, lane);
-      const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
 #pragma unroll
       for (int c = 0; c < STEP / 8; c++)
 #pragma unroll
@@ -157,9 +168,16 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
           p[c][x] = shape.sees(query + c * 8 + x % 2, key + x / 2 * 8) ? w : 0.0f;
           dp[c][x] = p[c][x] * (dp[c][x] - dl[column]);
         }
-      add_product<T, D, W, STEP>(av, p, sg, col, lane);
       add_product<T, D, W, STEP>(ak, dp, sq, col, lane);
     }
+    __syncthreads();
+    if (more) copy(sq, q, head, i), statistics(head, i);
+    cp_async_commit();
+    if (works) add_product<T, D, W, STEP>(av, p, sg, col, lane);
+    __syncthreads();
+    if (more) copy(sg, d_o, head, i);
+    cp_async_commit();
+  }
   if (W != D || begin >= end) {
     // rows that stores go through are other warps' where their width is another; and where nobody sees these keys, the
     // copies of keys and values are still on their way

@@ -33,16 +33,23 @@ DEVICE void store_row(T *to, const float *acc, float factor, uint32_t n, int lan
   for (uint32_t c = lane; c < n; c += WARP) store(to + c, acc[c] * factor);
 }
 
+// Calls `work` for the tokens of a tile that are this warp's, with the floats of shared memory that are, `each` of them.
+template <typename Work> DEVICE void each_token(const Tile &tile, uint32_t each, const Work &work) {
+  SHARED_BYTES(shared);
+  const uint32_t warp = threadIdx.x / WARP;
+  float *const own = reinterpret_cast<float *>(shared) + warp * each;
+  for (uint32_t token = tile.first + warp; token < tile.first + tile.rows; token += WARPS) work(token, own);
+}
+
 template <typename T>
 DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
-  SHARED_BYTES(shared);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  float *const acc = reinterpret_cast<float *>(shared) + warp * (n + WARP), *const weight = acc + n;
   const Tile tile = tile_at(tiles, blockIdx.x);
   const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
   const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
-  for (uint32_t query = tile.first + warp; query < tile.first + tile.rows; query += WARPS) {
+  each_token(tile, n + WARP, [&](uint32_t query, float *acc) {
+    float *const weight = acc + n;
     const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
     float top = -INFINITY, sum = 0;
     fill(acc, 0.0f, n, lane);
@@ -62,20 +69,19 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
     }
     store_row(o + at, acc, 1.0f / sum, n, lane);
     if (lane == 0) lse[static_cast<uint64_t>(head) * shape.tokens + row] = top + logf(sum);
-  }
+  });
 }
 
 template <typename T>
 DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
                        const Shape &shape, float *delta, T *dq) {
-  SHARED_BYTES(shared);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  float *const acc = reinterpret_cast<float *>(shared) + warp * (n + WARP), *const weight = acc + n;
   const Tile tile = tile_at(tiles, blockIdx.x);
   const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
   const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
-  for (uint32_t query = tile.first + warp; query < tile.first + tile.rows; query += WARPS) {
+  each_token(tile, n + WARP, [&](uint32_t query, float *acc) {
+    float *const weight = acc + n;
     const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
     const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row;
     const float base = lse[stat], dl = dot(o + at, d_o + at, n, lane);
@@ -93,21 +99,19 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
       __syncwarp();
     }
     store_row(dq + at, acc, shape.scale, n, lane);
-  }
+  });
 }
 
 template <typename T>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
-  SHARED_BYTES(shared);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
-  float *const ak = reinterpret_cast<float *>(shared) + warp * 2 * (n + WARP), *const av = ak + n, *const wk = av + n,
-               *const wv = wk + WARP;
   const Tile tile = tile_at(tiles, blockIdx.x);
   const uint32_t of = blockIdx.y, per = shape.heads / shape.groups;
   const uint64_t qs = static_cast<uint64_t>(shape.heads) * n;
-  for (uint32_t key = tile.first + warp; key < tile.first + tile.rows; key += WARPS) {
+  each_token(tile, 2 * (n + WARP), [&](uint32_t key, float *ak) {
+    float *const av = ak + n, *const wk = av + n, *const wv = wk + WARP;
     const uint64_t at = (static_cast<uint64_t>(key) * shape.groups + of) * n;
     const uint32_t begin = most(key, shape.first_query), end = shape.last_query(key, tile.end);
     fill(ak, 0.0f, n, lane);
@@ -131,7 +135,7 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
       }
     store_row(dk + at, ak, shape.scale, n, lane);
     store_row(dv + at, av, 1.0f, n, lane);
-  }
+  });
 }
 
 #define PLAIN(T)                                                                                                       \

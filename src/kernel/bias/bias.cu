@@ -1,5 +1,5 @@
 // A bias added to every row of a product, in place; and its gradient, the sum of rows, added to a buffer.
-#include "../cuda/device.cuh"
+#include "../cuda/rows.cuh"
 
 constexpr int THREADS = 256;
 
@@ -22,23 +22,10 @@ template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width,
   for (uint64_t i = done + threadIdx.x; i < width; i += THREADS) store(own + i, load(own + i) + load(b + i));
 }
 
-// grad[c] += the sum of dy[.., c]. A block takes 32 columns; its warps the rows in turn, each in order, and their sums
-// are added in order.
+// grad[c] += the sum of dy[.., c].
 template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad) {
-  constexpr int WARPS = THREADS / WARP;
-  SHARED_ARRAY(float, part, WARPS * WARP);
-  const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const uint64_t column = static_cast<uint64_t>(blockIdx.x) * WARP + lane;
-  float own = 0.0f;
-  if (column < width)
-    for (uint64_t r = warp; r < rows; r += WARPS) own += load(dy + r * width + column);
-  part[warp * WARP + lane] = own;
-  __syncthreads();
-  if (warp != 0 || column >= width) return;
-  float all = 0.0f;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) all += part[w * WARP + lane];
-  grad[column] += all;
+  column_sums<THREADS / WARP>(rows, width, grad, [&](float own, uint64_t at) { return own + load(dy + at); },
+                              [](uint64_t) { return 1.0f; });
 }
 
 #define BIAS(T)                                                                                                        \

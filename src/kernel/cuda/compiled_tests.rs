@@ -9,7 +9,7 @@
 //!
 //! As build.rs: PTX for 8.0 first, and machine code from that.
 
-use crate::kernel::attention;
+use crate::kernel::{attention, grouped};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -119,7 +119,7 @@ fn table() -> String {
          # (CUDA 13.0; no kernel spills; written by src/kernel/cuda/compiled_tests.rs)\n",
     );
     for (name, k) in kernels {
-        let dynamic = attention::shared_memory(&name);
+        let dynamic = attention::shared_memory(&name) + grouped::shared_memory(&name);
         write!(out, "{name} {} {}", k.threads, k.shared + dynamic).expect("a string");
         for (card, (on, registers)) in CARDS.iter().zip(k.registers).enumerate() {
             let blocks = k.blocks(card, dynamic);

@@ -74,11 +74,19 @@ template <> DEVICE uint32_t pack<f16>(float low, float high) {
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 
 #ifdef __CUDACC__
-// 16 or 8 bytes, loaded and stored at once.
+// 16, 8 or 4 bytes, loaded and stored at once.
+DEVICE void store_4(void *p, uint32_t v) { *static_cast<uint32_t *>(p) = v; }
 DEVICE uint2 load_8(const void *p) { return *static_cast<const uint2 *>(p); }
 DEVICE void store_8(void *p, uint2 v) { *static_cast<uint2 *>(p) = v; }
 DEVICE uint4 load_16(const void *p) { return *static_cast<const uint4 *>(p); }
 DEVICE void store_16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
+
+// 16 bytes to global memory, which the compiler may not take apart.
+DEVICE void store_16_global(void *p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
 #endif
 
 DEVICE bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
@@ -97,15 +105,18 @@ template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>
   for (int i = 0; i < VECTOR<T>; i++) out[i] = Number<T>::widen(of.value[i]);
 }
 
-template <typename T> DEVICE void store_vector(T *p, const float (&in)[VECTOR<T>]) {
+// VECTOR<T> values as the 16 bytes that are stored.
+template <typename T> DEVICE uint4 packed(const float (&in)[VECTOR<T>]) {
   uint32_t word[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     if constexpr (sizeof(T) == 4) word[i] = __float_as_uint(in[i]);
     else word[i] = pack<T>(in[2 * i], in[2 * i + 1]);
   }
-  store_16(p, make_uint4(word[0], word[1], word[2], word[3]));
+  return make_uint4(word[0], word[1], word[2], word[3]);
 }
+
+template <typename T> DEVICE void store_vector(T *p, const float (&in)[VECTOR<T>]) { store_16(p, packed<T>(in)); }
 
 // ---- sums and maxima, in an order that does not change; every lane gets the result ----
 

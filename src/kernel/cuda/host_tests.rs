@@ -207,9 +207,9 @@ fn kernels_stay_within_bounds_on_the_host() {
 
 /// Kernels in which less is asked for than the rule wants, and of what: each is small and read again from the cache.
 const NARROW: &[(&str, &str)] = &[
-    ("dora_norms", "rows of a rank's length"),
-    ("dora_scale", "factors in f32 beside values of 16 bits"),
-    ("rows_", "the few tokens' values in f32; the codes come in whole lines"),
+    ("group_sort", "numbers of pairs, to where they belong one by one"),
+    ("grouped_forward_f32", "codes one by one: f32 is for tests"),
+    ("grouped_backward_f32", "codes one by one: f32 is for tests"),
 ];
 
 /// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
@@ -303,6 +303,22 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "cp.async has not delivered",
     ),
     (
+        "attention_backward.cu",
+        "    __syncthreads();\n    if (more) copy(sg",
+        "    if (more) copy(sg",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "shared byte",
+    ),
+    (
+        "attention_backward.cu",
+        "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
         "attention.cuh",
         "{\n  constexpr int PIECES = W / 8;\n  __syncwarp();\n",
         "{\n  constexpr int PIECES = W / 8;\n",
@@ -311,7 +327,7 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "write after read",
     ),
     (
-        "attention.cuh",
+        "../cuda/matrix.cuh",
         "(piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))",
         "piece",
         "measured",

@@ -69,6 +69,18 @@ pub fn empty(on: &Tensor, shape: impl Into<Shape>, dtype: DType) -> Result<Tenso
     device::empty(on.real()?.device(), shape.into(), dtype).map(Tensor::Real)
 }
 
+/// Where a tensor's values begin on its device. What reads them there has to be launched while the tensor lives, in the order of
+/// the device's one stream.
+///
+/// # Errors
+/// A tensor that is not on a CUDA device, or a view with gaps; a ghost.
+pub fn address_of(t: &Tensor) -> Result<u64> {
+    if !t.is_contiguous() {
+        candle_core::bail!("the address of a tensor that is not contiguous: {:?}", t.shape());
+    }
+    device::at(t.real()?)
+}
+
 /// Blocks, threads of a block, and bytes of shared memory that a block asks for when it is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
@@ -223,6 +235,9 @@ impl<'a> Launch<'a> {
 }
 
 #[cfg(feature = "cuda")]
+pub(super) use device::at;
+
+#[cfg(feature = "cuda")]
 mod device {
     use super::{Argument, Grid, Launch};
     use candle_core::backend::BackendDevice;
@@ -245,7 +260,7 @@ mod device {
     }
 
     /// Where a tensor's values begin.
-    fn address(t: &Tensor, on: &CudaDevice, stream: &CudaStream) -> Result<u64> {
+    pub fn address(t: &Tensor, on: &CudaDevice, stream: &CudaStream) -> Result<u64> {
         fn of<T>(s: &CudaSlice<T>, stream: &CudaStream) -> (u64, usize) {
             (s.device_ptr(stream).0, size_of::<T>())
         }
@@ -267,6 +282,12 @@ mod device {
             _ => candle_core::bail!("no CUDA kernel for {:?}", storage.dtype()),
         };
         Ok(begin + (layout.start_offset() * size) as u64)
+    }
+
+    /// Where a tensor's values begin on its own device.
+    pub fn at(t: &Tensor) -> Result<u64> {
+        let device = t.device().as_cuda_device()?;
+        address(t, device, &device.cuda_stream())
     }
 
     /// # Safety
@@ -309,6 +330,10 @@ mod device {
     use candle_core::{DType, Device, Result, Shape, Tensor};
 
     pub fn empty(_: &Device, _: Shape, _: DType) -> Result<Tensor> {
+        candle_core::bail!("this ft was built without CUDA")
+    }
+
+    pub fn at(_: &Tensor) -> Result<u64> {
         candle_core::bail!("this ft was built without CUDA")
     }
 

@@ -13,12 +13,30 @@ pub mod gemm;
 #[cfg(test)]
 pub(crate) mod host_tests;
 pub mod launch;
+#[cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod libraries;
 #[cfg(feature = "cuda")]
 pub mod module;
 #[cfg(feature = "cuda")]
 pub mod slices;
+#[cfg(feature = "cuda")]
+pub mod staging;
 
 use candle_core::Device;
+
+/// Elsewhere the loader finds them when the program starts.
+#[cfg(all(
+    feature = "cuda",
+    not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))
+))]
+mod libraries {
+    pub fn load_driver() -> Result<(), String> {
+        Ok(())
+    }
+    pub fn load_cublas() -> Result<(), String> {
+        Ok(())
+    }
+}
 
 /// Opens a CUDA device.
 ///
@@ -29,9 +47,11 @@ use candle_core::Device;
 /// be read or freed: with them an operation by element is 14 calls of the driver instead of 4.
 ///
 /// # Errors
-/// Why there is no usable device, in words.
+/// Why there is no usable device, in words: a library that is missing is named, with the command that installs it.
 #[cfg(feature = "cuda")]
 pub fn open(ordinal: usize) -> Result<Device, String> {
+    libraries::load_driver()?;
+    libraries::load_cublas()?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
     let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
     // SAFETY: tensors of this device are made, used and freed on its one stream alone. What copies on another one
@@ -39,6 +59,26 @@ pub fn open(ordinal: usize) -> Result<Device, String> {
     unsafe { cuda.disable_event_tracking() };
     pool::keep(&device)?;
     Ok(device)
+}
+
+/// The first CUDA device, where there is a driver and a device of its.
+///
+/// # Errors
+/// There is one, and it cannot be used: as [`open`].
+#[cfg(feature = "cuda")]
+pub fn first() -> Result<Option<Device>, String> {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+    let devices = libraries::load_driver().ok().and_then(|()| CudaContext::device_count().ok());
+    if devices.unwrap_or(0) > 0 { open(0).map(Some) } else { Ok(None) }
+}
+
+/// The first CUDA device: this build has none.
+///
+/// # Errors
+/// None.
+#[cfg(not(feature = "cuda"))]
+pub fn first() -> Result<Option<Device>, String> {
+    Ok(None)
 }
 
 /// Opens a CUDA device: this build has none.

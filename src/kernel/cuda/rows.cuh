@@ -60,3 +60,22 @@ DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &on
     }
   }
 }
+
+// grad[c] += factor(c) times the sum over rows of what `value` adds to it, for the place of (row, c). A block takes 32 columns; its WARPS warps the rows in turn,
+// each in order, and their sums are added in order.
+template <int WARPS, typename Value, typename Factor>
+DEVICE void column_sums(uint64_t rows, uint64_t width, float *grad, const Value &value, const Factor &factor) {
+  SHARED_ARRAY(float, part, WARPS * WARP);
+  const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint64_t column = static_cast<uint64_t>(blockIdx.x) * WARP + lane;
+  float own = 0.0f;
+  if (column < width)
+    for (uint64_t r = warp; r < rows; r += WARPS) own = value(own, r * width + column);
+  part[warp * WARP + lane] = own;
+  __syncthreads();
+  if (warp != 0 || column >= width) return;
+  float all = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) all += part[w * WARP + lane];
+  grad[column] += all * factor(column);
+}

@@ -1,5 +1,5 @@
 // DoRA's parts that are not products: see mod.rs.
-#include "../cuda/device.cuh"
+#include "../cuda/rows.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
@@ -8,16 +8,24 @@ constexpr int WARPS = THREADS / WARP;
 // With a magnitude m: m / n and 1 / n; without one n.
 template <typename T>
 DEVICE void norms(const T *times, const T *b, const float *gram, const float *squares, const float *magnitude, float scale,
-                  uint64_t rows, uint32_t rank, float *first, float *second) {
+                  uint64_t rows, uint32_t rank, float *factor, float *inverse) {
   const unsigned lane = threadIdx.x % WARP;
   const uint64_t row = static_cast<uint64_t>(blockIdx.x) * WARPS + threadIdx.x / WARP;
   if (row >= rows) return; // the whole warp
   const T *own = b + row * rank, *cross = times + row * rank;
   float sum = 0.0f;
-  for (uint32_t i = lane; i < rank; i += WARP) {
+  for (uint32_t first = 0; first < rank; first += WARP) {
+    const uint32_t i = first + lane;
     float of_gram = 0.0f;
-    for (uint32_t k = 0; k < rank; k++) of_gram = fmaf(gram[static_cast<uint64_t>(k) * rank + i], load(own + k), of_gram);
-    sum = fmaf(load(own + i), fmaf(scale * scale, of_gram, 2.0f * scale * load(cross + i)), sum);
+    // 32 of b at a time, one a lane
+    for (uint32_t begin = 0; begin < rank; begin += WARP) {
+      const float held = begin + lane < rank ? load(own + begin + lane) : 0.0f;
+      for (uint32_t k = 0; k < WARP && begin + k < rank; k++) {
+        const float x = __shfl_sync(ALL, held, k);
+        if (i < rank) of_gram = fmaf(gram[static_cast<uint64_t>(begin + k) * rank + i], x, of_gram);
+      }
+    }
+    if (i < rank) sum = fmaf(load(own + i), fmaf(scale * scale, of_gram, 2.0f * scale * load(cross + i)), sum);
   }
   sum = warp_sum(sum);
   if (lane != 0) return;
@@ -25,12 +33,12 @@ DEVICE void norms(const T *times, const T *b, const float *gram, const float *sq
   // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
   const float norm = sqrtf(square + square * 0.0f);
   if (magnitude == nullptr) {
-    first[row] = norm;
-    second[row] = 0.0f;
+    factor[row] = norm;
+    inverse[row] = 0.0f;
     return;
   }
-  first[row] = magnitude[row] * (1.0f / norm);
-  second[row] = 1.0f / norm;
+  factor[row] = magnitude[row] * (1.0f / norm);
+  inverse[row] = 1.0f / norm;
 }
 
 // y = k (g + add) x [+ other - k base]. A block a row.
@@ -40,28 +48,18 @@ DEVICE void scale(const T *x, const float *g, float add, float k, const T *other
   uint64_t done = 0;
   const bool all = other != nullptr;
   if (is_aligned(x + at) && is_aligned(y + at) && is_aligned(g) && (!all || (is_aligned(other + at) && is_aligned(base + at)))) {
-    constexpr int N = VECTOR<T>;
+    constexpr int N = 4; // of g a whole vector
     for (uint64_t i = threadIdx.x; i < width / N; i += THREADS) {
       const uint64_t c = i * N;
       float v[N], u[N], w[N], f[N];
-      load_vector(x + at + c, v);
-#pragma unroll
-      for (int j = 0; j < N; j += 4) {
-        float four[4];
-        load_vector(g + c + j, four);
-#pragma unroll
-        for (int l = 0; l < 4; l++) f[j + l] = four[l];
-      }
-      if (all) {
-        load_vector(other + at + c, u);
-        load_vector(base + at + c, w);
-      }
+      get(x + at + c, v), get(g + c, f);
+      if (all) get(other + at + c, u), get(base + at + c, w);
 #pragma unroll
       for (int j = 0; j < N; j++) {
         v[j] *= k * (f[j] + add);
         if (all) v[j] = v[j] + u[j] - k * w[j];
       }
-      store_vector(y + at + c, v);
+      put(y + at + c, v);
     }
     done = width / N * N;
   }
@@ -72,23 +70,11 @@ DEVICE void scale(const T *x, const float *g, float add, float k, const T *other
   }
 }
 
-// grad[c] += inverse[c] times the sum of dy[.., c] z[.., c]. A block takes 32 columns, as in bias.cu.
+// grad[c] += inverse[c] times the sum of dy[.., c] z[.., c].
 template <typename T>
 DEVICE void sum(const T *dy, const T *z, const float *inverse, uint64_t rows, uint64_t width, float *grad) {
-  SHARED_ARRAY(float, part, WARPS * WARP);
-  const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const uint64_t column = static_cast<uint64_t>(blockIdx.x) * WARP + lane;
-  float own = 0.0f;
-  if (column < width)
-    for (uint64_t r = warp; r < rows; r += WARPS)
-      own = fmaf(load(dy + r * width + column), load(z + r * width + column), own);
-  part[warp * WARP + lane] = own;
-  __syncthreads();
-  if (warp != 0 || column >= width) return;
-  float all = 0.0f;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) all += part[w * WARP + lane];
-  grad[column] += all * inverse[column];
+  column_sums<WARPS>(rows, width, grad, [&](float own, uint64_t at) { return fmaf(load(dy + at), load(z + at), own); },
+                     [&](uint64_t column) { return inverse[column]; });
 }
 
 #define DORA(T)                                                                                                        \

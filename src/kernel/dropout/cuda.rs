@@ -22,6 +22,11 @@ pub struct Drawn {
     keep: f32,
 }
 
+/// Numbers of 24 bits below this are dropped: a number n / 2^24 is less than p where n is less than p 2^24, rounded up.
+pub fn threshold(p: f64) -> u32 {
+    (p * 16_777_216.0).ceil() as u32
+}
+
 impl Drawn {
     /// That of some rows of `x`, each dropped with probability `p`.
     pub fn new(stream: Stream, rows: Rows<'_>, p: f64, keep: f32, x: &Tensor) -> Result<Self> {
@@ -29,8 +34,7 @@ impl Drawn {
             Rows::From { first } => (first, None),
             Rows::These { first, list } => (first, Some(Tensor::from_slice(list, list.len(), x.device())?)),
         };
-        // a number n / 2^24 is less than p where n is less than p 2^24, rounded up
-        Ok(Self { stream, first, list, threshold: (p * 16_777_216.0).ceil() as u32, keep })
+        Ok(Self { stream, first, list, threshold: threshold(p), keep })
     }
 
     /// `x` [rows, width] times the mask, and `add` to it.

@@ -2,7 +2,7 @@
 
 mod cuda;
 
-pub use self::cuda::Drawn;
+pub use self::cuda::{Drawn, threshold};
 use super::cpu::is_cpu;
 use super::tensor::Ghost;
 use crate::kernel::Tensor;

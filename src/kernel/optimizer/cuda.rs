@@ -13,7 +13,7 @@ const VECTOR: usize = 4;
 const BLOCKS: usize = 1024;
 const EACH: usize = 16;
 
-/// One update of weights, moments and their gradient, and the weights' copy.
+/// One update of weights, moments and the weights' copy; the gradient is zero then.
 pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     let flat = |t: &Tensor| t.dims() == [n] && t.dtype() == DType::F32;

@@ -43,7 +43,8 @@ impl AdamW {
 }
 
 /// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place; then `copy` `[n]`
-/// holds the new weights in its dtype, if it is there. On CUDA that is one pass, and takes no memory.
+/// holds the new weights in its dtype, if it is there. On CUDA that is one pass, takes no memory, and leaves the gradient
+/// zero.
 pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
         return cuda::adamw([p, m, v, g], copy, k);

@@ -1,5 +1,5 @@
-// AdamW over flat f32 buffers, with the copy that the layers compute with, in one pass of 28 bytes a value and those of the
-// copy; and the sum of squares for the gradient norm, in two steps of a fixed order.
+// AdamW over flat f32 buffers, with clipping, the copy that the layers compute with and zeros in the gradient, in one pass of
+// 32 bytes a value and those of the copy; and the sum of squares for the gradient norm, in two steps of a fixed order.
 //
 // Buffers begin at a multiple of 16 bytes, or all values go one by one.
 #include "../cuda/rows.cuh"
@@ -12,7 +12,7 @@ struct Update {
 };
 
 template <typename T, int V>
-DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const Update &k, size_t at) {
+DEVICE void adamw(float *p, float *m, float *v, float *g, T *copy, const Update &k, size_t at) {
   float ps[V], ms[V], vs[V], gs[V];
   get(g + at, gs), get(m + at, ms), get(v + at, vs), get(p + at, ps);
 #pragma unroll
@@ -21,15 +21,16 @@ DEVICE void adamw(float *p, float *m, float *v, const float *g, T *copy, const U
     ms[i] += (grad - ms[i]) * k.one_minus_b1;
     vs[i] = vs[i] * k.b2 + k.one_minus_b2 * grad * grad;
     ps[i] = ps[i] * k.decay - k.rate * (ms[i] / (sqrtf(vs[i]) / k.root + k.eps));
+    gs[i] = 0.0f;
   }
-  put(m + at, ms), put(v + at, vs), put(p + at, ps);
+  put(m + at, ms), put(v + at, vs), put(p + at, ps), put(g + at, gs);
   if (copy != nullptr) put(copy + at, ps);
 }
 
 // By the type of the copy, which there is none of where the layers compute with `p`. A thread takes a vector of each f32
 // buffer, and half of one of a copy of 16 bits: so that a warp's accesses are each one range.
 #define ADAMW(NAME, T)                                                                                                 \
-  KERNEL(optimizer_adamw_##NAME, THREADS, float *p, float *m, float *v, const float *g, T *copy, uint64_t count,       \
+  KERNEL(optimizer_adamw_##NAME, THREADS, float *p, float *m, float *v, float *g, T *copy, uint64_t count,             \
          float grad_scale, float one_minus_b1, float b2, float one_minus_b2, float decay, float rate, float root,      \
          float eps) {                                                                                                  \
     const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \

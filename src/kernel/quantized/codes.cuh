@@ -74,3 +74,10 @@ DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, f
     out[i] = rounded<Source>(__fmul_rn(code, scale));
   }
 }
+
+// The arguments of a kernel that are its matrix, and the matrix of them.
+#define MATRIX                                                                                                         \
+  const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes, const float *map,        \
+      uint32_t group, float offset, uint32_t shift, uint64_t total
+#define MATRIX_OF                                                                                                      \
+  { packed, pairs, scales, scale_codes, map, group, offset, shift, total }

@@ -34,7 +34,7 @@ DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_
     float v[N];
     values<Source, N>(m, word[s], at, base, scales, entry, v);
     if (at >= begin && at + N <= end && (place + at - begin) % N == 0) {
-      store_vector(out + (place + at - begin), v);
+      store_16_global(out + (place + at - begin), packed<Out>(v));
     } else {
 #pragma unroll
       for (int i = 0; i < N; i++)
@@ -43,12 +43,10 @@ DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_
   }
 }
 
-#define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                      \
-  KERNEL(NAME, 256, const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,          \
-         const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, uint64_t first,               \
-         uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {                                  \
-    const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
-    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                                   \
+#define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                  \
+  KERNEL(NAME, 256, MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {  \
+    const Matrix m = MATRIX_OF;                                                                                        \
+    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                               \
   }
 
 // By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.

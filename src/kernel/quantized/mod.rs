@@ -89,7 +89,7 @@ impl QuantizedMatrix {
         let rows = x.dims().first().copied().unwrap_or(0) as f64;
         let (dequantized, read) =
             (if dequantizes { n } else { 0.0 }, n * self.compute.size_in_bytes() as f64);
-        g.ledger().product(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
+        g.ledger().work(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
     /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
@@ -176,6 +176,11 @@ impl QuantizedMatrix {
     /// Packed codes, and scales.
     pub fn parts(&self) -> (&Tensor, &Scales) {
         (&self.packed, &self.scales)
+    }
+
+    /// The two values of each byte [256, 2], f32; those of 0 to 15 end with what the 16 codes stand for.
+    pub fn pairs(&self) -> &Tensor {
+        &self.book.pairs
     }
 
     /// Bytes of codes and scales, the maps apart: those are shared by all matrices of a model.

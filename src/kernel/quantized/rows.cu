@@ -13,7 +13,7 @@ constexpr int WARPS = 4;
 template <typename Source, typename T, int TOKENS, int ROWS>
 DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
                                      T *y) {
-  constexpr int N = 8;
+  constexpr int N = VECTOR<T>; // a load of x is one range of a warp too
   constexpr int STEPS = CHUNK / (WARP * N);
   SHARED_ARRAY(float, partial, WARPS * ROWS * TOKENS);
   const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -51,13 +51,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
       for (int t = 0; t < TOKENS; t++) {
         if (static_cast<uint32_t>(t) >= tokens) break;
         float xs[N];
-#pragma unroll
-        for (int i = 0; i < N; i += VECTOR<T>) {
-          float part[VECTOR<T>];
-          load_vector(x + t * cols + c + i, part);
-#pragma unroll
-          for (int j = 0; j < VECTOR<T>; j++) xs[i + j] = part[j];
-        }
+        load_vector(x + t * cols + c, xs);
 #pragma unroll
         for (int i = 0; i < N; i++)
 #pragma unroll
@@ -84,10 +78,8 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
 }
 
 #define ROWS_OF(NAME, SOURCE, T, TOKENS, ROWS)                                                                         \
-  KERNEL(NAME, WARPS *WARP, const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes,  \
-         const float *map, uint32_t group, float offset, uint32_t shift, uint64_t total, const T *x, uint32_t tokens,  \
-         uint64_t count, uint64_t cols, T *y) {                                                                        \
-    const Matrix m = {packed, pairs, scales, scale_codes, map, group, offset, shift, total};                           \
+  KERNEL(NAME, WARPS *WARP, MATRIX, const T *x, uint32_t tokens, uint64_t count, uint64_t cols, T *y) {                \
+    const Matrix m = MATRIX_OF;                                                                                        \
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }
 

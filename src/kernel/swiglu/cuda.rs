@@ -42,34 +42,27 @@ pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// The gradients of gate and up, and, if it is wanted, the output of forward.
-pub fn backward(
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
-    output: bool,
-) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+/// The gradients of gate and up; with `again` what forward gave is then in `dy`.
+pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, again: bool) -> Result<(Tensor, Tensor)> {
     alike(gate, &[up, dy])?;
     let one = || (gate.shape().clone(), gate.dtype());
-    if output {
-        if let Some([dgate, dup, h]) = ghosts(&[gate, up, dy], [one(), one(), one()], |_| ()) {
-            return Ok((dgate, dup, Some(h)));
-        }
-    } else if let Some([dgate, dup]) = ghosts(&[gate, up, dy], [one(), one()], |_| ()) {
-        return Ok((dgate, dup, None));
+    if let Some([dgate, dup]) = ghosts(&[gate, up, dy], [one(), one()], |_| ()) {
+        return Ok((dgate, dup));
     }
-    let (gate, up, dy) = (gate.contiguous()?, up.contiguous()?, dy.contiguous()?);
+    let (gate, up) = (gate.contiguous()?, up.contiguous()?);
+    let dy = if again { dy.clone() } else { dy.contiguous()? };
     let new = || empty(&gate, gate.shape(), gate.dtype());
-    let (dgate, dup, h) = (new()?, new()?, if output { Some(new()?) } else { None });
+    let (dgate, dup) = (new()?, new()?);
     let launch = Launch::of(&gate, compiled!(SWIGLU), "swiglu_backward")?
         .tensor(&gate)?
         .tensor(&up)?
         .tensor(&dy)?
         .tensor(&dgate)?
         .tensor(&dup)?
-        .maybe(h.as_ref())?
+        .maybe(again.then_some(&dy))?
         .number(gate.elem_count() as u64);
-    // SAFETY: all tensors have as many values as the kernel is told.
+    // SAFETY: all tensors have as many values as the kernel is told; a value of `dy` is read before the thread that read
+    // it writes there.
     unsafe { launch.run(grid(&gate)) }?;
-    Ok((dgate, dup, h))
+    Ok((dgate, dup))
 }

@@ -20,22 +20,20 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tens
     if is_cpu(gate) {
         on_real!(gate.dtype(), backward_cpu(gate, up, dy))
     } else {
-        let (dgate, dup, _) = cuda::backward(gate, up, dy, false)?;
-        Ok((dgate, dup))
+        cuda::backward(gate, up, dy, false)
     }
 }
 
-/// As [`backward`], and the output again: one pass on CUDA.
-pub fn backward_again(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+/// As [`backward`], and third the output again: one pass on CUDA, where it takes the place of `dy`.
+pub fn backward_again(gate: &Tensor, up: &Tensor, dy: Tensor) -> Result<[Tensor; 3]> {
     if !is_cpu(gate) {
-        return match cuda::backward(gate, up, dy, true)? {
-            (dgate, dup, Some(h)) => Ok((dgate, dup, h)),
-            _ => candle_core::bail!("swiglu: no output"),
-        };
+        let dy = dy.contiguous()?;
+        let (dgate, dup) = cuda::backward(gate, up, &dy, true)?;
+        return Ok([dgate, dup, dy]);
     }
-    let h = forward(gate, up)?;
-    let (dgate, dup) = backward(gate, up, dy)?;
-    Ok((dgate, dup, h))
+    let (dgate, dup) = backward(gate, up, &dy)?;
+    drop(dy);
+    Ok([dgate, dup, forward(gate, up)?])
 }
 
 /// `1 / (1 + e^-x)`, elementwise: candle's, for the gate of a shared expert.
@@ -105,7 +103,8 @@ mod tests {
     fn the_output_again() -> Result<()> {
         let [g, u, dy] = [1, 2, 3].map(|seed| randn(seed, (9, 7), DType::F32));
         let (g, u, dy) = (g?, u?, dy?);
-        let ((a, b, h), (c, d)) = (backward_again(&g, &u, &dy)?, backward(&g, &u, &dy)?);
+        let (c, d) = backward(&g, &u, &dy)?;
+        let [a, b, h] = backward_again(&g, &u, dy)?;
         for (x, y) in [(&a, &c), (&b, &d), (&h, &forward(&g, &u)?)] {
             close(x, y, 0.0);
         }

@@ -1,4 +1,5 @@
-// silu(gate) * up, and its gradients; backward writes the product again where the down projection's input is needed.
+// silu(gate) * up, and its gradients; backward writes the product again where the down projection's input is needed, which
+// may be over dy.
 // A thread takes a vector of 16 bytes of each; those that a vector does not divide, or that do not begin at one, go by
 // one value. Each value is read and written once.
 #include "../cuda/rows.cuh"

@@ -3,20 +3,31 @@
 //! A token with `k` experts is `k` pairs; pairs sorted by expert (then by token) are the `n = t k` rows that
 //! experts work on, each expert on a run of rows. Nothing here has the size experts x tokens x width.
 //!
-//! Which token goes where is decided on the host. On the CPU that is where the router's result lies anyway;
-//! on another device it is one small copy a layer (4 bytes a pair) from the device and three back, because
-//! candle's operations need the size of each product on the host.
+//! Which token goes where is decided on the host, or on CUDA ([`Sorted`]) on the device, where all experts are one launch and
+//! no size is asked for. What has no grouped products (DoRA of experts, dropout in them) is computed on CUDA too by lists of
+//! the host: one small copy a layer (4 bytes a pair) from the device and three back.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `mod` | the lists of the host, and what goes by them: on CPU slices, and composed for other devices |
+//! | `each` | experts side by side on the CPU's threads |
+//! | `cuda` | the lists of a device |
+
+mod cuda;
+mod each;
+
+pub use self::cuda::Sorted;
+pub use self::each::{each, side_by_side};
 
 use super::cpu::{ROWS, Real, View, dot, ghosts, is_native, on_real, tensor, view};
 use super::ledger::{Allocation, Role};
+use super::route;
 use super::tensor::{Ghost, On};
-use super::{gemm, route};
 use crate::kernel::Tensor;
 use crate::kernel::upcast;
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Tokens sorted by expert.
 #[derive(Debug)]
@@ -39,6 +50,8 @@ pub struct Groups {
     index: Option<[Tensor; 3]>,
     /// Of ghosts.
     spread: Option<Spread>,
+    /// Lists of a device, instead of all of those here.
+    sorted: Option<Sorted>,
 }
 
 /// How a plan routes.
@@ -98,7 +111,18 @@ impl Groups {
                 Tensor::from_slice(&place, n, device)?,
             ]),
         };
-        Ok(Self { tokens: n / top_k.max(1), top_k, expert, token, pair, place, starts, index, spread: None })
+        Ok(Self {
+            tokens: n / top_k.max(1),
+            top_k,
+            expert,
+            token,
+            pair,
+            place,
+            starts,
+            index,
+            spread: None,
+            sorted: None,
+        })
     }
 
     /// Of the router's probabilities [t, e]: each token's `top_k` most likely experts.
@@ -157,9 +181,32 @@ impl Groups {
                     starts,
                     index,
                     spread,
+                    sorted: None,
                 })
             }
         }
+    }
+
+    /// Of lists that are on a device.
+    pub fn on_device(sorted: Sorted) -> Self {
+        let none = Vec::new;
+        Self {
+            tokens: sorted.tokens,
+            top_k: sorted.top_k,
+            expert: none(),
+            token: none(),
+            pair: none(),
+            place: none(),
+            starts: Vec::new(),
+            index: None,
+            spread: None,
+            sorted: Some(sorted),
+        }
+    }
+
+    /// The lists, where they are on a device.
+    pub fn sorted(&self) -> Option<&Sorted> {
+        self.sorted.as_ref()
     }
 
     /// What `f` does for one expert's rows; for ghosts on behalf of all that the run stands for.
@@ -411,143 +458,5 @@ impl Groups {
     }
 }
 
-/// Whether `runs` experts are better computed side by side, one thread each, than one after the other with all
-/// threads in each product. The result is the same.
-pub fn side_by_side<'a>(runs: usize, on: impl Into<On<'a>>) -> bool {
-    let threads = match on.into() {
-        on if !on.is_native() => return false,
-        On::Real(_) => rayon::current_num_threads(),
-        On::Ghost(l) => l.machine().threads as usize,
-    };
-    runs >= 2 * threads && threads > 1
-}
-
-/// Applies `f` to every item, the large ones first, each on one thread; results in the items' order. Ghosts (`on`) go one
-/// after the other.
-///
-/// # Errors
-/// The first error by the items' order.
-pub fn each<'a, I: Send, R: Send>(
-    on: impl Into<On<'a>>,
-    items: Vec<I>,
-    size: impl Fn(&I) -> usize,
-    f: impl Fn(I) -> Result<R> + Sync,
-) -> Result<Vec<R>> {
-    if matches!(on.into(), On::Ghost(_)) {
-        return items.into_iter().map(f).collect();
-    }
-    let mut order: Vec<usize> = (0..items.len()).collect();
-    order.sort_by_key(|i| std::cmp::Reverse(size(&items[*i])));
-    let work: Vec<Mutex<Option<I>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
-    let done: Vec<Mutex<Option<Result<R>>>> = work.iter().map(|_| Mutex::new(None)).collect();
-    let next = AtomicUsize::new(0);
-    // one task a thread, each taking items from one queue: stacks stay shallow whatever the number of items
-    (0..rayon::current_num_threads()).into_par_iter().with_max_len(1).for_each(|_| {
-        while let Some(i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let item = work[*i].lock().ok().and_then(|mut w| w.take());
-            let result = item.map(|item| gemm::serial(|| f(item)));
-            if let Ok(mut d) = done[*i].lock() {
-                *d = result;
-            }
-        }
-    });
-    done.into_iter()
-        .map(|d| match d.into_inner() {
-            Ok(Some(r)) => r,
-            _ => candle_core::bail!("an expert was left out"),
-        })
-        .collect()
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernel::check::{close, gradient, randn};
-
-    const T: usize = 70;
-    const E: usize = 5;
-    const K: usize = 2;
-
-    /// Expert 3 stays idle.
-    fn groups() -> Result<Groups> {
-        let chosen: Vec<u32> = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
-        Groups::new(chosen, K, E, &Device::Cpu)
-    }
-
-    fn index(g: &Groups) -> Result<[Tensor; 3]> {
-        let t = |v: &Vec<u32>| Tensor::from_slice(v, v.len(), &Device::Cpu);
-        Ok([t(&g.token)?, t(&g.pair)?, t(&g.place)?])
-    }
-
-    fn split(g: &Groups, rows: &Tensor) -> Result<Vec<Tensor>> {
-        g.runs().iter().map(|r| rows.narrow(0, r.start, r.rows)).collect()
-    }
-
-    #[test]
-    fn rows_are_sorted_by_expert_then_token() -> Result<()> {
-        let g = groups()?;
-        assert_eq!(g.counts().sum::<usize>(), T * K);
-        assert_eq!(g.runs().iter().map(|r| r.expert).collect::<Vec<_>>(), [0, 1, 2, 4]);
-        for r in g.runs() {
-            let tokens = g.tokens_of(&r);
-            assert!(tokens.windows(2).all(|w| w[0] < w[1]), "{tokens:?}");
-            for (i, t) in tokens.iter().enumerate() {
-                let pair = g.pair[r.start + i] as usize;
-                assert_eq!((pair / K, g.expert[pair]), (*t as usize, r.expert as u32));
-                assert_eq!(g.place[pair] as usize, r.start + i);
-            }
-        }
-        assert!(Groups::new(vec![0, 5], 1, 5, &Device::Cpu).is_err());
-        Ok(())
-    }
-
-    #[test]
-    fn gradients_of_gather_and_combine() -> Result<()> {
-        let g = groups()?;
-        let (d, f64s) = (3, DType::F64);
-        let (x, gates) = (randn(1, (T, d), f64s)?, randn(2, (T, K), f64s)?);
-        let dy = randn(3, (T * K, d), f64s)?;
-        let dx = g.combine(&split(&g, &dy)?, None, f64s)?;
-        gradient("gather", &x, &dx, &dy, |x| g.gather(x));
-        let (rows, dy) = (randn(4, (T * K, d), f64s)?, randn(5, (T, d), f64s)?);
-        let combine = |rows: &Tensor, gates: &Tensor| g.combine(&split(&g, rows)?, Some(gates), f64s);
-        let parts: Vec<Tensor> =
-            g.runs().iter().map(|r| g.gather_scaled(&dy, &gates, r)).collect::<Result<_>>()?;
-        gradient("rows", &rows, &Tensor::cat(&parts, 0)?, &dy, |rows| combine(rows, &gates));
-        gradient("gates", &gates, &g.dots(&split(&g, &rows)?, &dy)?, &dy, |gates| combine(&rows, gates));
-        Ok(())
-    }
-
-    #[test]
-    fn compositions_agree() -> Result<()> {
-        let (g, d) = (groups()?, 6);
-        let i = index(&g)?;
-        let (x, gates) = (randn(1, (T, d), DType::F32)?, randn(2, (T, K), DType::F32)?);
-        let parts = split(&g, &randn(3, (T * K, d), DType::F32)?)?;
-        close(&x.index_select(&i[0], 0)?, &g.gather(&x)?, 0.0);
-        for gates in [None, Some(&gates)] {
-            let want = g.combine(&parts, gates, DType::F32)?;
-            close(&g.combine_composed(&parts, gates, DType::F32, &i)?, &want, 1e-6);
-        }
-        close(&g.dots_composed(&parts, &x, &i)?, &g.dots(&parts, &x)?, 1e-6);
-        for r in g.runs() {
-            let want = g.gather_scaled(&x, &gates, &r)?;
-            close(&g.gather_composed(&x, &gates, &r, &i)?, &want, 1e-6);
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn each_gives_results_in_order_and_the_first_error() -> Result<()> {
-        let square = |x: usize| Ok(x * x);
-        let items: Vec<usize> = (0..100).collect();
-        assert_eq!(
-            each(&Device::Cpu, items, |x| *x, square)?,
-            (0..100).map(|x| x * x).collect::<Vec<usize>>()
-        );
-        let fails = |x: usize| if x % 7 == 3 { candle_core::bail!("item {x}") } else { Ok(x) };
-        let e = each(&Device::Cpu, (0..100).collect(), |x| *x, fails).expect_err("items that fail");
-        assert!(e.to_string().starts_with("item 3"), "{e}");
-        Ok(())
-    }
-}
+mod tests;

@@ -6,6 +6,8 @@
 //!
 //! Equal probabilities are decided for the lower expert, on every device: a tie does not flip.
 
+pub mod cuda;
+
 use super::cpu::{ROWS, Real, ghosts, is_native, on_real, tensor, view};
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
@@ -18,10 +20,12 @@ use rayon::prelude::*;
 /// layers): `E sum_e f_e P_e`, with f_e the pairs of expert e a token and P_e the mean of p_e; f is a constant.
 /// The z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): a layer's mean over tokens of `logsumexp(x)^2`, summed over
 /// layers.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Balance {
     /// Gradient of each expert's probability, coefficient included; empty for none.
     pub dp: Vec<f64>,
+    /// The same `[e]` in f32 on the device, where layers route there.
+    pub on_device: Option<Tensor>,
     /// Factor on the gradient of `logsumexp(x)^2` of each token, coefficient and mean included.
     pub z: f64,
 }
@@ -250,7 +254,8 @@ mod tests {
             let dx = backward(&r, &dg, None)?;
             gradient(&what, &x, &dx, &dg, |x| gates(&softmax(x)?.0, &chosen, k, normalise));
             // gates' part is linear in dg: the rest is the balancing losses' own gradient
-            let balance = Balance { dp: (0..E).map(|e| 0.3 * e as f64 - 0.7).collect(), z: 0.05 };
+            let dp = (0..E).map(|e| 0.3 * e as f64 - 0.7).collect();
+            let balance = Balance { dp, z: 0.05, ..Balance::default() };
             let with = backward(&r, &dg, Some(&balance))?;
             let weights = Tensor::new(balance.dp.as_slice(), &Device::Cpu)?;
             let one = Tensor::ones(T, DType::F64, &Device::Cpu)?;

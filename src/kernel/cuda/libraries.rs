@@ -1,0 +1,174 @@
+//! NVIDIA's libraries, found when a device is opened and not when the program starts.
+//!
+//! candle links the driver, cuBLAS and the CUDA runtime, so that a program of its own words does not start where one of
+//! them is missing: not for `ft check`, not on the CPU. Here each of their functions that the program calls is defined by
+//! a jump to an address that [`load`] fills in; the linker leaves a library out from which nothing is needed, and a program
+//! takes its own definition before a library's (as in `curand`). Until it is loaded, a function returns an error. Libraries
+//! do not see these definitions (`.hidden`): they take their own.
+//!
+//! Of the CUDA runtime there is nothing to load: only kernels of candle that ft has no use for (GGUF's) call it, and what
+//! they do when the program starts, to say that they exist, is nothing.
+
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The major version of CUDA that this program was built for, which is that of its cuBLAS.
+const MAJOR: u32 = candle_core::cuda_backend::cudarc::driver::sys::CUDA_VERSION / 1000;
+
+/// CUDA_ERROR_NOT_INITIALIZED; to cuBLAS, that no memory could be had.
+const NOT_LOADED: c_int = 3;
+/// cudaErrorNotSupported.
+const NOT_SUPPORTED: c_int = 801;
+
+extern "C" fn not_loaded() -> c_int {
+    NOT_LOADED
+}
+
+/// The address of one function.
+type Address = AtomicPtr<c_void>;
+
+/// Defines functions of a library as jumps, and a list of their names and addresses.
+macro_rules! jumps {
+    ($list:ident: $($name:ident)*) => {
+        $(
+            #[allow(non_snake_case)]
+            mod $name {
+                pub static ADDRESS: super::Address =
+                    super::Address::new(super::not_loaded as extern "C" fn() -> std::ffi::c_int as *mut _);
+
+                /// # Safety
+                /// Of the library's function.
+                #[unsafe(no_mangle)]
+                #[unsafe(naked)]
+                unsafe extern "C" fn $name() {
+                    #[cfg(target_arch = "x86_64")]
+                    std::arch::naked_asm!(
+                        concat!(".hidden ", stringify!($name)), "jmp qword ptr [rip + {at}]", at = sym ADDRESS
+                    );
+                    #[cfg(target_arch = "aarch64")]
+                    std::arch::naked_asm!(
+                        concat!(".hidden ", stringify!($name)),
+                        "adrp x16, {at}", "ldr x16, [x16, :lo12:{at}]", "br x16", at = sym ADDRESS
+                    );
+                }
+            }
+        )*
+        const $list: &[(&str, &Address)] = &[$((stringify!($name), &$name::ADDRESS)),*];
+    };
+}
+
+jumps! { DRIVER:
+    cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
+    cuDeviceGetDefaultMemPool cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuEventCreate cuEventDestroy_v2
+    cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
+    cuGetErrorString cuInit cuLaunchKernel cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2
+    cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2
+    cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuMemsetD32Async cuModuleGetFunction
+    cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing
+    cuStreamSynchronize cuStreamWaitEvent cuDeviceGetCount cuDeviceGetName cuDeviceTotalMem_v2
+}
+
+jumps! { CUBLAS:
+    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmEx cublasGemmStridedBatchedEx
+    cublasSetStream_v2
+}
+
+/// Defines functions of the CUDA runtime that do nothing and return `$result`.
+macro_rules! nothing {
+    ($result:expr => $t:ty: $($name:ident)*) => { $(
+        std::arch::global_asm!(concat!(".hidden ", stringify!($name)));
+        #[unsafe(no_mangle)]
+        #[allow(non_snake_case)]
+        extern "C" fn $name() -> $t {
+            $result
+        }
+    )* };
+}
+
+nothing! { std::ptr::dangling_mut::<u64>().cast() => *mut c_void: __cudaRegisterFatBinary }
+nothing! { () => ():
+    __cudaRegisterFatBinaryEnd __cudaRegisterFunction __cudaRegisterVar __cudaUnregisterFatBinary
+}
+nothing! { c"not a part of ft".as_ptr() => *const std::ffi::c_char: cudaGetErrorName cudaGetErrorString }
+nothing! { NOT_SUPPORTED => c_int:
+    __cudaGetKernel __cudaLaunchKernel_ptsz __cudaPopCallConfiguration __cudaPushCallConfiguration
+    cudaDeviceGetAttribute cudaFree cudaFreeAsync_ptsz cudaFuncGetAttributes cudaFuncSetAttribute cudaGetDevice
+    cudaGetDeviceCount cudaGetLastError cudaMalloc cudaMallocAsync_ptsz cudaMemsetAsync_ptsz
+    cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags cudaPeekAtLastError cudaSetDevice
+    cudaStreamSynchronize_ptsz
+}
+
+/// Why a library is not there, as the loader says it.
+fn reason() -> String {
+    // SAFETY: what dlerror gives is null or a text that stands until this thread's next call; it is copied.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "the loader does not say why".into();
+    }
+    // SAFETY: as above: a text that ends with a zero.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// Loads a library and fills the addresses in.
+fn fill(library: &str, functions: &[(&str, &Address)]) -> Result<(), String> {
+    let name = CString::new(library).map_err(|e| e.to_string())?;
+    // SAFETY: loading runs the library's own initialization, as it would when the program started.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    if handle.is_null() {
+        return Err(reason());
+    }
+    for (function, address) in functions {
+        let symbol = CString::new(*function).map_err(|e| e.to_string())?;
+        // SAFETY: the handle is that of a library which is never unloaded.
+        let at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+        // what an older or newer library has not stays an error where it is called
+        if !at.is_null() {
+            address.store(at, Ordering::Release);
+        }
+    }
+    Ok(())
+}
+
+/// Loads the driver's library; a second call does nothing.
+///
+/// # Errors
+/// It is not there, with what to do.
+pub fn load_driver() -> Result<(), String> {
+    static DONE: Mutex<bool> = Mutex::new(false);
+    once(&DONE, || {
+        fill("libcuda.so.1", DRIVER).map_err(|e| {
+            format!(
+                "no NVIDIA driver here: {e}\n\
+                 hint: install NVIDIA's driver for CUDA {MAJOR} (nvidia-smi then lists the GPUs)"
+            )
+        })
+    })
+}
+
+/// Loads cuBLAS; a second call does nothing.
+///
+/// # Errors
+/// It is not there, with what to do.
+pub fn load_cublas() -> Result<(), String> {
+    static DONE: Mutex<bool> = Mutex::new(false);
+    once(&DONE, || {
+        fill(&format!("libcublas.so.{MAJOR}"), CUBLAS).map_err(|e| {
+            format!(
+                "no cuBLAS here: {e}\n\
+                 hint: pip install 'nvidia-cublas=={MAJOR}.*'\n\
+                 hint: export LD_LIBRARY_PATH=$(python3 -c 'import sysconfig; \
+                 print(sysconfig.get_path(\"purelib\"))')/nvidia/cu{MAJOR}/lib:$LD_LIBRARY_PATH"
+            )
+        })
+    })
+}
+
+fn once(done: &Mutex<bool>, load: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*done {
+        load()?;
+        *done = true;
+    }
+    Ok(())
+}

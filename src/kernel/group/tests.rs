@@ -1,0 +1,77 @@
+//! Grouping against finite differences, and compositions against the CPU.
+
+use super::*;
+use crate::kernel::check::{close, gradient, randn};
+
+const T: usize = 70;
+const E: usize = 5;
+const K: usize = 2;
+
+/// Expert 3 stays idle.
+fn groups() -> Result<Groups> {
+    let chosen: Vec<u32> = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
+    Groups::new(chosen, K, E, &Device::Cpu)
+}
+
+fn index(g: &Groups) -> Result<[Tensor; 3]> {
+    let t = |v: &Vec<u32>| Tensor::from_slice(v, v.len(), &Device::Cpu);
+    Ok([t(&g.token)?, t(&g.pair)?, t(&g.place)?])
+}
+
+fn split(g: &Groups, rows: &Tensor) -> Result<Vec<Tensor>> {
+    g.runs().iter().map(|r| rows.narrow(0, r.start, r.rows)).collect()
+}
+
+#[test]
+fn rows_are_sorted_by_expert_then_token() -> Result<()> {
+    let g = groups()?;
+    assert_eq!(g.counts().sum::<usize>(), T * K);
+    assert_eq!(g.runs().iter().map(|r| r.expert).collect::<Vec<_>>(), [0, 1, 2, 4]);
+    for r in g.runs() {
+        let tokens = g.tokens_of(&r);
+        assert!(tokens.windows(2).all(|w| w[0] < w[1]), "{tokens:?}");
+        for (i, t) in tokens.iter().enumerate() {
+            let pair = g.pair[r.start + i] as usize;
+            assert_eq!((pair / K, g.expert[pair]), (*t as usize, r.expert as u32));
+            assert_eq!(g.place[pair] as usize, r.start + i);
+        }
+    }
+    assert!(Groups::new(vec![0, 5], 1, 5, &Device::Cpu).is_err());
+    Ok(())
+}
+
+#[test]
+fn gradients_of_gather_and_combine() -> Result<()> {
+    let g = groups()?;
+    let (d, f64s) = (3, DType::F64);
+    let (x, gates) = (randn(1, (T, d), f64s)?, randn(2, (T, K), f64s)?);
+    let dy = randn(3, (T * K, d), f64s)?;
+    let dx = g.combine(&split(&g, &dy)?, None, f64s)?;
+    gradient("gather", &x, &dx, &dy, |x| g.gather(x));
+    let (rows, dy) = (randn(4, (T * K, d), f64s)?, randn(5, (T, d), f64s)?);
+    let combine = |rows: &Tensor, gates: &Tensor| g.combine(&split(&g, rows)?, Some(gates), f64s);
+    let parts: Vec<Tensor> =
+        g.runs().iter().map(|r| g.gather_scaled(&dy, &gates, r)).collect::<Result<_>>()?;
+    gradient("rows", &rows, &Tensor::cat(&parts, 0)?, &dy, |rows| combine(rows, &gates));
+    gradient("gates", &gates, &g.dots(&split(&g, &rows)?, &dy)?, &dy, |gates| combine(&rows, gates));
+    Ok(())
+}
+
+#[test]
+fn compositions_agree() -> Result<()> {
+    let (g, d) = (groups()?, 6);
+    let i = index(&g)?;
+    let (x, gates) = (randn(1, (T, d), DType::F32)?, randn(2, (T, K), DType::F32)?);
+    let parts = split(&g, &randn(3, (T * K, d), DType::F32)?)?;
+    close(&x.index_select(&i[0], 0)?, &g.gather(&x)?, 0.0);
+    for gates in [None, Some(&gates)] {
+        let want = g.combine(&parts, gates, DType::F32)?;
+        close(&g.combine_composed(&parts, gates, DType::F32, &i)?, &want, 1e-6);
+    }
+    close(&g.dots_composed(&parts, &x, &i)?, &g.dots(&parts, &x)?, 1e-6);
+    for r in g.runs() {
+        let want = g.gather_scaled(&x, &gates, &r)?;
+        close(&g.gather_composed(&x, &gates, &r, &i)?, &want, 1e-6);
+    }
+    Ok(())
+}

@@ -1,0 +1,376 @@
+// The grouped products of 16-bit values by tensor cores: a block of eight warps a tile of ROWS x 128, 32 deep at a time, in
+// four stages of shared memory. Values come by cp.async two stages ahead. Codes of 4 bits are loaded while the tensor cores
+// are at work on a stage, and dequantized into shared memory after it, by the threads that loaded them: whole sectors of
+// codes, which are 64 deep where rows of W are in the inner dimension's direction, so that every second stage has none to load.
+#include "grouped.cuh"
+
+constexpr int COLS = 128, DEPTH = 32, STAGES = 4;
+constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
+
+// Stores 8 values that are read one by one.
+template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
+  uint64_t low = 0, high = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < 8; i++) {
+    low = low >> 16 | high << 48;
+    high = high >> 16 | static_cast<uint64_t>(pack<T>(value(i), 0.0f)) << 48;
+  }
+  store_16(to, make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+                          static_cast<uint32_t>(high >> 32)));
+}
+
+// The tile of a right operand: [128, 32] as it lies, transposed, or [32, 128].
+template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
+  if constexpr (TRANSPOSED) return place<DEPTH>(row, piece);
+  else return place<COLS>(row, piece);
+}
+
+// Brings the stages of a tile, one after the other: those of all products that are summed.
+template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
+  const Products<T> &p;
+  const Rows tile;
+  const uint32_t outer, col0;
+  unsigned char *const left, *const right; // [STAGES] each
+  Factors<T> f;
+  int at, stage;
+  uint32_t k0, step; // of the product
+  bool whole_left, whole_right;
+  // codes on the way: where they go, and their scale
+  uint4 words;
+  float scale, entry;
+  uint32_t source;
+  bool pending;
+
+  DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, unsigned char *shared)
+      : p(p), tile(tile), outer(outer), col0(col0), left(shared), right(shared + STAGES * ROWS * DEPTH * 2), at(-1), stage(0),
+        k0(0), step(0), words(make_uint4(0, 0, 0, 0)), scale(0), entry(0), source(0), pending(false) {
+    next();
+  }
+
+  // Stages of all products.
+  DEVICE uint32_t stages() const {
+    uint32_t all = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) all += (factors<T, TRANSPOSED>(p, tile.expert, tile.first, i).depth + DEPTH - 1) / DEPTH;
+    return all;
+  }
+
+  // To the next product that there is.
+  DEVICE void next() {
+    do {
+      if (++at == 4) return;
+      f = factors<T, TRANSPOSED>(p, tile.expert, tile.first, at);
+    } while (f.depth == 0);
+    k0 = 0, step = 0;
+    whole_left = f.stride % 8 == 0 && f.depth % 8 == 0 && is_aligned(f.left);
+    const uint32_t run = TRANSPOSED ? f.depth : outer;
+    if (f.right != nullptr) whole_right = run % 8 == 0 && is_aligned(f.right);
+    else {
+      const Matrix m = codes_of(*f.expert);
+      whole_right = run % 32 == 0 && is_aligned(m.packed);
+      entry = m.entry(threadIdx.x % WARP), source = f.expert->source;
+    }
+  }
+
+  DEVICE bool done() const { return at == 4; }
+
+  // Begins to bring the next stage.
+  DEVICE void begin() {
+    if (done()) return;
+    bring_left();
+    if (f.right != nullptr) bring_values();
+    else if (whole_right) fetch_codes();
+    else bring_slowly();
+  }
+
+  // Ends what `begin` began: other threads see it behind a barrier (and wait for copies).
+  DEVICE void end() {
+    if (done()) return;
+    if (pending) dequantize();
+    k0 += DEPTH, step++, stage = (stage + 1) % STAGES;
+    if (k0 >= f.depth) next();
+  }
+
+  DEVICE void bring_left() {
+    unsigned char *to = left + stage * ROWS * DEPTH * 2;
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * 4; i += THREADS) {
+      const uint32_t row = i / 4, piece = i % 4, k = k0 + piece * 8;
+      const T *from = f.left + static_cast<uint64_t>(row) * f.stride + k;
+      const bool some = row < tile.count && k < f.depth;
+      if (whole_left) cp_async_16(to + place<DEPTH>(row, piece), some ? from : f.left, some);
+      else
+        store_eight<T>(to + place<DEPTH>(row, piece), [&](uint32_t j) {
+          return row < tile.count && k + j < f.depth ? load(from + j) : 0.0f;
+        });
+    }
+  }
+
+  // Row and piece of 8 values that thread `i` takes of a tile, and the number of its first value in the operand.
+  DEVICE uint64_t piece_of(int i, uint32_t &row, uint32_t &piece, uint32_t &deep, uint32_t &col) const {
+    constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8;
+    row = i / PIECES, piece = i % PIECES;
+    deep = k0 + (TRANSPOSED ? piece * 8 : row), col = col0 + (TRANSPOSED ? row : piece * 8);
+    return TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
+  }
+
+  DEVICE void bring_values() {
+    if (!whole_right) return bring_slowly();
+    unsigned char *to = right + stage * STAGE_RIGHT;
+#pragma unroll
+    for (int i = threadIdx.x; i < COLS * 4; i += THREADS) {
+      uint32_t row, piece, deep, col;
+      const uint64_t from = piece_of(i, row, piece, deep, col);
+      const bool some = deep < f.depth && col < outer;
+      cp_async_16(to + right_place<TRANSPOSED>(row, piece), f.right + (some ? from : 0), some);
+    }
+  }
+
+  // One value after the other, where rows are no whole pieces.
+  DEVICE void bring_slowly() {
+    unsigned char *to = right + stage * STAGE_RIGHT;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < COLS * 4; i += THREADS) {
+      uint32_t row, piece, deep, col;
+      const uint64_t from = piece_of(i, row, piece, deep, col);
+      store_eight<T>(to + right_place<TRANSPOSED>(row, piece), [&](uint32_t j) {
+        const bool some = TRANSPOSED ? deep + j < f.depth && col < outer : deep < f.depth && col + j < outer;
+        return some ? right_value(f, from + j) : 0.0f;
+      });
+    }
+  }
+
+  // Codes of this thread: transposed 32 of the two stages from an even one on (threads 2j and 2j + 1 have row j); else 16 of
+  // row j for threads 8j to 8j + 7.
+  DEVICE void fetch_codes() {
+    if (TRANSPOSED && step % 2 == 1) return;
+    const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
+    const uint32_t deep = k0 + (TRANSPOSED ? part * DEPTH : row), col = col0 + (TRANSPOSED ? row : part * 16);
+    const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
+    words = make_uint4(0, 0, 0, 0), scale = 0, pending = true;
+    if (deep >= f.depth || col >= outer) return;
+    const Matrix m = codes_of(*f.expert);
+    if constexpr (TRANSPOSED) words = load_16(m.packed + from / 2);
+    else {
+      const uint2 w = load_8(m.packed + from / 2);
+      words.x = w.x, words.y = w.y;
+    }
+    scale = m.scale(from >> m.shift);
+  }
+
+  // The 8 values of a word of codes; called by whole warps.
+  DEVICE uint4 dequantized(uint32_t word) const {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float code = __shfl_sync(ALL, entry, static_cast<int>(word >> (8 * (i / 2) + (i % 2 ? 0 : 4))), 16);
+      v[i] = rounded_to(source, __fmul_rn(code, scale));
+    }
+    return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  }
+
+  DEVICE void dequantize() {
+    pending = false;
+    const int row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
+    // neighbours store their pieces in another order, so that they are in other banks
+    if constexpr (TRANSPOSED) {
+      unsigned char *to = right + (stage + part) % STAGES * STAGE_RIGHT;
+      // behind the last stage of this product may be the first one of the next
+      const bool turned = part == 1, some = k0 + part * DEPTH < f.depth;
+      const uint32_t w[4] = {turned ? words.z : words.x, turned ? words.w : words.y, turned ? words.x : words.z,
+                             turned ? words.y : words.w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint4 v = dequantized(w[j]);
+        if (some) store_16(to + place<DEPTH>(row, j ^ (2 * part)), v);
+      }
+    } else {
+      unsigned char *to = right + stage * STAGE_RIGHT;
+      const bool turned = part >= 4;
+      const uint32_t w[2] = {turned ? words.y : words.x, turned ? words.x : words.y};
+#pragma unroll
+      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j]));
+    }
+  }
+};
+
+// ROWS rows by 128 columns; warps stand DOWN below each other.
+template <typename T, bool TRANSPOSED, int ROWS, int DOWN>
+DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+  constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // of a warp
+  SHARED_BYTES(shared);
+  const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
+  if (tile.expert == NONE) return;
+  const Expert &e = p.experts[tile.expert];
+  const uint32_t outer = p.low ? e.rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * COLS;
+  if (col0 >= outer) return;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp, in the tile
+  const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
+
+  Loader<T, TRANSPOSED, ROWS> loader(p, tile, outer, col0, shared);
+  const unsigned char *const left_tiles = loader.left, *const right_tiles = loader.right;
+  float acc[H / 16][W / 8][4] = {};
+  const int stages = static_cast<int>(loader.stages());
+#pragma unroll 1
+  for (int step = -2; step < stages; step++) {
+    if (step >= 0) {
+      cp_async_wait<1>();
+      __syncthreads();
+    }
+    loader.begin();
+    cp_async_commit();
+    if (step >= 0) {
+      const int s = step % STAGES;
+      const unsigned char *const a = left_tiles + s * ROWS * DEPTH * 2, *const b = right_tiles + s * STAGE_RIGHT;
+#pragma unroll
+      for (int k = 0; k < DEPTH; k += 16) {
+        uint32_t fa[H / 16][4];
+#pragma unroll
+        for (int m = 0; m < H; m += 16) left<DEPTH>(fa[m / 16], a, row + m, k, lane);
+#pragma unroll
+        for (int n = 0; n < W; n += 16) {
+          if (n < some_cols) {
+            uint32_t fb[4];
+            if constexpr (TRANSPOSED) right_transposed<DEPTH>(fb, b, col + n, k, lane);
+            else right<COLS>(fb, b, k, col + n, lane);
+#pragma unroll
+            for (int m = 0; m < H; m += 16)
+              if (m < some_rows) {
+                mma<T>(acc[m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
+                mma<T>(acc[m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
+              }
+          }
+        }
+      }
+    }
+    loader.end();
+  }
+
+  // by way of shared memory, so that whole lines are stored
+  cp_async_wait<0>();
+  __syncthreads();
+  unsigned char *const own = shared + warp * H * W * 2;
+  const float scale = p.low ? e.scale : 1.0f;
+#pragma unroll
+  for (int m = 0; m < H; m += 16)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < W / 8; n++)
+        store_4(own + place<W>(m + r * 8 + lane / 4, n) + lane % 4 * 4,
+                pack<T>(acc[m / 16][n][2 * r] * scale, acc[m / 16][n][2 * r + 1] * scale));
+  __syncwarp();
+  const bool whole = stride % 8 == 0 && is_aligned(out);
+#pragma unroll
+  for (int i = lane; i < H * W / 8; i += WARP) {
+    const int r = i / (W / 8), piece = i % (W / 8), left_over = some_cols - piece * 8;
+    if (r >= some_rows || left_over <= 0) continue;
+    T *const to = out + static_cast<uint64_t>(tile.first + row + r) * stride + col0 + col + piece * 8;
+    const unsigned char *const from = own + place<W>(r, piece);
+    if (whole && left_over >= 8) store_16(to, load_16(from));
+    else
+#pragma unroll 1
+      for (int j = 0; j < 8 && j < left_over; j++) to[j] = reinterpret_cast<const T *>(from)[j];
+  }
+}
+
+// The gradient of one expert's matrix: a tile of 128 x 128, over the expert's rows.
+template <typename T> DEVICE void bring(unsigned char *to, const T *from, uint32_t stride, uint32_t rows, uint32_t cols, bool whole) {
+#pragma unroll
+  for (int i = threadIdx.x; i < DEPTH * COLS / 8; i += THREADS) {
+    const uint32_t row = i / (COLS / 8), piece = i % (COLS / 8);
+    const T *const at = from + static_cast<uint64_t>(row) * stride + piece * 8;
+    const bool some = row < rows && piece * 8 < cols;
+    if (whole) cp_async_16(to + place<COLS>(row, piece), some ? at : from, some);
+    else
+      store_eight<T>(to + place<COLS>(row, piece), [&](uint32_t j) {
+        return row < rows && piece * 8 + j < cols ? load(at + j) : 0.0f;
+      });
+  }
+}
+
+template <typename T>
+DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b, uint32_t b_stride,
+                     uint32_t rows, uint32_t cols, const uint32_t *starts, float *grads) {
+  constexpr int H = 32, W = 64;
+  SHARED_BYTES(shared);
+  const Destination to = destination(experts[blockIdx.z], which, rows, cols);
+  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * COLS, col0 = blockIdx.x * COLS;
+  if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = warp % 4 * H, col = warp / 4 * W;
+  const uint32_t some_rows = to.rows - row0, some_cols = to.cols - col0;
+  a += row0, b += col0;
+  const bool whole_a = a_stride % 8 == 0 && some_rows % 8 == 0 && is_aligned(a);
+  const bool whole_b = b_stride % 8 == 0 && some_cols % 8 == 0 && is_aligned(b);
+  const auto stage = [&](uint32_t n, int s) {
+    if (n < end) {
+      const uint32_t count = end - n;
+      bring(shared + s * 2 * STAGE_RIGHT, a + static_cast<uint64_t>(n) * a_stride, a_stride, count, some_rows, whole_a);
+      bring(shared + (s * 2 + 1) * STAGE_RIGHT, b + static_cast<uint64_t>(n) * b_stride, b_stride, count, some_cols, whole_b);
+    }
+    cp_async_commit();
+  };
+#pragma unroll 1
+  for (int s = 0; s < STAGES - 1; s++) stage(first + s * DEPTH, s);
+  float acc[H / 16][W / 8][4] = {};
+  int s = 0;
+  for (uint32_t n = first; n < end; n += DEPTH, s = (s + 1) % STAGES) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    stage(n + (STAGES - 1) * DEPTH, (s + STAGES - 1) % STAGES);
+    const unsigned char *const ta = shared + s * 2 * STAGE_RIGHT, *const tb = ta + STAGE_RIGHT;
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+      uint32_t fa[H / 16][4];
+#pragma unroll
+      for (int m = 0; m < H; m += 16) left_transposed<COLS>(fa[m / 16], ta, k, row + m, lane);
+#pragma unroll
+      for (int c = 0; c < W; c += 16) {
+        if (col + c < static_cast<int>(some_cols)) {
+          uint32_t fb[4];
+          right<COLS>(fb, tb, k, col + c, lane);
+#pragma unroll
+          for (int m = 0; m < H; m += 16)
+            if (row + m < static_cast<int>(some_rows)) {
+              mma<T>(acc[m / 16][c / 8], fa[m / 16], fb[0], fb[1]);
+              mma<T>(acc[m / 16][c / 8 + 1], fa[m / 16], fb[2], fb[3]);
+            }
+        }
+      }
+    }
+  }
+  cp_async_wait<0>();
+  grads += to.at;
+  const bool pairs = to.cols % 2 == 0 && is_aligned(grads);
+#pragma unroll
+  for (int m = 0; m < H / 16; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int c = 0; c < W / 8; c++) {
+        const uint32_t y = row + m * 16 + r * 8 + lane / 4, x = col + c * 8 + lane % 4 * 2;
+        if (y >= some_rows || x >= some_cols) continue;
+        float *const g = grads + static_cast<uint64_t>(row0 + y) * to.cols + col0 + x;
+        const float low = acc[m][c][2 * r], high = acc[m][c][2 * r + 1];
+        if (pairs) {
+          const uint2 old = load_8(g);
+          store_8(g, make_uint2(__float_as_uint(__uint_as_float(old.x) + low), __float_as_uint(__uint_as_float(old.y) + high)));
+        } else {
+          g[0] += low;
+          if (x + 1 < some_cols) g[1] += high;
+        }
+      }
+}
+
+#define GROUPED(T)                                                                                                     \
+  KERNEL(grouped_forward_##T, THREADS, PRODUCTS(T)) { products<T, true, 128, 4>(PRODUCTS_OF, starts, tiles, out); }    \
+  KERNEL(grouped_backward_##T, THREADS, PRODUCTS(T)) { products<T, false, 128, 4>(PRODUCTS_OF, starts, tiles, out); }  \
+  KERNEL(grouped_few_forward_##T, THREADS, PRODUCTS(T)) { products<T, true, 32, 2>(PRODUCTS_OF, starts, tiles, out); } \
+  KERNEL(grouped_few_backward_##T, THREADS, PRODUCTS(T)) { products<T, false, 32, 2>(PRODUCTS_OF, starts, tiles, out); }\
+  KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
+    gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
+  }
+
+GROUPED(bf16)
+GROUPED(f16)

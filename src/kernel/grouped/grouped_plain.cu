@@ -1,0 +1,100 @@
+// The grouped products in f32: a block a tile of 64 x 64, 16 deep at a time.
+#include "grouped.cuh"
+
+constexpr int SIDE = 64, DEPTH = 16, EACH = SIDE / 16;
+
+// Where value `at` of a side lies in line `k` of shared memory: copies and sums both touch 32 banks.
+DEVICE int spot(int k, int at) { return k * SIDE + (at ^ (2 * k)); }
+
+// acc [EACH, EACH] += what two pieces of 16 lines give for this thread.
+DEVICE void add(float (&acc)[EACH][EACH], const float *a, const float *b, int y, int x) {
+#pragma unroll 4
+  for (int k = 0; k < DEPTH; k++) {
+    float l[EACH], r[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) l[i] = a[spot(k, y + 16 * i)], r[i] = b[spot(k, x + 16 * i)];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+      for (int j = 0; j < EACH; j++) acc[i][j] = fmaf(l[i], r[j], acc[i][j]);
+  }
+}
+
+// Copies SIDE x DEPTH values: `value(k, at)` for each line and place.
+template <bool DEEP, typename F> DEVICE void fill(float *to, const F &value) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < SIDE * DEPTH; i += THREADS) {
+    // the direction in which the values lie side by side comes first
+    const int k = DEEP ? i % DEPTH : i / SIDE, at = DEEP ? i / DEPTH : i % SIDE;
+    to[spot(k, at)] = value(k, at);
+  }
+}
+
+template <bool TRANSPOSED>
+DEVICE void products(const Products<float> &p, const uint32_t *starts, const uint2 *tiles, float *out) {
+  SHARED_ARRAY(float, a, SIDE * DEPTH);
+  SHARED_ARRAY(float, b, SIDE * DEPTH);
+  const Rows tile = rows_at(tiles, starts, blockIdx.x, SIDE);
+  if (tile.expert == NONE) return;
+  const Expert &e = p.experts[tile.expert];
+  const uint32_t outer = p.low ? e.rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * SIDE;
+  if (col0 >= outer) return;
+  const int y = threadIdx.x / 16, x = threadIdx.x % 16;
+  float acc[EACH][EACH] = {};
+#pragma unroll 1
+  for (int at = 0; at < 4; at++) {
+    const Factors<float> f = factors<float, TRANSPOSED>(p, tile.expert, tile.first, at);
+    for (uint32_t k0 = 0; k0 < f.depth; k0 += DEPTH) {
+      fill<true>(a, [&](uint32_t k, uint32_t row) {
+        return row < tile.count && k0 + k < f.depth ? f.left[static_cast<uint64_t>(row) * f.stride + k0 + k] : 0.0f;
+      });
+      fill<TRANSPOSED>(b, [&](uint32_t k, uint32_t col) {
+        const uint64_t c = col0 + col, d = k0 + k;
+        if (c >= outer || d >= f.depth) return 0.0f;
+        return right_value(f, TRANSPOSED ? c * f.depth + d : d * outer + c);
+      });
+      __syncthreads();
+      add(acc, a, b, y, x);
+      __syncthreads();
+    }
+  }
+  const float scale = p.low ? e.scale : 1.0f;
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const uint32_t row = y + 16 * i, col = col0 + x + 16 * j;
+      if (row < tile.count && col < outer) out[static_cast<uint64_t>(tile.first + row) * stride + col] = scale * acc[i][j];
+    }
+}
+
+KERNEL(grouped_forward_f32, THREADS, PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out); }
+KERNEL(grouped_backward_f32, THREADS, PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out); }
+
+KERNEL(grouped_gradient_f32, THREADS, GRADIENT(float)) {
+  SHARED_ARRAY(float, left, SIDE * DEPTH);
+  SHARED_ARRAY(float, right, SIDE * DEPTH);
+  const Destination to = destination(experts[blockIdx.z], which, rows, cols);
+  const uint32_t first = starts[blockIdx.z], end = starts[blockIdx.z + 1], row0 = blockIdx.y * SIDE, col0 = blockIdx.x * SIDE;
+  if (to.at == NOWHERE || first == end || row0 >= to.rows || col0 >= to.cols) return;
+  const int y = threadIdx.x / 16, x = threadIdx.x % 16;
+  float acc[EACH][EACH] = {};
+  for (uint32_t n = first; n < end; n += DEPTH) {
+    fill<false>(left, [&](uint32_t k, uint32_t at) {
+      return n + k < end && row0 + at < to.rows ? a[static_cast<uint64_t>(n + k) * a_stride + row0 + at] : 0.0f;
+    });
+    fill<false>(right, [&](uint32_t k, uint32_t at) {
+      return n + k < end && col0 + at < to.cols ? b[static_cast<uint64_t>(n + k) * b_stride + col0 + at] : 0.0f;
+    });
+    __syncthreads();
+    add(acc, left, right, y, x);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const uint32_t row = row0 + y + 16 * i, col = col0 + x + 16 * j;
+      if (row < to.rows && col < to.cols) grads[to.at + static_cast<uint64_t>(row) * to.cols + col] += acc[i][j];
+    }
+}

@@ -1,0 +1,294 @@
+//! Products of rows sorted by expert with the experts' own matrices, on CUDA: those of all experts in one launch.
+//!
+//! ```text
+//! u = low(table, x)           s x A^T     [n, ranks]    of experts that have an adapter
+//! y = forward(table, x, u)    x W^T + u B^T
+//! du = low_back(table, dy)    s dy B
+//! dx = backward(table, dy, du)            dy W + du A
+//! gradients                   dW += dy^T x, dA += du^T x, dB += dy^T u
+//! ```
+//!
+//! What an expert has (values or codes of 4 bits, an adapter of some rank, gradients) stands in a [`Table`] on the device, made
+//! once. `grouped_half.cu` has tensor cores for 16-bit values, `grouped_plain.cu` is f32's.
+
+pub mod table;
+
+pub use self::table::{Adapter, Entry, Side, Table};
+
+use super::Tensor;
+use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghosts};
+use super::group::Sorted;
+use super::ledger::Cost;
+use crate::rng::{Purpose, Stream};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in grouped.cuh.
+const THREADS: u32 = 256;
+/// Columns of a tile: by tensor cores, and in f32.
+const COLUMNS: usize = 128;
+const PLAIN: usize = 64;
+/// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
+const DEEP: usize = 4 * 32 * 2;
+
+/// Which gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradient {
+    /// Of W, from dy and x.
+    Weight,
+    /// Of A, from du and x.
+    A,
+    /// Of B, from dy and u.
+    B,
+}
+
+/// The source of the kernels for a type, and columns of a tile.
+fn source(dtype: DType) -> (Source, usize) {
+    match dtype {
+        DType::F32 => (compiled!(GROUPED_PLAIN), PLAIN),
+        _ => (compiled!(GROUPED_HALF), COLUMNS),
+    }
+}
+
+/// Shared memory of a block of products with tiles of `rows` rows.
+fn shared(dtype: DType, rows: usize) -> usize {
+    if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
+}
+
+/// Shared memory that a kernel of this name is launched with.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    match kernel.strip_prefix("grouped_") {
+        Some(rest) if !rest.ends_with("f32") => {
+            shared(DType::BF16, if rest.starts_with("few") { 32 } else { 128 })
+        }
+        _ => 0,
+    }
+}
+
+/// What is multiplied with one matrix of each expert: rows [n, inner], and those of low rank [n, ranks].
+pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
+
+/// Which products a launch sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    /// With W, and of low rank.
+    Whole,
+    /// With A forward, B backward: [n, ranks].
+    Low,
+    /// With W alone.
+    Values,
+    /// Of low rank alone.
+    Adapter,
+}
+
+/// Writes the work of a product down.
+fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
+    let Some(g) = x.ghost() else { return };
+    let (n, busy) = (s.rows() as f64, s.busy());
+    let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
+    // as if o and i were one size
+    let low_flops = n * table.mean_rank * (i + o);
+    let cost = match what {
+        What::Low | What::Adapter => Cost { flops: low_flops, ..Cost::default() },
+        What::Whole | What::Values => Cost {
+            flops: 2.0 * n * o * i + if what == What::Whole { low_flops } else { 0.0 },
+            dequantized: busy * table.coded,
+            read: busy * table.bytes,
+            ..Cost::default()
+        },
+    };
+    g.ledger().work(cost);
+}
+
+/// A launch of products: `name` is forward or backward, `outer` the columns of the result.
+fn products(
+    name: &str,
+    (table, x, u): Operand<'_>,
+    more: Option<Operand<'_>>,
+    (inner, outer): (usize, usize),
+    what: What,
+    s: &Sorted,
+) -> Result<Tensor> {
+    let (n, low) = (s.rows(), what == What::Low);
+    let width = if low { table.ranks } else { outer };
+    let fits = |(t, x, u): &Operand<'_>| {
+        t.dims == table.dims
+            && t.ranks == table.ranks
+            && t.experts == s.experts
+            && x.dims() == [n, inner]
+            && x.dtype() == t.dtype
+            && (low
+                || what == What::Values
+                || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
+    };
+    if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
+        candle_core::bail!(
+            "grouped {name}: {:?}, {:?} with {:?}",
+            x.shape(),
+            u.map(Tensor::shape),
+            table.dims
+        );
+    }
+    work(table, s, x, what);
+    more.iter().for_each(|(t, x, _)| work(t, s, x, what));
+    if let Some([y]) = ghosts(&[x], [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let x = x.contiguous()?;
+    let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
+    let out = empty(&x, (n, width), x.dtype())?;
+    let (source, columns) = source(x.dtype());
+    let name = format!("grouped_{}{name}", if s.few() { "few_" } else { "" });
+    let launch = Launch::of(&x, source, &name)?
+        .tensor(&table.experts_words)?
+        .maybe((what != What::Adapter).then_some(&x))?
+        .maybe(u.filter(|_| what != What::Values))?
+        .maybe(more.as_ref().map(|m| &m.0.experts_words))?
+        .maybe(more.as_ref().map(|m| &m.1))?
+        .maybe(more.as_ref().and_then(|m| m.2))?
+        .count(inner)?
+        .count(outer)?
+        .count(table.ranks)?
+        .number(u32::from(low))
+        .tensor(&s.starts)?
+        .tensor(&s.tiles)?
+        .tensor(&out)?;
+    let grid = Grid::new(s.tiles.dim(0)?, THREADS).by(width.div_ceil(columns));
+    let grid = grid.shared(shared(x.dtype(), s.side));
+    // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the
+    // schedule is for; rows of x, u and the result were compared with it above.
+    unsafe { launch.run(grid) }?;
+    Ok(out)
+}
+
+/// `s x A^T` [n, ranks] of rows `x` [n, i]; none where no expert has an adapter.
+pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), What::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `s dy B` [n, ranks] of rows `dy` [n, o]; none where no expert has an adapter.
+pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("backward", (table, dy, None), None, table.dims, What::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `x W^T + u B^T` [n, o] of rows `x` [n, i].
+pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("forward", of, None, (of.0.dims.1, of.0.dims.0), What::Whole, s)
+}
+
+/// `dy W + du A` [n, i] of rows `dy` [n, o], and the same of a second matrix added to it.
+pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
+    // one launch for two where they have one shape: ranks may differ
+    match more {
+        Some(m) if m.0.ranks != of.0.ranks => {
+            let first = products("backward", of, None, of.0.dims, What::Whole, s)?;
+            first + products("backward", m, None, m.0.dims, What::Whole, s)?
+        }
+        more => products("backward", of, more, of.0.dims, What::Whole, s),
+    }
+}
+
+/// `dy W` [n, i] alone, of rows `dy` [n, o].
+pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Values, s)
+}
+
+/// `du A` [n, i] alone, for rows `dy` [n, o].
+pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Adapter, s)
+}
+
+/// Dropout's key: a step's numbers; tokens count from `first`.
+#[derive(Clone, Copy, Debug)]
+pub struct Drops {
+    /// Seed of the run.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// Number of the first token.
+    pub first: usize,
+}
+
+/// What dropout leaves of rows `x` [n, width], by the probability and stream of each expert, times its factor; `add` to it.
+pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: &Sorted) -> Result<Tensor> {
+    let (n, width) = x.dims2()?;
+    if n != s.rows() || add.is_some_and(|a| a.dims() != [n, width] || a.dtype() != x.dtype()) {
+        candle_core::bail!("dropout of experts: {:?} and {:?}", x.shape(), add.map(Tensor::shape));
+    }
+    let reads: Vec<&Tensor> = [x].into_iter().chain(add).collect();
+    if let Some([y]) = ghosts(&reads, [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let (x, add) = (x.contiguous()?, add.map(Tensor::contiguous).transpose()?);
+    let y = empty(&x, (n, width), x.dtype())?;
+    let [key0, key1, step, _] = Stream::new(key.seed, Purpose::Dropout, key.step, 0).words();
+    let launch = Launch::of(&x, compiled!(GROUPED_DROPOUT), "grouped_dropout")?
+        .tensor(&table.experts_words)?
+        .tensor(&s.chosen)?
+        .tensor(&s.pair)?
+        .count(s.top_k)?
+        .tensor(&x)?
+        .maybe(add.as_ref())?
+        .count(width)?
+        .number(key.first as u64)
+        .number(key0)
+        .number(key1)
+        .number(step)
+        .tensor(&y)?;
+    // SAFETY: n rows of `width` values each, n pairs with experts of the table: a block a row.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok(y)
+}
+
+/// Adds the gradients of one kind to `grads`, the flat f32 buffer that the table's places are in: from `a` (dy or du) and `b`
+/// (x or u).
+pub fn gradients(
+    table: &Table,
+    which: Gradient,
+    a: &Tensor,
+    b: &Tensor,
+    s: &Sorted,
+    grads: &Tensor,
+) -> Result<()> {
+    let (o, i) = table.dims;
+    let (rows, cols, own) = match which {
+        Gradient::Weight => (o, i, (o, i)),
+        Gradient::A => (table.ranks, i, (table.ranks, i)),
+        Gradient::B => (o, table.ranks, (o, table.ranks)),
+    };
+    let n = s.rows();
+    if a.dims() != [n, own.0]
+        || b.dims() != [n, own.1]
+        || grads.dtype() != DType::F32
+        || grads.elem_count() < table.ends
+    {
+        candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
+    }
+    if let Some(g) = a.ghost() {
+        let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
+        let read = 8.0 * s.busy() * table.gradient_values(which);
+        g.ledger().work(Cost { flops, read, ..Cost::default() });
+    }
+    if ghosts(&[a, b], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let (source, columns) = source(a.dtype());
+    let launch = Launch::of(&a, source, "grouped_gradient")?
+        .tensor(&table.experts_words)?
+        .number(which as u32)
+        .tensor(&a)?
+        .count(own.0)?
+        .tensor(&b)?
+        .count(own.1)?
+        .count(rows)?
+        .count(cols)?
+        .tensor(&s.starts)?
+        .tensor(grads)?;
+    let grid = Grid::new(cols.div_ceil(columns), THREADS).by(rows.div_ceil(columns));
+    let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
+    // SAFETY: as the products; the table's places lie inside of the buffer, and each of its values belongs to one block.
+    unsafe { launch.run(grid.shared(shared(a.dtype(), COLUMNS))) }
+}

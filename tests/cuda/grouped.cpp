@@ -1,0 +1,221 @@
+// The grouped products against float64: dense matrices and codes of 4 bits side by side, adapters of different ranks and none,
+// experts without rows, sizes that are no whole tiles or pieces, matrices summed in one launch.
+#include "../../src/kernel/grouped/grouped_half.cu"
+namespace plain {
+#include "../../src/kernel/grouped/grouped_plain.cu"
+}
+#include "check.h"
+#include <algorithm>
+#include <memory>
+
+struct Sizes {
+  std::vector<uint32_t> rows; // by expert
+  uint32_t i, o;
+  std::vector<uint32_t> ranks; // by expert
+  uint32_t codes;              // every so manieth expert has codes; 0 for none
+  bool nested;
+  uint32_t skew = 0;           // of x
+};
+
+static const float CODE[16] = {-1.0f, -0.696f, -0.525f, -0.395f, -0.284f, -0.185f, -0.091f, 0.0f, 0.08f, 0.161f, 0.246f, 0.338f, 0.441f, 0.563f, 0.723f, 1.0f};
+
+// One bank of experts: what the kernels read, and the same in float64.
+template <typename T> struct Bank {
+  std::vector<std::unique_ptr<host::Buffer<T>>> w, a, b;
+  std::vector<std::unique_ptr<host::Buffer<uint8_t>>> packed, scale_codes;
+  std::vector<std::unique_ptr<host::Buffer<float>>> scales;
+  host::Buffer<float> pairs{512}, map{256};
+  std::vector<std::vector<double>> wd, ad, bd;
+  host::Buffer<Expert> table;
+  std::vector<float> scale;
+  uint64_t gradients = 0;
+
+  static std::vector<double> wide(host::Buffer<T> &x) {
+    std::vector<double> v(x.size());
+    for (size_t i = 0; i < v.size(); i++) v[i] = Number<T>::widen(x[i]);
+    return v;
+  }
+
+  Bank(const Sizes &s, unsigned seed) : table(s.rows.size()) {
+    for (uint32_t i = 0; i < 256; i++) pairs[2 * i] = CODE[i >> 4], pairs[2 * i + 1] = CODE[i & 15], map[i] = i / 255.0f;
+    std::mt19937 random(seed);
+    for (size_t e = 0; e < s.rows.size(); e++) {
+      Expert x;
+      memset(&x, 0, sizeof x);
+      const size_t n = static_cast<size_t>(s.i) * s.o, blocks = (n + 63) / 64;
+      std::vector<double> values(n);
+      const bool coded = s.codes != 0 && e % s.codes == 0;
+      w.emplace_back(new host::Buffer<T>(check::randn<T>(coded ? 1 : n, seed + 10 * e, 0.3f)));
+      packed.emplace_back(new host::Buffer<uint8_t>((n + 1) / 2));
+      scale_codes.emplace_back(new host::Buffer<uint8_t>(blocks));
+      scales.emplace_back(new host::Buffer<float>(blocks));
+      for (size_t i = 0; i < packed[e]->size(); i++) (*packed[e])[i] = static_cast<uint8_t>(random());
+      for (size_t i = 0; i < blocks; i++) (*scale_codes[e])[i] = static_cast<uint8_t>(random()), (*scales[e])[i] = 0.1f + (random() % 100) / 200.0f;
+      x.source = e % 3;
+      if (coded) {
+        x.packed = packed[e]->at(), x.pairs = pairs.at(), x.scales = scales[e]->at(), x.group = 4, x.shift = 6, x.offset = 0.25f;
+        if (s.nested) x.scale_codes = scale_codes[e]->at(), x.map = map.at();
+        for (size_t i = 0; i < n; i++) {
+          const float factor = s.nested ? map[(*scale_codes[e])[i / 64]] * (*scales[e])[i / 64 / 4] + 0.25f : (*scales[e])[i / 64];
+          const uint8_t byte = (*packed[e])[i / 2];
+          float v = CODE[i % 2 ? byte & 15 : byte >> 4] * factor;
+          v = x.source == 0 ? v : x.source == 1 ? rounded<bf16>(v) : rounded<f16>(v);
+          values[i] = rounded<T>(v);
+        }
+      } else {
+        x.weight = w[e]->at(), values = wide(*w[e]);
+      }
+      wd.push_back(values);
+      x.rank = s.ranks[e], x.scale = 0.5f + 0.25f * static_cast<float>(e);
+      scale.push_back(x.scale);
+      a.emplace_back(new host::Buffer<T>(check::randn<T>(x.rank * s.i, seed + 10 * e + 1, 0.3f)));
+      b.emplace_back(new host::Buffer<T>(check::randn<T>(x.rank * s.o, seed + 10 * e + 2, 0.3f)));
+      if (x.rank) x.a = a[e]->at(), x.b = b[e]->at();
+      ad.push_back(wide(*a[e])), bd.push_back(wide(*b[e]));
+      const auto place = [&](bool some, size_t values) {
+        const uint64_t at = gradients;
+        gradients += some ? (values + 63) / 64 * 64 : 0;
+        return some ? at : NOWHERE;
+      };
+      x.grad_weight = place(!coded && e % 2 == 0, n), x.grad_a = place(x.rank, x.rank * s.i), x.grad_b = place(x.rank, x.rank * s.o);
+      table[e] = x;
+    }
+  }
+};
+
+template <typename T> static std::vector<double> wide(host::Buffer<T> &x) { return Bank<T>::wide(x); }
+
+template <typename... A> static void start(const std::string &name, Dim grid, size_t shared, A... arguments) {
+  void *pointers[] = {&arguments...};
+  const size_t sizes[] = {sizeof arguments...};
+  const host::Kernel &k = host::kernels().at(name);
+  if (k.sizes != std::vector<size_t>(sizes, sizes + sizeof...(A))) check::wrong(name + ": other arguments");
+  host::launch(name.c_str(), grid, k.threads, shared, pointers);
+}
+
+static Dim blocks(size_t x, size_t y, size_t z = 1) {
+  Dim d;
+  d.x = static_cast<unsigned>(x), d.y = static_cast<unsigned>(y), d.z = static_cast<unsigned>(z);
+  return d;
+}
+
+template <typename T> static void grouped(const std::string &type, const Sizes &s, unsigned seed) {
+  constexpr bool HALF = sizeof(T) == 2;
+  const double bar = 2 * check::BAR<T>;
+  const uint32_t experts = static_cast<uint32_t>(s.rows.size());
+  Bank<T> bank(s, seed), more(s, seed + 1000);
+  std::vector<uint32_t> starts = {0};
+  for (uint32_t r : s.rows) starts.push_back(starts.back() + r);
+  const uint32_t n = starts.back(), most = *std::max_element(s.ranks.begin(), s.ranks.end()), ranks = (most + 7) / 8 * 8;
+  host::Buffer<uint32_t> begins(starts);
+  host::Buffer<T> x(check::randn<T>(n * s.i, seed + 1), s.skew), dy(check::randn<T>(n * s.o, seed + 2)), dy2(check::randn<T>(n * s.o, seed + 3));
+  host::Buffer<T> u(n * ranks), y(n * s.o), du(n * ranks), du2(n * ranks), dx(n * s.i);
+  const std::vector<double> xs = wide(x), ds = wide(dy), ds2 = wide(dy2);
+  const Expert *none = nullptr;
+  T *no = nullptr;
+
+  for (uint32_t rows : HALF ? std::vector<uint32_t>{128, 32} : std::vector<uint32_t>{64}) {
+    // the schedule, and a tile more than there are
+    std::vector<uint2> list;
+    for (uint32_t e = 0; e < experts; e++)
+      for (uint32_t r = 0; r < s.rows[e]; r += rows) list.push_back(make_uint2(e, starts[e] + r));
+    list.push_back(make_uint2(NONE, 0));
+    host::Buffer<uint2> tiles(list);
+    const size_t side = HALF ? 128 : 64, shared = HALF ? std::max<size_t>(4 * (rows + 128) * 64, 32768) : 0;
+    const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
+    const std::string few = rows == 32 ? "few_" : "";
+    const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
+    // of rows' ranks only
+    const auto low = [&](host::Buffer<T> &got, const std::vector<double> &in, uint32_t wide_in, const std::vector<std::vector<double>> &m, bool lies, Bank<T> &bank) {
+      double apart = 0, length = 1e-30;
+      for (uint32_t t = 0; t < n; t++) {
+        const uint32_t e = expert_of(t), r = s.ranks[e];
+        for (uint32_t c = 0; c < r; c++) {
+          double sum = 0;
+          for (uint32_t k = 0; k < wide_in; k++) sum += in[t * wide_in + k] * (lies ? m[e][c * wide_in + k] : m[e][k * r + c]);
+          sum *= bank.scale[e];
+          const double d = Number<T>::widen(got[t * ranks + c]) - sum;
+          apart += d * d, length += sum * sum;
+        }
+      }
+      if (!(sqrt(apart / length) <= bar)) check::wrong("low rank: " + std::to_string(sqrt(apart / length)));
+    };
+    if (most > 0) {
+      start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
+            begins.at(), tiles.at(), u.at());
+      low(u, xs, s.i, bank.ad, true, bank);
+      start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+            begins.at(), tiles.at(), du.at());
+      low(du, ds, s.o, bank.bd, false, bank);
+      start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+            begins.at(), tiles.at(), du2.at());
+    }
+    start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(s.o)), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
+          begins.at(), tiles.at(), y.at());
+    start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
+          static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at());
+    const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
+    std::vector<double> want(n * s.o), want_x(n * s.i);
+    for (uint32_t t = 0; t < n; t++) {
+      const uint32_t e = expert_of(t), r = s.ranks[e];
+      for (uint32_t c = 0; c < s.o; c++) {
+        double sum = 0;
+        for (uint32_t k = 0; k < s.i; k++) sum += xs[t * s.i + k] * bank.wd[e][c * s.i + k];
+        for (uint32_t k = 0; k < r; k++) sum += us[t * ranks + k] * bank.bd[e][c * r + k];
+        want[t * s.o + c] = sum;
+      }
+      for (uint32_t c = 0; c < s.i; c++) {
+        double sum = 0;
+        for (uint32_t k = 0; k < s.o; k++) sum += ds[t * s.o + k] * bank.wd[e][k * s.i + c] + ds2[t * s.o + k] * more.wd[e][k * s.i + c];
+        for (uint32_t k = 0; k < r; k++) sum += dus[t * ranks + k] * bank.ad[e][k * s.i + c] + dus2[t * ranks + k] * more.ad[e][k * s.i + c];
+        want_x[t * s.i + c] = sum;
+      }
+    }
+    check::close("y", y, want, bar), check::close("dx", dx, want_x, bar);
+  }
+
+  // gradients are added to what is there; the places between them stay
+  std::vector<float> old = check::randn<float>(bank.gradients + 1, seed + 4);
+  host::Buffer<float> grads(old);
+  std::vector<double> want(old.begin(), old.end());
+  const size_t side = HALF ? 128 : 64, shared = HALF ? 65536 : 0;
+  const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
+  const auto gradient = [&](Gradient which, host::Buffer<T> &a, uint32_t wa, host::Buffer<T> &b, uint32_t wb, uint32_t rows, uint32_t cols) {
+    start("grouped_gradient_" + type, blocks(columns(cols), columns(rows), experts), shared, bank.table.at(), static_cast<uint32_t>(which), a.at(), wa, b.at(), wb,
+          rows, cols, begins.at(), grads.at());
+    const std::vector<double> as = wide(a), bs = wide(b);
+    for (uint32_t e = 0; e < experts; e++) {
+      const Destination to = destination(bank.table[e], which, rows, cols);
+      if (to.at == NOWHERE) continue;
+      for (uint32_t y = 0; y < to.rows; y++)
+        for (uint32_t x = 0; x < to.cols; x++)
+          for (uint32_t t = starts[e]; t < starts[e + 1]; t++) want[to.at + y * to.cols + x] += as[t * wa + y] * bs[t * wb + x];
+    }
+  };
+  gradient(OF_WEIGHT, dy, s.o, x, s.i, s.o, s.i);
+  if (most > 0) gradient(OF_A, du, ranks, x, s.i, most, s.i), gradient(OF_B, dy, s.o, u, ranks, s.o, most);
+  check::close("gradients", grads, want, 2e-6);
+}
+
+template <typename T> static void all(const std::string &type) {
+  const std::vector<Sizes> sizes = {
+      {{5, 0, 40, 1}, 64, 96, {8, 8, 0, 16}, 2, false},
+      {{3, 130, 0}, 96, 160, {4, 16, 5}, 1, true},
+      {{9, 2}, 50, 37, {3, 0}, 2, true},
+      {{33, 7}, 72, 136, {0, 0}, 0, false, 1},
+      {{70}, 32, 200, {40}, 1, true},
+  };
+  unsigned seed = 1;
+  for (const Sizes &s : sizes) grouped<T>(type, s, seed++);
+}
+
+TEST(products_in_f32) { all<float>("f32"); }
+TEST(products_in_bf16) { all<bf16>("bf16"); }
+TEST(products_in_f16) { all<f16>("f16"); }
+
+TEST(measured) {
+  for (bool codes : {false, true}) {
+    const Sizes s = {{128, 128}, 256, 128, {32, 32}, codes, false};
+    grouped<float>("f32", s, 1), grouped<bf16>("bf16", s, 1), grouped<f16>("f16", s, 1);
+  }
+}
