@@ -67,6 +67,7 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
             clip: job.recipe.run.clip,
             router: Default::default(),
             loss_scale: Default::default(),
+            comm: &ft::comm::alone(),
         };
         let start = Instant::now();
         train_step(&setup, StepRows { data, rows: &[0], step }, &|_| 1e-4)?;

@@ -52,6 +52,7 @@ fn main() -> anyhow::Result<()> {
         clip: job.recipe.run.clip,
         router: Default::default(),
         loss_scale: Cell::new(LossScale::new(job.dtype, job.recipe.memory.scale)),
+        comm: &ft::comm::alone(),
     };
     println!("{} values train", params.count());
     for step in 0..batches.steps() {

@@ -24,6 +24,7 @@
 //! hub/      where models come from: the Hugging Face hub, its cache, local folders
 //! store/    bytes on disk, hostile input assumed: safetensors by tensor, atomic writes, checkpoints, whole folders
 //! data/     rows -> messages -> text -> tokens and mask -> packed rows -> micro-batches
+//! comm/     ranks, and the collectives between them
 //! model/    the mathematics: families as data, one decoder layer
 //! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
@@ -52,6 +53,7 @@
 pub mod adapt;
 pub mod base;
 pub mod cli;
+pub mod comm;
 pub mod data;
 pub mod error;
 pub mod hub;

@@ -326,14 +326,14 @@ fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     let selection = Selection::from_rules(&config, &recipe.train)?;
     for dtype in [DType::F32, DType::BF16] {
         let run = |device: &Device, offload: bool| -> Result<Tensor> {
-            let allocate = Allocate { train: true, offload };
+            let allocate = Allocate { train: true, offload, ..Allocate::default() };
             let (_, p) = Build::new(&base, &selection).on(dtype, device).allocate(allocate).run()?;
             let optimizer = Optimizer::new(&p, &recipe.optimizer);
             for t in 1..=3 {
                 for (u, g) in p.grads().iter().flatten().enumerate() {
                     g.slice_set(&randn(10 * t + u as u64, g.dims(), DType::F32, device)?, 0, 0)?;
                 }
-                optimizer.step(&p, t, &|_| 1e-2, 0.5)?;
+                optimizer.step(&p, &ft::comm::alone(), t, &|_| 1e-2, 0.5)?;
             }
             let one = |i| -> candle_core::Result<Tensor> {
                 let flat = p.view(i)?.flatten_all()?.to_dtype(DType::F32)?;

@@ -303,12 +303,15 @@ impl Adapter {
     }
 }
 
+/// The f32 values of a trained tensor, by its index.
+pub type Values<'a> = dyn Fn(usize) -> crate::Result<Tensor> + 'a;
+
 /// Writes `adapter/`: PEFT's config and tensors in f32. `base` and `revision` go into the config; `quantize` is what
 /// the run made of the base.
 pub fn save(
     dir: &Path,
     selection: &Selection,
-    params: &Params,
+    (params, values): (&Params, &Values<'_>),
     decoder: &Decoder,
     base: &str,
     revision: Option<&str>,
@@ -317,7 +320,7 @@ pub fn save(
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
     for (i, t) in params.tensors.iter().enumerate() {
-        let value = params.master(i)?.real()?.clone();
+        let value = values(i)?;
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT gives each its own copy
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));

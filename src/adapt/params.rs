@@ -3,30 +3,128 @@
 //! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
 //! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
 //! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
+//! Of what ranks split, each holds a range of every unit's buffer.
 
-use super::selection::Trained;
+use super::selection::{Part, Trained};
 use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
 pub const ALIGN: usize = 64;
+
+/// What a rank holds of what could be split, by the ZeRO stage (Rajbhandari et al., 2020).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// Which part is this rank's.
+    pub rank: usize,
+    /// Of how many.
+    pub ranks: usize,
+    /// 0: each rank holds all; from 1 on a part of master weights and moments, from 2 on of gradients too.
+    pub stage: u8,
+}
+
+impl Default for Shard {
+    /// All of it, on one rank.
+    fn default() -> Self {
+        Self { rank: 0, ranks: 1, stage: 0 }
+    }
+}
+
+impl Shard {
+    /// The parts of a buffer of `len` elements, by rank: as even as blocks of [`ALIGN`] allow.
+    pub fn parts(self, len: usize) -> Vec<Range<usize>> {
+        let blocks = len.div_ceil(ALIGN);
+        let at = |rank: usize| (blocks * rank / self.ranks * ALIGN).min(len);
+        (0..self.ranks).map(|r| at(r)..at(r + 1)).collect()
+    }
+
+    /// This rank's part.
+    pub fn part(self, len: usize) -> Range<usize> {
+        self.parts(len).swap_remove(self.rank)
+    }
+
+    /// What this rank holds of what is split from `stage` on.
+    pub fn held(self, len: usize, stage: u8) -> Range<usize> {
+        if self.stage >= stage { self.part(len) } else { 0..len }
+    }
+}
+
+/// The values of a range of a unit's buffer.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// Which elements of the buffer.
+    pub at: Range<usize>,
+    /// Their values.
+    pub values: Tensor,
+}
+
+impl Held {
+    fn zeros(at: Range<usize>, device: &Device) -> Result<Self> {
+        Ok(Self { values: Tensor::zeros(at.len(), DType::F32, device)?, at })
+    }
+
+    /// Whether its values are that very buffer.
+    fn is(&self, other: &Tensor) -> bool {
+        matches!((&self.values, other), (Tensor::Real(a), Tensor::Real(b)) if a.id() == b.id())
+    }
+
+    /// The values of a range of the buffer, as a view.
+    ///
+    /// # Errors
+    /// A range that is not all here.
+    pub fn of(&self, range: Range<usize>) -> Result<Tensor> {
+        if range.start < self.at.start || range.end > self.at.end {
+            candle_core::bail!("elements {range:?} of a buffer: here are {:?}", self.at);
+        }
+        self.values.narrow(0, range.start - self.at.start, range.len())
+    }
+
+    /// A tensor, where all of it is here.
+    fn whole(&self, slot: &Slot, shape: &[usize]) -> Result<Tensor> {
+        self.of(slot.range())?.reshape(shape)
+    }
+
+    /// Sets the elements of a tensor that are here; `flat` has all of its values.
+    pub fn set(&self, slot: &Slot, flat: &Real) -> Result<()> {
+        let here = common(&self.at, &slot.range());
+        if here.is_empty() {
+            return Ok(());
+        }
+        let to = self.values.real()?;
+        let part = match here == slot.range() {
+            true => flat.clone(),
+            false => flat.narrow(0, here.start - slot.offset, here.len())?.force_contiguous()?,
+        };
+        to.slice_set(&part.to_device(to.device())?, 0, here.start - self.at.start)
+    }
+}
+
+/// What two ranges have in common; an empty range where that is nothing.
+pub fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}
 
 /// The buffers of one unit.
 #[derive(Debug)]
 pub struct Unit {
     /// Elements, gaps between tensors included.
     pub len: usize,
+    /// The part that is this rank's where something is split: each rank has another.
+    pub part: Range<usize>,
     /// What the layers compute with, in the compute dtype.
     pub compute: Tensor,
     /// f32 master weights; the compute buffer itself where that is f32 and they are not on the host.
-    pub master: Tensor,
+    pub master: Held,
     /// Gradients, f32; none when nothing is trained (an adapter that is only used).
-    pub grads: Option<Tensor>,
+    pub grads: Option<Held>,
     /// AdamW's moments, f32.
-    pub moments: Option<(Tensor, Tensor)>,
+    pub moments: Option<(Held, Held)>,
 }
 
 /// All trained tensors of a model.
@@ -40,6 +138,8 @@ pub struct Params {
     pub units: Vec<Option<Unit>>,
     /// Whether master weights and moments live on the host, apart from what the layers compute with.
     pub offloaded: bool,
+    /// What of it this rank holds.
+    pub shard: Shard,
     /// Whether all gradients are zero since an update that left them so.
     pub zeroed: AtomicBool,
 }
@@ -51,6 +151,8 @@ pub struct Allocate {
     pub train: bool,
     /// Master weights and moments on the host (`memory.offload = ["optimizer"]`).
     pub offload: bool,
+    /// What of them is this rank's.
+    pub shard: Shard,
 }
 
 /// Lays tensors out in units: slots, and elements of each unit.
@@ -70,6 +172,19 @@ pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
     (slots, len)
 }
 
+/// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
+pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
+    parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()
+}
+
+impl Unit {
+    /// The buffers of which a rank updates its part, and needs all.
+    pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
+        let apart = self.master.at == (0..self.len) && !self.master.is(&self.compute);
+        std::iter::once(&self.compute).chain(apart.then_some(&self.master.values))
+    }
+}
+
 impl Params {
     /// Zero-filled buffers for these tensors.
     pub fn new(
@@ -80,30 +195,43 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let (slots, lens) = layout(&tensors, units);
-        let Allocate { train, offload } = what;
+        let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
+        let Allocate { train, offload, shard } = what;
         let home = if offload { &Device::Cpu } else { device };
-        let state = |n| Tensor::zeros(n, DType::F32, home);
         let units = lens
             .into_iter()
-            .map(|len| {
+            .enumerate()
+            .map(|(number, len)| {
                 if len == 0 {
                     return Ok(None);
                 }
                 let compute = Tensor::zeros(len, dtype, device)?;
-                let shared = dtype == DType::F32 && !offload;
+                let (part, states) = (shard.part(len), shard.held(len, 1));
+                let state = || Held::zeros(states.clone(), home);
+                let master = match dtype == DType::F32 && !offload {
+                    true => Held { at: 0..len, values: compute.clone() },
+                    false if wide.contains(&number) => Held::zeros(0..len, home)?,
+                    false => state()?,
+                };
+                let grads = || Held::zeros(shard.held(len, 2), device);
                 Ok(Some(Unit {
                     len,
-                    master: if shared { compute.clone() } else { state(len)? },
+                    part,
+                    master,
                     compute,
-                    grads: if train { Some(Tensor::zeros(len, DType::F32, device)?) } else { None },
-                    moments: if train { Some((state(len)?, state(len)?)) } else { None },
+                    grads: train.then(grads).transpose()?,
+                    moments: if train { Some((state()?, state()?)) } else { None },
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units, offloaded: offload, zeroed: AtomicBool::new(false) })
+        Ok(Self { tensors, slots, units, offloaded: offload, shard, zeroed: AtomicBool::new(false) })
     }
 
-    fn unit(&self, slot: &Slot) -> Result<&Unit> {
+    /// The buffers that hold a slot.
+    ///
+    /// # Errors
+    /// Nothing of its unit trains.
+    pub fn unit(&self, slot: &Slot) -> Result<&Unit> {
         match self.units.get(slot.unit) {
             Some(Some(u)) => Ok(u),
             _ => candle_core::bail!("no buffers for unit {}", slot.unit),
@@ -122,31 +250,43 @@ impl Params {
     }
 
     /// The f32 values of a tensor: a view of the master weights.
+    ///
+    /// # Errors
+    /// A tensor of which this rank holds only a part.
     pub fn master(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        slot.view(&self.unit(slot)?.master)?.reshape(self.tensors[index].shape.as_slice())
+        self.unit(slot)?.master.whole(slot, &self.tensors[index].shape)
+    }
+
+    /// Whether this rank has all master weights.
+    pub fn has_masters(&self) -> bool {
+        self.units.iter().flatten().all(|u| u.master.at == (0..u.len))
     }
 
     /// The gradient of a tensor, as a view.
+    ///
+    /// # Errors
+    /// As [`Params::master`].
     pub fn grad(&self, index: usize) -> Result<Option<Tensor>> {
         let slot = &self.slots[index];
-        match &self.unit(slot)?.grads {
-            None => Ok(None),
-            Some(g) => slot.view(g)?.reshape(self.tensors[index].shape.as_slice()).map(Some),
-        }
+        let grads = &self.unit(slot)?.grads;
+        grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
     }
 
     /// The moments of a tensor, as views.
+    ///
+    /// # Errors
+    /// As [`Params::master`].
     pub fn moments(&self, index: usize) -> Result<Option<(Tensor, Tensor)>> {
         let slot = &self.slots[index];
         let shape = self.tensors[index].shape.as_slice();
         match &self.unit(slot)?.moments {
             None => Ok(None),
-            Some((m, v)) => Ok(Some((slot.view(m)?.reshape(shape)?, slot.view(v)?.reshape(shape)?))),
+            Some((m, v)) => Ok(Some((m.whole(slot, shape)?, v.whole(slot, shape)?))),
         }
     }
 
-    /// Sets a tensor, master and compute copy.
+    /// Sets a tensor, master and compute copy, as far as they are here.
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
@@ -155,22 +295,28 @@ impl Params {
         if flat.elem_count() != slot.rows * slot.cols {
             candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
         }
-        let put = |to: &Real, values: &Real| to.slice_set(&values.to_device(to.device())?, 0, slot.offset);
-        put(unit.master.real()?, &flat)?;
+        unit.master.set(slot, &flat)?;
         if unit.compute.dtype() != DType::F32 || self.offloaded {
-            put(unit.compute.real()?, &flat.to_dtype(unit.compute.dtype())?)?;
+            let to = unit.compute.real()?;
+            to.slice_set(&flat.to_dtype(to.dtype())?.to_device(to.device())?, 0, slot.offset)?;
         }
         Ok(())
     }
 
     /// Where the master weights of a trained tensor are: its values are best read to there.
     pub fn home(&self, index: usize) -> Result<&Device> {
-        Ok(self.unit(&self.slots[index])?.master.real()?.device())
+        Ok(self.unit(&self.slots[index])?.master.values.real()?.device())
     }
 
     /// Gradient buffers by unit, as a [`crate::model::sink::Sink`] takes them.
     pub fn grads(&self) -> Vec<Option<Tensor>> {
-        self.units.iter().map(|u| u.as_ref().and_then(|u| u.grads.clone())).collect()
+        let grads = |u: &Unit| u.grads.as_ref().map(|g| g.values.clone());
+        self.units.iter().map(|u| u.as_ref().and_then(grads)).collect()
+    }
+
+    /// Elements of each unit's buffers.
+    pub fn lens(&self) -> Vec<usize> {
+        self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
     /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
@@ -180,7 +326,7 @@ impl Params {
         }
         for u in self.units.iter().flatten() {
             if let Some(g) = &u.grads {
-                g.zero_set()?;
+                g.values.zero_set()?;
             }
         }
         Ok(())
@@ -194,5 +340,27 @@ impl Params {
     /// Lowest unit that holds a trained tensor.
     pub fn lowest_unit(&self) -> Option<usize> {
         self.tensors.iter().map(|t| t.unit).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However a buffer is split, every element is in one part, and parts are even.
+    #[test]
+    fn parts_cover_a_buffer() {
+        for len in [0, 1, 64, 65, 640, 64 * 7, 64 * 1001] {
+            for ranks in [1, 2, 3, 4, 8, 100] {
+                let shard = Shard { rank: ranks - 1, ranks, stage: 1 };
+                let parts = shard.parts(len);
+                assert_eq!((parts.len(), parts[0].start, parts[ranks - 1].end), (ranks, 0, len));
+                assert!(parts.windows(2).all(|w| w[0].end == w[1].start), "{parts:?}");
+                let even = len / ranks;
+                assert!(parts.iter().all(|p| p.len().abs_diff(even) <= ALIGN), "{len} {parts:?}");
+                assert_eq!((shard.part(len), shard.held(len, 2)), (parts[ranks - 1].clone(), 0..len));
+            }
+        }
+        assert_eq!((common(&(2..5), &(4..9)), common(&(2..5), &(7..9)).len()), (4..5, 0));
     }
 }

@@ -184,7 +184,7 @@ pub fn peak_bytes() -> Option<u64> {
 /// The peak of each phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 where none was.
 pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
     let mut peaks = std::array::from_fn(|p| PHASES[p].load(Relaxed));
-    let (now, _) = place::now();
+    let (now, _) = place::everybody();
     peaks[now as usize] = peaks[now as usize].max(PEAK.load(Relaxed));
     peaks
 }

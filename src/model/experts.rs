@@ -153,7 +153,7 @@ impl Bank {
                 continue;
             }
             match (a, b) {
-                (Some(a), Some(b)) => grouped::gradients(&self.table, which, a, b, s, grads)?,
+                (Some(a), Some(b)) => grouped::gradients(&self.table, which, a, b, s, &grads)?,
                 _ => candle_core::bail!("backward through experts whose input was not kept"),
             }
         }

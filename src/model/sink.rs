@@ -3,9 +3,10 @@
 use crate::kernel::Tensor;
 use crate::kernel::embed::ById;
 use crate::kernel::{bias, dora, embed, gemm, upcast};
-use candle_core::Result;
+use candle_core::{DType, Device, Result};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// A trained tensor's place in the flat buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,6 +24,11 @@ pub struct Slot {
 }
 
 impl Slot {
+    /// Its elements of the buffer.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.rows * self.cols
+    }
+
     /// Its part of a flat buffer, [rows, cols].
     pub fn view(&self, flat: &Tensor) -> Result<Tensor> {
         flat.narrow(0, self.offset, self.rows * self.cols)?.reshape((self.rows, self.cols))
@@ -31,10 +37,18 @@ impl Slot {
 
 /// Accumulates gradients, and remembers which tensors were reached.
 pub struct Sink<'a> {
-    grads: &'a [Option<Tensor>],
+    grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
     /// Gradients to add later, where this sink only collects.
     later: Option<RefCell<Vec<Later>>>,
+}
+
+/// The flat buffers of gradients.
+enum Buffers<'a> {
+    /// One a unit (`None` where nothing trains), for as long as the sink's owner likes.
+    Kept(&'a [Option<Tensor>]),
+    /// Each from the first gradient of its unit until it is taken.
+    Live { lens: &'a [usize], device: &'a Device, now: RefCell<BTreeMap<usize, Tensor>> },
 }
 
 /// A gradient that was collected and not yet added.
@@ -56,12 +70,26 @@ enum What {
 impl<'a> Sink<'a> {
     /// A sink over one flat buffer a unit (`None` where nothing trains); `count` trained tensors in all.
     pub fn new(grads: &'a [Option<Tensor>], count: usize) -> Self {
+        Self { grads: Buffers::Kept(grads), reached: RefCell::new(vec![false; count]), later: None }
+    }
+
+    /// A sink whose buffers, of these lengths, live from the first gradient of a unit until they are [taken](Sink::take).
+    pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
+        let grads = Buffers::Live { lens, device, now: RefCell::default() };
         Self { grads, reached: RefCell::new(vec![false; count]), later: None }
+    }
+
+    /// The gradients of a unit, where the sink made a buffer for them.
+    pub fn take(&self, unit: usize) -> Option<Tensor> {
+        match &self.grads {
+            Buffers::Kept(_) => None,
+            Buffers::Live { now, .. } => now.borrow_mut().remove(&unit),
+        }
     }
 
     /// A sink that only collects, for a thread of its own: [`Sink::add_all`] adds what it has.
     pub fn collecting() -> Self {
-        Self { grads: &[], reached: RefCell::default(), later: Some(RefCell::default()) }
+        Self { grads: Buffers::Kept(&[]), reached: RefCell::default(), later: Some(RefCell::default()) }
     }
 
     /// What a collecting sink has.
@@ -90,7 +118,7 @@ impl<'a> Sink<'a> {
                 }
             }
         }
-        units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(self.flat(unit)?, parts))
+        units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(&self.flat(unit)?, parts))
     }
 
     /// Marks a tensor as reached whose gradient is zero this time: that of an expert without tokens.
@@ -101,11 +129,25 @@ impl<'a> Sink<'a> {
     }
 
     /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
-    pub fn flat(&self, unit: usize) -> Result<&Tensor> {
-        match self.grads.get(unit) {
-            Some(Some(flat)) => Ok(flat),
-            _ => candle_core::bail!("no gradient buffer for unit {unit}"),
+    pub fn flat(&self, unit: usize) -> Result<Tensor> {
+        match &self.grads {
+            Buffers::Kept(grads) => {
+                if let Some(Some(flat)) = grads.get(unit) {
+                    return Ok(flat.clone());
+                }
+            }
+            Buffers::Live { lens, device, now } => {
+                if let Some(flat) = now.borrow().get(&unit) {
+                    return Ok(flat.clone());
+                }
+                if let Some(len) = lens.get(unit).filter(|n| **n > 0) {
+                    let flat = Tensor::zeros(*len, DType::F32, *device)?;
+                    now.borrow_mut().insert(unit, flat.clone());
+                    return Ok(flat);
+                }
+            }
         }
+        candle_core::bail!("no gradient buffer for unit {unit}")
     }
 
     /// Whether this sink only collects; if so, takes a gradient.
@@ -125,7 +167,7 @@ impl<'a> Sink<'a> {
     /// Marks a tensor as reached, and gives its gradient [rows, cols].
     fn reach(&self, slot: Slot) -> Result<Tensor> {
         self.touch(slot);
-        slot.view(self.flat(slot.unit)?)
+        slot.view(&self.flat(slot.unit)?)
     }
 
     /// `grad += alpha a^T b` for `a` [t, rows], `b` [t, cols].

@@ -7,16 +7,21 @@ pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
+use crate::adapt::params::{Held, Unit, common};
+use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// Global L2 norm of all gradients.
-pub fn grad_norm(params: &Params) -> Result<f64> {
-    let grads: Vec<Tensor> = params.grads().into_iter().flatten().collect();
-    Ok(sum_squares(&grads)?.sqrt())
+/// The sum of squares of this rank's part of all gradients. Over all ranks they are every gradient's, split alike at
+/// every ZeRO stage.
+pub fn grad_squares(params: &Params) -> Result<f64> {
+    let mine = |u: &Unit| u.grads.as_ref().map(|g| g.of(u.part.clone()));
+    let grads: Vec<Tensor> = params.units.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
+    sum_squares(&grads)
 }
 
 /// The factor that brings a norm down to `clip` (0: no clipping), as `torch.nn.utils.clip_grad_norm_`.
@@ -80,8 +85,18 @@ impl Optimizer {
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards. On CUDA the gradients are then zero.
-    pub fn step(&self, params: &Params, t: u64, lr: Rate<'_>, grad_scale: f64) -> Result<()> {
+    /// compute with is up to date afterwards, on every rank. On CUDA the gradients are then zero.
+    ///
+    /// # Errors
+    /// A rank that is lost; a tensor operation that fails.
+    pub fn step(
+        &self,
+        params: &Params,
+        comm: &dyn Comm,
+        t: u64,
+        lr: Rate<'_>,
+        grad_scale: f64,
+    ) -> crate::Result<()> {
         let numbers = |s: &ParamGroup| AdamW {
             lr: lr(s.peak) * s.lr_scale,
             betas: self.betas,
@@ -90,23 +105,78 @@ impl Optimizer {
             t,
             grad_scale,
         };
-        if params.offloaded {
-            let groups: Vec<_> = self.groups.iter().map(|s| (s, numbers(s))).collect();
-            return offload::step(params, &groups, self.piece, &self.staged);
-        }
+        let mut mine = Vec::new();
         for s in &self.groups {
             let Some(Some(unit)) = params.units.get(s.unit) else { continue };
-            let (Some(grads), Some((m, v))) = (&unit.grads, &unit.moments) else {
-                candle_core::bail!("unit {} has no gradients or moments", s.unit);
+            let Some((m, _)) = &unit.moments else {
+                return Err(candle_core::Error::Msg(format!("unit {} has no moments", s.unit)).into());
             };
-            let part = |x: &Tensor| x.narrow(0, s.start, s.len);
-            // f32 weights are what the layers compute with
-            let copy = if unit.compute.dtype() == DType::F32 { None } else { Some(part(&unit.compute)?) };
-            adamw(&part(&unit.master)?, &part(m)?, &part(v)?, &part(grads)?, copy.as_ref(), &numbers(s))?;
+            mine.push(Update { unit, range: common(&m.at, &(s.start..s.start + s.len)), k: numbers(s) });
+        }
+        mine.retain(|u| !u.range.is_empty());
+        match params.offloaded {
+            true => offload::step(&mine, self.piece, &self.staged)?,
+            false => mine.iter().try_for_each(Update::on_device)?,
+        }
+        if params.shard.stage >= 1 && params.shard.ranks > 1 {
+            gather(params, comm)?;
         }
         // the groups are all that trains; between them nothing is ever added
         let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
-        params.zeroed.store(grads.all(|g| !g.device().is_cpu()), Ordering::Relaxed);
+        let zeroed = params.shard.ranks == 1 && grads.all(|g| !g.values.device().is_cpu());
+        params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+/// Gives every rank what the others have updated.
+fn gather(params: &Params, comm: &dyn Comm) -> crate::Result<()> {
+    for (number, unit) in params.units.iter().enumerate() {
+        let Some(unit) = unit else { continue };
+        let (at, parts) =
+            (At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
+        for all in unit.shared() {
+            // a copy: nobody reads a buffer that another writes
+            let mine = all.narrow(0, unit.part.start, unit.part.len())?;
+            comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?;
+        }
+    }
+    Ok(())
+}
+
+/// The update of a range of a unit's buffers, all of it in one parameter group.
+#[derive(Clone)]
+struct Update<'a> {
+    unit: &'a Unit,
+    range: Range<usize>,
+    k: AdamW,
+}
+
+impl Update<'_> {
+    fn grads(&self) -> Result<Tensor> {
+        match &self.unit.grads {
+            Some(g) => g.of(self.range.clone()),
+            None => candle_core::bail!("no gradients to update with"),
+        }
+    }
+
+    /// Master weights and moments.
+    fn states(&self) -> Result<[Tensor; 3]> {
+        let Some((m, v)) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let of = |held: &Held| held.of(self.range.clone());
+        Ok([of(&self.unit.master)?, of(m)?, of(v)?])
+    }
+
+    /// What the layers compute with.
+    fn compute(&self) -> Result<Tensor> {
+        self.unit.compute.narrow(0, self.range.start, self.range.len())
+    }
+
+    /// Where the states are beside what the layers compute with.
+    fn on_device(&self) -> Result<()> {
+        let [p, m, v] = self.states()?;
+        // f32 weights are what the layers compute with
+        let copy = if self.unit.compute.dtype() == DType::F32 { None } else { Some(self.compute()?) };
+        adamw(&p, &m, &v, &self.grads()?, copy.as_ref(), &self.k)
     }
 }

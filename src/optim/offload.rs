@@ -12,9 +12,7 @@
 //! A piece bounds what is on its way at once. From and to CUDA pieces cross beside the arithmetic: while one is updated,
 //! the gradients of the next come and the values of the one before go.
 
-use super::{AdamW, ParamGroup};
-use crate::adapt::Params;
-use crate::adapt::params::Unit;
+use super::Update;
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::adamw;
 use crate::kernel::to_host;
@@ -25,62 +23,35 @@ pub use crate::kernel::optimizer::PIECE;
 /// Values of a piece from and to CUDA, of which there are two each way.
 pub const STAGED: usize = PIECE / 4;
 
-/// Some values of a group, and their update.
-#[derive(Clone, Copy)]
-struct Piece<'a> {
-    unit: &'a Unit,
-    start: usize,
-    len: usize,
-    k: AdamW,
-}
-
-impl Piece<'_> {
-    fn of(&self, t: &Tensor) -> Result<Tensor> {
-        t.narrow(0, self.start, self.len)
-    }
-
-    fn grads(&self) -> Result<Tensor> {
-        match &self.unit.grads {
-            Some(g) => self.of(g),
-            None => candle_core::bail!("no gradients to update with"),
-        }
-    }
-
+impl Update<'_> {
     /// Updates the states from gradients on the host; gives the new values.
-    fn update(&self, grads: &Tensor) -> Result<Tensor> {
-        let Some((m, v)) = &self.unit.moments else { candle_core::bail!("no moments to update") };
-        let p = self.of(&self.unit.master)?;
-        adamw(&p, &self.of(m)?, &self.of(v)?, grads, None, &self.k)?;
+    fn on_host(&self, grads: &Tensor) -> Result<Tensor> {
+        let [p, m, v] = self.states()?;
+        adamw(&p, &m, &v, grads, None, &self.k)?;
         Ok(p)
     }
 }
 
-/// One update of groups whose master weights and moments live on the host, at most `piece` values at a time.
-pub(super) fn step(
-    params: &Params,
-    groups: &[(&ParamGroup, AdamW)],
-    piece: usize,
-    staged: &Staged,
-) -> Result<()> {
+/// Updates whose master weights and moments live on the host, at most `piece` values at a time.
+pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Result<()> {
     let mut pieces = Vec::new();
-    for (group, k) in groups {
-        let Some(Some(unit)) = params.units.get(group.unit) else { continue };
-        let end = group.start + group.len;
-        for start in (group.start..end).step_by(piece.max(1)) {
-            pieces.push(Piece { unit, start, len: piece.max(1).min(end - start), k: *k });
+    for u in updates {
+        for start in u.range.clone().step_by(piece.max(1)) {
+            let range = start..u.range.end.min(start + piece.max(1));
+            pieces.push(Update { range, ..u.clone() });
         }
     }
     if pieces.first().is_some_and(|p| !p.unit.compute.device().is_cpu()) {
         return staged.step(&pieces);
     }
     for p in &pieces {
-        let values = p.update(&to_host(p.grads()?.real()?)?.into())?;
+        let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
         let values = match p.unit.compute.dtype() {
             // a tensor of its own: the master weights are another
             DType::F32 => values.force_contiguous()?,
             dtype => values.to_dtype(dtype)?,
         };
-        p.unit.compute.slice_set(&values, 0, p.start)?;
+        p.unit.compute.slice_set(&values, 0, p.range.start)?;
     }
     Ok(())
 }
@@ -94,17 +65,17 @@ pub(super) struct Staged {
 
 #[cfg(not(feature = "cuda"))]
 impl Staged {
-    fn step(&self, _: &[Piece<'_>]) -> Result<()> {
+    fn step(&self, _: &[Update<'_>]) -> Result<()> {
         candle_core::bail!("a device that this build does not have")
     }
 }
 
 #[cfg(feature = "cuda")]
 impl Staged {
-    fn step(&self, pieces: &[Piece<'_>]) -> Result<()> {
+    fn step(&self, pieces: &[Update<'_>]) -> Result<()> {
         use crate::kernel::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
-        let (compute, longest) = (first.unit.compute.real()?, pieces.iter().map(|p| p.len).max());
+        let (compute, longest) = (first.unit.compute.real()?, pieces.iter().map(|p| p.range.len()).max());
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,
@@ -113,14 +84,14 @@ impl Staged {
         staging.begin()?;
         staging.fetch(0, first.grads()?.real()?)?;
         for (i, p) in pieces.iter().enumerate() {
-            let grads = staging.fetched(i, p.len)?;
+            let grads = staging.fetched(i, p.range.len())?;
             if let Some(next) = pieces.get(i + 1) {
                 staging.fetch(i + 1, next.grads()?.real()?)?;
             }
-            let values = p.update(&grads.into())?;
-            let to = p.unit.compute.real()?;
-            staging.to_send(i, p.len)?.slice_set(&values.real()?.to_dtype(to.dtype())?, 0, 0)?;
-            staging.send(i, &to.narrow(0, p.start, p.len)?)?;
+            let values = p.on_host(&grads.into())?;
+            let to = p.compute()?.real()?.clone();
+            staging.to_send(i, p.range.len())?.slice_set(&values.real()?.to_dtype(to.dtype())?, 0, 0)?;
+            staging.send(i, &to)?;
         }
         staging.end()
     }
@@ -149,7 +120,13 @@ mod tests {
             matrix: true,
         };
         let tensors = SIZES.iter().enumerate().map(tensor).collect();
-        let p = Params::new(tensors, 2, dtype, &Device::Cpu, Allocate { train: true, offload })?;
+        let p = Params::new(
+            tensors,
+            2,
+            dtype,
+            &Device::Cpu,
+            Allocate { train: true, offload, ..Allocate::default() },
+        )?;
         for (i, [a, b]) in SIZES.iter().enumerate() {
             p.set(i, randn(i as u64, (*a, *b), DType::F32)?.real()?)?;
         }
@@ -172,7 +149,7 @@ mod tests {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;
                     }
-                    optimizer.step(&p, t, &|_| 1e-2, 0.7)?;
+                    optimizer.step(&p, &crate::comm::alone(), t, &|_| 1e-2, 0.7)?;
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {

@@ -118,6 +118,10 @@ pub struct Inputs<'a> {
 pub struct Plan {
     /// Ranks in all.
     pub ranks: u64,
+    /// Of these, those that are threads of one process.
+    pub local: u64,
+    /// Bytes of tensors that come to a rank from the others in a step.
+    pub wire: u64,
     /// Where it would run.
     pub machine: Machine,
     /// Parameters of the model, and those that train.
@@ -235,7 +239,7 @@ pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload) -> Option<
             }
         };
         // others live here too
-        Some((free / 20 * 19).saturating_sub(beside))
+        Some((free / 20 * 19).saturating_sub(beside) / recipe.parallel.local(machine.cuda))
     })
 }
 
@@ -342,8 +346,11 @@ impl Plan {
             host.push(("offloaded_activations", activations));
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
+        let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
         Self {
             ranks: p.ranks(),
+            local: p.local(i.machine.cuda),
+            wire: prepared.statics.wire[0] * micro_batches + prepared.statics.wire[1],
             machine: i.machine,
             parameters: prepared.statics.parameters,
             budget: i.budget,
@@ -355,7 +362,7 @@ impl Plan {
             reasons: d.reasons,
             peak: d.peak,
             workload: d.workload,
-            micro_batches: r.run.batch_rows.div_ceil(unit) as u64,
+            micro_batches,
             work: d.work,
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),

@@ -63,6 +63,7 @@ impl Plan {
         let time = range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": self.workload.steps.map(|n| [r.low * n as f64, r.high * n as f64])}));
         let mut out = json!({
             "ranks": self.ranks,
+            "wire_bytes_a_step": self.wire,
             "parameters": {"total": total, "trainable": trainable},
             "device": device,
             "learning_rates": self.learning_rates,
@@ -176,6 +177,9 @@ impl Plan {
                     bytes(reserve)
                 );
             }
+        }
+        if self.ranks > 1 {
+            let _ = writeln!(s, "ranks       {} come to each from the others in a step", bytes(self.wire));
         }
         s.push_str(&self.space.text());
         if self.machine.cuda {

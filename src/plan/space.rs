@@ -199,7 +199,8 @@ impl Space {
             (1, _) | (_, Comm::Threads) => 0,
             (_, Comm::Nccl) => NCCL,
             (_, Comm::Auto) if machine.cuda => NCCL,
-            (_, Comm::Mpi | Comm::Auto) => MPI,
+            (_, Comm::Auto) => 0,
+            (_, Comm::Mpi) => MPI,
         };
         space.shared = vec![("communication", shared)];
         space
@@ -251,12 +252,15 @@ impl Space {
 
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
-        let local = if r.parallel.comm == Comm::Threads { r.parallel.ranks() } else { 1 };
+        let local = r.parallel.local(machine.cuda);
         // a budget above what this machine has speaks of another, whose memory and disks are not known
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.or(room.host.filter(|_| !told));
-        let beside = if machine.cuda { 0 } else { device };
-        self.host_left = reach.map(|all| (all / local).saturating_sub(beside));
+        self.host_left = reach.map(|all| match machine.cuda {
+            true => all / local,
+            // ranks that are threads of a process share what it takes beside the device's bytes
+            false => all.saturating_sub(device.saturating_mul(local)),
+        });
         self.shared_left = room.shared;
         self.disks.clear();
         let mut ids: Vec<Option<u64>> = Vec::new();

@@ -3,7 +3,7 @@
 use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::is_quantized;
-use crate::adapt::params::ALIGN;
+use crate::adapt::params::{ALIGN, wide_units};
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::kernel::gemm;
@@ -53,6 +53,15 @@ pub struct Statics {
     pub largest_group: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
+    /// Where ranks share the rows: bytes of each unit's gradients of one micro-batch, which live from the unit's backward
+    /// visit to their sum; none where a rank is alone.
+    pub live: Vec<u64>,
+    /// Whether the head's gradients are the embedding's.
+    pub tied: bool,
+    /// What a rank copies to give it to others: of its sum of a unit's gradients, and of updated weights, at the most.
+    pub given: [u64; 2],
+    /// Bytes of tensors that come from other ranks, for each micro-batch and for each update.
+    pub wire: [u64; 2],
     /// Parameters of the model, and those that train.
     pub parameters: (u64, u64),
 }
@@ -188,11 +197,14 @@ impl Statics {
             Weights::Load => pieces(READ_PIECE),
             Weights::Random => 0,
         };
-        out.load_transient = if ranks.data == 1 { (high + read).saturating_sub(loaded) } else { 0 };
+        out.load_transient =
+            if ranks.data == 1 || ranks.zero < 3 { (high + read).saturating_sub(loaded) } else { 0 };
 
         // what trains: buffers by unit, gaps between tensors included
         let mut lens = vec![0u64; units];
         let mut sums = [0u64; 5];
+        let unit_of = |m: &Module| m.unit(s.layers);
+        let wide = wide_units(trained.iter().map(|t| (unit_of(t.module), t.part)));
         for t in &trained {
             let (m, unit) = (t.module, t.module.unit(s.layers));
             let n = t.elements().next_multiple_of(ALIGN) as u64;
@@ -200,7 +212,8 @@ impl Statics {
             let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
-            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, 1) };
+            let split = if wide.contains(&unit) { u8::MAX } else { 1 };
+            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, split) };
             let states = moments(r.optimizer.name, t.shape())
                 .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
             sums[4] += ranks.share(m, states, 1);
@@ -249,7 +262,16 @@ impl Statics {
             out.host.push(("offloaded_weights", weights));
         }
         if ranks.data > 1 {
-            out.device.add(Component::Communication, 4 * longest);
+            out.live = lens.iter().map(|n| 4 * n).collect();
+            out.tied = s.tied_in_full();
+            let (all, part) = (lens.iter().sum::<u64>(), longest.div_ceil(ranks.data));
+            // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and so does what is given to all
+            let others = |bytes: u64| bytes * (ranks.data - 1) / ranks.data;
+            let [sums, weights] = [ranks.zero < 2, ranks.zero >= 1].map(u64::from);
+            out.given = [4 * part * sums, width * part * weights];
+            let apart = !machine.computes_in_f32() || offload;
+            let wide: u64 = wide.iter().filter(|_| apart).map(|u| lens[*u]).sum();
+            out.wire = [others(4 * all) * (1 + sums), others(width * all + 4 * wide) * weights];
         }
         let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);

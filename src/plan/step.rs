@@ -125,12 +125,14 @@ struct Spot<'p> {
     waiting: u64,
     /// Bytes of [`Workspace`] beside them.
     extra: u64,
+    /// Bytes of [`Component::Communication`].
+    live: u64,
 }
 
 impl Spot<'_> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
-        parts + self.kept_total + self.waiting + self.extra
+        parts + self.kept_total + self.waiting + self.extra + self.live
     }
 }
 
@@ -172,7 +174,7 @@ impl<'a> Parts<'a> {
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
-            optimizer: run.optimizer()?.max(run.statics.staging),
+            optimizer: run.optimizer()?.max(run.statics.staging).max(run.statics.given[1]),
             run,
         })
     }
@@ -206,6 +208,7 @@ impl<'a> Parts<'a> {
             kept_total: 0,
             waiting: 0,
             extra,
+            live: 0,
         };
         f(still(Phase::Load, statics.load_transient));
         let mut at = still(Phase::Forward, 0);
@@ -231,7 +234,9 @@ impl<'a> Parts<'a> {
             at.waiting = (kept + self.input.total) * (self.run.stages - 1);
         }
         let (head, _, head_eval) = &self.heads[levels.head];
+        at.live = self.live(count + 1);
         f(visit(&at, Phase::Backward, count + 1, head));
+        f(self.summing(&at, count + 1));
         for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
             if l < first {
                 break;
@@ -244,10 +249,14 @@ impl<'a> Parts<'a> {
             } else {
                 &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)].0
             };
+            at.live = self.live(l + 1);
             f(visit(&at, Phase::Backward, l + 1, full));
+            f(self.summing(&at, l + 1));
         }
         if let Some(full) = &self.embedding_backward {
+            at.live = self.live(0);
             f(visit(&at, Phase::Backward, 0, full));
+            f(self.summing(&at, 0));
         }
         f(still(Phase::Step, self.optimizer));
         if let Some((batch, embedding)) = &self.eval {
@@ -264,6 +273,20 @@ impl<'a> Parts<'a> {
             }
         }
         f(still(Phase::Save, statics.save_transient));
+    }
+
+    /// Gradients of one micro-batch that live while a unit is visited backward.
+    fn live(&self, unit: usize) -> u64 {
+        let s = self.run.statics;
+        let of = |unit: usize| s.live.get(unit).copied().unwrap_or(0);
+        of(unit) + if s.tied && unit > 0 { of(0) } else { 0 }
+    }
+
+    /// Where a unit's gradients are summed over the ranks.
+    fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize) -> Spot<'p> {
+        let given = if at.live > 0 { self.run.statics.given[0] } else { 0 };
+        let parts = [at.parts[0], Some(&self.input)];
+        Spot { phase: Phase::Backward, unit, parts, live: at.live + given, ..*at }
     }
 
     /// peak bytes: the engine's, the allocator's, and what the most uneven routing takes.
@@ -303,6 +326,7 @@ impl<'a> Parts<'a> {
             (0..spot.kept).filter_map(|l| self.kept(l, levels)).for_each(|k| bytes.add_all(&k.bytes));
             bytes.add(Component::Activations, spot.waiting);
             bytes.add(Workspace, spot.extra);
+            bytes.add(Component::Communication, spot.live);
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(levels, engine));
@@ -347,8 +371,10 @@ impl Parts<'_> {
             for (c, b) in batch.into_iter().chain(visit).flat_map(|f| &f.listed) {
                 list(spot.phase, spot.unit, *c, *b);
             }
-            if spot.extra > 0 {
-                list(spot.phase, spot.unit, Workspace, spot.extra);
+            for (component, bytes) in [(Workspace, spot.extra), (Component::Communication, spot.live)] {
+                if bytes > 0 {
+                    list(spot.phase, spot.unit, component, bytes);
+                }
             }
         });
         all

@@ -423,6 +423,9 @@ fn mathematics() {
         "memory.recompute=none",
         "memory.dequantize=per_layer",
         "lora.rank=16",
+        "parallel.data=2",
+        "parallel.zero=1",
+        "parallel.timeout=9",
     ] {
         assert_eq!(ok(&[same]).math_keys(), base, "{same}");
     }

@@ -373,6 +373,15 @@ impl Parallel {
             .iter()
             .fold(1, |all, n| all.saturating_mul(*n as u64))
     }
+
+    /// Of these, those that are threads of one process, on CUDA or not.
+    pub fn local(&self, cuda: bool) -> u64 {
+        match self.comm {
+            Comm::Threads => self.ranks(),
+            Comm::Auto if !cuda => self.ranks(),
+            _ => 1,
+        }
+    }
 }
 
 words! {

@@ -58,4 +58,4 @@ pub(crate) use read::SINGLE;
 #[cfg(feature = "hub")]
 pub(crate) use read::is_pickle_name;
 pub use read::{FileHash, TensorFiles, TensorInfo};
-pub use write::{write_file, write_sharded};
+pub use write::{SharedFile, write_file, write_sharded};

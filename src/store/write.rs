@@ -6,6 +6,8 @@
 //! wide formats first (alignment), then by name.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Storage, Tensor};
@@ -222,7 +224,12 @@ fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result
             came: format!("{:?} {:?}", tensor.dtype(), tensor.dims()),
         });
     }
-    let candle = |source| Error::Tensor { name: entry.name.clone(), source };
+    stream(&entry.name, tensor, &mut |bytes| pending.write(bytes))
+}
+
+/// Gives the bytes of a tensor as a file holds them, some at a time.
+fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
+    let candle = |source| Error::Tensor { name: name.to_string(), source };
     let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
     macro_rules! stream {
         ($t:ty) => {{
@@ -238,12 +245,12 @@ fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result
                 for value in chunk {
                     buffer.extend_from_slice(&value.to_le_bytes());
                 }
-                pending.write(&buffer)?;
+                put(&buffer)?;
             }
         }};
     }
     const CHUNK: usize = 1 << 18;
-    match entry.dtype {
+    match flat.dtype() {
         DType::U8 => stream!(u8),
         DType::U32 => stream!(u32),
         DType::I64 => stream!(i64),
@@ -253,13 +260,90 @@ fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result
         DType::F64 => stream!(f64),
         other => {
             return Err(Error::Convert {
-                name: entry.name.clone(),
+                name: name.to_string(),
                 from: other.as_str().to_uppercase(),
                 to: "a safetensors format".to_string(),
             });
         }
     }
     Ok(())
+}
+
+/// A file of tensors that several write together, each its own elements, in a folder that nobody reads before it is
+/// whole.
+pub struct SharedFile {
+    path: PathBuf,
+    plan: Plan,
+    /// Where each tensor begins in the file, and its entry's place.
+    at: BTreeMap<String, (u64, usize)>,
+}
+
+impl SharedFile {
+    /// The file `path` with these tensors: every writer must name the same.
+    ///
+    /// # Errors
+    /// A repeated name, a type that files do not have.
+    pub fn new(
+        path: &Path,
+        tensors: &[(String, DType, Vec<usize>)],
+        metadata: &[(&str, &str)],
+    ) -> Result<Self, Error> {
+        let entries = tensors
+            .iter()
+            .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
+            .collect::<Result<Vec<_>, _>>()?;
+        check_names(path, &entries)?;
+        let plan = Plan::new(entries, metadata);
+        let (mut at, mut from) = (BTreeMap::new(), plan.header.len() as u64);
+        for (i, e) in plan.entries.iter().enumerate() {
+            at.insert(e.name.clone(), (from, i));
+            from += e.bytes;
+        }
+        Ok(Self { path: path.to_path_buf(), plan, at })
+    }
+
+    fn failed<'a>(&'a self, what: &'static str) -> impl Fn(std::io::Error) -> Error + 'a {
+        move |e| Error::write(what, &self.path, Some(self.plan.bytes()), e)
+    }
+
+    /// Makes the file with its header and its whole length: one writer, before the others.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub fn create(&self) -> Result<(), Error> {
+        let file = File::create_new(&self.path).map_err(self.failed("create"))?;
+        file.set_len(self.plan.bytes()).map_err(self.failed("write"))?;
+        file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
+    }
+
+    /// Writes elements of tensors: name, the first element, flat values.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; [`Error::Announced`] for values that the file has no place for.
+    pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
+        let file = File::options().write(true).open(&self.path).map_err(self.failed("open"))?;
+        for (name, first, values) in parts {
+            let found = self.at.get(name).map(|(from, i)| (*from, &self.plan.entries[*i]));
+            let width = values.dtype().size_in_bytes() as u64;
+            let (start, end) = (first as u64 * width, (first + values.elem_count()) as u64 * width);
+            let place = found.filter(|(_, e)| values.dtype() == e.dtype && end <= e.bytes);
+            let Some((from, _)) = place else {
+                return Err(Error::Announced {
+                    name: name.to_string(),
+                    announced: found
+                        .map_or("nothing".into(), |(_, e)| format!("{:?} {:?}", e.dtype, e.shape)),
+                    came: format!("{:?} {first}..{}", values.dtype(), first + values.elem_count()),
+                });
+            };
+            let mut at = from + start;
+            stream(name, &values, &mut |bytes| {
+                file.write_all_at(bytes, at).map_err(self.failed("write"))?;
+                at += bytes.len() as u64;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
 }
 
 fn remove_if_there(path: &Path) -> Result<(), Error> {

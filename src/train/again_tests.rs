@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// Trains the quickstart's model for five steps in `dir/name`.
-fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
+pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
     let out = dir.join(name);
     let mut all = vec![
         "run.steps=5".to_string(),
@@ -31,11 +31,11 @@ fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
     (out, done)
 }
 
-fn adapter(run: &Path) -> Result<Vec<u8>> {
+pub(super) fn adapter(run: &Path) -> Result<Vec<u8>> {
     Ok(std::fs::read(run.join("adapter/adapter_model.safetensors"))?)
 }
 
-fn events(run: &Path, kind: &str) -> Result<Vec<Value>> {
+pub(super) fn events(run: &Path, kind: &str) -> Result<Vec<Value>> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl"))?;
     let all: Vec<Value> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
     Ok(all.into_iter().filter(|e| e["event"] == kind).collect())

@@ -4,8 +4,9 @@
 use super::products::Products;
 use super::step::{Setup, StepRows, timed_step};
 use super::watch::{self, Watch};
-use super::{Job, LossScale};
+use super::{Error, Job, LossScale};
 use crate::adapt::params::{Params, Unit};
+use crate::comm;
 use crate::data::{Dataset, Example, Stats};
 use crate::hub::Want;
 use crate::log::memory;
@@ -41,6 +42,11 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     recipe.data.eval.clear();
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
+    if r.parallel.ranks() > 1 {
+        let place = r.place("parallel.data");
+        let why = "ft bench measures one rank\n  hint: parallel.data=1";
+        return Err(Error::Usage(format!("{place}: {why}")).into());
+    }
     let data = rows(r, job.config.vocab);
     let mut plan = job.plan_without_files(Workload::of_recipe)?;
     watch::check(&job, &plan)?;
@@ -60,6 +66,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         clip: r.run.clip,
         router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
         loss_scale: Cell::new(LossScale::new(job.dtype, r.memory.scale)),
+        comm: &comm::alone(),
     };
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept

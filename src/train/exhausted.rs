@@ -91,7 +91,9 @@ fn wanted_of(wanted: u64, what: &str, free: Option<u64>) -> String {
 impl Planned {
     /// Adds what the plan had said to an error that is out of memory.
     pub fn explain(&self, e: Error) -> Error {
-        if e.exit_code() != ExitCode::DoesNotFit || e.of::<crate::plan::Error>().is_some() {
+        // another rank has explained its own
+        let explained = e.of::<crate::plan::Error>().is_some() || e.of::<crate::comm::Error>().is_some();
+        if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;
         }
         let free = memory::cuda_memory().map(|(free, _)| free);

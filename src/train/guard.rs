@@ -3,14 +3,17 @@
 use super::step::{Setup, probe};
 use super::{Error, Stepped};
 use crate::adapt::Params;
+use crate::adapt::params::{Held, Unit, common};
+use crate::comm::{At, Comm};
 use crate::data::{Dataset, Micro};
 use crate::kernel::{optimizer, to_host};
 use candle_core::DType;
+use std::collections::BTreeSet;
 
 /// Refuses a step whose loss or gradient norm is not finite, naming tensors and rows. The gradients are multiplied by
 /// `factor` before they are used.
 pub fn finite(
-    params: &Params,
+    (params, comm): (&Params, &dyn Comm),
     step: u64,
     loss: f64,
     (grad_norm, factor): (f64, f64),
@@ -27,14 +30,7 @@ pub fn finite(
         (true, false) => "the gradient norm",
         (false, _) => "the loss",
     };
-    let mut bad = Vec::new();
-    for (i, t) in params.tensors.iter().enumerate() {
-        if let Some(g) = params.grad(i)?
-            && !g.to_dtype(candle_core::DType::F32)?.sqr()?.sum_all()?.to_scalar::<f32>()?.is_finite()
-        {
-            bad.push(t.name.as_str());
-        }
-    }
+    let bad = bad(params, comm, "gradients that are not finite", &|u| u.grads.iter().collect())?;
     let shown = |n: usize, mut v: Vec<String>| {
         v.truncate(5);
         if n > 5 { format!("{} and {} more", v.join(", "), n - 5) } else { v.join(", ") }
@@ -61,34 +57,44 @@ pub fn finite(
     Err(Error::NonFinite { step, what, detail, hint }.into())
 }
 
+/// Tensors of which some rank holds values that are not finite, in buffers that `of` chooses.
+fn bad<'p>(
+    params: &'p Params,
+    comm: &dyn Comm,
+    what: &'static str,
+    of: &dyn Fn(&'p Unit) -> Vec<&'p Held>,
+) -> crate::Result<Vec<&'p str>> {
+    let mut mine = Vec::new();
+    for (i, slot) in params.slots.iter().enumerate() {
+        for held in of(params.unit(slot)?) {
+            let here = common(&held.at, &slot.range());
+            if !here.is_empty() && !optimizer::finite(&held.of(here)?)? {
+                mine.push(i as u64);
+            }
+        }
+    }
+    let all: BTreeSet<u64> = comm.share(At::all(what), &mine)?.into_iter().flatten().collect();
+    Ok(all.iter().filter_map(|i| params.tensors.get(*i as usize)).map(|t| t.name.as_str()).collect())
+}
+
 /// Refuses weights and moments that are not finite after an update, naming tensors: they must not be saved.
 ///
 /// # Errors
-/// [`Error::Weights`].
-pub fn weights(params: &Params, step: u64) -> crate::Result<()> {
-    let states = |u: &crate::adapt::params::Unit| {
-        let moments = u.moments.clone().map(|(m, v)| [m, v]);
-        std::iter::once(u.master.clone()).chain(moments.into_iter().flatten()).collect::<Vec<_>>()
-    };
-    let mut whole = true;
-    for unit in params.units.iter().flatten() {
-        for buffer in states(unit) {
-            whole &= optimizer::finite(&buffer)?;
-        }
+/// [`Error::Weights`]; a rank that is lost.
+pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> crate::Result<()> {
+    fn states(u: &Unit) -> Vec<&Held> {
+        let moments = u.moments.iter().flat_map(|(m, v)| [m, v]);
+        std::iter::once(&u.master).chain(moments).collect()
     }
-    if whole {
+    let mut whole = true;
+    for held in params.units.iter().flatten().flat_map(states) {
+        whole &= held.at.is_empty() || optimizer::finite(&held.values)?;
+    }
+    let all = comm.share(At::all("whether weights are finite"), &[u64::from(whole)])?;
+    if all.iter().flatten().all(|w| *w != 0) {
         return Ok(());
     }
-    let mut bad = Vec::new();
-    for (i, t) in params.tensors.iter().enumerate() {
-        let mut good = optimizer::finite(&params.master(i)?)?;
-        if let Some((m, v)) = params.moments(i)? {
-            good &= optimizer::finite(&m)? && optimizer::finite(&v)?;
-        }
-        if !good {
-            bad.push(t.name.as_str());
-        }
-    }
+    let bad = bad(params, comm, "weights that are not finite", &states)?;
     let more = bad.len().saturating_sub(5);
     let mut tensors = bad.iter().take(5).copied().collect::<Vec<_>>().join(", ");
     if more > 0 {

@@ -3,7 +3,7 @@
 use super::{Error, quantize};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Build, check_full};
-use crate::adapt::params::Allocate;
+use crate::adapt::params::{Allocate, Shard};
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
 use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
@@ -318,18 +318,25 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; a copy that cannot be made.
     pub fn load(&self, train: bool) -> crate::Result<(Decoder, Params)> {
+        self.load_shard(train, Shard::default())
+    }
+
+    /// As [`Job::load`], what ranks split for one of them; the bar is the first one's.
+    ///
+    /// # Errors
+    /// As [`Job::load`].
+    pub fn load_shard(&self, train: bool, shard: Shard) -> crate::Result<(Decoder, Params)> {
         let mut base = self.base()?;
         if let Some((config, copy)) = quantize::cached(self)? {
             base = base.with_copy(config, copy);
         }
         let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
-        Build::new(&base, &self.selection)
+        let build = Build::new(&base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, offload })
-            .shown("loading")
-            .run()
+            .allocate(Allocate { train, offload, shard });
+        if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {

@@ -12,6 +12,8 @@ pub mod merge;
 pub mod output;
 mod products;
 pub mod quantize;
+mod ranks;
+mod reduce;
 mod run;
 mod running;
 mod signals;
@@ -23,6 +25,8 @@ mod watch;
 mod again_tests;
 #[cfg(test)]
 mod composed_tests;
+#[cfg(test)]
+mod ranks_tests;
 
 pub use job::Job;
 pub use loss_scale::LossScale;

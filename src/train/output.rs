@@ -2,7 +2,7 @@
 
 use super::step::probe;
 use super::{Error, Job};
-use crate::adapt::adapter::{self, Adapter};
+use crate::adapt::adapter::{self, Adapter, Values};
 use crate::adapt::selection::{Choice, Part};
 use crate::adapt::{self, Params, Selection, peft};
 use crate::base::check_tensors;
@@ -73,10 +73,12 @@ fn is_of_adapter(name: &str) -> bool {
 
 /// Writes the result of a run and checks it, then puts it in the place of one that is there; gives the folder of the
 /// adapter or model.
+///
+/// `values` gives what was trained in f32: a rank may hold only a part of it.
 pub fn write(
     job: &Job,
     decoder: &Decoder,
-    params: &Params,
+    (params, values): (&Params, &Values<'_>),
     dir: &Path,
     sample: &Micro,
 ) -> crate::Result<PathBuf> {
@@ -88,7 +90,7 @@ pub fn write(
     let out = new.path();
     let full = job.selection.everything_full();
     if full {
-        write_model(job, params, &out)?;
+        write_model(job, (params, values), &out)?;
         let files = TensorFiles::open_model(&out)?;
         let config = Config::load(&out, &Map::new())?;
         check_tensors(&config, &files)?;
@@ -99,7 +101,8 @@ pub fn write(
         let revision = job.model.revision.as_deref();
         // a checkpoint that is 4-bit by itself is named by the adapter's config
         let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
-        adapter::save(&out, &job.selection, params, decoder, &job.model.source, revision, quantize)?;
+        let what = (params, values);
+        adapter::save(&out, &job.selection, what, decoder, &job.model.source, revision, quantize)?;
         let read = Adapter::open(&out)?;
         same_choices(&target, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
         for (i, t) in params.tensors.iter().enumerate() {
@@ -140,7 +143,7 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
 }
 
 /// Writes a whole model: config, what the source folder has beside it, sharded weights in the compute dtype.
-fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
+fn write_model(job: &Job, (params, values): (&Params, &Values<'_>), out: &Path) -> crate::Result<()> {
     let mut entries = Vec::new();
     for m in modules(&job.config) {
         if job.config.tied && m.group == Group::Head {
@@ -156,7 +159,7 @@ fn write_model(job: &Job, params: &Params, out: &Path) -> crate::Result<()> {
     write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match params
         .find(name)
     {
-        Some(i) => Ok(to_host(params.master(i)?.real()?)?.to_dtype(job.dtype)?),
+        Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })
 }

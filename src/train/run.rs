@@ -3,6 +3,7 @@
 use super::finished::Inputs;
 use super::guard::{self, Still};
 use super::identity::{Hashing, Identity};
+use super::ranks::{self, Followers, Next};
 use super::running::{Running, now};
 use super::signals::Signals;
 use super::state::{self, State};
@@ -10,6 +11,7 @@ use super::step::Setup;
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
+use crate::comm::Comm;
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
 use crate::log::{Metrics, Progress, memory, place, tell, warn};
@@ -19,9 +21,11 @@ use crate::recipe::Recipe;
 use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
 use crate::store::{self, NewFolder, RunLock};
 use crate::walk::{Load, RouterLosses};
+use candle_core::{DType, Device};
 use serde_json::json;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The folder of checkpoints in a run folder.
@@ -75,6 +79,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     let finished = |result: &Path| inputs.iter().for_each(|(i, recipe)| i.keep(recipe, &dir, result));
     watch::before_download(&recipe)?;
     let mut job = Job::open(recipe, Want::Weights, true)?;
+    ranks::check(&job)?;
     let result = output::result_dir(&job, &dir);
     // a folder that the recipe reads from is a result too, if this is what the run would write
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
@@ -115,7 +120,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     };
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
-    let job = job;
+    let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
     let identity = Identity::new(&job, &data, hashing);
     if job.recipe.model.cache.is_some() {
         // the cache is found by it: before the model is loaded, and not beside that
@@ -165,10 +170,10 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
 
 /// What a run has when nothing more can be wrong with what it was given.
 struct Start<'a> {
-    job: &'a Job,
+    job: &'a Arc<Job>,
     plan: &'a Plan,
-    data: &'a Dataset,
-    eval: Option<&'a Dataset>,
+    data: &'a Arc<Dataset>,
+    eval: Option<&'a Arc<Dataset>>,
     batches: &'a Batches,
     dir: &'a Path,
     /// The checkpoint to go on from, and its step.
@@ -181,13 +186,43 @@ struct Start<'a> {
     signals: &'a Signals,
 }
 
-/// Loads the model, goes through the steps, writes the result.
-fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
+/// Trains on all ranks.
+fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
+    let (comm, mut others) = ranks::group(&start.job.recipe.parallel);
+    let (mut followers, planned) = (None, watch.planned());
+    let outcome = lead(start, watch, &comm, &mut || {
+        let shared = ranks::Shared {
+            job: Arc::clone(start.job),
+            data: Arc::clone(start.data),
+            eval: start.eval.map(Arc::clone),
+            execution: start.plan.execution,
+            checkpoint: start.newest.map(|c| c.path.clone()),
+            loss_scale: start.loss_scale,
+            planned: Arc::clone(&planned),
+        };
+        followers = Some(Followers::start(std::mem::take(&mut others), &Arc::new(shared))?);
+        Ok(())
+    });
+    // whatever happened, nobody waits for this rank any more
+    drop(comm);
+    followers.into_iter().for_each(|f| f.end(&outcome));
+    outcome
+}
+
+/// The first rank: loads the model, lets the others `follow`, goes through the steps, writes the result.
+fn lead(
+    start: &Start<'_>,
+    mut watch: Watch,
+    comm: &dyn Comm,
+    follow: &mut dyn FnMut() -> crate::Result<()>,
+) -> crate::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
-    let (decoder, params) = job.load(true)?;
+    let (decoder, params) = job.load_shard(true, ranks::shard(&job.recipe.parallel, 0))?;
     start.identity.check_unchanged()?;
     watch.loaded(&params);
+    // after this one, which may have made what they read
+    follow()?;
     if let Some(c) = newest {
         state::load(&c.path, &params)?;
     }
@@ -205,9 +240,10 @@ fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
             clip: job.recipe.run.clip,
             router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
             loss_scale: Cell::new(start.loss_scale),
+            comm,
         },
         job,
-        eval,
+        eval: eval.map(|e| &**e),
         metrics,
         progress: Progress::new(done, total as u64),
         watch,
@@ -217,6 +253,7 @@ fn train(start: &Start<'_>, mut watch: Watch) -> crate::Result<Outcome> {
         signals: start.signals,
         done,
         saved: newest.map(|_| done),
+        received: 0,
     };
     // from here on a signal waits until what was done is saved
     start.signals.hold();
@@ -313,8 +350,22 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     signals.release();
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
+    // what follows concerns this rank alone
+    ranks::tell_next(r.setup.comm, &Next::End)?;
     let probe = Micro::collate(data, &[0]).probe();
-    let result = output::write(job, r.setup.decoder, r.setup.params, dir, &probe)?;
+    let params = r.setup.params;
+    let result = if params.has_masters() {
+        let values = |i: usize| Ok(params.master(i)?.real()?.clone());
+        output::write(job, r.setup.decoder, (params, &values), dir, &probe)?
+    } else {
+        // no rank has them all, but the last step's checkpoint
+        let files = state::weights(&start.checkpoints.folder(r.done))?;
+        let values = |i: usize| {
+            let name = &params.tensors[i].name;
+            Ok(files.tensor(name, DType::F32, &Device::Cpu)?)
+        };
+        output::write(job, r.setup.decoder, (params, &values), dir, &probe)?
+    };
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {
         r.progress.line(&warning);
@@ -344,7 +395,9 @@ fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
         }),
     };
     let rows = written.and_then(|n| n.parse::<usize>().ok());
-    if let Some(n) = rows.filter(|n| *n > 0 && recipe.run.batch_rows.is_multiple_of(*n)) {
+    let fits =
+        |n: &usize| *n > 0 && recipe.run.batch_rows.is_multiple_of(n.saturating_mul(recipe.parallel.data));
+    if let Some(n) = rows.filter(fits) {
         recipe.run.micro_rows = n.into();
     }
 }
@@ -419,13 +472,15 @@ fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     if r.saved == Some(step) {
         return Ok(());
     }
-    guard::weights(params, step)?;
     place::enter(place::Phase::Save, 0);
     let draft = start.checkpoints.begin(step)?;
+    ranks::tell_next(r.setup.comm, &Next::Save(step, draft.path().into()))?;
     let identity = start.identity.get()?.clone();
     let loss_scale = r.setup.loss_scale.get();
     let state = State { version: 1, ft: env!("CARGO_PKG_VERSION").into(), step, identity, loss_scale };
-    state::save(draft.path(), &state, params)?;
+    state::begin(draft.path(), &state, params)?;
+    guard::weights(params, r.setup.comm, step)?;
+    ranks::save(&r.setup, draft.path())?;
     draft.commit(start.job.recipe.run.keep)?;
     r.saved = Some(step);
     Ok(())

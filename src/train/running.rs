@@ -1,5 +1,6 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
+use super::ranks::{self, Next};
 use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
@@ -33,6 +34,8 @@ pub struct Running<'a> {
     pub done: u64,
     /// Step of the newest checkpoint.
     pub saved: Option<u64>,
+    /// Bytes that had come from other ranks at the last step.
+    pub received: u64,
 }
 
 impl Running<'_> {
@@ -60,6 +63,7 @@ impl Running<'_> {
             "parameters": {"total": all, "trainable": trained},
             "learning_rates": self.rates,
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
+            "ranks": self.setup.comm.world(), "zero": self.job.recipe.parallel.zero,
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
@@ -105,6 +109,9 @@ impl Running<'_> {
     ) -> crate::Result<Stepped> {
         let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
         let stop = || self.signals.seen().is_some();
+        // the others follow the plan that they were given
+        let again = again && self.setup.comm.world() == 1;
+        ranks::tell_next(self.setup.comm, &Next::Step(step as u64))?;
         let summed = loop {
             match accumulate(&self.setup, at, times, &stop) {
                 Ok(summed) => break summed,
@@ -163,6 +170,10 @@ impl Running<'_> {
                 line[key] = json!(value);
             }
         }
+        if self.setup.comm.world() > 1 {
+            let all = self.setup.comm.received();
+            line["wire_bytes"] = json!(all - std::mem::replace(&mut self.received, all));
+        }
         if let Some(scale) = self.setup.loss_scale.get() {
             line["loss_scale"] = json!(scale.factor());
         }
@@ -207,8 +218,9 @@ impl Running<'_> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(()) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || self.signals.seen().is_some();
-        let (decoder, execution) = (self.setup.decoder, &self.setup.execution);
-        let (loss, targets) = evaluate_until(decoder, data, execution, &self.job.device, &stop)?;
+        let Setup { decoder, execution, comm, .. } = &self.setup;
+        ranks::tell_next(*comm, &Next::Evaluate)?;
+        let (loss, targets) = evaluate_until(decoder, *comm, data, execution, &self.job.device, &stop)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
         self.progress

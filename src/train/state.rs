@@ -5,7 +5,8 @@
 
 use super::{Error, LossScale};
 use crate::adapt::Params;
-use crate::store::{self, TensorFiles};
+use crate::adapt::params::{Held, common};
+use crate::store::{self, SharedFile, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,25 +31,57 @@ pub struct State {
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
+const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
-/// Writes a checkpoint's files into `dir`.
-pub fn save(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
-    // views: a tensor comes to the host when it is written
+/// The files of a checkpoint's tensors in `dir`: weights, and moments.
+fn files(dir: &Path, params: &Params) -> Result<[SharedFile; 2], store::Error> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
-    for (i, t) in params.tensors.iter().enumerate() {
-        weights.push((t.name.clone(), params.master(i)?.real()?.clone()));
-        if let Some((m, v)) = params.moments(i)? {
-            moments.push((format!("{}.exp_avg", t.name), m.real()?.clone()));
-            moments.push((format!("{}.exp_avg_sq", t.name), v.real()?.clone()));
+    for t in &params.tensors {
+        weights.push((t.name.clone(), DType::F32, t.shape.clone()));
+        for what in MOMENTS {
+            moments.push((format!("{}.{what}", t.name), DType::F32, t.shape.clone()));
         }
     }
-    weights.sort_by(|a, b| a.0.cmp(&b.0));
-    moments.sort_by(|a, b| a.0.cmp(&b.0));
-    store::write_file(&dir.join(WEIGHTS), &weights, &[("format", "pt")])?;
-    store::write_file(&dir.join(OPTIMIZER), &moments, &[("format", "pt")])?;
+    let file = |name: &str, tensors: &[_]| SharedFile::new(&dir.join(name), tensors, &[("format", "pt")]);
+    Ok([file(WEIGHTS, &weights)?, file(OPTIMIZER, &moments)?])
+}
+
+/// Begins a checkpoint in `dir`: its files as they will be, without values.
+///
+/// # Errors
+/// Of the disk.
+pub fn begin(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
+    files(dir, params)?.iter().try_for_each(SharedFile::create)?;
     let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
-    store::write_atomic(&dir.join(STATE), text.as_bytes())?;
-    Ok(())
+    Ok(store::write_atomic(&dir.join(STATE), text.as_bytes())?)
+}
+
+/// Writes this rank's part of what trains into a checkpoint that one rank has begun.
+///
+/// # Errors
+/// Of the disk.
+pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
+    let [weights, optimizer] = files(dir, params)?;
+    let (mut values, mut moments) = (Vec::new(), Vec::new());
+    let names: Vec<[String; 2]> =
+        params.tensors.iter().map(|t| MOMENTS.map(|what| format!("{}.{what}", t.name))).collect();
+    for ((t, slot), names) in params.tensors.iter().zip(&params.slots).zip(&names) {
+        let unit = params.unit(slot)?;
+        // what several ranks hold is written once
+        let mine = common(&unit.part, &slot.range());
+        if mine.is_empty() {
+            continue;
+        }
+        let first = mine.start - slot.offset;
+        // views: values come to the host when they are written
+        let of = |held: &Held| held.of(mine.clone())?.real().cloned();
+        values.push((t.name.as_str(), first, of(&unit.master)?));
+        for (name, held) in names.iter().zip(unit.moments.iter().flat_map(|(m, v)| [m, v])) {
+            moments.push((name.as_str(), first, of(held)?));
+        }
+    }
+    weights.write(values)?;
+    Ok(optimizer.write(moments)?)
 }
 
 /// Reads a checkpoint's `state.json`.
@@ -95,12 +128,13 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
     };
     for (i, t) in params.tensors.iter().enumerate() {
         params.set(i, &get(&weights, &t.name, &t.shape)?)?;
-        if let Some((m, v)) = params.moments(i)? {
-            for (to, what) in [(m, "exp_avg"), (v, "exp_avg_sq")] {
-                let from = get(&moments, &format!("{}.{what}", t.name), &t.shape)?;
-                let to = to.real()?;
-                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+        let slot = &params.slots[i];
+        for (to, what) in params.unit(slot)?.moments.iter().flat_map(|(m, v)| [m, v]).zip(MOMENTS) {
+            if common(&to.at, &slot.range()).is_empty() {
+                continue;
             }
+            let from = get(&moments, &format!("{}.{what}", t.name), &t.shape)?;
+            to.set(slot, &from.to_device(to.values.real()?.device())?.flatten_all()?)?;
         }
     }
     Ok(())
@@ -140,4 +174,9 @@ pub fn changes(
             format!("  {k}: was {}, is {}", show(old), show(new))
         })
         .collect()
+}
+
+/// The trained f32 values of a checkpoint, tensor by tensor.
+pub fn weights(dir: &Path) -> crate::Result<TensorFiles> {
+    Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
 }

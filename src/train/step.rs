@@ -2,7 +2,9 @@
 
 use super::LossScale;
 use super::guard;
+use super::reduce::Reduce;
 use crate::adapt::Params;
+use crate::comm::{self, At, Comm};
 use crate::data::{Dataset, Micro, Size};
 use crate::kernel::loss;
 use crate::kernel::tensor::Real;
@@ -11,7 +13,7 @@ use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{Execution, Load, Part, RouterLosses, Times, Walk};
+use crate::walk::{self, Execution, Load, RouterLosses, Times, Walk};
 use candle_core::Device;
 use std::cell::Cell;
 
@@ -35,6 +37,8 @@ pub struct Setup<'a> {
     pub router: RouterLosses,
     /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
     pub loss_scale: Cell<Option<LossScale>>,
+    /// The ranks that share the rows; [`crate::comm::alone`] where there are no others.
+    pub comm: &'a dyn Comm,
 }
 
 impl Setup<'_> {
@@ -114,7 +118,13 @@ pub struct Summed<'a> {
     grad_norm: f64,
 }
 
-/// The gradients of all micro-batches of a step, one micro-batch after the other; nothing that trains changes, and
+/// Whether any rank asks to give up.
+fn agreed(comm: &dyn Comm, stop: bool) -> crate::Result<bool> {
+    let all = comm.share(At::all("whether to go on"), &[u64::from(stop)])?;
+    Ok(all.iter().flatten().any(|w| *w != 0))
+}
+
+/// The gradients of all micro-batches of a step, one micro-batch after the other, dealt to the ranks in turn; nothing that trains changes, and
 /// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
 /// micro-batch whether to give up. In f16, where a gradient overflows, all of it is done again with a lower factor on the
 /// loss.
@@ -145,8 +155,12 @@ fn accumulate_scaled<'a>(
 ) -> crate::Result<Summed<'a>> {
     let StepRows { data, rows, step } = at;
     s.params.zero_grads()?;
-    let grads = s.params.grads();
-    let sink = Sink::new(&grads, s.params.tensors.len());
+    let (grads, lens) = (s.params.grads(), s.params.lens());
+    let sink = match s.comm.world() {
+        1 => Sink::new(&grads, s.params.tensors.len()),
+        _ => Sink::live(&lens, s.device, s.params.tensors.len()),
+    };
+    let reduce = Reduce::new(s.params, s.comm, &sink);
     // only counted: each micro-batch is made when it is its turn
     let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
     let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
@@ -160,21 +174,31 @@ fn accumulate_scaled<'a>(
     let factor = s.loss_factor();
     let router = RouterLosses { aux: s.router.aux * share * factor, z: s.router.z * share * factor };
     let mut routings = Vec::new();
-    for (rows, size) in &micros {
-        if stop() {
+    for turn in micros.chunks(s.comm.world()) {
+        if agreed(s.comm, stop())? {
             return Err(super::Error::Abandoned.into());
         }
-        let m = Micro::collate(data, rows);
-        let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
-        let mut walk = Walk::chosen(s.decoder, lowest, &s.execution).router_losses(router).timed(times);
-        losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
-        routings.push(walk.into_routing());
-        first = (first.0 + size.tokens, first.1 + size.targets);
+        for (rank, (rows, size)) in turn.iter().enumerate() {
+            if rank == s.comm.rank() {
+                let m = Micro::collate(data, rows);
+                let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
+                let left = |unit| reduce.left(unit);
+                let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
+                    .router_losses(router)
+                    .leaving(&left)
+                    .timed(times);
+                let losses_of = walk.train(&batch, scale * factor, &sink).map_err(|e| reduce.error(e))?;
+                losses.keep(losses_of)?;
+                routings.push(walk.into_routing());
+            }
+            first = (first.0 + size.tokens, first.1 + size.targets);
+        }
+        reduce.end()?;
         #[cfg(test)]
         small_device::check(&s.execution, step)?;
     }
     place::enter(place::Phase::Step, 0);
-    let loss = losses.total()? * scale;
+    let loss = losses.total()?;
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
     for routing in routings {
         let decided = routing.read()?;
@@ -184,8 +208,52 @@ fn accumulate_scaled<'a>(
             router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
         }
     }
-    let grad_norm = optim::grad_norm(s.params)? / factor;
-    Ok(Summed { at, loss, router_losses, load, tokens, targets, reached: sink.reached(), grad_norm })
+    let mine =
+        Sums { loss, router_losses, squares: optim::grad_squares(s.params)?, reached: sink.reached(), load };
+    let all = mine.over_ranks(s.comm)?;
+    let grad_norm = all.squares.sqrt() / factor;
+    let Sums { loss, router_losses, reached, load, .. } = all;
+    Ok(Summed { at, loss: loss * scale, router_losses, load, tokens, targets, reached, grad_norm })
+}
+
+/// What a rank's micro-batches of a step gave, beside gradients.
+#[derive(Debug, Default)]
+struct Sums {
+    loss: f64,
+    router_losses: (f64, f64),
+    /// Of its part of the gradients.
+    squares: f64,
+    reached: Vec<bool>,
+    load: Load,
+}
+
+impl Sums {
+    /// The sum over all ranks, in rank order.
+    fn over_ranks(&self, comm: &dyn Comm) -> crate::Result<Self> {
+        let (aux, z) = self.router_losses;
+        let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
+        words.extend(self.reached.iter().map(|r| u64::from(*r)));
+        for (layer, counts) in &self.load.layers {
+            words.extend([*layer as u64, counts.len() as u64]);
+            words.extend(counts);
+        }
+        let mut sum = Self { reached: vec![false; self.reached.len()], ..Self::default() };
+        for words in comm.share(At::all("the loss and the gradient norm"), &words)? {
+            let mut words = words.into_iter();
+            let mut number = || words.next().map_or(f64::NAN, f64::from_bits);
+            sum.loss += number();
+            sum.router_losses.0 += number();
+            sum.router_losses.1 += number();
+            sum.squares += number();
+            sum.reached.iter_mut().zip(&mut words).for_each(|(r, w)| *r |= w != 0);
+            let mut load = Load::default();
+            while let (Some(layer), Some(n)) = (words.next(), words.next()) {
+                load.layers.push((layer as usize, words.by_ref().take(n as usize).collect()));
+            }
+            sum.load.merge(&load);
+        }
+        Ok(sum)
+    }
 }
 
 /// The update with the gradients that [`accumulate`] summed, with learning rate `lr`.
@@ -197,10 +265,10 @@ pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times
     let StepRows { data, rows, step } = at;
     let total = loss + router_losses.0 + router_losses.1;
     let factor = optim::clip_factor(grad_norm, s.clip);
-    guard::finite(s.params, step + 1, total, (grad_norm, factor), data, rows)?;
-    s.optimizer.step(s.params, step + 1, lr, factor / s.loss_factor())?;
+    guard::finite((s.params, s.comm), step + 1, total, (grad_norm, factor), data, rows)?;
+    s.optimizer.step(s.params, s.comm, step + 1, lr, factor / s.loss_factor())?;
     s.loss_scale.set(s.loss_scale.get().map(LossScale::after_step));
-    times.lap(Part::Step, s.device)?;
+    times.lap(walk::Part::Step, s.device)?;
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })
 }
 
@@ -211,34 +279,45 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
-    evaluate_until(decoder, data, execution, device, &|| false)
+    evaluate_until(decoder, &comm::alone(), data, execution, device, &|| false)
 }
 
-/// As [`evaluate`], giving it up once `stop` says so, which is asked before each micro-batch.
+/// As [`evaluate`], micro-batches dealt to the ranks in turn, giving it up once `stop` says so, which is asked before each
+/// of them.
 ///
 /// # Errors
-/// As [`evaluate`]; [`super::Error::Abandoned`].
+/// As [`evaluate`]; [`super::Error::Abandoned`]; a rank that is lost.
 pub fn evaluate_until(
     decoder: &Decoder,
+    comm: &dyn Comm,
     data: &Dataset,
     execution: &Execution,
     device: &Device,
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<(f64, usize)> {
     let rows: Vec<usize> = (0..data.rows.len()).collect();
-    let (mut sum, mut targets) = (0.0, 0);
-    for chunk in rows.chunks(execution.micro_rows.max(1)) {
-        if stop() {
+    let (mut sums, mut targets) = (Vec::new(), 0);
+    let micros: Vec<&[usize]> = rows.chunks(execution.micro_rows.max(1)).collect();
+    for turn in micros.chunks(comm.world()) {
+        if agreed(comm, stop())? {
             return Err(super::Error::Abandoned.into());
         }
-        let m = Micro::collate(data, chunk);
-        if m.targets.is_empty() {
-            continue;
+        for (rank, rows) in turn.iter().enumerate() {
+            let n = Size::of(data, rows).targets;
+            targets += n;
+            if rank == comm.rank() && n > 0 {
+                let m = Micro::collate(data, rows);
+                let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
+                sums.push(loss::total(&Walk::chosen(decoder, None, execution).eval(&batch)?)?.to_bits());
+            } else if rank == comm.rank() {
+                sums.push(0f64.to_bits());
+            }
         }
-        let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-        sum += loss::total(&Walk::chosen(decoder, None, execution).eval(&batch)?)?;
-        targets += m.targets.len();
     }
+    // in the order of the rows, whatever the number of ranks
+    let all = comm.share(At::all("the evaluation's losses"), &sums)?;
+    let of = |i: usize| all.get(i % all.len())?.get(i / all.len()).copied().map(f64::from_bits);
+    let sum: f64 = (0..micros.len()).filter_map(of).sum();
     Ok((sum / targets.max(1) as f64, targets))
 }
 

@@ -3,6 +3,7 @@
 use super::Job;
 use super::exhausted::{self, Planned};
 use crate::adapt::Params;
+use crate::adapt::params::Held;
 use crate::hub;
 use crate::kernel::gemm;
 use crate::log::{memory, place, warn};
@@ -129,7 +130,7 @@ impl Watch {
         place::enter(Phase::Load, 0);
         memory::reset_peak();
         if job.device.is_cpu() {
-            memory::keep_within(plan.reused_within());
+            memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
         let before = (memory::live_bytes(), memory::device_bytes(&job.device));
         Self {
@@ -171,10 +172,12 @@ impl Watch {
         for u in params.units.iter().flatten() {
             let (n, width) = (u.len as u64, u.compute.dtype().size_in_bytes() as u64);
             let apart = width != 4 || params.offloaded;
+            let held = |h: &Held| 4 * h.at.len() as u64;
             k.trained += width * n;
-            k.master += if apart && here { 4 * n } else { 0 };
-            k.gradients += if u.grads.is_some() { 4 * n } else { 0 };
-            k.moments += if u.moments.is_some() && here { 8 * n } else { 0 };
+            k.master += if apart && here { held(&u.master) } else { 0 };
+            k.gradients += u.grads.as_ref().map_or(0, held);
+            let moments = u.moments.as_ref().map_or(0, |(m, v)| held(m) + held(v));
+            k.moments += if here { moments } else { 0 };
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;
@@ -187,11 +190,11 @@ impl Watch {
     /// Takes a look at what is used.
     ///
     /// On the CPU the engine's own allocations are counted, and the peak between two looks is not missed; on
-    /// another device it is what the device says now.
+    /// another device it is what the device says now. Of ranks that are threads of this process it is the mean.
     pub fn look(&mut self) {
         let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
-            (true, Some(before), Some(peak)) => peak.saturating_sub(before),
-            (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
+            (true, Some(before), Some(peak)) => peak.saturating_sub(before) / self.plan.local,
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
             _ => memory::device_bytes(&self.device),
         };
         self.peak = self.peak.max(now);
@@ -212,7 +215,7 @@ impl Watch {
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
-            "budget": p.budget, "host_bytes_before_loading": self.before.1,
+            "ranks": p.ranks, "wire_bytes_a_step": p.wire, "budget": p.budget, "host_bytes_before_loading": self.before.1,
         })
     }
 
@@ -247,7 +250,7 @@ impl Watch {
             let each = Phase::ALL.iter().zip(of).filter(|(_, b)| *b > 0);
             each.map(|(p, b)| (p.word().replace(' ', "_"), json!(b))).collect()
         };
-        let process = memory::peak_host_bytes().saturating_sub(self.before.1);
+        let process = memory::peak_host_bytes().saturating_sub(self.before.1) / self.plan.local;
         let mut out = json!({
             "planned_process_bytes": self.plan.process(), "process_bytes": self.device.is_cpu().then_some(process),
             "planned": table(Kept::planned(&self.plan).parts(self.plan.engine())),
@@ -255,7 +258,7 @@ impl Watch {
             "planned_phases": phases(self.plan.peak.phases),
         });
         if let (true, Some(before)) = (self.device.is_cpu(), self.before.0) {
-            let measured = memory::phase_peaks().map(|b| b.saturating_sub(before));
+            let measured = memory::phase_peaks().map(|b| b.saturating_sub(before) / self.plan.local);
             out["measured_phases"] = Value::Object(phases(measured));
         }
         out
@@ -267,7 +270,9 @@ impl Watch {
 fn warning(plan: &Plan, kept: Kept, unseen: u64, measured: u64) -> Option<String> {
     let planned = plan.engine() - unseen;
     let most = planned + plan.peak.bytes.get(Component::Routing);
-    let apart = planned.saturating_sub(measured).max(measured.saturating_sub(most));
+    // ranks need not be at their peaks together
+    let less = if plan.local == 1 { planned.saturating_sub(measured) } else { 0 };
+    let apart = less.max(measured.saturating_sub(most));
     if measured == 0 || apart <= SMALL || apart as f64 <= APART * planned as f64 {
         return None;
     }

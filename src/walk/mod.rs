@@ -83,6 +83,9 @@ pub fn dequantized_layer(
 #[cfg(test)]
 type Watch<'a> = &'a mut dyn FnMut(Option<Phase>, usize);
 
+/// Told by the walk that it has left a unit, backward.
+pub type Left<'a> = &'a dyn Fn(usize) -> Result<()>;
+
 /// The walk over one model.
 pub struct Walk<'a> {
     decoder: &'a Decoder,
@@ -97,6 +100,7 @@ pub struct Walk<'a> {
     #[cfg(test)]
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
+    left: Option<Left<'a>>,
     router_losses: RouterLosses,
     routing: Routing,
 }
@@ -113,6 +117,7 @@ impl<'a> Walk<'a> {
             #[cfg(test)]
             watch: None,
             times: None,
+            left: None,
             router_losses: RouterLosses::default(),
             routing: Routing::default(),
         }
@@ -150,6 +155,18 @@ impl<'a> Walk<'a> {
     pub fn timed(mut self, times: &'a mut Times) -> Self {
         self.times = Some(times);
         self
+    }
+
+    /// Calls `left` whenever the walk leaves a unit, backward: nothing more is added to the gradients of it and of those
+    /// above, but to unit 0's until that is left.
+    pub fn leaving(mut self, left: Left<'a>) -> Self {
+        self.left = Some(left);
+        self
+    }
+
+    /// Leaves a unit, backward.
+    fn leave(&self, unit: usize) -> Result<()> {
+        self.left.map_or(Ok(()), |left| left(unit))
     }
 
     /// Counts the time since the last call as `part`'s.
@@ -221,6 +238,7 @@ impl<'a> Walk<'a> {
         let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
         self.lap(times::Part::Head)?;
         drop(x);
+        self.leave(head)?;
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
         // known only now: the load-balancing loss couples the routers of all layers
         let balance = self.routing.balance(self.router_losses)?;
@@ -241,11 +259,13 @@ impl<'a> Walk<'a> {
                     dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
             }
+            self.leave(l + 1)?;
             self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
             self.at(Some(Phase::Backward), 0);
             decoder.embedding.backward(batch, &dy, sink)?;
+            self.leave(0)?;
             self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)

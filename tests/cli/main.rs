@@ -8,6 +8,7 @@ mod four_bit_verbs;
 mod half;
 mod hostile;
 mod plan;
+mod ranks;
 mod rates;
 mod report;
 mod resume;

@@ -234,6 +234,70 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
     Ok(())
 }
 
+/// What each rank holds, and what comes to it from the others, is what the plan says of a rank: 1% apart at the most, and
+/// states and gradients fall as one over the ranks where they are split.
+#[test]
+fn a_rank_holds_what_its_plan_says() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (full_rows, moe) = ([128; 8], mixture());
+    let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
+    let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
+    let cases: [(&Value, &str, &[&str]); 5] = [
+        (&qwen3, LORA, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=1"]),
+        (&qwen3, FULL, &["memory.recompute=none"]),
+        (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all"]),
+        (&qwen3, LORA, &[NF4, "memory.recompute=2", "model.dtype=bf16"]),
+        (&moe, experts, &["memory.recompute=all", "memory.offload=['optimizer']"]),
+    ];
+    let (mut table, mut wrong) = (String::new(), Vec::new());
+    for (config, rules, set) in cases {
+        let mut whole = [0.0; 2];
+        for (ranks, zero) in [(1, 0), (2, 0), (2, 1), (2, 2), (4, 2)] {
+            let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
+            let more = ["memory.budget=2GiB", "data.max_length=128", &*parallel[0], &*parallel[1]];
+            let set = [set, &more[..]].concat();
+            let (planned, measured) = run(dir.path(), config, rules, &full_rows, &set)?;
+            let apart = 100.0 * (measured as f64 / planned as f64 - 1.0);
+            writeln!(table, "{apart:>6.2}% of {planned:>10} planned, {measured:>10} a rank  {set:?}")?;
+            // ranks need not be at their peaks together
+            if apart > 1.0 || apart < if ranks == 1 { -1.0 } else { -15.0 } {
+                wrong.push(format!("{set:?}: {apart:.2}%"));
+            }
+            let (start, end) = (event(dir.path(), "start")?, event(dir.path(), "end")?);
+            let kept = ["frozen_weights", "weights_that_train", "gradients", "master_weights", "moments"];
+            let of = |table: &str, what: &str| {
+                end["memory"][table][what].as_f64().with_context(|| format!("no {what}"))
+            };
+            for what in kept {
+                let (planned, measured) = (of("planned", what)?, of("measured", what)?);
+                // what is not tensors counts as frozen weights: tables of names and shapes
+                let rest = if what == "frozen_weights" { 5e5 } else { 1e4 };
+                if (planned - measured).abs() > 0.01 * planned + rest {
+                    wrong.push(format!("{set:?}, {what}: planned {planned}, measured {measured}"));
+                }
+            }
+            let (gradients, moments) = (of("measured", "gradients")?, of("measured", "moments")?);
+            if ranks == 1 {
+                whole = [gradients, moments];
+            }
+            for (bytes, whole, from) in [(gradients, whole[0], 2), (moments, whole[1], 1)] {
+                let parts = if zero >= from { f64::from(ranks) } else { 1.0 };
+                if (bytes * parts / whole - 1.0).abs() > 0.01 {
+                    wrong.push(format!("{set:?}: {bytes} of {whole} on a rank"));
+                }
+            }
+            let wire = start["plan"]["wire_bytes_a_step"].as_f64().context("no wire bytes")?;
+            let came = event(dir.path(), "step")?["wire_bytes"].as_f64().unwrap_or(0.0);
+            if (wire - came).abs() > 0.01 * wire {
+                wrong.push(format!("{set:?}: {wire} planned on the wire, {came} came"));
+            }
+        }
+    }
+    eprintln!("{table}");
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
 /// The linears of a 4-bit base take 4.13 bits a value at the most, in the plan and in the run.
 #[test]
 fn a_4_bit_base_takes_what_its_plan_says() -> Result<()> {

@@ -7,7 +7,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// Waits until a run has as many steps in its metrics; false when the process ended before.
-fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
+pub fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
     // the limit only ends a test that hangs
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(120) {

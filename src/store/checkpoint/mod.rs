@@ -137,6 +137,11 @@ impl Checkpoints {
         Ok(Draft { dir: self.dir.clone(), path, step, committed: false })
     }
 
+    /// The folder of a step's checkpoint, whether or not there is one.
+    pub fn folder(&self, step: u64) -> PathBuf {
+        self.path_of(step)
+    }
+
     fn path_of(&self, step: u64) -> PathBuf {
         self.dir.join(format!("{STEP}{step:08}"))
     }

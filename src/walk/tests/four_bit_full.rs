@@ -68,7 +68,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
         quantize(&c.config, &c.dir.join("model"), &out, true)?;
         let copy = Base::open(Config::load(&out, &Map::new())?, &out)?;
         let cached = c.nf4().with_copy(copy.config.clone(), TensorFiles::open_model(&out)?);
-        let (nf4, allocate) = (c.nf4(), Allocate { train: true, offload: true });
+        let (nf4, allocate) = (c.nf4(), Allocate { train: true, offload: true, ..Allocate::default() });
         for (what, built) in [
             ("cached", build(&cached, &s, None)),
             ("offloaded", Ok(Build::new(&nf4, &s).allocate(allocate).run()?)),

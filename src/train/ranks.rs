@@ -1,0 +1,283 @@
+//! A run on several ranks: the first decides and tells, the others follow.
+//!
+//! The first rank goes through the run as one that is alone does, and says before each thing that concerns all what comes:
+//! a step, an evaluation, a checkpoint. All then do it with the same functions, in which their collectives meet. So
+//! there is one place where signals, schedules and files are looked at, and nothing that ranks could disagree about.
+
+use super::exhausted::Planned;
+use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
+use super::{Error, Job, LossScale, guard, state};
+use crate::adapt::params::Shard;
+use crate::comm::{self, At, Comm, Mesh, Threads};
+use crate::data::{Batches, Dataset};
+use crate::log::{place, tell};
+use crate::optim::{Optimizer, Schedule};
+use crate::recipe::Parallel;
+use crate::walk::{Execution, RouterLosses, Times};
+use std::cell::Cell;
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// What comes next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// A step, by its number from 0.
+    Step(u64),
+    /// An evaluation.
+    Evaluate,
+    /// This rank's part of a checkpoint, after so many steps, in a folder.
+    Save(u64, PathBuf),
+    /// Nothing more.
+    End,
+}
+
+const NEXT: At = At { what: "what comes next", unit: None };
+const SAVED: At = At { what: "the end of a checkpoint", unit: None };
+
+impl Next {
+    fn words(&self) -> Vec<u64> {
+        match self {
+            Next::End => vec![0],
+            Next::Step(n) => vec![1, *n],
+            Next::Evaluate => vec![2],
+            Next::Save(n, path) => {
+                [3, *n].into_iter().chain(path.as_os_str().as_bytes().iter().map(|b| u64::from(*b))).collect()
+            }
+        }
+    }
+
+    fn of(words: &[u64]) -> Self {
+        match words {
+            [1, n] => Next::Step(*n),
+            [2] => Next::Evaluate,
+            [3, n, path @ ..] => {
+                Next::Save(*n, OsString::from_vec(path.iter().map(|b| *b as u8).collect()).into())
+            }
+            _ => Next::End,
+        }
+    }
+}
+
+/// Says what comes next: the first rank's.
+///
+/// # Errors
+/// A rank that is lost.
+pub fn tell_next(comm: &dyn Comm, next: &Next) -> crate::Result<()> {
+    comm.wait(NEXT, &next.words()).map(drop)
+}
+
+fn hear_next(comm: &dyn Comm) -> crate::Result<Next> {
+    let all = comm.wait(NEXT, &[])?;
+    Ok(all.first().map_or(Next::End, |words| Next::of(words)))
+}
+
+/// Writes this rank's part of a checkpoint that the first has begun; once that returns, all parts are written.
+///
+/// # Errors
+/// Weights that are not finite; the disk; a rank that is lost.
+pub fn save(s: &Setup<'_>, dir: &Path) -> crate::Result<()> {
+    state::write(dir, s.params)?;
+    s.comm.wait(SAVED, &[]).map(drop)
+}
+
+/// What this rank holds of what ranks split.
+pub fn shard(p: &Parallel, rank: usize) -> Shard {
+    let mesh = Mesh::of(p);
+    Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
+}
+
+/// Refuses ranks where they are not built.
+///
+/// # Errors
+/// Several ranks on CUDA.
+pub fn check(job: &Job) -> Result<(), Error> {
+    let n = job.recipe.parallel.ranks();
+    if n == 1 || job.device.is_cpu() {
+        return Ok(());
+    }
+    let place = job.recipe.place("parallel.data");
+    Err(Error::Usage(format!(
+        "{place}: not built yet: {n} ranks on CUDA\n  hint: leave parallel.data out, or run.device=cpu"
+    )))
+}
+
+/// What all ranks work on.
+pub struct Shared {
+    /// The recipe with what it names.
+    pub job: Arc<Job>,
+    /// Training rows.
+    pub data: Arc<Dataset>,
+    /// Evaluation rows.
+    pub eval: Option<Arc<Dataset>>,
+    /// How a step is walked.
+    pub execution: Execution,
+    /// The checkpoint to go on from.
+    pub checkpoint: Option<PathBuf>,
+    /// The factor on the loss to begin with.
+    pub loss_scale: Option<LossScale>,
+    /// The plan, to explain errors with.
+    pub planned: Arc<Planned>,
+}
+
+/// The ranks that follow.
+pub struct Followers {
+    threads: Vec<(usize, JoinHandle<()>)>,
+    patience: Duration,
+}
+
+/// The ranks of a run: the first one's, and those that are to follow it.
+pub fn group(p: &Parallel) -> (Threads, Vec<Threads>) {
+    let mut all = comm::group(Mesh::of(p).ranks().max(1), Duration::from_secs(p.timeout));
+    let others = all.split_off(1);
+    (all.swap_remove(0), others)
+}
+
+impl Followers {
+    /// Starts them.
+    ///
+    /// # Errors
+    /// A system that has no more threads.
+    pub fn start(ranks: Vec<Threads>, shared: &Arc<Shared>) -> crate::Result<Self> {
+        let patience = Duration::from_secs(shared.job.recipe.parallel.timeout);
+        let mut all = Self { threads: Vec::new(), patience };
+        for comm in ranks {
+            let (rank, shared) = (comm.rank(), Arc::clone(shared));
+            let thread = std::thread::Builder::new().name(format!("rank {rank}"));
+            let started = thread.spawn(move || {
+                place::follow();
+                if let Err(e) = follow(&shared, &comm) {
+                    let e = shared.planned.explain(e);
+                    comm.fail(&e);
+                    end_with_hung(&e);
+                }
+            });
+            let started = started.map_err(|e| Error::Usage(format!("rank {rank} cannot start: {e}")))?;
+            all.threads.push((rank, started));
+        }
+        Ok(all)
+    }
+
+    /// Waits for them to end, but not for one that hangs: the first rank has told them, or is lost to them.
+    pub fn end(self, outcome: &crate::Result<super::Outcome>) {
+        let hangs = outcome.as_ref().err().and_then(|e| e.of::<comm::Error>()).filter(|e| e.hangs);
+        let end = Instant::now() + self.patience;
+        for (rank, thread) in self.threads {
+            let waits = || hangs.is_none_or(|h| h.rank != rank) && Instant::now() < end;
+            while !thread.is_finished() && waits() {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            if thread.is_finished() {
+                // what a panic says was said, and what became of the rank is the first one's error
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// Where it is the first rank that hangs, nobody else can end the process.
+fn end_with_hung(e: &crate::Error) {
+    if let Some(lost) = e.of::<comm::Error>().filter(|l| l.hangs && l.rank == 0) {
+        tell(&format!("error: {lost}"));
+        std::process::exit(lost.code as i32);
+    }
+}
+
+/// What a rank does that is not the first.
+fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
+    let Shared { job, data, .. } = shared;
+    let r = &job.recipe;
+    let (decoder, params) = job.load_shard(true, shard(&r.parallel, comm.rank()))?;
+    if let Some(dir) = &shared.checkpoint {
+        state::load(dir, &params)?;
+    }
+    let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
+    let schedule = Schedule::new(&r.optimizer, batches.steps());
+    let setup = Setup {
+        decoder: &decoder,
+        params: &params,
+        optimizer: &optimizer,
+        device: &job.device,
+        seed: r.run.seed,
+        execution: shared.execution,
+        clip: r.run.clip,
+        router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
+        loss_scale: Cell::new(shared.loss_scale),
+        comm,
+    };
+    loop {
+        let done = match hear_next(comm)? {
+            Next::End => return Ok(()),
+            Next::Step(n) => {
+                #[cfg(test)]
+                broken::look(&r.run.output, comm.rank(), n)?;
+                step(&setup, data, &batches, &schedule, n)
+            }
+            Next::Evaluate => match &shared.eval {
+                Some(eval) => {
+                    place::enter(place::Phase::Evaluate, 0);
+                    evaluate_until(&decoder, comm, eval, &setup.execution, &job.device, &|| false).map(drop)
+                }
+                None => Ok(()),
+            },
+            Next::Save(step, dir) => {
+                place::enter(place::Phase::Save, 0);
+                guard::weights(&params, comm, step).and_then(|()| save(&setup, &dir))
+            }
+        };
+        match done {
+            // the first one knows why
+            Err(e) if matches!(e.of(), Some(Error::Abandoned)) => {}
+            done => done?,
+        }
+    }
+}
+
+fn step(s: &Setup<'_>, data: &Dataset, batches: &Batches, schedule: &Schedule, n: u64) -> crate::Result<()> {
+    let rows = batches.rows(n as usize);
+    let at = StepRows { data, rows: &rows, step: n };
+    let times = &mut Times::off();
+    let summed = accumulate(s, at, times, &|| false)?;
+    update(s, summed, &|peak| schedule.at(n as usize, peak), times).map(drop)
+}
+
+/// Ranks, for tests, of which one breaks.
+#[cfg(test)]
+pub mod broken {
+    use std::path::{Path, PathBuf};
+    use std::sync::Mutex;
+
+    /// What a rank does.
+    pub type Breaks = fn() -> crate::Result<()>;
+
+    /// The run's folder, the rank, the step, and what happens.
+    pub static BREAKS: Mutex<Vec<(PathBuf, usize, u64, Breaks)>> = Mutex::new(Vec::new());
+
+    /// Breaks here, if that was asked for.
+    pub fn look(run: &Path, rank: usize, step: u64) -> crate::Result<()> {
+        let breaks = BREAKS.lock().map(|all| {
+            let found = all.iter().find(|(p, r, s, _)| p == run && (*r, *s) == (rank, step));
+            found.map(|f| f.3)
+        });
+        breaks.ok().flatten().map_or(Ok(()), |f| f())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::OsStr;
+
+    #[test]
+    fn what_is_told_is_heard() {
+        let odd = OsStr::from_bytes(b"runs/\xff\x00x");
+        for next in
+            [Next::End, Next::Step(0), Next::Step(u64::MAX), Next::Evaluate, Next::Save(7, odd.into())]
+        {
+            assert_eq!(Next::of(&next.words()), next);
+        }
+    }
+}

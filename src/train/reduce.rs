@@ -1,0 +1,83 @@
+//! The gradients of a micro-batch of each rank, summed over the ranks unit by unit as the backward walk leaves each.
+//!
+//! Micro-batches are dealt to ranks in turn, and a unit's gradients are added in rank order to what the earlier
+//! micro-batches gave: the order of the step's micro-batches, at every ZeRO stage and for every number of ranks above one.
+//! Where gradients are split, a rank keeps the sum of its part alone, and a micro-batch's own gradients live from the
+//! unit's visit to their sum.
+
+use crate::adapt::Params;
+use crate::adapt::params::{Held, Unit};
+use crate::comm::{At, Comm};
+use crate::kernel::Tensor;
+use crate::model::sink::Sink;
+use std::cell::{Cell, RefCell};
+
+/// Sums what a sink has over the ranks.
+pub struct Reduce<'a> {
+    params: &'a Params,
+    comm: &'a dyn Comm,
+    sink: &'a Sink<'a>,
+    /// Units that have gradients, as the backward walk comes to them; none on one rank, whose sink has the sums.
+    units: Vec<usize>,
+    /// How many of them are done with this micro-batch.
+    done: Cell<usize>,
+    error: RefCell<Option<crate::Error>>,
+}
+
+impl<'a> Reduce<'a> {
+    /// For the micro-batches of a step.
+    pub fn new(params: &'a Params, comm: &'a dyn Comm, sink: &'a Sink<'a>) -> Self {
+        let trains = |u: &usize| comm.world() > 1 && params.units[*u].is_some();
+        let units = (0..params.units.len()).rev().filter(trains).collect();
+        Self { params, comm, sink, units, done: Cell::new(0), error: RefCell::default() }
+    }
+
+    /// The walk has left a unit: sums its gradients, and those of all before it.
+    pub fn left(&self, unit: usize) -> candle_core::Result<()> {
+        self.down_to(unit).map_err(|e| {
+            let said = candle_core::Error::Msg(e.to_string());
+            *self.error.borrow_mut() = Some(e);
+            said
+        })
+    }
+
+    /// The error behind one that the walk gave on.
+    pub fn error(&self, e: candle_core::Error) -> crate::Error {
+        self.error.take().unwrap_or(e.into())
+    }
+
+    /// Ends a micro-batch, or the turn of a rank that has none.
+    ///
+    /// # Errors
+    /// A rank that is lost.
+    pub fn end(&self) -> crate::Result<()> {
+        self.down_to(0)?;
+        self.done.set(0);
+        Ok(())
+    }
+
+    fn down_to(&self, unit: usize) -> crate::Result<()> {
+        while let Some(next) = self.units.get(self.done.get()).filter(|u| **u >= unit) {
+            if let Some(buffers) = &self.params.units[*next] {
+                self.sum(*next, buffers)?;
+            }
+            self.done.set(self.done.get() + 1);
+        }
+        Ok(())
+    }
+
+    fn sum(&self, number: usize, unit: &Unit) -> crate::Result<()> {
+        let mine = self.sink.take(number);
+        let Some(Held { values, .. }) = &unit.grads else { return Ok(()) };
+        let sum = At::unit("the sum of gradients", number);
+        if self.params.shard.stage >= 2 {
+            return self.comm.add(sum, mine, unit.part.clone(), values);
+        }
+        // each rank sums its part, and gives it to all
+        let part: Tensor =
+            values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
+        self.comm.add(sum, mine, unit.part.clone(), &part)?;
+        let parts = self.params.shard.parts(unit.len);
+        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, values)
+    }
+}

@@ -1,0 +1,197 @@
+//! Runs on several ranks: the same whatever is split, and as one rank would do it.
+
+use super::resume::reaches;
+use super::world::{Dice, FULL, LORA, World, recipe};
+use serde_json::json;
+use std::time::Duration;
+
+/// Experts and routers in full, beside a 4-bit base; with LoRA on attention, a loss on the routers, and states on the host.
+const MIXTURE: &str = r#"
+quantize = "nf4"
+[lora]
+rank = 2
+[[train]]
+modules = ["attention"]
+[[train]]
+modules = ["experts"]
+experts = [0, 1]
+method = "full"
+[[train]]
+modules = ["router"]
+method = "full"
+[router]
+aux_loss = 0.01
+z_loss = 0.001
+"#;
+
+/// A world with a recipe of 12 steps of four micro-batches, but for the last, which has two.
+fn world(rules: &str) -> World {
+    let w = World::new();
+    let mixture = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": true});
+    w.config("tiny", if rules == MIXTURE { mixture } else { json!({"tie_word_embeddings": true}) });
+    let run = "epochs = 1.15\nsave_every = 4\nkeep = 9\nclip = 0.5";
+    let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
+    w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
+    w
+}
+
+/// Runs with settings, and gives the last checkpoint's weights and moments, and the result.
+#[track_caller]
+fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
+    ends(w, run)
+}
+
+fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
+    let newest = w.checkpoints(run).pop().expect("a checkpoint");
+    let of = |f: &str| w.read(&format!("{run}/checkpoints/{newest}/{f}"));
+    let result = ["adapter/adapter_model.safetensors", "model/model.safetensors"];
+    let result = result.into_iter().find(|r| w.path(run).join(r).is_file()).expect("a result");
+    vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
+}
+
+/// Relative L2 distance of the f32 values of two files of the same layout.
+fn apart(a: &[u8], b: &[u8]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let data = |f: &[u8]| -> Vec<f64> {
+        let header = u64::from_le_bytes(f[..8].try_into().expect("eight")) as usize + 8;
+        f[header..]
+            .chunks_exact(4)
+            .map(|c| f64::from(f32::from_le_bytes(c.try_into().expect("four"))))
+            .collect()
+    };
+    let (a, b) = (data(a), data(b));
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
+}
+
+/// Losses, gradient norms and evaluations of a run, to the bit.
+fn told(w: &World, run: &str) -> (Vec<(u64, u64, u64, u64)>, Vec<String>) {
+    (w.steps(run), w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect())
+}
+
+/// What ranks split, and how many there are, changes no bit; one rank, which sums inside of its products, is within 1e-6.
+#[test]
+fn stages_and_ranks_have_the_same_bits() {
+    for (rules, set) in [
+        (FULL, &[][..]),
+        (FULL, &["model.dtype=bf16", "memory.recompute=all"]),
+        (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
+        (MIXTURE, &["memory.recompute=2"]),
+        (MIXTURE, &["memory.recompute=all", "model.dtype=bf16", "memory.offload=['optimizer']"]),
+        (LORA, &["model.dtype=f16", "memory.recompute=none"]),
+        (LORA, &["model.dtype=bf16", "memory.recompute=none"]),
+    ] {
+        let w = world(rules);
+        let run = |ranks: usize, zero: u8| {
+            let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
+            let set = [set, &[&*parallel[0], &*parallel[1]]].concat();
+            bits(&w, &format!("run-{ranks}-{zero}"), &set)
+        };
+        let want = run(2, 0);
+        for (ranks, zero) in [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2)] {
+            assert!(run(ranks, zero) == want, "{set:?}: {ranks} ranks, stage {zero}");
+            let (steps, evals) = told(&w, &format!("run-{ranks}-{zero}"));
+            let (first, one) = told(&w, "run-2-0");
+            assert_eq!(evals, one, "{set:?}");
+            assert!(ranks == 4 || steps == first, "{set:?}: stage {zero} tells something else");
+        }
+        let one = run(1, 0);
+        let half = set.iter().any(|s| s.contains("f16"));
+        // in half precision a last bit of a gradient may be another value of a weight
+        let bar = if half { 2e-2 } else { 1e-6 };
+        let far = apart(&want[0], &one[0]);
+        eprintln!("{set:?}: {far:.1e} from one rank");
+        assert!(far <= bar, "{set:?}: {far:.1e} from one rank");
+        let loss =
+            |run: &str| w.events(run, "step").iter().filter_map(|e| e["loss"].as_f64()).collect::<Vec<_>>();
+        let pairs = loss("run-2-0").into_iter().zip(loss("run-1-0"));
+        assert!(
+            pairs.clone().count() == 12 && pairs.clone().all(|(a, b)| (a - b).abs() <= bar * b),
+            "{set:?}"
+        );
+    }
+}
+
+/// A checkpoint is of the run, and not of its ranks: another number of them goes on with the same bits.
+#[test]
+fn a_run_goes_on_with_other_ranks() {
+    for rules in [FULL, LORA, MIXTURE] {
+        let w = world(rules);
+        let half: &[&str] = if rules == LORA { &[] } else { &["model.dtype=bf16"] };
+        let set = |ranks: &'static str, zero: &'static str| [half, &[ranks, zero]].concat();
+        let whole = bits(&w, "whole", &set("parallel.data=2", "parallel.zero=1"));
+        let steps = w.steps("whole");
+        for (ranks, zero) in [
+            ("parallel.data=4", "parallel.zero=0"),
+            ("parallel.data=4", "parallel.zero=2"),
+            ("parallel.data=2", "parallel.zero=2"),
+        ] {
+            std::fs::remove_dir_all(w.path("again")).ok();
+            bits(&w, "again", &set(ranks, zero));
+            for name in &w.checkpoints("again")[1..] {
+                std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
+            }
+            let back = [&["--resume"][..], &set("parallel.data=2", "parallel.zero=1")].concat();
+            assert!(bits(&w, "again", &back) == whole, "{ranks} {zero}");
+            assert_eq!(w.steps("again").last(), steps.last());
+        }
+        // down to one rank: what is loaded is what was saved
+        let back = [&["--resume"][..], &set("parallel.data=1", "parallel.zero=0")].concat();
+        bits(&w, "again", &back);
+        let first = |run: &str| w.read(&format!("{run}/checkpoints/step-00000004/weights.safetensors"));
+        assert!(first("again") == first("whole"));
+    }
+}
+
+/// Killed at any moment, and going on with other ranks and stages each time, a run ends as one that was not.
+#[test]
+fn killed_with_ranks_it_ends_the_same() {
+    let w = world(FULL);
+    let longer = ["run.epochs=4", "run.save_every=1"];
+    let ranks = |round: u64| match round % 3 {
+        0 => ["parallel.data=2", "parallel.zero=2"],
+        1 => ["parallel.data=4", "parallel.zero=1"],
+        _ => ["parallel.data=2", "parallel.zero=0"],
+    };
+    let whole = bits(&w, "whole", &[&longer[..], &ranks(1)].concat());
+    let args =
+        |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &ranks(round)].concat();
+    let (mut dice, mut kills) = (Dice(3), 0);
+    for round in 0..40 {
+        if kills == 6 {
+            break;
+        }
+        let mut child = w.start(&args(round));
+        let later = w.events("killed", "step").len() + 1 + dice.below(4) as usize;
+        if !reaches(&w, &mut child, "killed", later) {
+            assert!(ends(&w, "killed") == whole);
+            std::fs::remove_dir_all(w.path("killed")).expect("a folder");
+            continue;
+        }
+        std::thread::sleep(Duration::from_micros(dice.below(12_000)));
+        child.kill().expect("killed");
+        kills += usize::from(child.wait().expect("an end").code().is_none());
+    }
+    assert_eq!(kills, 6, "the run is over before it can be killed");
+    w.ok(&args(0));
+    assert!(ends(&w, "killed") == whole);
+}
+
+/// What one rank finds wrong ends the run as it does on one: with its code, before anything is updated.
+#[test]
+fn what_is_wrong_on_one_rank_ends_the_run() {
+    let w = world(FULL);
+    let r = w.ft(&[
+        "run",
+        "r.toml",
+        "run.output=bad",
+        "parallel.data=2",
+        "parallel.zero=2",
+        "optimizer.lr=1e30",
+        "run.clip=0",
+    ]);
+    assert_eq!(r.code, 6, "{}", r.err);
+    assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
+}
