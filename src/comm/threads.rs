@@ -314,7 +314,8 @@ mod tests {
     /// However a rank goes, the others are released, and told which it was and where.
     #[test]
     fn a_rank_that_is_lost_releases_the_others() {
-        let lost: [(&str, ExitCode, fn(&Threads)); 3] = [
+        type Goes = fn(&Threads);
+        let lost: [(&str, ExitCode, Goes); 3] = [
             ("no room", ExitCode::DoesNotFit, |c| c.fail(&NoRoom.into())),
             ("it has ended", ExitCode::LostRank, |_| ()),
             ("it panicked", ExitCode::LostRank, |_| std::panic::resume_unwind(Box::new(()))),

@@ -66,8 +66,11 @@ fn apart(a: &[u8], b: &[u8]) -> f64 {
     norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
+/// A step's number, and what it told, by bits.
+type Step = (u64, u64, u64, u64);
+
 /// Losses, gradient norms and evaluations of a run, to the bit.
-fn told(w: &World, run: &str) -> (Vec<(u64, u64, u64, u64)>, Vec<String>) {
+fn told(w: &World, run: &str) -> (Vec<Step>, Vec<String>) {
     (w.steps(run), w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect())
 }
 
