@@ -245,7 +245,7 @@ TEST(products_in_f16) { all<f16>("f16"); }
 TEST(measured) {
   for (bool codes : {false, true}) {
     const Sizes s = {{128, 128}, 256, 128, {32, 32}, codes, false};
-    dropout<float>("f32", 512, true), dropout<bf16>("bf16", 512, true), dropout<f16>("f16", 512, true);
+    dropout<float>("f32", 4096, true), dropout<bf16>("bf16", 4096, true), dropout<f16>("f16", 4096, true);
     grouped<float>("f32", s, 1), grouped<bf16>("bf16", s, 1), grouped<f16>("f16", s, 1);
   }
 }

@@ -142,6 +142,7 @@ void forget();
   void NAME(__VA_ARGS__);                                                                                              \
   static const host::Known NAME##_known(#NAME, THREADS, NAME);                                                         \
   void NAME(__VA_ARGS__)
+#define SIDE_BY_SIDE(BLOCKS, THREADS) THREADS
 #define SHARED_BYTES(NAME) unsigned char *const NAME = host::dynamic_shared()
 #define SHARED_ARRAY(TYPE, NAME, COUNT)                                                                                \
   static const char NAME##_key = 0;                                                                                    \

@@ -15,6 +15,8 @@
 #include <cuda_fp16.h>
 
 #define KERNEL(NAME, THREADS, ...) extern "C" __global__ void __launch_bounds__(THREADS) NAME(__VA_ARGS__)
+// Threads of a block, and blocks that a multiprocessor is to run side by side: in KERNEL in place of the threads alone.
+#define SIDE_BY_SIDE(BLOCKS, THREADS) THREADS, BLOCKS
 // Shared memory whose size the launch says, and an array whose size is known here.
 #define SHARED_BYTES(NAME) extern __shared__ __align__(128) unsigned char NAME[]
 #define SHARED_ARRAY(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]

@@ -60,23 +60,26 @@ DEVICE Matrix codes_of(const Expert &e) {
   return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0};
 }
 
-// Product `at` of four, of a tile that begins at row `first`; of depth 0 where there is none.
+// How deep product `at` of four is: 0 where there is none.
+template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, uint32_t expert, int at) {
+  const Expert *const table = at < 2 ? p.experts : p.more;
+  if (p.low) return at == 0 ? p.inner : 0;
+  const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
+  if (table == nullptr || left == nullptr) return 0;
+  return at % 2 == 1 ? table[expert].rank : p.inner;
+}
+
+// That product, of a tile that begins at row `first`.
 template <typename T, bool TRANSPOSED>
 DEVICE Factors<T> factors(const Products<T> &p, uint32_t expert, uint32_t first, int at) {
   Factors<T> f = {};
-  const Expert *table = at < 2 ? p.experts : p.more;
-  if (table == nullptr || (p.low && at > 0)) return f;
-  const Expert &e = table[expert];
-  if (at % 2 == 1 || p.low) {
-    f.right = static_cast<const T *>(TRANSPOSED == p.low ? e.a : e.b);
-    f.depth = p.low ? p.inner : e.rank;
-  } else {
-    f.right = static_cast<const T *>(e.weight), f.depth = p.inner;
-  }
+  f.depth = depth_of(p, expert, at);
+  if (f.depth == 0) return f;
+  const Expert &e = (at < 2 ? p.experts : p.more)[expert];
+  const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
+  f.right = static_cast<const T *>(at % 2 == 0 && !p.low ? e.weight : TRANSPOSED == p.low ? e.a : e.b);
   f.expert = &e;
   f.stride = at % 2 == 1 ? p.ranks : p.inner;
-  const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
-  if (left == nullptr) f.depth = 0;
   f.left = left + static_cast<uint64_t>(first) * f.stride;
   return f;
 }

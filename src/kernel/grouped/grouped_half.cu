@@ -33,17 +33,16 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   unsigned char *const left, *const right; // [STAGES] each
   Factors<T> f;
   int at, stage;
-  uint32_t k0, step; // of the product
+  uint32_t k0; // of the product
   bool whole_left, whole_right;
   // codes on the way: where they go, and their scale
   uint4 words;
-  float scale, entry;
-  uint32_t source;
+  float scale;
   bool pending;
 
   DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, unsigned char *shared)
       : p(p), tile(tile), outer(outer), col0(col0), left(shared), right(shared + STAGES * ROWS * DEPTH * 2), at(-1), stage(0),
-        k0(0), step(0), words(make_uint4(0, 0, 0, 0)), scale(0), entry(0), source(0), pending(false) {
+        k0(0), words(make_uint4(0, 0, 0, 0)), scale(0), pending(false) {
     next();
   }
 
@@ -51,7 +50,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   DEVICE uint32_t stages() const {
     uint32_t all = 0;
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) all += (factors<T, TRANSPOSED>(p, tile.expert, tile.first, i).depth + DEPTH - 1) / DEPTH;
+    for (int i = 0; i < 4; i++) all += (depth_of(p, tile.expert, i) + DEPTH - 1) / DEPTH;
     return all;
   }
 
@@ -61,14 +60,12 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
       if (++at == 4) return;
       f = factors<T, TRANSPOSED>(p, tile.expert, tile.first, at);
     } while (f.depth == 0);
-    k0 = 0, step = 0;
+    k0 = 0;
     whole_left = f.stride % 8 == 0 && f.depth % 8 == 0 && is_aligned(f.left);
     const uint32_t run = TRANSPOSED ? f.depth : outer;
     if (f.right != nullptr) whole_right = run % 8 == 0 && is_aligned(f.right);
     else {
-      const Matrix m = codes_of(*f.expert);
-      whole_right = run % 32 == 0 && is_aligned(m.packed);
-      entry = m.entry(threadIdx.x % WARP), source = f.expert->source;
+      whole_right = run % 32 == 0 && is_aligned(f.expert->packed);
     }
   }
 
@@ -87,7 +84,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   DEVICE void end() {
     if (done()) return;
     if (pending) dequantize();
-    k0 += DEPTH, step++, stage = (stage + 1) % STAGES;
+    k0 += DEPTH, stage = (stage + 1) % STAGES;
     if (k0 >= f.depth) next();
   }
 
@@ -143,7 +140,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   // Codes of this thread: transposed 32 of the two stages from an even one on (threads 2j and 2j + 1 have row j); else 16 of
   // row j for threads 8j to 8j + 7.
   DEVICE void fetch_codes() {
-    if (TRANSPOSED && step % 2 == 1) return;
+    if (TRANSPOSED && k0 / DEPTH % 2 == 1) return;
     const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
     const uint32_t deep = k0 + (TRANSPOSED ? part * DEPTH : row), col = col0 + (TRANSPOSED ? row : part * 16);
     const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
@@ -159,7 +156,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   }
 
   // The 8 values of a word of codes; called by whole warps.
-  DEVICE uint4 dequantized(uint32_t word) const {
+  DEVICE uint4 dequantized(uint32_t word, float entry, uint32_t source) const {
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -171,6 +168,8 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
 
   DEVICE void dequantize() {
     pending = false;
+    const float entry = codes_of(*f.expert).entry(threadIdx.x % WARP);
+    const uint32_t source = f.expert->source;
     const int row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
     // neighbours store their pieces in another order, so that they are in other banks
     if constexpr (TRANSPOSED) {
@@ -181,7 +180,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
                              turned ? words.y : words.w};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint4 v = dequantized(w[j]);
+        const uint4 v = dequantized(w[j], entry, source);
         if (some) store_16(to + place<DEPTH>(row, j ^ (2 * part)), v);
       }
     } else {
@@ -189,7 +188,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
       const bool turned = part >= 4;
       const uint32_t w[2] = {turned ? words.y : words.x, turned ? words.x : words.y};
 #pragma unroll
-      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j]));
+      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j], entry, source));
     }
   }
 };
@@ -363,11 +362,15 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       }
 }
 
+#define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN)                                                                       \
+  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, THREADS), PRODUCTS(T)) {                                                \
+    products<T, TRANSPOSED, ROWS, DOWN>(PRODUCTS_OF, starts, tiles, out);                                              \
+  }
 #define GROUPED(T)                                                                                                     \
-  KERNEL(grouped_forward_##T, THREADS, PRODUCTS(T)) { products<T, true, 128, 4>(PRODUCTS_OF, starts, tiles, out); }    \
-  KERNEL(grouped_backward_##T, THREADS, PRODUCTS(T)) { products<T, false, 128, 4>(PRODUCTS_OF, starts, tiles, out); }  \
-  KERNEL(grouped_few_forward_##T, THREADS, PRODUCTS(T)) { products<T, true, 32, 2>(PRODUCTS_OF, starts, tiles, out); } \
-  KERNEL(grouped_few_backward_##T, THREADS, PRODUCTS(T)) { products<T, false, 32, 2>(PRODUCTS_OF, starts, tiles, out); }\
+  PRODUCT(forward, T, true, 128, 4)                                                                                    \
+  PRODUCT(backward, T, false, 128, 4)                                                                                  \
+  PRODUCT(few_forward, T, true, 32, 2)                                                                                 \
+  PRODUCT(few_backward, T, false, 32, 2)                                                                               \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
   }

@@ -68,8 +68,8 @@ DEVICE void products(const Products<float> &p, const uint32_t *starts, const uin
     }
 }
 
-KERNEL(grouped_forward_f32, THREADS, PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out); }
-KERNEL(grouped_backward_f32, THREADS, PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out); }
+KERNEL(grouped_forward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<true>(PRODUCTS_OF, starts, tiles, out); }
+KERNEL(grouped_backward_f32, SIDE_BY_SIDE(3, THREADS), PRODUCTS(float)) { products<false>(PRODUCTS_OF, starts, tiles, out); }
 
 KERNEL(grouped_gradient_f32, THREADS, GRADIENT(float)) {
   SHARED_ARRAY(float, left, SIDE * DEPTH);
