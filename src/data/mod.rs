@@ -10,7 +10,8 @@
 //! messages    a row's messages as a conversation
 //! template    a conversation as text, by the model's chat template
 //! marks       where the strings of a conversation stand in that text
-//! gate        whether all of them do
+//! plain       whether it is clear without marks that all of them do
+//! gate        whether they do, by the marks
 //! spans       which part of it the assistant wrote
 //! tokenizer   text as token ids
 //! pipeline    what a tokenizer.json may do, and where texts can be cut
