@@ -283,13 +283,13 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
         let (least, most) = (sweep.at(Some(1)), sweep.at(Some(1 << 60)));
         assert!(!least.fits() && !least.hints.is_empty(), "{what}");
         assert_eq!(most.execution.recompute, 0, "{what}");
-        // all of them, or as few as take no more: the peak may be at the head
+        // as many as it takes: none fewer takes less, nor does any more; the peak may be at the head
         let n = least.execution.recompute;
         let with = |layers: usize| -> anyhow::Result<u64> {
             let layers = format!("memory.recompute={layers}");
             Ok(Sweep::new(source, rules, &[set, &[&layers]].concat(), cuda)?.at(Some(1)).total())
         };
-        assert!(n > 0 && with(n - 1)? > least.total(), "{what}: fewer than {n} take no more");
+        assert!(n > 0 && with(n - 1)? >= least.total(), "{what}: fewer than {n} take less");
         assert_eq!(with(least.walked)?, least.total(), "{what}: more than {n} take less, or more");
         // and what is kept back
         let (low, high) = (least.total(), most.total() / 24 * 25 + 100);
