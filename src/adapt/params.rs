@@ -121,6 +121,8 @@ pub struct Unit {
     pub compute: Tensor,
     /// f32 master weights; the compute buffer itself where that is f32 and they are not on the host.
     pub master: Held,
+    /// Whether every rank has all master weights of this unit, whatever its part is.
+    pub replicated: bool,
     /// Gradients, f32; none when nothing is trained (an adapter that is only used).
     pub grads: Option<Held>,
     /// AdamW's moments, f32.
@@ -180,7 +182,7 @@ pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<us
 impl Unit {
     /// The buffers of which a rank updates its part, and needs all.
     pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
-        let apart = self.master.at == (0..self.len) && !self.master.is(&self.compute);
+        let apart = self.replicated && !self.master.is(&self.compute);
         std::iter::once(&self.compute).chain(apart.then_some(&self.master.values))
     }
 }
@@ -208,15 +210,18 @@ impl Params {
                 let compute = Tensor::zeros(len, dtype, device)?;
                 let (part, states) = (shard.part(len), shard.held(len, 1));
                 let state = || Held::zeros(states.clone(), home);
-                let master = match dtype == DType::F32 && !offload {
-                    true => Held { at: 0..len, values: compute.clone() },
-                    false if wide.contains(&number) => Held::zeros(0..len, home)?,
-                    false => state()?,
+                let same = dtype == DType::F32 && !offload;
+                let replicated = same || shard.stage == 0 || wide.contains(&number);
+                let master = match (same, replicated) {
+                    (true, _) => Held { at: 0..len, values: compute.clone() },
+                    (_, true) => Held::zeros(0..len, home)?,
+                    _ => state()?,
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
                 Ok(Some(Unit {
                     len,
                     part,
+                    replicated,
                     master,
                     compute,
                     grads: train.then(grads).transpose()?,

@@ -119,6 +119,8 @@ pub struct Watch {
     device: Device,
     /// Counted bytes, and resident ones, before the model was loaded.
     before: (Option<u64>, u64),
+    /// Counted bytes that products' threads took then.
+    slabs: u64,
     kept: Kept,
     peak: u64,
 }
@@ -133,11 +135,16 @@ impl Watch {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
         let before = (memory::live_bytes(), memory::device_bytes(&job.device));
+        if job.device.is_cpu() {
+            gemm::make_slabs();
+        }
+        let slabs = memory::live_bytes().zip(before.0).map_or(0, |(now, before)| now.saturating_sub(before));
         Self {
             plan: plan.clone(),
             planned,
             device: job.device.clone(),
             before,
+            slabs,
             kept: Kept::default(),
             peak: 0,
         }
@@ -162,7 +169,7 @@ impl Watch {
     /// Takes down what stays, now that the model is loaded.
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
-            (true, Some(before), Some(live)) => live.saturating_sub(before),
+            (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
             _ => memory::device_bytes(&self.device),
         };
@@ -181,9 +188,6 @@ impl Watch {
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;
-        if self.device.is_cpu() {
-            gemm::make_slabs();
-        }
         self.look();
     }
 
