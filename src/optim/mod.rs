@@ -121,9 +121,10 @@ impl Optimizer {
         if params.shard.stage >= 1 && params.shard.ranks > 1 {
             gather(params, comm)?;
         }
-        // the groups are all that trains; between them nothing is ever added
+        // the groups are all that trains; between them nothing is ever added. An update on the host leaves them as they are
         let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
-        let zeroed = params.shard.ranks == 1 && grads.all(|g| !g.values.device().is_cpu());
+        let zeroed =
+            !params.offloaded && params.shard.ranks == 1 && grads.all(|g| !g.values.device().is_cpu());
         params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }

@@ -320,11 +320,11 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
     ),
     (
         "attention.cuh",
-        "{\n  constexpr int PIECES = W / 8;\n  __syncwarp();\n",
-        "{\n  constexpr int PIECES = W / 8;\n",
+        "  __syncwarp();\n#pragma unroll\n  for (int i = lane",
+        "#pragma unroll\n  for (int i = lane",
         "bf16_of_64_channels",
         Watched::Accesses,
-        "write after read",
+        "read after write",
     ),
     (
         "../cuda/matrix.cuh",
