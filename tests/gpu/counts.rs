@@ -84,9 +84,10 @@ fn counts(
                 (number(3), number(4), number(5), number(6))
                 && fields.len() >= 9
             {
-                // candle's casts are not ours to lay out
-                let ours = !fields[0].starts_with("cast_");
-                assert!(!ours || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
+                // candle's casts are not ours to lay out, and what routes is shorter than a sector here; with as many
+                // experts as published models have, tests/cuda/accesses.txt has them
+                let narrow = ["cast_", "route_", "group_"].iter().any(|n| fields[0].starts_with(n));
+                assert!(narrow || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
                 if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
                     *counts.entry("bytes").or_default() += ((load + store) * 1e6) as i64;
                 }

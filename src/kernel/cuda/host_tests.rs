@@ -324,7 +324,7 @@ const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
         "#pragma unroll\n  for (int i = lane",
         "bf16_of_64_channels",
         Watched::Accesses,
-        "read after write",
+        "no barrier between",
     ),
     (
         "../cuda/matrix.cuh",
