@@ -368,10 +368,17 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
 
 /// [`matmul_acc`] on another device than the CPU, with its work written down already.
 pub fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    // before it is transposed, so that whole lines are read
+    let same;
+    let b = if b.dtype() == a.dtype() {
+        b
+    } else {
+        same = b.to_dtype(a.dtype())?;
+        &same
+    };
     // cuBLAS adds to what is there
     if let Some(g) = c.ghost()
         && g.ledger().machine().cuda
-        && a.dtype() == b.dtype()
         && [a, b, c].into_iter().all(Tensor::is_contiguous)
     {
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
@@ -388,7 +395,7 @@ pub fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -
 
 fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
-    let p = (upcast(&a.matmul(&b.to_dtype(a.dtype())?)?)? * alpha)?;
+    let p = (upcast(&a.matmul(&b)?)? * alpha)?;
     c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 
