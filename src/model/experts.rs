@@ -9,7 +9,6 @@ use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::group::Sorted;
 use crate::kernel::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
-use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::swiglu;
 use candle_core::{DType, Result};
 
@@ -44,14 +43,6 @@ pub struct Saved {
     pub out: Tensor,
 }
 
-/// The codes of a matrix that has them.
-fn codes(w: &Weight) -> Option<&QuantizedMatrix> {
-    match w {
-        Weight::Nf4(q) => Some(q),
-        _ => None,
-    }
-}
-
 /// Whether the grouped products compute a linear as it is.
 fn takes(l: &Linear, dtype: DType) -> bool {
     let weight = match &l.weight {
@@ -73,10 +64,10 @@ pub fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
 impl Bank {
     fn new<'a>(linears: impl Iterator<Item = (&'a Linear, usize)> + Clone, dtype: DType) -> Result<Self> {
         let entry = |(l, alike): (&'a Linear, usize)| {
-            let weight = match (&l.weight, codes(&l.weight)) {
-                (_, Some(q)) => Side::Codes(q),
-                (Weight::Dense(w), _) => Side::Values(w),
-                _ => candle_core::bail!("an expert that is dequantized for a while"),
+            let weight = match &l.weight {
+                Weight::Nf4(q) => Side::Codes(q),
+                Weight::Dense(w) => Side::Values(w),
+                Weight::Dequantized(_) => candle_core::bail!("an expert that is dequantized for a while"),
             };
             let adapter = l.lora.as_ref().map(|l| Adapter {
                 a: &l.a,

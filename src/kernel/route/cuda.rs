@@ -38,7 +38,7 @@ pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bo
     if let Some([probs, lse, gates]) = ghosts(&[logits], out, |_| ()) {
         let chosen = match replay {
             Some(c) => c.clone(),
-            None => empty_ghost(logits, (t, k))?,
+            None => Tensor::zeros((t, k), DType::U32, logits.device())?,
         };
         return Ok(Routed { chosen, probs, lse, gates });
     }
@@ -60,11 +60,6 @@ pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bo
     // SAFETY: logits and probabilities have t rows of e values, choices and gates t of k, and k is at most 32.
     unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
     Ok(Routed { chosen, probs, lse, gates })
-}
-
-/// A list of numbers of a ghost.
-fn empty_ghost(like: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
-    Tensor::zeros(shape, DType::U32, like.device())
 }
 
 /// The gradient of the logits [t, e], given that of the gates [t, k] and what losses on routers add: `extra` `[e]` f32 to
