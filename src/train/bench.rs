@@ -14,9 +14,8 @@ use crate::optim::Optimizer;
 use crate::plan::{Plan, Workload, rates, report};
 use crate::recipe::{Recipe, Weights};
 use crate::rng::{Purpose, Stream};
-use crate::walk::{Part, RouterLosses, Times};
+use crate::walk::{Part, Times};
 use serde_json::{Map, Value, json};
-use std::cell::Cell;
 use std::fmt::Write;
 use std::path::PathBuf;
 
@@ -56,18 +55,8 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let (decoder, params) = job.load(true).map_err(|e| planned.explain(e))?;
     watch.loaded(&params);
     let optimizer = Optimizer::new(&params, &r.optimizer);
-    let setup = Setup {
-        decoder: &decoder,
-        params: &params,
-        optimizer: &optimizer,
-        device: &job.device,
-        seed: r.run.seed,
-        execution: plan.execution,
-        clip: r.run.clip,
-        router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
-        loss_scale: Cell::new(LossScale::new(job.dtype, r.memory.scale)),
-        comm: &comm::alone(),
-    };
+    let (scale, alone) = (LossScale::new(job.dtype, r.memory.scale), comm::alone());
+    let setup = Setup::new(&job, (&decoder, &params, &optimizer), plan.execution, scale, &alone);
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
     let step = |n: u64| -> crate::Result<(usize, Times)> {

@@ -13,8 +13,7 @@ use crate::data::{Batches, Dataset};
 use crate::log::{place, tell};
 use crate::optim::{Optimizer, Schedule};
 use crate::recipe::Parallel;
-use crate::walk::{Execution, RouterLosses, Times};
-use std::cell::Cell;
+use crate::walk::{Execution, Times};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -196,18 +195,8 @@ fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     }
     let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
     let schedule = Schedule::new(&r.optimizer, batches.steps());
-    let setup = Setup {
-        decoder: &decoder,
-        params: &params,
-        optimizer: &optimizer,
-        device: &job.device,
-        seed: r.run.seed,
-        execution: shared.execution,
-        clip: r.run.clip,
-        router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
-        loss_scale: Cell::new(shared.loss_scale),
-        comm,
-    };
+    let parts = (&decoder, &params, &optimizer);
+    let setup = Setup::new(job, parts, shared.execution, shared.loss_scale, comm);
     loop {
         let done = match hear_next(comm)? {
             Next::End => return Ok(()),

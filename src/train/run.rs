@@ -20,10 +20,9 @@ use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
 use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
 use crate::store::{self, NewFolder, RunLock};
-use crate::walk::{Load, RouterLosses};
+use crate::walk::Load;
 use candle_core::{DType, Device};
 use serde_json::json;
-use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -230,18 +229,7 @@ fn lead(
     let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.map(|_| done))?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut r = Running {
-        setup: Setup {
-            decoder: &decoder,
-            params: &params,
-            optimizer: &optimizer,
-            device: &job.device,
-            seed: job.recipe.run.seed,
-            execution: plan.execution,
-            clip: job.recipe.run.clip,
-            router: RouterLosses { aux: job.recipe.router.aux_loss, z: job.recipe.router.z_loss },
-            loss_scale: Cell::new(start.loss_scale),
-            comm,
-        },
+        setup: Setup::new(job, (&decoder, &params, &optimizer), plan.execution, start.loss_scale, comm),
         job,
         eval: eval.map(|e| &**e),
         metrics,

@@ -1,8 +1,8 @@
 //! One optimizer step, and evaluation.
 
-use super::LossScale;
 use super::guard;
 use super::reduce::Reduce;
+use super::{Job, LossScale};
 use crate::adapt::Params;
 use crate::comm::{self, At, Comm};
 use crate::data::{Dataset, Micro, Size};
@@ -41,7 +41,30 @@ pub struct Setup<'a> {
     pub comm: &'a dyn Comm,
 }
 
-impl Setup<'_> {
+impl<'a> Setup<'a> {
+    /// Of a job's recipe, on its device.
+    pub fn new(
+        job: &'a Job,
+        (decoder, params, optimizer): (&'a Decoder, &'a Params, &'a Optimizer),
+        execution: Execution,
+        loss_scale: Option<LossScale>,
+        comm: &'a dyn Comm,
+    ) -> Self {
+        let r = &job.recipe;
+        Self {
+            decoder,
+            params,
+            optimizer,
+            device: &job.device,
+            seed: r.run.seed,
+            execution,
+            clip: r.run.clip,
+            router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
+            loss_scale: Cell::new(loss_scale),
+            comm,
+        }
+    }
+
     /// The factor on the loss in the backward pass.
     fn loss_factor(&self) -> f64 {
         self.loss_scale.get().map_or(1.0, LossScale::factor)
