@@ -9,6 +9,7 @@ use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blake3::hazmat::{
@@ -20,10 +21,11 @@ use super::cache::{cache_folder, sweep_oldest};
 use super::path::open_inside;
 use super::{Error, write_atomic};
 
-/// Bytes that one task reads and hashes; a subtree of BLAKE3's tree, so a power of two.
+/// Bytes that are read and hashed at once: a subtree of BLAKE3's tree, so a power of two, and what the second cache of a
+/// core has room for.
+const BLOCK: u64 = 64 << 10;
+/// Bytes of one task; a subtree too.
 const PIECE: u64 = 1 << 20;
-/// Bytes that are read at once: what the second cache of a core has room for.
-const BUFFER: u64 = 64 << 10;
 /// Smaller files are hashed faster than they are looked up.
 const LEAST: u64 = 4 << 20;
 /// A file that changed this shortly before it was read may change again without a trace.
@@ -33,41 +35,106 @@ const KEPT: usize = 1024;
 
 /// The hash of a whole file, wherever it was read to: the tree of BLAKE3, its subtrees read and hashed in parallel.
 pub(crate) fn whole(file: &File) -> io::Result<blake3::Hash> {
-    let bytes = file.metadata()?.len();
-    if bytes <= PIECE {
-        return Ok(piece(file, 0, bytes)?.finalize());
+    Tree { file, bytes: file.metadata()?.len(), passing: None }.hash()
+}
+
+/// BLAKE3's tree over a file.
+struct Tree<'a> {
+    file: &'a File,
+    bytes: u64,
+    /// Knows some of its blocks.
+    passing: Option<&'a Passing>,
+}
+
+impl Tree<'_> {
+    fn hash(&self) -> io::Result<blake3::Hash> {
+        let mut buffer = Vec::new();
+        if self.bytes <= BLOCK {
+            return Ok(self.block(0, self.bytes, &mut buffer)?.finalize());
+        }
+        let (left, right) = self.halves(0, self.bytes, &mut buffer)?;
+        Ok(merge_subtrees_root(&left, &right, Mode::Hash))
     }
-    let (left, right) = halves(file, 0, bytes)?;
-    Ok(merge_subtrees_root(&left, &right, Mode::Hash))
-}
 
-fn halves(file: &File, at: u64, bytes: u64) -> io::Result<(ChainingValue, ChainingValue)> {
-    let left = left_subtree_len(bytes);
-    let halves = rayon::join(|| subtree(file, at, left), || subtree(file, at + left, bytes - left));
-    Ok((halves.0?, halves.1?))
-}
-
-fn subtree(file: &File, at: u64, bytes: u64) -> io::Result<ChainingValue> {
-    if bytes <= PIECE {
-        return Ok(piece(file, at, bytes)?.finalize_non_root());
+    fn halves(
+        &self,
+        at: u64,
+        bytes: u64,
+        buffer: &mut Vec<u8>,
+    ) -> io::Result<(ChainingValue, ChainingValue)> {
+        let left = left_subtree_len(bytes);
+        if bytes <= PIECE {
+            return Ok((self.subtree(at, left, buffer)?, self.subtree(at + left, bytes - left, buffer)?));
+        }
+        let half = |at, bytes| move || self.subtree(at, bytes, &mut Vec::new());
+        let halves = rayon::join(half(at, left), half(at + left, bytes - left));
+        Ok((halves.0?, halves.1?))
     }
-    let (left, right) = halves(file, at, bytes)?;
-    Ok(merge_subtrees_non_root(&left, &right, Mode::Hash))
+
+    fn subtree(&self, at: u64, bytes: u64, buffer: &mut Vec<u8>) -> io::Result<ChainingValue> {
+        if bytes > BLOCK {
+            let (left, right) = self.halves(at, bytes, buffer)?;
+            return Ok(merge_subtrees_non_root(&left, &right, Mode::Hash));
+        }
+        match self.passing.and_then(|p| p.blocks.get((at / BLOCK) as usize)?.get()) {
+            Some(known) => Ok(*known),
+            None => Ok(self.block(at, bytes, buffer)?.finalize_non_root()),
+        }
+    }
+
+    /// Reads and hashes a block, through a buffer that stays in the cache.
+    fn block(&self, at: u64, bytes: u64, buffer: &mut Vec<u8>) -> io::Result<blake3::Hasher> {
+        buffer.resize(bytes as usize, 0);
+        self.file.read_exact_at(buffer, at)?;
+        Ok(hashed(at, buffer))
+    }
 }
 
-/// Reads and hashes a piece, through a buffer that stays in the cache.
-fn piece(file: &File, at: u64, bytes: u64) -> io::Result<blake3::Hasher> {
+/// The state of BLAKE3 after a subtree that begins at byte `at`.
+fn hashed(at: u64, bytes: &[u8]) -> blake3::Hasher {
     let mut hasher = blake3::Hasher::new();
     hasher.set_input_offset(at);
-    let mut buffer = vec![0u8; bytes.min(BUFFER) as usize];
-    let (mut at, end) = (at, at + bytes);
-    while at < end {
-        let part = &mut buffer[..(end - at).min(BUFFER) as usize];
-        file.read_exact_at(part, at)?;
-        hasher.update(part);
-        at += part.len() as u64;
+    hasher.update(bytes);
+    hasher
+}
+
+/// A file that is read for something else, and hashed on the way: whoever reads it shows what was read.
+#[derive(Debug)]
+pub(crate) struct Passing {
+    /// The file as it was before.
+    before: Stat,
+    /// When that was.
+    began: SystemTime,
+    /// Of each whole block, once it went by.
+    blocks: Box<[OnceLock<ChainingValue>]>,
+}
+
+impl Passing {
+    /// Begins with a file, unless a hash of it is kept.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub(crate) fn begin(file: &File, path: &Path) -> Result<Option<Self>, Error> {
+        let before = Stat::of_file(file, path)?;
+        let kept = Place::of(cache_folder(), path, &before).is_some_and(|p| p.look(&before).is_some());
+        Ok((!kept).then(|| Self::new(before, SystemTime::now())))
     }
-    Ok(hasher)
+
+    fn new(before: Stat, began: SystemTime) -> Self {
+        let blocks = (0..before.size / BLOCK).map(|_| OnceLock::new()).collect();
+        Self { before, began, blocks }
+    }
+
+    /// Takes note of bytes that were read at byte `at` of the file.
+    pub(crate) fn saw(&self, at: u64, bytes: &[u8]) {
+        let (before, blocks) = bytes.split_at(bytes.len().min((at.next_multiple_of(BLOCK) - at) as usize));
+        let first = (at + before.len() as u64) / BLOCK;
+        for (number, block) in (first..).zip(blocks.chunks_exact(BLOCK as usize)) {
+            if let Some(known) = self.blocks.get(number as usize) {
+                known.get_or_init(|| hashed(number * BLOCK, block).finalize_non_root());
+            }
+        }
+    }
 }
 
 /// A file as the system describes it. Two that are equal are one file that nobody has written since.
@@ -83,6 +150,10 @@ pub(crate) struct Stat {
 }
 
 impl Stat {
+    fn of_file(file: &File, path: &Path) -> Result<Stat, Error> {
+        file.metadata().map(|m| Stat::of(&m)).map_err(|e| Error::read(path, e))
+    }
+
     /// Of a file's metadata.
     pub(crate) fn of(m: &Metadata) -> Stat {
         Stat {
@@ -125,14 +196,50 @@ impl Kept {
     }
 }
 
+/// Where the hash of a file is kept.
+struct Place {
+    folder: PathBuf,
+    /// The file's own path.
+    real: PathBuf,
+}
+
+impl Place {
+    /// `None` for a file that is hashed each time: a small one, or one whose path cannot be kept as text.
+    fn of(folder: Option<PathBuf>, path: &Path, stat: &Stat) -> Option<Place> {
+        let real = path.canonicalize().ok().filter(|p| stat.size >= LEAST && p.to_str().is_some())?;
+        Some(Place { folder: folder?.join("hashes"), real })
+    }
+
+    fn kept(&self) -> PathBuf {
+        let name = blake3::hash(self.real.as_os_str().as_bytes()).to_hex();
+        self.folder.join(&name.as_str()[..32])
+    }
+
+    /// The hash that was kept, if it is of this file as it is.
+    fn look(&self, stat: &Stat) -> Option<String> {
+        let mut bytes = Vec::new();
+        File::open(self.kept()).ok()?.take(1 << 16).read_to_end(&mut bytes).ok()?;
+        let found: Kept = serde_json::from_slice(&bytes).ok()?;
+        let sound = found.check == Kept::checked(&found.path, &found.stat, &found.blake3).check;
+        (sound && found.path == self.real && found.stat == *stat).then_some(found.blake3)
+    }
+
+    /// Best effort: without a cache folder that can be written, the next command hashes again.
+    fn keep(&self, stat: &Stat, blake3: &str) {
+        let bytes = serde_json::to_vec(&Kept::checked(&self.real, stat, blake3)).unwrap_or_default();
+        if write_atomic(&self.kept(), &bytes).is_ok() {
+            sweep_oldest(&self.folder, KEPT);
+        }
+    }
+}
+
 /// The hash of all bytes of an open file, 64 hexadecimal digits, and its size; read from what was kept where that
-/// still holds.
+/// still holds. What went by in `passing` is not read again.
 ///
 /// # Errors
 /// [`Error::Read`]; [`Error::Changed`] for a file that changes meanwhile.
-pub(crate) fn of(file: &File, path: &Path) -> Result<(String, u64), Error> {
-    let folder = cache_folder().map(|c| c.join("hashes"));
-    of_in(folder.as_deref(), file, path, SystemTime::now())
+pub(crate) fn of(file: &File, path: &Path, passing: Option<&Passing>) -> Result<(String, u64), Error> {
+    of_in(cache_folder(), file, path, passing, SystemTime::now())
 }
 
 /// As [`of`], of a file of a folder.
@@ -141,49 +248,37 @@ pub(crate) fn of(file: &File, path: &Path) -> Result<(String, u64), Error> {
 /// As [`of`]; [`Error::Unsafe`] for what is not a plain file inside the folder.
 pub(crate) fn of_inside(dir: &Path, name: &str) -> Result<(String, u64), Error> {
     let (file, path) = open_inside(dir, name)?;
-    of(&file, &path)
+    of(&file, &path, None)
 }
 
-fn of_in(folder: Option<&Path>, file: &File, path: &Path, now: SystemTime) -> Result<(String, u64), Error> {
-    let stat = || file.metadata().map(|m| Stat::of(&m)).map_err(|e| Error::read(path, e));
-    let before = stat()?;
-    // A file whose path cannot be kept as text is hashed each time.
-    let real = path.canonicalize().ok().filter(|p| before.size >= LEAST && p.to_str().is_some());
-    let place = folder.zip(real).map(|(folder, real)| {
-        let name = blake3::hash(real.as_os_str().as_bytes()).to_hex();
-        (folder.join(&name.as_str()[..32]), real)
-    });
-    if let Some((kept, real)) = &place
-        && let Some(blake3) = look(kept, real, &before)
+fn of_in(
+    folder: Option<PathBuf>,
+    file: &File,
+    path: &Path,
+    passing: Option<&Passing>,
+    now: SystemTime,
+) -> Result<(String, u64), Error> {
+    let (before, now) = match passing {
+        Some(p) => (p.before.clone(), p.began),
+        None => (Stat::of_file(file, path)?, now),
+    };
+    let place = Place::of(folder, path, &before);
+    if passing.is_none()
+        && let Some(blake3) = place.as_ref().and_then(|p| p.look(&before))
     {
         return Ok((blake3, before.size));
     }
-    let blake3 = whole(file).map_err(|e| Error::read(path, e))?.to_hex().to_string();
-    if stat()? != before {
+    let tree = Tree { file, bytes: before.size, passing };
+    let hash = tree.hash();
+    if Stat::of_file(file, path)? != before {
         let problem = "another program changed it while it was read\n  hint: wait until that is done".into();
         return Err(Error::Changed { path: path.to_path_buf(), problem });
     }
-    if let Some((kept, real)) = place
-        && before.settled(now)
-    {
-        let bytes = serde_json::to_vec(&Kept::checked(&real, &before, &blake3)).unwrap_or_default();
-        // Best effort: without a cache folder that can be written, the next command hashes again.
-        if write_atomic(&kept, &bytes).is_ok()
-            && let Some(folder) = folder
-        {
-            sweep_oldest(folder, KEPT);
-        }
+    let blake3 = hash.map_err(|e| Error::read(path, e))?.to_hex().to_string();
+    if let Some(place) = place.filter(|_| before.settled(now)) {
+        place.keep(&before, &blake3);
     }
     Ok((blake3, before.size))
-}
-
-/// The hash that was kept, if it is of this file as it is.
-fn look(kept: &Path, path: &Path, stat: &Stat) -> Option<String> {
-    let mut bytes = Vec::new();
-    File::open(kept).ok()?.take(1 << 16).read_to_end(&mut bytes).ok()?;
-    let found: Kept = serde_json::from_slice(&bytes).ok()?;
-    let sound = found.check == Kept::checked(&found.path, &found.stat, &found.blake3).check;
-    (sound && found.path == path && found.stat == *stat).then_some(found.blake3)
 }
 
 #[cfg(test)]
@@ -229,13 +324,62 @@ mod tests {
         }
     }
 
+    /// What went by is not read again, wherever it was cut, and what did not is: the hash is the whole file's.
+    #[test]
+    fn what_went_by_is_not_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        for len in [1, BLOCK, BLOCK + 1, 5 * PIECE + 77, 8 * PIECE] {
+            let bytes: Vec<u8> = (0..len).map(|i| (i * 2_654_435_761) as u8).collect();
+            fs::write(&path, &bytes).unwrap();
+            let file = fs::File::open(&path).unwrap();
+            let new = || Passing::new(Stat::of_file(&file, &path).unwrap(), SystemTime::now());
+            let hash = |p: &Passing| Tree { file: &file, bytes: len, passing: Some(p) }.hash().unwrap();
+            let whole = blake3::hash(&bytes);
+            // parts of several sizes, some left out and some twice
+            let passing = new();
+            let mut at = 3.min(len);
+            for (i, part) in [100_000, 7, BLOCK, 1_500_000, 3 * BLOCK, 1 << 30].into_iter().enumerate() {
+                let part = part.min(len - at);
+                let read = &bytes[at as usize..(at + part) as usize];
+                (0..=i % 2).for_each(|_| passing.saw(at, read));
+                at = (at + part + i as u64 * 1000).min(len);
+            }
+            assert_eq!(hash(&passing), whole, "{len}");
+            // other bytes than the file's: they are what counts
+            let passing = new();
+            passing.saw(0, &vec![9; len as usize]);
+            assert_eq!(hash(&passing) == whole, len <= BLOCK, "{len}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_changes_while_it_goes_by_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model");
+        fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
+        let file = fs::File::open(&path).unwrap();
+        let passing = Passing::new(Stat::of_file(&file, &path).unwrap(), later());
+        let kept = || of_in(Some(dir.path().into()), &file, &path, Some(&passing), later());
+        let hash = kept().unwrap().0;
+        let place = Place::of(Some(dir.path().into()), &path, &passing.before).unwrap();
+        assert_eq!(place.look(&passing.before), Some(hash));
+        std::thread::sleep(Duration::from_millis(20));
+        write_at(&path, 5, 7);
+        assert!(matches!(kept(), Err(Error::Changed { .. })));
+        // cut short, as well
+        fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(100).unwrap();
+        assert!(matches!(kept(), Err(Error::Changed { .. })));
+    }
+
     /// A kept hash is used for the very same file alone: here what is kept is replaced by another hash, to see it used.
     #[test]
     fn a_kept_hash_holds_for_the_same_file_alone() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = dir.path().join("hashes");
+        let (at, cache) = (dir.path().to_path_buf(), dir.path().join("hashes"));
         let path = dir.path().join("model");
-        let hash = |now| of_in(Some(&cache), &fs::File::open(&path).unwrap(), &path, now).unwrap().0;
+        let hash =
+            |now| of_in(Some(at.clone()), &fs::File::open(&path).unwrap(), &path, None, now).unwrap().0;
         let kept = || fs::read_dir(&cache).into_iter().flatten().flatten().map(|e| e.path()).next();
         fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
         let (fresh, real) = (SystemTime::now(), path.canonicalize().unwrap());

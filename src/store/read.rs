@@ -6,13 +6,15 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
+use super::hash::{self, Passing};
 use super::path::open_inside;
-use super::{Error, atomic, convert, hash, header, index};
+use super::{Error, atomic, convert, header, index};
 
 /// The weights of a model that is not sharded.
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -59,6 +61,8 @@ pub struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
+    /// For each file, if it is hashed while it is read.
+    passing: OnceLock<Vec<Option<Passing>>>,
 }
 
 impl TensorFiles {
@@ -137,6 +141,7 @@ impl TensorFiles {
             files: Vec::new(),
             tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
+            passing: OnceLock::new(),
         }
     }
 
@@ -236,6 +241,23 @@ impl TensorFiles {
         self.files.iter().map(|(path, _)| path.as_path())
     }
 
+    /// From here on what is read of a file is hashed with it, unless its hash is kept: [`TensorFiles::hashes`] then
+    /// reads the rest alone.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn hash_while_reading(&self) -> Result<(), Error> {
+        let passing = self.files.iter().map(|(path, file)| Passing::begin(file, path));
+        // hashing that began before goes on
+        let _ = self.passing.set(passing.collect::<Result<_, _>>()?);
+        Ok(())
+    }
+
+    /// What hashes a file while it is read, if something does.
+    fn passing(&self, file: usize) -> Option<&Passing> {
+        self.passing.get()?.get(file)?.as_ref()
+    }
+
     /// Name, bytes and BLAKE3 hash of each file that was opened, sorted by name. Files that have not changed since a
     /// command hashed them are not read again.
     ///
@@ -243,8 +265,8 @@ impl TensorFiles {
     /// [`Error::Read`]; [`Error::Changed`] for a file that changes while it is read.
     pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
         let mut all = Vec::with_capacity(self.files.len());
-        for (path, file) in &self.files {
-            let (hash, bytes) = hash::of(file, path)?;
+        for (number, (path, file)) in self.files.iter().enumerate() {
+            let (hash, bytes) = hash::of(file, path, self.passing(number))?;
             let name = path.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
             all.push((name, bytes, hash));
         }
@@ -337,10 +359,13 @@ impl TensorFiles {
     /// Fills `buffer` from byte `offset` of the tensor.
     fn fill(&self, name: &str, info: &TensorInfo, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let (path, file) = &self.files[info.file];
-        file.read_exact_at(buffer, info.place.start + offset).map_err(|e| match e.kind() {
+        let at = info.place.start + offset;
+        file.read_exact_at(buffer, at).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => Error::CutShort { path: path.clone(), name: name.to_string() },
             _ => Error::read(path, e),
-        })
+        })?;
+        self.passing(info.file).into_iter().for_each(|p| p.saw(at, buffer));
+        Ok(())
     }
 }
 

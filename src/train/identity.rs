@@ -1,42 +1,27 @@
 //! What makes two runs the same run: recipe keys and hashes of data, model and tokenizer.
 
 use super::Job;
-use crate::base::layout;
+use crate::base::{Base, layout};
 use crate::data::Dataset;
 use crate::model::Config;
 use crate::recipe::Weights;
-use crate::store::{self, hash};
-use std::cell::{OnceCell, RefCell};
+use crate::store::{self, TensorFiles, hash};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::thread::JoinHandle;
 
 /// Keys and hashes of a run, made when they are asked for; two runs with equal ones compute the same.
-///
-/// The model's files are hashed in the background from the beginning: other things are read meanwhile.
 pub struct Identity<'a> {
     job: &'a Job,
     data: &'a Dataset,
-    model: RefCell<Option<Hashing>>,
+    /// The model's hash, if it is known.
+    model: OnceCell<String>,
     map: OnceCell<BTreeMap<String, String>>,
-}
-
-/// A model's hash that is being made.
-pub struct Hashing(JoinHandle<Result<String, store::Error>>);
-
-impl Hashing {
-    /// Begins with a job's model.
-    pub fn begin(job: &Job) -> Option<Self> {
-        let (config, dir, weights) = (job.config.clone(), job.model.dir.clone(), job.recipe.model.weights);
-        let thread = std::thread::Builder::new().name("hashes".into());
-        thread.spawn(move || hash_of(&config, &dir, weights)).ok().map(Self)
-    }
 }
 
 impl<'a> Identity<'a> {
     /// Of a run of `job` on `data`.
-    pub fn new(job: &'a Job, data: &'a Dataset, model: Option<Hashing>) -> Self {
-        Self { job, data, model: RefCell::new(model), map: OnceCell::new() }
+    pub fn new(job: &'a Job, data: &'a Dataset) -> Self {
+        Self { job, data, model: OnceCell::new(), map: OnceCell::new() }
     }
 
     /// The keys and hashes.
@@ -48,8 +33,10 @@ impl<'a> Identity<'a> {
             return Ok(map);
         }
         let job = self.job;
-        let hashing = self.model.take().and_then(|h| h.0.join().ok());
-        let model = hashing.unwrap_or_else(|| model_hash(job))?;
+        let model = match self.model.get() {
+            Some(model) => model.clone(),
+            None => model_hash(job)?,
+        };
         let mut map = job.recipe.math_keys();
         if job.recipe.optimizer.lr.is_none() {
             // what the default is, so that another one is another run
@@ -79,13 +66,29 @@ impl<'a> Identity<'a> {
         Ok(self.map.get_or_init(|| map))
     }
 
-    /// Holds the model that was loaded against the one that was hashed.
+    /// The base is about to be loaded: where the model's hash is not known yet, it is made of what is read.
+    ///
+    /// # Errors
+    /// Files that cannot be read any more.
+    pub fn loading(&self, base: &Base) -> crate::Result<()> {
+        match base.files() {
+            Some(files) if self.map.get().is_none() => Ok(files.hash_while_reading()?),
+            _ => Ok(()),
+        }
+    }
+
+    /// The base was loaded: the model's hash is its, or it was hashed before and must be the same still.
     ///
     /// # Errors
     /// [`store::Error::Changed`].
-    pub fn check_unchanged(&self) -> crate::Result<()> {
+    pub fn loaded(&self, base: &Base) -> crate::Result<()> {
+        let Some(map) = self.map.get() else {
+            let model = hash_of(&self.job.config, base.files())?;
+            self.model.get_or_init(|| model);
+            return Ok(());
+        };
         // costs nothing where hashes are kept
-        if self.get()?.get("hash.model") == Some(&model_hash(self.job)?) {
+        if map.get("hash.model") == Some(&model_hash(self.job)?) {
             return Ok(());
         }
         let problem = "changed while the run began\n  hint: start again when nothing writes there".into();
@@ -95,16 +98,18 @@ impl<'a> Identity<'a> {
 
 /// Hash of a model: its config, and all bytes of the files of its weights.
 pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
-    hash_of(&job.config, &job.model.dir, job.recipe.model.weights)
+    let files = match job.recipe.model.weights {
+        Weights::Load => Some(layout::open(&job.config, &job.model.dir)?),
+        Weights::Random => None,
+    };
+    hash_of(&job.config, files.as_ref())
 }
 
-fn hash_of(config: &Config, dir: &Path, weights: Weights) -> Result<String, store::Error> {
+fn hash_of(config: &Config, files: Option<&TensorFiles>) -> Result<String, store::Error> {
     let mut h = blake3::Hasher::new();
     h.update(serde_json::to_string(&config.raw).unwrap_or_default().as_bytes());
-    if weights == Weights::Load {
-        for (_, bytes, hash) in layout::open(config, dir)?.hashes()? {
-            h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
-        }
+    for (_, bytes, hash) in files.map(TensorFiles::hashes).transpose()?.unwrap_or_default() {
+        h.update(&bytes.to_le_bytes()).update(hash.as_bytes());
     }
     Ok(h.finalize().to_hex().to_string())
 }

@@ -318,20 +318,28 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; a copy that cannot be made.
     pub fn load(&self, train: bool) -> crate::Result<(Decoder, Params)> {
-        self.load_shard(train, Shard::default())
+        self.load_shard(&self.base_to_load()?, train, Shard::default())
+    }
+
+    /// The base that weights are read from: with its 4-bit copy, where there is one.
+    ///
+    /// # Errors
+    /// As [`Job::base`]; a copy that is damaged.
+    pub fn base_to_load(&self) -> crate::Result<Base> {
+        let base = self.base()?;
+        Ok(match quantize::cached(self)? {
+            Some((config, copy)) => base.with_copy(config, copy),
+            None => base,
+        })
     }
 
     /// As [`Job::load`], what ranks split for one of them; the bar is the first one's.
     ///
     /// # Errors
     /// As [`Job::load`].
-    pub fn load_shard(&self, train: bool, shard: Shard) -> crate::Result<(Decoder, Params)> {
-        let mut base = self.base()?;
-        if let Some((config, copy)) = quantize::cached(self)? {
-            base = base.with_copy(config, copy);
-        }
+    pub fn load_shard(&self, base: &Base, train: bool, shard: Shard) -> crate::Result<(Decoder, Params)> {
         let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
-        let build = Build::new(&base, &self.selection)
+        let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)

@@ -189,7 +189,7 @@ fn end_with_hung(e: &crate::Error) {
 fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
-    let (decoder, params) = job.load_shard(true, shard(&r.parallel, comm.rank()))?;
+    let (decoder, params) = job.load_shard(&job.base_to_load()?, true, shard(&r.parallel, comm.rank()))?;
     if let Some(dir) = &shared.checkpoint {
         state::load(dir, &params)?;
     }

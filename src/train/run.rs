@@ -2,7 +2,7 @@
 
 use super::finished::Inputs;
 use super::guard::{self, Still};
-use super::identity::{Hashing, Identity};
+use super::identity::Identity;
 use super::ranks::{self, Followers, Next};
 use super::running::{Running, now};
 use super::signals::Signals;
@@ -84,7 +84,6 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
         return Err(exists(&dir, &result));
     }
-    let hashing = Hashing::begin(&job);
     let data = job.train_data()?;
     let eval = job.eval_data()?;
     let batches = job::batches(&job.recipe, &data)?;
@@ -120,7 +119,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     // from here on it is as if the recipe had said so: for the run's life, and in what it writes
     job.recipe.run.micro_rows = plan.execution.micro_rows.into();
     let (job, data, eval) = (Arc::new(job), Arc::new(data), eval.map(Arc::new));
-    let identity = Identity::new(&job, &data, hashing);
+    let identity = Identity::new(&job, &data);
     if job.recipe.model.cache.is_some() {
         // the cache is found by it: before the model is loaded, and not beside that
         identity.get()?;
@@ -217,8 +216,11 @@ fn lead(
 ) -> crate::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
-    let (decoder, params) = job.load_shard(true, ranks::shard(&job.recipe.parallel, 0))?;
-    start.identity.check_unchanged()?;
+    let base = job.base_to_load()?;
+    start.identity.loading(&base)?;
+    let (decoder, params) = job.load_shard(&base, true, ranks::shard(&job.recipe.parallel, 0))?;
+    start.identity.loaded(&base)?;
+    drop(base);
     watch.loaded(&params);
     // after this one, which may have made what they read
     follow()?;

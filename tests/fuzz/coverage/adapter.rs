@@ -1,0 +1,4 @@
+//! An adapter's config.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run("adapter/adapter_config.json", bytes, "eval adapter model.toml", &[0, 2, 4, 6]));

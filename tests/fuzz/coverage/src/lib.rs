@@ -1,0 +1,61 @@
+//! What the targets share: a folder of good files, in which a command reads one file that the fuzzer wrote.
+//!
+//! A finding is a panic, a process that ends, more memory than libFuzzer's limit, or an exit code that the file does not
+//! explain. What is found is repaired and kept in `tests/fixtures/corpus`, as of the seeded mutations beside.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// Writes `bytes` to `file` and runs `ft COMMAND` there, which must end with one of these exit codes.
+pub fn run(file: &str, bytes: &[u8], command: &str, codes: &[u8]) {
+    let home = home();
+    std::fs::write(home.join(file), bytes).expect("written");
+    let args: Vec<String> = std::iter::once("ft").chain(command.split(' ')).map(String::from).collect();
+    let code = ft::cli::call(args);
+    assert!(codes.contains(&code), "ft {command}: exit code {code}");
+}
+
+/// The folder of this process, which is where it runs.
+fn home() -> &'static Path {
+    static HOME: OnceLock<PathBuf> = OnceLock::new();
+    HOME.get_or_init(|| {
+        // in memory, where the system has such a place
+        let shared = Path::new("/dev/shm");
+        let parent = if shared.is_dir() { shared.to_path_buf() } else { std::env::temp_dir() };
+        let home = tempfile::tempdir_in(parent).expect("a folder").keep();
+        fill(&home).expect("copied");
+        std::env::set_current_dir(&home).expect("there");
+        home
+    })
+}
+
+fn fill(home: &Path) -> std::io::Result<()> {
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
+    let reference = repository.join("tests/fixtures/reference/qwen3-dense");
+    for (from, to) in [
+        (repository.join("data/model"), "chat"),
+        (reference.join("model"), "model"),
+        (reference.join("adapter_init"), "adapter"),
+    ] {
+        std::fs::create_dir(home.join(to))?;
+        for entry in std::fs::read_dir(from)? {
+            let entry = entry?;
+            std::fs::copy(entry.path(), home.join(to).join(entry.file_name()))?;
+        }
+    }
+    std::fs::create_dir(home.join("run"))?;
+    let rows = [
+        r#"{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello world"}]}"#,
+        r#"{"input_ids": [1, 2, 3, 4, 5, 6]}"#,
+    ];
+    for (model, format, row) in [("chat", "messages", rows[0]), ("model", "tokens", rows[1])] {
+        let recipe = format!(
+            "[model]\nsource = '{model}'\n[[train]]\nmodules = ['attention']\n[data]\ntrain = [{{ source = \
+             '{model}.jsonl', format = '{format}' }}]\neval = [{{ source = '{model}.jsonl', format = '{format}' }}]\n\
+             max_length = 64\n[run]\ndevice = 'cpu'\n"
+        );
+        std::fs::write(home.join(format!("{model}.toml")), recipe)?;
+        std::fs::write(home.join(format!("{model}.jsonl")), format!("{row}\n"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,4 @@
+//! A tokenizer.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run("chat/tokenizer.json", bytes, "data chat.toml", &[0, 2, 3, 4]));
