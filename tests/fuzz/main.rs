@@ -17,8 +17,9 @@
 //! What fails is written to `target/tmp/fuzz/INPUT-SEED/`. Once it is repaired it goes to `tests/fixtures/corpus/INPUT/NAME/`,
 //! with the exit code that it must have (`corpus.rs`); each test begins with those of its input.
 //!
-//! There are no `cargo fuzz` targets: what is judged here is how a process ends (exit code, memory, stack, files), which code
-//! inside of one does not see, and on a stable compiler they build without sanitizers only (`cargo fuzz run --sanitizer none`).
+//! What is judged here is how a process ends (exit code, memory, stack, files), by seed. `coverage/` is a crate of targets
+//! for `cargo fuzz`, which build on a stable compiler (without sanitizers) and look for inputs that reach new code; its
+//! `Cargo.toml` says how to run them. `.ci/run` does not: they take a quarter of an hour to build.
 //!
 //! | file | what is in it |
 //! |---|---|
@@ -28,6 +29,7 @@
 //! | `worker` | the process that runs the commands; limits |
 //! | `judge` | what counts as wrong |
 //! | `corpus` | cases in files |
+//! | `coverage/` | the targets for `cargo fuzz` |
 
 mod corpus;
 mod dice;

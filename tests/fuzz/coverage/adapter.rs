@@ -1,4 +1,9 @@
 //! An adapter's config.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run("adapter/adapter_config.json", bytes, "eval adapter model.toml", &[0, 2, 4, 6]));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(
+    "adapter/adapter_config.json",
+    bytes,
+    "eval @/model.toml --adapter @/adapter",
+    &[0, 2, 4, 6]
+));

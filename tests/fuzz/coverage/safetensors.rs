@@ -1,4 +1,9 @@
 //! A file of tensors.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run("model/model.safetensors", bytes, "eval model.toml", &[0, 4, 6]));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(
+    "model/model.safetensors",
+    bytes,
+    "eval @/model.toml",
+    &[0, 4, 6]
+));

@@ -1,4 +1,9 @@
 //! A tokenizer.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run("chat/tokenizer.json", bytes, "data chat.toml", &[0, 2, 3, 4]));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(
+    "chat/tokenizer.json",
+    bytes,
+    "data @/chat.toml",
+    &[0, 2, 3, 4]
+));

@@ -6,16 +6,18 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Writes `bytes` to `file` and runs `ft COMMAND` there, which must end with one of these exit codes.
+/// Writes `bytes` to `file` in that folder, `@` in the command, and runs `ft COMMAND`, which must end with one of these
+/// exit codes.
 pub fn run(file: &str, bytes: &[u8], command: &str, codes: &[u8]) {
     let home = home();
     std::fs::write(home.join(file), bytes).expect("written");
-    let args: Vec<String> = std::iter::once("ft").chain(command.split(' ')).map(String::from).collect();
+    let words = std::iter::once("ft").chain(command.split(' '));
+    let args: Vec<String> = words.map(|w| w.replace('@', &home.to_string_lossy())).collect();
     let code = ft::cli::call(args);
     assert!(codes.contains(&code), "ft {command}: exit code {code}");
 }
 
-/// The folder of this process, which is where it runs.
+/// The folder of this process. It does not run there: libFuzzer finds its corpus by relative paths.
 fn home() -> &'static Path {
     static HOME: OnceLock<PathBuf> = OnceLock::new();
     HOME.get_or_init(|| {
@@ -24,7 +26,6 @@ fn home() -> &'static Path {
         let parent = if shared.is_dir() { shared.to_path_buf() } else { std::env::temp_dir() };
         let home = tempfile::tempdir_in(parent).expect("a folder").keep();
         fill(&home).expect("copied");
-        std::env::set_current_dir(&home).expect("there");
         home
     })
 }
@@ -48,10 +49,11 @@ fn fill(home: &Path) -> std::io::Result<()> {
         r#"{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello world"}]}"#,
         r#"{"input_ids": [1, 2, 3, 4, 5, 6]}"#,
     ];
+    let at = home.display();
     for (model, format, row) in [("chat", "messages", rows[0]), ("model", "tokens", rows[1])] {
         let recipe = format!(
-            "[model]\nsource = '{model}'\n[[train]]\nmodules = ['attention']\n[data]\ntrain = [{{ source = \
-             '{model}.jsonl', format = '{format}' }}]\neval = [{{ source = '{model}.jsonl', format = '{format}' }}]\n\
+            "[model]\nsource = '{at}/{model}'\n[[train]]\nmodules = ['attention']\n[data]\ntrain = [{{ source = \
+             '{at}/{model}.jsonl', format = '{format}' }}]\neval = [{{ source = '{at}/{model}.jsonl', format = '{format}' }}]\n\
              max_length = 64\n[run]\ndevice = 'cpu'\n"
         );
         std::fs::write(home.join(format!("{model}.toml")), recipe)?;
