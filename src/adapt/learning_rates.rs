@@ -1,7 +1,7 @@
 //! The learning rates that a run will use: what plans, checks and runs say comes from here, and so does what the
 //! optimizer does.
 
-use super::selection::Selection;
+use super::selection::{Part, Selection};
 use super::{Error, params::Params};
 use crate::recipe::{self, Method, Recipe};
 use serde::Serialize;
@@ -15,8 +15,10 @@ pub struct LearningRate {
     /// How these tensors train.
     #[serde(serialize_with = "word")]
     pub method: Method,
-    /// The rule's factor, which is in `lr`.
+    /// The rule's factor, times that of LoRA's B, which is in `lr`.
     pub lr_scale: f64,
+    /// Whether it is of LoRA's B alone.
+    pub lora_b: bool,
     /// How many tensors.
     pub tensors: usize,
     /// Values in them.
@@ -30,7 +32,7 @@ fn word<S: serde::Serializer>(method: &Method, s: S) -> Result<S::Ok, S::Error> 
 }
 
 impl LearningRate {
-    /// Peak before the rule's factor.
+    /// Peak before the factor.
     pub fn base(&self, o: &recipe::Optimizer) -> f64 {
         o.peak_lr(self.method)
     }
@@ -39,7 +41,11 @@ impl LearningRate {
 /// As `2e-4 (LoRA, by default, lr_scale 0.5)`.
 impl fmt::Display for LearningRate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let method = if self.method == Method::Full { "in full" } else { "LoRA" };
+        let method = match self.method {
+            Method::Full => "in full",
+            _ if self.lora_b => "LoRA's B",
+            _ => "LoRA",
+        };
         let from = if self.from == "default" { "by default" } else { self.from };
         write!(f, "{} ({method}, {from}", short(self.lr))?;
         if self.lr_scale != 1.0 {
@@ -63,11 +69,13 @@ pub fn line(rates: &[LearningRate]) -> String {
     rates.iter().map(LearningRate::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// The rates of tensors by method, factor and number of values; the highest first.
-fn collect(o: &recipe::Optimizer, parts: impl Iterator<Item = (Method, f64, u64)>) -> Vec<LearningRate> {
+/// The rates of tensors by part, factor and number of values; the highest first.
+fn collect(o: &recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64)>) -> Vec<LearningRate> {
     let mut rates: Vec<LearningRate> = Vec::new();
-    for (method, lr_scale, parameters) in parts {
-        match rates.iter_mut().find(|r| r.method == method && r.lr_scale == lr_scale) {
+    for (part, lr_scale, parameters) in parts {
+        let (method, lora_b) = (part.method(), part == Part::B && o.lr_scale_b != 1.0);
+        let lr_scale = o.factor(lr_scale, lora_b);
+        match rates.iter_mut().find(|r| (r.method, r.lora_b, r.lr_scale) == (method, lora_b, lr_scale)) {
             Some(r) => {
                 r.tensors += 1;
                 r.parameters += parameters;
@@ -76,6 +84,7 @@ fn collect(o: &recipe::Optimizer, parts: impl Iterator<Item = (Method, f64, u64)
                 lr: o.peak_lr(method) * lr_scale,
                 method,
                 lr_scale,
+                lora_b,
                 tensors: 1,
                 parameters,
                 from: if o.lr.is_some() { "optimizer.lr" } else { "default" },
@@ -90,7 +99,7 @@ impl Selection {
     /// The learning rates of what trains, the highest first.
     pub fn learning_rates(&self, o: &recipe::Optimizer) -> Vec<LearningRate> {
         let parts = self.parts();
-        collect(o, parts.iter().map(|p| (p.part.method(), p.lr_scale(), p.elements() as u64)))
+        collect(o, parts.iter().map(|p| (p.part, p.lr_scale(), p.elements() as u64)))
     }
 
     /// As [`Selection::learning_rates`], for a recipe that is going to be used.
@@ -127,7 +136,7 @@ impl Selection {
 impl Params {
     /// As [`Selection::learning_rates`].
     pub fn learning_rates(&self, o: &recipe::Optimizer) -> Vec<LearningRate> {
-        collect(o, self.tensors.iter().map(|t| (t.part.method(), t.lr_scale, t.elements() as u64)))
+        collect(o, self.tensors.iter().map(|t| (t.part, t.lr_scale, t.elements() as u64)))
     }
 }
 
@@ -152,6 +161,18 @@ mod tests {
         let all: usize = rates.iter().map(|r| r.tensors).sum();
         assert_eq!(all, selection(&recipe)?.trained().len());
         Ok(line(&rates))
+    }
+
+    /// LoRA+: B has a rate of its own.
+    #[test]
+    fn b_has_a_factor() -> anyhow::Result<()> {
+        assert_eq!(
+            shown(&["optimizer.lr_scale_b=16"])?,
+            "3.2e-3 (LoRA's B, by default, lr_scale 16), 9.6e-4 (LoRA's B, by default, lr_scale 4.8), 2e-4 (LoRA, by \
+             default), 6e-5 (LoRA, by default, lr_scale 0.3), 1e-5 (in full, by default)"
+        );
+        assert!(shown(&["optimizer.lr_scale_b=1e-300"]).is_err());
+        Ok(())
     }
 
     /// A rule of one method leaves the default of another alone.

@@ -8,6 +8,7 @@ pub use schedule::Schedule;
 
 use crate::adapt::Params;
 use crate::adapt::params::{Held, Unit, common};
+use crate::adapt::selection::Part;
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
@@ -63,9 +64,10 @@ impl Optimizer {
         for (t, s) in params.tensors.iter().zip(&params.slots) {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
+            let factor = o.factor(t.lr_scale, t.part == Part::B);
             let end = s.offset + t.elements();
             match groups.last_mut() {
-                Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, t.lr_scale, decays) => {
+                Some(l) if (l.unit, l.peak, l.lr_scale, l.decays) == (s.unit, peak, factor, decays) => {
                     l.len = end - l.start;
                 }
                 _ => groups.push(ParamGroup {
@@ -73,7 +75,7 @@ impl Optimizer {
                     start: s.offset,
                     len: t.elements(),
                     peak,
-                    lr_scale: t.lr_scale,
+                    lr_scale: factor,
                     decays,
                 }),
             }

@@ -106,7 +106,9 @@ impl Cross<'_, '_> {
             );
         }
         let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
-        for key in ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora"] {
+        for key in
+            ["lora.rank", "lora.alpha", "lora.dropout", "lora.rslora", "lora.dora", "optimizer.lr_scale_b"]
+        {
             if self.given(key) && !recipe.uses_lora_defaults() && rules_are_good {
                 let message = format!("{key} does nothing: no [[train]] rule has method = \"lora\"");
                 let hint = match recipe.train.is_empty() {

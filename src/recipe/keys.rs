@@ -229,6 +229,8 @@ table! {
         name: OptimizerName = Word(OptimizerName::WORDS), Toml("\"adamw\"");
         /// Peak learning rate; a rule's lr_scale multiplies it.
         lr: Option<f64> = Number(Bound::Positive), Absent("2e-4 for what trains by LoRA, 1e-5 for what trains in full");
+        /// Factor on the learning rate of LoRA's B (LoRA+): 16 is usual there, with a lower lr.
+        lr_scale_b: f64 = Number(Bound::Positive), Toml("1.0");
         /// Decay rates of the two moments.
         betas: [f64; 2] = Betas, Toml("[0.9, 0.999]");
         /// Added to the denominator.

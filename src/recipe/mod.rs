@@ -263,6 +263,11 @@ impl Optimizer {
     pub fn peak_lr(&self, method: Method) -> f64 {
         self.lr.unwrap_or(if method == Method::Full { 1e-5 } else { 2e-4 })
     }
+
+    /// The factor on the peak learning rate of a tensor, by its rule's `lr_scale` and whether it is LoRA's B.
+    pub fn factor(&self, lr_scale: f64, is_b: bool) -> f64 {
+        if is_b { lr_scale * self.lr_scale_b } else { lr_scale }
+    }
 }
 
 /// The problems that are no consequence of a syntax error: a line that could not be read seems to miss its

@@ -125,3 +125,33 @@ fn an_adapter_brings_its_methods() {
         assert!(r.code == 2 && r.err.contains("min_lr"), "{verb}: {} {}", r.code, r.err);
     }
 }
+
+/// LoRA+: an update of B is as many times as long, and no other one is. In the first, from B = 0, A has no gradient.
+#[test]
+fn the_factor_of_b_is_of_b_alone() {
+    let w = world("[[train]]\nmodules = [\"mlp\"]\n", "lr = 1e-3");
+    let adapter = |set: &[&str], out: &str| {
+        w.ok(&[&["run", "r.toml", "run.steps=1", "run.clip=0", out], set].concat());
+        let folder = out.trim_start_matches("run.output=");
+        ft::store::TensorFiles::open_file(&w.path(&format!("{folder}/adapter/adapter_model.safetensors")))
+            .expect("an adapter")
+    };
+    let (one, plus) =
+        (adapter(&[], "run.output=one"), adapter(&["optimizer.lr_scale_b=16"], "run.output=plus"));
+    for name in one.names() {
+        let values = |files: &ft::store::TensorFiles| -> Vec<f32> {
+            let bytes = files.read(name).expect("bytes");
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+        };
+        let factor = if name.contains("lora_B") { 16.0 } else { 1.0 };
+        let (a, b) = (values(&one), values(&plus));
+        assert!(a.iter().any(|x| *x != 0.0), "{name}");
+        assert!(a.iter().zip(&b).all(|(x, y)| (x * factor - y).abs() <= 1e-5 * y.abs()), "{name}");
+    }
+    let plan: Value =
+        serde_json::from_str(&w.ok(&["plan", "r.toml", "--json", "optimizer.lr_scale_b=16"]).out)
+            .expect("JSON");
+    let found = rates(&plan["learning_rates"]);
+    assert!(is(&found, &[("lora", 1.6e-2), ("lora", 1e-3)]), "{found:?}");
+    assert_eq!(plan["learning_rates"][0]["lora_b"], true);
+}
