@@ -19,6 +19,9 @@ use serde_json::{Map, Value, json};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
+/// Tokens of a conversation that there is room for from the beginning; a longer one is read again into twice the room.
+const CONVERSATION: usize = 8192;
+
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -117,7 +120,10 @@ pub fn run(args: &Args) -> crate::Result<()> {
     chat.messages.clone_from(&chat.first);
     match &args.prompt {
         Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
-        None => talk(&mut chat, &mut sampler),
+        None => {
+            chat.reader.make_room(CONVERSATION)?;
+            talk(&mut chat, &mut sampler)
+        }
     }
 }
 

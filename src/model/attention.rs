@@ -44,21 +44,44 @@ pub struct Saved {
     out: attention::Saved,
 }
 
-/// Keys and values of earlier tokens, for generation.
-#[derive(Debug, Default)]
+/// Keys and values of earlier tokens, for generation: there is room for so many tokens, the first of which are filled.
+/// Tokens are written where they stay, and attention reads the part that is filled.
+#[derive(Debug)]
 pub struct Cache {
+    room: usize,
+    len: usize,
+    /// [room, g, c] each, made when the first token comes.
     kv: Option<(Tensor, Tensor)>,
 }
 
 impl Cache {
+    /// Room for so many tokens, none of which is there yet.
+    pub fn new(room: usize) -> Self {
+        Self { room, len: 0, kv: None }
+    }
+
     /// Forgets all but the first `n` tokens.
-    pub fn truncate(&mut self, n: usize) -> Result<()> {
-        self.kv = match self.kv.take() {
-            Some((k, v)) if n > 0 && n < k.dim(0)? => Some((k.narrow(0, 0, n)?, v.narrow(0, 0, n)?)),
-            Some(kv) if n > 0 => Some(kv),
-            _ => None,
+    pub fn truncate(&mut self, n: usize) {
+        self.len = self.len.min(n);
+    }
+
+    /// Adds the keys and values [t, g, c] of more tokens, and gives all, [tokens, g, c] each.
+    fn add(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (t, g, c) = k.dims3()?;
+        if self.len + t > self.room {
+            candle_core::bail!("a cache for {} tokens: {} and {t} more", self.room, self.len);
+        }
+        let make = || Tensor::zeros((self.room, g, c), k.dtype(), k.device());
+        let (ks, vs) = match self.kv.take() {
+            Some(kv) => kv,
+            None => (make()?, make()?),
         };
-        Ok(())
+        ks.slice_set(&k.contiguous()?, 0, self.len)?;
+        vs.slice_set(&v.contiguous()?, 0, self.len)?;
+        self.len += t;
+        let all = (ks.narrow(0, 0, self.len)?, vs.narrow(0, 0, self.len)?);
+        self.kv = Some((ks, vs));
+        Ok(all)
     }
 }
 
@@ -105,10 +128,7 @@ impl Attention {
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
         let [q, mut k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
         if let Some(cache) = cache {
-            if let Some((pk, pv)) = &cache.kv {
-                (k, v) = (Tensor::cat(&[pk, &k], 0)?, Tensor::cat(&[pv, &v], 0)?);
-            }
-            cache.kv = Some((k.clone(), v.clone()));
+            (k, v) = cache.add(&k, &v)?;
         }
         let out = attention::forward(&q, &k, &v, &self.causal(ctx))?;
         let (y, os) = self.o.forward(&out.o.reshape((t, self.heads * c))?, ctx)?;
@@ -135,5 +155,31 @@ impl Attention {
         let dx = self.q.backward(&qs, &dq.reshape((t, hq))?, ctx, sink, None)?;
         let dx = self.k.backward(&ks, &dk.reshape((t, hk))?, ctx, sink, Some(dx))?;
         self.v.backward(&vs, &dv.reshape((t, hk))?, ctx, sink, Some(dx))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::check::{close, randn};
+    use candle_core::DType;
+
+    /// What is added stays where it is, what is forgotten is written over, and there is no more than the room.
+    #[test]
+    fn a_cache_fills_its_room_in_place() -> Result<()> {
+        let tokens = |seed| randn(seed, (2, 3, 4), DType::F32);
+        let (a, b, c) = (tokens(1)?, tokens(2)?, tokens(3)?);
+        let mut cache = Cache::new(4);
+        let first = cache.add(&a, &b)?.0;
+        let (k, v) = cache.add(&b, &c)?;
+        close(&k, &Tensor::cat(&[&a, &b], 0)?, 0.0);
+        close(&v, &Tensor::cat(&[&b, &c], 0)?, 0.0);
+        assert!(cache.add(&a, &b).is_err());
+        cache.truncate(1);
+        let (k, _) = cache.add(&c, &c)?;
+        close(&k, &Tensor::cat(&[&a.narrow(0, 0, 1)?, &c], 0)?, 0.0);
+        // the first tokens are seen by who was given them: nothing was moved
+        close(&first, &k.narrow(0, 0, 2)?, 0.0);
+        Ok(())
     }
 }

@@ -3,14 +3,19 @@
 //! What is computed is what `Mixture` computes expert by expert; the tests of `tests/gpu` hold one to the other.
 
 use super::batch::Context;
-use super::linear::{Linear, Weight};
+use super::linear::{self, Linear, Weight};
 use super::mlp::Mlp;
+use super::moe::{self, Experts, Mixture, OTHER};
 use super::sink::Sink;
 use crate::kernel::Tensor;
-use crate::kernel::group::Sorted;
+use crate::kernel::group::{Groups, Sorted};
 use crate::kernel::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
+use crate::kernel::route::cuda::Routed;
+use crate::kernel::route::{self, Balance};
 use crate::kernel::swiglu;
+use crate::kernel::tensor::On;
 use candle_core::{DType, Result};
+use std::sync::Arc;
 
 /// One of the three linears of all experts.
 #[derive(Debug)]
@@ -56,7 +61,7 @@ fn takes(l: &Linear, dtype: DType) -> bool {
 }
 
 /// Whether the grouped products compute these experts of rows in `dtype`.
-pub fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
+fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
         && experts.iter().flat_map(Mlp::linears).all(|l| takes(l, dtype))
 }
@@ -198,5 +203,76 @@ impl Banks {
         }
         let up = (&self.up.table, &du, low_du.as_ref());
         grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(up), s)
+    }
+}
+
+impl Mixture {
+    /// Whether the experts are computed together.
+    pub(super) fn together(&self, on: On<'_>, dtype: DType) -> bool {
+        !on.is_cpu() && self.top_k <= route::cuda::MOST && takes_all(&self.experts, dtype)
+    }
+
+    /// Whether products take the 4-bit codes of the experts as they are, however the rest of the layer is dequantized.
+    pub fn reads_codes(&self, on: On<'_>, dtype: DType) -> bool {
+        self.together(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
+    }
+
+    fn banks(&self, dtype: DType) -> Result<&Banks> {
+        if self.banks.get().is_none() {
+            // another thread's are the same
+            let _ = self.banks.set(Banks::new(&self.experts, &self.alike, dtype)?);
+        }
+        self.banks.get().ok_or_else(|| candle_core::Error::msg("no banks of experts"))
+    }
+
+    pub(super) fn recompute_together(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        logits: &Tensor,
+        router: linear::Saved,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<moe::Saved> {
+        let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
+        let Routed { chosen, probs, lse, gates } =
+            route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
+        };
+        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        let experts = Experts::Together(Box::new(out));
+        Ok(moe::Saved { groups, probs, lse, gates, router, experts, shared })
+    }
+
+    pub(super) fn backward_together(
+        &self,
+        s: moe::Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let routed = s.routed().map(|r| r.1);
+        let (Some(routed), Some(sorted), Experts::Together(saved)) = (routed, s.groups.sorted(), s.experts)
+        else {
+            candle_core::bail!("{OTHER}")
+        };
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        // outputs become their gradients, in place
+        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+        let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
+        let shared = match (&self.shared, s.shared) {
+            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
+            _ => None,
+        };
+        let dx = sorted.combine(&dx, None, shared.as_ref())?;
+        let extra = balance.and_then(|b| b.on_device.as_ref());
+        let z = balance.map_or(0.0, |b| b.z);
+        let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
     }
 }

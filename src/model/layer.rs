@@ -78,6 +78,12 @@ impl Layer {
         self.linears().into_iter().any(Linear::is_packed)
     }
 
+    /// Whether products take the 4-bit codes of its experts as they are, however the rest of it is dequantized.
+    pub fn reads_codes(&self) -> bool {
+        let w = &self.attn_norm.weight;
+        matches!(&self.mlp, FeedForward::Mixture(b) if b.reads_codes(w.device(), w.dtype()))
+    }
+
     /// The same layer for one visit of the walk: its 4-bit matrices dequantized, of a mixture those of the experts that
     /// have tokens by `routing`. Dropping it gives the memory back.
     pub fn dequantized(&self, routing: Option<&Groups>) -> Result<Self> {

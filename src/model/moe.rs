@@ -33,10 +33,10 @@ use std::sync::{Arc, OnceLock};
 pub struct Mixture {
     /// `[d]` -> `[e]`.
     pub router: Linear,
-    /// Experts.
-    pub experts: Vec<Mlp>,
+    /// Experts. They stay the same: `banks` is made of them.
+    pub(super) experts: Vec<Mlp>,
     /// How many experts each of them stands for: one, but in a plan.
-    pub alike: Vec<usize>,
+    pub(super) alike: Vec<usize>,
     /// The expert of every token.
     pub shared: Option<Shared>,
     /// Experts a token.
@@ -44,7 +44,7 @@ pub struct Mixture {
     /// Whether a token's gates are scaled to sum to one.
     pub normalise: bool,
     /// The experts for products of all of them together: made when they are first needed.
-    pub banks: Arc<OnceLock<Banks>>,
+    pub(super) banks: Arc<OnceLock<Banks>>,
 }
 
 /// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
@@ -58,7 +58,7 @@ pub struct Shared {
 
 /// What the backward pass of a shared expert needs.
 #[derive(Debug)]
-struct SharedSaved {
+pub(super) struct SharedSaved {
     mlp: mlp::Saved,
     gate: linear::Saved,
     /// Output of the block [t, d], before its gate.
@@ -69,7 +69,7 @@ struct SharedSaved {
 
 impl Shared {
     /// What forward saves.
-    fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
+    pub(super) fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
         let (out, mlp) = self.mlp.forward(x, ctx)?;
         let (logit, gate) = self.gate.forward(x, ctx)?;
         let open = swiglu::sigmoid(&upcast(&logit)?)?;
@@ -77,7 +77,13 @@ impl Shared {
     }
 
     /// Backward: the gradient of the input.
-    fn backward(&self, s: SharedSaved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub(super) fn backward(
+        &self,
+        s: SharedSaved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
         let slope = (&s.open * (1.0 - &s.open)?)?;
         let dlogit = ((upcast(dy)? * upcast(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
         drop(s.out);
@@ -88,7 +94,7 @@ impl Shared {
 }
 
 /// What a bug of the walk would be.
-const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
+pub(super) const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
 
 /// What the backward pass needs, and what the losses on the router are computed from.
 #[derive(Debug)]
@@ -99,15 +105,15 @@ pub struct Saved {
     pub probs: Tensor,
     /// logsumexp of the router's logits `[t]`, f32.
     pub lse: Tensor,
-    gates: Tensor,
-    router: linear::Saved,
-    experts: Experts,
-    shared: Option<SharedSaved>,
+    pub(super) gates: Tensor,
+    pub(super) router: linear::Saved,
+    pub(super) experts: Experts,
+    pub(super) shared: Option<SharedSaved>,
 }
 
 /// What the backward pass of the experts needs.
 #[derive(Debug)]
-enum Experts {
+pub(super) enum Experts {
     /// Of those that have tokens, and their outputs, [rows, d] each, before the gates.
     Each(Vec<mlp::Saved>, Vec<Tensor>),
     /// Of all of them together.
@@ -126,10 +132,11 @@ impl Saved {
 impl Mixture {
     /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
     pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
-        let mut experts = self.experts.clone();
         // those that are computed together are dequantized where they are multiplied
+        let (mut experts, mut banks) = (self.experts.clone(), Arc::clone(&self.banks));
         for run in groups.runs() {
             experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
+            banks = Arc::default();
         }
         let shared = self.shared.as_ref().map(|s| {
             Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.dequantized()?, gate: s.gate.dequantized()? })
@@ -139,9 +146,14 @@ impl Mixture {
             experts,
             shared: shared.transpose()?,
             alike: self.alike.clone(),
-            banks: Arc::clone(&self.banks),
+            banks,
             ..*self
         })
+    }
+
+    /// Its experts.
+    pub fn experts(&self) -> &[Mlp] {
+        &self.experts
     }
 
     /// Its linears, in the order of the forward pass.
@@ -171,7 +183,7 @@ impl Mixture {
     /// What forward saves: all but the sum over the experts.
     pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
-        if self.together(x) {
+        if self.together(x.device(), x.dtype()) {
             return self.recompute_together(x, ctx, &logits, router, replay);
         }
         let (probs, lse) = route::softmax(&logits)?;
@@ -202,71 +214,6 @@ impl Mixture {
         let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Each(experts, out), shared })
-    }
-
-    /// Whether the experts are computed together.
-    fn together(&self, x: &Tensor) -> bool {
-        !x.device().is_cpu()
-            && self.top_k <= route::cuda::MOST
-            && experts::takes_all(&self.experts, x.dtype())
-    }
-
-    fn banks(&self, dtype: candle_core::DType) -> Result<&Banks> {
-        if self.banks.get().is_none() {
-            // another thread's are the same
-            let _ = self.banks.set(Banks::new(&self.experts, &self.alike, dtype)?);
-        }
-        self.banks.get().ok_or_else(|| candle_core::Error::msg("no banks of experts"))
-    }
-
-    fn recompute_together(
-        &self,
-        x: &Tensor,
-        ctx: &Context,
-        logits: &Tensor,
-        router: linear::Saved,
-        replay: Option<Arc<Groups>>,
-    ) -> Result<Saved> {
-        let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
-        let Routed { chosen, probs, lse, gates } =
-            route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
-        let groups = match replay {
-            Some(g) => g,
-            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
-        };
-        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
-        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
-        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
-        Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Together(Box::new(out)), shared })
-    }
-
-    fn backward_together(
-        &self,
-        s: Saved,
-        dy: &Tensor,
-        ctx: &Context,
-        sink: &Sink<'_>,
-        balance: Option<&Balance>,
-    ) -> Result<Tensor> {
-        let routed = s.routed().map(|r| r.1);
-        let (Some(routed), Some(sorted), Experts::Together(saved)) = (routed, s.groups.sorted(), s.experts)
-        else {
-            candle_core::bail!("{OTHER}")
-        };
-        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
-        // outputs become their gradients, in place
-        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
-        let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
-        let shared = match (&self.shared, s.shared) {
-            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
-            _ => None,
-        };
-        let dx = sorted.combine(&dx, None, shared.as_ref())?;
-        let extra = balance.and_then(|b| b.on_device.as_ref());
-        let z = balance.map_or(0.0, |b| b.z);
-        let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
-        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
-        dx + own.to_dtype(dy.dtype())?
     }
 
     /// Backward: the gradient of the input. `balance` is what losses on the router add.

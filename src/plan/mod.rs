@@ -48,7 +48,7 @@ use crate::log::memory;
 use crate::model::Config;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
-use crate::recipe::{Dtype, Offload, Recipe};
+use crate::recipe::{self, Dtype, Offload, Recipe};
 use crate::walk::Execution;
 use shape::Shape;
 use statics::Statics;
@@ -63,11 +63,17 @@ pub enum Error {
     /// It takes more than there is.
     #[error("{0}")]
     DoesNotFit(String),
+    /// The recipe asks for what would not be done.
+    #[error("{0}")]
+    Ignored(String),
 }
 
 impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
-        ExitCode::DoesNotFit
+        match self {
+            Error::DoesNotFit(_) => ExitCode::DoesNotFit,
+            Error::Ignored(_) => ExitCode::Usage,
+        }
     }
 }
 
@@ -261,6 +267,16 @@ impl<'a> Prepared<'a> {
         let quantize = inputs.recipe.model.quantize;
         let split = (p.tensor, p.pipeline);
         let shape = Shape::new(inputs.config, inputs.selection, quantize, inputs.machine, split)?;
+        if inputs.recipe.memory.dequantize == recipe::Dequantize::PerLayer
+            && shape.kinds.iter().any(Layer::reads_codes)
+        {
+            let place = inputs.recipe.place("memory.dequantize");
+            return Err(Error::Ignored(format!(
+                "{place}: memory.dequantize = \"per_layer\" is not built for experts on CUDA: the products of all experts of a \
+                 layer take the 4-bit codes as they are\n  hint: \"auto\" or \"per_matmul\", or run.device = \"cpu\""
+            ))
+            .into());
+        }
         Ok(Self { inputs, shape, statics })
     }
 

@@ -224,15 +224,20 @@ impl Plan {
 
     /// Why a run that does not fit stops before it starts, with what would make it fit.
     pub fn refusal(&self) -> super::Error {
-        let super::Error::DoesNotFit(mut s) = self.verdict();
+        let mut s = self.lacks();
         for h in &self.hints {
             let _ = write!(s, "\n  hint: {}", h.text);
         }
         super::Error::DoesNotFit(s)
     }
 
-    /// What does not fit, a line each.
+    /// Why a run does not fit.
     pub fn verdict(&self) -> super::Error {
+        super::Error::DoesNotFit(self.lacks())
+    }
+
+    /// What does not fit, a line each.
+    fn lacks(&self) -> String {
         let mut lines = Vec::new();
         if !self.fits_device() {
             lines.push(format!(
@@ -243,6 +248,6 @@ impl Plan {
             ));
         }
         lines.extend(self.space.shortages(self.machine.cuda || self.fits_device()));
-        super::Error::DoesNotFit(lines.join("\n"))
+        lines.join("\n")
     }
 }

@@ -7,6 +7,7 @@ use crate::adapt::params::{ALIGN, wide_units};
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::kernel::gemm;
+use crate::kernel::grouped::table;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
@@ -169,6 +170,10 @@ impl Statics {
             let bias = m.bias().unwrap_or(0) as u64;
             if s.tied && m.group == Group::Head {
                 continue;
+            }
+            if machine.cuda && m.expert.is_some() {
+                // its line in the table of the layer's experts
+                out.device.add(component(m.group), table::BYTES as u64);
             }
             if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it

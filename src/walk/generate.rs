@@ -2,7 +2,7 @@
 
 use crate::data::Tokenizer;
 use crate::kernel::attention::Sequences;
-use crate::kernel::{Real, Tensor};
+use crate::kernel::{Real, Tensor, to_host};
 use crate::model::Decoder;
 use crate::model::attention::Cache;
 use crate::model::batch::Context;
@@ -11,20 +11,27 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 /// Tokens of a sample reply at the most.
 pub const SAMPLE_TOKENS: usize = 64;
+/// Tokens of a prompt that are read at a time: what a pass takes beside the cache does not grow with the prompt.
+const PART: usize = 2048;
 
 /// A model with the keys and values of what it has read so far: one document.
+///
+/// There is room for so many tokens at a time, and nothing that was read is moved. A document that grows beyond it is read
+/// again into a larger room, never with both there.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
     caches: Vec<Cache>,
+    /// Cosines and sines of all positions that there is room for.
+    tables: Option<(Tensor, Tensor)>,
+    room: usize,
     seen: Vec<u32>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader that has read nothing.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
-        let caches = decoder.layers.iter().map(|_| Cache::default()).collect();
-        Self { decoder, device, caches, seen: Vec::new() }
+        Self { decoder, device, caches: Vec::new(), tables: None, room: 0, seen: Vec::new() }
     }
 
     /// Tokens read so far.
@@ -37,27 +44,56 @@ impl<'a> Reader<'a> {
         self.seen.is_empty()
     }
 
-    /// Reads tokens and gives the logits after the last, `[v]` in f32.
+    /// Makes room for so many tokens, as far as the model is made for them. Where there was less, what was read is forgotten.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn make_room(&mut self, tokens: usize) -> crate::Result<()> {
+        self.grow(tokens.min(self.decoder.config.max_positions))
+    }
+
+    fn grow(&mut self, tokens: usize) -> crate::Result<()> {
+        if tokens <= self.room {
+            return Ok(());
+        }
+        let c = &self.decoder.config;
+        // twice as much, so that a conversation is read again a few times only
+        let most = if tokens > c.max_positions { usize::MAX } else { c.max_positions };
+        let room = tokens.max((2 * self.room).min(most));
+        (self.caches, self.tables, self.room) = (Vec::new(), None, 0);
+        self.seen.clear();
+        let positions: Vec<u32> = (0..room).map(|p| p as u32).collect();
+        self.tables = Some(c.rope.tables(c.head_dim, &positions, self.device)?);
+        self.caches = self.decoder.layers.iter().map(|_| Cache::new(room)).collect();
+        self.room = room;
+        Ok(())
+    }
+
+    /// Reads tokens and gives the logits after the last, `[v]` in f32, on the host.
     ///
     /// # Errors
     /// No tokens; logits that are not finite; a tensor operation that fails.
     pub fn read(&mut self, ids: &[u32]) -> crate::Result<Real> {
-        let (n, past) = (ids.len(), self.seen.len());
-        if n == 0 {
+        if self.seen.len() + ids.len() > self.room {
+            let all = [&self.seen, ids].concat();
+            self.grow(all.len())?;
+            return self.read_parts(&all);
+        }
+        self.read_parts(ids)
+    }
+
+    fn read_parts(&mut self, ids: &[u32]) -> crate::Result<Real> {
+        let mut last = None;
+        for part in ids.chunks(PART) {
+            last = Some(self.pass(part)?);
+        }
+        let Some((x, ctx)) = last else {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
-        }
-        let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
-        let c = &self.decoder.config;
-        let (cos, sin) = c.rope.tables(c.head_dim, &positions, self.device)?;
-        let seqs = Sequences::new(&[past + n], past, self.device)?;
-        let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
-        let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
-        for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
-            x = layer.forward(&x, &ctx, Some(cache), None)?.0;
-        }
-        self.seen.extend(ids);
+        };
+        let n = x.dim(0)?;
         let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
-        let logits = logits.real()?.squeeze(0)?;
+        // what is drawn from them is drawn on the host
+        let logits = to_host(&logits.real()?.squeeze(0)?)?;
         // nothing can be drawn from them
         super::finite(
             &logits,
@@ -65,6 +101,23 @@ impl<'a> Reader<'a> {
             "hint: its weights, or its adapter's, have diverged or are damaged",
         )?;
         Ok(logits)
+    }
+
+    /// Takes tokens through the layers: what enters the head, [t, d].
+    fn pass(&mut self, ids: &[u32]) -> crate::Result<(Tensor, Context)> {
+        let (n, past) = (ids.len(), self.seen.len());
+        let Some((cos, sin)) = &self.tables else {
+            return Err(candle_core::Error::Msg("no room for tokens".into()).into());
+        };
+        let seqs = Sequences::new(&[past + n], past, self.device)?;
+        let (cos, sin) = (cos.narrow(0, past, n)?, sin.narrow(0, past, n)?);
+        let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
+        let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
+        for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
+            x = layer.forward(&x, &ctx, Some(cache), None)?.0;
+        }
+        self.seen.extend(ids);
+        Ok((x, ctx))
     }
 
     /// Reads a whole document and gives the logits after its last token. What it has in common with the
@@ -76,9 +129,7 @@ impl<'a> Reader<'a> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
         // the logits after the last token need that token
         let keep = common.min(ids.len().saturating_sub(1));
-        for cache in &mut self.caches {
-            cache.truncate(keep)?;
-        }
+        self.caches.iter_mut().for_each(|cache| cache.truncate(keep));
         self.seen.truncate(keep);
         self.read(&ids[keep..])
     }
@@ -107,6 +158,7 @@ pub fn reply(
                    answer\n  hint: --chat-template FILE, or data.chat_template, names another template";
         return Err(crate::data::Error::ModelLacks(why.into()).into());
     }
+    reader.make_room(prompt.len().saturating_add(max_tokens))?;
     let mut logits = reader.read_document(prompt)?;
     let mut text = tokenizer.decoder(true);
     let mut out = String::new();

@@ -94,6 +94,9 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
   host::launch(name.c_str(), grid, k.threads, shared, pointers);
 }
 
+// Of products with tiles of so many rows, as src/kernel/grouped/mod.rs says.
+static size_t SHARED(size_t rows) { return 4 * (rows + 128) * 64 + 2 * (128 + (16 + 256) * 4) + 32 * 128; }
+
 static Dim blocks(size_t x, size_t y, size_t z = 1) {
   Dim d;
   d.x = static_cast<unsigned>(x), d.y = static_cast<unsigned>(y), d.z = static_cast<unsigned>(z);
@@ -122,7 +125,7 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       for (uint32_t r = 0; r < s.rows[e]; r += rows) list.push_back(make_uint2(e, starts[e] + r));
     list.push_back(make_uint2(NONE, 0));
     host::Buffer<uint2> tiles(list);
-    const size_t side = HALF ? 128 : 64, shared = HALF ? std::max<size_t>(4 * (rows + 128) * 64, 32768) : 0;
+    const size_t side = HALF ? 128 : 64, shared = HALF ? SHARED(rows) : 0;
     const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
     const std::string few = rows == 32 ? "few_" : "";
     const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
@@ -241,6 +244,39 @@ template <typename T> static void all(const std::string &type) {
 TEST(products_in_f32) { all<float>("f32"); }
 TEST(products_in_bf16) { all<bf16>("bf16"); }
 TEST(products_in_f16) { all<f16>("f16"); }
+
+// Bytes of the sectors that a product touches, against the codes and scales with the tokens: forward each is read once, but for
+// tokens, which each tile of columns reads. Backward, a row of W gives a tile 64 bytes of codes and two scales of a sector of 32.
+TEST(bytes) {
+  struct Case {
+    const char *name;
+    uint32_t tokens, i, o;
+    double bar;
+  };
+  const uint32_t d = 2048, f = 768;
+  for (const Case &c : {Case{"few_forward", 1, d, f, 1.1}, {"few_forward", 1, f, d, 1.1}, {"few_forward", 8, d, f, 1.1}, {"few_forward", 8, f, d, 1.1},
+                        {"forward", 128, d, f, 1.1}, {"few_backward", 8, d, f, 1.5}, {"few_backward", 8, f, d, 1.5}}) {
+    const std::string name = std::string("grouped_") + c.name + "_bf16";
+    const bool forward = name.find("forward") != std::string::npos;
+    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, columns = (out + 127) / 128;
+    Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, true}, 7);
+    bank.table[0].group = 256;
+    host::Buffer<uint32_t> starts(std::vector<uint32_t>{0, c.tokens});
+    host::Buffer<uint2> tiles(std::vector<uint2>{make_uint2(0, 0)});
+    host::Buffer<bf16> x(check::randn<bf16>(c.tokens * in, 1)), y(c.tokens * out);
+    bf16 *const no = nullptr;
+    host::forget();
+    start(name, blocks(1, columns), SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
+          0u, starts.at(), tiles.at(), y.at());
+    const auto found = host::counts().find(name);
+    if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched
+    const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (1 + 4.0 / 256), tokens = 2.0 * c.tokens * (in * columns + out);
+    const double moved = 32.0 * static_cast<double>(found->second.sectors);
+    printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens, moved / codes,
+           moved / (codes + tokens));
+    if (!(moved <= c.bar * (codes + tokens))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
+  }
+}
 
 TEST(measured) {
   for (bool codes : {false, true}) {

@@ -130,9 +130,22 @@ TEST(measured_codes) {
     host::Buffer<T> out(total), x(check::randn<T>(8 * cols, 3)), y(8 * rows);
     call("dequantize_" + source + "_" + type, grid(total / 1024 / 8), 256, codes.at(), pairs.at(), scales.at(), none, map, 1u, 0.0f, 6u, total, uint64_t(0),
          total, total, 1u, uint32_t(total / 1024), out.at());
-    for (uint32_t tokens : {1u, 8u})
-      call("rows_" + source + "_" + type + "_" + std::to_string(tokens), grid(rows / (tokens == 1 ? 1 : 2)), 128, codes.at(), pairs.at(), scales.at(), none, map,
+    for (uint32_t tokens : {1u, 8u}) {
+      for (uint32_t i = 0; i < 8 * rows; i++) y[i] = Number<T>::from(0.0f);
+      call("rows_" + source + "_" + type + "_" + std::to_string(tokens), grid(rows / (tokens == 1 ? 4 : 2)), 128, codes.at(), pairs.at(), scales.at(), none, map,
            1u, 0.0f, 6u, total, x.at(), tokens, rows, cols, y.at());
+      std::vector<double> want(8 * rows);
+      for (uint32_t t = 0; t < tokens; t++)
+        for (uint32_t r = 0; r < rows; r++) {
+          double sum = 0;
+          for (uint32_t c = 0; c < cols; c++) {
+            const float w = pairs[2 * (c % 2 ? 10 : 5) + 1] * scales[(r * cols + c) / 64];
+            sum += Number<T>::widen(x[t * cols + c]) * static_cast<double>(rounded<T>(source == "bf16" ? rounded<bf16>(w) : source == "f16" ? rounded<f16>(w) : w));
+          }
+          want[t * rows + r] = sum;
+        }
+      check::close("rows", y, want, check::BAR<T>);
+    }
   };
   for (const char *source : {"f32", "bf16", "f16"}) each(source, "f32", 0.0f);
   for (const char *source : {"f32", "f16"}) each(source, "bf16", bf16{});

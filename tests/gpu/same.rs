@@ -121,18 +121,35 @@ fn mixtures_are_close_to_the_cpu() {
     const RANKS: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"router\"]\n[[train]]\nmodules = [\"experts\"]\n\
                          experts = [0, 2]\nrank = 12\n[[train]]\nmodules = [\"experts\"]\nexperts = [1]\nrank = 3\n";
     const WHOLE: &str = "[[train]]\nmodules = [\"experts\", \"router\"]\nmethod = \"full\"\n";
-    let mixture = json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
-                         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": true,
-                         "decoder_sparse_step": 1, "mlp_only_layers": []});
+    let mixture = super::verbs::mixture();
     let losses = ["router.aux_loss=0.05", "router.z_loss=0.01"];
     let close = |rules: &str, set: &[&str], bar: f64| close_of(&mixture, rules, set, bar);
     close(RANKS, &["model.dtype=f32"], 1e-4);
     close(RANKS, &["model.dtype=f32", "lora.dropout=0.2"], 1e-4);
     close(RANKS, &["model.dtype=f32", "lora.dora=true"], 1e-4);
-    close(RANKS, &["model.dtype=f32", "model.quantize=nf4", "memory.dequantize=per_layer"], 1e-4);
+    close(RANKS, &["model.dtype=f32", "model.quantize=nf4"], 1e-4);
     // rounding sends some tokens to other experts, and from then on steps go apart
     close(RANKS, &["model.dtype=bf16", "model.quantize=nf4"], 0.1);
     close(RANKS, &["model.dtype=bf16", "lora.dropout=0.2"], 0.1);
     close(WHOLE, &[&["model.dtype=f32"], &losses[..]].concat(), 1e-4);
     close(WHOLE, &[&["model.dtype=bf16"], &losses[..]].concat(), 0.1);
+}
+
+/// What would not be done is refused: the products of all experts take their codes as they are.
+#[test]
+fn experts_are_not_dequantized_by_the_layer() {
+    if !device() {
+        return;
+    }
+    let rules = "[[train]]\nmodules = [\"attention\"]\n";
+    let w = world_of(&super::verbs::mixture(), rules);
+    let set = ["model.quantize=nf4", "memory.dequantize=per_layer"];
+    for verb in ["run", "plan"] {
+        let r = w.ft(&[&[verb, "r.toml", "run.device=cuda"], &set[..]].concat());
+        assert!(r.code == 2 && r.err.contains("memory.dequantize = \"per_layer\" is not built"), "{}", r.err);
+    }
+    w.ok(&[&["run", "r.toml", "run.device=cpu"], &set[..]].concat());
+    // experts that are computed one by one are dequantized with their layer
+    let dora = "[lora]\ndora = true\n[[train]]\nmodules = [\"experts\"]\n";
+    close_of(&super::verbs::mixture(), dora, &[&["model.dtype=f32"], &set[..]].concat(), 1e-4);
 }

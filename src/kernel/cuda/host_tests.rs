@@ -207,7 +207,6 @@ fn kernels_stay_within_bounds_on_the_host() {
 
 /// Kernels in which less is asked for than the rule wants, and of what: each is small and read again from the cache.
 const NARROW: &[(&str, &str)] = &[
-    ("grouped_few_backward", "the code book, read again from the cache for want of registers"),
     ("grouped_forward_f32", "codes one by one: f32 is for tests"),
     ("grouped_backward_f32", "codes one by one: f32 is for tests"),
 ];

@@ -60,22 +60,20 @@ DEVICE Matrix codes_of(const Expert &e) {
   return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0};
 }
 
-// How deep product `at` of four is: 0 where there is none.
-template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, uint32_t expert, int at) {
-  const Expert *const table = at < 2 ? p.experts : p.more;
+// How deep product `at` of four is, with the expert of its table: 0 where there is none.
+template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, const Expert &e, int at) {
   if (p.low) return at == 0 ? p.inner : 0;
   const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
-  if (table == nullptr || left == nullptr) return 0;
-  return at % 2 == 1 ? table[expert].rank : p.inner;
+  if ((at < 2 ? p.experts : p.more) == nullptr || left == nullptr) return 0;
+  return at % 2 == 1 ? e.rank : p.inner;
 }
 
 // That product, of a tile that begins at row `first`.
 template <typename T, bool TRANSPOSED>
-DEVICE Factors<T> factors(const Products<T> &p, uint32_t expert, uint32_t first, int at) {
+DEVICE Factors<T> factors(const Products<T> &p, const Expert &e, uint32_t first, int at) {
   Factors<T> f = {};
-  f.depth = depth_of(p, expert, at);
+  f.depth = depth_of(p, e, at);
   if (f.depth == 0) return f;
-  const Expert &e = (at < 2 ? p.experts : p.more)[expert];
   const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
   f.right = static_cast<const T *>(at % 2 == 0 && !p.low ? e.weight : TRANSPOSED == p.low ? e.a : e.b);
   f.expert = &e;

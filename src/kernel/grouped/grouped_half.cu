@@ -1,11 +1,30 @@
 // The grouped products of 16-bit values by tensor cores: a block of eight warps a tile of ROWS x 128, 32 deep at a time, in
-// four stages of shared memory. Values come by cp.async two stages ahead. Codes of 4 bits are loaded while the tensor cores
-// are at work on a stage, and dequantized into shared memory after it, by the threads that loaded them: whole sectors of
-// codes, which are 64 deep where rows of W are in the inner dimension's direction, so that every second stage has none to load.
+// four stages of shared memory. Values come by cp.async two stages ahead. Codes of 4 bits are loaded ahead of the stage that
+// they are of, and dequantized into shared memory behind the tensor cores' work, by the threads that loaded them: whole sectors
+// of codes, which are 64 deep where rows of W are in the inner dimension's direction, so that every second stage has none to load.
 #include "grouped.cuh"
 
 constexpr int COLS = 128, DEPTH = 32, STAGES = 4;
 constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
+
+// Behind the stages lies what is read again and again: the expert, of both tables, with the code book and the map of scales of
+// its matrix; and of each warp the scales of the ROW_BLOCK rows of W whose codes it loads, WINDOW bytes of a row at a time, as
+// they lie.
+constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP);
+struct Constants {
+  Expert expert;
+  float book[16], map[THREADS];
+};
+static_assert(THREADS == 256, "a thread an entry of the map");
+
+// Loads an expert and its constants, behind a barrier; `codes` says whether the book and the map are wanted.
+DEVICE void load_constants(Constants &to, const Expert *from, bool codes) {
+  constexpr int WORDS = sizeof(Expert) / 8;
+  if (threadIdx.x < WORDS) store_8(reinterpret_cast<uint2 *>(&to.expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from) + threadIdx.x));
+  if (!codes || from->weight != nullptr) return;
+  if (threadIdx.x < 16) to.book[threadIdx.x] = from->pairs[2 * threadIdx.x + 1];
+  if (from->map != nullptr) to.map[threadIdx.x] = from->map[threadIdx.x];
+}
 
 // Stores 8 values that are read one by one.
 template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
@@ -25,32 +44,45 @@ template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   else return place<COLS>(row, piece);
 }
 
-// Brings the stages of a tile, one after the other: those of all products that are summed.
-template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
+// Codes that a thread has loaded; their scale is factor * absmax + offset, or the factor itself.
+struct Codes {
+  uint4 words;
+  float factor, absmax;
+};
+
+// Brings the stages of a tile, one after the other: those of all products that are summed. Codes come AHEAD loads before they
+// are dequantized: with few rows a product is as fast as its codes come, and that many bytes have to be on the way.
+template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
   const Products<T> &p;
   const Rows tile;
   const uint32_t outer, col0;
   unsigned char *const left, *const right; // [STAGES] each
+  const Constants *const constants;        // of both tables
+  unsigned char *const window;             // this warp's scales
   Factors<T> f;
   int at, stage;
   uint32_t k0; // of the product
   bool whole_left, whole_right;
-  // codes on the way: where they go, and their scale
-  uint4 words;
-  float scale;
-  bool pending;
+  Codes codes[AHEAD];
+  bool pending; // whether the first of them are to be dequantized
+  uint32_t held_group; // the last group of scales of this thread, which stays long where it has one row, and its factor
+  float absmax;
 
   DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, unsigned char *shared)
-      : p(p), tile(tile), outer(outer), col0(col0), left(shared), right(shared + STAGES * ROWS * DEPTH * 2), at(-1), stage(0),
-        k0(0), words(make_uint4(0, 0, 0, 0)), scale(0), pending(false) {
+      : p(p), tile(tile), outer(outer), col0(col0), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
+        constants(reinterpret_cast<const Constants *>(right + STAGES * STAGE_RIGHT)),
+        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants) + threadIdx.x / WARP * ROW_BLOCK * WINDOW), at(-1), stage(0),
+        k0(0), codes(), pending(false), held_group(NONE), absmax(0) {
     next();
   }
+
+  DEVICE const Expert &expert(int at) const { return constants[at / 2].expert; }
 
   // Stages of all products.
   DEVICE uint32_t stages() const {
     uint32_t all = 0;
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) all += (depth_of(p, tile.expert, i) + DEPTH - 1) / DEPTH;
+    for (int i = 0; i < 4; i++) all += (depth_of(p, expert(i), i) + DEPTH - 1) / DEPTH;
     return all;
   }
 
@@ -58,9 +90,9 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
   DEVICE void next() {
     do {
       if (++at == 4) return;
-      f = factors<T, TRANSPOSED>(p, tile.expert, tile.first, at);
+      f = factors<T, TRANSPOSED>(p, expert(at), tile.first, at);
     } while (f.depth == 0);
-    k0 = 0;
+    k0 = 0, held_group = NONE;
     whole_left = f.stride % 8 == 0 && f.depth % 8 == 0 && is_aligned(f.left);
     const uint32_t run = TRANSPOSED ? f.depth : outer;
     if (f.right != nullptr) whole_right = run % 8 == 0 && is_aligned(f.right);
@@ -137,26 +169,78 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
     }
   }
 
-  // Codes of this thread: transposed 32 of the two stages from an even one on (threads 2j and 2j + 1 have row j); else 16 of
-  // row j for threads 8j to 8j + 7.
+  // Begins a stage of codes, if that has loads of its own: transposed, a load is of two stages.
   DEVICE void fetch_codes() {
-    if (TRANSPOSED && k0 / DEPTH % 2 == 1) return;
+    constexpr uint32_t STEP = TRANSPOSED ? 2 * DEPTH : DEPTH;
+    if (k0 % STEP != 0) return;
+    pending = true;
+    if (k0 == 0) {
+#pragma unroll
+      for (int a = 0; a + 1 < AHEAD; a++) codes[a + 1] = fetch(a * STEP);
+    }
+#pragma unroll
+    for (int a = 0; a + 1 < AHEAD; a++) codes[a] = codes[a + 1];
+    codes[AHEAD - 1] = fetch(k0 + (AHEAD - 1) * STEP);
+  }
+
+  // Codes of this thread from `k` on: transposed 32 of two stages (threads 2j and 2j + 1 have row j); else 16 of row j for
+  // threads 8j to 8j + 7.
+  DEVICE Codes fetch(uint32_t k) {
     const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
-    const uint32_t deep = k0 + (TRANSPOSED ? part * DEPTH : row), col = col0 + (TRANSPOSED ? row : part * 16);
+    const uint32_t deep = k + (TRANSPOSED ? part * DEPTH : row), col = col0 + (TRANSPOSED ? row : part * 16);
     const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
-    words = make_uint4(0, 0, 0, 0), scale = 0, pending = true;
-    if (deep >= f.depth || col >= outer) return;
     const Matrix m = codes_of(*f.expert);
-    if constexpr (TRANSPOSED) words = load_16(m.packed + from / 2);
+    Codes c = {make_uint4(0, 0, 0, 0), 0.0f, 0.0f};
+    // rows of whole blocks: a warp brings the scales of its rows some blocks at a time
+    const bool nested = m.scale_codes != nullptr;
+    const uint32_t span = (nested ? WINDOW : WINDOW / 4) << m.shift, blocks = f.depth >> m.shift;
+    const bool windows = TRANSPOSED && blocks << m.shift == f.depth;
+    if (windows && k < f.depth && k % span == 0) bring_scales(m, k, blocks);
+    if (deep >= f.depth || col >= outer) return c;
+    if constexpr (TRANSPOSED) c.words = load_16(m.packed + from / 2);
     else {
       const uint2 w = load_8(m.packed + from / 2);
-      words.x = w.x, words.y = w.y;
+      c.words.x = w.x, c.words.y = w.y;
     }
-    scale = m.scale(from >> m.shift);
+    const uint32_t block = static_cast<uint32_t>(from >> m.shift), line = row % ROW_BLOCK, in = deep % span >> m.shift;
+    if (nested) {
+      c.factor = constants[at / 2].map[windows ? window[spot(line, in / 4) + in % 4] : m.scale_codes[block]];
+      const uint32_t group = block / m.group;
+      if (group != held_group) held_group = group, absmax = m.scales[group];
+      c.absmax = absmax;
+    } else {
+      c.factor = windows ? *reinterpret_cast<const float *>(window + spot(line, in)) : m.scales[block];
+    }
+    return c;
+  }
+
+  // Where a word of a line of the window lies: one word of 16 lines in 16 banks.
+  DEVICE static int spot(uint32_t line, uint32_t word) { return static_cast<int>(line * WINDOW + (word ^ (line / 4)) * 4); }
+
+  // The scales from `k` on of the rows whose codes this warp loads; `blocks` are those of a row.
+  DEVICE void bring_scales(const Matrix &m, uint32_t k, uint32_t blocks) {
+    const uint32_t size = m.scale_codes != nullptr ? 1 : 4, first = (k >> m.shift) * size, lane = threadIdx.x % WARP;
+    const unsigned char *const from = size == 1 ? m.scale_codes : reinterpret_cast<const unsigned char *>(m.scales);
+    const uint64_t pitch = static_cast<uint64_t>(blocks) * size;
+    const uint32_t line0 = threadIdx.x / WARP * ROW_BLOCK;
+    const bool by_words = pitch % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 4 == 0;
+    __syncwarp();
+#pragma unroll 1
+    for (uint32_t i = lane; i < ROW_BLOCK * WINDOW / 4; i += WARP) {
+      const uint32_t line = i / (WINDOW / 4), word = i % (WINDOW / 4), col = col0 + line0 + line;
+      const unsigned char *const at = from + col * pitch + first + 4 * word;
+      const uint32_t some = col < outer && first + 4 * word < pitch ? static_cast<uint32_t>(pitch) - first - 4 * word : 0;
+      if (by_words) {
+        if (some > 0) store_4(window + spot(line, word), *reinterpret_cast<const uint32_t *>(at));
+      } else {
+        for (uint32_t j = 0; j < 4 && j < some; j++) window[spot(line, word) + j] = at[j];
+      }
+    }
+    __syncwarp();
   }
 
   // The 8 values of a word of codes; called by whole warps.
-  DEVICE uint4 dequantized(uint32_t word, float entry, uint32_t source) const {
+  DEVICE uint4 dequantized(uint32_t word, float entry, float scale, uint32_t source) const {
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -168,8 +252,11 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
 
   DEVICE void dequantize() {
     pending = false;
-    const float entry = codes_of(*f.expert).entry(threadIdx.x % WARP);
+    const float entry = constants[at / 2].book[threadIdx.x % 16];
     const uint32_t source = f.expert->source;
+    const uint4 words = codes[0].words;
+    // rounded after the product and after the sum: see codes.cuh
+    const float scale = f.expert->scale_codes == nullptr ? codes[0].factor : __fadd_rn(__fmul_rn(codes[0].factor, codes[0].absmax), f.expert->offset);
     const int row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
     // neighbours store their pieces in another order, so that they are in other banks
     if constexpr (TRANSPOSED) {
@@ -180,7 +267,7 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
                              turned ? words.y : words.w};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const uint4 v = dequantized(w[j], entry, source);
+        const uint4 v = dequantized(w[j], entry, scale, source);
         if (some) store_16(to + place<DEPTH>(row, j ^ (2 * part)), v);
       }
     } else {
@@ -188,26 +275,30 @@ template <typename T, bool TRANSPOSED, int ROWS> struct Loader {
       const bool turned = part >= 4;
       const uint32_t w[2] = {turned ? words.y : words.x, turned ? words.x : words.y};
 #pragma unroll
-      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j], entry, source));
+      for (int j = 0; j < 2; j++) store_16(to + place<COLS>(row, 2 * part + (turned ? 1 - j : j)), dequantized(w[j], entry, scale, source));
     }
   }
 };
 
 // ROWS rows by 128 columns; warps stand DOWN below each other.
-template <typename T, bool TRANSPOSED, int ROWS, int DOWN>
+template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD>
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // of a warp
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
   if (tile.expert == NONE) return;
-  const Expert &e = p.experts[tile.expert];
-  const uint32_t outer = p.low ? e.rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * COLS;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * COLS;
   if (col0 >= outer) return;
+  Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
+  load_constants(held[0], p.experts + tile.expert, !p.low);
+  if (p.more != nullptr) load_constants(held[1], p.more + tile.expert, !p.low);
+  __syncthreads();
+  const Expert &e = held[0].expert;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp, in the tile
   const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
 
-  Loader<T, TRANSPOSED, ROWS> loader(p, tile, outer, col0, shared);
+  Loader<T, TRANSPOSED, ROWS, AHEAD> loader(p, tile, outer, col0, shared);
   const unsigned char *const left_tiles = loader.left, *const right_tiles = loader.right;
   float acc[H / 16][W / 8][4] = {};
   const int stages = static_cast<int>(loader.stages());
@@ -362,15 +453,15 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       }
 }
 
-#define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN)                                                                       \
+#define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD)                                                                       \
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, THREADS), PRODUCTS(T)) {                                                \
-    products<T, TRANSPOSED, ROWS, DOWN>(PRODUCTS_OF, starts, tiles, out);                                              \
+    products<T, TRANSPOSED, ROWS, DOWN, AHEAD>(PRODUCTS_OF, starts, tiles, out);                                              \
   }
 #define GROUPED(T)                                                                                                     \
-  PRODUCT(forward, T, true, 128, 4)                                                                                    \
-  PRODUCT(backward, T, false, 128, 4)                                                                                  \
-  PRODUCT(few_forward, T, true, 32, 2)                                                                                 \
-  PRODUCT(few_backward, T, false, 32, 2)                                                                               \
+  PRODUCT(forward, T, true, 128, 4, 1)                                                                                 \
+  PRODUCT(backward, T, false, 128, 4, 1)                                                                               \
+  PRODUCT(few_forward, T, true, 32, 2, 3)                                                                              \
+  PRODUCT(few_backward, T, false, 32, 2, 3)                                                                            \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
   }

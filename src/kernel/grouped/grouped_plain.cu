@@ -43,7 +43,9 @@ DEVICE void products(const Products<float> &p, const uint32_t *starts, const uin
   float acc[EACH][EACH] = {};
 #pragma unroll 1
   for (int at = 0; at < 4; at++) {
-    const Factors<float> f = factors<float, TRANSPOSED>(p, tile.expert, tile.first, at);
+    const Expert *const table = at < 2 ? p.experts : p.more;
+    if (table == nullptr) continue;
+    const Factors<float> f = factors<float, TRANSPOSED>(p, table[tile.expert], tile.first, at);
     for (uint32_t k0 = 0; k0 < f.depth; k0 += DEPTH) {
       fill<true>(a, [&](uint32_t k, uint32_t row) {
         return row < tile.count && k0 + k < f.depth ? f.left[static_cast<uint64_t>(row) * f.stride + k0 + k] : 0.0f;

@@ -29,6 +29,8 @@ const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
 /// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
 const DEEP: usize = 4 * 32 * 2;
+/// Bytes of the expert of each table, its code book and its map, and 32 of the scales of each column.
+const CODES: usize = 2 * (table::BYTES + (16 + 256) * 4) + 32 * COLUMNS;
 
 /// Which gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,18 +51,22 @@ fn source(dtype: DType) -> (Source, usize) {
     }
 }
 
-/// Shared memory of a block of products with tiles of `rows` rows.
+/// Shared memory of a block with tiles of `rows` rows; that of products beside.
 fn shared(dtype: DType, rows: usize) -> usize {
     if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
+}
+
+fn shared_of_products(dtype: DType, rows: usize) -> usize {
+    shared(dtype, rows) + if dtype == DType::F32 { 0 } else { CODES }
 }
 
 /// Shared memory that a kernel of this name is launched with.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
     match kernel.strip_prefix("grouped_") {
-        Some(rest) if !rest.ends_with("f32") => {
-            shared(DType::BF16, if rest.starts_with("few") { 32 } else { 128 })
-        }
+        Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") => 0,
+        Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
+        Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
         _ => 0,
     }
 }
@@ -154,7 +160,7 @@ fn products(
         .tensor(&s.tiles)?
         .tensor(&out)?;
     let grid = Grid::new(s.tiles.dim(0)?, THREADS).by(width.div_ceil(columns));
-    let grid = grid.shared(shared(x.dtype(), s.side));
+    let grid = grid.shared(shared_of_products(x.dtype(), s.side));
     // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the
     // schedule is for; rows of x, u and the result were compared with it above.
     unsafe { launch.run(grid) }?;

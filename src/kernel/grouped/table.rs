@@ -11,6 +11,8 @@ use candle_core::{DType, Result};
 
 /// 64-bit words of an expert, as `struct Expert` of grouped.cuh.
 const WORDS: usize = 16;
+/// Bytes that an expert takes on the device in the table of one of its matrices.
+pub const BYTES: usize = 8 * WORDS;
 /// In place of a gradient's place.
 const NOWHERE: u64 = u64::MAX;
 /// Rows of low rank begin at whole vectors.
@@ -55,11 +57,13 @@ pub struct Entry<'a> {
 
 /// One matrix of each expert of a layer.
 ///
-/// It has addresses: the tensors that it was made of must live, and stay where they are, as long as it is used.
+/// It has addresses, and it holds the tensors that are there: their memory is given back behind the table's.
 #[derive(Clone, Debug)]
 pub struct Table {
     /// [e, 16] i64.
     pub(super) experts_words: Tensor,
+    /// What the addresses are of.
+    _held: Vec<Tensor>,
     pub(super) experts: usize,
     /// o and i.
     pub(super) dims: (usize, usize),
@@ -134,23 +138,34 @@ impl Table {
             Side::Values(w) => w,
             Side::Codes(w) => w.parts().0,
         };
+        let mut held = Vec::new();
         let experts_words = match on.ghost() {
             Some(g) => Ghost::weight(g.ledger(), (experts, WORDS), DType::I64).into(),
             None => {
-                let words: Vec<i64> = entries
-                    .iter()
-                    .map(words)
-                    .collect::<Result<Vec<_>>>()?
-                    .into_iter()
-                    .flatten()
-                    .map(u64::cast_signed)
-                    .collect();
-                Tensor::from_vec(words, (experts, WORDS), on.device())?
+                let mut all = Vec::with_capacity(experts * WORDS);
+                for e in entries {
+                    all.extend(words(e, &mut held)?.map(u64::cast_signed));
+                }
+                Tensor::from_vec(all, (experts, WORDS), on.device())?
             }
         };
         let mean_rank = rank_sum as f64 / experts.max(1) as f64;
         let (coded, bytes) = (coded as f64, bytes as f64);
-        Ok(Self { experts_words, experts, dims, dtype, ranks, ends, trains, drops, mean_rank, coded, bytes })
+        let _held = held;
+        Ok(Self {
+            experts_words,
+            _held,
+            experts,
+            dims,
+            dtype,
+            ranks,
+            ends,
+            trains,
+            drops,
+            mean_rank,
+            coded,
+            bytes,
+        })
     }
 
     /// Whether any expert has a gradient of this kind.
@@ -169,21 +184,25 @@ fn pair(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
-/// `struct Expert` of grouped.cuh.
-fn words(e: &Entry<'_>) -> Result<[u64; WORDS]> {
+/// `struct Expert` of grouped.cuh; `held` gets the tensors whose addresses it has.
+fn words(e: &Entry<'_>, held: &mut Vec<Tensor>) -> Result<[u64; WORDS]> {
     let mut w = [0; WORDS];
+    let mut at = |t: &Tensor| {
+        held.push(t.clone());
+        address_of(t)
+    };
     match e.weight {
-        Side::Values(t) => w[0] = address_of(t)?,
+        Side::Values(t) => w[0] = at(t)?,
         Side::Codes(m) => {
             let (packed, scales) = m.parts();
             let (scales, group, offset) = match scales {
                 Scales::Plain(s) => (s, 1, 0.0),
                 Scales::Nested { codes, map, absmax, group, offset } => {
-                    (w[6], w[7]) = (address_of(codes)?, address_of(map)?);
+                    (w[6], w[7]) = (at(codes)?, at(map)?);
                     (absmax, u32::try_from(*group).map_err(candle_core::Error::wrap)?, *offset)
                 }
             };
-            (w[3], w[4], w[5]) = (address_of(packed)?, address_of(m.pairs())?, address_of(scales)?);
+            (w[3], w[4], w[5]) = (at(packed)?, at(m.pairs())?, at(scales)?);
             let source = match m.source_dtype() {
                 source if source == m.dtype() => 0,
                 DType::BF16 => 1,
@@ -194,15 +213,15 @@ fn words(e: &Entry<'_>) -> Result<[u64; WORDS]> {
         }
     }
     w[11..14].fill(NOWHERE);
-    if let Some(at) = e.gradient {
-        w[11] = at as u64;
+    if let Some(first) = e.gradient {
+        w[11] = first as u64;
     }
     w[15] = pair(1f32.to_bits(), 0);
     if let Some(l) = &e.adapter {
         let (p, stream) = l.dropout;
         w[14] = pair(Stream::new(0, Purpose::Dropout, 0, stream).words()[3], dropout::threshold(p));
         w[15] = pair(((1.0 / (1.0 - p)) as f32).to_bits(), 0);
-        (w[1], w[2]) = (address_of(l.a)?, address_of(l.b)?);
+        (w[1], w[2]) = (at(l.a)?, at(l.b)?);
         let rank = u32::try_from(l.a.dim(0)?).map_err(candle_core::Error::wrap)?;
         w[10] = pair(rank, (l.scale as f32).to_bits());
         if let Some((a, b)) = l.gradients {

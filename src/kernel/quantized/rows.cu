@@ -78,14 +78,14 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
 }
 
 #define ROWS_OF(NAME, SOURCE, T, TOKENS, ROWS)                                                                         \
-  KERNEL(NAME, WARPS *WARP, MATRIX, const T *x, uint32_t tokens, uint64_t count, uint64_t cols, T *y) {                \
+  KERNEL(NAME, SIDE_BY_SIDE(5, WARPS * WARP), MATRIX, const T *x, uint32_t tokens, uint64_t count, uint64_t cols, T *y) {                \
     const Matrix m = MATRIX_OF;                                                                                        \
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }
 
-// For one token, and for up to eight; the numbers are in src/kernel/quantized/cuda.rs too.
+// For one token, and for up to eight; the numbers are in src/kernel/quantized/tiles.rs too.
 #define ROWS_OF_ANY(NAME, SOURCE, T)                                                                                   \
-  ROWS_OF(NAME##_1, SOURCE, T, 1, 1)                                                                                   \
+  ROWS_OF(NAME##_1, SOURCE, T, 1, 4)                                                                                   \
   ROWS_OF(NAME##_8, SOURCE, T, 8, 2)
 
 // Named as in dequantize.cu.

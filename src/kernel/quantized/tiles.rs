@@ -17,7 +17,7 @@ const CHUNK: usize = 1024;
 /// Most tokens that are multiplied straight from the codes, by rows.cu and on the CPU.
 pub const FEW: usize = 8;
 /// Its kernels: tokens up to, and rows of W that a block of threads takes.
-pub const ROWS: [(usize, usize); 2] = [(1, 1), (FEW, 2)];
+pub const ROWS: [(usize, usize); 2] = [(1, 4), (FEW, 2)];
 /// Threads of a block of rows.cu.
 pub const ROWS_THREADS: u32 = 128;
 

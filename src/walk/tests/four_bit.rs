@@ -213,14 +213,14 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
         for layer in d.layers.iter().filter(|l| l.is_packed()) {
             let FeedForward::Mixture(m) = &layer.mlp else { continue };
             // all tokens go to the last expert
-            let last = m.experts.len() - 1;
-            let groups = Groups::new(vec![last as u32; 3], 1, m.experts.len(), CPU)?;
+            let last = m.experts().len() - 1;
+            let groups = Groups::new(vec![last as u32; 3], 1, m.experts().len(), CPU)?;
             let visited = layer.dequantized(Some(&groups))?;
             let whole = |l: &Linear| matches!(l.weight, Weight::Dequantized(_));
             assert!(visited.attn.linears().into_iter().all(whole));
             assert!(!layer.attn.linears().into_iter().any(whole));
             let FeedForward::Mixture(of_visit) = &visited.mlp else { continue };
-            for (e, expert) in of_visit.experts.iter().enumerate() {
+            for (e, expert) in of_visit.experts().iter().enumerate() {
                 assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
                 seen += 1;
             }
