@@ -24,7 +24,9 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let Some(budget) = i.budget else { return Vec::new() };
     let mut out = Vec::new();
     let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
-        let built = set.iter().all(|s| is_built(s));
+        // ranks are not built on CUDA
+        let ranks = plan.machine.cuda && set.iter().any(|s| s.starts_with("parallel.data="));
+        let built = !ranks && set.iter().all(|s| is_built(s));
         let note = if built { "" } else { " (not built yet)" };
         let (size, saved) =
             (super::report::bytes(total), super::report::bytes(plan.total().saturating_sub(total)));

@@ -166,21 +166,21 @@ impl Watch {
         Arc::clone(&self.planned)
     }
 
-    /// Takes down what stays, now that the model is loaded.
+    /// Takes down what stays, now that every rank has loaded the model; of ranks that are threads of this process it is
+    /// the mean.
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
-            (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
-            (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
+            (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs) / self.plan.local,
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
             _ => memory::device_bytes(&self.device),
         };
         let mut k = Kept::default();
         // states on the host are the device's where that is the CPU
         let here = self.device.is_cpu() || !params.offloaded;
         for u in params.units.iter().flatten() {
-            let (n, width) = (u.len as u64, u.compute.dtype().size_in_bytes() as u64);
-            let apart = width != 4 || params.offloaded;
+            let apart = u.compute.whole.dtype().size_in_bytes() != 4 || params.offloaded;
             let held = |h: &Held| 4 * h.at.len() as u64;
-            k.trained += width * n;
+            k.trained += u.compute.bytes();
             k.master += if apart && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);
             let moments = u.moments.as_ref().map_or(0, |(m, v)| held(m) + held(v));

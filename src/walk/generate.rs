@@ -1,5 +1,6 @@
 //! Generation, token by token, with cached keys and values; adapters stay unmerged.
 
+use super::visit::{Around, Nothing, Outline, Pass};
 use crate::data::Tokenizer;
 use crate::kernel::attention::Sequences;
 use crate::kernel::{Real, Tensor};
@@ -18,13 +19,19 @@ pub struct Reader<'a> {
     device: &'a Device,
     caches: Vec<Cache>,
     seen: Vec<u32>,
+    around: &'a dyn Around,
 }
 
 impl<'a> Reader<'a> {
     /// A reader that has read nothing.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
         let caches = decoder.layers.iter().map(|_| Cache::default()).collect();
-        Self { decoder, device, caches, seen: Vec::new() }
+        Self { decoder, device, caches, seen: Vec::new(), around: &Nothing }
+    }
+
+    /// With what goes on around its visits to the units.
+    pub fn around(self, around: &'a dyn Around) -> Self {
+        Self { around, ..self }
     }
 
     /// Tokens read so far.
@@ -51,12 +58,19 @@ impl<'a> Reader<'a> {
         let (cos, sin) = c.rope.tables(c.head_dim, &positions, self.device)?;
         let seqs = Sequences::new(&[past + n], past, self.device)?;
         let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
+        let mut pass = Pass::begin(Outline::of(self.decoder).forward(), self.around)?;
+        pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
+        pass.leave()?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
+            pass.arrive()?;
             x = layer.forward(&x, &ctx, Some(cache), None)?.0;
+            pass.leave()?;
         }
         self.seen.extend(ids);
+        pass.arrive()?;
         let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
+        pass.leave()?;
         let logits = logits.real()?.squeeze(0)?;
         // nothing can be drawn from them
         super::finite(
