@@ -224,7 +224,8 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
         None if cuda => 2,
         None => 4,
     };
-    Machine { cuda, width, threads: rayon::current_num_threads() as u64 }
+    let threads = recipe.parallel.threads(rayon::current_num_threads(), cuda);
+    Machine { cuda, width, threads: threads as u64 }
 }
 
 /// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is host memory, less

@@ -287,7 +287,9 @@ impl Statics {
             let wide: u64 = wide.iter().filter(|_| apart).map(|u| lens[*u]).sum();
             out.wire = [others(4 * all) * (1 + sums), others(width * all + 4 * wide) * weights];
         }
-        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads) };
+        // a rank that is one of several is among the threads that it computes on
+        let alone = u64::from(r.parallel.local(machine.cuda) == 1);
+        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads - 1 + alone) };
         out.device.add(Component::Context, context);
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();

@@ -356,11 +356,9 @@ impl Job {
     }
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
-        let machine = Machine {
-            cuda: self.device.is_cuda(),
-            width: self.dtype.size_in_bytes() as u64,
-            threads: rayon::current_num_threads() as u64,
-        };
+        let cuda = self.device.is_cuda();
+        let threads = self.recipe.parallel.threads(rayon::current_num_threads(), cuda);
+        let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
         Inputs {
             recipe: &self.recipe,
             config: &self.config,

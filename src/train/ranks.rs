@@ -4,7 +4,7 @@
 //! a step, an evaluation, a checkpoint. All then do it with the same functions, in which their collectives meet. So
 //! there is one place where signals, schedules and files are looked at, and nothing that ranks could disagree about.
 
-use super::exhausted::Planned;
+use super::exhausted::{self, Planned};
 use super::gather::Gather;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::{Error, Job, LossScale, guard, output, state};
@@ -13,6 +13,7 @@ use crate::adapt::params::Shard;
 use crate::base::Base;
 use crate::comm::{self, At, Comm, Mesh, Threads};
 use crate::data::{Batches, Dataset};
+use crate::kernel::gemm;
 use crate::log::{place, tell};
 use crate::model::Decoder;
 use crate::optim::{Optimizer, Schedule};
@@ -106,6 +107,10 @@ pub fn load(
     checkpoint: Option<&Path>,
     comm: &dyn Comm,
 ) -> crate::Result<(Decoder, Params)> {
+    if comm.world() > 1 {
+        // theirs, however small the products are that make them
+        gemm::make_slabs();
+    }
     let (decoder, params) = job.load_shard(base, true, shard(&job.recipe.parallel, comm.rank()), comm)?;
     if let Some(dir) = checkpoint {
         state::load(dir, &params)?;
@@ -228,6 +233,7 @@ fn end_with_hung(e: &crate::Error) {
 fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
+    let _threads = exhausted::start_threads_of(comm.rank(), &r.parallel)?;
     let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
     let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
     let schedule = Schedule::new(&r.optimizer, batches.steps());

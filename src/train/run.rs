@@ -1,5 +1,6 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::exhausted::start_threads_of;
 use super::finished::Inputs;
 use super::guard::{self, Still};
 use super::identity::Identity;
@@ -189,7 +190,7 @@ struct Start<'a> {
 fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
     let (comm, mut others) = ranks::group(&start.job.recipe.parallel);
     let (mut followers, planned) = (None, watch.planned());
-    let outcome = lead(start, watch, &comm, &mut |base| {
+    let mut follow = |base: &Base| {
         let shared = ranks::Shared {
             job: Arc::clone(start.job),
             base: base.clone(),
@@ -202,7 +203,18 @@ fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
         };
         followers = Some(Followers::start(std::mem::take(&mut others), &Arc::new(shared))?);
         Ok(())
-    });
+    };
+    let outcome = match comm.world() {
+        1 => lead(start, watch, &comm, &mut follow),
+        // a thread of its own, as all ranks are: it computes on threads of its own
+        _ => std::thread::scope(|s| {
+            let lead = s.spawn(|| {
+                let _threads = start_threads_of(0, &start.job.recipe.parallel)?;
+                lead(start, watch, &comm, &mut follow)
+            });
+            lead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        }),
+    };
     // whatever happened, nobody waits for this rank any more
     drop(comm);
     followers.into_iter().for_each(|f| f.end(&outcome));
