@@ -305,8 +305,12 @@ impl Statics {
         // a model is stored in the compute dtype, an adapter in f32; what was read is rounded when all of it is there
         let stored = if s.everything_full() { width } else { 4 };
         let read = pieces(stored * largest.min(READ_PIECE / 4));
-        out.save_transient =
-            (value + rounded.max(read) + 4 * PROBE.0 * vocab(s)).max(PROBE.0 * PROBE.1 * vocab(s));
+        // where no rank has all master weights they are read from the checkpoint, those of an adapter together
+        let apart = ranks.zero >= 3 || (ranks.zero >= 1 && (!machine.computes_in_f32() || offload));
+        let together = ranks.data > 1 && apart && !s.everything_full();
+        let values = if together { 4 * count + read } else { 0 };
+        out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
+            .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if machine.cuda {
             out.host.push(("cuda_libraries", CUDA_HOST));
@@ -321,6 +325,12 @@ impl Statics {
 }
 
 impl Statics {
+    /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
+    pub fn live_at(&self, unit: usize) -> u64 {
+        let of = |unit: usize| self.live.get(unit).copied().unwrap_or(0);
+        of(unit) + if self.tied && unit > 0 { of(0) } else { 0 }
+    }
+
     /// Bytes of units that ranks split, while they are gathered.
     pub fn gathered(&self, units: impl IntoIterator<Item = usize>) -> u64 {
         units.into_iter().filter_map(|u| self.flight.get(u)).sum()

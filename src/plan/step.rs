@@ -249,9 +249,9 @@ impl<'a> Parts<'a> {
             at.waiting = (kept + self.input.total) * (self.run.stages - 1);
         }
         let (head, _, head_eval) = &self.heads[levels.head];
-        at.live = self.live(count + 1);
         let left = next(&mut at, &mut train);
         f(visit(&at, Phase::Backward, count + 1, head));
+        at.live = self.live(count + 1);
         f(self.summing(&at, count + 1, left));
         for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
             if l < first {
@@ -298,9 +298,7 @@ impl<'a> Parts<'a> {
 
     /// Gradients of one micro-batch that live while a unit is visited backward.
     fn live(&self, unit: usize) -> u64 {
-        let s = self.run.statics;
-        let of = |unit: usize| s.live.get(unit).copied().unwrap_or(0);
-        of(unit) + if s.tied && unit > 0 { of(0) } else { 0 }
+        self.run.statics.live_at(unit)
     }
 
     /// Where a unit's gradients are summed over the ranks, with what is gathered for the visit that comes.
@@ -503,11 +501,17 @@ impl StepInputs<'_> {
 
     /// The head with chunks of at most `rows`.
     fn head(&self, rows: usize) -> Result<(Full, Cost, Option<Full>)> {
-        let (s, sink) = (self.shape, Sink::new(&self.shape.grads, 0));
+        let s = self.shape;
+        let live = self.statics.live_at(s.of.len() + 1);
         let visit = |t: Tokens, backward: bool| {
             let batch = self.batch(t, backward)?;
             self.visit(|| {
                 let x = self.input(t);
+                let sink = Sink::ghost(&s.grads, &s.ledger, live);
+                if t.targets > rows as u64 && backward {
+                    // all chunks but the first find it there
+                    sink.flat(0)?;
+                }
                 s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
             })
         };
