@@ -148,7 +148,9 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         if let Some((n, t)) = first(worlds, budget, |n| {
             let mut c = r.clone();
             (c.parallel.data, c.parallel.zero) = (n, 3);
-            total(&c)
+            // ranks that are threads of a process share its threads
+            let threads = c.parallel.threads(i.machine.threads as usize, i.machine.cuda) as u64;
+            changed(i, &c, Machine { threads, ..i.machine }, i.selection)
         }) {
             let set = vec![format!("parallel.data={n}"), "parallel.zero=3".into()];
             add(
