@@ -307,12 +307,11 @@ impl Adapter {
 pub type Values<'a> = dyn Fn(usize) -> crate::Result<Tensor> + 'a;
 
 /// Writes `adapter/`: PEFT's config and tensors in f32. `base` and `revision` go into the config; `quantize` is what
-/// the run made of the base.
+/// the run made of the base; `neutral` is what [`neutral`] gives of all units.
 pub fn save(
     dir: &Path,
     selection: &Selection,
-    (params, values): (&Params, &Values<'_>),
-    decoder: &Decoder,
+    (params, values, neutral): (&Params, &Values<'_>, Vec<(String, Tensor)>),
     base: &str,
     revision: Option<&str>,
     quantize: Quantize,
@@ -327,30 +326,51 @@ pub fn save(
         }
         tensors.push((format!("{PREFIX}{}", t.name), value));
     }
-    // PEFT has one switch for DoRA: beside it, plain LoRA gets the magnitudes at which DoRA changes nothing
-    if params.tensors.iter().any(|t| t.part == Part::Magnitude) {
-        let linears: HashMap<String, &Linear> =
-            decoder.linears().into_iter().map(|(m, l)| (m.name, l)).collect();
-        for m in plain_lora(selection) {
-            let Some((linear, lora)) = linears.get(m).and_then(|l| Some((l, l.lora.as_ref()?))) else {
-                return Err(Error::Peft {
-                    file: dir.display().to_string(),
-                    why: format!("{m}: PEFT's DoRA has no neutral magnitude for LoRA on an embedding"),
-                }
-                .into());
-            };
-            let norms = lora.norms(&linear.weight, &linear.weight.row_squares()?)?;
-            let norms = norms.real()?;
-            let name = format!("{PREFIX}{m}.lora_magnitude_vector");
-            tensors.push((name, norms.to_device(&Device::Cpu)?.to_dtype(DType::F32)?));
-        }
-    }
+    tensors.extend(neutral);
     tensors.sort_by(|a, b| a.0.cmp(&b.0));
     store::write_file(&dir.join("adapter_model.safetensors"), &tensors, &metadata(quantize))?;
     let json = peft::config_json(selection, base, revision);
     let text = serde_json::to_string_pretty(&json).unwrap_or_default() + "\n";
     store::write_atomic(&dir.join("adapter_config.json"), text.as_bytes())?;
     Ok(())
+}
+
+/// Whether [`neutral`] magnitudes are wanted: PEFT has one switch for DoRA.
+pub fn needs_neutral(selection: &Selection) -> bool {
+    let dora = |(_, c): &(_, Choice)| matches!(c, Choice::Lora { spec, .. } if spec.dora);
+    selection.modules.iter().any(dora) && plain_lora(selection).next().is_some()
+}
+
+/// The magnitudes at which DoRA changes nothing, for what of a unit has plain LoRA, under their names in the file.
+///
+/// # Errors
+/// LoRA on the embedding, which has none.
+pub fn neutral(
+    selection: &Selection,
+    decoder: &Decoder,
+    unit: usize,
+) -> crate::Result<Vec<(String, Tensor)>> {
+    let layers = decoder.layers.len();
+    let linears: HashMap<String, &Linear> = decoder
+        .linears()
+        .into_iter()
+        .filter(|(m, _)| m.unit(layers) == unit)
+        .map(|(m, l)| (m.name, l))
+        .collect();
+    let mut out = Vec::new();
+    for m in plain_lora(selection).filter(|m| m.unit(layers) == unit) {
+        let Some((linear, lora)) = linears.get(&m.name).and_then(|l| Some((l, l.lora.as_ref()?))) else {
+            return Err(Error::Peft {
+                file: m.name.clone(),
+                why: "PEFT's DoRA has no neutral magnitude for LoRA on an embedding".into(),
+            }
+            .into());
+        };
+        let norms = lora.norms(&linear.weight, &linear.weight.row_squares()?)?;
+        let name = format!("{PREFIX}{}.lora_magnitude_vector", m.name);
+        out.push((name, norms.real()?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?));
+    }
+    Ok(out)
 }
 
 /// The metadata of an adapter's file: transformers wants the format, and [`Adapter::quantize`] finds the rest.
@@ -360,10 +380,10 @@ pub fn metadata(quantize: Quantize) -> Vec<(&'static str, &'static str)> {
 }
 
 /// Modules with LoRA and without DoRA.
-fn plain_lora(selection: &Selection) -> impl Iterator<Item = &str> {
+fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
     selection
         .modules
         .iter()
         .filter(|(_, c)| matches!(c, Choice::Lora { spec, .. } if !spec.dora))
-        .map(|(m, _)| m.name.as_str())
+        .map(|(m, _)| m)
 }

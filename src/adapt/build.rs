@@ -1,11 +1,13 @@
 //! Building a model: frozen tensors from a base, trained ones in their flat buffers.
 
 use super::adapter::Adapter;
-use super::params::{Allocate, Params};
+use super::params::{Allocate, Params, Shard};
 use super::peft;
 use super::selection::{Choice, Part, Selection};
+use super::split::{Place, Split};
 use super::{Error, Trained};
-use crate::base::{Base, FourBit};
+use crate::base::{self, Base, FourBit};
+use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
@@ -15,12 +17,13 @@ use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, Module};
 use crate::model::sink::Slot;
 use crate::model::{Decoder, decoder::Weights};
-use crate::quant::CodeBooks;
+use crate::quant::{BLOCK, CodeBooks, Unread};
 use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Device};
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a build needs: a base and what trains on it; by default it computes in f32 on the CPU, and allocates nothing
@@ -33,6 +36,7 @@ pub struct Build<'a> {
     device: &'a Device,
     seed: u64,
     allocate: Allocate,
+    comm: Option<&'a dyn Comm>,
     shown: Option<&'static str>,
 }
 
@@ -47,6 +51,7 @@ impl<'a> Build<'a> {
             device: &Device::Cpu,
             seed: 0,
             allocate: Allocate::default(),
+            comm: None,
             shown: None,
         }
     }
@@ -71,6 +76,11 @@ impl<'a> Build<'a> {
         Self { allocate, ..self }
     }
 
+    /// With the ranks that build the same model at the same time, which [`Allocate::shard`] is of.
+    pub fn among(self, comm: &'a dyn Comm) -> Self {
+        Self { comm: Some(comm), ..self }
+    }
+
     /// With a bar of the bytes that are read, under this word.
     pub fn shown(self, what: &'static str) -> Self {
         Self { shown: Some(what), ..self }
@@ -83,7 +93,7 @@ impl<'a> Build<'a> {
     pub fn run(&self) -> crate::Result<(Decoder, Params)> {
         let mut loader = self.loader()?;
         let decoder = Decoder::build(&self.base.config, &mut loader)?;
-        Ok((decoder, loader.end()))
+        Ok((decoder, loader.end()?))
     }
 
     /// Logits of a few tokens of one document, [t, v] in f32, with one layer in memory at a time.
@@ -93,7 +103,7 @@ impl<'a> Build<'a> {
     pub fn logits(&self, ids: &[u32]) -> crate::Result<Real> {
         let mut loader = self.loader()?;
         let logits = Decoder::logits_by_layer(&self.base.config, &mut loader, ids, self.device)?;
-        loader.end();
+        loader.end()?;
         Ok(logits)
     }
 
@@ -107,8 +117,8 @@ impl<'a> Build<'a> {
         }
         let books = CodeBooks::new(self.device)?;
         let bar = self.shown.map(|what| bytes_bar(what, self.base.bytes()));
-        let mut loader =
-            Loader { b: self, params, numbers: HashMap::new(), tensors: HashMap::new(), books, bar };
+        let (numbers, tensors, split, norms) = (HashMap::new(), HashMap::new(), None, Vec::new());
+        let mut loader = Loader { b: self, params, numbers, tensors, books, split, norms, bar };
         for (i, (m, _)) in self.selection.modules.iter().enumerate() {
             loader.numbers.insert(m.name.clone(), i);
         }
@@ -165,10 +175,69 @@ struct Loader<'a> {
     tensors: HashMap<(String, Part), usize>,
     /// Tables of 4-bit types.
     books: CodeBooks,
+    /// The unit that is being built, where ranks split what is frozen.
+    split: Option<Split<'a>>,
+    /// Its updates whose norms are to be computed once the unit can be gathered.
+    norms: Vec<Norms>,
     bar: Option<ProgressBar>,
 }
 
-impl Loader<'_> {
+/// A low-rank update that is not complete without the row norms of what it adapts.
+struct Norms {
+    module: Module,
+    weight: Weight,
+    lora: Lora,
+    /// DoRA's magnitude among the trained tensors, and where the squared norms of the frozen weight stand.
+    dora: Option<(usize, Place)>,
+}
+
+impl<'a> Loader<'a> {
+    /// Comes to a module: where that is another unit's, the one before is complete.
+    fn come_to(&mut self, m: &Module) -> crate::Result<()> {
+        let unit = m.unit(self.b.base.config.layers);
+        if self.params.is_split() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+            self.complete()?;
+            self.split = Some(Split::new(unit, self.b.device));
+        }
+        Ok(())
+    }
+
+    /// Reads this rank's part of the unit that was built.
+    fn complete(&mut self) -> crate::Result<()> {
+        let Some(split) = self.split.take() else { return Ok(()) };
+        let unit = split.unit;
+        self.params.frozen[unit] = split.end(self.params.shard)?;
+        let norms = std::mem::take(&mut self.norms);
+        let (Some(comm), false) = (self.b.comm, norms.is_empty()) else { return Ok(()) };
+        // a tied head has the embedding's table
+        let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
+        let units = std::iter::once(unit).chain(tied.then_some(0));
+        units.clone().try_for_each(|u| self.params.gather(u, comm))?;
+        for n in norms {
+            self.complete_norms(unit, n)?;
+        }
+        units.clone().try_for_each(|u| self.params.release(u))?;
+        Ok(())
+    }
+
+    /// What an update needs of the norms of its weight, which is here.
+    fn complete_norms(&self, unit: usize, n: Norms) -> crate::Result<()> {
+        let Norms { module, weight, lora, dora } = n;
+        let squares = weight.row_squares()?;
+        let norms = || lora.norms(&weight, &squares)?.real().cloned();
+        match (dora, self.b.adapter) {
+            (Some((i, place)), adapter) => {
+                let from_adapter = adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
+                let init = from_adapter.map_or_else(norms, Ok)?;
+                self.params.set(i, &init)?;
+                place.set(&self.params.frozen[unit], squares.real()?)?;
+            }
+            (None, Some(adapter)) => adapter.check_neutral(&module, &norms)?,
+            (None, None) => {}
+        }
+        Ok(())
+    }
+
     /// A module's place in the model from 1, by which it draws its random numbers.
     fn number(&self, m: &Module) -> u64 {
         self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
@@ -183,9 +252,10 @@ impl Loader<'_> {
     }
 
     /// Ends the bar; gives what was allocated.
-    fn end(self) -> Params {
+    fn end(mut self) -> crate::Result<Params> {
+        self.complete()?;
         self.bar.inspect(|bar| bar.finish_and_clear());
-        self.params
+        Ok(self.params)
     }
 
     /// Moves the bar by what was read of a module.
@@ -195,36 +265,69 @@ impl Loader<'_> {
         }
     }
 
-    /// A tensor of the base, on `device`.
-    fn base(&self, m: &Module, part: Part, dtype: DType, device: &Device) -> crate::Result<Real> {
+    /// Some values of a tensor of the base, as a vector on `device`.
+    fn base(
+        &self,
+        m: &Module,
+        part: Part,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> crate::Result<Real> {
         let (bias, full) = (part == Part::Bias, matches!(self.choice(m), Choice::Full { .. }));
-        let t = self.b.base.tensor((m, self.number(m)), bias, full, dtype, device)?;
+        let t = self.b.base.part((m, self.number(m)), bias, full, elements, dtype, device)?;
         self.was_read(m, bias, full);
         Ok(t)
     }
 
     /// The weight of a linear in 4 bits.
     fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<QuantizedMatrix> {
-        let blocks = self.b.base.codes((m, self.number(m)), how, self.b.dtype, &mut self.books)?;
+        let of = (m, self.number(m));
+        let blocks = match (&mut self.split, self.b.comm) {
+            (Some(split), Some(comm)) => {
+                let shard = self.params.shard;
+                let scales = |n: usize, make: base::Scales<'_>| all_scales(m, n, make, shard, comm);
+                let unread = self.b.base.unread_codes(of, how, self.b.dtype, &scales)?;
+                unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
+            }
+            _ => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
+        };
         self.was_read(m, false, false);
         Ok(blocks)
     }
 
-    /// A tensor of the base: a frozen one by itself, a trained one in its buffer.
+    /// A frozen tensor: by itself, or a view of what ranks split.
+    fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> crate::Result<Tensor> {
+        let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
+        let Some(split) = &mut self.split else {
+            let flat = self.base(m, part, 0..len, b.dtype, b.device)?;
+            return Ok(flat.reshape(shape)?.into());
+        };
+        let module = m.clone();
+        let read = move |elements| {
+            let bias = part == Part::Bias;
+            b.base.part((&module, number), bias, false, elements, b.dtype, &Device::Cpu)
+        };
+        let view = split.later(Unread { dtype: b.dtype, len, read: Box::new(read) })?;
+        self.was_read(m, part == Part::Bias, false);
+        Ok(view.reshape(shape)?)
+    }
+
+    /// A tensor of the base: a frozen one, or a trained one in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> crate::Result<(Tensor, Option<Slot>)> {
-        match self.part(m, part) {
-            None => Ok((self.base(m, part, self.b.dtype, self.b.device)?.into(), None)),
-            Some(i) => {
-                let from_adapter =
-                    self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
-                let value = match from_adapter {
-                    Some(t) => t,
-                    None => self.base(m, part, DType::F32, self.params.home(i)?)?,
-                };
-                self.params.set(i, &value)?;
-                Ok((self.params.view(i)?, self.b.allocate.train.then_some(self.params.slots[i])))
+        self.come_to(m)?;
+        let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
+        let Some(i) = self.part(m, part) else { return Ok((self.frozen(m, part, &shape)?, None)) };
+        let from_adapter = self.b.adapter.map(|a| a.get(&self.params.tensors[i])).transpose()?.flatten();
+        match from_adapter {
+            Some(t) => self.params.set(i, &t)?,
+            None => {
+                let mine = self.params.mine(i)?;
+                let values = self.base(m, part, mine.clone(), DType::F32, self.params.home(i)?)?;
+                self.params.set_from(i, mine.start, &values)?;
             }
         }
+        Ok((self.params.view(i)?, self.b.allocate.train.then_some(self.params.slots[i])))
     }
 
     /// Fills A and B from the adapter or with their initial values.
@@ -253,13 +356,6 @@ impl Loader<'_> {
         Ok(false)
     }
 
-    /// DoRA's magnitude in f32, where the master weights are on the device: the gain that is made of it is applied in
-    /// f32.
-    fn magnitude(&self, i: usize) -> candle_core::Result<Tensor> {
-        let (view, master) = (self.params.view(i)?, self.params.master(i)?);
-        Ok(if master.real()?.device().same_device(view.real()?.device()) { master } else { view })
-    }
-
     fn slots(&self, a: usize, b: usize) -> Option<(Slot, Slot)> {
         self.b.allocate.train.then(|| (self.params.slots[a], self.params.slots[b]))
     }
@@ -271,6 +367,7 @@ impl Weights for Loader<'_> {
     }
 
     fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
+        self.come_to(m)?;
         match four_bit(self.b.base, m, &self.choice(m)) {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
@@ -285,6 +382,7 @@ impl Weights for Loader<'_> {
     }
 
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>> {
+        self.come_to(m)?;
         let Choice::Lora { spec, .. } = self.choice(m) else { return Ok(None) };
         let (Some(a), Some(b)) = (self.part(m, Part::A), self.part(m, Part::B)) else { return Ok(None) };
         self.init_lora(m, a, b)?;
@@ -298,6 +396,24 @@ impl Weights for Loader<'_> {
             stream: self.number(m),
             dora: None,
         };
+        if let Some(split) = &mut self.split {
+            // the weight is not here
+            let mut dora = None;
+            if let Some(i) = self.tensors.get(&(m.name.clone(), Part::Magnitude)) {
+                let (place, row_squares) = split.place(DType::F32, weight.dims()?.0)?;
+                lora.dora = Some(Dora {
+                    magnitude: self.params.wide_view(*i)?.unsqueeze(0)?,
+                    slot: self.b.allocate.train.then_some(self.params.slots[*i]),
+                    row_squares,
+                });
+                dora = Some((*i, place));
+            }
+            if dora.is_some() || self.b.adapter.is_some() {
+                let (module, weight) = (m.clone(), weight.clone());
+                self.norms.push(Norms { module, weight, lora: lora.clone(), dora });
+            }
+            return Ok(Some(lora));
+        }
         if !spec.dora
             && let Some(adapter) = self.b.adapter
         {
@@ -315,7 +431,7 @@ impl Weights for Loader<'_> {
             };
             self.params.set(i, &init)?;
             lora.dora = Some(Dora {
-                magnitude: self.magnitude(i)?.unsqueeze(0)?,
+                magnitude: self.params.wide_view(i)?.unsqueeze(0)?,
                 slot: self.b.allocate.train.then_some(self.params.slots[i]),
                 row_squares,
             });
@@ -330,6 +446,25 @@ impl Weights for Loader<'_> {
         let (view_a, view_b) = (self.params.view(a)?, self.params.view(b)?);
         Ok(Some(EmbeddingLora { a: view_a, b: view_b, slots: self.slots(a, b), scale: peft::scale(&spec) }))
     }
+}
+
+/// The scales of a weight's blocks, of which each rank makes a part.
+fn all_scales(
+    m: &Module,
+    values: usize,
+    make: base::Scales<'_>,
+    shard: Shard,
+    comm: &dyn Comm,
+) -> crate::Result<Vec<f32>> {
+    let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
+    let parts = shard.parts(values);
+    let mine = make(parts[shard.rank].clone())?;
+    let mine = Real::from_vec(mine, blocks(&parts[shard.rank]).len(), &Device::Cpu)?;
+    let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
+    let unit = m.layer.map(|l| l + 1);
+    let at = At { what: "the gathering of scales", unit };
+    comm.gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?;
+    Ok(all.real()?.to_vec1()?)
 }
 
 /// The trained tensors that a reached-set leaves out, and the other way round, for the first step's check.

@@ -9,6 +9,7 @@ pub mod params;
 pub mod peft;
 pub mod peft_config;
 pub mod selection;
+mod split;
 #[cfg(test)]
 mod tests;
 

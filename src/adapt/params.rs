@@ -3,11 +3,14 @@
 //! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
 //! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
 //! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
-//! Of what ranks split, each holds a range of every unit's buffer.
+//! Of what ranks split, each holds a range of every unit's buffer; what the layers compute with is then gathered for a
+//! visit to the unit, and released after it.
 
 use super::selection::{Part, Trained};
+use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
+use crate::kernel::vacant::{occupy, vacant, vacate};
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
 use std::collections::BTreeSet;
@@ -24,7 +27,8 @@ pub struct Shard {
     pub rank: usize,
     /// Of how many.
     pub ranks: usize,
-    /// 0: each rank holds all; from 1 on a part of master weights and moments, from 2 on of gradients too.
+    /// 0: each rank holds all; from 1 on a part of master weights and moments, from 2 on of gradients too, from 3 on of
+    /// the weights that layers compute with, frozen ones among them.
     pub stage: u8,
 }
 
@@ -46,6 +50,11 @@ impl Shard {
     /// This rank's part.
     pub fn part(self, len: usize) -> Range<usize> {
         self.parts(len).swap_remove(self.rank)
+    }
+
+    /// Whether ranks split the weights that layers compute with.
+    pub fn is_split(self) -> bool {
+        self.ranks > 1 && self.stage >= 3
     }
 
     /// What this rank holds of what is split from `stage` on.
@@ -89,18 +98,60 @@ impl Held {
         self.of(slot.range())?.reshape(shape)
     }
 
-    /// Sets the elements of a tensor that are here; `flat` has all of its values.
-    pub fn set(&self, slot: &Slot, flat: &Real) -> Result<()> {
-        let here = common(&self.at, &slot.range());
+    /// Sets those elements that are here of `flat`, which are the buffer's from `start` on.
+    pub fn set(&self, start: usize, flat: &Real) -> Result<()> {
+        let all = start..start + flat.elem_count();
+        let here = common(&self.at, &all);
         if here.is_empty() {
             return Ok(());
         }
         let to = self.values.real()?;
-        let part = match here == slot.range() {
+        let part = match here == all {
             true => flat.clone(),
-            false => flat.narrow(0, here.start - slot.offset, here.len())?.force_contiguous()?,
+            false => flat.narrow(0, here.start - start, here.len())?.force_contiguous()?,
         };
         to.slice_set(&part.to_device(to.device())?, 0, here.start - self.at.start)
+    }
+}
+
+/// A buffer of what layers compute with.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    /// What is here all the time: all of it, or this rank's part.
+    pub held: Held,
+    /// All of it, of which layers have views. Where only a part is held, it is vacant but while the unit is gathered.
+    pub whole: Tensor,
+}
+
+impl Buffer {
+    /// One that is held whole.
+    fn replicated(len: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let whole = Tensor::zeros(len, dtype, device)?;
+        Ok(Self { held: Held { at: 0..len, values: whole.clone() }, whole })
+    }
+
+    /// Of one that is split, this rank's part, zeros; `whole` is vacant.
+    pub fn split(whole: Tensor, shard: Shard) -> Result<Self> {
+        let at = shard.part(whole.elem_count());
+        let values = Tensor::zeros(at.len(), whole.dtype(), whole.device())?;
+        Ok(Self { held: Held { at, values }, whole })
+    }
+
+    /// Whether ranks split it.
+    pub fn is_split(&self) -> bool {
+        !self.held.is(&self.whole)
+    }
+
+    /// Bytes that are here all the time.
+    pub fn bytes(&self) -> u64 {
+        (self.held.at.len() * self.whole.dtype().size_in_bytes()) as u64
+    }
+
+    /// Brings all of it here.
+    fn gather(&self, at: At, shard: Shard, comm: &dyn Comm) -> crate::Result<()> {
+        occupy(&self.whole)?;
+        let parts = shard.parts(self.whole.elem_count());
+        comm.gather(at, self.held.values.clone(), &parts, &self.whole)
     }
 }
 
@@ -118,9 +169,11 @@ pub struct Unit {
     /// The part that is this rank's where something is split: each rank has another.
     pub part: Range<usize>,
     /// What the layers compute with, in the compute dtype.
-    pub compute: Tensor,
+    pub compute: Buffer,
     /// f32 master weights; the compute buffer itself where that is f32 and they are not on the host.
     pub master: Held,
+    /// The master weights once more, where layers compute with them too and ranks split them.
+    pub wide: Option<Buffer>,
     /// Whether every rank has all master weights of this unit, whatever its part is.
     pub replicated: bool,
     /// Gradients, f32; none when nothing is trained (an adapter that is only used).
@@ -138,6 +191,8 @@ pub struct Params {
     pub slots: Vec<Slot>,
     /// Buffers by unit; `None` where nothing trains.
     pub units: Vec<Option<Unit>>,
+    /// Frozen weights by unit, where ranks split them; else they are tensors by themselves.
+    pub frozen: Vec<Vec<Buffer>>,
     /// Whether master weights and moments live on the host, apart from what the layers compute with.
     pub offloaded: bool,
     /// What of it this rank holds.
@@ -182,8 +237,8 @@ pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<us
 impl Unit {
     /// The buffers of which a rank updates its part, and needs all.
     pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
-        let apart = self.replicated && !self.master.is(&self.compute);
-        std::iter::once(&self.compute).chain(apart.then_some(&self.master.values))
+        let apart = self.replicated && !self.master.is(&self.compute.whole);
+        std::iter::once(&self.compute.whole).chain(apart.then_some(&self.master.values))
     }
 }
 
@@ -200,6 +255,7 @@ impl Params {
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
         let Allocate { train, offload, shard } = what;
         let home = if offload { &Device::Cpu } else { device };
+        let frozen = vec![Vec::new(); units];
         let units = lens
             .into_iter()
             .enumerate()
@@ -207,15 +263,25 @@ impl Params {
                 if len == 0 {
                     return Ok(None);
                 }
-                let compute = Tensor::zeros(len, dtype, device)?;
+                let split = shard.is_split();
+                let compute = match split {
+                    true => Buffer::split(vacant(len, dtype, device)?, shard)?,
+                    false => Buffer::replicated(len, dtype, device)?,
+                };
                 let (part, states) = (shard.part(len), shard.held(len, 1));
                 let state = || Held::zeros(states.clone(), home);
                 let same = dtype == DType::F32 && !offload;
-                let replicated = same || shard.stage == 0 || wide.contains(&number);
+                let wide = wide.contains(&number);
+                let replicated = !split && (same || shard.stage == 0 || wide);
                 let master = match (same, replicated) {
-                    (true, _) => Held { at: 0..len, values: compute.clone() },
+                    (true, _) => compute.held.clone(),
                     (_, true) => Held::zeros(0..len, home)?,
                     _ => state()?,
+                };
+                // in f32 what the layers compute with has the same values
+                let wide = match split && wide && dtype != DType::F32 && home.same_device(device) {
+                    true => Some(Buffer { held: master.clone(), whole: vacant(len, DType::F32, device)? }),
+                    false => None,
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
                 Ok(Some(Unit {
@@ -223,13 +289,14 @@ impl Params {
                     part,
                     replicated,
                     master,
+                    wide,
                     compute,
                     grads: train.then(grads).transpose()?,
                     moments: if train { Some((state()?, state()?)) } else { None },
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units, offloaded: offload, shard, zeroed: AtomicBool::new(false) })
+        Ok(Self { tensors, slots, units, frozen, offloaded: offload, shard, zeroed: AtomicBool::new(false) })
     }
 
     /// The buffers that hold a slot.
@@ -251,7 +318,58 @@ impl Params {
     /// What the layers compute with: a view of the shape that files have.
     pub fn view(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        slot.view(&self.unit(slot)?.compute)?.reshape(self.tensors[index].shape.as_slice())
+        slot.view(&self.unit(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
+    }
+
+    /// As [`Params::view`], in f32 where the master weights are on the device.
+    pub fn wide_view(&self, index: usize) -> Result<Tensor> {
+        let (slot, shape) = (&self.slots[index], self.tensors[index].shape.as_slice());
+        let unit = self.unit(slot)?;
+        let here = unit.master.values.real()?.device().same_device(unit.compute.whole.real()?.device());
+        match &unit.wide {
+            Some(wide) => slot.view(&wide.whole)?.reshape(shape),
+            None if here && !unit.compute.is_split() => unit.master.whole(slot, shape),
+            None => self.view(index),
+        }
+    }
+
+    /// Whether ranks split what the layers compute with.
+    pub fn is_split(&self) -> bool {
+        self.shard.is_split()
+    }
+
+    /// What of a unit has to be gathered before its layer can compute.
+    fn gathered(&self, unit: usize) -> impl Iterator<Item = &Buffer> {
+        let trained = self.units.get(unit).and_then(Option::as_ref);
+        let own = trained.into_iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
+        self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_split())
+    }
+
+    /// Brings all weights of a unit here, where ranks split them: a collective.
+    ///
+    /// # Errors
+    /// A rank that is lost; of the device.
+    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> crate::Result<()> {
+        let at = At::unit("the gathering of weights", unit);
+        self.gathered(unit).try_for_each(|b| b.gather(at, self.shard, comm))
+    }
+
+    /// Gives the memory of a unit's weights back, where ranks split them: what is held stays.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn release(&self, unit: usize) -> Result<()> {
+        self.gathered(unit).try_for_each(|b| vacate(&b.whole))
+    }
+
+    /// The elements of a tensor that this rank has to set.
+    ///
+    /// # Errors
+    /// As [`Params::unit`].
+    pub fn mine(&self, index: usize) -> Result<Range<usize>> {
+        let slot = &self.slots[index];
+        let here = common(&self.unit(slot)?.compute.held.at, &slot.range());
+        Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
     }
 
     /// The f32 values of a tensor: a view of the master weights.
@@ -294,16 +412,22 @@ impl Params {
     /// Sets a tensor, master and compute copy, as far as they are here.
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
+        if value.elem_count() != slot.rows * slot.cols {
+            candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
+        }
+        self.set_from(index, 0, value)
+    }
+
+    /// As [`Params::set`], of the values from element `first` of the tensor on.
+    pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
+        let slot = &self.slots[index];
         let unit = self.unit(slot)?;
         // rounded where the value is, which is the host nearly always
         let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
-        if flat.elem_count() != slot.rows * slot.cols {
-            candle_core::bail!("{}: {:?} values into {:?}", self.tensors[index].name, value.shape(), slot);
-        }
-        unit.master.set(slot, &flat)?;
-        if unit.compute.dtype() != DType::F32 || self.offloaded {
-            let to = unit.compute.real()?;
-            to.slice_set(&flat.to_dtype(to.dtype())?.to_device(to.device())?, 0, slot.offset)?;
+        unit.master.set(slot.offset + first, &flat)?;
+        let dtype = unit.compute.whole.dtype();
+        if dtype != DType::F32 || self.offloaded {
+            unit.compute.held.set(slot.offset + first, &flat.to_dtype(dtype)?)?;
         }
         Ok(())
     }

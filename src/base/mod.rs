@@ -13,11 +13,12 @@ use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::model::Config;
 use crate::model::modules::{Kind, Module};
-use crate::quant::{self, CodeBooks};
+use crate::quant::{self, CodeBooks, UnreadMatrix};
 use crate::rng::{Purpose, Stream};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -174,12 +175,69 @@ impl Base {
                 let part = if bias { "bias" } else { "weight" };
                 Ok(files.tensor(&format!("{}.{part}", m.name), dtype, device)?)
             }
+            (None, _) => {
+                let shape = if bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
+                let flat = self.part((m, number), bias, full, 0..shape.iter().product(), dtype, device)?;
+                Ok(flat.reshape(shape)?)
+            }
+        }
+    }
+
+    /// Some values of what [`Base::tensor`] gives, as a vector: nothing else is read.
+    ///
+    /// # Errors
+    /// As [`Base::tensor`].
+    pub fn part(
+        &self,
+        (m, number): (&Module, u64),
+        bias: bool,
+        full: bool,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> crate::Result<Real> {
+        match (self.read_for(full), &self.tensors) {
+            (Some(files), _) => {
+                let part = if bias { "bias" } else { "weight" };
+                Ok(files.part(&format!("{}.{part}", m.name), elements, dtype, device)?)
+            }
             (None, Tensors::Random(seed)) => {
                 let stream = Stream::new(*seed, Purpose::Weights, u64::from(bias), number);
-                Ok(random(m, bias, stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
+                Ok(random(m, bias, elements, stream, &self.config)?.to_dtype(dtype)?.to_device(device)?)
             }
             (None, _) => Err(candle_core::Error::Msg(format!("{}: no files", m.name)).into()),
         }
+    }
+
+    /// As [`Base::codes`], to be read by parts. `scales` gives the scales of all blocks, where they are made: it is given
+    /// the number of values, and what makes the scales of some of them from the start of a block on.
+    ///
+    /// # Errors
+    /// As [`Base::codes`].
+    pub fn unread_codes(
+        &self,
+        (m, number): (&Module, u64),
+        how: FourBit,
+        dtype: DType,
+        scales: &dyn Fn(usize, Scales<'_>) -> crate::Result<Vec<f32>>,
+    ) -> crate::Result<UnreadMatrix<'_>> {
+        let (name, dims) = (weight_name(m), matrix(m)?);
+        let files = self.read_for(false);
+        if let (FourBit::Stored, Some(files)) = (how, files) {
+            return quant::open(files, &name, dims);
+        }
+        let source = match files {
+            Some(files) => quant::dtype_of(files, &name)?,
+            None => dtype,
+        };
+        let module = m.clone();
+        let values = move |r: Range<usize>| -> crate::Result<Vec<f32>> {
+            // rounded first, as a checkpoint of this dtype would be
+            let t = self.part((&module, number), false, false, r, source, &Device::Cpu)?;
+            Ok(t.to_dtype(DType::F32)?.to_vec1()?)
+        };
+        let scales = scales(dims.0 * dims.1, &|r| Ok(quant::scales_of(&name, &values(r)?)?))?;
+        Ok(quant::unread(&name, dims, source, &scales, Box::new(values)))
     }
 
     /// The weight of a linear in 4 bits, dequantized to `dtype` where it is used. `number` as in [`Base::tensor`].
@@ -193,14 +251,7 @@ impl Base {
         dtype: DType,
         books: &mut CodeBooks,
     ) -> crate::Result<QuantizedMatrix> {
-        let name = weight_name(m);
-        let dims = match m.weight_shape().as_slice() {
-            &[o, i] => (o, i),
-            other => {
-                let why = format!("not built yet: a 4-bit weight of shape {other:?}");
-                return Err(Error::Tensors { dir: name, why }.into());
-            }
-        };
+        let (name, dims) = (weight_name(m), matrix(m)?);
         match (how, self.read_for(false)) {
             (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
             (_, Some(files)) => Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?),
@@ -223,14 +274,27 @@ impl Base {
     }
 }
 
+/// Makes the scales of some values.
+pub type Scales<'a> = &'a dyn Fn(Range<usize>) -> crate::Result<Vec<f32>>;
+
+/// The sizes of a weight that is to be 4-bit.
+fn matrix(m: &Module) -> Result<(usize, usize), Error> {
+    match m.weight_shape().as_slice() {
+        &[o, i] => Ok((o, i)),
+        other => {
+            let why = format!("not built yet: a 4-bit weight of shape {other:?}");
+            Err(Error::Tensors { dir: weight_name(m), why })
+        }
+    }
+}
+
 fn weight_name(m: &Module) -> String {
     format!("{}.weight", m.name)
 }
 
-/// Random values of a tensor, f32 on the CPU.
-fn random(m: &Module, bias: bool, s: Stream, config: &Config) -> crate::Result<Real> {
-    let shape = if bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-    let n: usize = shape.iter().product();
+/// Some random values of a tensor, f32 on the CPU.
+fn random(m: &Module, bias: bool, elements: Range<usize>, s: Stream, config: &Config) -> crate::Result<Real> {
+    let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
         (true, _) => vec![0.0; n],
         (_, Kind::Norm { .. }) => vec![1.0; n],
@@ -241,8 +305,8 @@ fn random(m: &Module, bias: bool, s: Stream, config: &Config) -> crate::Result<R
                 let why = format!("initializer_range: {std:e} makes weights that are infinite");
                 return Err(Error::Tensors { dir: "config.json".into(), why }.into());
             }
-            (0..n as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
+            (elements.start as u64..elements.end as u64).into_par_iter().map(|i| s.normal(i) * std).collect()
         }
     };
-    Ok(Real::from_vec(values, shape, &Device::Cpu)?)
+    Ok(Real::from_vec(values, n, &Device::Cpu)?)
 }

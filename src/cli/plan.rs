@@ -4,7 +4,7 @@ use super::RecipeArgs;
 use crate::log::warn;
 use crate::plan::{self, Plan, rates};
 use crate::recipe::{Device, Recipe};
-use crate::train::job;
+use crate::train::{self, job};
 
 /// Arguments of `ft plan`.
 #[derive(Debug, clap::Args)]
@@ -19,13 +19,14 @@ pub struct Args {
 /// Prints what a recipe would take; an error when it does not fit.
 pub fn run(args: &Args) -> crate::Result<()> {
     let recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
-    let notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
+    let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // whether the device is there decides what is free, not what is planned
     let cuda = match recipe.run.device {
         Device::Cpu => false,
         Device::Cuda => true,
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
+    notes.extend(train::ranks_not_built(&recipe, cuda).map(|what| format!("ft run: {what}")));
     let (plan, found) = plan::of_recipe(&recipe, cuda)?;
     found.notes.iter().for_each(|n| warn(n));
     let range = time(&plan);

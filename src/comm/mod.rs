@@ -84,8 +84,6 @@ impl fmt::Display for At {
 }
 
 /// A rank of a group that works together.
-///
-/// What a rank gives to a collective must not change before the next collective is over: others may still read it.
 pub trait Comm: Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;

@@ -158,8 +158,20 @@ impl Threads {
         g.fail(s, e)
     }
 
-    fn tensors(&self, at: At, mine: Option<Tensor>) -> Result<Arc<Vec<Given>>, Error> {
-        self.exchange(at, Given::Tensor(mine), Some(self.group.timeout))
+    /// Gives a tensor, and does with those that all have given what `f` does. When that is over for all, nobody but who
+    /// gave it has it any more.
+    fn with_tensors(
+        &self,
+        at: At,
+        mine: Option<Tensor>,
+        f: impl FnOnce(&[Given]) -> crate::Result<()>,
+    ) -> crate::Result<()> {
+        let timeout = Some(self.group.timeout);
+        let all = self.exchange(at, Given::Tensor(mine.clone()), timeout)?;
+        f(&all)?;
+        drop(all);
+        self.exchange(at, Given::Words(Vec::new()), timeout)?;
+        Ok(())
     }
 
     fn words(&self, at: At, mine: &[u64], timeout: Option<Duration>) -> crate::Result<Vec<Vec<u64>>> {
@@ -199,34 +211,36 @@ impl Comm for Threads {
     }
 
     fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()> {
-        let all = self.tensors(at, part)?;
-        if range.is_empty() {
-            return Ok(());
-        }
-        let size = size_of::<f32>() * range.len();
-        self.count(size * (self.group.world - 1));
-        for (_, part) in given(&all) {
-            let part = part.narrow(0, range.start, range.len())?;
-            let x = view::<f32>(&part)?;
-            in_place::<f32>("a sum over ranks", to, |to| {
-                let both = to.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK));
-                both.for_each(|(to, x)| to.iter_mut().zip(x).for_each(|(to, x)| *to += x));
-                Ok(())
-            })?;
-        }
-        Ok(())
+        self.with_tensors(at, part, |all| {
+            if range.is_empty() {
+                return Ok(());
+            }
+            let size = size_of::<f32>() * range.len();
+            self.count(size * (self.group.world - 1));
+            for (_, part) in given(all) {
+                let part = part.narrow(0, range.start, range.len())?;
+                let x = view::<f32>(&part)?;
+                in_place::<f32>("a sum over ranks", to, |to| {
+                    let both = to.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK));
+                    both.for_each(|(to, x)| to.iter_mut().zip(x).for_each(|(to, x)| *to += x));
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        })
     }
 
     fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()> {
-        let all = self.tensors(at, Some(mine))?;
-        for (rank, part) in given(&all) {
-            let Some(range) = ranges.get(rank).filter(|r| !r.is_empty()) else { continue };
-            to.slice_set(part, 0, range.start)?;
-            if rank != self.rank {
-                self.count(part.dtype().size_in_bytes() * range.len());
+        self.with_tensors(at, Some(mine), |all| {
+            for (rank, part) in given(all) {
+                let Some(range) = ranges.get(rank).filter(|r| !r.is_empty()) else { continue };
+                to.slice_set(part, 0, range.start)?;
+                if rank != self.rank {
+                    self.count(part.dtype().size_in_bytes() * range.len());
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     fn received(&self) -> u64 {

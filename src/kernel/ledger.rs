@@ -39,6 +39,8 @@ pub enum Role {
     InFlight,
     /// The head's chunk of logits.
     Logits,
+    /// Gradients of a micro-batch, until ranks have summed them.
+    Gradients,
 }
 
 /// Number of roles.
@@ -46,8 +48,8 @@ pub const ROLES: usize = Role::ALL.len();
 
 impl Role {
     /// All of them.
-    pub const ALL: [Role; 5] =
-        [Role::Batch, Role::Activations, Role::Workspace, Role::InFlight, Role::Logits];
+    pub const ALL: [Role; 6] =
+        [Role::Batch, Role::Activations, Role::Workspace, Role::InFlight, Role::Logits, Role::Gradients];
 }
 
 /// Arithmetic, and what else takes time.

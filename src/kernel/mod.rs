@@ -39,6 +39,7 @@ pub mod route;
 pub mod spread;
 pub mod swiglu;
 pub mod tensor;
+pub mod vacant;
 
 #[cfg(test)]
 pub(crate) mod check;

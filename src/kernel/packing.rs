@@ -44,8 +44,8 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     4 * (right + left) as u64
 }
 
-/// Bytes that the `gemm` crate keeps where so many threads compute, and one that asks them to: a slab of the size of the
-/// second cache for each.
+/// Bytes that the `gemm` crate keeps where so many threads compute, and one more: a slab of the size of the second cache
+/// for each.
 pub fn slabs(threads: u64) -> u64 {
     (threads + 1) * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }

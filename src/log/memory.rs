@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Allocations below this many bytes are not counted: tensors are larger, and there are few of them.
@@ -34,8 +34,53 @@ thread_local! {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counting;
 
+/// Ranks whose bytes are told apart, at the most.
+const RANKS: usize = 64;
+
+/// Counted bytes of a rank that is a thread of this process.
+struct OfRank {
+    live: AtomicI64,
+    peak: AtomicI64,
+}
+
+static OF_RANKS: [OfRank; RANKS] =
+    [const { OfRank { live: AtomicI64::new(0), peak: AtomicI64::new(0) } }; RANKS];
+
+thread_local! {
+    /// The rank that this thread computes for, where there are several.
+    static RANK: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// From here on what this thread allocates is a rank's, and what it gives back is that rank's too.
+pub fn count_for(rank: usize) {
+    RANK.set(rank);
+}
+
+/// Forgets what ranks allocated: they are to begin anew.
+pub fn forget_ranks() {
+    for r in &OF_RANKS {
+        r.live.store(0, Relaxed);
+        r.peak.store(0, Relaxed);
+    }
+}
+
+/// The most counted bytes that any of the ranks holds, and that it held at once, where ranks count.
+pub fn of_ranks() -> (u64, u64) {
+    let most = |of: fn(&OfRank) -> &AtomicI64| OF_RANKS.iter().map(|r| of(r).load(Relaxed)).max();
+    let [live, peak] = [most(|r| &r.live), most(|r| &r.peak)].map(|n| n.unwrap_or(0).max(0) as u64);
+    (live, peak)
+}
+
+fn count(bytes: i64) {
+    if let Some(r) = OF_RANKS.get(RANK.get()) {
+        let live = r.live.fetch_add(bytes, Relaxed) + bytes;
+        r.peak.fetch_max(live, Relaxed);
+    }
+}
+
 fn add(bytes: usize) {
     if bytes >= COUNTED {
+        count(bytes as i64);
         let live = LIVE.fetch_add(bytes as u64, Relaxed) + bytes as u64;
         PEAK.fetch_max(live, Relaxed);
         TOTAL.fetch_add(1, Relaxed);
@@ -66,6 +111,7 @@ fn failed(bytes: usize) {
 
 fn sub(bytes: usize) {
     if bytes >= COUNTED {
+        count(-(bytes as i64));
         LIVE.fetch_sub(bytes as u64, Relaxed);
     }
 }

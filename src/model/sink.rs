@@ -2,6 +2,7 @@
 
 use crate::kernel::Tensor;
 use crate::kernel::embed::ById;
+use crate::kernel::ledger::{Allocation, Ledger, Role};
 use crate::kernel::{bias, dora, embed, gemm, upcast};
 use candle_core::{DType, Device, Result};
 use std::cell::RefCell;
@@ -41,6 +42,8 @@ pub struct Sink<'a> {
     reached: RefCell<Vec<bool>>,
     /// Gradients to add later, where this sink only collects.
     later: Option<RefCell<Vec<Later>>>,
+    /// In a plan, a buffer that comes to be with the first gradient.
+    live: Option<(&'a Ledger, u64, RefCell<Option<Allocation>>)>,
 }
 
 /// The flat buffers of gradients.
@@ -70,13 +73,23 @@ enum What {
 impl<'a> Sink<'a> {
     /// A sink over one flat buffer a unit (`None` where nothing trains); `count` trained tensors in all.
     pub fn new(grads: &'a [Option<Tensor>], count: usize) -> Self {
-        Self { grads: Buffers::Kept(grads), reached: RefCell::new(vec![false; count]), later: None }
+        Self {
+            grads: Buffers::Kept(grads),
+            reached: RefCell::new(vec![false; count]),
+            later: None,
+            live: None,
+        }
+    }
+
+    /// A sink over ghosts whose buffer, of so many bytes, lives from the first gradient until the sink is dropped.
+    pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: u64) -> Self {
+        Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
     }
 
     /// A sink whose buffers, of these lengths, live from the first gradient of a unit until they are [taken](Sink::take).
     pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
         let grads = Buffers::Live { lens, device, now: RefCell::default() };
-        Self { grads, reached: RefCell::new(vec![false; count]), later: None }
+        Self { grads, reached: RefCell::new(vec![false; count]), later: None, live: None }
     }
 
     /// The gradients of a unit, where the sink made a buffer for them.
@@ -89,7 +102,8 @@ impl<'a> Sink<'a> {
 
     /// A sink that only collects, for a thread of its own: [`Sink::add_all`] adds what it has.
     pub fn collecting() -> Self {
-        Self { grads: Buffers::Kept(&[]), reached: RefCell::default(), later: Some(RefCell::default()) }
+        let later = Some(RefCell::default());
+        Self { grads: Buffers::Kept(&[]), reached: RefCell::default(), later, live: None }
     }
 
     /// What a collecting sink has.
@@ -130,6 +144,9 @@ impl<'a> Sink<'a> {
 
     /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
     pub fn flat(&self, unit: usize) -> Result<Tensor> {
+        if let Some((ledger, bytes, live)) = &self.live {
+            live.borrow_mut().get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold(*bytes)));
+        }
         match &self.grads {
             Buffers::Kept(grads) => {
                 if let Some(Some(flat)) = grads.get(unit) {

@@ -80,14 +80,14 @@ impl Optimizer {
                 }),
             }
         }
-        let on_cpu = params.units.iter().flatten().all(|u| u.compute.device().is_cpu());
+        let on_cpu = params.units.iter().flatten().all(|u| u.compute.whole.device().is_cpu());
         let piece = if on_cpu { PIECE } else { STAGED };
         let staged = offload::Staged::default();
         Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece, staged }
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards, on every rank. On CUDA the gradients are then zero.
+    /// compute with is up to date afterwards, on every rank (where ranks split it, once it is gathered). On CUDA the gradients are then zero.
     ///
     /// # Errors
     /// A rank that is lost; a tensor operation that fails.
@@ -120,7 +120,7 @@ impl Optimizer {
             true => offload::step(&mine, self.piece, &self.staged)?,
             false => mine.iter().try_for_each(Update::on_device)?,
         }
-        if params.shard.stage >= 1 && params.shard.ranks > 1 {
+        if params.shard.stage >= 1 && params.shard.ranks > 1 && !params.is_split() {
             gather(params, comm)?;
         }
         // the groups are all that trains; between them nothing is ever added. An update on the host leaves them as they are
@@ -172,14 +172,14 @@ impl Update<'_> {
 
     /// What the layers compute with.
     fn compute(&self) -> Result<Tensor> {
-        self.unit.compute.narrow(0, self.range.start, self.range.len())
+        self.unit.compute.held.of(self.range.clone())
     }
 
     /// Where the states are beside what the layers compute with.
     fn on_device(&self) -> Result<()> {
         let [p, m, v] = self.states()?;
         // f32 weights are what the layers compute with
-        let copy = if self.unit.compute.dtype() == DType::F32 { None } else { Some(self.compute()?) };
+        let copy = if self.unit.compute.whole.dtype() == DType::F32 { None } else { Some(self.compute()?) };
         adamw(&p, &m, &v, &self.grads()?, copy.as_ref(), &self.k)
     }
 }

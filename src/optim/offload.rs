@@ -41,17 +41,17 @@ pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Res
             pieces.push(Update { range, ..u.clone() });
         }
     }
-    if pieces.first().is_some_and(|p| !p.unit.compute.device().is_cpu()) {
+    if pieces.first().is_some_and(|p| !p.unit.compute.whole.device().is_cpu()) {
         return staged.step(&pieces);
     }
     for p in &pieces {
         let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
-        let values = match p.unit.compute.dtype() {
+        let values = match p.unit.compute.whole.dtype() {
             // a tensor of its own: the master weights are another
             DType::F32 => values.force_contiguous()?,
             dtype => values.to_dtype(dtype)?,
         };
-        p.unit.compute.slice_set(&values, 0, p.range.start)?;
+        p.compute()?.slice_set(&values, 0, 0)?;
     }
     Ok(())
 }
@@ -75,7 +75,8 @@ impl Staged {
     fn step(&self, pieces: &[Update<'_>]) -> Result<()> {
         use crate::kernel::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
-        let (compute, longest) = (first.unit.compute.real()?, pieces.iter().map(|p| p.range.len()).max());
+        let (compute, longest) =
+            (first.unit.compute.whole.real()?, pieces.iter().map(|p| p.range.len()).max());
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,

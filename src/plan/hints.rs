@@ -24,7 +24,9 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let Some(budget) = i.budget else { return Vec::new() };
     let mut out = Vec::new();
     let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
-        let built = set.iter().all(|s| is_built(s));
+        // ranks are not built on CUDA
+        let ranks = plan.machine.cuda && set.iter().any(|s| s.starts_with("parallel.data="));
+        let built = !ranks && set.iter().all(|s| is_built(s));
         let note = if built { "" } else { " (not built yet)" };
         let (size, saved) =
             (super::report::bytes(total), super::report::bytes(plan.total().saturating_sub(total)));
@@ -146,7 +148,9 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         if let Some((n, t)) = first(worlds, budget, |n| {
             let mut c = r.clone();
             (c.parallel.data, c.parallel.zero) = (n, 3);
-            total(&c)
+            // ranks that are threads of a process share its threads
+            let threads = c.parallel.threads(i.machine.threads as usize, i.machine.cuda) as u64;
+            changed(i, &c, Machine { threads, ..i.machine }, i.selection)
         }) {
             let set = vec![format!("parallel.data={n}"), "parallel.zero=3".into()];
             add(

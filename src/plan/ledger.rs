@@ -204,6 +204,7 @@ impl From<Role> for Component {
             Role::Workspace => Component::Workspace,
             Role::InFlight => Component::InFlight,
             Role::Logits => Component::Logits,
+            Role::Gradients => Component::Communication,
         }
     }
 }

@@ -230,7 +230,8 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
         None if cuda => 2,
         None => 4,
     };
-    Machine { cuda, width, threads: rayon::current_num_threads() as u64 }
+    let threads = recipe.parallel.threads(rayon::current_num_threads(), cuda);
+    Machine { cuda, width, threads: threads as u64 }
 }
 
 /// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is host memory, less
@@ -329,6 +330,16 @@ impl<'a> Prepared<'a> {
         Parts::new(run, heads)
     }
 
+    /// Bytes of tensors that come to a rank from the others in a step.
+    fn wire(&self, micro_batches: u64) -> u64 {
+        let (s, outline, data) =
+            (&self.statics, self.shape.outline(), self.inputs.recipe.parallel.data as u64);
+        let each = |v| s.gathered(outline.needs([v]));
+        let gathered: u64 = outline.training(self.shape.lowest).into_iter().map(each).sum();
+        let others = gathered * (data.max(1) - 1) / data.max(1);
+        (s.wire[0] + others) * micro_batches + s.wire[1]
+    }
+
     /// Bytes of a layer's inputs on the host, where activations live there.
     fn host_activations(&self, w: Workload) -> u64 {
         if !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
@@ -366,7 +377,7 @@ impl Plan {
         Self {
             ranks: p.ranks(),
             local: p.local(i.machine.cuda),
-            wire: prepared.statics.wire[0] * micro_batches + prepared.statics.wire[1],
+            wire: prepared.wire(micro_batches),
             machine: i.machine,
             parameters: prepared.statics.parameters,
             budget: i.budget,

@@ -10,6 +10,7 @@ use crate::model::head::Head;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, LayerTree, Module, Tree};
 use crate::recipe::Quantize;
+use crate::walk::Outline;
 use candle_core::DType;
 
 /// A model of ghosts.
@@ -31,6 +32,8 @@ pub struct Shape {
     pub of: Vec<usize>,
     /// Final norm and head.
     pub head: Head,
+    /// Whether the head has the embedding's table.
+    pub tied: bool,
     /// Gradient buffers, as a sink takes them.
     pub grads: Vec<Option<Tensor>>,
     /// Lowest unit that trains.
@@ -102,9 +105,16 @@ impl Shape {
             kinds,
             of,
             head,
+            tied: config.tied,
             grads,
             lowest,
         })
+    }
+
+    /// What decides the visits of its passes.
+    pub fn outline(&self) -> Outline {
+        let e = &self.embedding;
+        Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
     }
 
     /// Layers that backward walks through.

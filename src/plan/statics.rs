@@ -59,6 +59,8 @@ pub struct Statics {
     pub live: Vec<u64>,
     /// Whether the head's gradients are the embedding's.
     pub tied: bool,
+    /// Where ranks split weights: bytes of each unit's, which are gathered before the visit that comes before it.
+    pub flight: Vec<u64>,
     /// What a rank copies to give it to others: of its sum of a unit's gradients, and of updated weights, at the most.
     pub given: [u64; 2],
     /// Bytes of tensors that come from other ranks, for each micro-batch and for each update.
@@ -165,6 +167,9 @@ impl Statics {
         // frozen weights, in the order in which they are loaded
         let mut unit_bytes = vec![0u64; units];
         let (mut loaded, mut high) = (0u64, 0u64);
+        let split = ranks.zero >= 3 && ranks.data > 1;
+        // of what ranks split: the most that a rank reads of a tensor, and a unit that is gathered for norms
+        let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
             let n = m.weight_values() as u64;
             let bias = m.bias().unwrap_or(0) as u64;
@@ -175,6 +180,8 @@ impl Statics {
                 // its line in the table of the layer's experts
                 out.device.add(component(m.group), table::BYTES as u64);
             }
+            normed[m.unit(s.layers)] |= matches!(choice, Choice::Lora { spec, .. } if spec.dora);
+            piece = piece.max((4 + width) * n.div_ceil(ranks.data));
             if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it
                 let value = if states_elsewhere { 0 } else { 4 * n };
@@ -202,8 +209,7 @@ impl Statics {
             Weights::Load => pieces(READ_PIECE),
             Weights::Random => 0,
         };
-        out.load_transient =
-            if ranks.data == 1 || ranks.zero < 3 { (high + read).saturating_sub(loaded) } else { 0 };
+        out.load_transient = (high + read).saturating_sub(loaded);
 
         // what trains: buffers by unit, gaps between tensors included
         let mut lens = vec![0u64; units];
@@ -217,8 +223,8 @@ impl Statics {
             let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
-            let split = if wide.contains(&unit) { u8::MAX } else { 1 };
-            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, split) };
+            let from = if wide.contains(&unit) { 3 } else { 1 };
+            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, from) };
             let states = moments(r.optimizer.name, t.shape())
                 .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
             sums[4] += ranks.share(m, states, 1);
@@ -255,10 +261,18 @@ impl Statics {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);
         }
-        if ranks.zero >= 3 && ranks.data > 1 {
-            out.device.add(Component::InFlight, (2 * layer).max(unit));
+        let params_on_host = r.memory.offload.contains(&Offload::Params);
+        if split {
+            let wide =
+                |u: &usize| if machine.computes_in_f32() || !wide.contains(u) { 0 } else { 4 * lens[*u] };
+            let flight = |u: usize| (unit_bytes[u] + wide(&u)).div_ceil(ranks.tensor);
+            let normed = (0..units).filter(|u| normed[*u]).map(flight).max().unwrap_or(0);
+            out.load_transient = (piece + read).max(normed);
+            if !params_on_host {
+                out.flight = (0..units).map(flight).collect();
+            }
         }
-        if r.memory.offload.contains(&Offload::Params) {
+        if params_on_host {
             let weights: u64 = out.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum();
             let mut rest = Bytes::default();
             out.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
@@ -272,13 +286,15 @@ impl Statics {
             let (all, part) = (lens.iter().sum::<u64>(), longest.div_ceil(ranks.data));
             // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and so does what is given to all
             let others = |bytes: u64| bytes * (ranks.data - 1) / ranks.data;
-            let [sums, weights] = [ranks.zero < 2, ranks.zero >= 1].map(u64::from);
+            let [sums, weights] = [ranks.zero < 2, (1..3).contains(&ranks.zero)].map(u64::from);
             out.given = [4 * part * sums, width * part * weights];
             let apart = !machine.computes_in_f32() || offload;
             let wide: u64 = wide.iter().filter(|_| apart).map(|u| lens[*u]).sum();
             out.wire = [others(4 * all) * (1 + sums), others(width * all + 4 * wide) * weights];
         }
-        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads) };
+        // a rank that is one of several is among the threads that it computes on
+        let alone = u64::from(r.parallel.local(machine.cuda) == 1);
+        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads - 1 + alone) };
         out.device.add(Component::Context, context);
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
@@ -291,7 +307,14 @@ impl Statics {
         } else {
             width * largest
         };
-        out.save_transient = (value + rounded + pieces(4 * largest) + 4 * PROBE.0 * vocab(s))
+        // a model is stored in the compute dtype, an adapter in f32; what was read is rounded when all of it is there
+        let stored = if s.everything_full() { width } else { 4 };
+        let read = pieces(stored * largest.min(READ_PIECE / 4));
+        // where no rank has all master weights they are read from the checkpoint, those of an adapter together
+        let apart = ranks.zero >= 3 || (ranks.zero >= 1 && (!machine.computes_in_f32() || offload));
+        let together = ranks.data > 1 && apart && !s.everything_full();
+        let values = if together { 4 * count + read } else { 0 };
+        out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if machine.cuda {
@@ -303,6 +326,19 @@ impl Statics {
             out.host.push(("reading_weights", 4 * largest));
         }
         out
+    }
+}
+
+impl Statics {
+    /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
+    pub fn live_at(&self, unit: usize) -> u64 {
+        let of = |unit: usize| self.live.get(unit).copied().unwrap_or(0);
+        of(unit) + if self.tied && unit > 0 { of(0) } else { 0 }
+    }
+
+    /// Bytes of units that ranks split, while they are gathered.
+    pub fn gathered(&self, units: impl IntoIterator<Item = usize>) -> u64 {
+        units.into_iter().filter_map(|u| self.flight.get(u)).sum()
     }
 }
 

@@ -16,7 +16,7 @@ use crate::kernel::{Machine, Role, Tensor};
 use crate::model::Batch;
 use crate::model::layer::{FeedForward, Layer};
 use crate::model::sink::Sink;
-use crate::walk::{self, Dequantize};
+use crate::walk::{self, Dequantize, Visit};
 use Component::Workspace;
 use candle_core::{DType, Result};
 
@@ -108,6 +108,8 @@ pub struct Parts<'a> {
     /// Batch and embedding in evaluation.
     eval: Option<(Full, Full)>,
     optimizer: u64,
+    /// Gathered weights of each visit in training, while it is gone through and after it; and in evaluation.
+    flights: [Vec<[u64; 2]>; 2],
     /// The same run with the most uneven routing, where there are experts.
     skewed: Option<Box<Parts<'a>>>,
 }
@@ -127,12 +129,14 @@ struct Spot<'p> {
     extra: u64,
     /// Bytes of [`Component::Communication`].
     live: u64,
+    /// Bytes of gathered weights, of [`Component::InFlight`].
+    flight: u64,
 }
 
 impl Spot<'_> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
-        parts + self.kept_total + self.waiting + self.extra + self.live
+        parts + self.kept_total + self.waiting + self.extra + self.live + self.flight
     }
 }
 
@@ -174,6 +178,7 @@ impl<'a> Parts<'a> {
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
+            flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             optimizer: run.optimizer()?.max(run.statics.staging).max(run.statics.given[1]),
             run,
         })
@@ -209,7 +214,9 @@ impl<'a> Parts<'a> {
             waiting: 0,
             extra,
             live: 0,
+            flight: 0,
         };
+        let [mut train, mut evaluate] = self.flights.each_ref().map(|f| f.iter());
         f(still(Phase::Load, statics.load_transient));
         let mut at = still(Phase::Forward, 0);
         at.parts = [Some(&self.batch), Some(&self.embedding)];
@@ -219,9 +226,17 @@ impl<'a> Parts<'a> {
             parts: [at.parts[0], Some(full)],
             ..*at
         };
+        // what is gathered while the next visit goes on, and what is left after it
+        let mut after = 0;
+        let mut next = |at: &mut Spot<'p>, flights: &mut std::slice::Iter<'_, [u64; 2]>| {
+            [at.flight, after] = flights.next().copied().unwrap_or_default();
+            after
+        };
+        next(&mut at, &mut train);
         f(visit(&at, Phase::Forward, 0, &self.embedding));
         for (l, kind) in self.run.shape.of.iter().enumerate() {
             let kind = &self.kinds[*kind];
+            next(&mut at, &mut train);
             f(visit(&at, Phase::Forward, l + 1, &kind.forward));
             at.kept = l + 1;
             at.kept_total += self.kept(l, levels).map_or(0, |k| k.total);
@@ -234,9 +249,10 @@ impl<'a> Parts<'a> {
             at.waiting = (kept + self.input.total) * (self.run.stages - 1);
         }
         let (head, _, head_eval) = &self.heads[levels.head];
-        at.live = self.live(count + 1);
+        let left = next(&mut at, &mut train);
         f(visit(&at, Phase::Backward, count + 1, head));
-        f(self.summing(&at, count + 1));
+        at.live = self.live(count + 1);
+        f(self.summing(&at, count + 1, left));
         for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
             if l < first {
                 break;
@@ -250,24 +266,29 @@ impl<'a> Parts<'a> {
                 &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)].0
             };
             at.live = self.live(l + 1);
+            let left = next(&mut at, &mut train);
             f(visit(&at, Phase::Backward, l + 1, full));
-            f(self.summing(&at, l + 1));
+            f(self.summing(&at, l + 1, left));
         }
         if let Some(full) = &self.embedding_backward {
             at.live = self.live(0);
+            let left = next(&mut at, &mut train);
             f(visit(&at, Phase::Backward, 0, full));
-            f(self.summing(&at, 0));
+            f(self.summing(&at, 0, left));
         }
         f(still(Phase::Step, self.optimizer));
         if let Some((batch, embedding)) = &self.eval {
             let mut at = still(Phase::Evaluate, 0);
             at.parts[0] = Some(batch);
+            next(&mut at, &mut evaluate);
             f(visit(&at, Phase::Evaluate, 0, embedding));
             for (l, kind) in self.run.shape.of.iter().enumerate() {
+                next(&mut at, &mut evaluate);
                 if let Some(full) = &self.kinds[*kind].eval {
                     f(visit(&at, Phase::Evaluate, l + 1, full));
                 }
             }
+            next(&mut at, &mut evaluate);
             if let Some(full) = head_eval {
                 f(visit(&at, Phase::Evaluate, count + 1, full));
             }
@@ -277,16 +298,14 @@ impl<'a> Parts<'a> {
 
     /// Gradients of one micro-batch that live while a unit is visited backward.
     fn live(&self, unit: usize) -> u64 {
-        let s = self.run.statics;
-        let of = |unit: usize| s.live.get(unit).copied().unwrap_or(0);
-        of(unit) + if s.tied && unit > 0 { of(0) } else { 0 }
+        self.run.statics.live_at(unit)
     }
 
-    /// Where a unit's gradients are summed over the ranks.
-    fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize) -> Spot<'p> {
+    /// Where a unit's gradients are summed over the ranks, with what is gathered for the visit that comes.
+    fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize, flight: u64) -> Spot<'p> {
         let given = if at.live > 0 { self.run.statics.given[0] } else { 0 };
         let parts = [at.parts[0], Some(&self.input)];
-        Spot { phase: Phase::Backward, unit, parts, live: at.live + given, ..*at }
+        Spot { phase: Phase::Backward, unit, parts, live: at.live + given, flight, ..*at }
     }
 
     /// peak bytes: the engine's, the allocator's, and what the most uneven routing takes.
@@ -327,6 +346,7 @@ impl<'a> Parts<'a> {
             bytes.add(Component::Activations, spot.waiting);
             bytes.add(Workspace, spot.extra);
             bytes.add(Component::Communication, spot.live);
+            bytes.add(Component::InFlight, spot.flight);
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(levels, engine));
@@ -371,7 +391,12 @@ impl Parts<'_> {
             for (c, b) in batch.into_iter().chain(visit).flat_map(|f| &f.listed) {
                 list(spot.phase, spot.unit, *c, *b);
             }
-            for (component, bytes) in [(Workspace, spot.extra), (Component::Communication, spot.live)] {
+            let beside = [
+                (Workspace, spot.extra),
+                (Component::Communication, spot.live),
+                (Component::InFlight, spot.flight),
+            ];
+            for (component, bytes) in beside {
                 if bytes > 0 {
                     list(spot.phase, spot.unit, component, bytes);
                 }
@@ -384,6 +409,17 @@ impl Parts<'_> {
 impl StepInputs<'_> {
     fn machine(&self) -> Machine {
         self.shape.ledger.machine()
+    }
+
+    /// What is gathered while each visit of a pass goes on, and after it.
+    fn flights(&self, visits: &[Visit]) -> Vec<[u64; 2]> {
+        let (outline, s) = (self.shape.outline(), self.statics);
+        let of = |i: usize| {
+            let next = visits.get(i + 1).copied();
+            let both = outline.needs([visits[i]].into_iter().chain(next));
+            [s.gathered(both), s.gathered(outline.needs(next))]
+        };
+        (0..visits.len()).map(of).collect()
     }
 
     /// What `f` takes, on an empty ledger.
@@ -465,11 +501,17 @@ impl StepInputs<'_> {
 
     /// The head with chunks of at most `rows`.
     fn head(&self, rows: usize) -> Result<(Full, Cost, Option<Full>)> {
-        let (s, sink) = (self.shape, Sink::new(&self.shape.grads, 0));
+        let s = self.shape;
+        let live = self.statics.live_at(s.of.len() + 1);
         let visit = |t: Tokens, backward: bool| {
             let batch = self.batch(t, backward)?;
             self.visit(|| {
                 let x = self.input(t);
+                let sink = Sink::ghost(&s.grads, &s.ledger, live);
+                if t.targets > rows as u64 && backward {
+                    // all chunks but the first find it there
+                    sink.flat(0)?;
+                }
                 s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
             })
         };

@@ -500,6 +500,6 @@ fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
         assert_eq!(p.execution.recompute, want);
         assert!(!p.fits());
     }
-    assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.zero=3"));
+    assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.tensor=2"));
     Ok(())
 }

@@ -1,10 +1,12 @@
 //! Values to NF4 codes and scales, with the arithmetic of bitsandbytes' CPU version.
 
 use super::code::{CodeBooks, Type, dynamic_map};
-use crate::kernel::Tensor;
+use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
 use crate::kernel::quantized::{QuantizedMatrix, Scales};
-use candle_core::{DType, Result};
+use crate::kernel::{Real, Tensor};
+use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Values a block.
 pub const BLOCK: usize = 64;
@@ -103,6 +105,57 @@ impl Encoded {
         };
         let packed = Tensor::new(self.packed, &device)?;
         QuantizedMatrix::new(self.dims, BLOCK, packed, scales, books.book(Type::Nf4), self.source, compute)
+    }
+}
+
+/// Values of a matrix by their numbers, f32.
+pub type Values<'a> = Box<dyn Fn(Range<usize>) -> crate::Result<Vec<f32>> + 'a>;
+
+/// The scales of the blocks that some values are.
+///
+/// # Errors
+/// [`super::Error::NotFinite`] with `name`.
+pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, super::Error> {
+    let mut scales = vec![0.0; values.len().div_ceil(BLOCK)];
+    let mut none: Vec<u8> = vec![0; values.len().div_ceil(2)];
+    match encode(values, &mut none, &mut scales, false) {
+        true => Ok(scales),
+        false => Err(super::Error::NotFinite { name: name.into() }),
+    }
+}
+
+/// A matrix that is encoded a range at a time, from `values` of dtype `source` whose `scales` are known; these are in
+/// 8 bits.
+pub fn unread<'a>(
+    name: &str,
+    dims: (usize, usize),
+    source: DType,
+    scales: &[f32],
+    values: Values<'a>,
+) -> UnreadMatrix<'a> {
+    let (n, name) = (dims.0 * dims.1, name.to_string());
+    let read: Read<'a> = Box::new(move |bytes| {
+        // whole blocks, of which the asked bytes are a part
+        let first = bytes.start * 2 / BLOCK * BLOCK;
+        let end = (bytes.end * 2).next_multiple_of(BLOCK).min(n);
+        let e = Encoded::new(&name, &values(first..end.max(first))?, (1, end.saturating_sub(first)), source)?;
+        let at = bytes.start - first / 2;
+        Ok(Real::new(&e.packed[at..at + bytes.len()], &Device::Cpu)?)
+    });
+    let nested = Nested::new(scales);
+    UnreadMatrix {
+        dims,
+        block: BLOCK,
+        kind: Type::Nf4,
+        source: if source == DType::F64 { DType::F32 } else { source },
+        packed: Unread { dtype: DType::U8, len: n.div_ceil(2), read },
+        scales: UnreadScales::Nested {
+            codes: Unread::of(nested.codes),
+            factors: Unread::of(nested.absmax),
+            map: dynamic_map().to_vec(),
+            group: GROUP,
+            offset: nested.offset,
+        },
     }
 }
 

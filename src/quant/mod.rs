@@ -5,6 +5,7 @@
 //! | `code` | the tables: NF4, FP4, and the 8-bit map of double quantization |
 //! | `encode` | values to codes and scales (NF4) |
 //! | `state` | the tensors of a quantized weight in a checkpoint: checked and read, named and written |
+//! | `parts` | a weight of which each rank reads, or makes, its part |
 //! | `agree` | whether codes were made from given weights |
 //! | `source` | a tensor of a checkpoint to 4-bit, in pieces and in parallel: never whole in memory |
 //!
@@ -13,6 +14,7 @@
 mod agree;
 mod code;
 mod encode;
+mod parts;
 mod source;
 mod state;
 
@@ -21,9 +23,10 @@ mod tests;
 
 pub use agree::agreement;
 pub use code::{CodeBooks, Type};
-pub use encode::{BLOCK, Encoded, Nested};
-pub use source::{from_files, scales};
-pub use state::{Entry, entries, find, problems, read, source_dtype};
+pub use encode::{BLOCK, Encoded, Nested, Values, scales_of, unread};
+pub use parts::{Place, Read, Unread, UnreadMatrix, UnreadScales};
+pub use source::{dtype_of, from_files, scales};
+pub use state::{Entry, entries, find, open, problems, read, source_dtype};
 
 use crate::error::{ExitCode, Failure};
 use crate::model::modules::{Group, Kind, Module};

@@ -26,16 +26,23 @@ pub fn scales(files: &TensorFiles, name: &str) -> crate::Result<Encoded> {
     pass(files, name, false)
 }
 
+/// The dtype of a tensor that can be quantized.
+///
+/// # Errors
+/// A tensor that is missing, or in a format that cannot be quantized.
+pub fn dtype_of(files: &TensorFiles, name: &str) -> crate::Result<DType> {
+    match files.get(name)?.dtype {
+        Dtype::F64 => Ok(DType::F64),
+        Dtype::F32 => Ok(DType::F32),
+        Dtype::F16 => Ok(DType::F16),
+        Dtype::BF16 => Ok(DType::BF16),
+        other => Err(Error::Dtype { name: name.into(), dtype: other.to_string() }.into()),
+    }
+}
+
 fn pass(files: &TensorFiles, name: &str, codes: bool) -> crate::Result<Encoded> {
-    let info = files.get(name)?;
+    let (info, source) = (files.get(name)?, dtype_of(files, name)?);
     let refuse = |dtype: String| Error::Dtype { name: name.into(), dtype };
-    let source = match info.dtype {
-        Dtype::F64 => DType::F64,
-        Dtype::F32 => DType::F32,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        other => return Err(refuse(other.to_string()).into()),
-    };
     let &[rows, cols] = info.shape.as_slice() else {
         return Err(refuse(format!("shape {:?}", info.shape)).into());
     };

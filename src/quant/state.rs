@@ -13,11 +13,13 @@
 use super::Error;
 use super::code::{CodeBooks, Type, dynamic_map};
 use super::encode::{BLOCK, GROUP, Nested};
-use crate::kernel::quantized::{QuantizedMatrix, Scales};
+use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
+use crate::kernel::quantized::QuantizedMatrix;
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
+use std::ops::Range;
 
 /// Longest JSON that is read.
 const LONGEST: u64 = 1 << 16;
@@ -78,10 +80,79 @@ pub fn problems(files: &TensorFiles, weight: &str, dims: (usize, usize)) -> Opti
     kind(files, weight).and_then(|t| state(files, weight, t, dims).err())
 }
 
-/// Reads a quantized weight of `dims`, for products in `compute` on the device of `books`.
+/// A quantized weight of a checkpoint.
+#[derive(Clone)]
+struct Stored<'a> {
+    files: &'a TensorFiles,
+    name: String,
+}
+
+impl Stored<'_> {
+    fn fail(&self, why: String) -> crate::Error {
+        let folder = self.files.paths().next().and_then(|p| p.parent());
+        let file = folder.map_or(String::new(), |p| p.display().to_string());
+        Error::State { file, name: self.name.clone(), why }.into()
+    }
+
+    /// Some values of a tensor beside it.
+    fn floats(&self, part: &str, r: Range<usize>) -> crate::Result<Tensor> {
+        let name = format!("{}.{part}", self.name);
+        self.files.part(&name, r, DType::F32, &Device::Cpu).map_err(|e| match e {
+            store::Error::NotFinite { .. } => self.fail(format!("{part} has a value that is not finite")),
+            e => e.into(),
+        })
+    }
+}
+
+/// A quantized weight of `dims`, of which all that is small is read and checked.
 ///
 /// # Errors
 /// [`Error::State`] naming the weight, for anything that does not hold together; what the store finds.
+pub fn open<'a>(
+    files: &'a TensorFiles,
+    weight: &str,
+    dims: (usize, usize),
+) -> crate::Result<UnreadMatrix<'a>> {
+    let w = Stored { files, name: weight.into() };
+    let kind = kind(files, weight).ok_or_else(|| w.fail("is not quantized".into()))?;
+    let s = state(files, weight, kind, dims).map_err(|why| w.fail(why))?;
+    let (n, blocks) = (dims.0 * dims.1, (dims.0 * dims.1).div_ceil(s.block));
+    let floats = |part: &str, len| -> crate::Result<Vec<f32>> { Ok(w.floats(part, 0..len)?.to_vec1()?) };
+    // bitsandbytes stores the table and then dequantizes by its own
+    if !floats("quant_map", 16)?.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
+        return Err(w.fail(format!("quant_map is not the table of {}", kind.name())));
+    }
+    let bytes = |name: String, len| Unread {
+        dtype: DType::U8,
+        len,
+        read: Box::new(move |r| Ok(Tensor::new(files.read_part(&name, r)?, &Device::Cpu)?)),
+    };
+    let scales = match s.nested {
+        None => {
+            let w = w.clone();
+            let read: Read<'a> = Box::new(move |r| w.floats("absmax", r));
+            UnreadScales::Plain(Unread { dtype: DType::F32, len: blocks, read })
+        }
+        Some((group, offset)) => {
+            let factors = floats("nested_absmax", blocks.div_ceil(group))?;
+            let map = floats("nested_quant_map", 256)?;
+            // codes stand for numbers up to 1, and a scale is one of the map's times its group's, plus the offset
+            let largest = |v: &[f32]| v.iter().fold(0f32, |m, x| m.max(x.abs()));
+            if !(largest(&map) * largest(&factors) + offset.abs()).is_finite() {
+                return Err(w.fail("nested_absmax is so large that weights would be infinite".into()));
+            }
+            let codes = bytes(format!("{weight}.absmax"), blocks);
+            UnreadScales::Nested { codes, factors: Unread::of(factors), map, group, offset }
+        }
+    };
+    let packed = bytes(weight.into(), n.div_ceil(2));
+    Ok(UnreadMatrix { dims: s.dims, block: s.block, kind, source: s.source, packed, scales })
+}
+
+/// Reads a quantized weight of `dims`, for products in `compute` on the device of `books`.
+///
+/// # Errors
+/// As [`open`].
 pub fn read(
     files: &TensorFiles,
     weight: &str,
@@ -89,59 +160,7 @@ pub fn read(
     compute: DType,
     books: &mut CodeBooks,
 ) -> crate::Result<QuantizedMatrix> {
-    let fail = |why: String| Error::State {
-        file: files
-            .paths()
-            .next()
-            .and_then(|p| p.parent())
-            .map_or(String::new(), |p| p.display().to_string()),
-        name: weight.into(),
-        why,
-    };
-    let Some(kind) = kind(files, weight) else { return Err(fail("is not quantized".into()).into()) };
-    let s = state(files, weight, kind, dims).map_err(fail)?;
-    let floats = |part: &str| -> crate::Result<Vec<f32>> {
-        let tensor =
-            files.tensor(&format!("{weight}.{part}"), DType::F32, &Device::Cpu).map_err(|e| match e {
-                store::Error::NotFinite { .. } => {
-                    crate::Error::from(fail(format!("{part} has a value that is not finite")))
-                }
-                e => e.into(),
-            });
-        Ok(tensor?.flatten_all()?.to_vec1()?)
-    };
-    let table = floats("quant_map")?;
-    // bitsandbytes stores the table and then dequantizes by its own
-    if !table.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
-        return Err(fail(format!("quant_map is not the table of {}", kind.name())).into());
-    }
-    let device = books.device().clone();
-    let packed = Tensor::new(files.read(weight)?, &device)?;
-    let absmax = format!("{weight}.absmax");
-    // codes stand for numbers up to 1, and a scale is one of the map's times its group's, plus the offset
-    let within = |what: &str, map: &[f32], factors: &[f32], offset: f32| -> crate::Result<()> {
-        let largest = |v: &[f32]| v.iter().fold(0f32, |m, x| m.max(x.abs()));
-        match (largest(map) * largest(factors) + offset.abs()).is_finite() {
-            true => Ok(()),
-            false => Err(fail(format!("{what} is so large that weights would be infinite")).into()),
-        }
-    };
-    let scales = match s.nested {
-        None => Scales::Plain(Tensor::new(floats("absmax")?, &device)?.into()),
-        Some((group, offset)) => {
-            let factors = floats("nested_absmax")?;
-            let map = floats("nested_quant_map")?;
-            within("nested_absmax", &map, &factors, offset)?;
-            Scales::Nested {
-                codes: Tensor::new(files.read(&absmax)?, &device)?.into(),
-                map: books.map(&map)?,
-                absmax: Tensor::new(factors, &device)?.into(),
-                group,
-                offset,
-            }
-        }
-    };
-    Ok(QuantizedMatrix::new(s.dims, s.block, packed.into(), scales, books.book(kind), s.source, compute)?)
+    open(files, weight, dims)?.whole(compute, books)
 }
 
 /// Reads and checks the JSON, and the sizes of the tensors beside it.

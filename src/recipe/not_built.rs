@@ -12,15 +12,13 @@ use std::collections::BTreeSet;
 enum What {
     /// This word: alone, or in its list.
     Word(&'static str),
-    /// This number.
-    Number(i64),
     /// Anything but its default.
     Changed,
     /// Any value.
     Given,
 }
 
-use What::{Changed, Given, Number, Word};
+use What::{Changed, Given, Word};
 
 /// What `ft run` refuses. `*` stands for any index.
 const NOT_BUILT: &[(&str, What)] = &[
@@ -36,7 +34,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("memory.offload", Word("params")),
     ("memory.offload", Word("activations")),
     ("memory.pin", Changed),
-    ("parallel.zero", Number(3)),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),
@@ -58,9 +55,6 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
             let refused = match (what, &whole.value) {
                 (Word(w), Value::List(list)) => list.iter().find(|n| is(n, w)).map(|n| (n, true)),
                 (Word(w), _) => is(whole, w).then_some((whole, false)),
-                (Number(n), v) => {
-                    matches!(v, Value::Int(i) if *i == i128::from(*n)).then_some((whole, false))
-                }
                 (Changed, v) => default_of(&path).is_some_and(|d| d != *v).then_some((whole, false)),
                 (Given, _) => Some((whole, false)),
             };
@@ -138,10 +132,6 @@ mod tests {
                         assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
                     }
                     other => panic!("{pattern} has no words: {other:?}"),
-                },
-                Number(n) => match key.kind {
-                    kind::Kind::Int(least, most) => assert!((least as i64..=most as i64).contains(n)),
-                    other => panic!("{pattern} has no numbers: {other:?}"),
                 },
                 Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),
                 Given => assert!(default_of(&path).is_none(), "{pattern}: its default would be refused"),

@@ -382,6 +382,11 @@ impl Parallel {
             _ => 1,
         }
     }
+
+    /// Threads that a rank computes on, of a process that has so many: ranks that are threads of it share them.
+    pub fn threads(&self, all: usize, cuda: bool) -> usize {
+        (all / self.local(cuda).max(1) as usize).max(1)
+    }
 }
 
 words! {

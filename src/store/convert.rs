@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::Error;
-use std::ops::BitOr;
+use std::ops::{BitOr, Range};
 use std::path::Path;
 
 /// Elements that one task reads and converts at a time: 4 MiB of f32.
@@ -63,18 +63,18 @@ stored! {
     f64, u64, |x| 0x7fef_ffff_ffff_ffff_u64.wrapping_sub(x.to_bits() & 0x7fff_ffff_ffff_ffff);
 }
 
-/// Builds a tensor of `dtype` from `count` elements of `from`, which `fetch(offset, buffer)` reads
+/// Builds a vector of `dtype` from some elements of a tensor of `from`, which `fetch(offset, buffer)` reads
 /// by byte offset within the tensor, and which is of the file `path`. Values must be finite.
 pub(crate) fn tensor(
     path: &Path,
     name: &str,
     from: Dtype,
-    shape: &[usize],
+    (shape, elements): (&[usize], Range<usize>),
     dtype: DType,
     device: &Device,
     fetch: &Fetch,
 ) -> Result<Tensor, Error> {
-    let load = Load { path, name, shape, device, fetch };
+    let load = Load { path, name, shape, elements, device, fetch };
     // Widening goes through f32 or f64 exactly; each narrowing rounds once.
     macro_rules! convert {
         (f32, f32, $x:expr) => {
@@ -138,6 +138,7 @@ struct Load<'a> {
     path: &'a Path,
     name: &'a str,
     shape: &'a [usize],
+    elements: Range<usize>,
     device: &'a Device,
     fetch: &'a Fetch<'a>,
 }
@@ -163,13 +164,13 @@ impl Load<'_> {
         convert: impl Fn(S) -> D + Sync,
     ) -> Result<Tensor, Error> {
         // The header check bounds the count by the bytes of the file.
-        let count: usize = self.shape.iter().product();
+        let (first, count) = (self.elements.start, self.elements.len());
         let mut out = vec![zero; count];
         out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
             Vec::new,
             |bytes: &mut Vec<u8>, (piece, out)| {
                 bytes.resize(out.len() * S::BYTES, 0);
-                (self.fetch)((piece * PIECE * S::BYTES) as u64, bytes)?;
+                (self.fetch)(((first + piece * PIECE) * S::BYTES) as u64, bytes)?;
                 for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
                     *to = convert(S::from_le(from));
                 }
@@ -179,10 +180,10 @@ impl Load<'_> {
                     return Ok(());
                 }
                 let bad = out.iter().position(|x| D::is_over(x.over()));
-                Err(self.not_finite(piece * PIECE + bad.unwrap_or(0), D::DTYPE))
+                Err(self.not_finite(first + piece * PIECE + bad.unwrap_or(0), D::DTYPE))
             },
         )?;
-        Tensor::from_vec(out, self.shape, self.device)
+        Tensor::from_vec(out, count, self.device)
             .map_err(|source| Error::Tensor { name: self.name.to_string(), source })
     }
 }

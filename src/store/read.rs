@@ -319,10 +319,52 @@ impl TensorFiles {
     /// [`TensorFiles::read`].
     pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor, Error> {
         let info = self.get(name)?;
+        let flat = self.part(name, 0..info.elements(), dtype, device)?;
+        let wrong = |source| Error::Tensor { name: name.to_string(), source };
+        flat.reshape(info.shape.as_slice()).map_err(wrong)
+    }
+
+    /// Some elements of a tensor, as [`TensorFiles::tensor`] gives them, as a vector: nothing else is read.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for elements that are not there; else as [`TensorFiles::tensor`].
+    pub fn part(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        self.check_range(name, &elements, info.elements(), info)?;
         let path = &self.files[info.file].0;
-        convert::tensor(path, name, info.dtype, &info.shape, dtype, device, &|offset, buffer| {
+        convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
             self.fill(name, info, offset, buffer)
         })
+    }
+
+    /// Some bytes of a tensor, as they are in the file.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for bytes that are not there; else as [`TensorFiles::read`].
+    pub fn read_part(&self, name: &str, bytes: Range<usize>) -> Result<Vec<u8>, Error> {
+        let info = self.get(name)?;
+        self.check_range(name, &bytes, info.bytes() as usize, info)?;
+        self.bytes(name, info, bytes.start as u64..bytes.end as u64)
+    }
+
+    fn check_range(
+        &self,
+        name: &str,
+        r: &Range<usize>,
+        count: usize,
+        info: &TensorInfo,
+    ) -> Result<(), Error> {
+        if r.start <= r.end && r.end <= count {
+            return Ok(());
+        }
+        let shape = info.shape.clone();
+        Err(Error::Rows { name: name.to_string(), start: r.start, end: r.end, shape })
     }
 
     /// The file that holds a tensor.

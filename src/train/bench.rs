@@ -114,7 +114,7 @@ impl Bound {
             Part::Step if !params.offloaded => {
                 // weights and both moments read and written, the gradient read; the rounded copy written
                 let bytes = |u: &Unit| {
-                    let compute = u.compute.dtype().size_in_bytes();
+                    let compute = u.compute.whole.dtype().size_in_bytes();
                     (u.len * (28 + if compute < 4 { compute } else { 0 })) as f64
                 };
                 Some(Bound::Bytes(params.units.iter().flatten().map(bytes).sum()))

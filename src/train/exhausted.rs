@@ -8,6 +8,8 @@
 use crate::error::{Error, ExitCode};
 use crate::log::{memory, place, tell};
 use crate::plan::{Component, Listed, Phase, Plan, report};
+use crate::recipe::Parallel;
+use rayon::ThreadPool;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
@@ -45,6 +47,19 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
             "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
         ))
     })
+}
+
+/// Starts the threads that a rank computes on, of which this is one: so many that ranks share those of the process. What
+/// they allocate counts as the rank's.
+///
+/// # Errors
+/// A system that has no more threads for this process.
+pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::plan::Error> {
+    let threads = p.threads(rayon::current_num_threads(), false);
+    memory::count_for(rank);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).use_current_thread();
+    let pool = pool.start_handler(move |_| memory::count_for(rank)).spawn_handler(start_thread).build();
+    pool.map_err(|e| crate::plan::Error::DoesNotFit(format!("threads of rank {rank} cannot start: {e}")))
 }
 
 /// Starts a thread of the pool, and comes back when it works: what it takes to begin is no longer open when the next

@@ -1,5 +1,6 @@
 //! Nothing that is not finite reaches a weight, or stays in one; and a run that has diverged does not go on.
 
+use super::gather::Alone;
 use super::step::{Setup, probe};
 use super::{Error, Stepped};
 use crate::adapt::Params;
@@ -134,7 +135,8 @@ impl Still {
         if row.ids.is_empty() {
             return Ok(());
         }
-        let logits_tv = probe(setup.decoder, &row, setup.device)?.to_dtype(DType::F32)?;
+        let alone = Alone::new(setup.decoder, setup.params, setup.comm);
+        let logits_tv = probe(setup.decoder, &alone, &row, setup.device)?.to_dtype(DType::F32)?;
         let logits_tv = to_host(&logits_tv)?.to_vec2::<f32>()?;
         let same = |row: &Vec<f32>| row.iter().all(|x| Some(x) == row.first());
         match logits_tv.iter().all(same) {

@@ -6,22 +6,22 @@ use crate::data::Dataset;
 use crate::model::Config;
 use crate::recipe::Weights;
 use crate::store::{self, TensorFiles, hash};
-use std::cell::OnceCell;
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 /// Keys and hashes of a run, made when they are asked for; two runs with equal ones compute the same.
 pub struct Identity<'a> {
     job: &'a Job,
     data: &'a Dataset,
     /// The model's hash, if it is known.
-    model: OnceCell<String>,
-    map: OnceCell<BTreeMap<String, String>>,
+    model: OnceLock<String>,
+    map: OnceLock<BTreeMap<String, String>>,
 }
 
 impl<'a> Identity<'a> {
     /// Of a run of `job` on `data`.
     pub fn new(job: &'a Job, data: &'a Dataset) -> Self {
-        Self { job, data, model: OnceCell::new(), map: OnceCell::new() }
+        Self { job, data, model: OnceLock::new(), map: OnceLock::new() }
     }
 
     /// The keys and hashes.

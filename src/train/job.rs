@@ -6,6 +6,7 @@ use crate::adapt::build::{Build, check_full};
 use crate::adapt::params::{Allocate, Shard};
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
+use crate::comm::{self, Comm};
 use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
@@ -318,13 +319,13 @@ impl Job {
     /// # Errors
     /// As [`Build::run`]; a copy that cannot be made.
     pub fn load(&self, train: bool) -> crate::Result<(Decoder, Params)> {
-        self.load_shard(&self.base_to_load()?, train, Shard::default())
+        self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
     }
 
-    /// The base that weights are read from: with its 4-bit copy, where there is one.
+    /// The base that weights are read from: with its 4-bit copy, where the recipe has a `model.cache`.
     ///
     /// # Errors
-    /// As [`Job::base`]; a copy that is damaged.
+    /// As [`Job::base`]; a copy that cannot be made, or is damaged.
     pub fn base_to_load(&self) -> crate::Result<Base> {
         let base = self.base()?;
         Ok(match quantize::cached(self)? {
@@ -333,26 +334,31 @@ impl Job {
         })
     }
 
-    /// As [`Job::load`], what ranks split for one of them; the bar is the first one's.
+    /// As [`Job::load`], what ranks split for one of them, while the others do the same; the bar is the first one's.
     ///
     /// # Errors
-    /// As [`Job::load`].
-    pub fn load_shard(&self, base: &Base, train: bool, shard: Shard) -> crate::Result<(Decoder, Params)> {
+    /// As [`Build::run`]; a rank that is lost.
+    pub fn load_shard(
+        &self,
+        base: &Base,
+        train: bool,
+        shard: Shard,
+        comm: &dyn Comm,
+    ) -> crate::Result<(Decoder, Params)> {
         let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, offload, shard });
+            .allocate(Allocate { train, offload, shard })
+            .among(comm);
         if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
-        let machine = Machine {
-            cuda: self.device.is_cuda(),
-            width: self.dtype.size_in_bytes() as u64,
-            threads: rayon::current_num_threads() as u64,
-        };
+        let cuda = self.device.is_cuda();
+        let threads = self.recipe.parallel.threads(rayon::current_num_threads(), cuda);
+        let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
         Inputs {
             recipe: &self.recipe,
             config: &self.config,

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod compare;
 pub mod exhausted;
 mod finished;
+mod gather;
 mod guard;
 mod identity;
 pub mod job;
@@ -31,6 +32,7 @@ mod ranks_tests;
 pub use job::Job;
 pub use loss_scale::LossScale;
 pub use output::logits_apart;
+pub use ranks::not_built as ranks_not_built;
 pub use run::{Options, Outcome, run};
 pub use step::{StepRows, Stepped, evaluate, train_step};
 

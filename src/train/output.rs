@@ -1,6 +1,8 @@
 //! What a run leaves: `adapter/` or `model/`, read back and compared by logits before it gets its name.
 
-use super::step::probe;
+use super::gather::Alone;
+use super::ranks::{self, Next};
+use super::step::{Setup, probe};
 use super::{Error, Job};
 use crate::adapt::adapter::{self, Adapter, Values};
 use crate::adapt::selection::{Choice, Part};
@@ -8,11 +10,11 @@ use crate::adapt::{self, Params, Selection, peft};
 use crate::base::check_tensors;
 use crate::data::Micro;
 use crate::kernel::to_host;
+use crate::model::Config;
 use crate::model::modules::{Group, modules};
-use crate::model::{Config, Decoder};
 use crate::recipe::Quantize;
 use crate::store::{self, NewFolder, TensorFiles};
-use crate::walk;
+use crate::walk::{self, Outline, visit};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -77,12 +79,14 @@ fn is_of_adapter(name: &str) -> bool {
 /// `values` gives what was trained in f32: a rank may hold only a part of it.
 pub fn write(
     job: &Job,
-    decoder: &Decoder,
-    (params, values): (&Params, &Values<'_>),
+    s: &Setup<'_>,
+    values: &Values<'_>,
     dir: &Path,
     sample: &Micro,
 ) -> crate::Result<PathBuf> {
-    let before = probe(decoder, sample, &job.device)?;
+    let (decoder, params) = (s.decoder, s.params);
+    let alone = Alone::new(decoder, params, s.comm);
+    let before = probe(decoder, &alone, sample, &job.device)?;
     let hint = "the checkpoint of the last step is whole, and nothing else is written\n  hint: a lower optimizer.lr, or run.clip";
     walk::finite(&before, "the trained model", hint)?;
     let target = result_dir(job, dir);
@@ -94,31 +98,56 @@ pub fn write(
         let files = TensorFiles::open_model(&out)?;
         let config = Config::load(&out, &Map::new())?;
         check_tensors(&config, &files)?;
-        for (i, t) in params.tensors.iter().enumerate() {
-            params.set(i, &files.tensor(&t.name, DType::F32, &Device::Cpu)?)?;
-        }
     } else {
         let revision = job.model.revision.as_deref();
         // a checkpoint that is 4-bit by itself is named by the adapter's config
         let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
-        let what = (params, values);
-        adapter::save(&out, &job.selection, what, decoder, &job.model.source, revision, quantize)?;
+        let mut neutral = Vec::new();
+        if adapter::needs_neutral(&job.selection) {
+            visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
+                neutral.extend(adapter::neutral(&job.selection, decoder, unit)?);
+                Ok(())
+            })?;
+        }
+        let what = (params, values, neutral);
+        adapter::save(&out, &job.selection, what, &job.model.source, revision, quantize)?;
         let read = Adapter::open(&out)?;
         same_choices(&target, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
-        for (i, t) in params.tensors.iter().enumerate() {
-            match read.get(t)? {
-                Some(value) => params.set(i, &value)?,
-                None => return Err(wrong(&target, format!("{} is not in it", t.name)).into()),
-            }
-        }
     }
+    if params.is_split() {
+        ranks::tell_next(s.comm, &Next::ReadBack(out.clone()))?;
+    }
+    read_back(job, params, &out)?;
     job.trained().save(&out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?;
-    let apart = logits_apart(&probe(decoder, sample, &job.device)?, &before)?;
+    let apart = logits_apart(&probe(decoder, &alone, sample, &job.device)?, &before)?;
     if apart > BAR {
         return Err(Error::Readback { path: target.display().to_string(), apart, bar: BAR }.into());
     }
     new.replace(if full { &is_of_model } else { &is_of_adapter })?;
     Ok(target)
+}
+
+/// Puts a result that was written into `dir` in the place of what was trained.
+///
+/// # Errors
+/// A result that cannot be read, or that lacks a tensor.
+pub fn read_back(job: &Job, params: &Params, dir: &Path) -> crate::Result<()> {
+    if job.selection.everything_full() {
+        let files = TensorFiles::open_model(dir)?;
+        for (i, t) in params.tensors.iter().enumerate() {
+            let mine = params.mine(i)?;
+            params.set_from(i, mine.start, &files.part(&t.name, mine, DType::F32, &Device::Cpu)?)?;
+        }
+        return Ok(());
+    }
+    let read = Adapter::open(dir)?;
+    for (i, t) in params.tensors.iter().enumerate() {
+        match read.get(t)? {
+            Some(value) => params.set(i, &value)?,
+            None => return Err(wrong(dir, format!("{} is not in it", t.name)).into()),
+        }
+    }
+    Ok(())
 }
 
 fn wrong(dir: &Path, why: String) -> adapt::Error {

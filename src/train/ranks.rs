@@ -4,16 +4,21 @@
 //! a step, an evaluation, a checkpoint. All then do it with the same functions, in which their collectives meet. So
 //! there is one place where signals, schedules and files are looked at, and nothing that ranks could disagree about.
 
-use super::exhausted::Planned;
+use super::exhausted::{self, Planned};
+use super::gather::Gather;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
-use super::{Error, Job, LossScale, guard, state};
+use super::{Error, Job, LossScale, guard, output, state};
+use crate::adapt::Params;
 use crate::adapt::params::Shard;
+use crate::base::Base;
 use crate::comm::{self, At, Comm, Mesh, Threads};
 use crate::data::{Batches, Dataset};
+use crate::kernel::gemm;
 use crate::log::{place, tell};
+use crate::model::Decoder;
 use crate::optim::{Optimizer, Schedule};
-use crate::recipe::Parallel;
-use crate::walk::{Execution, Times};
+use crate::recipe::{Parallel, Recipe};
+use crate::walk::{Around, Execution, Outline, Times, visit};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -30,32 +35,41 @@ pub enum Next {
     Evaluate,
     /// This rank's part of a checkpoint, after so many steps, in a folder.
     Save(u64, PathBuf),
+    /// A forward pass of the first rank alone, for which it needs the others' weights.
+    Forward,
+    /// The result that the first rank has written in a folder, in the place of what was trained.
+    ReadBack(PathBuf),
     /// Nothing more.
     End,
 }
 
 const NEXT: At = At { what: "what comes next", unit: None };
+const LOADED: At = At { what: "the loading of the model", unit: None };
 const SAVED: At = At { what: "the end of a checkpoint", unit: None };
 
 impl Next {
     fn words(&self) -> Vec<u64> {
+        fn bytes(path: &Path) -> impl Iterator<Item = u64> {
+            path.as_os_str().as_bytes().iter().map(|b| u64::from(*b))
+        }
         match self {
             Next::End => vec![0],
             Next::Step(n) => vec![1, *n],
             Next::Evaluate => vec![2],
-            Next::Save(n, path) => {
-                [3, *n].into_iter().chain(path.as_os_str().as_bytes().iter().map(|b| u64::from(*b))).collect()
-            }
+            Next::Save(n, path) => [3, *n].into_iter().chain(bytes(path)).collect(),
+            Next::Forward => vec![4],
+            Next::ReadBack(path) => std::iter::once(5).chain(bytes(path)).collect(),
         }
     }
 
     fn of(words: &[u64]) -> Self {
+        let path = |bytes: &[u64]| OsString::from_vec(bytes.iter().map(|b| *b as u8).collect()).into();
         match words {
             [1, n] => Next::Step(*n),
             [2] => Next::Evaluate,
-            [3, n, path @ ..] => {
-                Next::Save(*n, OsString::from_vec(path.iter().map(|b| *b as u8).collect()).into())
-            }
+            [3, n, bytes @ ..] => Next::Save(*n, path(bytes)),
+            [4] => Next::Forward,
+            [5, bytes @ ..] => Next::ReadBack(path(bytes)),
             _ => Next::End,
         }
     }
@@ -83,10 +97,38 @@ pub fn save(s: &Setup<'_>, dir: &Path) -> crate::Result<()> {
     s.comm.wait(SAVED, &[]).map(drop)
 }
 
+/// Loads this rank's part of the model, and of the checkpoint to go on from; once that returns, all ranks have.
+///
+/// # Errors
+/// A model that cannot be built, a checkpoint that does not fit it; a rank that is lost.
+pub fn load(
+    job: &Job,
+    base: &Base,
+    checkpoint: Option<&Path>,
+    comm: &dyn Comm,
+) -> crate::Result<(Decoder, Params)> {
+    if comm.world() > 1 {
+        // theirs, however small the products are that make them
+        gemm::make_slabs();
+    }
+    let (decoder, params) = job.load_shard(base, true, shard(&job.recipe.parallel, comm.rank()), comm)?;
+    if let Some(dir) = checkpoint {
+        state::load(dir, &params)?;
+    }
+    comm.wait(LOADED, &[])?;
+    Ok((decoder, params))
+}
+
 /// What this rank holds of what ranks split.
 pub fn shard(p: &Parallel, rank: usize) -> Shard {
     let mesh = Mesh::of(p);
     Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
+}
+
+/// What of a recipe's ranks is not built.
+pub fn not_built(r: &Recipe, cuda: bool) -> Option<String> {
+    let n = r.parallel.ranks();
+    (n > 1 && cuda).then(|| format!("not built yet: {n} ranks on CUDA"))
 }
 
 /// Refuses ranks where they are not built.
@@ -94,20 +136,22 @@ pub fn shard(p: &Parallel, rank: usize) -> Shard {
 /// # Errors
 /// Several ranks on CUDA.
 pub fn check(job: &Job) -> Result<(), Error> {
-    let n = job.recipe.parallel.ranks();
-    if n == 1 || job.device.is_cpu() {
-        return Ok(());
+    match not_built(&job.recipe, job.device.is_cuda()) {
+        None => Ok(()),
+        Some(what) => {
+            let place = job.recipe.place("parallel.data");
+            let hint = "leave parallel.data out, or run.device=cpu";
+            Err(Error::Usage(format!("{place}: {what}\n  hint: {hint}")))
+        }
     }
-    let place = job.recipe.place("parallel.data");
-    Err(Error::Usage(format!(
-        "{place}: not built yet: {n} ranks on CUDA\n  hint: leave parallel.data out, or run.device=cpu"
-    )))
 }
 
 /// What all ranks work on.
 pub struct Shared {
     /// The recipe with what it names.
     pub job: Arc<Job>,
+    /// The model that it starts from.
+    pub base: Base,
     /// Training rows.
     pub data: Arc<Dataset>,
     /// Evaluation rows.
@@ -189,14 +233,13 @@ fn end_with_hung(e: &crate::Error) {
 fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
-    let (decoder, params) = job.load_shard(&job.base_to_load()?, true, shard(&r.parallel, comm.rank()))?;
-    if let Some(dir) = &shared.checkpoint {
-        state::load(dir, &params)?;
-    }
+    let _threads = exhausted::start_threads_of(comm.rank(), &r.parallel)?;
+    let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
     let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
     let schedule = Schedule::new(&r.optimizer, batches.steps());
     let parts = (&decoder, &params, &optimizer);
     let setup = Setup::new(job, parts, shared.execution, shared.loss_scale, comm);
+    let gather = Gather::new(&decoder, &params, comm);
     loop {
         let done = match hear_next(comm)? {
             Next::End => return Ok(()),
@@ -208,7 +251,8 @@ fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
             Next::Evaluate => match &shared.eval {
                 Some(eval) => {
                     place::enter(place::Phase::Evaluate, 0);
-                    evaluate_until(&decoder, comm, eval, &setup.execution, &job.device, &|| false).map(drop)
+                    let around = (comm, &gather as &dyn Around);
+                    evaluate_until(&decoder, around, eval, &setup.execution, &job.device, &|| false).map(drop)
                 }
                 None => Ok(()),
             },
@@ -216,6 +260,8 @@ fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
                 place::enter(place::Phase::Save, 0);
                 guard::weights(&params, comm, step).and_then(|()| save(&setup, &dir))
             }
+            Next::Forward => visit::pass(Outline::of(&decoder).forward(), &gather, &mut |_| Ok(())),
+            Next::ReadBack(dir) => output::read_back(job, &params, &dir),
         };
         match done {
             // the first one knows why
@@ -263,9 +309,15 @@ mod tests {
     #[test]
     fn what_is_told_is_heard() {
         let odd = OsStr::from_bytes(b"runs/\xff\x00x");
-        for next in
-            [Next::End, Next::Step(0), Next::Step(u64::MAX), Next::Evaluate, Next::Save(7, odd.into())]
-        {
+        for next in [
+            Next::End,
+            Next::Step(0),
+            Next::Step(u64::MAX),
+            Next::Evaluate,
+            Next::Forward,
+            Next::Save(7, odd.into()),
+            Next::ReadBack(odd.into()),
+        ] {
             assert_eq!(Next::of(&next.words()), next);
         }
     }

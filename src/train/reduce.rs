@@ -5,14 +5,16 @@
 //! Where gradients are split, a rank keeps the sum of its part alone, and a micro-batch's own gradients live from the
 //! unit's visit to their sum.
 
+use super::gather::Gather;
 use crate::adapt::Params;
 use crate::adapt::params::{Held, Unit};
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::model::sink::Sink;
-use std::cell::{Cell, RefCell};
+use crate::walk::{Around, Visit};
+use std::cell::Cell;
 
-/// Sums what a sink has over the ranks.
+/// Sums what a sink has over the ranks, around the visits of a training pass, for which weights are gathered.
 pub struct Reduce<'a> {
     params: &'a Params,
     comm: &'a dyn Comm,
@@ -21,32 +23,18 @@ pub struct Reduce<'a> {
     units: Vec<usize>,
     /// How many of them are done with this micro-batch.
     done: Cell<usize>,
-    error: RefCell<Option<crate::Error>>,
+    gather: Gather<'a>,
 }
 
 impl<'a> Reduce<'a> {
     /// For the micro-batches of a step.
-    pub fn new(params: &'a Params, comm: &'a dyn Comm, sink: &'a Sink<'a>) -> Self {
+    pub fn new(gather: Gather<'a>, params: &'a Params, comm: &'a dyn Comm, sink: &'a Sink<'a>) -> Self {
         let trains = |u: &usize| comm.world() > 1 && params.units[*u].is_some();
         let units = (0..params.units.len()).rev().filter(trains).collect();
-        Self { params, comm, sink, units, done: Cell::new(0), error: RefCell::default() }
+        Self { params, comm, sink, units, done: Cell::new(0), gather }
     }
 
-    /// The walk has left a unit: sums its gradients, and those of all before it.
-    pub fn left(&self, unit: usize) -> candle_core::Result<()> {
-        self.down_to(unit).map_err(|e| {
-            let said = candle_core::Error::Msg(e.to_string());
-            *self.error.borrow_mut() = Some(e);
-            said
-        })
-    }
-
-    /// The error behind one that the walk gave on.
-    pub fn error(&self, e: candle_core::Error) -> crate::Error {
-        self.error.take().unwrap_or(e.into())
-    }
-
-    /// Ends a micro-batch, or the turn of a rank that has none.
+    /// Ends a micro-batch, or the turn of a rank that has none: sums what no visit came to.
     ///
     /// # Errors
     /// A rank that is lost.
@@ -56,6 +44,7 @@ impl<'a> Reduce<'a> {
         Ok(())
     }
 
+    /// Sums the gradients of a unit that was left, and those of all before it.
     fn down_to(&self, unit: usize) -> crate::Result<()> {
         while let Some(next) = self.units.get(self.done.get()).filter(|u| **u >= unit) {
             if let Some(buffers) = &self.params.units[*next] {
@@ -79,5 +68,16 @@ impl<'a> Reduce<'a> {
         self.comm.add(sum, mine, unit.part.clone(), &part)?;
         let parts = self.params.shard.parts(unit.len);
         self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, values)
+    }
+}
+
+impl Around for Reduce<'_> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.gather.arrive(visit, next)
+    }
+
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.gather.leave(visit, next)?;
+        if visit.is_backward() { self.down_to(visit.unit) } else { Ok(()) }
     }
 }

@@ -1,5 +1,6 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::exhausted::start_threads_of;
 use super::finished::Inputs;
 use super::guard::{self, Still};
 use super::identity::Identity;
@@ -11,6 +12,7 @@ use super::step::Setup;
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
+use crate::base::Base;
 use crate::comm::Comm;
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
@@ -188,9 +190,10 @@ struct Start<'a> {
 fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
     let (comm, mut others) = ranks::group(&start.job.recipe.parallel);
     let (mut followers, planned) = (None, watch.planned());
-    let outcome = lead(start, watch, &comm, &mut || {
+    let mut follow = |base: &Base| {
         let shared = ranks::Shared {
             job: Arc::clone(start.job),
+            base: base.clone(),
             data: Arc::clone(start.data),
             eval: start.eval.map(Arc::clone),
             execution: start.plan.execution,
@@ -200,7 +203,18 @@ fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
         };
         followers = Some(Followers::start(std::mem::take(&mut others), &Arc::new(shared))?);
         Ok(())
-    });
+    };
+    let outcome = match comm.world() {
+        1 => lead(start, watch, &comm, &mut follow),
+        // a thread of its own, as all ranks are: it computes on threads of its own
+        _ => std::thread::scope(|s| {
+            let lead = s.spawn(|| {
+                let _threads = start_threads_of(0, &start.job.recipe.parallel)?;
+                lead(start, watch, &comm, &mut follow)
+            });
+            lead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        }),
+    };
     // whatever happened, nobody waits for this rank any more
     drop(comm);
     followers.into_iter().for_each(|f| f.end(&outcome));
@@ -212,21 +226,17 @@ fn lead(
     start: &Start<'_>,
     mut watch: Watch,
     comm: &dyn Comm,
-    follow: &mut dyn FnMut() -> crate::Result<()>,
+    follow: &mut dyn FnMut(&Base) -> crate::Result<()>,
 ) -> crate::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
     let base = job.base_to_load()?;
     start.identity.loading(&base)?;
-    let (decoder, params) = job.load_shard(&base, true, ranks::shard(&job.recipe.parallel, 0))?;
+    follow(&base)?;
+    let (decoder, params) = ranks::load(job, &base, newest.map(|c| c.path.as_path()), comm)?;
     start.identity.loaded(&base)?;
     drop(base);
     watch.loaded(&params);
-    // after this one, which may have made what they read
-    follow()?;
-    if let Some(c) = newest {
-        state::load(&c.path, &params)?;
-    }
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
     let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.map(|_| done))?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
@@ -340,13 +350,11 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     signals.release();
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
-    // what follows concerns this rank alone
-    ranks::tell_next(r.setup.comm, &Next::End)?;
     let probe = Micro::collate(data, &[0]).probe();
     let params = r.setup.params;
     let result = if params.has_masters() {
         let values = |i: usize| Ok(params.master(i)?.real()?.clone());
-        output::write(job, r.setup.decoder, (params, &values), dir, &probe)?
+        output::write(job, &r.setup, &values, dir, &probe)?
     } else {
         // no rank has them all, but the last step's checkpoint
         let files = state::weights(&start.checkpoints.folder(r.done))?;
@@ -354,8 +362,9 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
             let name = &params.tensors[i].name;
             Ok(files.tensor(name, DType::F32, &Device::Cpu)?)
         };
-        output::write(job, r.setup.decoder, (params, &values), dir, &probe)?
+        output::write(job, &r.setup, &values, dir, &probe)?
     };
+    ranks::tell_next(r.setup.comm, &Next::End)?;
     r.watch.look();
     if let Some(warning) = r.watch.verdict() {
         r.progress.line(&warning);

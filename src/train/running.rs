@@ -1,5 +1,6 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
+use super::gather::{Alone, Gather};
 use super::ranks::{self, Next};
 use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
@@ -34,7 +35,7 @@ pub struct Running<'a> {
     pub done: u64,
     /// Step of the newest checkpoint.
     pub saved: Option<u64>,
-    /// Bytes that had come from other ranks at the last step.
+    /// Bytes that had come from other ranks before this step.
     pub received: u64,
 }
 
@@ -112,6 +113,7 @@ impl Running<'_> {
         // the others follow the plan that they were given
         let again = again && self.setup.comm.world() == 1;
         ranks::tell_next(self.setup.comm, &Next::Step(step as u64))?;
+        self.received = self.setup.comm.received();
         let summed = loop {
             match accumulate(&self.setup, at, times, &stop) {
                 Ok(summed) => break summed,
@@ -171,8 +173,7 @@ impl Running<'_> {
             }
         }
         if self.setup.comm.world() > 1 {
-            let all = self.setup.comm.received();
-            line["wire_bytes"] = json!(all - std::mem::replace(&mut self.received, all));
+            line["wire_bytes"] = json!(self.setup.comm.received() - self.received);
         }
         if let Some(scale) = self.setup.loss_scale.get() {
             line["loss_scale"] = json!(scale.factor());
@@ -218,9 +219,11 @@ impl Running<'_> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(()) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || self.signals.seen().is_some();
-        let Setup { decoder, execution, comm, .. } = &self.setup;
-        ranks::tell_next(*comm, &Next::Evaluate)?;
-        let (loss, targets) = evaluate_until(decoder, *comm, data, execution, &self.job.device, &stop)?;
+        let Setup { decoder, params, execution, comm, .. } = self.setup;
+        ranks::tell_next(comm, &Next::Evaluate)?;
+        let gather = Gather::new(decoder, params, comm);
+        let (loss, targets) =
+            evaluate_until(decoder, (comm, &gather), data, &execution, &self.job.device, &stop)?;
         self.metrics
             .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
         self.progress
@@ -244,7 +247,9 @@ impl Running<'_> {
         if let Some(ids) = job::sample(&job.recipe, Some(tokenizer))? {
             place::enter(place::Phase::Evaluate, 0);
             let mut sampler = generate::greedy();
-            let mut reader = generate::Reader::new(self.setup.decoder, &job.device);
+            let Setup { decoder, params, comm, .. } = self.setup;
+            let alone = Alone::new(decoder, params, comm);
+            let mut reader = generate::Reader::new(decoder, &job.device).around(&alone);
             let reply = generate::reply(
                 &mut reader,
                 tokenizer,

@@ -10,6 +10,7 @@ use crate::store::{self, SharedFile, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// `state.json` of a checkpoint.
@@ -113,28 +114,30 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
     if have != want {
         return Err(fail(format!("holds {have} trained tensors, this run has {want}")).into());
     }
-    let get = |files: &TensorFiles, name: &str, shape: &[usize]| -> crate::Result<Tensor> {
-        let t = files.tensor(name, DType::F32, &Device::Cpu).map_err(|e| match e {
-            // a checkpoint is no model file
-            store::Error::NotFinite { .. } => {
-                crate::Error::from(fail(format!("{name} has a value that is not finite")))
-            }
-            e => e.into(),
-        })?;
-        if t.dims() != shape {
-            return Err(fail(format!("{name}: {:?}, this run has {shape:?}", t.dims())).into());
+    let get = |files: &TensorFiles, name: &str, shape: &[usize], r: Range<usize>| -> crate::Result<Tensor> {
+        let found = files.get(name)?.shape.as_slice();
+        if found != shape {
+            return Err(fail(format!("{name}: {found:?}, this run has {shape:?}")).into());
         }
-        Ok(t)
+        files.part(name, r, DType::F32, &Device::Cpu).map_err(|e| match e {
+            // a checkpoint is no model file
+            store::Error::NotFinite { .. } => fail(format!("{name} has a value that is not finite")).into(),
+            e => e.into(),
+        })
     };
     for (i, t) in params.tensors.iter().enumerate() {
-        params.set(i, &get(&weights, &t.name, &t.shape)?)?;
+        // what of it is here, and nothing else, is read
+        let mine = params.mine(i)?;
+        params.set_from(i, mine.start, &get(&weights, &t.name, &t.shape, mine)?)?;
         let slot = &params.slots[i];
         for (to, what) in params.unit(slot)?.moments.iter().flat_map(|(m, v)| [m, v]).zip(MOMENTS) {
-            if common(&to.at, &slot.range()).is_empty() {
+            let here = common(&to.at, &slot.range());
+            if here.is_empty() {
                 continue;
             }
-            let from = get(&moments, &format!("{}.{what}", t.name), &t.shape)?;
-            to.set(slot, &from.to_device(to.values.real()?.device())?.flatten_all()?)?;
+            let range = here.start - slot.offset..here.end - slot.offset;
+            let from = get(&moments, &format!("{}.{what}", t.name), &t.shape, range)?;
+            to.set(here.start, &from)?;
         }
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! One optimizer step, and evaluation.
 
+use super::gather::Gather;
 use super::guard;
 use super::reduce::Reduce;
 use super::{Job, LossScale};
@@ -13,7 +14,7 @@ use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{self, Execution, Load, RouterLosses, Times, Walk};
+use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
 use candle_core::Device;
 use std::cell::Cell;
 
@@ -183,7 +184,8 @@ fn accumulate_scaled<'a>(
         1 => Sink::new(&grads, s.params.tensors.len()),
         _ => Sink::live(&lens, s.device, s.params.tensors.len()),
     };
-    let reduce = Reduce::new(s.params, s.comm, &sink);
+    let gather = Gather::new(s.decoder, s.params, s.comm);
+    let reduce = Reduce::new(gather, s.params, s.comm, &sink);
     // only counted: each micro-batch is made when it is its turn
     let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
     let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
@@ -205,16 +207,17 @@ fn accumulate_scaled<'a>(
             if rank == s.comm.rank() {
                 let m = Micro::collate(data, rows);
                 let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
-                let left = |unit| reduce.left(unit);
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
-                    .leaving(&left)
+                    .around(&reduce)
                     .timed(times);
-                let losses_of = walk.train(&batch, scale * factor, &sink).map_err(|e| reduce.error(e))?;
-                losses.keep(losses_of)?;
+                losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
                 routings.push(walk.into_routing());
             }
             first = (first.0 + size.tokens, first.1 + size.targets);
+        }
+        if s.comm.rank() >= turn.len() {
+            visit::pass(Outline::of(s.decoder).training(lowest), &reduce, &mut |_| Ok(()))?;
         }
         reduce.end()?;
         #[cfg(test)]
@@ -302,17 +305,17 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
-    evaluate_until(decoder, &comm::alone(), data, execution, device, &|| false)
+    evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| false)
 }
 
 /// As [`evaluate`], micro-batches dealt to the ranks in turn, giving it up once `stop` says so, which is asked before each
-/// of them.
+/// of them. Of each turn all ranks make a pass, with what goes on around its visits.
 ///
 /// # Errors
 /// As [`evaluate`]; [`super::Error::Abandoned`]; a rank that is lost.
 pub fn evaluate_until(
     decoder: &Decoder,
-    comm: &dyn Comm,
+    (comm, around): (&dyn Comm, &dyn Around),
     data: &Dataset,
     execution: &Execution,
     device: &Device,
@@ -325,15 +328,19 @@ pub fn evaluate_until(
         if agreed(comm, stop())? {
             return Err(super::Error::Abandoned.into());
         }
-        for (rank, rows) in turn.iter().enumerate() {
-            let n = Size::of(data, rows).targets;
-            targets += n;
-            if rank == comm.rank() && n > 0 {
+        let sizes: Vec<usize> = turn.iter().map(|rows| Size::of(data, rows).targets).collect();
+        targets += sizes.iter().sum::<usize>();
+        let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
+        match mine {
+            Some((rows, n)) if *n > 0 => {
                 let m = Micro::collate(data, rows);
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
-                sums.push(loss::total(&Walk::chosen(decoder, None, execution).eval(&batch)?)?.to_bits());
-            } else if rank == comm.rank() {
-                sums.push(0f64.to_bits());
+                let mut walk = Walk::chosen(decoder, None, execution).around(around);
+                sums.push(loss::total(&walk.eval(&batch)?)?.to_bits());
+            }
+            _ => {
+                visit::pass(Outline::of(decoder).forward(), around, &mut |_| Ok(()))?;
+                sums.extend(mine.map(|_| 0f64.to_bits()));
             }
         }
     }
@@ -345,9 +352,9 @@ pub fn evaluate_until(
 }
 
 /// A probe of a model's logits: every token of the micro-batch [t, v].
-pub fn probe(decoder: &Decoder, m: &Micro, device: &Device) -> crate::Result<Real> {
+pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> crate::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
-    Ok(Walk::new(decoder, None, 0).logits(&batch)?.real()?.clone())
+    Ok(Walk::new(decoder, None, 0).around(around).logits(&batch)?.real()?.clone())
 }
 
 /// A device, for tests, that has no memory for a step unless enough layers are recomputed.

@@ -135,7 +135,8 @@ impl Watch {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
         let before = (memory::live_bytes(), memory::device_bytes(&job.device));
-        if job.device.is_cpu() {
+        memory::forget_ranks();
+        if job.device.is_cpu() && plan.local == 1 {
             gemm::make_slabs();
         }
         let slabs = memory::live_bytes().zip(before.0).map_or(0, |(now, before)| now.saturating_sub(before));
@@ -166,21 +167,24 @@ impl Watch {
         Arc::clone(&self.planned)
     }
 
-    /// Takes down what stays, now that the model is loaded.
+    /// Takes down what stays, now that every rank has loaded the model; of ranks that are threads of this process it is
+    /// the one that holds most; where nothing counts, the mean.
     pub fn loaded(&mut self, params: &Params) {
         let now = match (self.device.is_cpu(), self.before.0, memory::live_bytes()) {
+            (true, Some(_), _) if self.plan.local > 1 => {
+                memory::of_ranks().0.saturating_sub(self.plan.peak.bytes.get(Component::Context))
+            }
             (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
-            (true, ..) => memory::host_bytes().saturating_sub(self.before.1),
+            (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
             _ => memory::device_bytes(&self.device),
         };
         let mut k = Kept::default();
         // states on the host are the device's where that is the CPU
         let here = self.device.is_cpu() || !params.offloaded;
         for u in params.units.iter().flatten() {
-            let (n, width) = (u.len as u64, u.compute.dtype().size_in_bytes() as u64);
-            let apart = width != 4 || params.offloaded;
+            let apart = u.compute.whole.dtype().size_in_bytes() != 4 || params.offloaded;
             let held = |h: &Held| 4 * h.at.len() as u64;
-            k.trained += width * n;
+            k.trained += u.compute.bytes();
             k.master += if apart && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);
             let moments = u.moments.as_ref().map_or(0, |(m, v)| held(m) + held(v));
@@ -194,10 +198,12 @@ impl Watch {
     /// Takes a look at what is used.
     ///
     /// On the CPU the engine's own allocations are counted, and the peak between two looks is not missed; on
-    /// another device it is what the device says now. Of ranks that are threads of this process it is the mean.
+    /// another device it is what the device says now. Of ranks that are threads of this process it is the one that took
+    /// most; where nothing counts, the mean.
     pub fn look(&mut self) {
         let now = match (self.device.is_cpu(), self.before.0, memory::peak_bytes()) {
-            (true, Some(before), Some(peak)) => peak.saturating_sub(before) / self.plan.local,
+            (true, Some(_), _) if self.plan.local > 1 => memory::of_ranks().1,
+            (true, Some(before), Some(peak)) => peak.saturating_sub(before),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
             _ => memory::device_bytes(&self.device),
         };
@@ -274,9 +280,7 @@ impl Watch {
 fn warning(plan: &Plan, kept: Kept, unseen: u64, measured: u64) -> Option<String> {
     let planned = plan.engine() - unseen;
     let most = planned + plan.peak.bytes.get(Component::Routing);
-    // ranks need not be at their peaks together
-    let less = if plan.local == 1 { planned.saturating_sub(measured) } else { 0 };
-    let apart = less.max(measured.saturating_sub(most));
+    let apart = planned.saturating_sub(measured).max(measured.saturating_sub(most));
     if measured == 0 || apart <= SMALL || apart as f64 <= APART * planned as f64 {
         return None;
     }

@@ -1,5 +1,6 @@
 //! Generation, token by token, with cached keys and values; adapters stay unmerged.
 
+use super::visit::{Around, Nothing, Outline, Pass};
 use crate::data::Tokenizer;
 use crate::kernel::attention::Sequences;
 use crate::kernel::{Real, Tensor, to_host};
@@ -26,12 +27,26 @@ pub struct Reader<'a> {
     tables: Option<(Tensor, Tensor)>,
     room: usize,
     seen: Vec<u32>,
+    around: &'a dyn Around,
 }
 
 impl<'a> Reader<'a> {
     /// A reader that has read nothing.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
-        Self { decoder, device, caches: Vec::new(), tables: None, room: 0, seen: Vec::new() }
+        Self {
+            decoder,
+            device,
+            caches: Vec::new(),
+            tables: None,
+            room: 0,
+            seen: Vec::new(),
+            around: &Nothing,
+        }
+    }
+
+    /// With what goes on around its visits to the units.
+    pub fn around(self, around: &'a dyn Around) -> Self {
+        Self { around, ..self }
     }
 
     /// Tokens read so far.
@@ -83,15 +98,13 @@ impl<'a> Reader<'a> {
     }
 
     fn read_parts(&mut self, ids: &[u32]) -> crate::Result<Real> {
-        let mut last = None;
+        let mut logits = None;
         for part in ids.chunks(PART) {
-            last = Some(self.pass(part)?);
+            logits = Some(self.pass(part)?);
         }
-        let Some((x, ctx)) = last else {
+        let Some(logits) = logits else {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
         };
-        let n = x.dim(0)?;
-        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
         // what is drawn from them is drawn on the host
         let logits = to_host(&logits.real()?.squeeze(0)?)?;
         // nothing can be drawn from them
@@ -103,8 +116,8 @@ impl<'a> Reader<'a> {
         Ok(logits)
     }
 
-    /// Takes tokens through the layers: what enters the head, [t, d].
-    fn pass(&mut self, ids: &[u32]) -> crate::Result<(Tensor, Context)> {
+    /// Takes tokens through the model: the logits after the last of them, [1, v].
+    fn pass(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
         let (n, past) = (ids.len(), self.seen.len());
         let Some((cos, sin)) = &self.tables else {
             return Err(candle_core::Error::Msg("no room for tokens".into()).into());
@@ -112,12 +125,20 @@ impl<'a> Reader<'a> {
         let seqs = Sequences::new(&[past + n], past, self.device)?;
         let (cos, sin) = (cos.narrow(0, past, n)?, sin.narrow(0, past, n)?);
         let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
+        let mut pass = Pass::begin(Outline::of(self.decoder).forward(), self.around)?;
+        pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
+        pass.leave()?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
+            pass.arrive()?;
             x = layer.forward(&x, &ctx, Some(cache), None)?.0;
+            pass.leave()?;
         }
         self.seen.extend(ids);
-        Ok((x, ctx))
+        pass.arrive()?;
+        let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
+        pass.leave()?;
+        Ok(logits)
     }
 
     /// Reads a whole document and gives the logits after its last token. What it has in common with the

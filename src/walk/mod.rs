@@ -12,10 +12,12 @@ mod routing;
 #[cfg(test)]
 mod tests;
 mod times;
+pub mod visit;
 
 pub use execution::{Dequantize, Execution};
 pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
+pub use visit::{Around, Nothing, Outline, Visit};
 
 use crate::error::{ExitCode, Failure};
 use crate::kernel::group::Groups;
@@ -28,6 +30,7 @@ use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::{DType, Result};
 use std::sync::Arc;
+use visit::Pass;
 
 /// Logits that are NaN or infinite.
 #[derive(Debug, thiserror::Error)]
@@ -83,9 +86,6 @@ pub fn dequantized_layer(
 #[cfg(test)]
 type Watch<'a> = &'a mut dyn FnMut(Option<Phase>, usize);
 
-/// Told by the walk that it has left a unit, backward.
-pub type Left<'a> = &'a dyn Fn(usize) -> Result<()>;
-
 /// The walk over one model.
 pub struct Walk<'a> {
     decoder: &'a Decoder,
@@ -100,7 +100,7 @@ pub struct Walk<'a> {
     #[cfg(test)]
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
-    left: Option<Left<'a>>,
+    around: &'a dyn Around,
     router_losses: RouterLosses,
     routing: Routing,
 }
@@ -117,7 +117,7 @@ impl<'a> Walk<'a> {
             #[cfg(test)]
             watch: None,
             times: None,
-            left: None,
+            around: &Nothing,
             router_losses: RouterLosses::default(),
             routing: Routing::default(),
         }
@@ -157,16 +157,18 @@ impl<'a> Walk<'a> {
         self
     }
 
-    /// Calls `left` whenever the walk leaves a unit, backward: nothing more is added to the gradients of it and of those
-    /// above, but to unit 0's until that is left.
-    pub fn leaving(mut self, left: Left<'a>) -> Self {
-        self.left = Some(left);
+    /// With what goes on around its visits.
+    pub fn around(mut self, around: &'a dyn Around) -> Self {
+        self.around = around;
         self
     }
 
-    /// Leaves a unit, backward.
-    fn leave(&self, unit: usize) -> Result<()> {
-        self.left.map_or(Ok(()), |left| left(unit))
+    /// Comes to the next visit of a pass.
+    fn arrive(&mut self, pass: &Pass<'_>) -> crate::Result<()> {
+        if let Some(v) = pass.arrive()? {
+            self.at(v.phase, v.unit);
+        }
+        Ok(())
     }
 
     /// Counts the time since the last call as `part`'s.
@@ -216,42 +218,44 @@ impl<'a> Walk<'a> {
 
     /// Forward and backward of one micro-batch: the targets' losses; the gradients of
     /// `scale * sum(losses)`, and of the losses on routers, are added to the sink.
-    pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> Result<Vec<Tensor>> {
+    pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> crate::Result<Vec<Tensor>> {
         let decoder = self.decoder;
-        let head = decoder.layers.len() + 1;
+        let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.around)?;
         let mut kept = Vec::with_capacity(decoder.layers.len());
         self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
-        self.at(Some(Phase::Forward), 0);
+        self.arrive(&pass)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
+        pass.leave()?;
         for l in 0..decoder.layers.len() {
-            self.at(Some(Phase::Forward), l + 1);
+            self.arrive(&pass)?;
             let (y, saved) = self.layer(l, &x, batch)?;
             kept.push(self.keep(l, &x, saved));
             x = y;
+            pass.leave()?;
         }
 
         self.lap(times::Part::Forward)?;
 
-        self.at(Some(Phase::Backward), head);
+        self.arrive(&pass)?;
         let out = decoder.head.loss(&x, batch, self.head_rows, Some((scale, sink)))?;
         self.lap(times::Part::Head)?;
         drop(x);
-        self.leave(head)?;
+        pass.leave()?;
         let Some(mut dy) = out.dx else { return Ok(out.losses) };
         // known only now: the load-balancing loss couples the routers of all layers
         let balance = self.routing.balance(self.router_losses)?;
 
-        for (l, layer) in decoder.layers.iter().enumerate().rev() {
+        for layer in decoder.layers.iter().rev() {
             match kept.pop() {
                 None | Some(Saved::Nothing) => return Ok(out.losses),
                 Some(Saved::All(saved)) => {
-                    self.at(Some(Phase::Backward), l + 1);
+                    self.arrive(&pass)?;
                     dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
                 Some(Saved::Input(x, routing)) => {
-                    self.at(Some(Phase::Backward), l + 1);
+                    self.arrive(&pass)?;
                     let dequantized = dequantized_layer(layer, self.dequantize, routing.as_deref())?;
                     let layer = dequantized.as_ref().unwrap_or(layer);
                     let saved = layer.recompute(x, &batch.context, routing)?;
@@ -259,46 +263,54 @@ impl<'a> Walk<'a> {
                     dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
                 }
             }
-            self.leave(l + 1)?;
+            pass.leave()?;
             self.lap(times::Part::Backward)?;
         }
         if decoder.embedding.trains() {
-            self.at(Some(Phase::Backward), 0);
+            self.arrive(&pass)?;
             decoder.embedding.backward(batch, &dy, sink)?;
-            self.leave(0)?;
+            pass.leave()?;
             self.lap(times::Part::Backward)?;
         }
         Ok(out.losses)
     }
 
-    /// The hidden states that enter the head [t, d].
-    pub fn hidden(&mut self, batch: &Batch) -> Result<Tensor> {
+    /// Forward to the hidden states that enter the head [t, d], and what `head` makes of them.
+    fn forward<R>(
+        &mut self,
+        batch: &Batch,
+        head: impl FnOnce(&Self, &Tensor) -> Result<R>,
+    ) -> crate::Result<R> {
         let decoder = self.decoder;
+        let mut pass = Pass::begin(Outline::of(decoder).forward(), self.around)?;
         self.routing = Routing::default();
-        self.at(None, 0);
+        self.arrive(&pass)?;
         let mut x = decoder.embedding.forward(&batch.ids)?;
+        pass.leave()?;
         for l in 0..decoder.layers.len() {
-            self.at(None, l + 1);
+            self.arrive(&pass)?;
             x = self.layer(l, &x, batch)?.0;
+            pass.leave()?;
         }
-        Ok(x)
+        self.arrive(&pass)?;
+        let out = head(self, &x)?;
+        pass.leave()?;
+        Ok(out)
+    }
+
+    /// The hidden states that enter the head [t, d].
+    pub fn hidden(&mut self, batch: &Batch) -> crate::Result<Tensor> {
+        self.forward(batch, |_, x| Ok(x.clone()))
     }
 
     /// The targets' losses, forward only.
-    pub fn eval(&mut self, batch: &Batch) -> Result<Vec<Tensor>> {
-        let head = self.decoder.layers.len() + 1;
-        let x = self.hidden(batch)?;
-        self.at(None, head);
-        let out = self.decoder.head.loss(&x, batch, self.head_rows, None)?;
-        Ok(out.losses)
+    pub fn eval(&mut self, batch: &Batch) -> crate::Result<Vec<Tensor>> {
+        let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
+        Ok(self.forward(batch, losses)?.losses)
     }
 
     /// Logits of every token [t, v] in f32.
-    pub fn logits(&mut self, batch: &Batch) -> Result<Tensor> {
-        let head = self.decoder.layers.len() + 1;
-        let x = self.hidden(batch)?;
-        self.at(None, head);
-        let logits = self.decoder.head.logits(&x, &batch.context)?;
-        Ok(logits)
+    pub fn logits(&mut self, batch: &Batch) -> crate::Result<Tensor> {
+        self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
     }
 }

@@ -1,9 +1,8 @@
 //! Runs on several ranks: the same whatever is split, and as one rank would do it.
 
-use super::resume::reaches;
-use super::world::{Dice, FULL, LORA, World, recipe};
+use super::resume::killed;
+use super::world::{FULL, LORA, World, recipe, repository};
 use serde_json::json;
-use std::time::Duration;
 
 /// Experts and routers in full, beside a 4-bit base; with LoRA on attention, a loss on the routers, and states on the host.
 const MIXTURE: &str = r#"
@@ -22,6 +21,17 @@ method = "full"
 [router]
 aux_loss = 0.01
 z_loss = 0.001
+"#;
+
+/// DoRA beside LoRA, which then gets magnitudes at which DoRA changes nothing; and on what units share.
+const ADAPTERS: &str = r#"
+[lora]
+rank = 2
+[[train]]
+modules = ["attention"]
+dora = true
+[[train]]
+modules = ["mlp", "head"]
 "#;
 
 /// A world with a recipe of 12 steps of four micro-batches, but for the last, which has two.
@@ -85,6 +95,8 @@ fn stages_and_ranks_have_the_same_bits() {
         (MIXTURE, &["memory.recompute=all", "model.dtype=bf16", "memory.offload=['optimizer']"]),
         (LORA, &["model.dtype=f16", "memory.recompute=none"]),
         (LORA, &["model.dtype=bf16", "memory.recompute=none"]),
+        (ADAPTERS, &[]),
+        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
     ] {
         let w = world(rules);
         let run = |ranks: usize, zero: u8| {
@@ -93,7 +105,7 @@ fn stages_and_ranks_have_the_same_bits() {
             bits(&w, &format!("run-{ranks}-{zero}"), &set)
         };
         let want = run(2, 0);
-        for (ranks, zero) in [(2, 1), (2, 2), (4, 0), (4, 1), (4, 2)] {
+        for (ranks, zero) in [(2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)] {
             assert!(run(ranks, zero) == want, "{set:?}: {ranks} ranks, stage {zero}");
             let (steps, evals) = told(&w, &format!("run-{ranks}-{zero}"));
             let (first, one) = told(&w, "run-2-0");
@@ -130,6 +142,7 @@ fn a_run_goes_on_with_other_ranks() {
             ("parallel.data=4", "parallel.zero=0"),
             ("parallel.data=4", "parallel.zero=2"),
             ("parallel.data=2", "parallel.zero=2"),
+            ("parallel.data=4", "parallel.zero=3"),
         ] {
             std::fs::remove_dir_all(w.path("again")).ok();
             bits(&w, "again", &set(ranks, zero));
@@ -153,48 +166,72 @@ fn a_run_goes_on_with_other_ranks() {
 fn killed_with_ranks_it_ends_the_same() {
     let w = world(FULL);
     let longer = ["run.epochs=4", "run.save_every=1"];
-    let ranks = |round: u64| match round % 3 {
+    let ranks = |round: u64| match round % 4 {
         0 => ["parallel.data=2", "parallel.zero=2"],
-        1 => ["parallel.data=4", "parallel.zero=1"],
-        _ => ["parallel.data=2", "parallel.zero=0"],
+        1 => ["parallel.data=4", "parallel.zero=3"],
+        2 => ["parallel.data=2", "parallel.zero=0"],
+        _ => ["parallel.data=4", "parallel.zero=1"],
     };
     let whole = bits(&w, "whole", &[&longer[..], &ranks(1)].concat());
     let args =
         |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &ranks(round)].concat();
-    let (mut dice, mut kills) = (Dice(3), 0);
-    for round in 0..40 {
-        if kills == 6 {
-            break;
-        }
-        let mut child = w.start(&args(round));
-        let later = w.events("killed", "step").len() + 1 + dice.below(4) as usize;
-        if !reaches(&w, &mut child, "killed", later) {
-            assert!(ends(&w, "killed") == whole);
-            std::fs::remove_dir_all(w.path("killed")).expect("a folder");
-            continue;
-        }
-        std::thread::sleep(Duration::from_micros(dice.below(12_000)));
-        child.kill().expect("killed");
-        kills += usize::from(child.wait().expect("an end").code().is_none());
-    }
-    assert_eq!(kills, 6, "the run is over before it can be killed");
-    w.ok(&args(0));
-    assert!(ends(&w, "killed") == whole);
+    killed(&w, ("killed", 6, 3), &args, &|| assert!(ends(&w, "killed") == whole));
 }
 
 /// What one rank finds wrong ends the run as it does on one: with its code, before anything is updated.
 #[test]
 fn what_is_wrong_on_one_rank_ends_the_run() {
     let w = world(FULL);
-    let r = w.ft(&[
-        "run",
-        "r.toml",
-        "run.output=bad",
-        "parallel.data=2",
-        "parallel.zero=2",
-        "optimizer.lr=1e30",
-        "run.clip=0",
-    ]);
-    assert_eq!(r.code, 6, "{}", r.err);
-    assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
+    for zero in ["parallel.zero=2", "parallel.zero=3"] {
+        let set = ["parallel.data=2", zero, "optimizer.lr=1e30", "run.clip=0"];
+        let r = w.ft(&[&["run", "r.toml", "run.output=bad", "--overwrite"][..], &set].concat());
+        assert_eq!(r.code, 6, "{}", r.err);
+        assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
+    }
+}
+
+/// Where ranks split the weights, the first alone still answers and checks the result; and what was trained goes on, is
+/// evaluated and asked as that of any run.
+#[test]
+fn what_is_split_is_whole_again() {
+    let w = World::new();
+    let quickstart = repository().join("recipes/quickstart.toml").display().to_string();
+    let at = |key: &str, file: &str| format!("{key}={}", repository().join("data").join(file).display());
+    let found = [
+        at("model.source", "model"),
+        at("data.train.0.source", "quickstart/train.jsonl"),
+        at("data.eval.0.source", "quickstart/eval.jsonl"),
+    ];
+    let mut set: Vec<&str> = found.iter().map(String::as_str).collect();
+    set.extend(["run.steps=2", "run.batch_rows=4", "run.micro_rows=1", "run.eval_at_start=false"]);
+    set.extend(["train.0.modules=['attention']", "train.0.dora=true", "run.eval_every=0"]);
+    let adapter = |run: &str| w.read(&format!("{run}/adapter/adapter_model.safetensors"));
+    let replies = |run: &str| {
+        let replies: Vec<_> = w.events(run, "sample").iter().map(|e| e["reply"].to_string()).collect();
+        assert_eq!(replies.len(), 2, "{run}");
+        replies
+    };
+    let parallel = |zero: u8| ["parallel.data=2".to_string(), format!("parallel.zero={zero}")];
+    for zero in [0, 3] {
+        let (first, second) = (format!("first-{zero}"), format!("second-{zero}"));
+        let own = parallel(zero);
+        let own = [own[0].as_str(), own[1].as_str()];
+        let out = format!("run.output={}", w.path(&first).display());
+        w.ok(&[&["run", &quickstart, &out][..], &set, &own].concat());
+        // and from there on
+        let (out, init) = (
+            format!("run.output={}", w.path(&second).display()),
+            format!("lora.init={}", w.path(&first).join("adapter").display()),
+        );
+        w.ok(&[&["run", &quickstart, &out, &init][..], &set, &own].concat());
+    }
+    for (split, whole) in [("first-3", "first-0"), ("second-3", "second-0")] {
+        assert!(adapter(split) == adapter(whole), "{split}");
+        assert_eq!(replies(split), replies(whole));
+    }
+    let asked = ["--prompt", "What colour is the sky?", "--max-tokens", "64"];
+    let model = repository().join("data/model").display().to_string();
+    let reply = w.ok(&[&["chat", &model, "--adapter", "second-3/adapter"][..], &asked].concat()).out;
+    let said: String = serde_json::from_str(&replies("second-3")[1]).expect("a string");
+    assert_eq!(reply.trim_end_matches('\n'), said.trim_end_matches('\n'));
 }

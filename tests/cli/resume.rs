@@ -7,7 +7,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// Waits until a run has as many steps in its metrics; false when the process ended before.
-pub fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
+fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
     // the limit only ends a test that hangs
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(120) {
@@ -20,6 +20,37 @@ pub fn reaches(w: &World, child: &mut Child, run: &str, steps: usize) -> bool {
         std::thread::sleep(Duration::from_millis(2));
     }
     panic!("{run} does not come to step {steps}");
+}
+
+/// Kills a run `times` times at moments that dice choose, and goes on with a round's arguments each time; some kills come
+/// while it starts, the others somewhere in or after a step. One that gets through on a busy machine must have ended as
+/// `ended` says, and begins anew; so must the run in the end.
+pub fn killed<'a>(
+    w: &World,
+    (run, times, seed): (&str, usize, u64),
+    args: &dyn Fn(u64) -> Vec<&'a str>,
+    ended: &dyn Fn(),
+) {
+    let (mut dice, mut kills) = (Dice(seed), 0);
+    for round in 0..100 {
+        if kills == times {
+            break;
+        }
+        let mut child = w.start(&args(round));
+        let done = w.events(run, "step").len();
+        let later = if round % 3 == 2 { 0 } else { done + 1 + dice.below(4) as usize };
+        if !reaches(w, &mut child, run, later) {
+            ended();
+            std::fs::remove_dir_all(w.path(run)).expect("a folder");
+            continue;
+        }
+        std::thread::sleep(Duration::from_micros(dice.below(12_000)));
+        child.kill().expect("killed");
+        kills += usize::from(child.wait().expect("an end").code().is_none());
+    }
+    assert_eq!(kills, times, "the run is over before it can be killed");
+    w.ok(&args(100));
+    ended();
 }
 
 fn signal(child: &mut Child, signal: Signal) -> Option<i32> {
@@ -81,32 +112,8 @@ fn killed_ten_times_it_ends_the_same() {
             (true, 0) => "memory.offload=['optimizer']",
             _ => "memory.offload=[]",
         };
-        let args = |round| ["run", "r.toml", "run.output=killed", "--resume", offload(round)];
-        let (mut dice, mut kills) = (Dice(7), 0);
-        // a run that got through on a busy machine begins anew
-        for round in 0..100u64 {
-            if kills == 10 {
-                break;
-            }
-            let mut child = w.start(&args(round));
-            // some die while they start, the others somewhere in or after a step
-            let later = if round % 3 == 2 {
-                0
-            } else {
-                w.events("killed", "step").len() + 1 + dice.below(4) as usize
-            };
-            if !reaches(&w, &mut child, "killed", later) {
-                same_end(&w, "killed", result);
-                std::fs::remove_dir_all(w.path("killed")).expect("a folder");
-                continue;
-            }
-            std::thread::sleep(Duration::from_micros(dice.below(12_000)));
-            child.kill().expect("killed");
-            kills += usize::from(child.wait().expect("an end").code().is_none());
-        }
-        assert_eq!(kills, 10, "the run is over before it can be killed");
-        w.ok(&args(100));
-        same_end(&w, "killed", result);
+        let args = |round| vec!["run", "r.toml", "run.output=killed", "--resume", offload(round)];
+        killed(&w, ("killed", 10, 7), &args, &|| same_end(&w, "killed", result));
         let folder = w.path("killed/checkpoints");
         let left: Vec<_> = content(&folder)
             .into_iter()
