@@ -7,6 +7,7 @@
 
 use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
+use ft::kernel::padded::Padded;
 use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
 use ft::model::linear::{Linear, Lora, Weight};
@@ -80,16 +81,7 @@ fn main() -> Result<()> {
     let mut make = Maker::default();
     let router = make.linear(EXPERTS, WIDTH)?;
     let experts = (0..EXPERTS).map(|_| make.mlp(INNER)).collect::<Result<_>>()?;
-    let alike = vec![1; EXPERTS];
-    let mixture = Mixture {
-        router,
-        experts,
-        alike,
-        shared: None,
-        top_k: TOP_K,
-        normalise: true,
-        banks: Default::default(),
-    };
+    let mixture = Mixture::new(router, (experts, vec![1; EXPERTS]), None, TOP_K, true);
     let mixture_grads = make.grads()?;
     let mixture_count = make.next;
     let mut make = Maker::default();
@@ -99,8 +91,8 @@ fn main() -> Result<()> {
     let (mut best, mut ratios) = ([Duration::MAX; 2], Vec::new());
     for round in 0..=ROUNDS {
         let one = time(|| {
-            let (_, saved) = dense.forward(&x, &ctx)?;
-            dense.backward(saved, &dy, &ctx, &Sink::new(&dense_grads, make.next)).map(drop)
+            let (_, saved) = dense.forward(&Padded::of(&x)?, &ctx)?;
+            dense.backward(saved, &Padded::of(&dy)?, &ctx, &Sink::new(&dense_grads, make.next)).map(drop)
         })?;
         let other = time(|| {
             let (_, saved) = mixture.forward(&x, &ctx, None)?;

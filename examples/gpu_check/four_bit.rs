@@ -92,9 +92,46 @@ pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Re
                     line(&part, backward(&mine, device)?, backward(&cpu, &Device::Cpu)?, bar)?;
                 }
             }
+            for tokens in [3, 40] {
+                with_an_adapter(report, &what, (&mine, &cpu), tokens, bar)?;
+            }
         }
     }
     Ok(())
+}
+
+/// One product with the matrix and an adapter, against two on the CPU.
+fn with_an_adapter(
+    report: &mut Report,
+    what: &str,
+    (mine, cpu): (&QuantizedMatrix, &QuantizedMatrix),
+    tokens: usize,
+    bar: f64,
+) -> anyhow::Result<()> {
+    const RANK: usize = 12;
+    let (rows, cols) = mine.dims();
+    let (dtype, device) = (mine.dtype(), mine.pairs().real()?.device().clone());
+    let host = &Device::Cpu;
+    let of = |seed, shape: [usize; 2]| -> Result<[Tensor; 2]> {
+        let t = randn(seed, &shape, dtype, host)?;
+        Ok([Tensor::Real(t.real()?.to_device(&device)?), t])
+    };
+    let ([xu, hxu], [b, hb]) = (of(11, [tokens, cols + RANK])?, of(12, [rows, RANK])?);
+    let ([dydu, hdydu], [a, ha]) = (of(13, [tokens, rows + RANK])?, of(14, [RANK, cols])?);
+    let two = |y: Tensor, low: Tensor, m: &Tensor, t: bool| -> Result<Tensor> {
+        gemm::matmul_acc(&y, &low, false, m, t, 1.0)?;
+        Ok(y)
+    };
+    let y = two(cpu.forward(&hxu.narrow(1, 0, cols)?)?, hxu.narrow(1, cols, RANK)?, &hb, true)?;
+    report.tensors(
+        &format!("{what}: with an adapter, of {tokens}"),
+        &mine.forward_with(&xu, &b)?,
+        &y,
+        bar,
+    )?;
+    let dx = two(cpu.backward(&hdydu.narrow(1, 0, rows)?, None)?, hdydu.narrow(1, rows, RANK)?, &ha, false)?;
+    let ours = mine.backward_with(&dydu, &a, None)?;
+    report.tensors(&format!("{what}: back with an adapter, of {tokens}"), &ours, &dx, bar)
 }
 
 /// Seconds of one of many calls, the best of three rounds.

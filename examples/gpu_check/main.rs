@@ -22,6 +22,7 @@ use ft::adapt::{Choice, Params, Selection};
 use ft::base::Base;
 use ft::kernel::attention::{Causal, Sequences};
 use ft::kernel::optimizer::{AdamW, adamw, sum_squares};
+use ft::kernel::padded::Padded;
 use ft::kernel::{Real, Tensor, attention, dropout, embed, gemm, group, loss, norm, rope, route, swiglu};
 use ft::model::batch::HostBatch;
 use ft::model::sink::Sink;
@@ -153,14 +154,14 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
             (r(seed, &[rows, d])?, r(seed + 1, &[d])?, r(seed + 2, &[rows, d])?, r(seed + 3, &[rows, d])?);
         let mut give = |what: &str, t: Tensor| out.push((format!("rms norm {rows} x {d}, {what}"), t));
         give("y", norm::forward(&x, &w, 1e-6)?);
-        let (sum, y) = norm::forward_add(&x, a.clone(), &w, 1e-6)?;
+        let (sum, y) = norm::forward_add(&x, a.clone(), &w, 1e-6, 8)?;
         give("sum", sum);
-        give("y of the sum", y);
+        give("y of the sum", y.values()?);
         let (dx, dw) = norm::backward(&x, &w, 1e-6, &dy, true)?;
         give("dx", dx);
         give("dw", dw.context("dw")?.sum_keepdim(0)?);
-        let (dx, _) = norm::backward_add(&x, &w, 1e-6, &dy, &a, false)?;
-        give("dx and more", dx);
+        let (dx, _) = norm::backward_add(&x, &w, 1e-6, &dy, &Padded::of(&a)?, false, 8)?;
+        give("dx and more", dx.values()?);
     }
 
     let q3 = r(7, &[130, 4, 16])?;
@@ -186,9 +187,10 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
             give(&format!("{what}, k"), yk);
             for want in [false, true] {
                 let before = norms.map(|n| (&q, &k, n));
-                let ([dq, dk], dw) = rope::backward(before, &cos, &sin, dq.clone(), dk.clone(), [want; 2])?;
-                give(&format!("{what}, dq"), dq);
-                give(&format!("{what}, dk"), dk);
+                let ([dq, dk], dw) =
+                    rope::backward(before, &cos, &sin, dq.clone(), dk.clone(), [want; 2], [8, 0])?;
+                give(&format!("{what}, dq"), dq.values()?);
+                give(&format!("{what}, dk"), dk.values()?);
                 for dw in dw.into_iter().flatten() {
                     give("dw", dw.sum_keepdim(0)?);
                 }
@@ -201,18 +203,24 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let (dgate, dup) = swiglu::backward(&x, &up, &dh)?;
     out.push(("swiglu, dgate".into(), dgate));
     out.push(("swiglu, dup".into(), dup));
-    out.push(("swiglu, again".into(), swiglu::backward_again(&x, &up, dh.copy()?)?[2].clone()));
+    let (dgate, dup, again) = swiglu::backward_again(&x, &up, dh.copy()?, [0, 8])?;
+    out.push(("swiglu, dgate again".into(), dgate.values()?));
+    out.push(("swiglu, dup with room".into(), dup.values()?));
+    out.push(("swiglu, again".into(), again));
+    out.push(("swiglu with room".into(), swiglu::forward_padded(&x, &up, 8)?.values()?));
 
     let seqs = Sequences::new(&[70, 1, 59], 0, device)?;
     let (k, v, d_o) = (r(10, &[130, 2, 16])?, r(11, &[130, 2, 16])?, r(12, &[130, 4, 16])?);
     for window in [None, Some(20)] {
         let name = if window.is_some() { "attention, window" } else { "attention" };
         let how = Causal { seqs: &seqs, window, scale: 0.25 };
-        let saved = attention::forward(&q3, &k, &v, &how)?;
-        let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &how)?;
+        let saved = attention::forward(&q3, &k, &v, &how, 8)?;
+        let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &how, 8)?;
         // [h, t] on CUDA
         let lse = if device.is_cuda() { saved.lse.t()?.force_contiguous()? } else { saved.lse.clone() };
-        for (part, t) in [("o", saved.o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)] {
+        for (part, t) in
+            [("o", saved.o.values()?), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv.values()?)]
+        {
             out.push((format!("{name}, {part}"), t));
         }
     }

@@ -9,6 +9,7 @@ use super::{Error, Trained};
 use crate::base::{self, Base, FourBit};
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::log::bytes_bar;
@@ -372,7 +373,15 @@ impl Weights for Loader<'_> {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
-                Ok((Weight::Dense(weight), slot))
+                let rank = super::ghost::room(m, &self.choice(m), self.b.device.is_cuda());
+                Ok((
+                    if rank == 0 {
+                        Weight::Dense(weight)
+                    } else {
+                        Weight::Padded(Padded::copy_of(&weight, rank)?)
+                    },
+                    slot,
+                ))
             }
         }
     }

@@ -3,12 +3,13 @@
 use super::selection::Choice;
 use crate::kernel::Ledger;
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Ghost;
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
-use crate::model::modules::{MlpTree, Module};
+use crate::model::modules::{Group, MlpTree, Module};
 use crate::model::sink::Slot;
 use crate::quant;
 use crate::recipe::{LoraSpec, Quantize};
@@ -22,6 +23,14 @@ const BUFFER: usize = 1 << 60;
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers, and not what trains in full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
     quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
+}
+
+/// Columns that a dense matrix on CUDA has room for, and rows: the rank of its adapter, where one product sums both. Not
+/// with DoRA, which has products of its own, and not of experts, whose products are others (`kernel::grouped`).
+pub fn room(m: &Module, choice: &Choice, cuda: bool) -> usize {
+    let Choice::Lora { spec, .. } = choice else { return 0 };
+    let takes = cuda && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
+    if takes { spec.rank } else { 0 }
 }
 
 /// Ghosts of weights, by what is chosen for each module.
@@ -97,6 +106,11 @@ impl Weights for Ghosts<'_> {
                 None,
             )),
             shape => {
+                let rank = room(m, &self.choice(m), self.ledger.machine().cuda);
+                if let (&[o, i], true) = (shape, rank > 0) {
+                    let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
+                    return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));
+                }
                 let (weight, slot) = self.tensor(m, shape);
                 Ok((Weight::Dense(weight), slot))
             }

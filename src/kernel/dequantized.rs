@@ -9,6 +9,7 @@ use super::ledger::{Cost, Ledger, Role};
 use super::quantized::tiles::FEW;
 use super::quantized::{QuantizedMatrix, few_tokens, tile_width};
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 use std::sync::Arc;
 
@@ -16,16 +17,18 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Dequantized {
     blocks: Arc<QuantizedMatrix>,
-    /// [rows, cols], in the compute dtype.
-    values: Tensor,
+    /// In the compute dtype, with room for an adapter.
+    values: Padded,
 }
 
 impl Dequantized {
-    /// Dequantizes a matrix.
-    pub fn new(blocks: Arc<QuantizedMatrix>) -> Result<Self> {
-        let values = blocks.parts().0.role(Role::InFlight, || blocks.dequantize())?;
-        if let Some(g) = values.ghost() {
-            let (dequantized, held) = (values.elem_count() as f64, g.bytes() as f64);
+    /// Dequantizes a matrix; on CUDA with room for an adapter of `rank`.
+    pub fn new(blocks: Arc<QuantizedMatrix>, rank: usize) -> Result<Self> {
+        let values = blocks.parts().0.role(Role::InFlight, || blocks.dequantize_padded(rank))?;
+        if let Some(g) = values.all().ghost() {
+            let (rows, cols) = values.dims();
+            let dequantized = (rows * cols) as f64;
+            let held = dequantized * values.dtype().size_in_bytes() as f64;
             g.ledger().work(Cost { dequantized, held, ..Cost::default() });
         }
         Ok(Self { blocks, values })
@@ -37,8 +40,23 @@ impl Dequantized {
     }
 
     /// The values [rows, cols], in the compute dtype.
-    pub fn values(&self) -> &Tensor {
+    pub fn values(&self) -> Result<Tensor> {
+        self.values.values()
+    }
+
+    /// The same with the room for an adapter.
+    pub fn room(&self) -> &Padded {
         &self.values
+    }
+
+    /// The same for a product that sums both, with rows `x` and a matrix `low` of the adapter, whose work is written down.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn padded(&self, x: &Tensor, low: &Tensor) -> Result<&Padded> {
+        self.blocks.work(x, false);
+        gemm::work(x, false, low, None)?;
+        Ok(&self.values)
     }
 
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
@@ -47,7 +65,7 @@ impl Dequantized {
         if is_native(x) {
             return on_real!(x.dtype(), self.forward_cpu(x));
         }
-        x.matmul(&self.values.to_dtype(x.dtype())?.t()?)
+        gemm::product(x, false, &self.values()?, true)
     }
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
@@ -56,16 +74,7 @@ impl Dequantized {
         if is_native(dy) {
             return on_real!(dy.dtype(), self.backward_cpu(dy, dx));
         }
-        match dx {
-            Some(dx) if dx.dtype() == dy.dtype() && dx.is_contiguous() => {
-                gemm::add(&dx, dy, false, &self.values.to_dtype(dy.dtype())?, false, 1.0)?;
-                Ok(dx)
-            }
-            dx => {
-                let own = dy.matmul(&self.values.to_dtype(dy.dtype())?)?;
-                dx.map_or(Ok(own.clone()), |dx| dx + own)
-            }
-        }
+        gemm::product_onto(dx, dy, false, &self.values()?, false)
     }
 
     /// `W A^T`: [r, cols] -> [rows, r], in `a`'s dtype.
@@ -80,10 +89,10 @@ impl Dequantized {
             candle_core::bail!("dequantized blocks: {:?} x [{rows}, {cols}]^T", x.shape());
         }
         let tiles = gemm::ghost_tiles((t, k, rows), tile_width(k), false, true);
-        if let Some([y]) = ghosts::<T, 1>(&[x, &self.values], [((t, rows).into(), x.dtype())], tiles) {
+        if let Some([y]) = ghosts::<T, 1>(&[x, self.values.all()], [((t, rows).into(), x.dtype())], tiles) {
             return Ok(y);
         }
-        let (xv, wv) = (view::<T>(x)?, view::<T>(&self.values)?);
+        let (xv, wv) = (view::<T>(x)?, view::<T>(self.values.all())?);
         if t <= FEW {
             let row = |r: usize, row: &mut [T]| row.copy_from_slice(&wv[r * cols..(r + 1) * cols]);
             let out = few_tokens(&xv, t, (rows, cols), row);
@@ -109,7 +118,7 @@ impl Dequantized {
             };
             return onto::<T>("dequantized backward", dy, dx, (t, cols), |_, _| (), tiles);
         }
-        let (dyv, wv) = (view::<T>(dy)?, view::<T>(&self.values)?);
+        let (dyv, wv) = (view::<T>(dy)?, view::<T>(self.values.all())?);
         let (a, w) = (Mat::new(&dyv, t, k, k), Mat::new(&wv, rows, cols, cols));
         let product = |dst: &mut [T], add| gemm::by_columns(dst, add, a, tile_width(k), w);
         onto("dequantized backward", dy, dx, (t, cols), product, |_| ())
@@ -137,7 +146,7 @@ mod tests {
                         let e = Encoded::new("w", &w, (rows, cols), DType::BF16)
                             .map_err(candle_core::Error::wrap)?;
                         let blocks = Arc::new(e.into_matrix(true, dtype, &mut CodeBooks::new(d)?)?);
-                        let whole = Dequantized::new(Arc::clone(&blocks))?;
+                        let whole = Dequantized::new(Arc::clone(&blocks), 0)?;
                         let bits = |x: &Tensor| -> Result<Vec<u32>> {
                             let x = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
                             Ok(x.into_iter().map(f32::to_bits).collect())
@@ -158,7 +167,7 @@ mod tests {
             })?;
         }
         let e = Encoded::new("w", &[1.0; 128], (2, 64), DType::F32).map_err(candle_core::Error::wrap)?;
-        let whole = Dequantized::new(Arc::new(e.into_matrix(true, DType::F32, &mut CodeBooks::new(d)?)?))?;
+        let whole = Dequantized::new(Arc::new(e.into_matrix(true, DType::F32, &mut CodeBooks::new(d)?)?), 0)?;
         let wrong = randn(1, (3, 5), DType::F32)?;
         assert!(whole.forward(&wrong).is_err() && whole.backward(&wrong, None).is_err());
         Ok(())

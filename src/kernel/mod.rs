@@ -16,6 +16,7 @@
 
 pub mod attention;
 pub mod bias;
+mod cast;
 pub mod cpu;
 pub mod cuda;
 pub mod dequantized;
@@ -33,6 +34,7 @@ pub mod moment;
 pub mod norm;
 pub mod optimizer;
 mod packing;
+pub mod padded;
 pub mod quantized;
 pub mod rope;
 pub mod route;

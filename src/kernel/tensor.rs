@@ -398,7 +398,7 @@ impl Tensor {
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         match self.dtype() == dtype {
             true => Ok(self.clone()),
-            false => self.on(|t| t.to_dtype(dtype), |g| g.made(g.shape().clone(), dtype)),
+            false => self.on(|t| super::cast::to_dtype(t, dtype), |g| g.made(g.shape().clone(), dtype)),
         }
     }
 

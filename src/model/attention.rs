@@ -6,6 +6,7 @@ use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::attention::{self, Causal};
+use crate::kernel::padded::Padded;
 use crate::kernel::rope;
 use candle_core::Result;
 
@@ -113,13 +114,18 @@ impl Attention {
         Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
     }
 
+    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    pub fn room(&self, x: &Tensor) -> usize {
+        [&self.q, &self.k, &self.v].into_iter().map(|l| l.room(x)).max().unwrap_or(0)
+    }
+
     /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
-    pub fn forward(&self, x: &Tensor, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
-        let t = x.dim(0)?;
+    pub fn forward(&self, x: &Padded, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
+        let (t, _) = x.dims();
         let c = self.head_dim;
         // by heads at once: a name that went on holding the flat tensor would keep it alive to the end
         let by_head = |linear: &Linear, heads: usize| -> Result<(Tensor, linear::Saved)> {
-            let (y, saved) = linear.forward(x, ctx)?;
+            let (y, saved) = linear.forward_padded(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
         };
         let (q, qs) = by_head(&self.q, self.heads)?;
@@ -130,31 +136,31 @@ impl Attention {
         if let Some(cache) = cache {
             (k, v) = cache.add(&k, &v)?;
         }
-        let out = attention::forward(&q, &k, &v, &self.causal(ctx))?;
-        let (y, os) = self.o.forward(&out.o.reshape((t, self.heads * c))?, ctx)?;
+        let out = attention::forward(&q, &k, &v, &self.causal(ctx), self.o.room(&q))?;
+        let (y, os) = self.o.forward_padded(&out.o, ctx)?;
         Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, q, k, v, out }))
     }
 
     /// Backward: the gradient of the input.
-    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
-        let t = dy.dim(0)?;
+    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let (t, _) = dy.dims();
         let c = self.head_dim;
         let [qs, ks, vs, os] = s.linears;
-        let d_o = self.o.backward(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
-        let (dq, dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx))?;
+        let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
+        let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.room_back(&d_o, ctx));
+        let (dq, dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
         drop((d_o, s.q, s.k, s.v, s.out, os));
         let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
         let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
-        let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want)?;
+        let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want, [rq, rk])?;
         if let Some((qn, kn)) = &self.qk_norm {
             qn.give(wq, sink)?;
             kn.give(wk, sink)?;
         }
         drop(s.before_norm);
-        let (hq, hk) = (self.heads * c, self.kv_heads * c);
-        let dx = self.q.backward(&qs, &dq.reshape((t, hq))?, ctx, sink, None)?;
-        let dx = self.k.backward(&ks, &dk.reshape((t, hk))?, ctx, sink, Some(dx))?;
-        self.v.backward(&vs, &dv.reshape((t, hk))?, ctx, sink, Some(dx))
+        let dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
+        let dx = self.k.backward_padded(&ks, &dk, ctx, sink, Some(dx))?;
+        self.v.backward_padded(&vs, &dv, ctx, sink, Some(dx))
     }
 }
 

@@ -180,17 +180,8 @@ impl<'a> Builder<'a> {
                     Some((mlp, gate)) => Some(Shared { mlp: self.mlp(mlp)?, gate: self.linear(gate)? }),
                     None => None,
                 };
-                let (experts, top_k, normalise) = (built, moe.top_k, moe.normalise);
-                let banks = std::sync::Arc::default();
-                FeedForward::Mixture(Box::new(Mixture {
-                    router,
-                    experts,
-                    alike,
-                    shared,
-                    top_k,
-                    normalise,
-                    banks,
-                }))
+                let mixture = Mixture::new(router, (built, alike), shared, moe.top_k, moe.normalise);
+                FeedForward::Mixture(Box::new(mixture))
             }
             (FeedForwardTree::Mixture { .. }, None) => {
                 return Err(

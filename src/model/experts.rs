@@ -53,7 +53,7 @@ fn takes(l: &Linear, dtype: DType) -> bool {
     let weight = match &l.weight {
         Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
         Weight::Nf4(w) => w.dtype() == dtype && table::takes(w),
-        Weight::Dequantized(_) => false,
+        Weight::Padded(_) | Weight::Dequantized(_) => false,
     };
     let adapter =
         l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
@@ -72,7 +72,9 @@ impl Bank {
             let weight = match &l.weight {
                 Weight::Nf4(q) => Side::Codes(q),
                 Weight::Dense(w) => Side::Values(w),
-                Weight::Dequantized(_) => candle_core::bail!("an expert that is dequantized for a while"),
+                Weight::Padded(_) | Weight::Dequantized(_) => {
+                    candle_core::bail!("an expert whose matrix is another's: takes() was not asked")
+                }
             };
             let adapter = l.lora.as_ref().map(|l| Adapter {
                 a: &l.a,

@@ -9,6 +9,7 @@ use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::group::Groups;
+use crate::kernel::padded::Padded;
 use crate::kernel::route::Balance;
 use candle_core::Result;
 use std::sync::Arc;
@@ -109,7 +110,7 @@ impl Layer {
         let mlp = match &self.mlp {
             FeedForward::Dense(b) => FeedForwardSaved::Dense(Box::new(b.recompute(&normed, ctx)?)),
             FeedForward::Mixture(b) => {
-                FeedForwardSaved::Mixture(Box::new(b.recompute(&normed, ctx, replay)?))
+                FeedForwardSaved::Mixture(Box::new(b.recompute(&normed.values()?, ctx, replay)?))
             }
         };
         Ok(Saved { x, mid, attn, mlp })
@@ -121,10 +122,24 @@ impl Layer {
         x: &Tensor,
         ctx: &Context,
         cache: Option<&mut attention::Cache>,
-    ) -> Result<(Tensor, Tensor, attention::Saved)> {
-        let (a, attn) = self.attn.forward(&self.attn_norm.forward(x)?, ctx, cache)?;
-        let (mid, normed) = self.mlp_norm.forward_add(x, a)?;
+    ) -> Result<(Tensor, Padded, attention::Saved)> {
+        let normed = self.attn_norm.forward_padded(x, self.attn.room(x))?;
+        let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
+        drop(normed);
+        let room = match &self.mlp {
+            FeedForward::Dense(b) => b.room(x),
+            FeedForward::Mixture(_) => 0,
+        };
+        let (mid, normed) = self.mlp_norm.forward_add(x, a, room)?;
         Ok((mid, normed, attn))
+    }
+
+    /// Columns that belong beside the gradient of this layer's output: see [`Linear::room_back`].
+    pub fn room_back(&self, like: &Tensor, ctx: &Context) -> usize {
+        match &self.mlp {
+            FeedForward::Dense(b) => b.down.room_back(like, ctx),
+            FeedForward::Mixture(_) => 0,
+        }
     }
 
     /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens, which is
@@ -141,34 +156,36 @@ impl Layer {
             FeedForward::Dense(b) => {
                 b.forward(&normed, ctx).map(|(m, s)| (m, FeedForwardSaved::Dense(Box::new(s))))?
             }
-            FeedForward::Mixture(b) => {
-                b.forward(&normed, ctx, replay).map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?
-            }
+            FeedForward::Mixture(b) => b
+                .forward(&normed.values()?, ctx, replay)
+                .map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?,
         };
         Ok(((&mid + m)?, Saved { x: x.clone(), mid, attn, mlp }))
     }
 
-    /// Backward: the gradient of the input. `balance` is what losses on the router add.
+    /// Backward: the gradient of the input, with room for `rank` columns more. `balance` is what losses on the router add.
     pub fn backward(
         &self,
         s: Saved,
-        dy: &Tensor,
+        dy: &Padded,
         ctx: &Context,
         sink: &Sink<'_>,
         balance: Option<&Balance>,
-    ) -> Result<Tensor> {
+        rank: usize,
+    ) -> Result<Padded> {
         let d_mid = {
             let dn = match (&self.mlp, s.mlp) {
                 (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(*s, dy, ctx, sink)?,
                 (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
-                    b.backward(*s, dy, ctx, sink, balance)?
+                    b.backward(*s, &dy.values()?, ctx, sink, balance)?
                 }
                 _ => candle_core::bail!("backward through another layer than forward"),
             };
-            self.mlp_norm.backward_add(&s.mid, &dn, dy, sink)?
+            let room = self.attn.o.room_back(&dn, ctx);
+            self.mlp_norm.backward_add(&s.mid, &dn, dy, room, sink)?
         };
         drop(s.mid);
         let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
-        self.attn_norm.backward_add(&s.x, &dn, &d_mid, sink)
+        self.attn_norm.backward_add(&s.x, &dn, &d_mid, rank, sink)
     }
 }

@@ -4,6 +4,7 @@ use super::batch::Context;
 use super::linear::{self, Linear};
 use super::sink::Sink;
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use crate::kernel::swiglu;
 use candle_core::Result;
 
@@ -41,10 +42,15 @@ impl Mlp {
         })
     }
 
+    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    pub fn room(&self, x: &Tensor) -> usize {
+        self.gate.room(x).max(self.up.room(x))
+    }
+
     /// What forward saves, without its last product.
-    pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
-        let (gate, gs) = self.gate.forward(x, ctx)?;
-        let (up, us) = self.up.forward(x, ctx)?;
+    pub fn recompute(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
+        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
+        let (up, us) = self.up.forward_padded(x, ctx)?;
         let mut ds = linear::Saved::default();
         if self.down.lora.is_some() {
             ds = self.down.recompute(&swiglu::forward(&gate, &up)?, ctx)?;
@@ -54,30 +60,32 @@ impl Mlp {
     }
 
     /// Forward: [t, d] -> [t, d].
-    pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
-        let (gate, gs) = self.gate.forward(x, ctx)?;
-        let (up, us) = self.up.forward(x, ctx)?;
-        let (y, mut ds) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx)?;
+    pub fn forward(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
+        let (up, us) = self.up.forward_padded(x, ctx)?;
+        let h = swiglu::forward_padded(&gate, &up, self.down.room(&gate))?;
+        let (y, mut ds) = self.down.forward_padded(&h, ctx)?;
         ds.x = None;
         Ok((y, Saved { linears: [gs, us, ds], gate, up }))
     }
 
     /// Backward: the gradient of the input. What entered the down projection is made again beside the gradients of gate and
     /// up, so that projection's own gradients come after that of its input.
-    pub fn backward(&self, s: Saved, dy: &Tensor, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
         let [gs, us, ds] = s.linears;
         let (dh, later) = self.down.backward_input(&ds, &s.gate, dy, ctx, sink, None)?;
         drop(ds);
+        let ranks = [&self.gate, &self.up].map(|l| l.room_back(&dh, ctx));
         let (dg, du) = match later {
-            None => swiglu::backward(&s.gate, &s.up, &dh)?,
+            None => swiglu::backward_padded(&s.gate, &s.up, &dh, ranks)?,
             Some(later) => {
-                let [dg, du, h] = swiglu::backward_again(&s.gate, &s.up, dh)?;
+                let (dg, du, h) = swiglu::backward_again(&s.gate, &s.up, dh, ranks)?;
                 later.add(&h, sink)?;
                 (dg, du)
             }
         };
         drop((s.gate, s.up));
-        let dx = self.gate.backward(&gs, &dg, ctx, sink, None)?;
-        self.up.backward(&us, &du, ctx, sink, Some(dx))
+        let dx = self.gate.backward_padded(&gs, &dg, ctx, sink, None)?;
+        self.up.backward_padded(&us, &du, ctx, sink, Some(dx))
     }
 }

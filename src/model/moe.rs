@@ -19,6 +19,7 @@ use super::mlp::{self, Mlp};
 use super::sink::Sink;
 use crate::kernel::Tensor;
 use crate::kernel::group::{self, ExpertRows, Groups, Sorted};
+use crate::kernel::padded::Padded;
 use crate::kernel::route::cuda::Routed;
 use crate::kernel::route::{self, Balance, RouterOutput};
 use crate::kernel::swiglu;
@@ -70,7 +71,7 @@ pub(super) struct SharedSaved {
 impl Shared {
     /// What forward saves.
     pub(super) fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
-        let (out, mlp) = self.mlp.forward(x, ctx)?;
+        let (out, mlp) = self.mlp.forward(&Padded::of(x)?, ctx)?;
         let (logit, gate) = self.gate.forward(x, ctx)?;
         let open = swiglu::sigmoid(&upcast(&logit)?)?;
         Ok(SharedSaved { mlp, gate, out, open })
@@ -88,7 +89,7 @@ impl Shared {
         let dlogit = ((upcast(dy)? * upcast(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
         drop(s.out);
         let dout = dy.broadcast_mul(&s.open.to_dtype(dy.dtype())?)?;
-        let dx = self.mlp.backward(s.mlp, &dout, ctx, sink)?;
+        let dx = self.mlp.backward(s.mlp, &Padded::of(&dout)?, ctx, sink)?;
         self.gate.backward(&s.gate, &dlogit, ctx, sink, Some(dx))
     }
 }
@@ -130,6 +131,17 @@ impl Saved {
 }
 
 impl Mixture {
+    /// Of a router and experts; `alike` says how many each of these stands for: one, but in a plan.
+    pub fn new(
+        router: Linear,
+        (experts, alike): (Vec<Mlp>, Vec<usize>),
+        shared: Option<Shared>,
+        top_k: usize,
+        normalise: bool,
+    ) -> Self {
+        Self { router, experts, alike, shared, top_k, normalise, banks: Arc::default() }
+    }
+
     /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
     pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
         // those that are computed together are dequantized where they are multiplied
@@ -202,7 +214,7 @@ impl Mixture {
         let rows = groups.gather(x)?;
         let one = |run: ExpertRows| -> Result<_> {
             let ctx = self.context(ctx, &groups, &run);
-            self.experts[run.expert].forward(&rows.narrow(0, run.start, run.rows)?, &ctx)
+            self.experts[run.expert].forward(&Padded::of(&rows.narrow(0, run.start, run.rows)?)?, &ctx)
         };
         let (runs, on) = (groups.runs(), x.device());
         let one = |run: ExpertRows| groups.times(&run, on, || one(run));
@@ -242,7 +254,7 @@ impl Mixture {
             groups.times(&run, on, || {
                 let ctx = self.context(ctx, groups, &run);
                 let dout = groups.gather_scaled(dy, &s.gates, &run)?;
-                self.experts[run.expert].backward(saved, &dout, &ctx, sink)
+                self.experts[run.expert].backward(saved, &Padded::of(&dout)?, &ctx, sink)
             })
         };
         let dx: Vec<Tensor> = if group::side_by_side(groups.busy(), on) {
@@ -371,7 +383,7 @@ mod tests {
         }
         let mlp = Mlp { gate: full(take()), up: full(take()), down: full(take()) };
         let shared = Some(Shared { mlp, gate: full(take()) });
-        Ok(Mixture { router, experts, alike: vec![1; E], shared, top_k, normalise, banks: Arc::default() })
+        Ok(Mixture::new(router, (experts, vec![1; E]), shared, top_k, normalise))
     }
 
     /// Routing that no router of these would choose; expert 3 stays idle.
@@ -435,9 +447,9 @@ mod tests {
         let x = randn(50, (T, D), DType::F64)?.abs()?;
         let shared = m.shared.as_mut().expect("a shared expert");
         shared.gate.weight = Weight::Dense(Tensor::full(1e3, (1, D), &Device::Cpu)?);
-        let more = shared.mlp.forward(&x, &context(0)?)?.0;
+        let more = shared.mlp.forward(&Padded::of(&x)?, &context(0)?)?.0;
         let (y, _) = m.forward(&x, &context(0)?, None)?;
-        let one = m.experts[0].forward(&x, &context(0)?)?.0;
+        let one = m.experts[0].forward(&Padded::of(&x)?, &context(0)?)?.0;
         close(&y, &(&one + more)?, 1e-12);
         m.shared = None;
         close(&m.forward(&x, &context(0)?, None)?.0, &one, 1e-12);

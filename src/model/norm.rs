@@ -3,6 +3,7 @@
 use super::sink::{Sink, Slot};
 use crate::kernel::Tensor;
 use crate::kernel::norm;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 
 /// One norm.
@@ -22,9 +23,14 @@ impl Norm {
         norm::forward(x, &self.weight, self.eps)
     }
 
-    /// `x + a`, and the norm of it.
-    pub fn forward_add(&self, x: &Tensor, a: Tensor) -> Result<(Tensor, Tensor)> {
-        norm::forward_add(x, a, &self.weight, self.eps)
+    /// [t, d] -> [t, d], with room for `rank` columns more.
+    pub fn forward_padded(&self, x: &Tensor, rank: usize) -> Result<Padded> {
+        norm::forward_padded(x, &self.weight, self.eps, rank)
+    }
+
+    /// `x + a`, and the norm of it, with room for `rank` columns more.
+    pub fn forward_add(&self, x: &Tensor, a: Tensor, rank: usize) -> Result<(Tensor, Padded)> {
+        norm::forward_add(x, a, &self.weight, self.eps, rank)
     }
 
     /// The gradient of the input `x`; the weight's goes to the sink.
@@ -34,9 +40,16 @@ impl Norm {
         Ok(dx)
     }
 
-    /// As [`Norm::backward`], with `add` added to the gradient of the input.
-    pub fn backward_add(&self, x: &Tensor, dy: &Tensor, add: &Tensor, sink: &Sink<'_>) -> Result<Tensor> {
-        let (dx, dw) = norm::backward_add(x, &self.weight, self.eps, dy, add, self.slot.is_some())?;
+    /// As [`Norm::backward`], with `add` added to the gradient of the input, and room for `rank` columns more.
+    pub fn backward_add(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        add: &Padded,
+        rank: usize,
+        sink: &Sink<'_>,
+    ) -> Result<Padded> {
+        let (dx, dw) = norm::backward_add(x, &self.weight, self.eps, dy, add, self.slot.is_some(), rank)?;
         self.give(dw, sink)?;
         Ok(dx)
     }

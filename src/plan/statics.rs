@@ -2,12 +2,13 @@
 
 use super::Machine;
 use super::ledger::{Bytes, Component};
-use crate::adapt::ghost::is_quantized;
+use crate::adapt::ghost::{is_quantized, room};
 use crate::adapt::params::{ALIGN, wide_units};
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
 use crate::kernel::gemm;
 use crate::kernel::grouped::table;
+use crate::kernel::padded::Padded;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
 use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
@@ -192,7 +193,18 @@ impl Statics {
             let quantized = is_quantized(m, choice, r.model.quantize);
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
             let rows = if dora { 4 * m.rows() as u64 } else { 0 };
-            let (bytes, constants) = if quantized { nf4(n) } else { (width * n, 0) };
+            let room = room(m, choice, machine.cuda);
+            let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
+                (true, _) => nf4(n),
+                (false, &[o, i]) if room > 0 => {
+                    let (rows, cols) = Padded::shape((o, i), room);
+                    let bytes = width * (rows * cols) as u64;
+                    // it is copied to where there is room
+                    high = high.max(loaded + bytes + width * n);
+                    (bytes, 0)
+                }
+                _ => (width * n, 0),
+            };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
             if (made_in_f32 || quantized) && !machine.cuda {
                 high = high.max(loaded + 4 * n + bytes);

@@ -11,6 +11,7 @@ use super::work::{Balance, Work};
 use super::workload::Tokens;
 use crate::kernel::ledger::{Cost, Taken};
 use crate::kernel::optimizer::{AdamW, adamw};
+use crate::kernel::padded::Padded;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Machine, Role, Tensor};
 use crate::model::Batch;
@@ -474,20 +475,22 @@ impl StepInputs<'_> {
         drop(y);
         let routing = saved.routed().map(|r| r.groups.clone());
         let kept = live(ledger.keep());
-        let dy = self.states(t);
+        let rank = layer.room_back(&x, ctx);
+        let gradient = || Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype);
+        let dy = gradient()?;
         ledger.take();
-        drop(layer.backward(saved, &dy, ctx, &sink, None)?);
+        drop(layer.backward(saved, &dy, ctx, &sink, None, rank)?);
         let backward = ledger.take().into();
         drop(dy);
         let input = live(ledger.keep());
         let again = |dequantize| -> Result<(Full, Cost)> {
-            let dy = self.states(t);
+            let dy = gradient()?;
             ledger.take();
             let dequantized = walk::dequantized_layer(layer, dequantize, routing.as_deref())?;
             let layer = dequantized.as_ref().unwrap_or(layer);
             let saved = layer.recompute(x.clone(), ctx, routing.clone())?;
             let forward = ledger.cost();
-            drop(layer.backward(saved, &dy, ctx, &sink, None)?);
+            drop(layer.backward(saved, &dy, ctx, &sink, None, rank)?);
             Ok((ledger.take().into(), forward))
         };
         let again = [again(Dequantize::PerMatmul)?, again(Dequantize::PerLayer)?];

@@ -21,6 +21,7 @@ pub use visit::{Around, Nothing, Outline, Visit};
 
 use crate::error::{ExitCode, Failure};
 use crate::kernel::group::Groups;
+use crate::kernel::padded::Padded;
 use crate::kernel::{Real, Tensor};
 use crate::kernel::{optimizer, to_host};
 use crate::log::place::{self, Phase};
@@ -243,16 +244,19 @@ impl<'a> Walk<'a> {
         self.lap(times::Part::Head)?;
         drop(x);
         pass.leave()?;
-        let Some(mut dy) = out.dx else { return Ok(out.losses) };
+        let Some(dy) = out.dx else { return Ok(out.losses) };
+        let mut dy = Padded::of(&dy)?;
         // known only now: the load-balancing loss couples the routers of all layers
         let balance = self.routing.balance(self.router_losses)?;
 
-        for layer in decoder.layers.iter().rev() {
+        for (l, layer) in decoder.layers.iter().enumerate().rev() {
+            let below = l.checked_sub(1).filter(|b| Some(b + 1) >= self.lowest).map(|b| &decoder.layers[b]);
+            let rank = below.map_or(0, |b| b.room_back(dy.all(), &batch.context));
             match kept.pop() {
                 None | Some(Saved::Nothing) => return Ok(out.losses),
                 Some(Saved::All(saved)) => {
                     self.arrive(&pass)?;
-                    dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref())?;
+                    dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref(), rank)?;
                 }
                 Some(Saved::Input(x, routing)) => {
                     self.arrive(&pass)?;
@@ -260,7 +264,7 @@ impl<'a> Walk<'a> {
                     let layer = dequantized.as_ref().unwrap_or(layer);
                     let saved = layer.recompute(x, &batch.context, routing)?;
                     self.lap(times::Part::Recompute)?;
-                    dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref())?;
+                    dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref(), rank)?;
                 }
             }
             pass.leave()?;
@@ -268,7 +272,7 @@ impl<'a> Walk<'a> {
         }
         if decoder.embedding.trains() {
             self.arrive(&pass)?;
-            decoder.embedding.backward(batch, &dy, sink)?;
+            decoder.embedding.backward(batch, &dy.values()?, sink)?;
             pass.leave()?;
             self.lap(times::Part::Backward)?;
         }

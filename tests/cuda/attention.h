@@ -1,6 +1,6 @@
 // Attention in float64, and the cases that both of its versions are held to.
 #include <algorithm>
-#include "check.h"
+#include "call.h"
 
 struct Case {
   std::vector<uint32_t> docs;
@@ -80,25 +80,30 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
   const size_t nq = size_t(t) * c.heads * n, nk = size_t(keys) * c.groups * n;
   const float scale = 1 / sqrtf(static_cast<float>(n));
   const auto q = check::randn<T>(nq, seed), k = check::randn<T>(nk, seed + 1), v = check::randn<T>(nk, seed + 2), d_o = check::randn<T>(nq, seed + 3);
-  host::Buffer<T> bq(q), bk(k), bv(v), bg(d_o), bo(nq), dq(nq), dk(nk), dv(nk);
+  host::Buffer<T> bq(q), bk(k), bv(v), bg(d_o), dq(nq), dk(nk);
+  // with room beside the rows of o and dv
+  const uint32_t of_o = c.heads * n, of_v = c.groups * n, room = 16;
+  host::Buffer<T> far(size_t(t) * (of_o + room)), wide_v(size_t(keys) * (of_v + room));
   host::Buffer<float> lse(size_t(t) * c.heads), delta(size_t(t) * c.heads);
   host::Buffer<Tile> tq(tiles_of(c, true)), tk(tiles_of(c, false));
   host::seed(seed);
   const auto launch = [&](const char *kernel, Dim grid, size_t bytes, auto... rest) {
     const std::string full = kernel + name;
-    Shape s = {t, c.heads, c.groups, n, c.first_query, c.window, scale};
+    const bool of_keys = full.find("_kv_") != std::string::npos;
+    Shape s = {t, c.heads, c.groups, n, c.first_query, c.window, scale, (of_keys ? of_v : of_o) + room};
     std::vector<void *> arguments = {static_cast<void *>(&rest)...};
     // the shape stands behind the tiles: the first that is no pointer
     const std::vector<size_t> &sizes = host::kernels().at(full).sizes;
     const size_t at = static_cast<size_t>(std::find(sizes.begin(), sizes.end(), 4u) - sizes.begin());
-    void *shape[] = {&s.tokens, &s.heads, &s.groups, &s.channels, &s.first_query, &s.window, &s.scale};
-    arguments.insert(arguments.begin() + static_cast<long>(at), shape, shape + 7);
+    void *shape[] = {&s.tokens, &s.heads, &s.groups, &s.channels, &s.first_query, &s.window, &s.scale, &s.apart};
+    arguments.insert(arguments.begin() + static_cast<long>(at), shape, shape + 8);
     if (arguments.size() != sizes.size()) check::wrong(full + ": another number of arguments");
     host::launch(full.c_str(), grid, THREADS, bytes, arguments.data());
   };
-  launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), bo.at(), lse.at());
-  launch("attention_backward_q_", {unsigned(tq.size()), c.heads}, shared[1], bq.at(), bk.at(), bv.at(), bo.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
-  launch("attention_backward_kv_", {unsigned(tk.size()), c.groups, z}, shared[2], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), dk.at(), dv.at());
+  launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
+  launch("attention_backward_q_", {unsigned(tq.size()), c.heads}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
+  launch("attention_backward_kv_", {unsigned(tk.size()), c.groups, z}, shared[2], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), dk.at(), wide_v.at());
+  host::Buffer<T> bo = compact(far, of_o, of_o + room), dv = compact(wide_v, of_v, of_v + room);
   const Want want = attention(c, n, scale, q, k, v, d_o, bo);
   check::close("o", bo, want.o, bar);
   check::close("log-sum-exp", lse, want.lse, 1e-5);

@@ -17,6 +17,13 @@ template <typename... A> void call(const std::string &name, Dim grid, unsigned t
   host::launch(name.c_str(), grid, threads, 0, pointers);
 }
 
+// The rows of `width` values that stand `apart` values from each other.
+template <typename T> host::Buffer<T> compact(host::Buffer<T> &of, size_t width, size_t apart) {
+  std::vector<T> v;
+  for (size_t at = 0; at < of.size(); at += apart) v.insert(v.end(), of.at() + at, of.at() + at + width);
+  return host::Buffer<T>(v);
+}
+
 template <typename T> std::vector<double> values(host::Buffer<T> &b) {
   std::vector<double> v(b.size());
   for (size_t i = 0; i < v.size(); i++) v[i] = Number<T>::widen(b[i]);

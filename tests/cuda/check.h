@@ -52,6 +52,9 @@ template <typename T> void close(const char *what, host::Buffer<T> &got, const s
     wrong(s);
   }
 }
+template <typename T> void close(const char *what, host::Buffer<T> &&got, const std::vector<double> &want, double bar) {
+  close(what, got, want, bar);
+}
 
 // What rounding to T allows: half an ulp of a value, and as much again.
 template <typename T> constexpr double BAR = sizeof(T) == 4 ? 2e-6 : std::is_same<T, bf16>::value ? 4e-3 : 5e-4;

@@ -17,7 +17,8 @@ template <typename T> static void drops(const std::string &type) {
   unsigned seed = 1;
   for (auto [rows, columns] : std::vector<std::pair<uint32_t, uint32_t>>{{3, 96}, {5, 33}, {2, 2100}, {2, 4100}}) {
     const size_t n = static_cast<size_t>(rows) * columns;
-    host::Buffer<T> x(check::randn<T>(n, seed++)), a(check::randn<T>(n, seed++)), y(n);
+    const uint32_t apart = columns + (seed % 3) * 8;
+    host::Buffer<T> x(check::randn<T>(static_cast<size_t>(rows) * apart, seed++)), a(check::randn<T>(n, seed++)), y(n);
     host::Buffer<uint32_t> list(std::vector<uint32_t>{7, 3, 9, 1, 0});
     T *no = nullptr;
     uint32_t *none = nullptr;
@@ -32,10 +33,10 @@ template <typename T> static void drops(const std::string &type) {
             s.words(number / 4, w);
             const bool kept = (w[number % 4] >> 8) >= s.threshold;
             const size_t at = static_cast<size_t>(r) * columns + c;
-            want.push_back((kept ? 1.25 * Number<T>::widen(x[at]) : 0) + (add ? Number<T>::widen(a[at]) : 0));
+            want.push_back((kept ? 1.25 * Number<T>::widen(x[static_cast<size_t>(r) * apart + c]) : 0) + (add ? Number<T>::widen(a[at]) : 0));
           }
         const size_t parts = (columns * sizeof(T) + 16 * THREADS - 1) / (16 * THREADS);
-        call("dropout_" + type, grid(rows, parts), THREADS, x.at(), add ? a.at() : no, listed ? list.at() : none, y.at(), columns, first, 1.25f, s.key0, s.key1,
+        call("dropout_" + type, grid(rows, parts), THREADS, x.at(), add ? a.at() : no, listed ? list.at() : none, y.at(), columns, apart, first, 1.25f, s.key0, s.key1,
              s.high0, s.high1, s.threshold);
         check::close("y", y, want, check::BAR<T>);
       }

@@ -8,6 +8,9 @@
 namespace bias {
 #include "../../src/kernel/bias/bias.cu"
 }
+namespace cast {
+#include "../../src/kernel/cast/cast.cu"
+}
 namespace dora {
 #include "../../src/kernel/dora/dora.cu"
 }
@@ -52,20 +55,20 @@ template <typename T> static void measure(const std::string &type) {
   host::Buffer<uint32_t> list(std::vector<uint32_t>{7, 0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15}), starts(std::vector<uint32_t>{0, 1, 3, 5, 16});
   uint32_t *all = nullptr;
 
-  call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, 8u, 1e-5f);
-  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, 8u, 1e-5f);
-  call("swiglu_forward_" + type, grid(n / each), 256, a.at(), b.at(), d.at(), count);
-  call("swiglu_backward_" + type, grid(n / each), 256, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), count);
+  call("norm_forward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), b.at(), w.at(), d.at(), e.at(), R, D, D, 8u, 1e-5f);
+  call("norm_backward_" + type, grid(R / 8), D / 2 / VECTOR<T>, a.at(), w.at(), b.at(), c.at(), d.at(), part.at(), R, D, D, D, 8u, 1e-5f);
+  call("swiglu_forward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), d.at(), D, D);
+  call("swiglu_backward_" + type, grid(R, D / each ? D / each : 1), 256 < D / VECTOR<T> ? 256 : D / VECTOR<T>, a.at(), b.at(), c.at(), d.at(), e.at(), f.at(), D, D, D);
   call("loss_" + type, grid(4), 512, x.at(), list.at(), one.at(), d.at(), 4 * D, 0.5f);
-  call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u);
+  call("dropout_" + type, grid(R, D / each ? D / each : 1), 256, a.at(), b.at(), all, d.at(), D, D, count, 1.25f, 1u, 2u, 3u, 4u, 5000000u);
   call("embed_rows_" + type, grid(R), 128, a.at(), list.at(), d.at(), R, D);
   call("embed_gradient_" + type, grid(4), 128, z.at(), list.at(), starts.at(), list.at(), b.at(), D, 0.5f);
   call("optimizer_adamw_" + type, grid(n / 1024), 256, x.at(), y.at(), z.at(), part.at(), d.at(), count, 1.0f, 0.1f, 0.99f, 0.01f, 1.0f, 1e-3f, 1.0f, 1e-8f);
   // heads of 128 channels
   host::Buffer<float> cos(check::randn<float>(R * 64, 9)), sin(check::randn<float>(R * 64, 10)), partial(2 * 4 * 128);
-  call("rope_forward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), d.at(), e.at(), R, 8u, 8u, 64u, 16u, 1.0f, 1e-5f, 1e-5f);
+  call("rope_forward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), d.at(), e.at(), R, 8u, 8u, 64u, 16u, 1.0f, 1e-5f, 1e-5f, D, D);
   call("rope_backward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), c.at(), a.at(), d.at(), e.at(), partial.at(), R, 8u, 8u,
-       64u, 16u, 4u, 1e-5f, 1e-5f);
+       64u, 16u, 4u, 1e-5f, 1e-5f, D, D);
 
   // rows to where they belong
   call("spread_" + type, grid(R), 256, list.at(), a.at(), rows, width, d.at());
@@ -110,6 +113,30 @@ TEST(measured_in_f32) { measure<float>("f32"); }
 TEST(measured_in_bf16) { measure<bf16>("bf16"); }
 TEST(measured_in_f16) { measure<f16>("f16"); }
 
+// To another type and back: what fits it does not change.
+template <typename T> static void casts(const std::string &type) {
+  for (size_t n : {4096, 1027}) {
+    host::Buffer<T> x(check::randn<T>(n, 1)), back(n);
+    host::Buffer<float> y(n);
+    const uint64_t count = n;
+    call("cast_" + type + "_f32", grid((n + 1023) / 1024), 256, x.at(), y.at(), count);
+    check::close("to f32", y, values(x), 0);
+    call("cast_f32_" + type, grid((n + 1023) / 1024), 256, y.at(), back.at(), count);
+    check::close("and back", back, values(x), 0);
+  }
+}
+
+TEST(casts_of_bf16) { casts<bf16>("bf16"); }
+TEST(casts_of_f16) { casts<f16>("f16"); }
+TEST(measured_casts) {
+  host::Buffer<float> y(check::randn<float>(4096, 1));
+  host::Buffer<bf16> b(4096);
+  host::Buffer<f16> h(4096);
+  const uint64_t count = 4096;
+  call("cast_f32_bf16", grid(4), 256, y.at(), b.at(), count), call("cast_bf16_f32", grid(4), 256, b.at(), y.at(), count);
+  call("cast_f32_f16", grid(4), 256, y.at(), h.at(), count), call("cast_f16_f32", grid(4), 256, h.at(), y.at(), count);
+}
+
 TEST(measured_sums) {
   host::Buffer<float> x(check::randn<float>(8192, 5));
   host::Buffer<double> partial(8), many(std::vector<double>(512, 1.0)), sum(1);
@@ -127,9 +154,12 @@ TEST(measured_codes) {
   float *map = nullptr;
   const auto each = [&](const std::string &source, const std::string &type, auto kind) {
     using T = decltype(kind);
-    host::Buffer<T> out(total), x(check::randn<T>(8 * cols, 3)), y(8 * rows);
-    call("dequantize_" + source + "_" + type, grid(total / 1024 / 8), 256, codes.at(), pairs.at(), scales.at(), none, map, 1u, 0.0f, 6u, total, uint64_t(0),
-         total, total, 1u, uint32_t(total / 1024), out.at());
+    host::Buffer<T> x(check::randn<T>(8 * cols, 3)), y(8 * rows);
+    // with an adapter of rank 16 beside it
+    const uint64_t apart = cols + 16;
+    host::Buffer<T> b(check::randn<T>(rows * 16, 4)), out(rows * apart);
+    call("dequantize_" + source + "_" + type, grid(rows / 8 + 1), 256, codes.at(), pairs.at(), scales.at(), none, map, 1u, 0.0f, 6u, total, uint64_t(0), cols, cols,
+         uint32_t(rows), 1u, apart, b.at(), uint32_t(rows), 16u, uint64_t(16), cols, out.at());
     for (uint32_t tokens : {1u, 8u}) {
       for (uint32_t i = 0; i < 8 * rows; i++) y[i] = Number<T>::from(0.0f);
       call("rows_" + source + "_" + type + "_" + std::to_string(tokens), grid(rows / (tokens == 1 ? 4 : 2)), 128, codes.at(), pairs.at(), scales.at(), none, map,

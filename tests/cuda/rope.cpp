@@ -55,7 +55,10 @@ template <typename T> static void rotations(const std::string &type) {
       for (float a : angles) cosines.push_back(std::cos(a)), sines.push_back(std::sin(a));
       host::Buffer<float> cos(cosines), sin(sines);
       host::Buffer<T> q(check::randn<T>(nq, seed++)), k(check::randn<T>(nk, seed++)), wq(check::randn<T>(r.c, seed++)), wk(check::randn<T>(r.c, seed++)),
-          dyq(check::randn<T>(nq, seed++)), dyk(check::randn<T>(nk, seed++)), yq(nq), yk(nk), dq(nq), dk(nk);
+          dyq(check::randn<T>(nq, seed++)), dyk(check::randn<T>(nk, seed++)), yq(nq), yk(nk);
+      // gradients of queries with room beside them
+      const uint32_t wide = r.heads * r.c, far = wide + (norms ? 8 : 3), narrow = r.kv_heads * r.c;
+      host::Buffer<T> dq(static_cast<size_t>(r.tokens) * far), dk(nk);
       const std::vector<double> cs = values(cos), ss = values(sin), wqs = values(wq), wks = values(wk);
       const float eq = 1e-3f, ek = 2e-3f;
       const Part2 rq = reference(values(q), norms ? &wqs : nullptr, cs, ss, values(dyq), r, r.heads, eq);
@@ -64,20 +67,20 @@ template <typename T> static void rotations(const std::string &type) {
       float *none = nullptr;
       const Dim tokens = grid((r.tokens + WARPS - 1) / WARPS, 2);
       call("rope_forward_" + type, tokens, WARPS * WARP, q.at(), k.at(), norms ? wq.at() : no, norms ? wk.at() : no, cos.at(), sin.at(), yq.at(), yk.at(),
-           r.tokens, r.heads, r.kv_heads, half, lanes, 1.0f, eq, ek);
+           r.tokens, r.heads, r.kv_heads, half, lanes, 1.0f, eq, ek, wide, narrow);
       check::close("q", yq, rq.y, check::BAR<T>), check::close("k", yk, rk.y, check::BAR<T>);
       if (!norms) {
         call("rope_forward_" + type, tokens, WARPS * WARP, dyq.at(), dyk.at(), no, no, cos.at(), sin.at(), dq.at(), dk.at(), r.tokens, r.heads, r.kv_heads,
-             half, lanes, -1.0f, eq, ek);
-        check::close("dq", dq, rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
+             half, lanes, -1.0f, eq, ek, far, narrow);
+        check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
         continue;
       }
       const size_t blocks = (r.tokens + r.per - 1) / r.per;
       host::Buffer<float> partial(2 * blocks * r.c);
       for (bool weights : {false, true}) {
         call("rope_backward_" + type, grid(blocks, 2), WARPS * WARP, q.at(), k.at(), wq.at(), wk.at(), cos.at(), sin.at(), dyq.at(), dyk.at(), dq.at(),
-             dk.at(), weights ? partial.at() : none, r.tokens, r.heads, r.kv_heads, half, lanes, r.per, eq, ek);
-        check::close("dq", dq, rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
+             dk.at(), weights ? partial.at() : none, r.tokens, r.heads, r.kv_heads, half, lanes, r.per, eq, ek, far, narrow);
+        check::close("dq", compact(dq, wide, far), rq.dx, check::BAR<T>), check::close("dk", dk, rk.dx, check::BAR<T>);
       }
       for (size_t of : {0, 1}) {
         host::Buffer<float> dw(r.c);

@@ -5,12 +5,16 @@ use super::world::World;
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Counts by name: launches of kernels and calls of libraries (`launches`), waits of the host, copies to the device, and
-/// bytes of kernels that go over activations by element (`bytes`).
+/// Counts by name: launches of kernels and calls of libraries (`launches`), waits of the host, copies to the device, bytes of
+/// kernels that go over activations by element (`bytes`), bytes that libraries' products write (`written`), and bytes that are copied to where they are multiplied
+/// (`copied`).
 type Counts = BTreeMap<&'static str, i64>;
 
 /// The model: width, width of the feed-forward block, of queries, of keys, and channels of a head.
 const WIDTHS: [usize; 5] = [256, 768, 512, 128, 64];
+
+/// Rank of the adapters.
+const RANK: usize = 16;
 
 /// Kernels that do not go over activations by element.
 const OTHERS: [&str; 6] = ["attention_", "dequantize_", "rows_", "optimizer_", "loss_", "embed_"];
@@ -46,7 +50,7 @@ fn counts(
     w.write(
         "r.toml",
         format!(
-            "[model]\nsource = \"tiny\"\nweights = \"random\"\nquantize = \"{quantize}\"\n[lora]\nrank = 16\n[[train]]\n\
+            "[model]\nsource = \"tiny\"\nweights = \"random\"\nquantize = \"{quantize}\"\n[lora]\nrank = {RANK}\n[[train]]\n\
              modules = [{modules}]\n[data]\nmax_length = {tokens}\npack = false\nshuffle = false\n\
              mask = \"none\"\n[[data.train]]\nsource = \"rows.jsonl\"\nformat = \"tokens\"\n[run]\nsteps = {steps}\n\
              batch_rows = 1\ndevice = \"cuda\"\noutput = \"out\"\n[memory]\nrecompute = \"{recompute}\"\n"
@@ -84,13 +88,17 @@ fn counts(
                 (number(3), number(4), number(5), number(6))
                 && fields.len() >= 9
             {
-                // candle's casts are not ours to lay out, and what routes is shorter than a sector here; with as many
-                // experts as published models have, tests/cuda/accesses.txt has them
-                let narrow = ["cast_", "route_", "group_"].iter().any(|n| fields[0].starts_with(n));
+                // what routes is shorter than a sector here, and a row of a matrix of codes a quarter of what a warp takes;
+                // of sizes that published models have, tests/cuda/accesses.txt has them
+                let narrow = ["route_", "group_", "dequantize_"].iter().any(|n| fields[0].starts_with(n));
                 assert!(narrow || useful >= 90.0 || load + store < 0.01, "uncoalesced: {line}");
-                if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
+                if fields[0].starts_with("copy2d_") {
+                    *counts.entry("copied").or_default() += ((load + store) * 1e6) as i64;
+                } else if !OTHERS.iter().any(|o| fields[0].starts_with(o)) {
                     *counts.entry("bytes").or_default() += ((load + store) * 1e6) as i64;
                 }
+            } else if let (6, Some(written)) = (fields.len(), number(3)) {
+                *counts.entry("written").or_default() += (written * 1e6) as i64;
             }
         }
     }
@@ -99,7 +107,7 @@ fn counts(
 
 /// `a - b`, count by count.
 fn less(a: &Counts, b: &Counts) -> Counts {
-    ["launches", "waits", "copies", "bytes"]
+    ["launches", "waits", "copies", "bytes", "written", "copied"]
         .into_iter()
         .map(|k| (k, a.get(k).copied().unwrap_or(0) - b.get(k).copied().unwrap_or(0)))
         .collect()
@@ -141,6 +149,8 @@ fn a_layer_starts_few_operations_whatever_the_tokens() {
             }
             assert!(around["waits"] <= 2, "{quantize}: {around:?}");
             traffic(tokens, &forward, &both);
+            products(tokens, &forward, &both);
+            copies(tokens, quantize == "none", &forward, &both);
             let now = (forward["launches"], backward);
             assert_eq!(*first.get_or_insert(now), now, "{quantize}: launches depend on the number of tokens");
         }
@@ -161,6 +171,40 @@ fn traffic(tokens: usize, again: &Counts, both: &Counts) {
         let (bytes, least) = (measured["bytes"] as f64, (2 * tokens * list) as f64);
         eprintln!("{what}, {tokens} tokens: {:.3} of the list's {least} bytes", bytes / least);
         assert!(tokens < 100 || bytes <= 1.15 * least, "{what}: {bytes} bytes, the list has {least}");
+    }
+}
+
+/// What a layer's products write, in bf16: each output and each input's gradient once, with its adapter's part in it; values
+/// of low rank; and gradients of A and B in f32. Forward again ends before the last output.
+fn products(tokens: usize, again: &Counts, both: &Counts) {
+    let [d, f, q, k, _] = WIDTHS;
+    let linears = [[d, q], [d, k], [d, k], [q, d], [d, f], [d, f], [f, d]];
+    let low = 2 * tokens * RANK * linears.len();
+    let outputs: usize = linears.iter().map(|[_, o]| 2 * tokens * o).sum();
+    let inputs: usize = linears.iter().map(|[i, _]| 2 * tokens * i).sum();
+    let gradients: usize = linears.iter().map(|[i, o]| 4 * RANK * (i + o)).sum();
+    let list_again = outputs - 2 * tokens * d + low;
+    for (what, list, measured) in
+        [("again", list_again, again), ("both ways", outputs + inputs + 2 * low + gradients, both)]
+    {
+        let share = measured["written"] as f64 / list as f64;
+        eprintln!("{what}, {tokens} tokens: products write {share:.3} of the list's {list} bytes");
+        assert!((0.97..=1.03).contains(&share), "{what}: {measured:?}, the list has {list}");
+    }
+}
+
+/// What is copied, in bf16: values of low rank beside the inputs, and with a dense base B beside and A below it.
+fn copies(tokens: usize, dense: bool, again: &Counts, both: &Counts) {
+    let [d, f, q, k, _] = WIDTHS;
+    let (outputs, inputs) = (2 * q + 2 * k + 2 * f, 5 * d + q + f);
+    let low = 4 * tokens * RANK;
+    let weights = |rows: usize| if dense { 4 * RANK * rows } else { 0 };
+    let list_again = 6 * low + weights(outputs - q + d);
+    let list_both = 7 * low + weights(outputs - q + 2 * d + inputs);
+    for (what, list, measured) in [("again", list_again, again), ("both ways", list_both, both)] {
+        let share = measured["copied"] as f64 / list as f64;
+        eprintln!("{what}, {tokens} tokens: {share:.3} of the list's {list} bytes are copied");
+        assert!(share <= 1.15, "{what}: {measured:?}, the list has {list}");
     }
 }
 

@@ -71,8 +71,9 @@ fn every_kind_of_adapter_is_close_to_the_cpu() {
     close(LORA, &["model.dtype=f32", "lora.dora=true"], 1e-4);
     close(LORA, &["model.dtype=f32", "model.quantize=nf4"], 1e-4);
     close(LORA, &["model.dtype=f32", "model.quantize=nf4", "memory.dequantize=per_layer"], 1e-4);
-    close(LORA, &["model.dtype=bf16"], 3e-2);
-    close(LORA, &["model.dtype=bf16", "model.quantize=nf4"], 3e-2);
+    // the device rounds a linear with an adapter once, the CPU twice; after six steps of this rate either is some 5% from f32
+    close(LORA, &["model.dtype=bf16"], 0.1);
+    close(LORA, &["model.dtype=bf16", "model.quantize=nf4"], 0.1);
 }
 
 /// f16 with its loss scaled: as on the CPU, also where gradients overflow and a step is done again.

@@ -33,6 +33,7 @@ struct Shape {
   uint32_t tokens, heads, groups, channels; // tokens: queries
   uint32_t first_query, window;
   float scale;
+  uint32_t apart; // values from token to token of o, or of dv: they may stand farther apart than they are long
 
   // First key that a query sees, and one more than the last query that sees a key.
   DEVICE uint32_t first_key(uint32_t query, uint32_t begin) const {
@@ -44,9 +45,10 @@ struct Shape {
 };
 
 #define SHAPE                                                                                                          \
-  uint32_t tokens, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first_query, uint32_t window, float scale
+  uint32_t tokens, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first_query, uint32_t window, float scale, \
+      uint32_t apart
 #define SHAPE_OF                                                                                                       \
-  { tokens, heads, groups, channels, first_query, window, scale }
+  { tokens, heads, groups, channels, first_query, window, scale, apart }
 
 // ---- matrices [rows, D] of 16-bit values in shared memory ----
 

@@ -67,7 +67,8 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 
   float base[2] = {}, dl[2] = {};
   if (works) {
-    deltas<T, D>(o + at, sg, tile.rows, qs, sd, delta + stat, warp, lane);
+    const T *const own = o + static_cast<uint64_t>(row0) * shape.apart + head * D;
+    deltas<T, D>(own, sg, tile.rows, shape.apart, sd, delta + stat, warp, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const uint32_t row = warp * 16 + lane / 4 + r * 8;
@@ -187,7 +188,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   if (!works) return;
   const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
   store_rows<T, W>(dk + at + col, ak, factor, sk, tile.rows, ks, warp, lane);
-  store_rows<T, W>(dv + at + col, av, one, sv, tile.rows, ks, warp, lane);
+  T *const to = dv + static_cast<uint64_t>(tile.first) * shape.apart + of * D + col;
+  store_rows<T, W>(to, av, one, sv, tile.rows, shape.apart, warp, lane);
 }
 
 #define BACKWARD(NAME, T, D, W)                                                                                        \

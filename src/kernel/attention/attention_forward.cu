@@ -102,7 +102,8 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
     if (lane % 4 == 0 && row < tile.rows)
       lse[static_cast<uint64_t>(head) * shape.tokens + row0 + row] = fmaf(top[r], shape.scale, logf(s));
   }
-  store_rows<T, D>(o + static_cast<uint64_t>(row0) * qs + head * D, acc, inverse, sq, tile.rows, qs, warp, lane);
+  T *const to = o + static_cast<uint64_t>(row0) * shape.apart + head * D;
+  store_rows<T, D>(to, acc, inverse, sq, tile.rows, shape.apart, warp, lane);
 }
 
 #define FORWARD(NAME, T, D)                                                                                            \

@@ -67,7 +67,7 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
       add_rows(acc, old, weight, v + j * ks + of * n, ks, keys, n, lane);
       __syncwarp();
     }
-    store_row(o + at, acc, 1.0f / sum, n, lane);
+    store_row(o + row * shape.apart + head * n, acc, 1.0f / sum, n, lane);
     if (lane == 0) lse[static_cast<uint64_t>(head) * shape.tokens + row] = top + logf(sum);
   });
 }
@@ -84,7 +84,7 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
     float *const weight = acc + n;
     const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
     const uint64_t stat = static_cast<uint64_t>(head) * shape.tokens + row;
-    const float base = lse[stat], dl = dot(o + at, d_o + at, n, lane);
+    const float base = lse[stat], dl = dot(o + row * shape.apart + head * n, d_o + at, n, lane);
     if (lane == 0) delta[stat] = dl;
     fill(acc, 0.0f, n, lane);
     for (uint32_t j = shape.first_key(query, tile.begin); j <= query; j += WARP) {
@@ -134,7 +134,7 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
         __syncwarp();
       }
     store_row(dk + at, ak, shape.scale, n, lane);
-    store_row(dv + at, av, 1.0f, n, lane);
+    store_row(dv + static_cast<uint64_t>(key) * shape.apart + of * n, av, 1.0f, n, lane);
   });
 }
 

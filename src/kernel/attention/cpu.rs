@@ -5,6 +5,7 @@ use crate::kernel::Tensor;
 use crate::kernel::cpu::{Real, dot, ghosts, max, sum, tensor, view};
 use crate::kernel::gemm::{Mat, gemm};
 use crate::kernel::ledger::Ledger;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -42,9 +43,9 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
         let running = t.div_ceil(BLOCK).min(l.machine().threads as usize);
         l.touch((size * running * BLOCK.min(t) * how.most_keys()) as u64);
     };
-    let out = [(q.shape().clone(), q.dtype()), ((t, h).into(), T::DTYPE)];
+    let out = [((t, h * c).into(), q.dtype()), ((t, h).into(), T::DTYPE)];
     if let Some([o, lse]) = ghosts::<T, 2>(&[q, k, v], out, blocks) {
-        return Ok(Saved { o, lse });
+        return Ok(Saved { o: Padded::of(&o)?, lse });
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (qv, kv, vv) = (&*qv, &*kv, &*vv);
@@ -81,7 +82,8 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
             }
         },
     );
-    Ok(Saved { o: tensor(o, (t, h, c), q.dtype())?, lse: tensor(lse, (t, h), T::DTYPE)? })
+    let o = tensor(o, (t, h * c), q.dtype())?;
+    Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
 
 /// Backward: a task takes a query head.
@@ -89,7 +91,7 @@ pub fn backward<T: Real>(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    saved: &Saved,
+    (o, lse): (&Tensor, &Tensor),
     d_o: &Tensor,
     how: &Causal<'_>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
@@ -102,14 +104,13 @@ pub fn backward<T: Real>(
         let running = h.min(l.machine().threads as usize);
         l.touch((size * running * 2 * BLOCK.min(t) * how.most_keys()) as u64);
         let own = |x: &Tensor| (x.shape().clone(), q.dtype());
-        if let Some([dq, dk, dv]) =
-            ghosts::<T, 3>(&[q, k, v, &saved.o, &saved.lse, d_o], [own(q), own(k), own(v)], |_| ())
+        if let Some([dq, dk, dv]) = ghosts::<T, 3>(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], |_| ())
         {
             return Ok((dq, dk, dv));
         }
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
-    let (ov, lv, dv) = (view::<T>(&saved.o)?, view::<T>(&saved.lse)?, view::<T>(d_o)?);
+    let (ov, lv, dv) = (view::<T>(o)?, view::<T>(lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
     let most = (0..t).step_by(BLOCK).map(|i0| Block::of(how, i0, BLOCK.min(t - i0)).n).max().unwrap_or(0);
     // each query head by itself; the heads of a group are summed in order below

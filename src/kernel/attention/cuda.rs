@@ -7,6 +7,7 @@ use super::tiles::{ROWS, Tiles};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
 use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts, started};
+use crate::kernel::padded::{Padded, stride};
 use candle_core::{DType, Result};
 
 /// Threads of a block, as in attention.cuh.
@@ -95,34 +96,35 @@ fn tiles<'a>(all: &[&Tensor], shape: Shape, how: &Causal<'a>) -> Result<&'a Tile
 
 impl Shape {
     /// `SHAPE` of attention.cuh.
-    fn push<'a>(self, launch: Launch<'a>, how: &Causal<'_>) -> Result<Launch<'a>> {
+    fn push<'a>(self, launch: Launch<'a>, how: &Causal<'_>, apart: usize) -> Result<Launch<'a>> {
         let window = how.window.map_or(i32::MAX as usize, |w| w.min(i32::MAX as usize));
         let launch = launch.count(self.t)?.count(self.h)?.count(self.g)?.count(self.c)?;
-        Ok(launch.count(how.seqs.first_query)?.count(window)?.number(how.scale as f32))
+        launch.count(how.seqs.first_query)?.count(window)?.number(how.scale as f32).count(apart)
     }
 }
 
 /// [`super::forward`].
-pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
+pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
     let shape = Shape::of(q, k, v, how.seqs)?;
-    let lse_shape = (shape.h, shape.t);
-    let out = [(q.shape().clone(), q.dtype()), (lse_shape.into(), DType::F32)];
+    let (lse_shape, rows) = ((shape.h, shape.t), (shape.t, shape.h * shape.c));
+    let apart = stride(rows.1, rank);
+    let out = [((shape.t, apart).into(), q.dtype()), (lse_shape.into(), DType::F32)];
     if let Some([o, lse]) = ghosts(&[q, k, v], out, |_| ()) {
-        return Ok(Saved { o, lse });
+        return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
     let tiles = tiles(&[q, k, v], shape, how)?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let kernels = Kernels::of(q.dtype(), shape.c, is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?);
-    let (o, lse) = (empty(&q, q.shape(), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
+    let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
     let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
     let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
-    let launch = shape.push(launch, how)?.tensor(&o)?.tensor(&lse)?;
+    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
-    // SAFETY: q and o have t queries of h heads, k and v the keys of g heads (Shape::of), lse a number a query and head;
-    // tiles are of these queries and keys, and cover them.
+    // SAFETY: q and o have t queries of h heads, those of o as far apart as is said, k and v the keys of g heads
+    // (Shape::of), lse a number a query and head; tiles are of these queries and keys, and cover them.
     unsafe { launch.run(grid) }?;
-    Ok(Saved { o, lse })
+    Ok(Saved { o: Padded::within(o, rows)?, lse })
 }
 
 /// [`super::backward`].
@@ -133,19 +135,26 @@ pub fn backward(
     saved: &Saved,
     d_o: &Tensor,
     how: &Causal<'_>,
-) -> Result<(Tensor, Tensor, Tensor)> {
+    rank: usize,
+) -> Result<(Tensor, Tensor, Padded)> {
     let shape = Shape::of(q, k, v, how.seqs)?;
-    let (o, lse) = (&saved.o, &saved.lse);
+    let (o, lse) = (saved.o.all(), &saved.lse);
+    let rows = (how.seqs.keys(), shape.g * shape.c);
+    let apart = stride(rows.1, rank);
+    let of_v = || ((rows.0, apart).into(), v.dtype());
     let own = |t: &Tensor| (t.shape().clone(), t.dtype());
     let during = |l: &crate::kernel::Ledger| {
         l.touch((4 * shape.h * shape.t) as u64);
         started(l);
     };
-    if let Some([dq, dk, dv]) = ghosts(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], during) {
-        return Ok((dq, dk, dv));
+    if let Some([dq, dk, dv]) = ghosts(&[q, k, v, o, lse, d_o], [own(q), own(k), of_v()], during) {
+        return Ok((dq, dk, Padded::within(dv, rows)?));
     }
     let tiles = tiles(&[q, k, v, o, d_o], shape, how)?;
-    if o.shape() != q.shape() || d_o.shape() != q.shape() || lse.dims() != [shape.h, shape.t] {
+    if saved.o.dims() != (shape.t, shape.h * shape.c)
+        || d_o.shape() != q.shape()
+        || lse.dims() != [shape.h, shape.t]
+    {
         candle_core::bail!(
             "attention: q {:?}, output {:?}, its gradient {:?}, log-sum-exp {:?}",
             q.shape(),
@@ -162,24 +171,25 @@ pub fn backward(
     let kernels = Kernels::of(q.dtype(), shape.c, aligned);
     let delta = empty(&q, (shape.h, shape.t), DType::F32)?;
     let like = |t: &Tensor| empty(&q, t.shape(), t.dtype());
-    let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
+    let (dq, dk, dv) = (like(&q)?, like(&k)?, empty(&q, of_v().0, v.dtype())?);
     let source =
         if kernels.tensor_cores { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = |role| Launch::named(&q, source, kernels.name(role, shape.c, q.dtype()));
 
     let of_q = launch("backward_q")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(o)?.tensor(&d_o)?;
-    let of_q = shape.push(of_q.tensor(lse)?.tensor(&tiles.queries)?, how)?.tensor(&delta)?.tensor(&dq)?;
+    let of_q = shape.push(of_q.tensor(lse)?.tensor(&tiles.queries)?, how, saved.o.stride())?;
+    let of_q = of_q.tensor(&delta)?.tensor(&dq)?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.backward_q);
-    // SAFETY: as forward; o, d_o and dq have q's shape, delta that of lse.
+    // SAFETY: as forward; o, d_o and dq have q's shape, o with the stride that is said, delta that of lse.
     unsafe { of_q.run(grid) }?;
     let of_kv = launch("backward_kv")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&d_o)?;
     let of_kv = of_kv.tensor(lse)?.tensor(&delta)?.tensor(&tiles.keys)?;
-    let of_kv = shape.push(of_kv, how)?.tensor(&dk)?.tensor(&dv)?;
+    let of_kv = shape.push(of_kv, how, apart)?.tensor(&dk)?.tensor(&dv)?;
     let grid = Grid::new(tiles.keys.dim(0)?, THREADS).by(shape.g).shared(kernels.backward_kv);
     let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], kernels.parts], ..grid };
-    // SAFETY: as before; dk and dv have the shape of k and v.
+    // SAFETY: as before; dk and dv have the shape of k and v, tokens of dv as far apart as is said.
     unsafe { of_kv.run(grid) }?;
-    Ok((dq, dk, dv))
+    Ok((dq, dk, Padded::within(dv, rows)?))
 }
 
 #[cfg(test)]

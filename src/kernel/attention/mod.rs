@@ -21,6 +21,7 @@ use self::tiles::Tiles;
 use super::cpu::{is_cpu, on_real};
 use super::ledger::Cost;
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use candle_core::{Device, Result};
 
 /// Who sees whom.
@@ -139,8 +140,8 @@ impl Causal<'_> {
 /// What the backward pass needs beside q, k and v.
 #[derive(Clone, Debug)]
 pub struct Saved {
-    /// Output [t, h, c].
-    pub o: Tensor,
+    /// Output [t, h c].
+    pub o: Padded,
     /// Logarithm of the softmax's sum, f32 (f64 for f64): [t, h], on CUDA [h, t].
     pub lse: Tensor,
 }
@@ -148,14 +149,20 @@ pub struct Saved {
 /// Forward.
 ///
 /// # Shapes
-/// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g; the output is [t, h, c].
-pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
+/// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g; the output is [t, h c], on CUDA with room for `rank` columns
+/// beside it.
+pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
     Shape::of(q, k, v, how.seqs)?;
     how.work(q, 2.0);
-    if is_cpu(q) { on_real!(q.dtype(), cpu::forward(q, k, v, how)) } else { cuda::forward(q, k, v, how) }
+    if is_cpu(q) {
+        on_real!(q.dtype(), cpu::forward(q, k, v, how))
+    } else {
+        cuda::forward(q, k, v, how, rank)
+    }
 }
 
-/// The gradients of q, k and v, given that of the output.
+/// The gradients of q, k and v, given that of the output [t, h, c]; that of v is [keys, g c], on CUDA with room for `rank`
+/// columns beside it.
 pub fn backward(
     q: &Tensor,
     k: &Tensor,
@@ -163,14 +170,17 @@ pub fn backward(
     saved: &Saved,
     d_o: &Tensor,
     how: &Causal<'_>,
-) -> Result<(Tensor, Tensor, Tensor)> {
+    rank: usize,
+) -> Result<(Tensor, Tensor, Padded)> {
     Shape::of(q, k, v, how.seqs)?;
     how.work(q, 5.0);
-    if is_cpu(q) {
-        on_real!(q.dtype(), cpu::backward(q, k, v, saved, d_o, how))
-    } else {
-        cuda::backward(q, k, v, saved, d_o, how)
+    if !is_cpu(q) {
+        return cuda::backward(q, k, v, saved, d_o, how, rank);
     }
+    let o = saved.o.values()?.reshape(q.shape())?;
+    let (dq, dk, dv) = on_real!(q.dtype(), cpu::backward(q, k, v, (&o, &saved.lse), d_o, how))?;
+    let (keys, g, c) = dv.dims3()?;
+    Ok((dq, dk, Padded::of(&dv.reshape((keys, g * c))?)?))
 }
 
 #[derive(Clone, Copy)]
@@ -244,16 +254,21 @@ mod tests {
         ))
     }
 
+    fn output(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Tensor> {
+        forward(q, k, v, how, 0)?.o.values()?.reshape(q.shape())
+    }
+
     #[test]
     fn gradients() -> Result<()> {
         for case in CASES {
             let (q, k, v, dy, s) = inputs(case, DType::F64)?;
             let how = case.how(&s, 0.7);
-            let saved = forward(&q, &k, &v, &how)?;
-            let (dq, dk, dv) = backward(&q, &k, &v, &saved, &dy, &how)?;
-            gradient("q", &q, &dq, &dy, |q| Ok(forward(q, &k, &v, &how)?.o));
-            gradient("k", &k, &dk, &dy, |k| Ok(forward(&q, k, &v, &how)?.o));
-            gradient("v", &v, &dv, &dy, |v| Ok(forward(&q, &k, v, &how)?.o));
+            let saved = forward(&q, &k, &v, &how, 0)?;
+            let (dq, dk, dv) = backward(&q, &k, &v, &saved, &dy, &how, 0)?;
+            let dv = dv.values()?.reshape(v.shape())?;
+            gradient("q", &q, &dq, &dy, |q| output(q, &k, &v, &how));
+            gradient("k", &k, &dk, &dy, |k| output(&q, k, &v, &how));
+            gradient("v", &v, &dv, &dy, |v| output(&q, &k, v, &how));
         }
         Ok(())
     }
@@ -283,12 +298,11 @@ mod tests {
     fn documents_do_not_see_one_another() -> Result<()> {
         let case = Case { docs: &[9, 70, 5], h: 2, g: 1, c: 4, window: None };
         let (q, k, v, _, s) = inputs(&case, DType::F32)?;
-        let a =
-            forward(&q, &k, &v, &case.how(&s, 0.5))?.o.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?;
+        let a = output(&q, &k, &v, &case.how(&s, 0.5))?.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?;
         let noise = randn(77, (9, 1, 4), DType::F32)?;
         let swap = |x: &Tensor| Tensor::cat(&[noise.clone(), x.narrow(0, 9, 75)?], 0);
-        let b = forward(&q, &swap(&k)?, &swap(&v)?, &case.how(&s, 0.5))?;
-        assert_eq!(a, b.o.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?);
+        let b = output(&q, &swap(&k)?, &swap(&v)?, &case.how(&s, 0.5))?;
+        assert_eq!(a, b.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?);
         Ok(())
     }
 
@@ -297,10 +311,10 @@ mod tests {
     fn later_queries_alone() -> Result<()> {
         let case = Case { docs: &[80], h: 4, g: 2, c: 4, window: Some(30) };
         let (q, k, v, _, s) = inputs(&case, DType::F32)?;
-        let whole = forward(&q, &k, &v, &case.how(&s, 0.5))?.o.narrow(0, 77, 3)?;
+        let whole = output(&q, &k, &v, &case.how(&s, 0.5))?.narrow(0, 77, 3)?;
         let tail = Sequences::new(&[80], 77, &Device::Cpu)?;
         let q3 = q.narrow(0, 77, 3)?.contiguous()?;
-        close(&forward(&q3, &k, &v, &case.how(&tail, 0.5))?.o, &whole, 1e-6);
+        close(&output(&q3, &k, &v, &case.how(&tail, 0.5))?, &whole, 1e-6);
         Ok(())
     }
 }

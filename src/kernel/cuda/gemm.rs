@@ -1,30 +1,38 @@
-//! Matrix products by cuBLAS that accumulate, or that write a part of a wider matrix: what candle's do not.
+//! Matrix products by cuBLAS that accumulate, or that read and write parts of wider matrices: what candle's do not.
 //!
 //! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
 
-use super::slices::{Number, Operand, in_place, on_number, tensor};
+use super::launch::at;
+use crate::kernel::gemm::row_stride;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
-use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
-use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
+use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{DType, Result, Tensor};
-use half::{bf16, f16};
 
-/// A row-major matrix, read as it is or transposed.
-pub struct Mat<'a, T> {
-    /// Its values, end to end.
-    pub data: &'a CudaView<'a, T>,
-    /// Rows of the operand (columns of the stored matrix if `transposed`).
-    pub rows: usize,
-    /// Columns of the operand.
-    pub cols: usize,
-    /// Whether the stored matrix is [cols, rows].
-    pub transposed: bool,
+/// A row-major matrix on the device, read as it is or transposed.
+struct Mat {
+    at: u64,
+    kind: sys::cudaDataType_t,
+    /// Rows and columns of the operand: those of what is stored, exchanged if `transposed`.
+    rows: usize,
+    cols: usize,
+    /// Values from row to row of what is stored.
+    stride: usize,
+    transposed: bool,
 }
 
-impl<T> Mat<'_, T> {
-    /// Values from row to row of what is stored.
-    fn stride(&self) -> usize {
-        if self.transposed { self.rows } else { self.cols }
+impl Mat {
+    fn of(t: &Tensor, transposed: bool) -> Result<Self> {
+        let ((rows, cols), Some(stride)) = (t.dims2()?, row_stride(t.layout())) else {
+            candle_core::bail!("matmul: a matrix whose rows are not contiguous: {:?}", t.layout());
+        };
+        let kind = match t.dtype() {
+            DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+            DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+            DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            other => candle_core::bail!("matmul: no product of {other:?} on CUDA"),
+        };
+        let (rows, cols) = if transposed { (cols, rows) } else { (rows, cols) };
+        Ok(Self { at: at(t)?, kind, rows, cols, stride, transposed })
     }
 
     fn operation(&self) -> sys::cublasOperation_t {
@@ -35,134 +43,61 @@ impl<T> Mat<'_, T> {
     }
 }
 
-/// `c[:, columns] = alpha a b`, or `+=` with `add`: `c` is row-major with `stride` values a row, and begins at the
-/// first of the columns that are written.
+/// `c = alpha op(a) op(b)`, or `+=` with `add`: of matrices whose rows are contiguous, `c` in f32 or in the type of both
+/// operands. Values of `c` that are the operands' too are not set to anything in particular.
 ///
 /// # Errors
-/// Shapes that do not fit, sizes beyond 31 bits, what cuBLAS says.
-pub fn gemm<A: Number, C: Number>(
-    device: &CudaDevice,
-    c: &mut CudaViewMut<'_, C>,
-    stride: usize,
-    add: bool,
-    a: &Mat<'_, A>,
-    b: &Mat<'_, A>,
-    alpha: f32,
-) -> Result<()> {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
+/// Shapes that do not fit, sizes beyond 31 bits, another device, what cuBLAS says.
+pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, n) = c.dims2()?;
+    let device = c.device().as_cuda_device()?;
+    let of_device = [a, b].iter().all(|t| t.device().same_device(c.device()));
+    if !of_device || a.dtype() != b.dtype() || (c.dtype() != a.dtype() && c.dtype() != DType::F32) {
+        candle_core::bail!("matmul: {:?} and {:?} into {:?}", a.dtype(), b.dtype(), c.dtype());
+    }
     if m == 0 || n == 0 {
         return Ok(());
     }
-    let fits = k == b.rows
-        && a.data.len() >= m * k
-        && b.data.len() >= k * n
-        && stride >= n
-        && c.len() >= (m - 1) * stride + n;
-    if !fits {
-        candle_core::bail!("matmul: [{m}, {k}] x [{}, {n}] into rows of {stride}", b.rows);
+    let (of_a, of_b, of_c) = (Mat::of(a, ta)?, Mat::of(b, tb)?, Mat::of(c, false)?);
+    let k = of_a.cols;
+    if (of_a.rows, of_b.rows, of_b.cols) != (m, k, n) {
+        candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
     }
     let int =
         |n: usize| i32::try_from(n).map_err(|_| candle_core::Error::msg(format!("matmul: a size of {n}")));
-    let compute = match A::DTYPE {
+    let compute = match a.dtype() {
         DType::F32 if gemm_reduced_precision_f32() => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
-    let (alpha, beta) = (alpha, if add { 1f32 } else { 0f32 });
-    let (m, n, k, ldc) = (int(m)?, int(n)?, int(k)?, int(stride)?);
+    let (alpha, beta) = (alpha as f32, if add { 1f32 } else { 0f32 });
+    let (m, n, k) = (int(m)?, int(n)?, int(k)?);
     // what is stored by rows is, to cuBLAS, the transpose stored by columns: c^T = b^T a^T
-    let (lda, ldb) = (int(a.stride().max(1))?, int(b.stride().max(1))?);
-    let (blas, stream) = (device.cublas_handle(), device.cuda_stream());
-    let (ap, _read_a) = a.data.device_ptr(&stream);
-    let (bp, _read_b) = b.data.device_ptr(&stream);
-    let (cp, _write_c) = c.device_ptr_mut(&stream);
-    // SAFETY: the check above keeps what cuBLAS reads and writes inside of the three slices, whose types are those
-    // that are named; `c` is borrowed mutably, so that it overlaps neither operand. Work is ordered by the stream.
+    let (lda, ldb, ldc) = (int(of_a.stride)?, int(of_b.stride)?, int(of_c.stride)?);
+    let blas = device.cublas_handle();
+    // SAFETY: sizes and strides are those of the tensors' layouts, which lie inside of their memory, and types are theirs;
+    // the tensors live, and their memory is freed in the order of the stream that cuBLAS works on.
     unsafe {
         result::gemm_ex(
             *blas.handle(),
-            b.operation(),
-            a.operation(),
+            of_b.operation(),
+            of_a.operation(),
             n,
             m,
             k,
             (&raw const alpha).cast(),
-            bp as *const _,
-            A::KIND,
+            of_b.at as *const _,
+            of_b.kind,
             ldb,
-            ap as *const _,
-            A::KIND,
+            of_a.at as *const _,
+            of_a.kind,
             lda,
             (&raw const beta).cast(),
-            cp as *mut _,
-            C::KIND,
+            of_c.at as *mut _,
+            of_c.kind,
             ldc,
             compute,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     }
     .map_err(|e| candle_core::Error::msg(format!("matmul: {e}")))
-}
-
-/// `c += alpha op(a) op(b)` in place, for `c` in f32 or in the operands' dtype; `false` if these are of other
-/// dtypes, or not contiguous, and nothing was done.
-///
-/// # Errors
-/// Shapes that do not fit, what cuBLAS says.
-pub fn accumulate(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<bool> {
-    if !c.device().is_cuda() || a.dtype() != b.dtype() || ![a, b, c].into_iter().all(Tensor::is_contiguous) {
-        return Ok(false);
-    }
-    match (a.dtype(), c.dtype()) {
-        (DType::F32, DType::F32) => typed::<f32, f32>(c, a, ta, b, tb, alpha),
-        (DType::BF16, DType::F32) => typed::<bf16, f32>(c, a, ta, b, tb, alpha),
-        (DType::BF16, DType::BF16) => typed::<bf16, bf16>(c, a, ta, b, tb, alpha),
-        (DType::F16, DType::F32) => typed::<f16, f32>(c, a, ta, b, tb, alpha),
-        (DType::F16, DType::F16) => typed::<f16, f16>(c, a, ta, b, tb, alpha),
-        _ => return Ok(false),
-    }
-    .map(|()| true)
-}
-
-/// `op(a) op(b)` [m, n] of matrices in half precision, in f32.
-///
-/// # Errors
-/// Another dtype, operands that are not contiguous, what cuBLAS says.
-pub fn wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool, shape: (usize, usize)) -> Result<Tensor> {
-    on_number!(a.dtype(), product(a, ta, b, tb, shape))
-}
-
-fn product<A: Number>(a: &Tensor, ta: bool, b: &Tensor, tb: bool, (m, n): (usize, usize)) -> Result<Tensor> {
-    let (a_held, b_held) = (Operand::of(a)?, Operand::of(b)?);
-    let (av, bv) = (a_held.view::<A>()?, b_held.view::<A>()?);
-    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
-    let device = a.device().as_cuda_device()?;
-    // SAFETY: the product writes every value.
-    let mut out = unsafe { device.alloc::<f32>(m * n) }?;
-    gemm(device, &mut out.slice_mut(..), n, false, &am, &bm, 1.0)?;
-    Ok(tensor(out, (m, n), device))
-}
-
-fn mat<'a, T>(data: &'a CudaView<'a, T>, t: &Tensor, transposed: bool) -> Result<Mat<'a, T>> {
-    let (rows, cols) = t.dims2()?;
-    let (rows, cols) = if transposed { (cols, rows) } else { (rows, cols) };
-    Ok(Mat { data, rows, cols, transposed })
-}
-
-fn typed<A: Number, C: Number>(
-    c: &Tensor,
-    a: &Tensor,
-    ta: bool,
-    b: &Tensor,
-    tb: bool,
-    alpha: f64,
-) -> Result<()> {
-    let (held_a, held_b) = (Operand::of(a)?, Operand::of(b)?);
-    let (view_a, view_b) = (held_a.view::<A>()?, held_b.view::<A>()?);
-    let (ma, mb) = (mat(&view_a, a, ta)?, mat(&view_b, b, tb)?);
-    let (m, n) = c.dims2()?;
-    if (m, n) != (ma.rows, mb.cols) {
-        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
-    }
-    let device = c.device().as_cuda_device()?;
-    in_place::<C>("matmul", c, |dst| gemm(device, dst, n, true, &ma, &mb, alpha as f32))
 }

@@ -14,7 +14,8 @@
 //! freed is used again only behind what was launched before that.
 
 use crate::kernel::Tensor;
-use crate::kernel::ledger::{Cost, Ledger};
+use crate::kernel::gemm::row_stride;
+use crate::kernel::ledger::{Allocation, Cost, Ledger};
 use crate::kernel::tensor::{Ghost, Real};
 use candle_core::{DType, Result, Shape};
 
@@ -48,12 +49,17 @@ pub fn ghosts<const N: usize>(
     during: impl FnOnce(&Ledger),
 ) -> Option<[Tensor; N]> {
     let ledger = reads.first()?.ghost()?.ledger();
-    let bytes = |t: &&&Tensor| (t.dtype().size_in_bytes() * t.elem_count()) as u64;
-    let _copies = ledger.hold(reads.iter().filter(|t| !t.is_contiguous()).map(|t| bytes(&t)).sum());
+    let _copies = hold_copies(ledger, reads);
     let out = out.map(|(shape, dtype)| Ghost::new(ledger, shape, dtype).into());
     during(ledger);
     ledger.work(Cost { started: 1.0, ..Cost::default() });
     Some(out)
+}
+
+/// The copies of what is not in row-major order.
+pub fn hold_copies(ledger: &Ledger, reads: &[&Tensor]) -> Allocation {
+    let bytes = |t: &&Tensor| (t.dtype().size_in_bytes() * t.elem_count()) as u64;
+    ledger.hold(reads.iter().filter(|t| !t.is_contiguous()).map(bytes).sum())
 }
 
 /// A launch more than the one that [`ghosts`] counts.
@@ -182,6 +188,18 @@ impl<'a> Launch<'a> {
     pub fn tensor(mut self, t: &'a Tensor) -> Result<Self> {
         if !t.is_contiguous() {
             candle_core::bail!("{}: a tensor that is not contiguous: {:?}", self.name, t.shape());
+        }
+        self.arguments.push(Argument::Tensor(t.real()?));
+        Ok(self)
+    }
+
+    /// A matrix that the kernel reads, whose rows may stand apart: it is told how far.
+    ///
+    /// # Errors
+    /// Rows that are not contiguous; a ghost.
+    pub fn rows(mut self, t: &'a Tensor) -> Result<Self> {
+        if row_stride(t.layout()).is_none() {
+            candle_core::bail!("{}: a matrix whose rows are not contiguous: {:?}", self.name, t.shape());
         }
         self.arguments.push(Argument::Tensor(t.real()?));
         Ok(self)

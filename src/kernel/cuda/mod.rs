@@ -1,5 +1,5 @@
 //! CUDA devices: opened with a stream of their own, memory kept by the driver's pool, and how much of it is used.
-//! What kernels share there: typed slices of tensors (`slices`) and products that accumulate (`gemm`).
+//! What kernels share there: launches (`launch`) and products that accumulate (`gemm`).
 //!
 //! Kernels of our own are CUDA sources beside their operation, compiled by build.rs. **None has run on a GPU yet**;
 //! `examples/gpu_check` compares each with its CPU version where there is one.
@@ -17,8 +17,6 @@ pub mod launch;
 mod libraries;
 #[cfg(feature = "cuda")]
 pub mod module;
-#[cfg(feature = "cuda")]
-pub mod slices;
 #[cfg(feature = "cuda")]
 pub mod staging;
 

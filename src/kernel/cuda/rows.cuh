@@ -44,10 +44,11 @@ DEVICE void block_sums(float &x, float &y, float *scratch) {
 }
 
 // Calls `vector` with the first of each V values that this thread takes, of `count` in all, and `one` with what is left
-// over; without `vectors` all values go one by one, a warp's next to each other. A block takes V values a thread.
+// over; without `vectors` all values go one by one, a warp's next to each other. A block takes V values a thread; this is
+// number `block` of them.
 template <int V, typename Vector, typename One>
-DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &one) {
-  const size_t begin = static_cast<size_t>(blockIdx.x) * blockDim.x * V;
+DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &one, uint32_t block) {
+  const size_t begin = static_cast<size_t>(block) * blockDim.x * V;
   const size_t first = begin + threadIdx.x * V;
   if (vectors && first + V <= count) {
     vector(first);

@@ -2,7 +2,9 @@
 
 use super::Rows;
 use crate::kernel::Tensor;
-use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, hold_copies, started};
+use crate::kernel::gemm::row_stride;
+use crate::kernel::tensor::Ghost;
 use crate::rng::Stream;
 use candle_core::Result;
 
@@ -50,19 +52,25 @@ impl Drawn {
                 add.map(Tensor::shape)
             );
         }
-        let reads: Vec<&Tensor> = [x].into_iter().chain(add).collect();
-        if let Some([y]) = ghosts(&reads, [(x.shape().clone(), x.dtype())], |_| ()) {
-            return Ok(y);
+        // rows may stand apart: those of a matrix with room beside it
+        let apart = row_stride(x.layout());
+        let reads: Vec<&Tensor> = apart.is_none().then_some(x).into_iter().chain(add).collect();
+        if let Some(g) = x.ghost() {
+            let _copies = hold_copies(g.ledger(), &reads);
+            started(g.ledger());
+            return Ok(Ghost::new(g.ledger(), x.shape().clone(), x.dtype()).into());
         }
-        let (x, add) = (x.contiguous()?, add.map(Tensor::contiguous).transpose()?);
+        let x = if apart.is_some() { x.clone() } else { x.contiguous()? };
+        let (apart, add) = (apart.unwrap_or(width), add.map(Tensor::contiguous).transpose()?);
         let y = empty(&x, x.shape(), x.dtype())?;
         let [key0, key1, high0, high1] = self.stream.words();
         let launch = Launch::of(&x, compiled!(DROPOUT), "dropout")?
-            .tensor(&x)?
+            .rows(&x)?
             .maybe(add.as_ref())?
             .maybe(self.list.as_ref())?
             .tensor(&y)?
             .count(width)?
+            .count(apart)?
             .number(self.first as u64)
             .number(self.keep)
             .number(key0)
@@ -71,7 +79,7 @@ impl Drawn {
             .number(high1)
             .number(self.threshold);
         let parts = (width * x.dtype().size_in_bytes()).div_ceil(16 * THREADS);
-        // SAFETY: x, what is added and y have `rows` rows of `width` values, the list as many numbers.
+        // SAFETY: x, what is added and y have `rows` rows of `width` values, those of x `apart`; the list as many numbers.
         unsafe { launch.run(Grid::new(rows, THREADS as u32).by(parts)) }?;
         Ok(y)
     }

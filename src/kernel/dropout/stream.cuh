@@ -1,6 +1,6 @@
 // The counter-based numbers of src/rng.rs, as dropout uses them.
 #pragma once
-#include "../cuda/device.cuh"
+#include "../cuda/rows.cuh"
 
 // The stream: src/rng.rs says of what. A number is kept where 24 bits of its word are not below `threshold`.
 struct Stream {
@@ -43,3 +43,30 @@ struct Stream {
     }
   }
 };
+
+// The vectors of a row that a thread takes: number `first`, and every `step`th from there.
+struct Part {
+  uint32_t first, step;
+};
+
+// y = factor * x where a number is kept, 0 elsewhere, and `add` to it if that is there: of a row of `columns` elements, the first
+// of which is number `number`, V at a time.
+template <typename T, int V>
+DEVICE void drop(const T *x, const T *add, T *y, uint32_t columns, Part part, uint64_t number, float factor,
+                 const Stream &s) {
+  for (uint32_t c = part.first * V; c < columns; c += part.step * V) {
+    bool kept[V];
+    s.keeps(number + c, kept);
+    float v[V];
+    get(x + c, v);
+#pragma unroll
+    for (int j = 0; j < V; j++) v[j] = kept[j] ? v[j] * factor : 0.0f;
+    if (add != nullptr) {
+      float a[V];
+      get(add + c, a);
+#pragma unroll
+      for (int j = 0; j < V; j++) v[j] += a[j];
+    }
+    put(y + c, v);
+  }
+}

@@ -6,6 +6,7 @@ mod cuda;
 use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, view};
 use super::ledger::Ledger;
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -17,18 +18,26 @@ pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     if is_cpu(x) {
         on_real!(x.dtype(), forward_cpu(x, w, eps))
     } else {
-        Ok(cuda::forward(x, None, w, eps)?.1)
+        cuda::forward(x, None, w, eps, 0)?.1.values()?.reshape(x.shape())
     }
 }
 
-/// `x + a`, and the norm of it: one pass on CUDA.
-pub fn forward_add(x: &Tensor, a: Tensor, w: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+/// As [`forward`], of a matrix, on CUDA with room for `rank` columns beside the result.
+pub fn forward_padded(x: &Tensor, w: &Tensor, eps: f64, rank: usize) -> Result<Padded> {
+    match is_cpu(x) {
+        true => Padded::of(&forward(x, w, eps)?),
+        false => Ok(cuda::forward(x, None, w, eps, rank)?.1),
+    }
+}
+
+/// `x + a`, and the norm of it, on CUDA with room for `rank` columns beside it: one pass there.
+pub fn forward_add(x: &Tensor, a: Tensor, w: &Tensor, eps: f64, rank: usize) -> Result<(Tensor, Padded)> {
     if is_cpu(x) {
         let sum = (x + a)?;
         let y = forward(&sum, w, eps)?;
-        return Ok((sum, y));
+        return Ok((sum, Padded::of(&y)?));
     }
-    match cuda::forward(x, Some(&a), w, eps)? {
+    match cuda::forward(x, Some(&a), w, eps, rank)? {
         (Some(sum), y) => Ok((sum, y)),
         (None, _) => candle_core::bail!("norm: no sum"),
     }
@@ -48,24 +57,27 @@ pub fn backward(
     if is_cpu(x) {
         on_real!(x.dtype(), backward_cpu(x, w, eps, dy, want_dw))
     } else {
-        cuda::backward(x, w, eps, dy, None, want_dw)
+        let (dx, dw) = cuda::backward(x, w, eps, dy, None, want_dw, 0)?;
+        Ok((dx.values()?.reshape(x.shape())?, dw))
     }
 }
 
-/// As [`backward`], with `add` added to the gradient of `x`: one pass on CUDA.
+/// As [`backward`], of a matrix, with `add` added to the gradient of `x`, and on CUDA room for `rank` columns beside it: one
+/// pass there.
 pub fn backward_add(
     x: &Tensor,
     w: &Tensor,
     eps: f64,
     dy: &Tensor,
-    add: &Tensor,
+    add: &Padded,
     want_dw: bool,
-) -> Result<(Tensor, Option<Tensor>)> {
+    rank: usize,
+) -> Result<(Padded, Option<Tensor>)> {
     if !is_cpu(x) {
-        return cuda::backward(x, w, eps, dy, Some(add), want_dw);
+        return cuda::backward(x, w, eps, dy, Some(add), want_dw, rank);
     }
     let (dx, dw) = backward(x, w, eps, dy, want_dw)?;
-    Ok(((add + dx)?, dw))
+    Ok((Padded::of(&(add.values()? + dx)?)?, dw))
 }
 
 /// The factor on a row. Where its squares overflow, that is NaN and not 0: a model that has grown so large must be
@@ -185,12 +197,12 @@ mod tests {
     fn with_an_addition_the_same_bits() -> Result<()> {
         let [x, a, dy] = [1, 2, 3].map(|seed| randn(seed, (40, 24), DType::F32));
         let (x, a, dy, w) = (x?, a?, dy?, randn(4, 24, DType::F32)?);
-        let (sum, y) = forward_add(&x, a.clone(), &w, 1e-5)?;
+        let (sum, y) = forward_add(&x, a.clone(), &w, 1e-5, 0)?;
         close(&sum, &(&x + &a)?, 0.0);
-        close(&y, &forward(&sum, &w, 1e-5)?, 0.0);
-        let (dx, dw) = backward_add(&sum, &w, 1e-5, &dy, &a, true)?;
+        close(&y.values()?, &forward(&sum, &w, 1e-5)?, 0.0);
+        let (dx, dw) = backward_add(&sum, &w, 1e-5, &dy, &Padded::of(&a)?, true, 0)?;
         let (own, own_w) = backward(&sum, &w, 1e-5, &dy, true)?;
-        close(&dx, &(own + a)?, 0.0);
+        close(&dx.values()?, &(own + a)?, 0.0);
         close(&dw.expect("wanted"), &own_w.expect("wanted"), 0.0);
         Ok(())
     }

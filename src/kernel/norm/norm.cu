@@ -16,8 +16,8 @@ DEVICE float row_scale(float squares, uint32_t d, float eps) {
 }
 
 template <typename T, int V>
-DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d, uint32_t per,
-                    float eps) {
+DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d, uint32_t apart,
+                    uint32_t per, float eps) {
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
   // V values of a row: of x, or of its sum with what is added, rounded as that is kept
@@ -34,7 +34,8 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
   for (int k = 0; k < HELD; k++)
     if (first + k * step < d) get(w + first + k * step, weight[k]);
   const uint32_t begin = blockIdx.x * per, end = rows - begin < per ? rows : begin + per;
-  for (uint32_t row = begin; row < end; row++) {
+  y += static_cast<size_t>(begin) * apart;
+  for (uint32_t row = begin; row < end; row++, y += apart) {
     const size_t at = static_cast<size_t>(row) * d;
     float held[HELD][V], squares = 0.0f, none = 0.0f;
 #pragma unroll
@@ -57,7 +58,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
       float out[V];
 #pragma unroll
       for (int j = 0; j < V; j++) out[j] = v[j] * r * of[j];
-      put(y + at + i, out);
+      put(y + i, out);
       if (sum != nullptr) put(sum + at + i, v);
     };
 #pragma unroll
@@ -73,7 +74,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
 
 template <typename T, int V>
 DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, float *partial, uint32_t rows,
-                     uint32_t d, uint32_t per, float eps) {
+                     uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps) {
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
   float weight[HELD][V], dw[HELD][V];
@@ -116,11 +117,11 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
       for (int j = 0; j < V; j++) out[j] = g[j] * of[j] * r - v[j] * c;
       if (add != nullptr) {
         float a[V];
-        get(add + at + i, a);
+        get(add + static_cast<size_t>(row) * add_apart + i, a);
 #pragma unroll
         for (int j = 0; j < V; j++) out[j] += a[j];
       }
-      put(dx + at + i, out);
+      put(dx + static_cast<size_t>(row) * dx_apart + i, out);
     };
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
@@ -146,21 +147,21 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
 }
 
 // By the type of the values. `add` and `sum` are there or not, both; `partial` [blocks, d] is there where the weight
-// trains.
+// trains. Rows of y and dx, and of what is added to dx, may stand farther `apart` than they are long.
 #define NORM(NAME, T)                                                                                                  \
   KERNEL(norm_forward_##NAME, THREADS, const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d,  \
-         uint32_t per, float eps) {                                                                                    \
-    const bool vectors = d % VECTOR<T> == 0 && is_aligned(x) && is_aligned(add) && is_aligned(w) && is_aligned(sum) && \
+         uint32_t apart, uint32_t per, float eps) {                                                                    \
+    const bool vectors = d % VECTOR<T> == 0 && apart % VECTOR<T> == 0 && is_aligned(x) && is_aligned(add) && is_aligned(w) && is_aligned(sum) && \
                          is_aligned(y);                                                                                \
-    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, per, eps);                                          \
-    else forward<T, 1>(x, add, w, sum, y, rows, d, per, eps);                                                          \
+    if (vectors) forward<T, VECTOR<T>>(x, add, w, sum, y, rows, d, apart, per, eps);                                   \
+    else forward<T, 1>(x, add, w, sum, y, rows, d, apart, per, eps);                                                   \
   }                                                                                                                    \
   KERNEL(norm_backward_##NAME, THREADS, const T *x, const T *w, const T *dy, const T *add, T *dx, float *partial,      \
-         uint32_t rows, uint32_t d, uint32_t per, float eps) {                                                         \
-    const bool vectors = d % VECTOR<T> == 0 && is_aligned(x) && is_aligned(w) && is_aligned(dy) && is_aligned(add) &&  \
+         uint32_t rows, uint32_t d, uint32_t add_apart, uint32_t dx_apart, uint32_t per, float eps) {                  \
+    const bool vectors = (d | add_apart | dx_apart) % VECTOR<T> == 0 && is_aligned(x) && is_aligned(w) && is_aligned(dy) && is_aligned(add) &&  \
                          is_aligned(dx);                                                                               \
-    if (vectors) backward<T, VECTOR<T>>(x, w, dy, add, dx, partial, rows, d, per, eps);                                \
-    else backward<T, 1>(x, w, dy, add, dx, partial, rows, d, per, eps);                                                \
+    if (vectors) backward<T, VECTOR<T>>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps);           \
+    else backward<T, 1>(x, w, dy, add, dx, partial, rows, d, add_apart, dx_apart, per, eps);                           \
   }
 
 NORM(f32, float)

@@ -36,7 +36,7 @@ DEVICE void adamw(float *p, float *m, float *v, float *g, T *copy, const Update 
     const Update k = {grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps};                             \
     const bool vectors = is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(g) && is_aligned(copy);         \
     each<4>(vectors, count, [&](size_t at) { adamw<T, 4>(p, m, v, g, copy, k, at); },                                  \
-            [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); });                                                 \
+            [&](size_t at) { adamw<T, 1>(p, m, v, g, copy, k, at); }, blockIdx.x);                                     \
   }
 
 ADAMW(f32, float)

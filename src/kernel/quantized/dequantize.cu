@@ -1,19 +1,40 @@
 // Dequantizes a tile of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
-// `first` on, to a dense tile [runs, width]. Whole rows are one run; a tile of columns has a run a row.
+// `first` on, to a tile whose runs are `apart` values apart. Whole rows are one run; a tile of columns has a run a row.
+//
+// With `low`, a second matrix [low_rows, low_cols], `low_stride` apart, stands in the same buffer from value `low_to` on, rows as
+// far apart: beside the tile or below it, to be multiplied in one product with it (src/kernel/padded.rs). Warps behind those
+// of the tile copy it.
 //
 // Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
 // `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
 #include "codes.cuh"
 
+template <typename Out> struct Low {
+  const Out *from;
+  uint32_t rows, cols;
+  uint64_t stride, to;
+
+  // The elements of warp number `warp`: as many as a chunk has values.
+  DEVICE void copy(Out *out, uint64_t apart, uint32_t warp, unsigned lane) const {
+    if (from == nullptr) return;
+    const uint64_t all = static_cast<uint64_t>(rows) * cols, begin = warp * static_cast<uint64_t>(CHUNK);
+    for (uint64_t i = begin + lane; i < all && i < begin + CHUNK; i += WARP)
+      out[to + i / cols * apart + i % cols] = from[i / cols * stride + i % cols];
+  }
+};
+
 template <typename Source, typename Out>
-DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs,
-                                       uint32_t chunks, Out *out) {
+DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,
+                       uint64_t apart, const Low<Out> &low, Out *out) {
   constexpr int N = VECTOR<Out>;
   constexpr int STEPS = CHUNK / (WARP * N);
   const unsigned lane = threadIdx.x % WARP;
   const uint32_t warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
   const uint32_t run = warp / chunks;
-  if (run >= runs) return;
+  if (run >= runs) {
+    low.copy(out, apart, warp - runs * chunks, lane);
+    return;
+  }
   const uint64_t begin = first + run * stride, end = begin + width;
   const uint64_t base = begin / 32 * 32 + warp % chunks * static_cast<uint64_t>(CHUNK);
   if (base >= end) return;
@@ -26,7 +47,7 @@ DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_
     word[s] = at < end && at + N > begin ? m.codes<N>(at) : 0;
   }
   const float scales = lane_scale(m, base, end, lane), entry = m.entry(lane);
-  const uint64_t place = run * width; // in the tile
+  const uint64_t place = run * apart; // in the tile
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
     if (base + s * WARP * N >= end) break; // the whole warp
@@ -44,9 +65,12 @@ DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_
 }
 
 #define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                  \
-  KERNEL(NAME, 256, MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks, OUT *out) {  \
+  KERNEL(NAME, 256, MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,           \
+         uint64_t apart, const OUT *low, uint32_t low_rows, uint32_t low_cols, uint64_t low_stride, uint64_t low_to,   \
+         OUT *out) {                                                                                                   \
     const Matrix m = MATRIX_OF;                                                                                        \
-    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, out);                                               \
+    const Low<OUT> beside = {low, low_rows, low_cols, low_stride, low_to};                                             \
+    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, apart, beside, out);                                \
   }
 
 // By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.

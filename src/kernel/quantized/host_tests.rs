@@ -44,13 +44,40 @@ fn launch(
     to.launch(kernel, [blocks, 1, 1], 0, &all)
 }
 
-fn dequantize(to: &mut Served, m: &Made, tile: Tile, skew: usize) -> Vec<u8> {
+/// Of an adapter beside or below the tile: its bytes, and rank.
+#[derive(Clone, Copy)]
+enum Low<'a> {
+    None,
+    Beside(&'a [u8], usize),
+    Below(&'a [u8], usize),
+}
+
+fn dequantize(
+    to: &mut Served,
+    m: &Made,
+    tile: Tile,
+    skew: usize,
+    (apart, rows): (usize, usize),
+    low: Low<'_>,
+) -> Vec<u8> {
     let kernel = name("dequantize", m.w.source, m.w.compute);
     let mut rest: Vec<Argument<'_>> =
         [tile.first, tile.stride, tile.width].iter().map(|n| Argument::from(*n as u64)).collect();
     rest.extend([Argument::from(tile.runs as u32), Argument::from(tile.chunks() as u32)]);
-    rest.push(Argument::Out(tile.len() * m.w.compute.size_in_bytes()));
-    launch(to, m, &kernel, tile.blocks(), skew, rest)
+    rest.push(Argument::from(apart as u64));
+    // where it stands, and its rows, columns and stride
+    let size = m.w.compute.size_in_bytes();
+    let (from, n, cols, stride, at) = match low {
+        Low::None => (Argument::Null, 0, 0, 0, 0),
+        Low::Beside(b, rank) => (Argument::In(b, 0), tile.runs, rank, rank, tile.width),
+        Low::Below(a, rank) => {
+            (Argument::In(&a[tile.first * size..], 0), rank, tile.width, tile.stride, tile.runs * apart)
+        }
+    };
+    rest.extend([from, Argument::from(n as u32), Argument::from(cols as u32)]);
+    rest.extend([Argument::from(stride as u64), Argument::from(at as u64)]);
+    rest.push(Argument::Out(rows * apart * size));
+    launch(to, m, &kernel, tile.blocks(n * cols), skew, rest)
 }
 
 /// A tensor's values as they lie in memory.
@@ -109,11 +136,36 @@ fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
                     let skew = if i == 3 { 1 } else { 0 };
                     // every one with bounds checked, one in five with its accesses watched
                     for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
-                        let got = tensor(&dequantize(host, &m, tile, skew), want.dims2()?, compute)?;
+                        let out = dequantize(host, &m, tile, skew, (tile.width, tile.runs), Low::None);
+                        let got = tensor(&out, want.dims2()?, compute)?;
                         let what = format!("{dims:?} block {block} {source:?} {compute:?} {tile:?}");
                         assert!(bits(&got)? == bits(&want)?, "{what}");
                     }
                     checked += 1;
+                }
+                // with an adapter: beside whole rows, with a gap that nothing writes, and below some columns
+                let rank = 3;
+                let (b, a) = (randn(1, (rows, rank), compute)?, randn(2, (rank, cols), compute)?);
+                let apart = padded::stride(cols, rank);
+                for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
+                    let (tile, from) = (Tile::rows_apart(dims, rows / 2..rows), rows / 2);
+                    let part = b.narrow(0, from, rows - from)?;
+                    let (own, values) = (bytes(&part)?, whole.narrow(0, from, rows - from)?);
+                    let out = dequantize(host, &m, tile, 0, (apart, tile.runs), Low::Beside(&own, rank));
+                    let got = tensor(&out, (tile.runs, apart), compute)?.narrow(1, 0, cols + rank)?;
+                    let what = format!("{dims:?} block {block} {source:?} {compute:?} with an adapter");
+                    assert!(
+                        bits(&got.contiguous()?)? == bits(&Tensor::cat(&[&values, &part], 1)?)?,
+                        "{what}"
+                    );
+                    let columns = cols / 3..cols;
+                    let tile = Tile::columns_apart(dims, columns.clone());
+                    let low = bytes(&a)?;
+                    let out =
+                        dequantize(host, &m, tile, 0, (tile.width, rows + rank), Low::Below(&low, rank));
+                    let got = tensor(&out, (rows + rank, tile.width), compute)?;
+                    let want = Tensor::cat(&[&whole, &a], 0)?.narrow(1, columns.start, columns.len())?;
+                    assert!(bits(&got)? == bits(&want.contiguous()?)?, "{what}");
                 }
             }
         }

@@ -22,9 +22,11 @@ pub mod tiles;
 use self::cpu::{backward_cpu, dequantize_cpu, forward_cpu, row_squares_cpu};
 pub use self::cpu::{few_tokens, tile_width};
 use super::cpu::{is_native, on_real};
+use super::gemm;
 use super::ledger::{Cost, Ledger, Role};
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
+use crate::kernel::padded::{self, Padded};
 use candle_core::{DType, Device, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -92,10 +94,11 @@ impl QuantizedMatrix {
         g.ledger().work(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
-    /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, and the result if there is none to add to.
-    fn ghost_cuda(&self, x: &Tensor, to: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
+    /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, of `size` values for all of them, and the
+    /// result if there is none to add to.
+    fn ghost_cuda(&self, x: &Tensor, to: usize, size: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(g) = x.ghost().filter(|g| g.ledger().machine().cuda) else { return Ok(None) };
-        let tile = (self.rows * self.cols * self.compute.size_in_bytes()).min(tiles::bytes(x.dim(0)?, None));
+        let tile = (size * self.compute.size_in_bytes()).min(tiles::bytes(x.dim(0)?, None));
         g.ledger().work(Cost { started: 1.0, ..Cost::default() });
         let _tile = g.ledger().role(Role::InFlight, || g.ledger().hold(tile as u64));
         Ok(Some(match sum {
@@ -193,20 +196,61 @@ impl QuantizedMatrix {
             }
     }
 
+    /// Whether one product sums those with this matrix and with an adapter's, in the dtype of `x`.
+    pub fn merges(&self, x: &Tensor) -> bool {
+        if let Some(g) = x.ghost() {
+            return g.ledger().machine().cuda && x.dtype() == self.compute;
+        }
+        #[cfg(feature = "cuda")]
+        return cuda::multiplies(self, x);
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
     /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.work(x, true);
         if is_native(x) {
             return on_real!(x.dtype(), forward_cpu(self, x));
         }
-        if let Some(y) = self.ghost_cuda(x, self.rows, None)? {
+        if let Some(y) = self.ghost_cuda(x, self.rows, self.rows * self.cols, None)? {
             return Ok(y);
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, x) {
-            return cuda::forward(self, x);
+            return cuda::forward(self, x, None);
         }
         x.matmul(&self.dequantize()?.to_dtype(x.dtype())?.t()?)
+    }
+
+    /// `x W^T + u B^T` of rows `[x | u]` [t, cols + r] and `b` [rows, r], in one product: where it [merges](Self::merges).
+    pub fn forward_with(&self, xu: &Tensor, b: &Tensor) -> Result<Tensor> {
+        self.work(xu, true);
+        gemm::work(&xu.narrow(1, self.cols, b.dim(1)?)?, false, b, None)?;
+        let size = self.rows * padded::stride(self.cols, b.dim(1)?);
+        if let Some(y) = self.ghost_cuda(xu, self.rows, size, None)? {
+            return Ok(y);
+        }
+        #[cfg(feature = "cuda")]
+        return cuda::forward(self, xu, Some(b));
+        #[cfg(not(feature = "cuda"))]
+        candle_core::bail!("4-bit blocks: a product of another device")
+    }
+
+    /// `dy W + du A` of rows `[dy | du]` [t, rows + r] and `a` [r, cols], added to `dx` if given, in one product: where it
+    /// [merges](Self::merges).
+    pub fn backward_with(&self, dydu: &Tensor, a: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+        self.work(dydu, true);
+        gemm::work(&dydu.narrow(1, self.rows, a.dim(0)?)?, false, a, None)?;
+        let size = (self.rows + a.dim(0)?) * self.cols;
+        if dydu.ghost().is_some_and(|g| g.ledger().machine().cuda) {
+            let y = self.ghost_cuda(dydu, self.cols, size, dx)?;
+            return y.ok_or_else(|| candle_core::Error::msg("no ghost"));
+        }
+        #[cfg(feature = "cuda")]
+        return cuda::backward(self, dydu, Some(a), dx);
+        #[cfg(not(feature = "cuda"))]
+        candle_core::bail!("4-bit blocks: a product of another device")
     }
 
     /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
@@ -216,11 +260,12 @@ impl QuantizedMatrix {
             return on_real!(dy.dtype(), backward_cpu(self, dy, dx));
         }
         if dy.ghost().is_some_and(|g| g.ledger().machine().cuda) {
-            return self.ghost_cuda(dy, self.cols, dx)?.ok_or_else(|| candle_core::Error::msg("no ghost"));
+            let y = self.ghost_cuda(dy, self.cols, self.rows * self.cols, dx)?;
+            return y.ok_or_else(|| candle_core::Error::msg("no ghost"));
         }
         #[cfg(feature = "cuda")]
         if cuda::multiplies(self, dy) {
-            return cuda::backward(self, dy, dx);
+            return cuda::backward(self, dy, None, dx);
         }
         let add = dy.matmul(&self.dequantize()?.to_dtype(dy.dtype())?)?;
         match dx {
@@ -263,9 +308,22 @@ impl QuantizedMatrix {
         }
         #[cfg(feature = "cuda")]
         if cuda::dequantizes(self) {
-            return cuda::dequantize(self, rows);
+            return cuda::dequantize(self, rows, (0, self.cols));
         }
         self.dequantize_composed(rows)
+    }
+
+    /// The dequantized matrix, with room for an adapter of `rank`: none where nothing multiplies both in one product.
+    pub fn dequantize_padded(&self, rank: usize) -> Result<Padded> {
+        let (shape, dims) = (Padded::shape((self.rows, self.cols), rank), (self.rows, self.cols));
+        if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {
+            return Padded::within(Ghost::new(g.ledger(), shape, self.compute).into(), dims);
+        }
+        #[cfg(feature = "cuda")]
+        if rank > 0 && cuda::dequantizes(self) {
+            return Padded::within(cuda::dequantize(self, 0..self.rows, (rank, shape.1))?, dims);
+        }
+        Padded::of(&self.dequantize()?)
     }
 }
 

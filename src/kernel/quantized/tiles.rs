@@ -71,12 +71,22 @@ impl Tile {
         Self { first: rows.start * cols, stride: width, width, runs: 1 }
     }
 
-    /// Columns of a matrix [rows, cols]: a run a row.
+    /// The same, a run a row.
+    pub fn rows_apart((_, cols): (usize, usize), rows: Range<usize>) -> Self {
+        Self { first: rows.start * cols, stride: cols, width: cols, runs: rows.len() }
+    }
+
+    /// Columns of a matrix [rows, cols], a run a row.
+    pub fn columns_apart((rows, cols): (usize, usize), columns: Range<usize>) -> Self {
+        Self { first: columns.start, stride: cols, width: columns.len(), runs: rows }
+    }
+
+    /// Columns of a matrix [rows, cols]: a run a row, or one run of all.
     pub fn columns((rows, cols): (usize, usize), columns: Range<usize>) -> Self {
         if columns == (0..cols) {
             return Self::rows((rows, cols), 0..rows);
         }
-        Self { first: columns.start, stride: cols, width: columns.len(), runs: rows }
+        Self::columns_apart((rows, cols), columns)
     }
 
     /// Values of the tile.
@@ -100,9 +110,9 @@ impl Tile {
         (self.width + if whole { 0 } else { 31 }).div_ceil(CHUNK)
     }
 
-    /// Blocks of [`THREADS`] threads, with a warp for each chunk.
-    pub fn blocks(&self) -> usize {
-        (self.chunks() * self.runs).div_ceil(THREADS as usize / 32)
+    /// Blocks of [`THREADS`] threads, with a warp for each chunk, and for so many of `more` values.
+    pub fn blocks(&self, more: usize) -> usize {
+        (self.chunks() * self.runs + more.div_ceil(CHUNK)).div_ceil(THREADS as usize / 32)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::Norms;
 use crate::kernel::Tensor;
 use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use crate::kernel::padded::{Padded, stride};
 use candle_core::{DType, Result, Shape};
 
 /// Values of half a head that a lane holds, and warps of a block, as in rope.cu.
@@ -53,24 +54,49 @@ impl Sizes {
     }
 }
 
-fn like(t: &Tensor) -> (Shape, DType) {
-    (t.shape().clone(), t.dtype())
+/// Of a result: rows [t, h c] with room for `rank` columns more.
+struct Out {
+    dims: (usize, usize),
+    apart: usize,
+    dtype: DType,
 }
 
-/// Queries and keys, normed and rotated; rotated back with `sign` -1.
+impl Out {
+    fn of(t: &Tensor, rank: usize) -> Result<Self> {
+        let (tokens, h, c) = t.dims3()?;
+        Ok(Self { dims: (tokens, h * c), apart: stride(h * c, rank), dtype: t.dtype() })
+    }
+
+    fn shape(&self) -> (Shape, DType) {
+        ((self.dims.0, self.apart).into(), self.dtype)
+    }
+
+    fn empty(&self, on: &Tensor) -> Result<Tensor> {
+        empty(on, self.shape().0, self.dtype)
+    }
+}
+
+/// Results of two kinds.
+fn pair(of: &[Out; 2], [a, b]: [Tensor; 2]) -> Result<[Padded; 2]> {
+    Ok([Padded::within(a, of[0].dims)?, Padded::within(b, of[1].dims)?])
+}
+
+/// Queries and keys, normed and rotated; rotated back with `sign` -1: rows [t, h c], with room for `ranks` columns more.
 pub fn forward(
     [q, k]: [&Tensor; 2],
     norms: Option<&Norms<'_>>,
     cos: &Tensor,
     sin: &Tensor,
     sign: f32,
-) -> Result<[Tensor; 2]> {
+    ranks: [usize; 2],
+) -> Result<[Padded; 2]> {
     let sizes = Sizes::of(q, k, cos, sin, norms)?;
-    if let Some(out) = ghosts(&[q, k, cos, sin], [like(q), like(k)], |_| ()) {
-        return Ok(out);
+    let of = [Out::of(q, ranks[0])?, Out::of(k, ranks[1])?];
+    if let Some(out) = ghosts(&[q, k, cos, sin], [of[0].shape(), of[1].shape()], |_| ()) {
+        return pair(&of, out);
     }
     let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
-    let out = [empty(&q, q.shape(), q.dtype())?, empty(&k, k.shape(), k.dtype())?];
+    let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let launch = Launch::of(&q, compiled!(ROPE), "rope_forward")?
         .tensor(&q)?
         .tensor(&k)?
@@ -84,14 +110,17 @@ pub fn forward(
         .counts(launch)?
         .number(sign)
         .number(norms.map_or(0.0, |n| n.q.1 as f32))
-        .number(norms.map_or(0.0, |n| n.k.1 as f32));
-    // SAFETY: Sizes::of has found the shapes to fit; outputs have those of the inputs; a warp takes a token, below `tokens`.
+        .number(norms.map_or(0.0, |n| n.k.1 as f32))
+        .count(of[0].apart)?
+        .count(of[1].apart)?;
+    // SAFETY: Sizes::of has found the shapes to fit; outputs have those of the inputs, tokens as far apart as is said; a
+    // warp takes a token, below `tokens`.
     unsafe { launch.run(Grid::new(sizes.tokens.div_ceil(WARPS), (WARPS * WARP) as u32).by(2)) }?;
-    Ok(out)
+    pair(&of, out)
 }
 
-/// The gradients of queries and keys before their norms, given those of what [`forward`] gave; if they are wanted those of
-/// the two weights, in parts [p, c] in f32.
+/// The gradients of queries and keys before their norms, rows [t, h c] with room for `ranks` columns more, given those of
+/// what [`forward`] gave; if they are wanted those of the two weights, in parts [p, c] in f32.
 pub fn backward(
     [q, k]: [&Tensor; 2],
     norms: &Norms<'_>,
@@ -99,8 +128,11 @@ pub fn backward(
     sin: &Tensor,
     [dyq, dyk]: [&Tensor; 2],
     want_dw: bool,
-) -> Result<([Tensor; 2], Option<[Tensor; 2]>)> {
+    ranks: [usize; 2],
+) -> Result<([Padded; 2], Option<[Tensor; 2]>)> {
     let sizes = Sizes::of(q, k, cos, sin, Some(norms))?;
+    let of = [Out::of(q, ranks[0])?, Out::of(k, ranks[1])?];
+    let [of_q, of_k] = [of[0].shape(), of[1].shape()];
     if dyq.shape() != q.shape()
         || dyk.shape() != k.shape()
         || [dyq, dyk].iter().any(|d| d.dtype() != q.dtype())
@@ -117,15 +149,15 @@ pub fn backward(
     };
     let reads = [q, k, cos, sin, dyq, dyk];
     if want_dw {
-        if let Some([dq, dk, dw]) = ghosts(&reads, [like(q), like(k), of_w.clone()], |_| ()) {
-            return Ok(([dq, dk], Some(split(&dw)?)));
+        if let Some([dq, dk, dw]) = ghosts(&reads, [of_q, of_k, of_w.clone()], |_| ()) {
+            return Ok((pair(&of, [dq, dk])?, Some(split(&dw)?)));
         }
-    } else if let Some(out) = ghosts(&reads, [like(q), like(k)], |_| ()) {
-        return Ok((out, None));
+    } else if let Some(out) = ghosts(&reads, [of_q, of_k], |_| ()) {
+        return Ok((pair(&of, out)?, None));
     }
     let [q, k, cos, sin, dyq, dyk] = reads.map(Tensor::contiguous);
     let (q, k, cos, sin, dyq, dyk) = (q?, k?, cos?, sin?, dyq?, dyk?);
-    let out = [empty(&q, q.shape(), q.dtype())?, empty(&k, k.shape(), k.dtype())?];
+    let out = [of[0].empty(&q)?, of[1].empty(&k)?];
     let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
     let launch = Launch::of(&q, compiled!(ROPE), "rope_backward")?
         .tensor(&q)?
@@ -140,7 +172,8 @@ pub fn backward(
         .tensor(&out[1])?
         .maybe(dw.as_ref())?;
     let launch = sizes.counts(launch)?.count(per)?.number(norms.q.1 as f32).number(norms.k.1 as f32);
+    let launch = launch.count(of[0].apart)?.count(of[1].apart)?;
     // SAFETY: as in `forward`; the parts of the weights' gradients are one a block, of c values.
     unsafe { launch.run(Grid::new(parts, (WARPS * WARP) as u32).by(2)) }?;
-    Ok((out, dw.as_ref().map(split).transpose()?))
+    Ok((pair(&of, out)?, dw.as_ref().map(split).transpose()?))
 }

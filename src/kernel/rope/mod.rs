@@ -11,6 +11,7 @@ mod cuda;
 use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, view};
 use super::norm;
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -35,7 +36,8 @@ pub fn forward(
     sin: &Tensor,
 ) -> Result<[Tensor; 2]> {
     if !is_cpu(&q) {
-        return cuda::forward([&q, &k], norms.as_ref(), cos, sin, 1.0);
+        let [yq, yk] = cuda::forward([&q, &k], norms.as_ref(), cos, sin, 1.0, [0; 2])?;
+        return Ok([yq.values()?.reshape(q.shape())?, yk.values()?.reshape(k.shape())?]);
     }
     if let Some(n) = norms {
         q = norm::forward(&q, n.q.0, n.q.1)?;
@@ -47,9 +49,9 @@ pub fn forward(
 }
 
 /// What [`backward`] gives: the gradients of queries and keys, and of the norms' weights (see there).
-pub type Gradients = ([Tensor; 2], [Option<Tensor>; 2]);
+pub type Gradients = ([Padded; 2], [Option<Tensor>; 2]);
 
-/// The gradients of queries and keys, given those of what [`forward`] gave; and, where they are wanted, those of the norms'
+/// The gradients of queries and keys, rows [t, h c] and on CUDA with room for `ranks` columns more, given those of what [`forward`] gave; and, where they are wanted, those of the norms'
 /// weights, in rows [p, c] whose sum they are. `before` are queries and keys before their norms.
 pub fn backward(
     before: Option<(&Tensor, &Tensor, Norms<'_>)>,
@@ -58,23 +60,28 @@ pub fn backward(
     mut dq: Tensor,
     mut dk: Tensor,
     want: [bool; 2],
+    ranks: [usize; 2],
 ) -> Result<Gradients> {
     if !is_cpu(&dq) {
         let Some((q, k, norms)) = before else {
-            return Ok((cuda::forward([&dq, &dk], None, cos, sin, -1.0)?, [None, None]));
+            return Ok((cuda::forward([&dq, &dk], None, cos, sin, -1.0, ranks)?, [None, None]));
         };
         let all = want.contains(&true);
-        let (out, dw) = cuda::backward([q, k], &norms, cos, sin, [&dq, &dk], all)?;
+        let (out, dw) = cuda::backward([q, k], &norms, cos, sin, [&dq, &dk], all, ranks)?;
         let [wq, wk] = dw.map_or([None, None], |dw| dw.map(Some));
         return Ok((out, [wq.filter(|_| want[0]), wk.filter(|_| want[1])]));
     }
     dq = apply(&dq, cos, sin, true)?;
     dk = apply(&dk, cos, sin, true)?;
-    let Some((q, k, n)) = before else { return Ok(([dq, dk], [None, None])) };
+    let rows = |t: &Tensor| {
+        let (tokens, h, c) = t.dims3()?;
+        Padded::of(&t.reshape((tokens, h * c))?)
+    };
+    let Some((q, k, n)) = before else { return Ok(([rows(&dq)?, rows(&dk)?], [None, None])) };
     let (wq, wk);
     (dq, wq) = norm::backward(q, n.q.0, n.q.1, &dq, want[0])?;
     (dk, wk) = norm::backward(k, n.k.0, n.k.1, &dk, want[1])?;
-    Ok(([dq, dk], [wq, wk]))
+    Ok(([rows(&dq)?, rows(&dk)?], [wq, wk]))
 }
 
 /// Rotates every head of every token on the CPU; with `inverse`, rotates back (the backward pass).
@@ -155,13 +162,16 @@ mod tests {
             Ok(forward(q.clone(), k.clone(), norms, &cos, &sin)?[of].clone())
         };
         let before = Some((&q, &k, norms));
-        let ([gq, gk], [gwq, gwk]) = backward(before, &cos, &sin, dq.clone(), dk.clone(), [true, true])?;
+        let ([gq, gk], [gwq, gwk]) = backward(before, &cos, &sin, dq.clone(), dk.clone(), [true; 2], [0; 2])?;
+        let by_head = |rows: &Padded, like: &Tensor| rows.values()?.reshape(like.shape());
+        let (gq, gk) = (by_head(&gq, &q)?, by_head(&gk, &k)?);
         gradient("q", &q, &gq, &dq, |q| run(q, &k, Some([&wq, &wk]), 0));
         gradient("k", &k, &gk, &dk, |k| run(&q, k, Some([&wq, &wk]), 1));
         let (gwq, gwk) = (gwq.expect("wanted").flatten_all()?, gwk.expect("wanted").flatten_all()?);
         gradient("wq", &wq, &gwq, &dq, |w| run(&q, &k, Some([w, &wk]), 0));
         gradient("wk", &wk, &gwk, &dk, |w| run(&q, &k, Some([&wq, w]), 1));
-        let ([gq, gk], none) = backward(None, &cos, &sin, dq.clone(), dk.clone(), [false, false])?;
+        let ([gq, gk], none) = backward(None, &cos, &sin, dq.clone(), dk.clone(), [false; 2], [0; 2])?;
+        let (gq, gk) = (by_head(&gq, &q)?, by_head(&gk, &k)?);
         assert!(none.iter().all(Option::is_none));
         gradient("q", &q, &gq, &dq, |q| run(q, &k, None, 0));
         gradient("k", &k, &gk, &dk, |k| run(&q, k, None, 1));

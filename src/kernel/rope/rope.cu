@@ -19,6 +19,7 @@ template <typename T> struct Heads {
   T *out;
   uint32_t heads;
   float eps;
+  uint32_t apart; // values of `out` from token to token
 };
 
 DEVICE float sum_of_lanes(float x, uint32_t lanes) {
@@ -88,7 +89,8 @@ DEVICE void forward(const Heads<T> &of, const float *cos, const float *sin, uint
       y1[i] = a[i] * c[i] - b[i] * (s[i] * sign);
       y2[i] = b[i] * c[i] + a[i] * (s[i] * sign);
     }
-    part.give(of.out + at, y1), part.give(of.out + at + half, y2);
+    T *const to = of.out + static_cast<size_t>(t) * of.apart + h * (2 * half);
+    part.give(to, y1), part.give(to + half, y2);
   }
 }
 
@@ -131,7 +133,8 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
         y1[i] = y1[i] * w1[i] * r - a[i] * k;
         y2[i] = y2[i] * w2[i] * r - b[i] * k;
       }
-      part.give(of.out + at, y1), part.give(of.out + at + half, y2);
+      T *const to = of.out + static_cast<size_t>(t) * of.apart + h * (2 * half);
+      part.give(to, y1), part.give(to + half, y2);
     }
   }
   if (partial == nullptr) return;
@@ -159,22 +162,23 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
 #define ROPE(NAME, T)                                                                                                  \
   KERNEL(rope_forward_##NAME, WARPS *WARP, const T *q, const T *k, const T *wq, const T *wk, const float *cos,         \
          const float *sin, T *yq, T *yk, uint32_t tokens, uint32_t heads, uint32_t kv_heads, uint32_t half,            \
-         uint32_t lanes, float sign, float eps_q, float eps_k) {                                                       \
-    const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, nullptr, yq, heads, eps_q}                                   \
-                                        : Heads<T>{k, wk, nullptr, yk, kv_heads, eps_k};                               \
+         uint32_t lanes, float sign, float eps_q, float eps_k, uint32_t apart_q, uint32_t apart_k) {                   \
+    const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, nullptr, yq, heads, eps_q, apart_q}                          \
+                                        : Heads<T>{k, wk, nullptr, yk, kv_heads, eps_k, apart_k};                      \
     const bool vectors =                                                                                               \
-        half % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.out) && is_aligned(cos) &&      \
+        half % N == 0 && of.apart % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.out) && is_aligned(cos) &&      \
         is_aligned(sin);                                                                                               \
     if (vectors) forward<T, N>(of, cos, sin, tokens, half, lanes, sign);                                       \
     else forward<T, 1>(of, cos, sin, tokens, half, lanes, sign);                                                       \
   }                                                                                                                    \
   KERNEL(rope_backward_##NAME, WARPS *WARP, const T *q, const T *k, const T *wq, const T *wk, const float *cos,        \
          const float *sin, const T *dyq, const T *dyk, T *dq, T *dk, float *partial, uint32_t tokens, uint32_t heads,  \
-         uint32_t kv_heads, uint32_t half, uint32_t lanes, uint32_t per, float eps_q, float eps_k) {                   \
-    const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, dyq, dq, heads, eps_q}                                       \
-                                        : Heads<T>{k, wk, dyk, dk, kv_heads, eps_k};                                   \
+         uint32_t kv_heads, uint32_t half, uint32_t lanes, uint32_t per, float eps_q, float eps_k, uint32_t apart_q,   \
+         uint32_t apart_k) {                                                                                           \
+    const Heads<T> of = blockIdx.y == 0 ? Heads<T>{q, wq, dyq, dq, heads, eps_q, apart_q}                              \
+                                        : Heads<T>{k, wk, dyk, dk, kv_heads, eps_k, apart_k};                          \
     const bool vectors =                                                                                               \
-        half % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.dy) && is_aligned(of.out) &&    \
+        half % N == 0 && of.apart % N == 0 && is_aligned(of.x) && is_aligned(of.w) && is_aligned(of.dy) && is_aligned(of.out) &&    \
         is_aligned(cos) && is_aligned(sin);                                                                            \
     if (vectors) backward<T, N>(of, cos, sin, partial, tokens, half, lanes, per);                                      \
     else backward<T, 1>(of, cos, sin, partial, tokens, half, lanes, per);                                              \

@@ -4,6 +4,7 @@ mod cuda;
 
 use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, view};
 use crate::kernel::Tensor;
+use crate::kernel::padded::Padded;
 use candle_core::Result;
 use rayon::prelude::*;
 
@@ -12,7 +13,15 @@ const CHUNK: usize = 16 * 1024;
 
 /// `silu(gate) * up`, elementwise; all three tensors have one shape.
 pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if is_cpu(gate) { on_real!(gate.dtype(), forward_cpu(gate, up)) } else { cuda::forward(gate, up) }
+    if is_cpu(gate) {
+        return on_real!(gate.dtype(), forward_cpu(gate, up));
+    }
+    cuda::forward(gate, up, 0)?.values()?.reshape(gate.shape())
+}
+
+/// As [`forward`], of matrices, on CUDA with room for `rank` columns beside the result.
+pub fn forward_padded(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
+    if is_cpu(gate) { Padded::of(&forward(gate, up)?) } else { cuda::forward(gate, up, rank) }
 }
 
 /// The gradients of gate and up, given that of the output.
@@ -20,20 +29,40 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tens
     if is_cpu(gate) {
         on_real!(gate.dtype(), backward_cpu(gate, up, dy))
     } else {
-        cuda::backward(gate, up, dy, false)
+        let (dgate, dup) = cuda::backward(gate, up, dy, false, [0; 2])?;
+        Ok((dgate.values()?.reshape(gate.shape())?, dup.values()?.reshape(gate.shape())?))
     }
 }
 
-/// As [`backward`], and third the output again: one pass on CUDA, where it takes the place of `dy`.
-pub fn backward_again(gate: &Tensor, up: &Tensor, dy: Tensor) -> Result<[Tensor; 3]> {
+/// As [`backward`], of matrices, on CUDA with room for `ranks` columns beside the results.
+pub fn backward_padded(
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+    ranks: [usize; 2],
+) -> Result<(Padded, Padded)> {
+    if !is_cpu(gate) {
+        return cuda::backward(gate, up, dy, false, ranks);
+    }
+    let (dgate, dup) = backward(gate, up, dy)?;
+    Ok((Padded::of(&dgate)?, Padded::of(&dup)?))
+}
+
+/// As [`backward_padded`], and third the output again: one pass on CUDA, where it takes the place of `dy`.
+pub fn backward_again(
+    gate: &Tensor,
+    up: &Tensor,
+    dy: Tensor,
+    ranks: [usize; 2],
+) -> Result<(Padded, Padded, Tensor)> {
     if !is_cpu(gate) {
         let dy = dy.contiguous()?;
-        let (dgate, dup) = cuda::backward(gate, up, &dy, true)?;
-        return Ok([dgate, dup, dy]);
+        let (dgate, dup) = cuda::backward(gate, up, &dy, true, ranks)?;
+        return Ok((dgate, dup, dy));
     }
-    let (dgate, dup) = backward(gate, up, &dy)?;
+    let (dgate, dup) = backward_padded(gate, up, &dy, ranks)?;
     drop(dy);
-    Ok([dgate, dup, forward(gate, up)?])
+    Ok((dgate, dup, forward(gate, up)?))
 }
 
 /// `1 / (1 + e^-x)`, elementwise: candle's, for the gate of a shared expert.
@@ -104,8 +133,8 @@ mod tests {
         let [g, u, dy] = [1, 2, 3].map(|seed| randn(seed, (9, 7), DType::F32));
         let (g, u, dy) = (g?, u?, dy?);
         let (c, d) = backward(&g, &u, &dy)?;
-        let [a, b, h] = backward_again(&g, &u, dy)?;
-        for (x, y) in [(&a, &c), (&b, &d), (&h, &forward(&g, &u)?)] {
+        let (a, b, h) = backward_again(&g, &u, dy, [0; 2])?;
+        for (x, y) in [(&a.values()?, &c), (&b.values()?, &d), (&h, &forward(&g, &u)?)] {
             close(x, y, 0.0);
         }
         Ok(())

@@ -1,0 +1,242 @@
+//! Products on the CPU: the `gemm` crate's, which candle uses too, on slices; and of matrices that are made tile by tile.
+
+use super::super::cpu::Real;
+use rayon::prelude::*;
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+thread_local! {
+    static SERIAL: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` with every product of this thread on this thread alone: for callers that share out independent
+/// products themselves. The products' bits do not change.
+pub fn serial<R>(f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            SERIAL.set(self.0);
+        }
+    }
+    let _restore = Restore(SERIAL.replace(true));
+    f()
+}
+
+/// A strided view of a matrix.
+#[derive(Clone, Copy)]
+pub struct Mat<'a, T> {
+    data: &'a [T],
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    rs: usize,
+    cs: usize,
+}
+
+impl<'a, T> Mat<'a, T> {
+    /// Row-major `rows` x `cols` with `stride` elements from row to row.
+    ///
+    /// # Panics
+    /// If the slice is too short: a bug of the caller.
+    pub fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(
+            rows == 0 || cols == 0 || data.len() >= (rows - 1) * stride + cols,
+            "matrix outside its slice"
+        );
+        Self { data, rows, cols, rs: stride, cs: 1 }
+    }
+
+    /// Some of the columns.
+    ///
+    /// # Panics
+    /// If they are not inside: a bug of the caller.
+    fn columns(self, own: Range<usize>) -> Self {
+        assert!(own.start <= own.end && own.end <= self.cols, "columns outside a matrix");
+        let from = if own.is_empty() { 0 } else { own.start * self.cs };
+        Self { data: &self.data[from..], cols: own.len(), ..self }
+    }
+
+    /// The transpose, without moving anything.
+    pub fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, rs: self.cs, cs: self.rs, ..self }
+    }
+}
+
+/// `dst = alpha a b`, or `dst += alpha a b` with `add`; `dst` is row-major with `stride`.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn gemm<T: Real>(
+    dst: &mut [T],
+    stride: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+    alpha: T,
+    parallel: bool,
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    assert_eq!(k, b.rows, "inner sizes of a product");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(dst.len() >= (m - 1) * stride + n && stride >= n, "product outside its destination");
+    if k == 0 {
+        if !add {
+            dst.chunks_mut(stride).take(m).for_each(|r| r[..n].fill(T::zero()));
+        }
+        return;
+    }
+    let threads =
+        if parallel && !SERIAL.get() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
+    // SAFETY: Mat::new and the assertion above keep every element that is read or written inside its slice,
+    // and `dst` is borrowed mutably, so that it overlaps neither operand.
+    unsafe { raw(dst.as_mut_ptr(), stride, add, a, b, alpha, threads) }
+}
+
+/// `dst (+)= alpha a b`.
+///
+/// # Safety
+/// `dst` points to `a.rows` rows of `b.cols` values, `stride` apart, that nothing else reads or writes.
+unsafe fn raw<T: Real>(
+    dst: *mut T,
+    stride: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    b: Mat<'_, T>,
+    alpha: T,
+    threads: gemm::Parallelism,
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    // SAFETY: the caller's for `dst`; Mat::new keeps what is read inside its slice.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst,
+            1,
+            stride as isize,
+            add,
+            a.data.as_ptr(),
+            a.cs as isize,
+            a.rs as isize,
+            b.data.as_ptr(),
+            b.cs as isize,
+            b.rs as isize,
+            T::one(),
+            alpha,
+            false,
+            false,
+            false,
+            threads,
+        );
+    }
+}
+
+/// A destination that threads share, each writing columns of its own.
+struct Columns<T>(*mut T);
+
+// SAFETY: the pointer is used by `by_tiles` alone, which gives each thread other columns.
+unsafe impl<T: Send> Send for Columns<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Columns<T> {}
+
+impl<T> Columns<T> {
+    /// From column `c` on.
+    ///
+    /// # Safety
+    /// Column `c` is inside the destination.
+    unsafe fn from(&self, c: usize) -> *mut T {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(c) }
+    }
+}
+
+/// Fills a tile: its columns, and where their values go.
+type Make<'s, T> = dyn Fn(Range<usize>, &mut [T]) + Sync + 's;
+
+/// Where the tiles of a product come from.
+enum Source<'s, T> {
+    /// Made when they are needed, transposed or not.
+    Made(&'s Make<'s, T>, bool),
+    /// Columns of a matrix.
+    Of(Mat<'s, T>),
+}
+
+/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a tile of columns at a time.
+///
+/// `make(columns, tile)` fills the tile of `columns`: row-major [k, columns], or with `transposed`
+/// [columns, k]. Threads make and multiply tiles of `width` columns side by side, each product by one
+/// thread: the result does not depend on their number. Beside the destination there is one tile a thread.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn by_tiles<T: Real>(
+    dst: &mut [T],
+    n: usize,
+    add: bool,
+    a: Mat<'_, T>,
+    width: usize,
+    transposed: bool,
+    make: &Make<'_, T>,
+) {
+    tiles(dst, n, add, a, width, Source::Made(make, transposed));
+}
+
+/// `dst [m, n] = a b` (`+=` with `add`) for a `b` [k, n] that is there, the same tiles of `width` columns at a
+/// time as [`by_tiles`] takes: the same bits.
+///
+/// # Panics
+/// If the shapes don't fit: a bug of the caller.
+pub fn by_columns<T: Real>(dst: &mut [T], add: bool, a: Mat<'_, T>, width: usize, b: Mat<'_, T>) {
+    assert_eq!(a.cols, b.rows, "inner sizes of a product");
+    tiles(dst, b.cols, add, a, width, Source::Of(b));
+}
+
+fn tiles<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usize, source: Source<'_, T>) {
+    let (m, k) = (a.rows, a.cols);
+    assert!(dst.len() >= m * n && width > 0, "product outside its destination");
+    if m == 0 || n == 0 || k == 0 {
+        if !add {
+            dst[..m * n].fill(T::zero());
+        }
+        return;
+    }
+    let columns = Columns(dst.as_mut_ptr());
+    let next = AtomicUsize::new(0);
+    let tiles = n.div_ceil(width);
+    let work = || {
+        let made = matches!(source, Source::Made(..));
+        let mut buffer = vec![T::zero(); if made { k * width.min(n) } else { 0 }];
+        loop {
+            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(width);
+            if start >= n {
+                return;
+            }
+            let own = start..(start + width).min(n);
+            let b = match source {
+                Source::Of(b) => b.columns(own),
+                Source::Made(make, transposed) => {
+                    let tile = &mut buffer[..k * own.len()];
+                    make(own.clone(), tile);
+                    match transposed {
+                        true => Mat::new(tile, own.len(), k, k).t(),
+                        false => Mat::new(tile, k, own.len(), own.len()),
+                    }
+                }
+            };
+            // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and,
+            // each number being drawn once, of this thread alone.
+            unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
+        }
+    };
+    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(tiles) };
+    if workers <= 1 {
+        work();
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).for_each(|_| work());
+    }
+}
