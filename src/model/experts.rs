@@ -163,7 +163,7 @@ impl Banks {
     /// Of experts, each of which stands for some.
     ///
     /// # Errors
-    /// Experts that [`takes_all`] does not take.
+    /// Experts that `takes_all` does not take.
     pub fn new(experts: &[Mlp], alike: &[usize], dtype: DType) -> Result<Self> {
         let of = |which: usize| {
             let linears = experts.iter().zip(alike).map(move |(e, n)| (e.linears()[which], *n));
