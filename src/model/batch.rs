@@ -2,6 +2,7 @@
 
 use super::config::Config;
 use crate::kernel::attention::{Sequences, Sizes};
+use crate::kernel::cuda::upload::Lists;
 use crate::kernel::embed::ById;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
@@ -96,24 +97,37 @@ impl Batch {
         dropout: Option<(u64, u64)>,
         device: &Device,
     ) -> super::Result<Self> {
-        let (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
         let rows: Vec<u32> = host.targets.iter().map(|t| t.0).collect();
-        let ids: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
-        let n = rows.len();
+        let of_targets: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
+        let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 });
+        let (ids, target_rows, targets, seqs, cos, sin);
+        if device.is_cpu() {
+            (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
+            seqs = Sequences::new(host.docs, 0, device)?;
+            ids = Tensor::new(host.ids, device)?;
+            (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
+        } else {
+            // all in one go, for which the host does not wait
+            let mut lists = Lists::default();
+            let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
+            let tiles = Sequences::list(host.docs, &mut lists);
+            let tables = config.rope.values(config.head_dim, host.positions).map(|t| lists.floats(&t));
+            let sent = lists.send(device)?;
+            let shape = (host.positions.len(), config.head_dim / 2);
+            let [a, b] = tables.map(|p| sent.floats(p)?.reshape(shape));
+            (cos, sin) = (a?, b?);
+            let [a, b, c] = places.map(|p| sent.ints(p));
+            (ids, target_rows, targets) = (a?, b?, c?);
+            seqs = Sequences::sent(host.docs, tiles, &sent)?;
+        }
         Ok(Self {
-            ids: Tensor::new(host.ids, device)?,
+            ids,
             by_id: (!device.is_cpu()).then(|| ById::new(host.ids)),
             tokens: host.ids.len(),
-            context: Context {
-                seqs: Sequences::new(host.docs, 0, device)?,
-                cos,
-                sin,
-                dropout: dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 }),
-                rows: None,
-            },
-            target_rows: list(rows, device)?,
-            targets: list(ids, device)?,
-            target_count: n,
+            context: Context { seqs, cos, sin, dropout, rows: None },
+            target_rows,
+            targets,
+            target_count: host.targets.len(),
             first_target: first.1,
         })
     }

@@ -216,6 +216,13 @@ impl Rope {
 
     /// Cosine and sine [t, dim / 2] (f32) of each token's position.
     pub fn tables(&self, dim: usize, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let [cos, sin] = self.values(dim, positions);
+        let make = |v| Tensor::from_vec(v, (positions.len(), dim / 2), device).map_err(Error::from);
+        Ok((make(cos)?, make(sin)?))
+    }
+
+    /// The values of [`Rope::tables`].
+    pub fn values(&self, dim: usize, positions: &[u32]) -> [Vec<f32>; 2] {
         let (freq, factor) = self.frequencies(dim);
         let mut cos = Vec::with_capacity(positions.len() * freq.len());
         let mut sin = Vec::with_capacity(positions.len() * freq.len());
@@ -226,8 +233,6 @@ impl Rope {
                 sin.push(s * factor);
             }
         }
-        let shape = (positions.len(), freq.len());
-        let make = |v| Tensor::from_vec(v, shape, device).map_err(Error::from);
-        Ok((make(cos)?, make(sin)?))
+        [cos, sin]
     }
 }

@@ -41,7 +41,7 @@ fn recomputing_changes_no_byte() {
     }
 }
 
-/// Losses and gradient norms of six steps on both devices.
+/// Losses and gradient norms of the steps, six if nothing else is set, on both devices.
 fn close(rules: &str, set: &[&str], bar: f64) {
     close_of(&json!({}), rules, set, bar);
 }
@@ -53,7 +53,7 @@ fn close_of(config: &serde_json::Value, rules: &str, set: &[&str], bar: f64) {
         w.ok(&[&["run", "r.toml", &device, &output], set].concat());
     }
     let (a, b) = (w.events("cuda", "step"), w.events("cpu", "step"));
-    assert_eq!((a.len(), b.len()), (6, 6));
+    assert!(!a.is_empty() && a.len() == b.len());
     for (a, b) in a.iter().zip(&b) {
         for key in ["loss", "grad_norm"] {
             let (x, y) = (a[key].as_f64().expect("a number"), b[key].as_f64().expect("a number"));
@@ -72,8 +72,10 @@ fn every_kind_of_adapter_is_close_to_the_cpu() {
     close(LORA, &["model.dtype=f32", "model.quantize=nf4"], 1e-4);
     close(LORA, &["model.dtype=f32", "model.quantize=nf4", "memory.dequantize=per_layer"], 1e-4);
     // the device rounds a linear with an adapter once, the CPU twice; after six steps of this rate either is some 5% from f32
-    close(LORA, &["model.dtype=bf16"], 0.1);
-    close(LORA, &["model.dtype=bf16", "model.quantize=nf4"], 0.1);
+    for set in [&["model.dtype=bf16"][..], &["model.dtype=bf16", "model.quantize=nf4"]] {
+        close(LORA, &[set, &["run.steps=2"]].concat(), 2.5e-2);
+        close(LORA, set, 0.1);
+    }
 }
 
 /// f16 with its loss scaled: as on the CPU, also where gradients overflow and a step is done again.

@@ -21,6 +21,7 @@ use self::tiles::Tiles;
 use super::cpu::{is_cpu, on_real};
 use super::ledger::Cost;
 use crate::kernel::Tensor;
+use crate::kernel::cuda::upload::{Lists, Place, Sent};
 use crate::kernel::padded::Padded;
 use candle_core::{Device, Result};
 
@@ -75,9 +76,22 @@ impl Sequences {
                 lo.extend(std::iter::repeat_n(start, n));
             }
         } else {
-            tiles = Some(Tiles::new(docs, first_query, device)?);
+            let mut lists = Lists::default();
+            let places = Tiles::list(docs, first_query, &mut lists);
+            tiles = Some(Tiles::sent(places, &lists.send(device)?)?);
         }
         Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
+    }
+
+    /// Adds what another device than the CPU is told of documents to lists that are sent there.
+    pub fn list(docs: &[usize], to: &mut Lists) -> [Place; 2] {
+        Tiles::list(docs, 0, to)
+    }
+
+    /// Documents of these lengths, that were sent.
+    pub fn sent(docs: &[usize], places: [Place; 2], sent: &Sent) -> Result<Self> {
+        let tiles = Some(Tiles::sent(places, sent)?);
+        Ok(Self { docs: docs.to_vec(), first_query: 0, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
     }
 
     /// Those of a plan.

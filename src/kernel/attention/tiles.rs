@@ -5,7 +5,8 @@
 
 use super::Sizes;
 use crate::kernel::Tensor;
-use candle_core::{DType, Device, Result};
+use crate::kernel::cuda::upload::{Lists, Place, Sent};
+use candle_core::Result;
 
 /// Tokens of a tile, as in attention.cuh.
 pub const ROWS: usize = 64;
@@ -40,17 +41,15 @@ fn lists(docs: &[usize], first_query: usize) -> [Vec<[u32; WIDTH]>; 2] {
 }
 
 impl Tiles {
-    /// Copies them to a device.
-    pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
-        let [queries, keys] = lists(docs, first_query);
-        let (n, m) = (queries.len(), keys.len());
-        let numbers: Vec<u32> = queries.into_iter().chain(keys).flatten().collect();
-        if n == 0 {
-            let none = Tensor::zeros((0, WIDTH), DType::U32, device)?;
-            return Ok(Self { queries: none.clone(), keys: none });
-        }
-        let all = Tensor::from_vec(numbers, (n + m, WIDTH), device)?;
-        Ok(Self { queries: all.narrow(0, 0, n)?, keys: all.narrow(0, n, m)? })
+    /// Adds them to lists that are sent to a device.
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
+        lists(docs, first_query).map(|list| to.ints(&list.concat()))
+    }
+
+    /// Those that were sent.
+    pub fn sent(places: [Place; 2], sent: &Sent) -> Result<Self> {
+        let [queries, keys] = places.map(|p| sent.ints(p)?.reshape(((), WIDTH)));
+        Ok(Self { queries: queries?, keys: keys? })
     }
 }
 

@@ -75,6 +75,12 @@ pub fn empty(on: &Tensor, shape: impl Into<Shape>, dtype: DType) -> Result<Tenso
     device::empty(on.real()?.device(), shape.into(), dtype).map(Tensor::Real)
 }
 
+/// As [`empty`], on a device.
+#[cfg(feature = "cuda")]
+pub(super) fn empty_on(device: &candle_core::Device, n: usize, dtype: DType) -> Result<Real> {
+    device::empty(device, n.into(), dtype)
+}
+
 /// Where a tensor's values begin on its device. What reads them there has to be launched while the tensor lives, in the order of
 /// the device's one stream.
 ///

@@ -19,6 +19,7 @@ mod libraries;
 pub mod module;
 #[cfg(feature = "cuda")]
 pub mod staging;
+pub mod upload;
 
 use candle_core::Device;
 

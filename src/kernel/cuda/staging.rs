@@ -4,12 +4,14 @@
 //! Order is made by events alone: what is fetched waits for what the device was asked to compute before, what it is asked
 //! afterwards waits for what was sent, and the host waits for a buffer before it reads or writes there.
 
-use super::launch::at;
-use candle_core::cuda_backend::WrapErr;
+use super::launch::{at, empty_on};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
+use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A buffer on the host `[n]`, page-locked.
 #[derive(Debug)]
@@ -32,6 +34,7 @@ impl Pinned {
                 Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr().cast::<u8>(),
                 Storage::Cpu(CpuStorage::BF16(v)) => v.as_ptr().cast(),
                 Storage::Cpu(CpuStorage::F16(v)) => v.as_ptr().cast(),
+                Storage::Cpu(CpuStorage::U32(v)) => v.as_ptr().cast(),
                 _ => candle_core::bail!("staging of {dtype:?}"),
             }
         };
@@ -43,7 +46,10 @@ impl Pinned {
 
     /// The first `len` values, once no copy uses them.
     fn free(&mut self, len: usize) -> Result<Tensor> {
-        if let Some(event) = self.busy.take() {
+        // most copies are done long before: to ask is no wait
+        if let Some(event) = self.busy.take()
+            && !event.try_is_complete().w()?
+        {
             event.synchronize().w()?;
         }
         self.tensor.narrow(0, 0, len)
@@ -56,6 +62,14 @@ impl Pinned {
         }
         let len = like.elem_count() * like.dtype().size_in_bytes();
         // SAFETY: the tensor holds as many, and nothing else reads or writes them: `free` came before, by the callers.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
+    }
+
+    /// All of its bytes, once no copy uses them.
+    fn all(&mut self) -> Result<&mut [u8]> {
+        self.free(0)?;
+        let len = self.tensor.elem_count() * self.tensor.dtype().size_in_bytes();
+        // SAFETY: the tensor holds as many, and nothing else reads or writes them: the last copy is done.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
     }
 }
@@ -145,4 +159,72 @@ impl Staging {
         buffer.busy = Some(self.into.record_event(None).w()?);
         Ok(())
     }
+}
+
+/// Numbers of a micro-batch on their way to a device: two buffers and a stream. The host writes and goes on; what the device
+/// is asked to compute afterwards waits for the copy.
+struct Upload {
+    compute: Arc<CudaStream>,
+    into: Arc<CudaStream>,
+    buffers: [Pinned; 2],
+    next: usize,
+}
+
+/// Those of each device, made when they are first needed.
+static UPLOADS: Mutex<Option<HashMap<DeviceId, Upload>>> = Mutex::new(None);
+
+impl Upload {
+    fn new(device: &CudaDevice) -> Result<Self> {
+        let compute = device.cuda_stream();
+        let into = compute.context().new_stream().w()?;
+        Ok(Self {
+            into,
+            compute,
+            buffers: [Pinned::new(1, DType::U32)?, Pinned::new(1, DType::U32)?],
+            next: 0,
+        })
+    }
+
+    fn send(&mut self, device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
+        let buffer = &mut self.buffers[self.next % 2];
+        self.next += 1;
+        let n = ints.len() + floats.len();
+        if buffer.tensor.elem_count() < n {
+            *buffer = Pinned::new(n.next_power_of_two(), DType::U32)?;
+        }
+        let bytes = buffer.all()?;
+        let words = ints.iter().map(|x| x.to_ne_bytes()).chain(floats.iter().map(|x| x.to_ne_bytes()));
+        bytes.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word));
+        let out = [empty_on(device, ints.len(), DType::U32)?, empty_on(device, floats.len(), DType::F32)?];
+        // memory comes in the order of the computing
+        self.into.wait(&self.compute.record_event(None).w()?).w()?;
+        let (first, second) = bytes.split_at(4 * ints.len());
+        for (from, to) in [(first, &out[0]), (&second[..4 * floats.len()], &out[1])] {
+            if from.is_empty() {
+                continue;
+            }
+            // SAFETY: `to` has as many bytes; its memory is freed in the order of the computing, which waits for the copy;
+            // nobody writes the buffer before its event.
+            unsafe { result::memcpy_htod_async(at(to)?, from, self.into.cu_stream()) }.w()?;
+        }
+        let done = self.into.record_event(None).w()?;
+        self.compute.wait(&done).w()?;
+        buffer.busy = Some(done);
+        Ok(out)
+    }
+}
+
+/// Numbers on a CUDA device, in one go: `[n]` of each kind.
+///
+/// # Errors
+/// Of the driver; another device.
+pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
+    let cuda = device.as_cuda_device()?;
+    let mut all = UPLOADS.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = all.get_or_insert_default();
+    let upload = match all.entry(cuda.id()) {
+        Entry::Occupied(there) => there.into_mut(),
+        Entry::Vacant(new) => new.insert(Upload::new(cuda)?),
+    };
+    upload.send(device, ints, floats)
 }
