@@ -157,36 +157,12 @@ impl Base {
         self.config.four_bit && self.read_for(full).is_some_and(stored)
     }
 
-    /// The weight of a module, or its bias, in `dtype` on `device`; of a 4-bit weight that is not read by
-    /// [`Base::codes`], what it was. `number` is the module's place in the model, from 1, of which random values depend.
+    /// Some values of the weight of a module, or of its bias, as a vector in `dtype` on `device`: nothing else is read. Of
+    /// a 4-bit weight that is not read by [`Base::codes`], what it was. `number` is the module's place in the model, from 1,
+    /// of which random values depend.
     ///
     /// # Errors
     /// Files that cannot be read any more; random values that would be infinite.
-    pub fn tensor(
-        &self,
-        (m, number): (&Module, u64),
-        bias: bool,
-        full: bool,
-        dtype: DType,
-        device: &Device,
-    ) -> crate::Result<Real> {
-        match (self.read_for(full), &self.tensors) {
-            (Some(files), _) => {
-                let part = if bias { "bias" } else { "weight" };
-                Ok(files.tensor(&format!("{}.{part}", m.name), dtype, device)?)
-            }
-            (None, _) => {
-                let shape = if bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
-                let flat = self.part((m, number), bias, full, 0..shape.iter().product(), dtype, device)?;
-                Ok(flat.reshape(shape)?)
-            }
-        }
-    }
-
-    /// Some values of what [`Base::tensor`] gives, as a vector: nothing else is read.
-    ///
-    /// # Errors
-    /// As [`Base::tensor`].
     pub fn part(
         &self,
         (m, number): (&Module, u64),
@@ -240,7 +216,7 @@ impl Base {
         Ok(quant::unread(&name, dims, source, &scales, Box::new(values)))
     }
 
-    /// The weight of a linear in 4 bits, dequantized to `dtype` where it is used. `number` as in [`Base::tensor`].
+    /// The weight of a linear in 4 bits, dequantized to `dtype` where it is used. `number` as in [`Base::part`].
     ///
     /// # Errors
     /// A weight that is no matrix; files that cannot be read any more; values that are not finite.
@@ -257,14 +233,14 @@ impl Base {
             (_, Some(files)) => Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?),
             (_, None) => {
                 // rounded first, as a checkpoint of this dtype would be
-                let t = self.tensor((m, number), false, false, dtype, &Device::Cpu)?;
-                let values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+                let t = self.part((m, number), false, false, 0..dims.0 * dims.1, dtype, &Device::Cpu)?;
+                let values = t.to_dtype(DType::F32)?.to_vec1()?;
                 Ok(quant::Encoded::new(&name, &values, dims, dtype)?.into_matrix(true, dtype, books)?)
             }
         }
     }
 
-    /// Bytes in the checkpoint of what [`Base::tensor`] or [`Base::codes`] reads of a module.
+    /// Bytes in the checkpoint of what [`Base::part`] or [`Base::codes`] reads of a module.
     pub fn bytes_of(&self, m: &Module, bias: bool, full: bool) -> u64 {
         let Some(files) = self.read_for(full) else { return 0 };
         let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
