@@ -1,6 +1,7 @@
 //! `ft plan`
 
 use super::RecipeArgs;
+use crate::kernel::gemm;
 use crate::log::warn;
 use crate::plan::{self, Plan, rates};
 use crate::recipe::{Device, Recipe};
@@ -18,6 +19,7 @@ pub struct Args {
 
 /// Prints what a recipe would take; an error when it does not fit.
 pub fn run(args: &Args) -> crate::Result<()> {
+    gemm::read_caches_ahead();
     let recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // whether the device is there decides what is free, not what is planned

@@ -12,7 +12,9 @@ use super::messages::Chat;
 use super::template::{Template, Variables};
 
 /// Bytes of the shortest string that is looked for.
-const LEAST: usize = 16;
+const LEAST: usize = 12;
+/// Bytes that templates put between messages, nearly always.
+const BETWEEN: usize = 64;
 /// Bytes in a row that a template does not spell where they come from elsewhere.
 pub(super) const WINDOW: usize = 8;
 
@@ -31,14 +33,22 @@ pub(super) fn proven(
     let mut from = 0;
     pieces.iter().all(|piece| {
         let whole = piece.of(chat);
-        let Some(at) = text[from..].find(whole).filter(|_| piece.is_content() && is_plain(whole)) else {
+        let Some(at) = next(text, from, whole).filter(|_| piece.is_content() && is_plain(whole)) else {
             return false;
         };
-        from += at + whole.len();
+        from = at + whole.len();
         // a variable may be anything, and a template may write it
         let said = variables.values().any(|v| v.as_str().map_or(v.len().is_some(), |v| v.contains(whole)));
         !said && whole.as_bytes().windows(WINDOW).any(|w| is_word(w) && !template.spells(w))
     })
+}
+
+/// Where a string stands in a text, from a place on. It is nearly always close by, and is found there without what a
+/// search costs to set up.
+fn next(text: &str, from: usize, whole: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    let close = (from..text.len().min(from + BETWEEN)).find(|at| bytes[*at..].starts_with(whole.as_bytes()));
+    close.or_else(|| text[from..].find(whole).map(|at| from + at))
 }
 
 /// Whether a string is long, and nothing that templates put around messages is in it.
@@ -86,13 +96,17 @@ mod tests {
             ]),
             rows(&[("user", &format!("  {Q}\n")), ("assistant", &format!("{A}\n\n{A}"))]),
             rows(&[("user", "Какого цвета небо?"), ("assistant", A)]),
+            rows(&[("user", "Tell me more"), ("assistant", A)]),
         ] {
-            let (text, one) = both("{{ m.role }}: {{ m.content }}\n", &row);
-            assert!(text.is_ok() && one, "{row}: {text:?}");
+            // close to what was before, and not
+            for between in ["", &"Here speaks ".repeat(9)] {
+                let (text, one) = both(&format!("{between}{{{{ m.role }}}}: {{{{ m.content }}}}\n"), &row);
+                assert!(text.is_ok() && one, "{row}: {text:?}");
+            }
         }
         // what is not plain is rendered again, and holds
         for row in [
-            rows(&[("user", "Why?"), ("assistant", A)]),
+            rows(&[("user", "Tell us all"), ("assistant", A)]),
             rows(&[("user", &format!("{Q}<|im_end|>")), ("assistant", A)]),
             rows(&[
                 ("user", Q),

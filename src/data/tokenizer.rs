@@ -67,7 +67,10 @@ impl Tokenizer {
         let pipeline: Pipeline =
             serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
         pipeline.check().map_err(&bad)?;
-        let (inner, text_start) = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
+        let inner = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
+        // where texts will be tokenized: what the library's regular expressions keep is the first thread's that uses
+        // them, and others wait for each other
+        let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
 
         let config_path = dir.join("tokenizer_config.json");
         let config = read_object(&config_path)?;
@@ -174,6 +177,11 @@ impl Tokenizer {
     /// The bytes of `text` that a token stands for. An added token may take the white space around it along
     /// (`rstrip`): that is no part of what it says.
     fn bare(&self, text: &str, id: u32, (start, end): (usize, usize)) -> (usize, usize) {
+        // what white space may begin or end with
+        let space = |at: usize| text.as_bytes().get(at).is_some_and(|b| *b <= b' ' || *b >= 0x80);
+        if !space(start) && !space(end.wrapping_sub(1)) {
+            return (start, end);
+        }
         match text.get(start..end).filter(|s| self.added.binary_search(&id).is_ok() && !s.trim().is_empty()) {
             Some(s) => (start + s.len() - s.trim_start().len(), end - (s.len() - s.trim_end().len())),
             None => (start, end),
@@ -420,13 +428,20 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
-/// The library's tokenizer without what would change samples behind our back, and what its post-processor puts
-/// before a text.
-fn library(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+/// The library's tokenizer without what would change samples behind our back.
+fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let load = || {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
         inner.with_truncation(None)?;
         inner.with_padding(None);
+        Ok::<_, tokenizers::Error>(inner)
+    };
+    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+}
+
+/// A tokenizer without its post-processor, and what that puts before a text; it is tried on one.
+fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
+    let run = || {
         let encoding = inner.encode("a", true)?;
         let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
         let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
@@ -438,7 +453,7 @@ fn library(bytes: &[u8]) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
         }
         Ok::<_, tokenizers::Error>((inner, text_start))
     };
-    caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
+    caught(run).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
 }
 
 /// What is said of a file that makes the library panic.

@@ -1,6 +1,7 @@
 //! How much host memory this process may still take: what the system has, what its control groups allow
 //! (version 1 and 2, at every level above it), and what its own limit on addresses leaves.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Limits from here on mean none: version 1 writes the largest page-aligned number.
@@ -22,14 +23,14 @@ pub fn own(root: &Path) -> Option<u64> {
 
 /// A line "KEY  N kB" of a file of the system, in bytes.
 pub fn field(file: &Path, key: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
+    let text = text(file)?;
     let kb = text.lines().find_map(|l| l.strip_prefix(key)?.trim().strip_suffix(" kB")?.trim().parse().ok());
     kb.map(|kb: u64| kb * 1024)
 }
 
 /// What the limit on this process's address space (`ulimit -v`) leaves.
 pub fn addresses(root: &Path) -> Option<u64> {
-    let limits = std::fs::read_to_string(root.join("proc/self/limits")).ok()?;
+    let limits = text(&root.join("proc/self/limits"))?;
     let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
     let soft: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(soft.saturating_sub(field(&root.join("proc/self/status"), "VmSize:")?))
@@ -40,7 +41,7 @@ pub fn addresses(root: &Path) -> Option<u64> {
 /// In a container the path that `/proc/self/cgroup` names may not be visible; the root of the mount is then the
 /// container's own group, and it is always looked at.
 fn groups(root: &Path) -> impl Iterator<Item = u64> {
-    let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let text = text(&root.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
     for line in text.lines() {
         let mut parts = line.splitn(3, ':');
@@ -65,13 +66,20 @@ fn up(mount: &Path, inside: &Path) -> impl Iterator<Item = PathBuf> {
     below.into_iter()
 }
 
+/// A file of the system, which is asked for pages of it at once: it says no size, and makes its text anew for each read.
+fn text(path: &Path) -> Option<String> {
+    let mut text = String::with_capacity(8192);
+    std::fs::File::open(path).ok()?.read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
 fn number(path: &Path) -> Option<u64> {
-    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    text(path)?.trim().parse().ok()
 }
 
 /// A line "KEY N" of `memory.stat`.
 fn stat(dir: &Path, key: &str) -> u64 {
-    let text = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let text = text(&dir.join("memory.stat")).unwrap_or_default();
     let found = text.lines().find_map(|l| {
         let (name, value) = l.split_once(' ')?;
         (name == key).then(|| value.trim().parse().ok()).flatten()
@@ -80,19 +88,23 @@ fn stat(dir: &Path, key: &str) -> u64 {
 }
 
 /// Of a group with a limit: what it leaves. Cached file pages that nobody uses are given back before anything
-/// is refused, so they count as free.
-fn left(limit: u64, used: u64, inactive: u64) -> Option<u64> {
-    (limit < NONE).then(|| limit.saturating_sub(used.saturating_sub(inactive)))
+/// is refused, so they count as free. A group without one is asked for nothing more: its figures take the system time.
+fn left(dir: &Path, limit: u64, used: &str, inactive: &str) -> Option<u64> {
+    if limit >= NONE {
+        return None;
+    }
+    let used = number(&dir.join(used))?.saturating_sub(stat(dir, inactive));
+    Some(limit.saturating_sub(used))
 }
 
 fn v2(dir: &Path) -> Option<u64> {
     let limit = ["memory.max", "memory.high"].iter().filter_map(|f| number(&dir.join(f))).min()?;
-    left(limit, number(&dir.join("memory.current"))?, stat(dir, "inactive_file"))
+    left(dir, limit, "memory.current", "inactive_file")
 }
 
 fn v1(dir: &Path) -> Option<u64> {
     let limit = number(&dir.join("memory.limit_in_bytes"))?;
-    left(limit, number(&dir.join("memory.usage_in_bytes"))?, stat(dir, "total_inactive_file"))
+    left(dir, limit, "memory.usage_in_bytes", "total_inactive_file")
 }
 
 #[cfg(test)]

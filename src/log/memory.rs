@@ -122,17 +122,10 @@ fn own_pages(layout: Layout) -> bool {
 }
 
 impl Counting {
-    /// A block by its layout; the caller's promise is [`GlobalAlloc::alloc`]'s.
-    #[inline]
+    /// A block by its layout that is counted, or zeroed; the caller's promise is [`GlobalAlloc::alloc`]'s. It is not a
+    /// part of what serves small blocks, of which there are a million a second.
+    #[inline(never)]
     unsafe fn block(layout: Layout, zeroed: bool) -> *mut u8 {
-        if layout.size() < COUNTED && !zeroed {
-            // SAFETY: the caller's promise about `layout` is passed on.
-            let p = unsafe { System.alloc(layout) };
-            if p.is_null() {
-                failed(layout.size());
-            }
-            return p;
-        }
         let p = match (own_pages(layout), zeroed) {
             (true, _) => pool::alloc(layout.size(), zeroed, LIVE.load(Relaxed)),
             // SAFETY: the caller's promise about `layout` is passed on.
@@ -146,15 +139,36 @@ impl Counting {
         }
         p
     }
+
+    /// Gives a counted block back; the caller's promise is [`GlobalAlloc::dealloc`]'s.
+    #[inline(never)]
+    unsafe fn give_back(p: *mut u8, layout: Layout) {
+        sub(layout.size());
+        match own_pages(layout) {
+            // SAFETY: `p` came from this allocator with this layout, and so from the pool.
+            true => unsafe { pool::dealloc(p, layout.size(), LIVE.load(Relaxed)) },
+            // SAFETY: as above, from `System`.
+            false => unsafe { System.dealloc(p, layout) },
+        }
+    }
 }
 
 // SAFETY: every call goes to `System` or to the pool of large blocks, by the layout it came with, and back to where
 // the block came from; counting touches atomics alone and allocates nothing. What is done after a failure ends the
 // process.
 unsafe impl GlobalAlloc for Counting {
+    #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise is passed on.
-        unsafe { Self::block(layout, false) }
+        if layout.size() >= COUNTED {
+            // SAFETY: the caller's promise is passed on.
+            return unsafe { Self::block(layout, false) };
+        }
+        // SAFETY: as above.
+        let p = unsafe { System.alloc(layout) };
+        if p.is_null() {
+            failed(layout.size());
+        }
+        p
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -162,13 +176,13 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { Self::block(layout, true) }
     }
 
+    #[inline]
     unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        sub(layout.size());
-        if own_pages(layout) {
-            // SAFETY: `p` came from this allocator with this layout, and so from the pool.
-            return unsafe { pool::dealloc(p, layout.size(), LIVE.load(Relaxed)) };
+        if layout.size() >= COUNTED {
+            // SAFETY: the caller's promise is passed on.
+            return unsafe { Self::give_back(p, layout) };
         }
-        // SAFETY: as above, from `System`.
+        // SAFETY: `p` came from this allocator with this layout, and so from `System`.
         unsafe { System.dealloc(p, layout) };
     }
 

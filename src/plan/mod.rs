@@ -234,14 +234,14 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
     Machine { cuda, width, threads: threads as u64 }
 }
 
-/// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is host memory, less
-/// what the process takes of it beside the device's bytes.
-pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload) -> Option<u64> {
+/// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is what this process may hold
+/// of `host` memory in all, less what it takes of it beside the device's bytes.
+pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload, host: Option<u64>) -> Option<u64> {
     recipe.memory.budget.or_else(|| {
         let (free, beside) = match machine.cuda {
             true => (memory::cuda_memory()?.0, 0),
             false => {
-                let all = recipe.memory.host_budget.or_else(memory::reach_bytes)?;
+                let all = recipe.memory.host_budget.or(host)?;
                 (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0))
             }
         };
@@ -427,7 +427,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
         selection: &selection,
         machine,
         workloads,
-        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows.count())),
+        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows.count()), room.host),
     };
     let mut plan = Plan::new(&inputs)?;
     plan.space.model(recipe, &found.config, &selection, found.weights);

@@ -10,7 +10,7 @@ use crate::comm::{self, Comm};
 use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
-use crate::log::warn;
+use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
@@ -369,6 +369,7 @@ impl Job {
                 &self.recipe,
                 machine,
                 &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
+                memory::reach_bytes(),
             ),
         }
     }

@@ -14,7 +14,7 @@ mod gradients;
 
 pub use self::cpu::{Mat, by_columns, by_tiles, gemm, serial};
 pub use self::gradients::{GradProduct, accumulate};
-pub use super::packing::{ghost_tiles, make_slabs, slabs, work};
+pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
 
 use super::cpu::{Real, View, ghosts, in_place, is_native, on_real, tensor, view};
 use super::ghost::Ghost;
