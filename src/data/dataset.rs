@@ -240,7 +240,7 @@ impl<'a> Loader<'a> {
     fn file(&mut self, path: &Path, encoder: &Encoder<'_>) -> Result<(), Error> {
         let name = path.display().to_string();
         let at = |(line, column)| Place { file: name.clone(), line, column };
-        let mut rows = Rows::open(path)?;
+        let mut rows = Rows::open(path, encoder.shape)?;
         let mut any = false;
         loop {
             let mut chunk: Vec<RawRow> = Vec::new();

@@ -87,6 +87,17 @@ impl Shape {
         Ok(shape)
     }
 
+    /// Whether a field, as the file names it, is a list or an object and no text.
+    pub(super) fn holds_json(&self, field: &str) -> bool {
+        let lists: &[&str] = match self.format {
+            Format::Messages => &["messages", "conversations", "tools"],
+            Format::Alpaca => &["history"],
+            Format::Tokens => &["input_ids", "labels", "attention_mask"],
+            Format::Completion | Format::Text => &[],
+        };
+        lists.iter().any(|name| self.name(name) == field)
+    }
+
     pub(super) fn name<'a>(&'a self, name: &'a str) -> &'a str {
         self.fields.get(name).map_or(name, String::as_str)
     }

@@ -5,6 +5,8 @@
 //! ```text
 //! files       a source as its files
 //! reader      a file's bytes as rows, with line and column
+//! tables      rows of tables of text, and of plain texts
+//! columns     rows of Parquet files
 //! format      a row as a sample: a conversation, a text, or ready tokens
 //! row_keys    which keys of a row are read, and what becomes of others
 //! messages    a row's messages as a conversation
@@ -30,6 +32,8 @@
 //! where a row is used all the same is counted too, and told (`notes`).
 
 mod batches;
+#[cfg(feature = "parquet")]
+mod columns;
 mod conversation;
 mod dataset;
 mod encode;
@@ -53,6 +57,7 @@ mod row_keys;
 mod spans;
 mod stats;
 mod strftime;
+mod tables;
 mod template;
 mod tokenizer;
 

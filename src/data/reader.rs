@@ -1,22 +1,24 @@
 //! A data file's bytes as rows.
 
 use super::error::Error;
+use super::files::{self, Kind, Packed};
+use super::format::Shape;
+use super::tables::{Cells, Texts};
 use crate::store;
 use serde_json::Value;
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 /// Bytes that a row may have: books have some millions.
-const LONGEST_ROW: usize = 32 << 20;
+pub(super) const LONGEST_ROW: usize = 32 << 20;
 /// Values that a row may have: in memory, one takes up to a hundred bytes.
 const VALUES: usize = 8 << 20;
 /// Bytes of a file that is one array, which is read whole.
 const LONGEST_ARRAY: u64 = 512 << 20;
 
-/// A row before it is parsed.
+/// A row before it is parsed: as JSON, whatever its file has.
 pub(super) struct RawRow {
-    /// Line of the file where it begins, from 1.
+    /// Line of the file where it begins, from 1; of a file without lines the number of the row.
     pub line: usize,
     /// Byte column of that line where it begins, from 1.
     pub column: usize,
@@ -66,7 +68,7 @@ impl RawRow {
     }
 }
 
-fn too_long() -> String {
+pub(super) fn too_long() -> String {
     format!("the row is longer than {} MiB; split it into several", LONGEST_ROW >> 20)
 }
 
@@ -91,18 +93,68 @@ pub(super) enum Rows {
     Lines(Lines),
     /// The items of one array.
     Array(Array),
+    /// The lines of a table.
+    Cells(Box<Cells>),
+    /// A text a line.
+    Texts(Texts),
+    #[cfg(feature = "parquet")]
+    /// Rows of columns.
+    Columns(Box<super::columns::Columns>),
+}
+
+/// The bytes of a file, unpacked.
+fn unpacked(path: &Path, packed: Option<Packed>) -> io::Result<Box<dyn BufRead>> {
+    let file = store::open_plain(path)?;
+    let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
+    Ok(buffered(match packed {
+        None => Box::new(file),
+        Some(Packed::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(file)),
+        Some(Packed::Zstd) => Box::new(zstd::Decoder::new(file)?),
+    }))
 }
 
 impl Rows {
-    /// Opens a `.jsonl` or `.json` file.
-    pub fn open(path: &Path) -> Result<Self, Error> {
+    /// Opens a file whose name says how it holds rows, for rows of a shape.
+    pub fn open(path: &Path, shape: &Shape) -> Result<Self, Error> {
         let cannot = |cause| Error::Read { path: path.into(), cause };
-        if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
-            let bytes = store::read_plain(path, LONGEST_ARRAY).map_err(cannot)?;
-            return Ok(Rows::Array(Array { bytes, at: 0, line: 1, line_start: 0, state: State::Before }));
-        }
-        let file = store::open_plain(path).map_err(cannot)?;
-        Ok(Rows::Lines(Lines { file: BufReader::with_capacity(1 << 18, file), path: path.into(), line: 0 }))
+        let (kind, packed) = files::kind(path).unwrap_or((Kind::Lines, None));
+        let lines = || {
+            let file = unpacked(path, packed).map_err(cannot)?;
+            Ok(Lines { file, path: path.into(), line: 0 })
+        };
+        Ok(match kind {
+            Kind::Lines => Rows::Lines(lines()?),
+            Kind::Text => Rows::Texts(Texts::new(lines()?, shape.name("text"))),
+            Kind::Array => {
+                let bytes = match packed {
+                    None => store::read_plain(path, LONGEST_ARRAY),
+                    Some(_) => read_packed(path, packed),
+                };
+                let bytes = bytes.map_err(cannot)?;
+                Rows::Array(Array { bytes, at: 0, line: 1, line_start: 0, state: State::Before })
+            }
+            Kind::Cells(between) => {
+                let file = unpacked(path, packed).map_err(cannot)?;
+                Rows::Cells(Box::new(Cells::open(file, path, between, shape)?))
+            }
+            #[cfg(feature = "parquet")]
+            Kind::Parquet => Rows::Columns(Box::new(super::columns::Columns::open(path)?)),
+            #[cfg(not(feature = "parquet"))]
+            Kind::Parquet => {
+                let what = "parquet files, in a build of ft without its parquet feature";
+                return Err(Error::NotBuilt(format!("{} ({what})", path.display())));
+            }
+        })
+    }
+}
+
+/// All bytes of a packed file.
+fn read_packed(path: &Path, packed: Option<Packed>) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    unpacked(path, packed)?.take(LONGEST_ARRAY + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > LONGEST_ARRAY {
+        true => Err(io::Error::other(format!("it holds more than {} MiB, unpacked", LONGEST_ARRAY >> 20))),
+        false => Ok(bytes),
     }
 }
 
@@ -113,19 +165,24 @@ impl Iterator for Rows {
         match self {
             Rows::Lines(l) => l.next(),
             Rows::Array(a) => a.next().map(Ok),
+            Rows::Cells(c) => c.next(),
+            Rows::Texts(t) => t.next(),
+            #[cfg(feature = "parquet")]
+            Rows::Columns(c) => c.next(),
         }
     }
 }
 
 /// Rows of a JSON Lines file; lines of white space are no rows.
 pub(super) struct Lines {
-    file: BufReader<File>,
+    file: Box<dyn BufRead>,
     path: PathBuf,
     line: usize,
 }
 
 impl Lines {
-    fn next(&mut self) -> Option<Result<RawRow, Error>> {
+    /// The next line that is not white space alone.
+    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         loop {
             let mut bytes = Vec::new();
             let most = LONGEST_ROW as u64 + 2;

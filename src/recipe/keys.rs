@@ -170,7 +170,8 @@ table! {
 table! {
     /// One source of `[[data.train]]` or `[[data.eval]]`.
     pub struct Source {
-        /// A file (.jsonl, .json, .parquet), a folder, or a hub dataset.
+        /// A file of rows (.jsonl, .json, .csv, .tsv, .txt, each also with .gz or .zst; .parquet), a folder of such
+        /// files, a pattern (data/*.jsonl), or a hub dataset.
         source: String = Text, Required;
         /// The shape of the rows.
         format: Format = Word(Format::WORDS), Required;

@@ -6,7 +6,7 @@ use super::judge::{self, After};
 use super::mutate::{self, bytes, json_lines, json_text};
 use super::template::template;
 use super::tokenizer::with_components;
-use super::world::{Base, Content, Files, seeds};
+use super::world::{Base, Content, Files, named_seeds, seeds};
 use ft::recipe::kind::{self, Kind};
 use serde_json::{Value, json};
 use std::sync::LazyLock;
@@ -45,6 +45,7 @@ pub const INPUTS: &[Input] = &[
     Input { name: "index", make: index },
     Input { name: "adapter", make: adapter },
     Input { name: "rows", make: rows },
+    Input { name: "tables", make: tables },
     Input { name: "checkpoint", make: checkpoint },
     Input { name: "metrics", make: metrics },
     Input { name: "limits", make: limits },
@@ -476,6 +477,26 @@ fn rows(base: &'static Base, d: &mut Dice) -> Case {
             line = format!("{line} {set}");
         }
     }
+    case(files, vec![command(&line, READS)])
+}
+
+/// Files of rows that are no JSON, as other programs write them.
+fn tables(base: &'static Base, d: &mut Dice) -> Case {
+    static SEEDS: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
+        let of = |end: &str| named_seeds("tests/fixtures/tables", end);
+        let mut all = [".csv", ".tsv", ".txt", ".gz", ".zst"].map(of).concat();
+        // they have the most to break
+        (0..3).for_each(|_| all.extend(of(".parquet")));
+        all
+    });
+    let mut files = base.take(&["m/", "r.toml"]);
+    let (name, seed) = d.pick(&SEEDS);
+    let (mut data, other) = (seed.clone(), &d.pick(&SEEDS).1);
+    bytes(d, &mut data, other);
+    let format = name.split('.').next().unwrap_or_default();
+    put(d, &mut files, name, data);
+    let skip = if d.once_in(3) { " data.on_bad_row=skip" } else { "" };
+    let line = format!("data r.toml data.train=[{{source='{name}',format='{format}'}}] data.eval=[]{skip}");
     case(files, vec![command(&line, READS)])
 }
 

@@ -173,6 +173,7 @@ tests! {
     index: 300;
     adapter: 300;
     rows: 500;
+    tables: 500;
     checkpoint: 150;
     metrics: 300;
     limits: 60;

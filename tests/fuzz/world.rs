@@ -153,6 +153,11 @@ pub fn write(dir: &Path, name: &str, content: &Content) {
 
 /// Files of the fixtures in this folder of the repository whose names end so, sorted.
 pub fn seeds(folder: &str, end: &str) -> Vec<Vec<u8>> {
+    named_seeds(folder, end).into_iter().map(|(_, bytes)| bytes).collect()
+}
+
+/// As [`seeds`], each with its file's name.
+pub fn named_seeds(folder: &str, end: &str) -> Vec<(String, Vec<u8>)> {
     let mut paths = Vec::new();
     let mut open = vec![repository().join(folder)];
     while let Some(d) = open.pop() {
@@ -167,7 +172,8 @@ pub fn seeds(folder: &str, end: &str) -> Vec<Vec<u8>> {
     }
     paths.sort();
     assert!(!paths.is_empty(), "no {end} in {folder}");
-    paths.iter().map(|p| std::fs::read(p).expect("a fixture")).collect()
+    let name = |p: &PathBuf| p.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    paths.iter().map(|p| (name(p), std::fs::read(p).expect("a fixture"))).collect()
 }
 
 const TEXTS: &[(&str, &str)] = &[

@@ -5,6 +5,7 @@ pub(super) mod chat;
 mod kept;
 mod properties;
 mod rows;
+mod tables;
 
 use super::*;
 use crate::error::Place;

@@ -170,13 +170,17 @@ fn sources_are_mixed_by_weight_and_read_in_order() {
 
 #[test]
 fn what_is_not_built_or_not_there_is_named() {
-    let files = Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
+    let files =
+        Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.md", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
+    let parquet =
+        if cfg!(feature = "parquet") { (3, "a.parquet: not Parquet") } else { (2, "parquet feature") };
     for (name, code, text) in [
-        ("a.parquet", 2, "not built yet: data source = \"a.parquet\" (parquet files)"),
+        ("a.parquet", parquet.0, parquet.1),
         ("org/data", 2, "not built yet: data source = \"org/data\""),
-        (".", 2, "parquet"),
+        (".", 3, "a.csv"),
         ("gone.jsonl", 3, "is not there"),
-        ("a.csv", 2, "neither .jsonl nor .json"),
+        ("a.csv", 3, "a.csv"),
+        ("a.md", 2, "none of the files that hold rows"),
     ] {
         let error = files.load(&[source(name, Format::Text)], &data(8)).unwrap_err();
         assert!(error.to_string().contains(text), "{error}");

@@ -1,0 +1,113 @@
+//! Files that other programs wrote (`tests/fixtures/make_tables.py`), and broken ones.
+
+use super::*;
+use crate::error::Failure;
+
+/// What the rows of a file make, without where they stand.
+fn read(path: &str, format: Format) -> Result<Vec<(Vec<u32>, Vec<i32>)>, Error> {
+    let resolve = |s: &str| fixture("tables").join(s);
+    let d = Dataset::load(&[source(path, format)], &data(500), &resolve, Some(&tiny()), 285, 11)?;
+    Ok(d.examples.into_iter().map(|e| (e.ids, e.labels)).collect())
+}
+
+#[test]
+fn every_file_of_the_same_rows_is_read_alike() {
+    let mut names: Vec<String> = std::fs::read_dir(fixture("tables"))
+        .unwrap()
+        .map(|f| f.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    let mut seen = 0;
+    for name in names {
+        let (rows, kind) = name.split_once('.').unwrap();
+        if kind.contains("parquet") && !cfg!(feature = "parquet") {
+            continue;
+        }
+        let formats = [Format::Messages, Format::Alpaca, Format::Text, Format::Tokens];
+        let format = formats.into_iter().find(|f| f.word() == rows).unwrap();
+        let want = read(&format!("{rows}.jsonl"), format).unwrap();
+        assert_eq!(read(&name, format).unwrap_or_else(|e| panic!("{name}: {e}")), want, "{name}");
+        seen += 1;
+    }
+    assert!(seen > 30, "{seen}");
+}
+
+#[test]
+fn patterns_and_folders_name_files() {
+    let files =
+        Files::new(&[("b.csv", "text\nb\n"), ("a.txt", "a\n\nc\n"), ("note.md", "x"), (".h.txt", "h")]);
+    std::fs::create_dir_all(files.0.path().join("deep/er")).unwrap();
+    std::fs::write(files.0.path().join("deep/er/d.jsonl"), "{\"text\": \"d\"}\n").unwrap();
+    let lines = |path: &str| {
+        let loaded = files.load(&[source(path, Format::Text)], &data(9));
+        loaded.map(|d| d.examples.iter().map(|e| tiny().decode(&e.ids).unwrap()).collect::<Vec<_>>().concat())
+    };
+    let end = "<|endoftext|>";
+    let of = |texts: &[&str]| texts.iter().map(|t| format!("{t}{end}")).collect::<String>();
+    assert_eq!(lines(".").unwrap(), of(&["a", "c", "b"]));
+    assert_eq!(lines("*.csv").unwrap(), of(&["b"]));
+    assert_eq!(lines("[ab].*").unwrap(), of(&["a", "c", "b"]));
+    assert_eq!(lines("**/*.jsonl").unwrap(), of(&["d"]));
+    assert_eq!(lines("deep/*/d.jsonl").unwrap(), of(&["d"]));
+    for (path, said) in
+        [("*.md", "note.md"), ("*.tsv", "*.tsv"), ("a[", "a["), ("note.md", "none of the files")]
+    {
+        let error = lines(path).expect_err(path);
+        assert!(error.to_string().contains(said), "{path}: {error}");
+    }
+}
+
+/// Each names the line and what is wrong there, and none takes the rows around it with it.
+#[test]
+fn broken_tables_say_where() {
+    let messages = "messages\n\"[{\"\"role\"\": \"\"user\"\"}\"\n";
+    for (name, bytes, said) in [
+        ("a.csv", &b"text,id\nHello,1\nthe\nworld,2\n"[..], "a.csv:3:1: the row has 1 cells"),
+        ("a.csv", b"text\nHello\n\xff\n", "a.csv:3:1: text: not UTF-8"),
+        ("a.csv", b"text,text\nHello,b\n", "a.csv:1:1: two columns are named"),
+        ("a.csv", b"te\xffxt\nHello\n", "a.csv:1:1: a name of a column is not UTF-8"),
+        ("a.csv", b"wrong\nHello\n", "no field \"text\"; there is wrong"),
+        ("a.tsv", b"a\ttext\nb\n", "a.tsv:2:1: the row has 1 cells"),
+        ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
+        ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz"),
+        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
+    ] {
+        let files = Files::new(&[]);
+        std::fs::write(files.0.path().join(name), bytes).unwrap();
+        let format = if name.starts_with('m') { Format::Messages } else { Format::Text };
+        let error = files.load(&[source(name, format)], &data(9)).expect_err(name);
+        assert!(error.to_string().contains(said), "{name}: {error}");
+        assert_eq!(error.exit_code(), crate::ExitCode::Data, "{name}: {error}");
+    }
+}
+
+/// A packed file that is cut is an error, not fewer rows.
+#[test]
+fn cut_files_are_told() {
+    for (name, format) in [
+        ("messages.jsonl.gz", Format::Messages),
+        ("messages.jsonl.zst", Format::Messages),
+        ("alpaca.pandas.csv.gz", Format::Alpaca),
+        ("text.snappy.parquet", Format::Text),
+    ] {
+        if name.ends_with("parquet") && !cfg!(feature = "parquet") {
+            continue;
+        }
+        let whole = std::fs::read(fixture("tables").join(name)).unwrap();
+        for len in [whole.len() / 2, whole.len() - 1] {
+            let files = Files::new(&[]);
+            std::fs::write(files.0.path().join(name), &whole[..len]).unwrap();
+            let error = files.load(&[source(name, format)], &data(500)).expect_err(name);
+            assert!(error.to_string().contains(name), "{name} of {len} bytes: {error}");
+        }
+    }
+}
+
+/// A row may have 32 MiB, whatever its file is.
+#[test]
+fn rows_of_tables_are_bounded() {
+    let files = Files::new(&[("a.csv", &format!("text\n{}\n", "a".repeat(40 << 20)))]);
+    let error = files.load(&[source("a.csv", Format::Text)], &data(9)).expect_err("too long");
+    assert!(error.to_string().contains("longer than 32 MiB"), "{error}");
+}
