@@ -27,6 +27,8 @@ const THREADS: u32 = 256;
 /// Columns of a tile: by tensor cores, and in f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
+/// Tiles side by side that a block takes backward with few rows: see grouped_half.cu.
+const WIDE: usize = 6;
 /// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
 const DEEP: usize = 4 * 32 * 2;
 /// Bytes of the expert of each table, its code book and its map, and 32 of the scales of each column.
@@ -159,6 +161,7 @@ fn products(
         .tensor(&s.starts)?
         .tensor(&s.tiles)?
         .tensor(&out)?;
+    let columns = columns * if s.few() && name.ends_with("few_backward") { WIDE } else { 1 };
     let grid = Grid::new(s.tiles.dim(0)?, THREADS).by(width.div_ceil(columns));
     let grid = grid.shared(shared_of_products(x.dtype(), s.side));
     // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the

@@ -55,6 +55,17 @@ struct Matrix {
   }
 };
 
+// The matrix with its map in shared memory, behind a barrier, for the look-ups of a warp are of any 32 entries. All THREADS threads
+// of a block call.
+template <int THREADS> DEVICE Matrix bring_map(const Matrix &m, float *shared) {
+  if (m.map != nullptr)
+#pragma unroll
+    for (int i = threadIdx.x; i < 256; i += THREADS) shared[i] = m.map[i];
+  Matrix own = m;
+  own.map = shared;
+  return own;
+}
+
 // The scales of the blocks of the chunk at `base` up to value `end`, one a lane.
 DEVICE float lane_scale(const Matrix &m, uint64_t base, uint64_t end, unsigned lane) {
   const uint64_t block = (base >> m.shift) + lane;
