@@ -4,6 +4,9 @@
 namespace plain {
 #include "../../src/kernel/grouped/grouped_plain.cu"
 }
+namespace single {
+#include "../../src/kernel/grouped/grouped_one.cu"
+}
 #include "../../src/kernel/grouped/grouped_dropout.cu"
 #include "check.h"
 #include <algorithm>
@@ -178,6 +181,20 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       }
     }
     check::close("y", y, want, bar), check::close("dx", dx, want_x, bar);
+    if (rows == 32) {
+      // by a warp a few values
+      const auto some = [](uint32_t c) { return (c + 31) / 32; };
+      if (most > 0) {
+        host::Buffer<T> other(n * ranks);
+        start("grouped_one_" + type, blocks(list.size(), some(ranks)), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
+              other.at());
+        low(other, xs, s.i, bank.ad, true, bank);
+      }
+      host::Buffer<T> other(n * s.o);
+      start("grouped_one_" + type, blocks(list.size(), some(s.o)), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
+            other.at());
+      check::close("y by warps", other, want, bar);
+    }
   }
 
   // gradients are added to what is there; the places between them stay
@@ -260,14 +277,14 @@ TEST(bytes) {
     bool nested = true;
   };
   const uint32_t d = 2048, f = 768; // of Qwen3-30B-A3B; Mixtral's are 4096 and 14336
-  for (const Case &c : {Case{"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
+  for (const Case &c : {Case{"one", 1, d, f}, {"one", 1, 4096, 256}, {"one", 1, 14336, 128}, {"one", 1, d, f, false}, {"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
                         {"forward", 128, d, f}, {"forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
                         {"few_backward", 8, f, d}, {"few_backward", 8, d, f, false}, {"few_backward", 8, f, d, false}, {"few_backward", 1, 4096, 1024},
                         {"few_backward", 1, 14336, 256}, {"backward", 128, d, f}, {"backward", 128, f, d}, {"backward", 128, 4096, 1024},
                         {"backward", 128, 14336, 256}}) {
     const std::string name = std::string("grouped_") + c.name + "_bf16";
-    const bool forward = name.find("forward") != std::string::npos;
-    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = 128 * (name.find("few_backward") == std::string::npos ? 1 : WIDE),
+    const bool one = name.find("one") != std::string::npos, forward = one || name.find("forward") != std::string::npos;
+    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * (name.find("few_backward") == std::string::npos ? 1 : WIDE),
                    columns = (out + side - 1) / side;
     Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, c.nested}, 7);
     bank.table[0].group = 256;
@@ -276,7 +293,7 @@ TEST(bytes) {
     host::Buffer<bf16> x(check::randn<bf16>(c.tokens * in, 1)), y(c.tokens * out);
     bf16 *const no = nullptr;
     host::forget();
-    start(name, blocks(1, columns), SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
+    start(name, blocks(1, columns), one ? 2 * in : SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
           0u, starts.at(), tiles.at(), y.at());
     const auto found = host::counts().find(name);
     if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched

@@ -120,7 +120,9 @@ mod tests {
             let shape = Shape { t: 1, h: 32, g: 4, c: 128 };
             let parts = Parts::of(shape, &how, DType::BF16);
             assert_eq!(parts.map(|p| (p.first, p.each, p.count)), want, "{keys} keys");
-            assert!(parts.is_none_or(|p| p.first + p.each * p.count >= keys && p.each * (p.count - 1) < keys));
+            assert!(
+                parts.is_none_or(|p| p.first + p.each * p.count >= keys && p.each * (p.count - 1) < keys)
+            );
             assert_eq!(Parts::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
             assert_eq!(Parts::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
         }

@@ -137,7 +137,8 @@ fn table() -> String {
 /// the table. A shuffle a value, 32 a cycle, gives 18 TB/s on 132 multiprocessors at 1.7 GHz: no bound.
 #[test]
 fn decoding_has_enough_on_the_way() {
-    let cards = [("A100", 2039.0, 108.0), ("A6000", 768.0, 84.0), ("L40S", 864.0, 142.0), ("H200", 4800.0, 132.0)];
+    let cards =
+        [("A100", 2039.0, 108.0), ("A6000", 768.0, 84.0), ("L40S", 864.0, 142.0), ("H200", 4800.0, 132.0)];
     let table = include_str!("../../../tests/cuda/kernels.txt");
     let mut kernels = 0;
     for line in table.lines().filter(|l| l.starts_with("dequantize_")) {
@@ -150,7 +151,11 @@ fn decoding_has_enough_on_the_way() {
         for ((card, bandwidth, processors), of) in cards.iter().zip(&words[3..]) {
             let blocks: f64 = of.split('/').nth(1).and_then(|b| b.parse().ok()).expect("registers/blocks");
             let (have, want) = (blocks * threads * 16.0, bandwidth / processors * 800.0 * 0.53 / 2.53);
-            assert!(have >= want, "{} on {card}: {have:.0} bytes on the way, {want:.0} arrive meanwhile", words[0]);
+            assert!(
+                have >= want,
+                "{} on {card}: {have:.0} bytes on the way, {want:.0} arrive meanwhile",
+                words[0]
+            );
         }
     }
     assert_eq!(kernels, 4, "of the table");
