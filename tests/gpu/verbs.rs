@@ -57,11 +57,14 @@ fn chat_and_bench_run_on_the_device() {
     }
     let w = World::new();
     let model = quickstart(&w);
-    let ask = |device: &str| {
-        let question = ["--prompt", "What colour is the sky?", "--max-tokens", "6", "--device", device];
-        w.ok(&[&["chat", &model, "--dtype", "f32"], &question[..]].concat()).out
-    };
-    assert_eq!(ask("cuda"), ask("cpu"));
+    // the second has so many keys that blocks share them out
+    for prompt in ["What colour is the sky?", &"What colour is the sky? ".repeat(30)] {
+        let ask = |device: &str| {
+            let question = ["--prompt", prompt, "--max-tokens", "6", "--device", device];
+            w.ok(&[&["chat", &model, "--dtype", "f32"], &question[..]].concat()).out
+        };
+        assert_eq!(ask("cuda"), ask("cpu"), "{prompt}");
+    }
     w.config("tiny", serde_json::json!({}));
     w.write("r.toml", super::world::recipe(super::world::LORA));
     let bench = w.ok(&["bench", "r.toml", "run.device=cuda", "--steps", "1", "--json"]);
@@ -143,6 +146,21 @@ fn every_verb_says_what_it_says_on_the_cpu() {
             });
             assert_eq!(there, here, "{what}");
             assert!(there.len() > 1, "{what}: it says nothing");
+            // 16-bit values have kernels of their own, for a single token too
+            let (there, here) = both(&|device| {
+                let ask = [
+                    "--prompt",
+                    "What is red?",
+                    "--max-tokens",
+                    "3",
+                    "--temperature",
+                    "0",
+                    "--dtype",
+                    "bf16",
+                ];
+                w.ok(&[&["chat", "lora/adapter", "--device", device], &ask[..]].concat()).out
+            });
+            assert_eq!(there, here, "{what} in bf16");
             if experts {
                 let (there, here) = both(&|device| {
                     let device = format!("run.device={device}");
