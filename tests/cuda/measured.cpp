@@ -163,6 +163,7 @@ TEST(bytes_of_nested_codes) {
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
     printf("%s: %.1f%% of what moves is needed\n", name.c_str(), 100 * needed / moved);
     if (!(needed >= least * moved)) check::wrong(name + ": " + std::to_string(needed / moved));
+    if (static_cast<double>(found->second.passes) > 1.02 * static_cast<double>(found->second.phases)) check::wrong(name + ": bank conflicts");
   };
   const double matrix = total / 2.0 + blocks + blocks / 64.0;
   host::forget();

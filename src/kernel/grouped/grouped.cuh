@@ -73,7 +73,7 @@ template <typename T> struct Factors {
 };
 
 DEVICE Matrix codes_of(const Expert &e) {
-  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0};
+  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0, 0};
 }
 
 // How deep product `at` of four is, with the expert of its table: 0 where there is none.

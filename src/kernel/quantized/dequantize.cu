@@ -35,8 +35,9 @@ DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint
                        uint64_t apart, const Low<Out> &low, Out *out) {
   constexpr int N = VECTOR<Out>;
   constexpr int STEPS = CHUNK / (WARP * N);
-  SHARED_ARRAY(float, map, 256);
-  const Matrix m = bring_map<BLOCK>(from, map);
+  static_assert(BLOCK == 256, "a thread an entry of the map");
+  SHARED_ARRAY(float, map, BLOCK * COPIES);
+  const Matrix m = bring_map(from, map);
   const unsigned lane = threadIdx.x % WARP;
   const uint32_t warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
   const uint32_t run = warp / chunks;

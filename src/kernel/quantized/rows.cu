@@ -11,14 +11,11 @@
 constexpr int WARPS = 4;
 
 template <typename Source, typename T, int TOKENS, int ROWS>
-DEVICE void rows(const Matrix &from, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
+DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
                                      T *y) {
   constexpr int N = VECTOR<T>; // a load of x is one range of a warp too
   constexpr int STEPS = CHUNK / (WARP * N);
   SHARED_ARRAY(float, partial, WARPS * ROWS * TOKENS);
-  SHARED_ARRAY(float, map, 256);
-  const Matrix m = bring_map<WARPS * WARP>(from, map);
-  __syncthreads();
   const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint64_t first = static_cast<uint64_t>(blockIdx.x) * ROWS;
   const float entry = m.entry(lane);
