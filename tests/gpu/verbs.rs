@@ -146,21 +146,6 @@ fn every_verb_says_what_it_says_on_the_cpu() {
             });
             assert_eq!(there, here, "{what}");
             assert!(there.len() > 1, "{what}: it says nothing");
-            // 16-bit values have kernels of their own, for a single token too
-            let (there, here) = both(&|device| {
-                let ask = [
-                    "--prompt",
-                    "What is red?",
-                    "--max-tokens",
-                    "3",
-                    "--temperature",
-                    "0",
-                    "--dtype",
-                    "bf16",
-                ];
-                w.ok(&[&["chat", "lora/adapter", "--device", device], &ask[..]].concat()).out
-            });
-            assert_eq!(there, here, "{what} in bf16");
             if experts {
                 let (there, here) = both(&|device| {
                     let device = format!("run.device={device}");
