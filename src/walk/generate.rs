@@ -98,9 +98,11 @@ impl<'a> Reader<'a> {
     }
 
     fn read_parts(&mut self, ids: &[u32]) -> crate::Result<Real> {
+        let mut left = ids.len();
         let mut logits = None;
         for part in ids.chunks(PART) {
-            logits = Some(self.pass(part)?);
+            left -= part.len();
+            logits = self.pass(part, left == 0)?;
         }
         let Some(logits) = logits else {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
@@ -116,8 +118,8 @@ impl<'a> Reader<'a> {
         Ok(logits)
     }
 
-    /// Takes tokens through the model: the logits after the last of them, [1, v].
-    fn pass(&mut self, ids: &[u32]) -> crate::Result<Tensor> {
+    /// Takes tokens through the model: the logits after the last of them, [1, v], where they are wanted.
+    fn pass(&mut self, ids: &[u32], logits: bool) -> crate::Result<Option<Tensor>> {
         let (n, past) = (ids.len(), self.seen.len());
         let Some((cos, sin)) = &self.tables else {
             return Err(candle_core::Error::Msg("no room for tokens".into()).into());
@@ -125,7 +127,12 @@ impl<'a> Reader<'a> {
         let seqs = Sequences::new(&[past + n], past, self.device)?;
         let (cos, sin) = (cos.narrow(0, past, n)?, sin.narrow(0, past, n)?);
         let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
-        let mut pass = Pass::begin(Outline::of(self.decoder).forward(), self.around)?;
+        let mut visits = Outline::of(self.decoder).forward();
+        if !logits {
+            // the head is the last
+            visits.pop();
+        }
+        let mut pass = Pass::begin(visits, self.around)?;
         pass.arrive()?;
         let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
         pass.leave()?;
@@ -135,10 +142,13 @@ impl<'a> Reader<'a> {
             pass.leave()?;
         }
         self.seen.extend(ids);
+        if !logits {
+            return Ok(None);
+        }
         pass.arrive()?;
         let logits = self.decoder.head.logits(&x.narrow(0, n - 1, 1)?.contiguous()?, &ctx)?;
         pass.leave()?;
-        Ok(logits)
+        Ok(Some(logits))
     }
 
     /// Reads a whole document and gives the logits after its last token. What it has in common with the

@@ -4,6 +4,9 @@
 namespace plain {
 #include "../../src/kernel/grouped/grouped_plain.cu"
 }
+namespace single {
+#include "../../src/kernel/grouped/grouped_one.cu"
+}
 #include "../../src/kernel/grouped/grouped_dropout.cu"
 #include "check.h"
 #include <algorithm>
@@ -127,6 +130,8 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     host::Buffer<uint2> tiles(list);
     const size_t side = HALF ? 128 : 64, shared = HALF ? SHARED(rows) : 0;
     const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
+    // backward with few rows a block takes some tiles side by side
+    const auto shared_columns = [&](uint32_t c) { return rows == 32 ? (columns(c) + WIDE - 1) / WIDE : columns(c); };
     const std::string few = rows == 32 ? "few_" : "";
     const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
     // of rows' ranks only
@@ -148,15 +153,15 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
             begins.at(), tiles.at(), u.at());
       low(u, xs, s.i, bank.ad, true, bank);
-      start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du.at());
       low(du, ds, s.o, bank.bd, false, bank);
-      start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du2.at());
     }
     start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(s.o)), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
           begins.at(), tiles.at(), y.at());
-    start("grouped_" + few + "backward_" + type, blocks(list.size(), columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
+    start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
           static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at());
     const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
     std::vector<double> want(n * s.o), want_x(n * s.i);
@@ -176,6 +181,20 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       }
     }
     check::close("y", y, want, bar), check::close("dx", dx, want_x, bar);
+    if (rows == 32) {
+      // by a warp a few values
+      const auto some = [](uint32_t c) { return (c + 31) / 32; };
+      if (most > 0) {
+        host::Buffer<T> other(n * ranks);
+        start("grouped_one_" + type, blocks(list.size(), some(ranks)), 2 * s.i, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u, begins.at(), tiles.at(),
+              other.at());
+        low(other, xs, s.i, bank.ad, true, bank);
+      }
+      host::Buffer<T> other(n * s.o);
+      start("grouped_one_" + type, blocks(list.size(), some(s.o)), 2 * s.i, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u, begins.at(), tiles.at(),
+            other.at());
+      check::close("y by warps", other, want, bar);
+    }
   }
 
   // gradients are added to what is there; the places between them stay
@@ -236,6 +255,10 @@ template <typename T> static void all(const std::string &type) {
       {{9, 2}, 50, 37, {3, 0}, 2, true},
       {{33, 7}, 72, 136, {0, 0}, 0, false, 1},
       {{70}, 32, 200, {40}, 1, true},
+      // more columns than a block takes, and more scales than it holds
+      {{9, 0, 3}, 1600, 200, {8, 0, 3}, 1, true},
+      {{20}, 896, 136, {16}, 1, true},
+      {{4}, 896, 64, {0}, 1, false},
   };
   unsigned seed = 1;
   for (const Sizes &s : sizes) grouped<T>(type, s, seed++);
@@ -246,35 +269,39 @@ TEST(products_in_bf16) { all<bf16>("bf16"); }
 TEST(products_in_f16) { all<f16>("f16"); }
 
 // Bytes of the sectors that a product touches, against the codes and scales with the tokens: forward each is read once, but for
-// tokens, which each tile of columns reads. Backward, a row of W gives a tile 64 bytes of codes and two scales of a sector of 32.
+// tokens, which each tile of columns reads, a few of the scales again for each of them.
 TEST(bytes) {
   struct Case {
     const char *name;
     uint32_t tokens, i, o;
-    double bar;
+    bool nested = true;
   };
-  const uint32_t d = 2048, f = 768;
-  for (const Case &c : {Case{"few_forward", 1, d, f, 1.1}, {"few_forward", 1, f, d, 1.1}, {"few_forward", 8, d, f, 1.1}, {"few_forward", 8, f, d, 1.1},
-                        {"forward", 128, d, f, 1.1}, {"few_backward", 8, d, f, 1.5}, {"few_backward", 8, f, d, 1.5}}) {
+  const uint32_t d = 2048, f = 768; // of Qwen3-30B-A3B; Mixtral's are 4096 and 14336
+  for (const Case &c : {Case{"one", 1, d, f}, {"one", 1, 4096, 256}, {"one", 1, 14336, 128}, {"one", 1, d, f, false}, {"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
+                        {"forward", 128, d, f}, {"forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
+                        {"few_backward", 8, f, d}, {"few_backward", 8, d, f, false}, {"few_backward", 8, f, d, false}, {"few_backward", 1, 4096, 1024},
+                        {"few_backward", 1, 14336, 256}, {"backward", 128, d, f}, {"backward", 128, f, d}, {"backward", 128, 4096, 1024},
+                        {"backward", 128, 14336, 256}}) {
     const std::string name = std::string("grouped_") + c.name + "_bf16";
-    const bool forward = name.find("forward") != std::string::npos;
-    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, columns = (out + 127) / 128;
-    Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, true}, 7);
+    const bool one = name.find("one") != std::string::npos, forward = one || name.find("forward") != std::string::npos;
+    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * (name.find("few_backward") == std::string::npos ? 1 : WIDE),
+                   columns = (out + side - 1) / side;
+    Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, c.nested}, 7);
     bank.table[0].group = 256;
     host::Buffer<uint32_t> starts(std::vector<uint32_t>{0, c.tokens});
     host::Buffer<uint2> tiles(std::vector<uint2>{make_uint2(0, 0)});
     host::Buffer<bf16> x(check::randn<bf16>(c.tokens * in, 1)), y(c.tokens * out);
     bf16 *const no = nullptr;
     host::forget();
-    start(name, blocks(1, columns), SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
+    start(name, blocks(1, columns), one ? 2 * in : SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
           0u, starts.at(), tiles.at(), y.at());
     const auto found = host::counts().find(name);
     if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched
-    const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (1 + 4.0 / 256), tokens = 2.0 * c.tokens * (in * columns + out);
+    const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (c.nested ? 1 + 4.0 / 256 : 4), tokens = 2.0 * c.tokens * (in * columns + out);
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
     printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens, moved / codes,
            moved / (codes + tokens));
-    if (!(moved <= c.bar * (codes + tokens))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
+    if (!(moved <= 1.1 * (codes + tokens))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
   }
 }
 

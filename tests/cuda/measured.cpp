@@ -145,6 +145,38 @@ TEST(measured_sums) {
   if (sum[0] != 512.0) check::wrong("a sum");
 }
 
+// Decoding double-quantized codes: bytes that it must read and write in relation to those of the sectors that it touches, which is
+// what is left of a copy's bandwidth.
+TEST(bytes_of_nested_codes) {
+  const uint64_t rows = 512, cols = 1024, total = rows * cols, blocks = total / 64;
+  std::mt19937 random(1);
+  std::vector<uint8_t> some(total / 2), numbers(blocks);
+  for (uint8_t &x : some) x = static_cast<uint8_t>(random());
+  for (uint8_t &x : numbers) x = static_cast<uint8_t>(random());
+  host::Buffer<uint8_t> codes(some), scale_codes(numbers);
+  host::Buffer<float> pairs(check::randn<float>(512, 1)), absmax(check::randn<float>(blocks / 256, 2)), map(check::randn<float>(256, 3));
+  host::Buffer<bf16> out(total), x(check::randn<bf16>(8 * cols, 4)), y(8 * rows);
+  const bf16 *none = nullptr;
+  const auto share = [&](const std::string &name, double needed, double least) {
+    const auto found = host::counts().find(name);
+    if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched
+    const double moved = 32.0 * static_cast<double>(found->second.sectors);
+    printf("%s: %.1f%% of what moves is needed\n", name.c_str(), 100 * needed / moved);
+    if (!(needed >= least * moved)) check::wrong(name + ": " + std::to_string(needed / moved));
+    if (static_cast<double>(found->second.passes) > 1.02 * static_cast<double>(found->second.phases)) check::wrong(name + ": bank conflicts");
+  };
+  const double matrix = total / 2.0 + blocks + blocks / 64.0;
+  host::forget();
+  call("dequantize_f32_bf16", grid(rows / 8), 256, codes.at(), pairs.at(), absmax.at(), scale_codes.at(), map.at(), 256u, 0.25f, 6u, total, uint64_t(0), total, total,
+       1u, uint32_t(rows), total, none, 0u, 0u, uint64_t(0), uint64_t(0), out.at());
+  share("dequantize_f32_bf16", matrix + 2.0 * total, 0.85);
+  for (uint64_t i = 0; i < total; i++) {
+    const uint64_t block = i / 64;
+    const float w = pairs[2 * (i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4) + 1] * (map[scale_codes[block]] * absmax[block / 256] + 0.25f);
+    if (Number<bf16>::widen(out[i]) != rounded<bf16>(w)) check::wrong("value " + std::to_string(i));
+  }
+}
+
 // Codes of 64 by 1024 values in blocks of 64.
 TEST(measured_codes) {
   const uint64_t rows = 64, cols = 1024, total = rows * cols;

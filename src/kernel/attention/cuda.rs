@@ -1,8 +1,9 @@
-//! CUDA's attention: one launch forward and two backward, whatever the documents.
+//! CUDA's attention: one launch forward and two backward, whatever the documents; two forward for one query of many keys.
 //!
 //! Tensor cores take 16-bit values and the head sizes that they have kernels for; everything else is a plain kernel's
 //! (attention_plain.cu), with the same arguments. The log-sum-exp is [h, t] here, in which a tile's is one stretch.
 
+use super::split::{self, Parts};
 use super::tiles::{ROWS, Tiles};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
@@ -11,7 +12,7 @@ use crate::kernel::padded::{Padded, stride};
 use candle_core::{DType, Result};
 
 /// Threads of a block, as in attention.cuh.
-const THREADS: u32 = 128;
+pub const THREADS: u32 = 128;
 /// Head sizes with kernels for tensor cores.
 const SIZES: [usize; 4] = [64, 96, 128, 256];
 /// Channels up to which heads fit; more than that take two blocks where dk and dv are summed.
@@ -60,6 +61,9 @@ impl Kernels {
 /// Shared memory that a kernel of this name is launched with; of the plain ones with 128 channels.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
+    if let Some(bytes) = split::shared_memory(kernel) {
+        return bytes;
+    }
     let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
     let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
     let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some());
@@ -114,8 +118,13 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     }
     let tiles = tiles(&[q, k, v], shape, how)?;
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
-    let kernels = Kernels::of(q.dtype(), shape.c, is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?);
+    let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
+    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
+        split::forward([&q, &k, &v], shape, how, parts, &o, &lse)?;
+        return Ok(Saved { o: Padded::within(o, rows)?, lse });
+    }
     let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
     let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
@@ -225,6 +234,10 @@ mod tests {
     fn every_kernel_is_compiled() {
         use crate::kernel::cuda::module;
         for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for role in ["split", "join"] {
+                let name = format!("attention_{role}_{}", dtype.as_str());
+                assert!(module::ATTENTION_SPLIT.ptx.contains(&format!(".entry {name}(")), "{name}");
+            }
             for c in SIZES.into_iter().chain([80]) {
                 let k = Kernels::of(dtype, c, true);
                 for role in ["forward", "backward_q", "backward_kv"] {

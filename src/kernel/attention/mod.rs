@@ -12,6 +12,7 @@
 
 mod cpu;
 mod cuda;
+mod split;
 mod tiles;
 
 pub use self::cpu::BLOCK;

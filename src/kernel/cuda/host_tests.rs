@@ -205,12 +205,6 @@ fn kernels_stay_within_bounds_on_the_host() {
     each_program(Watched::Bounds);
 }
 
-/// Kernels in which less is asked for than the rule wants, and of what: each is small and read again from the cache.
-const NARROW: &[(&str, &str)] = &[
-    ("grouped_forward_f32", "codes one by one: f32 is for tests"),
-    ("grouped_backward_f32", "codes one by one: f32 is for tests"),
-];
-
 /// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
@@ -219,11 +213,7 @@ fn kernels_have_no_races_on_the_host() {
     for k in &kernels {
         let numbers: Vec<f64> = k.split_whitespace().skip(1).map(|n| n.parse().expect("a number")).collect();
         let [sectors, passes] = numbers[..] else { panic!("{k}") };
-        let narrow = NARROW.iter().any(|(name, _)| k.starts_with(name));
-        assert!(
-            sectors >= if narrow { 50.0 } else { 90.0 },
-            "{k}: less than 90% of the sectors that it touches was asked for"
-        );
+        assert!(sectors >= 90.0, "{k}: less than 90% of the sectors that it touches was asked for");
         assert!(passes <= 1.05, "{k}: bank conflicts");
     }
     let made = "# kernel, bytes asked for in % of the 32-byte sectors touched, passes of shared memory in relation to its width\n\

@@ -39,6 +39,22 @@ DEVICE float rounded_to(uint32_t source, float x) {
   return source == 0 ? x : source == 1 ? rounded<bf16>(x) : rounded<f16>(x);
 }
 
+// What is read again and again, in shared memory: an expert with the code book and the map of scales of its matrix.
+struct Constants {
+  Expert expert;
+  float book[16], map[THREADS];
+};
+static_assert(THREADS == 256, "a thread an entry of the map");
+
+// Loads an expert and its constants, behind a barrier; `codes` says whether the book and the map are wanted.
+DEVICE void load_constants(Constants &to, const Expert *from, bool codes) {
+  constexpr int WORDS = sizeof(Expert) / 8;
+  if (threadIdx.x < WORDS) store_8(reinterpret_cast<uint2 *>(&to.expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from) + threadIdx.x));
+  if (!codes || from->weight != nullptr) return;
+  if (threadIdx.x < 16) to.book[threadIdx.x] = from->pairs[2 * threadIdx.x + 1];
+  if (from->map != nullptr) to.map[threadIdx.x] = from->map[threadIdx.x];
+}
+
 // What a launch of products multiplies.
 template <typename T> struct Products {
   const Expert *experts, *more; // the second may be null
@@ -57,7 +73,7 @@ template <typename T> struct Factors {
 };
 
 DEVICE Matrix codes_of(const Expert &e) {
-  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0};
+  return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0, 0};
 }
 
 // How deep product `at` of four is, with the expert of its table: 0 where there is none.

@@ -7,25 +7,11 @@
 constexpr int COLS = 128, DEPTH = 32, STAGES = 4;
 constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
 
-// Behind the stages lies what is read again and again: the expert, of both tables, with the code book and the map of scales of
-// its matrix; and of each warp the scales of the ROW_BLOCK rows of W whose codes it loads, WINDOW bytes of a row at a time, as
-// they lie.
-constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP);
-struct Constants {
-  Expert expert;
-  float book[16], map[THREADS];
-};
-static_assert(THREADS == 256, "a thread an entry of the map");
-
-// Loads an expert and its constants, behind a barrier; `codes` says whether the book and the map are wanted.
-DEVICE void load_constants(Constants &to, const Expert *from, bool codes) {
-  constexpr int WORDS = sizeof(Expert) / 8;
-  if (threadIdx.x < WORDS) store_8(reinterpret_cast<uint2 *>(&to.expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from) + threadIdx.x));
-  if (!codes || from->weight != nullptr) return;
-  if (threadIdx.x < 16) to.book[threadIdx.x] = from->pairs[2 * threadIdx.x + 1];
-  if (from->map != nullptr) to.map[threadIdx.x] = from->map[threadIdx.x];
-}
-
+// Behind the stages lies what is read again and again: the constants of both tables, and a window of scales. Forward, that is of each warp the scales of the ROW_BLOCK rows of W whose codes it loads,
+// WINDOW bytes of a row at a time, as they lie. Backward a row of W gives a tile two scales, of a sector of 32: so with few rows
+// a block takes WIDE tiles side by side, one after the other at each depth, and with many the sums themselves are most of what is
+// read; scales are loaded with the first of these tiles, and the window has the GROUPS absmax that come next.
+constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, GROUPS = WINDOW * COLS / 4;
 // Stores 8 values that are read one by one.
 template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
   uint64_t low = 0, high = 0;
@@ -44,35 +30,42 @@ template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   else return place<COLS>(row, piece);
 }
 
-// Codes that a thread has loaded; their scale is factor * absmax + offset, or the factor itself.
+// Codes that a thread has loaded; forward with their scale, which is factor * absmax + offset, or the factor itself.
 struct Codes {
   uint4 words;
   float factor, absmax;
 };
 
-// Brings the stages of a tile, one after the other: those of all products that are summed. Codes come AHEAD loads before they
-// are dequantized: with few rows a product is as fast as its codes come, and that many bytes have to be on the way.
-template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
+// Brings the stages of a tile, one after the other: those of all products that are summed, and at each depth those of all tiles
+// side by side. Codes come AHEAD loads before they are dequantized: with few rows a product is as fast as its codes come, and
+// that many bytes have to be on the way.
+template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct Loader {
   const Products<T> &p;
   const Rows tile;
   const uint32_t outer, col0;
+  const uint32_t beside; // tiles side by side, of BESIDE
   unsigned char *const left, *const right; // [STAGES] each
   const Constants *const constants;        // of both tables
-  unsigned char *const window;             // this warp's scales
+  unsigned char *const window;             // scales: forward this warp's
   Factors<T> f;
-  int at, stage;
-  uint32_t k0; // of the product
-  bool whole_left, whole_right;
+  int at, stage, left_stage;
+  uint32_t k0, column; // of the product: the depth, and which of the tiles side by side
+  bool whole_left, whole_right, shared_scales;
   Codes codes[AHEAD];
+  uint32_t next_k, next_column; // of the codes that are loaded next
   bool pending; // whether the first of them are to be dequantized
-  uint32_t held_group; // the last group of scales of this thread, which stays long where it has one row, and its factor
-  float absmax;
+  // forward the last group of scales of this thread, which stays long where it has one row, and its factor; backward the first
+  // group of the window, and what this thread shares with the others of its row: scales at k0, and what is loaded of the next
+  uint32_t held_group;
+  float held[2];
+  uint32_t raw[2];
 
-  DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, unsigned char *shared)
-      : p(p), tile(tile), outer(outer), col0(col0), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
+  DEVICE Loader(const Products<T> &p, Rows tile, uint32_t outer, uint32_t col0, uint32_t beside, unsigned char *shared)
+      : p(p), tile(tile), outer(outer), col0(col0), beside(BESIDE == 1 ? 1 : beside), left(shared), right(shared + STAGES * ROWS * DEPTH * 2),
         constants(reinterpret_cast<const Constants *>(right + STAGES * STAGE_RIGHT)),
-        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants) + threadIdx.x / WARP * ROW_BLOCK * WINDOW), at(-1), stage(0),
-        k0(0), codes(), pending(false), held_group(NONE), absmax(0) {
+        window(right + STAGES * STAGE_RIGHT + 2 * sizeof(Constants) + (TRANSPOSED ? threadIdx.x / WARP * ROW_BLOCK * WINDOW : 0)),
+        at(-1), stage(0), left_stage(0), k0(0), column(0), codes(), next_k(0), next_column(0), pending(false), held_group(NONE), held(),
+        raw() {
     next();
   }
 
@@ -83,7 +76,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
     uint32_t all = 0;
 #pragma unroll 1
     for (int i = 0; i < 4; i++) all += (depth_of(p, expert(i), i) + DEPTH - 1) / DEPTH;
-    return all;
+    return all * beside;
   }
 
   // To the next product that there is.
@@ -98,6 +91,10 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
     if (f.right != nullptr) whole_right = run % 8 == 0 && is_aligned(f.right);
     else {
       whole_right = run % 32 == 0 && is_aligned(f.expert->packed);
+      if constexpr (!TRANSPOSED) {
+        const Expert &e = *f.expert;
+        shared_scales = e.shift >= 6 && outer % 64 == 0 && (e.scale_codes == nullptr || (DEPTH * outer >> e.shift) / e.group + 9 < GROUPS);
+      }
     }
   }
 
@@ -106,7 +103,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
   // Begins to bring the next stage.
   DEVICE void begin() {
     if (done()) return;
-    bring_left();
+    if (BESIDE == 1 || column == 0) bring_left();
     if (f.right != nullptr) bring_values();
     else if (whole_right) fetch_codes();
     else bring_slowly();
@@ -116,12 +113,17 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
   DEVICE void end() {
     if (done()) return;
     if (pending) dequantize();
-    k0 += DEPTH, stage = (stage + 1) % STAGES;
+    stage = (stage + 1) % STAGES;
+    if constexpr (BESIDE > 1) {
+      if (++column < beside) return;
+      column = 0, left_stage = (left_stage + 1) % STAGES;
+    }
+    k0 += DEPTH;
     if (k0 >= f.depth) next();
   }
 
   DEVICE void bring_left() {
-    unsigned char *to = left + stage * ROWS * DEPTH * 2;
+    unsigned char *to = left + (BESIDE == 1 ? stage : left_stage) * ROWS * DEPTH * 2;
 #pragma unroll
     for (int i = threadIdx.x; i < ROWS * 4; i += THREADS) {
       const uint32_t row = i / 4, piece = i % 4, k = k0 + piece * 8;
@@ -139,7 +141,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
   DEVICE uint64_t piece_of(int i, uint32_t &row, uint32_t &piece, uint32_t &deep, uint32_t &col) const {
     constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8;
     row = i / PIECES, piece = i % PIECES;
-    deep = k0 + (TRANSPOSED ? piece * 8 : row), col = col0 + (TRANSPOSED ? row : piece * 8);
+    deep = k0 + (TRANSPOSED ? piece * 8 : row), col = col0 + column * COLS + (TRANSPOSED ? row : piece * 8);
     return TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
   }
 
@@ -174,44 +176,137 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
     constexpr uint32_t STEP = TRANSPOSED ? 2 * DEPTH : DEPTH;
     if (k0 % STEP != 0) return;
     pending = true;
-    if (k0 == 0) {
+    if (k0 == 0 && column == 0) {
+      next_k = 0, next_column = 0;
+      if constexpr (!TRANSPOSED) held_group = NONE, load_scales(0);
 #pragma unroll
-      for (int a = 0; a + 1 < AHEAD; a++) codes[a + 1] = fetch(a * STEP);
+      for (int a = 0; a + 1 < AHEAD; a++) codes[a + 1] = fetch_next(a, STEP);
     }
 #pragma unroll
     for (int a = 0; a + 1 < AHEAD; a++) codes[a] = codes[a + 1];
-    codes[AHEAD - 1] = fetch(k0 + (AHEAD - 1) * STEP);
+    codes[AHEAD - 1] = fetch_next(AHEAD - 1, STEP);
+  }
+
+  // The codes that are `ahead` loads before those that are dequantized now.
+  DEVICE Codes fetch_next(uint32_t ahead, uint32_t step) {
+    if constexpr (BESIDE == 1) return fetch(k0 + ahead * step, col0);
+    const Codes c = fetch(next_k, col0 + next_column * COLS);
+    if (++next_column == beside) next_column = 0, next_k += step;
+    return c;
   }
 
   // Codes of this thread from `k` on: transposed 32 of two stages (threads 2j and 2j + 1 have row j); else 16 of row j for
-  // threads 8j to 8j + 7.
-  DEVICE Codes fetch(uint32_t k) {
+  // threads 8j to 8j + 7, of the tile that begins at column `col`.
+  DEVICE Codes fetch(uint32_t k, uint32_t col) {
     const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
-    const uint32_t deep = k + (TRANSPOSED ? part * DEPTH : row), col = col0 + (TRANSPOSED ? row : part * 16);
+    const uint32_t deep = k + (TRANSPOSED ? part * DEPTH : row);
+    col += TRANSPOSED ? row : part * 16;
     const uint64_t from = TRANSPOSED ? static_cast<uint64_t>(col) * f.depth + deep : static_cast<uint64_t>(deep) * outer + col;
     const Matrix m = codes_of(*f.expert);
     Codes c = {make_uint4(0, 0, 0, 0), 0.0f, 0.0f};
+    if constexpr (!TRANSPOSED) {
+      if (deep >= f.depth || col >= outer) return c;
+      const uint2 w = load_8(m.packed + from / 2);
+      c.words.x = w.x, c.words.y = w.y;
+      return c;
+    }
     // rows of whole blocks: a warp brings the scales of its rows some blocks at a time
     const bool nested = m.scale_codes != nullptr;
     const uint32_t span = (nested ? WINDOW : WINDOW / 4) << m.shift, blocks = f.depth >> m.shift;
-    const bool windows = TRANSPOSED && blocks << m.shift == f.depth;
+    const bool windows = blocks << m.shift == f.depth;
     if (windows && k < f.depth && k % span == 0) bring_scales(m, k, blocks);
     if (deep >= f.depth || col >= outer) return c;
-    if constexpr (TRANSPOSED) c.words = load_16(m.packed + from / 2);
-    else {
-      const uint2 w = load_8(m.packed + from / 2);
-      c.words.x = w.x, c.words.y = w.y;
-    }
+    c.words = load_16(m.packed + from / 2);
     const uint32_t block = static_cast<uint32_t>(from >> m.shift), line = row % ROW_BLOCK, in = deep % span >> m.shift;
     if (nested) {
       c.factor = constants[at / 2].map[windows ? window[spot(line, in / 4) + in % 4] : m.scale_codes[block]];
       const uint32_t group = block / m.group;
-      if (group != held_group) held_group = group, absmax = m.scales[group];
-      c.absmax = absmax;
+      if (group != held_group) held_group = group, held[0] = m.scales[group];
+      c.absmax = held[0];
     } else {
       c.factor = windows ? *reinterpret_cast<const float *>(window + spot(line, in)) : m.scales[block];
     }
     return c;
+  }
+
+  // The scale of 16 codes of this thread that are dequantized now.
+  DEVICE float scale() {
+    const Matrix m = codes_of(*f.expert);
+    // rounded after the product and after the sum: see codes.cuh
+    if constexpr (TRANSPOSED) {
+      return m.scale_codes == nullptr ? codes[0].factor : __fadd_rn(__fmul_rn(codes[0].factor, codes[0].absmax), m.offset);
+    } else {
+      const uint32_t deep = k0 + threadIdx.x / 8, part = threadIdx.x % 8, col = col0 + column * COLS + part * 16;
+      if (!shared_scales)
+        return deep < f.depth && col < outer ? m.scale((static_cast<uint64_t>(deep) * outer + col) >> m.shift) : 0.0f;
+      if (column == 0) {
+        if (m.scale_codes != nullptr) bring_absmax(m);
+        share(m);
+        load_scales(k0 + DEPTH);
+      }
+      const int from = static_cast<int>(threadIdx.x % WARP / 8 * 8 + column);
+      const float low = __shfl_sync(ALL, held[0], from), high = __shfl_sync(ALL, held[1], from);
+      return part < 4 ? low : high;
+    }
+  }
+
+  // The block whose scale this thread gives to the others of its row at depth `k`, of 64 columns: thread j of the row has those of
+  // tile j of those side by side.
+  DEVICE bool shared_block(const Matrix &m, uint32_t k, uint32_t i, uint32_t &block) const {
+    static_assert(BESIDE <= 8 && COLS == 128, "two scales a thread");
+    const uint32_t deep = k + threadIdx.x / 8, part = threadIdx.x % 8, col = col0 + part * COLS + i * 64;
+    block = static_cast<uint32_t>((static_cast<uint64_t>(deep) * outer + col) >> m.shift);
+    return deep < f.depth && col < outer && part < beside;
+  }
+
+  // Begins to load these scales: both at once where they lie so.
+  DEVICE void load_scales(uint32_t k) {
+    const Matrix m = codes_of(*f.expert);
+    raw[0] = 0, raw[1] = 0;
+    if (!shared_scales) return;
+    uint32_t block, second;
+    const bool some = shared_block(m, k, 0, block), more = shared_block(m, k, 1, second);
+    const unsigned char *const from = m.scale_codes != nullptr ? m.scale_codes + block : reinterpret_cast<const unsigned char *>(m.scales + block);
+    if (m.shift == 6 && outer % COLS == 0 && reinterpret_cast<uintptr_t>(from) % (m.scale_codes != nullptr ? 2 : 8) == 0) {
+      if (!some) return;
+      if (m.scale_codes != nullptr) {
+        const uint32_t two = *reinterpret_cast<const unsigned short *>(from);
+        raw[0] = two & 255, raw[1] = two >> 8;
+      } else {
+        const uint2 two = load_8(from);
+        raw[0] = two.x, raw[1] = two.y;
+      }
+    } else {
+      if (some) raw[0] = m.scale_codes != nullptr ? m.scale_codes[block] : __float_as_uint(m.scales[block]);
+      if (more) raw[1] = m.scale_codes != nullptr ? m.scale_codes[second] : __float_as_uint(m.scales[second]);
+    }
+  }
+
+  // Those at k0, of what was loaded.
+  DEVICE void share(const Matrix &m) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+      uint32_t block;
+      held[i] = __uint_as_float(raw[i]);
+      if (m.scale_codes == nullptr || !shared_block(m, k0, i, block)) continue;
+      const float absmax = reinterpret_cast<const float *>(window)[block / m.group - held_group];
+      held[i] = __fadd_rn(__fmul_rn(constants[at / 2].map[raw[i]], absmax), m.offset);
+    }
+  }
+
+  // Brings absmax for the rows at k0, and as many as the window has from there on, if they are not there.
+  DEVICE void bring_absmax(const Matrix &m) {
+    const uint32_t end = k0 + DEPTH < f.depth ? k0 + DEPTH : f.depth;
+    const auto group = [&](uint64_t value) { return static_cast<uint32_t>(value >> m.shift) / m.group; };
+    const uint32_t last = group(static_cast<uint64_t>(end) * outer - 1);
+    if (held_group != NONE && last - held_group < GROUPS) return;
+    held_group = group(static_cast<uint64_t>(k0) * outer) / 8 * 8;
+    const uint32_t all = group(static_cast<uint64_t>(f.depth) * outer - 1) + 1;
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < GROUPS && held_group + i < all; i += THREADS)
+      store_4(window + 4 * i, __float_as_uint(m.scales[held_group + i]));
+    __syncthreads();
   }
 
   // Where a word of a line of the window lies: one word of 16 lines in 16 banks.
@@ -255,8 +350,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
     const float entry = constants[at / 2].book[threadIdx.x % 16];
     const uint32_t source = f.expert->source;
     const uint4 words = codes[0].words;
-    // rounded after the product and after the sum: see codes.cuh
-    const float scale = f.expert->scale_codes == nullptr ? codes[0].factor : __fadd_rn(__fmul_rn(codes[0].factor, codes[0].absmax), f.expert->offset);
+    const float scale = this->scale();
     const int row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
     // neighbours store their pieces in another order, so that they are in other banks
     if constexpr (TRANSPOSED) {
@@ -280,15 +374,16 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD> struct Loader {
   }
 };
 
-// ROWS rows by 128 columns; warps stand DOWN below each other.
-template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD>
+// ROWS rows by 128 columns, and BESIDE of these tiles side by side; warps stand DOWN below each other.
+template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD, int BESIDE>
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // of a warp
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
   if (tile.expert == NONE) return;
-  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * COLS;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * BESIDE * COLS;
   if (col0 >= outer) return;
+  const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
   load_constants(held[0], p.experts + tile.expert, !p.low);
   if (p.more != nullptr) load_constants(held[1], p.more + tile.expert, !p.low);
@@ -298,10 +393,11 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp, in the tile
   const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
 
-  Loader<T, TRANSPOSED, ROWS, AHEAD> loader(p, tile, outer, col0, shared);
+  Loader<T, TRANSPOSED, ROWS, AHEAD, BESIDE> loader(p, tile, outer, col0, beside, shared);
   const unsigned char *const left_tiles = loader.left, *const right_tiles = loader.right;
-  float acc[H / 16][W / 8][4] = {};
+  float acc[BESIDE][H / 16][W / 8][4] = {};
   const int stages = static_cast<int>(loader.stages());
+  uint32_t left_stage = 0, column = 0;
 #pragma unroll 1
   for (int step = -2; step < stages; step++) {
     if (step >= 0) {
@@ -311,28 +407,34 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
     loader.begin();
     cp_async_commit();
     if (step >= 0) {
-      const int s = step % STAGES;
-      const unsigned char *const a = left_tiles + s * ROWS * DEPTH * 2, *const b = right_tiles + s * STAGE_RIGHT;
+      const unsigned char *const a = left_tiles + (BESIDE == 1 ? step % STAGES : static_cast<int>(left_stage)) * ROWS * DEPTH * 2, *const b = right_tiles + step % STAGES * STAGE_RIGHT;
+      // sums are in registers, whose numbers are known here only
 #pragma unroll
-      for (int k = 0; k < DEPTH; k += 16) {
-        uint32_t fa[H / 16][4];
+      for (uint32_t c = 0; c < BESIDE; c++)
+        if (BESIDE == 1 || column == c) {
+          const int cols = some_cols - static_cast<int>(c) * COLS;
 #pragma unroll
-        for (int m = 0; m < H; m += 16) left<DEPTH>(fa[m / 16], a, row + m, k, lane);
+          for (int k = 0; k < DEPTH; k += 16) {
+            uint32_t fa[H / 16][4];
 #pragma unroll
-        for (int n = 0; n < W; n += 16) {
-          if (n < some_cols) {
-            uint32_t fb[4];
-            if constexpr (TRANSPOSED) right_transposed<DEPTH>(fb, b, col + n, k, lane);
-            else right<COLS>(fb, b, k, col + n, lane);
+            for (int m = 0; m < H; m += 16) left<DEPTH>(fa[m / 16], a, row + m, k, lane);
 #pragma unroll
-            for (int m = 0; m < H; m += 16)
-              if (m < some_rows) {
-                mma<T>(acc[m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
-                mma<T>(acc[m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
+            for (int n = 0; n < W; n += 16) {
+              if (n < cols) {
+                uint32_t fb[4];
+                if constexpr (TRANSPOSED) right_transposed<DEPTH>(fb, b, col + n, k, lane);
+                else right<COLS>(fb, b, k, col + n, lane);
+#pragma unroll
+                for (int m = 0; m < H; m += 16)
+                  if (m < some_rows) {
+                    mma<T>(acc[c][m / 16][n / 8], fa[m / 16], fb[0], fb[1]);
+                    mma<T>(acc[c][m / 16][n / 8 + 1], fa[m / 16], fb[2], fb[3]);
+                  }
               }
+            }
           }
         }
-      }
+      if (BESIDE > 1 && ++column == beside) column = 0, left_stage = (left_stage + 1) % STAGES;
     }
     loader.end();
   }
@@ -342,26 +444,31 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   __syncthreads();
   unsigned char *const own = shared + warp * H * W * 2;
   const float scale = p.low ? e.scale : 1.0f;
-#pragma unroll
-  for (int m = 0; m < H; m += 16)
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int n = 0; n < W / 8; n++)
-        store_4(own + place<W>(m + r * 8 + lane / 4, n) + lane % 4 * 4,
-                pack<T>(acc[m / 16][n][2 * r] * scale, acc[m / 16][n][2 * r + 1] * scale));
-  __syncwarp();
   const bool whole = stride % 8 == 0 && is_aligned(out);
 #pragma unroll
-  for (int i = lane; i < H * W / 8; i += WARP) {
-    const int r = i / (W / 8), piece = i % (W / 8), left_over = some_cols - piece * 8;
-    if (r >= some_rows || left_over <= 0) continue;
-    T *const to = out + static_cast<uint64_t>(tile.first + row + r) * stride + col0 + col + piece * 8;
-    const unsigned char *const from = own + place<W>(r, piece);
-    if (whole && left_over >= 8) store_16(to, load_16(from));
-    else
+  for (uint32_t c = 0; c < BESIDE; c++) {
+    if (c >= beside) break;
+    if (c > 0) __syncwarp();
+#pragma unroll
+    for (int m = 0; m < H; m += 16)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int n = 0; n < W / 8; n++)
+          store_4(own + place<W>(m + r * 8 + lane / 4, n) + lane % 4 * 4,
+                  pack<T>(acc[c][m / 16][n][2 * r] * scale, acc[c][m / 16][n][2 * r + 1] * scale));
+    __syncwarp();
+#pragma unroll
+    for (int i = lane; i < H * W / 8; i += WARP) {
+      const int r = i / (W / 8), piece = i % (W / 8), at = static_cast<int>(c) * COLS + piece * 8, left_over = some_cols - at;
+      if (r >= some_rows || left_over <= 0) continue;
+      T *const to = out + static_cast<uint64_t>(tile.first + row + r) * stride + col0 + col + at;
+      const unsigned char *const from = own + place<W>(r, piece);
+      if (whole && left_over >= 8) store_16(to, load_16(from));
+      else
 #pragma unroll 1
-      for (int j = 0; j < 8 && j < left_over; j++) to[j] = reinterpret_cast<const T *>(from)[j];
+        for (int j = 0; j < 8 && j < left_over; j++) to[j] = reinterpret_cast<const T *>(from)[j];
+    }
   }
 }
 
@@ -453,15 +560,15 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
       }
 }
 
-#define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD)                                                                       \
-  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(2, THREADS), PRODUCTS(T)) {                                                \
-    products<T, TRANSPOSED, ROWS, DOWN, AHEAD>(PRODUCTS_OF, starts, tiles, out);                                              \
+#define PRODUCT(NAME, T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE)                                                        \
+  KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                                                \
+    products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
   }
 #define GROUPED(T)                                                                                                     \
-  PRODUCT(forward, T, true, 128, 4, 1)                                                                                 \
-  PRODUCT(backward, T, false, 128, 4, 1)                                                                               \
-  PRODUCT(few_forward, T, true, 32, 2, 3)                                                                              \
-  PRODUCT(few_backward, T, false, 32, 2, 3)                                                                            \
+  PRODUCT(forward, T, true, 128, 4, 1, 1)                                                                              \
+  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                            \
+  PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
+  PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \
     gradient<T>(experts, which, a, a_stride, b, b_stride, rows, cols, starts, grads);                                  \
   }

@@ -30,27 +30,86 @@ template <bool DEEP, typename F> DEVICE void fill(float *to, const F &value) {
   }
 }
 
+// Codes of 4 bits, where they lie so that whole sectors are loaded: transposed 16 codes a thread of 64 depths, of which every
+// fourth thread has those of a piece of 16 lines; else 4 codes of a line.
+template <bool TRANSPOSED> struct Codes {
+  uint2 words;
+  float scale;
+
+  static DEVICE bool takes(const Factors<float> &f, uint32_t outer) {
+    return f.right == nullptr && (TRANSPOSED ? f.depth : outer) % 64 == 0 && is_aligned(f.expert->packed);
+  }
+
+  DEVICE void fill(float *to, const Constants &constants, uint64_t depth, uint32_t outer, uint32_t col0, uint32_t k0) {
+    const Matrix m = codes_of(constants.expert);
+    if constexpr (TRANSPOSED) {
+      const uint32_t col = threadIdx.x / 4, part = threadIdx.x % 4;
+      if (k0 % 64 == 0) {
+        words = make_uint2(0, 0), scale = 0.0f;
+        if (col0 + col < outer) {
+          const uint64_t at = (col0 + col) * depth + k0 + part * 16;
+          words = load_8(m.packed + at / 2), scale = scale_of(constants, m, at);
+        }
+      }
+      if (k0 % 64 / DEPTH != part) return;
+#pragma unroll
+      for (int k = 0; k < DEPTH; k++) to[spot(k, col)] = value(constants, k < 8 ? words.x : words.y, k % 8);
+    } else {
+      const uint32_t k = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
+      words.x = 0, scale = 0.0f;
+      if (k0 + k < depth && col0 + col < outer) {
+        const uint64_t at = static_cast<uint64_t>(k0 + k) * outer + col0 + col;
+        words.x = *reinterpret_cast<const unsigned short *>(m.packed + at / 2), scale = scale_of(constants, m, at);
+      }
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] = value(constants, words.x, i);
+      // a piece of four lies together, its pairs turned in odd lines: see `spot`
+      const bool turned = k % 2 == 1;
+      const float stored[4] = {turned ? v[2] : v[0], turned ? v[3] : v[1], turned ? v[0] : v[2], turned ? v[1] : v[3]};
+      store_vector(to + (spot(k, col) & ~3), stored);
+    }
+  }
+
+  static DEVICE float scale_of(const Constants &constants, Matrix m, uint64_t at) {
+    m.map = constants.map;
+    return m.scale(at >> m.shift);
+  }
+
+  DEVICE float value(const Constants &constants, uint32_t word, int i) const {
+    const uint32_t code = word >> (8 * (i / 2) + (i % 2 ? 0 : 4)) & 15;
+    return rounded_to(constants.expert.source, __fmul_rn(constants.book[code], scale));
+  }
+};
+
 template <bool TRANSPOSED>
 DEVICE void products(const Products<float> &p, const uint32_t *starts, const uint2 *tiles, float *out) {
   SHARED_ARRAY(float, a, SIDE * DEPTH);
   SHARED_ARRAY(float, b, SIDE * DEPTH);
+  SHARED_ARRAY(Constants, held, 2); // of both tables
   const Rows tile = rows_at(tiles, starts, blockIdx.x, SIDE);
   if (tile.expert == NONE) return;
-  const Expert &e = p.experts[tile.expert];
-  const uint32_t outer = p.low ? e.rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * SIDE;
+  const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * SIDE;
   if (col0 >= outer) return;
+  load_constants(held[0], p.experts + tile.expert, !p.low);
+  if (p.more != nullptr) load_constants(held[1], p.more + tile.expert, !p.low);
+  __syncthreads();
+  const Expert &e = held[0].expert;
   const int y = threadIdx.x / 16, x = threadIdx.x % 16;
   float acc[EACH][EACH] = {};
 #pragma unroll 1
   for (int at = 0; at < 4; at++) {
     const Expert *const table = at < 2 ? p.experts : p.more;
     if (table == nullptr) continue;
-    const Factors<float> f = factors<float, TRANSPOSED>(p, table[tile.expert], tile.first, at);
+    const Factors<float> f = factors<float, TRANSPOSED>(p, held[at / 2].expert, tile.first, at);
+    const bool whole = f.depth > 0 && Codes<TRANSPOSED>::takes(f, outer);
+    Codes<TRANSPOSED> codes;
     for (uint32_t k0 = 0; k0 < f.depth; k0 += DEPTH) {
       fill<true>(a, [&](uint32_t k, uint32_t row) {
         return row < tile.count && k0 + k < f.depth ? f.left[static_cast<uint64_t>(row) * f.stride + k0 + k] : 0.0f;
       });
-      fill<TRANSPOSED>(b, [&](uint32_t k, uint32_t col) {
+      if (whole) codes.fill(b, held[at / 2], f.depth, outer, col0, k0);
+      else fill<TRANSPOSED>(b, [&](uint32_t k, uint32_t col) {
         const uint64_t c = col0 + col, d = k0 + k;
         if (c >= outer || d >= f.depth) return 0.0f;
         return right_value(f, TRANSPOSED ? c * f.depth + d : d * outer + c);

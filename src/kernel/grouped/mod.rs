@@ -27,6 +27,13 @@ const THREADS: u32 = 256;
 /// Columns of a tile: by tensor cores, and in f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
+/// Tiles side by side that a block takes backward with few rows: see grouped_half.cu.
+const WIDE: usize = 6;
+/// Columns of a block for a single token, and blocks by tiles that would be too few for a card: see grouped_one.cu.
+const ONE: usize = 32;
+const TOO_FEW: usize = 128;
+/// Most bytes of that token's values in shared memory.
+const STAGED: usize = 40 << 10;
 /// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
 const DEEP: usize = 4 * 32 * 2;
 /// Bytes of the expert of each table, its code book and its map, and 32 of the scales of each column.
@@ -64,6 +71,7 @@ fn shared_of_products(dtype: DType, rows: usize) -> usize {
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
     match kernel.strip_prefix("grouped_") {
+        Some(rest) if rest.starts_with("one") => 2 * 2048,
         Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") => 0,
         Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
         Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
@@ -144,7 +152,19 @@ fn products(
     let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
     let out = empty(&x, (n, width), x.dtype())?;
     let (source, columns) = source(x.dtype());
-    let name = format!("grouped_{}{name}", if s.few() { "few_" } else { "" });
+    let tiles = s.tiles.dim(0)?;
+    let staged = inner * x.dtype().size_in_bytes();
+    // a token of a reply: experts would leave most of a card without work
+    let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
+    let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
+    let (source, name, columns, bytes) = if one {
+        (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
+    } else {
+        let few = if s.few() { "few_" } else { "" };
+        // backward with few rows a block takes some tiles
+        let wide = if s.few() && name == "backward" { WIDE } else { 1 };
+        (source, format!("grouped_{few}{name}"), wide * columns, shared_of_products(x.dtype(), s.side))
+    };
     let launch = Launch::of(&x, source, &name)?
         .tensor(&table.experts_words)?
         .maybe((what != What::Adapter).then_some(&x))?
@@ -159,8 +179,7 @@ fn products(
         .tensor(&s.starts)?
         .tensor(&s.tiles)?
         .tensor(&out)?;
-    let grid = Grid::new(s.tiles.dim(0)?, THREADS).by(width.div_ceil(columns));
-    let grid = grid.shared(shared_of_products(x.dtype(), s.side));
+    let grid = Grid::new(tiles, THREADS).by(width.div_ceil(columns)).shared(bytes);
     // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the
     // schedule is for; rows of x, u and the result were compared with it above.
     unsafe { launch.run(grid) }?;

@@ -24,11 +24,12 @@ struct Matrix {
   float offset;               // what is added to each scale
   uint32_t shift;             // a block has 2^shift values
   uint64_t total;             // values in the matrix, fewer than 2^37: the number of a block has 32 bits
+  uint32_t spread;            // entries of the map are 2^spread values apart
 
   // The scale of a block, rounded after the product and after the sum, as on the CPU: no fused multiply-add.
   DEVICE float scale(uint64_t block) const {
     if (scale_codes == nullptr) return scales[block];
-    return __fadd_rn(__fmul_rn(map[scale_codes[block]], scales[static_cast<uint32_t>(block) / group]), offset);
+    return __fadd_rn(__fmul_rn(map[static_cast<uint32_t>(scale_codes[block]) << spread], scales[static_cast<uint32_t>(block) / group]), offset);
   }
 
   // A lane's entry of the codebook.
@@ -55,6 +56,20 @@ struct Matrix {
   }
 };
 
+// The matrix with its map in shared memory, behind a barrier, for the look-ups of a warp are of any entries. There are COPIES of it, so
+// that lanes look each into banks of their own: with blocks of 64 and more no two into one. 256 threads call, all of a block.
+constexpr int COPIES = 16;
+DEVICE Matrix bring_map(const Matrix &m, float *shared) {
+  if (m.map != nullptr) {
+    const float own = m.map[threadIdx.x];
+#pragma unroll
+    for (unsigned i = 0; i < COPIES; i++) store_4(shared + threadIdx.x * COPIES + (i + threadIdx.x / 2) % COPIES, __float_as_uint(own));
+  }
+  Matrix own = m;
+  own.map = shared + threadIdx.x % COPIES, own.spread = 4;
+  return own;
+}
+
 // The scales of the blocks of the chunk at `base` up to value `end`, one a lane.
 DEVICE float lane_scale(const Matrix &m, uint64_t base, uint64_t end, unsigned lane) {
   const uint64_t block = (base >> m.shift) + lane;
@@ -80,4 +95,4 @@ DEVICE void values(const Matrix &m, uint32_t word, uint64_t at, uint64_t base, f
   const uint8_t *packed, const float *pairs, const float *scales, const uint8_t *scale_codes, const float *map,        \
       uint32_t group, float offset, uint32_t shift, uint64_t total
 #define MATRIX_OF                                                                                                      \
-  { packed, pairs, scales, scale_codes, map, group, offset, shift, total }
+  { packed, pairs, scales, scale_codes, map, group, offset, shift, total, 0 }

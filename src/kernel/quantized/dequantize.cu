@@ -7,6 +7,11 @@
 //
 // Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
 // `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
+//
+// By bytes: 8192 values in bf16, the work of a block, are 4096 bytes of codes and 16,384 of values. With double quantization in
+// blocks of 64 there are 128 bytes of scales' codes, in 8 sectors of which each warp uses half, and 8 sectors of absmax; the map
+// is 1024 bytes, and so are the code books of the warps. So 20,610 of 23,040 bytes are needed: 89%. That a copy's bandwidth is reached takes loads on the way:
+// src/kernel/cuda/compiled_tests.rs has the registers.
 #include "codes.cuh"
 
 template <typename Out> struct Low {
@@ -23,28 +28,34 @@ template <typename Out> struct Low {
   }
 };
 
+constexpr int BLOCK = 256;
+
 template <typename Source, typename Out>
-DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,
+DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,
                        uint64_t apart, const Low<Out> &low, Out *out) {
   constexpr int N = VECTOR<Out>;
   constexpr int STEPS = CHUNK / (WARP * N);
+  static_assert(BLOCK == 256, "a thread an entry of the map");
+  SHARED_ARRAY(float, map, BLOCK * COPIES);
+  const Matrix m = bring_map(from, map);
   const unsigned lane = threadIdx.x % WARP;
-  const uint32_t warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+  const uint32_t warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
   const uint32_t run = warp / chunks;
-  if (run >= runs) {
-    low.copy(out, apart, warp - runs * chunks, lane);
-    return;
-  }
   const uint64_t begin = first + run * stride, end = begin + width;
   const uint64_t base = begin / 32 * 32 + warp % chunks * static_cast<uint64_t>(CHUNK);
-  if (base >= end) return;
+  const bool some = run < runs && base < end;
 
   // all loads of a lane before what waits for them
   uint32_t word[STEPS];
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
     const uint64_t at = base + (s * WARP + lane) * N;
-    word[s] = at < end && at + N > begin ? m.codes<N>(at) : 0;
+    word[s] = some && at < end && at + N > begin ? m.codes<N>(at) : 0;
+  }
+  __syncthreads();
+  if (!some) {
+    if (run >= runs) low.copy(out, apart, warp - runs * chunks, lane);
+    return;
   }
   const float scales = lane_scale(m, base, end, lane), entry = m.entry(lane);
   const uint64_t place = run * apart; // in the tile
@@ -65,7 +76,7 @@ DEVICE void dequantize(const Matrix &m, uint64_t first, uint64_t stride, uint64_
 }
 
 #define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                  \
-  KERNEL(NAME, 256, MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,           \
+  KERNEL(NAME, SIDE_BY_SIDE(3, BLOCK), MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,           \
          uint64_t apart, const OUT *low, uint32_t low_rows, uint32_t low_cols, uint64_t low_stride, uint64_t low_to,   \
          OUT *out) {                                                                                                   \
     const Matrix m = MATRIX_OF;                                                                                        \
