@@ -93,7 +93,8 @@ impl Kept {
         Self {
             frozen: of(&[Embedding, Attention, Mlp, Experts, Router, Norms, Head, QuantConstants]),
             trained: of(&[Trained, Adapters]),
-            gradients: of(&[Gradients]),
+            // those of a layer that is updated in its backward pass do not stay
+            gradients: if plan.keeps_gradients { of(&[Gradients]) } else { 0 },
             master: of(&[Master]),
             moments: of(&[Moments]),
         }
