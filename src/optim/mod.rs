@@ -167,7 +167,10 @@ impl Optimizer {
 
     fn run(&self, params: &Params, updates: &[Update<'_>]) -> Result<()> {
         match params.offloaded {
-            true => offload::step(updates, self.piece, &self.staged),
+            true => {
+                let longest = self.groups.iter().map(|g| g.len).max().unwrap_or(0);
+                offload::step(updates, self.piece, longest, &self.staged)
+            }
             false => updates.iter().try_for_each(Update::on_device),
         }
     }

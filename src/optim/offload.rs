@@ -31,8 +31,9 @@ impl Update<'_> {
     }
 }
 
-/// Updates whose master weights and moments live on the host, at most `piece` values at a time, in whole blocks.
-pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Result<()> {
+/// Updates whose master weights and moments live on the host, at most `piece` values at a time, in whole blocks; none of this
+/// and of other calls has more than `longest` values.
+pub(super) fn step(updates: &[Update<'_>], piece: usize, longest: usize, staged: &Staged) -> Result<()> {
     let (mut pieces, piece) = (Vec::new(), piece.next_multiple_of(ALIGN));
     for u in updates {
         for start in u.range.clone().step_by(piece) {
@@ -41,7 +42,7 @@ pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Res
         }
     }
     if pieces.first().is_some_and(|p| !p.unit.compute.whole.device().is_cpu()) {
-        return staged.step(&pieces);
+        return staged.step(&pieces, longest.min(piece));
     }
     for p in &pieces {
         let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
@@ -64,22 +65,21 @@ pub(super) struct Staged {
 
 #[cfg(not(feature = "cuda"))]
 impl Staged {
-    fn step(&self, _: &[Update<'_>]) -> Result<()> {
+    fn step(&self, _: &[Update<'_>], _: usize) -> Result<()> {
         candle_core::bail!("a device that this build does not have")
     }
 }
 
 #[cfg(feature = "cuda")]
 impl Staged {
-    fn step(&self, pieces: &[Update<'_>]) -> Result<()> {
+    fn step(&self, pieces: &[Update<'_>], longest: usize) -> Result<()> {
         use crate::kernel::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
-        let (compute, longest) =
-            (first.unit.compute.whole.real()?, pieces.iter().map(|p| p.range.len()).max());
+        let compute = first.unit.compute.whole.real()?;
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,
-            none => none.insert(Staging::new(compute.device(), longest.unwrap_or(1), compute.dtype())?),
+            none => none.insert(Staging::new(compute.device(), longest.max(1), compute.dtype())?),
         };
         staging.begin()?;
         staging.fetch(0, first.grads()?.real()?)?;

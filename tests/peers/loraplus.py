@@ -53,12 +53,16 @@ def theirs(case, steps):
 
 
 def ours(ft, case, work, ratio):
-    init = json.dumps(os.path.realpath(os.path.join(cases.REFERENCE, case, "adapter_init")))
+    init = os.path.realpath(os.path.join(cases.REFERENCE, case, "adapter_init"))
+    with open(os.path.join(init, "adapter_config.json")) as f:
+        config = json.load(f)
+    rules = (f'[lora]\ninit = {json.dumps(init)}\nrank = {config["r"]}\nalpha = {config["lora_alpha"]}\n'
+             f'rslora = {json.dumps(config["use_rslora"])}\n[[train]]\nmodules = {json.dumps(config["target_modules"])}\n')
     data, out, recipe = (os.path.join(work, n) for n in ("rows.jsonl", f"out{ratio}", "r.toml"))
     with open(data, "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in cases.rows(case))
     with open(recipe, "w") as f:
-        f.write(cases.recipe(case, f"[lora]\ninit = {init}\n", data, out))
+        f.write(cases.recipe(case, rules, data, out))
     check.call(ft, "run", recipe, f"optimizer.lr={LR}", f"optimizer.lr_scale_b={ratio}")
     events = [json.loads(line) for line in open(os.path.join(out, "metrics.jsonl"))]
     return [e["loss"] for e in events if e["event"] == "step"], load_file(os.path.join(out, "adapter/adapter_model.safetensors"))
