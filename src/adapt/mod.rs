@@ -5,6 +5,7 @@ pub mod build;
 pub mod export;
 pub mod ghost;
 pub mod learning_rates;
+pub mod moments;
 pub mod params;
 pub mod peft;
 pub mod peft_config;

@@ -6,19 +6,20 @@
 //! Of what ranks split, each holds a range of every unit's buffer; what the layers compute with is then gathered for a
 //! visit to the unit, and released after it.
 
+use super::moments::{Moments, is_large};
 use super::selection::{Part, Trained};
 use crate::comm::{At, Comm};
-use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
 use crate::kernel::vacant::{occupy, vacant, vacate};
+use crate::kernel::{Tensor, optimizer};
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Elements that a tensor's offset is a multiple of: 256 bytes of f32.
-pub const ALIGN: usize = 64;
+/// Elements that a tensor's offset is a multiple of: no block of 8-bit moments holds values of two tensors, or of two ranks.
+pub const ALIGN: usize = optimizer::BLOCK;
 
 /// What a rank holds of what could be split, by the ZeRO stage (Rajbhandari et al., 2020).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +74,7 @@ pub struct Held {
 }
 
 impl Held {
-    fn zeros(at: Range<usize>, device: &Device) -> Result<Self> {
+    pub(super) fn zeros(at: Range<usize>, device: &Device) -> Result<Self> {
         Ok(Self { values: Tensor::zeros(at.len(), DType::F32, device)?, at })
     }
 
@@ -176,10 +177,11 @@ pub struct Unit {
     pub wide: Option<Buffer>,
     /// Whether every rank has all master weights of this unit, whatever its part is.
     pub replicated: bool,
-    /// Gradients, f32; none when nothing is trained (an adapter that is only used).
+    /// Gradients, f32; none when nothing is trained (an adapter that is only used), or each unit is updated in its
+    /// backward visit.
     pub grads: Option<Held>,
-    /// AdamW's moments, f32.
-    pub moments: Option<(Held, Held)>,
+    /// AdamW's moments.
+    pub moments: Option<Moments>,
 }
 
 /// All trained tensors of a model.
@@ -195,6 +197,10 @@ pub struct Params {
     pub frozen: Vec<Vec<Buffer>>,
     /// Whether master weights and moments live on the host, apart from what the layers compute with.
     pub offloaded: bool,
+    /// Whether moments of large tensors are in 8 bits.
+    pub eight_bit: bool,
+    /// Whether each unit is updated in its backward visit.
+    pub in_backward: bool,
     /// What of it this rank holds.
     pub shard: Shard,
     /// Whether all gradients are zero since an update that left them so.
@@ -206,27 +212,38 @@ pub struct Params {
 pub struct Allocate {
     /// Gradients and moments.
     pub train: bool,
+    /// No gradients that stay: each unit's live in its backward visit (`optimizer.in_backward`).
+    pub in_backward: bool,
     /// Master weights and moments on the host (`memory.offload = ["optimizer"]`).
     pub offload: bool,
+    /// Moments of large tensors in 8 bits (`optimizer.name = "adamw8bit"`).
+    pub eight_bit: bool,
     /// What of them is this rank's.
     pub shard: Shard,
 }
 
-/// Lays tensors out in units: slots, and elements of each unit.
-pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>) {
-    let mut len = vec![0usize; units];
-    let slots = tensors
-        .iter()
-        .enumerate()
-        .map(|(index, t)| {
+/// Lays tensors out in units, those first whose moments can be in 8 bits: slots, elements of each unit, and those of its
+/// first tensors.
+pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>, Vec<usize>) {
+    let (mut len, mut first) = (vec![0usize; units], Vec::new());
+    let mut slots = Vec::with_capacity(tensors.len());
+    for large in [true, false] {
+        for (index, t) in tensors.iter().enumerate() {
+            if is_large(t.elements()) != large {
+                continue;
+            }
             let cols = *t.shape.last().unwrap_or(&1);
             let rows = t.elements() / cols.max(1);
             let offset = len[t.unit];
             len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
-            Slot { index, unit: t.unit, offset, rows, cols }
-        })
-        .collect();
-    (slots, len)
+            slots.push(Slot { index, unit: t.unit, offset, rows, cols });
+        }
+        if large {
+            first = len.clone();
+        }
+    }
+    slots.sort_by_key(|s| s.index);
+    (slots, len, first)
 }
 
 /// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
@@ -251,9 +268,9 @@ impl Params {
         device: &Device,
         what: Allocate,
     ) -> Result<Self> {
-        let (slots, lens) = layout(&tensors, units);
+        let (slots, lens, first) = layout(&tensors, units);
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
-        let Allocate { train, offload, shard } = what;
+        let Allocate { train, in_backward, offload, eight_bit, shard } = what;
         let home = if offload { &Device::Cpu } else { device };
         let frozen = vec![Vec::new(); units];
         let units = lens
@@ -284,6 +301,8 @@ impl Params {
                     false => None,
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
+                let large = if eight_bit { first[number] } else { 0 };
+                let moments = || Moments::new(&states, large, home);
                 Ok(Some(Unit {
                     len,
                     part,
@@ -291,12 +310,13 @@ impl Params {
                     master,
                     wide,
                     compute,
-                    grads: train.then(grads).transpose()?,
-                    moments: if train { Some((state()?, state()?)) } else { None },
+                    grads: (train && !in_backward).then(grads).transpose()?,
+                    moments: train.then(moments).transpose()?,
                 }))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { tensors, slots, units, frozen, offloaded: offload, shard, zeroed: AtomicBool::new(false) })
+        let zeroed = AtomicBool::new(false);
+        Ok(Self { tensors, slots, units, frozen, offloaded: offload, eight_bit, in_backward, shard, zeroed })
     }
 
     /// The buffers that hold a slot.
@@ -396,17 +416,9 @@ impl Params {
         grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
     }
 
-    /// The moments of a tensor, as views.
-    ///
-    /// # Errors
-    /// As [`Params::master`].
-    pub fn moments(&self, index: usize) -> Result<Option<(Tensor, Tensor)>> {
-        let slot = &self.slots[index];
-        let shape = self.tensors[index].shape.as_slice();
-        match &self.unit(slot)?.moments {
-            None => Ok(None),
-            Some((m, v)) => Ok(Some((m.whole(slot, shape)?, v.whole(slot, shape)?))),
-        }
+    /// Whether a tensor's moments are in 8 bits.
+    pub fn is_coded(&self, index: usize) -> bool {
+        self.eight_bit && is_large(self.tensors[index].elements())
     }
 
     /// Sets a tensor, master and compute copy, as far as they are here.

@@ -286,6 +286,17 @@ pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) ->
     })
 }
 
+/// As [`in_place`], of a tensor of bytes.
+pub fn bytes_in_place(name: &'static str, t: &Tensor, f: impl Fn(&mut [u8]) -> Result<()>) -> Result<()> {
+    t.real()?.inplace_op1(&Closure {
+        name,
+        f: |s: &mut CpuStorage, l: &Layout| match (s, l.contiguous_offsets()) {
+            (CpuStorage::U8(v), Some((start, end))) => f(&mut v[start..end]),
+            _ => candle_core::bail!("{name}: the destination is not contiguous, or not bytes"),
+        },
+    })
+}
+
 /// A product [rows, cols] in `dtype`, added to `sum` if given: in place where that has the type of the arithmetic.
 /// `product(dst, add)` writes it to `dst`, or adds it to what is there; for ghosts of the operand `a` it takes what
 /// `during` takes.

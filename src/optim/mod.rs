@@ -7,11 +7,12 @@ pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
-use crate::adapt::params::{Held, Unit, common};
+use crate::adapt::moments::Of;
+use crate::adapt::params::{Held, Unit};
 use crate::adapt::selection::Part;
-use crate::comm::{At, Comm};
+use crate::comm::{self, Comm};
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{AdamW, adamw, sum_squares};
+use crate::kernel::optimizer::{AdamW, adamw, adamw8bit, sum_squares};
 use crate::recipe::{self, Decay};
 use candle_core::{DType, Result};
 use std::ops::Range;
@@ -61,7 +62,9 @@ impl Optimizer {
     /// The optimizer of a recipe for these tensors.
     pub fn new(params: &Params, o: &recipe::Optimizer) -> Self {
         let mut groups: Vec<ParamGroup> = Vec::new();
-        for (t, s) in params.tensors.iter().zip(&params.slots) {
+        let mut placed: Vec<_> = params.tensors.iter().zip(&params.slots).collect();
+        placed.sort_by_key(|(_, s)| (s.unit, s.offset));
+        for (t, s) in placed {
             let decays = o.weight_decay != 0.0 && (o.decay == Decay::All || t.matrix);
             let peak = o.peak_lr(t.part.method());
             let factor = o.factor(t.lr_scale, t.part == Part::B);
@@ -99,29 +102,17 @@ impl Optimizer {
         lr: Rate<'_>,
         grad_scale: f64,
     ) -> crate::Result<()> {
-        let numbers = |s: &ParamGroup| AdamW {
-            lr: lr(s.peak) * s.lr_scale,
-            betas: self.betas,
-            eps: self.eps,
-            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-            t,
-            grad_scale,
-        };
         let mut mine = Vec::new();
-        for s in &self.groups {
-            let Some(Some(unit)) = params.units.get(s.unit) else { continue };
-            let Some((m, _)) = &unit.moments else {
-                return Err(candle_core::Error::Msg(format!("unit {} has no moments", s.unit)).into());
+        for (number, unit) in params.units.iter().enumerate() {
+            let Some(unit) = unit else { continue };
+            let Some(grads) = &unit.grads else {
+                return Err(candle_core::Error::Msg(format!("unit {number} has no gradients")).into());
             };
-            mine.push(Update { unit, range: common(&m.at, &(s.start..s.start + s.len)), k: numbers(s) });
+            mine.extend(self.updates((number, unit), grads, &At { t, lr, grad_scale })?);
         }
-        mine.retain(|u| !u.range.is_empty());
-        match params.offloaded {
-            true => offload::step(&mine, self.piece, &self.staged)?,
-            false => mine.iter().try_for_each(Update::on_device)?,
-        }
-        if params.shard.stage >= 1 && params.shard.ranks > 1 && !params.is_split() {
-            gather(params, comm)?;
+        self.run(params, &mine)?;
+        for number in 0..params.units.len() {
+            gather(params, number, comm)?;
         }
         // the groups are all that trains; between them nothing is ever added. An update on the host leaves them as they are
         let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
@@ -130,19 +121,83 @@ impl Optimizer {
         params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }
+
+    /// As [`Optimizer::step`], of one unit, with gradients that are not its own: at least those of what this rank updates.
+    ///
+    /// # Errors
+    /// As [`Optimizer::step`].
+    pub fn step_unit(
+        &self,
+        params: &Params,
+        comm: &dyn Comm,
+        number: usize,
+        grads: &Held,
+        at: &At<'_>,
+    ) -> crate::Result<()> {
+        if let Some(Some(unit)) = params.units.get(number) {
+            self.run(params, &self.updates((number, unit), grads, at)?)?;
+        }
+        gather(params, number, comm)
+    }
+
+    /// The updates of what this rank has of a unit.
+    fn updates<'a>(
+        &self,
+        (number, unit): (usize, &'a Unit),
+        grads: &'a Held,
+        at: &At<'_>,
+    ) -> Result<Vec<Update<'a>>> {
+        let Some(moments) = &unit.moments else { candle_core::bail!("unit {number} has no moments") };
+        let numbers = |s: &ParamGroup| AdamW {
+            lr: (at.lr)(s.peak) * s.lr_scale,
+            betas: self.betas,
+            eps: self.eps,
+            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+            t: at.t,
+            grad_scale: at.grad_scale,
+        };
+        let mut mine = Vec::new();
+        for s in self.groups.iter().filter(|s| s.unit == number) {
+            let parts = moments.parts(&(s.start..s.start + s.len));
+            mine.extend(parts.map(|range| Update { unit, grads, range, k: numbers(s) }));
+        }
+        mine.retain(|u| !u.range.is_empty());
+        Ok(mine)
+    }
+
+    fn run(&self, params: &Params, updates: &[Update<'_>]) -> Result<()> {
+        match params.offloaded {
+            true => {
+                let longest = self.groups.iter().map(|g| g.len).max().unwrap_or(0);
+                offload::step(updates, self.piece, longest, &self.staged)
+            }
+            false => updates.iter().try_for_each(Update::on_device),
+        }
+    }
 }
 
-/// Gives every rank what the others have updated.
-fn gather(params: &Params, comm: &dyn Comm) -> crate::Result<()> {
-    for (number, unit) in params.units.iter().enumerate() {
-        let Some(unit) = unit else { continue };
-        let (at, parts) =
-            (At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
-        for all in unit.shared() {
-            // a copy: nobody reads a buffer that another writes
-            let mine = all.narrow(0, unit.part.start, unit.part.len())?;
-            comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?;
-        }
+/// Which update it is.
+pub struct At<'a> {
+    /// Its number, from 1.
+    pub t: u64,
+    /// Learning rates.
+    pub lr: Rate<'a>,
+    /// Factor on gradients.
+    pub grad_scale: f64,
+}
+
+/// Gives every rank what the others have updated of a unit, where each updates a part.
+fn gather(params: &Params, number: usize, comm: &dyn Comm) -> crate::Result<()> {
+    let Some(Some(unit)) = params.units.get(number) else { return Ok(()) };
+    if params.shard.stage == 0 || params.shard.ranks == 1 || params.is_split() {
+        return Ok(());
+    }
+    let (at, parts) =
+        (comm::At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
+    for all in unit.shared() {
+        // a copy: nobody reads a buffer that another writes
+        let mine = all.narrow(0, unit.part.start, unit.part.len())?;
+        comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?;
     }
     Ok(())
 }
@@ -151,23 +206,19 @@ fn gather(params: &Params, comm: &dyn Comm) -> crate::Result<()> {
 #[derive(Clone)]
 struct Update<'a> {
     unit: &'a Unit,
+    grads: &'a Held,
     range: Range<usize>,
     k: AdamW,
 }
 
 impl Update<'_> {
     fn grads(&self) -> Result<Tensor> {
-        match &self.unit.grads {
-            Some(g) => g.of(self.range.clone()),
-            None => candle_core::bail!("no gradients to update with"),
-        }
+        self.grads.of(self.range.clone())
     }
 
-    /// Master weights and moments.
-    fn states(&self) -> Result<[Tensor; 3]> {
-        let Some((m, v)) = &self.unit.moments else { candle_core::bail!("no moments to update") };
-        let of = |held: &Held| held.of(self.range.clone());
-        Ok([of(&self.unit.master)?, of(m)?, of(v)?])
+    /// Master weights.
+    fn master(&self) -> Result<Tensor> {
+        self.unit.master.of(self.range.clone())
     }
 
     /// What the layers compute with.
@@ -175,11 +226,20 @@ impl Update<'_> {
         self.unit.compute.held.of(self.range.clone())
     }
 
+    /// Updates the states from gradients that are where they are, and `copy`.
+    fn apply(&self, grads: &Tensor, copy: Option<&Tensor>) -> Result<()> {
+        let Some(moments) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let p = self.master()?;
+        match moments.of(self.range.clone())? {
+            Of::Wide([m, v]) => adamw(&p, &m, &v, grads, copy, &self.k),
+            Of::Coded(all) => adamw8bit(&p, &all, grads, copy, &self.k),
+        }
+    }
+
     /// Where the states are beside what the layers compute with.
     fn on_device(&self) -> Result<()> {
-        let [p, m, v] = self.states()?;
         // f32 weights are what the layers compute with
         let copy = if self.unit.compute.whole.dtype() == DType::F32 { None } else { Some(self.compute()?) };
-        adamw(&p, &m, &v, &self.grads()?, copy.as_ref(), &self.k)
+        self.apply(&self.grads()?, copy.as_ref())
     }
 }

@@ -13,8 +13,8 @@
 //! the gradients of the next come and the values of the one before go.
 
 use super::Update;
+use crate::adapt::params::ALIGN;
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::adamw;
 use crate::kernel::to_host;
 use candle_core::{DType, Result};
 
@@ -26,23 +26,23 @@ pub const STAGED: usize = PIECE / 4;
 impl Update<'_> {
     /// Updates the states from gradients on the host; gives the new values.
     fn on_host(&self, grads: &Tensor) -> Result<Tensor> {
-        let [p, m, v] = self.states()?;
-        adamw(&p, &m, &v, grads, None, &self.k)?;
-        Ok(p)
+        self.apply(grads, None)?;
+        self.master()
     }
 }
 
-/// Updates whose master weights and moments live on the host, at most `piece` values at a time.
-pub(super) fn step(updates: &[Update<'_>], piece: usize, staged: &Staged) -> Result<()> {
-    let mut pieces = Vec::new();
+/// Updates whose master weights and moments live on the host, at most `piece` values at a time, in whole blocks; none of this
+/// and of other calls has more than `longest` values.
+pub(super) fn step(updates: &[Update<'_>], piece: usize, longest: usize, staged: &Staged) -> Result<()> {
+    let (mut pieces, piece) = (Vec::new(), piece.next_multiple_of(ALIGN));
     for u in updates {
-        for start in u.range.clone().step_by(piece.max(1)) {
-            let range = start..u.range.end.min(start + piece.max(1));
+        for start in u.range.clone().step_by(piece) {
+            let range = start..u.range.end.min(start + piece);
             pieces.push(Update { range, ..u.clone() });
         }
     }
     if pieces.first().is_some_and(|p| !p.unit.compute.whole.device().is_cpu()) {
-        return staged.step(&pieces);
+        return staged.step(&pieces, longest.min(piece));
     }
     for p in &pieces {
         let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
@@ -65,22 +65,21 @@ pub(super) struct Staged {
 
 #[cfg(not(feature = "cuda"))]
 impl Staged {
-    fn step(&self, _: &[Update<'_>]) -> Result<()> {
+    fn step(&self, _: &[Update<'_>], _: usize) -> Result<()> {
         candle_core::bail!("a device that this build does not have")
     }
 }
 
 #[cfg(feature = "cuda")]
 impl Staged {
-    fn step(&self, pieces: &[Update<'_>]) -> Result<()> {
+    fn step(&self, pieces: &[Update<'_>], longest: usize) -> Result<()> {
         use crate::kernel::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
-        let (compute, longest) =
-            (first.unit.compute.whole.real()?, pieces.iter().map(|p| p.range.len()).max());
+        let compute = first.unit.compute.whole.real()?;
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,
-            none => none.insert(Staging::new(compute.device(), longest.unwrap_or(1), compute.dtype())?),
+            none => none.insert(Staging::new(compute.device(), longest.max(1), compute.dtype())?),
         };
         staging.begin()?;
         staging.fetch(0, first.grads()?.real()?)?;
@@ -100,6 +99,7 @@ impl Staged {
 
 #[cfg(test)]
 mod tests {
+    use crate::adapt::moments::{Moments, Of};
     use crate::adapt::params::{Allocate, Params};
     use crate::adapt::selection::{Part, Trained};
     use crate::kernel::Tensor;
@@ -108,9 +108,9 @@ mod tests {
     use crate::recipe::Recipe;
     use candle_core::{DType, Device, Result};
 
-    const SIZES: [[usize; 2]; 4] = [[7, 30], [1, 64], [5, 77], [9, 100]];
+    const SIZES: [[usize; 2]; 5] = [[7, 300], [1, 640], [5, 1021], [5, 77], [90, 100]];
 
-    fn params(dtype: DType, offload: bool) -> Result<Params> {
+    fn params(dtype: DType, offload: bool, eight_bit: bool) -> Result<Params> {
         let tensor = |(i, shape): (usize, &[usize; 2])| Trained {
             name: format!("{i}"),
             module: format!("{i}"),
@@ -126,7 +126,7 @@ mod tests {
             2,
             dtype,
             &Device::Cpu,
-            Allocate { train: true, offload, ..Allocate::default() },
+            Allocate { train: true, offload, eight_bit, ..Allocate::default() },
         )?;
         for (i, [a, b]) in SIZES.iter().enumerate() {
             p.set(i, randn(i as u64, (*a, *b), DType::F32)?.real()?)?;
@@ -140,12 +140,14 @@ mod tests {
         let recipe = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\nsource = \"d\"\n\
                       format = \"text\"\n[optimizer]\nweight_decay = 0.1\n";
         let recipe = Recipe::parse(recipe, "r.toml", &[])?;
-        for dtype in [DType::F32, DType::BF16] {
+        for (dtype, eight_bit) in
+            [(DType::F32, false), (DType::F32, true), (DType::BF16, false), (DType::BF16, true)]
+        {
             let run = |offload: bool, piece: usize| -> anyhow::Result<Vec<Vec<f64>>> {
-                let p = params(dtype, offload)?;
+                let p = params(dtype, offload, eight_bit)?;
                 let mut optimizer = Optimizer::new(&p, &recipe.optimizer);
                 optimizer.piece = piece;
-                assert_eq!(optimizer.groups.len(), 4);
+                assert_eq!(optimizer.groups.len(), 3);
                 for t in 1..=3 {
                     for (u, g) in p.grads().into_iter().flatten().enumerate() {
                         g.slice_set(&randn(10 * t + u as u64, g.elem_count(), DType::F32)?, 0, 0)?;
@@ -154,17 +156,24 @@ mod tests {
                 }
                 let mut out = Vec::new();
                 for i in 0..SIZES.len() {
-                    let moments = p.moments(i)?.map(|(m, v)| [m, v]).into_iter().flatten();
+                    let (slot, moments) = (&p.slots[i], p.unit(&p.slots[i])?.moments.as_ref());
+                    let of = |m: &Moments| m.of(slot.range());
+                    let moments = match moments.map(of).transpose()? {
+                        Some(Of::Wide(all)) => all.to_vec(),
+                        Some(Of::Coded(all)) => [all.codes, all.scales].concat(),
+                        None => Vec::new(),
+                    };
+                    assert_eq!(moments.len() == 4, eight_bit && slot.range().len() >= 4096);
                     let all = [p.view(i)?, p.master(i)?].into_iter().chain(moments);
                     out.extend(all.map(|t: Tensor| values(&t)));
                 }
                 Ok(out)
             };
             let want = run(false, 1)?;
-            for piece in [1, 64, 100, super::PIECE] {
-                assert!(run(true, piece)? == want, "{dtype:?}, pieces of {piece}");
+            for piece in [1, 512, 1000, super::PIECE] {
+                assert!(run(true, piece)? == want, "{dtype:?}, 8 bits {eight_bit}, pieces of {piece}");
             }
-            assert_ne!(want[0], values(&params(dtype, false)?.view(0)?));
+            assert_ne!(want[0], values(&params(dtype, false, eight_bit)?.view(0)?));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::kernel::ledger::ROLES;
 pub use crate::log::place::Phase;
 
 /// What bytes are for. The order is that of tables and charts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
     /// Frozen token embedding.
     Embedding,
@@ -28,6 +28,7 @@ pub enum Component {
     /// LoRA's matrices and DoRA's magnitudes, in the compute dtype.
     Adapters,
     /// Gradients.
+    #[default]
     Gradients,
     /// f32 copies of what trains, where the compute dtype is another.
     Master,
@@ -204,7 +205,7 @@ impl From<Role> for Component {
             Role::Workspace => Component::Workspace,
             Role::InFlight => Component::InFlight,
             Role::Logits => Component::Logits,
-            Role::Gradients => Component::Communication,
+            Role::Gradients => Component::Gradients,
         }
     }
 }

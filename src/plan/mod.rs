@@ -152,6 +152,8 @@ pub struct Plan {
     pub workload: Workload,
     /// Micro-batches of a step, a rank.
     pub micro_batches: u64,
+    /// Whether gradients are there from loading on; else each layer's live in its backward pass.
+    pub keeps_gradients: bool,
     /// Arithmetic of a micro-batch.
     pub work: Work,
     /// The learning rates of what trains, the highest first.
@@ -390,6 +392,7 @@ impl Plan {
             peak: d.peak,
             workload: d.workload,
             micro_batches,
+            keeps_gradients: !r.optimizer.in_backward,
             work: d.work,
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),

@@ -13,7 +13,7 @@ use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::quant;
-use crate::recipe::{Comm, Quantize, Recipe, Weights};
+use crate::recipe::{Comm, OptimizerName, Quantize, Recipe, Weights};
 use crate::store;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -173,7 +173,10 @@ impl Space {
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let headers: u64 = trained.iter().map(|t| t.name_bytes() as u64 + ENTRY).sum();
         let states: u64 = trained.iter().map(|t| moments(r.optimizer.name, t.shape())).sum();
-        let checkpoint = 4 * count + states + 3 * headers + STATE;
+        let eight_bit = r.optimizer.name == OptimizerName::Adamw8bit;
+        // weights, two moments, and the scales of those in 8 bits
+        let entries = if eight_bit { 5 } else { 3 };
+        let checkpoint = 4 * count + states + entries * headers + STATE;
         let saves = match (r.run.save_every as u64, w.steps) {
             (0, _) => Some(1),
             (every, steps) => steps.map(|n| n.div_ceil(every)),

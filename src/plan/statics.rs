@@ -3,6 +3,7 @@
 use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::{is_quantized, room};
+use crate::adapt::moments::{self, is_large};
 use crate::adapt::params::{ALIGN, wide_units};
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
@@ -16,8 +17,6 @@ use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
 const NF4_NESTED: u64 = 256;
-/// Values in a block of 8-bit moments.
-const MOMENT_BLOCK: u64 = 256;
 /// Rank of GaLore's projection.
 const GALORE_RANK: u64 = 128;
 /// Bytes that a thread of `store::convert` reads at a time.
@@ -55,9 +54,13 @@ pub struct Statics {
     pub largest_group: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
-    /// Where ranks share the rows: bytes of each unit's gradients of one micro-batch, which live from the unit's backward
-    /// visit to their sum; none where a rank is alone.
+    /// Where ranks share the rows, or units are updated in the backward pass: bytes of each unit's gradients of one
+    /// micro-batch, which live from the unit's backward visit to their sum, or to the update.
     pub live: Vec<u64>,
+    /// What these are.
+    pub live_as: Component,
+    /// Whether units are updated in the backward pass.
+    pub updates: bool,
     /// Whether the head's gradients are the embedding's.
     pub tied: bool,
     /// Where ranks split weights: bytes of each unit's, which are gathered before the visit that comes before it.
@@ -144,7 +147,7 @@ pub fn nf4(n: u64) -> (u64, u64) {
 pub(super) fn moments(o: OptimizerName, shape: &[usize]) -> u64 {
     let n: u64 = shape.iter().product::<usize>() as u64;
     match (o, shape) {
-        (OptimizerName::Adamw8bit, _) => 2 * (n + 4 * n.div_ceil(MOMENT_BLOCK)),
+        (OptimizerName::Adamw8bit, _) if is_large(n as usize) => moments::bytes(n as usize),
         (OptimizerName::Galore, [a, b]) if (*a.min(b) as u64) > GALORE_RANK => {
             let (short, long) = (*a.min(b) as u64, *a.max(b) as u64);
             4 * GALORE_RANK * (short + 2 * long)
@@ -237,15 +240,20 @@ impl Statics {
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
             sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, from) };
-            let states = moments(r.optimizer.name, t.shape())
-                .max(if r.optimizer.name == OptimizerName::Adamw { 8 * n } else { 0 });
+            let states = match r.optimizer.name {
+                OptimizerName::Adamw => 8 * n,
+                // gaps have moments too
+                OptimizerName::Adamw8bit if is_large(t.elements()) => moments::bytes(n as usize),
+                OptimizerName::Adamw8bit => 8 * n,
+                OptimizerName::Galore => moments(r.optimizer.name, t.shape()),
+            };
             sums[4] += ranks.share(m, states, 1);
             unit_bytes[unit] += width * n;
         }
         let [full, adapters, mut gradients, master, states] = sums;
         let longest = lens.iter().copied().max().unwrap_or(0);
         if r.optimizer.in_backward {
-            gradients = gradients.min(4 * longest);
+            gradients = 0;
         }
         out.device.add(Component::Trained, full);
         out.device.add(Component::Adapters, adapters);
@@ -292,14 +300,20 @@ impl Statics {
             out.device = rest;
             out.host.push(("offloaded_weights", weights));
         }
-        if ranks.data > 1 {
+        if ranks.data > 1 || r.optimizer.in_backward {
             out.live = lens.iter().map(|n| 4 * n).collect();
             out.tied = s.tied_in_full();
+        }
+        out.updates = r.optimizer.in_backward;
+        out.live_as = if ranks.data > 1 { Component::Communication } else { Component::Gradients };
+        if ranks.data > 1 {
             let (all, part) = (lens.iter().sum::<u64>(), longest.div_ceil(ranks.data));
             // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and so does what is given to all
             let others = |bytes: u64| bytes * (ranks.data - 1) / ranks.data;
             let [sums, weights] = [ranks.zero < 2, (1..3).contains(&ranks.zero)].map(u64::from);
-            out.given = [4 * part * sums, width * part * weights];
+            // the sum of a part is one more where there are no gradients that stay
+            let sums_here = if r.optimizer.in_backward { 1 } else { sums };
+            out.given = [4 * part * sums_here, width * part * weights];
             let apart = !machine.computes_in_f32() || offload;
             let wide: u64 = wide.iter().filter(|_| apart).map(|u| lens[*u]).sum();
             out.wire = [others(4 * all) * (1 + sums), others(width * all + 4 * wide) * weights];

@@ -62,6 +62,17 @@ struct Full {
     cost: Cost,
 }
 
+impl Full {
+    /// Counts what is of one component as another.
+    fn call(&mut self, from: Component, to: Component) {
+        let mut bytes = Bytes::default();
+        let name = |c: Component| if c == from { to } else { c };
+        self.bytes.iter().for_each(|(c, b)| bytes.add(name(c), b));
+        self.bytes = bytes;
+        self.listed.iter_mut().for_each(|(c, _)| *c = name(*c));
+    }
+}
+
 impl From<Bytes> for Full {
     fn from(bytes: Bytes) -> Self {
         Self { total: bytes.total(), bytes, ..Self::default() }
@@ -128,7 +139,7 @@ struct Spot<'p> {
     waiting: u64,
     /// Bytes of [`Workspace`] beside them.
     extra: u64,
-    /// Bytes of [`Component::Communication`].
+    /// Bytes of gradients of one micro-batch.
     live: u64,
     /// Bytes of gathered weights, of [`Component::InFlight`].
     flight: u64,
@@ -306,7 +317,11 @@ impl<'a> Parts<'a> {
     fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize, flight: u64) -> Spot<'p> {
         let given = if at.live > 0 { self.run.statics.given[0] } else { 0 };
         let parts = [at.parts[0], Some(&self.input)];
-        Spot { phase: Phase::Backward, unit, parts, live: at.live + given, flight, ..*at }
+        // with what the update of the unit takes, where that has all gradients beside it
+        let statics = self.run.statics;
+        let extra =
+            if statics.updates && statics.live_as == Component::Gradients { self.optimizer } else { 0 };
+        Spot { phase: Phase::Backward, unit, parts, live: at.live + given, flight, extra, ..*at }
     }
 
     /// peak bytes: the engine's, the allocator's, and what the most uneven routing takes.
@@ -346,7 +361,7 @@ impl<'a> Parts<'a> {
             (0..spot.kept).filter_map(|l| self.kept(l, levels)).for_each(|k| bytes.add_all(&k.bytes));
             bytes.add(Component::Activations, spot.waiting);
             bytes.add(Workspace, spot.extra);
-            bytes.add(Component::Communication, spot.live);
+            bytes.add(self.run.statics.live_as, spot.live);
             bytes.add(Component::InFlight, spot.flight);
         }
         let engine = bytes.total();
@@ -394,7 +409,7 @@ impl Parts<'_> {
             }
             let beside = [
                 (Workspace, spot.extra),
-                (Component::Communication, spot.live),
+                (self.run.statics.live_as, spot.live),
                 (Component::InFlight, spot.flight),
             ];
             for (component, bytes) in beside {
@@ -508,7 +523,7 @@ impl StepInputs<'_> {
         let live = self.statics.live_at(s.of.len() + 1);
         let visit = |t: Tokens, backward: bool| {
             let batch = self.batch(t, backward)?;
-            self.visit(|| {
+            let mut full = self.visit(|| {
                 let x = self.input(t);
                 let sink = Sink::ghost(&s.grads, &s.ledger, live);
                 if t.targets > rows as u64 && backward {
@@ -516,7 +531,9 @@ impl StepInputs<'_> {
                     sink.flat(0)?;
                 }
                 s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
-            })
+            })?;
+            full.call(Component::Gradients, self.statics.live_as);
+            Ok::<_, candle_core::Error>(full)
         };
         let forward = visit(self.train, false)?.cost;
         Ok((visit(self.train, true)?, forward, self.eval.map(|t| visit(t, false)).transpose()?))

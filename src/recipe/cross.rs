@@ -39,6 +39,7 @@ pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.sources(recipe);
     x.lengths(recipe);
     x.optimizer(recipe);
+    x.in_backward(recipe);
 }
 
 struct Cross<'a, 'b> {
@@ -317,6 +318,54 @@ impl Cross<'_, '_> {
                 "run.output has braces that are not {name}".into(),
                 "{name} is the only thing that is filled in",
             );
+        }
+    }
+
+    /// What an update of each layer in its backward pass cannot have.
+    fn in_backward(&mut self, recipe: &Recipe) {
+        const KEY: &str = "optimizer.in_backward";
+        if !recipe.optimizer.in_backward
+            || !self.all_good(&[
+                KEY,
+                "run.batch_rows",
+                "run.micro_rows",
+                "run.clip",
+                "model.dtype",
+                "parallel.data",
+            ])
+        {
+            return;
+        }
+        let (run, ranks) = (&recipe.run, recipe.parallel.data);
+        if run.clip != 0.0 {
+            let message = "a layer that is updated in its backward pass cannot be clipped by the norm of all gradients, \
+                           which is known after the last layer";
+            self.report(KEY, message.into(), "write run.clip = 0, or in_backward = false");
+        }
+        let one = run.batch_rows / ranks.max(1);
+        if run.micro_rows == MicroRows::Auto || run.micro_rows.count() * ranks != run.batch_rows {
+            let micro = match run.micro_rows {
+                MicroRows::Auto => "\"auto\"".to_string(),
+                MicroRows::Rows(n) => n.to_string(),
+            };
+            let message = format!(
+                "a layer is updated with one micro-batch, and a step of batch_rows = {} has micro-batches of \
+                 micro_rows = {micro} on {ranks} rank(s)",
+                run.batch_rows
+            );
+            let hint = match one * ranks == run.batch_rows && one > 0 {
+                true => format!(
+                    "write run.micro_rows = {one}, or run.batch_rows = {}",
+                    run.micro_rows.count() * ranks
+                ),
+                false => format!("write run.batch_rows = {}", run.micro_rows.count() * ranks),
+            };
+            self.report(KEY, message, hint);
+        }
+        if recipe.model.dtype == Some(Dtype::F16) {
+            let message =
+                "in f16 a step whose gradients overflow is done again, which is known after the last layer";
+            self.report(KEY, message.into(), "write model.dtype = \"bf16\", or in_backward = false");
         }
     }
 

@@ -248,7 +248,8 @@ table! {
         warmup_ratio: Option<f64> = Number(Bound::Share), Absent("by warmup_steps");
         /// Learning rate at the end.
         min_lr: f64 = Number(Bound::NotNegative), Toml("0.0");
-        /// Step each layer's optimizer in the backward pass.
+        /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
+        /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
     }
 }

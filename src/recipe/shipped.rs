@@ -25,12 +25,14 @@ pub const SHIPPED: &[Shipped] = shipped![
     "qwen3-0.6b-full",
     "qwen3-8b-lora",
     "qwen3-8b-full",
+    "qwen3-8b-48gb-full",
     "qwen2.5-7b-lora",
     "qwen2.5-7b-full",
     "llama-3.1-8b-lora",
     "llama-3.1-8b-full",
     "qwen3-8b-qlora",
     "qwen3-14b-qlora",
+    "qwen3-32b-qlora",
     "qwen2.5-7b-qlora",
     "llama-3.1-8b-qlora",
     "llama-3.3-70b-qlora",
@@ -38,6 +40,7 @@ pub const SHIPPED: &[Shipped] = shipped![
     "mixtral-8x7b-6layers-2experts",
     "mixtral-8x7b-qlora-experts",
     "qwen3-30b-a3b-qlora",
+    "qwen3-30b-a3b-24gb-qlora",
 ];
 
 impl Shipped {

@@ -292,7 +292,7 @@ words! {
     pub enum OptimizerName {
         /// AdamW with f32 moments.
         Adamw = "adamw",
-        /// AdamW with 8-bit moments.
+        /// AdamW with 8-bit moments as in bitsandbytes (below 4096 values in f32), and f32 master weights.
         Adamw8bit = "adamw8bit",
         /// Low-rank gradients.
         Galore = "galore",

@@ -38,6 +38,7 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.output",
     "run.device",
     "memory.",
+    "optimizer.in_backward",
     "parallel.", // ranks split what is computed; only the order of sums is another
     "log.",
 ];

@@ -5,6 +5,7 @@ use super::products::Products;
 use super::step::{Setup, StepRows, timed_step};
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale};
+use crate::adapt::moments::Moments;
 use crate::adapt::params::{Params, Unit};
 use crate::comm;
 use crate::data::{Dataset, Example, Stats};
@@ -112,10 +113,11 @@ impl Bound {
             Part::Recompute => Some(Bound::Products(n * w.recompute)),
             Part::Backward => Some(Bound::Products(n * (w.backward - down))),
             Part::Step if !params.offloaded => {
-                // weights and both moments read and written, the gradient read; the rounded copy written
+                // weights and moments read and written, the gradient read; the rounded copy written
                 let bytes = |u: &Unit| {
                     let compute = u.compute.whole.dtype().size_in_bytes();
-                    (u.len * (28 + if compute < 4 { compute } else { 0 })) as f64
+                    let moments = u.moments.as_ref().map_or(0, Moments::bytes);
+                    (u.len * (12 + if compute < 4 { compute } else { 0 })) as f64 + (2 * moments) as f64
                 };
                 Some(Bound::Bytes(params.units.iter().flatten().map(bytes).sum()))
             }

@@ -10,6 +10,7 @@ use crate::data::{Dataset, Micro};
 use crate::kernel::{optimizer, to_host};
 use candle_core::DType;
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Refuses a step whose loss or gradient norm is not finite, naming tensors and rows. The gradients are multiplied by
 /// `factor` before they are used.
@@ -31,7 +32,8 @@ pub fn finite(
         (true, false) => "the gradient norm",
         (false, _) => "the loss",
     };
-    let bad = bad(params, comm, "gradients that are not finite", &|u| u.grads.iter().collect())?;
+    let all_finite = |u: &Unit, r: &Range<usize>| u.grads.as_ref().map_or(Ok(true), |g| held_finite(g, r));
+    let bad = bad(params, comm, "gradients that are not finite", &all_finite)?;
     let shown = |n: usize, mut v: Vec<String>| {
         v.truncate(5);
         if n > 5 { format!("{} and {} more", v.join(", "), n - 5) } else { v.join(", ") }
@@ -55,23 +57,30 @@ pub fn finite(
         }
         _ => "a lower optimizer.lr, run.clip, or a look at these rows with `ft data`",
     };
-    Err(Error::NonFinite { step, what, detail, hint }.into())
+    let updated = match params.in_backward {
+        true => "weights were updated in the backward pass, and are not saved",
+        false => "no weight was updated",
+    };
+    Err(Error::NonFinite { step, updated, what, detail, hint }.into())
 }
 
-/// Tensors of which some rank holds values that are not finite, in buffers that `of` chooses.
+/// Whether values of a range are finite, as far as they are here.
+fn held_finite(held: &Held, range: &Range<usize>) -> candle_core::Result<bool> {
+    let here = common(&held.at, range);
+    if here.is_empty() { Ok(true) } else { optimizer::finite(&held.of(here)?) }
+}
+
+/// Tensors of which some rank holds values that are not finite, of a range as `finite` says.
 fn bad<'p>(
     params: &'p Params,
     comm: &dyn Comm,
     what: &'static str,
-    of: &dyn Fn(&'p Unit) -> Vec<&'p Held>,
+    finite: &dyn Fn(&Unit, &Range<usize>) -> candle_core::Result<bool>,
 ) -> crate::Result<Vec<&'p str>> {
     let mut mine = Vec::new();
     for (i, slot) in params.slots.iter().enumerate() {
-        for held in of(params.unit(slot)?) {
-            let here = common(&held.at, &slot.range());
-            if !here.is_empty() && !optimizer::finite(&held.of(here)?)? {
-                mine.push(i as u64);
-            }
+        if !finite(params.unit(slot)?, &slot.range())? {
+            mine.push(i as u64);
         }
     }
     let all: BTreeSet<u64> = comm.share(At::all(what), &mine)?.into_iter().flatten().collect();
@@ -83,13 +92,13 @@ fn bad<'p>(
 /// # Errors
 /// [`Error::Weights`]; a rank that is lost.
 pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> crate::Result<()> {
-    fn states(u: &Unit) -> Vec<&Held> {
-        let moments = u.moments.iter().flat_map(|(m, v)| [m, v]);
-        std::iter::once(&u.master).chain(moments).collect()
-    }
+    let states = |u: &Unit, r: &Range<usize>| {
+        let moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
+        Ok(moments && held_finite(&u.master, r)?)
+    };
     let mut whole = true;
-    for held in params.units.iter().flatten().flat_map(states) {
-        whole &= held.at.is_empty() || optimizer::finite(&held.values)?;
+    for u in params.units.iter().flatten() {
+        whole &= states(u, &(0..u.len))?;
     }
     let all = comm.share(At::all("whether weights are finite"), &[u64::from(whole)])?;
     if all.iter().flatten().all(|w| *w != 0) {

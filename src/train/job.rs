@@ -14,7 +14,9 @@ use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
-use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
+use crate::recipe::{
+    Device as DeviceName, Dtype, Method, Offload, OptimizerName, Quantize, Recipe, Rule, Weights,
+};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -346,11 +348,13 @@ impl Job {
         comm: &dyn Comm,
     ) -> crate::Result<(Decoder, Params)> {
         let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
+        let eight_bit = self.recipe.optimizer.name == OptimizerName::Adamw8bit;
+        let in_backward = self.recipe.optimizer.in_backward;
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, offload, shard })
+            .allocate(Allocate { train, in_backward, offload, eight_bit, shard })
             .among(comm);
         if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }

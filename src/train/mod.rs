@@ -75,11 +75,13 @@ pub enum Error {
         /// What is wrong.
         why: String,
     },
-    /// A loss or gradient that is not finite; no weight was changed.
-    #[error("step {step}: {what} is not finite; no weight was updated\n{detail}\n  hint: {hint}")]
+    /// A loss or gradient that is not finite.
+    #[error("step {step}: {what} is not finite; {updated}\n{detail}\n  hint: {hint}")]
     NonFinite {
         /// Step, from 1.
         step: u64,
+        /// What was updated nevertheless.
+        updated: &'static str,
         /// Loss, or gradient norm.
         what: &'static str,
         /// Tensors and rows.

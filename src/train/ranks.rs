@@ -275,8 +275,9 @@ fn step(s: &Setup<'_>, data: &Dataset, batches: &Batches, schedule: &Schedule, n
     let rows = batches.rows(n as usize);
     let at = StepRows { data, rows: &rows, step: n };
     let times = &mut Times::off();
-    let summed = accumulate(s, at, times, &|| false)?;
-    update(s, summed, &|peak| schedule.at(n as usize, peak), times).map(drop)
+    let lr = |peak: f64| schedule.at(n as usize, peak);
+    let summed = accumulate(s, at, &lr, times, &|| false)?;
+    update(s, summed, &lr, times).map(drop)
 }
 
 /// Ranks, for tests, of which one breaks.

@@ -10,9 +10,12 @@ use crate::adapt::Params;
 use crate::adapt::params::{Held, Unit};
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
+use crate::kernel::optimizer::Squares;
 use crate::model::sink::Sink;
+use crate::optim::{self, Optimizer};
 use crate::walk::{Around, Visit};
-use std::cell::Cell;
+use candle_core::{DType, Device};
+use std::cell::{Cell, RefCell};
 
 /// Sums what a sink has over the ranks, around the visits of a training pass, for which weights are gathered.
 pub struct Reduce<'a> {
@@ -24,14 +27,46 @@ pub struct Reduce<'a> {
     /// How many of them are done with this micro-batch.
     done: Cell<usize>,
     gather: Gather<'a>,
+    update: Option<InBackward<'a>>,
+}
+
+/// The update of each unit when its gradients are there.
+pub struct InBackward<'a> {
+    /// What updates it.
+    pub optimizer: &'a Optimizer,
+    /// Which update it is.
+    pub at: optim::At<'a>,
+    /// Where gradients are.
+    pub device: &'a Device,
+    /// Sums of squares of this rank's part of the gradients, by unit.
+    pub squares: RefCell<Vec<(usize, Squares)>>,
 }
 
 impl<'a> Reduce<'a> {
     /// For the micro-batches of a step.
-    pub fn new(gather: Gather<'a>, params: &'a Params, comm: &'a dyn Comm, sink: &'a Sink<'a>) -> Self {
-        let trains = |u: &usize| comm.world() > 1 && params.units[*u].is_some();
-        let units = (0..params.units.len()).rev().filter(trains).collect();
-        Self { params, comm, sink, units, done: Cell::new(0), gather }
+    pub fn new(
+        gather: Gather<'a>,
+        params: &'a Params,
+        comm: &'a dyn Comm,
+        sink: &'a Sink<'a>,
+        update: Option<InBackward<'a>>,
+    ) -> Self {
+        let comes = comm.world() > 1 || update.is_some();
+        let units = (0..params.units.len()).rev().filter(|u| comes && params.units[*u].is_some()).collect();
+        Self { params, comm, sink, units, done: Cell::new(0), gather, update }
+    }
+
+    /// The sum of squares of this rank's part of all gradients, where units were updated with them.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn squares(&self) -> candle_core::Result<Option<f64>> {
+        let Some(update) = &self.update else { return Ok(None) };
+        let mut squares = update.squares.borrow_mut();
+        // added in the order of the units, as where all gradients are there at once
+        squares.sort_by_key(|(unit, _)| *unit);
+        let all: Vec<f64> = squares.drain(..).map(|(_, s)| s.read()).collect::<candle_core::Result<_>>()?;
+        Ok(Some(all.iter().sum()))
     }
 
     /// Ends a micro-batch, or the turn of a rank that has none: sums what no visit came to.
@@ -55,7 +90,31 @@ impl<'a> Reduce<'a> {
         Ok(())
     }
 
+    /// The gradients of a unit that this rank updates it with: all of them, or of its part.
+    fn for_update(&self, number: usize, unit: &Unit, device: &Device) -> crate::Result<Held> {
+        let mine = self.sink.take(number);
+        let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
+        if self.comm.world() == 1 {
+            // no token came to what trains here
+            let values = mine.map_or_else(|| zeros(unit.len), Ok)?;
+            return Ok(Held { at: 0..unit.len, values });
+        }
+        let part = zeros(unit.part.len())?;
+        self.comm.add(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?;
+        if self.params.shard.stage >= 1 {
+            return Ok(Held { at: unit.part.clone(), values: part });
+        }
+        let (values, parts) = (zeros(unit.len)?, self.params.shard.parts(unit.len));
+        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, &values)?;
+        Ok(Held { at: 0..unit.len, values })
+    }
+
     fn sum(&self, number: usize, unit: &Unit) -> crate::Result<()> {
+        if let Some(update) = &self.update {
+            let grads = self.for_update(number, unit, update.device)?;
+            update.squares.borrow_mut().push((number, Squares::of(&grads.of(unit.part.clone())?)?));
+            return update.optimizer.step_unit(self.params, self.comm, number, &grads, &update.at);
+        }
         let mine = self.sink.take(number);
         let Some(Held { values, .. }) = &unit.grads else { return Ok(()) };
         let sum = At::unit("the sum of gradients", number);

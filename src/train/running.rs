@@ -99,8 +99,8 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Does a step, the `step`th from 0, unless a signal comes. Where memory runs out before anything was updated, and `again` says that it may begin anew, it does so
-    /// with more layers recomputed, and so does the run from then on.
+    /// Does a step, the `step`th from 0, unless a signal comes. Where memory runs out before anything was updated (with
+    /// `optimizer.in_backward` nobody knows), and `again` says that it may begin anew, it does so with more layers recomputed, and so does the run from then on.
     pub fn step(
         &mut self,
         data: &Dataset,
@@ -111,11 +111,13 @@ impl Running<'_> {
         let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
         let stop = || self.signals.seen().is_some();
         // the others follow the plan that they were given
-        let again = again && self.setup.comm.world() == 1;
+        let again = again && self.setup.comm.world() == 1 && !self.setup.params.in_backward;
+        let schedule = self.schedule;
+        let lr = |peak: f64| schedule.at(step, peak);
         ranks::tell_next(self.setup.comm, &Next::Step(step as u64))?;
         self.received = self.setup.comm.received();
         let summed = loop {
-            match accumulate(&self.setup, at, times, &stop) {
+            match accumulate(&self.setup, at, &lr, times, &stop) {
                 Ok(summed) => break summed,
                 Err(e) if again && e.exit_code() == ExitCode::DoesNotFit => {
                     self.recompute_more(step as u64, e)?
@@ -123,7 +125,6 @@ impl Running<'_> {
                 Err(e) => return Err(e),
             }
         };
-        let lr = |peak: f64| self.schedule.at(step, peak);
         update(&self.setup, summed, &lr, times)
     }
 

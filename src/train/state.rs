@@ -5,7 +5,9 @@
 
 use super::{Error, LossScale};
 use crate::adapt::Params;
-use crate::adapt::params::{Held, common};
+use crate::adapt::moments::Of;
+use crate::adapt::params::common;
+use crate::kernel::optimizer::BLOCK;
 use crate::store::{self, SharedFile, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -34,14 +36,48 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
+/// A tensor of moments in a checkpoint.
+struct Entry {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    /// Elements of what trains that one of it stands for.
+    block: usize,
+}
+
+/// The tensors of a trained tensor's moments: both, in 8 bits codes and then the scales of their blocks.
+fn entries(params: &Params, index: usize) -> Vec<Entry> {
+    let t = &params.tensors[index];
+    let entry = |what: &str, dtype, shape, block| {
+        MOMENTS.map(|m| Entry {
+            name: format!("{}.{m}{what}", t.name),
+            dtype,
+            shape: Vec::clone(shape),
+            block,
+        })
+    };
+    if !params.is_coded(index) {
+        return entry("", DType::F32, &t.shape, 1).into();
+    }
+    let scales = vec![t.elements().div_ceil(BLOCK)];
+    let [codes, scales] = [entry("", DType::U8, &t.shape, 1), entry(".absmax", DType::F32, &scales, BLOCK)];
+    codes.into_iter().chain(scales).collect()
+}
+
+/// The values of [`entries`] for a range of a unit's buffer.
+fn views(of: Of) -> Vec<crate::kernel::Tensor> {
+    match of {
+        Of::Wide(all) => all.into(),
+        Of::Coded(all) => all.codes.into_iter().chain(all.scales).collect(),
+    }
+}
+
 /// The files of a checkpoint's tensors in `dir`: weights, and moments.
 fn files(dir: &Path, params: &Params) -> Result<[SharedFile; 2], store::Error> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
-    for t in &params.tensors {
+    for (i, t) in params.tensors.iter().enumerate() {
         weights.push((t.name.clone(), DType::F32, t.shape.clone()));
-        for what in MOMENTS {
-            moments.push((format!("{}.{what}", t.name), DType::F32, t.shape.clone()));
-        }
+        moments.extend(entries(params, i).into_iter().map(|e| (e.name, e.dtype, e.shape)));
     }
     let file = |name: &str, tensors: &[_]| SharedFile::new(&dir.join(name), tensors, &[("format", "pt")]);
     Ok([file(WEIGHTS, &weights)?, file(OPTIMIZER, &moments)?])
@@ -64,9 +100,8 @@ pub fn begin(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
 pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
     let [weights, optimizer] = files(dir, params)?;
     let (mut values, mut moments) = (Vec::new(), Vec::new());
-    let names: Vec<[String; 2]> =
-        params.tensors.iter().map(|t| MOMENTS.map(|what| format!("{}.{what}", t.name))).collect();
-    for ((t, slot), names) in params.tensors.iter().zip(&params.slots).zip(&names) {
+    let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
+    for ((t, slot), listed) in params.tensors.iter().zip(&params.slots).zip(&listed) {
         let unit = params.unit(slot)?;
         // what several ranks hold is written once
         let mine = common(&unit.part, &slot.range());
@@ -75,10 +110,10 @@ pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
         }
         let first = mine.start - slot.offset;
         // views: values come to the host when they are written
-        let of = |held: &Held| held.of(mine.clone())?.real().cloned();
-        values.push((t.name.as_str(), first, of(&unit.master)?));
-        for (name, held) in names.iter().zip(unit.moments.iter().flat_map(|(m, v)| [m, v])) {
-            moments.push((name.as_str(), first, of(held)?));
+        values.push((t.name.as_str(), first, unit.master.of(mine.clone())?.real()?.clone()));
+        let held = unit.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
+        for (entry, held) in listed.iter().zip(held.into_iter().flatten()) {
+            moments.push((entry.name.as_str(), first / entry.block, held.real()?.clone()));
         }
     }
     weights.write(values)?;
@@ -114,12 +149,13 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
     if have != want {
         return Err(fail(format!("holds {have} trained tensors, this run has {want}")).into());
     }
-    let get = |files: &TensorFiles, name: &str, shape: &[usize], r: Range<usize>| -> crate::Result<Tensor> {
+    let get = |files: &TensorFiles, e: &Entry, r: Range<usize>| -> crate::Result<Tensor> {
+        let (name, shape) = (e.name.as_str(), e.shape.as_slice());
         let found = files.get(name)?.shape.as_slice();
         if found != shape {
             return Err(fail(format!("{name}: {found:?}, this run has {shape:?}")).into());
         }
-        files.part(name, r, DType::F32, &Device::Cpu).map_err(|e| match e {
+        files.part(name, r, e.dtype, &Device::Cpu).map_err(|e| match e {
             // a checkpoint is no model file
             store::Error::NotFinite { .. } => fail(format!("{name} has a value that is not finite")).into(),
             e => e.into(),
@@ -128,16 +164,18 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
     for (i, t) in params.tensors.iter().enumerate() {
         // what of it is here, and nothing else, is read
         let mine = params.mine(i)?;
-        params.set_from(i, mine.start, &get(&weights, &t.name, &t.shape, mine)?)?;
+        let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
+        params.set_from(i, mine.start, &get(&weights, &values, mine)?)?;
         let slot = &params.slots[i];
-        for (to, what) in params.unit(slot)?.moments.iter().flat_map(|(m, v)| [m, v]).zip(MOMENTS) {
-            let here = common(&to.at, &slot.range());
-            if here.is_empty() {
-                continue;
-            }
+        let Some(held) = &params.unit(slot)?.moments else { continue };
+        for here in held.parts(&slot.range()).into_iter().filter(|r| !r.is_empty()) {
             let range = here.start - slot.offset..here.end - slot.offset;
-            let from = get(&moments, &format!("{}.{what}", t.name), &t.shape, range)?;
-            to.set(here.start, &from)?;
+            for (entry, to) in entries(params, i).iter().zip(views(held.of(here)?)) {
+                let first = range.start / entry.block;
+                let from = get(&moments, entry, first..first + to.elem_count())?;
+                let to = to.real()?;
+                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+            }
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use super::gather::Gather;
 use super::guard;
-use super::reduce::Reduce;
+use super::reduce::{InBackward, Reduce};
 use super::{Job, LossScale};
 use crate::adapt::Params;
 use crate::comm::{self, At, Comm};
@@ -16,7 +16,7 @@ use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
 use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
 use candle_core::Device;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 /// What stays the same over the steps of a run.
 pub struct Setup<'a> {
@@ -126,7 +126,7 @@ pub fn timed_step(
     lr: Rate<'_>,
     times: &mut Times,
 ) -> crate::Result<Stepped> {
-    update(s, accumulate(s, at, times, &|| false)?, lr, times)
+    update(s, accumulate(s, at, lr, times, &|| false)?, lr, times)
 }
 
 /// The gradients of a step, summed into the buffers of what trains, with what else its micro-batches gave.
@@ -151,18 +151,20 @@ fn agreed(comm: &dyn Comm, stop: bool) -> crate::Result<bool> {
 /// The gradients of all micro-batches of a step, one micro-batch after the other, dealt to the ranks in turn; nothing that trains changes, and
 /// what an earlier call left is forgotten, so that a step which failed here can begin anew. `stop` is asked before each
 /// micro-batch whether to give up. In f16, where a gradient overflows, all of it is done again with a lower factor on the
-/// loss.
+/// loss. With `optimizer.in_backward` what trains is updated on the way, with learning rates `lr`: such a step cannot begin
+/// anew.
 ///
 /// # Errors
 /// Of the device; [`super::Error::Abandoned`].
 pub fn accumulate<'a>(
     s: &Setup<'_>,
     at: StepRows<'a>,
+    lr: Rate<'_>,
     times: &mut Times,
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<Summed<'a>> {
     loop {
-        let summed = accumulate_scaled(s, at, times, stop)?;
+        let summed = accumulate_scaled(s, at, lr, times, stop)?;
         let overflowed = summed.loss.is_finite() && !summed.grad_norm.is_finite();
         match s.loss_scale.get().and_then(LossScale::after_overflow) {
             Some(lower) if overflowed => s.loss_scale.set(Some(lower)),
@@ -174,6 +176,7 @@ pub fn accumulate<'a>(
 fn accumulate_scaled<'a>(
     s: &Setup<'_>,
     at: StepRows<'a>,
+    lr: Rate<'_>,
     times: &mut Times,
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<Summed<'a>> {
@@ -181,14 +184,25 @@ fn accumulate_scaled<'a>(
     s.params.zero_grads()?;
     let (grads, lens) = (s.params.grads(), s.params.lens());
     let sink = match s.comm.world() {
-        1 => Sink::new(&grads, s.params.tensors.len()),
+        1 if !s.params.in_backward => Sink::new(&grads, s.params.tensors.len()),
         _ => Sink::live(&lens, s.device, s.params.tensors.len()),
     };
     let gather = Gather::new(s.decoder, s.params, s.comm);
-    let reduce = Reduce::new(gather, s.params, s.comm, &sink);
+    let in_backward = s.params.in_backward.then(|| InBackward {
+        optimizer: s.optimizer,
+        at: optim::At { t: step + 1, lr, grad_scale: 1.0 },
+        device: s.device,
+        squares: RefCell::default(),
+    });
+    let reduce = Reduce::new(gather, s.params, s.comm, &sink, in_backward);
     // only counted: each micro-batch is made when it is its turn
     let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
     let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
+    if s.params.in_backward && micros.len() > s.comm.world() {
+        return Err(
+            super::Error::Usage("optimizer.in_backward: a step of several micro-batches".into()).into()
+        );
+    }
     let targets: usize = micros.iter().map(|(_, size)| size.targets).sum();
     let tokens: usize = micros.iter().map(|(_, size)| size.tokens).sum();
     let scale = 1.0 / targets.max(1) as f64;
@@ -223,6 +237,9 @@ fn accumulate_scaled<'a>(
         #[cfg(test)]
         small_device::check(&s.execution, step)?;
     }
+    if micros.is_empty() {
+        reduce.end()?;
+    }
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()?;
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());
@@ -234,8 +251,8 @@ fn accumulate_scaled<'a>(
             router_losses = (router_losses.0 + aux * share, router_losses.1 + z * share);
         }
     }
-    let mine =
-        Sums { loss, router_losses, squares: optim::grad_squares(s.params)?, reached: sink.reached(), load };
+    let squares = reduce.squares()?.map_or_else(|| optim::grad_squares(s.params), Ok)?;
+    let mine = Sums { loss, router_losses, squares, reached: sink.reached(), load };
     let all = mine.over_ranks(s.comm)?;
     let grad_norm = all.squares.sqrt() / factor;
     let Sums { loss, router_losses, reached, load, .. } = all;
@@ -292,7 +309,9 @@ pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times
     let total = loss + router_losses.0 + router_losses.1;
     let factor = optim::clip_factor(grad_norm, s.clip);
     guard::finite((s.params, s.comm), step + 1, total, (grad_norm, factor), data, rows)?;
-    s.optimizer.step(s.params, s.comm, step + 1, lr, factor / s.loss_factor())?;
+    if !s.params.in_backward {
+        s.optimizer.step(s.params, s.comm, step + 1, lr, factor / s.loss_factor())?;
+    }
     s.loss_scale.set(s.loss_scale.get().map(LossScale::after_step));
     times.lap(walk::Part::Step, s.device)?;
     Ok(Stepped { loss, router_losses, load, grad_norm, tokens, targets, reached })

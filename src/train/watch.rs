@@ -3,6 +3,7 @@
 use super::Job;
 use super::exhausted::{self, Planned};
 use crate::adapt::Params;
+use crate::adapt::moments::Moments;
 use crate::adapt::params::Held;
 use crate::hub;
 use crate::kernel::gemm;
@@ -92,7 +93,8 @@ impl Kept {
         Self {
             frozen: of(&[Embedding, Attention, Mlp, Experts, Router, Norms, Head, QuantConstants]),
             trained: of(&[Trained, Adapters]),
-            gradients: of(&[Gradients]),
+            // those of a layer that is updated in its backward pass do not stay
+            gradients: if plan.keeps_gradients { of(&[Gradients]) } else { 0 },
             master: of(&[Master]),
             moments: of(&[Moments]),
         }
@@ -187,7 +189,7 @@ impl Watch {
             k.trained += u.compute.bytes();
             k.master += if apart && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);
-            let moments = u.moments.as_ref().map_or(0, |(m, v)| held(m) + held(v));
+            let moments = u.moments.as_ref().map_or(0, Moments::bytes);
             k.moments += if here { moments } else { 0 };
         }
         k.frozen = now.saturating_sub(k.sum());

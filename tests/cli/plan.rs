@@ -77,6 +77,10 @@ fn wide() -> Value {
     c
 }
 
+const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
+/// An update of each layer in its backward pass, and what it needs.
+const ALL_AT_ONCE: &[&str] =
+    &["optimizer.in_backward=true", "run.clip=0", "run.batch_rows=2", "run.micro_rows=2"];
 const NF4: &str = "model.quantize=nf4";
 
 /// Runs one step and gives the planned and the measured peak.
@@ -176,6 +180,22 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, &everything, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
+        (&qwen3, FULL, &full_rows, &[&["memory.recompute=2"], ALL_AT_ONCE].concat()),
+        (
+            &tied,
+            FULL,
+            &full_rows,
+            &[&[EIGHT_BIT, "memory.recompute=all", "model.dtype=bf16"], ALL_AT_ONCE].concat(),
+        ),
+        (
+            &moe,
+            some,
+            &full_rows,
+            &[&["memory.recompute=all", "model.dtype=bf16", offload], ALL_AT_ONCE].concat(),
+        ),
+        (&qwen3, FULL, &full_rows, &[EIGHT_BIT, "memory.recompute=2"]),
+        (&tied, FULL, &ragged, &[EIGHT_BIT, "memory.recompute=all", "model.dtype=bf16"]),
+        (&moe, some, &full_rows, &[EIGHT_BIT, "model.quantize=nf4", "memory.recompute=all", offload]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_matmul"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),

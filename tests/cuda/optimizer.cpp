@@ -1,4 +1,4 @@
-// AdamW and its copy against float64, whole vectors, tails and buffers that begin at none; sums of squares that f32 does
+// AdamW, with moments in 8 bits too, and its copy against float64, whole vectors, tails and buffers that begin at none; sums of squares that f32 does
 // not hold.
 #include "../../src/kernel/optimizer/optimizer.cu"
 #include "call.h"
@@ -33,6 +33,72 @@ template <typename T> static void update(const std::string &type, bool with) {
 TEST(updates_in_f32) { update<float>("f32", false); }
 TEST(updates_with_a_copy_in_bf16) { update<bf16>("bf16", true); }
 TEST(updates_with_a_copy_in_f16) { update<f16>("f16", true); }
+
+// The maps of src/kernel/optimizer/eight_bit.rs: of the mean, and of the mean square.
+static std::vector<float> maps() {
+  std::vector<float> all;
+  for (const bool sign : {true, false}) {
+    std::vector<float> map = {0.0f, 1.0f};
+    for (int decade = 0; decade < 7; decade++) {
+      const int fractions = 1 << (sign ? decade : decade + 1);
+      for (int i = 0; i < fractions; i++) {
+        const float x = float((0.1 + 0.9 * (i + 0.5) / fractions) * pow(10, decade - 6));
+        map.push_back(x);
+        if (sign) map.push_back(-x);
+      }
+    }
+    std::sort(map.begin(), map.end());
+    all.insert(all.end(), map.begin(), map.end());
+  }
+  return all;
+}
+
+// Two updates with moments in 8 bits, whole blocks and a part of one, against float64 with what the codes say.
+template <typename T> static void eight_bit(const std::string &type, bool with) {
+  unsigned seed = 1;
+  const std::vector<float> map = maps();
+  host::Buffer<float> table(map);
+  for (const size_t n : {512, 777, 1}) {
+    const size_t blocks = (n + 255) / 256;
+    host::Buffer<float> p(check::randn<float>(n, seed++)), ms(std::vector<float>(blocks, 0.0f)), vs(std::vector<float>(blocks, 0.0f));
+    host::Buffer<uint8_t> m(std::vector<uint8_t>(n, 127)), v(std::vector<uint8_t>(n, 0));
+    host::Buffer<T> copy(n);
+    const double b1 = 0.9, b2 = 0.99, lr = 1e-2, wd = 0.1, eps = 1e-8, scale = 0.5;
+    for (int t = 1; t <= 2; t++) {
+      host::Buffer<float> g(check::randn<float>(n, seed++));
+      std::vector<double> ps = values(p), gs = values(g), mean(n), square(n);
+      for (size_t i = 0; i < n; i++) {
+        const double grad = gs[i] * scale;
+        mean[i] = double(map[m[i]]) * ms[i / 256] * b1 + grad * (1 - b1);
+        square[i] = double(map[256 + v[i]]) * vs[i / 256] * b2 + grad * grad * (1 - b2);
+        ps[i] = ps[i] * (1 - lr * wd) - lr / (1 - pow(b1, t)) * mean[i] / (sqrt(square[i] / (1 - pow(b2, t))) + eps);
+      }
+      T *no = nullptr;
+      call("optimizer_adamw8bit_" + type, grid(blocks), THREADS, p.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), with ? copy.at() : no, table.at(),
+           static_cast<uint64_t>(n), float(scale), float(b1), float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))),
+           float(sqrt(1 - pow(b2, t))), float(eps));
+      check::close("p", p, ps, 1e-6);
+      for (size_t b = 0; b < blocks; b++) {
+        double most[2] = {0, 0};
+        for (size_t i = 256 * b; i < std::min(n, 256 * (b + 1)); i++) most[0] = std::max(most[0], std::abs(mean[i])), most[1] = std::max(most[1], square[i]);
+        if (std::abs(ms[b] - most[0]) > 1e-6 * most[0] || std::abs(vs[b] - most[1]) > 1e-6 * most[1]) check::wrong("a scale");
+      }
+      for (size_t i = 0; i < n; i++) {
+        // no code is nearer than the one that was chosen
+        const double x = mean[i] / ms[i / 256], y = square[i] / vs[i / 256];
+        double near[2] = {9, 9};
+        for (int c = 0; c < 256; c++) near[0] = std::min(near[0], std::abs(map[c] - x)), near[1] = std::min(near[1], std::abs(map[256 + c] - y));
+        if (std::abs(map[m[i]] - x) > near[0] + 1e-6 || std::abs(map[256 + v[i]] - y) > near[1] + 1e-6) check::wrong("a code that is not the nearest");
+        if (g[i] != 0.0f) check::wrong("the gradient is not zero");
+        if (with && Number<T>::widen(copy[i]) != rounded<T>(p[i])) check::wrong("the copy is not the rounded weight");
+      }
+    }
+  }
+}
+
+TEST(updates_in_8_bits_in_f32) { eight_bit<float>("f32", false); }
+TEST(updates_in_8_bits_with_a_copy_in_bf16) { eight_bit<bf16>("bf16", true); }
+TEST(updates_in_8_bits_with_a_copy_in_f16) { eight_bit<f16>("f16", true); }
 
 TEST(sums_of_squares) {
   for (auto [n, skew, blocks, scale] : std::vector<std::tuple<size_t, size_t, size_t, float>>{{9001, 0, 3, 1}, {5, 1, 1, 1e25f}, {2000, 3, 2, 1e-25f}}) {

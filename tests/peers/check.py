@@ -186,4 +186,5 @@ def main():
     return 1 if failures or not count else 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

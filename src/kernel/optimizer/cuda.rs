@@ -1,9 +1,10 @@
 //! AdamW and sums of squares on CUDA.
 
 use super::AdamW;
+use super::eight_bit::{BLOCK, EightBit};
 use crate::kernel::Tensor;
 use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 
 /// Threads of a block, as in optimizer.cu.
 const THREADS: usize = 256;
@@ -42,11 +43,44 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// The sum of squares of all values of flat f32 buffers on one device.
-pub fn sum_squares(buffers: &[&Tensor]) -> Result<f64> {
+/// As [`adamw`], with moments in 8 bits: a thread block takes a block of them.
+pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
+    let n = p.elem_count();
+    if p.dtype() != DType::F32 || g.dtype() != DType::F32 || copy.is_some_and(|c| c.dims() != [n]) {
+        candle_core::bail!("adamw8bit: buffers that are not f32, or not all of {n} values");
+    }
+    if ghosts(&[p], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?
+        .tensor(p)?
+        .tensor(&m.codes[0])?
+        .tensor(&m.scales[0])?
+        .tensor(&m.codes[1])?
+        .tensor(&m.scales[1])?
+        .tensor(g)?
+        .maybe(copy)?
+        .tensor(&m.maps)?
+        .number(n as u64)
+        .number(k.grad_scale as f32)
+        .number(k.betas[0] as f32)
+        .number((1.0 - k.betas[0]) as f32)
+        .number(k.betas[1] as f32)
+        .number((1.0 - k.betas[1]) as f32)
+        .number((1.0 - k.lr * k.weight_decay) as f32)
+        .number(k.lr_over_bias() as f32)
+        .number(k.sqrt_bias2() as f32)
+        .number(k.eps as f32);
+    // SAFETY: all buffers have n values, codes of a byte, scales one a block, the maps 256 each; a launch has a block of
+    // threads for each of the values' blocks.
+    unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
+}
+
+/// The sum of squares of all values of flat f32 buffers on one device, [1] in f64 there.
+pub fn squares(buffers: &[&Tensor]) -> Result<Tensor> {
     let blocks = |b: &Tensor| b.elem_count().div_ceil(EACH * THREADS).min(BLOCKS);
     let count: usize = buffers.iter().map(|b| blocks(b)).sum();
-    let Some(first) = buffers.first() else { return Ok(0.0) };
+    let Some(first) = buffers.first() else { candle_core::bail!("a sum of squares of nothing") };
     let (partial, total) = (empty(first, count, DType::F64)?, empty(first, 1, DType::F64)?);
     let mut at = 0;
     for b in buffers {
@@ -68,5 +102,5 @@ pub fn sum_squares(buffers: &[&Tensor]) -> Result<f64> {
         .tensor(&total)?;
     // SAFETY: the kernel reads `count` sums, and writes one.
     unsafe { launch.run(Grid::new(1, THREADS as u32)) }?;
-    total.real()?.to_device(&Device::Cpu)?.squeeze(0)?.to_scalar::<f64>()
+    Ok(total)
 }

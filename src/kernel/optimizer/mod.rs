@@ -1,9 +1,12 @@
-//! AdamW on flat buffers, and sums of squares for the gradient norm.
+//! AdamW on flat buffers, with moments in f32 or in 8 bits, and sums of squares for the gradient norm.
 //!
 //! The update is PyTorch's (`torch.optim.AdamW`, Loshchilov and Hutter 2019):
 //! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2; p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
 
 mod cuda;
+mod eight_bit;
+
+pub use eight_bit::{BLOCK, EightBit, SMALLEST, ZERO, adamw8bit, maps};
 
 use super::cpu::{in_place, is_cpu, view};
 use crate::kernel::Tensor;
@@ -50,6 +53,11 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tenso
         return cuda::adamw([p, m, v, g], copy, k);
     }
     adamw_cpu(p, m, v, g, k)?;
+    put_copy(p, copy)
+}
+
+/// Rounds new weights to `copy`, if it is there.
+fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     let Some(copy) = copy else { return Ok(()) };
     by_pieces(p.elem_count(), PIECE, &|start, len| {
         copy.slice_set(&p.narrow(0, start, len)?.to_dtype(copy.dtype())?, 0, start)
@@ -109,7 +117,32 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
         sum += parts.iter().sum::<f64>();
     }
     let elsewhere: Vec<&Tensor> = buffers.iter().filter(|b| !is_cpu(b)).collect();
-    Ok(sum + if elsewhere.is_empty() { 0.0 } else { cuda::sum_squares(&elsewhere)? })
+    Ok(sum + if elsewhere.is_empty() { 0.0 } else { Squares(cuda::squares(&elsewhere)?).read()? })
+}
+
+/// The sum of squares of a flat f32 buffer's values, as it was: on CUDA it is read when somebody asks.
+#[derive(Debug)]
+pub struct Squares(Tensor);
+
+impl Squares {
+    /// Of a buffer.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn of(buffer: &Tensor) -> Result<Self> {
+        Ok(Self(match is_cpu(buffer) {
+            true => Tensor::new(&[sum_squares(std::slice::from_ref(buffer))?], &candle_core::Device::Cpu)?,
+            false => cuda::squares(&[buffer])?,
+        }))
+    }
+
+    /// The sum.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn read(&self) -> Result<f64> {
+        self.0.real()?.to_device(&candle_core::Device::Cpu)?.squeeze(0)?.to_scalar()
+    }
 }
 
 /// Whether all values of a contiguous f32 tensor are finite.

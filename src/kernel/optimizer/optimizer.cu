@@ -43,6 +43,61 @@ ADAMW(f32, float)
 ADAMW(bf16, bf16)
 ADAMW(f16, f16)
 
+// Rounds x to a code of the ascending `map`, by a scale that is the largest magnitude of the block's `count` values; all threads
+// of the block come here.
+DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, float *scale, bool in) {
+  const unsigned i = threadIdx.x;
+  magnitudes[i] = fabsf(x);
+  __syncthreads();
+  for (unsigned half = THREADS / 2; half > 0; half /= 2) {
+    // a value that is not finite makes a scale that is not
+    if (i < half && !(magnitudes[i + half] <= magnitudes[i])) magnitudes[i] = magnitudes[i + half];
+    __syncthreads();
+  }
+  const float most = magnitudes[0];
+  __syncthreads();
+  if (!in) return;
+  const float at = fminf(fmaxf(x * (1.0f / fmaxf(most, 1e-38f)), -1.0f), 1.0f);
+  unsigned low = 0, high = THREADS - 1;
+  while (low < high) {
+    const unsigned middle = (low + high) / 2;
+    if ((map[middle] + map[middle + 1]) / 2 < at) low = middle + 1;
+    else high = middle;
+  }
+  *code = static_cast<uint8_t>(low);
+  if (i == 0) *scale = most;
+}
+
+// The update with moments in 8 bits: a block of threads takes a block of 256 values, which share two scales. What codes stand
+// for, 256 numbers of the mean and as many of the mean square, is in `maps`.
+#define ADAMW_8BIT(NAME, T)                                                                                            \
+  KERNEL(optimizer_adamw8bit_##NAME, THREADS, float *p, uint8_t *m, float *m_scale, uint8_t *v, float *v_scale,        \
+         float *g, T *copy, const float *maps, uint64_t count, float grad_scale, float b1, float one_minus_b1,         \
+         float b2, float one_minus_b2, float decay, float rate, float root, float eps) {                               \
+    SHARED_ARRAY(float, map, 2 * THREADS);                                                                             \
+    SHARED_ARRAY(float, magnitudes, THREADS);                                                                          \
+    const unsigned i = threadIdx.x;                                                                                    \
+    const size_t at = static_cast<size_t>(blockIdx.x) * THREADS + i;                                                   \
+    const bool in = at < count;                                                                                        \
+    map[i] = maps[i], map[THREADS + i] = maps[THREADS + i];                                                            \
+    __syncthreads();                                                                                                   \
+    float mean = 0.0f, square = 0.0f;                                                                                  \
+    if (in) {                                                                                                          \
+      const float grad = g[at] * grad_scale;                                                                           \
+      mean = map[m[at]] * m_scale[blockIdx.x] * b1 + grad * one_minus_b1;                                              \
+      square = map[THREADS + v[at]] * v_scale[blockIdx.x] * b2 + grad * grad * one_minus_b2;                           \
+      const float next = p[at] * decay - rate * (mean / (sqrtf(square) / root + eps));                                 \
+      p[at] = next, g[at] = 0.0f;                                                                                      \
+      if (copy != nullptr) store(copy + at, next);                                                                     \
+    }                                                                                                                  \
+    encode(mean, map, magnitudes, m + at, m_scale + blockIdx.x, in);                                                   \
+    encode(square, map + THREADS, magnitudes, v + at, v_scale + blockIdx.x, in);                                       \
+  }
+
+ADAMW_8BIT(f32, float)
+ADAMW_8BIT(bf16, bf16)
+ADAMW_8BIT(f16, f16)
+
 // The sum of x over the block, in order, for thread 0 alone.
 DEVICE double total(double x) {
   SHARED_ARRAY(double, sums, THREADS);

@@ -1,0 +1,225 @@
+//! Optimizers with states of their own: against what published code computes, and the same bits wherever they live.
+
+use super::resume::killed;
+use super::world::{FULL, LORA, World, recipe, repository};
+use candle_core::{DType, Device, Tensor};
+use ft::store::TensorFiles;
+use serde_json::{Value, json};
+use std::path::Path;
+
+const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
+
+/// The rows of a fixture, in the order in which its batches hold them.
+fn rows(folder: &Path) -> String {
+    let files = TensorFiles::open_file(&folder.join("batches.safetensors")).expect("batches");
+    let get = |name: String| -> Vec<Vec<i64>> {
+        files.tensor(&name, DType::I64, &Device::Cpu).expect("rows").to_vec2().expect("a matrix")
+    };
+    let mut out = String::new();
+    for micro in ["batch0.micro0", "batch0.micro1", "batch1.micro0", "batch1.micro1"] {
+        let [ids, labels, mask] =
+            ["input_ids", "labels", "attention_mask"].map(|n| get(format!("{micro}.{n}")));
+        for ((ids, labels), mask) in ids.iter().zip(&labels).zip(&mask) {
+            let n = mask.iter().sum::<i64>() as usize;
+            out += &format!("{}\n", json!({"input_ids": ids[..n], "labels": labels[..n]}));
+        }
+    }
+    out
+}
+
+/// A recipe that trains the model of a fixture in full as its script does, for as many steps as its trajectory has.
+fn published(fixture: &str) -> (World, Value) {
+    let w = World::new();
+    let folder = repository().join("tests/fixtures").join(fixture);
+    let log: Value = serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).expect("a file"))
+        .expect("JSON");
+    w.write("rows.jsonl", rows(&folder));
+    let steps = log["full"].as_array().expect("steps");
+    // the highest, after the warm-up
+    let lr = steps.iter().filter_map(|s| s["lr"].as_f64()).fold(0.0, f64::max);
+    let text = recipe(FULL)
+        .replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {:?}", folder.join("model")))
+        .replace("max_length = 32", "max_length = 64\npack = false\nshuffle = false\nmask = \"none\"")
+        .replace("steps = 6", &format!("steps = {}", steps.len()))
+        .replace("lr = 1e-2", &format!("lr = {lr:e}\ndecay = \"all\""));
+    w.write("r.toml", text);
+    (w, log)
+}
+
+fn apart(a: &Tensor, b: &Tensor) -> f64 {
+    let norm = |t: Tensor| -> f64 {
+        let t = t.to_dtype(DType::F64).and_then(|t| t.sqr()?.sum_all()?.to_scalar::<f64>());
+        t.expect("a number").sqrt()
+    };
+    norm((a - b).expect("one shape")) / norm(b.clone()).max(f64::MIN_POSITIVE)
+}
+
+/// How far losses, gradient norms and final weights of a run are from a fixture's, at the most.
+#[track_caller]
+fn off(w: &World, run: &str, fixture: &str, log: &Value) -> f64 {
+    let steps = w.events(run, "step");
+    let want = log["full"].as_array().expect("steps");
+    assert_eq!(steps.len(), want.len());
+    let mut worst = 0f64;
+    for (got, want) in steps.iter().zip(want) {
+        for key in ["loss", "grad_norm", "lr"] {
+            let [got, want] = [got, want].map(|e| e[key].as_f64().expect("a number"));
+            worst = worst.max((got / want - 1.0).abs());
+        }
+    }
+    let open = |path: std::path::PathBuf| TensorFiles::open_file(&path).expect("tensors");
+    let expected = open(repository().join("tests/fixtures").join(fixture).join("final.safetensors"));
+    let model = open(w.path(&format!("{run}/model/model.safetensors")));
+    for name in expected.names() {
+        let get = |f: &TensorFiles| f.tensor(name, DType::F32, &Device::Cpu).expect("a tensor");
+        worst = worst.max(apart(&get(&model), &get(&expected)));
+    }
+    eprintln!("{fixture}: {run} is within {worst:.1e}");
+    worst
+}
+
+/// The checkpoint's bytes at the end of a run, and the result's.
+fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
+    let newest = w.checkpoints(run).pop().expect("a checkpoint");
+    let of = |f: &str| w.read(&format!("{run}/checkpoints/{newest}/{f}"));
+    let result = ["adapter/adapter_model.safetensors", "model/model.safetensors"];
+    let result = result.into_iter().find(|r| w.path(run).join(r).is_file()).expect("a result");
+    vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
+}
+
+/// Runs with settings; gives the ends.
+#[track_caller]
+fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
+    ends(w, run)
+}
+
+/// A world with a model of which some tensors are large.
+fn world(rules: &str) -> World {
+    let w = World::new();
+    w.config(
+        "tiny",
+        json!({"hidden_size": 68, "intermediate_size": 100, "num_hidden_layers": 2, "vocab_size": 80}),
+    );
+    let text =
+        recipe(rules).replace("micro_rows = 2", "micro_rows = 1").replace("steps = 6", "steps = 6\nkeep = 9");
+    w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
+    w
+}
+
+/// Twenty steps are bitsandbytes'.
+#[test]
+fn eight_bit_moments_train_as_in_bitsandbytes() {
+    let (w, log) = published("adamw8bit");
+    w.ok(&["run", "r.toml", "run.output=out", EIGHT_BIT]);
+    assert!(off(&w, "out", "adamw8bit", &log) <= 1e-4);
+    // moments in f32 are another optimizer
+    w.ok(&["run", "r.toml", "run.output=wide"]);
+    assert!(off(&w, "wide", "adamw8bit", &log) > 1e-3);
+    // a checkpoint holds codes where there are some
+    let newest = w.checkpoints("out").pop().expect("a checkpoint");
+    let held = TensorFiles::open_file(&w.path(&format!("out/checkpoints/{newest}/optimizer.safetensors")));
+    let held = held.expect("tensors");
+    let quantized: Vec<&str> =
+        log["quantized"].as_array().expect("names").iter().filter_map(Value::as_str).collect();
+    let coded: Vec<&str> = held.names().filter_map(|n| n.strip_suffix(".exp_avg_sq.absmax")).collect();
+    assert_eq!(coded, quantized);
+}
+
+/// Wherever they live and however ranks split them, and after a resume with other ranks: the same bits.
+#[test]
+fn eight_bit_moments_have_the_same_bits_everywhere() {
+    for (rules, set) in
+        [(FULL, &[][..]), (FULL, &["model.dtype=bf16"]), (LORA, &["lora.rank=64", "train.1.rank=70"])]
+    {
+        let w = world(rules);
+        let run = |name: &str, more: &[&str]| {
+            bits(&w, name, &[set, &[EIGHT_BIT, "run.save_every=3"], more].concat())
+        };
+        let offload = "memory.offload=['optimizer']";
+        assert!(run("one", &[]) == run("host", &[offload]), "{set:?}");
+        let want = run("2-0", &["parallel.data=2"]);
+        for (ranks, zero) in [(2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 3)] {
+            let name = format!("{ranks}-{zero}");
+            let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
+            assert!(
+                run(&name, &[&parallel[0], &parallel[1]]) == want,
+                "{set:?}: {ranks} ranks, stage {zero}"
+            );
+        }
+        std::fs::remove_dir_all(w.path("4-3/checkpoints/step-00000006")).expect("removed");
+        let back = run("4-3", &["--resume", "parallel.data=2", "parallel.zero=2", offload]);
+        assert!(back == want, "{set:?}: after a resume");
+    }
+}
+
+/// Killed and resumed, it ends as a run that was not.
+#[test]
+fn eight_bit_moments_are_killed_and_resumed() {
+    let w = world(FULL);
+    let longer = [EIGHT_BIT, "run.steps=24", "run.save_every=1"];
+    let whole = bits(&w, "whole", &longer);
+    let args = |_| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer].concat();
+    killed(&w, ("killed", 4, 3), &args, &|| assert!(ends(&w, "killed") == whole));
+}
+
+/// A layer that is updated when its backward pass ends has the bits of one that is updated at the end of the step.
+#[test]
+fn updates_in_the_backward_pass_have_the_same_bits() {
+    let tied = json!({"tie_word_embeddings": true});
+    let moe = json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": true});
+    let experts =
+        FULL.replace("\"mlp\"", "\"experts\", \"router\"") + "[router]\naux_loss = 0.01\nz_loss = 0.001\n";
+    let offload = "memory.offload=['optimizer']";
+    for (rules, config, set) in [
+        (FULL, &tied, &["memory.recompute=none"][..]),
+        (FULL, &json!({}), &["model.dtype=bf16", "memory.recompute=1", EIGHT_BIT]),
+        (FULL, &tied, &["model.dtype=bf16", offload, EIGHT_BIT]),
+        (LORA, &tied, &["memory.recompute=all"]),
+        (&*experts, &moe, &["memory.recompute=1"]),
+    ] {
+        let w = world(rules);
+        let mut own = json!({"hidden_size": 68, "num_hidden_layers": 2, "vocab_size": 80});
+        own.as_object_mut().expect("an object").extend(config.as_object().cloned().unwrap_or_default());
+        w.config("tiny", own);
+        for (ranks, stages) in [(1, &[0][..]), (2, &[0, 1, 2, 3])] {
+            let micro = format!("run.micro_rows={}", 4 / ranks);
+            let data = format!("parallel.data={ranks}");
+            let common = [set, &["run.clip=0", "run.save_every=3", &micro, &data]].concat();
+            let want = bits(&w, "end", &[&common[..], &["--overwrite"]].concat());
+            for zero in stages {
+                let zero = format!("parallel.zero={zero}");
+                let now = [&common[..], &["optimizer.in_backward=true", &zero]].concat();
+                let told = |run: &str| w.steps(run);
+                assert!(bits(&w, "now", &[&now[..], &["--overwrite"]].concat()) == want, "{now:?}");
+                assert_eq!(told("now"), told("end"), "{now:?}");
+                // a resume may go over from the one to the other
+                std::fs::remove_dir_all(w.path("now/checkpoints/step-00000006")).expect("removed");
+                assert!(bits(&w, "now", &[&common[..], &["--resume"]].concat()) == want, "{now:?}: resumed");
+            }
+        }
+    }
+}
+
+/// What an update in the backward pass cannot have is refused, with what to write.
+#[test]
+fn an_update_in_the_backward_pass_says_what_it_needs() {
+    let w = world(FULL);
+    let set = ["check", "r.toml", "optimizer.in_backward=true"];
+    let r = w.ft(&set);
+    assert_eq!(r.code, 2, "{}", r.err);
+    let said = r.out + &r.err;
+    assert!(said.contains("write run.clip = 0") && said.contains("write run.micro_rows = 4"), "{said}");
+    let r = w.ft(&[&set[..], &["run.clip=0", "run.micro_rows=4", "model.dtype=f16"]].concat());
+    assert!(r.code == 2 && (r.out + &r.err).contains("in f16 a step whose gradients overflow"));
+    let r = w.ft(&[&set[..], &["run.clip=0", "run.micro_rows='auto'"]].concat());
+    assert!(r.code == 2 && (r.out + &r.err).contains("write run.micro_rows = 4"));
+    // what is not finite is told as it is
+    let own = ["run.clip=0", "run.micro_rows=4", "optimizer.lr=1e30", "optimizer.in_backward=true"];
+    let r = w.ft(&[&["run", "r.toml"][..], &own].concat());
+    assert_eq!(r.code, 6, "{}", r.err);
+    assert!(
+        r.err.contains("updated in the backward pass, and are not saved") || r.err.contains("are not saved")
+    );
+}
