@@ -15,6 +15,7 @@ mod resume;
 mod room;
 mod same;
 mod shipped;
+mod split;
 mod stops;
 mod text;
 mod verbs;
