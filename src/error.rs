@@ -34,6 +34,27 @@ pub enum ExitCode {
     Terminated = 143,
 }
 
+impl ExitCode {
+    /// That of a number, as another process ends with it; else [`ExitCode::Internal`].
+    pub fn of(code: u8) -> Self {
+        use ExitCode::*;
+        let all = [
+            Done,
+            Usage,
+            Data,
+            Model,
+            Storage,
+            NonFinite,
+            LostRank,
+            DoesNotFit,
+            HungUp,
+            Interrupted,
+            Terminated,
+        ];
+        all.into_iter().find(|c| *c as u8 == code).unwrap_or(Internal)
+    }
+}
+
 /// What a module's error type says beside its message.
 pub trait Failure: std::error::Error + Send + Sync + 'static {
     /// The exit code that the error ends the process with.

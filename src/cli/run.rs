@@ -1,7 +1,8 @@
 //! `ft run`
 
 use super::RecipeArgs;
-use crate::log::tell;
+use crate::comm;
+use crate::log::{hush, tell};
 use crate::recipe::Recipe;
 use crate::train::{self, Options, Outcome};
 
@@ -24,11 +25,16 @@ pub struct Args {
 
 /// Trains, and says where the result is.
 pub fn run(args: &Args) -> crate::Result<()> {
+    if comm::launched().is_some_and(|(rank, _)| rank > 0) {
+        // the first process says the same
+        hush();
+    }
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let options =
         Options { resume: args.resume, overwrite: args.overwrite, accept_change: args.accept_change.clone() };
     match train::run(recipe, &options)? {
         Outcome::Done { result } => super::print(&format!("{}\n", result.display())),
+        Outcome::Followed => Ok(()),
         Outcome::Already { result } => {
             tell("this run is finished already");
             super::print(&format!("{}\n", result.display()))

@@ -6,6 +6,8 @@
 //!
 //! Sums are taken in rank order, so that they have the same bits however they are split.
 
+#[cfg(feature = "mpi")]
+pub mod processes;
 mod threads;
 
 pub use threads::{Threads, group};
@@ -122,6 +124,13 @@ pub trait Comm: Send + Sync {
 
     /// Makes all other ranks give up, for an error of this one.
     fn fail(&self, e: &crate::Error);
+}
+
+/// The rank of this process and how many there are, where `mpirun` or `srun` has started several, as they say it.
+pub fn launched() -> Option<(usize, usize)> {
+    let number = |key: &str| std::env::var(key).ok()?.parse().ok();
+    let said = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")];
+    said.into_iter().find_map(|(rank, world)| number(rank).zip(number(world))).filter(|(_, world)| *world > 1)
 }
 
 /// A group of one.

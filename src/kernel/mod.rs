@@ -16,6 +16,7 @@
 
 pub mod attention;
 pub mod bias;
+pub mod bytes;
 mod cast;
 pub mod cpu;
 pub mod cuda;

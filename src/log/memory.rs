@@ -273,16 +273,29 @@ pub fn host_bytes() -> u64 {
     field("/proc/self/status", "VmRSS:").unwrap_or(0)
 }
 
+/// Processes of this run that share the machine's memory evenly.
+static SHARING: AtomicU64 = AtomicU64::new(1);
+
+/// From here on what the machine has is shared by so many processes, of which this is one.
+pub fn share_among(processes: u64) {
+    SHARING.store(processes.max(1), Relaxed);
+}
+
 /// Bytes that new work may take without swapping: what the system has available, within the limits of control
-/// groups and of this process. `None` where nothing is told.
+/// groups and of this process; of several processes of a run, this one's part of it. `None` where nothing is told.
 pub fn available_bytes() -> Option<u64> {
-    limits::available(Path::new("/"))
+    limits::available(Path::new("/")).map(part)
+}
+
+/// This process's part of what the machine has for all processes of the run.
+pub fn part(bytes: u64) -> u64 {
+    bytes / SHARING.load(Relaxed)
 }
 
 /// Bytes that this process may hold in all: [`available_bytes`], and what it holds already.
 pub fn reach_bytes() -> Option<u64> {
     let root = Path::new("/");
-    limits::available(root).map(|free| free + limits::own(root).unwrap_or(0))
+    limits::available(root).map(|free| part(free) + limits::own(root).unwrap_or(0))
 }
 
 /// Whether the limit on addresses (`ulimit -v`) leaves a new thread its stack and what the system maps beside it, for

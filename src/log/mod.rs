@@ -16,4 +16,7 @@ mod screen;
 pub use metrics::Metrics;
 pub use metrics::read as read_metrics;
 pub use progress::{Progress, Told, bytes_bar};
-pub use screen::{Escaped, color_on_stderr, escape, moves_cursor, print, tell, tell_escaped, warn};
+pub use screen::{
+    Escaped, color_on_stderr, escape, hush, moves_cursor, print, tell, tell_escaped, to_file, to_terminal,
+    warn,
+};

@@ -2,7 +2,42 @@
 //! must not steer a terminal: whatever is printed goes through here, and control characters come out spelled.
 
 use std::borrow::Cow;
+use std::fs::File;
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// Where messages go.
+enum Messages {
+    Stderr,
+    /// Nowhere: another process of this run says the same.
+    Nowhere,
+    File(File),
+}
+
+static MESSAGES: Mutex<Messages> = Mutex::new(Messages::Stderr);
+
+fn send(messages: Messages) {
+    *MESSAGES.lock().unwrap_or_else(PoisonError::into_inner) = messages;
+}
+
+/// From here on messages of this process go nowhere, and nothing moves the cursor.
+pub fn hush() {
+    send(Messages::Nowhere);
+}
+
+/// From here on messages of this process go to a new file.
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn to_file(path: &Path) -> io::Result<()> {
+    File::create(path).map(|f| send(Messages::File(f)))
+}
+
+/// From here on they go to stderr again.
+pub fn to_terminal() {
+    send(Messages::Stderr);
+}
 
 /// Whether a character could move the cursor, change colours, or reorder and hide what stands around it. Line breaks
 /// and tabs are only text.
@@ -46,7 +81,8 @@ impl<W: Write> Write for Escaped<W> {
 
 /// Whether stderr is a terminal that moves its cursor: progress bars are for those.
 pub fn moves_cursor() -> bool {
-    io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+    let own = matches!(*MESSAGES.lock().unwrap_or_else(PoisonError::into_inner), Messages::Stderr);
+    own && io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
 }
 
 /// Whether messages on stderr may be coloured: a terminal that can, and `NO_COLOR` is unset or empty.
@@ -61,7 +97,11 @@ pub fn tell(text: &str) {
 
 /// As [`tell`], for a text that holds colours of our own and is escaped already.
 pub fn tell_escaped(text: &str) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = match &mut *MESSAGES.lock().unwrap_or_else(PoisonError::into_inner) {
+        Messages::Stderr => writeln!(io::stderr(), "{text}"),
+        Messages::Nowhere => Ok(()),
+        Messages::File(file) => writeln!(file, "{text}"),
+    };
 }
 
 /// As [`tell`], with `warning: ` in front.

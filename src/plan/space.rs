@@ -107,7 +107,7 @@ impl Room<'_> {
         }
         Room {
             host: memory::reach_bytes(),
-            shared: store::free_bytes(Path::new("/dev/shm")),
+            shared: store::free_bytes(Path::new("/dev/shm")).map(memory::part),
             volume: &volume,
             replaced: &replaced,
         }

@@ -37,6 +37,7 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.expert", Changed),
     ("parallel.context", Changed),
     ("parallel.comm", Word("nccl")),
+    #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Word("mpi")),
     ("log.tensorboard", Changed),
 ];
@@ -62,7 +63,10 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
             if !bad.iter().any(inside) && found.len() < MOST {
                 let message = format!("not built yet: {path} = {}", node.value);
                 let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
-                if listed {
+                if is(node, "mpi") {
+                    // nor is it, until it is asked for: it needs libraries that few machines have
+                    d = d.hint("cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)");
+                } else if listed {
                     d = d.hint(format!("leave {} out of the list", node.value));
                 } else if let Some(default) = default_of(&path) {
                     d = d.hint(format!("leave it out, or write {path} = {default}"));

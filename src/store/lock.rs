@@ -202,6 +202,11 @@ impl RunLock {
         Ok(RunLock { lock })
     }
 
+    /// Whether a process has the run folder `dir`: this one sees its lock's file.
+    pub fn is_taken(dir: &Path) -> bool {
+        dir.join(LOCK).is_file()
+    }
+
     /// The run folder.
     pub fn dir(&self) -> &Path {
         &self.lock.dir

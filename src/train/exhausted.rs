@@ -55,11 +55,27 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
 /// # Errors
 /// A system that has no more threads for this process.
 pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::plan::Error> {
-    let threads = p.threads(rayon::current_num_threads(), false);
     memory::count_for(rank);
+    pool_with_this(p.threads(rayon::current_num_threads(), false), rank)
+}
+
+/// Starts the threads that this process computes on, of which this is one, where it is one of several that share
+/// processors.
+///
+/// # Errors
+/// As [`start_threads_of`].
+#[cfg(feature = "mpi")]
+pub fn start_threads_beside(others: usize) -> Result<ThreadPool, crate::plan::Error> {
+    // what a user says is said to each process
+    let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
+    let all = rayon::current_num_threads();
+    pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, usize::MAX)
+}
+
+fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, crate::plan::Error> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).use_current_thread();
     let pool = pool.start_handler(move |_| memory::count_for(rank)).spawn_handler(start_thread).build();
-    pool.map_err(|e| crate::plan::Error::DoesNotFit(format!("threads of rank {rank} cannot start: {e}")))
+    pool.map_err(|e| crate::plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
 }
 
 /// Starts a thread of the pool, and comes back when it works: what it takes to begin is no longer open when the next

@@ -11,6 +11,8 @@ pub mod job;
 mod loss_scale;
 pub mod merge;
 pub mod output;
+#[cfg(feature = "mpi")]
+mod processes;
 mod products;
 pub mod quantize;
 mod ranks;

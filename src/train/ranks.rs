@@ -192,7 +192,9 @@ impl Followers {
             let thread = std::thread::Builder::new().name(format!("rank {rank}"));
             let started = thread.spawn(move || {
                 place::follow();
-                if let Err(e) = follow(&shared, &comm) {
+                let threads = exhausted::start_threads_of(rank, &shared.job.recipe.parallel);
+                let followed = threads.map_err(Into::into).and_then(|_threads| follow(&shared, &comm));
+                if let Err(e) = followed {
                     let e = shared.planned.explain(e);
                     comm.fail(&e);
                     end_with_hung(&e);
@@ -230,10 +232,12 @@ fn end_with_hung(e: &crate::Error) {
 }
 
 /// What a rank does that is not the first.
-fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
+///
+/// # Errors
+/// What goes wrong on this rank; a rank that is lost.
+pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
-    let _threads = exhausted::start_threads_of(comm.rank(), &r.parallel)?;
     let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
     let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
     let schedule = Schedule::new(&r.optimizer, batches.steps());

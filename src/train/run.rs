@@ -13,7 +13,7 @@ use super::watch::{self, Watch};
 use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::base::Base;
-use crate::comm::Comm;
+use crate::comm::{self, Comm};
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
 use crate::log::{Metrics, Progress, memory, place, tell, warn};
@@ -58,6 +58,26 @@ pub enum Outcome {
         /// Folder of the adapter or model.
         result: PathBuf,
     },
+    /// This process was a rank that follows: the first has the result.
+    Followed,
+}
+
+/// Other processes that are ranks of the same run, to the first of them.
+pub trait Others {
+    /// The ranks.
+    fn comm(&self) -> &dyn Comm;
+
+    /// What the recipe names is here, and the run folder is this run's: the others may look for it.
+    ///
+    /// # Errors
+    /// A rank that is lost.
+    fn opened(&self) -> crate::Result<()>;
+
+    /// The run begins: the others load the model.
+    ///
+    /// # Errors
+    /// A rank that is lost; one that was given something else.
+    fn begin(&self, shared: &ranks::Shared) -> crate::Result<()>;
 }
 
 /// Trains as the recipe says.
@@ -66,6 +86,30 @@ pub enum Outcome {
 /// Anything that the recipe, model or data has wrong, before the first step; later a disk that is full, a loss
 /// that is not finite, a signal. Checkpoints that were written stay whole.
 pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
+    #[cfg(feature = "mpi")]
+    if recipe.parallel.comm == crate::recipe::Comm::Mpi {
+        return super::processes::run(recipe, options);
+    }
+    if let Some((_, world)) = comm::launched() {
+        let hint = format!("parallel.comm=mpi parallel.data={world}, or no launcher");
+        return Err(Error::Usage(format!(
+            "{}: {world} processes were started, and the recipe does not have them work together\n  hint: {hint}",
+            recipe.place("parallel.comm")
+        ))
+        .into());
+    }
+    first(recipe, options, None)
+}
+
+/// As [`run`], on the first rank, where others are processes of their own.
+///
+/// # Errors
+/// As [`run`]; a rank that is lost.
+pub(super) fn first(
+    recipe: Recipe,
+    options: &Options,
+    others: Option<&dyn Others>,
+) -> crate::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
     // held from here to the end: what is asked of the run folder stays as it was found
@@ -81,6 +125,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
     watch::before_download(&recipe)?;
     let mut job = Job::open(recipe, Want::Weights, true)?;
     ranks::check(&job)?;
+    others.map_or(Ok(()), Others::opened)?;
     let result = output::result_dir(&job, &dir);
     // a folder that the recipe reads from is a result too, if this is what the run would write
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
@@ -163,7 +208,7 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
         checkpoints: &checkpoints,
         signals: &signals,
     };
-    let outcome = train(&start, watch).map_err(|e| planned.explain(e))?;
+    let outcome = train(&start, watch, others).map_err(|e| planned.explain(e))?;
     finished(&result);
     Ok(outcome)
 }
@@ -187,21 +232,25 @@ struct Start<'a> {
 }
 
 /// Trains on all ranks.
-fn train(start: &Start<'_>, watch: Watch) -> crate::Result<Outcome> {
+fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> crate::Result<Outcome> {
+    let planned = watch.planned();
+    let shared = |base: &Base| ranks::Shared {
+        job: Arc::clone(start.job),
+        base: base.clone(),
+        data: Arc::clone(start.data),
+        eval: start.eval.map(Arc::clone),
+        execution: start.plan.execution,
+        checkpoint: start.newest.map(|c| c.path.clone()),
+        loss_scale: start.loss_scale,
+        planned: Arc::clone(&planned),
+    };
+    if let Some(others) = others {
+        return lead(start, watch, others.comm(), &mut |base| others.begin(&shared(base)));
+    }
     let (comm, mut others) = ranks::group(&start.job.recipe.parallel);
-    let (mut followers, planned) = (None, watch.planned());
+    let mut followers = None;
     let mut follow = |base: &Base| {
-        let shared = ranks::Shared {
-            job: Arc::clone(start.job),
-            base: base.clone(),
-            data: Arc::clone(start.data),
-            eval: start.eval.map(Arc::clone),
-            execution: start.plan.execution,
-            checkpoint: start.newest.map(|c| c.path.clone()),
-            loss_scale: start.loss_scale,
-            planned: Arc::clone(&planned),
-        };
-        followers = Some(Followers::start(std::mem::take(&mut others), &Arc::new(shared))?);
+        followers = Some(Followers::start(std::mem::take(&mut others), &Arc::new(shared(base)))?);
         Ok(())
     };
     let outcome = match comm.world() {

@@ -1,9 +1,10 @@
 //! What the plan decides and the engine obeys: how a step is walked, not what it computes.
 
 use crate::model::head::Head;
+use serde::{Deserialize, Serialize};
 
 /// How 4-bit weights are dequantized for a layer that is computed again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dequantize {
     /// In each product, a tile at a time.
     #[default]
@@ -27,7 +28,7 @@ impl Dequantize {
 /// Only `micro_rows` changes bits (sums over micro-batches have another order), and with a load-balancing loss,
 /// which is a mean over micro-batches, what is computed: a run keeps it for its whole life. `head_rows` changes
 /// none while the head is frozen, and is [`Head::chunk_rows`] where it trains; the others never do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Execution {
     /// Rows of a micro-batch.
     pub micro_rows: usize,

@@ -16,6 +16,7 @@ mod resume;
 mod room;
 mod same;
 mod shipped;
+mod split;
 mod stops;
 mod text;
 mod verbs;

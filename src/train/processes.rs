@@ -1,0 +1,243 @@
+//! A run whose ranks are processes: `mpirun -n 4 ft run r.toml parallel.comm=mpi`.
+//!
+//! The first goes through the run as one that is alone does. The others are quiet: they wait until the first has found
+//! that the run can begin, read recipe, data and their part of the model by themselves, and then follow as ranks do that
+//! are threads. What they say is in a file of the run folder for each.
+
+use super::exhausted::start_threads_beside;
+use super::ranks::{self, Shared};
+use super::run::{Options, Others, Outcome, first};
+use super::signals::Signals;
+use super::watch::{self, Watch};
+use super::{Error, Job, LossScale};
+use crate::base::layout;
+use crate::comm::processes::{self, Processes, text, words};
+use crate::comm::{At, Comm};
+use crate::data::Dataset;
+use crate::hub::Want;
+use crate::log::{self, memory, tell};
+use crate::plan::{Workload, report};
+use crate::recipe::{Recipe, Weights};
+use crate::store::{self, RunLock};
+use crate::walk::Execution;
+use serde::{Deserialize, Serialize};
+use std::cell::Cell;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const OPENED: At = At { what: "the check of the recipe", unit: None };
+const BEGUN: At = At { what: "the begin of the run", unit: None };
+/// For how long a process looks for the run folder: file systems that machines share may show it late.
+const SEEN: Duration = Duration::from_secs(10);
+
+/// What the first decides for all.
+#[derive(Serialize, Deserialize)]
+struct Begin {
+    execution: Execution,
+    checkpoint: Option<PathBuf>,
+    loss_scale: Option<LossScale>,
+}
+
+/// What must be the same for all, by what it is: each rank was given its own.
+#[derive(Serialize, Deserialize)]
+struct Given(Vec<(String, String)>);
+
+/// Trains as one of several processes.
+///
+/// # Errors
+/// As [`super::run()`]; a rank that is lost; processes that are not as many as the recipe's ranks.
+pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
+    let timeout = Duration::from_secs(recipe.parallel.timeout);
+    let (comm, neighbours) = processes::join(timeout)?;
+    if comm.rank() > 0 {
+        log::hush();
+    }
+    memory::share_among(neighbours.here as u64);
+    let outcome = std::thread::scope(|s| {
+        // a thread of its own, as all ranks are
+        let rank = s.spawn(|| {
+            let _threads = start_threads_beside(neighbours.on_processors)?;
+            count(&recipe, comm.world())?;
+            match comm.rank() {
+                0 => lead(recipe, options, &comm),
+                _ => follow(recipe, &comm),
+            }
+        });
+        rank.join()
+    });
+    let outcome = match outcome {
+        Ok(outcome) => outcome,
+        Err(panic) => {
+            drop(comm);
+            std::panic::resume_unwind(panic)
+        }
+    };
+    match &outcome {
+        Ok(_) => comm.leave(),
+        Err(e) => {
+            comm.fail(e);
+            if comm.tells() {
+                log::to_terminal();
+            }
+            drop(comm);
+        }
+    }
+    outcome
+}
+
+/// Refuses processes that are not the recipe's ranks: all of them find it.
+fn count(recipe: &Recipe, world: usize) -> Result<(), Error> {
+    let ranks = recipe.parallel.ranks();
+    if ranks == world as u64 {
+        return Ok(());
+    }
+    let (place, are) =
+        (recipe.place("parallel.data"), if world == 1 { "process was" } else { "processes were" });
+    Err(Error::Usage(format!(
+        "{place}: the recipe has {ranks} ranks, and {world} {are} started\n  hint: mpirun -n {ranks}, or parallel.data={world}"
+    )))
+}
+
+/// The first process.
+struct Lead<'a> {
+    comm: &'a Processes,
+    /// What the others were told of.
+    opened: Cell<bool>,
+    begun: Cell<bool>,
+}
+
+fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> crate::Result<Outcome> {
+    let others = Lead { comm, opened: Cell::new(false), begun: Cell::new(false) };
+    let outcome = first(recipe, options, Some(&others))?;
+    // a run that was finished before does not begin
+    if !others.opened.get() {
+        comm.wait(OPENED, &[])?;
+    } else if !others.begun.get() {
+        comm.wait(BEGUN, &[])?;
+    }
+    Ok(outcome)
+}
+
+impl Others for Lead<'_> {
+    fn comm(&self) -> &dyn Comm {
+        self.comm
+    }
+
+    fn opened(&self) -> crate::Result<()> {
+        self.opened.set(true);
+        self.comm.wait(OPENED, &[1]).map(drop)
+    }
+
+    fn begin(&self, s: &Shared) -> crate::Result<()> {
+        self.begun.set(true);
+        let begin =
+            Begin { execution: s.execution, checkpoint: s.checkpoint.clone(), loss_scale: s.loss_scale };
+        let begin = serde_json::to_string(&begin).unwrap_or_default();
+        self.comm.wait(BEGUN, &words(&begin))?;
+        agree(self.comm, &given(&s.job, &s.data, s.eval.as_deref())?)
+    }
+}
+
+/// What this process was given.
+fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> crate::Result<Given> {
+    let mut all = vec![
+        ("version of ft".to_string(), env!("CARGO_PKG_VERSION").to_string()),
+        ("config of the model".into(), serde_json::to_string(&job.config.raw).unwrap_or_default()),
+        ("training data".into(), data.hash.clone()),
+        ("evaluation data".into(), eval.map_or(String::new(), |e| e.hash.clone())),
+    ];
+    all.extend(job.recipe.math_keys().into_iter().map(|(key, value)| (format!("recipe: {key}"), value)));
+    let own = |key: &str, value: &dyn std::fmt::Debug| (format!("recipe: {key}"), format!("{value:?}"));
+    let r = &job.recipe;
+    all.push(own("parallel", &r.parallel));
+    all.push(own("memory.offload", &r.memory.offload));
+    all.push(own("run.output", &r.run.output));
+    if r.model.weights == Weights::Load {
+        let files = layout::open(&job.config, &job.model.dir)?;
+        all.push(("model, by its size,".into(), files.total_bytes().to_string()));
+    }
+    Ok(Given(all))
+}
+
+/// Refuses ranks that were not given the same: all find it, with the first that differs.
+fn agree(comm: &Processes, mine: &Given) -> crate::Result<()> {
+    let told = comm
+        .wait(At::all("what ranks were given"), &words(&serde_json::to_string(mine).unwrap_or_default()))?;
+    let all: Vec<Given> =
+        told.iter().map(|w| serde_json::from_str(&text(w)).unwrap_or(Given(Vec::new()))).collect();
+    let Some((first, others)) = all.split_first() else { return Ok(()) };
+    for (rank, other) in (1..).zip(others) {
+        let differs = first
+            .0
+            .iter()
+            .find(|item| !other.0.contains(item))
+            .or_else(|| other.0.iter().find(|item| !first.0.contains(item)));
+        if let Some((what, _)) = differs {
+            return Err(Error::Usage(format!(
+                "rank {rank} of {} has another {what} than rank 0\n  hint: the same command, files and ft on every machine",
+                comm.world()
+            ))
+            .into());
+        }
+    }
+    Ok(())
+}
+
+/// A process that is not the first.
+fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
+    // the first one decides what a signal means
+    let signals = Signals::catch()?;
+    signals.hold();
+    if comm.wait(OPENED, &[])?[0].is_empty() {
+        return Ok(Outcome::Followed);
+    }
+    let prepared = prepare(&mut recipe, comm.rank());
+    let said = comm.wait(BEGUN, &[])?;
+    let Ok(begin) = serde_json::from_str::<Begin>(&text(&said[0])) else { return Ok(Outcome::Followed) };
+    let (mut job, data, eval) = prepared?;
+    job.recipe.run.micro_rows = begin.execution.micro_rows.into();
+    agree(comm, &given(&job, &data, eval.as_ref())?)?;
+    let mut plan = job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()))?;
+    watch::check(&job, &plan)?;
+    plan.execution = begin.execution;
+    let mut watch = Watch::begin(&plan, &job);
+    let base = job.base_to_load()?;
+    let shared = Shared {
+        base,
+        data: Arc::new(data),
+        eval: eval.map(Arc::new),
+        execution: begin.execution,
+        checkpoint: begin.checkpoint,
+        loss_scale: begin.loss_scale,
+        planned: watch.planned(),
+        job: Arc::new(job),
+    };
+    ranks::follow(&shared, comm).map_err(|e| shared.planned.explain(e))?;
+    watch.look();
+    tell(&format!("rank {} has ended; at its peak it took {}", comm.rank(), report::bytes(watch.peak())));
+    Ok(Outcome::Followed)
+}
+
+/// Reads what the recipe names, once the first has found that it is there.
+fn prepare(recipe: &mut Recipe, rank: usize) -> crate::Result<(Job, Dataset, Option<Dataset>)> {
+    let dir = recipe.run.output.clone();
+    let end = Instant::now() + SEEN;
+    while !RunLock::is_taken(&dir) {
+        if Instant::now() > end {
+            let place = recipe.place("run.output");
+            return Err(Error::Usage(format!(
+                "{place}: {} is another folder here than on the first rank's machine\n  hint: a folder that all machines share",
+                dir.display()
+            ))
+            .into());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let path = dir.join(format!("rank-{rank}.log"));
+    log::to_file(&path).map_err(|e| store::Error::write("create", &path, None, e))?;
+    let job = Job::open(recipe.clone(), Want::Weights, false)?;
+    ranks::check(&job)?;
+    let (data, eval) = (job.train_data()?, job.eval_data()?);
+    Ok((job, data, eval))
+}

@@ -1,0 +1,224 @@
+//! The binary under `mpirun`: ranks that are processes compute what ranks compute that are threads, go on where those
+//! stopped, and end together.
+//!
+//! Needs Open MPI's `mpirun`; on two cores about two minutes.
+
+#[path = "../cli/split.rs"]
+mod split;
+#[allow(dead_code)] // of what the tests of the binary share
+#[path = "../cli/world.rs"]
+mod world;
+
+use rustix::process::{Pid, Signal, kill_process};
+use split::{ADAPTERS, MIXTURE, ends};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use world::{FT, FULL, LORA, Ran, World, ran};
+
+/// `ft` on so many processes.
+fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
+    let own = w.command(&[]);
+    let mut c = Command::new("mpirun");
+    c.args(["--oversubscribe", "--allow-run-as-root", "-n", &ranks.to_string(), FT]).args(args);
+    for (key, value) in own.get_envs() {
+        match value {
+            Some(value) => c.env(key, value),
+            None => c.env_remove(key),
+        };
+    }
+    c.current_dir(own.get_current_dir().expect("a folder"));
+    c
+}
+
+/// Runs with settings on processes.
+fn ft(w: &World, ranks: usize, run: &str, set: &[&str]) -> Ran {
+    let own = [format!("run.output={run}"), format!("parallel.data={ranks}")];
+    let args = [&["run", "r.toml", &own[0], &own[1], "parallel.comm=mpi"], set].concat();
+    ran(mpirun(w, ranks, &args).output().expect("mpirun is there"))
+}
+
+/// As [`ft`], for what must succeed; gives how it ended.
+#[track_caller]
+fn bits(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let r = ft(w, ranks, run, set);
+    assert_eq!(r.code, 0, "{ranks} ranks, {set:?}: {}", r.err);
+    ends(w, run)
+}
+
+/// As [`bits`], with ranks that are threads of one process.
+#[track_caller]
+fn threads(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let own = [format!("run.output={run}"), format!("parallel.data={ranks}")];
+    w.ok(&[&["run", "r.toml", &own[0], &own[1]], set].concat());
+    ends(w, run)
+}
+
+/// At every stage, of two and four processes; and each that follows has a file for what it says.
+#[test]
+fn processes_have_the_bits_of_threads() {
+    for (rules, set) in [
+        (FULL, &[][..]),
+        (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
+        (MIXTURE, &["memory.recompute=2", "model.dtype=bf16"]),
+        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
+    ] {
+        let w = split::world(rules);
+        let want = threads(&w, 2, "threads", set);
+        for (ranks, zero) in [(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)] {
+            let run = format!("run-{ranks}-{zero}");
+            let got = bits(&w, ranks, &run, &[set, &[&*format!("parallel.zero={zero}")]].concat());
+            assert!(got == want, "{set:?}: {ranks} processes, stage {zero}");
+            let told = |kind: &str, run: &str| {
+                w.events(run, kind).iter().map(|e| e["loss"].to_string()).collect::<Vec<_>>()
+            };
+            assert_eq!(told("eval", &run), told("eval", "threads"));
+            assert!(ranks != 2 || told("step", &run) == told("step", "threads"), "{set:?}: stage {zero}");
+            assert_eq!(w.events(&run, "start")[0]["ranks"], ranks);
+            let wire = |run: &str| w.events(run, "step")[0]["wire_bytes"].clone();
+            assert!((ranks, zero) != (2, 0) || wire(&run) == wire("threads"), "{}", wire(&run));
+            let logs = (1..ranks).filter(|r| w.path(&run).join(format!("rank-{r}.log")).is_file());
+            assert_eq!(logs.count(), ranks - 1);
+        }
+    }
+}
+
+/// One run, its steps done by processes and by threads in turn, ends as one that was not interrupted.
+#[test]
+fn a_run_goes_on_with_threads_and_back() {
+    for rules in [FULL, MIXTURE] {
+        let w = split::world(rules);
+        let whole = threads(&w, 2, "whole", &["parallel.zero=1"]);
+        let cut = |keep: usize| {
+            for name in &w.checkpoints("again")[keep..] {
+                std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
+            }
+        };
+        // 2 -> 4 processes, 4 -> 2 threads, stage 3 -> 0; and back
+        bits(&w, 2, "again", &["parallel.zero=3"]);
+        cut(1);
+        assert!(bits(&w, 4, "again", &["--resume", "parallel.zero=2"]) == whole);
+        cut(2);
+        assert!(threads(&w, 2, "again", &["--resume", "parallel.zero=0"]) == whole);
+        cut(1);
+        assert!(bits(&w, 4, "again", &["--resume", "parallel.zero=3"]) == whole);
+        // nothing is left to do, and all processes find it
+        assert_eq!(ft(&w, 2, "again", &["--resume"]).code, 0);
+        // down to one: what is loaded is what was saved
+        cut(1);
+        bits(&w, 1, "again", &["--resume"]);
+        let first = |run: &str| w.read(&format!("{run}/checkpoints/step-00000004/weights.safetensors"));
+        assert!(first("again") == first("whole"));
+    }
+}
+
+/// What one rank finds wrong ends all with its code, and is said once.
+#[test]
+fn what_is_wrong_on_one_rank_ends_all() {
+    let w = split::world(FULL);
+    let said = |r: &Ran, code: i32, words: &str| {
+        assert_eq!((r.code, r.err.matches("error: ").count()), (code, 1), "{}", r.err);
+        assert!(r.err.contains(words), "{}", r.err);
+    };
+    for zero in ["parallel.zero=2", "parallel.zero=3"] {
+        let r = ft(&w, 2, "bad", &[zero, "optimizer.lr=1e30", "run.clip=0", "--overwrite"]);
+        said(&r, 6, "no weight was updated");
+    }
+    let two = |set: &[&str]| {
+        let args = [&["run", "r.toml", "run.output=bad", "--overwrite"], set].concat();
+        ran(mpirun(&w, 2, &args).output().expect("mpirun is there"))
+    };
+    said(&two(&["parallel.data=4", "parallel.comm=mpi"]), 2, "mpirun -n 4");
+    said(&ft(&w, 2, "bad", &["data.train.0.source=none.jsonl", "--overwrite"]), 3, "none.jsonl");
+    said(&ft(&w, 2, "bad", &["run.stepz=3"]), 2, "stepz");
+    said(&two(&["parallel.data=2"]), 2, "parallel.comm=mpi");
+    // another recipe on one of them
+    let run = ["run", "r.toml", "run.output=bad", "parallel.data=2", "parallel.comm=mpi", "--overwrite"];
+    let mut c = mpirun(&w, 1, &run);
+    c.args([":", "-n", "1", FT]).args(run).arg("run.seed=7");
+    said(&ran(c.output().expect("mpirun")), 2, "rank 1 of 2 has another recipe: run.seed than rank 0");
+    // rows that only another one has
+    w.write("other/rows.jsonl", world::rows(40, 9));
+    let mut c = mpirun(&w, 1, &run);
+    c.args([":", "-n", "1", FT]).args(run).arg("data.train.0.source=other/rows.jsonl");
+    said(&ran(c.output().expect("mpirun")), 2, "rank 1 of 2 has another");
+    assert!(!w.path("bad/model").exists());
+}
+
+/// A rank that was found by its environment.
+fn process(run: &str, rank: usize) -> Pid {
+    let (run, rank) = (format!("run.output={run}"), format!("OMPI_COMM_WORLD_RANK={rank}"));
+    let end = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < end {
+        for p in std::fs::read_dir("/proc").expect("processes").flatten() {
+            let has = |file: &str, word: &str| {
+                let bytes = std::fs::read(p.path().join(file)).unwrap_or_default();
+                bytes.split(|b| *b == 0).any(|w| w == word.as_bytes())
+            };
+            let number = p.file_name().to_str().and_then(|n| n.parse().ok());
+            if let Some(number) = number
+                && has("cmdline", &run)
+                && has("environ", &rank)
+            {
+                return Pid::from_raw(number).expect("a process");
+            }
+        }
+    }
+    panic!("no process of {run} {rank}");
+}
+
+/// Starts a long run and waits for its first checkpoint.
+fn begun(w: &World, run: &str, set: &[&str]) -> Child {
+    let own = format!("run.output={run}");
+    let long = ["run", "r.toml", &own, "parallel.data=4", "parallel.comm=mpi", "run.epochs=4000"];
+    let mut c = mpirun(w, 4, &[&long, set].concat());
+    let child = c.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("mpirun");
+    let end = Instant::now() + Duration::from_secs(60);
+    while w.checkpoints(run).is_empty() {
+        assert!(Instant::now() < end, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child
+}
+
+/// A rank that dies ends all within five seconds; one that is stopped, when it has given no sign for as long as it may.
+/// Both are named, with their machine and their last collective; and the run goes on from its last checkpoint.
+#[test]
+fn a_lost_rank_ends_all() {
+    let w = split::world(FULL);
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    for (signal, rank, says, limit) in [
+        (Signal::KILL, 2, "its process is gone", 5),
+        (Signal::KILL, 0, "its process is gone", 5),
+        (Signal::STOP, 1, "within 3 s", 8),
+        (Signal::STOP, 0, "within 3 s", 8),
+    ] {
+        let run = format!("lost-{}-{rank}", signal.as_raw());
+        let child = begun(&w, &run, &["parallel.zero=3", "parallel.timeout=3", "run.save_every=2"]);
+        kill_process(process(&run, rank), signal).expect("signalled");
+        let since = Instant::now();
+        let r = ran(child.wait_with_output().expect("an end"));
+        let took = since.elapsed();
+        assert!(took < Duration::from_secs(limit), "{took:?}: {}", r.err);
+        let name = format!("error: rank {rank} of 4 on {host}: ");
+        for words in [&*name, says, "its last collective: "] {
+            assert!(r.err.contains(words), "{words:?} is not in {}", r.err);
+        }
+        // mpirun takes the code of the rank that ended first, and that was killed
+        assert!(r.code == 7 || (r.code == 137 && signal == Signal::KILL), "{}: {}", r.code, r.err);
+        for other in (1..4).filter(|r| *r != rank) {
+            let log = w.read(&format!("{run}/rank-{other}.log"));
+            let log = [String::from_utf8_lossy(&log).into_owned(), r.err.clone()].concat();
+            assert!(log.contains(&name), "rank {other} does not say it: {log}");
+        }
+        if rank != 0 {
+            assert_eq!(w.events(&run, "stopped")[0]["code"], 7);
+        }
+        let whole = w.checkpoints(&run);
+        let newest = whole.last().expect("a checkpoint").trim_start_matches("step-");
+        let step: usize = newest.parse().expect("a number");
+        // it goes on
+        let epochs = format!("run.epochs={}", step.div_ceil(10) + 1);
+        let accept = ["--resume", "--accept-change", "run.epochs", &epochs];
+        assert_eq!(ft(&w, 2, &run, &accept).code, 0, "{accept:?}");
+    }
+}
