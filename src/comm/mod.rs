@@ -18,6 +18,9 @@ use crate::recipe::Parallel;
 use std::fmt;
 use std::ops::Range;
 
+/// Values (of four bytes) that a rank that is a process gives to all others at once, and takes from them, at the most.
+pub const ROUND: usize = 512 * 1024;
+
 /// The device mesh: ranks along each axis. The last axis is the innermost one: its ranks are neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {

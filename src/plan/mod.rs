@@ -243,7 +243,7 @@ pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload, host: Opti
         let (free, beside) = match machine.cuda {
             true => (memory::cuda_memory()?.0, 0),
             false => {
-                let all = recipe.memory.host_budget.or(host)?;
+                let all = recipe.memory.host_budget.map(memory::part).or(host)?;
                 (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0))
             }
         };
@@ -334,12 +334,10 @@ impl<'a> Prepared<'a> {
 
     /// Bytes of tensors that come to a rank from the others in a step.
     fn wire(&self, micro_batches: u64) -> u64 {
-        let (s, outline, data) =
-            (&self.statics, self.shape.outline(), self.inputs.recipe.parallel.data as u64);
-        let each = |v| s.gathered(outline.needs([v]));
+        let (s, outline) = (&self.statics, self.shape.outline());
+        let each = |v| outline.needs([v]).into_iter().filter_map(|u| s.comes.get(u)).sum::<u64>();
         let gathered: u64 = outline.training(self.shape.lowest).into_iter().map(each).sum();
-        let others = gathered * (data.max(1) - 1) / data.max(1);
-        (s.wire[0] + others) * micro_batches + s.wire[1]
+        (s.wire[0] + gathered) * micro_batches + s.wire[1]
     }
 
     /// Bytes of a layer's inputs on the host, where activations live there.

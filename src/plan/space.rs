@@ -258,7 +258,7 @@ impl Space {
         let local = r.parallel.local(machine.cuda);
         // a budget above what this machine has speaks of another, whose memory and disks are not known
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
-        let reach = r.memory.host_budget.or(room.host.filter(|_| !told));
+        let reach = r.memory.host_budget.map(memory::part).or(room.host.filter(|_| !told));
         self.host_left = reach.map(|all| match machine.cuda {
             true => all / local,
             // ranks that are threads of a process share what it takes beside the device's bytes

@@ -4,15 +4,16 @@ use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::{is_quantized, room};
 use crate::adapt::moments::{self, is_large};
-use crate::adapt::params::{ALIGN, wide_units};
+use crate::adapt::params::{ALIGN, Shard, wide_units};
 use crate::adapt::selection::Part;
 use crate::adapt::{Choice, Selection};
+use crate::comm::ROUND;
 use crate::kernel::gemm;
 use crate::kernel::grouped::table;
 use crate::kernel::padded::Padded;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
-use crate::recipe::{Offload, OptimizerName, Recipe, Weights};
+use crate::recipe::{Comm, Offload, OptimizerName, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
@@ -65,6 +66,8 @@ pub struct Statics {
     pub tied: bool,
     /// Where ranks split weights: bytes of each unit's, which are gathered before the visit that comes before it.
     pub flight: Vec<u64>,
+    /// Of these, the bytes that come from other ranks.
+    pub comes: Vec<u64>,
     /// What a rank copies to give it to others: of its sum of a unit's gradients, and of updated weights, at the most.
     pub given: [u64; 2],
     /// Bytes of tensors that come from other ranks, for each micro-batch and for each update.
@@ -137,10 +140,16 @@ fn component(g: Group) -> Component {
     }
 }
 
+/// Bytes of NF4 codes for `n` values of one tensor, its 8-bit scales, and the f32 factors of those.
+fn nf4_values(n: u64) -> [u64; 3] {
+    let blocks = n.div_ceil(NF4_BLOCK);
+    [n.div_ceil(2), blocks, blocks.div_ceil(NF4_NESTED)]
+}
+
 /// Bytes of NF4 codes and of its scales for `n` values of one tensor.
 pub fn nf4(n: u64) -> (u64, u64) {
-    let blocks = n.div_ceil(NF4_BLOCK);
-    (n.div_ceil(2), blocks + 4 * blocks.div_ceil(NF4_NESTED))
+    let [codes, blocks, groups] = nf4_values(n);
+    (codes, blocks + 4 * groups)
 }
 
 /// Bytes of the optimizer's moments for a tensor of this shape.
@@ -170,8 +179,12 @@ impl Statics {
 
         // frozen weights, in the order in which they are loaded
         let mut unit_bytes = vec![0u64; units];
+        // values in each unit's buffers of bytes, of the compute dtype, and of f32
+        let mut frozen = vec![[0u64; 3]; units];
         let (mut loaded, mut high) = (0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
+        // each tensor of what ranks split begins where a gap after the one before it ends
+        let placed = |values: u64| if split { values.next_multiple_of(ALIGN as u64) } else { values };
         // of what ranks split: the most that a rank reads of a tensor, and a unit that is gathered for norms
         let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
@@ -195,10 +208,17 @@ impl Statics {
             }
             let quantized = is_quantized(m, choice, r.model.quantize);
             let dora = matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-            let rows = if dora { 4 * m.rows() as u64 } else { 0 };
+            let rows = if dora { 4 * placed(m.rows() as u64) } else { 0 };
+            let buffers = &mut frozen[m.unit(s.layers)];
+            buffers[2] += rows / 4;
             let room = room(m, choice, machine.cuda);
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
-                (true, _) => nf4(n),
+                (true, _) => {
+                    let [codes, blocks, groups] = nf4_values(n).map(placed);
+                    buffers[0] += codes + blocks;
+                    buffers[2] += groups;
+                    (codes, blocks + 4 * groups)
+                }
                 (false, &[o, i]) if room > 0 => {
                     let (rows, cols) = Padded::shape((o, i), room);
                     let bytes = width * (rows * cols) as u64;
@@ -206,13 +226,17 @@ impl Statics {
                     high = high.max(loaded + bytes + width * n);
                     (bytes, 0)
                 }
-                _ => (width * n, 0),
+                _ => {
+                    buffers[1] += placed(n);
+                    (width * placed(n), 0)
+                }
             };
+            buffers[1] += placed(bias);
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
             if (made_in_f32 || quantized) && !machine.cuda {
                 high = high.max(loaded + 4 * n + bytes);
             }
-            let bytes = bytes + width * bias + rows;
+            let bytes = bytes + width * placed(bias) + rows;
             unit_bytes[m.unit(s.layers)] += bytes + constants;
             out.device.add(component(m.group), ranks.share(m, bytes, 3));
             out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
@@ -282,7 +306,24 @@ impl Statics {
             out.device.add(Component::Moments, states);
         }
         let params_on_host = r.memory.offload.contains(&Offload::Params);
+        // of a buffer of so many values: the first rank's part, and what comes to it from the others
+        let own = |values: u64| {
+            let shard = Shard { rank: 0, ranks: ranks.data as usize, stage: ranks.zero };
+            shard.part(values as usize).len() as u64
+        };
+        let comes = |values: u64, size: u64| size * (values - own(values));
         if split {
+            let whole = |u: usize| {
+                let [bytes, compute, f32s] = frozen[u];
+                let apart = match machine.computes_in_f32() {
+                    true => comes(compute + f32s, 4),
+                    false => comes(compute, width) + comes(f32s, 4),
+                };
+                let wide =
+                    if machine.computes_in_f32() || !wide.contains(&u) { 0 } else { comes(lens[u], 4) };
+                comes(bytes, 1) + apart + comes(lens[u], width) + wide
+            };
+            out.comes = (0..units).map(whole).collect();
             let wide =
                 |u: &usize| if machine.computes_in_f32() || !wide.contains(u) { 0 } else { 4 * lens[*u] };
             let flight = |u: usize| (unit_bytes[u] + wide(&u)).div_ceil(ranks.tensor);
@@ -307,16 +348,17 @@ impl Statics {
         out.updates = r.optimizer.in_backward;
         out.live_as = if ranks.data > 1 { Component::Communication } else { Component::Gradients };
         if ranks.data > 1 {
-            let (all, part) = (lens.iter().sum::<u64>(), longest.div_ceil(ranks.data));
-            // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and so does what is given to all
-            let others = |bytes: u64| bytes * (ranks.data - 1) / ranks.data;
+            let part = longest.div_ceil(ranks.data);
             let [sums, weights] = [ranks.zero < 2, (1..3).contains(&ranks.zero)].map(u64::from);
             // the sum of a part is one more where there are no gradients that stay
             let sums_here = if r.optimizer.in_backward { 1 } else { sums };
             out.given = [4 * part * sums_here, width * part * weights];
+            // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and then all take what others have
+            let summed: u64 = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).sum();
+            let taken = |size: u64| lens.iter().map(|n| comes(*n, size)).sum::<u64>();
             let apart = !machine.computes_in_f32() || offload;
-            let wide: u64 = wide.iter().filter(|_| apart).map(|u| lens[*u]).sum();
-            out.wire = [others(4 * all) * (1 + sums), others(width * all + 4 * wide) * weights];
+            let wide: u64 = wide.iter().filter(|_| apart).map(|u| comes(lens[*u], 4)).sum();
+            out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         // a rank that is one of several is among the threads that it computes on
         let alone = u64::from(r.parallel.local(machine.cuda) == 1);
@@ -343,6 +385,10 @@ impl Statics {
         out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
+        if r.parallel.comm == Comm::Mpi && r.parallel.ranks() > 1 {
+            // what goes out in a round, and what comes
+            out.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
+        }
         if machine.cuda {
             out.host.push(("cuda_libraries", CUDA_HOST));
         }

@@ -10,9 +10,8 @@ use std::path::{Path, PathBuf};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Trains the quickstart's model for five steps in `dir/name`.
-pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
-    let out = dir.join(name);
+/// The quickstart with five steps, in the folder `out`.
+pub(super) fn recipe(out: &Path, set: &[&str]) -> crate::Result<Recipe> {
     let mut all = vec![
         "run.steps=5".to_string(),
         "run.device=cpu".into(),
@@ -26,8 +25,13 @@ pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Re
         "run.eval_at_start=false".into(),
     ];
     all.extend(set.iter().map(|s| s.to_string()));
-    let recipe = Recipe::load(Path::new(&format!("{ROOT}/recipes/quickstart.toml")), &all);
-    let done = recipe.map_err(Into::into).and_then(|r| run(r, &Options::default()).map(|_| ()));
+    Ok(Recipe::load(Path::new(&format!("{ROOT}/recipes/quickstart.toml")), &all)?)
+}
+
+/// Trains the quickstart's model for five steps in `dir/name`.
+pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
+    let out = dir.join(name);
+    let done = recipe(&out, set).and_then(|r| run(r, &Options::default()).map(|_| ()));
     (out, done)
 }
 

@@ -1,10 +1,22 @@
-//! Runs of which one rank is lost.
+//! Runs of which one rank is lost; and what a rank does in which order.
 
-use super::again_tests::{events, train};
+use super::again_tests::{events, recipe, train};
+use super::gather::Gather;
 use super::ranks::broken::{BREAKS, Breaks};
-use crate::comm;
+use super::{Job, ranks, step};
+use crate::comm::{self, At, Comm, Threads};
+use crate::data::Micro;
 use crate::error::ExitCode;
+use crate::hub::Want;
+use crate::kernel::Tensor;
+use crate::model::Batch;
+use crate::model::sink::Sink;
+use crate::walk::{Around, Outline, Visit, Walk};
 use anyhow::{Context as _, Result};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::time::Duration;
 
 fn no_memory() -> crate::Result<()> {
     Err(candle_core::Error::Msg("out of memory".into()).into())
@@ -44,6 +56,123 @@ fn a_lost_rank_ends_the_run() -> Result<()> {
         assert!(!lost.host.is_empty() && text.contains("last collective") && text.contains(says), "{text}");
         assert_eq!((events(&out, "step")?.len(), events(&out, "stopped")?.len()), (3, 1), "{name}");
         assert!(out.join("checkpoints/step-00000002/COMPLETE").is_file() && !out.join("adapter").exists());
+    }
+    Ok(())
+}
+
+/// What a rank does.
+enum Did {
+    /// It begins a visit, after which another one comes.
+    Visit(Visit, Option<Visit>),
+    /// It gathers a unit.
+    Gather(usize),
+}
+
+/// A rank that writes down what it does.
+struct Traced<'a, T>(&'a T, &'a Mutex<Vec<Did>>);
+
+impl<T> Traced<'_, T> {
+    fn note(&self, did: Did) {
+        self.1.lock().expect("one thread writes").push(did);
+    }
+}
+
+impl Comm for Traced<'_, Threads> {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn world(&self) -> usize {
+        self.0.world()
+    }
+    fn share(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>> {
+        self.0.share(at, mine)
+    }
+    fn wait(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>> {
+        self.0.wait(at, mine)
+    }
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()> {
+        self.0.add(at, part, range, to)
+    }
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()> {
+        self.note(Did::Gather(at.unit.expect("of a unit")));
+        self.0.gather(at, mine, ranges, to)
+    }
+    fn received(&self) -> u64 {
+        self.0.received()
+    }
+    fn fail(&self, e: &crate::Error) {
+        self.0.fail(e);
+    }
+}
+
+impl Around for Traced<'_, Gather<'_>> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.0.arrive(visit, next)?;
+        self.note(Did::Visit(visit, next));
+        Ok(())
+    }
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.0.leave(visit, next)
+    }
+}
+
+/// Trains a micro-batch and evaluates it, and gives what the rank did.
+fn traced(job: &Job, comm: &Threads) -> crate::Result<(Outline, Vec<Did>)> {
+    let (decoder, params) = ranks::load(job, &job.base()?, None, comm)?;
+    let did = Mutex::default();
+    let comm = Traced(comm, &did);
+    let gather = Gather::new(&decoder, &params, &comm);
+    let around = Traced(&gather, &did);
+    let m = Micro::collate(&job.train_data()?, &[0]);
+    let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
+    let (lens, lowest) = (params.lens(), params.lowest_unit());
+    let sink = Sink::live(&lens, &job.device, params.tensors.len());
+    Walk::new(&decoder, lowest, 1).around(&around).train(&batch, 1.0, &sink)?;
+    Walk::new(&decoder, None, 0).around(&around).eval(&batch)?;
+    drop(gather);
+    Ok((Outline::of(&decoder), did.into_inner().unwrap_or_default()))
+}
+
+/// Where ranks split weights, all that a visit needs is gathered before the visit that comes before it begins.
+#[test]
+fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    for rule in ["train.0.method=lora", "train.0.dora=true"] {
+        let set = ["parallel.data=2", "parallel.zero=3", "run.batch_rows=4", "run.micro_rows=1", rule];
+        let job = Job::open(recipe(dir.path(), &set)?, Want::Weights, false)?;
+        let group = comm::group(2, Duration::from_secs(60));
+        let did = std::thread::scope(|s| {
+            let ranks: Vec<_> = group
+                .into_iter()
+                .map(|c| {
+                    s.spawn({
+                        let job = &job;
+                        move || traced(job, &c)
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|r| r.join().expect("no panic")).collect::<crate::Result<Vec<_>>>()
+        })?;
+        for (outline, did) in did {
+            let (mut here, mut visits, mut gathers) = (BTreeSet::new(), 0, 0);
+            for did in did {
+                match did {
+                    Did::Gather(unit) => {
+                        gathers += 1;
+                        here.insert(unit);
+                    }
+                    Did::Visit(visit, next) => {
+                        visits += 1;
+                        let needed = outline.needs([visit].into_iter().chain(next));
+                        assert!(needed.is_subset(&here), "{rule}: {visit:?}, {next:?}: {here:?} are here");
+                        // what is not needed next is released
+                        here = outline.needs(next);
+                    }
+                }
+            }
+            // up, down, and up again
+            assert!(visits > 3 * outline.layers && gathers >= visits - 2, "{visits} {gathers}");
+        }
     }
     Ok(())
 }

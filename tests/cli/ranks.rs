@@ -61,6 +61,18 @@ fn stages_and_ranks_have_the_same_bits() {
             let (first, one) = told(&w, "run-2-0");
             assert_eq!(evals, one, "{set:?}");
             assert!(ranks == 4 || steps == first, "{set:?}: stage {zero} tells something else");
+            // where a gradient overflows, a step is gone through again
+            if !set.contains(&"model.dtype=f16") {
+                let run = format!("run-{ranks}-{zero}");
+                let planned =
+                    w.events(&run, "start")[0]["plan"]["wire_bytes_a_step"].as_f64().expect("planned");
+                let came = w.events(&run, "step")[0]["wire_bytes"].as_f64().expect("counted");
+                let apart = came / planned - 1.0;
+                assert!(
+                    apart.abs() <= 0.01,
+                    "{set:?}, {ranks} ranks, stage {zero}: {planned} planned, {came} came"
+                );
+            }
         }
         let one = run(1, 0);
         let half = set.iter().any(|s| s.contains("f16"));
@@ -111,7 +123,8 @@ fn a_run_goes_on_with_other_ranks() {
     }
 }
 
-/// Killed at any moment, and going on with other ranks and stages each time, a run ends as one that was not.
+/// Killed at any moment, and going on with other ranks and stages each time, a run ends as one that was not. `FT_KILLS`
+/// sets how often.
 #[test]
 fn killed_with_ranks_it_ends_the_same() {
     let w = world(FULL);
@@ -125,7 +138,8 @@ fn killed_with_ranks_it_ends_the_same() {
     let whole = bits(&w, "whole", &[&longer[..], &ranks(1)].concat());
     let args =
         |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &ranks(round)].concat();
-    killed(&w, ("killed", 6, 3), &args, &|| assert!(ends(&w, "killed") == whole));
+    let kills = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(6);
+    killed(&w, ("killed", kills, 3), &args, &|| assert!(ends(&w, "killed") == whole));
 }
 
 /// What one rank finds wrong ends the run as it does on one: with its code, before anything is updated.

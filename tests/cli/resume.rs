@@ -32,7 +32,7 @@ pub fn killed<'a>(
     ended: &dyn Fn(),
 ) {
     let (mut dice, mut kills) = (Dice(seed), 0);
-    for round in 0..100 {
+    for round in 0..100 + 2 * times as u64 {
         if kills == times {
             break;
         }

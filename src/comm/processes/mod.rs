@@ -6,7 +6,7 @@
 mod watch;
 mod wire;
 
-use super::{At, Comm, Error};
+use super::{At, Comm, Error, ROUND};
 use crate::error::ExitCode;
 use crate::kernel::cpu::{in_place, view};
 use crate::kernel::{Tensor, bytes};
@@ -21,8 +21,6 @@ use std::time::{Duration, Instant};
 use watch::Watch;
 use wire::{Round, Wire};
 
-/// Values that go to all other ranks in one round, and come from them, at the most.
-pub const PIECE: usize = 512 * 1024;
 /// Values that one task adds.
 const CHUNK: usize = 16 * 1024;
 /// Words that each rank says in the first round of a collective, after which collective it is.
@@ -202,7 +200,7 @@ impl Processes {
 
     /// Values of each rank in one round.
     fn piece(&self) -> usize {
-        (PIECE / self.watch.world).max(1024)
+        (ROUND / self.watch.world).max(1024)
     }
 
     /// Leaves, with everything done, and ends MPI: all ranks do.
