@@ -30,7 +30,7 @@ pub enum Of {
     /// In f32.
     Wide([Tensor; 2]),
     /// In 8 bits.
-    Coded(EightBit),
+    Coded(Box<EightBit>),
 }
 
 impl Moments {
@@ -77,11 +77,11 @@ impl Moments {
         let [m, v] = &c.all.codes;
         let codes = |t: &Tensor| t.narrow(0, start, range.len());
         let scales = |t: &Tensor| t.narrow(0, start / BLOCK, range.len().div_ceil(BLOCK));
-        Ok(Of::Coded(EightBit {
+        Ok(Of::Coded(Box::new(EightBit {
             codes: [codes(m)?, codes(v)?],
             scales: [scales(&c.all.scales[0])?, scales(&c.all.scales[1])?],
             maps: c.all.maps.clone(),
-        }))
+        })))
     }
 
     /// Whether those of a range are finite, as far as they are here.
