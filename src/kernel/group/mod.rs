@@ -232,12 +232,15 @@ impl Groups {
 
     /// The experts that have tokens.
     pub fn runs(&self) -> Vec<ExpertRows> {
+        let all = self.tokens * self.top_k;
         self.counts()
             .enumerate()
             .filter(|(_, rows)| *rows > 0)
             .map(|(expert, rows)| {
                 let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
-                ExpertRows { expert, start: self.starts[expert], rows, alike }
+                // an even spread is rounded up, and its last experts would begin too late
+                let start = self.starts[expert].min(all.saturating_sub(rows));
+                ExpertRows { expert, start, rows, alike }
             })
             .collect()
     }

@@ -75,3 +75,31 @@ fn compositions_agree() -> Result<()> {
     }
     Ok(())
 }
+
+/// A plan gives each expert rows that are there, also where its share is rounded up.
+#[test]
+fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
+    use crate::kernel::ghost::Ghost;
+    use crate::kernel::ledger::Ledger;
+    for (tokens, top_k, alike) in [
+        (46, 2, vec![1; 5]),
+        (23, 4, vec![1; 5]),
+        (1, 2, vec![1; 9]),
+        (7, 3, vec![2, 1, 3]),
+        (64, 8, vec![128]),
+    ] {
+        for skewed in [false, true] {
+            let ledger = Ledger::new(Default::default());
+            ledger.route(skewed);
+            let experts: usize = alike.iter().sum();
+            let probs = Tensor::from(Ghost::new(&ledger, (tokens, experts), DType::F32));
+            let g = Groups::choose(&probs, top_k, &alike, |_| 0)?;
+            let runs = g.runs();
+            assert!(!runs.is_empty());
+            for r in runs {
+                assert!(r.start + r.rows <= tokens * top_k, "{tokens} {top_k} {alike:?} {skewed}");
+            }
+        }
+    }
+    Ok(())
+}

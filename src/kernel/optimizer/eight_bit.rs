@@ -91,12 +91,11 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     put_copy(p, copy)
 }
 
-/// Calls `f` with the values, the codes and the scales.
-fn all_in_place(
-    p: &Tensor,
-    m: &EightBit,
-    f: &dyn Fn(&mut [f32], [&mut [u8]; 2], [&mut [f32]; 2]),
-) -> Result<()> {
+/// What is done with the values, the codes and the scales.
+type All<'a> = dyn Fn(&mut [f32], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
+
+/// Calls `f` with all of them.
+fn all_in_place(p: &Tensor, m: &EightBit, f: &All<'_>) -> Result<()> {
     const NAME: &str = "adamw8bit";
     in_place::<f32>(NAME, p, |p| {
         let p = RefCell::new(p);
@@ -184,7 +183,7 @@ mod tests {
         }
     }
     const BITSANDBYTES: [[f32; 7]; 2] = [
-        [-0.992_968_74, -0.978_906_27, 0.0, 5.500_000_4e-7, 0.233_593_75, 0.992_968_74, 1.0],
+        [-0.992_968_74, -0.978_906_3, 0.0, 5.500_000_4e-7, 0.233_593_75, 0.992_968_74, 1.0],
         [0.0, 3.250_000_3e-7, 0.103_515_625, 0.110_546_87, 0.616_796_85, 0.996_484_4, 1.0],
     ];
 
