@@ -26,7 +26,9 @@ use crate::store::{NewFolder, TensorFiles};
 use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use cost::MergeCost;
+use rayon::prelude::*;
 use serde_json::Map;
+use std::ops::Range;
 use std::path::Path;
 use weights::Merge;
 
@@ -36,7 +38,7 @@ const PROBE: usize = 32;
 const DIVERGED: &str =
     "hint: the adapter has diverged, or it is of another base; do not use what is in --out";
 /// Rows of a tensor that are compared at a time hold about so many values.
-const PIECE: usize = 1 << 22;
+const PIECE: usize = 1 << 20;
 
 /// A base with an adapter to merge into it.
 pub struct Merging<'a> {
@@ -165,33 +167,45 @@ impl Exact<'_> {
         let step = (PIECE / row.max(1)).max(1);
         for first in (0..rows).step_by(step) {
             let n = step.min(rows - first);
-            let piece = value.narrow(0, first, n)?;
-            let (rounded, written) = self.rounded(&name, &piece, first)?;
-            if rounded.to_vec1::<f32>()? != written.to_vec1::<f32>()? {
+            let piece = value.narrow(0, first, n)?.flatten_all()?;
+            let [rounded, written] = self.rounded(&name, &piece, first..first + n)?;
+            if rounded != written {
                 let (path, name) = (self.out.display().to_string(), name);
                 return Err(Error::Unequal { path, name }.into());
             }
-            let square = |t: Tensor| t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
-            let piece = piece.flatten_all()?;
-            self.error += square((written - &piece)?)?;
-            self.norm += square(piece)?;
+            let piece = piece.to_vec1::<f32>()?;
+            self.error += squares(&written, &piece);
+            self.norm += squares(&piece, &[]);
         }
         Ok(value)
     }
 
-    /// Some rows rounded as the file's dtype rounds, and those in the file; both in f32 in a row.
-    fn rounded(&self, name: &str, piece: &Tensor, first: usize) -> crate::Result<(Tensor, Tensor)> {
-        let n = piece.dim(0)?;
+    /// Rows of a tensor rounded as the file's dtype rounds, and those in the file; both in f32.
+    fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> crate::Result<[Vec<f32>; 2]> {
         let dtype = match self.written.get(name)?.dtype {
             safetensors::Dtype::BF16 => DType::BF16,
             safetensors::Dtype::F16 => DType::F16,
             _ => DType::F32,
         };
-        let bytes = self.written.read_rows(name, first..first + n)?;
+        let bytes = self.written.read_rows(name, rows)?;
         let written = Tensor::from_raw_buffer(&bytes, dtype, &[piece.elem_count()], &Device::Cpu)?;
-        let rounded = piece.flatten_all()?.to_dtype(dtype)?;
-        Ok((rounded.to_dtype(DType::F32)?, written.to_dtype(DType::F32)?))
+        let rounded = piece.to_dtype(dtype)?;
+        Ok([rounded.to_dtype(DType::F32)?.to_vec1()?, written.to_dtype(DType::F32)?.to_vec1()?])
     }
+}
+
+/// The sum of the squares of `a - b` (nothing of `b`: of `a`), in f64.
+fn squares(a: &[f32], b: &[f32]) -> f64 {
+    const CHUNK: usize = 1 << 14;
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let parts: Vec<f64> = match b.is_empty() {
+        true => a.par_chunks(CHUNK).map(|a| a.iter().map(|x| square(*x)).sum()).collect(),
+        false => {
+            let both = a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK));
+            both.map(|(a, b)| a.iter().zip(b).map(|(a, b)| square(a - b)).sum()).collect()
+        }
+    };
+    parts.iter().sum()
 }
 
 impl Weights for Exact<'_> {
