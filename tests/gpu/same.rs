@@ -115,6 +115,26 @@ fn training_in_full_is_close_to_the_cpu() {
     close(ends, &["model.dtype=f32"], 1e-4);
 }
 
+/// 8-bit moments, on either side, and updates in the backward pass: the CPU's numbers.
+#[test]
+fn moments_in_8_bits_train_as_on_the_cpu() {
+    if !device() {
+        return;
+    }
+    // smaller tensors have f32 moments
+    let wide = json!({"vocab_size": 160, "intermediate_size": 144});
+    let set =
+        ["model.dtype=f32", "optimizer.name=adamw8bit", "run.clip=0", "run.micro_rows=2", "run.batch_rows=2"];
+    for more in [
+        &[][..],
+        &["optimizer.in_backward=true"],
+        &["memory.offload=['optimizer']"],
+        &["memory.offload=['optimizer']", "optimizer.in_backward=true"],
+    ] {
+        close_of(&wide, FULL, &[&set, more].concat(), 1e-4);
+    }
+}
+
 /// A mixture: its routers, experts by LoRA of different ranks, with dropout, DoRA (expert by expert), in full.
 #[test]
 fn mixtures_are_close_to_the_cpu() {
