@@ -291,10 +291,17 @@ impl Watch {
         let behind = (0..self.world).filter(|r| s.peers[*r].at.0 < number);
         let late = behind.min_by_key(|r| s.peers[*r].at.0);
         let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
+        // one that was stopped after it had come says nothing more
+        let others = (0..self.world).filter(|r| *r != self.rank);
+        let silent = others.min_by_key(|r| s.peers[*r].heard);
+        let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * BEAT));
         drop(s);
-        let (late, why) = match late {
-            Some(late) => (late, format!("it has not come to {there}")),
-            None => (self.rank, format!("all have come to {there}, and what they give does not arrive")),
+        let (late, why) = match (late, silent) {
+            (Some(late), _) => (late, format!("it has not come to {there}")),
+            (None, Some(silent)) => (silent, format!("it has come to {there}, and goes no further")),
+            (None, None) => {
+                (self.rank, format!("all have come to {there}, and what they give does not arrive"))
+            }
         };
         self.hangs(late, why);
     }
