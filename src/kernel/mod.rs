@@ -19,6 +19,7 @@ pub mod bias;
 pub mod bytes;
 mod cast;
 pub mod cpu;
+pub mod crossing;
 pub mod cuda;
 pub mod dequantized;
 pub mod dora;

@@ -166,10 +166,10 @@ impl Optimizer {
     }
 
     fn run(&self, params: &Params, updates: &[Update<'_>]) -> Result<()> {
-        match params.offloaded {
+        match params.offloaded || params.weights_offloaded {
             true => {
                 let longest = self.groups.iter().map(|g| g.len).max().unwrap_or(0);
-                offload::step(updates, self.piece, longest, &self.staged)
+                offload::step(updates, self.piece, (longest, params.pin), &self.staged)
             }
             false => updates.iter().try_for_each(Update::on_device),
         }

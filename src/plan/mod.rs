@@ -269,7 +269,8 @@ impl<'a> Prepared<'a> {
         let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
         let quantize = inputs.recipe.model.quantize;
         let split = (p.tensor, p.pipeline);
-        let shape = Shape::new(inputs.config, inputs.selection, quantize, inputs.machine, split)?;
+        let weights = (quantize, !inputs.recipe.weights_come_and_go());
+        let shape = Shape::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
         if inputs.recipe.memory.dequantize == recipe::Dequantize::PerLayer
             && shape.kinds.iter().any(Layer::reads_codes)
         {
@@ -340,12 +341,14 @@ impl<'a> Prepared<'a> {
         (s.wire[0] + gathered) * micro_batches + s.wire[1]
     }
 
-    /// Bytes of a layer's inputs on the host, where activations live there.
-    fn host_activations(&self, w: Workload) -> u64 {
-        if !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
+    /// Bytes of inputs of recomputed layers that wait on the host, where that is not the device.
+    fn host_activations(&self, w: Workload, recompute: usize) -> u64 {
+        if !self.inputs.machine.cuda || !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
             return 0;
         }
-        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * self.walked() as u64
+        // the topmost stays
+        let waiting = recompute.min(self.walked().saturating_sub(1)) as u64;
+        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }
 
@@ -368,7 +371,7 @@ impl Plan {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.statics.host.clone();
-        let activations = prepared.host_activations(d.workload);
+        let activations = prepared.host_activations(d.workload, d.execution.recompute);
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }

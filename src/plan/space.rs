@@ -264,7 +264,7 @@ impl Space {
             // ranks that are threads of a process share what it takes beside the device's bytes
             false => all.saturating_sub(device.saturating_mul(local)),
         });
-        self.shared_left = room.shared;
+        self.shared_left = room.shared.map(|all| all / local);
         self.disks.clear();
         let mut ids: Vec<Option<u64>> = Vec::new();
         for f in &self.files {
@@ -310,8 +310,15 @@ impl Space {
     pub fn shortages(&self, beside: bool) -> Vec<String> {
         let mut out = Vec::new();
         if beside && !self.host_fits() {
+            let mut keys: Vec<&str> = Vec::new();
+            for key in self.host.iter().flat_map(|(name, _)| host_keys(name)) {
+                if !keys.contains(key) {
+                    keys.push(key);
+                }
+            }
+            let change: String = if keys.is_empty() { "a machine with more".into() } else { keys.join(", ") };
             out.push(format!(
-                "host memory: {} beside the device's ({}), and {} are left for it",
+                "host memory of a rank: {} beside the device's ({}), and {} are left for it; to change: {change}",
                 bytes(sum(&self.host)),
                 words(&self.host),
                 bytes(self.host_left.unwrap_or(0)),
@@ -319,7 +326,8 @@ impl Space {
         }
         if !self.shared_fits() {
             out.push(format!(
-                "shared memory (/dev/shm): {}, and {} are free; to change: parallel.comm, or a larger /dev/shm",
+                "shared memory of a rank (/dev/shm): {}, and {} are free for it; to change: parallel.comm, or a larger \
+                 /dev/shm",
                 bytes(sum(&self.shared)),
                 bytes(self.shared_left.unwrap_or(0)),
             ));
@@ -410,6 +418,16 @@ impl Space {
         }
         line("/dev/shm", &self.shared, self.shared_left, "");
         s
+    }
+}
+
+/// The recipe keys that make a part of the host's memory smaller.
+fn host_keys(part: &str) -> &'static [&'static str] {
+    match part {
+        "offloaded_optimizer" => &["memory.offload", "optimizer.name", "parallel.zero"],
+        "offloaded_weights" => &["memory.offload", "model.quantize", "parallel.zero"],
+        "offloaded_activations" => &["memory.offload", "run.micro_rows"],
+        _ => &[],
     }
 }
 

@@ -64,7 +64,7 @@ pub struct Statics {
     pub updates: bool,
     /// Whether the head's gradients are the embedding's.
     pub tied: bool,
-    /// Where ranks split weights: bytes of each unit's, which are gathered before the visit that comes before it.
+    /// Where weights come and go: bytes of each unit's, which are gathered before the visit that comes before it.
     pub flight: Vec<u64>,
     /// Of these, the bytes that come from other ranks.
     pub comes: Vec<u64>,
@@ -171,8 +171,12 @@ impl Statics {
         let width = machine.width;
         let ranks = Ranks::of(r, s.layers);
         let offload = r.memory.offload.contains(&Offload::Optimizer);
+        let weights_offload = r.memory.offload.contains(&Offload::Params);
         // on the CPU the device is the host
         let states_elsewhere = offload && machine.cuda;
+        let weights_elsewhere = weights_offload && machine.cuda;
+        // what is held of the weights is the master weights
+        let one_copy = machine.computes_in_f32() && offload == weights_offload;
         let trained = s.parts();
         let units = s.layers + 2;
         let mut out = Self::default();
@@ -183,9 +187,10 @@ impl Statics {
         let mut frozen = vec![[0u64; 3]; units];
         let (mut loaded, mut high) = (0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
-        // each tensor of what ranks split begins where a gap after the one before it ends
-        let placed = |values: u64| if split { values.next_multiple_of(ALIGN as u64) } else { values };
-        // of what ranks split: the most that a rank reads of a tensor, and a unit that is gathered for norms
+        let apart = r.weights_come_and_go();
+        // each tensor of what comes and goes begins where a gap after the one before it ends
+        let placed = |values: u64| if apart { values.next_multiple_of(ALIGN as u64) } else { values };
+        // of what comes and goes: the most that a rank reads of a tensor, and a unit that is gathered for norms
         let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
             let n = m.weight_values() as u64;
@@ -198,7 +203,7 @@ impl Statics {
                 out.device.add(component(m.group), table::BYTES as u64);
             }
             normed[m.unit(s.layers)] |= matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-            piece = piece.max((4 + width) * n.div_ceil(ranks.data));
+            piece = piece.max((4 + width) * n.div_ceil(if split { ranks.data } else { 1 }));
             if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it
                 let value = if states_elsewhere { 0 } else { 4 * n };
@@ -211,7 +216,7 @@ impl Statics {
             let rows = if dora { 4 * placed(m.rows() as u64) } else { 0 };
             let buffers = &mut frozen[m.unit(s.layers)];
             buffers[2] += rows / 4;
-            let room = room(m, choice, machine.cuda);
+            let room = room(m, choice, machine.cuda && !apart);
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);
@@ -263,7 +268,7 @@ impl Statics {
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
-            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, from) };
+            sums[3] += if one_copy { 0 } else { ranks.share(m, 4 * n, from) };
             let states = match r.optimizer.name {
                 OptimizerName::Adamw => 8 * n,
                 // gaps have moments too
@@ -283,20 +288,18 @@ impl Statics {
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
-        out.largest_group = if offload { 0 } else { longest.min(PIECE as u64) };
+        let crosses = offload || weights_offload;
+        out.largest_group = if crosses { 0 } else { longest.min(PIECE as u64) };
 
-        let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
-        let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let mut staging_on_host = 0;
-        if offload {
+        if crosses {
             // as in `optim/offload.rs`: new values on their way; from and to CUDA two pieces each way, on the host
             let own = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
-            let [on_device, on_host] = match machine.cuda {
-                true => [0, 2 * (4 + width) * own.min(STAGED as u64)],
-                false => [width * own.min(PIECE as u64); 2],
+            let new = if one_copy { 0 } else { width * own.min(PIECE as u64) };
+            [out.staging, staging_on_host] = match (machine.cuda, offload) {
+                (true, true) => [0, 2 * (4 + width) * own.min(STAGED as u64)],
+                _ => [new; 2],
             };
-            out.staging = on_device;
-            staging_on_host = on_host;
         }
         if states_elsewhere {
             out.host.push(("offloaded_optimizer", master + states));
@@ -305,7 +308,6 @@ impl Statics {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);
         }
-        let params_on_host = r.memory.offload.contains(&Offload::Params);
         // of a buffer of so many values: the first rank's part, and what comes to it from the others
         let own = |values: u64| {
             let shard = Shard { rank: 0, ranks: ranks.data as usize, stage: ranks.zero };
@@ -324,20 +326,19 @@ impl Statics {
                 comes(bytes, 1) + apart + comes(lens[u], width) + wide
             };
             out.comes = (0..units).map(whole).collect();
+        }
+        if apart {
             let wide =
                 |u: &usize| if machine.computes_in_f32() || !wide.contains(u) { 0 } else { 4 * lens[*u] };
             let flight = |u: usize| (unit_bytes[u] + wide(&u)).div_ceil(ranks.tensor);
             let normed = (0..units).filter(|u| normed[*u]).map(flight).max().unwrap_or(0);
             out.load_transient = (piece + read).max(normed);
-            if !params_on_host {
-                out.flight = (0..units).map(flight).collect();
-            }
+            out.flight = (0..units).map(flight).collect();
         }
-        if params_on_host {
+        if weights_elsewhere {
             let weights: u64 = out.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum();
             let mut rest = Bytes::default();
             out.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
-            rest.add(Component::InFlight, (2 * layer).max(unit));
             out.device = rest;
             out.host.push(("offloaded_weights", weights));
         }
@@ -356,8 +357,7 @@ impl Statics {
             // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and then all take what others have
             let summed: u64 = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).sum();
             let taken = |size: u64| lens.iter().map(|n| comes(*n, size)).sum::<u64>();
-            let apart = !machine.computes_in_f32() || offload;
-            let wide: u64 = wide.iter().filter(|_| apart).map(|u| comes(lens[*u], 4)).sum();
+            let wide: u64 = wide.iter().filter(|_| !one_copy).map(|u| comes(lens[*u], 4)).sum();
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         // a rank that is one of several is among the threads that it computes on
@@ -379,8 +379,8 @@ impl Statics {
         let stored = if s.everything_full() { width } else { 4 };
         let read = pieces(stored * largest.min(READ_PIECE / 4));
         // where no rank has all master weights they are read from the checkpoint, those of an adapter together
-        let apart = ranks.zero >= 3 || (ranks.zero >= 1 && (!machine.computes_in_f32() || offload));
-        let together = ranks.data > 1 && apart && !s.everything_full();
+        let parts = ranks.zero >= 3 || (ranks.zero >= 1 && !one_copy);
+        let together = ranks.data > 1 && parts && !s.everything_full();
         let values = if together { 4 * count + read } else { 0 };
         out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 /// What of a key is not built.
 enum What {
-    /// This word: alone, or in its list.
+    /// This word.
     Word(&'static str),
     /// Anything but its default.
     Changed,
@@ -29,9 +29,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("data.eval.*.split", Given),
     ("data.eval.*.config", Given),
     ("optimizer.name", Word("galore")),
-    ("memory.offload", Word("params")),
-    ("memory.offload", Word("activations")),
-    ("memory.pin", Changed),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),
@@ -48,26 +45,21 @@ const NOT_BUILT: &[(&str, What)] = &[
 pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for (pattern, what) in NOT_BUILT {
-        for (path, whole) in matches(root, pattern) {
+        for (path, node) in matches(root, pattern) {
             let is = |n: &Node, w: &str| matches!(&n.value, Value::Text(t) if t == w);
-            // the node that is refused, and whether it is one of a list
-            let refused = match (what, &whole.value) {
-                (Word(w), Value::List(list)) => list.iter().find(|n| is(n, w)).map(|n| (n, true)),
-                (Word(w), _) => is(whole, w).then_some((whole, false)),
-                (Changed, v) => default_of(&path).is_some_and(|d| d != *v).then_some((whole, false)),
-                (Given, _) => Some((whole, false)),
+            let refused = match what {
+                Word(w) => is(node, w),
+                Changed => default_of(&path).is_some_and(|d| d != node.value),
+                Given => true,
             };
-            let Some((node, listed)) = refused else { continue };
             let inside =
                 |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
-            if !bad.iter().any(inside) && found.len() < MOST {
+            if refused && !bad.iter().any(inside) && found.len() < MOST {
                 let message = format!("not built yet: {path} = {}", node.value);
                 let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
                 if is(node, "mpi") {
                     // nor is it, until it is asked for: it needs libraries that few machines have
                     d = d.hint("cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)");
-                } else if listed {
-                    d = d.hint(format!("leave {} out of the list", node.value));
                 } else if let Some(default) = default_of(&path) {
                     d = d.hint(format!("leave it out, or write {path} = {default}"));
                 } else {
@@ -130,7 +122,7 @@ mod tests {
             let key = found.unwrap_or_else(|| panic!("no key {pattern}"));
             match what {
                 Word(w) => match key.kind {
-                    kind::Kind::Word(words) | kind::Kind::Words(words) => {
+                    kind::Kind::Word(words) => {
                         assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
                     }
                     other => panic!("{pattern} has no words: {other:?}"),

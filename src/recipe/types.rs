@@ -6,6 +6,12 @@ use super::table::{Field, Written, doc, words};
 use super::tree::quote;
 
 impl Recipe {
+    /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
+    pub fn weights_come_and_go(&self) -> bool {
+        let split = self.parallel.data > 1 && self.parallel.zero >= 3;
+        split || self.memory.offload.contains(&Offload::Params)
+    }
+
     /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
     /// rules, the config of the adapter in `lora.init` decides.
     pub fn uses_lora_defaults(&self) -> bool {
@@ -357,11 +363,11 @@ words! {
 words! {
     /// `memory.offload`
     pub enum Offload {
-        /// Master weights and moments.
+        /// Master weights and moments, which are updated there.
         Optimizer = "optimizer",
-        /// Weights.
+        /// Weights, frozen ones too: a layer's come a visit ahead, and go after it.
         Params = "params",
-        /// Layer inputs.
+        /// Inputs of layers that are computed again.
         Activations = "activations",
     }
 }

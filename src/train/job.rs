@@ -347,14 +347,18 @@ impl Job {
         shard: Shard,
         comm: &dyn Comm,
     ) -> crate::Result<(Decoder, Params)> {
-        let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
+        let memory = &self.recipe.memory;
+        let offload = memory.offload.contains(&Offload::Optimizer);
+        // what is loaded to be used is used from where it is
+        let offload_weights = train && memory.offload.contains(&Offload::Params);
+        let pin = memory.pin;
         let eight_bit = self.recipe.optimizer.name == OptimizerName::Adamw8bit;
         let in_backward = self.recipe.optimizer.in_backward;
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, in_backward, offload, eight_bit, shard })
+            .allocate(Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard })
             .among(comm);
         if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }

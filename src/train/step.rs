@@ -14,7 +14,10 @@ use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
+use crate::recipe::Offload;
+use crate::walk::{
+    self, Around, Execution, Inputs, Load, Nothing, Outline, RouterLosses, Times, Walk, visit,
+};
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
 
@@ -32,6 +35,8 @@ pub struct Setup<'a> {
     pub seed: u64,
     /// What the plan chose.
     pub execution: Execution,
+    /// Where inputs of layers wait that are computed again.
+    pub inputs: Inputs,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Coefficients of the losses on routers.
@@ -59,6 +64,7 @@ impl<'a> Setup<'a> {
             device: &job.device,
             seed: r.run.seed,
             execution,
+            inputs: Inputs { on_host: r.memory.offload.contains(&Offload::Activations), pin: r.memory.pin },
             clip: r.run.clip,
             router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
             loss_scale: Cell::new(loss_scale),
@@ -224,6 +230,7 @@ fn accumulate_scaled<'a>(
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
                     .around(&reduce)
+                    .inputs(s.inputs)
                     .timed(times);
                 losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
                 routings.push(walk.into_routing());
