@@ -28,7 +28,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("data.eval.*.weight", Changed),
     ("data.eval.*.split", Given),
     ("data.eval.*.config", Given),
-    ("optimizer.name", Word("galore")),
     ("memory.offload", Word("params")),
     ("memory.offload", Word("activations")),
     ("memory.pin", Changed),

@@ -103,6 +103,7 @@ pub struct Walk<'a> {
     times: Option<&'a mut Times>,
     around: &'a dyn Around,
     router_losses: RouterLosses,
+    neftune: f64,
     routing: Routing,
 }
 
@@ -120,6 +121,7 @@ impl<'a> Walk<'a> {
             times: None,
             around: &Nothing,
             router_losses: RouterLosses::default(),
+            neftune: 0.0,
             routing: Routing::default(),
         }
     }
@@ -132,6 +134,12 @@ impl<'a> Walk<'a> {
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
     pub fn router_losses(mut self, losses: RouterLosses) -> Self {
         self.router_losses = losses;
+        self
+    }
+
+    /// Adds noise to the embeddings in [`Walk::train`] (`data.neftune`).
+    pub fn neftune(mut self, alpha: f64) -> Self {
+        self.neftune = alpha;
         self
     }
 
@@ -227,7 +235,7 @@ impl<'a> Walk<'a> {
         self.routing = Routing::default();
 
         self.arrive(&pass)?;
-        let mut x = decoder.embedding.forward(&batch.ids)?;
+        let mut x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;
