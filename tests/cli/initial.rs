@@ -106,7 +106,7 @@ fn ranks_begin_with_the_same_factors() {
                 "run.micro_rows=1".into(),
             ];
             let set: Vec<&str> = set.iter().map(String::as_str).chain(more.iter().copied()).collect();
-            w.ok(&[&["run", "r.toml", "--overwrite"][..], &set].concat());
+            w.ok(&[&["run", "r.toml", "--overwrite"][..], &set[..]].concat());
             ends(&w, &name)
         };
         let want = run(2, 0);
