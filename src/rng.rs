@@ -22,6 +22,10 @@ pub enum Purpose {
     Sample = 6,
     /// Mixing of sources.
     Mix = 7,
+    /// Noise on embeddings.
+    Noise = 8,
+    /// Random projections of gradients.
+    Projection = 9,
     /// Anything that only tests need.
     Test = 99,
 }

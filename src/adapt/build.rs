@@ -120,7 +120,9 @@ impl<'a> Build<'a> {
         self.base.check()?;
         check_full(self.base, self.selection, self.adapter)?;
         let units = self.base.config.layers + 2;
-        let params = Params::new(self.selection.trained(), units, self.dtype, self.device, self.allocate)?;
+        let mut params =
+            Params::new(self.selection.trained(), units, self.dtype, self.device, self.allocate)?;
+        params.initials = self.base.initials().cloned();
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
         }
@@ -162,6 +164,13 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
             );
         }
         let how = four_bit(base, m, choice);
+        if let Some(initials) = base.initials().filter(|i| i.has(&m.name) && base.only_4bit(m)) {
+            let word = initials.how().word();
+            return fail(&format!(
+                "its weight is 4-bit already, and lora.init = \"{word}\" is of its original weights\n  hint: \
+                 model.source with these, and model.quantize = \"nf4\""
+            ));
+        }
         made |= how == Some(FourBit::Made);
         if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
             return fail("not built yet: a 4-bit weight of anything but a linear");
@@ -352,6 +361,11 @@ impl<'a> Loader<'a> {
                 self.params.set(b, &tb)?;
                 return Ok(true);
             }
+        }
+        if let Some(f) = self.b.base.factors((m, self.number(m)))? {
+            self.params.set(a, &f.a)?;
+            self.params.set(b, &f.b)?;
+            return Ok(false);
         }
         let embedding = matches!(m.kind, Kind::Embedding { .. });
         // PEFT: A Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i), and B zero;

@@ -7,7 +7,9 @@
 //! none: what the layers compute with is then gathered for a visit to the unit, and released after it.
 
 use super::moments::{Moments, is_large};
+use super::projected::{Projected, Projection};
 use super::selection::{Part, Trained};
+use crate::base::Initials;
 use crate::comm::{At, Comm};
 use crate::kernel::crossing::{self, Arrival, Locked};
 use crate::kernel::tensor::Real;
@@ -200,8 +202,10 @@ pub struct Unit {
     /// Gradients, f32; none when nothing is trained (an adapter that is only used), or each unit is updated in its
     /// backward visit.
     pub grads: Option<Held>,
-    /// AdamW's moments.
+    /// AdamW's moments, but for those of what is projected.
     pub moments: Option<Moments>,
+    /// GaLore's states, of matrices whose gradients are projected.
+    pub projected: Vec<Projected>,
 }
 
 /// All trained tensors of a model.
@@ -223,10 +227,14 @@ pub struct Params {
     pub pin: bool,
     /// Whether moments of large tensors are in 8 bits.
     pub eight_bit: bool,
+    /// How gradients are projected.
+    pub projection: Projection,
     /// Whether each unit is updated in its backward visit.
     pub in_backward: bool,
     /// What of it this rank holds.
     pub shard: Shard,
+    /// What low-rank updates began with, where the base gave it.
+    pub initials: Option<Arc<Initials>>,
     /// Whether all gradients are zero since an update that left them so.
     pub zeroed: AtomicBool,
 }
@@ -246,18 +254,26 @@ pub struct Allocate {
     pub pin: bool,
     /// Moments of large tensors in 8 bits (`optimizer.name = "adamw8bit"`).
     pub eight_bit: bool,
+    /// Directions that gradients are projected onto (`optimizer.name = "galore"`); 0 for none.
+    pub project: usize,
     /// What of them is this rank's.
     pub shard: Shard,
 }
 
-/// Lays tensors out in units, those first whose moments can be in 8 bits: slots, elements of each unit, and those of its
-/// first tensors.
-pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>, Vec<usize>) {
-    let (mut len, mut first) = (vec![0usize; units], Vec::new());
+/// Lays tensors out in units, those first whose moments can be in 8 bits, and those last whose gradients are projected:
+/// slots, and the elements of each unit that are large, that have moments of their own, and all.
+pub fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, [Vec<usize>; 3]) {
+    let mut len = vec![0usize; units];
+    let mut ends = [(); 3].map(|()| Vec::new());
     let mut slots = Vec::with_capacity(tensors.len());
-    for large in [true, false] {
+    // large, small, projected
+    let kind = |t: &Trained| match (how.takes_tensor(t, units), is_large(t.elements())) {
+        (true, _) => 2,
+        (_, large) => usize::from(!large),
+    };
+    for (number, end) in ends.iter_mut().enumerate() {
         for (index, t) in tensors.iter().enumerate() {
-            if is_large(t.elements()) != large {
+            if kind(t) != number {
                 continue;
             }
             let cols = *t.shape.last().unwrap_or(&1);
@@ -266,12 +282,10 @@ pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>, Vec<
             len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
             slots.push(Slot { index, unit: t.unit, offset, rows, cols });
         }
-        if large {
-            first = len.clone();
-        }
+        end.clone_from(&len);
     }
     slots.sort_by_key(|s| s.index);
-    (slots, len, first)
+    (slots, ends)
 }
 
 /// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
@@ -301,9 +315,11 @@ impl Params {
         device: &Device,
         what: Allocate,
     ) -> Result<Self> {
-        let (slots, lens, first) = layout(&tensors, units);
+        let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
+        let (slots, [first, wide_end, lens]) = layout(&tensors, units, projection);
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
-        let Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard } = what;
+        let Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard, .. } = what;
+        let count = units;
         let home = if offload { &Device::Cpu } else { device };
         let frozen = vec![Vec::new(); units];
         let units = lens
@@ -339,7 +355,14 @@ impl Params {
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
                 let large = if eight_bit { first[number] } else { 0 };
-                let moments = || Moments::new(&states, large, home);
+                let own = common(&states, &(0..wide_end[number]));
+                let moments = || Moments::new(&own, large, home);
+                let mut projected = Vec::new();
+                for slot in slots.iter().filter(|s| s.unit == number && train) {
+                    if projection.takes_tensor(&tensors[slot.index], count) {
+                        projected.push(Projected::new(slot.index, (slot.rows, slot.cols), projection, home)?);
+                    }
+                }
                 Ok(Some(Unit {
                     len,
                     part,
@@ -349,11 +372,12 @@ impl Params {
                     compute,
                     grads: (train && !in_backward).then(grads).transpose()?,
                     moments: train.then(moments).transpose()?,
+                    projected,
                 }))
             })
             .collect::<Result<_>>()?;
         let zeroed = AtomicBool::new(false);
-        let (offloaded, weights_offloaded) = (offload, offload_weights);
+        let (offloaded, weights_offloaded, initials) = (offload, offload_weights, None);
         Ok(Self {
             tensors,
             slots,
@@ -363,8 +387,10 @@ impl Params {
             weights_offloaded,
             pin,
             eight_bit,
+            projection,
             in_backward,
             shard,
+            initials,
             zeroed,
         })
     }
@@ -470,6 +496,11 @@ impl Params {
         let slot = &self.slots[index];
         let grads = &self.unit(slot)?.grads;
         grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
+    }
+
+    /// GaLore's states of a tensor, if its gradient is projected.
+    pub fn projected(&self, index: usize) -> Option<&Projected> {
+        self.unit(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
     }
 
     /// Whether a tensor's moments are in 8 bits.

@@ -2,7 +2,7 @@
 
 use super::RecipeArgs;
 use crate::adapt::build::check_full;
-use crate::adapt::{Adapter, Choice, Selection, learning_rates};
+use crate::adapt::{Adapter, Choice, Selection, initial, learning_rates};
 use crate::base::Base;
 use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
@@ -189,7 +189,8 @@ impl Check<'_> {
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
-            let base = Base::random(config.clone(), 0).in_nf4(quantize);
+            let initials = self.keep(initial::initials(recipe, selection).map_err(Error::from)).flatten();
+            let base = Base::random(config.clone(), 0).in_nf4(quantize).beginning(initials);
             let outcome = check_full(&base, selection, adapter);
             self.keep(outcome.map_err(Error::from));
         }

@@ -4,8 +4,10 @@ use super::config::Config;
 use crate::kernel::attention::{Sequences, Sizes};
 use crate::kernel::cuda::upload::Lists;
 use crate::kernel::embed::ById;
+use crate::kernel::noise;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
+use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
@@ -130,6 +132,20 @@ impl Batch {
             target_count: host.targets.len(),
             first_target: first.1,
         })
+    }
+
+    /// Embeddings of its tokens [t, d], in training with NEFTune's noise of this `alpha`.
+    ///
+    /// # Errors
+    /// Other rows than tokens.
+    pub fn noisy(&self, x: Tensor, alpha: f64) -> candle_core::Result<Tensor> {
+        match self.context.dropout.filter(|_| alpha > 0.0) {
+            None => Ok(x),
+            Some(key) => {
+                let stream = Stream::new(key.seed, Purpose::Noise, key.step, 0);
+                noise::add(&x, stream, key.first_row, &self.context.seqs.docs, alpha)
+            }
+        }
     }
 
     /// That of a plan. It stays all the time: what it takes is [`Batch::bytes`].

@@ -327,6 +327,7 @@ impl<'a> Prepared<'a> {
             activations_on_host: r.memory.offload.contains(&Offload::Activations),
             // on CUDA they are the host's
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
+            neftune: r.data.neftune,
             skewed: false,
             stages: r.parallel.pipeline as u64,
         };
@@ -396,7 +397,7 @@ impl Plan {
             keeps_gradients: !r.optimizer.in_backward,
             work: d.work,
             learning_rates: i.selection.learning_rates(&r.optimizer),
-            theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),
+            theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
             hints: Vec::new(),
         }
     }

@@ -5,7 +5,7 @@
 
 use super::Machine;
 use super::report::bytes;
-use super::statics::{moments, nf4};
+use super::statics::{nf4, states};
 use super::workload::Workload;
 use crate::adapt::Selection;
 use crate::hub::Settings;
@@ -13,7 +13,7 @@ use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::quant;
-use crate::recipe::{Comm, OptimizerName, Quantize, Recipe, Weights};
+use crate::recipe::{Comm, Quantize, Recipe, Weights};
 use crate::store;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -172,10 +172,10 @@ impl Space {
         let trained = s.parts();
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let headers: u64 = trained.iter().map(|t| t.name_bytes() as u64 + ENTRY).sum();
-        let states: u64 = trained.iter().map(|t| moments(r.optimizer.name, t.shape())).sum();
-        let eight_bit = r.optimizer.name == OptimizerName::Adamw8bit;
-        // weights, two moments, and the scales of those in 8 bits
-        let entries = if eight_bit { 5 } else { 3 };
+        let states: u64 = trained.iter().map(|t| states(&r.optimizer, t, s.layers)).sum();
+        let (eight_bit, projects) = (r.optimizer.name.eight_bit(), r.optimizer.name.projects());
+        // weights, two moments, the scales of those in 8 bits, and directions of gradients
+        let entries = 3 + if eight_bit { 2 } else { 0 } + u64::from(projects);
         let checkpoint = 4 * count + states + entries * headers + STATE;
         let saves = match (r.run.save_every as u64, w.steps) {
             (0, _) => Some(1),

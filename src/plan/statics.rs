@@ -3,23 +3,25 @@
 use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::{is_quantized, room};
+use crate::adapt::initial;
 use crate::adapt::moments::{self, is_large};
 use crate::adapt::params::{ALIGN, Shard, wide_units};
+use crate::adapt::projected::Projection;
 use crate::adapt::selection::Part;
+use crate::adapt::selection::TrainedPart;
 use crate::adapt::{Choice, Selection};
 use crate::comm::ROUND;
+use crate::kernel::decompose;
 use crate::kernel::gemm;
 use crate::kernel::grouped::table;
 use crate::kernel::padded::Padded;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
-use crate::recipe::{Comm, Offload, OptimizerName, Recipe, Weights};
+use crate::recipe::{Comm, Decomposition, Offload, Optimizer, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
 const NF4_NESTED: u64 = 256;
-/// Rank of GaLore's projection.
-const GALORE_RANK: u64 = 128;
 /// Bytes that a thread of `store::convert` reads at a time.
 const READ_PIECE: u64 = 4 << 20;
 /// What the driver takes for a context, with cuBLAS and its workspace.
@@ -53,6 +55,8 @@ pub struct Statics {
     pub save_transient: u64,
     /// Values that the optimizer takes at once on the device; none where states are offloaded.
     pub largest_group: u64,
+    /// What the update of a matrix takes whose gradient is projected.
+    pub projecting: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
     /// Where ranks share the rows, or units are updated in the backward pass: bytes of each unit's gradients of one
@@ -152,16 +156,23 @@ pub fn nf4(n: u64) -> (u64, u64) {
     (codes, blocks + 4 * groups)
 }
 
-/// Bytes of the optimizer's moments for a tensor of this shape.
-pub(super) fn moments(o: OptimizerName, shape: &[usize]) -> u64 {
-    let n: u64 = shape.iter().product::<usize>() as u64;
-    match (o, shape) {
-        (OptimizerName::Adamw8bit, _) if is_large(n as usize) => moments::bytes(n as usize),
-        (OptimizerName::Galore, [a, b]) if (*a.min(b) as u64) > GALORE_RANK => {
-            let (short, long) = (*a.min(b) as u64, *a.max(b) as u64);
-            4 * GALORE_RANK * (short + 2 * long)
-        }
-        _ => 8 * n,
+/// How a recipe's optimizer projects gradients.
+pub(super) fn projection(o: &Optimizer) -> Projection {
+    Projection { rank: if o.name.projects() { o.galore_rank } else { 0 }, eight_bit: o.name.eight_bit() }
+}
+
+/// Bytes of the optimizer's states for a tensor of a model of so many units; without gaps.
+pub(super) fn states(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64 {
+    states_of(o, t, layers, t.elements() as u64)
+}
+
+/// As [`states`], where the tensor has room for `values`.
+fn states_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> u64 {
+    let how = projection(o);
+    match t.shape() {
+        &[a, b] if how.takes(t.part, t.shape(), t.module.unit(layers), layers + 2) => how.bytes((a, b)),
+        _ if o.name.eight_bit() && is_large(t.elements()) => moments::bytes(values as usize),
+        _ => 8 * values,
     }
 }
 
@@ -185,7 +196,7 @@ impl Statics {
         let mut unit_bytes = vec![0u64; units];
         // values in each unit's buffers of bytes, of the compute dtype, and of f32
         let mut frozen = vec![[0u64; 3]; units];
-        let (mut loaded, mut high) = (0u64, 0u64);
+        let (mut loaded, mut high, mut initial_factors) = (0u64, 0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
         let apart = r.weights_come_and_go();
         // each tensor of what comes and goes begins where a gap after the one before it ends
@@ -237,15 +248,35 @@ impl Statics {
                 }
             };
             buffers[1] += placed(bias);
+            // what an update begins with stays on the host, and is made there of the weight in f32
+            let begins = match (choice, m.weight_shape().as_slice()) {
+                (Choice::Lora { spec, .. }, &[o, i]) if initial::begins(r, m) => {
+                    let factors = 4 * (spec.rank * (o + i)) as u64;
+                    initial_factors += factors;
+                    let work = (4 * n + decompose::bytes((o, i), spec.rank)).max(8 * n);
+                    if !machine.cuda {
+                        high = high.max(loaded + factors + work);
+                        loaded += factors;
+                    }
+                    factors
+                }
+                _ => 0,
+            };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
-            if (made_in_f32 || quantized) && !machine.cuda {
-                high = high.max(loaded + 4 * n + bytes);
+            if (made_in_f32 || quantized || begins > 0) && !machine.cuda {
+                let copies = if begins > 0 { 8 * n } else { 4 * n };
+                high = high.max(loaded + copies + bytes);
             }
             let bytes = bytes + width * placed(bias) + rows;
             unit_bytes[m.unit(s.layers)] += bytes + constants;
             out.device.add(component(m.group), ranks.share(m, bytes, 3));
             out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
             loaded += bytes + constants;
+        }
+        match (initial_factors, machine.cuda) {
+            (0, _) => {}
+            (bytes, true) => out.host.push(("initial_factors", bytes)),
+            (bytes, false) => out.device.add(Component::Adapters, bytes),
         }
         // files are read and converted a piece at a time, on every thread, and what is made or encoded is so on the host
         let pieces = |largest: u64| if machine.cuda { 0 } else { machine.threads * READ_PIECE.min(largest) };
@@ -269,13 +300,19 @@ impl Statics {
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
             sums[3] += if one_copy { 0 } else { ranks.share(m, 4 * n, from) };
-            let states = match r.optimizer.name {
-                OptimizerName::Adamw => 8 * n,
-                // gaps have moments too
-                OptimizerName::Adamw8bit if is_large(t.elements()) => moments::bytes(n as usize),
-                OptimizerName::Adamw8bit => 8 * n,
-                OptimizerName::Galore => moments(r.optimizer.name, t.shape()),
-            };
+            // gaps have moments too
+            let states = states_of(&r.optimizer, t, s.layers, n);
+            if let (&[o, i], how) = (t.shape(), projection(&r.optimizer))
+                && how.takes(t.part, t.shape(), unit, units)
+            {
+                // as in `optim/projected.rs`: the gradient on the host and its decomposition; then its projection, the step
+                // of that, and a copy of the matrix that decays or is rounded
+                let (n, low) = ((o * i) as u64, 8 * (how.rank * o.max(i)) as u64);
+                let look = if machine.cuda { 0 } else { 4 * n + decompose::bytes((o, i), how.rank) };
+                let copy = if r.optimizer.weight_decay != 0.0 { 4 * n } else { 0 };
+                let rounded = if machine.computes_in_f32() { 0 } else { width * n };
+                out.projecting = out.projecting.max(look).max(low + copy.max(rounded));
+            }
             sums[4] += ranks.share(m, states, 1);
             unit_bytes[unit] += width * n;
         }
@@ -367,9 +404,10 @@ impl Statics {
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let largest = trained.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
+        let lacks = r.lora.init.decomposition().is_some_and(Decomposition::changes_base);
         out.parameters = (parameters, count);
         // a tensor read back, and its rounded copy, which is made on the host
-        let value = if states_elsewhere { 0 } else { 4 * largest };
+        let value = if states_elsewhere && !lacks { 0 } else { 4 * largest * if lacks { 2 } else { 1 } };
         let rounded = if (machine.computes_in_f32() || machine.cuda) && !states_elsewhere {
             0
         } else {
@@ -382,6 +420,8 @@ impl Statics {
         let parts = ranks.zero >= 3 || (ranks.zero >= 1 && !one_copy);
         let together = ranks.data > 1 && parts && !s.everything_full();
         let values = if together { 4 * count + read } else { 0 };
+        // all that is written of an adapter of twice the rank is made before
+        let values = if lacks && !s.everything_full() { values.max(8 * count + read) } else { values };
         out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));

@@ -36,6 +36,8 @@ pub struct StepInputs<'a> {
     pub activations_on_host: bool,
     /// Bytes of the orders that rows are shuffled into.
     pub orders: u64,
+    /// Noise on embeddings.
+    pub neftune: f64,
     /// Whether all tokens choose the same experts, or as many each.
     pub skewed: bool,
     /// Pipeline stages: that many micro-batches are between forward and backward at once.
@@ -172,9 +174,9 @@ impl<'a> Parts<'a> {
         let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
-        let embedding = |t: Tokens| {
-            let batch = run.batch(t, false)?;
-            run.visit(|| s.embedding.forward(&batch.ids).map(drop))
+        let embedding = |t: Tokens, train: bool| {
+            let batch = run.batch(t, train)?;
+            run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
         };
         let batch = |t: Tokens| -> Full {
             let mut bytes = Bytes::default();
@@ -188,14 +190,18 @@ impl<'a> Parts<'a> {
             statics: statics.into(),
             skewed,
             batch: batch(run.train),
-            embedding: embedding(run.train)?,
+            embedding: embedding(run.train, true)?,
             embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
             kinds,
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
-            eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
+            eval: run.eval.map(|t| embedding(t, false).map(|e| (batch(t), e))).transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
-            optimizer: run.optimizer()?.max(run.statics.staging).max(run.statics.given[1]),
+            optimizer: run
+                .optimizer()?
+                .max(run.statics.projecting)
+                .max(run.statics.staging)
+                .max(run.statics.given[1]),
             run,
         })
     }

@@ -41,6 +41,7 @@ fn works<R>(
         activations_on_host: false,
         orders: 0,
         skewed: false,
+        neftune: 0.0,
         stages: 1,
     };
     let parts = Parts::new(run, heads)?;

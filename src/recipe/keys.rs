@@ -95,7 +95,10 @@ table! {
         rslora: bool = Bool, Toml("false");
         /// Weight-decomposed: a trained magnitude for each output row.
         dora: bool = Bool, Toml("false");
-        /// "default" (A Kaiming-uniform, B zero), or the path or hub id of a PEFT adapter to go on from.
+        /// "default" (A Kaiming-uniform, B zero); "pissa" or "olora" (A and B begin as the largest singular values of
+        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter of
+        /// twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a PEFT
+        /// adapter to go on from.
         init: Init = Text, Toml("\"default\"");
     }
 }
@@ -164,6 +167,9 @@ table! {
         chat_template: Option<PathBuf> = Text, Absent("the model's own");
         /// Variables for the chat template.
         template: Json = Anything, Toml("{}");
+        /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
+        /// of L times the model's width; 5 is usual, 0 is off.
+        neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
     }
 }
 
@@ -251,6 +257,12 @@ table! {
         /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
         /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
+        /// GaLore: directions that a gradient is projected onto, of its shorter side.
+        galore_rank: usize = RANK, Toml("128");
+        /// GaLore: updates between two looks for these directions.
+        galore_gap: usize = Int(1, COUNT), Toml("200");
+        /// GaLore: factor on the step of what is projected.
+        galore_scale: f64 = Number(Bound::Positive), Toml("0.25");
     }
 }
 

@@ -28,7 +28,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("data.eval.*.weight", Changed),
     ("data.eval.*.split", Given),
     ("data.eval.*.config", Given),
-    ("optimizer.name", Word("galore")),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),

@@ -123,6 +123,9 @@ impl Recipe {
             (_, _, Some(rule)) => lora && rule.method != Method::Lora,
             ("run", "epochs", _) => self.run.steps.is_some(),
             ("run", "steps", _) => self.run.steps.is_none(),
+            ("optimizer", "galore_rank" | "galore_gap" | "galore_scale", _) => {
+                !self.optimizer.name.projects()
+            }
             ("optimizer", "warmup_steps", _) => self.optimizer.warmup_ratio.is_some(),
             ("optimizer", "warmup_ratio", _) => self.optimizer.warmup_ratio.is_none(),
             _ => false,

@@ -14,9 +14,7 @@ use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
-use crate::recipe::{
-    Device as DeviceName, Dtype, Method, Offload, OptimizerName, Quantize, Recipe, Rule, Weights,
-};
+use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -287,7 +285,8 @@ impl Job {
             Weights::Random => Base::random(config, self.recipe.run.seed),
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
-        Ok(base.in_nf4(self.recipe.model.quantize == Quantize::Nf4))
+        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
+        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
@@ -352,13 +351,24 @@ impl Job {
         // what is loaded to be used is used from where it is
         let offload_weights = train && memory.offload.contains(&Offload::Params);
         let pin = memory.pin;
-        let eight_bit = self.recipe.optimizer.name == OptimizerName::Adamw8bit;
+        let o = &self.recipe.optimizer;
+        let eight_bit = o.name.eight_bit();
+        let project = if o.name.projects() { o.galore_rank } else { 0 };
         let in_backward = self.recipe.optimizer.in_backward;
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard })
+            .allocate(Allocate {
+                train,
+                in_backward,
+                offload,
+                offload_weights,
+                pin,
+                eight_bit,
+                project,
+                shard,
+            })
             .among(comm);
         if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }

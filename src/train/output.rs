@@ -12,7 +12,7 @@ use crate::data::Micro;
 use crate::kernel::to_host;
 use crate::model::Config;
 use crate::model::modules::{Group, modules};
-use crate::recipe::Quantize;
+use crate::recipe::{Decomposition, Quantize};
 use crate::store::{self, NewFolder, TensorFiles};
 use crate::walk::{self, Outline, visit};
 use candle_core::{DType, Device, Tensor};
@@ -100,8 +100,11 @@ pub fn write(
         check_tensors(&config, &files)?;
     } else {
         let revision = job.model.revision.as_deref();
-        // a checkpoint that is 4-bit by itself is named by the adapter's config
-        let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
+        // a checkpoint that is 4-bit by itself is named by the adapter's config; and an adapter that has what the base
+        // lacked is of the base as it is
+        let lacks = job.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base);
+        let quantize = if job.config.four_bit || lacks { Quantize::None } else { job.recipe.model.quantize };
+        let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();
         if adapter::needs_neutral(&job.selection) {
             visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
@@ -109,10 +112,11 @@ pub fn write(
                 Ok(())
             })?;
         }
-        let what = (params, values, neutral);
-        adapter::save(&out, &job.selection, what, &job.model.source, revision, quantize)?;
+        let held = |i: usize| -> crate::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
+        let what = (params, &held as &Values<'_>, neutral);
+        adapter::save(&out, &selection, what, &job.model.source, revision, quantize)?;
         let read = Adapter::open(&out)?;
-        same_choices(&target, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
+        same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
     }
     if params.is_split() {
         ranks::tell_next(s.comm, &Next::ReadBack(out.clone()))?;
@@ -142,8 +146,11 @@ pub fn read_back(job: &Job, params: &Params, dir: &Path) -> crate::Result<()> {
     }
     let read = Adapter::open(dir)?;
     for (i, t) in params.tensors.iter().enumerate() {
-        match read.get(t)? {
-            Some(value) => params.set(i, &value)?,
+        match read.get(&params.exported_tensor(i))? {
+            Some(held) => match params.trained_of(i, &held)? {
+                Some(value) => params.set(i, &value)?,
+                None => return Err(wrong(dir, format!("{} is not what was written", t.name)).into()),
+            },
             None => return Err(wrong(dir, format!("{} is not in it", t.name)).into()),
         }
     }

@@ -6,13 +6,14 @@ use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
 use super::{Error, Job, Stepped, job};
-use crate::adapt::{LearningRate, learning_rates};
+use crate::adapt::{LearningRate, initial, learning_rates};
 use crate::data::{Dataset, Form};
 use crate::error::ExitCode;
 use crate::log::{Metrics, Progress, Told, memory, place};
 use crate::model::modules;
 use crate::optim::Schedule;
 use crate::plan::report;
+use crate::recipe::Quantize;
 use crate::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -86,6 +87,9 @@ impl Running<'_> {
             format!("{:?}", job.dtype).to_lowercase(),
         ));
         self.progress.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
+        if let Some(how) = job.recipe.lora.init.decomposition() {
+            self.progress.line(&initial::line(how, job.recipe.model.quantize == Quantize::Nf4));
+        }
         self.progress.line(&self.watch.line());
         if done == 0 {
             if job.recipe.run.eval_at_start {

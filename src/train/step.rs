@@ -41,6 +41,8 @@ pub struct Setup<'a> {
     pub clip: f64,
     /// Coefficients of the losses on routers.
     pub router: RouterLosses,
+    /// NEFTune's noise on embeddings.
+    pub neftune: f64,
     /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
     pub loss_scale: Cell<Option<LossScale>>,
     /// The ranks that share the rows; [`crate::comm::alone`] where there are no others.
@@ -67,6 +69,7 @@ impl<'a> Setup<'a> {
             inputs: Inputs { on_host: r.memory.offload.contains(&Offload::Activations), pin: r.memory.pin },
             clip: r.run.clip,
             router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
+            neftune: r.data.neftune,
             loss_scale: Cell::new(loss_scale),
             comm,
         }
@@ -229,6 +232,7 @@ fn accumulate_scaled<'a>(
                 let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
+                    .neftune(s.neftune)
                     .around(&reduce)
                     .inputs(s.inputs)
                     .timed(times);

@@ -189,8 +189,13 @@ impl Watch {
             k.trained += if weights_here { u.compute.bytes() } else { 0 };
             k.master += if !u.is_master() && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);
-            let moments = u.moments.as_ref().map_or(0, Moments::bytes);
+            let projected: u64 =
+                u.projected.iter().map(|p| p.moments.bytes() + 4 * p.basis.elem_count() as u64).sum();
+            let moments = u.moments.as_ref().map_or(0, Moments::bytes) + projected;
             k.moments += if here { moments } else { 0 };
+        }
+        if self.device.is_cpu() {
+            k.trained += params.initials.as_ref().map_or(0, |i| i.bytes());
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;

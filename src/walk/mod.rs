@@ -123,6 +123,7 @@ pub struct Walk<'a> {
     /// Whether inputs of layers that are computed again wait on the host, and in page-locked memory.
     inputs: Inputs,
     router_losses: RouterLosses,
+    neftune: f64,
     routing: Routing,
 }
 
@@ -141,6 +142,7 @@ impl<'a> Walk<'a> {
             around: &Nothing,
             inputs: Inputs::default(),
             router_losses: RouterLosses::default(),
+            neftune: 0.0,
             routing: Routing::default(),
         }
     }
@@ -153,6 +155,12 @@ impl<'a> Walk<'a> {
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
     pub fn router_losses(mut self, losses: RouterLosses) -> Self {
         self.router_losses = losses;
+        self
+    }
+
+    /// Adds noise to the embeddings in [`Walk::train`] (`data.neftune`).
+    pub fn neftune(mut self, alpha: f64) -> Self {
+        self.neftune = alpha;
         self
     }
 
@@ -254,7 +262,7 @@ impl<'a> Walk<'a> {
         self.routing = Routing::default();
 
         self.arrive(&pass)?;
-        let mut x = decoder.embedding.forward(&batch.ids)?;
+        let mut x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;

@@ -7,6 +7,7 @@ mod four_bit;
 mod four_bit_verbs;
 mod half;
 mod hostile;
+mod initial;
 mod offload;
 mod optimizers;
 mod plan;
