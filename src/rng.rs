@@ -22,6 +22,8 @@ pub enum Purpose {
     Sample = 6,
     /// Mixing of sources.
     Mix = 7,
+    /// What is evaluated on of the training data.
+    Split = 8,
     /// Anything that only tests need.
     Test = 99,
 }

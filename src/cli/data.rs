@@ -4,8 +4,8 @@ use super::RecipeArgs;
 use crate::data::{Dataset, Tokenizer, UNSUPERVISED, lengths};
 use crate::hub::{Settings, Want};
 use crate::log::{Escaped, escape};
-use crate::recipe::{self, Recipe};
-use crate::train::job;
+use crate::recipe::{self, Part, Recipe};
+use crate::train::{job, sources};
 use std::io::{self, Write};
 
 /// Arguments of `ft data`.
@@ -26,25 +26,26 @@ pub struct Args {
 /// # Errors
 /// What a run would stop with before it loads weights, as far as it is about the data.
 pub fn run(args: &Args) -> crate::Result<()> {
-    let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
-    let model = job::model(&Settings::from_env(), &recipe, Want::Tokenizer, true)?;
+    let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    let settings = Settings::from_env();
+    if let Some(e) = sources::settle(&settings, &mut recipe, true).into_iter().next() {
+        return Err(e);
+    }
+    let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;
     let config = job::config(&model.dir, &recipe.model.overrides)?;
     let tokenizer = job::tokenizer(&recipe, &model.dir)?;
     let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
     let resolve = |s: &str| recipe.resolve(s);
-    let dataset = if args.eval {
-        if recipe.data.eval.is_empty() {
-            return Err(super::usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
-        }
-        Dataset::load_eval(&recipe.data, &resolve, t, vocab, seed)?
-    } else {
-        let d = Dataset::load(&recipe.data.train, &recipe.data, &resolve, t, vocab, seed)?;
-        job::batches(&recipe, &d)?;
-        d
-    };
-    job::tell_data(if args.eval { "data.eval" } else { "data.train" }, &dataset, &config);
-    let sources = if args.eval { &recipe.data.eval } else { &recipe.data.train };
-    lengths::save(&recipe, Some(&model.dir), vocab, sources, &dataset);
+    if args.eval && !recipe.data.evaluates() {
+        return Err(super::usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
+    }
+    let part = if args.eval { Part::Eval } else { Part::Train };
+    let dataset = Dataset::load(part, &recipe.data, &resolve, t, vocab, seed)?;
+    if part == Part::Train {
+        job::batches(&recipe, &dataset)?;
+    }
+    job::tell_data(part.key(&recipe.data), &dataset, &config);
+    lengths::save(&recipe, Some(&model.dir), vocab, part, &dataset);
     let mut out = Escaped(io::BufWriter::new(io::stdout().lock()));
     let outcome = show(&dataset, t, args.rows, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)

@@ -27,9 +27,12 @@ pub struct Args {
 /// Problems of recipe, model, adapter and data; a loss that is not finite.
 pub fn run(args: &Args) -> crate::Result<()> {
     let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
-    if recipe.data.eval.is_empty() {
+    if !recipe.data.evaluates() {
         let place = recipe.place("data");
         return Err(super::usage(format!("{place}: data.eval names nothing to evaluate on")));
+    }
+    if recipe.data.eval_share == 0.0 {
+        recipe.data.train.clear();
     }
     if let Some(adapter) = &args.adapter {
         recipe.lora.init = Init::Adapter(adapter.clone());

@@ -14,20 +14,12 @@ enum What {
     Word(&'static str),
     /// Anything but its default.
     Changed,
-    /// Any value.
-    Given,
 }
 
-use What::{Changed, Given, Word};
+use What::{Changed, Word};
 
-/// What `ft run` refuses. `*` stands for any index.
+/// What `ft run` refuses.
 const NOT_BUILT: &[(&str, What)] = &[
-    ("data.train.*.weight", Changed),
-    ("data.train.*.split", Given),
-    ("data.train.*.config", Given),
-    ("data.eval.*.weight", Changed),
-    ("data.eval.*.split", Given),
-    ("data.eval.*.config", Given),
     ("optimizer.name", Word("galore")),
     ("memory.offload", Word("params")),
     ("memory.offload", Word("activations")),
@@ -55,7 +47,6 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
                 (Word(w), Value::List(list)) => list.iter().find(|n| is(n, w)).map(|n| (n, true)),
                 (Word(w), _) => is(whole, w).then_some((whole, false)),
                 (Changed, v) => default_of(&path).is_some_and(|d| d != *v).then_some((whole, false)),
-                (Given, _) => Some((whole, false)),
             };
             let Some((node, listed)) = refused else { continue };
             let inside =
@@ -136,7 +127,6 @@ mod tests {
                     other => panic!("{pattern} has no words: {other:?}"),
                 },
                 Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),
-                Given => assert!(default_of(&path).is_none(), "{pattern}: its default would be refused"),
             }
         }
     }

@@ -20,6 +20,7 @@ mod reduce;
 mod run;
 mod running;
 mod signals;
+pub mod sources;
 pub mod state;
 pub mod step;
 mod watch;

@@ -131,8 +131,7 @@ pub(super) fn first(
     if filled(&result) && !options.overwrite && !checkpoint::any(&dir.join(CHECKPOINTS)) {
         return Err(exists(&dir, &result));
     }
-    let data = job.train_data()?;
-    let eval = job.eval_data()?;
+    let (data, eval) = job.data()?;
     let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
     job.check()?;

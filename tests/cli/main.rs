@@ -16,6 +16,7 @@ mod resume;
 mod room;
 mod same;
 mod shipped;
+mod sources;
 mod split;
 mod stops;
 mod text;
