@@ -161,6 +161,7 @@ impl Check<'_> {
         let Some(config) = &found.config else { return };
         let (recipe, vocab) = (self.recipe, config.vocab);
         let resolve = |s: &str| recipe.resolve(s);
+        let mut trained_on = None;
         for part in [Part::Train, Part::Eval] {
             let train = part == Part::Train;
             if recipe.data.sources(part).is_empty() {
@@ -182,7 +183,14 @@ impl Check<'_> {
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
-            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats);
+            match &trained_on {
+                Some(train) => job::tell_shared(train, &dataset),
+                None => {}
+            }
+            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
+            if train {
+                trained_on = Some(dataset);
+            }
         }
     }
 

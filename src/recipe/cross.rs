@@ -224,6 +224,21 @@ impl Cross<'_, '_> {
             let hint = "add [[data.eval]], or data.eval_share = 0.1, or leave eval_every out";
             self.report("run.eval_every", message, hint);
         }
+        for (key, on) in [("keep_best", recipe.run.keep_best), ("patience", recipe.run.patience > 0)] {
+            let all = [
+                "run.eval_every",
+                "run.keep_best",
+                "run.patience",
+                "data.eval",
+                "data.eval.0",
+                "data.eval_share",
+            ];
+            if on && (!data.evaluates() || recipe.run.eval_every == 0) && self.all_good(&all) {
+                let message = format!("run.{key} does nothing: the run does not evaluate on its way");
+                let hint = "set run.eval_every, with [[data.eval]] or data.eval_share";
+                self.report(&format!("run.{key}"), message, hint);
+            }
+        }
         if data.eval_share > 0.0 && !data.eval.is_empty() && self.all_good(&["data.eval", "data.eval_share"])
         {
             let message = "data.eval_share and data.eval are both given".into();

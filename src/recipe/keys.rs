@@ -222,6 +222,10 @@ table! {
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.
         keep: usize = Int(1, COUNT), Toml("2");
+        /// Whether the checkpoint with the lowest evaluation loss is kept too, and the result is its.
+        keep_best: bool = Bool, Toml("false");
+        /// Evaluations in a row without a lower loss after which the run ends; 0 = it does not end early.
+        patience: usize = Int(0, COUNT), Toml("0");
         /// The run folder; {name} is filled in.
         output: PathBuf = Text, Toml("\"runs/{name}\"");
         /// Where to compute.
@@ -312,7 +316,7 @@ table! {
 table! {
     /// `[log]`
     pub struct Log {
-        /// Write TensorBoard event files.
+        /// Write TensorBoard event files, into tensorboard/ of the run folder.
         tensorboard: bool = Bool, Toml("false");
         /// A prompt that the model answers before and after training, in the form of the training data; on the
         /// terminal and in metrics.jsonl.

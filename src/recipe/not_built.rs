@@ -31,7 +31,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.comm", Word("nccl")),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Word("mpi")),
-    ("log.tensorboard", Changed),
 ];
 
 /// The keys of `root` that `ft run` does not build.

@@ -164,6 +164,14 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
     }
 }
 
+/// Tells of samples that are trained on and evaluated on.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) {
+    let (shared, all) = (train.shared_with(eval), eval.examples.len());
+    if shared > 0 {
+        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
+    }
+}
+
 /// The tokens of the recipe's `log.sample`, in the form that it trains.
 ///
 /// # Errors
@@ -283,6 +291,9 @@ impl Job {
         let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
         tell_data(Part::Train.key(d), &train, &self.config);
+        if let Some(eval) = &eval {
+            tell_shared(&train, eval);
+        }
         // what is told of samples that are held out was told of all
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
             tell_data(Part::Eval.key(d), eval, &self.config);

@@ -3,6 +3,7 @@
 
 mod adapters;
 mod broken;
+mod daily;
 mod four_bit;
 mod four_bit_verbs;
 mod half;
