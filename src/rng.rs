@@ -26,6 +26,8 @@ pub enum Purpose {
     Noise = 8,
     /// Random projections of gradients.
     Projection = 9,
+    /// What is evaluated on of the training data.
+    Split = 10,
     /// Anything that only tests need.
     Test = 99,
 }

@@ -1,6 +1,7 @@
 //! `ft chat`: talks to a model in the form that it was trained in.
 
 use super::base::{base_of, quantized};
+use super::given::Given;
 use super::words;
 use crate::adapt::build::Build;
 use crate::adapt::{Adapter, Selection};
@@ -25,7 +26,8 @@ const CONVERSATION: usize = 8192;
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (a run's `model`, or an adapter, whose base is found by its config), or a hub id
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
+    /// a hub id
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -83,7 +85,9 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
     let device = DeviceName::from_word(&args.device).unwrap_or(DeviceName::Auto);
     let device = job::device(device)?;
-    let (model, adapter) = find(args)?;
+    let model = Given::find(&args.model)?;
+    let named = args.adapter.as_deref().map(Given::find).transpose()?;
+    let (model, adapter) = find(&model.name, named.as_ref().map(|g| g.name.as_str()))?;
     let trained = match &adapter {
         Some(adapter) => Trained::open(&adapter.dir)?,
         None => Trained::open(&model.dir)?,
@@ -233,21 +237,21 @@ fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
 }
 
 /// The model's folder with its weights, and the adapter.
-fn find(args: &Args) -> crate::Result<(ModelDir, Option<Adapter>)> {
+fn find(model: &str, adapter: Option<&str>) -> crate::Result<(ModelDir, Option<Adapter>)> {
     let settings = Settings::from_env();
-    let named = match &args.adapter {
+    let named = match adapter {
         None => None,
         Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, a, "main", true)?)?),
     };
-    let dir = Path::new(&args.model);
+    let dir = Path::new(model);
     if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
         if named.is_some() {
-            return Err(super::usage(format!("{}: is an adapter, and --adapter names another", args.model)));
+            return Err(super::usage(format!("{model}: is an adapter, and --adapter names another")));
         }
         let adapter = Adapter::open(dir)?;
         return Ok((base_of(&settings, &adapter, None, Want::Weights)?, Some(adapter)));
     }
-    let model = hub::fetch_model_with(&settings, &args.model, "main", Want::Weights, true)?;
+    let model = hub::fetch_model_with(&settings, model, "main", Want::Weights, true)?;
     model.notes.iter().for_each(|n| warn(n));
     Ok((model, named))
 }

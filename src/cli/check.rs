@@ -10,8 +10,8 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, parameters};
-use crate::recipe::{Quantize, Recipe, Weights};
-use crate::train::job;
+use crate::recipe::{Part, Quantize, Recipe, Source, Weights};
+use crate::train::{job, sources};
 use candle_core::{DType, Device};
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -28,11 +28,16 @@ pub struct Args {
 
 /// Checks, and prints a summary if all is well. Gives the problems in their order.
 pub fn run(args: &Args) -> Vec<Error> {
-    let recipe = match Recipe::load(&args.recipe.recipe, &args.recipe.set) {
+    let mut recipe = match Recipe::load(&args.recipe.recipe, &args.recipe.set) {
         Ok(recipe) => recipe,
         Err(e) => return vec![e.into()],
     };
-    let mut check = Check { recipe: &recipe, errors: Vec::new(), unchecked: Vec::new() };
+    let unsettled = sources::settle(&Settings::from_env(), &mut recipe, true);
+    let rows = unsettled.is_empty();
+    let mut check = Check { recipe: &recipe, rows, errors: Vec::new(), unchecked: Vec::new() };
+    for e in unsettled {
+        check.reach::<()>("the rows", Err(e));
+    }
     let found = check.all();
     for what in check.unchecked.iter().filter(|_| !check.errors.is_empty()) {
         warn(&format!("not checked: {what}"));
@@ -51,6 +56,8 @@ pub fn run(args: &Args) -> Vec<Error> {
 /// What a check goes through, and what it meets.
 struct Check<'a> {
     recipe: &'a Recipe,
+    /// Whether the sources of its data were found.
+    rows: bool,
     errors: Vec<Error>,
     /// What could not be checked, and why.
     unchecked: Vec<String>,
@@ -125,8 +132,8 @@ impl Check<'_> {
             self.keep(job::sample(recipe, tokenizer.as_ref()));
         }
         match &tokenizer {
-            Some(tokenizer) => self.data(&mut found, tokenizer.as_ref()),
-            None => self.sources(),
+            Some(tokenizer) if self.rows => self.data(&mut found, tokenizer.as_ref()),
+            _ => self.sources(),
         }
         self.weights(&settings, &mut found, adapter.as_ref());
         found
@@ -144,7 +151,8 @@ impl Check<'_> {
     fn sources(&mut self) {
         let d = &self.recipe.data;
         let sources = d.train.iter().chain(&d.eval);
-        let problems = sources.filter_map(|s| data::find(s, &|s| self.recipe.resolve(s)).err());
+        let here = |s: &&Source| data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
+        let problems = sources.filter(here).filter_map(|s| data::find(s, &|s| self.recipe.resolve(s)).err());
         let problems: Vec<Error> = problems.map(Error::from).collect();
         self.errors.extend(problems);
     }
@@ -152,15 +160,15 @@ impl Check<'_> {
     fn data(&mut self, found: &mut Found, tokenizer: Option<&Tokenizer>) {
         let Some(config) = &found.config else { return };
         let (recipe, vocab) = (self.recipe, config.vocab);
-        let in_order = crate::recipe::Data { shuffle: false, ..recipe.data.clone() };
         let resolve = |s: &str| recipe.resolve(s);
-        for (sources, cfg, train) in
-            [(&recipe.data.train, &recipe.data, true), (&recipe.data.eval, &in_order, false)]
-        {
-            if sources.is_empty() {
+        let mut trained_on = None;
+        for part in [Part::Train, Part::Eval] {
+            let train = part == Part::Train;
+            if recipe.data.sources(part).is_empty() {
                 continue;
             }
-            let checked = Dataset::check(sources, cfg, &resolve, tokenizer, vocab, recipe.run.seed, SHOWN);
+            let checked =
+                Dataset::check(part, &recipe.data, &resolve, tokenizer, vocab, recipe.run.seed, SHOWN);
             let bad = !checked.problems.is_empty();
             self.errors.extend(checked.problems.into_iter().map(Error::from));
             if checked.more > 0 {
@@ -169,13 +177,20 @@ impl Check<'_> {
             let Some(dataset) = checked.dataset else { continue };
             if !bad {
                 let dir = found.model.as_ref().map(|m| m.dir.as_path());
-                lengths::save(recipe, dir, vocab, sources, &dataset);
+                lengths::save(recipe, dir, vocab, part, &dataset);
             }
-            job::tell_data(if train { "data.train" } else { "data.eval" }, &dataset, config);
+            job::tell_data(part.key(&recipe.data), &dataset, config);
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
-            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats);
+            match &trained_on {
+                Some(train) => job::tell_shared(train, &dataset),
+                None => {}
+            }
+            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
+            if train {
+                trained_on = Some(dataset);
+            }
         }
     }
 

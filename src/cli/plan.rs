@@ -1,11 +1,12 @@
 //! `ft plan`
 
 use super::RecipeArgs;
+use crate::hub::Settings;
 use crate::kernel::gemm;
 use crate::log::warn;
 use crate::plan::{self, Plan, rates};
 use crate::recipe::{Device, Recipe};
-use crate::train::{self, job};
+use crate::train::{self, job, sources};
 
 /// Arguments of `ft plan`.
 #[derive(Debug, clap::Args)]
@@ -20,7 +21,9 @@ pub struct Args {
 /// Prints what a recipe would take; an error when it does not fit.
 pub fn run(args: &Args) -> crate::Result<()> {
     gemm::read_caches_ahead();
-    let recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
+    let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
+    // a plan needs no rows: what is not here does not count
+    sources::settle(&Settings { offline: true, ..Settings::from_env() }, &mut recipe, false);
     let mut notes: Vec<String> = recipe.not_built.iter().map(|d| format!("ft run: {}", d.message)).collect();
     // whether the device is there decides what is free, not what is planned
     let cuda = match recipe.run.device {

@@ -8,9 +8,13 @@ use super::reader::{RawRow, Rows};
 use super::stats::Stats;
 use super::{Tokenizer, pack};
 use crate::error::Place;
-use crate::recipe::{self, Format, OnBadRow, OverLength};
+use crate::log::rows_bar;
+use crate::recipe::{self, Format, OnBadRow, OverLength, Part};
 use crate::rng::{Purpose, Stream};
+use indicatif::ProgressBar;
 use rayon::prelude::*;
+use std::collections::HashSet;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Rows that are tokenized together, and bytes that they may have.
@@ -55,10 +59,11 @@ struct Loader<'a> {
     more: usize,
     examples: Vec<Example>,
     stats: Stats,
+    bar: ProgressBar,
 }
 
 impl Dataset {
-    /// Reads, tokenizes, mixes and packs `sources`.
+    /// Reads, tokenizes, mixes and packs a part of a recipe's data; what is evaluated on stays in file order.
     ///
     /// `resolve` gives the path of a source's file or folder. `vocab_size` is the number of rows of the model's
     /// embedding. A source's `weight` is how often an epoch holds each of its samples; of a fraction, a part that
@@ -68,7 +73,7 @@ impl Dataset {
     /// The first row that cannot be used (unless `on_bad_row = "skip"`), a file without rows, a source that leaves
     /// no sample, and sources that cannot be read.
     pub fn load(
-        sources: &[recipe::Source],
+        part: Part,
         cfg: &recipe::Data,
         resolve: &dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&Tokenizer>,
@@ -76,23 +81,35 @@ impl Dataset {
         seed: u64,
     ) -> Result<Dataset, Error> {
         let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, None);
-        let ranges = loader.sources(sources)?;
-        loader.finish(sources, &ranges, seed)
+        let ranges = loader.sources(cfg.sources(part))?;
+        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
+        let (train, held_out) = samples.split(cfg.eval_share, seed);
+        let samples = if part == Part::Train || cfg.eval_share == 0.0 { train } else { held_out };
+        samples.dataset(part, cfg, loader.stats, seed)
     }
 
-    /// The evaluation sources of a recipe: as [`Dataset::load`], but always in file order.
+    /// Both parts of a recipe's data, as [`Dataset::load`] gives them; each row is read once.
     ///
     /// # Errors
     /// As [`Dataset::load`].
-    pub fn load_eval(
+    pub fn load_both(
         cfg: &recipe::Data,
         resolve: &dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&Tokenizer>,
         vocab_size: usize,
         seed: u64,
-    ) -> Result<Dataset, Error> {
-        let in_order = recipe::Data { shuffle: false, ..cfg.clone() };
-        Self::load(&cfg.eval, &in_order, resolve, tokenizer, vocab_size, seed)
+    ) -> Result<(Dataset, Option<Dataset>), Error> {
+        if cfg.eval_share == 0.0 {
+            let load = |part| Self::load(part, cfg, resolve, tokenizer, vocab_size, seed);
+            let train = load(Part::Train)?;
+            return Ok((train, if cfg.eval.is_empty() { None } else { Some(load(Part::Eval)?) }));
+        }
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, None);
+        let ranges = loader.sources(&cfg.train)?;
+        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
+        let (train, held_out) = samples.split(cfg.eval_share, seed);
+        let eval = held_out.dataset(Part::Eval, cfg, loader.stats.clone(), seed)?;
+        Ok((train.dataset(Part::Train, cfg, loader.stats, seed)?, Some(eval)))
     }
 
     /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of the rows
@@ -112,10 +129,16 @@ impl Dataset {
         out
     }
 
-    /// All problems of the sources instead of the first: every bad row counts, whatever `on_bad_row` says. At most
-    /// `limit` are kept.
+    /// How many samples of another dataset are in this one too.
+    pub fn shared_with(&self, other: &Dataset) -> usize {
+        let ours: HashSet<&[u32]> = self.examples.iter().map(|e| e.ids.as_slice()).collect();
+        other.examples.iter().filter(|e| ours.contains(e.ids.as_slice())).count()
+    }
+
+    /// All problems of a part of the data instead of the first: every bad row counts, whatever `on_bad_row` says. At
+    /// most `limit` are kept.
     pub fn check(
-        sources: &[recipe::Source],
+        part: Part,
         cfg: &recipe::Data,
         resolve: &dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&Tokenizer>,
@@ -125,7 +148,7 @@ impl Dataset {
     ) -> Checked {
         let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, Some(limit));
         let mut ranges = Vec::new();
-        for (i, source) in sources.iter().enumerate() {
+        for (i, source) in cfg.sources(part).iter().enumerate() {
             match loader.source(i, source) {
                 Ok(range) => ranges.push(range),
                 Err(e) => {
@@ -136,8 +159,15 @@ impl Dataset {
         }
         let problems = std::mem::take(&mut loader.problems);
         let more = loader.more;
-        let dataset =
-            if loader.examples.is_empty() { None } else { loader.finish(sources, &ranges, seed).ok() };
+        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
+        let dataset = match samples.examples.is_empty() {
+            true => None,
+            false => {
+                let (train, held_out) = samples.split(cfg.eval_share, seed);
+                let samples = if part == Part::Train || cfg.eval_share == 0.0 { train } else { held_out };
+                samples.dataset(part, cfg, loader.stats, seed).ok()
+            }
+        };
         Checked { problems, more, dataset }
     }
 }
@@ -160,10 +190,11 @@ impl<'a> Loader<'a> {
             more: 0,
             examples: Vec::new(),
             stats: Stats::default(),
+            bar: rows_bar(),
         }
     }
 
-    fn sources(&mut self, sources: &[recipe::Source]) -> Result<Vec<std::ops::Range<usize>>, Error> {
+    fn sources(&mut self, sources: &[recipe::Source]) -> Result<Vec<Range<usize>>, Error> {
         sources.iter().enumerate().map(|(i, s)| self.source(i, s)).collect()
     }
 
@@ -176,13 +207,13 @@ impl<'a> Loader<'a> {
     }
 
     /// Reads one source; gives the range of its examples.
-    fn source(&mut self, index: usize, source: &recipe::Source) -> Result<std::ops::Range<usize>, Error> {
+    fn source(&mut self, index: usize, source: &recipe::Source) -> Result<Range<usize>, Error> {
         let shape = Shape::new(source, self.data.mask)?;
         if !(source.weight.is_finite() && source.weight > 0.0) {
             let message = format!("weight = {} is not a number above 0", source.weight);
             return Err(Error::Recipe { place: source.place.clone(), message });
         }
-        self.needs(source.format)?;
+        self.needs(shape.format)?;
         let files = files(source, self.resolve)?;
         let start = self.examples.len();
         let encoder = Encoder {
@@ -193,6 +224,8 @@ impl<'a> Loader<'a> {
             source: index,
         };
         let (read, problems) = (self.stats.rows_read, self.problems.len() + self.more);
+        let bar = self.bar.clone();
+        let _cleared = Cleared(&bar);
         for file in &files {
             if let Err(e) = self.file(file, &encoder) {
                 if self.collect.is_none() {
@@ -256,11 +289,13 @@ impl<'a> Loader<'a> {
             }
             any = true;
             let done: Vec<_> = chunk.par_iter().map(|row| one(row, encoder)).collect();
+            self.bar.inc(done.len() as u64);
             for (place, result) in done {
                 self.stats.rows_read += 1;
                 match result {
                     Ok(read) => {
-                        self.stats.truncated += usize::from(read.cut);
+                        self.stats.truncated += usize::from(read.whole > read.example.ids.len());
+                        self.stats.whole.push(small(read.whole));
                         if !read.notes.is_empty() {
                             self.stats.notes.add(&at(place), read.notes);
                         }
@@ -289,6 +324,9 @@ impl<'a> Loader<'a> {
             }
         };
         *count += 1;
+        if let Problem::TooLong { tokens, .. } | Problem::EmptyAfterTruncation { tokens, .. } = &problem {
+            self.stats.whole.push(small(*tokens));
+        }
         let too_long = matches!(problem, Problem::TooLong { .. });
         if self.stats.left_out.len() < SHOWN {
             let what = format!("{place}: {problem}");
@@ -306,16 +344,46 @@ impl<'a> Loader<'a> {
             None => Ok(()),
         }
     }
+}
+
+/// Samples, and which of them each source has.
+struct Samples {
+    examples: Vec<Example>,
+    ranges: Vec<Range<usize>>,
+}
+
+impl Samples {
+    /// Takes a share of each source's samples out, rounded, but all of none: what is left, and what was taken.
+    fn split(self, share: f64, seed: u64) -> (Self, Self) {
+        let none = || Self { examples: Vec::new(), ranges: Vec::new() };
+        if share == 0.0 {
+            return (self, none());
+        }
+        let (mut kept, mut taken) = (none(), none());
+        let mut examples = self.examples.into_iter();
+        for (source, range) in self.ranges.into_iter().enumerate() {
+            let n = range.len();
+            let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
+            let mut out = vec![false; n];
+            for i in
+                Stream::new(seed, Purpose::Split, 0, source as u64).permutation(n).into_iter().take(count)
+            {
+                out[i] = true;
+            }
+            let starts = [kept.examples.len(), taken.examples.len()];
+            for (out, example) in out.into_iter().zip(examples.by_ref().take(n)) {
+                if out { taken.examples.push(example) } else { kept.examples.push(example) }
+            }
+            kept.ranges.push(starts[0]..kept.examples.len());
+            taken.ranges.push(starts[1]..taken.examples.len());
+        }
+        (kept, taken)
+    }
 
     /// Mixes and packs.
-    fn finish(
-        self,
-        sources: &[recipe::Source],
-        ranges: &[std::ops::Range<usize>],
-        seed: u64,
-    ) -> Result<Dataset, Error> {
-        let Loader { data, examples, mut stats, .. } = self;
-        let rows = rows(sources, ranges, &|i| examples[i].ids.len(), data, seed)?;
+    fn dataset(self, part: Part, data: &recipe::Data, mut stats: Stats, seed: u64) -> Result<Dataset, Error> {
+        let Self { examples, ranges } = self;
+        let rows = rows(part, &ranges, &|i| examples[i].ids.len(), data, seed)?;
         stats.count(&examples, &rows, data.max_length, data.pack);
         let hash = hash(&examples, &rows);
         Ok(Dataset { examples, rows, stats, hash })
@@ -324,21 +392,35 @@ impl<'a> Loader<'a> {
 
 /// Mixes and packs samples of these lengths: the rows of an epoch. `ranges` are the samples of each source.
 pub(super) fn rows(
-    sources: &[recipe::Source],
-    ranges: &[std::ops::Range<usize>],
+    part: Part,
+    ranges: &[Range<usize>],
     length: &dyn Fn(usize) -> usize,
     data: &recipe::Data,
     seed: u64,
 ) -> Result<Vec<Vec<usize>>, Error> {
     let mut order = Vec::new();
-    for (i, (source, range)) in sources.iter().zip(ranges).enumerate() {
+    for (i, (source, range)) in data.sources(part).iter().zip(ranges).enumerate() {
         mix(&mut order, range.clone(), source, seed, i)?;
     }
-    Ok(match (data.pack, data.shuffle) {
+    if order.is_empty() && ranges.iter().any(|r| !r.is_empty()) {
+        let place = data.sources(part).first().map(|s| s.place.clone()).unwrap_or_default();
+        let message = format!("{}: by their weights no sample of the sources is in an epoch", part.key(data));
+        return Err(Error::Recipe { place, message });
+    }
+    Ok(match (data.pack, data.shuffle && part == Part::Train) {
         (false, _) => order.into_iter().map(|i| vec![i]).collect(),
         (true, false) => pack::in_order(&order, length, data.max_length),
         (true, true) => pack::best_fit(&order, length, data.max_length, seed),
     })
+}
+
+/// A bar that is gone when its rows are read, or nothing more is.
+struct Cleared<'a>(&'a ProgressBar);
+
+impl Drop for Cleared<'_> {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
 }
 
 /// A row's example; the place of its problem otherwise.
@@ -351,16 +433,24 @@ fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
     }
 }
 
+fn small(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
 /// Appends the samples of a source as often as its weight says.
 fn mix(
     order: &mut Vec<usize>,
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
     source: &recipe::Source,
     seed: u64,
     index: usize,
 ) -> Result<(), Error> {
     let n = range.len();
-    let wanted = (source.weight * n as f64).round();
+    let stream = Stream::new(seed, Purpose::Mix, 0, index as u64);
+    // a part of a sample is one or none, so that over the seeds it is the weight; no permutation takes the first number
+    let exact = source.weight * n as f64;
+    let whole = exact.floor();
+    let wanted = whole + f64::from(u8::from(f64::from(stream.uniform(0)) < exact - whole));
     if wanted > f64::from(u32::MAX) {
         let message = format!("weight = {} makes {wanted} samples of {n}; that is too many", source.weight);
         return Err(Error::Recipe { place: source.place.clone(), message });
@@ -368,11 +458,11 @@ fn mix(
     if n == 0 {
         return Ok(());
     }
-    let wanted = (wanted as usize).max(1);
+    let wanted = wanted as usize;
     for _ in 0..wanted / n {
         order.extend(range.clone());
     }
-    let mut part = Stream::new(seed, Purpose::Mix, 0, index as u64).permutation(n);
+    let mut part = stream.permutation(n);
     part.truncate(wanted % n);
     part.sort_unstable();
     order.extend(part.into_iter().map(|i| range.start + i));

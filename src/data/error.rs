@@ -25,6 +25,16 @@ pub enum Error {
         /// Where it was looked for.
         path: PathBuf,
     },
+    /// Neither a file or folder of this machine nor a dataset of the hub.
+    #[error("data source {source_name:?}: {} is not there, and as a dataset {cause}", path.display())]
+    NoDataset {
+        /// The source as the recipe spells it.
+        source_name: String,
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What the hub said.
+        cause: String,
+    },
     /// A data file that cannot be read.
     #[error("cannot read {}: {cause}", path.display())]
     Read {
@@ -119,6 +129,7 @@ impl Failure for Error {
             Error::NotBuilt(_) | Error::Recipe { .. } => ExitCode::Usage,
             Error::Row { problem: Problem::Tokenizer(_), .. } => ExitCode::Model,
             Error::Missing { .. }
+            | Error::NoDataset { .. }
             | Error::Read { .. }
             | Error::Row { .. }
             | Error::Empty { .. }

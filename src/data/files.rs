@@ -51,12 +51,20 @@ pub(super) fn kind(path: &Path) -> Option<(Kind, Option<Packed>)> {
     Some((kind, packed))
 }
 
+/// Whether a file's name says that it holds rows.
+pub fn holds_rows(path: &Path) -> bool {
+    kind(path).is_some()
+}
+
 /// The files of a source, sorted by name: of a file itself, of a folder those that hold rows, and of a pattern
 /// (`data/*.jsonl`, `data/**/part-?.parquet`) all that it matches.
 ///
 /// # Errors
 /// A source that is not there, or that holds no files of rows.
 pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
+    if !source.fetched.is_empty() {
+        return Ok(source.fetched.clone());
+    }
     let path = resolve(&source.source);
     let fail = |message: String| Err(Error::Recipe { place: source.place.clone(), message });
     let Ok(there) = std::fs::metadata(&path) else {
@@ -65,7 +73,8 @@ pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
             false => absent(source, path),
         };
     };
-    for (key, value) in [("split", &source.split), ("config", &source.config)] {
+    for (key, value) in [("split", &source.split), ("config", &source.config), ("revision", &source.revision)]
+    {
         if let Some(value) = value {
             return fail(format!("{key} = {value:?} is for datasets of the hub; name a file of it instead"));
         }
@@ -93,15 +102,15 @@ pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
     Ok(found)
 }
 
+/// The id of a dataset of the hub that a source's name can be: it is one where nothing of this name is here.
+pub fn is_hub_id(source: &str) -> Option<&str> {
+    let id = source.strip_prefix("hf://datasets/").unwrap_or(source);
+    let spelled = id.split('/').count() == 2 && !id.starts_with(['.', '/', '~']) && !id.ends_with('/');
+    (spelled && !id.contains(['*', '?', '[']) && kind(Path::new(id)).is_none()).then_some(id)
+}
+
 /// What is said of a source where there is nothing.
 fn absent(source: &recipe::Source, path: PathBuf) -> Result<Vec<PathBuf>, Error> {
-    let is_id = source.source.split('/').count() == 2
-        && path.extension().is_none()
-        && !source.source.starts_with(['.', '/', '~']);
-    if is_id || source.source.starts_with("hf://") {
-        let what = "a dataset of the hub, and there is no such file or folder here";
-        return Err(Error::NotBuilt(format!("data source = {:?} ({what})", source.source)));
-    }
     Err(Error::Missing { source_name: source.source.clone(), path })
 }
 

@@ -41,7 +41,7 @@ impl Form {
     /// The form that a list of sources trains. Of several it is the first of chat, Alpaca and text that is among them; of
     /// ready tokens, which do not show theirs, it is chat where there is a chat template.
     pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
-        let any = |formats: &[Format]| sources.iter().any(|s| formats.contains(&s.format));
+        let any = |formats: &[Format]| sources.iter().any(|s| s.format.is_some_and(|f| formats.contains(&f)));
         let template = tokenizer.is_some_and(Tokenizer::has_template);
         if any(&[Format::Messages]) {
             Self::Chat

@@ -59,32 +59,35 @@ impl Shape {
     /// # Errors
     /// A mask that the format cannot do, and names that it does not have.
     pub fn new(source: &recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
-        let possible: &[Mask] = match source.format {
-            Format::Messages => &[Mask::Assistant, Mask::None],
-            Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
-            Format::Text | Format::Tokens => &[Mask::None],
+        let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
+        let Some(format) = source.format else {
+            return fail("the source has no format, and none was found for it".into());
         };
-        let name = source.format.word();
-        let mut names = read_by(source.format).to_vec();
-        if source.format == Format::Messages {
+        let possible = format.masks();
+        let name = format.word();
+        let mut names = read_by(format).to_vec();
+        if format == Format::Messages {
             names.extend(["role", "content"]);
         }
-        let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
         let chosen = source.mask.or(mask).unwrap_or(possible[0]);
         if !possible.contains(&chosen) {
-            let can = possible.iter().map(|m| format!("{:?}", word(*m))).collect::<Vec<_>>().join(" or ");
+            let can = possible.iter().map(|m| format!("{:?}", m.word())).collect::<Vec<_>>().join(" or ");
             return fail(format!(
                 "format {name:?} cannot do mask = {:?}, only {can}; set mask in this source",
-                word(chosen)
+                chosen.word()
             ));
         }
         if let Some(unknown) = source.fields.keys().find(|k| !names.contains(&k.as_str())) {
             return fail(format!("format {name:?} has no field {unknown:?}; it has {}", names.join(", ")));
         }
-        let mut shape =
-            Self { format: source.format, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
-        shape.reads = read_by(source.format).iter().map(|n| shape.name(n).to_string()).collect();
+        let mut shape = Self { format, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
+        shape.reads = read_by(format).iter().map(|n| shape.name(n).to_string()).collect();
         Ok(shape)
+    }
+
+    /// A shape to look at a row with, whatever it is.
+    pub fn of_any() -> Self {
+        Self { format: Format::Text, mask: Mask::None, fields: Default::default(), reads: Vec::new() }
     }
 
     /// Whether a field, as the file names it, is a list or an object and no text.
@@ -238,14 +241,6 @@ impl Shape {
                 .ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
         };
         list.iter().enumerate().map(number).collect()
-    }
-}
-
-fn word(mask: Mask) -> &'static str {
-    match mask {
-        Mask::Assistant => "assistant",
-        Mask::Completion => "completion",
-        Mask::None => "none",
     }
 }
 

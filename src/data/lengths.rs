@@ -8,7 +8,7 @@
 use super::dataset::{Dataset, rows};
 use super::error::Error;
 use super::files::files;
-use crate::recipe::{self, Format, OverLength, Recipe};
+use crate::recipe::{self, Format, OverLength, Part, Recipe};
 use crate::store;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Version of the file's layout, and of what decides lengths.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Files of a model's folder that decide how text becomes tokens.
 const TOKENIZER: &[&str] = &[
     "tokenizer.json",
@@ -85,16 +85,11 @@ impl Lengths {
         Self { samples, sources: counts, cut }
     }
 
-    /// Rows of an epoch, as [`Dataset::load`] makes them of the same sources.
+    /// Rows of an epoch, as [`Dataset::load`] makes them of the same part.
     ///
     /// # Errors
     /// Weights that make too many samples.
-    pub fn rows(
-        &self,
-        sources: &[recipe::Source],
-        cfg: &recipe::Data,
-        seed: u64,
-    ) -> Result<Vec<Vec<usize>>, Error> {
+    pub fn rows(&self, part: Part, cfg: &recipe::Data, seed: u64) -> Result<Vec<Vec<usize>>, Error> {
         let mut end = 0;
         let ranges: Vec<Range<usize>> = self
             .sources
@@ -105,7 +100,7 @@ impl Lengths {
                 start..end
             })
             .collect();
-        rows(sources, &ranges, &|i| self.samples[i].0 as usize, cfg, seed)
+        rows(part, &ranges, &|i| self.samples[i].0 as usize, cfg, seed)
     }
 
     /// Bytes of the samples' ids and labels in memory.
@@ -117,14 +112,8 @@ impl Lengths {
 
 /// Keeps the lengths of a dataset; gives the file. Nothing is kept where there is no cache folder or it cannot be
 /// written: a plan then assumes full rows.
-pub fn save(
-    r: &Recipe,
-    dir: Option<&Path>,
-    vocab: usize,
-    sources: &[recipe::Source],
-    d: &Dataset,
-) -> Option<PathBuf> {
-    save_in(&store::cache_folder()?, r, dir, vocab, sources, d)
+pub fn save(r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part, d: &Dataset) -> Option<PathBuf> {
+    save_in(&store::cache_folder()?, r, dir, vocab, part, d)
 }
 
 fn save_in(
@@ -132,12 +121,12 @@ fn save_in(
     r: &Recipe,
     dir: Option<&Path>,
     vocab: usize,
-    sources: &[recipe::Source],
+    part: Part,
     d: &Dataset,
 ) -> Option<PathBuf> {
-    let (path, files) = place(cache, r, dir, vocab, sources)?;
+    let (path, files) = place(cache, r, dir, vocab, part)?;
     let now = SystemTime::now();
-    let lengths = Lengths::of(d, sources.len());
+    let lengths = Lengths::of(d, r.data.sources(part).len());
     let body: Vec<u8> =
         lengths.samples.iter().flat_map(|(n, t)| [n.to_le_bytes(), t.to_le_bytes()]).flatten().collect();
     let header = Header {
@@ -158,22 +147,16 @@ fn save_in(
     Some(path)
 }
 
-/// The lengths that were kept of these sources, if they still hold under the recipe's `max_length`.
-pub fn find(r: &Recipe, dir: Option<&Path>, vocab: usize, sources: &[recipe::Source]) -> Option<Lengths> {
-    find_in(&store::cache_folder()?, r, dir, vocab, sources)
+/// The lengths that were kept of this part, if they still hold under the recipe's `max_length`.
+pub fn find(r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part) -> Option<Lengths> {
+    find_in(&store::cache_folder()?, r, dir, vocab, part)
 }
 
-fn find_in(
-    cache: &Path,
-    r: &Recipe,
-    dir: Option<&Path>,
-    vocab: usize,
-    sources: &[recipe::Source],
-) -> Option<Lengths> {
-    if sources.is_empty() {
+fn find_in(cache: &Path, r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part) -> Option<Lengths> {
+    if r.data.sources(part).is_empty() {
         return None;
     }
-    let (path, files) = place(cache, r, dir, vocab, sources)?;
+    let (path, files) = place(cache, r, dir, vocab, part)?;
     let bytes = store::read_plain(&path, store::LARGEST).ok()?;
     let end = bytes.iter().position(|b| *b == b'\n')?;
     let (header, body) = (serde_json::from_slice::<Header>(&bytes[..end]).ok()?, &bytes[end + 1..]);
@@ -241,14 +224,15 @@ fn hash_of(path: &Path) -> Option<String> {
     Some(h.finalize().to_hex().to_string())
 }
 
-/// Where the lengths of these sources are kept, and the files that they are of.
+/// Where the lengths of this part are kept, and the files that they are of.
 fn place(
     cache: &Path,
     r: &Recipe,
     dir: Option<&Path>,
     vocab: usize,
-    sources: &[recipe::Source],
+    part: Part,
 ) -> Option<(PathBuf, Vec<PathBuf>)> {
+    let sources = r.data.sources(part);
     let resolve = |s: &str| r.resolve(s);
     let mut all = Vec::new();
     let mut described = Vec::new();
@@ -257,16 +241,17 @@ fn place(
         let mask = s.mask.or(r.data.mask).map(recipe::Mask::word);
         let paths =
             found.iter().map(|f| Some(spelled(&f.canonicalize().ok()?))).collect::<Option<Vec<_>>>()?;
-        described.push(json!({"format": s.format.word(), "fields": s.fields, "mask": mask, "files": paths}));
+        described.push(json!({"format": s.format?.word(), "fields": s.fields, "mask": mask, "files": paths}));
         all.extend(found);
     }
     let mut h = blake3::Hasher::new();
     let text = json!({
         "ft": env!("CARGO_PKG_VERSION"), "version": VERSION, "vocab": vocab, "sources": described,
         "on_bad_row": r.data.on_bad_row.word(), "template": r.data.template,
+        "split": (r.data.eval_share > 0.0).then(|| json!([r.data.eval_share, r.run.seed, part.key(&r.data)])),
     });
     h.update(text.to_string().as_bytes());
-    if sources.iter().any(|s| s.format != Format::Tokens) {
+    if sources.iter().any(|s| s.format != Some(Format::Tokens)) {
         let template = r.data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
         let of_model = dir.into_iter().flat_map(|d| TOKENIZER.iter().map(|f| d.join(f)));
         for path in of_model.chain(template) {
@@ -328,7 +313,7 @@ mod tests {
 
     fn load(r: &Recipe) -> anyhow::Result<Dataset> {
         let resolve = |s: &str| r.resolve(s);
-        Ok(Dataset::load(&r.data.train, &r.data, &resolve, None, 64, r.run.seed)?)
+        Ok(Dataset::load(Part::Train, &r.data, &resolve, None, 64, r.run.seed)?)
     }
 
     #[test]
@@ -336,7 +321,7 @@ mod tests {
         let (dir, cache) = (world()?, tempfile::tempdir()?);
         let kept = recipe(dir.path(), &[])?;
         let whole = load(&kept)?;
-        save_in(cache.path(), &kept, None, 64, &kept.data.train, &whole).expect("kept");
+        save_in(cache.path(), &kept, None, 64, Part::Train, &whole).expect("kept");
         for set in [
             &[][..],
             &["data.pack=false"],
@@ -348,8 +333,8 @@ mod tests {
         ] {
             let r = recipe(dir.path(), set)?;
             let d = load(&r)?;
-            let found = find_in(cache.path(), &r, None, 64, &r.data.train).expect("found");
-            let rows = found.rows(&r.data.train, &r.data, r.run.seed)?;
+            let found = find_in(cache.path(), &r, None, 64, Part::Train).expect("found");
+            let rows = found.rows(Part::Train, &r.data, r.run.seed)?;
             assert_eq!(rows, d.rows, "{set:?}");
             let w = Workload::of_data(&r, &d, None);
             let e = w.epoch.expect("known");
@@ -361,11 +346,11 @@ mod tests {
         }
         // at 20 some are cut, which the lengths at 64 do not tell of
         let short = recipe(dir.path(), &["data.max_length=20"])?;
-        assert_eq!(find_in(cache.path(), &short, None, 64, &short.data.train), None);
+        assert_eq!(find_in(cache.path(), &short, None, 64, Part::Train), None);
         let cut = load(&short)?;
-        save_in(cache.path(), &short, None, 64, &short.data.train, &cut).expect("kept");
-        assert!(find_in(cache.path(), &short, None, 64, &short.data.train).is_some());
-        assert_eq!(find_in(cache.path(), &kept, None, 64, &kept.data.train), None);
+        save_in(cache.path(), &short, None, 64, Part::Train, &cut).expect("kept");
+        assert!(find_in(cache.path(), &short, None, 64, Part::Train).is_some());
+        assert_eq!(find_in(cache.path(), &kept, None, 64, Part::Train), None);
         Ok(())
     }
 
@@ -374,9 +359,9 @@ mod tests {
         let (dir, cache) = (world()?, tempfile::tempdir()?);
         let r = recipe(dir.path(), &[])?;
         let d = load(&r)?;
-        let file = save_in(cache.path(), &r, None, 64, &r.data.train, &d).expect("kept");
+        let file = save_in(cache.path(), &r, None, 64, Part::Train, &d).expect("kept");
         let found = |r: &Recipe, model: Option<&Path>, vocab| {
-            find_in(cache.path(), r, model, vocab, &r.data.train).is_some()
+            find_in(cache.path(), r, model, vocab, Part::Train).is_some()
         };
         assert!(found(&r, None, 64));
         assert!(!found(&r, None, 65), "another vocabulary");
@@ -416,7 +401,7 @@ mod tests {
         let (dir, cache, model) = (world()?, tempfile::tempdir()?, tempfile::tempdir()?);
         let text = recipe(dir.path(), &["data.train.0.format=text", "data.train.1.format=text"])?;
         let ready = recipe(dir.path(), &[])?;
-        let at = |r: &Recipe| Some(place(cache.path(), r, Some(model.path()), 64, &r.data.train)?.0);
+        let at = |r: &Recipe| Some(place(cache.path(), r, Some(model.path()), 64, Part::Train)?.0);
         let before = (at(&text), at(&ready));
         assert!(before.0.is_some() && before.0 != before.1);
         std::fs::write(model.path().join("chat_template.jinja"), "{{ messages }}")?;

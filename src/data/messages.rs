@@ -62,8 +62,13 @@ impl Shape {
             chat.messages.push(message);
         }
         let assistant = |i: usize| chat.role(i) == "assistant";
-        if self.mask == Mask::Assistant && !(0..chat.messages.len()).any(assistant) {
+        let last = (0..chat.messages.len()).rfind(|i| assistant(*i));
+        if self.mask != Mask::None && last.is_none() {
             return Err(format!("{name}: no message of an assistant, so nothing to supervise"));
+        }
+        if let Some(last) = last.filter(|_| self.mask == Mask::Last) {
+            let taken_out = chat.unsupervised.contains(&last).then_some(last);
+            chat.unsupervised = (0..last).filter(|i| assistant(*i)).chain(taken_out).collect();
         }
         if self.mask == Mask::None && !chat.unsupervised.is_empty() {
             return Err(format!(

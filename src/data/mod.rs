@@ -7,6 +7,7 @@
 //! reader      a file's bytes as rows, with line and column
 //! tables      rows of tables of text, and of plain texts
 //! columns     rows of Parquet files
+//! guess       the format, where the recipe does not name it
 //! format      a row as a sample: a conversation, a text, or ready tokens
 //! row_keys    which keys of a row are read, and what becomes of others
 //! messages    a row's messages as a conversation
@@ -42,6 +43,7 @@ mod files;
 mod form;
 mod format;
 mod gate;
+mod guess;
 mod json;
 pub mod lengths;
 mod markers;
@@ -68,8 +70,9 @@ pub use batches::Batches;
 pub use dataset::{Checked, Dataset};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
-pub use files::files as find;
+pub use files::{files as find, holds_rows, is_hub_id};
 pub use form::{Form, Trained};
+pub use guess::guess;
 pub use micro::{Micro, PROBE_TOKENS, Size};
 pub use notes::Notes;
 pub use stats::{Drops, Lengths, Stats};

@@ -156,6 +156,14 @@ pub enum Error {
         /// What the client said, without token and query strings.
         message: String,
     },
+    /// A config or a split that a dataset does not have.
+    #[error("the dataset {id}: {message}")]
+    NoSuchPart {
+        /// The hub id.
+        id: String,
+        /// What it lacks, and what it has.
+        message: String,
+    },
     /// This build cannot download.
     #[error(
         "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or build with --features hub"
@@ -170,6 +178,7 @@ impl Failure for Error {
     fn exit_code(&self) -> ExitCode {
         match self {
             Error::Cache { .. } => ExitCode::Storage,
+            Error::NoSuchPart { .. } => ExitCode::Data,
             _ => ExitCode::Model,
         }
     }

@@ -19,6 +19,8 @@ pub(super) const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.saf
 /// A repository on the hub, at a revision.
 #[derive(Clone, Debug)]
 pub(super) struct Repository {
+    /// What the hub's cache calls repositories of its kind.
+    kind: &'static str,
     pub(super) owner: String,
     pub(super) name: String,
     pub(super) revision: String,
@@ -57,7 +59,17 @@ impl Repository {
                 rule: "it is a branch, a tag or a commit",
             });
         }
-        Ok(Repository { owner: owner.to_string(), name: name.to_string(), revision: revision.to_string() })
+        let (owner, name) = (owner.to_string(), name.to_string());
+        Ok(Repository { kind: "models", owner, name, revision: revision.to_string() })
+    }
+
+    /// The dataset of this name.
+    pub(super) fn of_datasets(self) -> Self {
+        Self { kind: "datasets", ..self }
+    }
+
+    pub(super) fn is_dataset(&self) -> bool {
+        self.kind == "datasets"
     }
 
     pub(super) fn id(&self) -> String {
@@ -66,7 +78,7 @@ impl Repository {
 
     /// The repository's folder in the cache.
     pub(super) fn folder(&self, settings: &Settings) -> PathBuf {
-        settings.cache.join(format!("models--{}--{}", self.owner, self.name))
+        settings.cache.join(format!("{}--{}--{}", self.kind, self.owner, self.name))
     }
 
     pub(super) fn snapshot(&self, settings: &Settings, commit: &str) -> PathBuf {

@@ -1,9 +1,10 @@
-//! Where models and adapters come from: a local folder, or the Hugging Face hub through its
+//! Where models, adapters and datasets come from: a local folder, or the Hugging Face hub through its
 //! standard cache.
 //!
 //! Only the files that are needed are fetched, weights only as safetensors, and what the hub sends
 //! must have the size that it lists. A local folder never makes a connection.
 
+mod datasets;
 mod error;
 mod files;
 mod settings;
@@ -19,6 +20,7 @@ mod tests;
 
 use std::path::{Path, PathBuf};
 
+pub use datasets::{DatasetFiles, DatasetName, fetch_dataset_with};
 pub use error::Error;
 pub use settings::Settings;
 

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hf_hub::progress::Progress;
-use hf_hub::repository::{RepoTreeEntry, RepoTypeModel};
-use hf_hub::{HFClient, HFError, HFRepositorySync};
+use hf_hub::repository::{RepoTreeEntry, RepoTypeAny};
+use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
 use super::choose::choose;
+use super::datasets::Layout;
 use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
 use super::{Error, Settings, Want};
@@ -28,7 +29,7 @@ pub(super) fn download(
     }
     let remote = Remote::connect(settings, repository)?;
     let commit = remote.commit()?;
-    let listed = remote.list(&commit)?;
+    let listed = remote.list(&commit, false)?;
     let dir = repository.snapshot(settings, &commit);
 
     let mut wanted = choose(repository, &listed, kind)?;
@@ -53,10 +54,29 @@ pub(super) fn download(
     Ok((dir, commit))
 }
 
+/// Brings the files of a dataset that `choose` chooses into the cache; returns its layout and the files.
+pub(super) fn download_dataset(
+    settings: &Settings,
+    repository: &Repository,
+    choose: &dyn Fn(&Layout) -> Result<Vec<String>, Error>,
+    progress: bool,
+) -> Result<(Layout, Vec<PathBuf>), Error> {
+    let remote = Remote::connect(settings, repository)?;
+    let (commit, configs) = remote.dataset()?;
+    let listed = remote.list(&commit, true)?;
+    let layout = Layout { commit, files: listed, configs };
+    let wanted = choose(&layout)?;
+    let dir = repository.snapshot(settings, &layout.commit);
+    remote.fetch(&dir, &layout.commit, &wanted, &layout.files, progress)?;
+    let files = wanted.iter().map(|f| dir.join(f)).collect();
+    Ok((layout, files))
+}
+
 struct Remote<'a> {
     settings: &'a Settings,
     repository: &'a Repository,
-    api: HFRepositorySync<RepoTypeModel>,
+    client: HFClientSync,
+    api: HFRepositorySync<RepoTypeAny>,
 }
 
 impl<'a> Remote<'a> {
@@ -74,27 +94,45 @@ impl<'a> Remote<'a> {
             id: repository.id(),
             message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {e}")),
         })?;
-        let api = client.model(&repository.owner, &repository.name);
-        Ok(Remote { settings, repository, api })
+        let kind = if repository.is_dataset() { RepoTypeAny::Dataset } else { RepoTypeAny::Model };
+        let api = client.repository(kind, &repository.owner, &repository.name);
+        Ok(Remote { settings, repository, client, api })
     }
 
     /// The commit that the revision stands for.
     fn commit(&self) -> Result<String, Error> {
+        let api = self.client.model(&self.repository.owner, &self.repository.name);
         let info =
-            self.api.info().revision(self.repository.revision.clone()).send().map_err(|e| self.explain(e))?;
-        info.sha
+            api.info().revision(self.repository.revision.clone()).send().map_err(|e| self.explain(e))?;
+        self.named(info.sha)
+    }
+
+    /// The commit of a dataset, and the configs of its card.
+    fn dataset(&self) -> Result<(String, serde_json::Value), Error> {
+        let api = self.client.dataset(&self.repository.owner, &self.repository.name);
+        let info =
+            api.info().revision(self.repository.revision.clone()).send().map_err(|e| self.explain(e))?;
+        let configs = info.card_data.and_then(|mut c| Some(c.get_mut("configs")?.take()));
+        Ok((self.named(info.sha)?, configs.unwrap_or_default()))
+    }
+
+    fn named(&self, commit: Option<String>) -> Result<String, Error> {
+        commit
             .filter(|sha| is_commit(sha))
             .ok_or_else(|| self.client_error("the hub names no commit for that revision".into()))
     }
 
-    /// The files in the root of the repository, with their sizes.
-    fn list(&self, commit: &str) -> Result<Vec<(String, u64)>, Error> {
-        let tree = self.api.list_tree().revision(commit).send().map_err(|e| self.explain(e))?;
+    /// The files of the repository with their sizes: those in its root, or all.
+    fn list(&self, commit: &str, all: bool) -> Result<Vec<(String, u64)>, Error> {
+        let tree =
+            self.api.list_tree().revision(commit).recursive(all).send().map_err(|e| self.explain(e))?;
         Ok(tree
             .into_iter()
             .filter_map(|entry| match entry {
                 // Names become paths in the cache: only plain ones.
-                RepoTreeEntry::File { path, size, .. } if !path.contains(['/', '\\', '\0']) => {
+                RepoTreeEntry::File { path, size, .. }
+                    if (all || !path.contains('/')) && !path.contains(['\\', '\0']) =>
+                {
                     Some((path, size))
                 }
                 _ => None,

@@ -187,10 +187,18 @@ mod remote {
         if path == "/api/models/owner/name/revision/main" {
             return json(serde_json::json!({ "id": "owner/name", "sha": COMMIT }));
         }
-        if path == format!("/api/models/owner/name/tree/{COMMIT}") {
+        if path == "/api/datasets/owner/name/revision/main" {
+            let configs = serde_json::json!([{"config_name": "main", "data_files": [
+                {"split": "train", "path": "rows/train-*"}, {"split": "test", "path": "rows/test.jsonl"}]}]);
+            return json(
+                serde_json::json!({ "id": "owner/name", "sha": COMMIT, "cardData": { "configs": configs } }),
+            );
+        }
+        if ["models", "datasets"].iter().any(|kind| path == format!("/api/{kind}/owner/name/tree/{COMMIT}")) {
             let entry = |(name, bytes): (&String, &Vec<u8>)| serde_json::json!({ "type": "file", "oid": "0", "size": bytes.len(), "path": name });
             return json(shared.files.iter().map(entry).collect());
         }
+        let path = path.strip_prefix("/datasets").unwrap_or(path);
         if let Some(file) = path.strip_prefix(&format!("/owner/name/resolve/{COMMIT}/"))
             && let Some(bytes) = shared.files.get(file)
         {
@@ -278,6 +286,45 @@ mod remote {
         assert!(error.to_string().contains("model-00002-of-00002.safetensors"), "{error}");
         get(&online, Want::Weights).unwrap();
         get(&offline, Want::Weights).unwrap();
+    }
+
+    #[test]
+    fn a_dataset_s_split_comes_and_then_from_the_cache() {
+        let files: [(&str, &[u8]); 4] = [
+            ("README.md", b"---"),
+            ("rows/test.jsonl", b"{\"text\": \"c\"}\n"),
+            ("rows/train-0.jsonl", b"{\"text\": \"a\"}\n"),
+            ("rows/train-1.jsonl", b"{\"text\": \"b\"}\n"),
+        ];
+        let hub = Hub::new(&files);
+        let (home, kept) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let online = settings(home.path(), &hub.endpoint);
+        let offline = Settings { offline: true, ..online.clone() };
+        let get = |s: &Settings, split| {
+            let name = DatasetName { id: "owner/name", revision: "main", config: None, split: Some(split) };
+            fetch_dataset_with(s, Some(kept.path()), name, false)
+        };
+        assert!(matches!(get(&offline, "train"), Err(Error::NotCached { .. })));
+        let found = get(&online, "train").unwrap();
+        assert_eq!(hub.got(), ["rows/train-0.jsonl", "rows/train-1.jsonl"]);
+        let text: Vec<u8> = found.files.iter().flat_map(|f| fs::read(f).unwrap()).collect();
+        assert_eq!(text, [files[2].1, files[3].1].concat());
+        assert!(found.files[0].starts_with(online.cache.join("datasets--owner--name")));
+        // again, offline, and with the hub gone: nothing is fetched
+        assert_eq!(get(&online, "train").unwrap(), found);
+        assert_eq!(get(&offline, "train").unwrap(), found);
+        let gone = settings(home.path(), "http://127.0.0.1:1");
+        let cached = get(&gone, "train").unwrap();
+        assert!(
+            cached.files == found.files && cached.notes[0].contains("cannot reach the hub"),
+            "{cached:?}"
+        );
+        assert_eq!(hub.got(), Vec::<String>::new());
+        assert!(matches!(get(&offline, "test"), Err(Error::NotCached { .. })));
+        let error = get(&online, "validation").unwrap_err();
+        assert!(error.to_string().contains("it has test, train"), "{error}");
+        assert_eq!(error.exit_code(), ExitCode::Data);
+        assert_eq!(hub.got(), Vec::<String>::new());
     }
 
     #[test]

@@ -190,7 +190,11 @@ impl Space {
         let output: &[&str] = &["run.output"];
         let mut space = Self { checkpoint, saves, ..Self::default() };
         space.files = vec![
-            at("checkpoints", space.checkpoints(r.run.keep), &["run.keep", "run.output"]),
+            at(
+                "checkpoints",
+                space.checkpoints(r.run.keep + usize::from(r.run.keep_best)),
+                &["run.keep", "run.output"],
+            ),
             at("result", width * count + headers + NAMES * trained.len() as u64 + STATE, output),
             at("metrics", log, output),
         ];
@@ -347,17 +351,18 @@ impl Space {
 
     /// Changes that make room on a disk: settings, words.
     pub fn hints(&self, r: &Recipe) -> Vec<(Vec<String>, String)> {
-        let mut out = Vec::new();
+        let (mut out, best) = (Vec::new(), usize::from(r.run.keep_best));
         for d in self.disks.iter().filter(|d| !d.fits()) {
             let (needed, free) = (d.needed(), d.free.unwrap_or(0));
             let keeps = d.parts.iter().find(|(n, _)| *n == "checkpoints").map_or(0, |(_, b)| *b);
             let others = needed - keeps;
             // as many as there is room for beside the one that is written
             let room = free.saturating_sub(others) / self.checkpoint.max(1);
-            let most = usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1).min(r.run.keep - 1);
-            let fewer = (most > 0 && others + self.checkpoints(most) <= free).then_some(most);
+            let most =
+                usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1 + best).min(r.run.keep - 1);
+            let fewer = (most > 0 && others + self.checkpoints(most + best) <= free).then_some(most);
             if let Some(k) = fewer {
-                let saved = bytes(keeps - self.checkpoints(k));
+                let saved = bytes(keeps - self.checkpoints(k + best));
                 let text = format!("run.keep {} -> {k}: fits, saves {saved} on disk", r.run.keep);
                 out.push((vec![format!("run.keep={k}")], text));
             }

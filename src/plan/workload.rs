@@ -4,7 +4,7 @@ use crate::data::lengths::Lengths;
 use crate::data::{self, Batches, Dataset};
 use crate::kernel::attention::Sizes as Attended;
 use crate::model::Config;
-use crate::recipe::{Length, Recipe};
+use crate::recipe::{Length, Part, Recipe};
 use std::path::Path;
 
 /// Steps whose micro-batches are looked at one by one; of longer runs, the longest rows count.
@@ -115,18 +115,15 @@ impl Known {
     /// # Errors
     /// Weights that make too many samples.
     pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> crate::Result<Option<Self>> {
-        let find = |sources| data::lengths::find(r, dir, config.vocab, sources);
-        let Some(train) = find(&r.data.train) else { return Ok(None) };
-        let rows = train.rows(&r.data.train, &r.data, r.run.seed)?;
-        let eval = match find(&r.data.eval) {
-            None => None,
-            Some(eval) => {
-                let in_order = crate::recipe::Data { shuffle: false, ..r.data.clone() };
-                let rows = eval.rows(&r.data.eval, &in_order, r.run.seed)?;
-                Some((eval, rows))
-            }
+        let find = |part| data::lengths::find(r, dir, config.vocab, part);
+        let with_rows = |part, lengths: Lengths| -> crate::Result<_> {
+            let rows = lengths.rows(part, &r.data, r.run.seed)?;
+            Ok((lengths, rows))
         };
-        Ok(Some(Self { train: (train, rows), eval }))
+        let Some(train) = find(Part::Train) else { return Ok(None) };
+        let train = with_rows(Part::Train, train)?;
+        let eval = find(Part::Eval).map(|e| with_rows(Part::Eval, e)).transpose()?;
+        Ok(Some(Self { train, eval }))
     }
 
     /// Tokens of a recipe that differs in its micro-batches only.
@@ -190,7 +187,7 @@ impl Workload {
             Length::Steps(n) => Some(n as u64),
             Length::Epochs(_) => None,
         };
-        Self { train, eval: (!r.data.eval.is_empty()).then_some(train), steps, epoch: None }
+        Self { train, eval: r.data.evaluates().then_some(train), steps, epoch: None }
     }
 
     /// By the data that a run has read.

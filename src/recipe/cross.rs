@@ -22,15 +22,6 @@ fn fields_of(format: Format) -> &'static [&'static str] {
     }
 }
 
-/// The masks that a format can do; the first is its default.
-fn masks_of(format: Format) -> &'static [Mask] {
-    match format {
-        Format::Messages => &[Mask::Assistant, Mask::None],
-        Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
-        Format::Text | Format::Tokens => &[Mask::None],
-    }
-}
-
 /// Runs every check; each keeps quiet where a key that it needs has a problem already.
 pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     let mut x = Cross { c, root };
@@ -240,7 +231,7 @@ impl Cross<'_, '_> {
                 let message = "data.mask does nothing: every source has a mask of its own".into();
                 self.report("data.mask", message, "leave it out");
             }
-            if sources().all(|s| matches!(s.format, Format::Text | Format::Tokens)) {
+            if sources().all(|s| matches!(s.format, Some(Format::Text | Format::Tokens))) {
                 for key in ["data.chat_template", "data.template"] {
                     let empty = matches!(self.root.find(key).map(|n| &n.value), Some(Value::Table(t)) if t.0.is_empty());
                     if self.given(key) && !empty {
@@ -251,22 +242,43 @@ impl Cross<'_, '_> {
             }
         }
         if recipe.run.eval_every > 0
-            && data.eval.is_empty()
-            && self.all_good(&["run.eval_every", "data.eval", "data.eval.0"])
+            && !data.evaluates()
+            && self.all_good(&["run.eval_every", "data.eval", "data.eval.0", "data.eval_share"])
         {
-            let message = "run.eval_every does nothing: data.eval is empty".into();
-            self.report("run.eval_every", message, "add [[data.eval]], or leave eval_every out");
+            let message = "run.eval_every does nothing: there is nothing to evaluate on".into();
+            let hint = "add [[data.eval]], or data.eval_share = 0.1, or leave eval_every out";
+            self.report("run.eval_every", message, hint);
+        }
+        for (key, on) in [("keep_best", recipe.run.keep_best), ("patience", recipe.run.patience > 0)] {
+            let all = [
+                "run.eval_every",
+                "run.keep_best",
+                "run.patience",
+                "data.eval",
+                "data.eval.0",
+                "data.eval_share",
+            ];
+            if on && (!data.evaluates() || recipe.run.eval_every == 0) && self.all_good(&all) {
+                let message = format!("run.{key} does nothing: the run does not evaluate on its way");
+                let hint = "set run.eval_every, with [[data.eval]] or data.eval_share";
+                self.report(&format!("run.{key}"), message, hint);
+            }
+        }
+        if data.eval_share > 0.0 && !data.eval.is_empty() && self.all_good(&["data.eval", "data.eval_share"])
+        {
+            let message = "data.eval_share and data.eval are both given".into();
+            self.report("data.eval_share", message, "leave one of them out");
         }
     }
 
     fn mask(&mut self, path: &str, source: &Source, global: Option<Mask>) {
-        let Some(mask) = source.mask.or(global) else { return };
-        let can = masks_of(source.format);
+        let (Some(mask), Some(format)) = (source.mask.or(global), source.format) else { return };
+        let can = format.masks();
         if can.contains(&mask) {
             return;
         }
         let key = if source.mask.is_some() { format!("{path}.mask") } else { "data.mask".to_string() };
-        let format = source.format.word();
+        let format = format.word();
         let words: Vec<String> = can.iter().map(|m| format!("\"{}\"", m.word())).collect();
         let message =
             format!("mask = \"{}\" cannot be done for {path}, whose format is \"{format}\"", mask.word());
@@ -274,12 +286,13 @@ impl Cross<'_, '_> {
     }
 
     fn fields(&mut self, path: &str, source: &Source) {
-        let known = fields_of(source.format);
+        let Some(format) = source.format else { return };
+        let known = fields_of(format);
         let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
         for (ours, theirs) in &source.fields {
             let key = format!("{path}.fields.{ours}");
             if !known.contains(&ours.as_str()) {
-                let message = format!("format \"{}\" has no field {ours}", source.format.word());
+                let message = format!("format \"{}\" has no field {ours}", format.word());
                 let hint = match super::names::nearest(ours, known.iter().copied()) {
                     Some(near) => {
                         format!("did you mean {near}? Left stands the format's name, right the file's")

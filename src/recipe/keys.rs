@@ -151,6 +151,8 @@ table! {
         train: Vec<Source> = Tables(Source::KEYS), Required;
         /// Evaluation data, one table a source.
         eval: Vec<Source> = Tables(Source::KEYS), Toml("[]");
+        /// Share of each training source's samples that is evaluated on and not trained on, chosen by run.seed.
+        eval_share: f64 = Number(Bound::BelowOne), Toml("0.0");
         /// Tokens a row at the most.
         max_length: usize = Int(2, 100_000_000), Toml("2048");
         /// What happens to a longer sample.
@@ -180,13 +182,15 @@ table! {
         /// files, a pattern (data/*.jsonl), or a hub dataset.
         source: String = Text, Required;
         /// The shape of the rows.
-        format: Format = Word(Format::WORDS), Required;
-        /// Share of this source in the mix.
+        format: Option<Format> = Word(Format::WORDS), Absent("what fits the first row, and said");
+        /// How often an epoch holds each sample of this source: 2.0 twice, 0.5 half of them. The same in each epoch.
         weight: f64 = Number(Bound::Positive), Toml("1.0");
         /// Split of a hub dataset.
         split: Option<String> = Text, Absent("the dataset's only one");
         /// Config of a hub dataset.
-        config: Option<String> = Text, Absent("the dataset's only one");
+        config: Option<String> = Text, Absent("the dataset's default, or only one");
+        /// Branch, tag or commit of a hub dataset.
+        revision: Option<String> = Text, Absent("main");
         /// Names of fields where the file differs from the format: the format's name = "the file's name".
         fields: BTreeMap<String, String> = Strings, Toml("{}");
         /// What is supervised in this source.
@@ -194,6 +198,8 @@ table! {
         ..
         /// Where the source stands in the recipe.
         pub place: Place,
+        /// The files of a hub dataset that are here; empty for sources of this machine.
+        pub fetched: Vec<PathBuf>,
     }
 }
 
@@ -222,6 +228,10 @@ table! {
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.
         keep: usize = Int(1, COUNT), Toml("2");
+        /// Whether the checkpoint with the lowest evaluation loss is kept too, and the result is its.
+        keep_best: bool = Bool, Toml("false");
+        /// Evaluations in a row without a lower loss after which the run ends; 0 = it does not end early.
+        patience: usize = Int(0, COUNT), Toml("0");
         /// The run folder; {name} is filled in.
         output: PathBuf = Text, Toml("\"runs/{name}\"");
         /// Where to compute.
@@ -318,7 +328,7 @@ table! {
 table! {
     /// `[log]`
     pub struct Log {
-        /// Write TensorBoard event files.
+        /// Write TensorBoard event files, into tensorboard/ of the run folder.
         tensorboard: bool = Bool, Toml("false");
         /// A prompt that the model answers before and after training, in the form of the training data; on the
         /// terminal and in metrics.jsonl.

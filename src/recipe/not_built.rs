@@ -14,20 +14,12 @@ enum What {
     Word(&'static str),
     /// Anything but its default.
     Changed,
-    /// Any value.
-    Given,
 }
 
-use What::{Changed, Given, Word};
+use What::{Changed, Word};
 
-/// What `ft run` refuses. `*` stands for any index.
+/// What `ft run` refuses.
 const NOT_BUILT: &[(&str, What)] = &[
-    ("data.train.*.weight", Changed),
-    ("data.train.*.split", Given),
-    ("data.train.*.config", Given),
-    ("data.eval.*.weight", Changed),
-    ("data.eval.*.split", Given),
-    ("data.eval.*.config", Given),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),
@@ -35,7 +27,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.comm", Word("nccl")),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Word("mpi")),
-    ("log.tensorboard", Changed),
 ];
 
 /// The keys of `root` that `ft run` does not build.
@@ -49,7 +40,6 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
             let refused = match what {
                 Word(w) => is(node, w),
                 Changed => default_of(&path).is_some_and(|d| d != node.value),
-                Given => true,
             };
             let inside =
                 |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
@@ -127,7 +117,6 @@ mod tests {
                     other => panic!("{pattern} has no words: {other:?}"),
                 },
                 Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),
-                Given => assert!(default_of(&path).is_none(), "{pattern}: its default would be refused"),
             }
         }
     }

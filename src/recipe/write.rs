@@ -35,6 +35,8 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.save_every",
     "run.eval_at_start",
     "run.keep",
+    "run.keep_best",
+    "run.patience",
     "run.output",
     "run.device",
     "memory.",

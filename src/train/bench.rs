@@ -39,7 +39,10 @@ pub struct Measured {
 pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     // what bench measures is speed; a folder with config.json alone is enough for random weights
     let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };
+    // its rows are its own
+    recipe.data.train.clear();
     recipe.data.eval.clear();
+    recipe.data.eval_share = 0.0;
     let job = Job::open(recipe, want, true)?;
     let r = &job.recipe;
     if r.parallel.ranks() > 1 {

@@ -1,6 +1,6 @@
 //! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
 
-use super::{Error, quantize};
+use super::{Error, quantize, sources};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::{Build, check_full};
 use crate::adapt::params::{Allocate, Shard};
@@ -14,7 +14,7 @@ use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
-use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Quantize, Recipe, Rule, Weights};
+use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Part, Quantize, Recipe, Rule, Weights};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -162,6 +162,14 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
     }
 }
 
+/// Tells of samples that are trained on and evaluated on.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) {
+    let (shared, all) = (train.shared_with(eval), eval.examples.len());
+    if shared > 0 {
+        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
+    }
+}
+
 /// The tokens of the recipe's `log.sample`, in the form that it trains.
 ///
 /// # Errors
@@ -237,10 +245,13 @@ impl Job {
         })
     }
 
-    fn with(recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> crate::Result<Self> {
+    fn with(mut recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> crate::Result<Self> {
         let settings = Settings::from_env();
         let device = device(recipe.run.device)?;
         let dtype = dtype(recipe.model.dtype, &device);
+        if let Some(e) = sources::settle(&settings, &mut recipe, progress).into_iter().next() {
+            return Err(e);
+        }
         let model = model(&settings, &recipe, want, progress)?;
         let config = config(&model.dir, &recipe.model.overrides)?;
         routers(&recipe, &config)?;
@@ -256,23 +267,36 @@ impl Job {
 
     /// The training rows.
     pub fn train_data(&self) -> crate::Result<Dataset> {
-        let d = &self.recipe.data;
-        let (seed, vocab) = (self.recipe.run.seed, self.config.vocab);
-        let data = Dataset::load(&d.train, d, &self.resolver(), self.tokenizer.as_ref(), vocab, seed)?;
-        tell_data("data.train", &data, &self.config);
-        Ok(data)
+        self.part(Part::Train)
     }
 
     /// The evaluation rows, if the recipe names any.
     pub fn eval_data(&self) -> crate::Result<Option<Dataset>> {
-        if self.recipe.data.eval.is_empty() {
-            return Ok(None);
+        self.recipe.data.evaluates().then(|| self.part(Part::Eval)).transpose()
+    }
+
+    fn part(&self, part: Part) -> crate::Result<Dataset> {
+        let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
+        let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
+        let data = Dataset::load(part, d, &self.resolver(), tokenizer, vocab, seed)?;
+        tell_data(part.key(d), &data, &self.config);
+        Ok(data)
+    }
+
+    /// Training and evaluation rows.
+    pub fn data(&self) -> crate::Result<(Dataset, Option<Dataset>)> {
+        let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
+        let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
+        let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
+        tell_data(Part::Train.key(d), &train, &self.config);
+        if let Some(eval) = &eval {
+            tell_shared(&train, eval);
         }
-        let (seed, vocab) = (self.recipe.run.seed, self.config.vocab);
-        let tokenizer = self.tokenizer.as_ref();
-        let data = Dataset::load_eval(&self.recipe.data, &self.resolver(), tokenizer, vocab, seed)?;
-        tell_data("data.eval", &data, &self.config);
-        Ok(Some(data))
+        // what is told of samples that are held out was told of all
+        if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
+            tell_data(Part::Eval.key(d), eval, &self.config);
+        }
+        Ok((train, eval))
     }
 
     /// The base as its folder has it, without the 4-bit copy of `model.cache`.
@@ -433,10 +457,9 @@ impl Job {
 
     /// Keeps the lengths of data that was read, for plans.
     pub fn keep_lengths(&self, train: &Dataset, eval: Option<&Dataset>) {
-        let d = &self.recipe.data;
-        for (sources, data) in [(&d.train, Some(train)), (&d.eval, eval)] {
+        for (part, data) in [(Part::Train, Some(train)), (Part::Eval, eval)] {
             if let Some(data) = data {
-                lengths::save(&self.recipe, Some(&self.model.dir), self.config.vocab, sources, data);
+                lengths::save(&self.recipe, Some(&self.model.dir), self.config.vocab, part, data);
             }
         }
     }

@@ -238,6 +238,6 @@ fn prepare(recipe: &mut Recipe, rank: usize) -> crate::Result<(Job, Dataset, Opt
     log::to_file(&path).map_err(|e| store::Error::write("create", &path, None, e))?;
     let job = Job::open(recipe.clone(), Want::Weights, false)?;
     ranks::check(&job)?;
-    let (data, eval) = (job.train_data()?, job.eval_data()?);
+    let (data, eval) = job.data()?;
     Ok((job, data, eval))
 }

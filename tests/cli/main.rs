@@ -3,6 +3,7 @@
 
 mod adapters;
 mod broken;
+mod daily;
 mod four_bit;
 mod four_bit_verbs;
 mod half;
@@ -18,6 +19,7 @@ mod resume;
 mod room;
 mod same;
 mod shipped;
+mod sources;
 mod split;
 mod stops;
 mod text;

@@ -29,7 +29,7 @@ fn every_broken_file_says_where_and_why() {
     for name in &names {
         let sources = [source(name, format_of(name))];
         let resolve = |s: &str| dir.join(s);
-        let checked = Dataset::check(&sources, &cfg, &resolve, Some(&t), 285, 0, 10);
+        let checked = Dataset::check(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0, 10);
         out += &format!("{name}\n");
         if let Some(d) = &checked.dataset {
             out += &format!("  {} of {} rows\n", d.examples.len(), d.stats.rows_read);
@@ -39,7 +39,7 @@ fn every_broken_file_says_where_and_why() {
             assert_eq!(p.exit_code(), crate::ExitCode::Data);
         }
         // the first problem is what a run stops with
-        let stopped = Dataset::load(&sources, &cfg, &resolve, Some(&t), 285, 0);
+        let stopped = Dataset::load(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0);
         match (checked.problems.first(), stopped) {
             (None, Ok(d)) => assert!(!d.rows.is_empty()),
             (Some(p), Err(e)) => assert_eq!(p.to_string(), e.to_string()),
@@ -54,7 +54,14 @@ fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
     let dir = fixture("broken-data");
     let cfg = recipe::Data { on_bad_row: OnBadRow::Skip, ..data(64) };
     let load = |name: &str| {
-        Dataset::load(&[source(name, format_of(name))], &cfg, &|s| dir.join(s), Some(&tiny()), 285, 0)
+        Dataset::load(
+            Part::Train,
+            &of(&[source(name, format_of(name))], &cfg),
+            &|s| dir.join(s),
+            Some(&tiny()),
+            285,
+            0,
+        )
     };
     let d = load("messages-invalid-utf8.jsonl").unwrap();
     assert_eq!((d.examples.len(), d.stats.drops.bad, d.stats.rows_read), (2, 1, 3));
@@ -69,8 +76,15 @@ fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
 fn collected_problems_are_capped_and_counted() {
     let files = Files::new(&[("a.jsonl", &"{}\n".repeat(50))]);
     let resolve = |s: &str| files.0.path().join(s);
-    let checked =
-        Dataset::check(&[source("a.jsonl", Format::Text)], &data(8), &resolve, Some(&tiny()), 285, 0, 7);
+    let checked = Dataset::check(
+        Part::Train,
+        &of(&[source("a.jsonl", Format::Text)], &data(8)),
+        &resolve,
+        Some(&tiny()),
+        285,
+        0,
+        7,
+    );
     assert_eq!((checked.problems.len(), checked.more), (7, 43));
     assert!(checked.dataset.is_none());
 }
@@ -86,7 +100,7 @@ proptest::proptest! {
         file.extend(&bytes);
         std::fs::write(dir.path().join(name), &file).unwrap();
         let resolve = |s: &str| dir.path().join(s);
-        let checked = Dataset::check(&[source(name, Format::Messages)], &data(8), &resolve, Some(&tiny()), 285, 0, 7);
+        let checked = Dataset::check(Part::Train, &of(&[source(name, Format::Messages)], &data(8)), &resolve, Some(&tiny()), 285, 0, 7);
         assert!(checked.dataset.is_some() || !checked.problems.is_empty());
     }
 }

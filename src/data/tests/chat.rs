@@ -23,8 +23,17 @@ pub(in crate::data) fn read(
     row: &Value,
     vars: &Map<String, Value>,
 ) -> Result<Rendered, String> {
+    read_with(recipe::Mask::Assistant, t, row, vars)
+}
+
+fn read_with(
+    mask: recipe::Mask,
+    t: &Tokenizer,
+    row: &Value,
+    vars: &Map<String, Value>,
+) -> Result<Rendered, String> {
     let mut notes = Vec::new();
-    let any = recipe::Source { mask: Some(recipe::Mask::Assistant), ..source("a.jsonl", Format::Messages) };
+    let any = recipe::Source { mask: Some(mask), ..source("a.jsonl", Format::Messages) };
     let Sample::Chat(chat) = Shape::new(&any, None).unwrap().sample(row.clone(), &mut notes)? else {
         panic!()
     };
@@ -36,6 +45,29 @@ fn spans_of(t: &Tokenizer, messages: &Value, vars: &Value) -> Result<Vec<String>
     let vars = vars.as_object().cloned().unwrap_or_default();
     let (text, spans, _) = read(t, &json!({ "messages": messages }), &vars)?;
     Ok(spans.into_iter().map(|s| text[s].to_string()).collect())
+}
+
+#[test]
+fn the_last_turn_alone_can_be_supervised() {
+    let turn = |role: &str, text: &str| json!({"role": role, "content": text});
+    let row = json!({"messages": [
+        turn("user", "one"), turn("assistant", "first"), turn("user", "two"), turn("assistant", "second"),
+        turn("user", "and?"),
+    ]});
+    for template in ["Qwen-Qwen2.5-7B-Instruct.jinja", "Qwen-Qwen3-0.6B.jinja"] {
+        let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture("chat").join(template)));
+        let t = t.unwrap().unwrap();
+        let (text, spans, _) = read_with(recipe::Mask::Last, &t, &row, &Map::new()).unwrap();
+        let spans: Vec<&str> = spans.into_iter().map(|s| &text[s]).collect();
+        assert_eq!(spans.len(), 1, "{template}: {spans:?}");
+        assert!(spans[0].contains("second") && !spans[0].contains("first"), "{template}: {spans:?}");
+    }
+    let mut off = row.clone();
+    off["messages"][3]["weight"] = 0.into();
+    let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&fixture("chat/Qwen-Qwen3-0.6B.jinja")))
+        .unwrap()
+        .unwrap();
+    assert!(read_with(recipe::Mask::Last, &t, &off, &Map::new()).unwrap().1.is_empty());
 }
 
 #[test]

@@ -324,7 +324,15 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
     let load = |template: &str| {
         let t = with_template(template);
         let resolve = |s: &str| files.0.path().join(s);
-        Dataset::load(&[source("a.jsonl", Format::Messages)], &data(400), &resolve, Some(&t), 285, 0).unwrap()
+        Dataset::load(
+            Part::Train,
+            &of(&[source("a.jsonl", Format::Messages)], &data(400)),
+            &resolve,
+            Some(&t),
+            285,
+            0,
+        )
+        .unwrap()
     };
     // literal and put together; ended by a line break, which the tokenizer joins with what is before it
     for end in ["<|eot_id|>\\n\\n", "<|eot_id|>"] {
@@ -415,8 +423,15 @@ fn a_token_with_white_space_of_its_own_is_one_token() {
         .unwrap();
     let t = Tokenizer::load(dir, None).unwrap().unwrap();
     let resolve = |s: &str| dir.join(s);
-    let d =
-        Dataset::load(&[source("a.jsonl", Format::Messages)], &data(64), &resolve, Some(&t), 285, 0).unwrap();
+    let d = Dataset::load(
+        Part::Train,
+        &of(&[source("a.jsonl", Format::Messages)], &data(64)),
+        &resolve,
+        Some(&t),
+        285,
+        0,
+    )
+    .unwrap();
     assert_eq!(super::rows::supervised(&d.examples[0]), "yes<|im_end|>");
     assert_eq!(d.warnings(64), [""; 0]);
 }

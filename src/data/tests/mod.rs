@@ -9,7 +9,7 @@ mod tables;
 
 use super::*;
 use crate::error::Place;
-use crate::recipe::{self, Format, OnBadRow, OverLength};
+use crate::recipe::{self, Format, OnBadRow, OverLength, Part};
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {
@@ -20,16 +20,18 @@ fn tiny() -> Tokenizer {
     Tokenizer::load(&fixture("tiny-tokenizer"), None).unwrap().unwrap()
 }
 
-fn source(path: &str, format: Format) -> recipe::Source {
+pub(super) fn source(path: &str, format: Format) -> recipe::Source {
     recipe::Source {
         source: path.into(),
-        format,
+        format: Some(format),
         weight: 1.0,
         split: None,
         config: None,
+        revision: None,
         fields: Default::default(),
         mask: None,
         place: Place { file: "recipe.toml".into(), line: 7, column: 3 },
+        fetched: Vec::new(),
     }
 }
 
@@ -37,6 +39,7 @@ fn data(max_length: usize) -> recipe::Data {
     recipe::Data {
         train: Vec::new(),
         eval: Vec::new(),
+        eval_share: 0.0,
         max_length,
         over_length: OverLength::Truncate,
         on_bad_row: OnBadRow::Error,
@@ -46,6 +49,11 @@ fn data(max_length: usize) -> recipe::Data {
         chat_template: None,
         template: Default::default(),
     }
+}
+
+/// Data that train on these sources.
+fn of(sources: &[recipe::Source], cfg: &recipe::Data) -> recipe::Data {
+    recipe::Data { train: sources.to_vec(), ..cfg.clone() }
 }
 
 /// A folder with files, and a way to load from it.
@@ -61,6 +69,6 @@ impl Files {
     }
 
     fn load(&self, sources: &[recipe::Source], cfg: &recipe::Data) -> Result<Dataset, Error> {
-        Dataset::load(sources, cfg, &|s| self.0.path().join(s), Some(&tiny()), 285, 11)
+        Dataset::load(Part::Train, &of(sources, cfg), &|s| self.0.path().join(s), Some(&tiny()), 285, 11)
     }
 }

@@ -168,6 +168,56 @@ fn sources_are_mixed_by_weight_and_read_in_order() {
     assert!(files.load(&s, &data(8)).is_err());
 }
 
+/// Over the seeds, each sample is in an epoch as often as its weight says.
+#[test]
+fn weights_are_exact_in_expectation() {
+    let rows: String = (0..3).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect();
+    let files = Files::new(&[("a.jsonl", &rows), ("b.jsonl", "{\"input_ids\": [9, 9]}\n")]);
+    let mut s = [source("a.jsonl", Format::Tokens), source("b.jsonl", Format::Tokens)];
+    s[0].weight = 1.5;
+    let (mut counts, seeds) = ([0usize; 3], 400);
+    for seed in 0..seeds {
+        let cfg = of(&s, &data(8));
+        let d = Dataset::load(Part::Train, &cfg, &|s| files.0.path().join(s), None, 64, seed).unwrap();
+        for row in &d.rows {
+            let id = d.examples[row[0]].ids[0] as usize;
+            if id < 3 {
+                counts[id] += 1;
+            }
+        }
+    }
+    for count in counts {
+        let mean = count as f64 / seeds as f64;
+        assert!((mean - 1.5).abs() < 0.1, "{counts:?}");
+    }
+    s[0].weight = 0.01;
+    let few = Dataset::load(Part::Train, &of(&s[..1], &data(8)), &|s| files.0.path().join(s), None, 64, 0);
+    assert!(few.unwrap_err().to_string().contains("no sample of the sources is in an epoch"));
+}
+
+#[test]
+fn a_share_is_held_out_of_each_source() {
+    let rows = |from: usize, n: usize| {
+        (from..from + n).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect::<String>()
+    };
+    let files =
+        Files::new(&[("a.jsonl", &rows(0, 40)), ("b.jsonl", &rows(40, 10)), ("c.jsonl", &rows(50, 1))]);
+    let s = ["a.jsonl", "b.jsonl", "c.jsonl"].map(|f| source(f, Format::Tokens));
+    let cfg = recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
+    let resolve = |s: &str| files.0.path().join(s);
+    let ids = |d: &Dataset| d.rows.iter().map(|r| d.examples[r[0]].ids[0]).collect::<Vec<_>>();
+    let load = |part, seed| Dataset::load(part, &cfg, &resolve, None, 64, seed).unwrap();
+    let (train, eval) = (ids(&load(Part::Train, 3)), ids(&load(Part::Eval, 3)));
+    assert_eq!((train.len(), eval.len()), (36 + 9 + 1, 4 + 1));
+    assert!(eval.is_sorted() && eval[4] >= 40, "{eval:?}");
+    let mut all = [train.clone(), eval.clone()].concat();
+    all.sort_unstable();
+    assert_eq!(all, (0..51).collect::<Vec<_>>());
+    assert_ne!(ids(&load(Part::Eval, 4)), eval, "another seed, another share");
+    let (both, held) = Dataset::load_both(&cfg, &resolve, None, 64, 3).unwrap();
+    assert_eq!((ids(&both), ids(&held.unwrap())), (train, eval));
+}
+
 #[test]
 fn what_is_not_built_or_not_there_is_named() {
     let files =
@@ -176,7 +226,7 @@ fn what_is_not_built_or_not_there_is_named() {
         if cfg!(feature = "parquet") { (3, "a.parquet: not Parquet") } else { (2, "parquet feature") };
     for (name, code, text) in [
         ("a.parquet", parquet.0, parquet.1),
-        ("org/data", 2, "not built yet: data source = \"org/data\""),
+        ("org/data", 3, "is not there"),
         (".", 3, "a.csv"),
         ("gone.jsonl", 3, "is not there"),
         ("a.csv", 3, "a.csv"),
@@ -187,7 +237,14 @@ fn what_is_not_built_or_not_there_is_named() {
         assert_eq!(error.exit_code() as u8, code, "{error}");
     }
     let none = |format| {
-        Dataset::load(&[source("a.jsonl", format)], &data(8), &|s| files.0.path().join(s), None, 9, 0)
+        Dataset::load(
+            Part::Train,
+            &of(&[source("a.jsonl", format)], &data(8)),
+            &|s| files.0.path().join(s),
+            None,
+            9,
+            0,
+        )
     };
     assert_eq!(none(Format::Text).unwrap_err().exit_code(), crate::ExitCode::Model);
     let mut s = source("a.jsonl", Format::Text);
@@ -212,7 +269,7 @@ fn shown_rows_mark_what_is_supervised() {
         .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    crate::cli::data::show(&d, Some(&tiny()), 3, &mut out).unwrap();
+    crate::cli::data::show(&d, Some(&tiny()), 3, 64, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     insta::assert_snapshot!(text);
 }

@@ -9,7 +9,14 @@ type Made = Vec<(Vec<u32>, Vec<i32>)>;
 /// What the rows of a file make, without where they stand.
 fn read(path: &str, format: Format) -> Result<Made, Error> {
     let resolve = |s: &str| fixture("tables").join(s);
-    let d = Dataset::load(&[source(path, format)], &data(500), &resolve, Some(&tiny()), 285, 11)?;
+    let d = Dataset::load(
+        Part::Train,
+        &of(&[source(path, format)], &data(500)),
+        &resolve,
+        Some(&tiny()),
+        285,
+        11,
+    )?;
     Ok(d.examples.into_iter().map(|e| (e.ids, e.labels)).collect())
 }
 

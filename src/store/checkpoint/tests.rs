@@ -14,7 +14,7 @@ fn save(all: &Checkpoints, step: u64, text: &str, keep: usize) -> Result<PathBuf
     fs::create_dir(draft.path().join("state")).unwrap();
     fs::write(draft.path().join("weights"), format!("{text} of {step}").repeat(10)).unwrap();
     fs::write(draft.path().join("state/moments"), vec![step as u8; 1000]).unwrap();
-    draft.commit(keep)
+    draft.commit(keep, None)
 }
 
 fn weights(path: &Path) -> String {

@@ -1,0 +1,62 @@
+//! What a recipe's data sources are: datasets of the hub become files, and rows show the formats that the recipe does not
+//! name.
+
+use crate::data;
+use crate::hub::{self, DatasetName, Settings};
+use crate::log::{tell, warn};
+use crate::recipe::{Recipe, Source};
+use crate::store;
+
+/// Finds the files of hub datasets, downloaded if need be, and the formats that are not named. Gives what cannot be found,
+/// source by source.
+pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<crate::Error> {
+    let mut data = recipe.data.clone();
+    let mut problems = Vec::new();
+    for (list, sources) in [("train", &mut data.train), ("eval", &mut data.eval)] {
+        for (i, source) in sources.iter_mut().enumerate() {
+            let said = one(settings, recipe, source, progress);
+            match said {
+                Err(e) => problems.push(e),
+                Ok(true) if progress => {
+                    let format = source.format.map_or("", |f| f.word());
+                    tell(&format!(
+                        "data.{list}.{i}: {}: format = {format:?}, by its first row",
+                        source.source
+                    ));
+                }
+                Ok(_) => {}
+            }
+        }
+    }
+    recipe.data = data;
+    problems
+}
+
+/// Settles a source; whether its format was found by its rows.
+fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool) -> crate::Result<bool> {
+    let resolve = |s: &str| recipe.resolve(s);
+    if let Some(id) = data::is_hub_id(&source.source)
+        && !resolve(&source.source).exists()
+    {
+        let revision = source.revision.as_deref().unwrap_or("main");
+        let (config, split) = (source.config.as_deref(), source.split.as_deref());
+        let name = DatasetName { id, revision, config, split };
+        let kept = store::cache_folder();
+        let found =
+            hub::fetch_dataset_with(settings, kept.as_deref(), name, progress).map_err(|e| match e {
+                hub::Error::NotFound { .. } => crate::Error::from(data::Error::NoDataset {
+                    source_name: source.source.clone(),
+                    path: resolve(&source.source),
+                    cause: e.to_string(),
+                }),
+                e => e.into(),
+            })?;
+        found.notes.iter().for_each(|n| warn(n));
+        source.fetched = found.files;
+    }
+    if source.format.is_some() {
+        return Ok(false);
+    }
+    source.format = Some(data::guess(source, &resolve)?);
+    Ok(true)
+}

@@ -1,0 +1,116 @@
+//! Sources that a recipe names in few words: formats by their rows, shares held out, weights.
+
+use super::verbs::quickstart;
+use super::world::World;
+use serde_json::json;
+
+fn world() -> World {
+    let w = World::new();
+    let model = quickstart(&w);
+    let row =
+        |i: usize| json!({"question": format!("What is {i}?"), "answer": format!("It is {i}.")}).to_string();
+    let rows: Vec<String> = (0..20).map(row).collect();
+    w.write("pairs.jsonl", rows.join("\n") + "\n");
+    w.write("texts.txt", "One line.\nAnother line.\n");
+    w.write(
+        "r.toml",
+        format!(
+            "[model]\nsource = \"{model}\"\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+             train = [{{ source = \"texts.txt\" }}]\nmax_length = 64\npack = false\n\
+             [run]\nsteps = 2\nbatch_rows = 2\ndevice = \"cpu\"\noutput = \"o\"\n"
+        ),
+    );
+    w
+}
+
+#[test]
+fn a_format_is_found_and_said() {
+    let w = world();
+    let r = w.ok(&["run", "r.toml"]);
+    assert!(r.err.contains("data.train.0: texts.txt: format = \"text\", by its first row"), "{}", r.err);
+    let resolved = String::from_utf8(w.read("o/recipe.toml")).expect("text");
+    assert!(resolved.contains("format   = \"text\"") || resolved.contains("format = \"text\""), "{resolved}");
+    // the resume of a run whose recipe names it is the same run
+    w.ok(&["run", "r.toml", "data.train.0.format=text", "--resume"]);
+    for verb in ["check", "data", "run"] {
+        let r = w.ft(&[verb, "r.toml", "data.train.0.source=pairs.jsonl", "run.output=p"]);
+        assert_eq!(r.code, 2, "{verb}: {}", r.err);
+        assert!(
+            r.err.contains("fields = { prompt = \"question\", completion = \"answer\" }"),
+            "{verb}: {}",
+            r.err
+        );
+        assert_eq!(r.err.matches("error").count(), 1, "{verb}: {}", r.err);
+    }
+    let named = [
+        "data.train.0.source=pairs.jsonl",
+        "data.train.0.fields={prompt = \"question\", completion = \"answer\"}",
+    ];
+    w.ok(&[&["run", "r.toml", "run.output=p"], &named[..]].concat());
+}
+
+#[test]
+fn a_share_of_the_training_data_is_evaluated_on() {
+    let w = world();
+    let set = [
+        "data.train.0.source=pairs.jsonl",
+        "data.train.0.fields={prompt = \"question\", completion = \"answer\"}",
+        "data.eval_share=0.2",
+    ];
+    let with = |words: &[&'static str]| [words, &set[..]].concat();
+    let checked = w.ok(&with(&["check", "r.toml"]));
+    assert!(
+        checked.out.contains("data         16 samples") && checked.out.contains("evaluation   4 samples"),
+        "{}",
+        checked.out
+    );
+    w.ok(&with(&["run", "r.toml"]));
+    let eval = w.events("o", "eval");
+    assert_eq!(eval.len(), 1, "{eval:?}");
+    let again = w.ok(&with(&["eval", "r.toml", "--adapter", "o/adapter", "--json"]));
+    let said: serde_json::Value = serde_json::from_str(&again.out).expect("JSON");
+    assert_eq!(said["target_tokens"], eval[0]["target_tokens"]);
+    assert!(
+        (again.loss() - eval[0]["loss"].as_f64().expect("a loss")).abs() < 1e-6,
+        "{} {eval:?}",
+        again.out
+    );
+    let both = w.ft(&with(&["check", "r.toml", "data.eval=[{source = \"texts.txt\"}]"]));
+    assert!(
+        both.code == 2 && both.err.contains("data.eval_share and data.eval are both given"),
+        "{}",
+        both.err
+    );
+    let seed = w.ft(&with(&["run", "r.toml", "--resume", "run.steps=3", "data.eval_share=0.1"]));
+    assert!(seed.code == 2 && seed.err.contains("data.eval_share"), "{}", seed.err);
+}
+
+#[test]
+fn data_says_what_is_lost_and_what_is_in_both_parts() {
+    let w = World::new();
+    w.config("tiny", json!(null));
+    let row = |n: usize| json!({"input_ids": (0..n).map(|i| (i + n) % 60).collect::<Vec<_>>()}).to_string();
+    w.write("long.jsonl", (0..10).map(|i| row(100 + 50 * i)).collect::<Vec<_>>().join("\n"));
+    w.write("both.jsonl", [row(100), row(7)].join("\n"));
+    w.write(
+        "d.toml",
+        "[model]\nsource = \"tiny\"\nweights = \"random\"\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+         train = [{ source = \"long.jsonl\" }]\neval = [{ source = \"both.jsonl\" }]\nmax_length = 300\n\
+         [run]\nbatch_rows = 1\ndevice = \"cpu\"\n",
+    );
+    let r = w.ok(&["data", "d.toml", "--json"]);
+    let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
+    // 350, 400, .. 550 lose 50, 100, .. 250
+    let at =
+        |max: u64| said["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max).cloned();
+    assert_eq!(at(300), Some(json!({"max_length": 300, "tokens": 750, "samples": 5})), "{}", r.out);
+    assert_eq!(at(1024), Some(json!({"max_length": 1024, "tokens": 0, "samples": 0})));
+    assert_eq!((&said["whole_lengths"]["max"], &said["lengths"]["max"]), (&json!(550), &json!(300)));
+    assert_eq!((&said["in_both"], &said["truncated"]), (&json!(1), &json!(5)));
+    assert!(r.err.contains("1 of the 2 samples of the evaluation are in the training data too"), "{}", r.err);
+    let shown = w.ok(&["data", "d.toml", "--rows", "0"]).out;
+    assert!(shown.contains("before     min 100") && shown.contains("of 5 samples, as it is"), "{shown}");
+    let dropped = w.ok(&["data", "d.toml", "--json", "data.over_length=drop"]).out;
+    let dropped: serde_json::Value = serde_json::from_str(&dropped).expect("JSON");
+    assert_eq!(dropped["lost"], said["lost"]);
+}
