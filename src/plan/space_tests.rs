@@ -151,6 +151,7 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     let set = [
         "model.source=Qwen/Qwen2-72B",
         FULL,
+        "train.0.modules=['attention', 'mlp', 'norms', 'embedding', 'head']",
         "parallel.data=8",
         "parallel.zero=3",
         "parallel.comm=nccl",
@@ -175,6 +176,7 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     }
     let host = sum(&short.space.host);
     assert!((126_000_000_000..140_000_000_000).contains(&host), "{host}");
-    assert!(with(8 * host)?.space.fits());
+    let roomy = with(8 * host)?;
+    assert!(roomy.fits(), "{}", roomy.refusal());
     Ok(())
 }

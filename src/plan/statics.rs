@@ -420,9 +420,11 @@ impl Statics {
         let parts = ranks.zero >= 3 || (ranks.zero >= 1 && !one_copy);
         let together = ranks.data > 1 && parts && !s.everything_full();
         let values = if together { 4 * count + read } else { 0 };
+        // they are the host's
+        let [here, there] = if machine.cuda { [0, values] } else { [values, 0] };
         // all that is written of an adapter of twice the rank is made before
-        let values = if lacks && !s.everything_full() { values.max(8 * count + read) } else { values };
-        out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
+        let here = if lacks && !s.everything_full() { here.max(8 * count + read) } else { here };
+        out.save_transient = ((value + rounded.max(read)).max(here) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if r.parallel.comm == Comm::Mpi && r.parallel.ranks() > 1 {
@@ -434,8 +436,9 @@ impl Statics {
         }
         let written = if machine.cuda && !offload { 4 * largest } else { WRITER };
         out.host.push(("checkpoint_writer", written));
-        if states_elsewhere {
-            out.host.push(("reading_weights", 4 * largest));
+        let read_back = if states_elsewhere { there.max(4 * largest) } else { there };
+        if read_back > 0 {
+            out.host.push(("reading_weights", read_back));
         }
         out
     }
