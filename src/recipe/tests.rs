@@ -263,8 +263,10 @@ fn files() {
     assert_eq!(recipe.resolve("nowhere.jsonl"), Path::new("nowhere.jsonl"));
     std::fs::write(&path, vec![b'#'; LARGEST as usize + 1]).unwrap();
     assert!(matches!(Recipe::load(&path, &[]), Err(Error::TooLarge { .. })));
-    let shipped = Recipe::load(Path::new("qwen3-8b-lora"), &[]).unwrap_err().to_string();
-    assert!(shipped.contains("ft recipes qwen3-8b-lora > qwen3-8b-lora.toml"), "{shipped}");
+    let shipped = Recipe::load(Path::new("qwen3-8b-lora"), &[]).unwrap();
+    assert_eq!((shipped.name.as_str(), shipped.folder.as_path()), ("qwen3-8b-lora", Path::new("")));
+    let near = Recipe::load(Path::new("qwen3-8b-lora.toml"), &[]).unwrap_err().to_string();
+    assert!(near.contains("a shipped recipe has this name: qwen3-8b-lora"), "{near}");
 }
 
 #[test]

@@ -125,6 +125,7 @@ impl Recipe {
             (_, _, Some(rule)) => lora && rule.method != Method::Lora,
             ("run", "epochs", _) => self.run.steps.is_some(),
             ("run", "steps", _) => self.run.steps.is_none(),
+            ("optimizer", "lr_scale_b", _) => !self.uses_lora_defaults(),
             ("optimizer", "galore_rank" | "galore_gap" | "galore_scale", _) => {
                 !self.optimizer.name.projects()
             }

@@ -101,7 +101,6 @@ fn folders_of_runs_are_taken() {
     let earlier = loss(&["o/checkpoints/step-00000003"]);
     assert_ne!(earlier, of_adapter);
     assert_eq!(loss(&["o", "--adapter", "o/checkpoints/step-00000003"]), earlier);
-    w.ok(&["export", "o", "--to", "vllm", "--out", "v"]);
     // a run that has no result yet is what its newest checkpoint is
     std::fs::remove_dir_all(w.path("o/adapter")).expect("removed");
     assert_eq!(loss(&["o"]), of_adapter);
