@@ -76,7 +76,7 @@ mod tests {
                 let u = f64::from(s.uniform((at * d + i) as u64));
                 assert!((v - (2.0 * u - 1.0) * bound).abs() < 1e-6 * bound);
             }
-            most = most.max(part.iter().fold(0.0f64, |m, v| m.max(v.abs())) / bound);
+            most = most.max(part.iter().fold(0f64, |m, v| m.max(v.abs())) / bound);
             at += n;
         }
         assert!(most > 0.999, "{most}");
