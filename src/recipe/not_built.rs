@@ -5,7 +5,7 @@
 
 use super::kind::{self, Unset};
 use super::report::{Diagnostic, MOST, Text};
-use super::tree::{Node, Table, Value};
+use super::tree::{Table, Value};
 use std::collections::BTreeSet;
 
 /// What of a key is not built.
