@@ -300,6 +300,23 @@ impl Unit {
         std::iter::once(&self.compute.held.values).chain(apart.then_some(&self.master.values))
     }
 
+    /// Gives what the layers compute with new values of the master weights, where it lives.
+    ///
+    /// # Errors
+    /// A range that is not all here; of the device.
+    pub fn refresh(&self, range: Range<usize>) -> Result<()> {
+        if self.is_master() {
+            return Ok(());
+        }
+        let (values, to) = (self.master.of(range.clone())?, self.compute.held.of(range)?);
+        let values = match self.compute.whole.dtype() {
+            // a tensor of its own: the master weights are another
+            DType::F32 => values.force_contiguous()?,
+            dtype => values.to_dtype(dtype)?,
+        };
+        to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
+    }
+
     /// Whether what is held of the compute buffer is the master weights.
     pub fn is_master(&self) -> bool {
         self.master.is(&self.compute.held.values)

@@ -14,7 +14,7 @@
 
 use super::Update;
 use crate::adapt::params::ALIGN;
-use candle_core::{DType, Result};
+use candle_core::Result;
 
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
@@ -22,20 +22,6 @@ pub use crate::kernel::optimizer::PIECE;
 pub const STAGED: usize = PIECE / 4;
 
 impl Update<'_> {
-    /// Gives what the layers compute with the new values, where it lives.
-    fn give(&self) -> Result<()> {
-        if self.unit.is_master() {
-            return Ok(());
-        }
-        let (values, to) = (self.master()?, self.compute()?);
-        let values = match self.unit.compute.whole.dtype() {
-            // a tensor of its own: the master weights are another
-            DType::F32 => values.force_contiguous()?,
-            dtype => values.to_dtype(dtype)?,
-        };
-        to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
-    }
-
     /// Whether the states live on the host, and the gradients do not.
     fn crosses(&self) -> Result<bool> {
         Ok(self.master()?.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
@@ -62,7 +48,7 @@ pub(super) fn step(
     }
     for p in &pieces {
         p.apply(&p.grads()?, None)?;
-        p.give()?;
+        p.unit.refresh(p.range.clone())?;
     }
     Ok(())
 }
@@ -102,7 +88,7 @@ impl Staged {
             }
             p.apply(&grads.into(), None)?;
             if host {
-                p.give()?;
+                p.unit.refresh(p.range.clone())?;
                 continue;
             }
             let values = p.master()?;

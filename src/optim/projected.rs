@@ -51,11 +51,7 @@ impl GaLore {
             let less = (&master * (1.0 - k.lr * k.weight_decay))?;
             master.slice_set(&less, 0, 0)?;
         }
-        let dtype = unit.compute.whole.dtype();
-        if dtype != DType::F32 {
-            unit.compute.held.of(slot.range())?.slice_set(&master.to_dtype(dtype)?, 0, 0)?;
-        }
-        Ok(())
+        unit.refresh(slot.range())
     }
 }
 

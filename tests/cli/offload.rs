@@ -28,6 +28,7 @@ fn where_things_live_changes_no_bit() {
         (FULL, &["memory.recompute=all"], &[PARAMS, STATES_AND_PARAMS, ACTIVATIONS]),
         (FULL, &at_once, &[PARAMS, ALL]),
         (FULL, &["optimizer.name=adamw8bit", "model.dtype=bf16"], &[ALL]),
+        (FULL, &["optimizer.name=galore", "optimizer.galore_rank=4"], &[PARAMS, ACTIVATIONS]),
         (LORA, &["memory.recompute=1"], &[PARAMS, ALL]),
         (LORA, &["model.dtype=bf16", "memory.recompute=all"], &[PARAMS, ALL]),
         (LORA, &["model.dtype=f16", "memory.recompute=none"], &[ALL]),
