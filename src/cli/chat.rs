@@ -9,7 +9,8 @@ use crate::base::Base;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{print, tell, warn};
-use crate::model::Decoder;
+use crate::model::{Config, Decoder};
+use crate::plan::{Loaded, Reading};
 use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
 use crate::store;
 use crate::train::job;
@@ -19,9 +20,6 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use serde_json::{Map, Value, json};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-
-/// Tokens of a conversation that there is room for from the beginning; a longer one is read again into twice the room.
-const CONVERSATION: usize = 8192;
 
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
@@ -124,10 +122,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     chat.messages.clone_from(&chat.first);
     match &args.prompt {
         Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
-        None => {
-            chat.reader.make_room(CONVERSATION)?;
-            talk(&mut chat, &mut sampler)
-        }
+        None => talk(&mut chat, &mut sampler),
     }
 }
 
@@ -269,9 +264,39 @@ fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Devic
         }
     };
     let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
-    let dtype = job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device);
+    let named = args.dtype.as_deref().and_then(Dtype::from_word);
+    fits(&base.config, &selection, (nf4, named), device)?;
+    let dtype = job::dtype(named, device);
     let (base, progress) = (base.in_nf4(nf4), "loading");
     Ok(Build::new(&base, &selection).adapter(adapter).on(dtype, device).shown(progress).run()?.0)
+}
+
+/// Refuses what there is no memory for, before anything is loaded; says so where a conversation ends before the model does.
+fn fits(
+    config: &Config,
+    selection: &Selection,
+    (nf4, dtype): (bool, Option<Dtype>),
+    device: &Device,
+) -> crate::Result<()> {
+    let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
+    let of = Loaded { config, selection, quantize, dtype };
+    let reading = Reading::new(of, device.is_cuda())?;
+    if !reading.fits() {
+        let mut others = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
+        if device.is_cpu() && dtype != Some(Dtype::Bf16) {
+            others.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..of }, false));
+        }
+        if device.is_cuda() {
+            others.push(("--device cpu", of, false));
+        }
+        let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
+        return Err(reading.refusal(&others.collect::<crate::Result<Vec<_>>>()?).into());
+    }
+    if let Some(tokens) = reading.tokens().filter(|t| *t < config.max_positions as u64) {
+        let (text, most) = (reading.text(), config.max_positions);
+        tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));
+    }
+    Ok(())
 }
 
 /// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.

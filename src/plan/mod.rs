@@ -11,6 +11,7 @@
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
 //! search    the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
+//! reading   what a model takes that only answers: `ft chat`
 //! ```
 //!
 //! What an operation allocates and computes is said where it is, in `kernel`: a plan runs the engine's own `forward` and
@@ -20,6 +21,7 @@
 pub mod hints;
 pub mod ledger;
 pub mod rates;
+pub mod reading;
 pub mod report;
 pub mod search;
 pub mod shape;
@@ -37,6 +39,7 @@ mod tests;
 pub use crate::kernel::Machine;
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
+pub use reading::{Loaded, Reading};
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;

@@ -373,7 +373,7 @@ impl Statics {
             out.flight = (0..units).map(flight).collect();
         }
         if weights_elsewhere {
-            let weights: u64 = out.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum();
+            let weights = out.weights();
             let mut rest = Bytes::default();
             out.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
             out.device = rest;
@@ -445,6 +445,11 @@ impl Statics {
 }
 
 impl Statics {
+    /// Bytes of weights and adapters on the device.
+    pub fn weights(&self) -> u64 {
+        self.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum()
+    }
+
     /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
     pub fn live_at(&self, unit: usize) -> u64 {
         let of = |unit: usize| self.live.get(unit).copied().unwrap_or(0);

@@ -284,7 +284,9 @@ impl Running<'_> {
             let mut sampler = generate::greedy();
             let Setup { decoder, params, comm, .. } = self.setup;
             let alone = Alone::new(decoder, params, comm);
-            let mut reader = generate::Reader::new(decoder, &job.device).around(&alone);
+            let mut reader = generate::Reader::new(decoder, &job.device)
+                .within(ids.len() + generate::SAMPLE_TOKENS)
+                .around(&alone);
             let reply = generate::reply(
                 &mut reader,
                 tokenizer,
