@@ -1,6 +1,7 @@
-//! What an earlier run left in a run folder.
+//! What an earlier run left in a run folder, and what it chose.
 
 use super::run::{CHECKPOINTS, Options};
+use super::state::State;
 use super::{Error, Job, output};
 use crate::recipe::Recipe;
 use crate::store::{self, checkpoint};
@@ -69,4 +70,28 @@ pub fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
         }
     }
     Ok(())
+}
+
+/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
+/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
+pub fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
+    if !recipe.run.micro_rows.is_auto() {
+        return;
+    }
+    const KEY: &str = "run.micro_rows";
+    let written = match reached {
+        Some(state) => state.identity.get(KEY).cloned(),
+        None => Recipe::load(&dir.join("recipe.toml"), &[]).ok().and_then(|r| {
+            let (mut then, mut now) = (r.math_keys(), recipe.math_keys());
+            let rows = then.remove(KEY);
+            now.remove(KEY);
+            rows.filter(|_| then == now)
+        }),
+    };
+    let rows = written.and_then(|n| n.parse::<usize>().ok());
+    let fits =
+        |n: &usize| *n > 0 && recipe.run.batch_rows.is_multiple_of(n.saturating_mul(recipe.parallel.data));
+    if let Some(n) = rows.filter(fits) {
+        recipe.run.micro_rows = n.into();
+    }
 }

@@ -1,7 +1,7 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
 use super::best::Best;
-use super::earlier::{clear, ended, exists, filled, refuse_earlier};
+use super::earlier::{clear, ended, exists, filled, keep_micro_rows, refuse_earlier};
 use super::exhausted::start_threads_of;
 use super::finished::Inputs;
 use super::guard::{self, Still};
@@ -465,30 +465,6 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     }))?;
     r.told(&result);
     Ok(Outcome::Done { result })
-}
-
-/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
-/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
-fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
-    if !recipe.run.micro_rows.is_auto() {
-        return;
-    }
-    const KEY: &str = "run.micro_rows";
-    let written = match reached {
-        Some(state) => state.identity.get(KEY).cloned(),
-        None => Recipe::load(&dir.join("recipe.toml"), &[]).ok().and_then(|r| {
-            let (mut then, mut now) = (r.math_keys(), recipe.math_keys());
-            let rows = then.remove(KEY);
-            now.remove(KEY);
-            rows.filter(|_| then == now)
-        }),
-    };
-    let rows = written.and_then(|n| n.parse::<usize>().ok());
-    let fits =
-        |n: &usize| *n > 0 && recipe.run.batch_rows.is_multiple_of(n.saturating_mul(recipe.parallel.data));
-    if let Some(n) = rows.filter(fits) {
-        recipe.run.micro_rows = n.into();
-    }
 }
 
 /// Writes the checkpoint of the steps that are done, if there is none yet.

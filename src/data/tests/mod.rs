@@ -40,7 +40,6 @@ fn data(max_length: usize) -> recipe::Data {
         train: Vec::new(),
         eval: Vec::new(),
         eval_share: 0.0,
-        neftune: 0.0,
         max_length,
         over_length: OverLength::Truncate,
         on_bad_row: OnBadRow::Error,
