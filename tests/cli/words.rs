@@ -3,9 +3,25 @@
 use super::world::World;
 use std::fmt::Write;
 
-const VERBS: [&str; 15] = [
-    "", "run", "check", "data", "eval", "chat", "merge", "routes", "export", "bench", "plan", "quantize",
-    "report", "recipes", "schema",
+const VERBS: [&str; 18] = [
+    "",
+    "run",
+    "check",
+    "data",
+    "eval",
+    "chat",
+    "merge",
+    "routes",
+    "export",
+    "bench",
+    "plan",
+    "quantize",
+    "report",
+    "recipes",
+    "init",
+    "schema",
+    "completions",
+    "man",
 ];
 
 #[test]
