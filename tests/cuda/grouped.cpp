@@ -320,5 +320,7 @@ TEST(measured) {
     const Sizes s = {{128, 128}, 256, 128, {32, 32}, codes, false};
     dropout<float>("f32", 4096, true), dropout<bf16>("bf16", 4096, true), dropout<f16>("f16", 4096, true);
     grouped<float>("f32", s, 1), grouped<bf16>("bf16", s, 1), grouped<f16>("f16", s, 1);
+    const Sizes half_full = {{96, 64}, 512, 128, {32, 32}, codes, false};
+    grouped<bf16>("bf16", half_full, 1), grouped<f16>("f16", half_full, 1);
   }
 }
