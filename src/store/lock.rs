@@ -151,7 +151,8 @@ fn open(dir: &Path) -> Result<Option<File>, Error> {
     }
     file.set_len(0)
         .and_then(|()| file.rewind())
-        .and_then(|()| writeln!(file, "{NOTE}{}", std::process::id()))
+        // at once: whoever is killed here leaves the whole note, or none
+        .and_then(|()| file.write_all(format!("{NOTE}{}\n", std::process::id()).as_bytes()))
         .map_err(|e| {
             // A full disk: nothing of ours stays on it.
             let _ = std::fs::remove_file(&path);
@@ -160,7 +161,7 @@ fn open(dir: &Path) -> Result<Option<File>, Error> {
     Ok(Some(file))
 }
 
-/// What a lock's file says, if it says what we write; an empty one may be new.
+/// What a lock's file says, if it says what we write, or its beginning: an empty one may be new.
 fn note(file: &mut File) -> io::Result<Option<String>> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -168,7 +169,7 @@ fn note(file: &mut File) -> io::Result<Option<String>> {
     let Ok(text) = String::from_utf8(bytes) else { return Ok(None) };
     let text = text.trim_end();
     let number = text.strip_prefix(NOTE);
-    let ours = text.is_empty() || number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
+    let ours = NOTE.starts_with(text) || number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
     Ok(ours.then(|| text.to_string()))
 }
 
