@@ -1,0 +1,202 @@
+//! The model card of an adapter or a model: the README.md that the hub shows.
+
+use super::Error;
+use super::read::{Metrics, text};
+use crate::log::escape;
+use crate::store;
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::path::Path;
+
+/// What the card of a folder says of it.
+struct About {
+    adapter: bool,
+    /// The base as the files name it.
+    base: Option<String>,
+    /// How the texts of the training were made.
+    form: Option<String>,
+    /// Hub ids of the data, and everything that the recipe names.
+    datasets: Vec<String>,
+    data: Vec<String>,
+    recipe: Option<String>,
+    metrics: Option<Metrics>,
+    license: Option<String>,
+}
+
+/// The card of the adapter or model in `folder`, which will be `repository` on the hub. What the run of it was is read
+/// from `run`, if there is one.
+///
+/// # Errors
+/// A recipe or metrics that are there and cannot be read.
+pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> Result<String, Error> {
+    let about = About::read(folder, run)?;
+    Ok(about.render(repository))
+}
+
+/// Whether a source is a repository on the hub, not a folder of the machine that trained.
+pub fn is_hub_id(source: &str) -> bool {
+    let plain = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with(['.', '-', '~'])
+            && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+    };
+    source.split_once('/').is_some_and(|(owner, name)| plain(owner) && plain(name))
+        && !Path::new(source).exists()
+}
+
+fn json_of(path: &Path) -> Value {
+    let bytes = store::read_plain(path, store::LARGEST).unwrap_or_default();
+    serde_json::from_slice(&bytes).unwrap_or(Value::Null)
+}
+
+impl About {
+    fn read(folder: &Path, run: Option<&Path>) -> Result<Self, Error> {
+        let config = json_of(&folder.join("adapter_config.json"));
+        let adapter = config.is_object();
+        let read = |name: &str| -> Result<Option<String>, Error> {
+            let Some(run) = run else { return Ok(None) };
+            let path = run.join(name);
+            match store::read_plain_text(&path, store::LARGEST) {
+                Ok(text) => Ok(Some(text)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+                Err(e) => Err(store::Error::read(&path, e).into()),
+            }
+        };
+        let recipe = read("recipe.toml")?;
+        let table: toml::Table = recipe.as_deref().and_then(|r| toml::from_str(r).ok()).unwrap_or_default();
+        let source = |v: &toml::Value| v.get("source").and_then(toml::Value::as_str).map(str::to_string);
+        let base = match text(&config, "base_model_name_or_path") {
+            "" => table.get("model").and_then(source),
+            base => Some(base.to_string()),
+        };
+        let data: Vec<String> = table
+            .get("data")
+            .and_then(|d| d.get("train"))
+            .and_then(toml::Value::as_array)
+            .into_iter()
+            .flatten()
+            .filter_map(source)
+            .collect();
+        let metrics = match run.map(|r| r.join("metrics.jsonl")).filter(|p| p.is_file()) {
+            Some(path) => Some(Metrics::read(&path)?),
+            None => None,
+        };
+        let license = base.as_deref().and_then(|b| license(Path::new(b)));
+        let form = json_of(&folder.join("ft.json"))["form"].as_str().map(str::to_string);
+        let datasets = data.iter().filter(|d| is_hub_id(d)).cloned().collect();
+        Ok(Self { adapter, base, form, datasets, data, recipe, metrics, license })
+    }
+
+    fn render(&self, repository: &str) -> String {
+        // JSON's strings are YAML's
+        let quoted = |s: &str| json!(s).to_string();
+        let hub_base = self.base.as_deref().filter(|b| is_hub_id(b));
+        let mut out = String::from("---\n");
+        if let Some(base) = hub_base {
+            let _ = writeln!(out, "base_model: {}", quoted(base));
+            let relation = if self.adapter { "adapter" } else { "finetune" };
+            let _ = writeln!(out, "base_model_relation: {relation}");
+        }
+        let _ = writeln!(out, "library_name: {}", if self.adapter { "peft" } else { "transformers" });
+        out.push_str("pipeline_tag: text-generation\n");
+        if let Some(license) = &self.license {
+            let _ = writeln!(out, "license: {}", quoted(license));
+        }
+        if !self.datasets.is_empty() {
+            out.push_str("datasets:\n");
+            for d in &self.datasets {
+                let _ = writeln!(out, "- {}", quoted(d));
+            }
+        }
+        out.push_str("tags:\n- ft\n");
+        out.push_str(if self.adapter { "- lora\n" } else { "" });
+        let name = repository.rsplit('/').next().unwrap_or(repository);
+        let _ = writeln!(out, "---\n\n# {name}\n");
+        let what = if self.adapter { "An adapter (PEFT)" } else { "A model" };
+        // a path of the machine that trained says nothing to others
+        let of = hub_base.map_or(String::new(), |b| format!(" of [{b}](https://huggingface.co/{b})"));
+        let _ = writeln!(out, "{what}{of}, trained with ft {}.\n", env!("CARGO_PKG_VERSION"));
+        if !self.data.is_empty() {
+            let shown = |d: &String| match is_hub_id(d) {
+                true => format!("[{d}](https://huggingface.co/datasets/{d})"),
+                false => format!("`{}`", file_name(d)),
+            };
+            let all: Vec<String> = self.data.iter().map(shown).collect();
+            let _ = writeln!(out, "Trained on {}.\n", all.join(", "));
+        }
+        self.results(&mut out);
+        self.usage(&mut out, repository, hub_base);
+        if let Some(recipe) = &self.recipe {
+            // a fence that the recipe does not hold
+            let fence = "`".repeat(3 + longest_run(recipe, '`'));
+            let _ = writeln!(out, "## Recipe\n\n{fence}toml\n{}\n{fence}", escape(recipe.trim_end()));
+        }
+        out
+    }
+
+    fn results(&self, out: &mut String) {
+        let Some(m) = &self.metrics else { return };
+        let _ = writeln!(out, "## Results\n\n| | |\n|---|---|");
+        let row = |out: &mut String, what: &str, value: String| {
+            let _ = writeln!(out, "| {what} | {value} |");
+        };
+        row(out, "steps", m.last_step().to_string());
+        let tokens: f64 = m.steps.values().map(|s| s.tokens).filter(|n| n.is_finite()).sum();
+        row(out, "tokens", format!("{tokens:.0}"));
+        if let Some((_, s)) = m.steps.last_key_value().filter(|(_, s)| s.loss.is_finite()) {
+            row(out, "training loss of the last step", format!("{:.4}", s.loss));
+        }
+        let evals: Vec<(&u64, &f64)> = m.evals.iter().filter(|(_, l)| l.is_finite()).collect();
+        let mut ends = vec![evals.first(), evals.last().filter(|_| evals.len() > 1)];
+        ends.retain(Option::is_some);
+        for (step, loss) in ends.into_iter().flatten() {
+            let value = format!("{loss:.4} (perplexity {:.2})", loss.exp());
+            row(out, &format!("evaluation loss after step {step}"), value);
+        }
+        out.push('\n');
+    }
+
+    fn usage(&self, out: &mut String, repository: &str, base: Option<&str>) {
+        let id = json!(repository);
+        let _ = writeln!(out, "## Use\n");
+        if self.adapter {
+            let base = json!(base.unwrap_or("the base model"));
+            let _ = writeln!(
+                out,
+                "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+                 model = AutoModelForCausalLM.from_pretrained({base})\nmodel = PeftModel.from_pretrained(model, {id})\n\
+                 tokenizer = AutoTokenizer.from_pretrained({base})\n```\n"
+            );
+            let _ = writeln!(out, "Or with ft: `ft chat BASE --adapter {repository}`\n");
+        } else {
+            let _ = writeln!(
+                out,
+                "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+                 model = AutoModelForCausalLM.from_pretrained({id})\ntokenizer = AutoTokenizer.from_pretrained({id})\n```\n"
+            );
+            let _ = writeln!(out, "Or with ft: `ft chat {repository}`\n");
+        }
+        match self.form.as_deref() {
+            Some("chat") => out.push_str("It was trained with the chat template.\n\n"),
+            Some("alpaca") => out.push_str("It was trained on Alpaca's prompts: ask it in that form.\n\n"),
+            Some("text") => out.push_str("It was trained on plain text, which it continues.\n\n"),
+            _ => {}
+        }
+    }
+}
+
+fn file_name(path: &str) -> String {
+    Path::new(path).file_name().map_or_else(|| path.into(), |n| escape(&n.to_string_lossy()).replace('`', ""))
+}
+
+fn longest_run(text: &str, c: char) -> usize {
+    text.split(|x| x != c).map(str::len).max().unwrap_or(0)
+}
+
+/// The licence that the card of a base's folder names.
+fn license(base: &Path) -> Option<String> {
+    let card = store::read_plain_text(&base.join("README.md"), 1 << 20).ok()?;
+    let head = card.strip_prefix("---\n")?.split("\n---").next()?;
+    let line = head.lines().find_map(|l| l.strip_prefix("license:"))?;
+    Some(line.trim().trim_matches(['"', '\'']).to_string()).filter(|l| !l.is_empty())
+}
