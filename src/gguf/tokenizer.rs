@@ -45,7 +45,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> crate::Res
     let path = dir.join("tokenizer.json");
     let file = object(&path)?;
     let place = path.display().to_string();
-    let model = &file["model"];
+    let model = file.get("model").unwrap_or(&Value::Null);
     if model["type"] != "BPE" || model["byte_fallback"] == true {
         let why = "no byte-level BPE (SentencePiece, say): not built yet\n  hint: llama.cpp's own conversion takes it";
         return Ok(refuse(place, why)?);
@@ -67,7 +67,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> crate::Res
         entries(&file).filter_map(|t| Some((t["content"].as_str()?, t["id"].as_u64()?))).collect();
     let mut eos = None;
     for (kind, key) in SPECIALS {
-        let named = &described[&format!("{kind}_token") as &str];
+        let named = described.get(&format!("{kind}_token")).unwrap_or(&Value::Null);
         let text = named.as_str().or_else(|| named["content"].as_str());
         let id = text.and_then(|t| Some(added.iter().find(|a| a.0 == t)?.1));
         let id = id.or_else(|| config.raw.get(&format!("{kind}_token_id")).and_then(Value::as_u64));
