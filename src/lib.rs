@@ -32,7 +32,7 @@
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, how routers decided, generation
 //! plan/     recipe + config -> bytes by component and where the peak is; the fastest execution that fits
-//! optim/    schedule, clip, AdamW with moments in f32 or 8 bits, on the device or, with its states, on the host
+//! optim/    schedule, clip, AdamW with moments in f32 or 8 bits, on the device or, with its states, on the host; GaLore
 //! train/    the step, the loop, what a checkpoint holds, what a run writes; merging, quantizing
 //! log/      progress, metrics.jsonl, what is printed; memory, and the allocator that counts it
 //! report/   a run as one HTML file

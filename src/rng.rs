@@ -22,8 +22,12 @@ pub enum Purpose {
     Sample = 6,
     /// Mixing of sources.
     Mix = 7,
+    /// Noise on embeddings.
+    Noise = 8,
+    /// Random projections of gradients.
+    Projection = 9,
     /// What is evaluated on of the training data.
-    Split = 8,
+    Split = 10,
     /// Anything that only tests need.
     Test = 99,
 }

@@ -2,7 +2,6 @@
 
 use super::Error;
 use super::PeftConfig;
-use super::params::Params;
 use super::peft::{self, PREFIX};
 use super::selection::{Choice, Part, Selection, Trained};
 use crate::model::linear::Linear;
@@ -311,14 +310,14 @@ pub type Values<'a> = dyn Fn(usize) -> crate::Result<Tensor> + 'a;
 pub fn save(
     dir: &Path,
     selection: &Selection,
-    (params, values, neutral): (&Params, &Values<'_>, Vec<(String, Tensor)>),
+    (trained, values, neutral): (&[Trained], &Values<'_>, Vec<(String, Tensor)>),
     base: &str,
     revision: Option<&str>,
     quantize: Quantize,
 ) -> crate::Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
     let mut tensors = Vec::new();
-    for (i, t) in params.tensors.iter().enumerate() {
+    for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
             // PEFT gives each its own copy

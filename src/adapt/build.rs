@@ -7,8 +7,9 @@ use super::selection::{Choice, Part, Selection};
 use super::split::{Place, Split};
 use super::{Error, Trained};
 use crate::base::{self, Base, FourBit};
-use crate::comm::{At, Comm};
+use crate::comm::{self, At, Comm, Threads};
 use crate::kernel::Tensor;
+use crate::kernel::crossing::Arrival;
 use crate::kernel::padded::Padded;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
@@ -38,6 +39,7 @@ pub struct Build<'a> {
     seed: u64,
     allocate: Allocate,
     comm: Option<&'a dyn Comm>,
+    alone: Threads,
     shown: Option<&'static str>,
 }
 
@@ -53,6 +55,7 @@ impl<'a> Build<'a> {
             seed: 0,
             allocate: Allocate::default(),
             comm: None,
+            alone: comm::alone(),
             shown: None,
         }
     }
@@ -108,11 +111,18 @@ impl<'a> Build<'a> {
         Ok(logits)
     }
 
+    /// The ranks that build the model.
+    fn ranks(&self) -> &dyn Comm {
+        self.comm.unwrap_or(&self.alone)
+    }
+
     fn loader(&self) -> crate::Result<Loader<'_>> {
         self.base.check()?;
         check_full(self.base, self.selection, self.adapter)?;
         let units = self.base.config.layers + 2;
-        let params = Params::new(self.selection.trained(), units, self.dtype, self.device, self.allocate)?;
+        let mut params =
+            Params::new(self.selection.trained(), units, self.dtype, self.device, self.allocate)?;
+        params.initials = self.base.initials().cloned();
         if let Some(a) = self.adapter {
             a.check_against(self.selection, &params.tensors)?;
         }
@@ -154,6 +164,13 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
             );
         }
         let how = four_bit(base, m, choice);
+        if let Some(initials) = base.initials().filter(|i| i.has(&m.name) && base.only_4bit(m)) {
+            let word = initials.how().word();
+            return fail(&format!(
+                "its weight is 4-bit already, and lora.init = \"{word}\" is of its original weights\n  hint: \
+                 model.source with these, and model.quantize = \"nf4\""
+            ));
+        }
         made |= how == Some(FourBit::Made);
         if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
             return fail("not built yet: a 4-bit weight of anything but a linear");
@@ -176,7 +193,7 @@ struct Loader<'a> {
     tensors: HashMap<(String, Part), usize>,
     /// Tables of 4-bit types.
     books: CodeBooks,
-    /// The unit that is being built, where ranks split what is frozen.
+    /// The unit that is being built, where what is frozen comes and goes.
     split: Option<Split<'a>>,
     /// Its updates whose norms are to be computed once the unit can be gathered.
     norms: Vec<Norms>,
@@ -196,7 +213,7 @@ impl<'a> Loader<'a> {
     /// Comes to a module: where that is another unit's, the one before is complete.
     fn come_to(&mut self, m: &Module) -> crate::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
-        if self.params.is_split() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
+        if self.params.comes_and_goes() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
             self.complete()?;
             self.split = Some(Split::new(unit, self.b.device));
         }
@@ -207,13 +224,17 @@ impl<'a> Loader<'a> {
     fn complete(&mut self) -> crate::Result<()> {
         let Some(split) = self.split.take() else { return Ok(()) };
         let unit = split.unit;
-        self.params.frozen[unit] = split.end(self.params.shard)?;
+        self.params.frozen[unit] = split.end(self.b.allocate)?;
         let norms = std::mem::take(&mut self.norms);
-        let (Some(comm), false) = (self.b.comm, norms.is_empty()) else { return Ok(()) };
+        if norms.is_empty() {
+            return Ok(());
+        }
         // a tied head has the embedding's table
         let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
         let units = std::iter::once(unit).chain(tied.then_some(0));
-        units.clone().try_for_each(|u| self.params.gather(u, comm))?;
+        for u in units.clone() {
+            self.params.gather(u, self.b.ranks())?.into_iter().try_for_each(Arrival::wait)?;
+        }
         for n in norms {
             self.complete_norms(unit, n)?;
         }
@@ -284,20 +305,20 @@ impl<'a> Loader<'a> {
     /// The weight of a linear in 4 bits.
     fn blocks(&mut self, m: &Module, how: FourBit) -> crate::Result<QuantizedMatrix> {
         let of = (m, self.number(m));
-        let blocks = match (&mut self.split, self.b.comm) {
-            (Some(split), Some(comm)) => {
-                let shard = self.params.shard;
+        let blocks = match &mut self.split {
+            Some(split) => {
+                let (shard, comm) = (self.params.shard, self.b.ranks());
                 let scales = |n: usize, make: base::Scales<'_>| all_scales(m, n, make, shard, comm);
                 let unread = self.b.base.unread_codes(of, how, self.b.dtype, &scales)?;
                 unread.placed(self.b.dtype, &mut self.books, &mut |u| Ok(split.later(u)?))?
             }
-            _ => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
+            None => self.b.base.codes(of, how, self.b.dtype, &mut self.books)?,
         };
         self.was_read(m, false, false);
         Ok(blocks)
     }
 
-    /// A frozen tensor: by itself, or a view of what ranks split.
+    /// A frozen tensor: by itself, or a view of what comes and goes.
     fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> crate::Result<Tensor> {
         let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
         let Some(split) = &mut self.split else {
@@ -341,6 +362,11 @@ impl<'a> Loader<'a> {
                 return Ok(true);
             }
         }
+        if let Some(f) = self.b.base.factors((m, self.number(m)))? {
+            self.params.set(a, &f.a)?;
+            self.params.set(b, &f.b)?;
+            return Ok(false);
+        }
         let embedding = matches!(m.kind, Kind::Embedding { .. });
         // PEFT: A Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i), and B zero;
         // on an embedding A zero and B standard normal
@@ -373,7 +399,8 @@ impl Weights for Loader<'_> {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
-                let rank = super::ghost::room(m, &self.choice(m), self.b.device.is_cuda());
+                let rooms = self.b.device.is_cuda() && !self.params.comes_and_goes();
+                let rank = super::ghost::room(m, &self.choice(m), rooms);
                 Ok((
                     if rank == 0 {
                         Weight::Dense(weight)

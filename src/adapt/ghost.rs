@@ -25,11 +25,12 @@ pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
     quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
 }
 
-/// Columns that a dense matrix on CUDA has room for, and rows: the rank of its adapter, where one product sums both. Not
-/// with DoRA, which has products of its own, and not of experts, whose products are others (`kernel::grouped`).
-pub fn room(m: &Module, choice: &Choice, cuda: bool) -> usize {
+/// Columns that a dense matrix has room for that stays on a CUDA device, and rows: the rank of its adapter, where one product
+/// sums both. Not with DoRA, which has products of its own, and not of experts, whose products are others
+/// (`kernel::grouped`).
+pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
     let Choice::Lora { spec, .. } = choice else { return 0 };
-    let takes = cuda && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
+    let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
     if takes { spec.rank } else { 0 }
 }
 
@@ -43,18 +44,21 @@ pub struct Ghosts<'a> {
     pub choices: HashMap<&'a str, Choice>,
     /// Whether linears of the decoder become 4-bit.
     pub quantize: Quantize,
+    /// Whether weights stay on a CUDA device, so that dense ones have room for adapters.
+    rooms: bool,
     used: usize,
 }
 
 impl<'a> Ghosts<'a> {
-    /// For modules with these choices.
+    /// For modules with these choices; whether their linears become 4-bit, and whether weights stay on the device.
     pub fn new(
         ledger: &'a Ledger,
         dtype: DType,
         choices: impl Iterator<Item = (&'a str, Choice)>,
-        quantize: Quantize,
+        (quantize, stays): (Quantize, bool),
     ) -> Self {
-        Self { ledger, dtype, choices: choices.collect(), quantize, used: 0 }
+        let rooms = stays && ledger.machine().cuda;
+        Self { ledger, dtype, choices: choices.collect(), quantize, rooms, used: 0 }
     }
 
     /// The gradients' buffers of a model whose weights these are, by unit.
@@ -106,7 +110,7 @@ impl Weights for Ghosts<'_> {
                 None,
             )),
             shape => {
-                let rank = room(m, &self.choice(m), self.ledger.machine().cuda);
+                let rank = room(m, &self.choice(m), self.rooms);
                 if let (&[o, i], true) = (shape, rank > 0) {
                     let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
                     return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));

@@ -4,11 +4,13 @@ pub mod adapter;
 pub mod build;
 pub mod export;
 pub mod ghost;
+pub mod initial;
 pub mod learning_rates;
 pub mod moments;
 pub mod params;
 pub mod peft;
 pub mod peft_config;
+pub mod projected;
 pub mod selection;
 mod split;
 #[cfg(test)]
@@ -40,6 +42,14 @@ pub enum Error {
     Nothing {
         /// The recipe.
         place: String,
+    },
+    /// Initial values that cannot be.
+    #[error("{place}: {why}")]
+    Initial {
+        /// Where `lora.init` stands.
+        place: String,
+        /// What is wrong.
+        why: String,
     },
     /// A learning rate that cannot be.
     #[error("{place}: {why}")]
@@ -81,6 +91,7 @@ impl Failure for Error {
             Error::Rule { .. }
             | Error::Nothing { .. }
             | Error::FourBit { .. }
+            | Error::Initial { .. }
             | Error::LearningRate { .. } => ExitCode::Usage,
             Error::Peft { .. } | Error::Merge { .. } => ExitCode::Model,
         }

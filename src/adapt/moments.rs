@@ -102,6 +102,11 @@ impl Moments {
         Ok(true)
     }
 
+    /// Whether some are in 8 bits.
+    pub fn is_coded(&self) -> bool {
+        self.coded.is_some()
+    }
+
     /// Bytes that they take.
     pub fn bytes(&self) -> u64 {
         let coded = self.coded.as_ref().map_or(0, |c| bytes(c.at.len()));

@@ -3,12 +3,15 @@
 //! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
 //! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
 //! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
-//! Of what ranks split, each holds a range of every unit's buffer; what the layers compute with is then gathered for a
-//! visit to the unit, and released after it.
+//! Of what ranks split, each holds a range of every unit's buffer, and of weights that live on the host the device holds
+//! none: what the layers compute with is then gathered for a visit to the unit, and released after it.
 
 use super::moments::{Moments, is_large};
+use super::projected::{Projected, Projection};
 use super::selection::{Part, Trained};
+use crate::base::Initials;
 use crate::comm::{At, Comm};
+use crate::kernel::crossing::{self, Arrival, Locked};
 use crate::kernel::tensor::Real;
 use crate::kernel::vacant::{occupy, vacant, vacate};
 use crate::kernel::{Tensor, optimizer};
@@ -16,6 +19,7 @@ use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Elements that a tensor's offset is a multiple of: no block of 8-bit moments holds values of two tensors, or of two ranks.
@@ -118,28 +122,42 @@ impl Held {
 /// A buffer of what layers compute with.
 #[derive(Clone, Debug)]
 pub struct Buffer {
-    /// What is here all the time: all of it, or this rank's part.
+    /// What is there all the time: all of it, or this rank's part; on the device, or on the host.
     pub held: Held,
-    /// All of it, of which layers have views. Where only a part is held, it is vacant but while the unit is gathered.
+    /// All of it on the device, of which layers have views. Where it is not that which is held, it is vacant but while the
+    /// unit is gathered.
     pub whole: Tensor,
+    /// Keeps what is held in memory, where that was asked for.
+    _locked: Option<Arc<Locked>>,
 }
 
 impl Buffer {
     /// One that is held whole.
     fn replicated(len: usize, dtype: DType, device: &Device) -> Result<Self> {
         let whole = Tensor::zeros(len, dtype, device)?;
-        Ok(Self { held: Held { at: 0..len, values: whole.clone() }, whole })
+        Ok(Self { held: Held { at: 0..len, values: whole.clone() }, whole, _locked: None })
     }
 
-    /// Of one that is split, this rank's part, zeros; `whole` is vacant.
-    pub fn split(whole: Tensor, shard: Shard) -> Result<Self> {
-        let at = shard.part(whole.elem_count());
-        let values = Tensor::zeros(at.len(), whole.dtype(), whole.device())?;
-        Ok(Self { held: Held { at, values }, whole })
+    /// Of one that comes and goes, what this rank holds, zeros; `whole` is vacant.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn apart(whole: Tensor, what: Allocate) -> Result<Self> {
+        let at = what.shard.held(whole.elem_count(), 3);
+        let home = if what.offload_weights { &Device::Cpu } else { whole.real()?.device() };
+        let values = Tensor::zeros(at.len(), whole.dtype(), home)?;
+        Self::of(Held { at, values }, whole, what)
     }
 
-    /// Whether ranks split it.
-    pub fn is_split(&self) -> bool {
+    /// One that comes and goes, and holds that.
+    fn of(held: Held, whole: Tensor, what: Allocate) -> Result<Self> {
+        let lock = what.pin && what.offload_weights;
+        let locked = lock.then(|| Locked::new(held.values.real()?, whole.real()?.device())).transpose()?;
+        Ok(Self { held, whole, _locked: locked.map(Arc::new) })
+    }
+
+    /// Whether it comes for a visit and goes after it.
+    pub fn is_apart(&self) -> bool {
         !self.held.is(&self.whole)
     }
 
@@ -148,11 +166,15 @@ impl Buffer {
         (self.held.at.len() * self.whole.dtype().size_in_bytes()) as u64
     }
 
-    /// Brings all of it here.
-    fn gather(&self, at: At, shard: Shard, comm: &dyn Comm) -> crate::Result<()> {
+    /// Begins to bring all of it here.
+    fn gather(&self, at: At, shard: Shard, comm: &dyn Comm) -> crate::Result<Arrival> {
         occupy(&self.whole)?;
-        let parts = shard.parts(self.whole.elem_count());
-        comm.gather(at, self.held.values.clone(), &parts, &self.whole)
+        if shard.is_split() {
+            let parts = shard.parts(self.whole.elem_count());
+            comm.gather(at, self.held.values.clone(), &parts, &self.whole)?;
+            return Ok(Arrival::over());
+        }
+        Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }
 }
 
@@ -171,17 +193,19 @@ pub struct Unit {
     pub part: Range<usize>,
     /// What the layers compute with, in the compute dtype.
     pub compute: Buffer,
-    /// f32 master weights; the compute buffer itself where that is f32 and they are not on the host.
+    /// f32 master weights; what is held of the compute buffer where that is f32 and lives in the same place.
     pub master: Held,
-    /// The master weights once more, where layers compute with them too and ranks split them.
+    /// The master weights once more, where layers compute with them too and they come and go.
     pub wide: Option<Buffer>,
     /// Whether every rank has all master weights of this unit, whatever its part is.
     pub replicated: bool,
     /// Gradients, f32; none when nothing is trained (an adapter that is only used), or each unit is updated in its
     /// backward visit.
     pub grads: Option<Held>,
-    /// AdamW's moments.
+    /// AdamW's moments, but for those of what is projected.
     pub moments: Option<Moments>,
+    /// GaLore's states, of matrices whose gradients are projected.
+    pub projected: Vec<Projected>,
 }
 
 /// All trained tensors of a model.
@@ -193,16 +217,24 @@ pub struct Params {
     pub slots: Vec<Slot>,
     /// Buffers by unit; `None` where nothing trains.
     pub units: Vec<Option<Unit>>,
-    /// Frozen weights by unit, where ranks split them; else they are tensors by themselves.
+    /// Frozen weights by unit, where they come and go; else they are tensors by themselves.
     pub frozen: Vec<Vec<Buffer>>,
-    /// Whether master weights and moments live on the host, apart from what the layers compute with.
+    /// Whether master weights and moments live on the host.
     pub offloaded: bool,
+    /// Whether what the layers compute with lives on the host, and comes for each visit.
+    pub weights_offloaded: bool,
+    /// Whether buffers of what crosses between the host and the device are page-locked.
+    pub pin: bool,
     /// Whether moments of large tensors are in 8 bits.
     pub eight_bit: bool,
+    /// How gradients are projected.
+    pub projection: Projection,
     /// Whether each unit is updated in its backward visit.
     pub in_backward: bool,
     /// What of it this rank holds.
     pub shard: Shard,
+    /// What low-rank updates began with, where the base gave it.
+    pub initials: Option<Arc<Initials>>,
     /// Whether all gradients are zero since an update that left them so.
     pub zeroed: AtomicBool,
 }
@@ -216,20 +248,32 @@ pub struct Allocate {
     pub in_backward: bool,
     /// Master weights and moments on the host (`memory.offload = ["optimizer"]`).
     pub offload: bool,
+    /// What layers compute with on the host, frozen weights too (`memory.offload = ["params"]`).
+    pub offload_weights: bool,
+    /// Host memory that values cross from or to page-locked (`memory.pin`).
+    pub pin: bool,
     /// Moments of large tensors in 8 bits (`optimizer.name = "adamw8bit"`).
     pub eight_bit: bool,
+    /// Directions that gradients are projected onto (`optimizer.name = "galore"`); 0 for none.
+    pub project: usize,
     /// What of them is this rank's.
     pub shard: Shard,
 }
 
-/// Lays tensors out in units, those first whose moments can be in 8 bits: slots, elements of each unit, and those of its
-/// first tensors.
-pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>, Vec<usize>) {
-    let (mut len, mut first) = (vec![0usize; units], Vec::new());
+/// Lays tensors out in units, those first whose moments can be in 8 bits, and those last whose gradients are projected:
+/// slots, and the elements of each unit that are large, that have moments of their own, and all.
+pub fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, [Vec<usize>; 3]) {
+    let mut len = vec![0usize; units];
+    let mut ends = [(); 3].map(|()| Vec::new());
     let mut slots = Vec::with_capacity(tensors.len());
-    for large in [true, false] {
+    // large, small, projected
+    let kind = |t: &Trained| match (how.takes_tensor(t, units), is_large(t.elements())) {
+        (true, _) => 2,
+        (_, large) => usize::from(!large),
+    };
+    for (number, end) in ends.iter_mut().enumerate() {
         for (index, t) in tensors.iter().enumerate() {
-            if is_large(t.elements()) != large {
+            if kind(t) != number {
                 continue;
             }
             let cols = *t.shape.last().unwrap_or(&1);
@@ -238,12 +282,10 @@ pub fn layout(tensors: &[Trained], units: usize) -> (Vec<Slot>, Vec<usize>, Vec<
             len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
             slots.push(Slot { index, unit: t.unit, offset, rows, cols });
         }
-        if large {
-            first = len.clone();
-        }
+        end.clone_from(&len);
     }
     slots.sort_by_key(|s| s.index);
-    (slots, len, first)
+    (slots, ends)
 }
 
 /// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
@@ -254,8 +296,30 @@ pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<us
 impl Unit {
     /// The buffers of which a rank updates its part, and needs all.
     pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
-        let apart = self.replicated && !self.master.is(&self.compute.whole);
-        std::iter::once(&self.compute.whole).chain(apart.then_some(&self.master.values))
+        let apart = self.replicated && !self.is_master();
+        std::iter::once(&self.compute.held.values).chain(apart.then_some(&self.master.values))
+    }
+
+    /// Gives what the layers compute with new values of the master weights, where it lives.
+    ///
+    /// # Errors
+    /// A range that is not all here; of the device.
+    pub fn refresh(&self, range: Range<usize>) -> Result<()> {
+        if self.is_master() {
+            return Ok(());
+        }
+        let (values, to) = (self.master.of(range.clone())?, self.compute.held.of(range)?);
+        let values = match self.compute.whole.dtype() {
+            // a tensor of its own: the master weights are another
+            DType::F32 => values.force_contiguous()?,
+            dtype => values.to_dtype(dtype)?,
+        };
+        to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
+    }
+
+    /// Whether what is held of the compute buffer is the master weights.
+    pub fn is_master(&self) -> bool {
+        self.master.is(&self.compute.held.values)
     }
 }
 
@@ -268,9 +332,11 @@ impl Params {
         device: &Device,
         what: Allocate,
     ) -> Result<Self> {
-        let (slots, lens, first) = layout(&tensors, units);
+        let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
+        let (slots, [first, wide_end, lens]) = layout(&tensors, units, projection);
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
-        let Allocate { train, in_backward, offload, eight_bit, shard } = what;
+        let Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard, .. } = what;
+        let count = units;
         let home = if offload { &Device::Cpu } else { device };
         let frozen = vec![Vec::new(); units];
         let units = lens
@@ -280,14 +346,14 @@ impl Params {
                 if len == 0 {
                     return Ok(None);
                 }
-                let split = shard.is_split();
-                let compute = match split {
-                    true => Buffer::split(vacant(len, dtype, device)?, shard)?,
+                let (split, apart) = (shard.is_split(), shard.is_split() || offload_weights);
+                let compute = match apart {
+                    true => Buffer::apart(vacant(len, dtype, device)?, what)?,
                     false => Buffer::replicated(len, dtype, device)?,
                 };
                 let (part, states) = (shard.part(len), shard.held(len, 1));
                 let state = || Held::zeros(states.clone(), home);
-                let same = dtype == DType::F32 && !offload;
+                let same = dtype == DType::F32 && offload == offload_weights;
                 let wide = wide.contains(&number);
                 let replicated = !split && (same || shard.stage == 0 || wide);
                 let master = match (same, replicated) {
@@ -296,13 +362,24 @@ impl Params {
                     _ => state()?,
                 };
                 // in f32 what the layers compute with has the same values
-                let wide = match split && wide && dtype != DType::F32 && home.same_device(device) {
-                    true => Some(Buffer { held: master.clone(), whole: vacant(len, DType::F32, device)? }),
+                let wide = match apart
+                    && wide
+                    && dtype != DType::F32
+                    && (offload_weights || home.same_device(device))
+                {
+                    true => Some(Buffer::of(master.clone(), vacant(len, DType::F32, device)?, what)?),
                     false => None,
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
                 let large = if eight_bit { first[number] } else { 0 };
-                let moments = || Moments::new(&states, large, home);
+                let own = common(&states, &(0..wide_end[number]));
+                let moments = || Moments::new(&own, large, home);
+                let mut projected = Vec::new();
+                for slot in slots.iter().filter(|s| s.unit == number && train) {
+                    if projection.takes_tensor(&tensors[slot.index], count) {
+                        projected.push(Projected::new(slot.index, (slot.rows, slot.cols), projection, home)?);
+                    }
+                }
                 Ok(Some(Unit {
                     len,
                     part,
@@ -312,11 +389,27 @@ impl Params {
                     compute,
                     grads: (train && !in_backward).then(grads).transpose()?,
                     moments: train.then(moments).transpose()?,
+                    projected,
                 }))
             })
             .collect::<Result<_>>()?;
         let zeroed = AtomicBool::new(false);
-        Ok(Self { tensors, slots, units, frozen, offloaded: offload, eight_bit, in_backward, shard, zeroed })
+        let (offloaded, weights_offloaded, initials) = (offload, offload_weights, None);
+        Ok(Self {
+            tensors,
+            slots,
+            units,
+            frozen,
+            offloaded,
+            weights_offloaded,
+            pin,
+            eight_bit,
+            projection,
+            in_backward,
+            shard,
+            initials,
+            zeroed,
+        })
     }
 
     /// The buffers that hold a slot.
@@ -348,7 +441,7 @@ impl Params {
         let here = unit.master.values.real()?.device().same_device(unit.compute.whole.real()?.device());
         match &unit.wide {
             Some(wide) => slot.view(&wide.whole)?.reshape(shape),
-            None if here && !unit.compute.is_split() => unit.master.whole(slot, shape),
+            None if here && !unit.compute.is_apart() => unit.master.whole(slot, shape),
             None => self.view(index),
         }
     }
@@ -358,23 +451,29 @@ impl Params {
         self.shard.is_split()
     }
 
+    /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
+    pub fn comes_and_goes(&self) -> bool {
+        self.is_split() || self.weights_offloaded
+    }
+
     /// What of a unit has to be gathered before its layer can compute.
     fn gathered(&self, unit: usize) -> impl Iterator<Item = &Buffer> {
         let trained = self.units.get(unit).and_then(Option::as_ref);
         let own = trained.into_iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
-        self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_split())
+        self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_apart())
     }
 
-    /// Brings all weights of a unit here, where ranks split them: a collective.
+    /// Begins to bring all weights of a unit here, where they come and go; where ranks split them it is a collective. They
+    /// are there for what is computed once each arrival was waited for.
     ///
     /// # Errors
     /// A rank that is lost; of the device.
-    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> crate::Result<()> {
+    pub fn gather(&self, unit: usize, comm: &dyn Comm) -> crate::Result<Vec<Arrival>> {
         let at = At::unit("the gathering of weights", unit);
-        self.gathered(unit).try_for_each(|b| b.gather(at, self.shard, comm))
+        self.gathered(unit).map(|b| b.gather(at, self.shard, comm)).collect()
     }
 
-    /// Gives the memory of a unit's weights back, where ranks split them: what is held stays.
+    /// Gives the device's memory of a unit's weights back, where they come and go: what is held stays.
     ///
     /// # Errors
     /// Of the device.
@@ -416,6 +515,11 @@ impl Params {
         grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
     }
 
+    /// GaLore's states of a tensor, if its gradient is projected.
+    pub fn projected(&self, index: usize) -> Option<&Projected> {
+        self.unit(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
+    }
+
     /// Whether a tensor's moments are in 8 bits.
     pub fn is_coded(&self, index: usize) -> bool {
         self.eight_bit && is_large(self.tensors[index].elements())
@@ -438,7 +542,7 @@ impl Params {
         let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         unit.master.set(slot.offset + first, &flat)?;
         let dtype = unit.compute.whole.dtype();
-        if dtype != DType::F32 || self.offloaded {
+        if !unit.is_master() {
             unit.compute.held.set(slot.offset + first, &flat.to_dtype(dtype)?)?;
         }
         Ok(())

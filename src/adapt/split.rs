@@ -1,9 +1,9 @@
-//! Frozen weights that ranks split: a unit's tensors end to end in a buffer for each dtype, of which a rank reads and
-//! holds its part.
+//! Frozen weights that come and go, because ranks split them or they live on the host: a unit's tensors end to end in a
+//! buffer for each dtype, of which a rank reads and holds its part.
 //!
 //! Layers get views before anything is read: what a rank's part is follows from all of the unit's tensors.
 
-use super::params::{ALIGN, Buffer, Shard, common};
+use super::params::{ALIGN, Allocate, Buffer, common};
 use crate::kernel::Tensor;
 use crate::kernel::vacant::vacant;
 use crate::quant::Unread;
@@ -62,9 +62,9 @@ impl<'a> Split<'a> {
     ///
     /// # Errors
     /// Those of reading.
-    pub fn end(self, shard: Shard) -> crate::Result<Vec<Buffer>> {
-        let split = |(all, used): &(Tensor, usize)| Buffer::split(all.narrow(0, 0, *used)?, shard);
-        let buffers: Vec<Buffer> = self.buffers.iter().map(split).collect::<Result<_>>()?;
+    pub fn end(self, what: Allocate) -> crate::Result<Vec<Buffer>> {
+        let apart = |(all, used): &(Tensor, usize)| Buffer::apart(all.narrow(0, 0, *used)?, what);
+        let buffers: Vec<Buffer> = self.buffers.iter().map(apart).collect::<Result<_>>()?;
         for (place, unread) in self.unread {
             let held = &buffers[place.buffer].held;
             let here = common(&held.at, &(place.start..place.start + place.len));

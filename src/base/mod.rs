@@ -4,9 +4,11 @@
 //! which of its linears are 4-bit, and reads one tensor after the other; [`crate::adapt::build`] makes a model of it.
 
 mod check;
+pub mod initial;
 pub mod layout;
 
 pub use check::check_tensors;
+pub use initial::{Factors, Initials};
 
 use crate::error::{ExitCode, Failure};
 use crate::kernel::quantized::QuantizedMatrix;
@@ -58,6 +60,7 @@ pub struct Base {
     pub config: Config,
     tensors: Tensors,
     nf4: bool,
+    initials: Option<Arc<Initials>>,
 }
 
 /// Where a base's tensors come from.
@@ -85,12 +88,12 @@ impl Base {
 
     /// A base whose files are open.
     pub fn of_files(config: Config, files: TensorFiles) -> Self {
-        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false }
+        Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, initials: None }
     }
 
     /// A base of random weights: norms are one, biases zero, matrices normal with the config's `initializer_range`.
     pub fn random(config: Config, seed: u64) -> Self {
-        Self { config, tensors: Tensors::Random(seed), nf4: false }
+        Self { config, tensors: Tensors::Random(seed), nf4: false, initials: None }
     }
 
     /// The same, whose linears of the decoder become NF4 while they are read, if `nf4`, but for those that train in full
@@ -107,7 +110,7 @@ impl Base {
             }
             random => random,
         };
-        Self { config, tensors, nf4: self.nf4 }
+        Self { config, tensors, nf4: self.nf4, initials: self.initials }
     }
 
     /// The files of the checkpoint; `None` for random weights.
@@ -158,12 +161,29 @@ impl Base {
     }
 
     /// Some values of the weight of a module, or of its bias, as a vector in `dtype` on `device`: nothing else is read. Of
-    /// a 4-bit weight that is not read by [`Base::codes`], what it was. `number` is the module's place in the model, from 1,
-    /// of which random values depend.
+    /// a 4-bit weight that is not read by [`Base::codes`], what it was; of a weight that lacks its update's first values
+    /// ([`Base::beginning`]), what is left. `number` is the module's place in the model, from 1, of which random values depend.
     ///
     /// # Errors
     /// Files that cannot be read any more; random values that would be infinite.
     pub fn part(
+        &self,
+        (m, number): (&Module, u64),
+        bias: bool,
+        full: bool,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> crate::Result<Real> {
+        if bias || !self.lacks(m) {
+            return self.original((m, number), bias, full, elements, dtype, device);
+        }
+        let values = self.original((m, number), bias, true, elements.clone(), DType::F32, &Device::Cpu)?;
+        Ok(self.lessen((m, number), elements, values)?.to_dtype(dtype)?.to_device(device)?)
+    }
+
+    /// As [`Base::part`], with nothing taken off.
+    fn original(
         &self,
         (m, number): (&Module, u64),
         bias: bool,
@@ -230,12 +250,15 @@ impl Base {
         let (name, dims) = (weight_name(m), matrix(m)?);
         match (how, self.read_for(false)) {
             (FourBit::Stored, Some(files)) => Ok(quant::read(files, &name, dims, dtype, books)?),
-            (_, Some(files)) => Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?),
-            (_, None) => {
+            (_, Some(files)) if !self.lacks(m) => {
+                Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?)
+            }
+            (_, files) => {
                 // rounded first, as a checkpoint of this dtype would be
-                let t = self.part((m, number), false, false, 0..dims.0 * dims.1, dtype, &Device::Cpu)?;
+                let source = files.map_or(Ok(dtype), |f| quant::dtype_of(f, &name))?;
+                let t = self.part((m, number), false, false, 0..dims.0 * dims.1, source, &Device::Cpu)?;
                 let values = t.to_dtype(DType::F32)?.to_vec1()?;
-                Ok(quant::Encoded::new(&name, &values, dims, dtype)?.into_matrix(true, dtype, books)?)
+                Ok(quant::Encoded::new(&name, &values, dims, source)?.into_matrix(true, dtype, books)?)
             }
         }
     }

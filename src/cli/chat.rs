@@ -1,6 +1,7 @@
 //! `ft chat`: talks to a model in the form that it was trained in.
 
 use super::base::{base_of, quantized};
+use super::given::Given;
 use super::words;
 use crate::adapt::build::Build;
 use crate::adapt::{Adapter, Selection};
@@ -8,7 +9,8 @@ use crate::base::Base;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{print, tell, warn};
-use crate::model::Decoder;
+use crate::model::{Config, Decoder};
+use crate::plan::{Loaded, Reading};
 use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
 use crate::store;
 use crate::train::job;
@@ -19,13 +21,11 @@ use serde_json::{Map, Value, json};
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-/// Tokens of a conversation that there is room for from the beginning; a longer one is read again into twice the room.
-const CONVERSATION: usize = 8192;
-
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (a run's `model`, or an adapter, whose base is found by its config), or a hub id
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
+    /// a hub id
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -90,7 +90,9 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
     let device = DeviceName::from_word(&args.loading.device).unwrap_or(DeviceName::Auto);
     let device = job::device(device)?;
-    let (model, adapter) = find(&args.model, args.adapter.as_deref())?;
+    let model = Given::find(&args.model)?;
+    let named = args.adapter.as_deref().map(Given::find).transpose()?;
+    let (model, adapter) = find(&model, named.as_ref())?;
     let trained = match &adapter {
         Some(adapter) => Trained::open(&adapter.dir)?,
         None => Trained::open(&model.dir)?,
@@ -125,10 +127,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     chat.messages.clone_from(&chat.first);
     match &args.prompt {
         Some(prompt) => chat.answer(prompt, &mut sampler).map(|_| ()),
-        None => {
-            chat.reader.make_room(CONVERSATION)?;
-            talk(&mut chat, &mut sampler)
-        }
+        None => talk(&mut chat, &mut sampler),
     }
 }
 
@@ -238,12 +237,13 @@ fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
 }
 
 /// The model's folder with its weights, and the adapter.
-pub(super) fn find(model: &str, adapter: Option<&str>) -> crate::Result<(ModelDir, Option<Adapter>)> {
+pub(super) fn find(model: &Given, adapter: Option<&Given>) -> crate::Result<(ModelDir, Option<Adapter>)> {
     let settings = Settings::from_env();
     let named = match adapter {
         None => None,
-        Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, a, "main", true)?)?),
+        Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, &a.name, "main", true)?)?),
     };
+    let model = model.name.as_str();
     let dir = Path::new(model);
     if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
         if named.is_some() {
@@ -282,9 +282,39 @@ pub(super) fn load(
         }
     };
     let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
-    let dtype = job::dtype(args.dtype.as_deref().and_then(Dtype::from_word), device);
+    let named = args.dtype.as_deref().and_then(Dtype::from_word);
+    fits(&base.config, &selection, (nf4, named), device)?;
+    let dtype = job::dtype(named, device);
     let (base, progress) = (base.in_nf4(nf4), "loading");
     Ok(Build::new(&base, &selection).adapter(adapter).on(dtype, device).shown(progress).run()?.0)
+}
+
+/// Refuses what there is no memory for, before anything is loaded; says so where a conversation ends before the model does.
+fn fits(
+    config: &Config,
+    selection: &Selection,
+    (nf4, dtype): (bool, Option<Dtype>),
+    device: &Device,
+) -> crate::Result<()> {
+    let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
+    let of = Loaded { config, selection, quantize, dtype };
+    let reading = Reading::new(of, device.is_cuda())?;
+    if !reading.fits() {
+        let mut others = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
+        if device.is_cpu() && dtype != Some(Dtype::Bf16) {
+            others.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..of }, false));
+        }
+        if device.is_cuda() {
+            others.push(("--device cpu", of, false));
+        }
+        let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
+        return Err(reading.refusal(&others.collect::<crate::Result<Vec<_>>>()?).into());
+    }
+    if let Some(tokens) = reading.tokens().filter(|t| *t < config.max_positions as u64) {
+        let (text, most) = (reading.text(), config.max_positions);
+        tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));
+    }
+    Ok(())
 }
 
 /// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.

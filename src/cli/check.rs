@@ -2,7 +2,7 @@
 
 use super::RecipeArgs;
 use crate::adapt::build::check_full;
-use crate::adapt::{Adapter, Choice, Selection, learning_rates};
+use crate::adapt::{Adapter, Choice, Selection, initial, learning_rates};
 use crate::base::Base;
 use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
 use crate::error::Error;
@@ -161,6 +161,7 @@ impl Check<'_> {
         let Some(config) = &found.config else { return };
         let (recipe, vocab) = (self.recipe, config.vocab);
         let resolve = |s: &str| recipe.resolve(s);
+        let mut trained_on = None;
         for part in [Part::Train, Part::Eval] {
             let train = part == Part::Train;
             if recipe.data.sources(part).is_empty() {
@@ -182,7 +183,14 @@ impl Check<'_> {
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
-            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats);
+            match &trained_on {
+                Some(train) => job::tell_shared(train, &dataset),
+                None => {}
+            }
+            *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
+            if train {
+                trained_on = Some(dataset);
+            }
         }
     }
 
@@ -196,7 +204,8 @@ impl Check<'_> {
         // what the checkpoint itself has in 4 bits is not known before it is here
         if let Some(selection) = &found.selection {
             let quantize = recipe.model.quantize == Quantize::Nf4;
-            let base = Base::random(config.clone(), 0).in_nf4(quantize);
+            let initials = self.keep(initial::initials(recipe, selection).map_err(Error::from)).flatten();
+            let base = Base::random(config.clone(), 0).in_nf4(quantize).beginning(initials);
             let outcome = check_full(&base, selection, adapter);
             self.keep(outcome.map_err(Error::from));
         }

@@ -1,11 +1,12 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
 use super::RecipeArgs;
-use crate::data::{Dataset, Tokenizer, UNSUPERVISED, lengths};
+use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED, lengths};
 use crate::hub::{Settings, Want};
 use crate::log::{Escaped, escape};
 use crate::recipe::{self, Part, Recipe};
 use crate::train::{job, sources};
+use serde_json::json;
 use std::io::{self, Write};
 
 /// Arguments of `ft data`.
@@ -19,6 +20,9 @@ pub struct Args {
     /// Show the evaluation data
     #[arg(long)]
     eval: bool,
+    /// Print the statistics as one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 /// Reads the data as a run does, and shows it. Of the model only config and tokenizer are needed.
@@ -40,14 +44,26 @@ pub fn run(args: &Args) -> crate::Result<()> {
         return Err(super::usage(format!("{}: data.eval names nothing", recipe.place("data.eval"))));
     }
     let part = if args.eval { Part::Eval } else { Part::Train };
-    let dataset = Dataset::load(part, &recipe.data, &resolve, t, vocab, seed)?;
+    let (train, eval) = Dataset::load_both(&recipe.data, &resolve, t, vocab, seed)?;
+    if let Some(eval) = &eval {
+        job::tell_shared(&train, eval);
+    }
+    let shared = eval.as_ref().map(|eval| train.shared_with(eval));
+    let dataset = match eval {
+        Some(eval) if args.eval => eval,
+        _ => train,
+    };
     if part == Part::Train {
         job::batches(&recipe, &dataset)?;
     }
     job::tell_data(part.key(&recipe.data), &dataset, &config);
     lengths::save(&recipe, Some(&model.dir), vocab, part, &dataset);
+    if args.json {
+        let value = json(&dataset, &recipe, shared);
+        return super::print(&format!("{value:#}\n"));
+    }
     let mut out = Escaped(io::BufWriter::new(io::stdout().lock()));
-    let outcome = show(&dataset, t, args.rows, &mut out).and_then(|()| out.flush());
+    let outcome = show(&dataset, t, args.rows, recipe.data.max_length, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)
 }
 
@@ -62,6 +78,7 @@ pub fn show(
     dataset: &Dataset,
     tokenizer: Option<&Tokenizer>,
     rows: usize,
+    max_length: usize,
     out: &mut dyn Write,
 ) -> io::Result<()> {
     for (i, row) in dataset.rows.iter().take(rows).enumerate() {
@@ -92,7 +109,7 @@ pub fn show(
     if rows > 0 && !dataset.rows.is_empty() {
         writeln!(out, "(> supervised, . read only, ↵ end of line in the text)\n")?;
     }
-    statistics(dataset, out)
+    statistics(dataset, max_length, out)
 }
 
 fn document(
@@ -125,7 +142,7 @@ fn visible(line: &str) -> String {
     escape(line).replace('\n', "↵")
 }
 
-fn statistics(dataset: &Dataset, out: &mut dyn Write) -> io::Result<()> {
+fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::Result<()> {
     let s = &dataset.stats;
     let share = |part: usize, whole: usize| 100.0 * part as f64 / whole.max(1) as f64;
     writeln!(out, "rows read    {}", s.rows_read)?;
@@ -149,10 +166,62 @@ fn statistics(dataset: &Dataset, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
     let l = &s.lengths;
     writeln!(out, "lengths      min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max)?;
+    let whole = Lengths::of(s.whole.iter().map(|n| *n as usize).collect());
+    if whole != *l {
+        writeln!(
+            out,
+            "  before     min {}, median {}, p95 {}, max {}",
+            whole.min, whole.median, whole.p95, whole.max
+        )?;
+    }
+    for (max, tokens, samples) in cuts(s, max_length) {
+        let all: usize = s.whole.iter().map(|n| *n as usize).sum();
+        let here = if max == max_length { ", as it is" } else { "" };
+        let samples = plural(samples, "sample");
+        writeln!(out, "  at {max:<8}  {:.1} % of the tokens lost, of {samples}{here}", share(tokens, all))?;
+    }
     writeln!(out, "tokens       {} an epoch", s.tokens)?;
     writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
     writeln!(out, "batch rows   {} an epoch, {:.1} % full", s.rows, 100.0 * s.fill)?;
     writeln!(out, "hash         {}", dataset.hash)
+}
+
+/// What some values of `data.max_length` would cut, as far as that is anything: the value, tokens, samples.
+fn cuts(s: &Stats, max_length: usize) -> Vec<(usize, usize, usize)> {
+    let mut values: Vec<usize> = (8..18).map(|n| 1 << n).chain([max_length]).collect();
+    values.sort_unstable();
+    values.dedup();
+    let all = values.into_iter().map(|max| (max, s.cut_at(max))).map(|(max, (t, n))| (max, t, n));
+    // up to the first that cuts nothing
+    let mut out = Vec::new();
+    for cut in all {
+        out.push(cut);
+        if cut.1 == 0 && cut.0 >= max_length {
+            break;
+        }
+    }
+    if out.iter().all(|c| c.1 == 0) { Vec::new() } else { out }
+}
+
+/// The statistics as JSON; `shared` are samples of the evaluation that are trained on.
+fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json::Value {
+    let s = &dataset.stats;
+    let lengths = |l: &Lengths| json!({"min": l.min, "median": l.median, "p95": l.p95, "max": l.max});
+    let cuts: Vec<_> = cuts(s, recipe.data.max_length)
+        .into_iter()
+        .map(|(max, tokens, samples)| json!({"max_length": max, "tokens": tokens, "samples": samples}))
+        .collect();
+    json!({
+        "rows_read": s.rows_read, "samples": s.examples, "truncated": s.truncated,
+        "left_out": {
+            "bad": s.drops.bad, "empty_mask": s.drops.empty_mask,
+            "empty_after_truncation": s.drops.empty_after_truncation, "too_long": s.drops.too_long,
+        },
+        "lengths": lengths(&s.lengths),
+        "whole_lengths": lengths(&Lengths::of(s.whole.iter().map(|n| *n as usize).collect())),
+        "lost": cuts, "tokens": s.tokens, "target_tokens": s.targets, "batch_rows": s.rows, "fill": s.fill,
+        "in_both": shared, "hash": dataset.hash,
+    })
 }
 
 fn plural(n: usize, thing: &str) -> String {

@@ -1,9 +1,10 @@
 //! `ft eval`: loss and perplexity on the evaluation data.
 
 use super::RecipeArgs;
+use super::given::{Given, recipe_of};
 use crate::hub::Want;
 use crate::log::warn;
-use crate::recipe::{Init, Recipe};
+use crate::recipe::{Init, Recipe, Weights};
 use crate::train::{self, Job};
 use crate::walk::Execution;
 use serde_json::json;
@@ -13,7 +14,8 @@ use serde_json::json;
 pub struct Args {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// A PEFT adapter (folder or hub id) over the base, unmerged; else the recipe's lora.init, if it has one
+    /// A PEFT adapter (folder or hub id), a run or a checkpoint over the base, unmerged; else the recipe's lora.init, if
+    /// it has one. A run's folder in the recipe's place stands for both
     #[arg(long, value_name = "DIR")]
     adapter: Option<String>,
     /// Print one JSON object
@@ -26,7 +28,9 @@ pub struct Args {
 /// # Errors
 /// Problems of recipe, model, adapter and data; a loss that is not finite.
 pub fn run(args: &Args) -> crate::Result<()> {
-    let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
+    // of a run, its recipe on what it trained
+    let run = recipe_of(&args.recipe.recipe);
+    let mut recipe = Recipe::load(run.as_ref().unwrap_or(&args.recipe.recipe), &args.recipe.set)?;
     if !recipe.data.evaluates() {
         let place = recipe.place("data");
         return Err(super::usage(format!("{place}: data.eval names nothing to evaluate on")));
@@ -34,8 +38,15 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if recipe.data.eval_share == 0.0 {
         recipe.data.train.clear();
     }
-    if let Some(adapter) = &args.adapter {
-        recipe.lora.init = Init::Adapter(adapter.clone());
+    let of_run = || run.is_some().then(|| args.recipe.recipe.display().to_string());
+    let given = args.adapter.clone().or_else(of_run).map(|name| Given::find(&name)).transpose()?;
+    match &given {
+        Some(given) if given.is_model() => {
+            recipe.model.source.clone_from(&given.name);
+            recipe.model.weights = Weights::Load;
+        }
+        Some(given) => recipe.lora.init = Init::Adapter(given.name.clone()),
+        None => {}
     }
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(data) = job.eval_data()? else { return Ok(()) };

@@ -2,6 +2,7 @@
 
 use super::base::{base_of, quantized};
 use super::gguf::Gguf;
+use super::given::Given;
 use super::words;
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::Build;
@@ -28,7 +29,7 @@ const PROBE: u32 = 48;
 /// Arguments of `ft export`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The PEFT adapter: a folder, or a hub id; with --to gguf also a whole model
+    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id; with --to gguf also a whole model
     adapter: String,
     /// peft-fused: PEFT 0.19 and later with transformers 5; vllm; gguf: llama.cpp
     #[arg(long, value_parser = ["peft-fused", "vllm", "gguf"])]
@@ -76,7 +77,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
     new.refuse_occupied("another folder")?;
     let out = new.path();
     let settings = Settings::from_env();
-    let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
+    let given = Given::find(&args.adapter)?;
+    let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &given.name, "main", true)?)?;
     let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let config = Config::load(&model.dir, &Map::new())?;
     let selection = adapter.selection(&config)?;

@@ -1,6 +1,7 @@
 //! `ft export --to gguf`: a model or an adapter for llama.cpp.
 
 use super::base::base_of;
+use super::given::Given;
 use crate::adapt::Adapter;
 use crate::base::Base;
 use crate::gguf;
@@ -38,7 +39,8 @@ pub(super) fn run(args: &Gguf<'_>) -> crate::Result<()> {
     new.refuse_occupied("another folder")?;
     let settings = Settings::from_env();
     let dtype = args.dtype.and_then(Dtype::from_word).map(|d| job::dtype(Some(d), &Device::Cpu));
-    let name = match find(&settings, args.source)? {
+    let given = Given::find(args.source)?;
+    let name = match find(&settings, &given.name)? {
         Found::Adapter(adapter) => {
             if args.pre.is_some() {
                 return Err(super::usage("--pre: an adapter's file has no tokenizer"));

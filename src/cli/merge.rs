@@ -1,6 +1,7 @@
 //! `ft merge`: base and adapter as one model.
 
 use super::base::{base_of, original};
+use super::given::Given;
 use super::words;
 use crate::adapt::Adapter;
 use crate::base::Base;
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// Arguments of `ft merge`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The PEFT adapter: a folder, or a hub id
+    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id
     adapter: String,
     /// Where the merged model goes
     #[arg(long, value_name = "DIR")]
@@ -47,7 +48,8 @@ fn open(model: &ModelDir) -> crate::Result<Base> {
 /// computes something else.
 pub fn run(args: &Args) -> crate::Result<()> {
     let settings = Settings::from_env();
-    let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &args.adapter, "main", true)?)?;
+    let given = Given::find(&args.adapter)?;
+    let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &given.name, "main", true)?)?;
     let model = base_of(&settings, &adapter, args.base.as_deref(), Want::Weights)?;
     let base = open(&model)?;
     let made_4bit = adapter.quantize()? == Quantize::Nf4 && !base.config.four_bit;

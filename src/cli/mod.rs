@@ -4,10 +4,13 @@ mod base;
 pub mod bench;
 pub mod chat;
 pub mod check;
+pub mod completions;
 pub mod data;
 pub mod eval;
 pub mod export;
 mod gguf;
+mod given;
+pub mod init;
 pub mod merge;
 pub mod plan;
 pub mod push;
@@ -25,7 +28,7 @@ use crate::log::{color_on_stderr, escape, memory, panics, tell, tell_escaped};
 use crate::recipe;
 use crate::train;
 use clap::builder::PossibleValuesParser;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use rustix::process::{Resource, getrlimit};
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -43,7 +46,7 @@ struct Cli {
 /// A recipe and what is set over it.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RecipeArgs {
-    /// The recipe, a TOML file
+    /// The recipe: a TOML file, or the name of a shipped one
     pub recipe: PathBuf,
     /// Any recipe key by its dotted path: run.steps=10, train.0.rank=8
     #[arg(value_name = "KEY=VALUE")]
@@ -88,10 +91,19 @@ enum Verb {
         /// Its name
         name: Option<String>,
     },
+    /// Ask what a recipe needs, and write one
+    Init(init::Args),
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Upload an adapter or a model to the hub, with a card
     Push(push::Args),
+    /// Print a script that completes commands in a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write manual pages
+    Man(completions::Args),
 }
 
 /// Bytes of stack that a verb has at least: what Linux gives the first thread of a process by default.
@@ -170,8 +182,11 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         #[cfg(feature = "serve")]
         Verb::Serve(args) => serve::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
+        Verb::Init(args) => init::run(&args),
         Verb::Schema => schema::run(),
         Verb::Push(args) => push::run(&args),
+        Verb::Completions { shell } => completions::completions(shell, &mut Cli::command()),
+        Verb::Man(args) => completions::man(&args, Cli::command()),
     };
     exit(outcome.err().as_slice())
 }
@@ -233,7 +248,6 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 }

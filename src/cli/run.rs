@@ -14,6 +14,9 @@ pub struct Args {
     /// Go on from the newest whole checkpoint of the run folder
     #[arg(long, conflicts_with = "overwrite")]
     resume: bool,
+    /// With --resume: go on from the checkpoint of this step; what came later is done again
+    #[arg(long, value_name = "N", requires = "resume")]
+    step: Option<u64>,
     /// Replace what an earlier run left in the run folder: checkpoints when this one starts, the result when the new
     /// one is whole
     #[arg(long)]
@@ -30,8 +33,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
         hush();
     }
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
-    let options =
-        Options { resume: args.resume, overwrite: args.overwrite, accept_change: args.accept_change.clone() };
+    let options = Options {
+        resume: args.resume,
+        overwrite: args.overwrite,
+        accept_change: args.accept_change.clone(),
+        step: args.step,
+    };
     match train::run(recipe, &options)? {
         Outcome::Done { result } => super::print(&format!("{}\n", result.display())),
         Outcome::Followed => Ok(()),

@@ -8,9 +8,12 @@ use super::reader::{RawRow, Rows};
 use super::stats::Stats;
 use super::{Tokenizer, pack};
 use crate::error::Place;
+use crate::log::rows_bar;
 use crate::recipe::{self, Format, OnBadRow, OverLength, Part};
 use crate::rng::{Purpose, Stream};
+use indicatif::ProgressBar;
 use rayon::prelude::*;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -56,6 +59,7 @@ struct Loader<'a> {
     more: usize,
     examples: Vec<Example>,
     stats: Stats,
+    bar: ProgressBar,
 }
 
 impl Dataset {
@@ -125,6 +129,12 @@ impl Dataset {
         out
     }
 
+    /// How many samples of another dataset are in this one too.
+    pub fn shared_with(&self, other: &Dataset) -> usize {
+        let ours: HashSet<&[u32]> = self.examples.iter().map(|e| e.ids.as_slice()).collect();
+        other.examples.iter().filter(|e| ours.contains(e.ids.as_slice())).count()
+    }
+
     /// All problems of a part of the data instead of the first: every bad row counts, whatever `on_bad_row` says. At
     /// most `limit` are kept.
     pub fn check(
@@ -180,6 +190,7 @@ impl<'a> Loader<'a> {
             more: 0,
             examples: Vec::new(),
             stats: Stats::default(),
+            bar: rows_bar(),
         }
     }
 
@@ -213,6 +224,8 @@ impl<'a> Loader<'a> {
             source: index,
         };
         let (read, problems) = (self.stats.rows_read, self.problems.len() + self.more);
+        let bar = self.bar.clone();
+        let _cleared = Cleared(&bar);
         for file in &files {
             if let Err(e) = self.file(file, &encoder) {
                 if self.collect.is_none() {
@@ -276,11 +289,13 @@ impl<'a> Loader<'a> {
             }
             any = true;
             let done: Vec<_> = chunk.par_iter().map(|row| one(row, encoder)).collect();
+            self.bar.inc(done.len() as u64);
             for (place, result) in done {
                 self.stats.rows_read += 1;
                 match result {
                     Ok(read) => {
-                        self.stats.truncated += usize::from(read.cut);
+                        self.stats.truncated += usize::from(read.whole > read.example.ids.len());
+                        self.stats.whole.push(small(read.whole));
                         if !read.notes.is_empty() {
                             self.stats.notes.add(&at(place), read.notes);
                         }
@@ -309,6 +324,9 @@ impl<'a> Loader<'a> {
             }
         };
         *count += 1;
+        if let Problem::TooLong { tokens, .. } | Problem::EmptyAfterTruncation { tokens, .. } = &problem {
+            self.stats.whole.push(small(*tokens));
+        }
         let too_long = matches!(problem, Problem::TooLong { .. });
         if self.stats.left_out.len() < SHOWN {
             let what = format!("{place}: {problem}");
@@ -396,6 +414,15 @@ pub(super) fn rows(
     })
 }
 
+/// A bar that is gone when its rows are read, or nothing more is.
+struct Cleared<'a>(&'a ProgressBar);
+
+impl Drop for Cleared<'_> {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
 /// A row's example; the place of its problem otherwise.
 type One = ((usize, usize), Result<Read, Problem>);
 
@@ -404,6 +431,10 @@ fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
         Ok(value) => ((row.line, 0), encoder.encode(value, row.line)),
         Err(e) => ((e.line, e.column), Err(Problem::Bad(e.message))),
     }
+}
+
+fn small(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 /// Appends the samples of a source as often as its weight says.

@@ -35,8 +35,8 @@ impl Example {
 /// A row that was read.
 pub(super) struct Read {
     pub example: Example,
-    /// Whether it was cut.
-    pub cut: bool,
+    /// Tokens before it was cut.
+    pub whole: usize,
     /// What to tell about it.
     pub notes: Vec<Note>,
 }
@@ -83,8 +83,7 @@ impl Encoder<'_> {
             return Err(Problem::EmptyMask(why));
         }
         let (tokens, max) = (total, self.data.max_length);
-        let cut = tokens > max;
-        if cut {
+        if tokens > max {
             match self.data.over_length {
                 OverLength::Drop | OverLength::Error => return Err(Problem::TooLong { tokens, max }),
                 OverLength::Truncate => {
@@ -96,7 +95,7 @@ impl Encoder<'_> {
                 return Err(Problem::EmptyAfterTruncation { tokens, max });
             }
         }
-        Ok(Read { example: Example { ids, labels, source: self.source, line }, cut, notes })
+        Ok(Read { example: Example { ids, labels, source: self.source, line }, whole: tokens, notes })
     }
 
     fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {

@@ -13,6 +13,8 @@ pub struct Stats {
     pub drops: Drops,
     /// Examples that were cut to `max_length`.
     pub truncated: usize,
+    /// Tokens of each sample before any was cut or left out for its length, in no order.
+    pub whole: Vec<u32>,
     /// Tokens of an epoch.
     pub tokens: usize,
     /// Supervised target tokens of an epoch, counted after the shift.
@@ -81,6 +83,12 @@ impl Lengths {
 }
 
 impl Stats {
+    /// What another `data.max_length` would cut: tokens, and samples.
+    pub fn cut_at(&self, max: usize) -> (usize, usize) {
+        let over = self.whole.iter().map(|n| (*n as usize).saturating_sub(max)).filter(|n| *n > 0);
+        over.fold((0, 0), |(tokens, samples), n| (tokens + n, samples + 1))
+    }
+
     /// Fills in what the rows of an epoch decide.
     pub(super) fn count(&mut self, examples: &[Example], rows: &[Vec<usize>], max: usize, pack: bool) {
         let each = || rows.iter().flatten().map(|i| &examples[*i]);

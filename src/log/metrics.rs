@@ -3,7 +3,7 @@
 //! The file is the user's to look at, and other programs may touch it: a line that cannot be read is left out with a
 //! warning, and a file that was removed or replaced while the run writes is noticed at the next event.
 
-use super::warn;
+use super::{TensorBoard, warn};
 use crate::store;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
@@ -23,6 +23,8 @@ pub struct Metrics {
     len: u64,
     /// Kinds of the events of the step that the run goes on from.
     kept: Vec<String>,
+    /// Where events are shown too.
+    board: Option<TensorBoard>,
 }
 
 impl Metrics {
@@ -51,7 +53,7 @@ impl Metrics {
             }
         }
         store::write_atomic(path, &text)?;
-        let mut metrics = Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept };
+        let mut metrics = Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept, board: None };
         metrics.len = metrics.size()?;
         Ok(metrics)
     }
@@ -59,6 +61,11 @@ impl Metrics {
     /// Whether the file has an event of this kind at the step that the run goes on from.
     pub fn has(&self, kind: &str) -> bool {
         self.kept.iter().any(|k| k == kind)
+    }
+
+    /// Shows events in TensorBoard too, from here on.
+    pub fn show_in(&mut self, board: TensorBoard) {
+        self.board = Some(board);
     }
 
     /// Appends one event.
@@ -72,7 +79,7 @@ impl Metrics {
             .write_all(line.as_bytes())
             .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
         self.len += line.len() as u64;
-        Ok(())
+        self.board.as_mut().map_or(Ok(()), |b| b.write(event))
     }
 
     fn size(&self) -> Result<u64, store::Error> {

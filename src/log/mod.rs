@@ -12,11 +12,13 @@ mod pool;
 mod pool;
 mod progress;
 mod screen;
+mod tensorboard;
 
 pub use metrics::Metrics;
 pub use metrics::read as read_metrics;
-pub use progress::{Progress, Told, bytes_bar};
+pub use progress::{Progress, Told, bytes_bar, rows_bar};
 pub use screen::{
     Escaped, color_on_stderr, escape, hush, moves_cursor, print, tell, tell_escaped, to_file, to_terminal,
     warn,
 };
+pub use tensorboard::TensorBoard;

@@ -14,6 +14,14 @@ pub fn bytes_bar(what: &'static str, total: u64) -> ProgressBar {
     bar
 }
 
+/// A count of rows that are read, of which nobody knows how many there are; hidden where stderr is no terminal.
+pub fn rows_bar() -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(None, target());
+    let style = ProgressStyle::with_template("   reading {human_pos} rows, {per_sec}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
 /// Where bars are drawn, if anywhere.
 fn target() -> ProgressDrawTarget {
     if moves_cursor() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }

@@ -5,6 +5,7 @@ use super::linear::{self, Linear};
 use super::norm::Norm;
 use super::sink::Sink;
 use crate::kernel::Tensor;
+pub use crate::kernel::attention::Cache;
 use crate::kernel::attention::{self, Causal};
 use crate::kernel::padded::Padded;
 use crate::kernel::rope;
@@ -43,47 +44,6 @@ pub struct Saved {
     k: Tensor,
     v: Tensor,
     out: attention::Saved,
-}
-
-/// Keys and values of earlier tokens, for generation: there is room for so many tokens, the first of which are filled.
-/// Tokens are written where they stay, and attention reads the part that is filled.
-#[derive(Debug)]
-pub struct Cache {
-    room: usize,
-    len: usize,
-    /// [room, g, c] each, made when the first token comes.
-    kv: Option<(Tensor, Tensor)>,
-}
-
-impl Cache {
-    /// Room for so many tokens, none of which is there yet.
-    pub fn new(room: usize) -> Self {
-        Self { room, len: 0, kv: None }
-    }
-
-    /// Forgets all but the first `n` tokens.
-    pub fn truncate(&mut self, n: usize) {
-        self.len = self.len.min(n);
-    }
-
-    /// Adds the keys and values [t, g, c] of more tokens, and gives all, [tokens, g, c] each.
-    fn add(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (t, g, c) = k.dims3()?;
-        if self.len + t > self.room {
-            candle_core::bail!("a cache for {} tokens: {} and {t} more", self.room, self.len);
-        }
-        let make = || Tensor::zeros((self.room, g, c), k.dtype(), k.device());
-        let (ks, vs) = match self.kv.take() {
-            Some(kv) => kv,
-            None => (make()?, make()?),
-        };
-        ks.slice_set(&k.contiguous()?, 0, self.len)?;
-        vs.slice_set(&v.contiguous()?, 0, self.len)?;
-        self.len += t;
-        let all = (ks.narrow(0, 0, self.len)?, vs.narrow(0, 0, self.len)?);
-        self.kv = Some((ks, vs));
-        Ok(all)
-    }
 }
 
 impl Attention {
@@ -130,13 +90,17 @@ impl Attention {
         };
         let (q, qs) = by_head(&self.q, self.heads)?;
         let (k, ks) = by_head(&self.k, self.kv_heads)?;
-        let (mut v, vs) = by_head(&self.v, self.kv_heads)?;
+        let (v, vs) = by_head(&self.v, self.kv_heads)?;
         let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
-        let [q, mut k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
-        if let Some(cache) = cache {
-            (k, v) = cache.add(&k, &v)?;
-        }
-        let out = attention::forward(&q, &k, &v, &self.causal(ctx), self.o.room(&q))?;
+        let [q, k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
+        let (how, room) = (self.causal(ctx), self.o.room(&q));
+        let out = match cache {
+            None => attention::forward(&q, &k, &v, &how, room)?,
+            Some(cache) => {
+                cache.add(&k, &v)?;
+                attention::forward_cached(&q, cache, &how, room)?
+            }
+        };
         let (y, os) = self.o.forward_padded(&out.o, ctx)?;
         Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, q, k, v, out }))
     }
@@ -161,31 +125,5 @@ impl Attention {
         let dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
         let dx = self.k.backward_padded(&ks, &dk, ctx, sink, Some(dx))?;
         self.v.backward_padded(&vs, &dv, ctx, sink, Some(dx))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernel::check::{close, randn};
-    use candle_core::DType;
-
-    /// What is added stays where it is, what is forgotten is written over, and there is no more than the room.
-    #[test]
-    fn a_cache_fills_its_room_in_place() -> Result<()> {
-        let tokens = |seed| randn(seed, (2, 3, 4), DType::F32);
-        let (a, b, c) = (tokens(1)?, tokens(2)?, tokens(3)?);
-        let mut cache = Cache::new(4);
-        let first = cache.add(&a, &b)?.0;
-        let (k, v) = cache.add(&b, &c)?;
-        close(&k, &Tensor::cat(&[&a, &b], 0)?, 0.0);
-        close(&v, &Tensor::cat(&[&b, &c], 0)?, 0.0);
-        assert!(cache.add(&a, &b).is_err());
-        cache.truncate(1);
-        let (k, _) = cache.add(&c, &c)?;
-        close(&k, &Tensor::cat(&[&a.narrow(0, 0, 1)?, &c], 0)?, 0.0);
-        // the first tokens are seen by who was given them: nothing was moved
-        close(&first, &k.narrow(0, 0, 2)?, 0.0);
-        Ok(())
     }
 }

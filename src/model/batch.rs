@@ -4,8 +4,10 @@ use super::config::Config;
 use crate::kernel::attention::{Sequences, Sizes};
 use crate::kernel::cuda::upload::Lists;
 use crate::kernel::embed::ById;
+use crate::kernel::noise;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
+use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
@@ -79,7 +81,7 @@ pub struct HostBatch<'a> {
     pub ids: &'a [u32],
     /// Position of each token in its document.
     pub positions: &'a [u32],
-    /// Lengths of the documents.
+    /// Lengths of the documents; in generation of the one document with what was read of it before.
     pub docs: &'a [usize],
     /// Row that predicts, and target id.
     pub targets: &'a [(u32, u32)],
@@ -100,17 +102,18 @@ impl Batch {
         let rows: Vec<u32> = host.targets.iter().map(|t| t.0).collect();
         let of_targets: Vec<u32> = host.targets.iter().map(|t| t.1).collect();
         let dropout = dropout.map(|(seed, step)| DropoutKey { seed, step, first_row: first.0 });
+        let past = host.docs.iter().sum::<usize>().saturating_sub(host.ids.len());
         let (ids, target_rows, targets, seqs, cos, sin);
         if device.is_cpu() {
             (cos, sin) = config.rope.tables(config.head_dim, host.positions, device)?;
-            seqs = Sequences::new(host.docs, 0, device)?;
+            seqs = Sequences::new(host.docs, past, device)?;
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
         } else {
             // all in one go, for which the host does not wait
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
-            let tiles = Sequences::list(host.docs, &mut lists);
+            let tiles = Sequences::list(host.docs, past, &mut lists);
             let tables = config.rope.values(config.head_dim, host.positions).map(|t| lists.floats(&t));
             let sent = lists.send(device)?;
             let shape = (host.positions.len(), config.head_dim / 2);
@@ -118,7 +121,7 @@ impl Batch {
             (cos, sin) = (a?, b?);
             let [a, b, c] = places.map(|p| sent.ints(p));
             (ids, target_rows, targets) = (a?, b?, c?);
-            seqs = Sequences::sent(host.docs, tiles, &sent)?;
+            seqs = Sequences::sent(host.docs, past, tiles, &sent)?;
         }
         Ok(Self {
             ids,
@@ -130,6 +133,20 @@ impl Batch {
             target_count: host.targets.len(),
             first_target: first.1,
         })
+    }
+
+    /// Embeddings of its tokens [t, d], in training with NEFTune's noise of this `alpha`.
+    ///
+    /// # Errors
+    /// Other rows than tokens.
+    pub fn noisy(&self, x: Tensor, alpha: f64) -> candle_core::Result<Tensor> {
+        match self.context.dropout.filter(|_| alpha > 0.0) {
+            None => Ok(x),
+            Some(key) => {
+                let stream = Stream::new(key.seed, Purpose::Noise, key.step, 0);
+                noise::add(&x, stream, key.first_row, &self.context.seqs.docs, alpha)
+            }
+        }
     }
 
     /// That of a plan. It stays all the time: what it takes is [`Batch::bytes`].

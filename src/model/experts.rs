@@ -14,8 +14,9 @@ use crate::kernel::route::cuda::Routed;
 use crate::kernel::route::{self, Balance};
 use crate::kernel::swiglu;
 use crate::kernel::tensor::On;
+use crate::kernel::vacant::moves;
 use candle_core::{DType, Result};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 /// One of the three linears of all experts.
 #[derive(Debug)]
@@ -219,12 +220,18 @@ impl Mixture {
         self.together(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
     }
 
-    fn banks(&self, dtype: DType) -> Result<&Banks> {
-        if self.banks.get().is_none() {
-            // another thread's are the same
-            let _ = self.banks.set(Banks::new(&self.experts, &self.alike, dtype)?);
+    fn banks(&self, dtype: DType) -> Result<Arc<Banks>> {
+        let mut banks = self.banks.lock().unwrap_or_else(PoisonError::into_inner);
+        // weights that come and go come to other addresses
+        let moves = moves();
+        match &*banks {
+            Some((at, banks)) if *at == moves => Ok(Arc::clone(banks)),
+            _ => {
+                let new = Arc::new(Banks::new(&self.experts, &self.alike, dtype)?);
+                *banks = Some((moves, Arc::clone(&new)));
+                Ok(new)
+            }
         }
-        self.banks.get().ok_or_else(|| candle_core::Error::msg("no banks of experts"))
     }
 
     pub(super) fn recompute_together(

@@ -20,6 +20,8 @@ pub enum Window {
     Never,
     /// Every layer, where `sliding_window` is not null.
     Always,
+    /// Every layer, where `sliding_window` is not null; of so many tokens where the key is missing.
+    Unless(usize),
     /// Every layer, with `use_sliding_window`.
     AlwaysIf,
     /// With `use_sliding_window`: layers from `max_window_layers` on, or as `layer_types` says.
@@ -113,6 +115,12 @@ pub const FAMILIES: &[Family] = &[
         qk_norm: true,
         window: Window::FromLayer,
         default_head_dim: Some(128),
+        ..DENSE
+    },
+    Family {
+        model_type: "mistral",
+        architecture: "MistralForCausalLM",
+        window: Window::Unless(4096),
         ..DENSE
     },
     Family {

@@ -27,14 +27,14 @@ use crate::kernel::tensor::On;
 use crate::kernel::upcast;
 use candle_core::Result;
 use std::borrow::Cow;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex};
 
 /// Router and experts of one layer.
 #[derive(Clone, Debug)]
 pub struct Mixture {
     /// `[d]` -> `[e]`.
     pub router: Linear,
-    /// Experts. They stay the same: `banks` is made of them.
+    /// Experts. They stay the same: `banks` is made of them, and of where their weights are.
     pub(super) experts: Vec<Mlp>,
     /// How many experts each of them stands for: one, but in a plan.
     pub(super) alike: Vec<usize>,
@@ -45,7 +45,7 @@ pub struct Mixture {
     /// Whether a token's gates are scaled to sum to one.
     pub normalise: bool,
     /// The experts for products of all of them together: made when they are first needed.
-    pub(super) banks: Arc<OnceLock<Banks>>,
+    pub(super) banks: Arc<Mutex<Option<(u64, Arc<Banks>)>>>,
 }
 
 /// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.

@@ -1,6 +1,7 @@
 //! The optimizer over the flat buffers, the learning-rate schedule, the gradient norm.
 
 mod offload;
+mod projected;
 mod schedule;
 
 pub use offload::{PIECE, STAGED};
@@ -13,8 +14,9 @@ use crate::adapt::selection::Part;
 use crate::comm::{self, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::optimizer::{AdamW, adamw, adamw8bit, sum_squares};
-use crate::recipe::{self, Decay};
+use crate::recipe::{self, Decay, OptimizerName};
 use candle_core::{DType, Result};
+use projected::GaLore;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -56,6 +58,10 @@ pub struct Optimizer {
     /// Values that are on their way to or from the host at once, where the states live there.
     piece: usize,
     staged: offload::Staged,
+    /// Where gradients are projected.
+    galore: Option<GaLore>,
+    /// Whether eps stands beside the second moment before its bias is corrected: the authors' of GaLore.
+    eps_first: bool,
 }
 
 impl Optimizer {
@@ -86,7 +92,10 @@ impl Optimizer {
         let on_cpu = params.units.iter().flatten().all(|u| u.compute.whole.device().is_cpu());
         let piece = if on_cpu { PIECE } else { STAGED };
         let staged = offload::Staged::default();
-        Self { groups, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay, piece, staged }
+        let galore = o.name.projects().then_some(GaLore { gap: o.galore_gap as u64, scale: o.galore_scale });
+        let eps_first = o.name == OptimizerName::Galore;
+        let (betas, eps, weight_decay) = (o.betas, o.eps, o.weight_decay);
+        Self { groups, betas, eps, weight_decay, piece, staged, galore, eps_first }
     }
 
     /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
@@ -108,6 +117,7 @@ impl Optimizer {
             let Some(grads) = &unit.grads else {
                 return Err(candle_core::Error::Msg(format!("unit {number} has no gradients")).into());
             };
+            self.project((number, unit), params, grads, &At { t, lr, grad_scale })?;
             mine.extend(self.updates((number, unit), grads, &At { t, lr, grad_scale })?);
         }
         self.run(params, &mine)?;
@@ -116,8 +126,10 @@ impl Optimizer {
         }
         // the groups are all that trains; between them nothing is ever added. An update on the host leaves them as they are
         let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
-        let zeroed =
-            !params.offloaded && params.shard.ranks == 1 && grads.all(|g| !g.values.device().is_cpu());
+        let zeroed = !params.offloaded
+            && self.galore.is_none()
+            && params.shard.ranks == 1
+            && grads.all(|g| !g.values.device().is_cpu());
         params.zeroed.store(zeroed, Ordering::Relaxed);
         Ok(())
     }
@@ -135,6 +147,7 @@ impl Optimizer {
         at: &At<'_>,
     ) -> crate::Result<()> {
         if let Some(Some(unit)) = params.units.get(number) {
+            self.project((number, unit), params, grads, at)?;
             self.run(params, &self.updates((number, unit), grads, at)?)?;
         }
         gather(params, number, comm)
@@ -148,14 +161,7 @@ impl Optimizer {
         at: &At<'_>,
     ) -> Result<Vec<Update<'a>>> {
         let Some(moments) = &unit.moments else { candle_core::bail!("unit {number} has no moments") };
-        let numbers = |s: &ParamGroup| AdamW {
-            lr: (at.lr)(s.peak) * s.lr_scale,
-            betas: self.betas,
-            eps: self.eps,
-            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
-            t: at.t,
-            grad_scale: at.grad_scale,
-        };
+        let numbers = |s: &ParamGroup| self.numbers(s, at);
         let mut mine = Vec::new();
         for s in self.groups.iter().filter(|s| s.unit == number) {
             let parts = moments.parts(&(s.start..s.start + s.len));
@@ -165,11 +171,44 @@ impl Optimizer {
         Ok(mine)
     }
 
+    fn numbers(&self, s: &ParamGroup, at: &At<'_>) -> AdamW {
+        // m / (sqrt(v) + eps) by the root of the correction is m / (sqrt(v / c) + eps / sqrt(c))
+        let root = (1.0 - self.betas[1].powf(at.t as f64)).sqrt();
+        AdamW {
+            lr: (at.lr)(s.peak) * s.lr_scale,
+            betas: self.betas,
+            eps: if self.eps_first { self.eps / root } else { self.eps },
+            weight_decay: if s.decays { self.weight_decay } else { 0.0 },
+            t: at.t,
+            grad_scale: at.grad_scale,
+        }
+    }
+
+    /// Updates those matrices of a unit whose gradients are projected.
+    fn project(
+        &self,
+        (number, unit): (usize, &Unit),
+        params: &Params,
+        grads: &Held,
+        at: &At<'_>,
+    ) -> Result<()> {
+        let Some(galore) = &self.galore else { return Ok(()) };
+        for p in &unit.projected {
+            let start = params.slots[p.index].offset;
+            let of = |g: &&ParamGroup| g.unit == number && (g.start..g.start + g.len).contains(&start);
+            let Some(group) = self.groups.iter().find(of) else {
+                candle_core::bail!("{} has no learning rate", params.tensors[p.index].name);
+            };
+            galore.step(params, (unit, p), grads, &self.numbers(group, at))?;
+        }
+        Ok(())
+    }
+
     fn run(&self, params: &Params, updates: &[Update<'_>]) -> Result<()> {
-        match params.offloaded {
+        match params.offloaded || params.weights_offloaded {
             true => {
                 let longest = self.groups.iter().map(|g| g.len).max().unwrap_or(0);
-                offload::step(updates, self.piece, longest, &self.staged)
+                offload::step(updates, self.piece, (longest, params.pin), &self.staged)
             }
             false => updates.iter().try_for_each(Update::on_device),
         }

@@ -1,8 +1,8 @@
-//! The optimizer's step where master weights and moments live on the host: what ZeRO-Offload (Ren et al., 2021) does
-//! on one rank.
+//! The optimizer's step where master weights and moments, or what layers compute with, live on the host: what ZeRO-Offload
+//! (Ren et al., 2021) does on one rank.
 //!
 //! ```text
-//! for each piece of a group:  gradients -> host;  AdamW there, by the CPU's kernel;  new values -> device
+//! for each piece of a group:  gradients -> where the states are;  AdamW there;  new values -> where weights live
 //! ```
 //!
 //! Gradients stay on the device until the step: they are summed there over the micro-batches, and their norm is taken
@@ -14,9 +14,7 @@
 
 use super::Update;
 use crate::adapt::params::ALIGN;
-use crate::kernel::Tensor;
-use crate::kernel::to_host;
-use candle_core::{DType, Result};
+use candle_core::Result;
 
 /// Values of a piece: 64 MiB of gradients.
 pub use crate::kernel::optimizer::PIECE;
@@ -24,16 +22,20 @@ pub use crate::kernel::optimizer::PIECE;
 pub const STAGED: usize = PIECE / 4;
 
 impl Update<'_> {
-    /// Updates the states from gradients on the host; gives the new values.
-    fn on_host(&self, grads: &Tensor) -> Result<Tensor> {
-        self.apply(grads, None)?;
-        self.master()
+    /// Whether the states live on the host, and the gradients do not.
+    fn crosses(&self) -> Result<bool> {
+        Ok(self.master()?.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
     }
 }
 
-/// Updates whose master weights and moments live on the host, at most `piece` values at a time, in whole blocks; none of this
-/// and of other calls has more than `longest` values.
-pub(super) fn step(updates: &[Update<'_>], piece: usize, longest: usize, staged: &Staged) -> Result<()> {
+/// Updates whose states, or what layers compute with, live on the host, at most `piece` values at a time, in whole
+/// blocks; none of this and of other calls has more than `longest` values. Buffers are page-locked, or not.
+pub(super) fn step(
+    updates: &[Update<'_>],
+    piece: usize,
+    (longest, pin): (usize, bool),
+    staged: &Staged,
+) -> Result<()> {
     let (mut pieces, piece) = (Vec::new(), piece.next_multiple_of(ALIGN));
     for u in updates {
         for start in u.range.clone().step_by(piece) {
@@ -41,17 +43,12 @@ pub(super) fn step(updates: &[Update<'_>], piece: usize, longest: usize, staged:
             pieces.push(Update { range, ..u.clone() });
         }
     }
-    if pieces.first().is_some_and(|p| !p.unit.compute.whole.device().is_cpu()) {
-        return staged.step(&pieces, longest.min(piece));
+    if pieces.first().map_or(Ok(false), Update::crosses)? {
+        return staged.step(&pieces, longest.min(piece), pin);
     }
     for p in &pieces {
-        let values = p.on_host(&to_host(p.grads()?.real()?)?.into())?;
-        let values = match p.unit.compute.whole.dtype() {
-            // a tensor of its own: the master weights are another
-            DType::F32 => values.force_contiguous()?,
-            dtype => values.to_dtype(dtype)?,
-        };
-        p.compute()?.slice_set(&values, 0, 0)?;
+        p.apply(&p.grads()?, None)?;
+        p.unit.refresh(p.range.clone())?;
     }
     Ok(())
 }
@@ -65,21 +62,22 @@ pub(super) struct Staged {
 
 #[cfg(not(feature = "cuda"))]
 impl Staged {
-    fn step(&self, _: &[Update<'_>], _: usize) -> Result<()> {
+    fn step(&self, _: &[Update<'_>], _: usize, _: bool) -> Result<()> {
         candle_core::bail!("a device that this build does not have")
     }
 }
 
 #[cfg(feature = "cuda")]
 impl Staged {
-    fn step(&self, pieces: &[Update<'_>], longest: usize) -> Result<()> {
+    fn step(&self, pieces: &[Update<'_>], longest: usize, pin: bool) -> Result<()> {
         use crate::kernel::cuda::staging::Staging;
         let Some(first) = pieces.first() else { return Ok(()) };
         let compute = first.unit.compute.whole.real()?;
+        let host = first.unit.compute.held.values.device().is_cpu();
         let mut buffers = self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let staging = match &mut *buffers {
             Some(s) => s,
-            none => none.insert(Staging::new(compute.device(), longest.max(1), compute.dtype())?),
+            none => none.insert(Staging::new(compute.device(), longest.max(1), compute.dtype(), pin)?),
         };
         staging.begin()?;
         staging.fetch(0, first.grads()?.real()?)?;
@@ -88,7 +86,12 @@ impl Staged {
             if let Some(next) = pieces.get(i + 1) {
                 staging.fetch(i + 1, next.grads()?.real()?)?;
             }
-            let values = p.on_host(&grads.into())?;
+            p.apply(&grads.into(), None)?;
+            if host {
+                p.unit.refresh(p.range.clone())?;
+                continue;
+            }
+            let values = p.master()?;
             let to = p.compute()?.real()?.clone();
             staging.to_send(i, p.range.len())?.slice_set(&values.real()?.to_dtype(to.dtype())?, 0, 0)?;
             staging.send(i, &to)?;

@@ -11,6 +11,7 @@
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
 //! search    the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
+//! reading   what a model takes that only answers: `ft chat`
 //! ```
 //!
 //! What an operation allocates and computes is said where it is, in `kernel`: a plan runs the engine's own `forward` and
@@ -20,6 +21,7 @@
 pub mod hints;
 pub mod ledger;
 pub mod rates;
+pub mod reading;
 pub mod report;
 pub mod search;
 pub mod shape;
@@ -37,6 +39,7 @@ mod tests;
 pub use crate::kernel::Machine;
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
+pub use reading::{Loaded, Reading};
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
@@ -269,7 +272,8 @@ impl<'a> Prepared<'a> {
         let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
         let quantize = inputs.recipe.model.quantize;
         let split = (p.tensor, p.pipeline);
-        let shape = Shape::new(inputs.config, inputs.selection, quantize, inputs.machine, split)?;
+        let weights = (quantize, !inputs.recipe.weights_come_and_go());
+        let shape = Shape::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
         if inputs.recipe.memory.dequantize == recipe::Dequantize::PerLayer
             && shape.kinds.iter().any(Layer::reads_codes)
         {
@@ -326,6 +330,7 @@ impl<'a> Prepared<'a> {
             activations_on_host: r.memory.offload.contains(&Offload::Activations),
             // on CUDA they are the host's
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
+            neftune: r.data.neftune,
             skewed: false,
             stages: r.parallel.pipeline as u64,
         };
@@ -340,12 +345,14 @@ impl<'a> Prepared<'a> {
         (s.wire[0] + gathered) * micro_batches + s.wire[1]
     }
 
-    /// Bytes of a layer's inputs on the host, where activations live there.
-    fn host_activations(&self, w: Workload) -> u64 {
-        if !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
+    /// Bytes of inputs of recomputed layers that wait on the host, where that is not the device.
+    fn host_activations(&self, w: Workload, recompute: usize) -> u64 {
+        if !self.inputs.machine.cuda || !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
             return 0;
         }
-        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * self.walked() as u64
+        // the topmost stays
+        let waiting = recompute.min(self.walked().saturating_sub(1)) as u64;
+        self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }
 
@@ -368,7 +375,7 @@ impl Plan {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.statics.host.clone();
-        let activations = prepared.host_activations(d.workload);
+        let activations = prepared.host_activations(d.workload, d.execution.recompute);
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }
@@ -393,7 +400,7 @@ impl Plan {
             keeps_gradients: !r.optimizer.in_backward,
             work: d.work,
             learning_rates: i.selection.learning_rates(&r.optimizer),
-            theory: Theory::new(i.selection, r.model.quantize, r.optimizer.name, p),
+            theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
             hints: Vec::new(),
         }
     }

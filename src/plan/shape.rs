@@ -44,12 +44,13 @@ pub struct Shape {
 type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>);
 
 impl Shape {
-    /// From a config and a selection of its modules, for a rank of `tensor` that share each linear and of `stages`
+    /// From a config and a selection of its modules, of which linears become 4-bit or not, and weights stay on the device or
+    /// not, for a rank of `tensor` that share each linear and of `stages`
     /// that share the layers.
     pub fn new(
         config: &Config,
         selection: &Selection,
-        quantize: Quantize,
+        weights: (Quantize, bool),
         machine: Machine,
         (tensor, stages): (usize, usize),
     ) -> crate::Result<Self> {
@@ -68,7 +69,7 @@ impl Shape {
         }
         let ghosts = |list: &[usize]| {
             let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
-            Ghosts::new(&ledger, dtype, execution, quantize)
+            Ghosts::new(&ledger, dtype, execution, weights)
         };
         let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
             (Vec::new(), Vec::new(), Vec::new());

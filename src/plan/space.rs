@@ -5,7 +5,7 @@
 
 use super::Machine;
 use super::report::bytes;
-use super::statics::{moments, nf4};
+use super::statics::{nf4, states};
 use super::workload::Workload;
 use crate::adapt::Selection;
 use crate::hub::Settings;
@@ -13,7 +13,7 @@ use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::quant;
-use crate::recipe::{Comm, OptimizerName, Quantize, Recipe, Weights};
+use crate::recipe::{Comm, Quantize, Recipe, Weights};
 use crate::store;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -172,10 +172,10 @@ impl Space {
         let trained = s.parts();
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let headers: u64 = trained.iter().map(|t| t.name_bytes() as u64 + ENTRY).sum();
-        let states: u64 = trained.iter().map(|t| moments(r.optimizer.name, t.shape())).sum();
-        let eight_bit = r.optimizer.name == OptimizerName::Adamw8bit;
-        // weights, two moments, and the scales of those in 8 bits
-        let entries = if eight_bit { 5 } else { 3 };
+        let states: u64 = trained.iter().map(|t| states(&r.optimizer, t, s.layers)).sum();
+        let (eight_bit, projects) = (r.optimizer.name.eight_bit(), r.optimizer.name.projects());
+        // weights, two moments, the scales of those in 8 bits, and directions of gradients
+        let entries = 3 + if eight_bit { 2 } else { 0 } + u64::from(projects);
         let checkpoint = 4 * count + states + entries * headers + STATE;
         let saves = match (r.run.save_every as u64, w.steps) {
             (0, _) => Some(1),
@@ -190,7 +190,11 @@ impl Space {
         let output: &[&str] = &["run.output"];
         let mut space = Self { checkpoint, saves, ..Self::default() };
         space.files = vec![
-            at("checkpoints", space.checkpoints(r.run.keep), &["run.keep", "run.output"]),
+            at(
+                "checkpoints",
+                space.checkpoints(r.run.keep + usize::from(r.run.keep_best)),
+                &["run.keep", "run.output"],
+            ),
             at("result", width * count + headers + NAMES * trained.len() as u64 + STATE, output),
             at("metrics", log, output),
         ];
@@ -264,7 +268,7 @@ impl Space {
             // ranks that are threads of a process share what it takes beside the device's bytes
             false => all.saturating_sub(device.saturating_mul(local)),
         });
-        self.shared_left = room.shared;
+        self.shared_left = room.shared.map(|all| all / local);
         self.disks.clear();
         let mut ids: Vec<Option<u64>> = Vec::new();
         for f in &self.files {
@@ -310,8 +314,15 @@ impl Space {
     pub fn shortages(&self, beside: bool) -> Vec<String> {
         let mut out = Vec::new();
         if beside && !self.host_fits() {
+            let mut keys: Vec<&str> = Vec::new();
+            for key in self.host.iter().flat_map(|(name, _)| host_keys(name)) {
+                if !keys.contains(key) {
+                    keys.push(key);
+                }
+            }
+            let change: String = if keys.is_empty() { "a machine with more".into() } else { keys.join(", ") };
             out.push(format!(
-                "host memory: {} beside the device's ({}), and {} are left for it",
+                "host memory of a rank: {} beside the device's ({}), and {} are left for it; to change: {change}",
                 bytes(sum(&self.host)),
                 words(&self.host),
                 bytes(self.host_left.unwrap_or(0)),
@@ -319,7 +330,8 @@ impl Space {
         }
         if !self.shared_fits() {
             out.push(format!(
-                "shared memory (/dev/shm): {}, and {} are free; to change: parallel.comm, or a larger /dev/shm",
+                "shared memory of a rank (/dev/shm): {}, and {} are free for it; to change: parallel.comm, or a larger \
+                 /dev/shm",
                 bytes(sum(&self.shared)),
                 bytes(self.shared_left.unwrap_or(0)),
             ));
@@ -339,17 +351,18 @@ impl Space {
 
     /// Changes that make room on a disk: settings, words.
     pub fn hints(&self, r: &Recipe) -> Vec<(Vec<String>, String)> {
-        let mut out = Vec::new();
+        let (mut out, best) = (Vec::new(), usize::from(r.run.keep_best));
         for d in self.disks.iter().filter(|d| !d.fits()) {
             let (needed, free) = (d.needed(), d.free.unwrap_or(0));
             let keeps = d.parts.iter().find(|(n, _)| *n == "checkpoints").map_or(0, |(_, b)| *b);
             let others = needed - keeps;
             // as many as there is room for beside the one that is written
             let room = free.saturating_sub(others) / self.checkpoint.max(1);
-            let most = usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1).min(r.run.keep - 1);
-            let fewer = (most > 0 && others + self.checkpoints(most) <= free).then_some(most);
+            let most =
+                usize::try_from(room).unwrap_or(usize::MAX).saturating_sub(1 + best).min(r.run.keep - 1);
+            let fewer = (most > 0 && others + self.checkpoints(most + best) <= free).then_some(most);
             if let Some(k) = fewer {
-                let saved = bytes(keeps - self.checkpoints(k));
+                let saved = bytes(keeps - self.checkpoints(k + best));
                 let text = format!("run.keep {} -> {k}: fits, saves {saved} on disk", r.run.keep);
                 out.push((vec![format!("run.keep={k}")], text));
             }
@@ -410,6 +423,16 @@ impl Space {
         }
         line("/dev/shm", &self.shared, self.shared_left, "");
         s
+    }
+}
+
+/// The recipe keys that make a part of the host's memory smaller.
+fn host_keys(part: &str) -> &'static [&'static str] {
+    match part {
+        "offloaded_optimizer" => &["memory.offload", "optimizer.name", "parallel.zero"],
+        "offloaded_weights" => &["memory.offload", "model.quantize", "parallel.zero"],
+        "offloaded_activations" => &["memory.offload", "run.micro_rows"],
+        _ => &[],
     }
 }
 

@@ -144,3 +144,39 @@ fn shared_memory_is_for_ranks_that_are_processes() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// What lives on the host is refused where the host does not hold it, with what there is and what to change.
+#[test]
+fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
+    let set = [
+        "model.source=Qwen/Qwen2-72B",
+        FULL,
+        "train.0.modules=['attention', 'mlp', 'norms', 'embedding', 'head']",
+        "parallel.data=8",
+        "parallel.zero=3",
+        "parallel.comm=nccl",
+        "memory.budget=80GiB",
+        "memory.offload=['optimizer', 'params', 'activations']",
+    ];
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("r.toml");
+    std::fs::write(&path, BASE)?;
+    let recipe = Recipe::load_for_plan(&path, &set.map(String::from))?;
+    let with = |host: u64| -> anyhow::Result<Plan> {
+        // a rank's part of what eight share
+        let room = Room { host: Some(host / 8), shared: None, volume: &|_| None, replaced: &|_| 0 };
+        Ok(plan::of_recipe_in(&recipe, true, &room)?.0)
+    };
+    let short = with(503_000_000_000)?;
+    assert!(!short.fits());
+    let said = short.refusal();
+    assert_eq!(crate::error::Failure::exit_code(&said), crate::ExitCode::DoesNotFit);
+    for what in ["offloaded optimizer 10", "offloaded weights 1", "58.56 GiB are left", "memory.offload, "] {
+        assert!(said.to_string().contains(what), "{what:?} is not in {said}");
+    }
+    let host = sum(&short.space.host);
+    assert!((126_000_000_000..140_000_000_000).contains(&host), "{host}");
+    let roomy = with(8 * host)?;
+    assert!(roomy.fits(), "{}", roomy.refusal());
+    Ok(())
+}

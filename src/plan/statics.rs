@@ -3,23 +3,25 @@
 use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::{is_quantized, room};
+use crate::adapt::initial;
 use crate::adapt::moments::{self, is_large};
 use crate::adapt::params::{ALIGN, Shard, wide_units};
+use crate::adapt::projected::Projection;
 use crate::adapt::selection::Part;
+use crate::adapt::selection::TrainedPart;
 use crate::adapt::{Choice, Selection};
 use crate::comm::ROUND;
+use crate::kernel::decompose;
 use crate::kernel::gemm;
 use crate::kernel::grouped::table;
 use crate::kernel::padded::Padded;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
-use crate::recipe::{Comm, Offload, OptimizerName, Recipe, Weights};
+use crate::recipe::{Comm, Decomposition, Offload, Optimizer, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
 const NF4_NESTED: u64 = 256;
-/// Rank of GaLore's projection.
-const GALORE_RANK: u64 = 128;
 /// Bytes that a thread of `store::convert` reads at a time.
 const READ_PIECE: u64 = 4 << 20;
 /// What the driver takes for a context, with cuBLAS and its workspace.
@@ -53,6 +55,8 @@ pub struct Statics {
     pub save_transient: u64,
     /// Values that the optimizer takes at once on the device; none where states are offloaded.
     pub largest_group: u64,
+    /// What the update of a matrix takes whose gradient is projected.
+    pub projecting: u64,
     /// What the device holds of a piece of gradients or new values on its way to or from the host.
     pub staging: u64,
     /// Where ranks share the rows, or units are updated in the backward pass: bytes of each unit's gradients of one
@@ -64,7 +68,7 @@ pub struct Statics {
     pub updates: bool,
     /// Whether the head's gradients are the embedding's.
     pub tied: bool,
-    /// Where ranks split weights: bytes of each unit's, which are gathered before the visit that comes before it.
+    /// Where weights come and go: bytes of each unit's, which are gathered before the visit that comes before it.
     pub flight: Vec<u64>,
     /// Of these, the bytes that come from other ranks.
     pub comes: Vec<u64>,
@@ -152,16 +156,23 @@ pub fn nf4(n: u64) -> (u64, u64) {
     (codes, blocks + 4 * groups)
 }
 
-/// Bytes of the optimizer's moments for a tensor of this shape.
-pub(super) fn moments(o: OptimizerName, shape: &[usize]) -> u64 {
-    let n: u64 = shape.iter().product::<usize>() as u64;
-    match (o, shape) {
-        (OptimizerName::Adamw8bit, _) if is_large(n as usize) => moments::bytes(n as usize),
-        (OptimizerName::Galore, [a, b]) if (*a.min(b) as u64) > GALORE_RANK => {
-            let (short, long) = (*a.min(b) as u64, *a.max(b) as u64);
-            4 * GALORE_RANK * (short + 2 * long)
-        }
-        _ => 8 * n,
+/// How a recipe's optimizer projects gradients.
+pub(super) fn projection(o: &Optimizer) -> Projection {
+    Projection { rank: if o.name.projects() { o.galore_rank } else { 0 }, eight_bit: o.name.eight_bit() }
+}
+
+/// Bytes of the optimizer's states for a tensor of a model of so many units; without gaps.
+pub(super) fn states(o: &Optimizer, t: &TrainedPart<'_>, layers: usize) -> u64 {
+    states_of(o, t, layers, t.elements() as u64)
+}
+
+/// As [`states`], where the tensor has room for `values`.
+fn states_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> u64 {
+    let how = projection(o);
+    match t.shape() {
+        &[a, b] if how.takes(t.part, t.shape(), t.module.unit(layers), layers + 2) => how.bytes((a, b)),
+        _ if o.name.eight_bit() && is_large(t.elements()) => moments::bytes(values as usize),
+        _ => 8 * values,
     }
 }
 
@@ -171,8 +182,12 @@ impl Statics {
         let width = machine.width;
         let ranks = Ranks::of(r, s.layers);
         let offload = r.memory.offload.contains(&Offload::Optimizer);
+        let weights_offload = r.memory.offload.contains(&Offload::Params);
         // on the CPU the device is the host
         let states_elsewhere = offload && machine.cuda;
+        let weights_elsewhere = weights_offload && machine.cuda;
+        // what is held of the weights is the master weights
+        let one_copy = machine.computes_in_f32() && offload == weights_offload;
         let trained = s.parts();
         let units = s.layers + 2;
         let mut out = Self::default();
@@ -181,11 +196,12 @@ impl Statics {
         let mut unit_bytes = vec![0u64; units];
         // values in each unit's buffers of bytes, of the compute dtype, and of f32
         let mut frozen = vec![[0u64; 3]; units];
-        let (mut loaded, mut high) = (0u64, 0u64);
+        let (mut loaded, mut high, mut initial_factors) = (0u64, 0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
-        // each tensor of what ranks split begins where a gap after the one before it ends
-        let placed = |values: u64| if split { values.next_multiple_of(ALIGN as u64) } else { values };
-        // of what ranks split: the most that a rank reads of a tensor, and a unit that is gathered for norms
+        let apart = r.weights_come_and_go();
+        // each tensor of what comes and goes begins where a gap after the one before it ends
+        let placed = |values: u64| if apart { values.next_multiple_of(ALIGN as u64) } else { values };
+        // of what comes and goes: the most that a rank reads of a tensor, and a unit that is gathered for norms
         let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
             let n = m.weight_values() as u64;
@@ -198,7 +214,7 @@ impl Statics {
                 out.device.add(component(m.group), table::BYTES as u64);
             }
             normed[m.unit(s.layers)] |= matches!(choice, Choice::Lora { spec, .. } if spec.dora);
-            piece = piece.max((4 + width) * n.div_ceil(ranks.data));
+            piece = piece.max((4 + width) * n.div_ceil(if split { ranks.data } else { 1 }));
             if matches!(choice, Choice::Full { .. }) {
                 // its f32 value, on the way into its buffer, and rounded beside it
                 let value = if states_elsewhere { 0 } else { 4 * n };
@@ -211,7 +227,7 @@ impl Statics {
             let rows = if dora { 4 * placed(m.rows() as u64) } else { 0 };
             let buffers = &mut frozen[m.unit(s.layers)];
             buffers[2] += rows / 4;
-            let room = room(m, choice, machine.cuda);
+            let room = room(m, choice, machine.cuda && !apart);
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);
@@ -232,15 +248,35 @@ impl Statics {
                 }
             };
             buffers[1] += placed(bias);
+            // what an update begins with stays on the host, and is made there of the weight in f32
+            let begins = match (choice, m.weight_shape().as_slice()) {
+                (Choice::Lora { spec, .. }, &[o, i]) if initial::begins(r, m) => {
+                    let factors = 4 * (spec.rank * (o + i)) as u64;
+                    initial_factors += factors;
+                    let work = (4 * n + decompose::bytes((o, i), spec.rank)).max(8 * n);
+                    if !machine.cuda {
+                        high = high.max(loaded + factors + work);
+                        loaded += factors;
+                    }
+                    factors
+                }
+                _ => 0,
+            };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
-            if (made_in_f32 || quantized) && !machine.cuda {
-                high = high.max(loaded + 4 * n + bytes);
+            if (made_in_f32 || quantized || begins > 0) && !machine.cuda {
+                let copies = if begins > 0 { 8 * n } else { 4 * n };
+                high = high.max(loaded + copies + bytes);
             }
             let bytes = bytes + width * placed(bias) + rows;
             unit_bytes[m.unit(s.layers)] += bytes + constants;
             out.device.add(component(m.group), ranks.share(m, bytes, 3));
             out.device.add(Component::QuantConstants, ranks.share(m, constants, 3));
             loaded += bytes + constants;
+        }
+        match (initial_factors, machine.cuda) {
+            (0, _) => {}
+            (bytes, true) => out.host.push(("initial_factors", bytes)),
+            (bytes, false) => out.device.add(Component::Adapters, bytes),
         }
         // files are read and converted a piece at a time, on every thread, and what is made or encoded is so on the host
         let pieces = |largest: u64| if machine.cuda { 0 } else { machine.threads * READ_PIECE.min(largest) };
@@ -263,14 +299,20 @@ impl Statics {
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
-            sums[3] += if machine.computes_in_f32() && !offload { 0 } else { ranks.share(m, 4 * n, from) };
-            let states = match r.optimizer.name {
-                OptimizerName::Adamw => 8 * n,
-                // gaps have moments too
-                OptimizerName::Adamw8bit if is_large(t.elements()) => moments::bytes(n as usize),
-                OptimizerName::Adamw8bit => 8 * n,
-                OptimizerName::Galore => moments(r.optimizer.name, t.shape()),
-            };
+            sums[3] += if one_copy { 0 } else { ranks.share(m, 4 * n, from) };
+            // gaps have moments too
+            let states = states_of(&r.optimizer, t, s.layers, n);
+            if let (&[o, i], how) = (t.shape(), projection(&r.optimizer))
+                && how.takes(t.part, t.shape(), unit, units)
+            {
+                // as in `optim/projected.rs`: the gradient on the host and its decomposition; then its projection, the step
+                // of that, and a copy of the matrix that decays or is rounded
+                let (n, low) = ((o * i) as u64, 8 * (how.rank * o.max(i)) as u64);
+                let look = if machine.cuda { 0 } else { 4 * n + decompose::bytes((o, i), how.rank) };
+                let copy = if r.optimizer.weight_decay != 0.0 { 4 * n } else { 0 };
+                let rounded = if machine.computes_in_f32() { 0 } else { width * n };
+                out.projecting = out.projecting.max(look).max(low + copy.max(rounded));
+            }
             sums[4] += ranks.share(m, states, 1);
             unit_bytes[unit] += width * n;
         }
@@ -283,20 +325,18 @@ impl Statics {
         out.device.add(Component::Adapters, adapters);
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
-        out.largest_group = if offload { 0 } else { longest.min(PIECE as u64) };
+        let crosses = offload || weights_offload;
+        out.largest_group = if crosses { 0 } else { longest.min(PIECE as u64) };
 
-        let unit = unit_bytes.iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
-        let layer = unit_bytes[1..units - 1].iter().copied().max().unwrap_or(0).div_ceil(ranks.tensor);
         let mut staging_on_host = 0;
-        if offload {
+        if crosses {
             // as in `optim/offload.rs`: new values on their way; from and to CUDA two pieces each way, on the host
             let own = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
-            let [on_device, on_host] = match machine.cuda {
-                true => [0, 2 * (4 + width) * own.min(STAGED as u64)],
-                false => [width * own.min(PIECE as u64); 2],
+            let new = if one_copy { 0 } else { width * own.min(PIECE as u64) };
+            [out.staging, staging_on_host] = match (machine.cuda, offload) {
+                (true, true) => [0, 2 * (4 + width) * own.min(STAGED as u64)],
+                _ => [new; 2],
             };
-            out.staging = on_device;
-            staging_on_host = on_host;
         }
         if states_elsewhere {
             out.host.push(("offloaded_optimizer", master + states));
@@ -305,7 +345,6 @@ impl Statics {
             out.device.add(Component::Master, master);
             out.device.add(Component::Moments, states);
         }
-        let params_on_host = r.memory.offload.contains(&Offload::Params);
         // of a buffer of so many values: the first rank's part, and what comes to it from the others
         let own = |values: u64| {
             let shard = Shard { rank: 0, ranks: ranks.data as usize, stage: ranks.zero };
@@ -324,20 +363,19 @@ impl Statics {
                 comes(bytes, 1) + apart + comes(lens[u], width) + wide
             };
             out.comes = (0..units).map(whole).collect();
+        }
+        if apart {
             let wide =
                 |u: &usize| if machine.computes_in_f32() || !wide.contains(u) { 0 } else { 4 * lens[*u] };
             let flight = |u: usize| (unit_bytes[u] + wide(&u)).div_ceil(ranks.tensor);
             let normed = (0..units).filter(|u| normed[*u]).map(flight).max().unwrap_or(0);
             out.load_transient = (piece + read).max(normed);
-            if !params_on_host {
-                out.flight = (0..units).map(flight).collect();
-            }
+            out.flight = (0..units).map(flight).collect();
         }
-        if params_on_host {
-            let weights: u64 = out.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum();
+        if weights_elsewhere {
+            let weights = out.weights();
             let mut rest = Bytes::default();
             out.device.iter().filter(|(c, _)| !is_weight(*c)).for_each(|(c, b)| rest.add(c, b));
-            rest.add(Component::InFlight, (2 * layer).max(unit));
             out.device = rest;
             out.host.push(("offloaded_weights", weights));
         }
@@ -356,8 +394,7 @@ impl Statics {
             // as in `train/reduce.rs` and `optim`: a sum takes in each other rank's part, and then all take what others have
             let summed: u64 = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).sum();
             let taken = |size: u64| lens.iter().map(|n| comes(*n, size)).sum::<u64>();
-            let apart = !machine.computes_in_f32() || offload;
-            let wide: u64 = wide.iter().filter(|_| apart).map(|u| comes(lens[*u], 4)).sum();
+            let wide: u64 = wide.iter().filter(|_| !one_copy).map(|u| comes(lens[*u], 4)).sum();
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
         // a rank that is one of several is among the threads that it computes on
@@ -367,9 +404,10 @@ impl Statics {
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
         let largest = trained.iter().map(|t| t.elements() as u64).max().unwrap_or(0);
+        let lacks = r.lora.init.decomposition().is_some_and(Decomposition::changes_base);
         out.parameters = (parameters, count);
         // a tensor read back, and its rounded copy, which is made on the host
-        let value = if states_elsewhere { 0 } else { 4 * largest };
+        let value = if states_elsewhere && !lacks { 0 } else { 4 * largest * if lacks { 2 } else { 1 } };
         let rounded = if (machine.computes_in_f32() || machine.cuda) && !states_elsewhere {
             0
         } else {
@@ -379,10 +417,14 @@ impl Statics {
         let stored = if s.everything_full() { width } else { 4 };
         let read = pieces(stored * largest.min(READ_PIECE / 4));
         // where no rank has all master weights they are read from the checkpoint, those of an adapter together
-        let apart = ranks.zero >= 3 || (ranks.zero >= 1 && (!machine.computes_in_f32() || offload));
-        let together = ranks.data > 1 && apart && !s.everything_full();
+        let parts = ranks.zero >= 3 || (ranks.zero >= 1 && !one_copy);
+        let together = ranks.data > 1 && parts && !s.everything_full();
         let values = if together { 4 * count + read } else { 0 };
-        out.save_transient = ((value + rounded.max(read)).max(values) + 4 * PROBE.0 * vocab(s))
+        // they are the host's
+        let [here, there] = if machine.cuda { [0, values] } else { [values, 0] };
+        // all that is written of an adapter of twice the rank is made before
+        let here = if lacks && !s.everything_full() { here.max(8 * count + read) } else { here };
+        out.save_transient = ((value + rounded.max(read)).max(here) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
         if r.parallel.comm == Comm::Mpi && r.parallel.ranks() > 1 {
@@ -394,14 +436,20 @@ impl Statics {
         }
         let written = if machine.cuda && !offload { 4 * largest } else { WRITER };
         out.host.push(("checkpoint_writer", written));
-        if states_elsewhere {
-            out.host.push(("reading_weights", 4 * largest));
+        let read_back = if states_elsewhere { there.max(4 * largest) } else { there };
+        if read_back > 0 {
+            out.host.push(("reading_weights", read_back));
         }
         out
     }
 }
 
 impl Statics {
+    /// Bytes of weights and adapters on the device.
+    pub fn weights(&self) -> u64 {
+        self.device.iter().filter(|(c, _)| is_weight(*c)).map(|(_, b)| b).sum()
+    }
+
     /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
     pub fn live_at(&self, unit: usize) -> u64 {
         let of = |unit: usize| self.live.get(unit).copied().unwrap_or(0);

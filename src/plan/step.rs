@@ -32,10 +32,12 @@ pub struct StepInputs<'a> {
     pub train: Tokens,
     /// An evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
-    /// Whether kept activations live on the host.
+    /// Whether inputs of recomputed layers wait on the host (on the CPU that is the device).
     pub activations_on_host: bool,
     /// Bytes of the orders that rows are shuffled into.
     pub orders: u64,
+    /// Noise on embeddings.
+    pub neftune: f64,
     /// Whether all tokens choose the same experts, or as many each.
     pub skewed: bool,
     /// Pipeline stages: that many micro-batches are between forward and backward at once.
@@ -96,6 +98,8 @@ struct Kind {
     kept: Full,
     /// What is kept where the layer is computed again: the input, and how its router decided.
     input: Full,
+    /// How its router decided, alone.
+    routing: Full,
     /// Backward of what was kept.
     backward: Full,
     /// Forward again and backward: dequantized by tiles, and for the visit; with the work of the former.
@@ -143,12 +147,14 @@ struct Spot<'p> {
     live: u64,
     /// Bytes of gathered weights, of [`Component::InFlight`].
     flight: u64,
+    /// Bytes of an input on its way to the host or back, of [`Component::Activations`].
+    crossing: u64,
 }
 
 impl Spot<'_> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
-        parts + self.kept_total + self.waiting + self.extra + self.live + self.flight
+        parts + self.kept_total + self.waiting + self.extra + self.live + self.flight + self.crossing
     }
 }
 
@@ -168,9 +174,9 @@ impl<'a> Parts<'a> {
         let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
-        let embedding = |t: Tokens| {
-            let batch = run.batch(t, false)?;
-            run.visit(|| s.embedding.forward(&batch.ids).map(drop))
+        let embedding = |t: Tokens, train: bool| {
+            let batch = run.batch(t, train)?;
+            run.visit(|| batch.noisy(s.embedding.forward(&batch.ids)?, run.neftune).map(drop))
         };
         let batch = |t: Tokens| -> Full {
             let mut bytes = Bytes::default();
@@ -184,14 +190,18 @@ impl<'a> Parts<'a> {
             statics: statics.into(),
             skewed,
             batch: batch(run.train),
-            embedding: embedding(run.train)?,
+            embedding: embedding(run.train, true)?,
             embedding_backward: s.embedding.trains().then(|| run.embedding_backward()).transpose()?,
             kinds,
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
-            eval: run.eval.map(|t| embedding(t).map(|e| (batch(t), e))).transpose()?,
+            eval: run.eval.map(|t| embedding(t, false).map(|e| (batch(t), e))).transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
-            optimizer: run.optimizer()?.max(run.statics.staging).max(run.statics.given[1]),
+            optimizer: run
+                .optimizer()?
+                .max(run.statics.projecting)
+                .max(run.statics.staging)
+                .max(run.statics.given[1]),
             run,
         })
     }
@@ -209,8 +219,22 @@ impl<'a> Parts<'a> {
         } else if l - first >= levels.recompute {
             Some(&self.kinds[self.run.shape.of[l]].kept)
         } else {
-            (!self.run.activations_on_host).then(|| &self.kinds[self.run.shape.of[l]].input)
+            let elsewhere = self.waits(l, levels) && self.run.machine().cuda;
+            let kind = &self.kinds[self.run.shape.of[l]];
+            Some(if elsewhere { &kind.routing } else { &kind.input })
         }
+    }
+
+    /// Whether a layer's input waits on the host: it is recomputed, and not the first that the way down comes to.
+    fn waits(&self, l: usize, levels: Levels) -> bool {
+        let first = self.first();
+        let recomputed = l >= first && l - first < levels.recompute;
+        self.run.activations_on_host && recomputed && l + 1 < self.run.shape.of.len()
+    }
+
+    /// Bytes of the input of the layer below, on its way to the host or back while this one is visited.
+    fn crosses(&self, l: usize, levels: Levels) -> u64 {
+        if l > 0 && self.waits(l - 1, levels) { self.input.total } else { 0 }
     }
 
     /// Calls `f` with every place of the run, in order.
@@ -227,6 +251,7 @@ impl<'a> Parts<'a> {
             extra,
             live: 0,
             flight: 0,
+            crossing: 0,
         };
         let [mut train, mut evaluate] = self.flights.each_ref().map(|f| f.iter());
         f(still(Phase::Load, statics.load_transient));
@@ -249,7 +274,9 @@ impl<'a> Parts<'a> {
         for (l, kind) in self.run.shape.of.iter().enumerate() {
             let kind = &self.kinds[*kind];
             next(&mut at, &mut train);
+            at.crossing = self.crosses(l, levels);
             f(visit(&at, Phase::Forward, l + 1, &kind.forward));
+            at.crossing = 0;
             at.kept = l + 1;
             at.kept_total += self.kept(l, levels).map_or(0, |k| k.total);
         }
@@ -279,8 +306,10 @@ impl<'a> Parts<'a> {
             };
             at.live = self.live(l + 1);
             let left = next(&mut at, &mut train);
+            at.crossing = self.crosses(l, levels);
             f(visit(&at, Phase::Backward, l + 1, full));
             f(self.summing(&at, l + 1, left));
+            at.crossing = 0;
         }
         if let Some(full) = &self.embedding_backward {
             at.live = self.live(0);
@@ -359,7 +388,7 @@ impl<'a> Parts<'a> {
             at = (spot.phase, spot.unit);
             spot.parts.iter().flatten().for_each(|f| bytes.add_all(&f.bytes));
             (0..spot.kept).filter_map(|l| self.kept(l, levels)).for_each(|k| bytes.add_all(&k.bytes));
-            bytes.add(Component::Activations, spot.waiting);
+            bytes.add(Component::Activations, spot.waiting + spot.crossing);
             bytes.add(Workspace, spot.extra);
             bytes.add(self.run.statics.live_as, spot.live);
             bytes.add(Component::InFlight, spot.flight);
@@ -411,6 +440,7 @@ impl Parts<'_> {
                 (Workspace, spot.extra),
                 (self.run.statics.live_as, spot.live),
                 (Component::InFlight, spot.flight),
+                (Component::Activations, spot.crossing),
             ];
             for (component, bytes) in beside {
                 if bytes > 0 {
@@ -509,12 +539,15 @@ impl StepInputs<'_> {
             Ok((ledger.take().into(), forward))
         };
         let again = [again(Dequantize::PerMatmul)?, again(Dequantize::PerLayer)?];
-        drop((x, routing));
+        drop(x);
+        let routed = live(ledger.keep());
+        drop(routing);
         let eval = |t| {
             let batch = self.batch(t, false)?;
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
-        Ok(Kind { forward, kept, input, backward, again, eval: self.eval.map(eval).transpose()? })
+        let eval = self.eval.map(eval).transpose()?;
+        Ok(Kind { forward, kept, input, routing: routed, backward, again, eval })
     }
 
     /// The head with chunks of at most `rows`.

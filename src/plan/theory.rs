@@ -5,10 +5,11 @@
 //! then the weights over the ranks). A frozen parameter takes 2, or 4.127 bits in NF4 with double quantization
 //! (Dettmers et al., "QLoRA", 2023: 4 + 8 / 64 + 32 / (64 * 256) bits).
 
+use super::statics::states;
 use crate::adapt::ghost::is_quantized;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Kind};
-use crate::recipe::{OptimizerName, Parallel, Quantize};
+use crate::recipe::{Optimizer, Parallel, Quantize};
 use serde::Serialize;
 
 /// Bits of a parameter in NF4, 64 values a block, double quantization of 256 blocks.
@@ -33,7 +34,7 @@ pub struct Theory {
 
 impl Theory {
     /// For these modules, spread over ranks.
-    pub fn new(s: &Selection, quantize: Quantize, optimizer: OptimizerName, p: &Parallel) -> Self {
+    pub fn new(s: &Selection, quantize: Quantize, o: &Optimizer, p: &Parallel) -> Self {
         let trained: u64 = s.parts().iter().map(|t| t.elements() as u64).sum();
         let head = s.modules.iter().find(|(m, _)| m.group == Group::Head).map(|(_, c)| *c);
         let full = |c: &Choice| matches!(c, Choice::Full { .. });
@@ -60,16 +61,16 @@ impl Theory {
         let ranks = |stage: u8| if p.zero >= stage { p.data as u64 } else { 1 };
         let model = (p.tensor * p.pipeline) as u64;
         let each = |bytes: u64, stage: u8| bytes.div_ceil(ranks(stage) * model);
-        let moments = match optimizer {
-            OptimizerName::Adamw8bit => 2,
-            _ => 8,
+        let moments: u64 = match o.name {
+            name if name.projects() => s.parts().iter().map(|t| states(o, t, s.layers)).sum(),
+            name => trained * if name.eight_bit() { 2 } else { 8 },
         };
         let frozen = 2 * plain + (quantized as f64 * NF4_BITS / 8.0).round() as u64;
         let mut t = Self {
             weights: each(2 * trained, 3),
             gradients: each(2 * trained, 2),
             master: each(4 * trained, 1),
-            moments: each(moments * trained, 1),
+            moments: each(moments, 1),
             total: 0,
             frozen: each(frozen, 3),
         };

@@ -32,7 +32,7 @@ fn works<R>(
     );
     let recipe = Recipe::parse(&text, "r.toml", &[])?;
     let selection = Selection::from_rules(&config, &recipe.train)?;
-    let shape = Shape::new(&config, &selection, quantize, machine, (1, 1))?;
+    let shape = Shape::new(&config, &selection, (quantize, true), machine, (1, 1))?;
     let run = StepInputs {
         shape: &shape,
         statics: &Statics::default(),
@@ -41,6 +41,7 @@ fn works<R>(
         activations_on_host: false,
         orders: 0,
         skewed: false,
+        neftune: 0.0,
         stages: 1,
     };
     let parts = Parts::new(run, heads)?;

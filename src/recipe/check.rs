@@ -202,11 +202,11 @@ impl Checker<'_> {
                 Value::Text(w) if all().contains(&w.as_str()) => good.push(w.clone()),
                 Value::Text(w) => {
                     let message = format!("{path} has no {}", quote(w));
-                    self.report(&node.at, &here, message, &names::words_hint(w, &all()));
+                    self.report(&node.at, &here, message, &names::words_hint(path, w, &all()));
                 }
                 other => {
                     let message = format!("{here} takes a string, not {}", found(other));
-                    self.report(&node.at, &here, message, &names::words_hint("", &all()));
+                    self.report(&node.at, &here, message, &names::words_hint(path, "", &all()));
                 }
             }
         }
@@ -267,7 +267,7 @@ impl Checker<'_> {
                     let all: Vec<&str> = words.iter().map(|(w, _)| *w).collect();
                     Err(Wrong {
                         message: Some(format!("{path} has no {}", quote(s))),
-                        hints: names::words_hint(s, &all),
+                        hints: names::words_hint(path, s, &all),
                     })
                 }
             },
@@ -296,7 +296,7 @@ impl Checker<'_> {
                 "none" => Ok(Checked::Recompute(Recompute::None)),
                 _ => Err(Wrong {
                     message: Some(format!("{path} has no {}", quote(s))),
-                    hints: names::words_hint(s, &["auto", "all", "none"]),
+                    hints: names::words_hint(path, s, &["auto", "all", "none"]),
                 }),
             },
             (Kind::Recompute, Value::Int(i)) => match usize::try_from(*i) {

@@ -27,10 +27,12 @@ pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     let mut x = Cross { c, root };
     x.model(recipe);
     x.rules(recipe);
+    x.init(recipe);
     x.sources(recipe);
     x.lengths(recipe);
     x.optimizer(recipe);
     x.in_backward(recipe);
+    x.galore(recipe);
 }
 
 struct Cross<'a, 'b> {
@@ -86,9 +88,32 @@ impl Cross<'_, '_> {
         }
     }
 
+    /// What `lora.init` needs of the other keys.
+    fn init(&mut self, recipe: &Recipe) {
+        const KEY: &str = "lora.init";
+        let Some(d) = recipe.lora.init.decomposition() else { return };
+        if !self.all_good(&["lora", KEY, "model", "model.quantize", "model.cache", "train"]) {
+            return;
+        }
+        let word = d.word();
+        if !recipe.uses_lora_defaults() && !self.c.bad.iter().any(|p| p.starts_with("train")) {
+            let message = format!("{KEY} = \"{word}\" does nothing: no [[train]] rule has method = \"lora\"");
+            self.report(KEY, message, "leave it out");
+        }
+        if d == Decomposition::Loftq && recipe.model.quantize == Quantize::None {
+            let message = "loftq begins with what quantizing the weights loses, and model.quantize = \"none\" loses nothing";
+            self.report(KEY, message.into(), "write model.quantize = \"nf4\", or leave init out");
+        }
+        if d.changes_base() && recipe.model.cache.is_some() {
+            let message =
+                format!("with {KEY} = \"{word}\" other weights are quantized than model.cache keeps");
+            self.report(KEY, message, "leave model.cache out");
+        }
+    }
+
     fn rules(&mut self, recipe: &Recipe) {
         if recipe.train.is_empty()
-            && recipe.lora.init == Init::Default
+            && recipe.lora.init.adapter().is_none()
             && self.all_good(&["train", "train.0", "lora", "lora.init"])
         {
             self.report(
@@ -224,6 +249,21 @@ impl Cross<'_, '_> {
             let hint = "add [[data.eval]], or data.eval_share = 0.1, or leave eval_every out";
             self.report("run.eval_every", message, hint);
         }
+        for (key, on) in [("keep_best", recipe.run.keep_best), ("patience", recipe.run.patience > 0)] {
+            let all = [
+                "run.eval_every",
+                "run.keep_best",
+                "run.patience",
+                "data.eval",
+                "data.eval.0",
+                "data.eval_share",
+            ];
+            if on && (!data.evaluates() || recipe.run.eval_every == 0) && self.all_good(&all) {
+                let message = format!("run.{key} does nothing: the run does not evaluate on its way");
+                let hint = "set run.eval_every, with [[data.eval]] or data.eval_share";
+                self.report(&format!("run.{key}"), message, hint);
+            }
+        }
         if data.eval_share > 0.0 && !data.eval.is_empty() && self.all_good(&["data.eval", "data.eval_share"])
         {
             let message = "data.eval_share and data.eval are both given".into();
@@ -316,6 +356,46 @@ impl Cross<'_, '_> {
                 "run.output has braces that are not {name}".into(),
                 "{name} is the only thing that is filled in",
             );
+        }
+    }
+
+    /// What low-rank gradients cannot have, and their keys without them.
+    fn galore(&mut self, recipe: &Recipe) {
+        const KEY: &str = "optimizer.name";
+        let o = &recipe.optimizer;
+        if !self.all_good(&["optimizer", KEY, "parallel", "parallel.zero", "parallel.data", "memory.offload"])
+        {
+            return;
+        }
+        let word = o.name.word();
+        if !o.name.projects() {
+            let changed = [
+                ("optimizer.galore_rank", o.galore_rank != 128),
+                ("optimizer.galore_gap", o.galore_gap != 200),
+                ("optimizer.galore_scale", o.galore_scale != 0.25),
+            ];
+            for (key, changed) in changed {
+                if changed && self.all_good(&[key]) {
+                    let message = format!("{key} does nothing with {KEY} = \"{word}\"");
+                    self.report(key, message, "leave it out, or write optimizer.name = \"galore\"");
+                }
+            }
+            return;
+        }
+        if recipe.parallel.zero > 0 && recipe.parallel.data > 1 {
+            let message = format!("not built yet: {KEY} = \"{word}\" with states that ranks split");
+            self.report("parallel.zero", message, "write parallel.zero = 0");
+        }
+        if recipe.memory.offload.contains(&Offload::Optimizer) {
+            let message = format!("not built yet: {KEY} = \"{word}\" with states on the host");
+            self.report("memory.offload", message, "leave \"optimizer\" out of memory.offload");
+        }
+        let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
+        if rules_are_good && !recipe.train.is_empty() && recipe.train.iter().all(|r| r.method != Method::Full)
+        {
+            let message =
+                format!("{KEY} = \"{word}\" is for matrices that train in full, and no rule trains any");
+            self.report(KEY, message, "a rule with method = \"full\", or optimizer.name = \"adamw\"");
         }
     }
 

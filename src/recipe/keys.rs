@@ -95,7 +95,10 @@ table! {
         rslora: bool = Bool, Toml("false");
         /// Weight-decomposed: a trained magnitude for each output row.
         dora: bool = Bool, Toml("false");
-        /// "default" (A Kaiming-uniform, B zero), or the path or hub id of a PEFT adapter to go on from.
+        /// "default" (A Kaiming-uniform, B zero); "pissa" or "olora" (A and B begin as the largest singular values of
+        /// the weights, or as the first of their QR decomposition, which the base then lacks; the result is an adapter of
+        /// twice the rank on the base as it is); "loftq" (as what model.quantize loses); or the path or hub id of a PEFT
+        /// adapter to go on from.
         init: Init = Text, Toml("\"default\"");
     }
 }
@@ -166,6 +169,9 @@ table! {
         chat_template: Option<PathBuf> = Text, Absent("the model's own");
         /// Variables for the chat template.
         template: Json = Anything, Toml("{}");
+        /// NEFTune: in training, uniform noise on the embeddings of a document of L tokens, within this over the square root
+        /// of L times the model's width; 5 is usual, 0 is off.
+        neftune: f64 = Number(Bound::NotNegative), Toml("0.0");
     }
 }
 
@@ -222,6 +228,10 @@ table! {
         eval_at_start: bool = Bool, Toml("false");
         /// Checkpoints that are kept.
         keep: usize = Int(1, COUNT), Toml("2");
+        /// Whether the checkpoint with the lowest evaluation loss is kept too, and the result is its.
+        keep_best: bool = Bool, Toml("false");
+        /// Evaluations in a row without a lower loss after which the run ends; 0 = it does not end early.
+        patience: usize = Int(0, COUNT), Toml("0");
         /// The run folder; {name} is filled in.
         output: PathBuf = Text, Toml("\"runs/{name}\"");
         /// Where to compute.
@@ -257,6 +267,12 @@ table! {
         /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
         /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
+        /// GaLore: directions that a gradient is projected onto, of its shorter side.
+        galore_rank: usize = RANK, Toml("128");
+        /// GaLore: updates between two looks for these directions.
+        galore_gap: usize = Int(1, COUNT), Toml("200");
+        /// GaLore: factor on the step of what is projected.
+        galore_scale: f64 = Number(Bound::Positive), Toml("0.25");
     }
 }
 
@@ -282,7 +298,7 @@ table! {
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
         scale: Option<u64> = Int(1, 1 << 24), Absent("65536");
-        /// Whether host buffers are pinned.
+        /// Whether host memory that values cross from and to is page-locked, for faster copies.
         pin: bool = Bool, Toml("true");
     }
 }
@@ -312,7 +328,7 @@ table! {
 table! {
     /// `[log]`
     pub struct Log {
-        /// Write TensorBoard event files.
+        /// Write TensorBoard event files, into tensorboard/ of the run folder.
         tensorboard: bool = Bool, Toml("false");
         /// A prompt that the model answers before and after training, in the form of the training data; on the
         /// terminal and in metrics.jsonl.

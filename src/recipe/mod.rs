@@ -8,7 +8,7 @@
 //! ```text
 //! tree       text -> tree with places; KEY=VALUE of the command line put over it
 //! check      every key against its row in `keys`: names, kinds, ranges   (values: layers, experts, sizes;
-//! table      checked values -> `Recipe` -> text again                      names: "did you mean")
+//! table      checked values -> `Recipe` -> text again                      names, elsewhere: what was meant)
 //! cross      checks across keys
 //! not_built  keys that the interface has and `ft run` does not build yet
 //! report     how problems look: all at once, each with its line
@@ -17,6 +17,7 @@
 
 mod check;
 mod cross;
+mod elsewhere;
 pub mod keys;
 pub mod kind;
 pub mod names;
@@ -152,16 +153,17 @@ impl Recipe {
     }
 
     fn open(path: &Path, overrides: &[String], plan: bool) -> Result<Recipe, Error> {
+        let shipped = path.to_str().and_then(|p| Shipped::find(p).ok());
         let read = |source: std::io::Error| {
-            let shipped = path.to_str().and_then(|p| Shipped::find(p).ok());
             let hint = match shipped.filter(|_| source.kind() == std::io::ErrorKind::NotFound) {
-                Some(s) => {
-                    format!("\nhint: a shipped recipe has this name: ft recipes {} > {0}.toml", s.name)
-                }
+                Some(s) => format!("\nhint: a shipped recipe has this name: {}", s.name),
                 None => String::new(),
             };
             Error::Read { path: path.into(), source, hint }
         };
+        if let Some(s) = shipped.filter(|s| Path::new(s.name) == path && !path.exists()) {
+            return Self::build(s.text.as_bytes(), &path.with_added_extension("toml"), overrides, plan);
+        }
         let bytes = std::fs::metadata(path).map_err(read)?.len();
         if bytes > LARGEST {
             return Err(Error::TooLarge { path: path.into(), bytes });
@@ -181,6 +183,9 @@ impl Recipe {
             let at = report::At { text: 0, span: start..start + 1 };
             let d = Diagnostic::new(&texts, &at, format!("byte {start} is not UTF-8"));
             let d = d.hint("TOML is UTF-8: save the file in that encoding");
+            return Err(Error::Problems(Problems::new(vec![d])));
+        }
+        if let Some(d) = yaml(&texts, path) {
             return Err(Error::Problems(Problems::new(vec![d])));
         }
         let (mut root, syntax) = tree::read(&texts);
@@ -217,7 +222,8 @@ impl Recipe {
         if r.name.is_empty() {
             r.name = run_name(path);
         }
-        r.run.output = r.run.output.to_string_lossy().replace("{name}", &r.name).into();
+        r.run.output = at_home(&r.run.output.to_string_lossy().replace("{name}", &r.name));
+        r.model.cache = r.model.cache.map(|c| at_home(&c.to_string_lossy()));
         let lora = &r.lora;
         for (rule, at) in r.train.iter_mut().zip(section.tables("train")) {
             rule.inherit(lora);
@@ -248,12 +254,21 @@ impl Recipe {
         }
     }
 
-    /// The path that `written` means: as it is where that exists, else from the recipe's folder where that
+    /// The path that `written` means, `~/` the user's folder: as it is where that exists, else from the recipe's folder where that
     /// exists, else as it is.
     pub fn resolve(&self, written: &str) -> PathBuf {
-        let as_is = PathBuf::from(written);
-        let beside = self.folder.join(written);
+        let as_is = at_home(written);
+        let beside = self.folder.join(&as_is);
         if !as_is.exists() && beside.exists() { beside } else { as_is }
+    }
+}
+
+/// A path in which a `~/` in front is the user's folder.
+fn at_home(written: &str) -> PathBuf {
+    let home = || std::env::var_os("HOME").filter(|h| !h.is_empty()).map(PathBuf::from);
+    match written.strip_prefix("~/").zip(home()) {
+        Some((rest, home)) => home.join(rest),
+        None => written.into(),
     }
 }
 
@@ -268,6 +283,28 @@ impl Optimizer {
     pub fn factor(&self, lr_scale: f64, is_b: bool) -> f64 {
         if is_b { lr_scale * self.lr_scale_b } else { lr_scale }
     }
+}
+
+/// What is wrong with a recipe that is YAML, which has no line that TOML could read.
+fn yaml(texts: &[Text], path: &Path) -> Option<Diagnostic> {
+    let named = path.extension().is_some_and(|e| e == "yaml" || e == "yml");
+    let lines =
+        || texts[0].text.lines().map(str::trim_end).filter(|l| !l.trim().is_empty() && !l.starts_with('#'));
+    let is_key = |l: &str| {
+        let (key, rest) = l.split_once(':')?;
+        let plain = key.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-".contains(&b));
+        (!key.is_empty() && plain && (rest.is_empty() || rest.starts_with(' '))).then_some(())
+    };
+    let looks = || {
+        lines().next().is_some_and(|l| l == "---" || is_key(l).is_some())
+            && !lines().any(|l| l.contains(" = "))
+    };
+    if !(looks() || named && !lines().any(|l| l.starts_with('['))) {
+        return None;
+    }
+    let at = report::At { text: 0, span: 0..1 };
+    let d = Diagnostic::new(texts, &at, "this is YAML, and a recipe is TOML: key = value, tables as [data]");
+    Some(d.hint("ft init asks for what a recipe needs and writes one; ft recipes lists some to begin with"))
 }
 
 /// The problems that are no consequence of a syntax error: a line that could not be read seems to miss its

@@ -1,52 +1,8 @@
-//! What was meant: near names, and names that other tools use.
+//! What was meant: near names, and names of other programs.
 
+use super::elsewhere;
 use super::kind::{self, Key, Kind};
 use super::tree::{join, quote};
-
-/// Names of other tools, and ours.
-const ELSEWHERE: &[(&str, &str)] = &[
-    ("adam_beta1", "optimizer.betas"),
-    ("adam_beta2", "optimizer.betas"),
-    ("adam_epsilon", "optimizer.eps"),
-    ("base_model", "model.source"),
-    ("batch_size", "run.batch_rows"),
-    ("dataset", "data.train"),
-    ("datasets", "data.train"),
-    ("decoded", "memory.dequantize (\"per_matmul\" for panels, \"per_layer\" for visit)"),
-    ("eval_steps", "run.eval_every"),
-    ("gradient_accumulation_steps", "run.batch_rows (rows a step; accumulation follows from run.micro_rows)"),
-    ("gradient_checkpointing", "memory.recompute"),
-    ("layers_to_transform", "layers"),
-    ("learning_rate", "optimizer.lr"),
-    ("load_in_4bit", "model.quantize"),
-    ("lora_alpha", "alpha"),
-    ("lora_dropout", "dropout"),
-    ("lora_r", "rank"),
-    ("lr_scheduler", "optimizer.schedule"),
-    ("lr_scheduler_type", "optimizer.schedule"),
-    ("max_grad_norm", "run.clip"),
-    ("max_seq_length", "data.max_length"),
-    ("max_steps", "run.steps"),
-    ("micro_batch_size", "run.micro_rows"),
-    ("model_name", "model.source"),
-    ("model_name_or_path", "model.source"),
-    ("num_epochs", "run.epochs"),
-    ("num_train_epochs", "run.epochs"),
-    ("output_dir", "run.output"),
-    ("packing", "data.pack"),
-    ("path", "source"),
-    ("per_device_train_batch_size", "run.micro_rows"),
-    ("r", "rank"),
-    ("save_steps", "run.save_every"),
-    ("save_total_limit", "run.keep"),
-    ("seq_len", "data.max_length"),
-    ("sequence_len", "data.max_length"),
-    ("target_modules", "modules"),
-    ("torch_dtype", "model.dtype"),
-    ("use_dora", "dora"),
-    ("use_rslora", "rslora"),
-    ("warmup", "optimizer.warmup_steps"),
-];
 
 /// The name of `names` that `word` was meant to be, if one is near.
 pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
@@ -81,8 +37,12 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
             elsewhere.push(p.replace(".0.", "."));
         }
     });
-    if let Some((_, ours)) = ELSEWHERE.iter().find(|(theirs, _)| *theirs == name) {
-        return (message, vec![format!("the key is called {ours}")]);
+    if let Some((_, ours)) = elsewhere::KEYS.iter().find(|(theirs, _)| *theirs == name) {
+        let hint = match ours.strip_prefix("nothing: ") {
+            Some(why) => format!("leave it out: {why}"),
+            None => format!("the key is called {ours}"),
+        };
+        return (message, vec![hint]);
     }
     let mut hints = Vec::new();
     if let Some(near) = nearest(name, keys.iter().map(|k| k.name)) {
@@ -102,15 +62,18 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
 
 /// The key of `keys` that an unknown `name` stands for.
 pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
-    if let Some((_, ours)) = ELSEWHERE.iter().find(|(theirs, _)| *theirs == name) {
+    if let Some((_, ours)) = elsewhere::KEYS.iter().find(|(theirs, _)| *theirs == name) {
         let table: Vec<&str> = path.split('.').filter(|p| p.parse::<usize>().is_err()).collect();
         return keys.iter().map(|k| k.name).find(|k| k == ours || join(&table.join("."), k) == *ours);
     }
     nearest(name, keys.iter().map(|k| k.name))
 }
 
-/// The hint for a word that a key does not have.
-pub(super) fn words_hint(word: &str, words: &[&str]) -> Vec<String> {
+/// The hint for a word that the key at `path` does not have.
+pub(super) fn words_hint(path: &str, word: &str, words: &[&str]) -> Vec<String> {
+    if let Some(ours) = elsewhere::value(path, word) {
+        return vec![format!("here it is {ours}")];
+    }
     let all = words.iter().map(|w| quote(w)).collect::<Vec<_>>().join(", ");
     match nearest(word, words.iter().copied()).filter(|_| !word.is_empty()) {
         Some(near) if words.len() > 1 => vec![format!("did you mean {}? It takes {all}", quote(near))],

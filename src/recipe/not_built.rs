@@ -5,12 +5,12 @@
 
 use super::kind::{self, Unset};
 use super::report::{Diagnostic, MOST, Text};
-use super::tree::{Node, Table, Value};
+use super::tree::{Table, Value};
 use std::collections::BTreeSet;
 
 /// What of a key is not built.
 enum What {
-    /// This word: alone, or in its list.
+    /// This word.
     Word(&'static str),
     /// Anything but its default.
     Changed,
@@ -20,10 +20,6 @@ use What::{Changed, Word};
 
 /// What `ft run` refuses.
 const NOT_BUILT: &[(&str, What)] = &[
-    ("optimizer.name", Word("galore")),
-    ("memory.offload", Word("params")),
-    ("memory.offload", Word("activations")),
-    ("memory.pin", Changed),
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
     ("parallel.expert", Changed),
@@ -31,7 +27,6 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.comm", Word("nccl")),
     #[cfg(not(feature = "mpi"))]
     ("parallel.comm", Word("mpi")),
-    ("log.tensorboard", Changed),
 ];
 
 /// The keys of `root` that `ft run` does not build.
@@ -39,62 +34,33 @@ const NOT_BUILT: &[(&str, What)] = &[
 /// Nothing is said about those in `bad`: they have a problem already.
 pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
-    for (pattern, what) in NOT_BUILT {
-        for (path, whole) in matches(root, pattern) {
-            let is = |n: &Node, w: &str| matches!(&n.value, Value::Text(t) if t == w);
-            // the node that is refused, and whether it is one of a list
-            let refused = match (what, &whole.value) {
-                (Word(w), Value::List(list)) => list.iter().find(|n| is(n, w)).map(|n| (n, true)),
-                (Word(w), _) => is(whole, w).then_some((whole, false)),
-                (Changed, v) => default_of(&path).is_some_and(|d| d != *v).then_some((whole, false)),
+    for (path, what) in NOT_BUILT {
+        let Some(node) = root.find(path) else { continue };
+        let is = |w: &str| matches!(&node.value, Value::Text(t) if t == w);
+        let refused = match what {
+            Word(w) => is(w),
+            Changed => default_of(path).is_some_and(|d| d != node.value),
+        };
+        let inside = |b: &String| b.strip_prefix(path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
+        if refused && !bad.iter().any(inside) && found.len() < MOST {
+            let message = format!("not built yet: {path} = {}", node.value);
+            let hint = match default_of(path) {
+                // nor is it, until it is asked for: it needs libraries that few machines have
+                _ if is("mpi") => "cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)".into(),
+                Some(default) => format!("leave it out, or write {path} = {default}"),
+                None => "leave it out".into(),
             };
-            let Some((node, listed)) = refused else { continue };
-            let inside =
-                |b: &String| b.strip_prefix(&path).is_some_and(|r| r.is_empty() || r.starts_with('.'));
-            if !bad.iter().any(inside) && found.len() < MOST {
-                let message = format!("not built yet: {path} = {}", node.value);
-                let mut d = Diagnostic::new(texts, &node.at, message).key(&path);
-                if is(node, "mpi") {
-                    // nor is it, until it is asked for: it needs libraries that few machines have
-                    d = d.hint("cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)");
-                } else if listed {
-                    d = d.hint(format!("leave {} out of the list", node.value));
-                } else if let Some(default) = default_of(&path) {
-                    d = d.hint(format!("leave it out, or write {path} = {default}"));
-                } else {
-                    d = d.hint("leave it out");
-                }
-                found.push(d);
-            }
+            found.push(Diagnostic::new(texts, &node.at, message).key(path).hint(hint));
         }
     }
     found
 }
 
-/// The nodes at `pattern`, with their paths.
-fn matches<'t>(root: &'t Table, pattern: &str) -> Vec<(String, &'t Node)> {
-    let Some((list, key)) = pattern.split_once(".*.") else {
-        return root.find(pattern).map(|n| (pattern.to_string(), n)).into_iter().collect();
-    };
-    let count = match root.find(list) {
-        Some(Node { value: Value::List(l), .. }) => l.len(),
-        _ => 0,
-    };
-    (0..count)
-        .filter_map(|i| {
-            let path = format!("{list}.{i}.{key}");
-            root.find(&path).map(|n| (path.clone(), n))
-        })
-        .collect()
-}
-
-/// The default of a key, of the first entry where it stands in a list.
+/// The default of a key.
 fn default_of(path: &str) -> Option<Value> {
-    let first: Vec<&str> =
-        path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
-    let (first, mut found) = (first.join("."), None);
+    let mut found = None;
     kind::each(&mut |p, key| {
-        if p == first
+        if p == path
             && let Unset::Toml(text) = key.default
         {
             found = super::check::default_node(text).map(|n| n.value);
@@ -110,23 +76,22 @@ mod tests {
     /// A key that is renamed must be renamed here too.
     #[test]
     fn every_line_names_a_key_and_what_it_can_hold() {
-        for (pattern, what) in NOT_BUILT {
-            let path = pattern.replace('*', "0");
+        for (path, what) in NOT_BUILT {
             let mut found = None;
             kind::each(&mut |p, key| {
-                if p == path {
+                if p == *path {
                     found = Some(key);
                 }
             });
-            let key = found.unwrap_or_else(|| panic!("no key {pattern}"));
+            let key = found.unwrap_or_else(|| panic!("no key {path}"));
             match what {
                 Word(w) => match key.kind {
-                    kind::Kind::Word(words) | kind::Kind::Words(words) => {
-                        assert!(words.iter().any(|(x, _)| x == w), "{pattern} {w}");
+                    kind::Kind::Word(words) => {
+                        assert!(words.iter().any(|(x, _)| x == w), "{path} {w}");
                     }
-                    other => panic!("{pattern} has no words: {other:?}"),
+                    other => panic!("{path} has no words: {other:?}"),
                 },
-                Changed => assert!(default_of(&path).is_some(), "{pattern} has no default to differ from"),
+                Changed => assert!(default_of(path).is_some(), "{path} has no default to differ from"),
             }
         }
     }

@@ -6,6 +6,12 @@ use super::table::{Field, Written, doc, words};
 use super::tree::quote;
 
 impl Recipe {
+    /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
+    pub fn weights_come_and_go(&self) -> bool {
+        let split = self.parallel.data > 1 && self.parallel.zero >= 3;
+        split || self.memory.offload.contains(&Offload::Params)
+    }
+
     /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
     /// rules, the config of the adapter in `lora.init` decides.
     pub fn uses_lora_defaults(&self) -> bool {
@@ -90,11 +96,32 @@ impl Rule {
     }
 }
 
+words! {
+    /// A `lora.init` that is of the base's own weights.
+    pub enum Decomposition {
+        /// The largest singular values (PiSSA).
+        Pissa = "pissa",
+        /// The first columns of a QR decomposition (OLoRA).
+        Olora = "olora",
+        /// The largest singular values of what 4 bits lose (LoftQ).
+        Loftq = "loftq",
+    }
+}
+
+impl Decomposition {
+    /// Whether the base lacks what the update begins with.
+    pub fn changes_base(self) -> bool {
+        self != Decomposition::Loftq
+    }
+}
+
 /// `lora.init`
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Init {
     /// A Kaiming-uniform, B zero.
     Default,
+    /// Of the base's weights.
+    Of(Decomposition),
     /// A PEFT adapter to go on from: path or hub id.
     Adapter(String),
 }
@@ -103,22 +130,36 @@ impl Init {
     /// The adapter to go on from.
     pub fn adapter(&self) -> Option<&str> {
         match self {
-            Init::Default => None,
+            Init::Default | Init::Of(_) => None,
             Init::Adapter(a) => Some(a),
+        }
+    }
+
+    /// What of the base's weights A and B begin with.
+    pub fn decomposition(&self) -> Option<Decomposition> {
+        match self {
+            Init::Of(d) => Some(*d),
+            Init::Default | Init::Adapter(_) => None,
         }
     }
 }
 
 impl Field for Init {
     fn read(checked: Option<&Checked>) -> Self {
-        match String::read(checked).as_str() {
-            "" | "default" => Init::Default,
-            adapter => Init::Adapter(adapter.into()),
+        let text = String::read(checked);
+        match (text.as_str(), Decomposition::from_word(&text)) {
+            ("" | "default", _) => Init::Default,
+            (_, Some(d)) => Init::Of(d),
+            (adapter, None) => Init::Adapter(adapter.into()),
         }
     }
 
     fn write(&self) -> Written {
-        Written::Value(quote(self.adapter().unwrap_or("default")))
+        Written::Value(quote(match self {
+            Init::Default => "default",
+            Init::Of(d) => d.word(),
+            Init::Adapter(a) => a.as_str(),
+        }))
     }
 }
 
@@ -342,8 +383,22 @@ words! {
         Adamw = "adamw",
         /// AdamW with 8-bit moments as in bitsandbytes (below 4096 values in f32), and f32 master weights.
         Adamw8bit = "adamw8bit",
-        /// Low-rank gradients.
+        /// GaLore: AdamW on low-rank projections of the gradients of layers' matrices that train in full.
         Galore = "galore",
+        /// The same with 8-bit moments.
+        Galore8bit = "galore8bit",
+    }
+}
+
+impl OptimizerName {
+    /// Whether moments of large tensors are in 8 bits.
+    pub fn eight_bit(self) -> bool {
+        matches!(self, OptimizerName::Adamw8bit | OptimizerName::Galore8bit)
+    }
+
+    /// Whether gradients are projected.
+    pub fn projects(self) -> bool {
+        matches!(self, OptimizerName::Galore | OptimizerName::Galore8bit)
     }
 }
 
@@ -405,11 +460,11 @@ words! {
 words! {
     /// `memory.offload`
     pub enum Offload {
-        /// Master weights and moments.
+        /// Master weights and moments, which are updated there.
         Optimizer = "optimizer",
-        /// Weights.
+        /// Weights, frozen ones too: a layer's come a visit ahead, and go after it.
         Params = "params",
-        /// Layer inputs.
+        /// Inputs of layers that are computed again.
         Activations = "activations",
     }
 }

@@ -35,6 +35,8 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.save_every",
     "run.eval_at_start",
     "run.keep",
+    "run.keep_best",
+    "run.patience",
     "run.output",
     "run.device",
     "memory.",
@@ -123,6 +125,10 @@ impl Recipe {
             (_, _, Some(rule)) => lora && rule.method != Method::Lora,
             ("run", "epochs", _) => self.run.steps.is_some(),
             ("run", "steps", _) => self.run.steps.is_none(),
+            ("optimizer", "lr_scale_b", _) => !self.uses_lora_defaults(),
+            ("optimizer", "galore_rank" | "galore_gap" | "galore_scale", _) => {
+                !self.optimizer.name.projects()
+            }
             ("optimizer", "warmup_steps", _) => self.optimizer.warmup_ratio.is_some(),
             ("optimizer", "warmup_ratio", _) => self.optimizer.warmup_ratio.is_none(),
             _ => false,

@@ -200,6 +200,16 @@ pub enum Error {
         /// What is wrong with each.
         damage: Vec<String>,
     },
+    /// No checkpoint of the step that was asked for.
+    #[error("no checkpoint of step {step} in {}{}", dir.display(), there(steps))]
+    NoCheckpoint {
+        /// The folder of checkpoints.
+        dir: PathBuf,
+        /// The step.
+        step: u64,
+        /// The steps that have one.
+        steps: Vec<u64>,
+    },
     /// A checkpoint that is not what was written.
     #[error("checkpoint {} is damaged: {problem}", path.display())]
     Damaged {
@@ -261,6 +271,7 @@ impl Failure for Error {
             | Error::Write { .. }
             | Error::DiskFull { .. }
             | Error::AllDamaged { .. }
+            | Error::NoCheckpoint { .. }
             | Error::Damaged { .. }
             | Error::Locked { .. } => ExitCode::Storage,
             Error::Occupied { .. } | Error::Name { .. } => ExitCode::Usage,
@@ -268,6 +279,12 @@ impl Failure for Error {
             Error::Tensor { source, .. } => source.exit_code(),
         }
     }
+}
+
+/// The steps that have a checkpoint, as a hint.
+fn there(steps: &[u64]) -> String {
+    let list: Vec<String> = steps.iter().map(u64::to_string).collect();
+    if list.is_empty() { String::new() } else { format!("\nhint: there are those of {}", list.join(", ")) }
 }
 
 impl Error {

@@ -115,7 +115,7 @@ impl Bound {
             Part::Head => Some(Bound::Products(n * (up + down))),
             Part::Recompute => Some(Bound::Products(n * w.recompute)),
             Part::Backward => Some(Bound::Products(n * (w.backward - down))),
-            Part::Step if !params.offloaded => {
+            Part::Step if !params.offloaded && !params.weights_offloaded => {
                 // weights and moments read and written, the gradient read; the rounded copy written
                 let bytes = |u: &Unit| {
                     let compute = u.compute.whole.dtype().size_in_bytes();

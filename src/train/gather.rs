@@ -1,21 +1,24 @@
-//! Weights that ranks split, gathered around the visits of a pass: those of the next visit before this one begins, and
-//! released when no visit needs them next. All ranks go through the same visits, with rows or without.
+//! Weights that ranks split, or that live on the host, gathered around the visits of a pass: those of the next visit before
+//! this one begins, and released when no visit needs them next. All ranks go through the same visits, with rows or
+//! without. What comes from the host does so while this visit goes on.
 
 use super::ranks::{self, Next};
 use crate::adapt::Params;
 use crate::comm::Comm;
+use crate::kernel::crossing::Arrival;
 use crate::model::Decoder;
 use crate::walk::{Around, Outline, Visit};
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Gathers what ranks split; nothing where they do not.
+/// Gathers what comes and goes; nothing where all of it is on the device.
 pub struct Gather<'a> {
     outline: Outline,
     params: &'a Params,
     comm: &'a dyn Comm,
-    /// Units that are here.
-    here: RefCell<BTreeSet<usize>>,
+    /// Units that are here, each with what of it is on its way.
+    here: RefCell<BTreeMap<usize, Vec<Arrival>>>,
 }
 
 impl<'a> Gather<'a> {
@@ -27,8 +30,10 @@ impl<'a> Gather<'a> {
     /// Releases all units but those.
     fn keep(&self, needed: &BTreeSet<usize>) -> candle_core::Result<()> {
         let mut here = self.here.borrow_mut();
-        while let Some(unit) = here.difference(needed).next().copied() {
-            here.remove(&unit);
+        let gone: Vec<usize> = here.keys().filter(|u| !needed.contains(u)).copied().collect();
+        for unit in gone {
+            // what is still on its way is waited for
+            drop(here.remove(&unit));
             self.params.release(unit)?;
         }
         Ok(())
@@ -37,12 +42,17 @@ impl<'a> Gather<'a> {
 
 impl Around for Gather<'_> {
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
-        if self.params.is_split() {
-            for unit in self.outline.needs([visit].into_iter().chain(next)) {
-                if self.here.borrow_mut().insert(unit) {
-                    self.params.gather(unit, self.comm)?;
-                }
+        if !self.params.comes_and_goes() {
+            return Ok(());
+        }
+        let mut here = self.here.borrow_mut();
+        for unit in self.outline.needs([visit].into_iter().chain(next)) {
+            if let Entry::Vacant(new) = here.entry(unit) {
+                new.insert(Vec::new()).extend(self.params.gather(unit, self.comm)?);
             }
+        }
+        for unit in self.outline.needs([visit]) {
+            here.get_mut(&unit).into_iter().flat_map(|a| a.drain(..)).try_for_each(Arrival::wait)?;
         }
         Ok(())
     }

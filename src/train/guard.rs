@@ -93,7 +93,11 @@ fn bad<'p>(
 /// [`Error::Weights`]; a rank that is lost.
 pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> crate::Result<()> {
     let states = |u: &Unit, r: &Range<usize>| {
-        let moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
+        let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
+        for p in u.projected.iter().filter(|p| r.contains(&params.slots[p.index].offset)) {
+            let (rows, cols) = p.low();
+            moments &= p.moments.finite(&(0..rows * cols))?;
+        }
         Ok(moments && held_finite(&u.master, r)?)
     };
     let mut whole = true;

@@ -14,9 +14,7 @@ use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
-use crate::recipe::{
-    Device as DeviceName, Dtype, Method, Offload, OptimizerName, Part, Quantize, Recipe, Rule, Weights,
-};
+use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Part, Quantize, Recipe, Rule, Weights};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -164,6 +162,14 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
     }
 }
 
+/// Tells of samples that are trained on and evaluated on.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) {
+    let (shared, all) = (train.shared_with(eval), eval.examples.len());
+    if shared > 0 {
+        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
+    }
+}
+
 /// The tokens of the recipe's `log.sample`, in the form that it trains.
 ///
 /// # Errors
@@ -283,6 +289,9 @@ impl Job {
         let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
         tell_data(Part::Train.key(d), &train, &self.config);
+        if let Some(eval) = &eval {
+            tell_shared(&train, eval);
+        }
         // what is told of samples that are held out was told of all
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
             tell_data(Part::Eval.key(d), eval, &self.config);
@@ -300,7 +309,8 @@ impl Job {
             Weights::Random => Base::random(config, self.recipe.run.seed),
             Weights::Load => Base::open(config, &self.model.dir)?,
         };
-        Ok(base.in_nf4(self.recipe.model.quantize == Quantize::Nf4))
+        let base = base.in_nf4(self.recipe.model.quantize == Quantize::Nf4);
+        Ok(base.beginning(adapt::initial::initials(&self.recipe, &self.selection)?))
     }
 
     /// Holds names and shapes of the base's and the adapter's tensors against config and selection, without
@@ -360,14 +370,29 @@ impl Job {
         shard: Shard,
         comm: &dyn Comm,
     ) -> crate::Result<(Decoder, Params)> {
-        let offload = self.recipe.memory.offload.contains(&Offload::Optimizer);
-        let eight_bit = self.recipe.optimizer.name == OptimizerName::Adamw8bit;
+        let memory = &self.recipe.memory;
+        let offload = memory.offload.contains(&Offload::Optimizer);
+        // what is loaded to be used is used from where it is
+        let offload_weights = train && memory.offload.contains(&Offload::Params);
+        let pin = memory.pin;
+        let o = &self.recipe.optimizer;
+        let eight_bit = o.name.eight_bit();
+        let project = if o.name.projects() { o.galore_rank } else { 0 };
         let in_backward = self.recipe.optimizer.in_backward;
         let build = Build::new(base, &self.selection)
             .adapter(self.adapter.as_ref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
-            .allocate(Allocate { train, in_backward, offload, eight_bit, shard })
+            .allocate(Allocate {
+                train,
+                in_backward,
+                offload,
+                offload_weights,
+                pin,
+                eight_bit,
+                project,
+                shard,
+            })
             .among(comm);
         if shard.rank == 0 { build.shown("loading").run() } else { build.run() }
     }

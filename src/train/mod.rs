@@ -1,7 +1,9 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
 pub mod bench;
+mod best;
 pub mod compare;
+mod earlier;
 pub mod exhausted;
 mod finished;
 mod gather;

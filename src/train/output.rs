@@ -2,17 +2,18 @@
 
 use super::gather::Alone;
 use super::ranks::{self, Next};
+use super::state;
 use super::step::{Setup, probe};
 use super::{Error, Job};
 use crate::adapt::adapter::{self, Adapter, Values};
-use crate::adapt::selection::{Choice, Part};
+use crate::adapt::selection::{Choice, Part, Trained};
 use crate::adapt::{self, Params, Selection, peft};
 use crate::base::check_tensors;
 use crate::data::Micro;
 use crate::kernel::to_host;
 use crate::model::Config;
 use crate::model::modules::{Group, modules};
-use crate::recipe::Quantize;
+use crate::recipe::{Decomposition, Quantize};
 use crate::store::{self, NewFolder, TensorFiles};
 use crate::walk::{self, Outline, visit};
 use candle_core::{DType, Device, Tensor};
@@ -95,14 +96,12 @@ pub fn write(
     let out = new.path();
     let full = job.selection.everything_full();
     if full {
-        write_model(job, (params, values), &out)?;
+        write_model(job, (&params.tensors, values), &out)?;
         let files = TensorFiles::open_model(&out)?;
         let config = Config::load(&out, &Map::new())?;
         check_tensors(&config, &files)?;
     } else {
-        let revision = job.model.revision.as_deref();
-        // a checkpoint that is 4-bit by itself is named by the adapter's config
-        let quantize = if job.config.four_bit { Quantize::None } else { job.recipe.model.quantize };
+        let selection = job.selection.exported(params.initials.as_deref());
         let mut neutral = Vec::new();
         if adapter::needs_neutral(&job.selection) {
             visit::pass(Outline::of(decoder).forward(), &alone, &mut |unit| {
@@ -110,10 +109,10 @@ pub fn write(
                 Ok(())
             })?;
         }
-        let what = (params, values, neutral);
-        adapter::save(&out, &job.selection, what, &job.model.source, revision, quantize)?;
+        let held = |i: usize| -> crate::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
+        save_adapter(job, &selection, (&params.tensors, &held, neutral), &out)?;
         let read = Adapter::open(&out)?;
-        same_choices(&target, &job.selection, &Selection::from_peft(&job.config, &read.config)?)?;
+        same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
     }
     if params.is_split() {
         ranks::tell_next(s.comm, &Next::ReadBack(out.clone()))?;
@@ -126,6 +125,60 @@ pub fn write(
     }
     new.replace(if full { &is_of_model } else { &is_of_adapter })?;
     Ok(target)
+}
+
+fn save_adapter(
+    job: &Job,
+    selection: &Selection,
+    what: (&[Trained], &Values<'_>, Vec<(String, Tensor)>),
+    out: &Path,
+) -> crate::Result<()> {
+    let revision = job.model.revision.as_deref();
+    // a checkpoint that is 4-bit by itself is named by the adapter's config; and an adapter that has what the base lacked
+    // is of the base as it is
+    let quantize = if job.config.four_bit || lacks(job) { Quantize::None } else { job.recipe.model.quantize };
+    adapter::save(out, selection, what, &job.model.source, revision, quantize)
+}
+
+/// Whether the base that a run trains on lacks what its adapter begins with.
+fn lacks(job: &Job) -> bool {
+    job.recipe.lora.init.decomposition().is_some_and(Decomposition::changes_base)
+}
+
+/// Writes what a run's result would be after the step of a checkpoint, without the model's weights.
+///
+/// # Errors
+/// A checkpoint of another run; DoRA beside plain LoRA, whose magnitudes are not in it; an adapter that began with a
+/// part of the base, which is not in it either.
+pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> crate::Result<()> {
+    let trained = job.selection.trained();
+    let files = state::weights(checkpoint)?;
+    let values = |i: usize| -> crate::Result<Tensor> {
+        let t: &Trained = &trained[i];
+        let value = files.tensor(&t.name, DType::F32, &Device::Cpu)?;
+        match value.dims() == t.shape {
+            true => Ok(value),
+            false => Err(wrong(checkpoint, format!("{} has the shape {:?}", t.name, value.dims())).into()),
+        }
+    };
+    if job.selection.everything_full() {
+        write_model(job, (&trained, &values), out)?;
+    } else {
+        if adapter::needs_neutral(&job.selection) {
+            let why =
+                "DoRA beside plain LoRA needs the base's weights\n  hint: ft run --resume writes adapter/";
+            return Err(wrong(checkpoint, why.into()).into());
+        }
+        if lacks(job) {
+            let init = job.recipe.place("lora.init");
+            let why = format!(
+                "{init}: lora.init needs the base's weights\n  hint: ft run --resume writes adapter/"
+            );
+            return Err(wrong(checkpoint, why).into());
+        }
+        save_adapter(job, &job.selection, (&trained, &values, Vec::new()), out)?;
+    }
+    Ok(job.trained().save(out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?)
 }
 
 /// Puts a result that was written into `dir` in the place of what was trained.
@@ -143,8 +196,11 @@ pub fn read_back(job: &Job, params: &Params, dir: &Path) -> crate::Result<()> {
     }
     let read = Adapter::open(dir)?;
     for (i, t) in params.tensors.iter().enumerate() {
-        match read.get(t)? {
-            Some(value) => params.set(i, &value)?,
+        match read.get(&params.exported_tensor(i))? {
+            Some(held) => match params.trained_of(i, &held)? {
+                Some(value) => params.set(i, &value)?,
+                None => return Err(wrong(dir, format!("{} is not what was written", t.name)).into()),
+            },
             None => return Err(wrong(dir, format!("{} is not in it", t.name)).into()),
         }
     }
@@ -173,7 +229,8 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
 }
 
 /// Writes a whole model: config, what the source folder has beside it, sharded weights in the compute dtype.
-fn write_model(job: &Job, (params, values): (&Params, &Values<'_>), out: &Path) -> crate::Result<()> {
+fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Path) -> crate::Result<()> {
+    let find = |name: &str| trained.iter().position(|t| t.name == name);
     let mut entries = Vec::new();
     for m in modules(&job.config) {
         if job.config.tied && m.group == Group::Head {
@@ -181,14 +238,14 @@ fn write_model(job: &Job, (params, values): (&Params, &Values<'_>), out: &Path) 
         }
         for part in [Part::Weight, Part::Bias] {
             let name = format!("{}.{}", m.name, adapt::selection::part_name(&m, part));
-            if let Some(i) = params.find(&name) {
-                entries.push((name, job.dtype, params.tensors[i].shape.clone()));
+            if let Some(i) = find(&name) {
+                entries.push((name, job.dtype, trained[i].shape.clone()));
             }
         }
     }
-    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match params
-        .find(name)
-    {
+    write_folder(&job.model.dir, out, job.config.raw.clone(), job.dtype, &entries, &mut |name| match find(
+        name,
+    ) {
         Some(i) => Ok(to_host(&values(i)?)?.to_dtype(job.dtype)?),
         None => Err(candle_core::Error::Msg(format!("{name} does not train")).into()),
     })

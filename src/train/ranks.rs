@@ -39,6 +39,8 @@ pub enum Next {
     Forward,
     /// The result that the first rank has written in a folder, in the place of what was trained.
     ReadBack(PathBuf),
+    /// What a checkpoint in a folder has, in the place of what was trained.
+    Load(PathBuf),
     /// Nothing more.
     End,
 }
@@ -59,6 +61,7 @@ impl Next {
             Next::Save(n, path) => [3, *n].into_iter().chain(bytes(path)).collect(),
             Next::Forward => vec![4],
             Next::ReadBack(path) => std::iter::once(5).chain(bytes(path)).collect(),
+            Next::Load(path) => std::iter::once(6).chain(bytes(path)).collect(),
         }
     }
 
@@ -70,6 +73,7 @@ impl Next {
             [3, n, bytes @ ..] => Next::Save(*n, path(bytes)),
             [4] => Next::Forward,
             [5, bytes @ ..] => Next::ReadBack(path(bytes)),
+            [6, bytes @ ..] => Next::Load(path(bytes)),
             _ => Next::End,
         }
     }
@@ -117,6 +121,15 @@ pub fn load(
     }
     comm.wait(LOADED, &[])?;
     Ok((decoder, params))
+}
+
+/// Takes up what a checkpoint has of this rank's part; once that returns, all ranks have theirs.
+///
+/// # Errors
+/// A checkpoint that does not fit; a rank that is lost.
+pub fn take_up(params: &Params, dir: &Path, comm: &dyn Comm) -> crate::Result<()> {
+    state::load(dir, params)?;
+    comm.wait(LOADED, &[]).map(drop)
 }
 
 /// What this rank holds of what ranks split.
@@ -266,6 +279,7 @@ pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
             }
             Next::Forward => visit::pass(Outline::of(&decoder).forward(), &gather, &mut |_| Ok(())),
             Next::ReadBack(dir) => output::read_back(job, &params, &dir),
+            Next::Load(dir) => take_up(&params, &dir, comm),
         };
         match done {
             // the first one knows why
@@ -322,6 +336,7 @@ mod tests {
             Next::Forward,
             Next::Save(7, odd.into()),
             Next::ReadBack(odd.into()),
+            Next::Load(odd.into()),
         ] {
             assert_eq!(Next::of(&next.words()), next);
         }

@@ -4,15 +4,18 @@ use super::again_tests::{events, recipe, train};
 use super::gather::Gather;
 use super::ranks::broken::{BREAKS, Breaks};
 use super::{Job, ranks, step};
+use crate::adapt::Params;
 use crate::comm::{self, At, Comm, Threads};
 use crate::data::Micro;
 use crate::error::ExitCode;
 use crate::hub::Want;
 use crate::kernel::Tensor;
+use crate::kernel::vacant::held;
 use crate::model::Batch;
 use crate::model::sink::Sink;
 use crate::walk::{Around, Outline, Visit, Walk};
 use anyhow::{Context as _, Result};
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -173,6 +176,64 @@ fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
             // up, down, and up again
             assert!(visits > 3 * outline.layers && gathers >= visits - 2, "{visits} {gathers}");
         }
+    }
+    Ok(())
+}
+
+/// Checks which units are on the device.
+struct Checked<'a> {
+    gather: Gather<'a>,
+    outline: Outline,
+    params: &'a Params,
+    visits: Cell<usize>,
+}
+
+impl Checked<'_> {
+    /// These are, and no others.
+    fn check(&self, needed: &BTreeSet<usize>) -> crate::Result<()> {
+        for (unit, trained) in self.params.units.iter().enumerate() {
+            let own = trained.iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
+            for b in self.params.frozen[unit].iter().chain(own) {
+                assert!(b.is_apart());
+                assert_eq!(held(&b.whole)? > 0, needed.contains(&unit), "unit {unit} of {needed:?}");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Around for Checked<'_> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.gather.arrive(visit, next)?;
+        self.visits.set(self.visits.get() + 1);
+        self.check(&self.outline.needs([visit].into_iter().chain(next)))
+    }
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+        self.gather.leave(visit, next)?;
+        self.check(&self.outline.needs(next))
+    }
+}
+
+/// Weights that live on the host are on the device for their visit and for the one before it, and for no other.
+#[test]
+fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    for rule in ["train.0.method=lora", "train.0.dora=true", "model.dtype=bf16", "model.quantize=nf4"] {
+        let set = ["memory.offload=['params']", "run.batch_rows=4", "run.micro_rows=1", rule];
+        let job = Job::open(recipe(dir.path(), &set)?, Want::Weights, false)?;
+        let comm = comm::alone();
+        let (decoder, params) = ranks::load(&job, &job.base()?, None, &comm)?;
+        let (outline, gather) = (Outline::of(&decoder), Gather::new(&decoder, &params, &comm));
+        let around = Checked { gather, outline, params: &params, visits: Cell::new(0) };
+        around.check(&BTreeSet::new())?;
+        let m = Micro::collate(&job.train_data()?, &[0]);
+        let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
+        let (lens, lowest) = (params.lens(), params.lowest_unit());
+        let sink = Sink::live(&lens, &job.device, params.tensors.len());
+        Walk::new(&decoder, lowest, 1).around(&around).train(&batch, 1.0, &sink)?;
+        Walk::new(&decoder, None, 0).around(&around).eval(&batch)?;
+        around.check(&BTreeSet::new())?;
+        assert!(around.visits.get() > 3 * outline.layers, "{rule}");
     }
     Ok(())
 }

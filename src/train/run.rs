@@ -1,5 +1,7 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::best::Best;
+use super::earlier::{clear, ended, exists, filled, keep_micro_rows, refuse_earlier};
 use super::exhausted::start_threads_of;
 use super::finished::Inputs;
 use super::guard::{self, Still};
@@ -16,7 +18,7 @@ use crate::base::Base;
 use crate::comm::{self, Comm};
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
-use crate::log::{Metrics, Progress, memory, place, tell, warn};
+use crate::log::{Metrics, Progress, TensorBoard, memory, place, read_metrics, tell, warn};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
 use crate::recipe::Recipe;
@@ -30,7 +32,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// The folder of checkpoints in a run folder.
-const CHECKPOINTS: &str = "checkpoints";
+pub const CHECKPOINTS: &str = "checkpoints";
 /// Steps of a process in which memory that runs out means that the plan was wrong, and another one may be right.
 const YOUNG: usize = 3;
 
@@ -43,6 +45,8 @@ pub struct Options {
     pub overwrite: bool,
     /// Keys that may differ from the checkpoint's.
     pub accept_change: Vec<String>,
+    /// With `resume`: the step of the checkpoint to go on from, in place of the newest.
+    pub step: Option<u64>,
 }
 
 /// How a run ended.
@@ -117,6 +121,7 @@ pub(super) fn first(
     refuse_earlier(&recipe, options)?;
     let inputs = Inputs::look(&recipe).map(|i| (i, recipe.clone()));
     if options.resume
+        && options.step.is_none()
         && let Some(result) = inputs.as_ref().and_then(|(i, _)| i.finished(&dir))
     {
         return Ok(Outcome::Already { result });
@@ -150,7 +155,11 @@ pub(super) fn first(
         clear(&job, &dir)?;
     }
     let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
-    let newest = if options.resume { checkpoints.newest_whole()? } else { None };
+    let newest = match options.step {
+        Some(step) => Some(checkpoints.whole(step)?),
+        None if options.resume => checkpoints.newest_whole()?,
+        None => None,
+    };
     for w in newest.iter().flat_map(|c| &c.warnings) {
         warn(w);
     }
@@ -178,7 +187,11 @@ pub(super) fn first(
             return Err(Error::Changed { dir: dir.display().to_string(), changes: changes.join("\n") }.into());
         }
         done = s.step;
-        if done >= total as u64 && ended(&dir) && result.is_dir() {
+        let early = || {
+            let events = read_metrics(&dir.join("metrics.jsonl")).unwrap_or_default();
+            Best::of(&events).exhausts(job.recipe.run.patience)
+        };
+        if options.step.is_none() && ended(&dir) && result.is_dir() && (done >= total as u64 || early()) {
             finished(&result);
             return Ok(Outcome::Already { result });
         }
@@ -286,7 +299,12 @@ fn lead(
     drop(base);
     watch.loaded(&params);
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
-    let metrics = Metrics::open(&dir.join("metrics.jsonl"), newest.map(|_| done))?;
+    let from = newest.map(|_| done);
+    let mut metrics = Metrics::open(&dir.join("metrics.jsonl"), from)?;
+    if job.recipe.log.tensorboard {
+        metrics.show_in(TensorBoard::open(dir, from)?);
+    }
+    let best = Best::of(&read_metrics(&dir.join("metrics.jsonl"))?);
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut r = Running {
         setup: Setup::new(job, (&decoder, &params, &optimizer), plan.execution, start.loss_scale, comm),
@@ -302,6 +320,9 @@ fn lead(
         done,
         saved: newest.map(|_| done),
         received: 0,
+        best,
+        seconds: 0.0,
+        tokens: 0,
     };
     // from here on a signal waits until what was done is saved
     start.signals.hold();
@@ -321,6 +342,15 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     }
     let (mut still, mut reached) = (Still::default(), false);
     for step in done as usize..total {
+        if r.best.exhausts(run.patience) {
+            r.progress.line(&format!(
+                "stopped after step {}: {} evaluations in a row were no better than step {}'s (run.patience)",
+                r.done,
+                run.patience,
+                r.best.get().map_or(0, |(step, _)| step)
+            ));
+            break;
+        }
         halt(start, r)?;
         let (started, rows) = (Instant::now(), batches.rows(step));
         let young = step - (done as usize) < YOUNG;
@@ -353,8 +383,9 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 /// Evaluates; a loss that is no number ends the run, but not before the steps are saved.
 fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     match r.evaluate() {
+        Ok(true) if start.job.recipe.run.keep_best => save(start, r),
         Err(e) if matches!(e.of(), Some(Error::EvaluationOf { .. })) => save(start, r).and(Err(e)),
-        outcome => outcome.map_err(|e| given_up(start, r, e)),
+        outcome => outcome.map(drop).map_err(|e| given_up(start, r, e)),
     }
 }
 
@@ -394,8 +425,18 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
         r.sample()?;
     }
     halt(start, r)?;
+    // a run that stopped early has not saved its last step yet
+    save(start, r)?;
     // everything is saved, and a result is whole or absent
     signals.release();
+    let mut of = r.done;
+    if let Some((step, loss)) = r.best.get().filter(|(step, _)| job.recipe.run.keep_best && *step != of) {
+        let folder = start.checkpoints.whole(step)?.path;
+        ranks::tell_next(r.setup.comm, &Next::Load(folder.clone()))?;
+        ranks::take_up(r.setup.params, &folder, r.setup.comm)?;
+        r.progress.line(&format!("the result is that of step {step}: evaluation loss {loss:.4}"));
+        of = step;
+    }
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
     let probe = Micro::collate(data, &[0]).probe();
@@ -405,7 +446,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
         output::write(job, &r.setup, &values, dir, &probe)?
     } else {
         // no rank has them all, but the last step's checkpoint
-        let files = state::weights(&start.checkpoints.folder(r.done))?;
+        let files = state::weights(&start.checkpoints.folder(of))?;
         let values = |i: usize| {
             let name = &params.tensors[i].name;
             Ok(files.tensor(name, DType::F32, &Device::Cpu)?)
@@ -418,99 +459,12 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
         r.progress.line(&warning);
     }
     r.metrics.write(&json!({
-        "event": "end", "step": r.done, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
+        "event": "end", "step": r.done, "of_step": of, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
         "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": r.watch.plan().engine(),
         "memory": r.watch.compared(), "time": now(),
     }))?;
+    r.told(&result);
     Ok(Outcome::Done { result })
-}
-
-/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
-/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
-fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
-    if !recipe.run.micro_rows.is_auto() {
-        return;
-    }
-    const KEY: &str = "run.micro_rows";
-    let written = match reached {
-        Some(state) => state.identity.get(KEY).cloned(),
-        None => Recipe::load(&dir.join("recipe.toml"), &[]).ok().and_then(|r| {
-            let (mut then, mut now) = (r.math_keys(), recipe.math_keys());
-            let rows = then.remove(KEY);
-            now.remove(KEY);
-            rows.filter(|_| then == now)
-        }),
-    };
-    let rows = written.and_then(|n| n.parse::<usize>().ok());
-    let fits =
-        |n: &usize| *n > 0 && recipe.run.batch_rows.is_multiple_of(n.saturating_mul(recipe.parallel.data));
-    if let Some(n) = rows.filter(fits) {
-        recipe.run.micro_rows = n.into();
-    }
-}
-
-/// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
-fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
-    let dir = &recipe.run.output;
-    if options.overwrite {
-        return Ok(());
-    }
-    let shown = dir.display().to_string();
-    if checkpoint::any(&dir.join(CHECKPOINTS)) {
-        let hint = "--resume goes on from them, ";
-        let error = Error::Exists { dir: shown, what: "checkpoints of an earlier run".into(), hint };
-        return if options.resume { Ok(()) } else { Err(error.into()) };
-    }
-    let results = output::RESULTS.into_iter().map(|name| dir.join(name));
-    if let Some(result) = results.into_iter().find(|r| filled(r) && !reads(recipe, r)) {
-        return Err(exists(dir, &result));
-    }
-    if ended(dir) {
-        let what = "the metrics of a run that ended, and no checkpoints to go on from".into();
-        return Err(Error::Exists { dir: shown, what, hint: "" }.into());
-    }
-    Ok(())
-}
-
-fn exists(dir: &Path, result: &Path) -> crate::Error {
-    let name = result.file_name().unwrap_or_default().to_string_lossy();
-    let what = format!("{name}/ of an earlier run, and no checkpoints to go on from");
-    Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()
-}
-
-/// Whether anything is under a name, an empty folder apart.
-fn filled(path: &Path) -> bool {
-    match path.read_dir() {
-        Ok(mut entries) => entries.next().is_some(),
-        Err(_) => path.symlink_metadata().is_ok(),
-    }
-}
-
-/// Whether a recipe's model or adapter is in a folder.
-fn reads(recipe: &Recipe, dir: &Path) -> bool {
-    let Ok(dir) = dir.canonicalize() else { return false };
-    let sources = [Some(recipe.model.source.as_str()), recipe.lora.init.adapter()];
-    let inside = |s: &str| recipe.resolve(s).canonicalize().is_ok_and(|p| p.starts_with(&dir));
-    sources.into_iter().flatten().any(inside)
-}
-
-/// Whether the metrics of a run folder have its end.
-fn ended(dir: &Path) -> bool {
-    crate::log::read_metrics(&dir.join("metrics.jsonl"))
-        .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
-}
-
-/// Removes what an earlier run left in its folder and this one does not replace; other files stay, and so does what
-/// this one reads. The result stays until the new one takes its place.
-fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
-    let result = output::result_dir(job, dir);
-    for name in output::RESULTS.into_iter().chain([CHECKPOINTS]) {
-        let p = dir.join(name);
-        if p != result && p.symlink_metadata().is_ok() && !reads(&job.recipe, &p) {
-            std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
-        }
-    }
-    Ok(())
 }
 
 /// Writes the checkpoint of the steps that are done, if there is none yet.
@@ -528,7 +482,9 @@ fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     state::begin(draft.path(), &state, params)?;
     guard::weights(params, r.setup.comm, step)?;
     ranks::save(&r.setup, draft.path())?;
-    draft.commit(start.job.recipe.run.keep)?;
+    let run = &start.job.recipe.run;
+    let best = r.best.get().filter(|_| run.keep_best).map(|(step, _)| step);
+    draft.commit(run.keep, best)?;
     r.saved = Some(step);
     Ok(())
 }

@@ -1,21 +1,24 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
+use super::best::Best;
 use super::gather::{Alone, Gather};
 use super::ranks::{self, Next};
 use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
 use super::{Error, Job, Stepped, job};
-use crate::adapt::{LearningRate, learning_rates};
+use crate::adapt::{LearningRate, initial, learning_rates};
 use crate::data::{Dataset, Form};
 use crate::error::ExitCode;
-use crate::log::{Metrics, Progress, Told, memory, place};
+use crate::log::{Metrics, Progress, Told, memory, place, tell};
 use crate::model::modules;
 use crate::optim::Schedule;
 use crate::plan::report;
+use crate::recipe::Quantize;
 use crate::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// What the loop carries along.
 pub struct Running<'a> {
@@ -37,6 +40,11 @@ pub struct Running<'a> {
     pub saved: Option<u64>,
     /// Bytes that had come from other ranks before this step.
     pub received: u64,
+    /// The best evaluation.
+    pub best: Best,
+    /// Seconds and tokens of the steps of this process.
+    pub seconds: f64,
+    pub tokens: u64,
 }
 
 impl Running<'_> {
@@ -86,12 +94,15 @@ impl Running<'_> {
             format!("{:?}", job.dtype).to_lowercase(),
         ));
         self.progress.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
+        if let Some(how) = job.recipe.lora.init.decomposition() {
+            self.progress.line(&initial::line(how, job.recipe.model.quantize == Quantize::Nf4));
+        }
         self.progress.line(&self.watch.line());
         if done == 0 {
             if job.recipe.run.eval_at_start {
                 match self.evaluate() {
                     Err(e) if matches!(e.of(), Some(Error::Abandoned)) => return Ok(()),
-                    outcome => outcome?,
+                    outcome => drop(outcome?),
                 }
             }
             self.sample()?;
@@ -154,6 +165,8 @@ impl Running<'_> {
     /// the order of `learning_rates` of the run's first event.
     pub fn stepped(&mut self, s: &Stepped, step: usize, seconds: f64) -> crate::Result<()> {
         self.watch.look();
+        self.seconds += seconds;
+        self.tokens += s.tokens as u64;
         let optimizer = &self.job.recipe.optimizer;
         let of = |r: &LearningRate| self.schedule.at(step, r.base(optimizer)) * r.lr_scale;
         let rates: Vec<f64> = self.rates.iter().map(of).collect();
@@ -202,6 +215,27 @@ impl Running<'_> {
         Ok(())
     }
 
+    /// Tells what a run came to, and what can be done with its result.
+    pub fn told(&self, result: &Path) {
+        let memory = report::bytes(self.watch.peak());
+        let mut line = format!("step {}", self.done);
+        if let Some((step, loss)) = self.best.get() {
+            line += &format!(", best evaluation loss {loss:.4} (step {step})");
+        }
+        if self.seconds > 0.0 {
+            let rate = self.tokens as f64 / self.seconds;
+            line += &format!(", {} tokens in {:.0} s ({rate:.0} a second)", self.tokens, self.seconds);
+        }
+        tell(&format!("done: {line}, at most {memory} of memory"));
+        let run = result.parent().unwrap_or(result).display().to_string();
+        let result = result.display();
+        let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
+        if !self.job.selection.everything_full() {
+            next.insert(1, format!("ft merge {result} --out DIR"));
+        }
+        tell(&format!("next: {}", next.join(", ")));
+    }
+
     /// Takes down why the run stops, and gives the error on.
     pub fn stopped(&mut self, e: crate::Error) -> crate::Error {
         let e = self.watch.planned().explain(e);
@@ -215,9 +249,9 @@ impl Running<'_> {
         e
     }
 
-    /// Evaluates, where there is data for it, unless a signal comes.
-    pub fn evaluate(&mut self) -> crate::Result<()> {
-        let (Some(data), step) = (self.eval, self.done) else { return Ok(()) };
+    /// Evaluates, where there is data for it, unless a signal comes; whether it is the best so far.
+    pub fn evaluate(&mut self) -> crate::Result<bool> {
+        let (Some(data), step) = (self.eval, self.done) else { return Ok(false) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || self.signals.seen().is_some();
         let Setup { decoder, params, execution, comm, .. } = self.setup;
@@ -230,7 +264,7 @@ impl Running<'_> {
         self.progress
             .line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
         match loss.is_finite() {
-            true => Ok(()),
+            true => Ok(self.best.seen(step, loss)),
             false => {
                 let kept = match step {
                     0 => "nothing was trained yet",
@@ -250,7 +284,9 @@ impl Running<'_> {
             let mut sampler = generate::greedy();
             let Setup { decoder, params, comm, .. } = self.setup;
             let alone = Alone::new(decoder, params, comm);
-            let mut reader = generate::Reader::new(decoder, &job.device).around(&alone);
+            let mut reader = generate::Reader::new(decoder, &job.device)
+                .within(ids.len() + generate::SAMPLE_TOKENS)
+                .around(&alone);
             let reply = generate::reply(
                 &mut reader,
                 tokenizer,

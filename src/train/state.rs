@@ -7,6 +7,7 @@ use super::{Error, LossScale};
 use crate::adapt::Params;
 use crate::adapt::moments::Of;
 use crate::adapt::params::common;
+use crate::adapt::projected::Projected;
 use crate::kernel::optimizer::BLOCK;
 use crate::store::{self, SharedFile, TensorFiles};
 use candle_core::{DType, Device, Tensor};
@@ -48,6 +49,14 @@ struct Entry {
 /// The tensors of a trained tensor's moments: both, in 8 bits codes and then the scales of their blocks.
 fn entries(params: &Params, index: usize) -> Vec<Entry> {
     let t = &params.tensors[index];
+    let projected = params.projected(index);
+    let (shape, coded) = match projected {
+        Some(p) => {
+            let (rows, cols) = p.low();
+            (vec![rows, cols], p.moments.is_coded())
+        }
+        None => (t.shape.clone(), params.is_coded(index)),
+    };
     let entry = |what: &str, dtype, shape, block| {
         MOMENTS.map(|m| Entry {
             name: format!("{}.{m}{what}", t.name),
@@ -56,12 +65,30 @@ fn entries(params: &Params, index: usize) -> Vec<Entry> {
             block,
         })
     };
-    if !params.is_coded(index) {
-        return entry("", DType::F32, &t.shape, 1).into();
+    let mut out: Vec<Entry> = match coded {
+        false => entry("", DType::F32, &shape, 1).into(),
+        true => {
+            let scales = vec![shape.iter().product::<usize>().div_ceil(BLOCK)];
+            let codes = entry("", DType::U8, &shape, 1);
+            codes.into_iter().chain(entry(".absmax", DType::F32, &scales, BLOCK)).collect()
+        }
+    };
+    if let Some(p) = projected {
+        let name = format!("{}.projector", t.name);
+        out.push(Entry { name, dtype: DType::F32, shape: p.basis.dims().to_vec(), block: 1 });
     }
-    let scales = vec![t.elements().div_ceil(BLOCK)];
-    let [codes, scales] = [entry("", DType::U8, &t.shape, 1), entry(".absmax", DType::F32, &scales, BLOCK)];
-    codes.into_iter().chain(scales).collect()
+    out
+}
+
+/// The values of [`entries`] of a tensor whose gradient is projected.
+fn projected_views(p: &Projected) -> candle_core::Result<Vec<crate::kernel::Tensor>> {
+    let (rows, cols) = p.low();
+    let mut out = Vec::new();
+    for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
+        out.extend(views(p.moments.of(range)?));
+    }
+    out.push(p.basis.flatten_all()?);
+    Ok(out)
 }
 
 /// The values of [`entries`] for a range of a unit's buffer.
@@ -111,6 +138,15 @@ pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
         let first = mine.start - slot.offset;
         // views: values come to the host when they are written
         values.push((t.name.as_str(), first, unit.master.of(mine.clone())?.real()?.clone()));
+        if let Some(p) = params.projected(slot.index) {
+            // whole, by the rank whose part has its beginning
+            if first == 0 {
+                for (entry, held) in listed.iter().zip(projected_views(p)?) {
+                    moments.push((entry.name.as_str(), 0, held.real()?.flatten_all()?));
+                }
+            }
+            continue;
+        }
         let held = unit.moments.as_ref().map(|m| m.of(mine).map(views)).transpose()?;
         for (entry, held) in listed.iter().zip(held.into_iter().flatten()) {
             moments.push((entry.name.as_str(), first / entry.block, held.real()?.clone()));
@@ -167,6 +203,14 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
         let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
         params.set_from(i, mine.start, &get(&weights, &values, mine)?)?;
         let slot = &params.slots[i];
+        if let Some(p) = params.projected(i) {
+            for (entry, to) in entries(params, i).iter().zip(projected_views(p)?) {
+                let from = get(&moments, entry, 0..to.elem_count())?;
+                let to = to.real()?;
+                to.slice_set(&from.to_device(to.device())?, 0, 0)?;
+            }
+            continue;
+        }
         let Some(held) = &params.unit(slot)?.moments else { continue };
         for here in held.parts(&slot.range()).into_iter().filter(|r| !r.is_empty()) {
             let range = here.start - slot.offset..here.end - slot.offset;

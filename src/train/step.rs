@@ -14,7 +14,10 @@ use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
+use crate::recipe::Offload;
+use crate::walk::{
+    self, Around, Execution, Inputs, Load, Nothing, Outline, RouterLosses, Times, Walk, visit,
+};
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
 
@@ -32,10 +35,14 @@ pub struct Setup<'a> {
     pub seed: u64,
     /// What the plan chose.
     pub execution: Execution,
+    /// Where inputs of layers wait that are computed again.
+    pub inputs: Inputs,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Coefficients of the losses on routers.
     pub router: RouterLosses,
+    /// NEFTune's noise on embeddings.
+    pub neftune: f64,
     /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
     pub loss_scale: Cell<Option<LossScale>>,
     /// The ranks that share the rows; [`crate::comm::alone`] where there are no others.
@@ -59,8 +66,10 @@ impl<'a> Setup<'a> {
             device: &job.device,
             seed: r.run.seed,
             execution,
+            inputs: Inputs { on_host: r.memory.offload.contains(&Offload::Activations), pin: r.memory.pin },
             clip: r.run.clip,
             router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
+            neftune: r.data.neftune,
             loss_scale: Cell::new(loss_scale),
             comm,
         }
@@ -223,7 +232,9 @@ fn accumulate_scaled<'a>(
                 let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
+                    .neftune(s.neftune)
                     .around(&reduce)
+                    .inputs(s.inputs)
                     .timed(times);
                 losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
                 routings.push(walk.into_routing());

@@ -183,14 +183,19 @@ impl Watch {
         let mut k = Kept::default();
         // states on the host are the device's where that is the CPU
         let here = self.device.is_cpu() || !params.offloaded;
+        let weights_here = self.device.is_cpu() || !params.weights_offloaded;
         for u in params.units.iter().flatten() {
-            let apart = u.compute.whole.dtype().size_in_bytes() != 4 || params.offloaded;
             let held = |h: &Held| 4 * h.at.len() as u64;
-            k.trained += u.compute.bytes();
-            k.master += if apart && here { held(&u.master) } else { 0 };
+            k.trained += if weights_here { u.compute.bytes() } else { 0 };
+            k.master += if !u.is_master() && here { held(&u.master) } else { 0 };
             k.gradients += u.grads.as_ref().map_or(0, held);
-            let moments = u.moments.as_ref().map_or(0, Moments::bytes);
+            let projected: u64 =
+                u.projected.iter().map(|p| p.moments.bytes() + 4 * p.basis.elem_count() as u64).sum();
+            let moments = u.moments.as_ref().map_or(0, Moments::bytes) + projected;
             k.moments += if here { moments } else { 0 };
+        }
+        if self.device.is_cpu() {
+            k.trained += params.initials.as_ref().map_or(0, |i| i.bytes());
         }
         k.frozen = now.saturating_sub(k.sum());
         self.kept = k;

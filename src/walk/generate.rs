@@ -2,11 +2,10 @@
 
 use super::visit::{Around, Nothing, Outline, Pass};
 use crate::data::Tokenizer;
-use crate::kernel::attention::Sequences;
 use crate::kernel::{Real, Tensor, to_host};
-use crate::model::Decoder;
 use crate::model::attention::Cache;
-use crate::model::batch::Context;
+use crate::model::batch::HostBatch;
+use crate::model::{Batch, Decoder};
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 
@@ -17,15 +16,11 @@ const PART: usize = 2048;
 
 /// A model with the keys and values of what it has read so far: one document.
 ///
-/// There is room for so many tokens at a time, and nothing that was read is moved. A document that grows beyond it is read
-/// again into a larger room, never with both there.
+/// Keys and values take memory as tokens come, a block of [`Cache`] at a time; nothing that was read is moved or read again.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
     caches: Vec<Cache>,
-    /// Cosines and sines of all positions that there is room for.
-    tables: Option<(Tensor, Tensor)>,
-    room: usize,
     seen: Vec<u32>,
     around: &'a dyn Around,
 }
@@ -33,15 +28,13 @@ pub struct Reader<'a> {
 impl<'a> Reader<'a> {
     /// A reader that has read nothing.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
-        Self {
-            decoder,
-            device,
-            caches: Vec::new(),
-            tables: None,
-            room: 0,
-            seen: Vec::new(),
-            around: &Nothing,
-        }
+        Self { decoder, device, caches: Vec::new(), seen: Vec::new(), around: &Nothing }.within(usize::MAX)
+    }
+
+    /// For a document of so many tokens at the most, which takes no more than these do.
+    pub fn within(self, tokens: usize) -> Self {
+        let caches = self.decoder.layers.iter().map(|_| Cache::new(tokens)).collect();
+        Self { caches, seen: Vec::new(), ..self }
     }
 
     /// With what goes on around its visits to the units.
@@ -59,45 +52,11 @@ impl<'a> Reader<'a> {
         self.seen.is_empty()
     }
 
-    /// Makes room for so many tokens, as far as the model is made for them. Where there was less, what was read is forgotten.
-    ///
-    /// # Errors
-    /// Of the device.
-    pub fn make_room(&mut self, tokens: usize) -> crate::Result<()> {
-        self.grow(tokens.min(self.decoder.config.max_positions))
-    }
-
-    fn grow(&mut self, tokens: usize) -> crate::Result<()> {
-        if tokens <= self.room {
-            return Ok(());
-        }
-        let c = &self.decoder.config;
-        // twice as much, so that a conversation is read again a few times only
-        let most = if tokens > c.max_positions { usize::MAX } else { c.max_positions };
-        let room = tokens.max((2 * self.room).min(most));
-        (self.caches, self.tables, self.room) = (Vec::new(), None, 0);
-        self.seen.clear();
-        let positions: Vec<u32> = (0..room).map(|p| p as u32).collect();
-        self.tables = Some(c.rope.tables(c.head_dim, &positions, self.device)?);
-        self.caches = self.decoder.layers.iter().map(|_| Cache::new(room)).collect();
-        self.room = room;
-        Ok(())
-    }
-
     /// Reads tokens and gives the logits after the last, `[v]` in f32, on the host.
     ///
     /// # Errors
     /// No tokens; logits that are not finite; a tensor operation that fails.
     pub fn read(&mut self, ids: &[u32]) -> crate::Result<Real> {
-        if self.seen.len() + ids.len() > self.room {
-            let all = [&self.seen, ids].concat();
-            self.grow(all.len())?;
-            return self.read_parts(&all);
-        }
-        self.read_parts(ids)
-    }
-
-    fn read_parts(&mut self, ids: &[u32]) -> crate::Result<Real> {
         let mut left = ids.len();
         let mut logits = None;
         for part in ids.chunks(PART) {
@@ -121,12 +80,10 @@ impl<'a> Reader<'a> {
     /// Takes tokens through the model: the logits after the last of them, [1, v], where they are wanted.
     fn pass(&mut self, ids: &[u32], logits: bool) -> crate::Result<Option<Tensor>> {
         let (n, past) = (ids.len(), self.seen.len());
-        let Some((cos, sin)) = &self.tables else {
-            return Err(candle_core::Error::Msg("no room for tokens".into()).into());
-        };
-        let seqs = Sequences::new(&[past + n], past, self.device)?;
-        let (cos, sin) = (cos.narrow(0, past, n)?, sin.narrow(0, past, n)?);
-        let ctx = Context { seqs, cos, sin, dropout: None, rows: None };
+        let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
+        let host = HostBatch { ids, positions: &positions, docs: &[past + n], targets: &[] };
+        let Batch { ids: sent, context: ctx, .. } =
+            Batch::new(&self.decoder.config, host, (0, 0), None, self.device)?;
         let mut visits = Outline::of(self.decoder).forward();
         if !logits {
             // the head is the last
@@ -134,7 +91,7 @@ impl<'a> Reader<'a> {
         }
         let mut pass = Pass::begin(visits, self.around)?;
         pass.arrive()?;
-        let mut x = self.decoder.embedding.forward(&Tensor::new(ids, self.device)?)?;
+        let mut x = self.decoder.embedding.forward(&sent)?;
         pass.leave()?;
         for (layer, cache) in self.decoder.layers.iter().zip(&mut self.caches) {
             pass.arrive()?;
@@ -215,7 +172,6 @@ pub fn answer(
                    answer\n  hint: --chat-template FILE, or data.chat_template, names another template";
         return Err(crate::data::Error::ModelLacks(why.into()).into());
     }
-    reader.make_room(prompt.len().saturating_add(max_tokens))?;
     let mut logits = reader.read_document(prompt)?;
     let mut text = tokenizer.decoder(true);
     let mut out = Reply::default();

@@ -1,7 +1,7 @@
 //! The walk over the layers: two visible loops.
 //!
 //! ```text
-//! forward,  layer l:  layer.forward(x) -> save nothing, x and the routing, or all
+//! forward,  layer l:  layer.forward(x) -> save nothing, x (here or on the host) and the routing, or all
 //! head:               loss and its gradient, some token rows at a time
 //! backward, layer l:  dequantize and recompute if only x was saved -> layer.backward
 //! ```
@@ -20,6 +20,7 @@ pub use times::{Part, Times};
 pub use visit::{Around, Nothing, Outline, Visit};
 
 use crate::error::{ExitCode, Failure};
+use crate::kernel::crossing::Parked;
 use crate::kernel::group::Groups;
 use crate::kernel::padded::Padded;
 use crate::kernel::{Real, Tensor};
@@ -29,7 +30,7 @@ use crate::model::head::Head;
 use crate::model::layer::{self, Layer};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result};
 use std::sync::Arc;
 use visit::Pass;
 
@@ -66,9 +67,26 @@ enum Saved {
     /// Nothing: backward does not come here.
     Nothing,
     /// Its input, and how its router decided: the rest is computed again.
-    Input(Tensor, Option<Arc<Groups>>),
+    Input(Parked, Option<Arc<Groups>>),
     /// Everything.
     All(Box<layer::Saved>),
+}
+
+/// Where inputs of layers wait that are computed again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Inputs {
+    /// On the host (`memory.offload = ["activations"]`).
+    pub on_host: bool,
+    /// In page-locked memory there.
+    pub pin: bool,
+}
+
+/// Begins to bring the input back that is needed next.
+fn bring(kept: &mut [Saved], device: &Device) -> Result<()> {
+    match kept.last_mut() {
+        Some(Saved::Input(next, _)) => next.come(device),
+        _ => Ok(()),
+    }
 }
 
 /// The layer to visit in place of one that is computed again, where its 4-bit weights are dequantized for the visit.
@@ -102,7 +120,10 @@ pub struct Walk<'a> {
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
     around: &'a dyn Around,
+    /// Whether inputs of layers that are computed again wait on the host, and in page-locked memory.
+    inputs: Inputs,
     router_losses: RouterLosses,
+    neftune: f64,
     routing: Routing,
 }
 
@@ -119,7 +140,9 @@ impl<'a> Walk<'a> {
             watch: None,
             times: None,
             around: &Nothing,
+            inputs: Inputs::default(),
             router_losses: RouterLosses::default(),
+            neftune: 0.0,
             routing: Routing::default(),
         }
     }
@@ -132,6 +155,12 @@ impl<'a> Walk<'a> {
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
     pub fn router_losses(mut self, losses: RouterLosses) -> Self {
         self.router_losses = losses;
+        self
+    }
+
+    /// Adds noise to the embeddings in [`Walk::train`] (`data.neftune`).
+    pub fn neftune(mut self, alpha: f64) -> Self {
+        self.neftune = alpha;
         self
     }
 
@@ -161,6 +190,12 @@ impl<'a> Walk<'a> {
     /// With what goes on around its visits.
     pub fn around(mut self, around: &'a dyn Around) -> Self {
         self.around = around;
+        self
+    }
+
+    /// With where inputs of layers wait that are computed again.
+    pub fn inputs(mut self, inputs: Inputs) -> Self {
+        self.inputs = inputs;
         self
     }
 
@@ -194,18 +229,17 @@ impl<'a> Walk<'a> {
     }
 
     /// What to keep of layer `l`.
-    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Saved {
-        match self.lowest {
-            Some(lowest) if l + 1 >= lowest => {
-                let first = lowest.saturating_sub(1);
-                if l - first < self.recompute {
-                    Saved::Input(x.clone(), saved.routed().map(|r| Arc::clone(&r.groups)))
-                } else {
-                    Saved::All(Box::new(saved))
-                }
-            }
-            _ => Saved::Nothing,
+    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Saved> {
+        let Some(lowest) = self.lowest.filter(|lowest| l + 1 >= *lowest) else { return Ok(Saved::Nothing) };
+        if l - lowest.saturating_sub(1) >= self.recompute {
+            return Ok(Saved::All(Box::new(saved)));
         }
+        let routing = saved.routed().map(|r| Arc::clone(&r.groups));
+        drop(saved);
+        // the first that the way down comes to stays
+        let parks = self.inputs.on_host && l + 1 < self.decoder.layers.len();
+        let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
+        Ok(Saved::Input(x, routing))
     }
 
     /// One layer, forward.
@@ -222,17 +256,21 @@ impl<'a> Walk<'a> {
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> crate::Result<Vec<Tensor>> {
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.around)?;
+        let device = decoder.embedding.table.real()?.device();
         let mut kept = Vec::with_capacity(decoder.layers.len());
         self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
         self.arrive(&pass)?;
-        let mut x = decoder.embedding.forward(&batch.ids)?;
+        let mut x = batch.noisy(decoder.embedding.forward(&batch.ids)?, self.neftune)?;
         pass.leave()?;
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;
             let (y, saved) = self.layer(l, &x, batch)?;
-            kept.push(self.keep(l, &x, saved));
+            if let Some(Saved::Input(below, _)) = kept.last_mut() {
+                below.gone()?;
+            }
+            kept.push(self.keep(l, &x, saved)?);
             x = y;
             pass.leave()?;
         }
@@ -256,10 +294,13 @@ impl<'a> Walk<'a> {
                 None | Some(Saved::Nothing) => return Ok(out.losses),
                 Some(Saved::All(saved)) => {
                     self.arrive(&pass)?;
+                    bring(&mut kept, device)?;
                     dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref(), rank)?;
                 }
                 Some(Saved::Input(x, routing)) => {
                     self.arrive(&pass)?;
+                    let x = x.take(device)?;
+                    bring(&mut kept, device)?;
                     let dequantized = dequantized_layer(layer, self.dequantize, routing.as_deref())?;
                     let layer = dequantized.as_ref().unwrap_or(layer);
                     let saved = layer.recompute(x, &batch.context, routing)?;

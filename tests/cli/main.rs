@@ -3,11 +3,14 @@
 
 mod adapters;
 mod broken;
+mod daily;
 mod four_bit;
 mod four_bit_verbs;
 mod gguf;
 mod half;
 mod hostile;
+mod initial;
+mod offload;
 mod optimizers;
 mod plan;
 mod push;

@@ -107,6 +107,77 @@ fn world(rules: &str) -> World {
     w
 }
 
+/// GaLore as the fixture's script has it.
+const GALORE: &[&str] = &[
+    "optimizer.name=galore",
+    "optimizer.galore_rank=8",
+    "optimizer.galore_gap=6",
+    "optimizer.galore_scale=0.25",
+];
+
+/// Twenty steps are those of a plain implementation of the authors' algorithm, with four looks for directions.
+#[test]
+fn low_rank_gradients_train_as_in_galore() {
+    let (w, log) = published("galore");
+    w.ok(&[&["run", "r.toml", "run.output=out"][..], GALORE].concat());
+    assert!(off(&w, "out", "galore", &log) <= 1e-4);
+    w.ok(&["run", "r.toml", "run.output=adamw"]);
+    assert!(off(&w, "adamw", "galore", &log) > 1e-3);
+    // a checkpoint holds directions, and moments of their number
+    let newest = w.checkpoints("out").pop().expect("a checkpoint");
+    let held = TensorFiles::open_file(&w.path(&format!("out/checkpoints/{newest}/optimizer.safetensors")));
+    let held = held.expect("tensors");
+    let shape = |name: &str| held.info(name).expect("a tensor").shape.clone();
+    assert_eq!(shape("model.layers.0.mlp.up_proj.weight.projector"), [68, 8]);
+    assert_eq!(shape("model.layers.0.mlp.up_proj.weight.exp_avg"), [100, 8]);
+    assert_eq!(shape("model.layers.0.mlp.down_proj.weight.exp_avg"), [8, 100]);
+    assert_eq!(shape("model.embed_tokens.weight.exp_avg"), [100, 68]);
+    let projected: Vec<&str> =
+        log["projected"].as_array().expect("names").iter().filter_map(Value::as_str).collect();
+    let mut found: Vec<&str> = held.names().filter_map(|n| n.strip_suffix(".projector")).collect();
+    found.sort_unstable();
+    assert_eq!(found, projected);
+}
+
+/// In the backward pass, on several ranks, in bf16, with 8-bit moments, and after a resume: the same bits.
+#[test]
+fn low_rank_gradients_have_the_same_bits_everywhere() {
+    for (name, rank, more) in
+        [("galore", 8, &[][..]), ("galore", 8, &["model.dtype=bf16"]), ("galore8bit", 60, &[])]
+    {
+        let w = world(FULL);
+        let set = [
+            format!("optimizer.name={name}"),
+            format!("optimizer.galore_rank={rank}"),
+            "optimizer.galore_gap=4".into(),
+            "run.save_every=3".into(),
+        ];
+        let set: Vec<&str> = set.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        let run = |name: &str, more: &[&str]| bits(&w, name, &[&set[..], more].concat());
+        let want = run("one", &[]);
+        std::fs::remove_dir_all(w.path("one/checkpoints/step-00000006")).expect("removed");
+        w.ok(&[&["run", "r.toml", "run.output=one", "--resume"][..], &set[..]].concat());
+        assert!(ends(&w, "one") == want, "{more:?}: other bits after a resume");
+        let at_once = ["run.clip=0", "run.batch_rows=1", "run.micro_rows=1"];
+        let plain = run("plain", &at_once);
+        let inside = run("inside", &[&at_once[..], &["optimizer.in_backward=true"]].concat());
+        assert!(plain == inside, "{more:?}: other bits in the backward pass");
+        let two = run("two", &["parallel.data=2"]);
+        assert!(run("four", &["parallel.data=4"]) == two, "{more:?}: other bits on more ranks");
+    }
+    let w = world(FULL);
+    for (set, said) in [
+        (&["parallel.data=2", "parallel.zero=1"][..], "not built yet"),
+        (&["memory.offload=['optimizer']"], "not built yet"),
+        (&["train=[{modules=['mlp']}]"], "no rule trains any"),
+    ] {
+        let r = w.ft(&[&["check", "r.toml"][..], GALORE, set].concat());
+        assert!(r.code == 2 && r.err.contains(said), "{set:?}: {}", r.err);
+    }
+    let r = w.ft(&["check", "r.toml", "optimizer.galore_rank=4"]);
+    assert!(r.code == 2 && r.err.contains("does nothing"), "{}", r.err);
+}
+
 /// Twenty steps are bitsandbytes'.
 #[test]
 fn eight_bit_moments_train_as_in_bitsandbytes() {

@@ -81,6 +81,9 @@ const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
 /// An update of each layer in its backward pass, and what it needs.
 const ALL_AT_ONCE: &[&str] =
     &["optimizer.in_backward=true", "run.clip=0", "run.batch_rows=2", "run.micro_rows=2"];
+const PARAMS: &str = "memory.offload=['params']";
+const ACTIVATIONS: &str = "memory.offload=['activations']";
+const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
 const NF4: &str = "model.quantize=nf4";
 
 /// Runs one step and gives the planned and the measured peak.
@@ -180,6 +183,16 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, &everything, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", offload]),
         (&qwen3, FULL, &full_rows, &["memory.recompute=all", "model.dtype=bf16", offload]),
+        // weights and saved inputs on the host too
+        (&qwen3, FULL, &full_rows, &["memory.recompute=none", PARAMS]),
+        (&qwen3, FULL, &full_rows, &["memory.recompute=all", ON_HOST]),
+        (&tied, FULL, &ragged, &["memory.recompute=all", "model.dtype=bf16", ON_HOST, "run.micro_rows=4"]),
+        (&tied, FULL, &full_rows, &["memory.recompute=2", "model.dtype=bf16", PARAMS]),
+        (&qwen3, LORA, &full_rows, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=3", ON_HOST]),
+        (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "run.micro_rows=4", ACTIVATIONS]),
+        (&qwen3, LORA, &full_rows, &[NF4, "model.dtype=bf16", "memory.recompute=all", ON_HOST]),
+        (&moe, some, &full_rows, &[NF4, "memory.recompute=all", "model.dtype=bf16", ON_HOST]),
+        (&moe, &everything, &full_rows, &[&["memory.recompute=2", PARAMS], ALL_AT_ONCE].concat()),
         (&qwen3, FULL, &full_rows, &[&["memory.recompute=2"], ALL_AT_ONCE].concat()),
         (
             &tied,
@@ -199,7 +212,15 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_matmul"]),
         (&qwen3, LORA, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
+        (
+            &qwen3,
+            FULL,
+            &full_rows,
+            &["optimizer.name=galore", "optimizer.galore_rank=32", "memory.recompute=2"],
+        ),
         (&qwen3, LORA, &full_rows, &["run.micro_rows=auto"]),
+        (&qwen3, LORA, &full_rows, &["lora.init=olora", "data.neftune=5", "memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &["lora.init=pissa", NF4, "model.dtype=bf16", "memory.recompute=all"]),
         (&wide, LORA, &full_rows, &["memory.recompute=all"]),
         (&wide, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=4"]),
         (&qwen3, LORA, &full_rows, &["lora.dora=true", "lora.dropout=0.1", "memory.recompute=all"]),
@@ -262,7 +283,8 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     let (full_rows, moe) = ([128; 8], mixture());
     let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
-    let cases: [(&Value, &str, &[&str]); 5] = [
+    let cases: [(&Value, &str, &[&str]); 6] = [
+        (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all", ON_HOST]),
         (&qwen3, LORA, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=1"]),
         (&qwen3, FULL, &["memory.recompute=none"]),
         (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all"]),

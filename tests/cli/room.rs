@@ -1,6 +1,6 @@
 //! Room: what a run is refused for before it writes, lengths that plans remember, and memory that runs out.
 
-use super::world::{LORA, World, recipe, rows};
+use super::world::{LORA, Ran, World, recipe, rows};
 use serde_json::{Value, json};
 
 fn world() -> World {
@@ -125,6 +125,87 @@ fn hints_are_printed_once() {
     assert!(r.err.contains("hint: "), "{}", r.err);
 }
 
+/// The command with so many MiB of addresses.
+fn limited(w: &World, mib: u64, args: &[&str]) -> Ran {
+    let ft = w.command(args);
+    let mut c = std::process::Command::new("sh");
+    c.arg("-c").arg(format!("ulimit -v {}; exec \"$0\" \"$@\"", mib << 10));
+    c.arg(ft.get_program()).args(ft.get_args()).current_dir(w.path(".")).env("RAYON_NUM_THREADS", "2");
+    for (k, v) in ft.get_envs() {
+        match v {
+            Some(v) => c.env(k, v),
+            None => c.env_remove(k),
+        };
+    }
+    super::world::ran(c.output().expect("started"))
+}
+
+/// A model of 0.8 billion weights, all zeros, which take no place on a disk that leaves holes; with the quickstart's tokenizer.
+fn large(w: &World) {
+    let (d, f, vocab) = (1024, 1 << 18, 1024);
+    w.config(
+        "large",
+        json!({"hidden_size": d, "intermediate_size": f, "num_hidden_layers": 1, "vocab_size": vocab,
+               "num_attention_heads": 8, "head_dim": 64, "tie_word_embeddings": true}),
+    );
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = super::world::repository().join("data/model").join(file);
+        std::fs::copy(&from, w.path("large").join(file)).expect("the quickstart's tokenizer");
+    }
+    let mut tensors = serde_json::Map::new();
+    let mut end = 0;
+    let mut add = |name: &str, shape: &[usize]| {
+        let from = end;
+        end += 2 * shape.iter().product::<usize>();
+        tensors.insert(name.into(), json!({"dtype": "BF16", "shape": shape, "data_offsets": [from, end]}));
+    };
+    add("model.embed_tokens.weight", &[vocab, d]);
+    add("model.norm.weight", &[d]);
+    let layer: [(&str, &[usize]); 11] = [
+        ("self_attn.q_proj", &[512, d]),
+        ("self_attn.k_proj", &[128, d]),
+        ("self_attn.v_proj", &[128, d]),
+        ("self_attn.o_proj", &[d, 512]),
+        ("self_attn.q_norm", &[64]),
+        ("self_attn.k_norm", &[64]),
+        ("mlp.gate_proj", &[f, d]),
+        ("mlp.up_proj", &[f, d]),
+        ("mlp.down_proj", &[d, f]),
+        ("input_layernorm", &[d]),
+        ("post_attention_layernorm", &[d]),
+    ];
+    layer.iter().for_each(|(name, shape)| add(&format!("model.layers.0.{name}.weight"), shape));
+    let header = Value::Object(tensors).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    w.write("large/model.safetensors", &bytes);
+    let file =
+        std::fs::OpenOptions::new().write(true).open(w.path("large/model.safetensors")).expect("a file");
+    file.set_len((bytes.len() + end) as u64).expect("a longer file");
+}
+
+/// A conversation with a model that does not fit is refused before the weights are read, with what it takes and what would fit.
+#[test]
+fn a_chat_that_does_not_fit_is_refused_before_it_loads() {
+    let w = World::new();
+    large(&w);
+    let ask = ["chat", "large", "--device", "cpu", "--raw", "--prompt", "x", "--max-tokens", "1"];
+    let r = limited(&w, 3072, &ask);
+    assert_eq!(r.code, 8, "{}", r.err);
+    for said in [
+        "this model needs 3.",
+        " to read 1,000 tokens (",
+        " GiB of weights, ",
+        " of cache for 1,000 tokens), and ",
+        " is available",
+        "hint: --quantize nf4: fits, saves ",
+        "hint: --dtype bf16: fits, saves ",
+    ] {
+        assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
+    }
+    assert!(!r.err.contains("loading"), "{}", r.err);
+}
+
 /// The system refuses memory in the middle of a run that its plan let through: exit 8, and what it was for.
 #[test]
 fn memory_that_runs_out_is_named() {
@@ -145,21 +226,7 @@ fn memory_that_runs_out_is_named() {
         "run.steps=1",
     ];
     // 8 layers with 2 x 64 MiB each of gates and ups alone: fewer addresses than that, and more than the weights
-    let limited = |mib: u64| {
-        let command = format!("ulimit -v {}; exec \"$0\" \"$@\"", mib << 10);
-        let ft = w.command(&[&["run", "r.toml", "--overwrite"][..], &set].concat());
-        let mut c = w.command(&[]);
-        let mut c2 = std::process::Command::new("sh");
-        c2.arg("-c").arg(command).arg(ft.get_program()).args(ft.get_args()).current_dir(w.path("."));
-        for (k, v) in c.env("RAYON_NUM_THREADS", "2").get_envs() {
-            match v {
-                Some(v) => c2.env(k, v),
-                None => c2.env_remove(k),
-            };
-        }
-        super::world::ran(c2.output().expect("started"))
-    };
-    let r = limited(1200);
+    let r = limited(&w, 1200, &[&["run", "r.toml", "--overwrite"][..], &set].concat());
     assert_eq!(r.code, 8, "{}", r.err);
     for said in [
         "error: out of memory: ",

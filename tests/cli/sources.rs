@@ -84,3 +84,33 @@ fn a_share_of_the_training_data_is_evaluated_on() {
     let seed = w.ft(&with(&["run", "r.toml", "--resume", "run.steps=3", "data.eval_share=0.1"]));
     assert!(seed.code == 2 && seed.err.contains("data.eval_share"), "{}", seed.err);
 }
+
+#[test]
+fn data_says_what_is_lost_and_what_is_in_both_parts() {
+    let w = World::new();
+    w.config("tiny", json!(null));
+    let row = |n: usize| json!({"input_ids": (0..n).map(|i| (i + n) % 60).collect::<Vec<_>>()}).to_string();
+    w.write("long.jsonl", (0..10).map(|i| row(100 + 50 * i)).collect::<Vec<_>>().join("\n"));
+    w.write("both.jsonl", [row(100), row(7)].join("\n"));
+    w.write(
+        "d.toml",
+        "[model]\nsource = \"tiny\"\nweights = \"random\"\n[[train]]\nmodules = [\"attention\"]\n[data]\n\
+         train = [{ source = \"long.jsonl\" }]\neval = [{ source = \"both.jsonl\" }]\nmax_length = 300\n\
+         [run]\nbatch_rows = 1\ndevice = \"cpu\"\n",
+    );
+    let r = w.ok(&["data", "d.toml", "--json"]);
+    let said: serde_json::Value = serde_json::from_str(&r.out).expect("JSON");
+    // 350, 400, .. 550 lose 50, 100, .. 250
+    let at =
+        |max: u64| said["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max).cloned();
+    assert_eq!(at(300), Some(json!({"max_length": 300, "tokens": 750, "samples": 5})), "{}", r.out);
+    assert_eq!(at(1024), Some(json!({"max_length": 1024, "tokens": 0, "samples": 0})));
+    assert_eq!((&said["whole_lengths"]["max"], &said["lengths"]["max"]), (&json!(550), &json!(300)));
+    assert_eq!((&said["in_both"], &said["truncated"]), (&json!(1), &json!(5)));
+    assert!(r.err.contains("1 of the 2 samples of the evaluation are in the training data too"), "{}", r.err);
+    let shown = w.ok(&["data", "d.toml", "--rows", "0"]).out;
+    assert!(shown.contains("before     min 100") && shown.contains("of 5 samples, as it is"), "{shown}");
+    let dropped = w.ok(&["data", "d.toml", "--json", "data.over_length=drop"]).out;
+    let dropped: serde_json::Value = serde_json::from_str(&dropped).expect("JSON");
+    assert_eq!(dropped["lost"], said["lost"]);
+}

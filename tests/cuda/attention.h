@@ -1,5 +1,6 @@
 // Attention in float64, and the cases that both of its versions are held to.
 #include <algorithm>
+#include <memory>
 #include "call.h"
 
 struct Case {
@@ -25,6 +26,20 @@ inline std::vector<Tile> tiles_of(const Case &c, bool queries) {
   });
   return out;
 }
+
+// Keys and values [tokens, width] in the blocks of a cache (attention/cache.rs), the last as long as it has to be.
+template <typename T> struct Blocks {
+  std::vector<std::unique_ptr<host::Buffer<T>>> held;
+  host::Buffer<uint64_t> table;
+  Blocks(const std::vector<T> &k, const std::vector<T> &v, size_t width) : table((k.size() / width + BLOCK - 1) / BLOCK * 2) {
+    for (size_t i = 0; i < table.size(); i++) {
+      const std::vector<T> &all = i % 2 == 0 ? k : v;
+      const size_t from = i / 2 * BLOCK * width, to = std::min(all.size(), from + BLOCK * width);
+      held.emplace_back(new host::Buffer<T>(std::vector<T>(all.begin() + static_cast<long>(from), all.begin() + static_cast<long>(to))));
+      table[i] = reinterpret_cast<uint64_t>(held.back()->at());
+    }
+  }
+};
 
 struct Want {
   std::vector<double> o, lse, dq, dk, dv;
@@ -101,6 +116,14 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     host::launch(full.c_str(), grid, THREADS, bytes, arguments.data());
   };
   launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
+  // from a cache it is the same, bit for bit
+  Blocks<T> blocks(k, v, of_v);
+  host::Buffer<T> again(size_t(t) * (of_o + room));
+  host::Buffer<float> lse_again(lse.size());
+  launch("attention_cached_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), blocks.table.at(), tq.at(), again.at(), lse_again.at());
+  if (memcmp(lse.at(), lse_again.at(), lse.size() * 4) != 0) check::wrong(name + ": another log-sum-exp of a cache");
+  for (size_t i = 0; i < t; i++)
+    if (memcmp(far.at() + i * (of_o + room), again.at() + i * (of_o + room), of_o * sizeof(T)) != 0) check::wrong(name + ": another output of a cache");
   launch("attention_backward_q_", {unsigned(tq.size()), c.heads}, shared[1], bq.at(), bk.at(), bv.at(), far.at(), bg.at(), lse.at(), tq.at(), delta.at(), dq.at());
   launch("attention_backward_kv_", {unsigned(tk.size()), c.groups, z}, shared[2], bq.at(), bk.at(), bv.at(), bg.at(), lse.at(), delta.at(), tk.at(), dk.at(), wide_v.at());
   host::Buffer<T> bo = compact(far, of_o, of_o + room), dv = compact(wide_v, of_v, of_v + room);
@@ -132,5 +155,8 @@ inline std::vector<Case> cases() {
       {{90}, 2, 1, 0x7fffffff, 89},
       {{140}, 2, 1, 50, 100},
       {{150}, 1, 1, 20, 140},
+      // more than a block of a cache
+      {{1100}, 2, 1, 0x7fffffff, 1090},
+      {{1600}, 1, 1, 300, 1530},
   };
 }

@@ -6,7 +6,8 @@ template <typename T> static void one(const std::string &type, uint32_t keys, ui
   const Case c = {{keys}, heads, groups, window, keys - 1};
   const float scale = 1 / sqrtf(static_cast<float>(n));
   const auto q = check::randn<T>(heads * n, seed), k = check::randn<T>(size_t(keys) * groups * n, seed + 1), v = check::randn<T>(size_t(keys) * groups * n, seed + 2);
-  host::Buffer<T> bq(q), bk(k), bv(v), o(heads * n);
+  host::Buffer<T> bq(q), o(heads * n);
+  Blocks<T> blocks(k, v, groups * n);
   const uint32_t first = keys > window ? keys - window : 0, parts = (keys - first + each - 1) / each, line = 8 * VECTOR<T>;
   host::Buffer<float> sums(size_t(parts) * heads * n), lse(heads);
   host::Buffer<float2> stats(size_t(parts) * heads);
@@ -16,7 +17,7 @@ template <typename T> static void one(const std::string &type, uint32_t keys, ui
     host::launch(name.c_str(), grid, THREADS, shared, pointers);
   };
   const size_t shared = 4 * (heads / groups) * ((n + line - 1) / line * line + each + 4);
-  launch("attention_split_" + type, grid(parts, groups), shared, bq.at(), bk.at(), bv.at(), heads, groups, n, first, keys, each, scale, sums.at(), stats.at());
+  launch("attention_split_" + type, grid(parts, groups), shared, bq.at(), blocks.table.at(), heads, groups, n, first, keys, each, scale, sums.at(), stats.at());
   launch("attention_join_" + type, grid(heads), 0, static_cast<const float *>(sums.at()), static_cast<const float2 *>(stats.at()), parts, n, o.at(), lse.at());
   const Want want = attention(c, n, double(scale), q, k, v, std::vector<T>(q.size()), o);
   check::close("o", o, want.o, check::BAR<T>);
@@ -31,6 +32,8 @@ template <typename T> static void all(const std::string &type) {
   one<T>(type, 65, 3, 3, 256, 64, far, 4);
   one<T>(type, 257, 7, 1, 40, 128, far, 5);
   one<T>(type, 1, 2, 1, 8, 64, far, 6);
+  one<T>(type, 1030, 4, 2, 64, 96, far, 7);
+  one<T>(type, 1100, 4, 2, 64, 64, 600, 8);
 }
 
 TEST(f32_of_one_query) { all<float>("f32"); }

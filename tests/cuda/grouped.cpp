@@ -121,7 +121,13 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   const Expert *none = nullptr;
   T *no = nullptr;
 
-  for (uint32_t rows : HALF ? std::vector<uint32_t>{128, 32} : std::vector<uint32_t>{64}) {
+  // rows of a tile, and tiles side by side backward; 1 both ways
+  struct Kind {
+    const char *name;
+    uint32_t rows, beside;
+  };
+  for (const Kind &kind : HALF ? std::vector<Kind>{{"", 128, 1}, {"wide_", 128, HALF_FULL}, {"few_", 32, WIDE}} : std::vector<Kind>{{"", 64, 1}}) {
+    const uint32_t rows = kind.rows;
     // the schedule, and a tile more than there are
     std::vector<uint2> list;
     for (uint32_t e = 0; e < experts; e++)
@@ -130,9 +136,8 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     host::Buffer<uint2> tiles(list);
     const size_t side = HALF ? 128 : 64, shared = HALF ? SHARED(rows) : 0;
     const auto columns = [&](uint32_t c) { return (c + side - 1) / side; };
-    // backward with few rows a block takes some tiles side by side
-    const auto shared_columns = [&](uint32_t c) { return rows == 32 ? (columns(c) + WIDE - 1) / WIDE : columns(c); };
-    const std::string few = rows == 32 ? "few_" : "";
+    const auto shared_columns = [&](uint32_t c) { return (columns(c) + kind.beside - 1) / kind.beside; };
+    const std::string few = rows == 32 ? "few_" : "", back = kind.name;
     const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
     // of rows' ranks only
     const auto low = [&](host::Buffer<T> &got, const std::vector<double> &in, uint32_t wide_in, const std::vector<std::vector<double>> &m, bool lies, Bank<T> &bank) {
@@ -153,15 +158,15 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
       start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(ranks)), shared, bank.table.at(), x.at(), no, none, no, no, s.i, s.o, ranks, 1u,
             begins.at(), tiles.at(), u.at());
       low(u, xs, s.i, bank.ad, true, bank);
-      start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + back + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, bank.table.at(), dy.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du.at());
       low(du, ds, s.o, bank.bd, false, bank);
-      start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
+      start("grouped_" + back + "backward_" + type, blocks(list.size(), shared_columns(ranks)), shared, more.table.at(), dy2.at(), no, none, no, no, s.o, s.i, ranks, 1u,
             begins.at(), tiles.at(), du2.at());
     }
     start("grouped_" + few + "forward_" + type, blocks(list.size(), columns(s.o)), shared, bank.table.at(), x.at(), u.at(), none, no, no, s.i, s.o, ranks, 0u,
           begins.at(), tiles.at(), y.at());
-    start("grouped_" + few + "backward_" + type, blocks(list.size(), shared_columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
+    start("grouped_" + back + "backward_" + type, blocks(list.size(), shared_columns(s.i)), shared, bank.table.at(), dy.at(), du.at(),
           static_cast<const Expert *>(more.table.at()), dy2.at(), du2.at(), s.o, s.i, ranks, 0u, begins.at(), tiles.at(), dx.at());
     const std::vector<double> us = wide(u), dus = wide(du), dus2 = wide(du2);
     std::vector<double> want(n * s.o), want_x(n * s.i);
@@ -278,13 +283,14 @@ TEST(bytes) {
   };
   const uint32_t d = 2048, f = 768; // of Qwen3-30B-A3B; Mixtral's are 4096 and 14336
   for (const Case &c : {Case{"one", 1, d, f}, {"one", 1, 4096, 256}, {"one", 1, 14336, 128}, {"one", 1, d, f, false}, {"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
-                        {"forward", 128, d, f}, {"forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
+                        {"forward", 33, d, f}, {"forward", 33, f, d}, {"forward", 128, d, f}, {"forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
                         {"few_backward", 8, f, d}, {"few_backward", 8, d, f, false}, {"few_backward", 8, f, d, false}, {"few_backward", 1, 4096, 1024},
-                        {"few_backward", 1, 14336, 256}, {"backward", 128, d, f}, {"backward", 128, f, d}, {"backward", 128, 4096, 1024},
+                        {"few_backward", 1, 14336, 256}, {"wide_backward", 33, d, f}, {"wide_backward", 33, f, d}, {"wide_backward", 33, 4096, 1024}, {"wide_backward", 65, d, f}, {"wide_backward", 65, 4096, 1024}, {"wide_backward", 72, d, f}, {"wide_backward", 72, f, d},
+                        {"wide_backward", 72, 4096, 1024}, {"wide_backward", 96, 14336, 256}, {"wide_backward", 127, f, d}, {"wide_backward", 72, d, f, false}, {"backward", 128, d, f}, {"backward", 128, f, d}, {"backward", 128, 4096, 1024},
                         {"backward", 128, 14336, 256}}) {
     const std::string name = std::string("grouped_") + c.name + "_bf16";
     const bool one = name.find("one") != std::string::npos, forward = one || name.find("forward") != std::string::npos;
-    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * (name.find("few_backward") == std::string::npos ? 1 : WIDE),
+    const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * (name.find("few_backward") != std::string::npos ? WIDE : name.find("wide") != std::string::npos ? HALF_FULL : 1),
                    columns = (out + side - 1) / side;
     Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, c.nested}, 7);
     bank.table[0].group = 256;
@@ -301,7 +307,10 @@ TEST(bytes) {
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
     printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens, moved / codes,
            moved / (codes + tokens));
-    if (!(moved <= 1.1 * (codes + tokens))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
+    // backward 256 columns take 4 bytes of a sector of scales in each row of W, and 128 of codes: with little more rows than a small
+    // tile has that is more than a tenth, and still less than small tiles move, which read the codes twice
+    const double bar = name.find("wide") == std::string::npos || c.tokens >= 72 ? 1.1 : c.tokens >= 64 ? 1.11 : 1.15;
+    if (!(moved <= bar * (codes + tokens))) check::wrong(name + ": " + std::to_string(moved / (codes + tokens)) + " of codes, scales and tokens");
   }
 }
 

@@ -57,8 +57,8 @@ fn chat_and_bench_run_on_the_device() {
     }
     let w = World::new();
     let model = quickstart(&w);
-    // the second has so many keys that blocks share them out
-    for prompt in ["What colour is the sky?", &"What colour is the sky? ".repeat(30)] {
+    // the second has so many keys that blocks share them out, and more than a block of the cache
+    for prompt in ["What colour is the sky?", &"What colour is the sky? ".repeat(90)] {
         let ask = |device: &str| {
             let question = ["--prompt", prompt, "--max-tokens", "6", "--device", device];
             w.ok(&[&["chat", &model, "--dtype", "f32"], &question[..]].concat()).out

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use split::{ADAPTERS, MIXTURE, ends};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use world::{FT, FULL, LORA, Ran, World, ran};
+use world::{Dice, FT, FULL, LORA, Ran, World, ran};
 
 /// `ft` on so many processes.
 fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
@@ -144,11 +144,11 @@ fn what_is_wrong_on_one_rank_ends_all() {
     assert!(!w.path("bad/model").exists());
 }
 
-/// A rank that was found by its environment.
-fn process(run: &str, rank: usize) -> Pid {
+/// A rank that was found by its environment; none where `mpirun` has ended.
+fn process(child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
     let (run, rank) = (format!("run.output={run}"), format!("OMPI_COMM_WORLD_RANK={rank}"));
     let end = Instant::now() + Duration::from_secs(20);
-    while Instant::now() < end {
+    while Instant::now() < end && child.try_wait().expect("a child").is_none() {
         for p in std::fs::read_dir("/proc").expect("processes").flatten() {
             let has = |file: &str, word: &str| {
                 let bytes = std::fs::read(p.path().join(file)).unwrap_or_default();
@@ -159,11 +159,11 @@ fn process(run: &str, rank: usize) -> Pid {
                 && has("cmdline", &run)
                 && has("environ", &rank)
             {
-                return Pid::from_raw(number).expect("a process");
+                return Pid::from_raw(number);
             }
         }
     }
-    panic!("no process of {run} {rank}");
+    None
 }
 
 /// Starts a long run and waits for its first checkpoint.
@@ -193,8 +193,9 @@ fn a_lost_rank_ends_all() {
         (Signal::STOP, 0, "within 3 s", 8),
     ] {
         let run = format!("lost-{}-{rank}", signal.as_raw());
-        let child = begun(&w, &run, &["parallel.zero=3", "parallel.timeout=3", "run.save_every=2"]);
-        kill_process(process(&run, rank), signal).expect("signalled");
+        let mut child = begun(&w, &run, &["parallel.zero=3", "parallel.timeout=3", "run.save_every=2"]);
+        let lost = process(&mut child, &run, rank).expect("a process");
+        kill_process(lost, signal).expect("signalled");
         let since = Instant::now();
         let r = ran(child.wait_with_output().expect("an end"));
         let took = since.elapsed();
@@ -221,4 +222,53 @@ fn a_lost_rank_ends_all() {
         let accept = ["--resume", "--accept-change", "run.epochs", &epochs];
         assert_eq!(ft(&w, 2, &run, &accept).code, 0, "{accept:?}");
     }
+}
+
+/// One rank of them killed at any moment, and going on with as many or others and at other stages each time, in processes or
+/// in threads, a run ends as one that was not. `FT_KILLS` sets how often.
+#[test]
+fn killed_at_any_moment_it_ends_the_same() {
+    let w = split::world(FULL);
+    let longer = ["run.epochs=4", "run.save_every=1", "parallel.timeout=30"];
+    let ranks = |round: usize| match round % 4 {
+        0 => (2, "parallel.zero=3"),
+        1 => (4, "parallel.zero=1"),
+        2 => (2, "parallel.zero=0"),
+        _ => (4, "parallel.zero=2"),
+    };
+    let whole = threads(&w, 2, "whole", &longer);
+    let kills = std::env::var("FT_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(5);
+    let (mut dice, mut done) = (Dice(5), 0);
+    for round in 0..100 + 2 * kills {
+        if done == kills {
+            break;
+        }
+        let (n, zero) = ranks(round);
+        let data = format!("parallel.data={n}");
+        let run = ["run", "r.toml", "run.output=killed", "--resume", &data, zero, "parallel.comm=mpi"];
+        let steps = w.events("killed", "step").len();
+        let mut c = mpirun(&w, n, &[&run[..], &longer].concat());
+        let mut child = c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("mpirun");
+        let lost = process(&mut child, "killed", dice.below(n as u64) as usize);
+        // some kills come while it starts, the others somewhere in or after a step
+        let later = if round % 3 == 2 { 0 } else { steps + 1 + dice.below(4) as usize };
+        let begun = Instant::now();
+        while w.events("killed", "step").len() < later && child.try_wait().expect("a child").is_none() {
+            assert!(begun.elapsed() < Duration::from_secs(120), "it does not come to step {later}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        std::thread::sleep(Duration::from_micros(dice.below(12_000)));
+        // one that is over by now cannot be killed
+        let killed = lost.is_some_and(|p| kill_process(p, Signal::KILL).is_ok());
+        if child.wait().expect("an end").success() {
+            assert!(ends(&w, "killed") == whole);
+            std::fs::remove_dir_all(w.path("killed")).expect("a folder");
+        } else {
+            assert!(killed, "it fails by itself in round {round}");
+            done += 1;
+        }
+    }
+    assert_eq!(done, kills, "the run is over before it can be killed");
+    let set = [&["--resume"], &longer[..]].concat();
+    assert!(threads(&w, 4, "killed", &set) == whole);
 }

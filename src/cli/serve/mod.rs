@@ -14,6 +14,7 @@ mod request;
 mod work;
 
 use super::chat::{self, Loading};
+use super::given::Given;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub;
 use crate::log::{tell, warn};
@@ -32,7 +33,8 @@ const QUEUE: usize = 64;
 /// Arguments of `ft serve`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The model: a folder (of a model, or of an adapter, whose base is found by its config), or a hub id
+    /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
+    /// a hub id
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -97,7 +99,9 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = chat::variables(&args.template)?;
     let device = DeviceName::from_word(&args.loading.device).unwrap_or(DeviceName::Auto);
     let device = job::device(device)?;
-    let (model, adapter) = chat::find(&args.model, args.adapter.as_deref())?;
+    let model = Given::find(&args.model)?;
+    let named = args.adapter.as_deref().map(Given::find).transpose()?;
+    let (model, adapter) = chat::find(&model, named.as_ref())?;
     let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
     let form = match &args.chat_template {
         Some(_) => Form::Chat,

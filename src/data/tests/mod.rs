@@ -48,6 +48,7 @@ fn data(max_length: usize) -> recipe::Data {
         mask: None,
         chat_template: None,
         template: Default::default(),
+        neftune: 0.0,
     }
 }
 

@@ -16,6 +16,8 @@ fn run(length: Length, batch_rows: usize, seed: u64) -> Run {
         eval_at_start: false,
         save_every: 0,
         keep: 2,
+        keep_best: false,
+        patience: 0,
         output: PathBuf::new(),
         device: Device::Cpu,
     }

@@ -269,7 +269,7 @@ fn shown_rows_mark_what_is_supervised() {
         .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    crate::cli::data::show(&d, Some(&tiny()), 3, &mut out).unwrap();
+    crate::cli::data::show(&d, Some(&tiny()), 3, 64, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     insta::assert_snapshot!(text);
 }

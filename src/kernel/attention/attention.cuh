@@ -50,18 +50,60 @@ struct Shape {
 #define SHAPE_OF                                                                                                       \
   { tokens, heads, groups, channels, first_query, window, scale, apart }
 
+// ---- keys and values of a group: end to end, or in the blocks of a cache ----
+
+// `count` of them from a token on.
+template <typename T> struct Stretch {
+  const T *first;
+  uint32_t stride;
+  DEVICE const T *operator[](uint32_t row) const { return first + static_cast<uint64_t>(row) * stride; }
+};
+template <typename T> struct Whole {
+  const T *first;
+  uint32_t stride;
+  DEVICE Stretch<T> some(uint32_t token, uint32_t) const { return {first + static_cast<uint64_t>(token) * stride, stride}; }
+};
+
+// Tokens of a block, as in cache.rs; a table has the addresses of the blocks of keys and of values by turns.
+constexpr uint32_t BLOCK = 512;
+
+// No more than a block has: in two blocks at the most.
+template <typename T> struct Parts {
+  const T *first, *second;
+  uint32_t stride, edge; // the second's first
+  DEVICE const T *operator[](uint32_t row) const {
+    return row < edge ? first + static_cast<uint64_t>(row) * stride : second + static_cast<uint64_t>(row - edge) * stride;
+  }
+};
+template <typename T> struct Cached {
+  const uint64_t *table; // from keys or values on
+  uint32_t stride, at;   // of the group in a row
+  DEVICE const T *block(uint32_t i) const { return reinterpret_cast<const T *>(table[2 * i]) + at; }
+  DEVICE Parts<T> some(uint32_t token, uint32_t count) const {
+    const uint32_t i = token / BLOCK, edge = BLOCK - token % BLOCK;
+    const T *const first = block(i) + static_cast<uint64_t>(token % BLOCK) * stride;
+    return {first, edge < count ? block(i + 1) : first, stride, edge};
+  }
+};
+
 // ---- matrices [rows, D] of 16-bit values in shared memory ----
 
-// Begins to copy N rows, of which `rows` are there: the rest become zeros. `stride` is that of rows in values.
-template <int D, int N, typename T>
-DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
+// Begins to copy N rows, of which `rows` are there: the rest become zeros.
+template <int D, int N, typename Rows>
+DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows) {
   constexpr int PIECES = D / 8;
 #pragma unroll
   for (int i = threadIdx.x; i < N * PIECES; i += THREADS) {
     const int row = i / PIECES, piece = i % PIECES;
     const bool some = row < static_cast<int>(rows);
-    cp_async_16(to + place<D>(row, piece), from + static_cast<uint64_t>(some ? row : 0) * stride + piece * 8, some);
+    cp_async_16(to + place<D>(row, piece), from[some ? row : 0] + piece * 8, some);
   }
+}
+
+// The same of rows that are `stride` values apart.
+template <int D, int N, typename T>
+DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
+  copy_rows<D, N>(to, Stretch<T>{from, stride}, rows);
 }
 
 // c [16, N] += rows `row` to row + 16 of `a` times the transpose of N rows of `b`, both [.., D].

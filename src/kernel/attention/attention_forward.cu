@@ -4,24 +4,23 @@
 // values while scores are.
 #include "attention.cuh"
 
-template <typename T, int D>
-DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
+template <typename T, int D, typename Keys>
+DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
   constexpr int KEYS = D <= 128 ? 64 : 32;
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sk = sq + ROWS * D * 2, *const sv = sk + KEYS * D * 2;
   const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
+  const uint32_t head = blockIdx.y;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const uint32_t qs = shape.heads * D, ks = shape.groups * D;
+  const uint32_t qs = shape.heads * D;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
   const uint32_t row0 = tile.first - shape.first_query; // of q
   // warps without rows only copy
   const bool works = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
-  k += of * D, v += of * D;
 
   copy_rows<D, ROWS>(sq, q + static_cast<uint64_t>(row0) * qs + head * D, tile.rows, qs);
-  copy_rows<D, KEYS>(sk, k + static_cast<uint64_t>(begin) * ks, end - begin, ks);
+  copy_rows<D, KEYS>(sk, k.some(begin, least(KEYS, end - begin)), end - begin);
   cp_async_commit();
 
   float acc[D / 8][4] = {};
@@ -29,7 +28,7 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
   constexpr bool HELD = D <= 128; // whether a warp's queries stay in registers
   uint32_t fq[HELD ? D / 16 : 1][4];
   for (uint32_t j = begin; j < end; j += KEYS) {
-    copy_rows<D, KEYS>(sv, v + static_cast<uint64_t>(j) * ks, end - j, ks);
+    copy_rows<D, KEYS>(sv, v.some(j, least(KEYS, end - j)), end - j);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
@@ -53,7 +52,7 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
       }
     }
     __syncthreads();
-    if (j + KEYS < end) copy_rows<D, KEYS>(sk, k + static_cast<uint64_t>(j + KEYS) * ks, end - j - KEYS, ks);
+    if (j + KEYS < end) copy_rows<D, KEYS>(sk, k.some(j + KEYS, least(KEYS, end - j - KEYS)), end - j - KEYS);
     cp_async_commit();
     if (works) {
       // not where all of these keys are seen by all rows
@@ -109,7 +108,13 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
 #define FORWARD(NAME, T, D)                                                                                            \
   KERNEL(attention_forward_##NAME##_##D, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o,     \
          float *lse) {                                                                                                 \
-    forward<T, D>(q, k, v, tiles, SHAPE_OF, o, lse);                                                                   \
+    const uint32_t of = blockIdx.y / (heads / groups) * D, stride = groups * D;                                        \
+    forward<T, D>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                     \
+  }                                                                                                                    \
+  KERNEL(attention_cached_##NAME##_##D, THREADS, const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o,    \
+         float *lse) {                                                                                                 \
+    const uint32_t of = blockIdx.y / (heads / groups) * D, stride = groups * D;                                        \
+    forward<T, D>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);         \
   }
 #define FORWARDS(D) FORWARD(bf16, bf16, D) FORWARD(f16, f16, D)
 FORWARDS(64)

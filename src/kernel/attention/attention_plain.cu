@@ -24,6 +24,16 @@ DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, 
   }
 }
 
+template <typename Rows>
+DEVICE void add_rows(float *acc, float old, const float *weight, const Rows &rows, uint32_t partners, uint32_t n, int lane) {
+  for (uint32_t c = lane; c < n; c += WARP) {
+    float sum = acc[c] * old;
+#pragma unroll 8
+    for (uint32_t i = 0; i < partners; i++) sum = fmaf(weight[i], load(rows[i] + c), sum);
+    acc[c] = sum;
+  }
+}
+
 DEVICE void fill(float *acc, float x, uint32_t n, int lane) {
   for (uint32_t c = lane; c < n; c += WARP) acc[c] = x;
 }
@@ -41,13 +51,12 @@ template <typename Work> DEVICE void each_token(const Tile &tile, uint32_t each,
   for (uint32_t token = tile.first + warp; token < tile.first + tile.rows; token += WARPS) work(token, own);
 }
 
-template <typename T>
-DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
+template <typename T, typename Keys>
+DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles, const Shape &shape, T *o, float *lse) {
   const int lane = threadIdx.x % WARP;
   const uint32_t n = shape.channels;
   const Tile tile = tile_at(tiles, blockIdx.x);
-  const uint32_t head = blockIdx.y, of = head / (shape.heads / shape.groups);
-  const uint64_t ks = static_cast<uint64_t>(shape.groups) * n;
+  const uint32_t head = blockIdx.y;
   each_token(tile, n + WARP, [&](uint32_t query, float *acc) {
     float *const weight = acc + n;
     const uint64_t row = query - shape.first_query, at = (row * shape.heads + head) * n;
@@ -55,16 +64,17 @@ DEVICE void forward(const T *q, const T *k, const T *v, const Tile *tiles, const
     fill(acc, 0.0f, n, lane);
     for (uint32_t j = shape.first_key(query, tile.begin); j <= query; j += WARP) {
       const uint32_t keys = least(WARP, query + 1 - j);
+      const auto some_k = k.some(j, keys), some_v = v.some(j, keys);
       float s = -INFINITY;
       for (uint32_t i = 0; i < keys; i++) {
-        const float x = dot(q + at, k + (j + i) * ks + of * n, n, lane) * shape.scale;
+        const float x = dot(q + at, some_k[i], n, lane) * shape.scale;
         if (lane == static_cast<int>(i)) s = x;
       }
       const float x = fmaxf(top, warp_max(s)), old = expf(top - x), p = expf(s - x);
       sum = fmaf(sum, old, warp_sum(p)), top = x;
       weight[lane] = p;
       __syncwarp();
-      add_rows(acc, old, weight, v + j * ks + of * n, ks, keys, n, lane);
+      add_rows(acc, old, weight, some_v, keys, n, lane);
       __syncwarp();
     }
     store_row(o + row * shape.apart + head * n, acc, 1.0f / sum, n, lane);
@@ -140,7 +150,12 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
 
 #define PLAIN(T)                                                                                                       \
   KERNEL(attention_forward_##T, THREADS, const T *q, const T *k, const T *v, const Tile *tiles, SHAPE, T *o, float *lse) {  \
-    forward<T>(q, k, v, tiles, SHAPE_OF, o, lse);                                                                      \
+    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    forward<T>(q, Whole<T>{k + of, stride}, Whole<T>{v + of, stride}, tiles, SHAPE_OF, o, lse);                        \
+  }                                                                                                                    \
+  KERNEL(attention_cached_##T, THREADS, const T *q, const uint64_t *table, const Tile *tiles, SHAPE, T *o, float *lse) {    \
+    const uint32_t of = blockIdx.y / (heads / groups) * channels, stride = groups * channels;                          \
+    forward<T>(q, Cached<T>{table, stride, of}, Cached<T>{table + 1, stride, of}, tiles, SHAPE_OF, o, lse);            \
   }                                                                                                                    \
   KERNEL(attention_backward_q_##T, THREADS, const T *q, const T *k, const T *v, const T *o, const T *d_o,                 \
          const float *lse, const Tile *tiles, SHAPE, float *delta, T *dq) {                                            \

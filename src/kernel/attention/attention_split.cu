@@ -11,7 +11,7 @@ constexpr uint32_t HEADS = 8, PARTS = 1024;
 
 // The scores of a block stand `each` + 4 apart.
 #define SPLIT(T)                                                                                                       \
-  const T *q, const T *k, const T *v, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first, uint32_t end,\
+  const T *q, const uint64_t *table, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first, uint32_t end,\
       uint32_t each, float scale, float *sums, float2 *stats
 
 template <typename T>
@@ -20,8 +20,8 @@ DEVICE void split(SPLIT(T)) {
   SHARED_BYTES(shared);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, piece = lane % LANES;
   const uint32_t per = heads / groups, of = blockIdx.y, head0 = of * per, pieces = (channels + LINE - 1) / LINE, pitch = each + 4;
-  const uint32_t begin = first + blockIdx.x * each, count = least(each, end - begin);
-  const uint64_t stride = static_cast<uint64_t>(groups) * channels, base = begin * stride + of * channels;
+  const uint32_t begin = first + blockIdx.x * each, count = least(each, end - begin), stride = groups * channels;
+  const Parts<T> k = Cached<T>{table, stride, of * channels}.some(begin, count), v = Cached<T>{table + 1, stride, of * channels}.some(begin, count);
   float *const queries = reinterpret_cast<float *>(shared), *const scores = queries + per * pieces * LINE;
   // the fours of a vector lie a line apart, so that 8 lanes load from all banks
   for (uint32_t i = threadIdx.x; i < per * pieces * LINE; i += THREADS) {
@@ -33,7 +33,7 @@ DEVICE void split(SPLIT(T)) {
 
   for (uint32_t j = warp * LINES; j < count; j += WARPS * LINES) {
     const uint32_t key = j + lane / LANES;
-    const T *const row = k + base + key * stride;
+    const T *const row = k[least(key, count - 1)];
     for (uint32_t h0 = 0; h0 < per; h0 += HEADS) {
       float sum[HEADS] = {};
       for (uint32_t p = 0; p < pieces; p++) {
@@ -86,7 +86,7 @@ DEVICE void split(SPLIT(T)) {
       for (uint32_t j = 0; j < count; j += 4) {
         float x[4];
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) x[i] = j + i < count ? load(v + base + (j + i) * stride + c) : 0.0f;
+        for (uint32_t i = 0; i < 4; i++) x[i] = j + i < count ? load(v[j + i] + c) : 0.0f;
 #pragma unroll
         for (uint32_t h = 0; h < HEADS; h++) {
           if (h0 + h >= per) break;
@@ -128,7 +128,7 @@ template <typename T> DEVICE void join(const float *sums, const float2 *stats, u
 
 #define ONE_QUERY(T, NAME)                                                                                             \
   KERNEL(attention_split_##NAME, THREADS, SPLIT(T)) {                                                                  \
-    split<T>(q, k, v, heads, groups, channels, first, end, each, scale, sums, stats);                                  \
+    split<T>(q, table, heads, groups, channels, first, end, each, scale, sums, stats);                                  \
   }                                                                                                                    \
   KERNEL(attention_join_##NAME, THREADS, const float *sums, const float2 *stats, uint32_t parts, uint32_t channels,    \
          T *o, float *lse) {                                                                                           \

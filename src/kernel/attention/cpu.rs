@@ -1,8 +1,9 @@
 //! The CPU's attention: blocks of queries against the keys that any of them sees.
 
+use super::cache::{BLOCK as TOKENS, Cache};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
-use crate::kernel::cpu::{Real, dot, ghosts, max, sum, tensor, view};
+use crate::kernel::cpu::{Real, View, dot, ghosts, max, sum, tensor, view};
 use crate::kernel::gemm::{Mat, gemm};
 use crate::kernel::ledger::Ledger;
 use crate::kernel::padded::Padded;
@@ -47,8 +48,40 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
     if let Some([o, lse]) = ghosts::<T, 2>(&[q, k, v], out, blocks) {
         return Ok(Saved { o: Padded::of(&o)?, lse });
     }
-    let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
-    let (qv, kv, vv) = (&*qv, &*kv, &*vv);
+    let keys = how.seqs.keys().max(1);
+    attend(q, &[[view::<T>(k)?, view::<T>(v)?]], keys, Shape { t, h, g, c }, how)
+}
+
+/// Forward, of the keys and values of a cache.
+pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Causal<'_>) -> Result<Saved> {
+    let some = |(b, of): (usize, &[Tensor; 2])| -> Result<[Tensor; 2]> {
+        let n = TOKENS.min(cache.len() - b * TOKENS);
+        Ok([of[0].narrow(0, 0, n)?, of[1].narrow(0, 0, n)?])
+    };
+    let used = &cache.blocks()[..cache.len().div_ceil(TOKENS)];
+    let blocks = used.iter().enumerate().map(some).collect::<Result<Vec<_>>>()?;
+    let views = blocks.iter().map(|[k, v]| Ok([view::<T>(k)?, view::<T>(v)?])).collect::<Result<Vec<_>>>()?;
+    attend(q, &views, TOKENS, shape, how)
+}
+
+/// Forward, of keys and values in stretches of `each` tokens.
+fn attend<T: Real>(
+    q: &Tensor,
+    stretches: &[[View<'_, T>; 2]],
+    each: usize,
+    Shape { t, h, g, c }: Shape,
+    how: &Causal<'_>,
+) -> Result<Saved> {
+    let qv = view::<T>(q)?;
+    let qv = &*qv;
+    let stretches: Vec<[&[T]; 2]> = stretches.iter().map(|[k, v]| [&**k, &**v]).collect();
+    // of the keys from `k0` on: a stretch of keys and values from there, their number, and how many there are before
+    let parts = |k0: usize, n: usize| {
+        (k0 / each..(k0 + n).div_ceil(each)).map(move |s| {
+            let (begin, end) = (k0.max(s * each), (k0 + n).min((s + 1) * each));
+            (s, begin - s * each, end - begin, begin - k0)
+        })
+    };
     let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
     o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(
         |(b, (o, lse))| {
@@ -60,9 +93,10 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
             for head in 0..h {
                 let kvh = head / (h / g);
                 let qm = Mat::new(&qv[(i0 * h + head) * c..], rows, c, h * c);
-                let km = Mat::new(&kv[(block.k0 * g + kvh) * c..], n, c, g * c);
-                let vm = Mat::new(&vv[(block.k0 * g + kvh) * c..], n, c, g * c);
-                gemm(&mut p, n, false, qm, km.t(), T::of(how.scale), false);
+                for (s, first, count, before) in parts(block.k0, n) {
+                    let km = Mat::new(&stretches[s][0][(first * g + kvh) * c..], count, c, g * c);
+                    gemm(&mut p[before..], n, false, qm, km.t(), T::of(how.scale), false);
+                }
                 for (r, row) in p.chunks_mut(n).enumerate() {
                     let (a, z) = block.seen(how, i0, r);
                     row[..a].fill(T::zero());
@@ -77,8 +111,11 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
                     seen.iter_mut().for_each(|x| *x *= inverse);
                     lse[r * h + head] = largest + total.ln();
                 }
-                let pm = Mat::new(&p, rows, n, n);
-                gemm(&mut o[head * c..], h * c, false, pm, vm, T::one(), false);
+                for (s, first, count, before) in parts(block.k0, n) {
+                    let pm = Mat::new(&p[before..], rows, count, n);
+                    let vm = Mat::new(&stretches[s][1][(first * g + kvh) * c..], count, c, g * c);
+                    gemm(&mut o[head * c..], h * c, before > 0, pm, vm, T::one(), false);
+                }
             }
         },
     );

@@ -3,6 +3,7 @@
 //! Tensor cores take 16-bit values and the head sizes that they have kernels for; everything else is a plain kernel's
 //! (attention_plain.cu), with the same arguments. The log-sum-exp is [h, t] here, in which a tile's is one stretch.
 
+use super::cache::Cache;
 use super::split::{self, Parts};
 use super::tiles::{ROWS, Tiles};
 use super::{Causal, Saved, Shape};
@@ -67,7 +68,7 @@ pub fn shared_memory(kernel: &str) -> usize {
     let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
     let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
     let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some());
-    if rest.starts_with("forward") {
+    if rest.starts_with("forward") || rest.starts_with("cached") {
         k.forward
     } else if rest.starts_with("backward_q") {
         k.backward_q
@@ -121,10 +122,6 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
     let kernels = Kernels::of(q.dtype(), shape.c, aligned);
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
-    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
-        split::forward([&q, &k, &v], shape, how, parts, &o, &lse)?;
-        return Ok(Saved { o: Padded::within(o, rows)?, lse });
-    }
     let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
     let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
     let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
@@ -132,6 +129,36 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
     // SAFETY: q and o have t queries of h heads, those of o as far apart as is said, k and v the keys of g heads
     // (Shape::of), lse a number a query and head; tiles are of these queries and keys, and cover them.
+    unsafe { launch.run(grid) }?;
+    Ok(Saved { o: Padded::within(o, rows)?, lse })
+}
+
+/// [`super::forward_cached`].
+pub fn forward_cached(
+    q: &Tensor,
+    cache: &Cache,
+    shape: Shape,
+    how: &Causal<'_>,
+    rank: usize,
+) -> Result<Saved> {
+    let rows = (shape.t, shape.h * shape.c);
+    let apart = stride(rows.1, rank);
+    let tiles = tiles(&[q, cache.first()?], shape, how)?;
+    let (q, table) = (q.contiguous()?, cache.table()?);
+    // blocks are allocations of their own
+    let aligned = is_aligned(&q)?;
+    let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
+    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
+        split::forward(&q, table, shape, how, parts, &o, &lse)?;
+        return Ok(Saved { o: Padded::within(o, rows)?, lse });
+    }
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = Launch::named(&q, source, kernels.name("cached", shape.c, q.dtype()))?;
+    let launch = launch.tensor(&q)?.tensor(table)?.tensor(&tiles.queries)?;
+    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
+    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
+    // SAFETY: as forward; the table has the blocks of the cache, whose keys and values of g heads are all there.
     unsafe { launch.run(grid) }?;
     Ok(Saved { o: Padded::within(o, rows)?, lse })
 }
@@ -240,10 +267,10 @@ mod tests {
             }
             for c in SIZES.into_iter().chain([80]) {
                 let k = Kernels::of(dtype, c, true);
-                for role in ["forward", "backward_q", "backward_kv"] {
+                for role in ["forward", "cached", "backward_q", "backward_kv"] {
                     let source = match (k.tensor_cores, role) {
                         (false, _) => module::ATTENTION_PLAIN,
-                        (true, "forward") => module::ATTENTION_FORWARD,
+                        (true, "forward" | "cached") => module::ATTENTION_FORWARD,
                         (true, _) => module::ATTENTION_BACKWARD,
                     };
                     let name = k.name(role, c, dtype);

@@ -10,11 +10,13 @@
 //!
 //! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
 
+mod cache;
 mod cpu;
 mod cuda;
 mod split;
 mod tiles;
 
+pub use self::cache::Cache;
 pub use self::cpu::BLOCK;
 #[cfg(test)]
 pub(crate) use self::cuda::shared_memory;
@@ -78,21 +80,21 @@ impl Sequences {
             }
         } else {
             let mut lists = Lists::default();
-            let places = Tiles::list(docs, first_query, &mut lists);
+            let places = Self::list(docs, first_query, &mut lists);
             tiles = Some(Tiles::sent(places, &lists.send(device)?)?);
         }
         Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
     }
 
     /// Adds what another device than the CPU is told of documents to lists that are sent there.
-    pub fn list(docs: &[usize], to: &mut Lists) -> [Place; 2] {
-        Tiles::list(docs, 0, to)
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
+        Tiles::list(docs, first_query, to)
     }
 
     /// Documents of these lengths, that were sent.
-    pub fn sent(docs: &[usize], places: [Place; 2], sent: &Sent) -> Result<Self> {
+    pub fn sent(docs: &[usize], first_query: usize, places: [Place; 2], sent: &Sent) -> Result<Self> {
         let tiles = Some(Tiles::sent(places, sent)?);
-        Ok(Self { docs: docs.to_vec(), first_query: 0, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
+        Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
     }
 
     /// Those of a plan.
@@ -173,6 +175,25 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
         on_real!(q.dtype(), cpu::forward(q, k, v, how))
     } else {
         cuda::forward(q, k, v, how, rank)
+    }
+}
+
+/// Forward of the last tokens of a cache, which has their keys and values.
+///
+/// # Shapes
+/// `q` [t, h, c]; the cache's keys [g, c] a token; the output as in [`forward`].
+pub fn forward_cached(q: &Tensor, cache: &Cache, how: &Causal<'_>, rank: usize) -> Result<Saved> {
+    let (first, (t, h, c)) = (cache.first()?, q.dims3()?);
+    let (_, g, kc) = first.dims3()?;
+    let keys = cache.len();
+    if kc != c || g == 0 || h % g != 0 || keys != how.seqs.keys() || t + how.seqs.first_query != keys {
+        candle_core::bail!("attention: q {:?}, {keys} keys of {:?} in a cache", q.shape(), first.shape());
+    }
+    let shape = Shape { t, h, g, c };
+    if is_cpu(q) {
+        on_real!(q.dtype(), cpu::forward_cached(q, cache, shape, how))
+    } else {
+        cuda::forward_cached(q, cache, shape, how, rank)
     }
 }
 

@@ -59,9 +59,10 @@ pub fn shared_memory(kernel: &str) -> Option<usize> {
     }
 }
 
-/// The output of a query [1, h, c] and its log-sum-exp into `o` and `lse`. All are contiguous.
+/// The output of a query [1, h, c] and its log-sum-exp into `o` and `lse`, of a cache by its table. All are contiguous.
 pub fn forward(
-    [q, k, v]: [&Tensor; 3],
+    q: &Tensor,
+    table: &Tensor,
     shape: Shape,
     how: &Causal<'_>,
     parts: Parts,
@@ -73,8 +74,7 @@ pub fn forward(
     let stats = empty(q, (shape.h, parts.count, 2), DType::F32)?;
     let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?
         .tensor(q)?
-        .tensor(k)?
-        .tensor(v)?
+        .tensor(table)?
         .count(shape.h)?
         .count(shape.g)?
         .count(shape.c)?
@@ -84,7 +84,7 @@ pub fn forward(
         .number(how.scale as f32)
         .tensor(&sums)?
         .tensor(&stats)?;
-    // SAFETY: k and v have the keys of g heads (Shape::of), those from the first on are shared out to as many blocks as
+    // SAFETY: the cache has the keys of g heads (super::forward_cached), those from the first on are shared out to as many blocks as
     // sums and stats have parts.
     unsafe { launch.run(Grid::new(parts.count, THREADS).by(shape.g).shared(parts.shared)) }?;
     let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?

@@ -6,42 +6,93 @@
 
 use super::launch::{at, empty_on};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
-use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
+use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A buffer on the host `[n]`, page-locked.
+/// `CU_MEMHOSTREGISTER_PORTABLE`: locked for all devices.
+const PORTABLE: u32 = 1;
+
+/// Where the values of a contiguous tensor on the host begin.
+fn host_address(t: &Tensor) -> Result<*mut u8> {
+    if !t.is_contiguous() {
+        candle_core::bail!("staging: a tensor that is not contiguous: {:?}", t.shape());
+    }
+    let (storage, layout) = t.storage_and_layout();
+    let at = match &*storage {
+        Storage::Cpu(CpuStorage::U8(v)) => v.as_ptr().cast::<u8>(),
+        Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr().cast(),
+        Storage::Cpu(CpuStorage::F64(v)) => v.as_ptr().cast(),
+        Storage::Cpu(CpuStorage::BF16(v)) => v.as_ptr().cast(),
+        Storage::Cpu(CpuStorage::F16(v)) => v.as_ptr().cast(),
+        Storage::Cpu(CpuStorage::U32(v)) => v.as_ptr().cast(),
+        _ => candle_core::bail!("staging of {:?} of {:?}", t.dtype(), t.device()),
+    };
+    Ok(at.wrapping_add(layout.start_offset() * t.dtype().size_in_bytes()).cast_mut())
+}
+
+fn bytes_of(t: &Tensor) -> usize {
+    t.elem_count() * t.dtype().size_in_bytes()
+}
+
+/// Page-locked memory of a tensor on the host, while it lives.
 #[derive(Debug)]
-struct Pinned {
-    tensor: Tensor,
+pub struct Locked {
+    _tensor: Tensor,
     at: *mut u8,
-    /// When the last copy from or to it is done.
-    busy: Option<CudaEvent>,
 }
 
 // SAFETY: the pointer is into the tensor's own memory; who holds the buffer exclusively may use it from any thread.
+unsafe impl Send for Locked {}
+// SAFETY: it is read, and given to the driver, but for nothing else.
+unsafe impl Sync for Locked {}
+
+impl Locked {
+    /// Locks all values of a tensor, for `device`.
+    ///
+    /// # Errors
+    /// Memory that the system does not lock.
+    pub fn new(t: &Tensor, device: &Device) -> Result<Self> {
+        device.as_cuda_device()?.cuda_stream().context().bind_to_thread().w()?;
+        let (at, bytes) = (host_address(t)?, bytes_of(t));
+        // SAFETY: the memory is the tensor's, which is dropped after it is unlocked.
+        let locked = unsafe { sys::cuMemHostRegister_v2(at.cast::<c_void>(), bytes, PORTABLE).result() };
+        locked.map_err(|e| {
+            let hint = "\n  hint: memory.pin = false, or a higher limit of locked memory (`ulimit -l`)";
+            candle_core::Error::Msg(format!("{bytes} bytes of the host cannot be page-locked: {e}{hint}"))
+        })?;
+        Ok(Self { _tensor: t.clone(), at })
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // SAFETY: it was locked by `new`. A failure leaves it locked until the process ends, which harms nobody.
+        let _ = unsafe { sys::cuMemHostUnregister(self.at.cast::<c_void>()).result() };
+    }
+}
+
+/// A buffer on the host `[n]`, page-locked where that is asked for.
+#[derive(Debug)]
+struct Pinned {
+    /// When the last copy from or to it is done.
+    busy: Option<CudaEvent>,
+    locked: Option<Locked>,
+    tensor: Tensor,
+    at: *mut u8,
+}
+
+// SAFETY: as of what locks it.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
-    fn new(n: usize, dtype: DType) -> Result<Self> {
+    fn new(device: &Device, n: usize, dtype: DType, pin: bool) -> Result<Self> {
         let tensor = Tensor::zeros(n.max(1), dtype, &Device::Cpu)?;
-        let at = {
-            let (storage, _) = tensor.storage_and_layout();
-            match &*storage {
-                Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr().cast::<u8>(),
-                Storage::Cpu(CpuStorage::BF16(v)) => v.as_ptr().cast(),
-                Storage::Cpu(CpuStorage::F16(v)) => v.as_ptr().cast(),
-                Storage::Cpu(CpuStorage::U32(v)) => v.as_ptr().cast(),
-                _ => candle_core::bail!("staging of {dtype:?}"),
-            }
-        };
-        let bytes = n.max(1) * dtype.size_in_bytes();
-        // SAFETY: the memory is the tensor's, which is dropped after it is unlocked.
-        unsafe { sys::cuMemHostRegister_v2(at.cast_mut().cast::<c_void>(), bytes, 0).result() }.w()?;
-        Ok(Self { tensor, at: at.cast_mut(), busy: None })
+        let locked = pin.then(|| Locked::new(&tensor, device)).transpose()?;
+        Ok(Self { at: host_address(&tensor)?, tensor, locked, busy: None })
     }
 
     /// The first `len` values, once no copy uses them.
@@ -76,10 +127,8 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let done = self.busy.take().map(|e| e.synchronize());
-        // SAFETY: it was locked by `new`. A failure leaves it locked until the process ends, which harms nobody.
-        let unlocked = unsafe { sys::cuMemHostUnregister(self.at.cast::<c_void>()).result() };
-        let _ = (done, unlocked);
+        let _ = self.busy.take().map(|e| e.synchronize());
+        drop(self.locked.take());
     }
 }
 
@@ -94,14 +143,15 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// For pieces of `n` values: of f32 from the device, and of `dtype` to it.
+    /// For pieces of `n` values: of f32 from the device, and of `dtype` to it; page-locked or not.
     ///
     /// # Errors
     /// No memory; another device than CUDA.
-    pub fn new(device: &Device, n: usize, dtype: DType) -> Result<Self> {
+    pub fn new(device: &Device, n: usize, dtype: DType, pin: bool) -> Result<Self> {
         let compute = device.as_cuda_device()?.cuda_stream();
         let stream = || compute.context().new_stream().w();
-        let pair = |dtype| Ok::<_, candle_core::Error>([Pinned::new(n, dtype)?, Pinned::new(n, dtype)?]);
+        let one = |dtype| Pinned::new(device, n, dtype, pin);
+        let pair = |dtype| Ok::<_, candle_core::Error>([one(dtype)?, one(dtype)?]);
         let (out, into) = (stream()?, stream()?);
         Ok(Self { out, into, fetched: pair(DType::F32)?, sent: pair(dtype)?, compute })
     }
@@ -174,15 +224,11 @@ struct Upload {
 static UPLOADS: Mutex<Option<HashMap<DeviceId, Upload>>> = Mutex::new(None);
 
 impl Upload {
-    fn new(device: &CudaDevice) -> Result<Self> {
-        let compute = device.cuda_stream();
+    fn new(device: &Device) -> Result<Self> {
+        let compute = device.as_cuda_device()?.cuda_stream();
         let into = compute.context().new_stream().w()?;
-        Ok(Self {
-            into,
-            compute,
-            buffers: [Pinned::new(1, DType::U32)?, Pinned::new(1, DType::U32)?],
-            next: 0,
-        })
+        let one = || Pinned::new(device, 1, DType::U32, true);
+        Ok(Self { into, compute, buffers: [one()?, one()?], next: 0 })
     }
 
     fn send(&mut self, device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
@@ -190,7 +236,7 @@ impl Upload {
         self.next += 1;
         let n = ints.len() + floats.len();
         if buffer.tensor.elem_count() < n {
-            *buffer = Pinned::new(n.next_power_of_two(), DType::U32)?;
+            *buffer = Pinned::new(device, n.next_power_of_two(), DType::U32, true)?;
         }
         let bytes = buffer.all()?;
         let words = ints.iter().map(|x| x.to_ne_bytes()).chain(floats.iter().map(|x| x.to_ne_bytes()));
@@ -224,7 +270,142 @@ pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 
     let all = all.get_or_insert_default();
     let upload = match all.entry(cuda.id()) {
         Entry::Occupied(there) => there.into_mut(),
-        Entry::Vacant(new) => new.insert(Upload::new(cuda)?),
+        Entry::Vacant(new) => new.insert(Upload::new(device)?),
     };
     upload.send(device, ints, floats)
+}
+
+/// The streams that whole tensors cross by, beside that which computes.
+#[derive(Debug)]
+struct Ways {
+    compute: Arc<CudaStream>,
+    out: Arc<CudaStream>,
+    into: Arc<CudaStream>,
+}
+
+/// Those of each device, made when they are first needed.
+static WAYS: Mutex<Option<HashMap<DeviceId, Arc<Ways>>>> = Mutex::new(None);
+
+impl Ways {
+    fn of(device: &Device) -> Result<Arc<Self>> {
+        let cuda = device.as_cuda_device()?;
+        let mut all = WAYS.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(match all.get_or_insert_default().entry(cuda.id()) {
+            Entry::Occupied(there) => Arc::clone(there.get()),
+            Entry::Vacant(new) => {
+                let compute = cuda.cuda_stream();
+                let stream = || compute.context().new_stream().w();
+                let (out, into) = (stream()?, stream()?);
+                Arc::clone(new.insert(Arc::new(Self { compute, out, into })))
+            }
+        })
+    }
+}
+
+/// A copy that goes on.
+#[derive(Debug)]
+pub struct Crossing {
+    ways: Arc<Ways>,
+    done: CudaEvent,
+}
+
+impl Crossing {
+    /// Lets what is computed from now on wait for it.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn wait(&self) -> Result<()> {
+        self.ways.compute.wait(&self.done).w()
+    }
+}
+
+/// Begins to copy a vector between the host and a device, after what the device was asked to compute; `None` where both
+/// are the host. Both tensors stay until the copy was waited for.
+///
+/// # Errors
+/// Of the driver; vectors of different kinds.
+pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
+    let (device, out) = match (from.device(), to.device()) {
+        (Device::Cuda(_), Device::Cpu) => (from.device(), true),
+        (Device::Cpu, Device::Cuda(_)) => (to.device(), false),
+        _ => return Ok(None),
+    };
+    if from.dtype() != to.dtype() || from.elem_count() != to.elem_count() {
+        candle_core::bail!("staging: {:?} {:?} into {:?}", from.shape(), from.dtype(), to.shape());
+    }
+    if from.elem_count() == 0 {
+        return Ok(None);
+    }
+    let ways = Ways::of(device)?;
+    let stream = if out { &ways.out } else { &ways.into };
+    stream.wait(&ways.compute.record_event(None).w()?).w()?;
+    let bytes = bytes_of(from);
+    // SAFETY: both tensors have as many bytes, and stay until the copy was waited for, by the callers. What is computed
+    // meanwhile writes neither.
+    unsafe {
+        if out {
+            let host = std::slice::from_raw_parts_mut(host_address(to)?, bytes);
+            result::memcpy_dtoh_async(host, Staging::address(from)?, stream.cu_stream()).w()?;
+        } else {
+            let host = std::slice::from_raw_parts(host_address(from)?.cast_const(), bytes);
+            result::memcpy_htod_async(Staging::address(to)?, host, stream.cu_stream()).w()?;
+        }
+    }
+    let done = stream.record_event(None).w()?;
+    Ok(Some(Crossing { ways, done }))
+}
+
+/// Memory of the host that nobody uses, by device: it is not given back, for copies may still go on.
+static ROOMS: Mutex<Vec<(DeviceId, Pinned)>> = Mutex::new(Vec::new());
+
+/// Memory of the host for as long as somebody has it.
+#[derive(Debug)]
+pub struct Lent {
+    device: DeviceId,
+    room: Option<Pinned>,
+}
+
+impl Lent {
+    /// For as many values as a tensor of a device has.
+    ///
+    /// # Errors
+    /// No memory, or none that can be locked.
+    pub fn take(like: &Tensor, pin: bool) -> Result<Self> {
+        let device = like.device().as_cuda_device()?;
+        let mut rooms = ROOMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine = |(of, room): &(DeviceId, Pinned)| {
+            *of == device.id() && room.tensor.dtype() == like.dtype() && room.locked.is_some() == pin
+        };
+        let fits = |r: &(DeviceId, Pinned)| mine(r) && r.1.tensor.elem_count() >= like.elem_count();
+        if let Some(at) = rooms.iter().position(fits) {
+            return Ok(Self { device: device.id(), room: Some(rooms.swap_remove(at).1) });
+        }
+        // one that is too small makes room for it, once no copy uses it
+        if let Some(at) = rooms.iter().position(mine) {
+            let ways = Ways::of(like.device())?;
+            ways.into.synchronize().w()?;
+            ways.out.synchronize().w()?;
+            drop(rooms.swap_remove(at));
+        }
+        let room = Pinned::new(like.device(), like.elem_count(), like.dtype(), pin)?;
+        Ok(Self { device: device.id(), room: Some(room) })
+    }
+
+    /// Its first `n` values.
+    ///
+    /// # Errors
+    /// More than there are.
+    pub fn vector(&self, n: usize) -> Result<Tensor> {
+        match &self.room {
+            Some(room) => room.tensor.narrow(0, 0, n),
+            None => candle_core::bail!("memory that was given back"),
+        }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let mut rooms = ROOMS.lock().unwrap_or_else(PoisonError::into_inner);
+        rooms.extend(self.room.take().map(|room| (self.device, room)));
+    }
 }

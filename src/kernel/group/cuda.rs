@@ -46,8 +46,8 @@ impl Sorted {
         let n = tokens * top_k;
         let side = match dtype {
             DType::F32 => PLAIN,
-            // on average: half of a big tile would be empty
-            _ if n <= experts * MANY / 2 => FEW,
+            // on average they fit one: each tile reads the expert's whole matrix
+            _ if n < experts * FEW => FEW,
             _ => MANY,
         };
         let most = n / side + n.min(experts);
@@ -100,6 +100,11 @@ impl Sorted {
     /// Whether the tiles are those for few rows an expert.
     pub fn few(&self) -> bool {
         self.side == FEW
+    }
+
+    /// Whether the tiles are those for many rows, and experts have less than one tile on average.
+    pub fn half_full(&self) -> bool {
+        self.side == MANY && self.rows() < self.experts * MANY
     }
 
     /// The share of experts that have tokens, where tokens are spread evenly.

@@ -46,13 +46,24 @@ struct Constants {
 };
 static_assert(THREADS == 256, "a thread an entry of the map");
 
-// Loads an expert and its constants, behind a barrier; `codes` says whether the book and the map are wanted.
-DEVICE void load_constants(Constants &to, const Expert *from, bool codes) {
+// Loads an expert, and the second where there is one, with their constants; `codes` says whether books and maps are wanted.
+DEVICE void load_constants(Constants *to, const Expert *first, const Expert *second, bool codes) {
   constexpr int WORDS = sizeof(Expert) / 8;
-  if (threadIdx.x < WORDS) store_8(reinterpret_cast<uint2 *>(&to.expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from) + threadIdx.x));
-  if (!codes || from->weight != nullptr) return;
-  if (threadIdx.x < 16) to.book[threadIdx.x] = from->pairs[2 * threadIdx.x + 1];
-  if (from->map != nullptr) to.map[threadIdx.x] = from->map[threadIdx.x];
+  const Expert *const from[2] = {first, second};
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (from[i] != nullptr && threadIdx.x < WORDS)
+      store_8(reinterpret_cast<uint2 *>(&to[i].expert) + threadIdx.x, load_8(reinterpret_cast<const uint2 *>(from[i]) + threadIdx.x));
+  __syncthreads();
+  if (!codes) return;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const Expert &e = to[i].expert;
+    if (from[i] == nullptr || e.weight != nullptr) continue;
+    if (threadIdx.x < 16) to[i].book[threadIdx.x] = e.pairs[2 * threadIdx.x + 1];
+    if (e.map != nullptr) to[i].map[threadIdx.x] = e.map[threadIdx.x];
+  }
+  __syncthreads();
 }
 
 // What a launch of products multiplies.

@@ -9,9 +9,11 @@ constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
 
 // Behind the stages lies what is read again and again: the constants of both tables, and a window of scales. Forward, that is of each warp the scales of the ROW_BLOCK rows of W whose codes it loads,
 // WINDOW bytes of a row at a time, as they lie. Backward a row of W gives a tile two scales, of a sector of 32: so with few rows
-// a block takes WIDE tiles side by side, one after the other at each depth, and with many the sums themselves are most of what is
-// read; scales are loaded with the first of these tiles, and the window has the GROUPS absmax that come next.
-constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, GROUPS = WINDOW * COLS / 4;
+// a block takes WIDE tiles side by side, one after the other at each depth, as many as registers have sums for, and with tiles of
+// 128 rows that experts do not fill HALF_FULL; where they do, rows are most of what is read. Scales are loaded with the first of
+// these tiles, and the window has the GROUPS absmax that come next.
+constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, HALF_FULL = 2, GROUPS = WINDOW * COLS / 4;
+
 // Stores 8 values that are read one by one.
 template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
   uint64_t low = 0, high = 0;
@@ -385,9 +387,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   if (col0 >= outer) return;
   const uint32_t tiles_left = (outer - col0 + COLS - 1) / COLS, beside = tiles_left < BESIDE ? tiles_left : BESIDE;
   Constants *const held = reinterpret_cast<Constants *>(shared + STAGES * (ROWS * DEPTH * 2 + STAGE_RIGHT));
-  load_constants(held[0], p.experts + tile.expert, !p.low);
-  if (p.more != nullptr) load_constants(held[1], p.more + tile.expert, !p.low);
-  __syncthreads();
+  load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
   const Expert &e = held[0].expert;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp, in the tile
@@ -566,7 +566,8 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   }
 #define GROUPED(T)                                                                                                     \
   PRODUCT(forward, T, true, 128, 4, 1, 1)                                                                              \
-  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                            \
+  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                             \
+  PRODUCT(wide_backward, T, false, 128, 4, 4, HALF_FULL)                                                                            \
   PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
   PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \

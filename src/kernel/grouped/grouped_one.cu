@@ -91,7 +91,7 @@ template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *star
   const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
   const uint32_t first = (blockIdx.y * WARPS + threadIdx.x / WARP) * ROWS;
   if (blockIdx.y * WARPS * ROWS >= outer) return;
-  load_constants(constants[0], p.experts + tile.expert, !p.low);
+  load_constants(constants, p.experts + tile.expert, nullptr, !p.low);
   const uint32_t lane = threadIdx.x % WARP;
 #pragma unroll 1
   for (uint32_t row = tile.first; row < tile.first + tile.count; row++) {

@@ -91,9 +91,7 @@ DEVICE void products(const Products<float> &p, const uint32_t *starts, const uin
   if (tile.expert == NONE) return;
   const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer, col0 = blockIdx.y * SIDE;
   if (col0 >= outer) return;
-  load_constants(held[0], p.experts + tile.expert, !p.low);
-  if (p.more != nullptr) load_constants(held[1], p.more + tile.expert, !p.low);
-  __syncthreads();
+  load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
   const Expert &e = held[0].expert;
   const int y = threadIdx.x / 16, x = threadIdx.x % 16;
   float acc[EACH][EACH] = {};

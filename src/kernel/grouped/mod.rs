@@ -27,8 +27,9 @@ const THREADS: u32 = 256;
 /// Columns of a tile: by tensor cores, and in f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
-/// Tiles side by side that a block takes backward with few rows: see grouped_half.cu.
+/// Tiles side by side that a block takes backward with few rows, and with tiles that are half full: see grouped_half.cu.
 const WIDE: usize = 6;
+const HALF_FULL: usize = 2;
 /// Columns of a block for a single token, and blocks by tiles that would be too few for a card: see grouped_one.cu.
 const ONE: usize = 32;
 const TOO_FEW: usize = 128;
@@ -160,10 +161,14 @@ fn products(
     let (source, name, columns, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
     } else {
-        let few = if s.few() { "few_" } else { "" };
-        // backward with few rows a block takes some tiles
-        let wide = if s.few() && name == "backward" { WIDE } else { 1 };
-        (source, format!("grouped_{few}{name}"), wide * columns, shared_of_products(x.dtype(), s.side))
+        // backward a block takes some tiles where codes, and not rows, are most of what it reads
+        let (kind, beside) = match (s.few(), name) {
+            (true, "backward") => ("few_", WIDE),
+            (true, _) => ("few_", 1),
+            (false, "backward") if s.half_full() => ("wide_", HALF_FULL),
+            (false, _) => ("", 1),
+        };
+        (source, format!("grouped_{kind}{name}"), beside * columns, shared_of_products(x.dtype(), s.side))
     };
     let launch = Launch::of(&x, source, &name)?
         .tensor(&table.experts_words)?

@@ -244,11 +244,16 @@ impl Keys<'_> {
         let switch = self.flag("use_sliding_window")? == Some(true);
         let size = self.some("sliding_window", POSITIONS)?;
         let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
-        let used = size.filter(|_| family.window == Window::Always || switch);
+        let used = match family.window {
+            Window::Always => size,
+            Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
+            Window::Unless(_) => size,
+            _ => size.filter(|_| switch),
+        };
         let Some(types) = self.get("layer_types") else {
             return Ok(match family.window {
                 Window::Never => vec![None; layers],
-                Window::Always | Window::AlwaysIf => vec![used; layers],
+                Window::Always | Window::AlwaysIf | Window::Unless(_) => vec![used; layers],
                 Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
             });
         };

@@ -89,6 +89,11 @@ impl Checkpoints {
         Ok(all)
     }
 
+    /// The checkpoints of a run that somebody else may be writing: nothing is changed.
+    pub fn look(dir: &Path) -> Checkpoints {
+        Checkpoints { dir: dir.to_path_buf() }
+    }
+
     /// The steps of the complete checkpoints, ascending. Their content is not checked here.
     ///
     /// # Errors
@@ -123,6 +128,20 @@ impl Checkpoints {
             return Ok(None);
         }
         Err(Error::AllDamaged { dir: self.dir.clone(), damage: warnings })
+    }
+
+    /// The checkpoint of a step, if its every file has the hash that was written down.
+    ///
+    /// # Errors
+    /// One that is not there, with those that are; a damaged one.
+    pub fn whole(&self, step: u64) -> Result<Checkpoint, Error> {
+        let steps = self.list()?;
+        if !steps.contains(&step) {
+            return Err(Error::NoCheckpoint { dir: self.dir.clone(), step, steps });
+        }
+        let path = self.path_of(step);
+        verify(&path, step)?;
+        Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
     /// Starts the checkpoint of `step`: an empty folder to write files into.
@@ -176,13 +195,13 @@ impl Draft {
     }
 
     /// Makes the checkpoint durable under its name, then removes all but the newest `keep` (this
-    /// one always stays, so 0 is as 1) and those of later steps, which a run that went on from an
+    /// one always stays, so 0 is as 1) and that of the step `also`, and those of later steps, which a run that went on from an
     /// earlier step has abandoned. Returns its folder.
     ///
     /// # Errors
     /// [`Error::Write`] with the path. Whatever happens, the checkpoints before
     /// it are whole.
-    pub fn commit(mut self, keep: usize) -> Result<PathBuf, Error> {
+    pub fn commit(mut self, keep: usize, also: Option<u64>) -> Result<PathBuf, Error> {
         let manifest = Manifest::of(&self.path, self.step)?;
         let bytes = manifest.to_bytes();
         write_atomic(&self.path.join(MANIFEST), &bytes)?;
@@ -209,7 +228,7 @@ impl Draft {
         write_atomic(&target.join(MARKER), marker(&bytes).as_bytes())?;
         fault!("commit.marked");
         remove_marked(&aside)?;
-        purge(&all, self.step, keep.max(1))?;
+        purge(&all, self.step, keep.max(1), also)?;
         Ok(target)
     }
 }
@@ -224,11 +243,11 @@ impl Drop for Draft {
 }
 
 /// Removes the checkpoints that `keep` does not reach, and those after `newest`.
-fn purge(all: &Checkpoints, newest: u64, keep: usize) -> Result<(), Error> {
+fn purge(all: &Checkpoints, newest: u64, keep: usize, also: Option<u64>) -> Result<(), Error> {
     let (mut kept, mut remove): (Vec<u64>, Vec<u64>) =
         all.list()?.into_iter().partition(|&step| step <= newest);
     let surplus = kept.len().saturating_sub(keep);
-    remove.extend(kept.drain(..surplus));
+    remove.extend(kept.drain(..surplus).filter(|step| Some(*step) != also));
     for step in remove {
         remove_marked(&all.path_of(step))?;
     }

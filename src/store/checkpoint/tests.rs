@@ -14,7 +14,7 @@ fn save(all: &Checkpoints, step: u64, text: &str, keep: usize) -> Result<PathBuf
     fs::create_dir(draft.path().join("state")).unwrap();
     fs::write(draft.path().join("weights"), format!("{text} of {step}").repeat(10)).unwrap();
     fs::write(draft.path().join("state/moments"), vec![step as u8; 1000]).unwrap();
-    draft.commit(keep)
+    draft.commit(keep, None)
 }
 
 fn weights(path: &Path) -> String {
@@ -79,7 +79,7 @@ fn a_step_set_aside_survives_until_its_successor_is_whole() {
         } else {
             let draft = all.begin(1).unwrap();
             std::os::unix::fs::symlink("/", draft.path().join("x")).unwrap();
-            assert!(draft.commit(9).is_err());
+            assert!(draft.commit(9, None).is_err());
             assert!(aside.join(MARKER).exists(), "a failed save costs nothing");
         }
         save(&all, 1, "second", 9).unwrap();
@@ -119,7 +119,7 @@ fn links_in_a_draft_are_refused() {
     let all = Checkpoints::open(root.path()).unwrap();
     let draft = all.begin(1).unwrap();
     std::os::unix::fs::symlink("/etc/hostname", draft.path().join("x")).unwrap();
-    assert!(matches!(draft.commit(1), Err(Error::Unsafe { .. })));
+    assert!(matches!(draft.commit(1, None), Err(Error::Unsafe { .. })));
     assert_eq!(names(root.path()), Vec::<String>::new());
 }
 
@@ -187,7 +187,7 @@ fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
         let draft = all.begin(2).unwrap();
         fs::write(draft.path().join("weights"), "second").unwrap();
         root.fill_but(free);
-        let result = draft.commit(2);
+        let result = draft.commit(2, None);
         let text = result.as_ref().map_or_else(|e| e.to_string(), |_| String::new());
         let code = result.as_ref().map_or_else(|e| e.exit_code(), |_| crate::ExitCode::Storage);
         let newest = Checkpoints::open(&dir).unwrap().newest_whole().unwrap().unwrap();

@@ -1,0 +1,34 @@
+//! `ft completions` and `ft man`: what shells and readers want to know of the command line.
+
+use clap_complete::Shell;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `ft man`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The folder to write the pages into, such as ~/.local/share/man/man1
+    dir: PathBuf,
+}
+
+/// Prints a script that completes verbs and options in a shell.
+///
+/// # Errors
+/// A stdout that takes no more.
+pub fn completions(shell: Shell, command: &mut clap::Command) -> crate::Result<()> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, command, "ft", &mut script);
+    super::print(&String::from_utf8_lossy(&script))
+}
+
+/// Writes a manual page for `ft` and one for each verb.
+///
+/// # Errors
+/// A folder that cannot be written.
+pub fn man(args: &Args, command: clap::Command) -> crate::Result<()> {
+    let at = |path: &Path, e| crate::store::Error::write("write", path, None, e);
+    std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;
+    clap_mangen::generate_to(command, &args.dir).map_err(|e| at(&args.dir, e))?;
+    writeln!(std::io::stdout(), "{}", args.dir.join("ft.1").display())
+        .map_or_else(|e| Ok(crate::recipe::Error::of_print(Err(e))?), |()| Ok(()))
+}

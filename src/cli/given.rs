@@ -1,0 +1,81 @@
+//! What verbs are given in place of a model or an adapter: the folder of a run, or one of its checkpoints.
+
+use crate::adapt;
+use crate::hub::Want;
+use crate::log::{read_metrics, tell};
+use crate::recipe::Recipe;
+use crate::store::checkpoint::Checkpoints;
+use crate::train::{Job, output};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A folder that holds an adapter or a model, or a name that may be one on the hub.
+pub(super) struct Given {
+    /// As it is to be named from here on.
+    pub name: String,
+    /// Where a checkpoint's was written, until the verb ends.
+    _made: Option<TempDir>,
+}
+
+/// The recipe of a run, where a folder is one's or is in one's.
+pub(super) fn recipe_of(folder: &Path) -> Option<PathBuf> {
+    folder
+        .is_dir()
+        .then(|| folder.ancestors().take(3).map(|d| d.join("recipe.toml")).find(|r| r.is_file()))?
+}
+
+impl Given {
+    /// What a name means: of a run's folder its result, or the newest checkpoint where it has none yet.
+    ///
+    /// # Errors
+    /// A run without result and checkpoints; a checkpoint that cannot be used.
+    pub fn find(name: &str) -> crate::Result<Self> {
+        let dir = Path::new(name);
+        if is_checkpoint(dir) {
+            return Self::of_checkpoint(dir);
+        }
+        if !(dir.join("recipe.toml").is_file() && dir.join("metrics.jsonl").is_file()) {
+            return Ok(Self { name: name.into(), _made: None });
+        }
+        if let Some(result) = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir()) {
+            return Ok(Self { name: result.display().to_string(), _made: None });
+        }
+        let folder = dir.join("checkpoints");
+        let newest = if folder.is_dir() { Checkpoints::look(&folder).newest_whole()? } else { None };
+        match newest {
+            Some(c) => Self::of_checkpoint(&c.path),
+            None => Err(super::usage(format!("{name}: this run has no result and no checkpoint yet"))),
+        }
+    }
+
+    fn of_checkpoint(dir: &Path) -> crate::Result<Self> {
+        let why = |why: &str| adapt::Error::Peft { file: dir.display().to_string(), why: why.into() };
+        let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
+        let run =
+            run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;
+        let mut recipe = Recipe::load(&run.join("recipe.toml"), &[])?;
+        // where the run found it, from the folder that it was started in
+        let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
+        let found = events.iter().find_map(|e| e["model"]["source"].as_str());
+        if let Some(source) = found.filter(|s| Path::new(s).exists()) {
+            recipe.model.source = source.into();
+        }
+        // it is read on the host
+        recipe.run.device = crate::recipe::Device::Cpu;
+        let job = Job::open(recipe, Want::Tokenizer, false)?;
+        let made = tempfile::tempdir().map_err(|e| why(&format!("no folder for what it holds: {e}")))?;
+        let out = made.path().join(if job.selection.everything_full() { "model" } else { "adapter" });
+        output::of_checkpoint(&job, dir, &out)?;
+        tell(&format!("of checkpoint {}", dir.display()));
+        Ok(Self { name: out.display().to_string(), _made: Some(made) })
+    }
+
+    /// Whether it is a whole model, as far as a folder shows.
+    pub fn is_model(&self) -> bool {
+        Path::new(&self.name).join("config.json").is_file()
+    }
+}
+
+fn is_checkpoint(dir: &Path) -> bool {
+    ["state.json", "weights.safetensors"].iter().all(|f| dir.join(f).is_file())
+}

@@ -1,0 +1,144 @@
+//! `ft init`: asks what a recipe needs, and writes one.
+
+use crate::log::{escape, tell};
+use crate::recipe::Recipe;
+use crate::store;
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::PathBuf;
+
+/// How a model is trained, and on what card that is usual.
+const METHODS: &[(&str, &str)] = &[
+    ("lora", "adapters on the base as it is"),
+    ("qlora", "adapters on a 4-bit base: the least memory"),
+    ("full", "every weight"),
+];
+
+/// Arguments of `ft init`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Name of the recipe: NAME.toml is written
+    #[arg(default_value = "recipe")]
+    name: String,
+    /// The model: hub id or folder; asked for if not given
+    #[arg(long)]
+    model: Option<String>,
+    /// The training data: file, folder, pattern or hub dataset; asked for if not given
+    #[arg(long)]
+    data: Option<String>,
+    /// How to train; asked for if not given
+    #[arg(long, value_parser = super::words(METHODS))]
+    method: Option<String>,
+    /// Memory of the card, such as 24GiB, or "free" for what is free; asked for if not given
+    #[arg(long)]
+    memory: Option<String>,
+    /// Write over a file that is there
+    #[arg(long)]
+    overwrite: bool,
+}
+
+/// Asks for what was not given, on stdin, and writes the recipe.
+///
+/// # Errors
+/// Answers that make no recipe; a file that is there already; a stdin that ends.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
+    if path.exists() && !args.overwrite {
+        let what = format!("{} is there already\n  hint: another name, or --overwrite", path.display());
+        return Err(super::usage(what));
+    }
+    let ask = |given: &Option<String>, question: &str, default: &str| match given {
+        Some(answer) => Ok(answer.clone()),
+        None => answer(question, default),
+    };
+    let model = ask(&args.model, "Model (hub id or folder)", "Qwen/Qwen3-0.6B")?;
+    let data = ask(&args.data, "Training data (file, folder, pattern or hub dataset)", "data/train.jsonl")?;
+    let methods = METHODS.iter().map(|(w, what)| format!("{w}: {what}")).collect::<Vec<_>>().join("; ");
+    let method = ask(&args.method, &format!("Method ({methods})"), "lora")?;
+    let memory = ask(&args.memory, "Memory of the card, such as 24GiB (free: what is free)", "free")?;
+    if !METHODS.iter().any(|(w, _)| *w == method) {
+        return Err(super::usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
+    }
+    let text = text(&model, &data, &method, &memory);
+    // what cannot be meant is told before anything is written
+    Recipe::parse(&text, &path.display().to_string(), &[])?;
+    store::write_atomic(&path, text.as_bytes())?;
+    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", escape(&path.display().to_string())));
+    super::print(&format!("{}\n", path.display()))
+}
+
+/// An answer from stdin; an empty line is the default.
+fn answer(question: &str, default: &str) -> crate::Result<String> {
+    let cannot = |e: io::Error| super::usage(format!("cannot ask: {e}"));
+    let mut err = io::stderr();
+    write!(err, "{question} [{default}]: ").and_then(|()| err.flush()).map_err(cannot)?;
+    let mut line = String::new();
+    let read = io::stdin().lock().read_line(&mut line).map_err(cannot)?;
+    if !io::stdin().is_terminal() {
+        // what was typed is not seen
+        let _ = writeln!(err);
+    }
+    if read == 0 {
+        let hint = "hint: --model, --data, --method and --memory answer without being asked";
+        return Err(super::usage(format!("stdin ended before {question:?} was answered\n  {hint}")));
+    }
+    let line = line.trim();
+    Ok(if line.is_empty() { default.into() } else { line.into() })
+}
+
+/// The recipe, with what its keys mean.
+fn text(model: &str, data: &str, method: &str, memory: &str) -> String {
+    let quote = |s: &str| toml::Value::from(s).to_string();
+    let mut out = format!("[model]\nsource = {}\n", quote(model));
+    if method == "qlora" {
+        out += "quantize = \"nf4\"                  # decoder linears in 4 bits; adapters train on top\n";
+    }
+    if method != "full" {
+        out += "\n[lora]\nrank = 16                         # width of the update; more learns more and takes more memory\n\
+                alpha = 32                        # its scale is alpha / rank\n";
+    }
+    out += "\n[[train]]                         # what trains; more rules may follow, a later one wins\n";
+    out += match method {
+        "full" => {
+            "modules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\", \"experts\", \"router\"]\nmethod = \"full\"\n"
+        }
+        _ => {
+            "modules = [\"attention\", \"mlp\"]      # also experts, router, norms, embedding, head, names, \"/regex/\"\n"
+        }
+    };
+    out += &format!(
+        "\n[data]\ntrain = [{{ source = {} }}]         # the format is found by the first row, and said\n\
+         eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
+         max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n\
+         \n[run]\nepochs = 1\nbatch_rows = 16                   # rows an optimizer step\n\
+         micro_rows = \"auto\"               # rows at once: as many as is fastest\n\
+         eval_every = 100                  # steps\nsave_every = 100\n",
+        quote(data)
+    );
+    let lr = if method == "full" { "1e-5" } else { "2e-4" };
+    out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
+    if memory != "free" {
+        out += &format!("\n[memory]\nbudget = {}                  # ft plan says what fits\n", quote(memory));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_answer_makes_a_recipe() {
+        for (method, _) in METHODS {
+            for memory in ["free", "24GiB"] {
+                let text = text("a \"b\"", "c\\d.csv", method, memory);
+                let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
+                assert_eq!(
+                    (r.model.source.as_str(), r.data.train[0].source.as_str()),
+                    ("a \"b\"", "c\\d.csv")
+                );
+                assert_eq!(r.memory.budget.is_some(), memory != "free");
+                assert_eq!(r.model.quantize == crate::recipe::Quantize::Nf4, *method == "qlora");
+            }
+        }
+    }
+}

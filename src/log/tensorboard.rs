@@ -1,0 +1,248 @@
+//! TensorBoard's event files: what `metrics.jsonl` has, as TensorBoard reads it.
+//!
+//! A file is a list of records (length, bytes, and checksums of both), each an `Event` as a protocol buffer. A run that goes
+//! on writes another file, which begins with the step that it goes on from: TensorBoard drops what came later.
+
+use crate::store;
+use prost::Message;
+use serde_json::Value;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The folder in a run folder.
+pub const FOLDER: &str = "tensorboard";
+/// What begins each file.
+const VERSION: &str = "brain.Event:2";
+/// `SessionLog.SessionStatus.START`.
+const START: i32 = 1;
+/// `DataType.DT_STRING`.
+const STRING: i32 = 7;
+
+/// `tensorflow.Event`, as far as it is written here.
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(oneof = "What", tags = "3, 5, 7")]
+    what: Option<What>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+enum What {
+    #[prost(string, tag = "3")]
+    FileVersion(String),
+    #[prost(message, tag = "5")]
+    Summary(Summary),
+    #[prost(message, tag = "7")]
+    SessionLog(SessionLog),
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Entry>,
+}
+
+/// `Summary.Value`
+#[derive(Clone, PartialEq, Message)]
+struct Entry {
+    #[prost(string, tag = "1")]
+    tag: String,
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+    #[prost(message, optional, tag = "8")]
+    tensor: Option<Texts>,
+    #[prost(message, optional, tag = "9")]
+    metadata: Option<Metadata>,
+}
+
+/// `TensorProto`, of strings.
+#[derive(Clone, PartialEq, Message)]
+struct Texts {
+    #[prost(int32, tag = "1")]
+    dtype: i32,
+    #[prost(message, optional, tag = "2")]
+    shape: Option<Shape>,
+    #[prost(bytes = "vec", repeated, tag = "8")]
+    string_val: Vec<Vec<u8>>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Shape {}
+
+/// `SummaryMetadata`
+#[derive(Clone, PartialEq, Message)]
+struct Metadata {
+    #[prost(message, optional, tag = "1")]
+    plugin_data: Option<Plugin>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Plugin {
+    #[prost(string, tag = "1")]
+    plugin_name: String,
+}
+
+/// An event file that is being written.
+#[derive(Debug)]
+pub struct TensorBoard {
+    file: File,
+    path: PathBuf,
+}
+
+impl TensorBoard {
+    /// Begins a file in a run folder; `resume_from` is the step that the run goes on from.
+    ///
+    /// # Errors
+    /// A folder that cannot be written.
+    pub fn open(run: &Path, resume_from: Option<u64>) -> Result<Self, store::Error> {
+        let dir = run.join(FOLDER);
+        let fail = |what, path: &Path, e| store::Error::write(what, path, None, e);
+        if resume_from.is_none() && dir.is_dir() {
+            // of a run that is overwritten
+            let stale = std::fs::read_dir(&dir).map_err(|e| fail("list", &dir, e))?.flatten();
+            for file in stale.filter(|f| f.file_name().to_string_lossy().starts_with("events.out.tfevents."))
+            {
+                std::fs::remove_file(file.path()).map_err(|e| fail("remove", &file.path(), e))?;
+            }
+        }
+        std::fs::create_dir_all(&dir).map_err(|e| fail("create", &dir, e))?;
+        // names sort by time: TensorBoard reads them in that order
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let path =
+            dir.join(format!("events.out.tfevents.{:010}.{:09}.ft", time.as_secs(), time.subsec_nanos()));
+        let file = File::create_new(&path).map_err(|e| fail("create", &path, e))?;
+        let mut out = Self { file, path };
+        out.record(0, What::FileVersion(VERSION.into()))?;
+        if let Some(step) = resume_from {
+            out.record(step + 1, What::SessionLog(SessionLog { status: START }))?;
+        }
+        Ok(out)
+    }
+
+    /// Writes what TensorBoard can show of an event of `metrics.jsonl`.
+    ///
+    /// # Errors
+    /// A disk that takes no more.
+    pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
+        let value = entries(event);
+        match value.is_empty() {
+            true => Ok(()),
+            false => self.record(event["step"].as_u64().unwrap_or(0), What::Summary(Summary { value })),
+        }
+    }
+
+    fn record(&mut self, step: u64, what: What) -> Result<(), store::Error> {
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let step = i64::try_from(step).unwrap_or(i64::MAX);
+        let bytes = framed(&Event { wall_time: time.as_secs_f64(), step, what: Some(what) }.encode_to_vec());
+        let written = self.file.write_all(&bytes);
+        written.map_err(|e| store::Error::write("append to", &self.path, Some(bytes.len() as u64), e))
+    }
+}
+
+/// A record around bytes.
+fn framed(bytes: &[u8]) -> Vec<u8> {
+    let length = (bytes.len() as u64).to_le_bytes();
+    [&length[..], &masked(&length), bytes, &masked(bytes)].concat()
+}
+
+/// The checksum of records: CRC-32C, rotated and moved.
+fn masked(bytes: &[u8]) -> [u8; 4] {
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8).to_le_bytes()
+}
+
+fn entries(event: &Value) -> Vec<Entry> {
+    let scalar = |tag: String, value: &Value| {
+        let simple_value = value.as_f64().map(|x| x as f32);
+        simple_value.map(|_| Entry { tag, simple_value, tensor: None, metadata: None })
+    };
+    let scalars = |prefix: &str, keys: &[&str]| -> Vec<Entry> {
+        keys.iter().filter_map(|k| scalar(format!("{prefix}/{k}"), &event[*k])).collect()
+    };
+    match event["event"].as_str() {
+        Some("step") => {
+            let train =
+                ["loss", "aux_loss", "z_loss", "grad_norm", "lr", "loss_scale", "tokens", "target_tokens"];
+            let speed = ["seconds", "tokens_per_second", "wire_bytes"];
+            let memory = ["peak_device_bytes", "peak_host_bytes"];
+            [scalars("train", &train), scalars("speed", &speed), scalars("memory", &memory)].concat()
+        }
+        Some("eval") => {
+            let perplexity = event["loss"].as_f64().map(|l| Value::from(l.exp()));
+            let more = perplexity.and_then(|p| scalar("eval/perplexity".into(), &p));
+            scalars("eval", &["loss", "exact_match", "rouge_l"]).into_iter().chain(more).collect()
+        }
+        Some("experts") => scalars("experts", &["entropy", "peak", "dead"]),
+        Some("sample") => {
+            let text = |key: &str| event[key].as_str().unwrap_or_default();
+            let shown = format!("**{}**\n\n{}", text("prompt"), text("reply"));
+            let plugin = Plugin { plugin_name: "text".into() };
+            vec![Entry {
+                tag: "sample".into(),
+                simple_value: None,
+                tensor: Some(Texts {
+                    dtype: STRING,
+                    shape: Some(Shape {}),
+                    string_val: vec![shown.into_bytes()],
+                }),
+                metadata: Some(Metadata { plugin_data: Some(plugin) }),
+            }]
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The records of a file, their checksums checked.
+    fn records(path: &Path) -> anyhow::Result<Vec<Event>> {
+        let bytes = std::fs::read(path)?;
+        let (mut at, mut out) = (0, Vec::new());
+        while at < bytes.len() {
+            let n = u64::from_le_bytes(bytes[at..at + 8].try_into()?) as usize;
+            assert_eq!(masked(&bytes[at..at + 8]), bytes[at + 8..at + 12]);
+            let body = &bytes[at + 12..at + 12 + n];
+            assert_eq!(masked(body), bytes[at + 12 + n..at + 16 + n]);
+            out.push(Event::decode(body)?);
+            at += 16 + n;
+        }
+        Ok(out)
+    }
+
+    #[test]
+    fn events_are_records_with_checksums() -> anyhow::Result<()> {
+        // of RFC 3720: 32 bytes of zeros
+        assert_eq!(crc32c::crc32c(&[0; 32]), 0x8A91_36AA);
+        let dir = tempfile::tempdir()?;
+        let mut first = TensorBoard::open(dir.path(), None)?;
+        first.write(&json!({"event": "start"}))?;
+        first.write(&json!({"event": "step", "step": 1, "loss": 2.5, "lr": 0.1, "other": 3}))?;
+        first.write(&json!({"event": "sample", "step": 1, "prompt": "a", "reply": "b"}))?;
+        let found = records(&first.path)?;
+        assert_eq!(found.len(), 3);
+        assert_eq!(found[0].what, Some(What::FileVersion(VERSION.into())));
+        let Some(What::Summary(s)) = &found[1].what else { panic!("{found:?}") };
+        let tags: Vec<_> = s.value.iter().map(|v| (v.tag.as_str(), v.simple_value)).collect();
+        assert_eq!(tags, [("train/loss", Some(2.5)), ("train/lr", Some(0.1))]);
+        let more = TensorBoard::open(dir.path(), Some(1))?;
+        assert!(more.path > first.path);
+        assert_eq!(records(&more.path)?[1].step, 2);
+        TensorBoard::open(dir.path(), None)?;
+        assert_eq!(std::fs::read_dir(dir.path().join(FOLDER))?.count(), 1);
+        Ok(())
+    }
+}

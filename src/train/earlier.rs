@@ -1,0 +1,97 @@
+//! What an earlier run left in a run folder, and what it chose.
+
+use super::run::{CHECKPOINTS, Options};
+use super::state::State;
+use super::{Error, Job, output};
+use crate::recipe::Recipe;
+use crate::store::{self, checkpoint};
+use serde_json::json;
+use std::path::Path;
+
+/// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
+pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
+    let dir = &recipe.run.output;
+    if options.overwrite {
+        return Ok(());
+    }
+    let shown = dir.display().to_string();
+    if checkpoint::any(&dir.join(CHECKPOINTS)) {
+        let hint = "--resume goes on from them, ";
+        let error = Error::Exists { dir: shown, what: "checkpoints of an earlier run".into(), hint };
+        return if options.resume { Ok(()) } else { Err(error.into()) };
+    }
+    let results = output::RESULTS.into_iter().map(|name| dir.join(name));
+    if let Some(result) = results.into_iter().find(|r| filled(r) && !reads(recipe, r)) {
+        return Err(exists(dir, &result));
+    }
+    if ended(dir) {
+        let what = "the metrics of a run that ended, and no checkpoints to go on from".into();
+        return Err(Error::Exists { dir: shown, what, hint: "" }.into());
+    }
+    Ok(())
+}
+
+pub fn exists(dir: &Path, result: &Path) -> crate::Error {
+    let name = result.file_name().unwrap_or_default().to_string_lossy();
+    let what = format!("{name}/ of an earlier run, and no checkpoints to go on from");
+    Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()
+}
+
+/// Whether anything is under a name, an empty folder apart.
+pub fn filled(path: &Path) -> bool {
+    match path.read_dir() {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => path.symlink_metadata().is_ok(),
+    }
+}
+
+/// Whether a recipe's model or adapter is in a folder.
+fn reads(recipe: &Recipe, dir: &Path) -> bool {
+    let Ok(dir) = dir.canonicalize() else { return false };
+    let sources = [Some(recipe.model.source.as_str()), recipe.lora.init.adapter()];
+    let inside = |s: &str| recipe.resolve(s).canonicalize().is_ok_and(|p| p.starts_with(&dir));
+    sources.into_iter().flatten().any(inside)
+}
+
+/// Whether the metrics of a run folder have its end.
+pub fn ended(dir: &Path) -> bool {
+    crate::log::read_metrics(&dir.join("metrics.jsonl"))
+        .is_ok_and(|m| m.iter().any(|e| e["event"] == json!("end")))
+}
+
+/// Removes what an earlier run left in its folder and this one does not replace; other files stay, and so does what
+/// this one reads. The result stays until the new one takes its place.
+pub fn clear(job: &Job, dir: &Path) -> Result<(), store::Error> {
+    let result = output::result_dir(job, dir);
+    for name in output::RESULTS.into_iter().chain([CHECKPOINTS]) {
+        let p = dir.join(name);
+        if p != result && p.symlink_metadata().is_ok() && !reads(&job.recipe, &p) {
+            std::fs::remove_dir_all(&p).map_err(|e| store::Error::write("remove", &p, None, e))?;
+        }
+    }
+    Ok(())
+}
+
+/// With `micro_rows = "auto"`, takes what the run chose when it began, from its checkpoint or, before there is one,
+/// from its resolved recipe: another choice would sum in another order, and the result would have other bits.
+pub fn keep_micro_rows(recipe: &mut Recipe, reached: Option<&State>, dir: &Path) {
+    if !recipe.run.micro_rows.is_auto() {
+        return;
+    }
+    const KEY: &str = "run.micro_rows";
+    let written = match reached {
+        Some(state) => state.identity.get(KEY).cloned(),
+        None => Recipe::load(&dir.join("recipe.toml"), &[]).ok().and_then(|r| {
+            let (mut then, mut now) = (r.math_keys(), recipe.math_keys());
+            let rows = then.remove(KEY);
+            now.remove(KEY);
+            rows.filter(|_| then == now)
+        }),
+    };
+    let rows = written.and_then(|n| n.parse::<usize>().ok());
+    let fits =
+        |n: &usize| *n > 0 && recipe.run.batch_rows.is_multiple_of(n.saturating_mul(recipe.parallel.data));
+    if let Some(n) = rows.filter(fits) {
+        recipe.run.micro_rows = n.into();
+    }
+}

@@ -1,0 +1,205 @@
+//! A day's work: recipes by name, folders of runs, early ends, the best checkpoint, other logs.
+
+use super::verbs::quickstart;
+use super::world::{FULL, LORA, World, recipe};
+use serde_json::Value;
+
+fn tiny(rules: &str) -> World {
+    let w = World::new();
+    w.config("tiny", Value::Null);
+    w.write("r.toml", recipe(rules));
+    w
+}
+
+#[test]
+fn shipped_recipes_go_by_their_names() {
+    let w = World::new();
+    let plan = w.ok(&["plan", "qwen3-8b-qlora", "run.device=cuda", "memory.budget=48GiB"]);
+    assert!(plan.out.starts_with("qwen3-8b-qlora: Qwen/Qwen3-8B"), "{}", plan.out);
+    let wrong = w.ft(&["plan", "qwen3-8b-qlora", "run.stepz=3"]);
+    assert!(wrong.code == 2 && wrong.err.contains("did you mean steps?"), "{}", wrong.err);
+    // a file of that name comes first
+    w.write("qwen3-8b-qlora", "version = 2");
+    assert_eq!(w.ft(&["plan", "qwen3-8b-qlora"]).code, 2);
+}
+
+#[test]
+fn a_recipe_is_asked_for_and_written() {
+    let w = World::new();
+    let model = quickstart(&w);
+    w.write("rows.csv", "prompt,completion\nWhat?,That.\nWho?,They.\nWhere?,There.\n");
+    let r = w.ft_with(&["init", "mine"], &format!("{model}\nrows.csv\n\nfree\n"));
+    assert!(r.code == 0 && r.out == "mine.toml\n", "{}{}", r.out, r.err);
+    assert!(r.err.contains("Model (hub id or folder) [Qwen/Qwen3-0.6B]:"), "{}", r.err);
+    w.ok(&["check", "mine.toml"]);
+    w.ok(&["run", "mine.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
+    assert_eq!(w.ft(&["init", "mine", "--model", "m"]).code, 2, "it is there already");
+    let short = w.ft_with(&["init", "other", "--model", "m"], "");
+    assert!(short.code == 2 && short.err.contains("stdin ended"), "{}", short.err);
+    let given =
+        ["init", "other", "--model", "m", "--data", "d.jsonl", "--method", "full", "--memory", "many"];
+    assert_eq!(w.ft(&given).code, 2, "no size");
+    assert!(!w.path("other.toml").exists());
+}
+
+#[test]
+fn shells_and_readers_get_what_they_want() {
+    let w = World::new();
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(w.ok(&["completions", shell]).out.contains("quantize"));
+    }
+    w.ok(&["man", "pages"]);
+    let page = String::from_utf8(w.read("pages/ft-run.1")).expect("text");
+    assert!(page.contains("accept\\-change") && w.path("pages/ft.1").exists(), "{page}");
+}
+
+#[test]
+fn yaml_is_one_error() {
+    let w = World::new();
+    w.write("r.yaml", "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\nlora_rank: 8\n");
+    w.write("r.toml", "---\nbase_model: x\ndatasets:\n  - path: y\n");
+    for name in ["r.yaml", "r.toml"] {
+        let r = w.ft(&["check", name]);
+        assert!(
+            r.code == 2 && r.err.matches("error").count() == 1 && r.err.contains("this is YAML"),
+            "{}",
+            r.err
+        );
+    }
+}
+
+#[test]
+fn what_people_bring_is_translated() {
+    let w = tiny(FULL);
+    let told = |set: &str, what: &str| {
+        let r = w.ft(&["check", "r.toml", set]);
+        assert!(r.code == 2 && r.err.contains(what), "{set}: {}", r.err);
+    };
+    told("optimizer.name=paged_adamw_8bit", "\"adamw8bit\" with memory.offload = [\"optimizer\"]");
+    told("model.dtype=bfloat16", "here it is \"bf16\"");
+    told("data.train.0.format=sharegpt", "ShareGPT");
+    told("run.logging_steps=1", "leave it out: each step is in metrics.jsonl");
+    told("run.gradient_accumulation_steps=4", "run.batch_rows");
+    told("data.val_set_size=0.1", "data.eval_share");
+}
+
+/// A run's folder, its newest checkpoint and its adapter are the same.
+#[test]
+fn folders_of_runs_are_taken() {
+    let w = tiny(&LORA.replace("dora = true", "dora = false"));
+    w.ok(&["run", "r.toml", "run.save_every=3", "run.output=o"]);
+    let loss = |args: &[&str]| w.ok(&[&["eval"], args, &["--json"]].concat()).loss();
+    let of_adapter = loss(&["r.toml", "--adapter", "o/adapter"]);
+    for other in [
+        &["r.toml", "--adapter", "o"][..],
+        &["r.toml", "--adapter", "o/checkpoints/step-00000006"],
+        &["o"],
+        &["o/checkpoints/step-00000006"],
+    ] {
+        assert_eq!(loss(other), of_adapter, "{other:?}");
+    }
+    let earlier = loss(&["o/checkpoints/step-00000003"]);
+    assert_ne!(earlier, of_adapter);
+    assert_eq!(loss(&["o", "--adapter", "o/checkpoints/step-00000003"]), earlier);
+    // a run that has no result yet is what its newest checkpoint is
+    std::fs::remove_dir_all(w.path("o/adapter")).expect("removed");
+    assert_eq!(loss(&["o"]), of_adapter);
+    std::fs::remove_dir_all(w.path("o/checkpoints")).expect("removed");
+    let none = w.ft(&["eval", "o"]);
+    assert!(none.code == 2 && none.err.contains("no result and no checkpoint"), "{}", none.err);
+}
+
+#[test]
+fn a_full_run_s_folder_is_a_model() {
+    let w = tiny(FULL);
+    w.ok(&["run", "r.toml", "run.save_every=3", "run.output=o"]);
+    let loss = |args: &[&str]| w.ok(&[&["eval"], args, &["--json"]].concat()).loss();
+    let whole = loss(&["r.toml", "model.source=o/model", "model.weights=load"]);
+    assert_eq!(loss(&["o"]), whole);
+    assert_eq!(loss(&["o/checkpoints/step-00000006"]), whole);
+    assert_eq!(w.events("o", "eval")[0]["loss"].as_f64().expect("a loss"), whole);
+}
+
+#[test]
+fn a_run_goes_on_from_a_chosen_step() {
+    let w = tiny(FULL);
+    let set = ["r.toml", "run.save_every=2", "run.keep=9", "run.output=o"];
+    w.ok(&[&["run"], &set[..]].concat());
+    let (steps, model) = (w.steps("o"), w.read("o/model/model.safetensors"));
+    let r = w.ok(&[&["run"], &set[..], &["--resume", "--step", "2"]].concat());
+    assert!(r.err.contains("step-00000002 (step 2 of 6)"), "{}", r.err);
+    assert_eq!((w.steps("o"), w.read("o/model/model.safetensors")), (steps, model));
+    let none = w.ft(&[&["run"], &set[..], &["--resume", "--step", "3"]].concat());
+    assert!(none.code == 5 && none.err.contains("there are those of 2, 4, 6"), "{}", none.err);
+    assert_eq!(w.ft(&[&["run"], &set[..], &["--step", "2"]].concat()).code, 2);
+}
+
+/// With a learning rate that ruins the model, the first evaluations are the best.
+#[test]
+fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
+    let w = tiny(FULL);
+    let set = [
+        "r.toml",
+        "run.steps=20",
+        "run.eval_every=2",
+        "run.keep=1",
+        "run.keep_best=true",
+        "optimizer.lr=0.3",
+        "optimizer.warmup_steps=0",
+        "optimizer.schedule=constant",
+        "run.clip=0",
+    ];
+    w.ok(&[&["run"], &set[..], &["run.output=long"]].concat());
+    let evals: Vec<(u64, f64)> = w
+        .events("long", "eval")
+        .iter()
+        .map(|e| (e["step"].as_u64().expect("a step"), e["loss"].as_f64().expect("a loss")))
+        .collect();
+    let best = evals.iter().copied().reduce(|a, b| if b.1 < a.1 { b } else { a }).expect("evaluations");
+    assert!(best.0 < 20, "the rate ruins nothing: {evals:?}");
+    let end = &w.events("long", "end")[0];
+    assert_eq!(end["of_step"], best.0);
+    let of_result = w.ok(&["eval", "long", "--json"]).loss();
+    assert!((of_result - best.1).abs() < 1e-6, "{of_result} {best:?}");
+    assert_eq!(w.checkpoints("long"), [format!("step-{:08}", best.0), "step-00000020".into()]);
+
+    let early = w.ok(&[&["run"], &set[..], &["run.output=short", "run.patience=2"]].concat());
+    assert!(early.err.contains("2 evaluations in a row were no better"), "{}", early.err);
+    let done = w.events("short", "end")[0]["step"].as_u64().expect("a step");
+    assert_eq!(done, w.events("short", "eval").last().expect("one")["step"].as_u64().expect("a step"));
+    assert!(done < 20);
+    let again = w.ok(&[&["run", "--resume"], &set[..], &["run.output=short", "run.patience=2"]].concat());
+    assert!(again.err.contains("finished already"), "{}", again.err);
+    // with more patience it goes on, to the same end as the one that never stopped
+    w.ok(&[&["run", "--resume"], &set[..], &["run.output=short", "run.patience=0"]].concat());
+    assert_eq!(w.steps("short"), w.steps("long"));
+    assert_eq!(w.read("short/model/model.safetensors"), w.read("long/model/model.safetensors"));
+    let vain = w.ft(&["check", "r.toml", "run.patience=2"]);
+    assert!(vain.code == 2 && vain.err.contains("run.patience does nothing"), "{}", vain.err);
+}
+
+#[test]
+fn a_run_says_what_it_came_to_and_shows_it_in_tensorboard() {
+    let w = tiny(FULL);
+    let set = ["run", "r.toml", "run.output=o", "log.tensorboard=true", "run.save_every=3"];
+    let r = w.ok(&set);
+    assert!(r.err.contains("done: step 6, best evaluation loss"), "{}", r.err);
+    assert!(r.err.contains("next: ft chat o/model, ft report o"), "{}", r.err);
+    let files = || {
+        let mut names: Vec<_> = std::fs::read_dir(w.path("o/tensorboard"))
+            .expect("a folder")
+            .flatten()
+            .map(|e| e.path())
+            .collect();
+        names.sort();
+        names
+    };
+    let bytes = std::fs::read(&files()[0]).expect("a file");
+    for tag in ["brain.Event:2", "train/loss", "train/grad_norm", "eval/perplexity"] {
+        assert!(bytes.windows(tag.len()).any(|w| w == tag.as_bytes()), "{tag}");
+    }
+    w.ok(&[&set[..], &["--resume", "--step", "3"]].concat());
+    assert_eq!(files().len(), 2, "one for each start");
+    w.ok(&[&set[..], &["--overwrite"]].concat());
+    assert_eq!(files().len(), 1);
+}

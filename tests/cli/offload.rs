@@ -1,0 +1,91 @@
+//! What lives on the host: a run computes the same, wherever its weights, states and activations are.
+
+use super::resume::killed;
+use super::split::{ADAPTERS, MIXTURE, ends, world};
+use super::world::{FULL, LORA, World};
+
+const PARAMS: &str = "memory.offload=['params']";
+const ACTIVATIONS: &str = "memory.offload=['activations']";
+const STATES_AND_PARAMS: &str = "memory.offload=['optimizer', 'params']";
+const ALL: &str = "memory.offload=['optimizer', 'params', 'activations']";
+
+/// Runs with settings, and gives what it ends with and what its steps and evaluations told, to the bit.
+#[track_caller]
+fn bits(w: &World, run: &str, set: &[&str]) -> (Vec<Vec<u8>>, Vec<(u64, u64, u64, u64)>, Vec<String>) {
+    w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
+    let evals = w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect();
+    (ends(w, run), w.steps(run), evals)
+}
+
+/// In full, with LoRA and DoRA, on a 4-bit base and a mixture; in half precision too; whatever is recomputed; with
+/// accumulation and clipping, and with an update of each layer in its backward pass.
+#[test]
+fn where_things_live_changes_no_bit() {
+    let at_once = ["optimizer.in_backward=true", "run.clip=0", "run.micro_rows=4", "memory.recompute=1"];
+    for (rules, set, offloads) in [
+        (FULL, &[][..], &[PARAMS, ACTIVATIONS, ALL][..]),
+        (FULL, &["model.dtype=bf16", "memory.recompute=all"], &[PARAMS, STATES_AND_PARAMS, ACTIVATIONS, ALL]),
+        (FULL, &["memory.recompute=all"], &[PARAMS, STATES_AND_PARAMS, ACTIVATIONS]),
+        (FULL, &at_once, &[PARAMS, ALL]),
+        (FULL, &["optimizer.name=adamw8bit", "model.dtype=bf16"], &[ALL]),
+        (FULL, &["optimizer.name=galore", "optimizer.galore_rank=4"], &[PARAMS, ACTIVATIONS]),
+        (LORA, &["memory.recompute=1"], &[PARAMS, ALL]),
+        (LORA, &["model.dtype=bf16", "memory.recompute=all"], &[PARAMS, ALL]),
+        (LORA, &["model.dtype=f16", "memory.recompute=none"], &[ALL]),
+        (MIXTURE, &["memory.recompute=2"], &[ACTIVATIONS, ALL]),
+        (MIXTURE, &["memory.recompute=all", "model.dtype=bf16"], &[PARAMS, ALL]),
+        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4", "memory.recompute=all"], &[PARAMS, ALL]),
+        (ADAPTERS, &["memory.dequantize=per_layer", "model.quantize=nf4", "memory.recompute=all"], &[ALL]),
+    ] {
+        let w = world(rules);
+        let want = bits(&w, "here", set);
+        for (i, offload) in offloads.iter().enumerate() {
+            let run = format!("there-{i}");
+            assert!(bits(&w, &run, &[set, &[*offload]].concat()) == want, "{set:?} {offload}");
+        }
+    }
+}
+
+/// So it is with ranks, at each stage, of which each keeps its own on the host.
+#[test]
+fn ranks_keep_theirs_on_the_host() {
+    for (rules, set) in [
+        (FULL, &["model.dtype=bf16", "memory.recompute=1"][..]),
+        (MIXTURE, &["memory.recompute=all"]),
+        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4", "memory.recompute=all"]),
+    ] {
+        let w = world(rules);
+        let want = bits(&w, "here", &[set, &["parallel.data=2"]].concat()).0;
+        for (ranks, zero, offload) in [
+            (2, 0, ALL),
+            (2, 1, STATES_AND_PARAMS),
+            (2, 1, PARAMS),
+            (2, 2, ALL),
+            (2, 3, PARAMS),
+            (2, 3, ALL),
+            (4, 2, PARAMS),
+            (4, 3, ALL),
+        ] {
+            let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
+            let set = [set, &[&*parallel[0], &*parallel[1], offload, "--overwrite"]].concat();
+            assert!(bits(&w, "there", &set).0 == want, "{set:?}");
+        }
+    }
+}
+
+/// Killed, and going on with other things on the host and with other ranks each time, a run ends as one that was not.
+#[test]
+fn killed_with_things_on_the_host_it_ends_the_same() {
+    let w = world(MIXTURE);
+    let longer = ["run.epochs=4", "run.save_every=1", "memory.recompute=all"];
+    let sets = |round: u64| match round % 4 {
+        0 => [ALL, "parallel.data=2", "parallel.zero=3"],
+        1 => [PARAMS, "parallel.data=4", "parallel.zero=1"],
+        2 => ["memory.offload=[]", "parallel.data=2", "parallel.zero=0"],
+        _ => [ACTIVATIONS, "parallel.data=4", "parallel.zero=3"],
+    };
+    let whole = bits(&w, "whole", &[&longer[..], &sets(2)].concat()).0;
+    let args =
+        |round| [&["run", "r.toml", "run.output=killed", "--resume"][..], &longer, &sets(round)].concat();
+    killed(&w, ("killed", 4, 11), &args, &|| assert!(ends(&w, "killed") == whole));
+}
