@@ -24,7 +24,7 @@ def main():
         try:
             call()
         except kind as e:
-            return str(e)
+            return f"{e} ({e.code})"
         return ""
 
     try:
