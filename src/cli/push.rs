@@ -1,10 +1,11 @@
 //! `ft push`: an adapter or a model goes to the hub, with a card.
 
+use super::given::Given;
 use crate::hub::{self, Push, Settings};
 use crate::log::{tell, warn};
 use crate::report::{card, is_hub_id};
 use crate::store;
-use crate::train::output::{RESULTS, is_of_adapter, is_of_model};
+use crate::train::output::{is_of_adapter, is_of_model};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -14,8 +15,8 @@ const CARD: &str = "README.md";
 /// Arguments of `ft push`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A folder: an adapter, a model, or a run, whose result goes
-    dir: PathBuf,
+    /// A folder: an adapter, a model, a run, whose result goes, or a checkpoint
+    dir: String,
     /// OWNER/NAME on the hub; made if it is not there
     repository: String,
     /// Make the repository private, if it is made
@@ -37,21 +38,19 @@ pub struct Args {
 /// # Errors
 /// A folder without a result; what the hub refuses.
 pub fn run(args: &Args) -> crate::Result<()> {
-    let dir = result(&args.dir)?;
-    let run = [Some(args.dir.as_path()), dir.parent()]
-        .into_iter()
-        .flatten()
-        .find(|d| d.join("metrics.jsonl").is_file());
-    let (files, left) = files(&dir)?;
+    let given = Given::find(&args.dir)?;
+    let dir = result(&given)?;
+    let run = given.run.as_deref();
+    let (files, left) = files(dir)?;
     let has_card = files.iter().any(|(name, _)| name == CARD);
     let mut texts = Vec::new();
     if !has_card {
-        texts.push((CARD.to_string(), card(&dir, run, &args.repository)?));
+        texts.push((CARD.to_string(), card(dir, run, &args.repository)?));
     }
     if !left.is_empty() {
         warn(&format!("not of the model, and left out: {}", left.join(", ")));
     }
-    local_base(&dir);
+    local_base(dir);
     if args.dry_run {
         for (name, path) in &files {
             let bytes = path.metadata().map_or(0, |m| m.len());
@@ -78,18 +77,17 @@ pub fn run(args: &Args) -> crate::Result<()> {
     super::print(&format!("{address}\n"))
 }
 
-/// The folder of the adapter or model that a folder is, or that a run's has.
-fn result(dir: &Path) -> crate::Result<PathBuf> {
-    let is_result = |d: &Path| ["adapter_config.json", "config.json"].iter().any(|f| d.join(f).is_file());
-    let inside = RESULTS.iter().map(|name| dir.join(name));
-    match std::iter::once(dir.to_path_buf()).chain(inside).find(|d| is_result(d)) {
-        Some(found) => Ok(found),
-        None => Err(super::usage(format!(
-            "{}: neither an adapter nor a model, and no run with one\n  hint: a folder with adapter_config.json or \
-             config.json, or a run's that has ended",
-            dir.display()
-        ))),
+/// The folder, if it holds an adapter or a model.
+fn result(given: &Given) -> crate::Result<&Path> {
+    let dir = Path::new(&given.name);
+    if ["adapter_config.json", "config.json"].iter().any(|f| dir.join(f).is_file()) {
+        return Ok(dir);
     }
+    Err(super::usage(format!(
+        "{}: neither an adapter nor a model, and no run with one\n  hint: a folder with adapter_config.json or \
+         config.json, or one that ft run wrote",
+        given.name
+    )))
 }
 
 /// Names and paths of the files that go.

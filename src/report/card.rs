@@ -1,12 +1,12 @@
 //! The model card of an adapter or a model: the README.md that the hub shows.
 
-use super::Error;
 use super::read::{Metrics, text};
 use crate::log::escape;
+use crate::recipe::{Data, Init, Recipe};
 use crate::store;
 use serde_json::{Value, json};
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What the card of a folder says of it.
 struct About {
@@ -15,10 +15,8 @@ struct About {
     base: Option<String>,
     /// How the texts of the training were made.
     form: Option<String>,
-    /// Hub ids of the data, and everything that the recipe names.
-    datasets: Vec<String>,
-    data: Vec<String>,
-    recipe: Option<String>,
+    /// What it was trained by, without paths of this machine.
+    recipe: Option<Recipe>,
     metrics: Option<Metrics>,
     license: Option<String>,
 }
@@ -28,7 +26,7 @@ struct About {
 ///
 /// # Errors
 /// A recipe or metrics that are there and cannot be read.
-pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> Result<String, Error> {
+pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> crate::Result<String> {
     let about = About::read(folder, run)?;
     Ok(about.render(repository))
 }
@@ -40,7 +38,9 @@ pub fn is_hub_id(source: &str) -> bool {
             && !part.starts_with(['.', '-', '~'])
             && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
     };
+    let rows = [".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".parquet"];
     source.split_once('/').is_some_and(|(owner, name)| plain(owner) && plain(name))
+        && !rows.iter().any(|end| source.ends_with(end))
         && !Path::new(source).exists()
 }
 
@@ -50,41 +50,24 @@ fn json_of(path: &Path) -> Value {
 }
 
 impl About {
-    fn read(folder: &Path, run: Option<&Path>) -> Result<Self, Error> {
+    fn read(folder: &Path, run: Option<&Path>) -> crate::Result<Self> {
         let config = json_of(&folder.join("adapter_config.json"));
         let adapter = config.is_object();
-        let read = |name: &str| -> Result<Option<String>, Error> {
-            let Some(run) = run else { return Ok(None) };
-            let path = run.join(name);
-            match store::read_plain_text(&path, store::LARGEST) {
-                Ok(text) => Ok(Some(text)),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-                Err(e) => Err(store::Error::read(&path, e).into()),
-            }
+        let recipe = match run.map(|r| r.join("recipe.toml")).filter(|p| p.is_file()) {
+            Some(path) => Some(Recipe::load(&path, &[])?),
+            None => None,
         };
-        let recipe = read("recipe.toml")?;
-        let table: toml::Table = recipe.as_deref().and_then(|r| toml::from_str(r).ok()).unwrap_or_default();
-        let source = |v: &toml::Value| v.get("source").and_then(toml::Value::as_str).map(str::to_string);
         let base = match text(&config, "base_model_name_or_path") {
-            "" => table.get("model").and_then(source),
+            "" => recipe.as_ref().map(|r| r.model.source.clone()),
             base => Some(base.to_string()),
         };
-        let data: Vec<String> = table
-            .get("data")
-            .and_then(|d| d.get("train"))
-            .and_then(toml::Value::as_array)
-            .into_iter()
-            .flatten()
-            .filter_map(source)
-            .collect();
         let metrics = match run.map(|r| r.join("metrics.jsonl")).filter(|p| p.is_file()) {
             Some(path) => Some(Metrics::read(&path)?),
             None => None,
         };
         let license = base.as_deref().and_then(|b| license(Path::new(b)));
         let form = json_of(&folder.join("ft.json"))["form"].as_str().map(str::to_string);
-        let datasets = data.iter().filter(|d| is_hub_id(d)).cloned().collect();
-        Ok(Self { adapter, base, form, datasets, data, recipe, metrics, license })
+        Ok(Self { adapter, base, form, recipe: recipe.map(without_paths), metrics, license })
     }
 
     fn render(&self, repository: &str) -> String {
@@ -102,9 +85,12 @@ impl About {
         if let Some(license) = &self.license {
             let _ = writeln!(out, "license: {}", quoted(license));
         }
-        if !self.datasets.is_empty() {
+        let data: Vec<&str> =
+            self.recipe.iter().flat_map(|r| &r.data.train).map(|s| s.source.as_str()).collect();
+        let datasets: Vec<&&str> = data.iter().filter(|d| is_hub_id(d)).collect();
+        if !datasets.is_empty() {
             out.push_str("datasets:\n");
-            for d in &self.datasets {
+            for d in datasets {
                 let _ = writeln!(out, "- {}", quoted(d));
             }
         }
@@ -116,19 +102,20 @@ impl About {
         // a path of the machine that trained says nothing to others
         let of = hub_base.map_or(String::new(), |b| format!(" of [{b}](https://huggingface.co/{b})"));
         let _ = writeln!(out, "{what}{of}, trained with ft {}.\n", env!("CARGO_PKG_VERSION"));
-        if !self.data.is_empty() {
-            let shown = |d: &String| match is_hub_id(d) {
+        if !data.is_empty() {
+            let shown = |d: &&str| match is_hub_id(d) {
                 true => format!("[{d}](https://huggingface.co/datasets/{d})"),
-                false => format!("`{}`", file_name(d)),
+                false => format!("`{}`", escape(d).replace('`', "")),
             };
-            let all: Vec<String> = self.data.iter().map(shown).collect();
+            let all: Vec<String> = data.iter().map(shown).collect();
             let _ = writeln!(out, "Trained on {}.\n", all.join(", "));
         }
         self.results(&mut out);
         self.usage(&mut out, repository, hub_base);
         if let Some(recipe) = &self.recipe {
+            let recipe = recipe.to_toml();
             // a fence that the recipe does not hold
-            let fence = "`".repeat(3 + longest_run(recipe, '`'));
+            let fence = "`".repeat(3 + longest_run(&recipe, '`'));
             let _ = writeln!(out, "## Recipe\n\n{fence}toml\n{}\n{fence}", escape(recipe.trim_end()));
         }
         out
@@ -160,14 +147,15 @@ impl About {
         let id = json!(repository);
         let _ = writeln!(out, "## Use\n");
         if self.adapter {
-            let base = json!(base.unwrap_or("the base model"));
+            let named = base.unwrap_or("BASE");
+            let base = json!(named);
             let _ = writeln!(
                 out,
                 "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
                  model = AutoModelForCausalLM.from_pretrained({base})\nmodel = PeftModel.from_pretrained(model, {id})\n\
                  tokenizer = AutoTokenizer.from_pretrained({base})\n```\n"
             );
-            let _ = writeln!(out, "Or with ft: `ft chat BASE --adapter {repository}`\n");
+            let _ = writeln!(out, "Or with ft: `ft chat {named} --adapter {repository}`\n");
         } else {
             let _ = writeln!(
                 out,
@@ -185,8 +173,29 @@ impl About {
     }
 }
 
-fn file_name(path: &str) -> String {
-    Path::new(path).file_name().map_or_else(|| path.into(), |n| escape(&n.to_string_lossy()).replace('`', ""))
+/// A recipe whose paths of this machine are cut to their last part: the others say nothing to others, and where somebody
+/// works is nobody's business.
+fn without_paths(mut recipe: Recipe) -> Recipe {
+    let source = |s: &mut String| {
+        if !is_hub_id(s) {
+            *s = file_name(Path::new(s)).display().to_string();
+        }
+    };
+    source(&mut recipe.model.source);
+    if let Init::Adapter(a) = &mut recipe.lora.init {
+        source(a);
+    }
+    let Data { train, eval, .. } = &mut recipe.data;
+    train.iter_mut().chain(eval).for_each(|s| source(&mut s.source));
+    let paths = [&mut recipe.model.cache, &mut recipe.data.chat_template];
+    for path in paths.into_iter().flatten().chain([&mut recipe.run.output]) {
+        *path = file_name(path);
+    }
+    recipe
+}
+
+fn file_name(path: &Path) -> PathBuf {
+    path.file_name().map_or_else(|| "local".into(), PathBuf::from)
 }
 
 fn longest_run(text: &str, c: char) -> usize {

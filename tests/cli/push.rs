@@ -1,6 +1,6 @@
 //! `ft push` as far as it goes without a hub: the card, the files, what is refused.
 
-use super::world::{World, recipe, reference};
+use super::world::{World, recipe, reference, repository};
 use std::os::unix::fs::symlink;
 
 #[test]
@@ -8,11 +8,16 @@ fn the_card_says_what_the_run_was() {
     let w = World::new();
     let base = reference("qwen3-dense/model");
     let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\n";
+    // paths that are nobody's business
+    let rows = w.path("private/rows.jsonl").display().to_string();
+    w.write("private/rows.jsonl", w.read("rows.jsonl"));
     w.write(
         "r.toml",
-        recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}")),
+        recipe(rules)
+            .replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}"))
+            .replace("source = \"rows.jsonl\"", &format!("source = {rows:?}")),
     );
-    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.ok(&["run", "r.toml", &format!("run.output={:?}", w.path("a"))]);
     w.write("a/adapter/notes.txt", "mine");
     symlink("/etc/passwd", w.path("a/adapter/LICENSE")).expect("a link");
     let r = w.ok(&["push", "a", "me/pirate", "--dry-run"]);
@@ -28,13 +33,17 @@ fn the_card_says_what_the_run_was() {
         "--adapter me/pirate",
         "`rows.jsonl`",
         "```toml",
-        "rank = 3",
+        "\nrank     = 3\n",
+        "\nsource   = \"model\"\n",
+        "\nsource   = \"rows.jsonl\"\n",
+        "\noutput        = \"a\"\n",
     ];
     for text in says {
         assert!(r.out.contains(text), "no {text:?} in\n{}", r.out);
     }
-    let head = r.out.split("\n---\n").next().expect("a head");
-    assert!(!head.contains(&base), "a path of this machine is no base on the hub");
+    for path in [repository(), w.path("")] {
+        assert!(!r.out.contains(&path.display().to_string()), "{}: a path of this machine", path.display());
+    }
     assert!(r.err.contains("adapter_model.safetensors: ") && r.err.contains("ft.json: "), "{}", r.err);
     assert!(r.err.contains("left out: LICENSE, notes.txt"), "{}", r.err);
     assert!(
@@ -42,6 +51,10 @@ fn the_card_says_what_the_run_was() {
         "{}",
         r.err
     );
+
+    let step = w.checkpoints("a").pop().expect("a checkpoint");
+    let r = w.ok(&["push", &format!("a/checkpoints/{step}"), "me/pirate", "--dry-run"]);
+    assert!(r.out.contains("| steps | 6 |") && r.err.contains("adapter_model.safetensors: "), "{}", r.err);
 
     // a base of the hub, and a card of one's own
     let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
