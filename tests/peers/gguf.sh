@@ -5,7 +5,7 @@
 #
 # Makes a virtual environment under target/ (small), or uses the one whose interpreter PEERS_PYTHON names. With the folder of
 # a llama.cpp (its convert_hf_to_gguf.py, convert_lora_to_gguf.py), each file is also held against what those scripts write:
-# then the interpreter needs torch and transformers too. Exits with 1 if a line failed.
+# then the interpreter needs torch, transformers and sentencepiece too. Exits with 1 if a line failed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ $# -ge 1 ] || { echo "usage: tests/peers/gguf.sh FT [LLAMA.CPP]" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""Exports the reference cases, and the quickstart's model, to GGUF; the package gguf reads every key and tensor, which must
+"""Exports the reference cases, the quickstart's model, and what it trains for this, to GGUF; the package gguf reads every key and tensor, which must
 be those of the safetensors files to the bit. With llama.cpp's scripts, their files must say the same.
 
     tests/peers/gguf.sh FT [LLAMA.CPP]
@@ -10,7 +10,22 @@ from gguf import GGUFReader
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REFERENCE = os.path.join(ROOT, "tests/fixtures/reference")
-MODELS = ["llama3-rope", "llama-yarn", "llama-embed-head", "qwen2-bias", "qwen3-dense", "qwen3-one-kv", "qwen3-moe", "mixtral"]
+MODELS = ["llama3-rope", "llama-yarn", "llama-embed-head", "qwen2-bias", "qwen3-dense", "mixtral"]
+ADAPTERS = ["llama3-rope", "llama-yarn", "qwen2-bias", "qwen3-dense"]
+RECIPE = """
+[model]
+{model}
+[[train]]
+{rule}
+[data]
+train = [{{ source = {rows}, format = "tokens" }}]
+[run]
+steps = 3
+batch_rows = 4
+device = "cpu"
+[optimizer]
+lr = 1e-2
+"""
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -201,30 +216,56 @@ def main():
             return same_files(os.path.join(work, f"{name}-{word}", "model.gguf"), theirs)
         return check
 
-    def adapter(case, prefix):
+    def train(name, model, rule):
+        """The folder of a run."""
+        rows = os.path.join(work, "rows.jsonl")
+        with open(rows, "w") as f:
+            for i in range(16):
+                ids = [(7 * i + 5 * j * j) % 61 for j in range(12)]
+                f.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+        recipe, out = os.path.join(work, f"{name}.toml"), os.path.join(work, f"{name}-run")
+        with open(recipe, "w") as f:
+            f.write(RECIPE.format(model=model, rule=rule, rows=json.dumps(rows)))
+        run(ft, "run", recipe, f"run.output={json.dumps(out)}")
+        return out
+
+    def adapter(case):
         def check():
-            base, folder = os.path.join(REFERENCE, case, "model"), os.path.join(REFERENCE, case, prefix + "adapter_final")
-            out = os.path.join(work, f"{case}-{prefix}adapter")
-            run(ft, "export", folder, "--to", "gguf", "--base", base, "--out", out)
+            base = os.path.join(REFERENCE, case, "model")
+            rule = 'modules = ["attention", "mlp"]\nrank = 4\nalpha = 12'
+            trained, out = train(case, f"source = {json.dumps(base)}", rule), os.path.join(work, f"{case}-adapter")
+            run(ft, "export", trained, "--to", "gguf", "--out", out)
             ours = os.path.join(out, "adapter.gguf")
             got = GGUFReader(ours)
-            assert got.fields["general.type"].contents() == "adapter"
+            assert got.fields["general.type"].contents() == "adapter" and got.fields["adapter.lora.alpha"].contents() == 12
+            assert len(got.tensors) == 2 * 2 * 7, f"{len(got.tensors)} tensors"
             if not llama:
-                return [] if len(got.tensors) else ["no tensors"]
+                return []
             theirs = ours + ".theirs"
-            convert(llama, "convert_lora_to_gguf.py", folder, "--base", base, "--outfile", theirs)
+            convert(llama, "convert_lora_to_gguf.py", os.path.join(trained, "adapter"), "--base", base, "--outtype", "f32", "--outfile", theirs)
             return same_files(ours, theirs)
         return check
 
-    folders = [(c, os.path.join(REFERENCE, c, "model")) for c in MODELS] + [("quickstart", os.path.join(ROOT, "data/model"))]
+    def sparse():
+        """A Qwen3-MoE with experts in each layer, which no case of the fixtures is."""
+        with open(os.path.join(REFERENCE, "qwen3-moe/model/config.json")) as f:
+            config = json.load(f)
+        folder = os.path.join(work, "sparse")
+        os.mkdir(folder)
+        with open(os.path.join(folder, "config.json"), "w") as f:
+            json.dump({**config, "mlp_only_layers": [], "decoder_sparse_step": 1}, f)
+        rule = 'modules = ["attention", "experts", "router", "norms", "embedding", "head"]\nmethod = "full"'
+        return os.path.join(train("sparse", f'source = {json.dumps(folder)}\nweights = "random"', rule), "model")
+
+    folders = [(c, os.path.join(REFERENCE, c, "model")) for c in MODELS] + [("quickstart", os.path.join(ROOT, "data/model")), ("qwen3-moe", sparse())]
     folders += [(os.path.basename(f), f) for f in os.environ.get("GGUF_MODELS", "").split(":") if f]
     for name, folder in folders:
         for word in ("f32", "f16", "bf16"):
             line(f"{name} {word}, gguf", model(folder, word, name))
             if llama:
                 line(f"{name} {word}, llama.cpp", against(folder, word, name))
-    for case in ("llama3-rope", "llama-yarn", "qwen2-bias", "qwen3-dense", "qwen3-one-kv"):
-        line(f"{case} adapter", adapter(case, ""))
+    for case in ADAPTERS:
+        line(f"{case} adapter", adapter(case))
     shutil.rmtree(work)
     print(f"{count - failures} of {count} passed")
     return 1 if failures or not count else 0
