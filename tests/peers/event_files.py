@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """TensorBoard's own reader on what a run writes.
 
-    tests/peers/tensorboard.py RUN
+    tests/peers/event_files.py RUN
 
 RUN is the folder of a run with log.tensorboard = true. Needs the package tensorboard. Compares every scalar of its event files
 with metrics.jsonl, and ends with 1 where they differ.
