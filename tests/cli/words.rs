@@ -3,9 +3,27 @@
 use super::world::World;
 use std::fmt::Write;
 
-const VERBS: [&str; 15] = [
-    "", "run", "check", "data", "eval", "chat", "merge", "routes", "export", "bench", "plan", "quantize",
-    "report", "recipes", "schema",
+const VERBS: [&str; 20] = [
+    "",
+    "run",
+    "check",
+    "data",
+    "eval",
+    "chat",
+    "merge",
+    "routes",
+    "export",
+    "bench",
+    "plan",
+    "quantize",
+    "report",
+    "serve",
+    "recipes",
+    "init",
+    "schema",
+    "push",
+    "completions",
+    "man",
 ];
 
 #[test]
