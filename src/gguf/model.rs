@@ -39,12 +39,13 @@ pub fn write_model(
     let config = &base.config;
     let placed = place(config)?;
     let (of_config, factors) = keys::of_config(config)?;
-    let mut all = Keys::new();
-    all.push(("general.architecture".into(), architecture(config)?.into()));
-    all.push(("general.type".into(), "model".into()));
-    all.push(("general.name".into(), name.into()));
-    all.push(("general.file_type".into(), GgufValue::U32(file_type(dtype))));
-    all.push(("general.quantization_version".into(), GgufValue::U32(2)));
+    let mut all: Keys = vec![
+        ("general.architecture".into(), architecture(config)?.into()),
+        ("general.type".into(), "model".into()),
+        ("general.name".into(), name.into()),
+        ("general.file_type".into(), GgufValue::U32(file_type(dtype))),
+        ("general.quantization_version".into(), GgufValue::U32(2)),
+    ];
     all.extend(of_config);
     all.extend(tokenizer::keys(dir, config, pre)?);
     let window = keys::context(config);
