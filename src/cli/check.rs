@@ -183,9 +183,8 @@ impl Check<'_> {
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
-            match &trained_on {
-                Some(train) => job::tell_shared(train, &dataset),
-                None => {}
+            if let Some(train) = &trained_on {
+                job::tell_shared(train, &dataset);
             }
             *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
             if train {

@@ -45,8 +45,11 @@ pub struct Mixture {
     /// Whether a token's gates are scaled to sum to one.
     pub normalise: bool,
     /// The experts for products of all of them together: made when they are first needed.
-    pub(super) banks: Arc<Mutex<Option<(u64, Arc<Banks>)>>>,
+    pub(super) banks: Arc<Mutex<Made>>,
 }
+
+/// The experts together, and the visit that their weights came for.
+pub(super) type Made = Option<(u64, Arc<Banks>)>;
 
 /// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
 #[derive(Clone, Debug)]

@@ -9,9 +9,9 @@ constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
 
 // Behind the stages lies what is read again and again: the constants of both tables, and a window of scales. Forward, that is of each warp the scales of the ROW_BLOCK rows of W whose codes it loads,
 // WINDOW bytes of a row at a time, as they lie. Backward a row of W gives a tile two scales, of a sector of 32: so with few rows
-// a block takes WIDE tiles side by side, one after the other at each depth, as many as registers have sums for, and with tiles of
-// 128 rows that experts do not fill HALF_FULL; where they do, rows are most of what is read. Scales are loaded with the first of
-// these tiles, and the window has the GROUPS absmax that come next.
+// a block takes WIDE tiles side by side, one after the other at each depth, as many as registers have sums for. Where experts do not
+// fill tiles of 128 rows it takes as many as an expert's rows leave registers for, HALF_FULL at least; where they do, rows are most of
+// what is read. Scales are loaded with the first of these tiles, and the window has the GROUPS absmax that come next.
 constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, HALF_FULL = 2, GROUPS = WINDOW * COLS / 4;
 
 // Stores 8 values that are read one by one.
@@ -564,10 +564,18 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                                                \
     products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
   }
+// Of tiles that may be half full: the fewer rows, the more columns.
+template <typename T> DEVICE void wide_products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
+  const uint32_t rows = rows_at(tiles, starts, blockIdx.x, 128).count;
+  if (rows <= 64) products<T, false, 64, 2, 4, 2 * HALF_FULL>(p, starts, tiles, out);
+  else if (rows <= 96) products<T, false, 96, 2, 4, HALF_FULL + 1>(p, starts, tiles, out);
+  else products<T, false, 128, 4, 4, HALF_FULL>(p, starts, tiles, out);
+}
+
 #define GROUPED(T)                                                                                                     \
   PRODUCT(forward, T, true, 128, 4, 1, 1)                                                                              \
-  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                             \
-  PRODUCT(wide_backward, T, false, 128, 4, 4, HALF_FULL)                                                                            \
+  PRODUCT(backward, T, false, 128, 4, 1, 1)                                                                            \
+  KERNEL(grouped_wide_backward_##T, THREADS, PRODUCTS(T)) { wide_products<T>(PRODUCTS_OF, starts, tiles, out); }        \
   PRODUCT(few_forward, T, true, 32, 2, 3, 1)                                                                           \
   PRODUCT(few_backward, T, false, 32, 2, 12, WIDE)                                                                      \
   KERNEL(grouped_gradient_##T, THREADS, GRADIENT(T)) {                                                                 \

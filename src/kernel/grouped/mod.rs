@@ -27,7 +27,7 @@ const THREADS: u32 = 256;
 /// Columns of a tile: by tensor cores, and in f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
-/// Tiles side by side that a block takes backward with few rows, and with tiles that are half full: see grouped_half.cu.
+/// Tiles side by side that a block takes backward with few rows, and at least with tiles that are half full: see grouped_half.cu.
 const WIDE: usize = 6;
 const HALF_FULL: usize = 2;
 /// Columns of a block for a single token, and blocks by tiles that would be too few for a card: see grouped_one.cu.
