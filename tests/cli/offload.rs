@@ -9,9 +9,12 @@ const ACTIVATIONS: &str = "memory.offload=['activations']";
 const STATES_AND_PARAMS: &str = "memory.offload=['optimizer', 'params']";
 const ALL: &str = "memory.offload=['optimizer', 'params', 'activations']";
 
+/// What a run ends with, its steps, and its evaluations.
+type Bits = (Vec<Vec<u8>>, Vec<(u64, u64, u64, u64)>, Vec<String>);
+
 /// Runs with settings, and gives what it ends with and what its steps and evaluations told, to the bit.
 #[track_caller]
-fn bits(w: &World, run: &str, set: &[&str]) -> (Vec<Vec<u8>>, Vec<(u64, u64, u64, u64)>, Vec<String>) {
+fn bits(w: &World, run: &str, set: &[&str]) -> Bits {
     w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
     let evals = w.events(run, "eval").iter().map(|e| e["loss"].to_string()).collect();
     (ends(w, run), w.steps(run), evals)
