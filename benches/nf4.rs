@@ -57,18 +57,8 @@ fn stepper(job: &Job, data: &Dataset) -> anyhow::Result<impl FnMut() -> anyhow::
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut step = 0;
     Ok(move || {
-        let setup = Setup {
-            decoder: &decoder,
-            params: &params,
-            optimizer: &optimizer,
-            device: &job.device,
-            seed: 0,
-            execution: plan.execution,
-            clip: job.recipe.run.clip,
-            router: Default::default(),
-            loss_scale: Default::default(),
-            comm: &ft::comm::alone(),
-        };
+        let alone = ft::comm::alone();
+        let setup = Setup::new(job, (&decoder, &params, &optimizer), plan.execution, None, &alone);
         let start = Instant::now();
         train_step(&setup, StepRows { data, rows: &[0], step }, &|_| 1e-4)?;
         step += 1;

@@ -11,7 +11,6 @@ use ft::plan::Workload;
 use ft::recipe::Recipe;
 use ft::train::step::Setup;
 use ft::train::{Job, LossScale, StepRows, evaluate, train_step};
-use std::cell::Cell;
 
 const RECIPE: &str = r#"
 [model]
@@ -42,18 +41,9 @@ fn main() -> anyhow::Result<()> {
     let (decoder, params) = job.load(true)?;
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let schedule = Schedule::new(&job.recipe.optimizer, batches.steps());
-    let setup = Setup {
-        decoder: &decoder,
-        params: &params,
-        optimizer: &optimizer,
-        device: &job.device,
-        seed: job.recipe.run.seed,
-        execution: plan.execution,
-        clip: job.recipe.run.clip,
-        router: Default::default(),
-        loss_scale: Cell::new(LossScale::new(job.dtype, job.recipe.memory.scale)),
-        comm: &ft::comm::alone(),
-    };
+    let scale = LossScale::new(job.dtype, job.recipe.memory.scale);
+    let (parts, alone) = ((&decoder, &params, &optimizer), ft::comm::alone());
+    let setup = Setup::new(&job, parts, plan.execution, scale, &alone);
     println!("{} values train", params.count());
     for step in 0..batches.steps() {
         let lr = |peak: f64| schedule.at(step, peak);
