@@ -28,6 +28,7 @@
 //! model/    the mathematics: families as data, one decoder layer
 //! base/     the model that a run starts from: config and tensors, of a checkpoint or random, 4-bit or not
 //! adapt/    what trains: selection, buffers, LoRA's initial values, PEFT files in and out
+//! gguf/     models and adapters as llama.cpp reads them
 //! kernel/   operations; the only `unsafe`, beside system calls in store/ and the allocator that log/ counts with
 //! walk/     the two loops, how routers decided, generation
 //! plan/     recipe + config -> bytes by component and where the peak is; the fastest execution that fits
@@ -56,6 +57,7 @@ pub mod cli;
 pub mod comm;
 pub mod data;
 pub mod error;
+pub mod gguf;
 pub mod hub;
 pub mod kernel;
 pub mod log;

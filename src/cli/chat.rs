@@ -51,15 +51,8 @@ pub struct Args {
     /// Most tokens of a reply
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
-    /// Where to compute
-    #[arg(long, default_value = "auto", value_parser = words(DeviceName::WORDS))]
-    device: String,
-    /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
-    #[arg(long, value_parser = words(Dtype::WORDS))]
-    dtype: Option<String>,
-    /// Quantization of the base's linears; by default that of the adapter's run
-    #[arg(long, value_parser = words(Quantize::WORDS))]
-    quantize: Option<String>,
+    #[command(flatten)]
+    loading: Loading,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
     /// text, each prompt stands alone
     #[arg(long, value_parser = words(Form::WORDS))]
@@ -75,17 +68,31 @@ pub struct Args {
     template: Vec<String>,
 }
 
+/// How a model that answers is loaded.
+#[derive(Debug, clap::Args)]
+pub struct Loading {
+    /// Where to compute
+    #[arg(long, default_value = "auto", value_parser = words(DeviceName::WORDS))]
+    pub(super) device: String,
+    /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
+    #[arg(long, value_parser = words(Dtype::WORDS))]
+    dtype: Option<String>,
+    /// Quantization of the base's linears; by default that of the adapter's run
+    #[arg(long, value_parser = words(Quantize::WORDS))]
+    quantize: Option<String>,
+}
+
 /// Answers one prompt, or each line of stdin until it ends or says `/exit`.
 ///
 /// # Errors
 /// A model or adapter that cannot be found or used; a template that refuses the conversation.
 pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
-    let device = DeviceName::from_word(&args.device).unwrap_or(DeviceName::Auto);
+    let device = DeviceName::from_word(&args.loading.device).unwrap_or(DeviceName::Auto);
     let device = job::device(device)?;
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
-    let (model, adapter) = find(&model.name, named.as_ref().map(|g| g.name.as_str()))?;
+    let (model, adapter) = find(&model, named.as_ref())?;
     let trained = match &adapter {
         Some(adapter) => Trained::open(&adapter.dir)?,
         None => Trained::open(&model.dir)?,
@@ -94,9 +101,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     for (key, value) in trained.into_iter().flat_map(|t| t.template) {
         variables.entry(key).or_insert(value);
     }
-    // what the adapter was trained with goes before the base's own
-    let beside = adapter.as_ref().map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
-    let template = args.chat_template.clone().or(beside);
+    let template = template(args.chat_template.as_ref(), adapter.as_ref());
     let Some(tokenizer) = Tokenizer::load(&model.dir, template.as_deref())? else {
         return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
     };
@@ -106,8 +111,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
             "{what}: has no chat template\n  hint: --chat-template FILE.jinja, or --raw to continue a text"
         )));
     }
-    let mut sampler = sampler(args, &model.dir)?;
-    let decoder = load(args, &model, adapter.as_ref(), &device)?;
+    let mut sampler = sampler((args.temperature, args.top_p, args.top_k, args.seed), &model.dir)?;
+    let decoder = load(&args.loading, &model, adapter.as_ref(), &device)?;
     let mut chat = Chat {
         reader: Reader::new(&decoder, &device),
         tokenizer: &tokenizer,
@@ -232,12 +237,13 @@ fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
 }
 
 /// The model's folder with its weights, and the adapter.
-fn find(model: &str, adapter: Option<&str>) -> crate::Result<(ModelDir, Option<Adapter>)> {
+pub(super) fn find(model: &Given, adapter: Option<&Given>) -> crate::Result<(ModelDir, Option<Adapter>)> {
     let settings = Settings::from_env();
     let named = match adapter {
         None => None,
-        Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, a, "main", true)?)?),
+        Some(a) => Some(Adapter::open(&hub::fetch_adapter_with(&settings, &a.name, "main", true)?)?),
     };
+    let model = model.name.as_str();
     let dir = Path::new(model);
     if dir.join("adapter_config.json").is_file() && !dir.join("config.json").is_file() {
         if named.is_some() {
@@ -251,7 +257,19 @@ fn find(model: &str, adapter: Option<&str>) -> crate::Result<(ModelDir, Option<A
     Ok((model, named))
 }
 
-fn load(args: &Args, model: &ModelDir, adapter: Option<&Adapter>, device: &Device) -> crate::Result<Decoder> {
+/// The chat template that goes before the base's own: the one that was named, else what the adapter was trained with.
+pub(super) fn template(named: Option<&PathBuf>, adapter: Option<&Adapter>) -> Option<PathBuf> {
+    let beside = adapter.map(|a| a.dir.join("chat_template.jinja")).filter(|p| p.is_file());
+    named.cloned().or(beside)
+}
+
+/// The model with the adapter over it, unmerged.
+pub(super) fn load(
+    args: &Loading,
+    model: &ModelDir,
+    adapter: Option<&Adapter>,
+    device: &Device,
+) -> crate::Result<Decoder> {
     let config = job::config(&model.dir, &Map::new())?;
     let base = Base::open(config, &model.dir)?;
     let selection = match adapter {
@@ -300,7 +318,7 @@ fn fits(
 }
 
 /// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.
-fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
+pub(super) fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
     let mut out = Map::new();
     for text in set {
         let Some((key, value)) = text.split_once('=').filter(|(k, _)| !k.trim().is_empty()) else {
@@ -314,9 +332,12 @@ fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
 /// Temperatures below this draw the likeliest token, as 0 does: dividing by them leaves the range of f32.
 const COLDEST: f64 = 1e-6;
 
-/// How tokens are drawn: as the options say, else as the model's `generation_config.json` does, else the
+/// How tokens are drawn: as temperature, top-p, top-k and a seed say, else as the model's `generation_config.json` does, else the
 /// likeliest each time.
-fn sampler(args: &Args, dir: &Path) -> crate::Result<LogitsProcessor> {
+pub(super) fn sampler(
+    (temperature, top_p, top_k, seed): (Option<f64>, Option<f64>, Option<usize>, u64),
+    dir: &Path,
+) -> crate::Result<LogitsProcessor> {
     let path = dir.join("generation_config.json");
     let own: Value = store::read_plain(&path, store::LARGEST)
         .ok()
@@ -328,16 +349,16 @@ fn sampler(args: &Args, dir: &Path) -> crate::Result<LogitsProcessor> {
         t.is_none_or(|t| t >= 0.0 && t.is_finite()) && p.is_none_or(|p| p > 0.0 && p <= 1.0)
     };
     let (own_temperature, own_p) = (own["temperature"].as_f64(), own["top_p"].as_f64());
-    if !valid(args.temperature, args.top_p) {
+    if !valid(temperature, top_p) {
         return Err(super::usage("--temperature is 0 or more, --top-p above 0 and at most 1"));
     }
     if !valid(own_temperature, own_p) {
         let message = "temperature is not 0 or more, or top_p not above 0 and at most 1".to_string();
         return Err(crate::data::Error::Tokenizer { path, message }.into());
     }
-    let temperature = args.temperature.or(own_temperature).unwrap_or(warm);
-    let p = args.top_p.or(own_p).filter(|p| *p < 1.0);
-    let k = args.top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
+    let temperature = temperature.or(own_temperature).unwrap_or(warm);
+    let p = top_p.or(own_p).filter(|p| *p < 1.0);
+    let k = top_k.or(own["top_k"].as_u64().map(|k| k as usize)).filter(|k| *k > 0);
     let sampling = match (temperature, k, p) {
         (..COLDEST, _, _) => Sampling::ArgMax,
         (temperature, None, None) => Sampling::All { temperature },
@@ -345,5 +366,5 @@ fn sampler(args: &Args, dir: &Path) -> crate::Result<LogitsProcessor> {
         (temperature, None, Some(p)) => Sampling::TopP { p, temperature },
         (temperature, Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
     };
-    Ok(LogitsProcessor::from_sampling(args.seed, sampling))
+    Ok(LogitsProcessor::from_sampling(seed, sampling))
 }

@@ -1,6 +1,7 @@
-//! `ft export`: an adapter in the layout of another program.
+//! `ft export`: an adapter, or a model, in the layout of another program.
 
 use super::base::{base_of, quantized};
+use super::gguf::Gguf;
 use super::given::Given;
 use super::words;
 use crate::adapt::adapter::Adapter;
@@ -13,7 +14,7 @@ use crate::hub::{self, Settings, Want};
 use crate::log::{tell, warn};
 use crate::model::Config;
 use crate::model::modules::Group;
-use crate::recipe::Quantize;
+use crate::recipe::{Dtype, Quantize};
 use crate::store::NewFolder;
 use crate::train::{self, compare, logits_apart};
 use crate::walk;
@@ -28,10 +29,10 @@ const PROBE: u32 = 48;
 /// Arguments of `ft export`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id
+    /// The PEFT adapter: a folder (its own, of a run or of a checkpoint), or a hub id; with --to gguf also a whole model
     adapter: String,
-    /// peft-fused: PEFT 0.19 and later with transformers 5; vllm
-    #[arg(long, value_parser = ["peft-fused", "vllm"])]
+    /// peft-fused: PEFT 0.19 and later with transformers 5; vllm; gguf: llama.cpp
+    #[arg(long, value_parser = ["peft-fused", "vllm", "gguf"])]
     to: String,
     /// Where the export goes: a folder that is new or empty
     #[arg(long, value_name = "DIR")]
@@ -42,6 +43,12 @@ pub struct Args {
     /// Quantization of the base in the comparison; by default that of the adapter's run
     #[arg(long, value_parser = words(Quantize::WORDS))]
     quantize: Option<String>,
+    /// With --to gguf: dtype of the matrices; by default the model's own, of an adapter f32
+    #[arg(long, value_parser = words(Dtype::WORDS))]
+    dtype: Option<String>,
+    /// With --to gguf: llama.cpp's name of the tokenizer's way to split texts, where ft does not know it
+    #[arg(long, value_name = "NAME")]
+    pre: Option<String>,
 }
 
 /// Writes the export, reads it back, compares its logits, gives it its name, and prints the folder.
@@ -50,6 +57,21 @@ pub struct Args {
 /// A base or adapter that cannot be found or does not fit; something that the target cannot hold; a folder that is
 /// not empty; an export that computes something else.
 pub fn run(args: &Args) -> crate::Result<()> {
+    if args.to == "gguf" {
+        if args.quantize.is_some() {
+            return Err(super::usage("--quantize: the file is not compared with a base"));
+        }
+        return super::gguf::run(&Gguf {
+            source: &args.adapter,
+            out: &args.out,
+            base: args.base.as_deref(),
+            dtype: args.dtype.as_deref(),
+            pre: args.pre.as_deref(),
+        });
+    }
+    if let Some(option) = [("--dtype", &args.dtype), ("--pre", &args.pre)].iter().find(|o| o.1.is_some()) {
+        return Err(super::usage(format!("{}: belongs to --to gguf", option.0)));
+    }
     let target = if args.to == "vllm" { Target::Vllm } else { Target::PeftFused };
     let new = NewFolder::begin_named(&args.out)?;
     new.refuse_occupied("another folder")?;

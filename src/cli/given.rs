@@ -13,6 +13,8 @@ use tempfile::TempDir;
 pub(super) struct Given {
     /// As it is to be named from here on.
     pub name: String,
+    /// The folder of the run that it is of, where that is known.
+    pub run: Option<PathBuf>,
     /// Where a checkpoint's was written, until the verb ends.
     _made: Option<TempDir>,
 }
@@ -34,11 +36,13 @@ impl Given {
         if is_checkpoint(dir) {
             return Self::of_checkpoint(dir);
         }
-        if !(dir.join("recipe.toml").is_file() && dir.join("metrics.jsonl").is_file()) {
-            return Ok(Self { name: name.into(), _made: None });
+        if !is_run(dir) {
+            let is_result = dir.file_name().is_some_and(|n| output::RESULTS.iter().any(|r| n == *r));
+            let run = dir.parent().filter(|p| is_result && is_run(p)).map(Path::to_path_buf);
+            return Ok(Self { name: name.into(), run, _made: None });
         }
         if let Some(result) = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir()) {
-            return Ok(Self { name: result.display().to_string(), _made: None });
+            return Ok(Self { name: result.display().to_string(), run: Some(dir.into()), _made: None });
         }
         let folder = dir.join("checkpoints");
         let newest = if folder.is_dir() { Checkpoints::look(&folder).newest_whole()? } else { None };
@@ -67,13 +71,17 @@ impl Given {
         let out = made.path().join(if job.selection.everything_full() { "model" } else { "adapter" });
         output::of_checkpoint(&job, dir, &out)?;
         tell(&format!("of checkpoint {}", dir.display()));
-        Ok(Self { name: out.display().to_string(), _made: Some(made) })
+        Ok(Self { name: out.display().to_string(), run: Some(run.into()), _made: Some(made) })
     }
 
     /// Whether it is a whole model, as far as a folder shows.
     pub fn is_model(&self) -> bool {
         Path::new(&self.name).join("config.json").is_file()
     }
+}
+
+fn is_run(dir: &Path) -> bool {
+    ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
 }
 
 fn is_checkpoint(dir: &Path) -> bool {

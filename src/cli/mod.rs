@@ -8,16 +8,20 @@ pub mod completions;
 pub mod data;
 pub mod eval;
 pub mod export;
+mod gguf;
 mod given;
 pub mod init;
 pub mod merge;
 pub mod plan;
+pub mod push;
 pub mod quantize;
 pub mod recipes;
 pub mod report;
 pub mod routes;
 pub mod run;
 pub mod schema;
+#[cfg(feature = "serve")]
+pub mod serve;
 
 use crate::error::Error;
 use crate::log::{color_on_stderr, escape, memory, panics, tell, tell_escaped};
@@ -49,13 +53,6 @@ pub struct RecipeArgs {
     pub set: Vec<String>,
 }
 
-/// Whatever stands behind a verb that is not built.
-#[derive(Clone, Debug, clap::Args)]
-struct Rest {
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
-    rest: Vec<String>,
-}
-
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// Train as a recipe says
@@ -72,7 +69,7 @@ enum Verb {
     Merge(merge::Args),
     /// Mixture models: how often each expert is chosen on the training data
     Routes(routes::Args),
-    /// Write an adapter in the layout of another program
+    /// Write an adapter, or a model, in the layout of another program
     Export(export::Args),
     /// Measure speed and memory on synthetic rows
     ///
@@ -86,6 +83,9 @@ enum Verb {
     Quantize(quantize::Args),
     /// Write a run as one HTML file: curves, memory, samples, recipe
     Report(report::Args),
+    /// Serve a model by the API that OpenAI's clients speak
+    #[cfg(feature = "serve")]
+    Serve(serve::Args),
     /// List the recipes built into the binary, or print one
     Recipes {
         /// Its name
@@ -95,6 +95,8 @@ enum Verb {
     Init(init::Args),
     /// Print the JSON schema of recipes, for editors
     Schema,
+    /// Upload an adapter or a model to the hub, with a card
+    Push(push::Args),
     /// Print a script that completes commands in a shell
     Completions {
         /// The shell
@@ -102,8 +104,6 @@ enum Verb {
     },
     /// Write manual pages
     Man(completions::Args),
-    #[command(hide = true)]
-    Push(Rest),
 }
 
 /// Bytes of stack that a verb has at least: what Linux gives the first thread of a process by default.
@@ -179,18 +179,16 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Verb::Plan(args) => plan::run(&args),
         Verb::Quantize(args) => quantize::run(&args),
         Verb::Report(args) => report::run(&args),
+        #[cfg(feature = "serve")]
+        Verb::Serve(args) => serve::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Init(args) => init::run(&args),
         Verb::Schema => schema::run(),
+        Verb::Push(args) => push::run(&args),
         Verb::Completions { shell } => completions::completions(shell, &mut Cli::command()),
         Verb::Man(args) => completions::man(&args, Cli::command()),
-        Verb::Push(_) => not_built("push"),
     };
     exit(outcome.err().as_slice())
-}
-
-fn not_built(verb: &str) -> crate::Result<()> {
-    Err(usage(format!("not built yet: ft {verb}")))
 }
 
 /// A command that cannot be meant.

@@ -76,4 +76,4 @@ pub use guess::guess;
 pub use micro::{Micro, PROBE_TOKENS, Size};
 pub use notes::Notes;
 pub use stats::{Drops, Lengths, Stats};
-pub use tokenizer::{Decoder, Tokenizer};
+pub use tokenizer::{Decoder, Tokenizer, template_of};

@@ -349,6 +349,15 @@ struct TemplateSource {
     tool_use: Option<String>,
 }
 
+/// The chat template of a model's folder, as text.
+///
+/// # Errors
+/// A file that is there and cannot be used.
+pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
+    let path = dir.join("tokenizer_config.json");
+    Ok(find_template(dir, None, &read_object(&path)?, &path)?.map(|t| t.default))
+}
+
 fn find_template(
     dir: &Path,
     given: Option<&Path>,

@@ -156,6 +156,14 @@ pub enum Error {
         /// What the client said, without token and query strings.
         message: String,
     },
+    /// An upload that cannot be.
+    #[error("cannot push to {id}: {message}")]
+    Push {
+        /// The hub id.
+        id: String,
+        /// Why, and what to do; without the token.
+        message: String,
+    },
     /// A config or a split that a dataset does not have.
     #[error("the dataset {id}: {message}")]
     NoSuchPart {

@@ -7,6 +7,7 @@
 mod datasets;
 mod error;
 mod files;
+mod push;
 mod settings;
 
 #[cfg(feature = "hub")]
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 
 pub use datasets::{DatasetFiles, DatasetName, fetch_dataset_with};
 pub use error::Error;
+pub use push::{Push, push_with};
 pub use settings::Settings;
 
 use files::{ADAPTER, CONFIG, Kind, Repository};

@@ -4,15 +4,19 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hf_hub::progress::Progress;
-use hf_hub::repository::{RepoTreeEntry, RepoTypeAny};
+use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
 
 use super::choose::choose;
 use super::datasets::Layout;
 use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
 use super::progress::Report;
-use super::{Error, Settings, Want};
-use crate::store::{INDEX, write_atomic};
+use super::{Error, Push, Settings, Want};
+use crate::log::tell;
+use crate::store::{INDEX, human_bytes, write_atomic};
+
+/// The branch that every repository has.
+const MAIN: &str = "main";
 
 /// Brings what is needed of a repository into the cache; returns the snapshot and its commit.
 pub(super) fn download(
@@ -72,7 +76,7 @@ pub(super) fn download_dataset(
     Ok((layout, files))
 }
 
-struct Remote<'a> {
+pub(super) struct Remote<'a> {
     settings: &'a Settings,
     repository: &'a Repository,
     client: HFClientSync,
@@ -80,7 +84,7 @@ struct Remote<'a> {
 }
 
 impl<'a> Remote<'a> {
-    fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
+    pub(super) fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
         let mut builder = HFClient::builder()
             .endpoint(&settings.endpoint)
             .cache_dir(&settings.cache)
@@ -190,6 +194,70 @@ impl<'a> Remote<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Makes the repository and the branch, where they are not there, and one commit of all files. Gives the address.
+    pub(super) fn push(&self, push: &Push) -> Result<String, Error> {
+        let id = self.repository.id();
+        let refused = |e| self.explain_push(e);
+        self.client
+            .create_repository()
+            .repo_id(&id)
+            .repo_type(RepoTypeModel)
+            .private(push.private)
+            .exist_ok(true)
+            .send()
+            .map_err(refused)?;
+        if push.revision != MAIN {
+            match self.api.create_branch().branch(&push.revision).send() {
+                // it is there
+                Ok(()) | Err(HFError::Conflict { .. }) => {}
+                Err(e) => return Err(refused(e)),
+            }
+        }
+        let files = push.files.iter().map(|(name, path)| CommitOperation::add_file(name, path));
+        let texts =
+            push.texts.iter().map(|(name, text)| CommitOperation::add_bytes(name, text.clone().into_bytes()));
+        let total = push.files.iter().filter_map(|(_, path)| size_of(path)).sum();
+        tell(&format!(
+            "uploading {} files, {}, to {id}",
+            push.files.len() + push.texts.len(),
+            human_bytes(total)
+        ));
+        self.api
+            .create_commit()
+            .operations(files.chain(texts).collect())
+            .commit_message(&push.message)
+            .revision(&push.revision)
+            .send()
+            .map_err(refused)?;
+        let endpoint = without_user(&self.settings.endpoint);
+        Ok(match push.revision.as_str() {
+            MAIN => format!("{endpoint}/{id}"),
+            branch => format!("{endpoint}/{id}/tree/{branch}"),
+        })
+    }
+
+    /// What the hub says against an upload.
+    fn explain_push(&self, error: HFError) -> Error {
+        let id = self.repository.id();
+        if let HFError::Conflict { context } = &error {
+            let said = context.server_message.clone().unwrap_or_else(|| "no reason given".into());
+            let hint = "hint: somebody else wrote to it at the same time: try again";
+            return Error::Push { id, message: format!("409, {}\n{hint}", scrub(self.settings, &said)) };
+        }
+        match self.explain(error) {
+            Error::Unauthorized { endpoint, .. } => {
+                let message = format!(
+                    "the hub at {endpoint} does not let the token that is set write there\nhint: a token with the \
+                     role write (HF_TOKEN), of an account that may write to {}",
+                    self.repository.owner
+                );
+                Error::Push { id, message }
+            }
+            Error::Client { message, .. } => Error::Push { id, message },
+            e => e,
+        }
     }
 
     fn client_error(&self, message: String) -> Error {

@@ -102,6 +102,8 @@ mod remote {
         /// `METHOD file` of each request for a file, and the `Authorization` of the last one.
         asked: Vec<String>,
         authorization: String,
+        /// Path and body of each `POST`.
+        posted: Vec<(String, String)>,
     }
 
     /// A hub with one model, `owner/name`, at one commit.
@@ -115,8 +117,13 @@ mod remote {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let endpoint = format!("http://{}", listener.local_addr().unwrap());
             let files = files.iter().map(|(n, b)| (n.to_string(), b.to_vec())).collect();
-            let shared =
-                Shared { files, mood: Mood::Serves, asked: Vec::new(), authorization: String::new() };
+            let shared = Shared {
+                files,
+                mood: Mood::Serves,
+                asked: Vec::new(),
+                authorization: String::new(),
+                posted: Vec::new(),
+            };
             let shared = Arc::new(Mutex::new(shared));
             let state = shared.clone();
             std::thread::spawn(move || {
@@ -148,6 +155,7 @@ mod remote {
         let mut request = String::new();
         reader.read_line(&mut request)?;
         let mut shared = state.lock().unwrap();
+        let mut length = 0;
         loop {
             let mut line = String::new();
             reader.read_line(&mut line)?;
@@ -157,10 +165,18 @@ mod remote {
             if let Some(value) = line.to_lowercase().strip_prefix("authorization:") {
                 shared.authorization = value.trim().to_string();
             }
+            if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
+                length = value.trim().parse().unwrap();
+            }
         }
         let mut words = request.split(' ');
         let (method, target) = (words.next().unwrap_or(""), words.next().unwrap_or(""));
         let path = target.split('?').next().unwrap_or("");
+        if method == "POST" {
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body)?;
+            shared.posted.push((path.to_string(), String::from_utf8(body).unwrap()));
+        }
         let (status, headers, body) = respond(&mut shared, method, path);
         let head = format!(
             "HTTP/1.1 {status} x\r\nContent-Length: {}\r\nConnection: close\r\n{headers}\r\n",
@@ -184,6 +200,18 @@ mod remote {
         let json = |value: serde_json::Value| {
             (200, "Content-Type: application/json\r\n".into(), value.to_string().into_bytes())
         };
+        if method == "POST" {
+            let (_, body) = shared.posted.last().unwrap();
+            return match path.trim_start_matches("/api/models/owner/name/").split('/').next() {
+                Some("preupload") => {
+                    let asked: serde_json::Value = serde_json::from_str(body).unwrap();
+                    let files = asked["files"].as_array().unwrap().iter();
+                    let mode = |f: &serde_json::Value| serde_json::json!({ "path": f["path"], "uploadMode": "regular" });
+                    json(serde_json::json!({ "files": files.map(mode).collect::<Vec<_>>() }))
+                }
+                _ => json(serde_json::json!({ "url": "http://hub/owner/name" })),
+            };
+        }
         if path == "/api/models/owner/name/revision/main" {
             return json(serde_json::json!({ "id": "owner/name", "sha": COMMIT }));
         }
@@ -210,6 +238,68 @@ mod remote {
             return (200, headers, bytes.clone());
         }
         (404, "X-Error-Code: RevisionNotFound\r\n".into(), b"{}".to_vec())
+    }
+
+    fn pushed(dir: &Path) -> Push {
+        fs::write(dir.join("adapter_config.json"), "{\"r\": 8}").unwrap();
+        Push {
+            repository: "owner/name".into(),
+            revision: "dev".into(),
+            private: true,
+            message: "it is done".into(),
+            files: vec![("adapter_config.json".into(), dir.join("adapter_config.json"))],
+            texts: vec![("README.md".into(), "# card".into())],
+        }
+    }
+
+    #[test]
+    fn a_push_is_one_commit_of_all_files() {
+        let hub = Hub::new(&[]);
+        let home = tempfile::tempdir().unwrap();
+        let address = push_with(&settings(home.path(), &hub.endpoint), &pushed(home.path())).unwrap();
+        assert_eq!(address, format!("{}/owner/name/tree/dev", hub.endpoint));
+        let shared = hub.shared.lock().unwrap();
+        assert_eq!(shared.authorization, "bearer hf_test_secret");
+        let paths: Vec<&str> = shared.posted.iter().map(|(path, _)| path.as_str()).collect();
+        let of = |what: &str| format!("/api/models/owner/name/{what}/dev");
+        assert_eq!(paths, ["/api/repos/create", &of("branch"), &of("preupload"), &of("commit")]);
+        let made: serde_json::Value = serde_json::from_str(&shared.posted[0].1).unwrap();
+        assert_eq!(
+            (&made["organization"], &made["name"], &made["private"]),
+            (&"owner".into(), &"name".into(), &true.into())
+        );
+        let lines: Vec<serde_json::Value> =
+            shared.posted[3].1.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        assert_eq!(lines[0]["value"]["summary"], "it is done");
+        // base64
+        assert_eq!(lines[1]["value"]["path"], "adapter_config.json");
+        assert_eq!(lines[1]["value"]["content"], "eyJyIjogOH0=");
+        assert_eq!(
+            (&lines[2]["value"]["path"], &lines[2]["value"]["content"]),
+            (&"README.md".into(), &"IyBjYXJk".into())
+        );
+    }
+
+    #[test]
+    fn a_push_that_the_hub_refuses_says_why_and_never_the_token() {
+        let hub = Hub::new(&[]);
+        let home = tempfile::tempdir().unwrap();
+        let online = settings(home.path(), &hub.endpoint);
+        let refused = |s: &Settings| push_with(s, &pushed(home.path())).unwrap_err();
+        for (status, says) in [(401, "role write"), (403, "role write"), (400, "answered 400")] {
+            hub.mood(Mood::Refuses(status, ""));
+            let error = refused(&online).to_string();
+            assert!(error.contains("owner/name") && error.contains(says), "{status}: {error}");
+            assert!(!error.contains("hf_test_secret"), "{error}");
+        }
+        let asked = hub.shared.lock().unwrap().posted.len();
+        let error = refused(&Settings { token: None, ..online.clone() }).to_string();
+        assert!(error.contains("no token") && error.contains("HF_TOKEN"), "{error}");
+        let error = refused(&Settings { offline: true, ..online.clone() }).to_string();
+        assert!(error.contains("HF_HUB_OFFLINE"), "{error}");
+        assert_eq!(hub.shared.lock().unwrap().posted.len(), asked, "nothing was sent");
+        let error = refused(&settings(home.path(), "http://127.0.0.1:1"));
+        assert!(matches!(error, Error::Unreachable { .. }), "{error}");
     }
 
     /// The files of a sharded model, by `store`.

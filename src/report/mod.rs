@@ -1,6 +1,7 @@
 //! `ft report`: a run folder as one HTML file that stands alone.
 //!
 //! ```text
+//! card     a run as the model card of its result
 //! read     metrics.jsonl -> each step once;   files: what else lies in the folder
 //! series   numbers by step: smoothed, thinned out, in words
 //! chart    curves -> places on paper;   heat: load of the experts;   memory: plan beside measurement
@@ -11,6 +12,7 @@
 //! The page asks for nothing from outside and runs no script; samples and names in it are text, whatever they
 //! hold. It says the same each time it is made from the same folder.
 
+mod card;
 mod chart;
 mod files;
 mod heat;
@@ -20,6 +22,8 @@ mod series;
 #[cfg(test)]
 mod tests;
 mod view;
+
+pub use card::{card, is_hub_id};
 
 use crate::error::{ExitCode, Failure};
 use crate::store;

@@ -26,6 +26,7 @@ mod convert;
 mod error;
 pub mod fault;
 mod folder;
+mod gguf;
 pub(crate) mod hash;
 mod header;
 mod index;
@@ -50,6 +51,7 @@ pub use error::Error;
 #[cfg(feature = "hub")]
 pub(crate) use error::human_bytes;
 pub use folder::NewFolder;
+pub use gguf::{GgufValue, write_gguf};
 pub(crate) use index::{INDEX, parse as parse_index};
 pub use input::{LARGEST, open_plain, read_given, read_plain, read_plain_text};
 pub use lock::RunLock;

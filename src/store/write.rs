@@ -121,16 +121,16 @@ pub fn write_sharded(
 }
 
 /// One tensor to write.
-struct Entry {
-    name: String,
-    dtype: DType,
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) dtype: DType,
     format: safetensors::Dtype,
-    shape: Vec<usize>,
-    bytes: u64,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: u64,
 }
 
 impl Entry {
-    fn new(name: &str, dtype: DType, shape: &[usize]) -> Result<Entry, Error> {
+    pub(super) fn new(name: &str, dtype: DType, shape: &[usize]) -> Result<Entry, Error> {
         let format = match dtype {
             DType::U8 => safetensors::Dtype::U8,
             DType::U32 => safetensors::Dtype::U32,
@@ -208,7 +208,7 @@ fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
     shards
 }
 
-fn check_names(path: &Path, entries: &[Entry]) -> Result<(), Error> {
+pub(super) fn check_names(path: &Path, entries: &[Entry]) -> Result<(), Error> {
     let mut seen = BTreeSet::from(["__metadata__"]);
     match entries.iter().find(|e| !seen.insert(e.name.as_str())) {
         None => Ok(()),
@@ -216,7 +216,7 @@ fn check_names(path: &Path, entries: &[Entry]) -> Result<(), Error> {
     }
 }
 
-fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
+pub(super) fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
     if tensor.dtype() != entry.dtype || tensor.dims() != entry.shape {
         return Err(Error::Announced {
             name: entry.name.clone(),

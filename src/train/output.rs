@@ -70,7 +70,8 @@ pub fn is_of_model(name: &str) -> bool {
     weights || name == "config.json" || name == crate::quant::CACHE_MARKER || COMPANIONS.contains(&name)
 }
 
-fn is_of_adapter(name: &str) -> bool {
+/// Whether a file of an adapter's folder is one that `ft` writes there, beside what says how it was trained.
+pub fn is_of_adapter(name: &str) -> bool {
     ["adapter_config.json", "adapter_model.safetensors"].contains(&name)
 }
 

@@ -128,11 +128,21 @@ pub fn greedy() -> LogitsProcessor {
     LogitsProcessor::from_sampling(0, Sampling::ArgMax)
 }
 
-/// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece and
-/// says whether to go on.
+/// What a model answered.
+#[derive(Clone, Debug, Default)]
+pub struct Reply {
+    /// The text.
+    pub text: String,
+    /// Tokens that it took, without one that ended it.
+    pub tokens: usize,
+    /// Whether an end-of-sequence token ended it.
+    pub ended: bool,
+}
+
+/// The text of [`answer`].
 ///
 /// # Errors
-/// An empty prompt, a tensor operation that fails, tokens that make no text.
+/// As [`answer`].
 pub fn reply(
     reader: &mut Reader<'_>,
     tokenizer: &Tokenizer,
@@ -141,6 +151,22 @@ pub fn reply(
     sampler: &mut LogitsProcessor,
     on_text: &mut dyn FnMut(&str) -> bool,
 ) -> crate::Result<String> {
+    Ok(answer(reader, tokenizer, prompt, max_tokens, sampler, on_text)?.text)
+}
+
+/// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece and
+/// says whether to go on.
+///
+/// # Errors
+/// An empty prompt, a tensor operation that fails, tokens that make no text.
+pub fn answer(
+    reader: &mut Reader<'_>,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    max_tokens: usize,
+    sampler: &mut LogitsProcessor,
+    on_text: &mut dyn FnMut(&str) -> bool,
+) -> crate::Result<Reply> {
     if prompt.is_empty() {
         let why = "the chat template and the tokenizer make no tokens of this conversation, so there is nothing to \
                    answer\n  hint: --chat-template FILE, or data.chat_template, names another template";
@@ -148,14 +174,16 @@ pub fn reply(
     }
     let mut logits = reader.read_document(prompt)?;
     let mut text = tokenizer.decoder(true);
-    let mut out = String::new();
+    let mut out = Reply::default();
     for left in (0..max_tokens).rev() {
         let next = sampler.sample(&logits)?;
         if tokenizer.eos().contains(&next) {
+            out.ended = true;
             break;
         }
+        out.tokens += 1;
         if let Some(piece) = text.step(next)? {
-            out.push_str(&piece);
+            out.text.push_str(&piece);
             if !on_text(&piece) {
                 break;
             }

@@ -3,7 +3,7 @@
 use super::world::World;
 use std::fmt::Write;
 
-const VERBS: [&str; 18] = [
+const VERBS: [&str; 20] = [
     "",
     "run",
     "check",
@@ -17,9 +17,11 @@ const VERBS: [&str; 18] = [
     "plan",
     "quantize",
     "report",
+    "serve",
     "recipes",
     "init",
     "schema",
+    "push",
     "completions",
     "man",
 ];

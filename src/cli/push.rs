@@ -1,0 +1,130 @@
+//! `ft push`: an adapter or a model goes to the hub, with a card.
+
+use super::given::Given;
+use crate::hub::{self, Push, Settings};
+use crate::log::{tell, warn};
+use crate::report::{card, is_hub_id};
+use crate::store;
+use crate::train::output::{is_of_adapter, is_of_model};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// The name of a card.
+const CARD: &str = "README.md";
+
+/// Arguments of `ft push`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A folder: an adapter, a model, a run, whose result goes, or a checkpoint
+    dir: String,
+    /// OWNER/NAME on the hub; made if it is not there
+    repository: String,
+    /// Make the repository private, if it is made
+    #[arg(long)]
+    private: bool,
+    /// The branch; made if it is not there
+    #[arg(long, value_name = "BRANCH", default_value = "main")]
+    revision: String,
+    /// Message of the commit
+    #[arg(long, value_name = "TEXT")]
+    message: Option<String>,
+    /// Print the card and the files, and send nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Uploads, and prints the repository's address; with `--dry-run` prints what would go.
+///
+/// # Errors
+/// A folder without a result; what the hub refuses.
+pub fn run(args: &Args) -> crate::Result<()> {
+    let given = Given::find(&args.dir)?;
+    let dir = result(&given)?;
+    let run = given.run.as_deref();
+    let (files, left) = files(dir)?;
+    let has_card = files.iter().any(|(name, _)| name == CARD);
+    let mut texts = Vec::new();
+    if !has_card {
+        texts.push((CARD.to_string(), card(dir, run, &args.repository)?));
+    }
+    if !left.is_empty() {
+        warn(&format!("not of the model, and left out: {}", left.join(", ")));
+    }
+    local_base(dir);
+    if args.dry_run {
+        for (name, path) in &files {
+            let bytes = path.metadata().map_or(0, |m| m.len());
+            tell(&format!("{name}: {bytes} bytes"));
+        }
+        let card = match texts.first() {
+            Some((_, text)) => text.clone(),
+            None => store::read_plain_text(&dir.join(CARD), store::LARGEST)
+                .map_err(|e| store::Error::read(&dir.join(CARD), e))?,
+        };
+        return super::print(&card);
+    }
+    let message =
+        args.message.clone().unwrap_or_else(|| format!("Upload with ft {}", env!("CARGO_PKG_VERSION")));
+    let push = Push {
+        repository: args.repository.clone(),
+        revision: args.revision.clone(),
+        private: args.private,
+        message,
+        files,
+        texts,
+    };
+    let address = hub::push_with(&Settings::from_env(), &push)?;
+    super::print(&format!("{address}\n"))
+}
+
+/// The folder, if it holds an adapter or a model.
+fn result(given: &Given) -> crate::Result<&Path> {
+    let dir = Path::new(&given.name);
+    if ["adapter_config.json", "config.json"].iter().any(|f| dir.join(f).is_file()) {
+        return Ok(dir);
+    }
+    Err(super::usage(format!(
+        "{}: neither an adapter nor a model, and no run with one\n  hint: a folder with adapter_config.json or \
+         config.json, or one that ft run wrote",
+        given.name
+    )))
+}
+
+/// Names and paths of the files that go.
+type Files = Vec<(String, PathBuf)>;
+
+/// The files of a folder that go, and the names of what stays.
+fn files(dir: &Path) -> crate::Result<(Files, Vec<String>)> {
+    let fail = |e| store::Error::read(dir, e);
+    let (mut go, mut left) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(dir).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let ours = is_of_model(&name)
+            || is_of_adapter(&name)
+            || name == CARD
+            || name.ends_with(".gguf")
+            || name.starts_with("LICENSE");
+        // a link could lead to a private file
+        match entry.file_type().map_err(fail)?.is_file() && ours {
+            true => go.push((name, entry.path())),
+            false => left.push(name),
+        }
+    }
+    go.sort();
+    left.sort();
+    Ok((go, left))
+}
+
+/// Says that an adapter names a base that is a folder of this machine.
+fn local_base(dir: &Path) {
+    let path = dir.join("adapter_config.json");
+    let Ok(bytes) = store::read_plain(&path, store::LARGEST) else { return };
+    let config: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    if let Some(base) = config["base_model_name_or_path"].as_str().filter(|b| !is_hub_id(b)) {
+        warn(&format!(
+            "adapter_config.json names the base {base:?}, which is no repository of the hub: others will not find it\n  \
+             hint: put the base's hub id there (base_model_name_or_path)"
+        ));
+    }
+}

@@ -1,0 +1,318 @@
+//! `ft export --to gguf`, read back by candle's reader.
+
+use super::world::{World, recipe, reference, repository};
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::{DType, Device, Tensor};
+use ft::store::TensorFiles;
+use serde_json::json;
+use std::fs::File;
+use std::path::Path;
+
+/// A GGUF file that is open.
+struct Gguf {
+    file: File,
+    content: Content,
+}
+
+impl Gguf {
+    fn open(w: &World, name: &str) -> Self {
+        let mut file = File::open(w.path(name)).expect("a file");
+        let content = Content::read(&mut file).expect("GGUF");
+        Self { file, content }
+    }
+
+    fn key(&self, key: &str) -> &Value {
+        self.content.metadata.get(key).unwrap_or_else(|| panic!("no key {key}"))
+    }
+
+    fn number(&self, key: &str) -> u32 {
+        self.key(key).to_u32().expect("a number")
+    }
+
+    fn text(&self, key: &str) -> &str {
+        self.key(key).to_string().expect("a text")
+    }
+
+    fn list(&self, key: &str) -> &Vec<Value> {
+        self.key(key).to_vec().expect("a list")
+    }
+
+    /// As f32, with its shape.
+    fn tensor(&mut self, name: &str) -> Tensor {
+        let t =
+            self.content.tensor(&mut self.file, name, &Device::Cpu).unwrap_or_else(|e| panic!("{name}: {e}"));
+        t.dequantize(&Device::Cpu).expect("values")
+    }
+}
+
+fn bits(t: &Tensor) -> Vec<u32> {
+    let values = t.to_dtype(DType::F32).and_then(|t| t.flatten_all()).and_then(|t| t.to_vec1::<f32>());
+    values.expect("values").iter().map(|x| x.to_bits()).collect()
+}
+
+#[track_caller]
+fn same(a: &Tensor, b: &Tensor, what: &str) {
+    assert_eq!(a.dims(), b.dims(), "{what}");
+    assert!(bits(a) == bits(b), "{what}: other values");
+}
+
+/// The rows of each head in llama.cpp's order: a row of the first half, then that of the second.
+fn neighbours(t: &Tensor, heads: usize) -> Tensor {
+    let half = t.dims()[0] / heads / 2;
+    let rows: Vec<u32> = (0..heads)
+        .flat_map(|h| (0..half).flat_map(move |i| [2 * h * half + i, (2 * h + 1) * half + i]))
+        .map(|r| r as u32)
+        .collect();
+    t.index_select(&Tensor::new(rows, &Device::Cpu).expect("rows"), 0).expect("rows that are there")
+}
+
+fn tensors(path: impl AsRef<Path>) -> TensorFiles {
+    TensorFiles::open_file(path.as_ref()).expect("tensors")
+}
+
+/// Trains rules on a reference model; gives the tensors of the adapter, in a/adapter.
+fn train(w: &World, case: &str, rules: &str) -> TensorFiles {
+    let base = reference(&format!("{case}/model"));
+    let text =
+        recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}"));
+    w.write("r.toml", text);
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    tensors(w.path("a/adapter/adapter_model.safetensors"))
+}
+
+fn get(files: &TensorFiles, name: &str) -> Tensor {
+    files.tensor(name, DType::F32, &Device::Cpu).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+#[test]
+fn a_llama_model_has_llama_cpps_names_and_order() {
+    let w = World::new();
+    w.ok(&["export", &reference("llama3-rope/model"), "--to", "gguf", "--out", "g", "--dtype", "f32"]);
+    let mut g = Gguf::open(&w, "g/model.gguf");
+    assert_eq!(g.text("general.architecture"), "llama");
+    assert_eq!((g.number("llama.block_count"), g.number("general.file_type")), (2, 0));
+    assert_eq!((g.number("llama.attention.head_count"), g.number("llama.attention.head_count_kv")), (4, 2));
+    let files = tensors(reference("llama3-rope/model/model.safetensors"));
+    let l = "model.layers.1";
+    same(&g.tensor("token_embd.weight"), &get(&files, "model.embed_tokens.weight"), "embedding");
+    same(&g.tensor("output.weight"), &get(&files, "lm_head.weight"), "head");
+    let q = get(&files, &format!("{l}.self_attn.q_proj.weight"));
+    same(&g.tensor("blk.1.attn_q.weight"), &neighbours(&q, 4), "queries");
+    let k = get(&files, &format!("{l}.self_attn.k_proj.weight"));
+    same(&g.tensor("blk.1.attn_k.weight"), &neighbours(&k, 2), "keys");
+    for (theirs, ours) in [
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_norm", "input_layernorm"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ] {
+        let got = g.tensor(&format!("blk.1.{theirs}.weight"));
+        same(&got, &get(&files, &format!("{l}.{ours}.weight")), theirs);
+    }
+    // Llama 3's factors: short wavelengths are kept, long ones divided by 8
+    let factors: Vec<f32> = g.tensor("rope_freqs.weight").to_vec1().expect("factors");
+    assert!((factors[0] - 1.0).abs() < 1e-6 && (factors[3] - 8.0).abs() < 1e-5, "{factors:?}");
+    assert_eq!(g.content.tensor_infos.len(), 2 + 2 * 9 + 1 + 1);
+}
+
+#[test]
+fn dtypes_biases_and_tied_heads() {
+    let w = World::new();
+    let model = reference("qwen2-bias/model");
+    let files = tensors(reference("qwen2-bias/model/model.safetensors"));
+    for (word, dtype, kind) in [("f16", DType::F16, 1), ("bf16", DType::BF16, 32)] {
+        w.ok(&["export", &model, "--to", "gguf", "--out", word, "--dtype", word]);
+        let mut g = Gguf::open(&w, &format!("{word}/model.gguf"));
+        assert_eq!((g.text("general.architecture"), g.number("general.file_type")), ("qwen2", kind));
+        let q = get(&files, "model.layers.0.self_attn.q_proj.weight").to_dtype(dtype).expect("rounded");
+        same(&g.tensor("blk.0.attn_q.weight"), &q, "queries, in the order of the checkpoint");
+        // norms and biases stay f32
+        let bias = get(&files, "model.layers.0.self_attn.q_proj.bias");
+        same(&g.tensor("blk.0.attn_q.bias"), &bias, "bias");
+        assert_eq!(format!("{:?}", g.content.tensor_infos["blk.0.attn_norm.weight"].ggml_dtype), "F32");
+    }
+    w.ok(&["export", &reference("qwen3-dense/model"), "--to", "gguf", "--out", "tied"]);
+    let mut g = Gguf::open(&w, "tied/model.gguf");
+    assert!(!g.content.tensor_infos.contains_key("output.weight"), "a tied head is the embedding");
+    g.tensor("blk.0.attn_q_norm.weight");
+}
+
+#[test]
+fn experts_are_stacked() {
+    let w = World::new();
+    let experts = json!({
+        "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    });
+    w.config("m", experts);
+    let groups = ["attention", "experts", "router", "norms", "embedding", "head"];
+    let rules = format!("[[train]]\nmodules = {groups:?}\nmethod = \"full\"\n");
+    w.write("r.toml", recipe(&rules).replace("\"tiny\"", "\"m\""));
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    w.ok(&["export", "a", "--to", "gguf", "--out", "g", "--dtype", "f32"]);
+    let mut g = Gguf::open(&w, "g/model.gguf");
+    let files = tensors(w.path("a/model/model.safetensors"));
+    assert_eq!((g.number("qwen3moe.expert_count"), g.number("qwen3moe.expert_used_count")), (5, 2));
+    assert_eq!(g.number("qwen3moe.expert_feed_forward_length"), 12);
+    for (theirs, ours) in [("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")] {
+        let of = |e| get(&files, &format!("model.layers.1.mlp.experts.{e}.{ours}.weight"));
+        let all: Vec<Tensor> = (0..5).map(of).collect();
+        let got = g.tensor(&format!("blk.1.ffn_{theirs}_exps.weight"));
+        same(&got, &Tensor::stack(&all, 0).expect("stacked"), theirs);
+    }
+    same(&g.tensor("blk.0.ffn_gate_inp.weight"), &get(&files, "model.layers.0.mlp.gate.weight"), "router");
+}
+
+#[test]
+fn the_tokenizer_and_its_template_go_along() {
+    let w = World::new();
+    let model = repository().join("data/model").display().to_string();
+    w.ok(&["export", &model, "--to", "gguf", "--out", "g"]);
+    let g = Gguf::open(&w, "g/model.gguf");
+    assert_eq!((g.text("tokenizer.ggml.model"), g.text("tokenizer.ggml.pre")), ("gpt2", "gpt-2"));
+    let file: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(repository().join("data/model/tokenizer.json")).expect("read"))
+            .expect("JSON");
+    let tokens = g.list("tokenizer.ggml.tokens");
+    assert_eq!(tokens.len(), 1024);
+    for (text, id) in file["model"]["vocab"].as_object().expect("tokens") {
+        let id = id.as_u64().expect("an id") as usize;
+        assert_eq!(tokens[id].to_string().expect("a text"), text);
+    }
+    let types = g.list("tokenizer.ggml.token_type");
+    let control: Vec<usize> = (0..1024).filter(|i| types[*i].to_i32().ok() == Some(3)).collect();
+    let special = file["added_tokens"].as_array().expect("tokens");
+    assert_eq!(control, special.iter().map(|t| t["id"].as_u64().expect("id") as usize).collect::<Vec<_>>());
+    assert_eq!(g.list("tokenizer.ggml.merges").len(), 765);
+    assert_eq!(
+        (g.number("tokenizer.ggml.eos_token_id"), g.number("tokenizer.ggml.padding_token_id")),
+        (2, 0)
+    );
+    assert!(g.text("tokenizer.chat_template").contains("<|im_start|>"));
+    assert!(!g.key("tokenizer.ggml.add_bos_token").to_bool().expect("a flag"));
+
+    // a way to split texts that has no name
+    let split = file.to_string().replace(r#""use_regex":true"#, r#""use_regex":false"#);
+    for name in ["config.json", "model.safetensors", "tokenizer_config.json"] {
+        w.write(
+            &format!("m/{name}"),
+            std::fs::read(repository().join("data/model").join(name)).expect("read"),
+        );
+    }
+    w.write("m/tokenizer.json", split);
+    let r = w.ft(&["export", "m", "--to", "gguf", "--out", "n"]);
+    assert!(r.code == 4 && r.err.contains("pre_tokenizer") && r.err.contains("--pre"), "{}", r.err);
+    assert!(!w.path("n").exists());
+    w.ok(&["export", "m", "--to", "gguf", "--out", "n", "--pre", "default"]);
+    assert_eq!(Gguf::open(&w, "n/model.gguf").text("tokenizer.ggml.pre"), "default");
+}
+
+#[test]
+fn an_adapter_is_llama_cpps_lora() {
+    let w = World::new();
+    let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\nalpha = 8\n\
+                 [[train]]\nmodules = [\"down_proj\"]\nrank = 2\nalpha = 4\n";
+    let files = train(&w, "llama3-rope", rules);
+    w.ok(&["export", "a", "--to", "gguf", "--out", "g"]);
+    let mut g = Gguf::open(&w, "g/adapter.gguf");
+    assert_eq!((g.text("general.type"), g.text("adapter.type")), ("adapter", "lora"));
+    assert_eq!(g.key("adapter.lora.alpha").to_f32().expect("alpha"), 8.0, "that of the most modules");
+    let own = |name: &str| get(&files, &format!("base_model.model.model.layers.0.{name}.weight"));
+    same(&g.tensor("blk.0.attn_q.weight.lora_a"), &own("self_attn.q_proj.lora_A"), "A");
+    same(&g.tensor("blk.0.attn_q.weight.lora_b"), &neighbours(&own("self_attn.q_proj.lora_B"), 4), "B");
+    same(
+        &g.tensor("blk.0.attn_k.weight.lora_b"),
+        &neighbours(&own("self_attn.k_proj.lora_B"), 2),
+        "B of keys",
+    );
+    same(&g.tensor("blk.0.attn_v.weight.lora_b"), &own("self_attn.v_proj.lora_B"), "B of values");
+    // llama.cpp scales by 8 / 2, the training by 4 / 2
+    let halved = own("mlp.down_proj.lora_B").affine(0.5, 0.0).expect("halved");
+    assert!(bits(&halved).iter().any(|b| *b != 0), "it has learned something");
+    same(&g.tensor("blk.0.ffn_down.weight.lora_b"), &halved, "B of another alpha");
+    assert_eq!(g.content.tensor_infos.len(), files.len());
+
+    // a checkpoint, as everywhere
+    let step = w.checkpoints("a").pop().expect("a checkpoint");
+    w.ok(&["export", &format!("a/checkpoints/{step}"), "--to", "gguf", "--out", "c"]);
+    assert!(w.read("c/adapter.gguf") == w.read("g/adapter.gguf"), "the last checkpoint is the result");
+}
+
+#[test]
+fn experts_of_an_adapter_are_stacked_with_zeros_for_the_others() {
+    let w = World::new();
+    let rule = |e: usize, rank: usize, alpha: usize| {
+        format!("[[train]]\nmodules = [\"experts\"]\nexperts = [{e}]\nrank = {rank}\nalpha = {alpha}\n")
+    };
+    let files = train(&w, "mixtral", &[rule(0, 2, 8), rule(2, 3, 6)].concat());
+    w.ok(&["export", "a/adapter", "--to", "gguf", "--out", "g"]);
+    let mut g = Gguf::open(&w, "g/adapter.gguf");
+    let alpha = f64::from(g.key("adapter.lora.alpha").to_f32().expect("alpha"));
+    let product = |a: &Tensor, b: &Tensor, scale: f64| {
+        b.matmul(a).and_then(|t| t.affine(scale, 0.0)).expect("a product")
+    };
+    let most =
+        |t: Tensor| t.abs().and_then(|t| t.max_all()).and_then(|t| t.to_scalar::<f32>()).expect("a number");
+    for layer in 0..2 {
+        for (theirs, ours) in [("gate", "w1"), ("up", "w3"), ("down", "w2")] {
+            let name = format!("blk.{layer}.ffn_{theirs}_exps.weight.lora");
+            let (a, b) = (g.tensor(&format!("{name}_a")), g.tensor(&format!("{name}_b")));
+            assert_eq!(
+                (a.dims()[0], a.dims()[1], b.dims()[2]),
+                (4, 3, 3),
+                "all experts, of the largest rank"
+            );
+            for e in 0..4 {
+                let got = product(&a.get(e).expect("A"), &b.get(e).expect("B"), alpha / 3.0);
+                let key =
+                    format!("base_model.model.model.layers.{layer}.block_sparse_moe.experts.{e}.{ours}");
+                let want = match e {
+                    0 | 2 => {
+                        let (a, b) = (format!("{key}.lora_A.weight"), format!("{key}.lora_B.weight"));
+                        product(
+                            &get(&files, &a),
+                            &get(&files, &b),
+                            if e == 0 { 8.0 / 2.0 } else { 6.0 / 3.0 },
+                        )
+                    }
+                    _ => got.zeros_like().expect("zeros"),
+                };
+                if e == 0 {
+                    assert!(most(want.clone()) > 1e-4, "{key}: it has learned something");
+                }
+                assert!(most((&got - &want).expect("a difference")) <= 1e-6 * most(want), "{key}");
+            }
+        }
+    }
+    assert_eq!(g.content.tensor_infos.len(), 2 * 3 * 2);
+}
+
+#[test]
+fn what_llama_cpp_computes_otherwise_is_refused() {
+    let w = World::new();
+    let refused = |adapter: &str, base: &str, why: &str| {
+        let base = reference(base);
+        let r = w.ft(&["export", &reference(adapter), "--to", "gguf", "--out", "g", "--base", &base]);
+        assert!(r.code == 4 && r.err.contains(why) && r.err.contains("ft merge"), "{}", r.err);
+        assert!(!w.path("g").exists());
+    };
+    refused("mixtral-fused/dora_adapter_final", "mixtral-fused/model", "has DoRA");
+    refused("qwen2-bias/save_adapter_final", "qwen2-bias/model", "trained in full");
+    refused("qwen3-dense/head_adapter_final", "qwen3-dense/model", "head and embedding are one tensor");
+    for (case, why) in [
+        ("qwen2-moe", "qwen2_moe: not built yet"),
+        ("qwen3-moe", "mlp_only_layers"),
+        ("qwen3-one-kv", "attention_bias"),
+    ] {
+        let r = w.ft(&["export", &reference(&format!("{case}/model")), "--to", "gguf", "--out", "g"]);
+        assert!(r.code == 4 && r.err.contains(why), "{case}: {}", r.err);
+    }
+    let r = w.ft(&["export", "x", "--to", "vllm", "--out", "g", "--pre", "gpt-2"]);
+    assert!(r.code == 2 && r.err.contains("--pre"), "{}", r.err);
+    // windows that llama.cpp does not have end the context
+    let r = w.ok(&["export", &reference("qwen2-sliding/model"), "--to", "gguf", "--out", "s"]);
+    assert!(r.err.contains("sliding windows"), "{}", r.err);
+}

@@ -1,0 +1,85 @@
+//! `ft push` as far as it goes without a hub: the card, the files, what is refused.
+
+use super::world::{World, recipe, reference, repository};
+use std::os::unix::fs::symlink;
+
+#[test]
+fn the_card_says_what_the_run_was() {
+    let w = World::new();
+    let base = reference("qwen3-dense/model");
+    let rules = "[[train]]\nmodules = [\"attention\"]\nrank = 3\n";
+    // paths that are nobody's business
+    let rows = w.path("private/rows.jsonl").display().to_string();
+    w.write("private/rows.jsonl", w.read("rows.jsonl"));
+    w.write(
+        "r.toml",
+        recipe(rules)
+            .replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}"))
+            .replace("source = \"rows.jsonl\"", &format!("source = {rows:?}")),
+    );
+    w.ok(&["run", "r.toml", &format!("run.output={:?}", w.path("a"))]);
+    w.write("a/adapter/notes.txt", "mine");
+    symlink("/etc/passwd", w.path("a/adapter/LICENSE")).expect("a link");
+    let r = w.ok(&["push", "a", "me/pirate", "--dry-run"]);
+    let last = w.events("a", "eval").last().and_then(|e| e["loss"].as_f64()).expect("an evaluation");
+    let rows = format!("| evaluation loss after step 6 | {last:.4}");
+    let says = [
+        "library_name: peft",
+        "- lora",
+        "# pirate",
+        "| steps | 6 |",
+        &rows,
+        "PeftModel.from_pretrained(model, \"me/pirate\")",
+        "--adapter me/pirate",
+        "`rows.jsonl`",
+        "```toml",
+        "\nrank     = 3\n",
+        "\nsource   = \"model\"\n",
+        "\nsource   = \"rows.jsonl\"\n",
+        "\noutput        = \"a\"\n",
+    ];
+    for text in says {
+        assert!(r.out.contains(text), "no {text:?} in\n{}", r.out);
+    }
+    for path in [repository(), w.path("")] {
+        assert!(!r.out.contains(&path.display().to_string()), "{}: a path of this machine", path.display());
+    }
+    assert!(r.err.contains("adapter_model.safetensors: ") && r.err.contains("ft.json: "), "{}", r.err);
+    assert!(r.err.contains("left out: LICENSE, notes.txt"), "{}", r.err);
+    assert!(
+        r.err.contains("no repository of the hub") && r.err.contains("base_model_name_or_path"),
+        "{}",
+        r.err
+    );
+
+    let step = w.checkpoints("a").pop().expect("a checkpoint");
+    let r = w.ok(&["push", &format!("a/checkpoints/{step}"), "me/pirate", "--dry-run"]);
+    assert!(r.out.contains("| steps | 6 |") && r.err.contains("adapter_model.safetensors: "), "{}", r.err);
+
+    // a base of the hub, and a card of one's own
+    let config = String::from_utf8(w.read("a/adapter/adapter_config.json")).expect("a config");
+    w.write("a/adapter/adapter_config.json", config.replace(&base, "Qwen/Qwen3-0.6B"));
+    let r = w.ok(&["push", "a/adapter", "me/pirate", "--dry-run"]);
+    assert!(r.out.contains("base_model: \"Qwen/Qwen3-0.6B\"\nbase_model_relation: adapter\n"), "{}", r.out);
+    assert!(r.out.contains("| steps | 6 |") && !r.err.contains("no repository of the hub"), "{}", r.err);
+    w.write("a/adapter/README.md", "# my words\n");
+    assert_eq!(w.ok(&["push", "a", "me/pirate", "--dry-run"]).out, "# my words\n");
+}
+
+#[test]
+fn what_cannot_go_is_refused_before_anything_is_sent() {
+    let w = World::new();
+    w.write("empty/x", "");
+    let r = w.ft(&["push", "empty", "me/it"]);
+    assert!(r.code == 2 && r.err.contains("neither an adapter nor a model"), "{}", r.err);
+    let model = reference("qwen3-dense/model");
+    let r = w.ft(&["push", &model, "me/it"]);
+    assert!(r.code == 4 && r.err.contains("me/it") && r.err.contains("HF_HUB_OFFLINE"), "{}", r.err);
+    let r = w.ft(&["push", &model, "not an id"]);
+    assert!(r.code == 4 && r.err.contains("OWNER/NAME"), "{}", r.err);
+    let card = w.ok(&["push", &model, "me/it", "--dry-run"]).out;
+    assert!(
+        card.contains("library_name: transformers") && card.contains("from_pretrained(\"me/it\")"),
+        "{card}"
+    );
+}
