@@ -108,7 +108,7 @@ impl Failure for candle_core::Error {
 }
 
 /// A place in a text file, for messages: `recipe.toml:12:5`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Place {
     /// The file, or another name for where the text came from ("command line").
     pub file: String,

@@ -28,6 +28,8 @@ pub enum Purpose {
     Projection = 9,
     /// What is evaluated on of the training data.
     Split = 10,
+    /// Rounding of weights to 16 bits.
+    Rounding = 11,
     /// Anything that only tests need.
     Test = 99,
 }
@@ -60,6 +62,9 @@ pub struct Stream {
 }
 
 impl Stream {
+    /// One of which nothing is drawn.
+    pub const NONE: Self = Self { key: [0; 2], high: [0; 2] };
+
     /// The stream of `purpose` at `step` in `layer` (any number that tells streams apart).
     ///
     /// `step` counts to 2^32 and `layer` to 2^24.
@@ -88,6 +93,19 @@ impl Stream {
     /// Uniform in [0, 1) with 24 bits, at `index`.
     pub fn uniform(&self, index: u64) -> f32 {
         unit(self.word(index))
+    }
+
+    /// Gives `take` the uniform numbers of `count` indices from `start` on, by their place: four words a block.
+    pub fn uniforms(&self, start: u64, count: usize, mut take: impl FnMut(usize, f32)) {
+        let (mut at, end) = (start, start + count as u64);
+        while at < end {
+            let words = self.block(at / 4);
+            let next = (at / 4 * 4 + 4).min(end);
+            for i in at..next {
+                take((i - start) as usize, unit(words[(i % 4) as usize]));
+            }
+            at = next;
+        }
     }
 
     /// Standard normal at `index` (Box-Muller on the pair that holds it).
@@ -146,6 +164,17 @@ mod tests {
         sorted.sort_unstable();
         assert_eq!(sorted, (0..1000).collect::<Vec<_>>());
         assert_ne!(a, b);
+    }
+
+    #[test]
+    fn many_at_once_are_those_one_by_one() {
+        let s = Stream::new(5, Purpose::Test, 3, 1);
+        for (start, count) in [(0, 0), (0, 9), (3, 1), (5, 2), (7, 30), (u64::from(u32::MAX) * 4 - 1, 6)] {
+            let mut all = vec![f32::NAN; count];
+            s.uniforms(start, count, |i, x| all[i] = x);
+            let one_by_one: Vec<f32> = (0..count).map(|i| s.uniform(start + i as u64)).collect();
+            assert_eq!(all, one_by_one, "{count} from {start}");
+        }
     }
 
     #[test]

@@ -302,10 +302,10 @@ impl Adapter {
     }
 }
 
-/// The f32 values of a trained tensor, by its index.
+/// The values of a trained tensor, by its index: f32, but where a weight that trains in full is held in 16 bits alone.
 pub type Values<'a> = dyn Fn(usize) -> crate::Result<Tensor> + 'a;
 
-/// Writes `adapter/`: PEFT's config and tensors in f32. `base` and `revision` go into the config; `quantize` is what
+/// Writes `adapter/`: PEFT's config and tensors as they are held. `base` and `revision` go into the config; `quantize` is what
 /// the run made of the base; `neutral` is what [`neutral`] gives of all units.
 pub fn save(
     dir: &Path,

@@ -399,7 +399,8 @@ impl Weights for Loader<'_> {
             Some(how) => Ok((Weight::Nf4(Arc::new(self.blocks(m, how)?)), None)),
             None => {
                 let (weight, slot) = self.weight(m)?;
-                let rooms = self.b.device.is_cuda() && !self.params.comes_and_goes();
+                let (ranks, apart) = (self.params.shard.ranks, self.params.comes_and_goes());
+                let rooms = self.b.device.is_cuda() && ranks == 1 && !apart;
                 let rank = super::ghost::room(m, &self.choice(m), rooms);
                 Ok((
                     if rank == 0 {
@@ -499,7 +500,7 @@ fn all_scales(
     let all = Tensor::zeros(values.div_ceil(BLOCK), DType::F32, &Device::Cpu)?;
     let unit = m.layer.map(|l| l + 1);
     let at = At { what: "the gathering of scales", unit };
-    comm.gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?;
+    comm.gather(at, mine.into(), &parts.iter().map(blocks).collect::<Vec<_>>(), &all)?.wait()?;
     Ok(all.real()?.to_vec1()?)
 }
 

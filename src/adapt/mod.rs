@@ -5,6 +5,7 @@ pub mod build;
 pub mod export;
 pub mod ghost;
 pub mod initial;
+pub mod layout;
 pub mod learning_rates;
 pub mod moments;
 pub mod params;

@@ -6,18 +6,19 @@
 //! Of what ranks split, each holds a range of every unit's buffer, and of weights that live on the host the device holds
 //! none: what the layers compute with is then gathered for a visit to the unit, and released after it.
 
+use super::layout::{layout, wide_units};
 use super::moments::{Moments, is_large};
 use super::projected::{Projected, Projection};
-use super::selection::{Part, Trained};
+use super::selection::Trained;
 use crate::base::Initials;
 use crate::comm::{At, Comm};
 use crate::kernel::crossing::{self, Arrival, Locked};
+use crate::kernel::optimizer::Draws;
 use crate::kernel::tensor::Real;
 use crate::kernel::vacant::{occupy, vacant, vacate};
 use crate::kernel::{Tensor, optimizer};
 use crate::model::sink::Slot;
 use candle_core::{DType, Device, Result};
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -171,8 +172,7 @@ impl Buffer {
         occupy(&self.whole)?;
         if shard.is_split() {
             let parts = shard.parts(self.whole.elem_count());
-            comm.gather(at, self.held.values.clone(), &parts, &self.whole)?;
-            return Ok(Arrival::over());
+            return comm.gather(at, self.held.values.clone(), &parts, &self.whole);
         }
         Ok(crossing::send(self.held.values.real()?, self.whole.real()?)?)
     }
@@ -193,8 +193,14 @@ pub struct Unit {
     pub part: Range<usize>,
     /// What the layers compute with, in the compute dtype.
     pub compute: Buffer,
-    /// f32 master weights; what is held of the compute buffer where that is f32 and lives in the same place.
+    /// f32 master weights of the elements that keep some; what is held of the compute buffer where that is f32 and lives in
+    /// the same place.
     pub master: Held,
+    /// The elements that keep master weights. Of the others the compute buffer is all there is: see [`Unit::draws`].
+    pub kept: Range<usize>,
+    /// Its number in the walk, and the seed by which values are rounded that keep no master weights.
+    number: usize,
+    seed: u64,
     /// The master weights once more, where layers compute with them too and they come and go.
     pub wide: Option<Buffer>,
     /// Whether every rank has all master weights of this unit, whatever its part is.
@@ -254,43 +260,13 @@ pub struct Allocate {
     pub pin: bool,
     /// Moments of large tensors in 8 bits (`optimizer.name = "adamw8bit"`).
     pub eight_bit: bool,
+    /// No f32 master weights of what trains in full, where layers compute in 16 bits: its new values are rounded by the
+    /// random numbers of this seed (`optimizer.master = "none"`).
+    pub rounding: Option<u64>,
     /// Directions that gradients are projected onto (`optimizer.name = "galore"`); 0 for none.
     pub project: usize,
     /// What of them is this rank's.
     pub shard: Shard,
-}
-
-/// Lays tensors out in units, those first whose moments can be in 8 bits, and those last whose gradients are projected:
-/// slots, and the elements of each unit that are large, that have moments of their own, and all.
-pub fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, [Vec<usize>; 3]) {
-    let mut len = vec![0usize; units];
-    let mut ends = [(); 3].map(|()| Vec::new());
-    let mut slots = Vec::with_capacity(tensors.len());
-    // large, small, projected
-    let kind = |t: &Trained| match (how.takes_tensor(t, units), is_large(t.elements())) {
-        (true, _) => 2,
-        (_, large) => usize::from(!large),
-    };
-    for (number, end) in ends.iter_mut().enumerate() {
-        for (index, t) in tensors.iter().enumerate() {
-            if kind(t) != number {
-                continue;
-            }
-            let cols = *t.shape.last().unwrap_or(&1);
-            let rows = t.elements() / cols.max(1);
-            let offset = len[t.unit];
-            len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
-            slots.push(Slot { index, unit: t.unit, offset, rows, cols });
-        }
-        end.clone_from(&len);
-    }
-    slots.sort_by_key(|s| s.index);
-    (slots, ends)
-}
-
-/// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
-pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
-    parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()
 }
 
 impl Unit {
@@ -300,12 +276,36 @@ impl Unit {
         std::iter::once(&self.compute.held.values).chain(apart.then_some(&self.master.values))
     }
 
+    /// Whether elements have master weights; what trains in full in 16 bits may have none.
+    pub fn keeps(&self, range: &Range<usize>) -> bool {
+        self.kept.start <= range.start && range.end <= self.kept.end
+    }
+
+    /// The parts of a range, each of which has master weights or has none.
+    pub fn by_kept(&self, range: &Range<usize>) -> [Range<usize>; 3] {
+        let ends = [0..self.kept.start, self.kept.clone(), self.kept.end..self.len];
+        ends.map(|part| common(&part, range))
+    }
+
+    /// The random numbers by which update `t` (from 1) rounds elements from `start` on that have no master weights.
+    pub fn draws(&self, t: u64, start: usize) -> Draws {
+        Draws::new(self.seed, t, self.number, start)
+    }
+
+    /// The values of elements that have master weights, or have none: in f32, or as the layers compute with them.
+    ///
+    /// # Errors
+    /// A range that is not all here.
+    pub fn values(&self, range: Range<usize>) -> Result<Tensor> {
+        if self.keeps(&range) { self.master.of(range) } else { self.compute.held.of(range) }
+    }
+
     /// Gives what the layers compute with new values of the master weights, where it lives.
     ///
     /// # Errors
     /// A range that is not all here; of the device.
     pub fn refresh(&self, range: Range<usize>) -> Result<()> {
-        if self.is_master() {
+        if self.is_master() || !self.keeps(&range) {
             return Ok(());
         }
         let (values, to) = (self.master.of(range.clone())?, self.compute.held.of(range)?);
@@ -333,16 +333,15 @@ impl Params {
         what: Allocate,
     ) -> Result<Self> {
         let projection = Projection { rank: what.project, eight_bit: what.eight_bit };
-        let (slots, [first, wide_end, lens]) = layout(&tensors, units, projection);
+        let (slots, ends) = layout(&tensors, units, projection);
         let wide = wide_units(tensors.iter().map(|t| (t.unit, t.part)));
         let Allocate { train, in_backward, offload, offload_weights, pin, eight_bit, shard, .. } = what;
         let count = units;
         let home = if offload { &Device::Cpu } else { device };
         let frozen = vec![Vec::new(); units];
-        let units = lens
-            .into_iter()
-            .enumerate()
-            .map(|(number, len)| {
+        let units = (0..units)
+            .map(|number| {
+                let len = ends.all[number];
                 if len == 0 {
                     return Ok(None);
                 }
@@ -352,14 +351,18 @@ impl Params {
                     false => Buffer::replicated(len, dtype, device)?,
                 };
                 let (part, states) = (shard.part(len), shard.held(len, 1));
-                let state = || Held::zeros(states.clone(), home);
                 let same = dtype == DType::F32 && offload == offload_weights;
                 let wide = wide.contains(&number);
                 let replicated = !split && (same || shard.stage == 0 || wide);
+                // where layers compute with some master weights, all of the unit's are kept
+                let kept = match what.rounding.is_none() || dtype == DType::F32 || wide {
+                    true => 0..len,
+                    false => ends.large_full[number]..ends.adapters[number],
+                };
                 let master = match (same, replicated) {
                     (true, _) => compute.held.clone(),
-                    (_, true) => Held::zeros(0..len, home)?,
-                    _ => state()?,
+                    (_, true) => Held::zeros(kept.clone(), home)?,
+                    _ => Held::zeros(common(&states, &kept), home)?,
                 };
                 // in f32 what the layers compute with has the same values
                 let wide = match apart
@@ -371,8 +374,8 @@ impl Params {
                     false => None,
                 };
                 let grads = || Held::zeros(shard.held(len, 2), device);
-                let large = if eight_bit { first[number] } else { 0 };
-                let own = common(&states, &(0..wide_end[number]));
+                let large = if eight_bit { ends.large[number] } else { 0 };
+                let own = common(&states, &(0..ends.plain[number]));
                 let moments = || Moments::new(&own, large, home);
                 let mut projected = Vec::new();
                 for slot in slots.iter().filter(|s| s.unit == number && train) {
@@ -385,6 +388,9 @@ impl Params {
                     part,
                     replicated,
                     master,
+                    kept,
+                    number,
+                    seed: what.rounding.unwrap_or(0),
                     wide,
                     compute,
                     grads: (train && !in_backward).then(grads).transpose()?,
@@ -491,18 +497,30 @@ impl Params {
         Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
     }
 
-    /// The f32 values of a tensor: a view of the master weights.
+    /// The values of a tensor that stay: a view of the master weights, or of what the layers compute with where there are
+    /// none.
     ///
     /// # Errors
     /// A tensor of which this rank holds only a part.
     pub fn master(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
-        self.unit(slot)?.master.whole(slot, &self.tensors[index].shape)
+        self.unit(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
     }
 
-    /// Whether this rank has all master weights.
+    /// Whether this rank has all values of what trains.
     pub fn has_masters(&self) -> bool {
-        self.units.iter().flatten().all(|u| u.master.at == (0..u.len))
+        let whole = |u: &Unit| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
+        self.units.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
+    }
+
+    /// What the values of a tensor are in that stay: f32 where it has master weights.
+    ///
+    /// # Errors
+    /// As [`Params::unit`].
+    pub fn stored(&self, index: usize) -> Result<DType> {
+        let slot = &self.slots[index];
+        let unit = self.unit(slot)?;
+        Ok(if unit.keeps(&slot.range()) { DType::F32 } else { unit.compute.whole.dtype() })
     }
 
     /// The gradient of a tensor, as a view.
@@ -536,6 +554,10 @@ impl Params {
 
     /// As [`Params::set`], of the values from element `first` of the tensor on.
     pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
+        // a device launches nothing for no values, and says so
+        if value.elem_count() == 0 {
+            return Ok(());
+        }
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
         // rounded where the value is, which is the host nearly always

@@ -2,6 +2,7 @@
 
 use super::base::{base_of, quantized};
 use super::given::Given;
+use super::lines::Lines;
 use super::words;
 use crate::adapt::build::Build;
 use crate::adapt::{Adapter, Selection};
@@ -18,7 +19,7 @@ use crate::walk::generate::{self, Reader};
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use serde_json::{Map, Value, json};
-use std::io::{self, BufRead, IsTerminal, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `ft chat`.
@@ -131,35 +132,42 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
 }
 
+/// What a line can say instead of a message.
+const COMMANDS: &str = "/clear begins anew, /exit ends";
+
 /// Reads prompts line by line.
 fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()> {
-    let terminal = io::stdin().is_terminal();
-    if terminal {
-        tell("one line a message; /clear begins anew, /exit ends");
+    let fail = |e: io::Error| super::usage(format!("stdin: {e}"));
+    let mut lines = Lines::open("chat-history").map_err(fail)?;
+    if lines.typed() {
+        tell(&format!("one line a message; {COMMANDS}"));
     }
-    let mut lines = io::stdin().lock().lines();
-    loop {
-        if terminal {
-            let _ = write!(io::stderr(), "> ").and_then(|()| io::stderr().flush());
-        }
-        let line = match lines.next() {
-            None => return Ok(()),
-            Some(Err(e)) => return Err(super::usage(format!("stdin: {e}"))),
-            Some(Ok(line)) => line,
-        };
+    while let Some(line) = lines.next("> ").map_err(fail)? {
         match line.trim() {
             "" => continue,
-            "/exit" => return Ok(()),
+            "/exit" => break,
             "/clear" => chat.messages.clone_from(&chat.first),
+            other if is_command(&line) => {
+                warn(&format!(
+                    "no command is called {other}: {COMMANDS}\n  hint: a space before it makes it a message"
+                ));
+            }
             // white space counts in a text that is continued
             trimmed => {
                 let prompt = if chat.form == Form::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
-                    return Ok(());
+                    break;
                 }
             }
         }
     }
+    Ok(())
+}
+
+/// Whether a line looks like a command: a slash and a word.
+fn is_command(line: &str) -> bool {
+    let word = line.trim_end().strip_prefix('/');
+    word.is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_alphabetic()))
 }
 
 /// A conversation, and the model that has read it.
@@ -195,7 +203,7 @@ impl Chat<'_> {
             listening.is_ok()
         };
         let reply =
-            generate::reply(&mut self.reader, self.tokenizer, &ids, self.max_tokens, sampler, &mut say)?;
+            generate::answer(&mut self.reader, self.tokenizer, &ids, self.max_tokens, sampler, &mut say)?;
         say("\n");
         if self.reader.len() > self.max_positions {
             warn(&format!(
@@ -204,7 +212,7 @@ impl Chat<'_> {
                 self.max_positions
             ));
         }
-        self.messages.push(json!({"role": "assistant", "content": reply}));
+        self.messages.push(json!({"role": "assistant", "content": reply.text}));
         let gone = listening.is_err();
         recipe::Error::of_print(listening)?;
         Ok(!gone)

@@ -4,7 +4,7 @@ use super::RecipeArgs;
 use crate::adapt::build::check_full;
 use crate::adapt::{Adapter, Choice, Selection, initial, learning_rates};
 use crate::base::Base;
-use crate::data::{self, Dataset, Stats, Tokenizer, lengths};
+use crate::data::{self, Dataset, Stats, Tokenizer};
 use crate::error::Error;
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::warn;
@@ -175,16 +175,12 @@ impl Check<'_> {
                 warn(&format!("{} more problems in the data are not shown", checked.more));
             }
             let Some(dataset) = checked.dataset else { continue };
-            if !bad {
-                let dir = found.model.as_ref().map(|m| m.dir.as_path());
-                lengths::save(recipe, dir, vocab, part, &dataset);
-            }
             job::tell_data(part.key(&recipe.data), &dataset, config);
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
             if let Some(train) = &trained_on {
-                job::tell_shared(train, &dataset);
+                self.keep(job::tell_shared(train, &dataset));
             }
             *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
             if train {

@@ -1,9 +1,9 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
 use super::RecipeArgs;
-use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED, lengths};
+use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
 use crate::hub::{Settings, Want};
-use crate::log::{Escaped, escape};
+use crate::log::{color_on_stdout, escape};
 use crate::recipe::{self, Part, Recipe};
 use crate::train::{job, sources};
 use serde_json::json;
@@ -45,10 +45,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     let part = if args.eval { Part::Eval } else { Part::Train };
     let (train, eval) = Dataset::load_both(&recipe.data, &resolve, t, vocab, seed)?;
-    if let Some(eval) = &eval {
-        job::tell_shared(&train, eval);
-    }
-    let shared = eval.as_ref().map(|eval| train.shared_with(eval));
+    let shared = eval.as_ref().map(|eval| job::tell_shared(&train, eval)).transpose()?;
     let dataset = match eval {
         Some(eval) if args.eval => eval,
         _ => train,
@@ -57,20 +54,21 @@ pub fn run(args: &Args) -> crate::Result<()> {
         job::batches(&recipe, &dataset)?;
     }
     job::tell_data(part.key(&recipe.data), &dataset, &config);
-    lengths::save(&recipe, Some(&model.dir), vocab, part, &dataset);
     if args.json {
         let value = json(&dataset, &recipe, shared);
         return super::print(&format!("{value:#}\n"));
     }
-    let mut out = Escaped(io::BufWriter::new(io::stdout().lock()));
-    let outcome = show(&dataset, t, args.rows, recipe.data.max_length, &mut out).and_then(|()| out.flush());
+    // every text of the data is escaped on its way
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let (rows, max, color) = (args.rows, recipe.data.max_length, color_on_stdout());
+    let outcome = show(&dataset, t, rows, max, color, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)
 }
 
 /// Prints the first `rows` rows of a dataset and its statistics.
 ///
 /// Each line of text begins with `>` where it is supervised and with `.` where it is only read, so the difference
-/// does not hang on colour. Without a tokenizer, ids stand for the text.
+/// does not hang on colour; with `color`, supervised text is green. Without a tokenizer, ids stand for the text.
 ///
 /// # Errors
 /// What `out` gives.
@@ -79,10 +77,12 @@ pub fn show(
     tokenizer: Option<&Tokenizer>,
     rows: usize,
     max_length: usize,
+    color: bool,
     out: &mut dyn Write,
 ) -> io::Result<()> {
     for (i, row) in dataset.rows.iter().take(rows).enumerate() {
-        let documents: Vec<_> = row.iter().filter_map(|e| dataset.examples.get(*e)).collect();
+        let documents = row.iter().filter_map(|s| dataset.samples.get(*s as usize).transpose());
+        let documents = documents.collect::<Result<Vec<_>, _>>().map_err(io::Error::other)?;
         let tokens: usize = documents.iter().map(|e| e.ids.len()).sum();
         let targets: usize = documents.iter().map(|e| e.targets()).sum();
         writeln!(
@@ -102,7 +102,7 @@ pub fn show(
                     example.line
                 )?;
             }
-            document(&example.ids, &example.labels, tokenizer, out)?;
+            document(&example.ids, &example.labels, tokenizer, color, out)?;
         }
         writeln!(out)?;
     }
@@ -116,6 +116,7 @@ fn document(
     ids: &[u32],
     labels: &[i32],
     tokenizer: Option<&Tokenizer>,
+    color: bool,
     out: &mut dyn Write,
 ) -> io::Result<()> {
     let mut start = 0;
@@ -130,8 +131,9 @@ fn document(
             None => as_ids(),
         };
         let gutter = if supervised { '>' } else { '.' };
+        let (green, plain) = if supervised && color { ("\x1b[32m", "\x1b[0m") } else { ("", "") };
         for line in text.split_inclusive('\n') {
-            writeln!(out, "  {gutter} {}", visible(line))?;
+            writeln!(out, "  {gutter} {green}{}{plain}", visible(line))?;
         }
     }
     Ok(())
@@ -166,7 +168,7 @@ fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::
     writeln!(out, "examples     {}, {} cut to data.max_length", s.examples, s.truncated)?;
     let l = &s.lengths;
     writeln!(out, "lengths      min {}, median {}, p95 {}, max {}", l.min, l.median, l.p95, l.max)?;
-    let whole = Lengths::of(s.whole.iter().map(|n| *n as usize).collect());
+    let whole = s.whole.lengths();
     if whole != *l {
         writeln!(
             out,
@@ -175,7 +177,7 @@ fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::
         )?;
     }
     for (max, tokens, samples) in cuts(s, max_length) {
-        let all: usize = s.whole.iter().map(|n| *n as usize).sum();
+        let all = s.whole.tokens() as usize;
         let here = if max == max_length { ", as it is" } else { "" };
         let samples = plural(samples, "sample");
         writeln!(out, "  at {max:<8}  {:.1} % of the tokens lost, of {samples}{here}", share(tokens, all))?;
@@ -191,7 +193,7 @@ fn cuts(s: &Stats, max_length: usize) -> Vec<(usize, usize, usize)> {
     let mut values: Vec<usize> = (8..18).map(|n| 1 << n).chain([max_length]).collect();
     values.sort_unstable();
     values.dedup();
-    let all = values.into_iter().map(|max| (max, s.cut_at(max))).map(|(max, (t, n))| (max, t, n));
+    let all = values.into_iter().map(|max| (max, s.whole.cut_at(max))).map(|(max, (t, n))| (max, t, n));
     // up to the first that cuts nothing
     let mut out = Vec::new();
     for cut in all {
@@ -218,7 +220,7 @@ fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json
             "empty_after_truncation": s.drops.empty_after_truncation, "too_long": s.drops.too_long,
         },
         "lengths": lengths(&s.lengths),
-        "whole_lengths": lengths(&Lengths::of(s.whole.iter().map(|n| *n as usize).collect())),
+        "whole_lengths": lengths(&s.whole.lengths()),
         "lost": cuts, "tokens": s.tokens, "target_tokens": s.targets, "batch_rows": s.rows, "fill": s.fill,
         "in_both": shared, "hash": dataset.hash,
     })

@@ -1,4 +1,4 @@
-//! `ft eval`: loss and perplexity on the evaluation data.
+//! `ft eval`: loss and perplexity on the evaluation data, and scores of answers where the recipe asks for them.
 
 use super::RecipeArgs;
 use super::given::{Given, recipe_of};
@@ -6,7 +6,7 @@ use crate::hub::Want;
 use crate::log::warn;
 use crate::recipe::{Init, Recipe, Weights};
 use crate::train::{self, Job};
-use crate::walk::Execution;
+use crate::walk::{Execution, visit::Nothing};
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -63,19 +63,22 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }
+    let scores = train::score(&job, &decoder, &Nothing, &data, &|| false)?;
     let adapter = job.adapter.as_ref().map(|a| a.dir.display().to_string());
     if args.json {
-        let line = json!({
+        let mut line = json!({
             "model": job.model.source, "adapter": adapter, "loss": loss, "perplexity": loss.exp(),
             "target_tokens": targets, "rows": data.rows.len(),
         });
+        scores.iter().for_each(|s| train::add_to(&mut line, s));
         return super::print(&format!("{line}\n"));
     }
     super::print(&format!(
-        "model       {}{}\nloss        {loss:.6}\nperplexity  {:.4}\ntargets     {targets} in {} rows\n",
+        "model       {}{}\nloss        {loss:.6}\nperplexity  {:.4}\ntargets     {targets} in {} rows\n{}",
         job.model.source,
         adapter.map_or(String::new(), |a| format!(" + {a}")),
         loss.exp(),
         data.rows.len(),
+        scores.map_or(String::new(), |s| format!("generated   {}\n", train::scores_line(&s))),
     ))
 }

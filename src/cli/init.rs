@@ -1,5 +1,6 @@
 //! `ft init`: asks what a recipe needs, and writes one.
 
+use crate::data;
 use crate::log::{escape, tell};
 use crate::recipe::Recipe;
 use crate::store;
@@ -58,9 +59,14 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(super::usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let text = text(&model, &data, &method, &memory);
+    let of = |more: &str| {
+        let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
+        text(&model, &source, &method, &memory)
+    };
     // what cannot be meant is told before anything is written
-    Recipe::parse(&text, &path.display().to_string(), &[])?;
+    let recipe = Recipe::parse(&of(""), &path.display().to_string(), &[])?;
+    let more = recipe.data.train.first().and_then(|s| data::to_write(s, &|s| recipe.resolve(s)));
+    let text = more.map_or_else(|| of(""), |more| of(&format!(", {more}")));
     store::write_atomic(&path, text.as_bytes())?;
     tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", escape(&path.display().to_string())));
     super::print(&format!("{}\n", path.display()))
@@ -86,7 +92,7 @@ fn answer(question: &str, default: &str) -> crate::Result<String> {
 }
 
 /// The recipe, with what its keys mean.
-fn text(model: &str, data: &str, method: &str, memory: &str) -> String {
+fn text(model: &str, source: &str, method: &str, memory: &str) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
     let mut out = format!("[model]\nsource = {}\n", quote(model));
     if method == "qlora" {
@@ -106,13 +112,12 @@ fn text(model: &str, data: &str, method: &str, memory: &str) -> String {
         }
     };
     out += &format!(
-        "\n[data]\ntrain = [{{ source = {} }}]         # the format is found by the first row, and said\n\
+        "\n[data]\ntrain = [{source}]         # a format that is not given is found by the first row, and said\n\
          eval_share = 0.02                 # of the rows: evaluated on, not trained on\n\
          max_length = 2048                 # tokens a row at the most: ft data shows what it cuts\n\
          \n[run]\nepochs = 1\nbatch_rows = 16                   # rows an optimizer step\n\
          micro_rows = \"auto\"               # rows at once: as many as is fastest\n\
-         eval_every = 100                  # steps\nsave_every = 100\n",
-        quote(data)
+         eval_every = 100                  # steps\nsave_every = 100\n"
     );
     let lr = if method == "full" { "1e-5" } else { "2e-4" };
     out += &format!("\n[optimizer]\nlr = {lr}\nwarmup_ratio = 0.03\n");
@@ -130,7 +135,7 @@ mod tests {
     fn every_answer_makes_a_recipe() {
         for (method, _) in METHODS {
             for memory in ["free", "24GiB"] {
-                let text = text("a \"b\"", "c\\d.csv", method, memory);
+                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory);
                 let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
                 assert_eq!(
                     (r.model.source.as_str(), r.data.train[0].source.as_str()),

@@ -11,6 +11,7 @@ pub mod export;
 mod gguf;
 mod given;
 pub mod init;
+mod lines;
 pub mod merge;
 pub mod plan;
 pub mod push;
@@ -93,8 +94,8 @@ enum Verb {
     },
     /// Ask what a recipe needs, and write one
     Init(init::Args),
-    /// Print the JSON schema of recipes, for editors
-    Schema,
+    /// Print the JSON schema of recipes, for editors; or a reference of all keys
+    Schema(schema::Args),
     /// Upload an adapter or a model to the hub, with a card
     Push(push::Args),
     /// Print a script that completes commands in a shell
@@ -183,7 +184,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Verb::Serve(args) => serve::run(&args),
         Verb::Recipes { name } => recipes::run(name.as_deref()),
         Verb::Init(args) => init::run(&args),
-        Verb::Schema => schema::run(),
+        Verb::Schema(args) => schema::run(&args),
         Verb::Push(args) => push::run(&args),
         Verb::Completions { shell } => completions::completions(shell, &mut Cli::command()),
         Verb::Man(args) => completions::man(&args, Cli::command()),

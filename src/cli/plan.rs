@@ -31,7 +31,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Device::Cuda => true,
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
-    notes.extend(train::ranks_not_built(&recipe, cuda).map(|what| format!("ft run: {what}")));
+    notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
     let (plan, found) = plan::of_recipe(&recipe, cuda)?;
     found.notes.iter().for_each(|n| warn(n));
     let range = time(&plan);

@@ -3,14 +3,11 @@
 use super::given::Given;
 use crate::hub::{self, Push, Settings};
 use crate::log::{tell, warn};
-use crate::report::{card, is_hub_id};
+use crate::report::{CARD, card, is_hub_id, is_untouched};
 use crate::store;
 use crate::train::output::{is_of_adapter, is_of_model};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-
-/// The name of a card.
-const CARD: &str = "README.md";
 
 /// Arguments of `ft push`.
 #[derive(Debug, clap::Args)]
@@ -41,10 +38,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let given = Given::find(&args.dir)?;
     let dir = result(&given)?;
     let run = given.run.as_deref();
-    let (files, left) = files(dir)?;
-    let has_card = files.iter().any(|(name, _)| name == CARD);
+    let (mut files, left) = files(dir)?;
+    // the one that a run leaves does not know the repository
+    let own = store::read_plain_text(&dir.join(CARD), store::LARGEST).is_ok_and(|text| !is_untouched(&text));
     let mut texts = Vec::new();
-    if !has_card {
+    if !own {
+        files.retain(|(name, _)| name != CARD);
         texts.push((CARD.to_string(), card(dir, run, &args.repository)?));
     }
     if !left.is_empty() {

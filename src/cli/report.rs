@@ -1,14 +1,15 @@
-//! `ft report`: a run as one HTML file.
+//! `ft report`: a run, or several side by side, as one HTML file.
 
 use crate::report;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `ft report`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The folder of a run (run.output), finished or not
-    run: PathBuf,
-    /// Where to write; RUN/report.html unless told
+    /// The folder of a run (run.output), finished or not; of several runs, the report compares them
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// Where to write; RUN/report.html unless told, for several runs comparison.html here
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -18,6 +19,9 @@ pub struct Args {
 /// # Errors
 /// A folder without metrics; a file that cannot be written.
 pub fn run(args: &Args) -> crate::Result<()> {
-    let path = report::write(&args.run, args.out.as_deref())?;
+    let path = match args.runs.as_slice() {
+        [run] => report::write(run, args.out.as_deref())?,
+        runs => report::write_several(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,
+    };
     super::print(&format!("{}\n", path.display()))
 }

@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let bar = indicatif::ProgressBar::new(count as u64);
     let (mut load, mut tokens) = (Load::default(), 0);
     for chunk in rows.chunks(job.recipe.run.micro_rows.count()) {
-        let m = Micro::collate(&data, chunk);
+        let m = Micro::collate(&data, chunk)?;
         if !m.ids.is_empty() {
             let batch = Batch::new(&job.config, step::host(&m), (0, 0), None, &job.device)?;
             let mut walk = Walk::new(&decoder, None, 0);

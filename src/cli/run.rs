@@ -1,9 +1,8 @@
 //! `ft run`
 
 use super::RecipeArgs;
-use crate::comm;
 use crate::log::{hush, tell};
-use crate::recipe::Recipe;
+use crate::recipe::{Launch, Recipe};
 use crate::train::{self, Options, Outcome};
 
 /// Arguments of `ft run`.
@@ -28,7 +27,7 @@ pub struct Args {
 
 /// Trains, and says where the result is.
 pub fn run(args: &Args) -> crate::Result<()> {
-    if comm::launched().is_some_and(|(rank, _)| rank > 0) {
+    if Launch::of_env().is_some_and(|l| l.rank > 0) {
         // the first process says the same
         hush();
     }

@@ -1,7 +1,15 @@
-//! `ft schema`: the JSON schema of recipes, on stdout.
+//! `ft schema`: the JSON schema of recipes, or a reference of their keys, on stdout.
 
 use crate::recipe;
 use std::io::{self, Write};
+
+/// Arguments of `ft schema`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Print the reference of all keys as Markdown instead
+    #[arg(long)]
+    markdown: bool,
+}
 
 /// Prints the JSON schema of recipes to `out`.
 ///
@@ -16,6 +24,9 @@ pub fn show(out: &mut dyn Write) -> io::Result<()> {
 ///
 /// # Errors
 /// A stdout that takes no more; a reader that goes away (`ft schema | head`) is no error.
-pub fn run() -> Result<(), crate::Error> {
+pub fn run(args: &Args) -> Result<(), crate::Error> {
+    if args.markdown {
+        return super::print(&recipe::page());
+    }
     Ok(recipe::Error::of_print(show(&mut io::stdout().lock()))?)
 }

@@ -6,7 +6,8 @@
 //!
 //! Sums are taken in rank order, so that they have the same bits however they are split.
 
-#[cfg(feature = "mpi")]
+#[cfg(feature = "cuda")]
+mod devices;
 pub mod processes;
 mod threads;
 
@@ -14,9 +15,12 @@ pub use threads::{Threads, group};
 
 use crate::error::{ExitCode, Failure};
 use crate::kernel::Tensor;
+use crate::kernel::crossing::Arrival;
 use crate::recipe::Parallel;
+use candle_core::Device;
 use std::fmt;
 use std::ops::Range;
+use std::time::Duration;
 
 /// Values (of four bytes) that a rank that is a process gives to all others at once, and takes from them, at the most.
 pub const ROUND: usize = 512 * 1024;
@@ -108,18 +112,18 @@ pub trait Comm: Send + Sync {
     /// A rank that is lost.
     fn wait(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>>;
 
-    /// `to += part[range]` of every rank that has one, in rank order; `to` is f32 and as long as the range. Ranks may ask
-    /// for different ranges.
+    /// Begins `to += part[range]` of every rank that has one, in rank order; `to` is f32 and as long as the range. Ranks may
+    /// ask for different ranges. It is done where what arrives was waited for.
     ///
     /// # Errors
     /// A rank that is lost; a tensor operation that fails.
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()>;
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<Arrival>;
 
-    /// `to[ranges[r]] =` what rank `r` gives. `mine` must not be a view of `to`.
+    /// Begins `to[ranges[r]] =` what rank `r` gives. `mine` must not be a view of `to`.
     ///
     /// # Errors
     /// A rank that is lost; a tensor operation that fails.
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()>;
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<Arrival>;
 
     /// Bytes of tensors that came from other ranks so far, as the fewest that a collective needs: a sum takes in one
     /// part of its range a rank.
@@ -127,13 +131,31 @@ pub trait Comm: Send + Sync {
 
     /// Makes all other ranks give up, for an error of this one.
     fn fail(&self, e: &crate::Error);
+
+    /// What has ended the group, if anything has.
+    fn lost(&self) -> Option<Error>;
+
+    /// Lets `f` be called, on a thread of its own, when something ends the group: what ranks wait for elsewhere is given up.
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>);
 }
 
-/// The rank of this process and how many there are, where `mpirun` or `srun` has started several, as they say it.
-pub fn launched() -> Option<(usize, usize)> {
-    let number = |key: &str| std::env::var(key).ok()?.parse().ok();
-    let said = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")];
-    said.into_iter().find_map(|(rank, world)| number(rank).zip(number(world))).filter(|(_, world)| *world > 1)
+/// Runs what a rank does with collectives that carry tensors of `device`: those of CUDA go by NCCL, and what is said, and
+/// who lives, by `comm`. Where the group has ended meanwhile, that is the error.
+///
+/// # Errors
+/// Those of `f`; a rank that is lost; NCCL's.
+pub fn on_device<R>(
+    comm: &dyn Comm,
+    device: &Device,
+    timeout: Duration,
+    f: impl FnOnce(&dyn Comm) -> crate::Result<R>,
+) -> crate::Result<R> {
+    #[cfg(feature = "cuda")]
+    if comm.world() > 1 && device.is_cuda() {
+        return devices::with(comm, device, timeout, f);
+    }
+    let _ = (device, timeout);
+    f(comm)
 }
 
 /// A group of one.

@@ -7,6 +7,7 @@ use super::{At, Comm, Error};
 use crate::error::ExitCode;
 use crate::kernel::Tensor;
 use crate::kernel::cpu::{in_place, view};
+use crate::kernel::crossing::Arrival;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -35,6 +36,22 @@ struct State {
     last: Option<Arc<Vec<Given>>>,
     taken: usize,
     failed: Option<Error>,
+    /// To be called when it has failed.
+    when_lost: Vec<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl State {
+    fn new(world: usize) -> Self {
+        Self {
+            given: (0..world).map(|_| None).collect(),
+            at: vec![START; world],
+            over: 0,
+            last: None,
+            taken: 0,
+            failed: None,
+            when_lost: Vec::new(),
+        }
+    }
 }
 
 struct Group {
@@ -54,24 +71,16 @@ pub struct Threads {
 
 /// A group of `world` ranks, each for a thread of its own; a collective may take `timeout`.
 pub fn group(world: usize, timeout: Duration) -> Vec<Threads> {
-    let state = State {
-        given: (0..world).map(|_| None).collect(),
-        at: vec![START; world],
-        over: 0,
-        last: None,
-        taken: 0,
-        failed: None,
-    };
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let group = Arc::new(Group { world, timeout, host, state: Mutex::new(state), wake: Condvar::new() });
+    let (state, wake) = (Mutex::new(State::new(world)), Condvar::new());
+    let group = Arc::new(Group { world, timeout, host, state, wake });
     let rank = |rank| Threads { group: Arc::clone(&group), rank, received: AtomicU64::new(0) };
     (0..world).map(rank).collect()
 }
 
 /// A group of one.
 pub(super) fn one() -> Threads {
-    let state = State { given: vec![None], at: vec![START], over: 0, last: None, taken: 0, failed: None };
-    let (state, wake) = (Mutex::new(state), Condvar::new());
+    let (state, wake) = (Mutex::new(State::new(1)), Condvar::new());
     let group = Group { world: 1, timeout: Duration::MAX, host: String::new(), state, wake };
     Threads { group: Arc::new(group), rank: 0, received: AtomicU64::new(0) }
 }
@@ -90,6 +99,7 @@ impl Group {
     fn fail(&self, s: &mut State, e: Error) -> Error {
         let e = s.failed.get_or_insert(e).clone();
         self.wake.notify_all();
+        call_all(std::mem::take(&mut s.when_lost));
         e
     }
 }
@@ -185,6 +195,15 @@ impl Threads {
     }
 }
 
+/// Calls what is to be called when a group has ended, on a thread of its own: nobody waits for it.
+pub(super) fn call_all(all: Vec<Box<dyn Fn() + Send + Sync>>) {
+    if !all.is_empty() {
+        let call = std::thread::Builder::new().name("given up".into());
+        // without a thread, the process ends as ranks do that hang
+        let _ = call.spawn(move || all.iter().for_each(|f| f()));
+    }
+}
+
 /// The tensors that ranks gave, by rank.
 fn given(all: &[Given]) -> impl Iterator<Item = (usize, &Tensor)> {
     all.iter().enumerate().filter_map(|(r, g)| match g {
@@ -210,7 +229,7 @@ impl Comm for Threads {
         self.words(at, mine, None)
     }
 
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()> {
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<Arrival> {
         self.with_tensors(at, part, |all| {
             if range.is_empty() {
                 return Ok(());
@@ -227,10 +246,11 @@ impl Comm for Threads {
                 })?;
             }
             Ok(())
-        })
+        })?;
+        Ok(Arrival::over())
     }
 
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()> {
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<Arrival> {
         self.with_tensors(at, Some(mine), |all| {
             for (rank, part) in given(all) {
                 let Some(range) = ranges.get(rank).filter(|r| !r.is_empty()) else { continue };
@@ -240,7 +260,8 @@ impl Comm for Threads {
                 }
             }
             Ok(())
-        })
+        })?;
+        Ok(Arrival::over())
     }
 
     fn received(&self) -> u64 {
@@ -254,6 +275,18 @@ impl Comm for Threads {
             let at = s.at[self.rank];
             let e = self.group.error(self.rank, at, e.to_string(), e.exit_code());
             self.group.fail(&mut s, e);
+        }
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.group.lock().failed.clone()
+    }
+
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
+        let mut s = self.group.lock();
+        s.when_lost.push(f);
+        if s.failed.is_some() {
+            call_all(std::mem::take(&mut s.when_lost));
         }
     }
 }

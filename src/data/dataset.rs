@@ -1,38 +1,35 @@
 //! All sources of a recipe as one dataset.
 
-use super::encode::{Encoder, Example, Read};
-use super::error::{Error, Problem};
+use super::cache::{Entry, Key, ModelKey, Strict, not_kept};
+use super::encode::{Encoder, Example};
+use super::error::Error;
 use super::files::files;
 use super::format::Shape;
-use super::reader::{RawRow, Rows};
-use super::stats::Stats;
-use super::{Tokenizer, pack};
-use crate::error::Place;
+use super::pass::{Pass, Stopped};
+use super::record::small;
+use super::samples::{Samples, Store, Writer};
+use super::stats::{Found, Stats};
+use super::{Rows, Tokenizer, pack};
 use crate::log::rows_bar;
-use crate::recipe::{self, Format, OnBadRow, OverLength, Part};
+use crate::recipe::{self, Format, OnBadRow, Part, Recipe};
 use crate::rng::{Purpose, Stream};
+use crate::store;
 use indicatif::ProgressBar;
-use rayon::prelude::*;
-use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// Rows that are tokenized together, and bytes that they may have.
-const CHUNK: (usize, usize) = (4096, 16 << 20);
-/// Rows that are left out and shown.
-const SHOWN: usize = 5;
+use std::sync::Arc;
 
 /// Tokenized samples, and the rows that they make.
 #[derive(Clone, Debug)]
 pub struct Dataset {
     /// Samples, in the order of sources and files.
-    pub examples: Vec<Example>,
+    pub samples: Samples,
     /// Rows of an epoch: which samples each holds; one each when nothing is packed. A sample whose source has a
     /// weight above 1 is in more than one.
-    pub rows: Vec<Vec<usize>>,
+    pub rows: Rows,
     /// What was read and left out.
     pub stats: Stats,
-    /// BLAKE3, in hexadecimal, of all rows: their samples' ids and labels, in order.
+    /// BLAKE3, in hexadecimal, of the samples' tokens and of what all rows hold, in order.
     pub hash: String,
 }
 
@@ -48,26 +45,36 @@ pub struct Checked {
 }
 
 /// What a load needs beside its sources.
-struct Loader<'a> {
+pub(super) struct Loader<'a> {
     data: &'a recipe::Data,
     resolve: &'a dyn Fn(&str) -> PathBuf,
     tokenizer: Option<&'a Tokenizer>,
     vocab_size: usize,
+    /// Where tokens are kept.
+    cache: Option<PathBuf>,
     /// How many problems are collected; `None` stops at the first.
     collect: Option<usize>,
     problems: Vec<Error>,
     more: usize,
-    examples: Vec<Example>,
+    samples: Samples,
     stats: Stats,
     bar: ProgressBar,
 }
 
 impl Dataset {
+    /// Of samples in memory, and rows of them; with nothing counted.
+    ///
+    /// # Errors
+    /// None, of memory.
+    pub fn of(examples: &[Example], rows: Rows) -> Result<Dataset, Error> {
+        Ok(Dataset { samples: Samples::of(examples)?, rows, stats: Stats::default(), hash: String::new() })
+    }
+
     /// Reads, tokenizes, mixes and packs a part of a recipe's data; what is evaluated on stays in file order.
     ///
     /// `resolve` gives the path of a source's file or folder. `vocab_size` is the number of rows of the model's
     /// embedding. A source's `weight` is how often an epoch holds each of its samples; of a fraction, a part that
-    /// `seed` chooses.
+    /// `seed` chooses. Tokens that an earlier command kept are taken (`data.cache`).
     ///
     /// # Errors
     /// The first row that cannot be used (unless `on_bad_row = "skip"`), a file without rows, a source that leaves
@@ -80,12 +87,7 @@ impl Dataset {
         vocab_size: usize,
         seed: u64,
     ) -> Result<Dataset, Error> {
-        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, None);
-        let ranges = loader.sources(cfg.sources(part))?;
-        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
-        let (train, held_out) = samples.split(cfg.eval_share, seed);
-        let samples = if part == Part::Train || cfg.eval_share == 0.0 { train } else { held_out };
-        samples.dataset(part, cfg, loader.stats, seed)
+        Loader::new(cfg, resolve, tokenizer, vocab_size).load(part, seed)
     }
 
     /// Both parts of a recipe's data, as [`Dataset::load`] gives them; each row is read once.
@@ -104,19 +106,18 @@ impl Dataset {
             let train = load(Part::Train)?;
             return Ok((train, if cfg.eval.is_empty() { None } else { Some(load(Part::Eval)?) }));
         }
-        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, None);
-        let ranges = loader.sources(&cfg.train)?;
-        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
-        let (train, held_out) = samples.split(cfg.eval_share, seed);
-        let eval = held_out.dataset(Part::Eval, cfg, loader.stats.clone(), seed)?;
-        Ok((train.dataset(Part::Train, cfg, loader.stats, seed)?, Some(eval)))
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
+        loader.sources(&cfg.train)?;
+        let (train, held_out) = split(loader.samples, cfg.eval_share, seed);
+        let eval = dataset(held_out, Part::Eval, cfg, loader.stats.clone(), seed)?;
+        Ok((dataset(train, Part::Train, cfg, loader.stats, seed)?, Some(eval)))
     }
 
     /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of the rows
     /// is not read, and documents that are longer than the model's `positions`.
     pub fn warnings(&self, positions: usize) -> Vec<String> {
         let mut out = self.stats.notes.told();
-        let long = self.examples.iter().map(|e| e.ids.len()).filter(|n| *n > positions);
+        let long = (0..self.samples.len()).map(|i| self.samples.tokens(i)).filter(|n| *n > positions);
         let (count, longest) = long.fold((0, 0), |(count, longest), n| (count + 1, longest.max(n)));
         if count > 0 {
             let documents =
@@ -130,9 +131,11 @@ impl Dataset {
     }
 
     /// How many samples of another dataset are in this one too.
-    pub fn shared_with(&self, other: &Dataset) -> usize {
-        let ours: HashSet<&[u32]> = self.examples.iter().map(|e| e.ids.as_slice()).collect();
-        other.examples.iter().filter(|e| ours.contains(e.ids.as_slice())).count()
+    ///
+    /// # Errors
+    /// A file of tokens that cannot be read any more.
+    pub fn shared_with(&self, other: &Dataset) -> Result<usize, Error> {
+        self.samples.shared_with(&other.samples)
     }
 
     /// All problems of a part of the data instead of the first: every bad row counts, whatever `on_bad_row` says. At
@@ -146,59 +149,107 @@ impl Dataset {
         seed: u64,
         limit: usize,
     ) -> Checked {
-        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size, Some(limit));
-        let mut ranges = Vec::new();
-        for (i, source) in cfg.sources(part).iter().enumerate() {
-            match loader.source(i, source) {
-                Ok(range) => ranges.push(range),
-                Err(e) => {
-                    loader.keep(e);
-                    ranges.push(loader.examples.len()..loader.examples.len());
-                }
-            }
-        }
-        let problems = std::mem::take(&mut loader.problems);
-        let more = loader.more;
-        let samples = Samples { examples: std::mem::take(&mut loader.examples), ranges };
-        let dataset = match samples.examples.is_empty() {
-            true => None,
-            false => {
-                let (train, held_out) = samples.split(cfg.eval_share, seed);
-                let samples = if part == Part::Train || cfg.eval_share == 0.0 { train } else { held_out };
-                samples.dataset(part, cfg, loader.stats, seed).ok()
-            }
-        };
-        Checked { problems, more, dataset }
+        let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
+        loader.listing(limit);
+        loader.check(part, seed)
     }
 }
 
+/// What an earlier command kept of a part of a recipe's data: its samples, and the rows of an epoch. Neither data nor
+/// tokens are read, and no tokenizer is loaded; `dir` is the model's folder, if it is here. `None` where not all of it is
+/// kept, or the data are others now.
+pub fn kept(r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part) -> Option<(Samples, Rows)> {
+    kept_in(&store::cache_folder()?, r, dir, vocab, part)
+}
+
+pub(super) fn kept_in(
+    cache: &Path,
+    r: &Recipe,
+    dir: Option<&Path>,
+    vocab: usize,
+    part: Part,
+) -> Option<(Samples, Rows)> {
+    let data = &r.data;
+    if !data.cache || data.sources(part).is_empty() {
+        return None;
+    }
+    let template = data.chat_template.as_ref().map(|p| r.resolve(&p.display().to_string()));
+    let model = dir.and_then(|d| ModelKey::of(d, template.as_deref()));
+    let mut samples = Samples::default();
+    for source in data.sources(part) {
+        let files = files(source, &|s| r.resolve(s)).ok()?;
+        let shape = Shape::new(source, data.mask).ok()?;
+        let key =
+            Key { shape: &shape, source, data, model: model.as_ref(), vocab_size: vocab, files: &files };
+        let strict = Strict(data.on_bad_row == OnBadRow::Error);
+        samples.push(Arc::new(Entry::of(cache, key)?.find(strict, false)?.0), None);
+    }
+    let samples = of_part(samples, part, data, r.run.seed);
+    let rows = rows(part, &samples, data, r.run.seed).ok()?;
+    Some((samples, rows))
+}
+
 impl<'a> Loader<'a> {
-    fn new(
+    pub fn new(
         data: &'a recipe::Data,
         resolve: &'a dyn Fn(&str) -> PathBuf,
         tokenizer: Option<&'a Tokenizer>,
         vocab_size: usize,
-        collect: Option<usize>,
     ) -> Self {
         Self {
             data,
             resolve,
             tokenizer,
             vocab_size,
-            collect,
+            cache: store::cache_folder().filter(|_| data.cache),
+            collect: None,
             problems: Vec::new(),
             more: 0,
-            examples: Vec::new(),
+            samples: Samples::default(),
             stats: Stats::default(),
             bar: rows_bar(),
         }
     }
 
-    fn sources(&mut self, sources: &[recipe::Source]) -> Result<Vec<Range<usize>>, Error> {
-        sources.iter().enumerate().map(|(i, s)| self.source(i, s)).collect()
+    /// With tokens kept in another folder than the user's.
+    #[cfg(test)]
+    pub fn keeping(self, cache: &Path) -> Self {
+        Self { cache: Some(cache.into()).filter(|_| self.data.cache), ..self }
     }
 
-    fn keep(&mut self, problem: Error) {
+    /// With all problems, at most so many of them kept, instead of the first.
+    pub fn listing(&mut self, limit: usize) {
+        self.collect = Some(limit);
+    }
+
+    pub fn load(mut self, part: Part, seed: u64) -> Result<Dataset, Error> {
+        self.sources(self.data.sources(part))?;
+        dataset(of_part(self.samples, part, self.data, seed), part, self.data, self.stats, seed)
+    }
+
+    pub fn check(mut self, part: Part, seed: u64) -> Checked {
+        for (i, source) in self.data.sources(part).iter().enumerate() {
+            if let Err(e) = self.source(i, source) {
+                self.collected(e);
+                self.samples.push(Arc::new(Store::default()), None);
+            }
+        }
+        let (problems, more) = (self.problems, self.more);
+        let dataset = match self.samples.is_empty() {
+            true => None,
+            false => {
+                let samples = of_part(self.samples, part, self.data, seed);
+                dataset(samples, part, self.data, self.stats, seed).ok()
+            }
+        };
+        Checked { problems, more, dataset }
+    }
+
+    fn sources(&mut self, sources: &[recipe::Source]) -> Result<(), Error> {
+        sources.iter().enumerate().try_for_each(|(i, s)| self.source(i, s))
+    }
+
+    fn collected(&mut self, problem: Error) {
         if self.problems.len() < self.collect.unwrap_or(0) {
             self.problems.push(problem);
         } else {
@@ -206,8 +257,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Reads one source; gives the range of its examples.
-    fn source(&mut self, index: usize, source: &recipe::Source) -> Result<Range<usize>, Error> {
+    /// Takes one source's samples from where they are kept, or reads it.
+    fn source(&mut self, index: usize, source: &recipe::Source) -> Result<(), Error> {
         let shape = Shape::new(source, self.data.mask)?;
         if !(source.weight.is_finite() && source.weight > 0.0) {
             let message = format!("weight = {} is not a number above 0", source.weight);
@@ -215,32 +266,79 @@ impl<'a> Loader<'a> {
         }
         self.needs(shape.format)?;
         let files = files(source, self.resolve)?;
-        let start = self.examples.len();
-        let encoder = Encoder {
-            shape: &shape,
-            data: self.data,
-            tokenizer: self.tokenizer,
-            vocab_size: self.vocab_size,
-            source: index,
+        let (data, vocab_size) = (self.data, self.vocab_size);
+        let model = self.tokenizer.and_then(Tokenizer::key);
+        let key = Key { shape: &shape, source, data, model, vocab_size, files: &files };
+        let entry = self.cache.as_ref().and_then(|cache| Entry::of(cache, key));
+        let encoder = Encoder { shape: &shape, data, tokenizer: self.tokenizer, vocab_size, source: index };
+        let (store, found) = match &entry {
+            Some(entry) => self.kept(entry, &encoder, (&files, source))?,
+            None => self.read(&encoder, (&files, source))?,
         };
-        let (read, problems) = (self.stats.rows_read, self.problems.len() + self.more);
-        let bar = self.bar.clone();
-        let _cleared = Cleared(&bar);
-        for file in &files {
-            if let Err(e) = self.file(file, &encoder) {
-                if self.collect.is_none() {
-                    return Err(e);
-                }
-                self.keep(e);
-            }
+        self.stats.add(&found);
+        self.samples.push(Arc::new(store), None);
+        Ok(())
+    }
+
+    /// What is kept of a source; else reads it and keeps that.
+    fn kept(
+        &mut self,
+        entry: &Entry<'_>,
+        encoder: &Encoder<'_>,
+        what: (&[PathBuf], &recipe::Source),
+    ) -> Result<(Store, Found), Error> {
+        let strict = Strict(self.collect.is_some() || self.data.on_bad_row == OnBadRow::Error);
+        if let Some(kept) = entry.find(strict, true) {
+            return Ok(kept);
         }
-        if self.examples.len() == start && self.problems.len() + self.more == problems {
-            let first = self.stats.left_out.last().map(|l| format!("; the last: {l}")).unwrap_or_default();
-            let message =
-                format!("none of its {} rows can be trained on{first}", self.stats.rows_read - read);
-            return Err(Error::Empty { file: source.source.clone(), message });
+        let _turn = entry.turn();
+        if let Some(kept) = entry.find(strict, true) {
+            return Ok(kept);
         }
-        Ok(start..self.examples.len())
+        let why = match entry.writer().map_err(Stopped::Write).and_then(|w| self.pass(w, encoder, what)) {
+            Ok(Passed { writer, found, clean }) if clean && entry.holds() => match entry.keep(writer, &found)
+            {
+                Ok(()) => match entry.find(strict, false) {
+                    Some(kept) => return Ok(kept),
+                    None => None,
+                },
+                Err(e) => Some(e),
+            },
+            // a command that stops at bad rows would not stop at these
+            Ok(Passed { writer, found, .. }) => return Ok((writer.finish()?, found)),
+            Err(Stopped::Write(e)) => Some(e),
+            Err(Stopped::Data(e)) => return Err(e),
+        };
+        why.iter().for_each(not_kept);
+        self.read(encoder, what)
+    }
+
+    /// Reads a source into memory.
+    fn read(
+        &mut self,
+        encoder: &Encoder<'_>,
+        what: (&[PathBuf], &recipe::Source),
+    ) -> Result<(Store, Found), Error> {
+        match self.pass(Writer::memory(), encoder, what) {
+            Ok(Passed { writer, found, .. }) => Ok((writer.finish()?, found)),
+            Err(Stopped::Data(e)) => Err(e),
+            Err(Stopped::Write(e)) => Err(e.into()),
+        }
+    }
+
+    fn pass(
+        &mut self,
+        mut writer: Writer,
+        encoder: &Encoder<'_>,
+        (files, source): (&[PathBuf], &recipe::Source),
+    ) -> Result<Passed, Stopped> {
+        let mut pass = Pass::new(encoder, self.collect, &self.bar, &mut writer);
+        pass.over(files, &source.source)?;
+        let Pass { found, problems, more, .. } = pass;
+        let clean = problems.len() + more == 0;
+        problems.into_iter().for_each(|p| self.collected(p));
+        self.more += more;
+        Ok(Passed { writer, found, clean })
     }
 
     /// What a format asks of the model's folder.
@@ -269,177 +367,80 @@ impl<'a> Loader<'a> {
             _ => Ok(()),
         }
     }
-
-    fn file(&mut self, path: &Path, encoder: &Encoder<'_>) -> Result<(), Error> {
-        let name = path.display().to_string();
-        let at = |(line, column)| Place { file: name.clone(), line, column };
-        let mut rows = Rows::open(path, encoder.shape)?;
-        let mut any = false;
-        loop {
-            let mut chunk: Vec<RawRow> = Vec::new();
-            let mut bytes = 0;
-            while chunk.len() < CHUNK.0 && bytes < CHUNK.1 {
-                let Some(row) = rows.next() else { break };
-                let row = row?;
-                bytes += row.bytes.as_ref().map_or(0, Vec::len);
-                chunk.push(row);
-            }
-            if chunk.is_empty() {
-                break;
-            }
-            any = true;
-            let done: Vec<_> = chunk.par_iter().map(|row| one(row, encoder)).collect();
-            self.bar.inc(done.len() as u64);
-            for (place, result) in done {
-                self.stats.rows_read += 1;
-                match result {
-                    Ok(read) => {
-                        self.stats.truncated += usize::from(read.whole > read.example.ids.len());
-                        self.stats.whole.push(small(read.whole));
-                        if !read.notes.is_empty() {
-                            self.stats.notes.add(&at(place), read.notes);
-                        }
-                        self.examples.push(read.example);
-                    }
-                    Err(problem) => self.left_out(at(place), problem)?,
-                }
-            }
-        }
-        if any {
-            Ok(())
-        } else {
-            Err(Error::Empty { file: name.clone(), message: "the file holds no rows".into() })
-        }
-    }
-
-    /// Counts a row that is left out, or makes it an error.
-    fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
-        // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
-        let (count, asked) = match &problem {
-            Problem::Bad(_) | Problem::Tokenizer(_) => (&mut self.stats.drops.bad, false),
-            Problem::EmptyMask(_) => (&mut self.stats.drops.empty_mask, false),
-            Problem::EmptyAfterTruncation { .. } => (&mut self.stats.drops.empty_after_truncation, true),
-            Problem::TooLong { .. } => {
-                (&mut self.stats.drops.too_long, self.data.over_length == OverLength::Drop)
-            }
-        };
-        *count += 1;
-        if let Problem::TooLong { tokens, .. } | Problem::EmptyAfterTruncation { tokens, .. } = &problem {
-            self.stats.whole.push(small(*tokens));
-        }
-        let too_long = matches!(problem, Problem::TooLong { .. });
-        if self.stats.left_out.len() < SHOWN {
-            let what = format!("{place}: {problem}");
-            self.stats.left_out.push(what.lines().next().unwrap_or_default().to_string());
-        }
-        let error = Error::Row { place, problem };
-        match self.collect {
-            _ if asked => Ok(()),
-            Some(_) => {
-                self.keep(error);
-                Ok(())
-            }
-            // over_length = "error" stops whatever on_bad_row says
-            None if self.data.on_bad_row == OnBadRow::Error || too_long => Err(error),
-            None => Ok(()),
-        }
-    }
 }
 
-/// Samples, and which of them each source has.
-struct Samples {
-    examples: Vec<Example>,
-    ranges: Vec<Range<usize>>,
+/// What a pass made.
+struct Passed {
+    writer: Writer,
+    found: Found,
+    /// Whether there were no problems.
+    clean: bool,
 }
 
-impl Samples {
-    /// Takes a share of each source's samples out, rounded, but all of none: what is left, and what was taken.
-    fn split(self, share: f64, seed: u64) -> (Self, Self) {
-        let none = || Self { examples: Vec::new(), ranges: Vec::new() };
-        if share == 0.0 {
-            return (self, none());
-        }
-        let (mut kept, mut taken) = (none(), none());
-        let mut examples = self.examples.into_iter();
-        for (source, range) in self.ranges.into_iter().enumerate() {
-            let n = range.len();
-            let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
-            let mut out = vec![false; n];
-            for i in
-                Stream::new(seed, Purpose::Split, 0, source as u64).permutation(n).into_iter().take(count)
-            {
-                out[i] = true;
-            }
-            let starts = [kept.examples.len(), taken.examples.len()];
-            for (out, example) in out.into_iter().zip(examples.by_ref().take(n)) {
-                if out { taken.examples.push(example) } else { kept.examples.push(example) }
-            }
-            kept.ranges.push(starts[0]..kept.examples.len());
-            taken.ranges.push(starts[1]..taken.examples.len());
-        }
-        (kept, taken)
+/// What of the samples of a part's sources is the part's.
+fn of_part(samples: Samples, part: Part, data: &recipe::Data, seed: u64) -> Samples {
+    if data.eval_share == 0.0 {
+        return samples;
     }
-
-    /// Mixes and packs.
-    fn dataset(self, part: Part, data: &recipe::Data, mut stats: Stats, seed: u64) -> Result<Dataset, Error> {
-        let Self { examples, ranges } = self;
-        let rows = rows(part, &ranges, &|i| examples[i].ids.len(), data, seed)?;
-        stats.count(&examples, &rows, data.max_length, data.pack);
-        let hash = hash(&examples, &rows);
-        Ok(Dataset { examples, rows, stats, hash })
-    }
+    let (train, held_out) = split(samples, data.eval_share, seed);
+    if part == Part::Train { train } else { held_out }
 }
 
-/// Mixes and packs samples of these lengths: the rows of an epoch. `ranges` are the samples of each source.
-pub(super) fn rows(
-    part: Part,
-    ranges: &[Range<usize>],
-    length: &dyn Fn(usize) -> usize,
-    data: &recipe::Data,
-    seed: u64,
-) -> Result<Vec<Vec<usize>>, Error> {
-    let mut order = Vec::new();
-    for (i, (source, range)) in data.sources(part).iter().zip(ranges).enumerate() {
-        mix(&mut order, range.clone(), source, seed, i)?;
-    }
-    if order.is_empty() && ranges.iter().any(|r| !r.is_empty()) {
-        let place = data.sources(part).first().map(|s| s.place.clone()).unwrap_or_default();
-        let message = format!("{}: by their weights no sample of the sources is in an epoch", part.key(data));
-        return Err(Error::Recipe { place, message });
-    }
-    Ok(match (data.pack, data.shuffle && part == Part::Train) {
-        (false, _) => order.into_iter().map(|i| vec![i]).collect(),
-        (true, false) => pack::in_order(&order, length, data.max_length),
-        (true, true) => pack::best_fit(&order, length, data.max_length, seed),
+/// Takes a share of each source's samples out, rounded, but all of none: what is left, and what was taken.
+fn split(samples: Samples, share: f64, seed: u64) -> (Samples, Samples) {
+    samples.split(&|source, n| {
+        let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
+        let mut out = vec![false; n];
+        let order = Stream::new(seed, Purpose::Split, 0, source as u64).permutation(n);
+        order.into_iter().take(count).for_each(|i| out[i] = true);
+        out
     })
 }
 
-/// A bar that is gone when its rows are read, or nothing more is.
-struct Cleared<'a>(&'a ProgressBar);
-
-impl Drop for Cleared<'_> {
-    fn drop(&mut self) {
-        self.0.finish_and_clear();
-    }
+/// Mixes and packs.
+fn dataset(
+    samples: Samples,
+    part: Part,
+    data: &recipe::Data,
+    mut stats: Stats,
+    seed: u64,
+) -> Result<Dataset, Error> {
+    let rows = rows(part, &samples, data, seed)?;
+    stats.count(&samples, &rows, data.max_length, data.pack);
+    let hash = hash(&samples, &rows);
+    Ok(Dataset { samples, rows, stats, hash })
 }
 
-/// A row's example; the place of its problem otherwise.
-type One = ((usize, usize), Result<Read, Problem>);
-
-fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
-    match row.parse() {
-        Ok(value) => ((row.line, 0), encoder.encode(value, row.line)),
-        Err(e) => ((e.line, e.column), Err(Problem::Bad(e.message))),
+/// Mixes and packs samples: the rows of an epoch.
+fn rows(part: Part, samples: &Samples, data: &recipe::Data, seed: u64) -> Result<Rows, Error> {
+    let ranges = samples.ranges();
+    let fail = |message: String| {
+        let place = data.sources(part).first().map(|s| s.place.clone()).unwrap_or_default();
+        Err(Error::Recipe { place, message })
+    };
+    let mut order = Vec::new();
+    for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
+        mix(&mut order, range.clone(), source, seed, i)?;
     }
-}
-
-fn small(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
+    if order.is_empty() && ranges.iter().any(|r| !r.is_empty()) {
+        let key = part.key(data);
+        return fail(format!("{key}: by their weights no sample of the sources is in an epoch"));
+    }
+    if u32::try_from(order.len()).is_err() || u32::try_from(samples.len()).is_err() {
+        let key = part.key(data);
+        return fail(format!("{key}: {} samples an epoch are too many", order.len().max(samples.len())));
+    }
+    let length = |i: usize| samples.tokens(i);
+    Ok(match (data.pack, data.shuffle && part == Part::Train) {
+        (false, _) => Rows::single(order),
+        (true, false) => pack::in_order(order, &length, data.max_length),
+        (true, true) => pack::best_fit(&order, &length, data.max_length, seed),
+    })
 }
 
 /// Appends the samples of a source as often as its weight says.
 fn mix(
-    order: &mut Vec<usize>,
+    order: &mut Vec<u32>,
     range: Range<usize>,
     source: &recipe::Source,
     seed: u64,
@@ -460,26 +461,25 @@ fn mix(
     }
     let wanted = wanted as usize;
     for _ in 0..wanted / n {
-        order.extend(range.clone());
+        order.extend(range.clone().map(small));
     }
     let mut part = stream.permutation(n);
     part.truncate(wanted % n);
     part.sort_unstable();
-    order.extend(part.into_iter().map(|i| range.start + i));
+    order.extend(part.into_iter().map(|i| small(range.start + i)));
     Ok(())
 }
 
-fn hash(examples: &[Example], rows: &[Vec<usize>]) -> String {
+fn hash(samples: &Samples, rows: &Rows) -> String {
     let mut hasher = blake3::Hasher::new();
     let mut bytes = Vec::new();
-    for row in rows {
+    samples.hashes().for_each(|h| {
+        hasher.update(h.as_bytes());
+    });
+    for row in rows.iter() {
         bytes.clear();
-        bytes.extend((row.len() as u64).to_le_bytes());
-        for example in row.iter().map(|i| &examples[*i]) {
-            bytes.extend((example.ids.len() as u64).to_le_bytes());
-            bytes.extend(example.ids.iter().flat_map(|i| i.to_le_bytes()));
-            bytes.extend(example.labels.iter().flat_map(|l| l.to_le_bytes()));
-        }
+        bytes.extend(small(row.len()).to_le_bytes());
+        bytes.extend(row.iter().flat_map(|i| samples.identity(*i as usize)).flat_map(u32::to_le_bytes));
         hasher.update(&bytes);
     }
     hasher.finalize().to_hex().to_string()

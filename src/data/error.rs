@@ -67,6 +67,9 @@ pub enum Error {
         /// Why, and what to do.
         message: String,
     },
+    /// Tokens that cannot be written.
+    #[error(transparent)]
+    Write(#[from] crate::store::Error),
     /// A text that is too long to be tokenized in bounded memory.
     #[error("{0}")]
     TooLong(String),
@@ -128,6 +131,7 @@ impl Failure for Error {
         match self {
             Error::NotBuilt(_) | Error::Recipe { .. } => ExitCode::Usage,
             Error::Row { problem: Problem::Tokenizer(_), .. } => ExitCode::Model,
+            Error::Write(e) => e.exit_code(),
             Error::Missing { .. }
             | Error::NoDataset { .. }
             | Error::Read { .. }

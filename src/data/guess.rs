@@ -6,7 +6,7 @@ use super::format::{Shape, brief};
 use super::reader::Rows;
 use crate::error::Place;
 use crate::recipe::{self, Format};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// The fields that show a format, the most telling first.
@@ -41,15 +41,45 @@ const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 /// # Errors
 /// Files that are not there or hold no row, and a row that fits none, with what to write then.
 pub fn guess(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Format, Error> {
+    fits(source, &row_of(source, resolve)?)
+}
+
+/// What to write behind a source so that its rows, by the first, are read as what people mean by their names: its keys as
+/// TOML. None where it is read as it stands, or nothing fits.
+pub fn to_write(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Option<String> {
+    match row_of(source, resolve) {
+        Ok(Value::Object(row)) if format_of(source, &row).is_none() => by_names(&row),
+        _ => None,
+    }
+}
+
+/// The first row of the first file that has one.
+fn row_of(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
         if let Some(row) = first(&path)? {
-            return fits(source, &row);
+            return Ok(row);
         }
         last = Some(path);
     }
     let file = last.map_or_else(|| source.source.clone(), |p| p.display().to_string());
     Err(Error::Empty { file, message: "the file holds no rows".into() })
+}
+
+/// The format whose fields a row has.
+fn format_of(source: &recipe::Source, row: &Map<String, Value>) -> Option<Format> {
+    let has = |name: &&str| row.contains_key(source.fields.get(*name).map_or(*name, String::as_str));
+    SIGNS.iter().find(|(_, names)| names.iter().all(has)).map(|(format, _)| *format)
+}
+
+/// The keys of a source whose rows have these names.
+fn by_names(row: &Map<String, Value>) -> Option<String> {
+    let has = |name: &&str| row.contains_key(*name);
+    let pair = PAIRS.iter().find(|p| p.iter().all(has)).map(|[a, b]| {
+        format!("format = \"completion\", fields = {{ prompt = \"{a}\", completion = \"{b}\" }}")
+    });
+    let text = || TEXTS.iter().find(|t| has(t));
+    pair.or_else(|| text().map(|t| format!("format = \"text\", fields = {{ text = \"{t}\" }}")))
 }
 
 /// The first row of a file.
@@ -68,18 +98,12 @@ fn fits(source: &recipe::Source, row: &Value) -> Result<Format, Error> {
         Err(Error::Recipe { place: source.place.clone(), message })
     };
     let Value::Object(row) = row else { return fail("is no object".into()) };
-    let has = |name: &&str| row.contains_key(*name);
-    let renamed = |name: &&str| row.contains_key(source.fields.get(*name).map_or(*name, String::as_str));
-    if let Some((format, _)) = SIGNS.iter().find(|(_, names)| names.iter().all(renamed)) {
-        return Ok(*format);
+    if let Some(format) = format_of(source, row) {
+        return Ok(format);
     }
-    let write = if let Some([a, b]) = PAIRS.iter().find(|p| p.iter().all(has)) {
-        format!("format = \"completion\", fields = {{ prompt = \"{a}\", completion = \"{b}\" }}")
-    } else if let Some(text) = TEXTS.iter().find(|t| has(t)) {
-        format!("format = \"text\", fields = {{ text = \"{text}\" }}")
-    } else {
+    let write = by_names(row).unwrap_or_else(|| {
         "format and fields say how to read it: fields = { prompt = \"the file's name\", .. }".into()
-    };
+    });
     let names: Vec<String> = row.keys().take(12).map(|k| brief(&k.as_str().into())).collect();
     fail(format!("fits none: it has {}\n  hint: {write}", names.join(", ")))
 }

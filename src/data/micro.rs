@@ -1,7 +1,7 @@
 //! What enters the model.
 
 use super::encode::UNSUPERVISED;
-use super::{Dataset, Example};
+use super::{Dataset, Error};
 
 /// One micro-batch without padding: all documents of its rows end to end.
 ///
@@ -49,24 +49,27 @@ pub struct Size {
 impl Size {
     /// Of these rows, those that the dataset does not have left out.
     pub fn of(dataset: &Dataset, rows: &[usize]) -> Self {
-        examples(dataset, rows).fold(Self::default(), |s, e| Self {
-            tokens: s.tokens + e.ids.len(),
-            targets: s.targets + e.targets(),
+        let all = samples(dataset, rows);
+        all.fold(Self::default(), |s, i| Self {
+            tokens: s.tokens + dataset.samples.tokens(i),
+            targets: s.targets + dataset.samples.targets(i),
         })
     }
 }
 
-/// The examples of some rows, in order.
-fn examples<'a>(dataset: &'a Dataset, rows: &'a [usize]) -> impl Iterator<Item = &'a Example> {
-    let all = rows.iter().filter_map(|r| dataset.rows.get(*r)).flatten();
-    all.filter_map(|e| dataset.examples.get(*e))
+/// The samples of some rows, in order.
+fn samples<'a>(dataset: &'a Dataset, rows: &'a [usize]) -> impl Iterator<Item = usize> {
+    rows.iter().flat_map(|r| dataset.rows.get(*r)).map(|i| *i as usize)
 }
 
 impl Micro {
     /// The micro-batch of `rows` of the dataset. Rows that it does not have are left out.
     ///
     /// Indices are 32 bits: a micro-batch holds fewer than 2^32 tokens.
-    pub fn collate(dataset: &Dataset, rows: &[usize]) -> Self {
+    ///
+    /// # Errors
+    /// A file of tokens that cannot be read any more.
+    pub fn collate(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
         let size = Size::of(dataset, rows);
         let mut out = Self {
             ids: Vec::with_capacity(size.tokens),
@@ -74,7 +77,8 @@ impl Micro {
             docs: Vec::new(),
             targets: Vec::with_capacity(size.targets),
         };
-        for example in examples(dataset, rows) {
+        for i in samples(dataset, rows) {
+            let Some(example) = dataset.samples.get(i)? else { continue };
             let base = out.ids.len() as u32;
             out.ids.extend(&example.ids);
             out.positions.extend(0..example.ids.len() as u32);
@@ -83,6 +87,6 @@ impl Micro {
             let supervised = next.filter(|(_, label)| **label != UNSUPERVISED);
             out.targets.extend(supervised.map(|(i, label)| (base + i as u32, label.unsigned_abs())));
         }
-        out
+        Ok(out)
     }
 }

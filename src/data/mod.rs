@@ -16,15 +16,19 @@
 //! plain       whether it is clear without marks that all of them do
 //! gate        whether they do, by the marks
 //! spans       which part of it the assistant wrote
-//! tokenizer   text as token ids
+//! tokenizer   text as token ids;   beside: what the files beside tokenizer.json say
 //! pipeline    what a tokenizer.json may do, and where texts can be cut
 //! markers     markers of the template that the tokenizer has no token for
 //! encode      ids and labels, cut to length, or the reason why not
-//! dataset     all of a recipe's sources: counting, refusing, mixing
+//! pass        one source, read once: counting, refusing
+//! samples     what it made: an index in memory, and tokens in a file;   record: one as it is written
+//! cache       that file, kept between commands
+//! dataset     all of a recipe's sources: mixing
 //! pack        which samples share a row
+//! rows        the rows of an epoch
 //! batches     which rows a step takes: a pure function of the step
 //! micro       what enters the model: documents end to end, and the targets
-//! lengths     samples' lengths, kept for plans
+//! score       samples as questions, and answers against theirs
 //! form        a prompt in the form that was trained
 //! ```
 //!
@@ -33,6 +37,8 @@
 //! where a row is used all the same is counted too, and told (`notes`).
 
 mod batches;
+mod beside;
+mod cache;
 #[cfg(feature = "parquet")]
 mod columns;
 mod conversation;
@@ -45,17 +51,21 @@ mod format;
 mod gate;
 mod guess;
 mod json;
-pub mod lengths;
 mod markers;
 mod marks;
 mod messages;
 mod micro;
 mod notes;
 mod pack;
+mod pass;
 mod pipeline;
 mod plain;
 mod reader;
+mod record;
 mod row_keys;
+mod rows;
+mod samples;
+mod score;
 mod spans;
 mod stats;
 mod strftime;
@@ -67,13 +77,17 @@ mod tokenizer;
 mod tests;
 
 pub use batches::Batches;
-pub use dataset::{Checked, Dataset};
+pub use beside::template_of;
+pub use dataset::{Checked, Dataset, kept};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
 pub use files::{files as find, holds_rows, is_hub_id};
 pub use form::{Form, Trained};
-pub use guess::guess;
+pub use guess::{guess, to_write};
 pub use micro::{Micro, PROBE_TOKENS, Size};
 pub use notes::Notes;
-pub use stats::{Drops, Lengths, Stats};
-pub use tokenizer::{Decoder, Tokenizer, template_of};
+pub use rows::Rows;
+pub use samples::Samples;
+pub use score::{Scores, question, rouge_l};
+pub use stats::{Counts, Drops, Lengths, Stats};
+pub use tokenizer::{Decoder, Tokenizer};

@@ -2,13 +2,15 @@
 //! kind, and told once each.
 
 use crate::error::Place;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// Something about a row that its author should know.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Note {
     /// The row has a key that the format does not read.
-    RowKey { key: String, format: &'static str },
+    RowKey { key: String, format: Cow<'static, str> },
     /// A message has a key that the chat template does not write.
     MessageKey(String),
     /// The chat template takes what the assistant thought out of the text.
@@ -57,14 +59,51 @@ impl Note {
 const KINDS: usize = 40;
 
 /// Notes with how many rows each is about, and the first of these.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Listed", into = "Listed")]
 pub struct Notes {
     kinds: BTreeMap<Note, (usize, Place)>,
     /// Notes of kinds beyond those that are kept.
     more: usize,
 }
 
+/// [`Notes`] as they are written.
+#[derive(Serialize, Deserialize)]
+struct Listed {
+    kinds: Vec<(Note, usize, Place)>,
+    more: usize,
+}
+
+impl From<Listed> for Notes {
+    fn from(l: Listed) -> Self {
+        Self { kinds: l.kinds.into_iter().map(|(n, rows, at)| (n, (rows, at))).collect(), more: l.more }
+    }
+}
+
+impl From<Notes> for Listed {
+    fn from(n: Notes) -> Self {
+        Self { kinds: n.kinds.into_iter().map(|(n, (rows, at))| (n, rows, at)).collect(), more: n.more }
+    }
+}
+
 impl Notes {
+    /// Adds the notes of rows that come after these.
+    pub(super) fn extend(&mut self, later: &Notes) {
+        for (note, (rows, first)) in &later.kinds {
+            if self.kinds.len() < KINDS || self.kinds.contains_key(note) {
+                self.kinds.entry(note.clone()).or_insert_with(|| (0, first.clone())).0 += rows;
+            } else {
+                self.more += rows;
+            }
+        }
+        self.more += later.more;
+    }
+
+    /// The places that are told.
+    pub(super) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+        self.kinds.values_mut().map(|(_, place)| place)
+    }
+
     /// Counts the notes of a row; a kind counts once a row.
     pub(super) fn add(&mut self, place: &Place, mut notes: Vec<Note>) {
         notes.sort();

@@ -118,7 +118,7 @@ impl Rows {
     pub fn open(path: &Path, shape: &Shape) -> Result<Self, Error> {
         let cannot = |cause| Error::Read { path: path.into(), cause };
         let (kind, packed) = files::kind(path).unwrap_or((Kind::Lines, None));
-        let lines = || {
+        let lines = || -> Result<Lines, Error> {
             let file = unpacked(path, packed).map_err(cannot)?;
             Ok(Lines { file, path: path.into(), line: 0 })
         };

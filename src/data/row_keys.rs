@@ -79,7 +79,7 @@ pub(super) fn of_row(
         if let Some(why) = refused(format, key).filter(|_| !plain) {
             return Err(why);
         }
-        notes.push(Note::RowKey { key: key.clone(), format: format.word() });
+        notes.push(Note::RowKey { key: key.clone(), format: format.word().into() });
     }
     Ok(())
 }

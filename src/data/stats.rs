@@ -1,6 +1,12 @@
 //! What was read, what was left out and why.
 
-use super::{Example, Notes};
+use super::{Notes, Rows, Samples};
+use crate::error::Place;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Rows that are left out and shown.
+const SHOWN: usize = 5;
 
 /// Counts over a dataset.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -13,8 +19,8 @@ pub struct Stats {
     pub drops: Drops,
     /// Examples that were cut to `max_length`.
     pub truncated: usize,
-    /// Tokens of each sample before any was cut or left out for its length, in no order.
-    pub whole: Vec<u32>,
+    /// Tokens of the samples before any was cut or left out for its length.
+    pub whole: Counts,
     /// Tokens of an epoch.
     pub tokens: usize,
     /// Supervised target tokens of an epoch, counted after the shift.
@@ -32,7 +38,7 @@ pub struct Stats {
 }
 
 /// Rows that were left out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drops {
     /// Not what their format asks for (`on_bad_row = "skip"`).
     pub bad: usize,
@@ -64,39 +70,112 @@ pub struct Lengths {
     pub max: usize,
 }
 
-impl Lengths {
-    /// Of a list of lengths.
-    pub fn of(mut lengths: Vec<usize>) -> Self {
-        lengths.sort_unstable();
+/// How many samples have each length, in tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts(BTreeMap<u32, u64>);
+
+impl Counts {
+    /// Counts samples of this length.
+    pub fn add(&mut self, tokens: usize, samples: u64) {
+        *self.0.entry(super::record::small(tokens)).or_default() += samples;
+    }
+
+    /// Tokens of all.
+    pub fn tokens(&self) -> u64 {
+        self.0.iter().map(|(n, samples)| u64::from(*n) * samples).sum()
+    }
+
+    /// Tokens of the longest.
+    pub fn longest(&self) -> usize {
+        self.0.last_key_value().map_or(0, |(n, _)| *n as usize)
+    }
+
+    /// Their distribution.
+    pub fn lengths(&self) -> Lengths {
+        let all: u64 = self.0.values().sum();
         // nearest rank: the smallest value that the share does not exceed
-        let rank = |percent: usize| match (lengths.len() * percent).div_ceil(100) {
-            0 => 0,
-            r => lengths[r - 1],
+        let rank = |percent: u64| {
+            let (rank, mut below) = ((all * percent).div_ceil(100), 0);
+            let found = self.0.iter().find(|(_, samples)| {
+                below += **samples;
+                below >= rank
+            });
+            found.map_or(0, |(n, _)| *n as usize)
         };
-        Self {
-            min: lengths.first().copied().unwrap_or(0),
-            median: rank(50),
-            p95: rank(95),
-            max: lengths.last().copied().unwrap_or(0),
+        let min = self.0.first_key_value().map_or(0, |(n, _)| *n as usize);
+        Lengths { min, median: rank(50), p95: rank(95), max: self.longest() }
+    }
+
+    /// What a limit would cut: tokens, and samples.
+    pub fn cut_at(&self, max: usize) -> (usize, usize) {
+        let over = self.0.iter().map(|(n, samples)| ((*n as usize).saturating_sub(max), *samples as usize));
+        over.filter(|(n, _)| *n > 0)
+            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + n * samples, all + samples))
+    }
+}
+
+impl FromIterator<usize> for Counts {
+    fn from_iter<T: IntoIterator<Item = usize>>(lengths: T) -> Self {
+        let mut out = Self::default();
+        lengths.into_iter().for_each(|n| out.add(n, 1));
+        out
+    }
+}
+
+/// What was found in a source beside its samples.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Found {
+    pub rows_read: usize,
+    pub drops: Drops,
+    pub truncated: usize,
+    pub whole: Counts,
+    /// The first few rows that were left out, and why.
+    pub left_out: Vec<(Place, String)>,
+    pub notes: Notes,
+}
+
+impl Found {
+    /// Shows a row that is left out, where few were so far.
+    pub fn show(&mut self, place: &Place, why: &str) {
+        if self.left_out.len() < SHOWN {
+            self.left_out.push((place.clone(), why.lines().next().unwrap_or_default().to_string()));
         }
+    }
+
+    /// Samples that `max_length` cut or left out: with none, a larger one changes nothing.
+    pub fn cut(&self) -> usize {
+        self.truncated + self.drops.too_long + self.drops.empty_after_truncation
+    }
+
+    /// The places that are told.
+    pub fn places(&mut self) -> impl Iterator<Item = &mut Place> {
+        self.left_out.iter_mut().map(|(place, _)| place).chain(self.notes.places())
     }
 }
 
 impl Stats {
-    /// What another `data.max_length` would cut: tokens, and samples.
-    pub fn cut_at(&self, max: usize) -> (usize, usize) {
-        let over = self.whole.iter().map(|n| (*n as usize).saturating_sub(max)).filter(|n| *n > 0);
-        over.fold((0, 0), |(tokens, samples), n| (tokens + n, samples + 1))
+    /// Adds what was found in the next source.
+    pub(super) fn add(&mut self, found: &Found) {
+        self.rows_read += found.rows_read;
+        self.truncated += found.truncated;
+        let (d, more) = (&mut self.drops, &found.drops);
+        d.bad += more.bad;
+        d.empty_mask += more.empty_mask;
+        d.empty_after_truncation += more.empty_after_truncation;
+        d.too_long += more.too_long;
+        found.whole.0.iter().for_each(|(n, samples)| self.whole.add(*n as usize, *samples));
+        let room = SHOWN.saturating_sub(self.left_out.len());
+        self.left_out.extend(found.left_out.iter().take(room).map(|(place, why)| format!("{place}: {why}")));
+        self.notes.extend(&found.notes);
     }
 
     /// Fills in what the rows of an epoch decide.
-    pub(super) fn count(&mut self, examples: &[Example], rows: &[Vec<usize>], max: usize, pack: bool) {
-        let each = || rows.iter().flatten().map(|i| &examples[*i]);
-        self.examples = examples.len();
+    pub(super) fn count(&mut self, samples: &Samples, rows: &Rows, max: usize, pack: bool) {
+        self.examples = samples.len();
         self.rows = rows.len();
-        self.tokens = each().map(|e| e.ids.len()).sum();
-        self.targets = each().map(Example::targets).sum();
-        self.lengths = Lengths::of(each().map(|e| e.ids.len()).collect());
+        self.tokens = rows.samples().map(|i| samples.tokens(i)).sum();
+        self.targets = rows.samples().map(|i| samples.targets(i)).sum();
+        self.lengths = rows.samples().map(|i| samples.tokens(i)).collect::<Counts>().lengths();
         let room = rows.len() as f64 * max as f64;
         self.fill = if pack && room > 0.0 { self.tokens as f64 / room } else { 1.0 };
     }

@@ -1,10 +1,11 @@
 //! A model's tokenizer and chat template, from its folder.
 
+use super::beside::{collect_specials, find_template, ids, read, read_object};
+use super::cache::ModelKey;
 use super::error::Error;
 use super::pipeline::{self, Pipeline};
 use super::template::{Template, Variables};
 use crate::log::panics::caught;
-use crate::store;
 use minijinja::Value as Jinja;
 use minijinja::value::Serde;
 use serde_json::{Map, Value};
@@ -22,6 +23,7 @@ pub struct Tokenizer {
     text_end: Option<u32>,
     text_start: Vec<u32>,
     hash: String,
+    key: Option<ModelKey>,
     path: PathBuf,
     /// Whether a text can be tokenized in pieces.
     can_cut: bool,
@@ -115,6 +117,7 @@ impl Tokenizer {
             text_end,
             text_start,
             hash,
+            key: ModelKey::of(dir, chat_template),
             path,
             can_cut,
             given,
@@ -263,6 +266,11 @@ impl Tokenizer {
         self.template.is_some()
     }
 
+    /// What of its files decides tokens; `None` where the time of day does too.
+    pub(super) fn key(&self) -> Option<&ModelKey> {
+        self.key.as_ref()
+    }
+
     /// BLAKE3 of `tokenizer.json` and the chat template, in hexadecimal.
     pub fn hash(&self) -> &str {
         &self.hash
@@ -343,100 +351,6 @@ impl Decoder<'_> {
     }
 }
 
-struct TemplateSource {
-    origin: String,
-    default: String,
-    tool_use: Option<String>,
-}
-
-/// The chat template of a model's folder, as text.
-///
-/// # Errors
-/// A file that is there and cannot be used.
-pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
-    let path = dir.join("tokenizer_config.json");
-    Ok(find_template(dir, None, &read_object(&path)?, &path)?.map(|t| t.default))
-}
-
-fn find_template(
-    dir: &Path,
-    given: Option<&Path>,
-    config: &Map<String, Value>,
-    config_path: &Path,
-) -> Result<Option<TemplateSource>, Error> {
-    let file = |path: &Path| -> Result<Option<TemplateSource>, Error> {
-        let Some(bytes) = read(path)? else { return Ok(None) };
-        let default = String::from_utf8(bytes)
-            .map_err(|_| Error::Tokenizer { path: path.into(), message: "not UTF-8".into() })?;
-        Ok(Some(TemplateSource { origin: path.display().to_string(), default, tool_use: None }))
-    };
-    if let Some(path) = given {
-        return match file(path)? {
-            Some(t) => Ok(Some(t)),
-            None => {
-                Err(Error::Missing { source_name: "data.chat_template".into(), path: path.to_path_buf() })
-            }
-        };
-    }
-    if let Some(t) = file(&dir.join("chat_template.jinja"))? {
-        return Ok(Some(t));
-    }
-    let path = dir.join("chat_template.json");
-    if let Some(t) = template_key(&read_object(&path)?, &path)? {
-        return Ok(Some(t));
-    }
-    template_key(config, config_path)
-}
-
-/// The key `chat_template`: a template, or a list of named ones.
-fn template_key(object: &Map<String, Value>, path: &Path) -> Result<Option<TemplateSource>, Error> {
-    let origin = path.display().to_string();
-    match object.get("chat_template") {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(s)) => Ok(Some(TemplateSource { origin, default: s.clone(), tool_use: None })),
-        Some(Value::Array(list)) => {
-            let named = |name: &str| {
-                let entry = list.iter().find(|e| e.get("name").and_then(Value::as_str) == Some(name))?;
-                entry.get("template").and_then(Value::as_str).map(String::from)
-            };
-            let default = named("default").ok_or_else(|| Error::Tokenizer {
-                path: path.into(),
-                message: "chat_template is a list without a template named \"default\"".into(),
-            })?;
-            Ok(Some(TemplateSource { origin, default, tool_use: named("tool_use") }))
-        }
-        Some(_) => Err(Error::Tokenizer {
-            path: path.into(),
-            message: "chat_template is neither a string nor a list".into(),
-        }),
-    }
-}
-
-/// `bos_token`, `eos_token` and their like, which templates use by name.
-fn collect_specials(object: &Map<String, Value>, out: &mut BTreeMap<String, Jinja>) {
-    for (key, value) in object {
-        let text = match value {
-            Value::String(s) => Some(s.as_str()),
-            Value::Object(o) => o.get("content").and_then(Value::as_str),
-            _ => None,
-        };
-        if key.ends_with("_token")
-            && let Some(text) = text
-        {
-            out.insert(key.clone(), Jinja::from(text));
-        }
-    }
-}
-
-fn ids(value: Option<&Value>) -> Vec<u32> {
-    let one = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
-    match value {
-        Some(Value::Array(list)) => list.iter().filter_map(one).collect(),
-        Some(v) => one(v).into_iter().collect(),
-        None => Vec::new(),
-    }
-}
-
 /// The library's tokenizer without what would change samples behind our back.
 fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let load = || {
@@ -484,24 +398,6 @@ fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Re
 fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
     let next = ranges.partition_point(|r| r.end <= at);
     ranges.get(next).is_some_and(|r| r.start <= at)
-}
-
-fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    match store::read_plain(path, store::LARGEST) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("cannot be read: {e}") }),
-    }
-}
-
-/// A JSON object from a file; empty when there is no file.
-fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
-    let Some(bytes) = read(path)? else { return Ok(Map::new()) };
-    match serde_json::from_slice(&bytes) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::Tokenizer { path: path.into(), message: "not a JSON object".into() }),
-        Err(e) => Err(Error::Tokenizer { path: path.into(), message: format!("not JSON: {e}") }),
-    }
 }
 
 #[cfg(test)]

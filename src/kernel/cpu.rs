@@ -5,15 +5,36 @@
 //! the finite-difference checks use are the same code. bf16 and f16 tensors are widened to f32 on the way
 //! in and rounded on the way out.
 
+use super::cast;
 use super::ledger::{Cost, Ledger};
 use super::tensor::{Ghost, Real as Values};
 use crate::kernel::Tensor;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef};
+use half::{bf16, f16};
+use rayon::prelude::*;
 use std::marker::PhantomData;
-use std::ops::Deref;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, Range};
+
+/// The types of values that kernels change in place.
+pub trait Value: candle_core::WithDType {
+    /// The vector of a CPU storage, if it is of this type.
+    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>>;
+}
+
+macro_rules! values {
+    ($($t:ty: $vector:ident),*) => {
+        $(impl Value for $t {
+            fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
+                if let CpuStorage::$vector(v) = s { Some(v) } else { None }
+            }
+        })*
+    };
+}
+values!(f64: F64, f32: F32, bf16: BF16, f16: F16, u8: U8);
 
 /// The floating-point types that kernels compute in.
-pub trait Real: candle_core::WithDType + std::iter::Sum + std::ops::Neg<Output = Self> {
+pub trait Real: Value + std::iter::Sum + std::ops::Neg<Output = Self> {
     /// e^x
     fn exp(self) -> Self;
     /// Natural logarithm.
@@ -30,8 +51,6 @@ pub trait Real: candle_core::WithDType + std::iter::Sum + std::ops::Neg<Output =
     }
     /// Smaller than every number.
     fn lowest() -> Self;
-    /// The vector of a CPU storage, if it is of this type.
-    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>>;
     /// Looks the first 4-bit codes up in a table, as many as the CPU has a fast way for, and says how many.
     fn look_up(_packed: &[u8], _values: &[Self; 16], _out: &mut [Self]) -> usize {
         0
@@ -64,7 +83,7 @@ fn exp_f32(x: f32) -> f32 {
 }
 
 /// Sum in sixteen lanes: vectorised, and more accurate than one running sum.
-#[inline]
+#[inline(always)]
 pub fn sum<T: Real>(v: &[T]) -> T {
     let mut lanes = [T::zero(); 16];
     let chunks = v.chunks_exact(16);
@@ -78,7 +97,7 @@ pub fn sum<T: Real>(v: &[T]) -> T {
 }
 
 /// The largest value; the lowest of the type for none. A NaN is passed over.
-#[inline]
+#[inline(always)]
 pub fn max<T: Real>(v: &[T]) -> T {
     let bigger = |a: T, b: T| if b > a { b } else { a };
     let mut lanes = [T::lowest(); 16];
@@ -112,9 +131,6 @@ impl Real for f32 {
     fn lowest() -> Self {
         f32::NEG_INFINITY
     }
-    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
-        if let CpuStorage::F32(v) = s { Some(v) } else { None }
-    }
     #[inline]
     fn look_up(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
         super::quantized::lookup::f32s(packed, values, out)
@@ -136,9 +152,6 @@ impl Real for f64 {
     }
     fn lowest() -> Self {
         f64::NEG_INFINITY
-    }
-    fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>> {
-        if let CpuStorage::F64(v) = s { Some(v) } else { None }
     }
 }
 
@@ -227,19 +240,46 @@ fn widened<T: Real>(t: &Values) -> Option<Vec<T>> {
     let (s, l) = t.storage_and_layout();
     let (start, end) = l.contiguous_offsets()?;
     match &*s {
-        Storage::Cpu(CpuStorage::BF16(v)) => Some(v[start..end].iter().map(|x| T::of(x.to_f64())).collect()),
-        Storage::Cpu(CpuStorage::F16(v)) => Some(v[start..end].iter().map(|x| T::of(x.to_f64())).collect()),
+        Storage::Cpu(CpuStorage::BF16(v)) => Some(cast::each(&v[start..end], |x| T::widened(cast::wide(*x)))),
+        Storage::Cpu(CpuStorage::F16(v)) => Some(cast::each(&v[start..end], |x| T::widened(x.to_f32()))),
         _ => None,
+    }
+}
+
+/// The values of a contiguous CPU tensor of bf16.
+pub struct Halves<'a>(StorageRef<'a>, Range<usize>);
+
+impl<'a> Halves<'a> {
+    /// Views a tensor.
+    ///
+    /// # Errors
+    /// It is not contiguous, of another type, or elsewhere.
+    pub fn of(t: &'a Tensor) -> Result<Self> {
+        let (s, l) = t.real()?.storage_and_layout();
+        match (&*s, l.contiguous_offsets()) {
+            (Storage::Cpu(CpuStorage::BF16(_)), Some((start, end))) => Ok(Self(s, start..end)),
+            _ => candle_core::bail!("bf16: a tensor that is not contiguous, or of another type"),
+        }
+    }
+}
+
+impl Deref for Halves<'_> {
+    type Target = [bf16];
+    fn deref(&self) -> &[bf16] {
+        match &*self.0 {
+            Storage::Cpu(CpuStorage::BF16(v)) => &v[self.1.clone()],
+            _ => &[],
+        }
     }
 }
 
 /// A CPU tensor of `dtype` from values.
 pub fn tensor<T: Real>(v: Vec<T>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-    Values::from_vec(v, shape.into(), &Device::Cpu)?.to_dtype(dtype).map(Tensor::Real)
+    cast::to_dtype(&Values::from_vec(v, shape.into(), &Device::Cpu)?, dtype).map(Tensor::Real)
 }
 
 /// Sum of products, in sixteen lanes: vectorised, and more accurate than one running sum.
-#[inline]
+#[inline(always)]
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut lanes = [T::zero(); 16];
     let (ac, bc) = (a.chunks_exact(16), b.chunks_exact(16));
@@ -256,6 +296,62 @@ pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
 /// whatever the number of threads.
 pub const ROWS: usize = 32;
 
+/// Runs a loop with the processor's widest vectors, where it is compiled into this: its arithmetic and so its bits are the
+/// same, as many values at a time as there is room for.
+#[inline]
+pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn widest<R>(f: impl FnOnce() -> R) -> R {
+            f()
+        }
+        let here = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        if here {
+            // SAFETY: the processor has the instructions.
+            return unsafe { widest(f) };
+        }
+    }
+    f()
+}
+
+/// Values that one task of a pass over memory takes.
+const CHUNK: usize = 1 << 15;
+
+/// `len` values, on all threads: `f` gives those of a range.
+///
+/// # Panics
+/// If it gives fewer: a bug of the caller.
+pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
+    len: usize,
+    f: impl Fn(Range<usize>) -> I + Sync,
+) -> Vec<B> {
+    let mut out = Vec::with_capacity(len);
+    let chunk = |(i, room): (usize, &mut [MaybeUninit<B>])| {
+        let len = room.len();
+        let written = vectorised(|| {
+            let mut written = 0;
+            for (to, x) in room.iter_mut().zip(f(i * CHUNK..i * CHUNK + len)) {
+                to.write(x);
+                written += 1;
+            }
+            written
+        });
+        assert_eq!(written, len, "values that are missing");
+    };
+    let room = &mut out.spare_capacity_mut()[..len];
+    match len <= CHUNK {
+        true => chunk((0, room)),
+        false => room.par_chunks_mut(CHUNK).enumerate().for_each(chunk),
+    }
+    // SAFETY: as many values were written, each once.
+    unsafe { out.set_len(len) };
+    out
+}
+
 struct Closure<F> {
     name: &'static str,
     f: F,
@@ -271,7 +367,10 @@ impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
 }
 
 /// Changes the values of a contiguous CPU tensor (or contiguous view) in place.
-pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) -> Result<()>) -> Result<()> {
+///
+/// # Errors
+/// It is not contiguous, or of another type; what `f` reports.
+pub fn in_place<T: Value>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) -> Result<()>) -> Result<()> {
     t.real()?.inplace_op1(&Closure {
         name,
         f: |s: &mut CpuStorage, l: &Layout| {
@@ -282,17 +381,6 @@ pub fn in_place<T: Real>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) ->
                 Some(v) => f(&mut v[start..end]),
                 None => candle_core::bail!("{name}: the destination is not {:?}", T::DTYPE),
             }
-        },
-    })
-}
-
-/// As [`in_place`], of a tensor of bytes.
-pub fn bytes_in_place(name: &'static str, t: &Tensor, f: impl Fn(&mut [u8]) -> Result<()>) -> Result<()> {
-    t.real()?.inplace_op1(&Closure {
-        name,
-        f: |s: &mut CpuStorage, l: &Layout| match (s, l.contiguous_offsets()) {
-            (CpuStorage::U8(v), Some((start, end))) => f(&mut v[start..end]),
-            _ => candle_core::bail!("{name}: the destination is not contiguous, or not bytes"),
         },
     })
 }

@@ -1,25 +1,71 @@
-//! Values that cross between the host and a device beside the device's computing.
+//! Values that cross between the host and a device, or between devices, beside a device's computing.
 //!
-//! On CUDA a copy goes by a stream of its own each way (`cuda::staging`), and what the device computes afterwards waits
-//! for it where that was asked for. On the CPU, which is host and device, a copy is made at once.
+//! On CUDA a copy goes by a stream of its own each way (`cuda::staging`), what ranks give one another by another one
+//! (`cuda::nccl`), and what the device computes afterwards waits for it where that was asked for. On the CPU, which is host
+//! and device, a copy is made at once.
 
 use super::tensor::{Real, Tensor};
 use candle_core::{Device, Result};
 
 /// A copy that was begun. What the device is asked to compute once it was waited for sees what came, and may overwrite
 /// where it came from.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Arrival {
     #[cfg(feature = "cuda")]
-    copy: Option<super::cuda::staging::Crossing>,
+    way: Option<Way>,
+}
+
+/// How it comes.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+enum Way {
+    Copy(super::cuda::staging::Crossing),
+    /// From other ranks: what it waits for and tensors that stay meanwhile, and what is then added to what.
+    Flight {
+        flight: super::cuda::nccl::Flight,
+        _stay: Stays,
+        sum: Option<(super::sum::Parts, Tensor)>,
+    },
+}
+
+/// What stays until what goes between devices is over.
+#[cfg(feature = "cuda")]
+type Stays = (Vec<Tensor>, Option<Box<Arrival>>);
+
+#[cfg(feature = "cuda")]
+impl Way {
+    fn wait(&self) -> Result<()> {
+        match self {
+            Way::Copy(copy) => copy.wait(),
+            Way::Flight { flight, .. } => flight.wait(),
+        }
+    }
 }
 
 impl Arrival {
     /// Of what is there.
     pub fn over() -> Self {
-        Self {
-            #[cfg(feature = "cuda")]
-            copy: None,
+        Self::default()
+    }
+
+    /// Of what comes from other ranks, for which tensors stay, and which waits for `before`; what is to be added is, once it
+    /// was waited for.
+    #[cfg(feature = "cuda")]
+    pub fn of(
+        flight: super::cuda::nccl::Flight,
+        stay: Vec<Tensor>,
+        before: Option<Self>,
+        sum: Option<(super::sum::Parts, Tensor)>,
+    ) -> Self {
+        Self { way: Some(Way::Flight { flight, _stay: (stay, before.map(Box::new)), sum }) }
+    }
+
+    /// When a copy is done.
+    #[cfg(feature = "cuda")]
+    pub fn event(&self) -> Option<&candle_core::cuda_backend::cudarc::driver::CudaEvent> {
+        match &self.way {
+            Some(Way::Copy(copy)) => Some(copy.event()),
+            _ => None,
         }
     }
 
@@ -30,8 +76,11 @@ impl Arrival {
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     pub fn wait(mut self) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(copy) = self.copy.take() {
-            return copy.wait();
+        if let Some(way) = self.way.take() {
+            way.wait()?;
+            if let Way::Flight { sum: Some((parts, to)), .. } = &way {
+                parts.add_to(to)?;
+            }
         }
         Ok(())
     }
@@ -42,7 +91,7 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         // where the driver has failed, the next call says so
-        let _ = self.copy.as_ref().map(super::cuda::staging::Crossing::wait);
+        let _ = self.way.as_ref().map(Way::wait);
     }
 }
 
@@ -58,7 +107,7 @@ pub fn send(from: &Real, to: &Real) -> Result<Arrival> {
 fn cross(from: &Real, to: &Real) -> Result<Arrival> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = super::cuda::staging::copy(from, to)? {
-        return Ok(Arrival { copy: Some(copy) });
+        return Ok(Arrival { way: Some(Way::Copy(copy)) });
     }
     if to.elem_count() > 0 {
         to.slice_set(from, 0, 0)?;

@@ -4,7 +4,7 @@
 //! differs is that a tile is read instead of dequantized.
 
 use super::cpu::{Real, ghosts, is_native, on_real, onto, tensor, view};
-use super::gemm::{self, Mat};
+use super::gemm::{self, Mat, pairs};
 use super::ledger::{Cost, Ledger, Role};
 use super::quantized::tiles::FEW;
 use super::quantized::{QuantizedMatrix, few_tokens, tile_width};
@@ -88,6 +88,9 @@ impl Dequantized {
         if k != cols {
             candle_core::bail!("dequantized blocks: {:?} x [{rows}, {cols}]^T", x.shape());
         }
+        if t > FEW && pairs::takes(&[x, self.values.all()])? {
+            return pairs::matmul(x, false, &self.values.values()?, true, 1.0, true);
+        }
         let tiles = gemm::ghost_tiles((t, k, rows), tile_width(k), false, true);
         if let Some([y]) = ghosts::<T, 1>(&[x, self.values.all()], [((t, rows).into(), x.dtype())], tiles) {
             return Ok(y);
@@ -109,6 +112,12 @@ impl Dequantized {
         let (t, k) = dy.dims2()?;
         if k != rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, cols]) {
             candle_core::bail!("dequantized blocks: {:?} x [{rows}, {cols}]", dy.shape());
+        }
+        if pairs::takes(&[dy, self.values.all()])? {
+            let w = self.values.values()?;
+            let Some(dx) = dx else { return pairs::matmul(dy, false, &w, false, 1.0, true) };
+            pairs::acc(&dx, dy, false, &w, false, 1.0)?;
+            return Ok(dx);
         }
         let widened = if self.values.dtype() == T::DTYPE { 0 } else { 4 * rows * cols };
         if dy.ghost().is_some() {

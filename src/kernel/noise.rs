@@ -4,7 +4,7 @@
 //! counts, whatever shares its row or micro-batch.
 
 use super::tensor::{Ghost, Tensor};
-use crate::rng::{Stream, unit};
+use crate::rng::Stream;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
@@ -28,16 +28,7 @@ pub fn add(x: &Tensor, stream: Stream, first: usize, docs: &[usize], alpha: f64)
             let mut noise = vec![0f32; rows * width];
             noise.par_chunks_mut(width.max(1)).zip(&bounds).enumerate().for_each(|(r, (row, bound))| {
                 let start = ((first + r) * width) as u64;
-                // four numbers a block of the generator
-                let mut at = start;
-                while at < start + row.len() as u64 {
-                    let words = stream.block(at / 4);
-                    let end = (at / 4 * 4 + 4).min(start + row.len() as u64);
-                    for i in at..end {
-                        row[(i - start) as usize] = (2.0 * unit(words[(i % 4) as usize]) - 1.0) * bound;
-                    }
-                    at = end;
-                }
+                stream.uniforms(start, row.len(), |i, x| row[i] = (2.0 * x - 1.0) * bound);
             });
             Tensor::from_vec(noise, (rows, width), x.device())?
         }

@@ -8,6 +8,7 @@
 pub use super::ghost::Ghost;
 
 use super::ledger::{Ledger, Role};
+use super::pairwise;
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D, DType, Layout, Result, Shape, WithDType, bail};
 use std::borrow::Borrow;
@@ -82,11 +83,11 @@ macro_rules! alike {
 
 /// Operations on two tensors of one shape, or of shapes that broadcast.
 macro_rules! pairwise {
-    ($($(#[$doc:meta])* $name:ident -> $dtype:expr;)*) => { $(
+    ($($(#[$doc:meta])* $name:ident = $real:expr => $dtype:expr;)*) => { $(
         $(#[$doc])*
         pub fn $name(&self, other: &Tensor) -> Result<Self> {
             let shape = |a: &Ghost, b: &Ghost| a.shape().broadcast_shape_binary_op(b.shape(), stringify!($name));
-            self.with(other, |a, b| a.$name(b), |a, b| a.made(shape(a, b)?, $dtype(a.dtype)))
+            self.with(other, $real, |a, b| a.made(shape(a, b)?, $dtype(a.dtype)))
         }
     )* };
 }
@@ -159,27 +160,27 @@ impl Tensor {
 
     pairwise! {
         /// Sum.
-        add -> same;
+        add = pairwise::add => same;
         /// Difference.
-        sub -> same;
+        sub = Real::sub => same;
         /// Product by element.
-        mul -> same;
+        mul = pairwise::mul => same;
         /// Quotient.
-        div -> same;
+        div = Real::div => same;
         /// Sum, broadcast.
-        broadcast_add -> same;
+        broadcast_add = Real::broadcast_add => same;
         /// Difference, broadcast.
-        broadcast_sub -> same;
+        broadcast_sub = Real::broadcast_sub => same;
         /// Product by element, broadcast.
-        broadcast_mul -> same;
+        broadcast_mul = Real::broadcast_mul => same;
         /// Quotient, broadcast.
-        broadcast_div -> same;
+        broadcast_div = Real::broadcast_div => same;
         /// Equality, broadcast: 0 or 1.
-        broadcast_eq -> flag;
+        broadcast_eq = Real::broadcast_eq => flag;
         /// Whether it is more, broadcast: 0 or 1.
-        broadcast_gt -> flag;
+        broadcast_gt = Real::broadcast_gt => flag;
         /// Whether it is no more, broadcast: 0 or 1.
-        broadcast_le -> flag;
+        broadcast_le = Real::broadcast_le => flag;
     }
 
     reductions! {
@@ -462,7 +463,10 @@ impl Tensor {
 
     /// Sets all values to zero, in place.
     pub fn zero_set(&self) -> Result<()> {
-        if let Tensor::Real(t) = self { t.zero_set() } else { Ok(()) }
+        match self {
+            Tensor::Real(t) if t.elem_count() > 0 => t.zero_set(),
+            _ => Ok(()),
+        }
     }
 
     /// Writes `source` from `offset` of dimension `dim` on, in place.

@@ -3,6 +3,7 @@
 //! The file is the user's to look at, and other programs may touch it: a line that cannot be read is left out with a
 //! warning, and a file that was removed or replaced while the run writes is noticed at the next event.
 
+use super::table::Table;
 use super::{TensorBoard, warn};
 use crate::store;
 use serde_json::Value;
@@ -10,6 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// Bytes of a metrics file: some hundreds a step, of millions of steps.
 const LONGEST: u64 = 1 << 30;
@@ -25,6 +27,7 @@ pub struct Metrics {
     kept: Vec<String>,
     /// Where events are shown too.
     board: Option<TensorBoard>,
+    table: Option<Table>,
 }
 
 impl Metrics {
@@ -53,7 +56,8 @@ impl Metrics {
             }
         }
         store::write_atomic(path, &text)?;
-        let mut metrics = Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept, board: None };
+        let mut metrics =
+            Self { path: path.to_path_buf(), file: reopen(path)?, len: 0, kept, board: None, table: None };
         metrics.len = metrics.size()?;
         Ok(metrics)
     }
@@ -68,6 +72,15 @@ impl Metrics {
         self.board = Some(board);
     }
 
+    /// Keeps `metrics.csv` beside the file: of what is in it, and of each event from here on.
+    ///
+    /// # Errors
+    /// Files that cannot be read or written.
+    pub fn tabulate(&mut self) -> Result<(), store::Error> {
+        self.table = Some(Table::open(&self.path.with_extension("csv"), &read(&self.path)?)?);
+        Ok(())
+    }
+
     /// Appends one event.
     ///
     /// # Errors
@@ -79,6 +92,7 @@ impl Metrics {
             .write_all(line.as_bytes())
             .map_err(|e| store::Error::write("append to", &self.path, Some(line.len() as u64), e))?;
         self.len += line.len() as u64;
+        self.table.as_mut().map_or(Ok(()), |t| t.write(event))?;
         self.board.as_mut().map_or(Ok(()), |b| b.write(event))
     }
 
@@ -158,6 +172,11 @@ fn keep(event: &Value, step: u64) -> bool {
         Some("eval") if at == Some(step) => event["loss"].is_number(),
         _ => at.is_none_or(|s| s <= step),
     }
+}
+
+/// The time of an event: seconds after 1970.
+pub fn unix_time() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 /// All events of a metrics file; lines that cannot be read are left out.

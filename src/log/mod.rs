@@ -12,13 +12,14 @@ mod pool;
 mod pool;
 mod progress;
 mod screen;
+mod table;
 mod tensorboard;
 
 pub use metrics::Metrics;
-pub use metrics::read as read_metrics;
+pub use metrics::{read as read_metrics, unix_time};
 pub use progress::{Progress, Told, bytes_bar, rows_bar};
 pub use screen::{
-    Escaped, color_on_stderr, escape, hush, moves_cursor, print, tell, tell_escaped, to_file, to_terminal,
-    warn,
+    Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, tell, tell_escaped,
+    to_file, to_terminal, warn,
 };
 pub use tensorboard::TensorBoard;

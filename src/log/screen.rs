@@ -90,6 +90,12 @@ pub fn color_on_stderr() -> bool {
     moves_cursor() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }
 
+/// As [`color_on_stderr`], on stdout.
+pub fn color_on_stdout() -> bool {
+    let can = io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
+    can && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+}
+
 /// Prints a line on stderr. A stderr that nobody reads any more must not end a run, as `eprintln!` would.
 pub fn tell(text: &str) {
     tell_escaped(&escape(text));

@@ -181,7 +181,10 @@ fn entries(event: &Value) -> Vec<Entry> {
         Some("eval") => {
             let perplexity = event["loss"].as_f64().map(|l| Value::from(l.exp()));
             let more = perplexity.and_then(|p| scalar("eval/perplexity".into(), &p));
-            scalars("eval", &["loss", "exact_match", "rouge_l"]).into_iter().chain(more).collect()
+            scalars("eval", &["loss", "exact_match", "rouge_l", "regex_match"])
+                .into_iter()
+                .chain(more)
+                .collect()
         }
         Some("experts") => scalars("experts", &["entropy", "peak", "dead"]),
         Some("sample") => {

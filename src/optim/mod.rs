@@ -13,7 +13,7 @@ use crate::adapt::params::{Held, Unit};
 use crate::adapt::selection::Part;
 use crate::comm::{self, Comm};
 use crate::kernel::Tensor;
-use crate::kernel::optimizer::{AdamW, adamw, adamw8bit, sum_squares};
+use crate::kernel::optimizer::{AdamW, adamw, adamw_rounded, adamw8bit, adamw8bit_rounded, sum_squares};
 use crate::recipe::{self, Decay, OptimizerName};
 use candle_core::{DType, Result};
 use projected::GaLore;
@@ -165,6 +165,7 @@ impl Optimizer {
         let mut mine = Vec::new();
         for s in self.groups.iter().filter(|s| s.unit == number) {
             let parts = moments.parts(&(s.start..s.start + s.len));
+            let parts = parts.iter().flat_map(|part| unit.by_kept(part));
             mine.extend(parts.map(|range| Update { unit, grads, range, k: numbers(s) }));
         }
         mine.retain(|u| !u.range.is_empty());
@@ -236,7 +237,7 @@ fn gather(params: &Params, number: usize, comm: &dyn Comm) -> crate::Result<()> 
     for all in unit.shared() {
         // a copy: nobody reads a buffer that another writes
         let mine = all.narrow(0, unit.part.start, unit.part.len())?;
-        comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?;
+        comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
     }
     Ok(())
 }
@@ -265,20 +266,46 @@ impl Update<'_> {
         self.unit.compute.held.of(self.range.clone())
     }
 
-    /// Updates the states from gradients that are where they are, and `copy`.
+    /// Whether what the layers compute with is all there is of these weights.
+    fn is_rounded(&self) -> bool {
+        !self.unit.keeps(&self.range)
+    }
+
+    /// Updates the states from gradients that are where they are, and `copy`; weights without an f32 copy, wherever they are.
     fn apply(&self, grads: &Tensor, copy: Option<&Tensor>) -> Result<()> {
         let Some(moments) = &self.unit.moments else { candle_core::bail!("no moments to update") };
+        let moments = moments.of(self.range.clone())?;
+        if self.is_rounded() {
+            return self.apply_rounded(grads, moments);
+        }
         let p = self.master()?;
-        match moments.of(self.range.clone())? {
+        match moments {
             Of::Wide([m, v]) => adamw(&p, &m, &v, grads, copy, &self.k),
             Of::Coded(all) => adamw8bit(&p, &all, grads, copy, &self.k),
+        }
+    }
+
+    fn apply_rounded(&self, grads: &Tensor, moments: Of) -> Result<()> {
+        let held = self.compute()?;
+        let draws = self.unit.draws(self.k.t, self.range.start);
+        // itself, where it is there already
+        let p: Tensor = held.real()?.to_device(grads.real()?.device())?.into();
+        match moments {
+            Of::Wide([m, v]) => adamw_rounded(&p, [&m, &v, grads], draws, &self.k)?,
+            Of::Coded(all) => adamw8bit_rounded(&p, &all, grads, draws, &self.k)?,
+        }
+        let (p, home) = (p.real()?, held.real()?.device());
+        match p.device().same_device(home) {
+            true => Ok(()),
+            false => held.slice_set(&p.to_device(home)?.into(), 0, 0),
         }
     }
 
     /// Where the states are beside what the layers compute with.
     fn on_device(&self) -> Result<()> {
         // f32 weights are what the layers compute with
-        let copy = if self.unit.compute.whole.dtype() == DType::F32 { None } else { Some(self.compute()?) };
+        let copied = self.unit.compute.whole.dtype() != DType::F32 && !self.is_rounded();
+        let copy = copied.then(|| self.compute()).transpose()?;
         self.apply(&self.grads()?, copy.as_ref())
     }
 }

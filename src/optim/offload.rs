@@ -24,7 +24,7 @@ pub const STAGED: usize = PIECE / 4;
 impl Update<'_> {
     /// Whether the states live on the host, and the gradients do not.
     fn crosses(&self) -> Result<bool> {
-        Ok(self.master()?.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
+        Ok(self.unit.master.values.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
     }
 }
 
@@ -87,6 +87,9 @@ impl Staged {
                 staging.fetch(i + 1, next.grads()?.real()?)?;
             }
             p.apply(&grads.into(), None)?;
+            if p.is_rounded() {
+                continue;
+            }
             if host {
                 p.unit.refresh(p.range.clone())?;
                 continue;
@@ -113,7 +116,7 @@ mod tests {
 
     const SIZES: [[usize; 2]; 5] = [[7, 300], [1, 640], [5, 1021], [5, 77], [90, 100]];
 
-    fn params(dtype: DType, offload: bool, eight_bit: bool) -> Result<Params> {
+    fn params(dtype: DType, offload: bool, eight_bit: bool, rounding: Option<u64>) -> Result<Params> {
         let tensor = |(i, shape): (usize, &[usize; 2])| Trained {
             name: format!("{i}"),
             module: format!("{i}"),
@@ -129,7 +132,7 @@ mod tests {
             2,
             dtype,
             &Device::Cpu,
-            Allocate { train: true, offload, eight_bit, ..Allocate::default() },
+            Allocate { train: true, offload, eight_bit, rounding, ..Allocate::default() },
         )?;
         for (i, [a, b]) in SIZES.iter().enumerate() {
             p.set(i, randn(i as u64, (*a, *b), DType::F32)?.real()?)?;
@@ -143,11 +146,18 @@ mod tests {
         let recipe = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\nsource = \"d\"\n\
                       format = \"text\"\n[optimizer]\nweight_decay = 0.1\n";
         let recipe = Recipe::parse(recipe, "r.toml", &[])?;
-        for (dtype, eight_bit) in
-            [(DType::F32, false), (DType::F32, true), (DType::BF16, false), (DType::BF16, true)]
-        {
+        for (dtype, eight_bit, rounding) in [
+            (DType::F32, false, None),
+            (DType::F32, true, None),
+            (DType::BF16, false, None),
+            (DType::BF16, true, None),
+            (DType::BF16, false, Some(3)),
+            (DType::BF16, true, Some(3)),
+            (DType::F16, true, Some(3)),
+        ] {
             let run = |offload: bool, piece: usize| -> anyhow::Result<Vec<Vec<f64>>> {
-                let p = params(dtype, offload, eight_bit)?;
+                let p = params(dtype, offload, eight_bit, rounding)?;
+                assert_eq!(p.stored(0)? == DType::F32, rounding.is_none());
                 let mut optimizer = Optimizer::new(&p, &recipe.optimizer);
                 optimizer.piece = piece;
                 assert_eq!(optimizer.groups.len(), 3);
@@ -174,9 +184,10 @@ mod tests {
             };
             let want = run(false, 1)?;
             for piece in [1, 512, 1000, super::PIECE] {
-                assert!(run(true, piece)? == want, "{dtype:?}, 8 bits {eight_bit}, pieces of {piece}");
+                let told = format!("{dtype:?}, 8 bits {eight_bit}, pieces of {piece}, rounding {rounding:?}");
+                assert!(run(true, piece)? == want, "{told}");
             }
-            assert_ne!(want[0], values(&params(dtype, false, eight_bit)?.view(0)?));
+            assert_ne!(want[0], values(&params(dtype, false, eight_bit, rounding)?.view(0)?));
         }
         Ok(())
     }

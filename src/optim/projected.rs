@@ -6,7 +6,7 @@ use crate::adapt::moments::Of;
 use crate::adapt::params::{Held, Params, Unit};
 use crate::adapt::projected::Projected;
 use crate::kernel::decompose::Matrix;
-use crate::kernel::optimizer::{AdamW, adamw, adamw8bit};
+use crate::kernel::optimizer::{AdamW, adamw, adamw8bit, round};
 use crate::kernel::{Real, Tensor, to_host};
 use crate::rng::{Purpose, Stream};
 use candle_core::{DType, Device, Result};
@@ -45,13 +45,18 @@ impl GaLore {
             }
         }
         drop(low);
-        let master = unit.master.of(slot.range())?;
+        let keeps = unit.keeps(&slot.range());
+        // where there are none, f32 values of this matrix alone
+        let master = unit.values(slot.range())?.to_dtype(DType::F32)?;
         p.add_back(&master.reshape(p.dims)?, &delta.reshape((rows, cols))?, self.scale)?;
         if k.weight_decay != 0.0 {
             let less = (&master * (1.0 - k.lr * k.weight_decay))?;
             master.slice_set(&less, 0, 0)?;
         }
-        unit.refresh(slot.range())
+        match keeps {
+            true => unit.refresh(slot.range()),
+            false => round(&master, &unit.values(slot.range())?, unit.draws(k.t, slot.offset)),
+        }
     }
 }
 

@@ -24,9 +24,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let Some(budget) = i.budget else { return Vec::new() };
     let mut out = Vec::new();
     let mut add = |set: Vec<String>, change: String, cost: &str, total: u64| {
-        // ranks are not built on CUDA
-        let ranks = plan.machine.cuda && set.iter().any(|s| s.starts_with("parallel.data="));
-        let built = !ranks && set.iter().all(|s| is_built(s));
+        let built = set.iter().all(|s| is_built(s));
         let note = if built { "" } else { " (not built yet)" };
         let (size, saved) =
             (super::report::bytes(total), super::report::bytes(plan.total().saturating_sub(total)));
@@ -131,6 +129,15 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             );
         }
     }
+    if r.optimizer.keeps_master(i.machine.computes_in_f32()) && rules(r, Method::Full).next().is_some() {
+        let mut c = r.clone();
+        c.optimizer.master = recipe::Master::None;
+        let t = total(&c);
+        if t <= budget {
+            let set = vec!["optimizer.master=none".into()];
+            add(set, "optimizer.master = \"none\"".into(), "; weights of 16 bits are all there is", t);
+        }
+    }
     if !r.memory.offload.contains(&Offload::Optimizer) && i.machine.cuda {
         let mut c = r.clone();
         c.memory.offload.push(Offload::Optimizer);
@@ -149,7 +156,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             let mut c = r.clone();
             (c.parallel.data, c.parallel.zero) = (n, 3);
             // ranks that are threads of a process share its threads
-            let threads = c.parallel.threads(i.machine.threads as usize, i.machine.cuda) as u64;
+            let threads = c.parallel.threads(i.machine.threads as usize) as u64;
             changed(i, &c, Machine { threads, ..i.machine }, i.selection)
         }) {
             let set = vec![format!("parallel.data={n}"), "parallel.zero=3".into()];
@@ -234,7 +241,7 @@ fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) 
 /// Whether `ft run` builds what a setting asks for: the recipe's own table of what is not built decides.
 pub(crate) fn is_built(setting: &str) -> bool {
     const LEAST: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
-        [[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\n\
+        [[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
         [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n[run]\nbatch_rows = 1024\n";
     // of rules, only the first ones are in this recipe; what they can say does not depend on their number
     let setting = match setting.strip_prefix("train.").and_then(|s| s.split_once('.')) {

@@ -157,6 +157,8 @@ pub struct Plan {
     pub micro_batches: u64,
     /// Whether gradients are there from loading on; else each layer's live in its backward pass.
     pub keeps_gradients: bool,
+    /// Why what trains in full has no f32 master weights, where it has none.
+    pub no_master: Option<&'static str>,
     /// Arithmetic of a micro-batch.
     pub work: Work,
     /// The learning rates of what trains, the highest first.
@@ -235,7 +237,7 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
         None if cuda => 2,
         None => 4,
     };
-    let threads = recipe.parallel.threads(rayon::current_num_threads(), cuda);
+    let threads = recipe.parallel.threads(rayon::current_num_threads());
     Machine { cuda, width, threads: threads as u64 }
 }
 
@@ -251,7 +253,9 @@ pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload, host: Opti
             }
         };
         // others live here too
-        Some((free / 20 * 19).saturating_sub(beside) / recipe.parallel.local(machine.cuda))
+        // ranks that are threads share the host, and each has a device of its own
+        let sharing = if machine.cuda { 1 } else { recipe.parallel.local() };
+        Some((free / 20 * 19).saturating_sub(beside) / sharing)
     })
 }
 
@@ -272,7 +276,7 @@ impl<'a> Prepared<'a> {
         let statics = Statics::new(inputs.recipe, inputs.selection, inputs.machine, parameters);
         let quantize = inputs.recipe.model.quantize;
         let split = (p.tensor, p.pipeline);
-        let weights = (quantize, !inputs.recipe.weights_come_and_go());
+        let weights = (quantize, inputs.recipe.has_rooms());
         let shape = Shape::new(inputs.config, inputs.selection, weights, inputs.machine, split)?;
         if inputs.recipe.memory.dequantize == recipe::Dequantize::PerLayer
             && shape.kinds.iter().any(Layer::reads_codes)
@@ -383,7 +387,7 @@ impl Plan {
         let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
         Self {
             ranks: p.ranks(),
-            local: p.local(i.machine.cuda),
+            local: p.local(),
             wire: prepared.wire(micro_batches),
             machine: i.machine,
             parameters: prepared.statics.parameters,
@@ -398,6 +402,7 @@ impl Plan {
             workload: d.workload,
             micro_batches,
             keeps_gradients: !r.optimizer.in_backward,
+            no_master: no_master(i),
             work: d.work,
             learning_rates: i.selection.learning_rates(&r.optimizer),
             theory: Theory::new(i.selection, r.model.quantize, &r.optimizer, p),
@@ -424,7 +429,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
     let selection = select(recipe, &found.config)?;
     found.notes.clone_from(&selection.notes);
     let machine = machine(recipe, cuda);
-    let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config)?;
+    let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config);
     let workloads = &match &known {
         Some(known) => Workloads::new(|r| known.workload(r)),
         None => Workloads::new(Workload::of_recipe),
@@ -451,6 +456,15 @@ pub fn allocations(i: &Inputs<'_>, c: &Execution) -> crate::Result<Vec<Listed>> 
     let prepared = Prepared::new(i)?;
     let levels = Levels { recompute: c.recompute, dequantize: c.dequantize, head: 0 };
     Ok(prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
+}
+
+/// Why what trains in full has no f32 master weights, where it has none.
+fn no_master(i: &Inputs<'_>) -> Option<&'static str> {
+    let rounded = statics::rounded(i.recipe, i.selection, i.machine, &i.selection.parts());
+    rounded.contains(&true).then_some(match i.recipe.optimizer.master {
+        recipe::Master::Auto => "optimizer.master = \"auto\" with 8-bit moments",
+        _ => "as optimizer.master says",
+    })
 }
 
 fn select(recipe: &Recipe, config: &Config) -> crate::Result<Selection> {

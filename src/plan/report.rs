@@ -95,12 +95,16 @@ impl Plan {
     /// What was chosen, with reasons: for `ft plan --json` and `metrics.jsonl`.
     pub fn choices_json(&self) -> Value {
         let (c, why) = (&self.execution, &self.reasons);
-        json!({
+        let mut all = json!({
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
             "recompute": {"value": c.recompute, "of": self.walked, "reason": why.recompute},
             "dequantize": {"value": c.dequantize.word(), "reason": why.dequantize},
             "head_rows": {"value": c.head_rows, "reason": why.head_rows},
-        })
+        });
+        if let Some(why) = self.no_master {
+            all["master"] = json!({"value": "none", "reason": why});
+        }
+        all
     }
 
     /// The plan as text, for a terminal.
@@ -141,6 +145,12 @@ impl Plan {
         let rows = if c.micro_rows == 1 { "row" } else { "rows" };
         let _ = writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
+        if let Some(why) = self.no_master {
+            let _ = writeln!(
+                s,
+                "master      none of what trains in full, which is rounded by random numbers ({why})"
+            );
+        }
         let _ = writeln!(s, "dequantize  {} ({})", c.dequantize.word(), why.dequantize);
         let _ = writeln!(s, "logit chunk {} targets ({})", c.head_rows, why.head_rows);
         if let Some(r) = range {

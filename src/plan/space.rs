@@ -5,15 +5,16 @@
 
 use super::Machine;
 use super::report::bytes;
-use super::statics::{nf4, states};
+use super::statics::{nf4, rounded, states};
 use super::workload::Workload;
 use crate::adapt::Selection;
 use crate::hub::Settings;
+use crate::kernel::cuda;
 use crate::log::memory;
 use crate::model::Config;
 use crate::model::modules::Group;
 use crate::quant;
-use crate::recipe::{Comm, Quantize, Recipe, Weights};
+use crate::recipe::{Comm, Launch, Meeting, Quantize, Recipe, Weights};
 use crate::store;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -36,6 +37,8 @@ const LOAD_EVERY: u64 = 10;
 /// What one channel of NCCL takes of shared memory for a rank whose device its peers cannot reach directly, as
 /// its errors name it, and the channels that it opens then.
 const NCCL: u64 = 2 * 9_637_888;
+/// CUDA devices of a server.
+const DEVICES: u64 = 8;
 /// The file that Open MPI maps for each rank of a machine (`btl_sm_segment_size`).
 const MPI: u64 = 4 << 20;
 
@@ -176,12 +179,15 @@ impl Space {
         let (eight_bit, projects) = (r.optimizer.name.eight_bit(), r.optimizer.name.projects());
         // weights, two moments, the scales of those in 8 bits, and directions of gradients
         let entries = 3 + if eight_bit { 2 } else { 0 } + u64::from(projects);
-        let checkpoint = 4 * count + states + entries * headers + STATE;
+        let rounded = rounded(r, s, machine, &trained);
+        let weights = trained.iter().zip(rounded).map(|(t, rounded)| (t.elements() as u64, rounded));
+        let weights: u64 = weights.map(|(n, rounded)| n * if rounded { machine.width } else { 4 }).sum();
+        let result = if s.everything_full() { machine.width * count } else { weights };
+        let checkpoint = weights + states + entries * headers + STATE;
         let saves = match (r.run.save_every as u64, w.steps) {
             (0, _) => Some(1),
             (every, steps) => steps.map(|n| n.div_ceil(every)),
         };
-        let width = if s.everything_full() { machine.width } else { 4 };
         let experts = s.modules.iter().filter(|(m, _)| m.expert.is_some()).count() as u64 / 3;
         let steps = w.steps.unwrap_or(0);
         let loads = (LINE.1 * experts).saturating_mul(steps.div_ceil(LOAD_EVERY));
@@ -195,7 +201,7 @@ impl Space {
                 space.checkpoints(r.run.keep + usize::from(r.run.keep_best)),
                 &["run.keep", "run.output"],
             ),
-            at("result", width * count + headers + NAMES * trained.len() as u64 + STATE, output),
+            at("result", result + headers + NAMES * trained.len() as u64 + STATE, output),
             at("metrics", log, output),
         ];
         if let Some(data) = w.resident() {
@@ -203,11 +209,12 @@ impl Space {
         }
         space.host = host;
         let shared = match (r.parallel.ranks(), r.parallel.comm) {
-            (1, _) | (_, Comm::Threads) => 0,
+            (1, _) => 0,
             (_, Comm::Nccl) => NCCL,
-            (_, Comm::Auto) if machine.cuda => NCCL,
-            (_, Comm::Auto) => 0,
+            _ if machine.cuda => NCCL,
             (_, Comm::Mpi) => MPI,
+            (_, Comm::Auto) if Launch::of_env().is_some_and(|l| l.meeting == Meeting::Mpi) => MPI,
+            _ => 0,
         };
         space.shared = vec![("communication", shared)];
         space
@@ -259,7 +266,9 @@ impl Space {
 
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
-        let local = r.parallel.local(machine.cuda);
+        // a plan of more devices than servers have is of several machines
+        let devices = |n: u64| if n > DEVICES { n.min(DEVICES.max(cuda::count() as u64)) } else { n };
+        let local = if machine.cuda { devices(r.parallel.local()) } else { r.parallel.local() };
         // a budget above what this machine has speaks of another, whose memory and disks are not known
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.map(memory::part).or(room.host.filter(|_| !told));

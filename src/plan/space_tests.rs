@@ -163,8 +163,8 @@ fn a_host_that_is_too_small_is_told_beforehand() -> anyhow::Result<()> {
     std::fs::write(&path, BASE)?;
     let recipe = Recipe::load_for_plan(&path, &set.map(String::from))?;
     let with = |host: u64| -> anyhow::Result<Plan> {
-        // a rank's part of what eight share
-        let room = Room { host: Some(host / 8), shared: None, volume: &|_| None, replaced: &|_| 0 };
+        // eight ranks of one process share it
+        let room = Room { host: Some(host), shared: None, volume: &|_| None, replaced: &|_| 0 };
         Ok(plan::of_recipe_in(&recipe, true, &room)?.0)
     };
     let short = with(503_000_000_000)?;

@@ -4,10 +4,10 @@ use super::Machine;
 use super::ledger::{Bytes, Component};
 use crate::adapt::ghost::{is_quantized, room};
 use crate::adapt::initial;
+use crate::adapt::layout::wide_units;
 use crate::adapt::moments::{self, is_large};
-use crate::adapt::params::{ALIGN, Shard, wide_units};
+use crate::adapt::params::{ALIGN, Shard};
 use crate::adapt::projected::Projection;
-use crate::adapt::selection::Part;
 use crate::adapt::selection::TrainedPart;
 use crate::adapt::{Choice, Selection};
 use crate::comm::ROUND;
@@ -17,7 +17,7 @@ use crate::kernel::grouped::table;
 use crate::kernel::padded::Padded;
 use crate::model::modules::{Group, Module};
 use crate::optim::{PIECE, STAGED};
-use crate::recipe::{Comm, Decomposition, Offload, Optimizer, Recipe, Weights};
+use crate::recipe::{Decomposition, Method, Offload, Optimizer, Recipe, Weights};
 
 /// Values in a block of NF4, and blocks in a block of its scales.
 const NF4_BLOCK: u64 = 64;
@@ -26,6 +26,9 @@ const NF4_NESTED: u64 = 256;
 const READ_PIECE: u64 = 4 << 20;
 /// What the driver takes for a context, with cuBLAS and its workspace.
 const CUDA_CONTEXT: u64 = 600 << 20;
+/// What NCCL takes of a device once its ranks have given one another something: buffers for each channel and peer. An estimate:
+/// 1.6 GB were reported for one communicator (NVIDIA/nccl issue 864); fewer channels take less.
+const NCCL: u64 = 1600 << 20;
 /// What a process of `ft` holds beside tensors: code, tokenizer, threads.
 pub(super) const PROCESS: u64 = 128 << 20;
 /// Host memory of CUDA's driver, context and libraries. Not measured with ft: a PyTorch process grew by 1,123 MiB when
@@ -62,6 +65,10 @@ pub struct Statics {
     /// Where ranks share the rows, or units are updated in the backward pass: bytes of each unit's gradients of one
     /// micro-batch, which live from the unit's backward visit to their sum, or to the update.
     pub live: Vec<u64>,
+    /// Between CUDA devices: bytes that come from other ranks for the sum of each unit's, until that is over.
+    pub summed: Vec<u64>,
+    /// There: bytes of this rank's part of each unit's sum, where it gives that to all.
+    pub parts: Vec<u64>,
     /// What these are.
     pub live_as: Component,
     /// Whether units are updated in the backward pass.
@@ -176,6 +183,15 @@ fn states_of(o: &Optimizer, t: &TrainedPart<'_>, layers: usize, values: u64) -> 
     }
 }
 
+/// The trained tensors of a selection that have no f32 master weights, by number.
+pub(super) fn rounded(r: &Recipe, s: &Selection, machine: Machine, trained: &[TrainedPart<'_>]) -> Vec<bool> {
+    let unit = |t: &TrainedPart<'_>| t.module.unit(s.layers);
+    let wide = wide_units(trained.iter().map(|t| (unit(t), t.part)));
+    let keeps = r.optimizer.keeps_master(machine.computes_in_f32());
+    let full = |t: &TrainedPart<'_>| t.part.method() == Method::Full;
+    trained.iter().map(|t| !keeps && full(t) && !wide.contains(&unit(t))).collect()
+}
+
 impl Statics {
     /// For a recipe, its selection and a machine; `parameters` is the model's total.
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, parameters: u64) -> Self {
@@ -227,7 +243,7 @@ impl Statics {
             let rows = if dora { 4 * placed(m.rows() as u64) } else { 0 };
             let buffers = &mut frozen[m.unit(s.layers)];
             buffers[2] += rows / 4;
-            let room = room(m, choice, machine.cuda && !apart);
+            let room = room(m, choice, machine.cuda && r.has_rooms());
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);
@@ -291,15 +307,18 @@ impl Statics {
         let mut sums = [0u64; 5];
         let unit_of = |m: &Module| m.unit(s.layers);
         let wide = wide_units(trained.iter().map(|t| (unit_of(t.module), t.part)));
-        for t in &trained {
+        // of these, what has master weights
+        let mut kept = vec![0u64; units];
+        for (t, rounded) in trained.iter().zip(rounded(r, s, machine, &trained)) {
             let (m, unit) = (t.module, t.module.unit(s.layers));
             let n = t.elements().next_multiple_of(ALIGN) as u64;
             lens[unit] += n;
-            let adapter = matches!(t.part, Part::A | Part::B | Part::Magnitude);
+            kept[unit] += if rounded { 0 } else { n };
+            let adapter = t.part.method() == Method::Lora;
             sums[usize::from(adapter)] += ranks.share(m, width * n, 3);
             sums[2] += ranks.share(m, 4 * n, 2);
             let from = if wide.contains(&unit) { 3 } else { 1 };
-            sums[3] += if one_copy { 0 } else { ranks.share(m, 4 * n, from) };
+            sums[3] += if one_copy || rounded { 0 } else { ranks.share(m, 4 * n, from) };
             // gaps have moments too
             let states = states_of(&r.optimizer, t, s.layers, n);
             if let (&[o, i], how) = (t.shape(), projection(&r.optimizer))
@@ -310,14 +329,20 @@ impl Statics {
                 let (n, low) = ((o * i) as u64, 8 * (how.rank * o.max(i)) as u64);
                 let look = if machine.cuda { 0 } else { 4 * n + decompose::bytes((o, i), how.rank) };
                 let copy = if r.optimizer.weight_decay != 0.0 { 4 * n } else { 0 };
-                let rounded = if machine.computes_in_f32() { 0 } else { width * n };
-                out.projecting = out.projecting.max(look).max(low + copy.max(rounded));
+                let after = match (machine.computes_in_f32(), rounded) {
+                    (true, _) => copy,
+                    (false, false) => copy.max(width * n),
+                    // its own f32 values
+                    (false, true) => 4 * n + copy,
+                };
+                out.projecting = out.projecting.max(look).max(low + after);
             }
             sums[4] += ranks.share(m, states, 1);
             unit_bytes[unit] += width * n;
         }
         let [full, adapters, mut gradients, master, states] = sums;
         let longest = lens.iter().copied().max().unwrap_or(0);
+        let longest_kept = kept.iter().copied().max().unwrap_or(0);
         if r.optimizer.in_backward {
             gradients = 0;
         }
@@ -326,15 +351,25 @@ impl Statics {
         out.device.add(Component::Gradients, gradients);
         // the optimizer goes by pieces
         let crosses = offload || weights_offload;
-        out.largest_group = if crosses { 0 } else { longest.min(PIECE as u64) };
+        out.largest_group = if crosses { 0 } else { longest_kept.min(PIECE as u64) };
 
         let mut staging_on_host = 0;
         if crosses {
             // as in `optim/offload.rs`: new values on their way; from and to CUDA two pieces each way, on the host
-            let own = longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
-            let new = if one_copy { 0 } else { width * own.min(PIECE as u64) };
+            let own = |longest: u64| longest.div_ceil(if ranks.zero >= 1 { ranks.data } else { 1 });
+            let piece = |longest: u64, most: usize| width * own(longest).min(most as u64);
+            let bare = lens.iter().zip(&kept).map(|(all, kept)| all - kept).max().unwrap_or(0);
+            // on the CPU what has no master weights is where it is updated
+            let new = match (one_copy, machine.cuda) {
+                (true, _) => 0,
+                (_, true) => piece(longest, PIECE),
+                _ => piece(longest_kept, PIECE),
+            };
             [out.staging, staging_on_host] = match (machine.cuda, offload) {
-                (true, true) => [0, 2 * (4 + width) * own.min(STAGED as u64)],
+                (true, true) => {
+                    let there = piece(bare, STAGED);
+                    [there, 2 * (4 + width) * own(longest).min(STAGED as u64) + there]
+                }
                 _ => [new; 2],
             };
         }
@@ -397,9 +432,16 @@ impl Statics {
             let wide: u64 = wide.iter().filter(|_| !one_copy).map(|u| comes(lens[*u], 4)).sum();
             out.wire = [summed + taken(4) * sums, (taken(width) + wide) * weights];
         }
+        if machine.cuda && ranks.data > 1 {
+            // as in `comm/devices.rs`: each other rank's part
+            out.summed = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).collect();
+            out.parts = lens.iter().map(|n| if ranks.zero < 2 { 4 * own(*n) } else { 0 }).collect();
+        }
         // a rank that is one of several is among the threads that it computes on
-        let alone = u64::from(r.parallel.local(machine.cuda) == 1);
-        let context = if machine.cuda { CUDA_CONTEXT } else { gemm::slabs(machine.threads - 1 + alone) };
+        let alone = u64::from(r.parallel.local() == 1);
+        let nccl = if r.parallel.ranks() > 1 { NCCL } else { 0 };
+        let context =
+            if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads - 1 + alone) };
         out.device.add(Component::Context, context);
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();
@@ -427,8 +469,8 @@ impl Statics {
         out.save_transient = ((value + rounded.max(read)).max(here) + 4 * PROBE.0 * vocab(s))
             .max(PROBE.0 * PROBE.1 * vocab(s));
         out.host.push(("process", PROCESS));
-        if r.parallel.comm == Comm::Mpi && r.parallel.ranks() > 1 {
-            // what goes out in a round, and what comes
+        if r.parallel.local() == 1 && r.parallel.ranks() > 1 && !machine.cuda {
+            // of processes: what goes out in a round, and what comes
             out.host.push(("communication_buffers", 2 * 4 * ROUND as u64));
         }
         if machine.cuda {
@@ -452,8 +494,34 @@ impl Statics {
 
     /// Gradients of one micro-batch that live while a unit is visited backward: a tied head's are the embedding's.
     pub fn live_at(&self, unit: usize) -> u64 {
-        let of = |unit: usize| self.live.get(unit).copied().unwrap_or(0);
-        of(unit) + if self.tied && unit > 0 { of(0) } else { 0 }
+        self.own_live(unit) + if self.tied && unit > 0 { self.own_live(0) } else { 0 }
+    }
+
+    /// Those of the unit alone, which live from its first gradient on.
+    pub fn own_live(&self, unit: usize) -> u64 {
+        self.live.get(unit).copied().unwrap_or(0)
+    }
+
+    /// What comes from other ranks while a unit's gradients are summed.
+    fn summed_at(&self, unit: usize) -> u64 {
+        self.summed.get(unit).copied().unwrap_or(0)
+    }
+
+    /// What is on its way while a unit is visited backward: the sum of the unit that was visited before it, which goes on,
+    /// and what that rank gives to all of the one before that.
+    pub fn on_its_way(&self, unit: usize) -> u64 {
+        if self.updates || self.summed.is_empty() {
+            return 0;
+        }
+        let before: Vec<usize> = (unit + 1..self.live.len()).filter(|u| self.live[*u] > 0).take(2).collect();
+        let parts: u64 = before.iter().map(|u| self.parts[*u]).sum();
+        before.first().map_or(0, |u| self.live[*u] + self.summed_at(*u)) + parts
+    }
+
+    /// What a rank copies of its sum of a unit's gradients to give it to others, and what comes for that sum.
+    pub fn summing(&self, unit: usize) -> u64 {
+        let own = if self.updates { None } else { self.parts.get(unit).copied() };
+        own.unwrap_or(self.given[0]) + self.summed_at(unit)
     }
 
     /// Bytes of units that ranks split, while they are gathered.

@@ -92,6 +92,8 @@ impl From<Taken> for Full {
 /// comes in.
 #[derive(Clone, Debug)]
 struct Kind {
+    /// Bytes of its own gradients that are in what its backward visits take.
+    own: u64,
     /// Forward.
     forward: Full,
     /// What is kept of it where everything is, the input among it.
@@ -171,7 +173,9 @@ impl<'a> Parts<'a> {
             false => None,
         };
         s.ledger.route(run.skewed);
-        let kinds = s.kinds.iter().map(|layer| run.kind(layer)).collect::<Result<Vec<Kind>>>()?;
+        let unit = |kind| s.of.iter().position(|k| *k == kind).map_or(0, |l| l + 1);
+        let kinds = s.kinds.iter().enumerate().map(|(k, layer)| run.kind(layer, unit(k)));
+        let kinds = kinds.collect::<Result<Vec<Kind>>>()?;
         let mut statics = run.statics.device.clone();
         statics.add(Component::Batch, run.orders);
         let embedding = |t: Tokens, train: bool| {
@@ -304,15 +308,17 @@ impl<'a> Parts<'a> {
             } else {
                 &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)].0
             };
-            at.live = self.live(l + 1);
+            at.live = self.live(l + 1) + self.run.statics.on_its_way(l + 1);
             let left = next(&mut at, &mut train);
             at.crossing = self.crosses(l, levels);
-            f(visit(&at, Phase::Backward, l + 1, full));
+            // its own gradients are in what the visit takes
+            let before = Spot { live: at.live - kind.own, ..at };
+            f(visit(&before, Phase::Backward, l + 1, full));
             f(self.summing(&at, l + 1, left));
             at.crossing = 0;
         }
         if let Some(full) = &self.embedding_backward {
-            at.live = self.live(0);
+            at.live = self.live(0) + self.run.statics.on_its_way(0);
             let left = next(&mut at, &mut train);
             f(visit(&at, Phase::Backward, 0, full));
             f(self.summing(&at, 0, left));
@@ -344,10 +350,10 @@ impl<'a> Parts<'a> {
 
     /// Where a unit's gradients are summed over the ranks, with what is gathered for the visit that comes.
     fn summing<'p>(&'p self, at: &Spot<'p>, unit: usize, flight: u64) -> Spot<'p> {
-        let given = if at.live > 0 { self.run.statics.given[0] } else { 0 };
+        let statics = self.run.statics;
+        let given = if at.live > 0 { statics.summing(unit) } else { 0 };
         let parts = [at.parts[0], Some(&self.input)];
         // with what the update of the unit takes, where that has all gradients beside it
-        let statics = self.run.statics;
         let extra =
             if statics.updates && statics.live_as == Component::Gradients { self.optimizer } else { 0 };
         Spot { phase: Phase::Backward, unit, parts, live: at.live + given, flight, extra, ..*at }
@@ -507,10 +513,15 @@ impl StepInputs<'_> {
     }
 
     /// The visits of `Walk::train` and `Walk::eval` at a layer.
-    fn kind(&self, layer: &Layer) -> Result<Kind> {
+    fn kind(&self, layer: &Layer, unit: usize) -> Result<Kind> {
         let (ledger, t) = (&self.shape.ledger, self.train);
         let batch = self.batch(t, true)?;
-        let (ctx, sink) = (&batch.context, Sink::new(&self.shape.grads, 0));
+        let ctx = &batch.context;
+        let taken = || -> Full {
+            let mut full: Full = ledger.take().into();
+            full.call(Component::Gradients, self.statics.live_as);
+            full
+        };
         let live = |roles| Full::from(Bytes::from(roles));
 
         ledger.take();
@@ -519,13 +530,16 @@ impl StepInputs<'_> {
         let forward: Full = ledger.take().into();
         drop(y);
         let routing = saved.routed().map(|r| r.groups.clone());
+        // experts collect theirs side by side: a mixture's are counted for the whole visit
+        let own = if routing.is_some() { 0 } else { self.statics.own_live(unit) };
+        let sink = || Sink::ghost(&self.shape.grads, ledger, own);
         let kept = live(ledger.keep());
         let rank = layer.room_back(&x, ctx);
         let gradient = || Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype);
         let dy = gradient()?;
         ledger.take();
-        drop(layer.backward(saved, &dy, ctx, &sink, None, rank)?);
-        let backward = ledger.take().into();
+        drop(layer.backward(saved, &dy, ctx, &sink(), None, rank)?);
+        let backward = taken();
         drop(dy);
         let input = live(ledger.keep());
         let again = |dequantize| -> Result<(Full, Cost)> {
@@ -535,8 +549,8 @@ impl StepInputs<'_> {
             let layer = dequantized.as_ref().unwrap_or(layer);
             let saved = layer.recompute(x.clone(), ctx, routing.clone())?;
             let forward = ledger.cost();
-            drop(layer.backward(saved, &dy, ctx, &sink, None, rank)?);
-            Ok((ledger.take().into(), forward))
+            drop(layer.backward(saved, &dy, ctx, &sink(), None, rank)?);
+            Ok((taken(), forward))
         };
         let again = [again(Dequantize::PerMatmul)?, again(Dequantize::PerLayer)?];
         drop(x);
@@ -547,7 +561,7 @@ impl StepInputs<'_> {
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
         let eval = self.eval.map(eval).transpose()?;
-        Ok(Kind { forward, kept, input, routing: routed, backward, again, eval })
+        Ok(Kind { own, forward, kept, input, routing: routed, backward, again, eval })
     }
 
     /// The head with chunks of at most `rows`.

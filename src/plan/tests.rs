@@ -548,7 +548,8 @@ fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
     let (name, offload) = ("optimizer.name=adamw8bit", "memory.offload=['optimizer']");
     let set = ["memory.budget=38GiB", "run.batch_rows=1", "run.clip=0", "data.max_length=4096"];
     let of = |more: &[&str]| plan("Qwen/Qwen3-8B", &full(), &[&set[..], more].concat(), true);
-    let p = of(&[name, offload, "optimizer.in_backward=true"])?;
+    let kept = "optimizer.master=f32";
+    let p = of(&[name, offload, kept, "optimizer.in_backward=true"])?;
     assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
     let n = p.parameters.1;
     // the head's, with the norm before it
@@ -559,8 +560,16 @@ fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
     let rounded = |per_value: f64| (per_value * n as f64) as u64;
     assert!(states(&p).abs_diff(rounded(6.0 + 8.0 / 256.0)) < n / 1000, "{}", states(&p));
     // each of the three is needed
-    assert!(!of(&[name, offload])?.fits() && !of(&[name, "optimizer.in_backward=true"])?.fits());
+    assert!(!of(&[name, offload])?.fits() && !of(&[name, kept, "optimizer.in_backward=true"])?.fits());
     assert!(states(&of(&[offload, "optimizer.in_backward=true"])?) > states(&p) + 5 * n);
+    // without f32 master weights nothing is on the host: 4 bytes a value, and the scales
+    let p = of(&[name, "optimizer.in_backward=true"])?;
+    assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
+    assert_eq!((states(&p), p.peak.bytes.get(Component::Master), p.theory.master), (0, 0, 0));
+    assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
+    let held = p.peak.bytes.get(Component::Trained) + p.peak.bytes.get(Component::Moments);
+    assert!(held.abs_diff(rounded(4.0 + 8.0 / 256.0)) < n / 1000, "{held}");
+    assert!(p.text(1, None, &[]).contains("master      none of what trains in full"));
     Ok(())
 }
 

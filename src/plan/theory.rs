@@ -7,9 +7,10 @@
 
 use super::statics::states;
 use crate::adapt::ghost::is_quantized;
+use crate::adapt::selection::TrainedPart;
 use crate::adapt::{Choice, Selection};
 use crate::model::modules::{Group, Kind};
-use crate::recipe::{Optimizer, Parallel, Quantize};
+use crate::recipe::{Method, Optimizer, Parallel, Quantize};
 use serde::Serialize;
 
 /// Bits of a parameter in NF4, 64 values a block, double quantization of 256 blocks.
@@ -22,7 +23,7 @@ pub struct Theory {
     pub weights: u64,
     /// Their bf16 gradients.
     pub gradients: u64,
-    /// Their f32 copies.
+    /// Their f32 copies, where there are some.
     pub master: u64,
     /// Their moments.
     pub moments: u64,
@@ -61,6 +62,8 @@ impl Theory {
         let ranks = |stage: u8| if p.zero >= stage { p.data as u64 } else { 1 };
         let model = (p.tensor * p.pipeline) as u64;
         let each = |bytes: u64, stage: u8| bytes.div_ceil(ranks(stage) * model);
+        let kept = |t: &&TrainedPart<'_>| o.keeps_master(false) || t.part.method() == Method::Lora;
+        let kept: u64 = s.parts().iter().filter(kept).map(|t| t.elements() as u64).sum();
         let moments: u64 = match o.name {
             name if name.projects() => s.parts().iter().map(|t| states(o, t, s.layers)).sum(),
             name => trained * if name.eight_bit() { 2 } else { 8 },
@@ -69,7 +72,7 @@ impl Theory {
         let mut t = Self {
             weights: each(2 * trained, 3),
             gradients: each(2 * trained, 2),
-            master: each(4 * trained, 1),
+            master: each(4 * kept, 1),
             moments: each(moments, 1),
             total: 0,
             frozen: each(frozen, 3),

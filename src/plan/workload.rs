@@ -1,7 +1,6 @@
 //! How many tokens a micro-batch has: by the recipe's bounds, or by the data where its lengths are known.
 
-use crate::data::lengths::Lengths;
-use crate::data::{self, Batches, Dataset};
+use crate::data::{self, Batches, Dataset, Rows, Samples};
 use crate::kernel::attention::Sizes as Attended;
 use crate::model::Config;
 use crate::recipe::{Length, Part, Recipe};
@@ -54,28 +53,35 @@ pub struct Epoch {
     pub resident: u64,
 }
 
-/// Rows of a dataset as their samples' lengths.
+/// Rows of a dataset, by their samples' lengths.
 struct Sizes<'a> {
-    rows: &'a [Vec<usize>],
-    /// Tokens and targets of a sample.
-    of: &'a dyn Fn(usize) -> (usize, usize),
+    rows: &'a Rows,
+    samples: &'a Samples,
 }
 
-impl Sizes<'_> {
+impl<'a> Sizes<'a> {
+    fn of(d: &'a Dataset) -> Self {
+        Self { rows: &d.rows, samples: &d.samples }
+    }
+
+    fn of_both((samples, rows): &'a (Samples, Rows)) -> Self {
+        Self { rows, samples }
+    }
+
     /// The micro-batch of these rows, as `Micro::collate` makes it.
     fn tokens(&self, rows: &[usize]) -> Tokens {
         let (mut docs, mut targets) = (Vec::new(), 0);
-        for &sample in rows.iter().filter_map(|r| self.rows.get(*r)).flatten() {
-            let (n, t) = (self.of)(sample);
-            docs.push(n);
-            targets += t;
+        for sample in rows.iter().flat_map(|r| self.rows.get(*r)).map(|s| *s as usize) {
+            docs.push(self.samples.tokens(sample));
+            targets += self.samples.targets(sample);
         }
         Tokens::of(&docs, targets)
     }
 
     /// The longest rows in one micro-batch: at least as large as any that comes.
     fn of_longest(&self, micro: usize) -> Tokens {
-        let size = |r: usize| self.rows[r].iter().map(|s| (self.of)(*s).0).sum::<usize>();
+        let size =
+            |r: usize| self.rows.get(r).iter().map(|s| self.samples.tokens(*s as usize)).sum::<usize>();
         let mut sizes: Vec<(usize, usize)> = (0..self.rows.len()).map(|r| (size(r), r)).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let rows: Vec<usize> = sizes.iter().take(micro).map(|s| s.1).collect();
@@ -90,58 +96,44 @@ impl Sizes<'_> {
         rows.chunks(micro).fold(Tokens::default(), |t, rows| t.max(self.tokens(rows)))
     }
 
-    fn epoch(&self, samples: usize) -> Epoch {
-        let mut e = Epoch { samples: samples as u64, rows: self.rows.len() as u64, ..Epoch::default() };
-        for &sample in self.rows.iter().flatten() {
-            let (n, t) = (self.of)(sample);
-            e.tokens += n as u64;
-            e.targets += t as u64;
-            e.longest = e.longest.max(n as u64);
+    fn epoch(&self) -> Epoch {
+        let (samples, rows) = (self.samples.len() as u64, self.rows.len() as u64);
+        let mut e = Epoch { samples, rows, ..Epoch::default() };
+        for sample in self.rows.samples() {
+            let n = self.samples.tokens(sample) as u64;
+            e.tokens += n;
+            e.targets += self.samples.targets(sample) as u64;
+            e.longest = e.longest.max(n);
         }
         e
     }
+
+    /// Bytes of samples and rows in memory.
+    fn resident(&self) -> u64 {
+        self.samples.resident() + self.rows.resident()
+    }
 }
 
-/// The lengths that an earlier command kept of a recipe's data, with the rows that they make.
+/// The samples that an earlier command kept of a recipe's data, with the rows that they make.
 #[derive(Debug)]
 pub struct Known {
-    train: (Lengths, Vec<Vec<usize>>),
-    eval: Option<(Lengths, Vec<Vec<usize>>)>,
+    train: (Samples, Rows),
+    eval: Option<(Samples, Rows)>,
 }
 
 impl Known {
     /// Those that still hold; `dir` is the model's folder, if it is here.
-    ///
-    /// # Errors
-    /// Weights that make too many samples.
-    pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> crate::Result<Option<Self>> {
-        let find = |part| data::lengths::find(r, dir, config.vocab, part);
-        let with_rows = |part, lengths: Lengths| -> crate::Result<_> {
-            let rows = lengths.rows(part, &r.data, r.run.seed)?;
-            Ok((lengths, rows))
-        };
-        let Some(train) = find(Part::Train) else { return Ok(None) };
-        let train = with_rows(Part::Train, train)?;
-        let eval = find(Part::Eval).map(|e| with_rows(Part::Eval, e)).transpose()?;
-        Ok(Some(Self { train, eval }))
+    pub fn find(r: &Recipe, dir: Option<&Path>, config: &Config) -> Option<Self> {
+        let find = |part| data::kept(r, dir, config.vocab, part);
+        Some(Self { train: find(Part::Train)?, eval: find(Part::Eval) })
     }
 
     /// Tokens of a recipe that differs in its micro-batches only.
     pub fn workload(&self, r: &Recipe) -> Workload {
-        let of = |l: &Lengths, s: usize| {
-            let (n, t) = l.samples.get(s).copied().unwrap_or_default();
-            (n as usize, t as usize)
-        };
-        let (train, rows) = &self.train;
-        let sizes = Sizes { rows, of: &|s| of(train, s) };
-        let mut resident = train.resident();
-        let mut largest = Workload::of_recipe(r).eval;
-        if let Some((eval, rows)) = &self.eval {
-            let sizes = Sizes { rows, of: &|s| of(eval, s) };
-            largest = Some(sizes.in_order(r.run.micro_rows.count()));
-            resident += eval.resident();
-        }
-        Workload::of_sizes(r, &sizes, train.samples.len(), largest, resident)
+        let eval = self.eval.as_ref().map(Sizes::of_both);
+        let workload = Workload::of_sizes(r, &Sizes::of_both(&self.train), eval.as_ref());
+        // what is not known is taken to be full
+        Workload { eval: workload.eval.or(Workload::of_recipe(r).eval), ..workload }
     }
 }
 
@@ -192,16 +184,13 @@ impl Workload {
 
     /// By the data that a run has read.
     pub fn of_data(r: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Self {
-        let of = |d: &Dataset, s: usize| d.examples.get(s).map_or((0, 0), |e| (e.ids.len(), e.targets()));
-        let resident = |d: &Dataset| Lengths::of(d, 0).resident();
-        let largest =
-            eval.map(|d| Sizes { rows: &d.rows, of: &|s| of(d, s) }.in_order(r.run.micro_rows.count()));
-        let sizes = Sizes { rows: &train.rows, of: &|s| of(train, s) };
-        let resident = resident(train) + eval.map_or(0, resident);
-        Self::of_sizes(r, &sizes, train.examples.len(), largest, resident)
+        let eval = eval.map(Sizes::of);
+        Self::of_sizes(r, &Sizes::of(train), eval.as_ref())
     }
 
-    fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, samples: usize, eval: Option<Tokens>, resident: u64) -> Self {
+    fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
+        let resident = sizes.resident() + eval.map_or(0, Sizes::resident);
+        let eval = eval.map(|e| e.in_order(r.run.micro_rows.count()));
         let micro = r.run.micro_rows.count();
         let batches = Batches::new(sizes.rows.len(), &r.run, r.data.shuffle);
         let mut train = Tokens::default();
@@ -214,7 +203,7 @@ impl Workload {
         } else {
             train = sizes.of_longest(micro);
         }
-        let epoch = Some(Epoch { resident, ..sizes.epoch(samples) });
+        let epoch = Some(Epoch { resident, ..sizes.epoch() });
         Self { train, eval, steps: Some(batches.steps() as u64), epoch }
     }
 

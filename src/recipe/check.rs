@@ -383,7 +383,7 @@ pub(super) fn default_node(text: &str) -> Option<Node> {
 }
 
 /// What `kind` takes, in words.
-fn expected(kind: Kind) -> String {
+pub(super) fn expected(kind: Kind) -> String {
     let list = |words: &[(&str, &str)]| words.iter().map(|(w, _)| quote(w)).collect::<Vec<_>>().join(", ");
     match kind {
         Kind::Int(from, to) if from == to => format!("{from}"),

@@ -1,6 +1,7 @@
 //! Checks across keys: values that are right alone and wrong together.
 
 use super::check::Checker;
+use super::data_types::*;
 use super::keys::*;
 use super::report::At;
 use super::tree::{Table, Value};
@@ -33,6 +34,7 @@ pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.optimizer(recipe);
     x.in_backward(recipe);
     x.galore(recipe);
+    x.master(recipe);
 }
 
 struct Cross<'a, 'b> {
@@ -264,6 +266,26 @@ impl Cross<'_, '_> {
                 self.report(&format!("run.{key}"), message, hint);
             }
         }
+        let g = &recipe.generate;
+        if g.samples > 0
+            && !data.evaluates()
+            && self.all_good(&["generate.samples", "data.eval", "data.eval.0", "data.eval_share"])
+        {
+            let message = "generate.samples does nothing: there is nothing to evaluate on".into();
+            let hint = "add [[data.eval]], or data.eval_share = 0.1, or leave generate out";
+            self.report("generate.samples", message, hint);
+        }
+        for (key, on) in
+            [("generate.temperature", g.temperature > 0.0), ("generate.regex", g.regex.is_some())]
+        {
+            if on && g.samples == 0 && self.all_good(&["generate.samples", key]) {
+                let message = format!("{key} does nothing: generate.samples is 0");
+                self.report(key, message, "generate.samples = 100, or leave it out");
+            }
+        }
+        if let Some(Err(e)) = g.regex.as_deref().map(regex::Regex::new) {
+            self.report("generate.regex", e.to_string(), "a regular expression of the crate regex");
+        }
         if data.eval_share > 0.0 && !data.eval.is_empty() && self.all_good(&["data.eval", "data.eval_share"])
         {
             let message = "data.eval_share and data.eval are both given".into();
@@ -356,6 +378,21 @@ impl Cross<'_, '_> {
                 "run.output has braces that are not {name}".into(),
                 "{name} is the only thing that is filled in",
             );
+        }
+    }
+
+    /// Whether there is something that could have no master weights.
+    fn master(&mut self, recipe: &Recipe) {
+        const KEY: &str = "optimizer.master";
+        let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
+        if recipe.optimizer.master == Master::None
+            && self.all_good(&[KEY])
+            && rules_are_good
+            && recipe.train.iter().all(|r| r.method != Method::Full)
+        {
+            let message =
+                format!("{KEY} = \"none\" is for what trains in full, and no rule trains anything so");
+            self.report(KEY, message, "leave it out: LoRA's master weights are small, and kept");
         }
     }
 

@@ -20,6 +20,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("dataset", "data.train"),                                 // L U
     ("dataset_dir", "source (the path of the rows)"),          // L
     ("dataset_num_proc", "nothing: all cores are used"),       // T S
+    ("dataset_prepared_path", "nothing: tokens are kept by themselves, see data.cache"), // A
     ("dataset_text_field", "fields = { text = \"the file's name\" } of a source"), // T S
     ("datasets", "data.train"),                                // A
     ("ddp_timeout", "parallel.timeout"),                       // T L
@@ -44,6 +45,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("freeze_trainable_layers", "layers of a [[train]] rule with method = \"full\""), // L
     ("fsdp", "parallel.data and parallel.zero"),       // T A
     ("galore_rank", "optimizer.name = \"galore\""),    // L
+    ("generation_max_length", "generate.max_new_tokens"), // T
     ("gradient_accumulation_steps", ACCUMULATION),     // T A L U S
     ("gradient_checkpointing", "memory.recompute"),    // T A
     ("group_by_length", "data.pack"),                  // T A
@@ -78,60 +80,64 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("micro_batch_size", "run.micro_rows"),            // A
     ("mixed_precision", DTYPE),                        // T
     ("model_max_length", "data.max_length"),
-    ("model_name", "model.source"),                                        // S
-    ("model_name_or_path", "model.source"),                                // T L
-    ("model_type", "nothing: config.json of the model says it"),           // A
-    ("modules_to_save", "a [[train]] rule with method = \"full\""),        // P
-    ("neftune_noise_alpha", "data.neftune"),                               // T A L
-    ("num_epochs", "run.epochs"),                                          // A
-    ("num_train_epochs", "run.epochs"),                                    // T L S
-    ("optim", "optimizer.name"),                                           // T L S
-    ("output_dir", "run.output"),                                          // T A L U S
-    ("overwrite_output_dir", "nothing: ft run --overwrite"),               // T L
-    ("packed", "data.pack"),                                               // U
-    ("packing", "data.pack"),                                              // T L S
-    ("pad_to_sequence_len", "nothing: no token is computed for padding"),  // A
-    ("path", "source"),                                                    // A
-    ("peft_layers_to_transform", "layers"),                                // A
-    ("peft_use_dora", "dora"),                                             // A
-    ("peft_use_rslora", "rslora"),                                         // A
-    ("per_device_eval_batch_size", "run.micro_rows"),                      // T L
-    ("per_device_train_batch_size", "run.micro_rows"),                     // T L S
-    ("pissa_init", "lora.init = \"pissa\""),                               // L
-    ("preprocessing_num_workers", "nothing: all cores are used"),          // L
-    ("pure_bf16", DTYPE),                                                  // L
-    ("push_to_hub", "nothing: ft push uploads a result"),                  // T
-    ("quantization_bit", "model.quantize"),                                // L
-    ("r", "rank"),                                                         // P S
-    ("random_state", "run.seed"),                                          // S
-    ("remove_unused_columns", "nothing: unused keys of rows are told"),    // T
-    ("report_to", "log.tensorboard"),                                      // T L
-    ("resume_from_checkpoint", "nothing: ft run --resume"),                // T A L U
-    ("sample_packing", "data.pack"),                                       // A
-    ("save_steps", "run.save_every"),                                      // T A L S
-    ("save_strategy", "run.save_every"),                                   // T
-    ("save_total_limit", "run.keep"),                                      // T A L
-    ("saves_per_epoch", "run.save_every"),                                 // A
-    ("seq_len", "data.max_length"),                                        // U
-    ("sequence_len", "data.max_length"),                                   // A
-    ("shuffle_merged_datasets", "data.shuffle"),                           // A
-    ("special_tokens", "nothing: the model's tokenizer has them"),         // A
-    ("stage", "task"),                                                     // L
-    ("strict", "nothing: an unknown key is always an error"),              // A
-    ("target_modules", "modules"),                                         // P S
-    ("tokenizer", "nothing: the model's own is used"),                     // U
-    ("tokenizer_type", "nothing: the model's own is used"),                // A
-    ("torch_dtype", "model.dtype"),                                        // T
-    ("train_on_inputs", "data.mask (\"none\" supervises all)"),            // A
-    ("train_on_prompt", "data.mask (\"none\" supervises all)"),            // L
-    ("trust_remote_code", "nothing: no code of a model is ever run"),      // T A L
-    ("use_dora", "dora"),                                                  // P L
-    ("use_gradient_checkpointing", "memory.recompute"),                    // S
+    ("model_name", "model.source"),                                       // S
+    ("model_name_or_path", "model.source"),                               // T L
+    ("model_type", "nothing: config.json of the model says it"),          // A
+    ("modules_to_save", "a [[train]] rule with method = \"full\""),       // P
+    ("neftune_noise_alpha", "data.neftune"),                              // T A L
+    ("num_epochs", "run.epochs"),                                         // A
+    ("num_train_epochs", "run.epochs"),                                   // T L S
+    ("optim", "optimizer.name"),                                          // T L S
+    ("output_dir", "run.output"),                                         // T A L U S
+    ("overwrite_cache", "data.cache"),                                    // L
+    ("overwrite_output_dir", "nothing: ft run --overwrite"),              // T L
+    ("packed", "data.pack"),                                              // U
+    ("packing", "data.pack"),                                             // T L S
+    ("pad_to_sequence_len", "nothing: no token is computed for padding"), // A
+    ("path", "source"),                                                   // A
+    ("peft_layers_to_transform", "layers"),                               // A
+    ("peft_use_dora", "dora"),                                            // A
+    ("peft_use_rslora", "rslora"),                                        // A
+    ("per_device_eval_batch_size", "run.micro_rows"),                     // T L
+    ("per_device_train_batch_size", "run.micro_rows"),                    // T L S
+    ("pissa_init", "lora.init = \"pissa\""),                              // L
+    ("predict_with_generate", "generate.samples"),                        // T L
+    ("preprocessing_num_workers", "nothing: all cores are used"),         // L
+    ("pure_bf16", DTYPE),                                                 // L
+    ("push_to_hub", "nothing: ft push uploads a result"),                 // T
+    ("quantization_bit", "model.quantize"),                               // L
+    ("r", "rank"),                                                        // P S
+    ("random_state", "run.seed"),                                         // S
+    ("remove_unused_columns", "nothing: unused keys of rows are told"),   // T
+    ("report_to", "log.tensorboard"),                                     // T L
+    ("resume_from_checkpoint", "nothing: ft run --resume"),               // T A L U
+    ("sample_packing", "data.pack"),                                      // A
+    ("save_steps", "run.save_every"),                                     // T A L S
+    ("save_strategy", "run.save_every"),                                  // T
+    ("save_total_limit", "run.keep"),                                     // T A L
+    ("saves_per_epoch", "run.save_every"),                                // A
+    ("seq_len", "data.max_length"),                                       // U
+    ("sequence_len", "data.max_length"),                                  // A
+    ("shuffle_merged_datasets", "data.shuffle"),                          // A
+    ("special_tokens", "nothing: the model's tokenizer has them"),        // A
+    ("stage", "task"),                                                    // L
+    ("streaming", "nothing: tokens are read from disk as rows are made"), // T A L
+    ("strict", "nothing: an unknown key is always an error"),             // A
+    ("target_modules", "modules"),                                        // P S
+    ("tokenized_path", "nothing: tokens are kept by themselves, see data.cache"), // L
+    ("tokenizer", "nothing: the model's own is used"),                    // U
+    ("tokenizer_type", "nothing: the model's own is used"),               // A
+    ("torch_dtype", "model.dtype"),                                       // T
+    ("train_on_inputs", "data.mask (\"none\" supervises all)"),           // A
+    ("train_on_prompt", "data.mask (\"none\" supervises all)"),           // L
+    ("trust_remote_code", "nothing: no code of a model is ever run"),     // T A L
+    ("use_dora", "dora"),                                                 // P L
+    ("use_gradient_checkpointing", "memory.recompute"),                   // S
     ("use_liger_kernel", "nothing: kernels of that kind are always used"), // T
-    ("use_rslora", "rslora"),                                              // P L S
-    ("val_set_size", "data.eval_share"),                                   // A
-    ("val_size", "data.eval_share"),                                       // L
-    ("wandb_project", "log.tensorboard"),                                  // A
+    ("use_rslora", "rslora"),                                             // P L S
+    ("val_set_size", "data.eval_share"),                                  // A
+    ("val_size", "data.eval_share"),                                      // L
+    ("wandb_project", "log.tensorboard"),                                 // A
     ("warmup", "optimizer.warmup_steps"),
     ("xformers_attention", ATTENTION), // A
 ];

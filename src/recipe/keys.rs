@@ -2,6 +2,7 @@
 //! and the resolved recipe are made from it.
 
 use super::check::{Checked, Section};
+use super::data_types::*;
 use super::kind::{Bound, INDEX, Key, Kind, Unset};
 use super::table::{Field, Json, Keys, Written, doc, table};
 use super::types::*;
@@ -41,6 +42,8 @@ table! {
         router: Router = Table(Router::KEYS), Toml("{}");
         /// Training and evaluation data.
         data: Data = Table(Data::KEYS), Required;
+        /// Evaluation by generation, beside the loss.
+        generate: Generate = Table(Generate::KEYS), Toml("{}");
         /// Length of the run, batches, and where it writes.
         run: Run = Table(Run::KEYS), Toml("{}");
         /// The optimizer and its schedule.
@@ -159,6 +162,8 @@ table! {
         over_length: OverLength = Word(OverLength::WORDS), Toml("\"truncate\"");
         /// What happens to a row that cannot be used.
         on_bad_row: OnBadRow = Word(OnBadRow::WORDS), Toml("\"error\"");
+        /// Whether tokens are kept on disk, for later commands and so that they need no memory.
+        cache: bool = Bool, Toml("true");
         /// Whether documents share a row (never attention; positions restart).
         pack: bool = Bool, Toml("true");
         /// Whether rows come in random order.
@@ -267,6 +272,10 @@ table! {
         /// Update each layer when its backward pass ends, so that only one layer's gradients exist: needs one micro-batch
         /// a step, run.clip = 0 and no f16. The bits are those of an update at the end.
         in_backward: bool = Bool, Toml("false");
+        /// Whether weights that train in full have f32 master weights, where layers compute in 16 bits: without them an update
+        /// is computed in f32 and rounded up or down by random numbers, so that its mean is right, and a weight takes 4 bytes
+        /// less. LoRA has them always, and so has what trains in full in a layer with DoRA.
+        master: Master = Word(Master::WORDS), Toml("\"auto\"");
         /// GaLore: directions that a gradient is projected onto, of its shorter side.
         galore_rank: usize = RANK, Toml("128");
         /// GaLore: updates between two looks for these directions.
@@ -326,10 +335,28 @@ table! {
 }
 
 table! {
+    /// `[generate]`
+    pub struct Generate {
+        /// Samples of the evaluation data that the model answers at each evaluation, the first ones: it is asked what stands
+        /// before the last supervised tokens, and scored by exact match and ROUGE-L against these. 0 is off.
+        samples: usize = Int(0, 1_000_000_000), Toml("0");
+        /// Tokens of an answer at the most.
+        max_new_tokens: usize = Int(1, 1_000_000), Toml("256");
+        /// 0 takes the most likely token each time; else tokens are drawn, by run.seed.
+        temperature: f64 = Number(Bound::NotNegative), Toml("0.0");
+        /// A regular expression that takes the answer out of a text, as its first group or as its whole first match; the share of
+        /// answers with the same as the sample's is told too.
+        regex: Option<String> = Text, Absent("no such share");
+    }
+}
+
+table! {
     /// `[log]`
     pub struct Log {
         /// Write TensorBoard event files, into tensorboard/ of the run folder.
         tensorboard: bool = Bool, Toml("false");
+        /// Write steps and evaluations as a table too, metrics.csv of the run folder.
+        csv: bool = Bool, Toml("false");
         /// A prompt that the model answers before and after training, in the form of the training data; on the
         /// terminal and in metrics.jsonl.
         sample: Option<String> = Text, Absent("no reply is shown");

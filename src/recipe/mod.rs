@@ -11,17 +11,21 @@
 //! table      checked values -> `Recipe` -> text again                      names, elsewhere: what was meant)
 //! cross      checks across keys
 //! not_built  keys that the interface has and `ft run` does not build yet
+//! launch     whether this process is one of several, as its launcher says
 //! report     how problems look: all at once, each with its line
-//! write      the resolved recipe;   schema: `keys` -> JSON schema;   shipped: the recipes in the binary
+//! write      the resolved recipe;   schema, page: `keys` -> JSON schema, reference;   shipped: the recipes in the binary
 //! ```
 
 mod check;
 mod cross;
+mod data_types;
 mod elsewhere;
 pub mod keys;
 pub mod kind;
+mod launch;
 pub mod names;
 mod not_built;
+mod page;
 mod report;
 mod schema;
 mod shipped;
@@ -37,7 +41,10 @@ mod tests;
 pub use keys::*;
 pub use kind::INDEX as MAX_RANK;
 
+pub use data_types::*;
+pub use launch::{Launch, Meeting};
 pub(crate) use names::nearest;
+pub use page::page;
 pub use report::{Diagnostic, Problems};
 pub use schema::schema;
 pub use shipped::{SHIPPED, Shipped};

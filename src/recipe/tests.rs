@@ -109,7 +109,9 @@ fn shipped_recipes_are_good_and_all_listed() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
     let in_folder: BTreeSet<String> = std::fs::read_dir(folder)
         .unwrap()
-        .map(|e| e.unwrap().path().file_stem().unwrap().to_string_lossy().into_owned())
+        .map(|e| e.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "toml"))
+        .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
         .collect();
     let listed: BTreeSet<String> = SHIPPED.iter().map(|s| s.name.to_string()).collect();
     assert_eq!(in_folder, listed);

@@ -1,11 +1,18 @@
 //! What keys of a recipe can be: words, sets of layers, and what follows from keys together.
 
 use super::check::Checked;
-use super::keys::{Data, Lora, Optimizer, Parallel, Recipe, Rule, Run, Source};
+use super::keys::{Lora, Optimizer, Parallel, Recipe, Rule, Run};
+use super::launch::Launch;
 use super::table::{Field, Written, doc, words};
 use super::tree::quote;
 
 impl Recipe {
+    /// Whether frozen matrices have room beside them for their adapters, where a device uses it: a matrix that stays. Among
+    /// ranks none has, so that all ZeRO stages round alike.
+    pub fn has_rooms(&self) -> bool {
+        self.parallel.ranks() == 1 && !self.weights_come_and_go()
+    }
+
     /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
     pub fn weights_come_and_go(&self) -> bool {
         let split = self.parallel.data > 1 && self.parallel.zero >= 3;
@@ -220,104 +227,6 @@ impl LayerSet {
     }
 }
 
-words! {
-    /// `data.*.format`
-    pub enum Format {
-        /// `{"messages": [{"role", "content"}]}`, or ShareGPT's `conversations`.
-        Messages = "messages",
-        /// `instruction`, `input`, `output`.
-        Alpaca = "alpaca",
-        /// `prompt`, `completion`.
-        Completion = "completion",
-        /// `text`.
-        Text = "text",
-        /// `input_ids`, `labels`.
-        Tokens = "tokens",
-    }
-}
-
-impl Format {
-    /// The masks that it can do; the first is its default.
-    pub fn masks(self) -> &'static [Mask] {
-        match self {
-            Format::Messages => &[Mask::Assistant, Mask::Last, Mask::None],
-            Format::Alpaca | Format::Completion => &[Mask::Completion, Mask::None],
-            Format::Text | Format::Tokens => &[Mask::None],
-        }
-    }
-}
-
-impl Data {
-    /// Whether there is something to evaluate on.
-    pub fn evaluates(&self) -> bool {
-        self.eval_share > 0.0 || !self.eval.is_empty()
-    }
-
-    /// The sources of a part of the data.
-    pub fn sources(&self, part: Part) -> &[Source] {
-        match part {
-            Part::Eval if self.eval_share == 0.0 => &self.eval,
-            _ => &self.train,
-        }
-    }
-}
-
-/// A part of a recipe's data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// What is trained on.
-    Train,
-    /// What is evaluated on: `data.eval`, or the `data.eval_share` of the training data.
-    Eval,
-}
-
-impl Part {
-    /// The key that names it, of these data.
-    pub fn key(self, data: &Data) -> &'static str {
-        match self {
-            Part::Train => "data.train",
-            Part::Eval if data.eval_share > 0.0 => "data.eval_share",
-            Part::Eval => "data.eval",
-        }
-    }
-}
-
-words! {
-    /// `data.over_length`
-    pub enum OverLength {
-        /// Cut to `max_length`.
-        Truncate = "truncate",
-        /// Leave it out.
-        Drop = "drop",
-        /// Stop.
-        Error = "error",
-    }
-}
-
-words! {
-    /// `data.on_bad_row`
-    pub enum OnBadRow {
-        /// Stop.
-        Error = "error",
-        /// Leave it out and count it.
-        Skip = "skip",
-    }
-}
-
-words! {
-    /// `data.mask`
-    pub enum Mask {
-        /// The assistant's turns.
-        Assistant = "assistant",
-        /// The assistant's last turn.
-        Last = "last",
-        /// The completion.
-        Completion = "completion",
-        /// Every token.
-        None = "none",
-    }
-}
-
 impl Run {
     /// How long the run is: `steps` if given, else `epochs`.
     pub fn length(&self) -> Length {
@@ -381,7 +290,7 @@ words! {
     pub enum OptimizerName {
         /// AdamW with f32 moments.
         Adamw = "adamw",
-        /// AdamW with 8-bit moments as in bitsandbytes (below 4096 values in f32), and f32 master weights.
+        /// AdamW with 8-bit moments as in bitsandbytes (below 4096 values in f32).
         Adamw8bit = "adamw8bit",
         /// GaLore: AdamW on low-rank projections of the gradients of layers' matrices that train in full.
         Galore = "galore",
@@ -399,6 +308,18 @@ impl OptimizerName {
     /// Whether gradients are projected.
     pub fn projects(self) -> bool {
         matches!(self, OptimizerName::Galore | OptimizerName::Galore8bit)
+    }
+}
+
+words! {
+    /// `optimizer.master`
+    pub enum Master {
+        /// "none" with 8-bit moments, as bitsandbytes has it; else "f32".
+        Auto = "auto",
+        /// Of everything that trains.
+        F32 = "f32",
+        /// Of LoRA alone.
+        None = "none",
     }
 }
 
@@ -425,6 +346,16 @@ words! {
 }
 
 impl Optimizer {
+    /// Whether what trains in full has f32 master weights; in f32 weights are their own.
+    pub fn keeps_master(&self, in_f32: bool) -> bool {
+        in_f32
+            || match self.master {
+                Master::Auto => !self.name.eight_bit(),
+                Master::F32 => true,
+                Master::None => false,
+            }
+    }
+
     /// Updates of the warm-up in a run of `steps`: `warmup_ratio`, rounded up, if given, else `warmup_steps`.
     pub fn warmup(&self, steps: usize) -> usize {
         self.warmup_ratio.map_or(self.warmup_steps, |r| (r * steps as f64).ceil() as usize)
@@ -477,18 +408,18 @@ impl Parallel {
             .fold(1, |all, n| all.saturating_mul(*n as u64))
     }
 
-    /// Of these, those that are threads of one process, on CUDA or not.
-    pub fn local(&self, cuda: bool) -> u64 {
+    /// Of these, those that are threads of this process.
+    pub fn local(&self) -> u64 {
         match self.comm {
-            Comm::Threads => self.ranks(),
-            Comm::Auto if !cuda => self.ranks(),
-            _ => 1,
+            Comm::Mpi => 1,
+            Comm::Auto | Comm::Nccl if Launch::of_env().is_some() => 1,
+            _ => self.ranks(),
         }
     }
 
     /// Threads that a rank computes on, of a process that has so many: ranks that are threads of it share them.
-    pub fn threads(&self, all: usize, cuda: bool) -> usize {
-        (all / self.local(cuda).max(1) as usize).max(1)
+    pub fn threads(&self, all: usize) -> usize {
+        (all / self.local().max(1) as usize).max(1)
     }
 }
 

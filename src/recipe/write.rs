@@ -31,6 +31,8 @@ const NOT_MATHEMATICS: &[&str] = &[
     "model.cache",
     "lora.", // rules hold it, resolved; lora.init is kept by name below
     "data.eval",
+    "data.cache",
+    "generate.",
     "run.eval_every",
     "run.save_every",
     "run.eval_at_start",
@@ -41,7 +43,8 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.device",
     "memory.",
     "optimizer.in_backward",
-    "parallel.", // ranks split what is computed; only the order of sums is another
+    "optimizer.master", // the identity has what it comes to
+    "parallel.",        // ranks split what is computed; only the order of sums is another
     "log.",
 ];
 

@@ -1,6 +1,7 @@
 //! The model card of an adapter or a model: the README.md that the hub shows.
 
 use super::read::{Metrics, text};
+use crate::data::holds_rows;
 use crate::log::escape;
 use crate::recipe::{Data, Init, Recipe};
 use crate::store;
@@ -31,6 +32,35 @@ pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> crate::Resul
     Ok(about.render(repository))
 }
 
+/// Its file.
+pub const CARD: &str = "README.md";
+/// What ends a card that nobody has changed, before the hash of what stands above it.
+const MADE: &str = "<!-- made by ft, ";
+
+/// Leaves the card of a run's result in `folder`, before it becomes `target`; one that somebody has changed there is kept.
+///
+/// # Errors
+/// As [`card`]; a file that cannot be written.
+pub fn leave_card(folder: &Path, run: &Path, name: &str, target: &Path) -> crate::Result<()> {
+    let there = store::read_plain_text(&target.join(CARD), store::LARGEST).ok();
+    let text = match there.filter(|text| !is_untouched(text)) {
+        Some(changed) => changed,
+        None => {
+            let text = card(folder, Some(run), &format!("OWNER/{name}"))?;
+            let hash = blake3::hash(text.as_bytes()).to_hex();
+            format!("{text}{MADE}{hash} -->\n")
+        }
+    };
+    Ok(store::write_atomic(&folder.join(CARD), text.as_bytes())?)
+}
+
+/// Whether a card is as [`leave_card`] left it.
+pub fn is_untouched(text: &str) -> bool {
+    text.rsplit_once(MADE).is_some_and(|(text, rest)| {
+        rest.trim_end().strip_suffix(" -->") == Some(&*blake3::hash(text.as_bytes()).to_hex())
+    })
+}
+
 /// Whether a source is a repository on the hub, not a folder of the machine that trained.
 pub fn is_hub_id(source: &str) -> bool {
     let plain = |part: &str| {
@@ -38,9 +68,8 @@ pub fn is_hub_id(source: &str) -> bool {
             && !part.starts_with(['.', '-', '~'])
             && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
     };
-    let rows = [".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".parquet"];
     source.split_once('/').is_some_and(|(owner, name)| plain(owner) && plain(name))
-        && !rows.iter().any(|end| source.ends_with(end))
+        && !holds_rows(Path::new(source))
         && !Path::new(source).exists()
 }
 
@@ -174,7 +203,7 @@ impl About {
 }
 
 /// A recipe whose paths of this machine are cut to their last part: the others say nothing to others, and where somebody
-/// works is nobody's business.
+/// works is nobody's business. Nor does it say where a run wrote: equal runs have equal cards.
 fn without_paths(mut recipe: Recipe) -> Recipe {
     let source = |s: &mut String| {
         if !is_hub_id(s) {
@@ -187,10 +216,11 @@ fn without_paths(mut recipe: Recipe) -> Recipe {
     }
     let Data { train, eval, .. } = &mut recipe.data;
     train.iter_mut().chain(eval).for_each(|s| source(&mut s.source));
-    let paths = [&mut recipe.model.cache, &mut recipe.data.chat_template];
-    for path in paths.into_iter().flatten().chain([&mut recipe.run.output]) {
+    if let Some(path) = &mut recipe.data.chat_template {
         *path = file_name(path);
     }
+    recipe.model.cache = None;
+    recipe.run.output = "runs/{name}".into();
     recipe
 }
 

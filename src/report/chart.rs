@@ -4,8 +4,8 @@
 //! line, in words, and in a table.
 
 use super::series::{POINTS, ROWS, Series, evenly, grouped, short};
-use serde::Serialize;
-use std::fmt::Write;
+use serde::{Serialize, Serializer};
+use std::fmt::{self, Write};
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 260.0;
@@ -16,9 +16,8 @@ const BOTTOM: f64 = 40.0;
 /// How far apart the ends of an axis are for it to be logarithmic.
 const LOGARITHMIC: f64 = 100.0;
 
-/// How a line looks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+/// How a line looks; the page's style knows it by its [`Display`](fmt::Display).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// Thin and pale.
     Raw,
@@ -26,13 +25,41 @@ pub enum Look {
     Main,
     /// Dashed, a circle at each point.
     Dots,
+    /// As one of several runs, by its number.
+    Run(usize),
+    /// As [`Look::Run`], a circle at each point.
+    RunDots(usize),
+}
+
+impl fmt::Display for Look {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Look::Raw => f.write_str("raw"),
+            Look::Main => f.write_str("main"),
+            Look::Dots => f.write_str("dots"),
+            Look::Run(n) | Look::RunDots(n) => write!(f, "run{n}"),
+        }
+    }
+}
+
+impl Serialize for Look {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl Look {
+    /// Whether its points are circles.
+    fn dotted(self) -> bool {
+        matches!(self, Look::Dots | Look::RunDots(_))
+    }
 }
 
 /// One line of a chart.
 #[derive(Clone, Debug)]
-pub struct Curve {
+pub struct Curve<'a> {
     /// What it is.
-    pub label: &'static str,
+    pub label: &'a str,
     /// How it looks.
     pub look: Look,
     /// Its points.
@@ -58,8 +85,9 @@ pub struct Tick {
 /// A line that is laid out.
 #[derive(Clone, Debug, Serialize)]
 pub struct Line {
-    label: &'static str,
+    label: String,
     look: Look,
+    dotted: bool,
     path: String,
     dots: Vec<(f64, f64)>,
 }
@@ -237,7 +265,7 @@ fn capital(text: &str) -> String {
     chars.next().map_or_else(String::new, |c| c.to_uppercase().chain(chars).collect())
 }
 
-fn in_words(c: &Curve) -> Option<String> {
+fn in_words(c: &Curve<'_>) -> Option<String> {
     let (first, last) = (c.points.finite().next()?, c.points.finite().next_back()?);
     let (low, high) = (c.points.lowest()?, c.points.highest()?);
     if first.0 == last.0 {
@@ -257,7 +285,7 @@ fn in_words(c: &Curve) -> Option<String> {
     ))
 }
 
-fn table(curves: &[Curve]) -> Table {
+fn table(curves: &[Curve<'_>]) -> Table {
     let mut steps: Vec<u64> = curves.iter().flat_map(|c| c.points.0.iter().map(|p| p.0)).collect();
     steps.sort_unstable();
     steps.dedup();
@@ -266,7 +294,7 @@ fn table(curves: &[Curve]) -> Table {
         true => format!("{} of {} steps, evenly spaced.", shown.len(), grouped(steps.len() as u64)),
         false => String::new(),
     };
-    let cell = |c: &Curve, step: u64| {
+    let cell = |c: &Curve<'_>, step: u64| {
         let at = c.points.0.binary_search_by_key(&step, |p| p.0);
         at.map_or(String::new(), |i| short(c.points.0[i].1))
     };
@@ -286,7 +314,7 @@ impl Chart {
     pub fn new(
         id: &'static str,
         title: &'static str,
-        curves: &[Curve],
+        curves: &[Curve<'_>],
         frame: &Frame<'_>,
         notes: &[&str],
     ) -> Option<Self> {
@@ -316,11 +344,12 @@ impl Chart {
             .map(|c| {
                 let points = c.points.thin(POINTS);
                 let place = |p: (u64, f64)| (x.place(p.0 as f64), y.place(p.1));
-                let dots = match c.look {
-                    Look::Dots if points.finite().count() <= 60 => points.finite().map(place).collect(),
+                let dots = match c.look.dotted() {
+                    true if points.finite().count() <= 60 => points.finite().map(place).collect(),
                     _ => Vec::new(),
                 };
-                Line { label: c.label, look: c.look, path: path(&points, &x, &y), dots }
+                let (label, look, dotted) = (c.label.to_string(), c.look, c.look.dotted());
+                Line { label, look, dotted, path: path(&points, &x, &y), dots }
             })
             .collect();
         let mark = |s: &u64| Tick { at: x.place(*s as f64), text: format!("resumed from step {s}") };

@@ -5,8 +5,8 @@
 //! read     metrics.jsonl -> each step once;   files: what else lies in the folder
 //! series   numbers by step: smoothed, thinned out, in words
 //! chart    curves -> places on paper;   heat: load of the experts;   memory: plan beside measurement
-//! view     all that the page says
-//! page.html, page.css   how it looks: filled in by minijinja, which escapes every text
+//! view     all that the page says;   several: the page of several runs
+//! base.html, page.html, several.html, page.css   how it looks: filled in by minijinja, which escapes every text
 //! ```
 //!
 //! The page asks for nothing from outside and runs no script; samples and names in it are text, whatever they
@@ -19,11 +19,12 @@ mod heat;
 mod memory;
 mod read;
 mod series;
+mod several;
 #[cfg(test)]
 mod tests;
 mod view;
 
-pub use card::{card, is_hub_id};
+pub use card::{CARD, card, is_hub_id, is_untouched, leave_card};
 
 use crate::error::{ExitCode, Failure};
 use crate::store;
@@ -52,6 +53,12 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// More runs than lines that eyes tell apart.
+    #[error("{runs} runs: one page shows {} at the most", several::MOST)]
+    Many {
+        /// How many.
+        runs: usize,
+    },
     /// A file that could not be read or written.
     #[error(transparent)]
     Store(#[from] store::Error),
@@ -71,6 +78,7 @@ impl Failure for Error {
         match self {
             Error::NoMetrics { .. } | Error::Nothing { .. } => ExitCode::Storage,
             Error::Store(e) => e.exit_code(),
+            Error::Many { .. } => ExitCode::Usage,
             Error::Page(_) => ExitCode::Internal,
         }
     }
@@ -86,6 +94,30 @@ pub fn write(run: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     let out = out.map_or_else(|| run.join("report.html"), Path::to_path_buf);
     store::write_atomic(&out, page.as_bytes())?;
     Ok(out)
+}
+
+/// Writes one page of several runs, each in its folder, to `out`; gives the file's path.
+///
+/// # Errors
+/// As [`write()`]; more runs than a page shows.
+pub fn write_several(runs: &[PathBuf], out: &Path) -> Result<PathBuf, Error> {
+    if runs.len() > several::MOST {
+        return Err(Error::Many { runs: runs.len() });
+    }
+    let read = |run: &PathBuf| {
+        let metrics = read::Metrics::read(&run.join("metrics.jsonl"))?;
+        let own = read::text(&metrics.start, "name").to_string();
+        Ok((own, several::Run { name: String::new(), metrics, files: files::Files::look(run) }))
+    };
+    let mut all = runs.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+    let named: Vec<String> = all.iter().map(|(own, _)| own.clone()).collect();
+    for ((own, run), folder) in all.iter_mut().zip(runs) {
+        let alone = !own.is_empty() && named.iter().filter(|n| *n == own).count() == 1;
+        run.name = if alone { own.clone() } else { folder.display().to_string() };
+    }
+    let all: Vec<several::Run> = all.into_iter().map(|(_, run)| run).collect();
+    store::write_atomic(out, render("several.html", &several::Several::new(&all))?.as_bytes())?;
+    Ok(out.to_path_buf())
 }
 
 /// The report of the run in folder `run`, as HTML.
@@ -106,16 +138,18 @@ pub fn page(run: &Path) -> Result<String, Error> {
     let whole = std::path::absolute(run).unwrap_or_else(|_| run.to_path_buf());
     let name = whole.file_name().map_or_else(|| "run".into(), |n| n.to_string_lossy().into_owned());
     let view = view::View::new(&name, &metrics, heats, files::Files::look(run));
-    render(&view)
+    render("page.html", &view)
 }
 
-fn render(view: &view::View) -> Result<String, Error> {
+fn render(page: &str, view: &impl serde::Serialize) -> Result<String, Error> {
     let mut env = Environment::new();
     env.set_auto_escape_callback(|_| AutoEscape::Html);
     env.set_undefined_behavior(UndefinedBehavior::Strict);
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     env.add_template("page.css", include_str!("page.css"))?;
     env.add_template("parts.html", include_str!("parts.html"))?;
+    env.add_template("base.html", include_str!("base.html"))?;
     env.add_template("page.html", include_str!("page.html"))?;
-    Ok(env.get_template("page.html")?.render(context! { ..minijinja::Value::from(Serde(view)) })?)
+    env.add_template("several.html", include_str!("several.html"))?;
+    Ok(env.get_template(page)?.render(context! { ..minijinja::Value::from(Serde(view)) })?)
 }

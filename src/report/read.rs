@@ -101,6 +101,9 @@ pub struct Stopped {
     pub memory: Value,
 }
 
+/// What answers are scored by, in the order of [`Metrics::scores`].
+pub const SCORES: [&str; 3] = ["exact match", "ROUGE-L", "regex match"];
+
 /// The whole of a run's metrics.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -110,6 +113,8 @@ pub struct Metrics {
     pub steps: BTreeMap<u64, Step>,
     /// Loss on the evaluation data, by the steps that were done.
     pub evals: BTreeMap<u64, f64>,
+    /// Scores of answers there, by the same steps: exact match, ROUGE-L, regex match; NaN for what was not asked for.
+    pub scores: BTreeMap<u64, [f64; 3]>,
     /// Samples by step and prompt.
     pub samples: BTreeMap<(u64, String), Sample>,
     /// Load of the experts, by step.
@@ -218,7 +223,13 @@ impl Metrics {
                     },
                 );
             }
-            "eval" => drop(self.evals.insert(step, number(&e, "loss"))),
+            "eval" => {
+                let scores = ["exact_match", "rouge_l", "regex_match"].map(|key| number(&e, key));
+                if scores.iter().any(|s| s.is_finite()) {
+                    self.scores.insert(step, scores);
+                }
+                self.evals.insert(step, number(&e, "loss"));
+            }
             "sample" => {
                 let (prompt, reply) = (text(&e, "prompt").to_string(), text(&e, "reply").to_string());
                 self.samples.insert((step, prompt.clone()), Sample { step, prompt, reply });
@@ -247,6 +258,7 @@ impl Metrics {
         let after = step.saturating_add(1);
         self.steps.split_off(&after);
         self.evals.split_off(&after);
+        self.scores.split_off(&after);
         self.spread.split_off(&after);
         self.samples.retain(|(s, _), _| *s <= step);
         self.resumed.retain(|s| *s <= step);

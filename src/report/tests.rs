@@ -229,6 +229,28 @@ fn why_a_run_stopped() -> Result<()> {
     Ok(())
 }
 
+/// Scores of answers stand beside the loss, where there are any, and those of a step that is done again are forgotten.
+#[test]
+fn scores_of_answers_are_shown() -> Result<()> {
+    let scored = |step: u64, rouge: f64| {
+        let mut event = eval(step, 1.5);
+        (event["exact_match"], event["rouge_l"]) = (0.25.into(), rouge.into());
+        event
+    };
+    let resume = json!({"event": "resume", "step": 1, "steps": 2});
+    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.9), resume])?;
+    assert!(Metrics::read(&dir.path().join("metrics.jsonl"))?.scores.is_empty());
+    assert!(!whole(&dir)?.contains("ROUGE-L"));
+    let dir = folder(&[start(2), eval(0, 3.0), step(1, 2.0), step(2, 1.0), scored(2, 0.4375), end(2)])?;
+    let html = whole(&dir)?;
+    says(
+        &html,
+        &["<th scope=\"col\">exact match</th><th scope=\"col\">ROUGE-L</th></tr>", "<td>0.4375</td></tr>"],
+    );
+    assert!(!html.contains("regex match"));
+    Ok(())
+}
+
 /// Of a step that is there twice the later one holds, and a resume takes back what it will do again.
 #[test]
 fn a_resumed_run_counts_each_step_once() -> Result<()> {
@@ -430,5 +452,45 @@ fn what_is_no_run_is_refused_by_name() -> Result<()> {
     says(&whole(&dir)?, &["recipe.toml is not in the run folder"]);
     let e = write(dir.path(), Some(&dir.path().join("metrics.jsonl/page.html"))).err().context("written")?;
     assert_eq!(e.exit_code(), ExitCode::Storage);
+    Ok(())
+}
+
+/// Several runs side by side: a line each, and what their recipes do not have alike.
+#[test]
+fn several_runs_are_compared() -> Result<()> {
+    let of = |name: &str, rank: u32, loss: f64| -> Result<tempfile::TempDir> {
+        let mut first = start(3);
+        first["name"] = name.into();
+        let steps = (1..=3).map(|s| step(s, loss / s as f64));
+        let dir = folder(&[vec![first], steps.collect(), vec![eval(3, loss / 4.0), end(3)]].concat())?;
+        let recipe = format!(
+            "name = {name:?}\n[model]\nsource = \"small\"\n[[train]]\nmodules = [\"mlp\"]\nrank = {rank}\n[run]\noutput = {name:?}\n"
+        );
+        std::fs::write(dir.path().join("recipe.toml"), recipe)?;
+        Ok(dir)
+    };
+    let dirs = [of("low", 4, 2.0)?, of("high <b>", 64, 4.0)?];
+    let runs = dirs.each_ref().map(|d| d.path().to_path_buf());
+    let out = dirs[0].path().join("c.html");
+    write_several(&runs, &out)?;
+    let html = std::fs::read_to_string(&out)?;
+    balanced(&html)?;
+    for wanted in [
+        "train.0.rank</th><td>4</td><td>64",
+        "class=\"line run1\"",
+        "high &lt;b&gt;",
+        "0.5000 after step 3",
+        "3 more are alike",
+    ] {
+        ensure!(html.contains(wanted), "no {wanted:?} in {html}");
+    }
+    ensure!(!html.contains("run.output") && !html.contains("<b>"), "what is only a name");
+    // two of one name go by their folders
+    write_several(&[runs[0].clone(), runs[0].clone()], &out)?;
+    let html = std::fs::read_to_string(&out)?;
+    let folder = runs[0].display().to_string().replace('/', "&#x2f;");
+    ensure!(html.contains(&folder) && html.contains("In the recipes: nothing"), "{html}");
+    let many = vec![runs[0].clone(); several::MOST + 1];
+    ensure!(write_several(&many, &out).is_err_and(|e| e.exit_code() == ExitCode::Usage));
     Ok(())
 }

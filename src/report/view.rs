@@ -4,7 +4,7 @@ use super::chart::{Chart, Curve, Frame, Look, Table};
 use super::files::Files;
 use super::heat::Heat;
 use super::memory::Memory;
-use super::read::{Metrics, Sample, Spread, Step, text};
+use super::read::{Metrics, SCORES, Sample, Spread, Step, text};
 use super::series::{Series, duration, evenly, grouped, moment, short};
 use serde::Serialize;
 use serde_json::Value;
@@ -29,9 +29,11 @@ struct Headline {
 
 /// A name and what it is.
 #[derive(Clone, Debug, Serialize)]
-struct Fact {
-    name: String,
-    value: String,
+pub struct Fact {
+    /// Its dotted path.
+    pub name: String,
+    /// In words.
+    pub value: String,
 }
 
 /// Answers to one prompt over time.
@@ -44,12 +46,13 @@ struct Samples {
 
 /// How the run stands.
 #[derive(Clone, Debug, Serialize)]
-struct State {
+pub struct State {
     /// finished, stopped or open.
     kind: &'static str,
     /// A sign before the words.
-    sign: &'static str,
-    words: String,
+    pub sign: &'static str,
+    /// What is to be said first.
+    pub words: String,
     more: Vec<String>,
 }
 
@@ -71,7 +74,7 @@ pub struct View {
 }
 
 /// A text, cut where it is longer than a page can show.
-fn cut(text: &str, longest: usize) -> String {
+pub fn cut(text: &str, longest: usize) -> String {
     match text.char_indices().nth(longest) {
         Some((at, _)) => format!("{} (cut: {} more bytes)", &text[..at], text.len() - at),
         None => text.to_string(),
@@ -82,7 +85,8 @@ fn plural(n: u64, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{} {what}s", grouped(n)) }
 }
 
-fn state(m: &Metrics, result: Option<&str>) -> State {
+/// How a run stands, and where its result lies.
+pub fn state(m: &Metrics, result: Option<&str>) -> State {
     let (last, total) = (m.last_step(), m.total_steps());
     let of = if total > 0 { format!("{last} of {total}") } else { last.to_string() };
     let mut more = Vec::new();
@@ -123,7 +127,8 @@ fn state(m: &Metrics, result: Option<&str>) -> State {
     State { kind, sign, words, more }
 }
 
-fn of_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Series {
+/// A number of each step.
+pub fn of_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Series {
     Series(m.steps.iter().map(|(step, s)| (*step, f(s))).collect())
 }
 
@@ -134,12 +139,13 @@ fn some_steps(m: &Metrics, f: impl Fn(&Step) -> f64) -> Option<Series> {
     any.then_some(s)
 }
 
-fn evals(m: &Metrics) -> Series {
+/// The losses on the evaluation data.
+pub fn evals(m: &Metrics) -> Series {
     Series(m.evals.iter().map(|(s, l)| (*s, *l)).collect())
 }
 
 /// Steps over which the loss is smoothed: a fiftieth of the run.
-fn over(m: &Metrics) -> f64 {
+pub fn over(m: &Metrics) -> f64 {
     (m.steps.len() as f64 / 50.0).round().clamp(1.0, 500.0)
 }
 
@@ -252,9 +258,17 @@ fn eval_table(m: &Metrics) -> Option<Table> {
         true => format!("{} of {} evaluations, evenly spaced.", shown.len(), all.len()),
         false => String::new(),
     };
-    let row = |i: usize| vec![all[i].0.to_string(), short(all[i].1), short(all[i].1.exp())];
-    let rows: Vec<_> = shown.into_iter().map(row).collect();
-    let head = ["after step", "loss", "perplexity"].map(String::from).to_vec();
+    let asked = |k: &usize| m.scores.values().any(|s| s[*k].is_finite());
+    let asked: Vec<usize> = (0..SCORES.len()).filter(asked).collect();
+    let score = |step: u64, k: usize| m.scores.get(&step).map_or(f64::NAN, |s| s[k]);
+    let row = |i: usize| {
+        let (step, loss) = all[i];
+        let scores = asked.iter().map(|k| short(score(step, *k)));
+        [step.to_string(), short(loss), short(loss.exp())].into_iter().chain(scores).collect()
+    };
+    let rows: Vec<Vec<String>> = shown.into_iter().map(row).collect();
+    let head = ["after step", "loss", "perplexity"].into_iter().chain(asked.iter().map(|k| SCORES[*k]));
+    let head = head.map(String::from).collect();
     (!rows.is_empty()).then_some(Table { head, rows, note })
 }
 
@@ -278,12 +292,15 @@ fn samples(m: &Metrics) -> Vec<Samples> {
         .collect()
 }
 
-/// Names and values of an object, however deep, by dotted path.
-fn flat(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
+/// Names and values of an object, however deep, by dotted path; entries of a list of objects go by their numbers.
+pub fn flat(prefix: &str, v: &Value, out: &mut Vec<Fact>) {
     let name = |k: &str| if prefix.is_empty() { k.to_string() } else { format!("{prefix}.{k}") };
     match v {
         Value::Object(map) => map.iter().for_each(|(k, v)| flat(&name(k), v, out)),
         Value::Null => {}
+        Value::Array(list) if list.iter().any(Value::is_object) => {
+            list.iter().enumerate().for_each(|(i, v)| flat(&name(&i.to_string()), v, out));
+        }
         Value::Array(list) => {
             let words: Vec<String> = list.iter().map(plain).collect();
             out.push(Fact { name: prefix.into(), value: cut(&words.join(" "), LONGEST) });

@@ -54,6 +54,17 @@ impl Pending {
             .map_err(|e| Error::write("write", &self.path, self.needed, e))
     }
 
+    /// The bytes without a name: they are gone with the file.
+    pub(crate) fn unnamed(self) -> File {
+        self.file.into_parts().0
+    }
+
+    /// As [`Pending::commit`], under another name of the same folder.
+    pub(crate) fn commit_as(mut self, path: &Path) -> Result<(), Error> {
+        self.path = path.to_path_buf();
+        self.commit()
+    }
+
     /// Makes the bytes durable and gives the file its name.
     pub(crate) fn commit(self) -> Result<(), Error> {
         fault!("atomic.written");

@@ -43,8 +43,8 @@ mod small_disk;
 mod tests;
 
 pub(crate) use atomic::copy_inside;
-pub(crate) use atomic::free_bytes;
 pub use atomic::write_atomic;
+pub(crate) use atomic::{Pending, free_bytes, sweep_temporary};
 pub(crate) use cache::{cache_folder, sweep_oldest};
 pub use checkpoint::{Checkpoint, Checkpoints, Draft};
 pub use error::Error;

@@ -8,7 +8,7 @@ use super::{Error, Job, LossScale};
 use crate::adapt::moments::Moments;
 use crate::adapt::params::{Params, Unit};
 use crate::comm;
-use crate::data::{Dataset, Example, Stats};
+use crate::data::{Dataset, Example};
 use crate::hub::Want;
 use crate::log::memory;
 use crate::optim::Optimizer;
@@ -50,7 +50,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
         let why = "ft bench measures one rank\n  hint: parallel.data=1";
         return Err(Error::Usage(format!("{place}: {why}")).into());
     }
-    let data = rows(r, job.config.vocab);
+    let data = rows(r, job.config.vocab)?;
     let mut plan = job.plan_without_files(Workload::of_recipe)?;
     watch::check(&job, &plan)?;
     plan.workload.steps = Some(steps as u64);
@@ -243,7 +243,7 @@ impl Timed {
 }
 
 /// Full rows of random tokens for one step.
-fn rows(r: &Recipe, vocab: usize) -> Dataset {
+fn rows(r: &Recipe, vocab: usize) -> crate::Result<Dataset> {
     let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
     let length = r.data.max_length;
     let id = |i: usize| ((u64::from(s.word(i as u64)) * vocab as u64) >> 32) as u32;
@@ -254,6 +254,6 @@ fn rows(r: &Recipe, vocab: usize) -> Dataset {
             Example { ids, labels, source: 0, line: row + 1 }
         })
         .collect();
-    let rows = (0..examples.len()).map(|i| vec![i]).collect();
-    Dataset { examples, rows, stats: Stats::default(), hash: String::new() }
+    let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();
+    Ok(Dataset::of(&examples, rows.into())?)
 }

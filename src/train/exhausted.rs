@@ -56,7 +56,7 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
 /// A system that has no more threads for this process.
 pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::plan::Error> {
     memory::count_for(rank);
-    pool_with_this(p.threads(rayon::current_num_threads(), false), rank)
+    pool_with_this(p.threads(rayon::current_num_threads()), rank)
 }
 
 /// Starts the threads that this process computes on, of which this is one, where it is one of several that share
@@ -64,7 +64,6 @@ pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::
 ///
 /// # Errors
 /// As [`start_threads_of`].
-#[cfg(feature = "mpi")]
 pub fn start_threads_beside(others: usize) -> Result<ThreadPool, crate::plan::Error> {
     // what a user says is said to each process
     let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());

@@ -41,9 +41,8 @@ pub fn finite(
     let tensors = shown(bad.len(), bad.iter().take(5).map(|s| s.to_string()).collect());
     let lines: Vec<String> = rows
         .iter()
-        .filter_map(|r| data.rows.get(*r))
-        .flatten()
-        .filter_map(|e| data.examples.get(*e))
+        .flat_map(|r| data.rows.get(*r))
+        .filter_map(|i| data.samples.get(*i as usize).ok()?)
         .map(|e| format!("data.train.{} line {}", e.source, e.line))
         .collect();
     let detail = format!(
@@ -98,7 +97,11 @@ pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> crate::Result<()>
             let (rows, cols) = p.low();
             moments &= p.moments.finite(&(0..rows * cols))?;
         }
-        Ok(moments && held_finite(&u.master, r)?)
+        let kept = moments && held_finite(&u.master, r)?;
+        // what has no master weights
+        let rest = [0..u.kept.start, u.kept.end..u.len].into_iter().map(|rest| common(&rest, r));
+        rest.filter(|rest| !rest.is_empty())
+            .try_fold(kept, |all, r| Ok(all && held_finite(&u.compute.held, &r)?))
     };
     let mut whole = true;
     for u in params.units.iter().flatten() {
@@ -136,7 +139,7 @@ impl Still {
         &mut self,
         s: &Stepped,
         setup: &Setup<'_>,
-        row: impl FnOnce() -> Micro,
+        row: impl FnOnce() -> crate::Result<Micro>,
         step: u64,
         last: bool,
     ) -> crate::Result<()> {
@@ -144,7 +147,7 @@ impl Still {
         if self.0 == 0 || !(last || self.0.is_multiple_of(STILL)) {
             return Ok(());
         }
-        let row = row();
+        let row = row()?;
         if row.ids.is_empty() {
             return Ok(());
         }

@@ -4,8 +4,9 @@ use super::Job;
 use crate::base::{Base, layout};
 use crate::data::Dataset;
 use crate::model::Config;
-use crate::recipe::Weights;
+use crate::recipe::{Method, Weights};
 use crate::store::{self, TensorFiles, hash};
+use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
@@ -55,6 +56,12 @@ impl<'a> Identity<'a> {
             map.insert("hash.tokenizer".into(), t.hash().into());
         }
         map.insert("compute.dtype".into(), format!("{:?}", job.dtype));
+        // as it is resolved; without the key every run had them
+        if !job.recipe.optimizer.keeps_master(job.dtype == DType::F32)
+            && job.selection.parts().iter().any(|t| t.part.method() == Method::Full)
+        {
+            map.insert("optimizer.master".into(), "none".into());
+        }
         if let Some(a) = &job.adapter {
             let mut h = blake3::Hasher::new();
             for f in ["adapter_config.json", "adapter_model.safetensors"] {

@@ -7,22 +7,26 @@ use crate::adapt::params::{Allocate, Shard};
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
 use crate::comm::{self, Comm};
-use crate::data::{Batches, Dataset, Form, Tokenizer, Trained, lengths};
+use crate::data::{Batches, Dataset, Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
-use crate::recipe::{Device as DeviceName, Dtype, Method, Offload, Part, Quantize, Recipe, Rule, Weights};
+use crate::recipe::{
+    Device as DeviceName, Dtype, Launch, Method, Offload, Part, Quantize, Recipe, Rule, Weights,
+};
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// How a selection is made of a recipe, a config and an adapter.
 type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> crate::Result<Selection> + 'a;
 
 /// A recipe with everything it names, but not the weights.
+#[derive(Clone)]
 pub struct Job {
     /// The recipe.
     pub recipe: Recipe,
@@ -35,22 +39,36 @@ pub struct Job {
     /// Its config, overrides applied.
     pub config: Config,
     /// Its tokenizer, where it has one.
-    pub tokenizer: Option<Tokenizer>,
+    pub tokenizer: Option<Arc<Tokenizer>>,
     /// What trains.
     pub selection: Selection,
     /// The adapter to go on from.
-    pub adapter: Option<Adapter>,
+    pub adapter: Option<Arc<Adapter>>,
 }
 
-/// The device that a recipe names.
+/// The device that a recipe names; of CUDA devices the first, or of several processes on a machine each one's own.
 ///
 /// # Errors
-/// CUDA asked for and not there; or there, and a library that it needs is not.
+/// CUDA asked for and not there; or there, and a library that it needs is not; more processes than devices.
 pub fn device(name: DeviceName) -> Result<Device, Error> {
-    match name {
-        DeviceName::Cpu => Ok(Device::Cpu),
-        DeviceName::Cuda => cuda::open(0).map_err(Error::Device),
-        DeviceName::Auto => cuda::first().map(|d| d.unwrap_or(Device::Cpu)).map_err(Error::Device),
+    match (name, cuda::count()) {
+        (DeviceName::Cpu, _) | (DeviceName::Auto, 0) => Ok(Device::Cpu),
+        (_, count) => cuda::open(ordinal(count)?).map_err(Error::Device),
+    }
+}
+
+/// Which of so many CUDA devices is this process's.
+fn ordinal(count: usize) -> Result<usize, Error> {
+    let Some(launch) = Launch::of_env() else { return Ok(0) };
+    match launch.local {
+        // a launcher that shows each process one device has dealt them
+        _ if count <= 1 => Ok(0),
+        None => Ok(launch.rank % count),
+        Some(local) if local < count => Ok(local),
+        Some(local) => Err(Error::Device(format!(
+            "process {local} of this machine has no CUDA device: there are {count}\n\
+             hint: no more than {count} processes on a machine"
+        ))),
     }
 }
 
@@ -162,12 +180,16 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
     }
 }
 
-/// Tells of samples that are trained on and evaluated on.
-pub fn tell_shared(train: &Dataset, eval: &Dataset) {
-    let (shared, all) = (train.shared_with(eval), eval.examples.len());
+/// Tells of samples that are trained on and evaluated on; gives how many there are.
+///
+/// # Errors
+/// A file of tokens that cannot be read any more.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) -> crate::Result<usize> {
+    let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
     if shared > 0 {
         warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
     }
+    Ok(shared)
 }
 
 /// The tokens of the recipe's `log.sample`, in the form that it trains.
@@ -258,7 +280,13 @@ impl Job {
         let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
         let adapter = adapter(&settings, &recipe, progress)?;
         let selection = select(&recipe, &config, adapter.as_ref())?;
+        let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
+    }
+
+    /// The same on another device.
+    pub fn on(&self, device: Device) -> Self {
+        Self { device, ..self.clone() }
     }
 
     fn resolver(&self) -> impl Fn(&str) -> PathBuf + '_ {
@@ -277,7 +305,7 @@ impl Job {
 
     fn part(&self, part: Part) -> crate::Result<Dataset> {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
-        let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
+        let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let data = Dataset::load(part, d, &self.resolver(), tokenizer, vocab, seed)?;
         tell_data(part.key(d), &data, &self.config);
         Ok(data)
@@ -286,11 +314,11 @@ impl Job {
     /// Training and evaluation rows.
     pub fn data(&self) -> crate::Result<(Dataset, Option<Dataset>)> {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
-        let (tokenizer, vocab) = (self.tokenizer.as_ref(), self.config.vocab);
+        let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
         tell_data(Part::Train.key(d), &train, &self.config);
         if let Some(eval) = &eval {
-            tell_shared(&train, eval);
+            tell_shared(&train, eval)?;
         }
         // what is told of samples that are held out was told of all
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
@@ -321,7 +349,7 @@ impl Job {
     pub fn check(&self) -> crate::Result<()> {
         let base = self.base()?;
         base.check()?;
-        check_full(&base, &self.selection, self.adapter.as_ref())?;
+        check_full(&base, &self.selection, self.adapter.as_deref())?;
         if let Some(a) = &self.adapter {
             a.check_against(&self.selection, &self.selection.trained())?;
             a.check_values()?;
@@ -334,7 +362,7 @@ impl Job {
 
     /// How the model is trained, for whoever asks it later.
     pub fn trained(&self) -> Trained {
-        let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_ref());
+        let (data, tokenizer) = (&self.recipe.data, self.tokenizer.as_deref());
         Trained { form: Form::of(&data.train, tokenizer), template: data.template.clone() }
     }
 
@@ -379,8 +407,9 @@ impl Job {
         let eight_bit = o.name.eight_bit();
         let project = if o.name.projects() { o.galore_rank } else { 0 };
         let in_backward = self.recipe.optimizer.in_backward;
+        let rounding = (!o.keeps_master(self.dtype == DType::F32)).then_some(self.recipe.run.seed);
         let build = Build::new(base, &self.selection)
-            .adapter(self.adapter.as_ref())
+            .adapter(self.adapter.as_deref())
             .on(self.dtype, &self.device)
             .seed(self.recipe.run.seed)
             .allocate(Allocate {
@@ -390,6 +419,7 @@ impl Job {
                 offload_weights,
                 pin,
                 eight_bit,
+                rounding,
                 project,
                 shard,
             })
@@ -399,7 +429,7 @@ impl Job {
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
         let cuda = self.device.is_cuda();
-        let threads = self.recipe.parallel.threads(rayon::current_num_threads(), cuda);
+        let threads = self.recipe.parallel.threads(rayon::current_num_threads());
         let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
         Inputs {
             recipe: &self.recipe,
@@ -453,14 +483,5 @@ impl Job {
         let planned = plan.workload;
         // only said where memory runs out: a plan that cannot be made says nothing
         plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()
-    }
-
-    /// Keeps the lengths of data that was read, for plans.
-    pub fn keep_lengths(&self, train: &Dataset, eval: Option<&Dataset>) {
-        for (part, data) in [(Part::Train, Some(train)), (Part::Eval, eval)] {
-            if let Some(data) = data {
-                lengths::save(&self.recipe, Some(&self.model.dir), self.config.vocab, part, data);
-            }
-        }
     }
 }

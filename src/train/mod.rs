@@ -1,5 +1,6 @@
 //! The step and the loop, evaluation, what a checkpoint holds, what a run writes at its end.
 
+mod answers;
 pub mod bench;
 mod best;
 pub mod compare;
@@ -13,7 +14,6 @@ pub mod job;
 mod loss_scale;
 pub mod merge;
 pub mod output;
-#[cfg(feature = "mpi")]
 mod processes;
 mod products;
 pub mod quantize;
@@ -34,10 +34,11 @@ mod composed_tests;
 #[cfg(test)]
 mod ranks_tests;
 
+pub use answers::{add_to, line as scores_line, score};
 pub use job::Job;
 pub use loss_scale::LossScale;
 pub use output::logits_apart;
-pub use ranks::not_built as ranks_not_built;
+pub use ranks::carries_nothing;
 pub use run::{Options, Outcome, run};
 pub use step::{StepRows, Stepped, evaluate, train_step};
 

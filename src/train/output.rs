@@ -11,9 +11,11 @@ use crate::adapt::{self, Params, Selection, peft};
 use crate::base::check_tensors;
 use crate::data::Micro;
 use crate::kernel::to_host;
+use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, modules};
 use crate::recipe::{Decomposition, Quantize};
+use crate::report::{self, CARD};
 use crate::store::{self, NewFolder, TensorFiles};
 use crate::walk::{self, Outline, visit};
 use candle_core::{DType, Device, Tensor};
@@ -25,13 +27,14 @@ pub const SHARD_BYTES: u64 = 5_000_000_000;
 /// Relative L2 distance of logits that counts as equal.
 const BAR: f64 = 1e-5;
 
-/// Files beside weights and config that a model folder needs to be used; copied where the source has them.
+/// Files beside weights and config that a model folder needs to be used; copied where the source has them. The first two
+/// are of models, the others are the tokenizer's and go with adapters too.
 pub const COMPANIONS: &[&str] = &[
+    "ft.json",
+    "generation_config.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "ft.json",
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -67,18 +70,25 @@ const MODEL: &str = "model";
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
-    weights || name == "config.json" || name == crate::quant::CACHE_MARKER || COMPANIONS.contains(&name)
+    let own = ["config.json", crate::quant::CACHE_MARKER, CARD];
+    weights || own.contains(&name) || COMPANIONS.contains(&name)
+}
+
+/// Files of the tokenizer.
+fn of_tokenizer() -> &'static [&'static str] {
+    &COMPANIONS[2..]
 }
 
 /// Whether a file of an adapter's folder is one that `ft` writes there, beside what says how it was trained.
 pub fn is_of_adapter(name: &str) -> bool {
-    ["adapter_config.json", "adapter_model.safetensors"].contains(&name)
+    ["adapter_config.json", "adapter_model.safetensors", CARD].contains(&name)
+        || of_tokenizer().contains(&name)
 }
 
 /// Writes the result of a run and checks it, then puts it in the place of one that is there; gives the folder of the
 /// adapter or model.
 ///
-/// `values` gives what was trained in f32: a rank may hold only a part of it.
+/// `values` gives what was trained, in f32 or as it is held without f32 master weights: a rank may hold only a part of it.
 pub fn write(
     job: &Job,
     s: &Setup<'_>,
@@ -118,7 +128,8 @@ pub fn write(
         ranks::tell_next(s.comm, &Next::ReadBack(out.clone()))?;
     }
     read_back(job, params, &out)?;
-    job.trained().save(&out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?;
+    job.trained().save(&out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?;
+    report::leave_card(&out, dir, &job.recipe.name, &target)?;
     let apart = logits_apart(&probe(decoder, &alone, sample, &job.device)?, &before)?;
     if apart > BAR {
         return Err(Error::Readback { path: target.display().to_string(), apart, bar: BAR }.into());
@@ -137,6 +148,15 @@ fn save_adapter(
     // a checkpoint that is 4-bit by itself is named by the adapter's config; and an adapter that has what the base lacked
     // is of the base as it is
     let quantize = if job.config.four_bit || lacks(job) { Quantize::None } else { job.recipe.model.quantize };
+    for file in of_tokenizer() {
+        match store::copy_inside(&job.model.dir, file, out) {
+            // the adapter does without, and the base has it
+            Err(e @ (store::Error::Unsafe { .. } | store::Error::Read { .. })) => {
+                warn(&format!("not kept with the adapter: {e}"));
+            }
+            copied => copied?,
+        }
+    }
     adapter::save(out, selection, what, &job.model.source, revision, quantize)
 }
 
@@ -155,7 +175,9 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> crate::Result<
     let files = state::weights(checkpoint)?;
     let values = |i: usize| -> crate::Result<Tensor> {
         let t: &Trained = &trained[i];
-        let value = files.tensor(&t.name, DType::F32, &Device::Cpu)?;
+        // as it was held
+        let held = files.info(&t.name).and_then(|i| DType::try_from(i.dtype).ok()).unwrap_or(DType::F32);
+        let value = files.tensor(&t.name, held, &Device::Cpu)?;
         match value.dims() == t.shape {
             true => Ok(value),
             false => Err(wrong(checkpoint, format!("{} has the shape {:?}", t.name, value.dims())).into()),
@@ -178,7 +200,7 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> crate::Result<
         }
         save_adapter(job, &job.selection, (&trained, &values, Vec::new()), out)?;
     }
-    Ok(job.trained().save(out, job.tokenizer.as_ref().and_then(|t| t.given_template()))?)
+    Ok(job.trained().save(out, job.tokenizer.as_deref().and_then(|t| t.given_template()))?)
 }
 
 /// Puts a result that was written into `dir` in the place of what was trained.

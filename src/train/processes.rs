@@ -1,4 +1,4 @@
-//! A run whose ranks are processes: `mpirun -n 4 ft run r.toml parallel.comm=mpi`.
+//! A run whose ranks are processes: `mpirun -n 4 ft run r.toml parallel.data=4`, or by `torchrun` or `srun`.
 //!
 //! The first goes through the run as one that is alone does. The others are quiet: they wait until the first has found
 //! that the run can begin, read recipe, data and their part of the model by themselves, and then follow as ranks do that
@@ -14,10 +14,11 @@ use crate::base::layout;
 use crate::comm::processes::{self, Processes, text, words};
 use crate::comm::{At, Comm};
 use crate::data::Dataset;
+use crate::error::ExitCode;
 use crate::hub::Want;
 use crate::log::{self, memory, tell};
 use crate::plan::{Workload, report};
-use crate::recipe::{Recipe, Weights};
+use crate::recipe::{Launch, Recipe, Weights};
 use crate::store::{self, RunLock};
 use crate::walk::Execution;
 use serde::{Deserialize, Serialize};
@@ -47,9 +48,14 @@ struct Given(Vec<(String, String)>);
 ///
 /// # Errors
 /// As [`super::run()`]; a rank that is lost; processes that are not as many as the recipe's ranks.
-pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
+pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> crate::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
-    let (comm, neighbours) = processes::join(timeout)?;
+    // who does not meet the first says so itself
+    let (comm, neighbours) = processes::join(launch, timeout).inspect_err(|e| {
+        if e.code == ExitCode::LostRank {
+            log::to_terminal();
+        }
+    })?;
     if comm.rank() > 0 {
         log::hush();
     }
@@ -95,7 +101,7 @@ fn count(recipe: &Recipe, world: usize) -> Result<(), Error> {
     let (place, are) =
         (recipe.place("parallel.data"), if world == 1 { "process was" } else { "processes were" });
     Err(Error::Usage(format!(
-        "{place}: the recipe has {ranks} ranks, and {world} {are} started\n  hint: mpirun -n {ranks}, or parallel.data={world}"
+        "{place}: the recipe has {ranks} ranks, and {world} {are} started\n  hint: as many processes as ranks (mpirun -n {ranks}), or parallel.data={world}"
     )))
 }
 
@@ -213,7 +219,8 @@ fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
         planned: watch.planned(),
         job: Arc::new(job),
     };
-    ranks::follow(&shared, comm).map_err(|e| shared.planned.explain(e))?;
+    let followed = ranks::on_device(&shared.job, comm, |comm| ranks::follow(&shared, comm));
+    followed.map_err(|e| shared.planned.explain(e))?;
     watch.look();
     tell(&format!("rank {} has ended; at its peak it took {}", comm.rank(), report::bytes(watch.peak())));
     Ok(Outcome::Followed)

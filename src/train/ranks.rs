@@ -13,11 +13,11 @@ use crate::adapt::params::Shard;
 use crate::base::Base;
 use crate::comm::{self, At, Comm, Mesh, Threads};
 use crate::data::{Batches, Dataset};
-use crate::kernel::gemm;
+use crate::kernel::{cuda, gemm};
 use crate::log::{place, tell};
 use crate::model::Decoder;
 use crate::optim::{Optimizer, Schedule};
-use crate::recipe::{Parallel, Recipe};
+use crate::recipe::{self, Parallel, Recipe};
 use crate::walk::{Around, Execution, Outline, Times, visit};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -138,28 +138,57 @@ pub fn shard(p: &Parallel, rank: usize) -> Shard {
     Shard { rank: mesh.data_rank(rank), ranks: mesh.data, stage: if mesh.data > 1 { p.zero } else { 0 } }
 }
 
-/// What of a recipe's ranks is not built.
-pub fn not_built(r: &Recipe, cuda: bool) -> Option<String> {
-    let n = r.parallel.ranks();
-    (n > 1 && cuda).then(|| format!("not built yet: {n} ranks on CUDA"))
+/// What of `parallel.comm` carries no tensors of the device, and what to do.
+pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)> {
+    let (word, is_for, hint) = match r.parallel.comm {
+        recipe::Comm::Nccl if !cuda => {
+            ("nccl", "CUDA devices, and this run is on the CPU", "leave it out, or run.device=cuda")
+        }
+        recipe::Comm::Mpi if cuda => (
+            "mpi",
+            "the CPU: tensors of CUDA devices go by NCCL",
+            "leave it out, with mpirun too; or run.device=cpu",
+        ),
+        _ => return None,
+    };
+    Some((format!("parallel.comm = \"{word}\" is for {is_for}"), hint))
 }
 
-/// Refuses ranks where they are not built.
+/// Refuses a `parallel.comm` that carries no tensors of the device.
 ///
 /// # Errors
-/// Several ranks on CUDA.
+/// NCCL on the CPU, MPI on CUDA.
+pub fn check_comm(r: &Recipe, cuda: bool) -> Result<(), Error> {
+    carries_nothing(r, cuda).map_or(Ok(()), |(what, hint)| {
+        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", r.place("parallel.comm"))))
+    })
+}
+
+/// Refuses ranks that this machine cannot have, and what carries no tensors of their devices.
+///
+/// # Errors
+/// Fewer CUDA devices than ranks; no NCCL; NCCL on the CPU, MPI on CUDA.
 pub fn check(job: &Job) -> Result<(), Error> {
-    match not_built(&job.recipe, job.device.is_cuda()) {
-        None => Ok(()),
-        Some(what) => {
-            let place = job.recipe.place("parallel.data");
-            let hint = "leave parallel.data out, or run.device=cpu";
-            Err(Error::Usage(format!("{place}: {what}\n  hint: {hint}")))
-        }
+    let (p, cuda) = (&job.recipe.parallel, job.device.is_cuda());
+    let fail = |key: &str, what: String, hint: &str| {
+        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", job.recipe.place(key))))
+    };
+    check_comm(&job.recipe, cuda)?;
+    let (ranks, here) = (p.ranks(), p.local());
+    if !cuda || ranks == 1 {
+        return Ok(());
     }
+    let count = cuda::count() as u64;
+    if here > count {
+        let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
+        let hint = format!("parallel.data={count}, or a launcher that starts processes on several machines");
+        return fail("parallel.data", format!("{ranks} ranks have a device each, and there {are}"), &hint);
+    }
+    cuda::nccl_is_here().map_err(Error::Device)
 }
 
 /// What all ranks work on.
+#[derive(Clone)]
 pub struct Shared {
     /// The recipe with what it names.
     pub job: Arc<Job>,
@@ -206,7 +235,8 @@ impl Followers {
             let started = thread.spawn(move || {
                 place::follow();
                 let threads = exhausted::start_threads_of(rank, &shared.job.recipe.parallel);
-                let followed = threads.map_err(Into::into).and_then(|_threads| follow(&shared, &comm));
+                let followed =
+                    threads.map_err(Into::into).and_then(|_threads| follow_on(&shared, rank, &comm));
                 if let Err(e) = followed {
                     let e = shared.planned.explain(e);
                     comm.fail(&e);
@@ -234,6 +264,27 @@ impl Followers {
             }
         }
     }
+}
+
+/// Follows on a device of its own.
+fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> crate::Result<()> {
+    let job = match shared.job.device.is_cuda() {
+        true => Arc::new(shared.job.on(cuda::open(rank).map_err(Error::Device)?)),
+        false => Arc::clone(&shared.job),
+    };
+    on_device(&job, comm, |comm| follow(&Shared { job: Arc::clone(&job), ..shared.clone() }, comm))
+}
+
+/// Runs what a rank does with collectives for the tensors of its device.
+///
+/// # Errors
+/// As [`comm::on_device`].
+pub fn on_device<R>(
+    job: &Job,
+    comm: &dyn Comm,
+    f: impl FnOnce(&dyn Comm) -> crate::Result<R>,
+) -> crate::Result<R> {
+    comm::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
 }
 
 /// Where it is the first rank that hangs, nobody else can end the process.

@@ -10,9 +10,10 @@ use crate::data::Micro;
 use crate::error::ExitCode;
 use crate::hub::Want;
 use crate::kernel::Tensor;
+use crate::kernel::crossing::Arrival;
 use crate::kernel::vacant::held;
-use crate::model::Batch;
 use crate::model::sink::Sink;
+use crate::model::{Batch, Decoder};
 use crate::walk::{Around, Outline, Visit, Walk};
 use anyhow::{Context as _, Result};
 use std::cell::Cell;
@@ -93,10 +94,10 @@ impl Comm for Traced<'_, Threads> {
     fn wait(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>> {
         self.0.wait(at, mine)
     }
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()> {
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<Arrival> {
         self.0.add(at, part, range, to)
     }
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()> {
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<Arrival> {
         self.note(Did::Gather(at.unit.expect("of a unit")));
         self.0.gather(at, mine, ranges, to)
     }
@@ -105,6 +106,12 @@ impl Comm for Traced<'_, Threads> {
     }
     fn fail(&self, e: &crate::Error) {
         self.0.fail(e);
+    }
+    fn lost(&self) -> Option<comm::Error> {
+        self.0.lost()
+    }
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
+        self.0.when_lost(f);
     }
 }
 
@@ -119,6 +126,17 @@ impl Around for Traced<'_, Gather<'_>> {
     }
 }
 
+/// Trains a micro-batch and evaluates it.
+fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) -> crate::Result<()> {
+    let m = Micro::collate(&job.train_data()?, &[0])?;
+    let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
+    let lens = params.lens();
+    let sink = Sink::live(&lens, &job.device, params.tensors.len());
+    Walk::new(decoder, params.lowest_unit(), 1).around(around).train(&batch, 1.0, &sink)?;
+    Walk::new(decoder, None, 0).around(around).eval(&batch)?;
+    Ok(())
+}
+
 /// Trains a micro-batch and evaluates it, and gives what the rank did.
 fn traced(job: &Job, comm: &Threads) -> crate::Result<(Outline, Vec<Did>)> {
     let (decoder, params) = ranks::load(job, &job.base()?, None, comm)?;
@@ -126,12 +144,7 @@ fn traced(job: &Job, comm: &Threads) -> crate::Result<(Outline, Vec<Did>)> {
     let comm = Traced(comm, &did);
     let gather = Gather::new(&decoder, &params, &comm);
     let around = Traced(&gather, &did);
-    let m = Micro::collate(&job.train_data()?, &[0]);
-    let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
-    let (lens, lowest) = (params.lens(), params.lowest_unit());
-    let sink = Sink::live(&lens, &job.device, params.tensors.len());
-    Walk::new(&decoder, lowest, 1).around(&around).train(&batch, 1.0, &sink)?;
-    Walk::new(&decoder, None, 0).around(&around).eval(&batch)?;
+    visits(job, &decoder, &params, &around)?;
     drop(gather);
     Ok((Outline::of(&decoder), did.into_inner().unwrap_or_default()))
 }
@@ -226,12 +239,7 @@ fn weights_of_the_host_come_a_visit_ahead_and_go() -> Result<()> {
         let (outline, gather) = (Outline::of(&decoder), Gather::new(&decoder, &params, &comm));
         let around = Checked { gather, outline, params: &params, visits: Cell::new(0) };
         around.check(&BTreeSet::new())?;
-        let m = Micro::collate(&job.train_data()?, &[0]);
-        let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
-        let (lens, lowest) = (params.lens(), params.lowest_unit());
-        let sink = Sink::live(&lens, &job.device, params.tensors.len());
-        Walk::new(&decoder, lowest, 1).around(&around).train(&batch, 1.0, &sink)?;
-        Walk::new(&decoder, None, 0).around(&around).eval(&batch)?;
+        visits(&job, &decoder, &params, &around)?;
         around.check(&BTreeSet::new())?;
         assert!(around.visits.get() > 3 * outline.layers, "{rule}");
     }

@@ -3,19 +3,22 @@
 //! Micro-batches are dealt to ranks in turn, and a unit's gradients are added in rank order to what the earlier
 //! micro-batches gave: the order of the step's micro-batches, at every ZeRO stage and for every number of ranks above one.
 //! Where gradients are split, a rank keeps the sum of its part alone, and a micro-batch's own gradients live from the
-//! unit's visit to their sum.
+//! unit's visit to their sum. Between CUDA devices a unit's sum goes on while the next unit is visited, and is over at the
+//! end of that visit.
 
 use super::gather::Gather;
 use crate::adapt::Params;
 use crate::adapt::params::{Held, Unit};
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
+use crate::kernel::crossing::Arrival;
 use crate::kernel::optimizer::Squares;
 use crate::model::sink::Sink;
 use crate::optim::{self, Optimizer};
 use crate::walk::{Around, Visit};
 use candle_core::{DType, Device};
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 
 /// Sums what a sink has over the ranks, around the visits of a training pass, for which weights are gathered.
 pub struct Reduce<'a> {
@@ -26,8 +29,19 @@ pub struct Reduce<'a> {
     units: Vec<usize>,
     /// How many of them are done with this micro-batch.
     done: Cell<usize>,
+    /// Sums that are on their way, the oldest first.
+    open: RefCell<VecDeque<Open<'a>>>,
+    /// The sum that is being given to all.
+    given: RefCell<Option<Arrival>>,
     gather: Gather<'a>,
     update: Option<InBackward<'a>>,
+}
+
+/// A sum on its way.
+struct Open<'a> {
+    arrival: Arrival,
+    /// That of this rank's part, of a unit of which all get the sums.
+    part: Option<(usize, &'a Unit, Tensor)>,
 }
 
 /// The update of each unit when its gradients are there.
@@ -53,7 +67,17 @@ impl<'a> Reduce<'a> {
     ) -> Self {
         let comes = comm.world() > 1 || update.is_some();
         let units = (0..params.units.len()).rev().filter(|u| comes && params.units[*u].is_some()).collect();
-        Self { params, comm, sink, units, done: Cell::new(0), gather, update }
+        Self {
+            params,
+            comm,
+            sink,
+            units,
+            done: Cell::new(0),
+            open: RefCell::default(),
+            given: RefCell::default(),
+            gather,
+            update,
+        }
     }
 
     /// The sum of squares of this rank's part of all gradients, where units were updated with them.
@@ -76,7 +100,7 @@ impl<'a> Reduce<'a> {
     pub fn end(&self) -> crate::Result<()> {
         self.down_to(0)?;
         self.done.set(0);
-        Ok(())
+        self.close(0)
     }
 
     /// Sums the gradients of a unit that was left, and those of all before it.
@@ -100,16 +124,16 @@ impl<'a> Reduce<'a> {
             return Ok(Held { at: 0..unit.len, values });
         }
         let part = zeros(unit.part.len())?;
-        self.comm.add(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?;
+        self.comm.add(At::unit("the sum of gradients", number), mine, unit.part.clone(), &part)?.wait()?;
         if self.params.shard.stage >= 1 {
             return Ok(Held { at: unit.part.clone(), values: part });
         }
         let (values, parts) = (zeros(unit.len)?, self.params.shard.parts(unit.len));
-        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, &values)?;
+        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, &values)?.wait()?;
         Ok(Held { at: 0..unit.len, values })
     }
 
-    fn sum(&self, number: usize, unit: &Unit) -> crate::Result<()> {
+    fn sum(&self, number: usize, unit: &'a Unit) -> crate::Result<()> {
         if let Some(update) = &self.update {
             let grads = self.for_update(number, unit, update.device)?;
             update.squares.borrow_mut().push((number, Squares::of(&grads.of(unit.part.clone())?)?));
@@ -118,15 +142,39 @@ impl<'a> Reduce<'a> {
         let mine = self.sink.take(number);
         let Some(Held { values, .. }) = &unit.grads else { return Ok(()) };
         let sum = At::unit("the sum of gradients", number);
-        if self.params.shard.stage >= 2 {
-            return self.comm.add(sum, mine, unit.part.clone(), values);
+        let open = if self.params.shard.stage >= 2 {
+            Open { arrival: self.comm.add(sum, mine, unit.part.clone(), values)?, part: None }
+        } else {
+            // each rank sums its part, and gives it to all
+            let part: Tensor =
+                values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
+            let arrival = self.comm.add(sum, mine, unit.part.clone(), &part)?;
+            Open { arrival, part: Some((number, unit, part)) }
+        };
+        // what goes on does so while the next unit is visited
+        let stays = usize::from(!values.device().is_cpu());
+        self.open.borrow_mut().push_back(open);
+        self.close(stays)
+    }
+
+    /// Ends what is on its way but for so many sums, the youngest.
+    fn close(&self, stay: usize) -> crate::Result<()> {
+        while self.open.borrow().len() > stay {
+            let Some(Open { arrival, part }) = self.open.borrow_mut().pop_front() else { break };
+            arrival.wait()?;
+            if let Some((number, unit, part)) = part
+                && let Some(Held { values, .. }) = &unit.grads
+            {
+                let at = At::unit("the gathering of gradients", number);
+                let arrival = self.comm.gather(at, part, &self.params.shard.parts(unit.len), values)?;
+                // nobody reads it before the end
+                self.given.borrow_mut().replace(arrival).map_or(Ok(()), Arrival::wait)?;
+            }
         }
-        // each rank sums its part, and gives it to all
-        let part: Tensor =
-            values.narrow(0, unit.part.start, unit.part.len())?.real()?.force_contiguous()?.into();
-        self.comm.add(sum, mine, unit.part.clone(), &part)?;
-        let parts = self.params.shard.parts(unit.len);
-        self.comm.gather(At::unit("the gathering of gradients", number), part, &parts, values)
+        if stay == 0 {
+            self.given.borrow_mut().take().map_or(Ok(()), Arrival::wait)?;
+        }
+        Ok(())
     }
 }
 

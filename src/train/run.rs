@@ -1,5 +1,6 @@
 //! `ft run`: the loop over steps, with evaluation, checkpoints, signals and the result at the end.
 
+use super::answers;
 use super::best::Best;
 use super::earlier::{clear, ended, exists, filled, keep_micro_rows, refuse_earlier};
 use super::exhausted::start_threads_of;
@@ -7,7 +8,7 @@ use super::finished::Inputs;
 use super::guard::{self, Still};
 use super::identity::Identity;
 use super::ranks::{self, Followers, Next};
-use super::running::{Running, now};
+use super::running::Running;
 use super::signals::Signals;
 use super::state::{self, State};
 use super::step::Setup;
@@ -15,17 +16,17 @@ use super::watch::{self, Watch};
 use super::{Error, Job, LossScale, Stepped, job, output};
 use crate::adapt::{Params, build::unreached};
 use crate::base::Base;
-use crate::comm::{self, Comm};
+use crate::comm::Comm;
 use crate::data::{Batches, Dataset, Micro};
 use crate::hub::Want;
-use crate::log::{Metrics, Progress, TensorBoard, memory, place, read_metrics, tell, warn};
+use crate::log::{Metrics, Progress, TensorBoard, memory, place, read_metrics, tell, unix_time, warn};
 use crate::optim::{Optimizer, Schedule};
 use crate::plan::{Plan, Workload};
-use crate::recipe::Recipe;
+use crate::recipe::{self, Launch, Meeting, Recipe};
 use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
 use crate::store::{self, NewFolder, RunLock};
 use crate::walk::Load;
-use candle_core::{DType, Device};
+use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -90,19 +91,28 @@ pub trait Others {
 /// Anything that the recipe, model or data has wrong, before the first step; later a disk that is full, a loss
 /// that is not finite, a signal. Checkpoints that were written stay whole.
 pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
-    #[cfg(feature = "mpi")]
-    if recipe.parallel.comm == crate::recipe::Comm::Mpi {
-        return super::processes::run(recipe, options);
+    let launch = Launch::of_env();
+    // what a device carries that is named is known before any process is waited for
+    if recipe.run.device != recipe::Device::Auto {
+        ranks::check_comm(&recipe, recipe.run.device == recipe::Device::Cuda)?;
     }
-    if let Some((_, world)) = comm::launched() {
-        let hint = format!("parallel.comm=mpi parallel.data={world}, or no launcher");
-        return Err(Error::Usage(format!(
-            "{}: {world} processes were started, and the recipe does not have them work together\n  hint: {hint}",
-            recipe.place("parallel.comm")
-        ))
-        .into());
+    match (recipe.parallel.comm, &launch) {
+        (recipe::Comm::Threads, Some(Launch { world, .. })) => {
+            let hint = format!("leave parallel.comm out, and parallel.data={world}; or no launcher");
+            Err(Error::Usage(format!(
+                "{}: {world} processes were started, and parallel.comm = \"threads\" is for the ranks of one\n  hint: {hint}",
+                recipe.place("parallel.comm")
+            ))
+            .into())
+        }
+        (recipe::Comm::Mpi, Some(Launch { meeting: Meeting::At(..), .. })) => {
+            let what = "parallel.comm = \"mpi\", and the launcher has set RANK, WORLD_SIZE and MASTER_ADDR";
+            let hint = "leave parallel.comm out, or start the processes with mpirun";
+            Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("parallel.comm"))).into())
+        }
+        (recipe::Comm::Mpi, _) | (_, Some(_)) => super::processes::run(recipe, options, launch.as_ref()),
+        _ => first(recipe, options, None),
     }
-    first(recipe, options, None)
 }
 
 /// As [`run`], on the first rank, where others are processes of their own.
@@ -140,7 +150,8 @@ pub(super) fn first(
     let batches = job::batches(&job.recipe, &data)?;
     let total = batches.steps();
     job.check()?;
-    job::sample(&job.recipe, job.tokenizer.as_ref())?;
+    job::sample(&job.recipe, job.tokenizer.as_deref())?;
+    answers::check(&job)?;
     let planned = |job: &Job| job.plan(|recipe| Workload::of_data(recipe, &data, eval.as_ref()));
     // a finished run needs no room to say that it is finished
     let goes_on = options.resume && checkpoint::any(&dir.join(CHECKPOINTS));
@@ -148,7 +159,6 @@ pub(super) fn first(
     if let Some(plan) = &fresh {
         watch::check(&job, plan)?;
     }
-    job.keep_lengths(&data, eval.as_ref());
     // whatever speaks against writing the result there should not come out when everything is trained
     drop(NewFolder::begin(&result)?);
     if options.overwrite {
@@ -257,7 +267,7 @@ fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> crate:
         planned: Arc::clone(&planned),
     };
     if let Some(others) = others {
-        return lead(start, watch, others.comm(), &mut |base| others.begin(&shared(base)));
+        return lead_on(start, watch, others.comm(), &mut |base| others.begin(&shared(base)));
     }
     let (comm, mut others) = ranks::group(&start.job.recipe.parallel);
     let mut followers = None;
@@ -266,12 +276,12 @@ fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> crate:
         Ok(())
     };
     let outcome = match comm.world() {
-        1 => lead(start, watch, &comm, &mut follow),
+        1 => lead_on(start, watch, &comm, &mut follow),
         // a thread of its own, as all ranks are: it computes on threads of its own
         _ => std::thread::scope(|s| {
             let lead = s.spawn(|| {
                 let _threads = start_threads_of(0, &start.job.recipe.parallel)?;
-                lead(start, watch, &comm, &mut follow)
+                lead_on(start, watch, &comm, &mut follow)
             });
             lead.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         }),
@@ -282,18 +292,23 @@ fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> crate:
     outcome
 }
 
-/// The first rank: loads the model, lets the others `follow`, goes through the steps, writes the result.
-fn lead(
+/// The first rank: lets the others `follow`, and leads them.
+fn lead_on(
     start: &Start<'_>,
-    mut watch: Watch,
+    watch: Watch,
     comm: &dyn Comm,
     follow: &mut dyn FnMut(&Base) -> crate::Result<()>,
 ) -> crate::Result<Outcome> {
-    let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
-    let total = batches.steps();
-    let base = job.base_to_load()?;
+    let base = start.job.base_to_load()?;
     start.identity.loading(&base)?;
     follow(&base)?;
+    ranks::on_device(start.job, comm, |comm| lead(start, watch, comm, base))
+}
+
+/// Loads the model, goes through the steps, writes the result.
+fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> crate::Result<Outcome> {
+    let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
+    let total = batches.steps();
     let (decoder, params) = ranks::load(job, &base, newest.map(|c| c.path.as_path()), comm)?;
     start.identity.loaded(&base)?;
     drop(base);
@@ -301,6 +316,9 @@ fn lead(
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
     let from = newest.map(|_| done);
     let mut metrics = Metrics::open(&dir.join("metrics.jsonl"), from)?;
+    if job.recipe.log.csv {
+        metrics.tabulate()?;
+    }
     if job.recipe.log.tensorboard {
         metrics.show_in(TensorBoard::open(dir, from)?);
     }
@@ -367,7 +385,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
         r.done = count as u64;
         r.stepped(&s, step, started.elapsed().as_secs_f64())?;
         r.loaded(&s.load, last)?;
-        let row = || Micro::collate(data, &rows[..rows.len().min(1)]).probe();
+        let row = || Ok(Micro::collate(data, &rows[..rows.len().min(1)])?.probe());
         still.look(&s, &r.setup, row, r.done, last)?;
         if due(run.save_every, count) {
             save(start, r)?;
@@ -439,7 +457,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     }
     r.progress.finish();
     place::enter(place::Phase::Save, 0);
-    let probe = Micro::collate(data, &[0]).probe();
+    let probe = Micro::collate(data, &[0])?.probe();
     let params = r.setup.params;
     let result = if params.has_masters() {
         let values = |i: usize| Ok(params.master(i)?.real()?.clone());
@@ -449,7 +467,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
         let files = state::weights(&start.checkpoints.folder(of))?;
         let values = |i: usize| {
             let name = &params.tensors[i].name;
-            Ok(files.tensor(name, DType::F32, &Device::Cpu)?)
+            Ok(files.tensor(name, params.stored(i)?, &Device::Cpu)?)
         };
         output::write(job, &r.setup, &values, dir, &probe)?
     };
@@ -461,7 +479,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
     r.metrics.write(&json!({
         "event": "end", "step": r.done, "of_step": of, "result": result, "peak_host_bytes": memory::peak_host_bytes(),
         "peak_device_bytes": r.watch.peak(), "planned_peak_bytes": r.watch.plan().engine(),
-        "memory": r.watch.compared(), "time": now(),
+        "memory": r.watch.compared(), "time": unix_time(),
     }))?;
     r.told(&result);
     Ok(Outcome::Done { result })

@@ -1,5 +1,6 @@
 //! What a run tells while it goes: events in `metrics.jsonl`, progress, evaluations, samples.
 
+use super::answers;
 use super::best::Best;
 use super::gather::{Alone, Gather};
 use super::ranks::{self, Next};
@@ -10,12 +11,14 @@ use super::{Error, Job, Stepped, job};
 use crate::adapt::{LearningRate, initial, learning_rates};
 use crate::data::{Dataset, Form};
 use crate::error::ExitCode;
-use crate::log::{Metrics, Progress, Told, memory, place, tell};
+use crate::kernel::gemm::pairs;
+use crate::log::{Metrics, Progress, Told, memory, place, tell, unix_time};
 use crate::model::modules;
 use crate::optim::Schedule;
 use crate::plan::report;
 use crate::recipe::Quantize;
 use crate::walk::{self, Load, Times, generate};
+use candle_core::DType;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -63,8 +66,13 @@ impl Running<'_> {
             .filter_map(|(k, v)| Some((k.strip_prefix("hash.")?.to_string(), json!(v))))
             .collect();
         let event = if done > 0 { "resume" } else { "start" };
+        // how the CPU multiplies bf16
+        let products = match job.device.is_cpu() && job.dtype == DType::BF16 {
+            true => Some(pairs::path()?),
+            false => None,
+        };
         let mut line = json!({
-            "event": event, "name": job.recipe.name, "time": now(),
+            "event": event, "name": job.recipe.name, "time": unix_time(),
             "command": std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>(),
             "versions": {"ft": env!("CARGO_PKG_VERSION"), "candle": "0.11.1"},
             "model": {"source": job.model.source, "revision": job.model.revision, "family": job.config.family.model_type},
@@ -72,11 +80,12 @@ impl Running<'_> {
             "parameters": {"total": all, "trainable": trained},
             "learning_rates": self.rates,
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
+            "products": products.map(pairs::Path::word),
             "ranks": self.setup.comm.world(), "zero": self.job.recipe.parallel.zero,
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             "dtype": format!("{:?}", job.dtype).to_lowercase(),
-            "rows": data.rows.len(), "samples": data.examples.len(), "steps": total,
+            "rows": data.rows.len(), "samples": data.samples.len(), "steps": total,
             "plan": self.watch.json(),
         });
         if done > 0 {
@@ -85,13 +94,14 @@ impl Running<'_> {
         self.metrics.write(&line)?;
         let share = 100.0 * trained as f64 / all as f64;
         self.progress.line(&format!(
-            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {} {}",
+            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {} {}{}",
             job.recipe.name,
             millions(trained as u64),
             all as f64 / 1e6,
             data.rows.len(),
             if job.device.is_cpu() { "CPU" } else { "CUDA" },
             format!("{:?}", job.dtype).to_lowercase(),
+            products.map_or(String::new(), |p| format!(" ({})", p.text())),
         ));
         self.progress.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
         if let Some(how) = job.recipe.lora.init.decomposition() {
@@ -154,7 +164,7 @@ impl Running<'_> {
         self.setup.execution = execution;
         self.watch.replan(plan, self.job);
         let event = json!({
-            "event": "replanned", "step": step, "why": e.to_string(), "time": now(), "plan": self.watch.json(),
+            "event": "replanned", "step": step, "why": e.to_string(), "time": unix_time(), "plan": self.watch.json(),
         });
         Ok(self.metrics.write(&event)?)
     }
@@ -241,7 +251,7 @@ impl Running<'_> {
         let e = self.watch.planned().explain(e);
         self.progress.finish();
         let event = json!({
-            "event": "stopped", "step": self.done, "code": e.exit_code() as u8, "why": e.to_string(), "time": now(),
+            "event": "stopped", "step": self.done, "code": e.exit_code() as u8, "why": e.to_string(), "time": unix_time(),
             "memory": self.watch.compared(),
         });
         // on a full disk this fails too; the error that is told is the one that stopped the run
@@ -259,10 +269,17 @@ impl Running<'_> {
         let gather = Gather::new(decoder, params, comm);
         let (loss, targets) =
             evaluate_until(decoder, (comm, &gather), data, &execution, &self.job.device, &stop)?;
-        self.metrics
-            .write(&json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets}))?;
-        self.progress
-            .line(&format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp()));
+        let mut event = json!({"event": "eval", "step": step, "loss": loss, "target_tokens": targets});
+        let mut line = format!("evaluation after step {step}: loss {loss:.4}, perplexity {:.2}", loss.exp());
+        if loss.is_finite()
+            && let Some(scores) =
+                answers::score(self.job, decoder, &Alone::new(decoder, params, comm), data, &stop)?
+        {
+            answers::add_to(&mut event, &scores);
+            line += &format!(", {}", answers::line(&scores));
+        }
+        self.metrics.write(&event)?;
+        self.progress.line(&line);
         match loss.is_finite() {
             true => Ok(self.best.seen(step, loss)),
             false => {
@@ -287,14 +304,15 @@ impl Running<'_> {
             let mut reader = generate::Reader::new(decoder, &job.device)
                 .within(ids.len() + generate::SAMPLE_TOKENS)
                 .around(&alone);
-            let reply = generate::reply(
+            let reply = generate::answer(
                 &mut reader,
                 tokenizer,
                 &ids,
                 generate::SAMPLE_TOKENS,
                 &mut sampler,
                 &mut |_| true,
-            )?;
+            )?
+            .text;
             let form = job.trained().form;
             let event = json!({
                 "event": "sample", "step": step, "prompt": prompt, "reply": reply, "form": form.word(),
@@ -327,11 +345,6 @@ fn load_event(step: u64, steps: u64, load: &Load) -> Value {
         "event": "experts", "step": step, "steps": steps, "entropy": load.entropy(), "peak": load.peak(),
         "dead": load.dead(), "layers": layers,
     })
-}
-
-/// Seconds after 1970.
-pub fn now() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 fn millions(n: u64) -> String {

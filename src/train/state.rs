@@ -100,10 +100,10 @@ fn views(of: Of) -> Vec<crate::kernel::Tensor> {
 }
 
 /// The files of a checkpoint's tensors in `dir`: weights, and moments.
-fn files(dir: &Path, params: &Params) -> Result<[SharedFile; 2], store::Error> {
+fn files(dir: &Path, params: &Params) -> crate::Result<[SharedFile; 2]> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for (i, t) in params.tensors.iter().enumerate() {
-        weights.push((t.name.clone(), DType::F32, t.shape.clone()));
+        weights.push((t.name.clone(), params.stored(i)?, t.shape.clone()));
         moments.extend(entries(params, i).into_iter().map(|e| (e.name, e.dtype, e.shape)));
     }
     let file = |name: &str, tensors: &[_]| SharedFile::new(&dir.join(name), tensors, &[("format", "pt")]);
@@ -137,7 +137,7 @@ pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
         }
         let first = mine.start - slot.offset;
         // views: values come to the host when they are written
-        values.push((t.name.as_str(), first, unit.master.of(mine.clone())?.real()?.clone()));
+        values.push((t.name.as_str(), first, unit.values(mine.clone())?.real()?.clone()));
         if let Some(p) = params.projected(slot.index) {
             // whole, by the rank whose part has its beginning
             if first == 0 {
@@ -261,7 +261,7 @@ pub fn changes(
         .collect()
 }
 
-/// The trained f32 values of a checkpoint, tensor by tensor.
+/// The trained values of a checkpoint, tensor by tensor.
 pub fn weights(dir: &Path) -> crate::Result<TensorFiles> {
     Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
 }

@@ -228,7 +228,7 @@ fn accumulate_scaled<'a>(
         }
         for (rank, (rows, size)) in turn.iter().enumerate() {
             if rank == s.comm.rank() {
-                let m = Micro::collate(data, rows);
+                let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&s.decoder.config, host(&m), first, Some((s.seed, step)), s.device)?;
                 let mut walk = Walk::chosen(s.decoder, lowest, &s.execution)
                     .router_losses(router)
@@ -363,7 +363,7 @@ pub fn evaluate_until(
         let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
         match mine {
             Some((rows, n)) if *n > 0 => {
-                let m = Micro::collate(data, rows);
+                let m = Micro::collate(data, rows)?;
                 let batch = Batch::new(&decoder.config, host(&m), (0, 0), None, device)?;
                 let mut walk = Walk::chosen(decoder, None, execution).around(around);
                 sums.push(loss::total(&walk.eval(&batch)?)?.to_bits());

@@ -139,21 +139,6 @@ pub struct Reply {
     pub ended: bool,
 }
 
-/// The text of [`answer`].
-///
-/// # Errors
-/// As [`answer`].
-pub fn reply(
-    reader: &mut Reader<'_>,
-    tokenizer: &Tokenizer,
-    prompt: &[u32],
-    max_tokens: usize,
-    sampler: &mut LogitsProcessor,
-    on_text: &mut dyn FnMut(&str) -> bool,
-) -> crate::Result<String> {
-    Ok(answer(reader, tokenizer, prompt, max_tokens, sampler, on_text)?.text)
-}
-
 /// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece and
 /// says whether to go on.
 ///

@@ -63,6 +63,7 @@ pub fn finite(logits: &Real, what: &str, hint: &'static str) -> crate::Result<()
 }
 
 /// What is kept of a layer between forward and backward.
+#[cfg_attr(feature = "cuda", expect(clippy::large_enum_variant, reason = "there is one a layer"))]
 enum Saved {
     /// Nothing: backward does not come here.
     Nothing,

@@ -33,6 +33,23 @@ fn a_recipe_is_asked_for_and_written() {
     assert!(r.err.contains("Model (hub id or folder) [Qwen/Qwen3-0.6B]:"), "{}", r.err);
     w.ok(&["check", "mine.toml"]);
     w.ok(&["run", "mine.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
+    // what people call a prompt and its answer is written into the recipe
+    w.write("asked.csv", "id,question,answer\n1,What?,That.\n2,Who?,They.\n");
+    w.ok(&[
+        "init",
+        "asked",
+        "--model",
+        &model,
+        "--data",
+        "asked.csv",
+        "--method",
+        "lora",
+        "--memory",
+        "free",
+    ]);
+    let asked = String::from_utf8(w.read("asked.toml")).expect("text");
+    assert!(asked.contains("fields = { prompt = \"question\", completion = \"answer\" }"), "{asked}");
+    w.ok(&["run", "asked.toml", "run.steps=1", "run.batch_rows=1", "run.device=cpu"]);
     assert_eq!(w.ft(&["init", "mine", "--model", "m"]).code, 2, "it is there already");
     let short = w.ft_with(&["init", "other", "--model", "m"], "");
     assert!(short.code == 2 && short.err.contains("stdin ended"), "{}", short.err);
@@ -179,9 +196,9 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
 }
 
 #[test]
-fn a_run_says_what_it_came_to_and_shows_it_in_tensorboard() {
+fn a_run_says_what_it_came_to_and_shows_it_elsewhere() {
     let w = tiny(FULL);
-    let set = ["run", "r.toml", "run.output=o", "log.tensorboard=true", "run.save_every=3"];
+    let set = ["run", "r.toml", "run.output=o", "log.tensorboard=true", "log.csv=true", "run.save_every=3"];
     let r = w.ok(&set);
     assert!(r.err.contains("done: step 6, best evaluation loss"), "{}", r.err);
     assert!(r.err.contains("next: ft chat o/model, ft report o"), "{}", r.err);
@@ -198,8 +215,27 @@ fn a_run_says_what_it_came_to_and_shows_it_in_tensorboard() {
     for tag in ["brain.Event:2", "train/loss", "train/grad_norm", "eval/perplexity"] {
         assert!(bytes.windows(tag.len()).any(|w| w == tag.as_bytes()), "{tag}");
     }
+    // a line for each step and each evaluation, with the numbers of metrics.jsonl
+    let table = || String::from_utf8(w.read("o/metrics.csv")).expect("text");
+    // a loss to twelve digits: not every reader of JSON takes the last one
+    let shown = |kind: &str, step: f64, loss: f64| format!("{kind} {step} {loss:.12}");
+    let of = |kind: &str| {
+        let n = |e: &Value, key: &str| e[key].as_f64().expect("a number");
+        let rows = w.events("o", kind).into_iter();
+        rows.map(|e| shown(kind, n(&e, "step"), n(&e, "loss"))).collect::<Vec<_>>()
+    };
+    let losses = |kind: &str| {
+        let text = table();
+        let rows = text.lines().map(|l| l.split(',').collect::<Vec<_>>()).filter(|r| r[0] == kind);
+        let n = |s: &str| s.parse::<f64>().expect("a number");
+        rows.map(|r| shown(kind, n(r[1]), n(r[2]))).collect::<Vec<_>>()
+    };
+    assert_eq!((losses("step"), losses("eval")), (of("step"), of("eval")));
+    let whole = table().lines().count();
     w.ok(&[&set[..], &["--resume", "--step", "3"]].concat());
     assert_eq!(files().len(), 2, "one for each start");
+    assert_eq!((losses("step"), losses("eval")), (of("step"), of("eval")));
+    assert_eq!(table().lines().count(), whole, "each step once");
     w.ok(&[&set[..], &["--overwrite"]].concat());
     assert_eq!(files().len(), 1);
 }

@@ -1,10 +1,10 @@
 //! A 4-bit base beside tensors that train in full, from end to end, against PyTorch (`tests/fixtures/nf4-full`); and
 //! optimizer states on the host.
 
-use super::world::{World, reference, repository};
-use candle_core::{DType, Device, Tensor};
+use super::world::{World, apart, reference, repository, rows_of};
+use candle_core::{DType, Device};
 use ft::store::TensorFiles;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 const OFFLOAD: &str = "memory.offload=['optimizer']";
 
@@ -21,7 +21,7 @@ fn world(case: &str) -> (World, Value) {
         .filter_map(|n| n.as_str()?.rsplit_once('.').map(|(m, _)| format!("\"/{m}/\"")))
         .collect();
     modules.dedup();
-    w.write("rows.jsonl", rows(case));
+    w.write("rows.jsonl", rows_of(reference(case).as_ref()));
     w.write(
         "r.toml",
         format!(
@@ -57,33 +57,6 @@ warmup_steps = 2
         ),
     );
     (w, log)
-}
-
-/// The rows of a case, in the order in which its batches hold them.
-fn rows(case: &str) -> String {
-    let path = reference(&format!("{case}/batches.safetensors"));
-    let files = TensorFiles::open_file(path.as_ref()).expect("batches");
-    let get = |name: String| -> Vec<Vec<i64>> {
-        files.tensor(&name, DType::I64, &Device::Cpu).expect("rows").to_vec2().expect("a matrix")
-    };
-    let mut out = String::new();
-    for micro in ["batch0.micro0", "batch0.micro1", "batch1.micro0", "batch1.micro1"] {
-        let [ids, labels, mask] =
-            ["input_ids", "labels", "attention_mask"].map(|n| get(format!("{micro}.{n}")));
-        for ((ids, labels), mask) in ids.iter().zip(&labels).zip(&mask) {
-            let n = mask.iter().sum::<i64>() as usize;
-            out += &format!("{}\n", json!({"input_ids": ids[..n], "labels": labels[..n]}));
-        }
-    }
-    out
-}
-
-fn apart(a: &Tensor, b: &Tensor) -> f64 {
-    let norm = |t: Tensor| -> f64 {
-        let t = t.to_dtype(DType::F64).and_then(|t| t.sqr()?.sum_all()?.to_scalar::<f64>());
-        t.expect("a number").sqrt()
-    };
-    norm((a - b).expect("one shape")) / norm(b.clone()).max(f64::MIN_POSITIVE)
 }
 
 /// Compares a run with a trajectory: loss and gradient norm of each step, and each tensor at the end.

@@ -80,3 +80,39 @@ fn a_loss_that_overflows_ends_the_run() {
     let r = w.ft(&["run", "r.toml", "model.dtype=f16", "run.output=o"]);
     assert_eq!(r.code, 6, "{}", r.err);
 }
+
+/// How the CPU multiplies bf16 is in the metrics and on the screen; a way that is not there is refused by name.
+#[test]
+fn a_run_says_how_it_multiplies_bf16() {
+    let w = world(LORA, 0.1);
+    let run = |dtype: &str, wanted: Option<&str>| {
+        let output = format!("{dtype}-{}", wanted.unwrap_or("auto"));
+        let mut c = w.command(&[
+            "run",
+            "r.toml",
+            "run.steps=1",
+            &format!("model.dtype={dtype}"),
+            &format!("run.output={output}"),
+        ]);
+        c.env_remove("FT_BF16").envs(wanted.map(|p| ("FT_BF16", p)));
+        let ran = c.output().expect("started");
+        let said = String::from_utf8_lossy(&ran.stdout).into_owned() + &String::from_utf8_lossy(&ran.stderr);
+        (ran.status.success(), said, output)
+    };
+    for (dtype, wanted) in [("f32", None), ("bf16", None), ("bf16", Some("widened"))] {
+        let (done, said, output) = run(dtype, wanted);
+        assert!(done, "{said}");
+        let products = w.events(&output, "start")[0]["products"].clone();
+        let line = match products.as_str() {
+            None => "CPU f32\n",
+            Some("dots") => "CPU bf16 (AVX-512 BF16)\n",
+            Some("widened") => "CPU bf16 (widened to f32)\n",
+            Some(other) => panic!("{other}"),
+        };
+        assert!(said.contains(line), "{line:?} is not in {said}");
+        assert_eq!(products.is_null(), dtype == "f32");
+        assert!(wanted.is_none() || products == "widened", "{products}");
+    }
+    let (done, said, _) = run("bf16", Some("fast"));
+    assert!(!done && said.contains("FT_BF16=fast: there are \"dots\" and \"widened\""), "{said}");
+}

@@ -2,6 +2,7 @@
 //! that is not. Models are a few thousand random weights; nothing needs a network or a GPU.
 
 mod adapters;
+mod answers;
 mod broken;
 mod daily;
 mod four_bit;
@@ -10,6 +11,7 @@ mod gguf;
 mod half;
 mod hostile;
 mod initial;
+mod launched;
 mod offload;
 mod optimizers;
 mod plan;

@@ -1,31 +1,23 @@
 //! Optimizers with states of their own: against what published code computes, and the same bits wherever they live.
 
 use super::resume::killed;
-use super::world::{FULL, LORA, World, recipe, repository};
-use candle_core::{DType, Device, Tensor};
+use super::world::{FULL, LORA, World, apart, recipe, repository, rows_of};
+use candle_core::{DType, Device};
 use ft::store::TensorFiles;
 use serde_json::{Value, json};
-use std::path::Path;
 
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
-
-/// The rows of a fixture, in the order in which its batches hold them.
-fn rows(folder: &Path) -> String {
-    let files = TensorFiles::open_file(&folder.join("batches.safetensors")).expect("batches");
-    let get = |name: String| -> Vec<Vec<i64>> {
-        files.tensor(&name, DType::I64, &Device::Cpu).expect("rows").to_vec2().expect("a matrix")
-    };
-    let mut out = String::new();
-    for micro in ["batch0.micro0", "batch0.micro1", "batch1.micro0", "batch1.micro1"] {
-        let [ids, labels, mask] =
-            ["input_ids", "labels", "attention_mask"].map(|n| get(format!("{micro}.{n}")));
-        for ((ids, labels), mask) in ids.iter().zip(&labels).zip(&mask) {
-            let n = mask.iter().sum::<i64>() as usize;
-            out += &format!("{}\n", json!({"input_ids": ids[..n], "labels": labels[..n]}));
-        }
-    }
-    out
-}
+/// What has master weights always, between tensors that may have none.
+const MIXED: &str = r#"
+[lora]
+rank = 64
+[[train]]
+modules = ["attention"]
+[[train]]
+modules = ["mlp", "norms", "head"]
+method = "full"
+"#;
+const BF16: &[&str] = &["model.dtype=bf16"];
 
 /// A recipe that trains the model of a fixture in full as its script does, for as many steps as its trajectory has.
 fn published(fixture: &str) -> (World, Value) {
@@ -33,7 +25,7 @@ fn published(fixture: &str) -> (World, Value) {
     let folder = repository().join("tests/fixtures").join(fixture);
     let log: Value = serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).expect("a file"))
         .expect("JSON");
-    w.write("rows.jsonl", rows(&folder));
+    w.write("rows.jsonl", rows_of(&folder));
     let steps = log["full"].as_array().expect("steps");
     // the highest, after the warm-up
     let lr = steps.iter().filter_map(|s| s["lr"].as_f64()).fold(0.0, f64::max);
@@ -44,14 +36,6 @@ fn published(fixture: &str) -> (World, Value) {
         .replace("lr = 1e-2", &format!("lr = {lr:e}\ndecay = \"all\""));
     w.write("r.toml", text);
     (w, log)
-}
-
-fn apart(a: &Tensor, b: &Tensor) -> f64 {
-    let norm = |t: Tensor| -> f64 {
-        let t = t.to_dtype(DType::F64).and_then(|t| t.sqr()?.sum_all()?.to_scalar::<f64>());
-        t.expect("a number").sqrt()
-    };
-    norm((a - b).expect("one shape")) / norm(b.clone()).max(f64::MIN_POSITIVE)
 }
 
 /// How far losses, gradient norms and final weights of a run are from a fixture's, at the most.
@@ -142,9 +126,12 @@ fn low_rank_gradients_train_as_in_galore() {
 /// In the backward pass, on several ranks, in bf16, with 8-bit moments, and after a resume: the same bits.
 #[test]
 fn low_rank_gradients_have_the_same_bits_everywhere() {
-    for (name, rank, more) in
-        [("galore", 8, &[][..]), ("galore", 8, &["model.dtype=bf16"]), ("galore8bit", 60, &[])]
-    {
+    for (name, rank, more) in [
+        ("galore", 8, &[][..]),
+        ("galore", 8, &["model.dtype=bf16"]),
+        ("galore8bit", 60, &[]),
+        ("galore8bit", 60, BF16),
+    ] {
         let w = world(FULL);
         let set = [
             format!("optimizer.name={name}"),
@@ -200,9 +187,15 @@ fn eight_bit_moments_train_as_in_bitsandbytes() {
 /// Wherever they live and however ranks split them, and after a resume with other ranks: the same bits.
 #[test]
 fn eight_bit_moments_have_the_same_bits_everywhere() {
-    for (rules, set) in
-        [(FULL, &[][..]), (FULL, &["model.dtype=bf16"]), (LORA, &["lora.rank=64", "train.1.rank=70"])]
-    {
+    for (rules, set) in [
+        (FULL, &[][..]),
+        (FULL, BF16),
+        (FULL, &["model.dtype=bf16", "optimizer.master=f32"]),
+        (FULL, &["model.dtype=f16", "optimizer.master=none"]),
+        (MIXED, BF16),
+        (MIXED, &["model.dtype=bf16", "train.0.dora=true"]),
+        (LORA, &["lora.rank=64", "train.1.rank=70"]),
+    ] {
         let w = world(rules);
         let run = |name: &str, more: &[&str]| {
             bits(&w, name, &[set, &[EIGHT_BIT, "run.save_every=3"], more].concat())
@@ -210,6 +203,10 @@ fn eight_bit_moments_have_the_same_bits_everywhere() {
         let offload = "memory.offload=['optimizer']";
         assert!(run("one", &[]) == run("host", &[offload]), "{set:?}");
         let want = run("2-0", &["parallel.data=2"]);
+        let threads = [&["run", "r.toml", "run.output=2-0", "--overwrite", "parallel.data=2"], set].concat();
+        let mut c = w.command(&[&threads[..], &[EIGHT_BIT, "run.save_every=3"]].concat());
+        assert!(c.env("RAYON_NUM_THREADS", "1").output().expect("a run").status.success());
+        assert!(ends(&w, "2-0") == want, "{set:?}: one thread");
         for (ranks, zero) in [(2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 3)] {
             let name = format!("{ranks}-{zero}");
             let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
@@ -222,6 +219,60 @@ fn eight_bit_moments_have_the_same_bits_everywhere() {
         let back = run("4-3", &["--resume", "parallel.data=2", "parallel.zero=2", offload]);
         assert!(back == want, "{set:?}: after a resume");
     }
+}
+
+/// Without f32 master weights a run in bf16 goes the way of one with them: no further off than rounding each weight at each
+/// step takes it, which is little beside what training does. Moments in f32 are as good, and GaLore's.
+#[test]
+fn weights_without_masters_train_as_those_with_them() {
+    let w = world(FULL);
+    for (name, more) in [("adamw8bit", &[][..]), ("adamw", &[]), ("galore", &["optimizer.galore_rank=8"])] {
+        let run = |master: &str| -> (Vec<f64>, TensorFiles) {
+            let run = format!("{name}-{master}");
+            let own = [format!("optimizer.name={name}"), format!("optimizer.master={master}")];
+            let set = ["model.dtype=bf16", "run.steps=30", "optimizer.lr=1e-3", &own[0], &own[1]];
+            bits(&w, &run, &[&set[..], more].concat());
+            let losses = w.events(&run, "step").iter().filter_map(|s| s["loss"].as_f64()).collect();
+            let newest = w.checkpoints(&run).pop().expect("a checkpoint");
+            let held = w.path(&format!("{run}/checkpoints/{newest}/weights.safetensors"));
+            (losses, TensorFiles::open_file(&held).expect("tensors"))
+        };
+        let ((kept, with), (bare, without)) = (run("f32"), run("none"));
+        assert_eq!(kept[0], bare[0]);
+        let (fallen, apart) = (kept[0] - kept[29], (kept[29] - bare[29]).abs());
+        eprintln!("{name}: {} to {}, without masters {}", kept[0], kept[29], bare[29]);
+        assert!(fallen > 0.1 && apart < 0.02 * fallen, "{name}: {kept:?}\n{bare:?}");
+        // no rounding at all is another run
+        assert_ne!(kept[29], bare[29]);
+        // a checkpoint holds what there is
+        for (files, dtype) in [(&with, "F32"), (&without, "BF16")] {
+            for name in files.names() {
+                assert_eq!(format!("{:?}", files.info(name).expect("a tensor").dtype), dtype, "{name}");
+            }
+        }
+    }
+}
+
+/// Whether there are master weights is part of a run: it does not go on without them, or with new ones, in silence.
+#[test]
+fn a_resume_keeps_its_master_weights() {
+    let w = world(FULL);
+    let set = ["run", "r.toml", "run.output=out", "model.dtype=bf16", "run.save_every=3"];
+    w.ok(&[&set[..], &["optimizer.master=none"]].concat());
+    std::fs::remove_dir_all(w.path("out/checkpoints/step-00000006")).expect("removed");
+    let r = w.ft(&[&set[..], &["--resume"]].concat());
+    assert!(r.code != 0 && r.err.contains("optimizer.master: was none, is (not set)"), "{}", r.err);
+    w.ok(&[&set[..], &["--resume", "--accept-change", "optimizer.master"]].concat());
+    // f32 weights are their own masters
+    for (name, master) in [("a", "none"), ("b", "f32")] {
+        let own = [format!("run.output={name}"), format!("optimizer.master={master}")];
+        w.ok(&["run", "r.toml", &own[0], &own[1]]);
+    }
+    assert!(ends(&w, "a") == ends(&w, "b"));
+    let lora = LORA.replace("modules = [\"norms\"]\nmethod = \"full\"", "modules = [\"head\"]");
+    let r = world(&lora).ft(&["check", "r.toml", "optimizer.master=none"]);
+    let said = r.out + &r.err;
+    assert!(r.code == 2 && said.contains("no rule trains anything so"), "{said}");
 }
 
 /// Killed and resumed, it ends as a run that was not.
@@ -245,6 +296,7 @@ fn updates_in_the_backward_pass_have_the_same_bits() {
     let offload = "memory.offload=['optimizer']";
     for (rules, config, set) in [
         (FULL, &tied, &["memory.recompute=none"][..]),
+        (FULL, &tied, &["model.dtype=bf16", "optimizer.master=none"]),
         (FULL, &json!({}), &["model.dtype=bf16", "memory.recompute=1", EIGHT_BIT]),
         (FULL, &tied, &["model.dtype=bf16", offload, EIGHT_BIT]),
         (LORA, &tied, &["memory.recompute=all"]),

@@ -17,7 +17,11 @@ fn the_card_says_what_the_run_was() {
             .replace("source = \"tiny\"\nweights = \"random\"", &format!("source = {base:?}"))
             .replace("source = \"rows.jsonl\"", &format!("source = {rows:?}")),
     );
-    w.ok(&["run", "r.toml", &format!("run.output={:?}", w.path("a"))]);
+    let output = format!("run.output={:?}", w.path("a"));
+    w.ok(&["run", "r.toml", &output]);
+    // the run has left one, which does not know where it will go
+    let left = String::from_utf8(w.read("a/adapter/README.md")).expect("text");
+    assert!(left.contains("| steps | 6 |") && left.contains("OWNER/r"), "{left}");
     w.write("a/adapter/notes.txt", "mine");
     symlink("/etc/passwd", w.path("a/adapter/LICENSE")).expect("a link");
     let r = w.ok(&["push", "a", "me/pirate", "--dry-run"]);
@@ -36,7 +40,7 @@ fn the_card_says_what_the_run_was() {
         "\nrank     = 3\n",
         "\nsource   = \"model\"\n",
         "\nsource   = \"rows.jsonl\"\n",
-        "\noutput        = \"a\"\n",
+        "\noutput        = \"runs/{name}\"\n",
     ];
     for text in says {
         assert!(r.out.contains(text), "no {text:?} in\n{}", r.out);
@@ -64,6 +68,9 @@ fn the_card_says_what_the_run_was() {
     assert!(r.out.contains("| steps | 6 |") && !r.err.contains("no repository of the hub"), "{}", r.err);
     w.write("a/adapter/README.md", "# my words\n");
     assert_eq!(w.ok(&["push", "a", "me/pirate", "--dry-run"]).out, "# my words\n");
+    // which a longer run keeps
+    w.ok(&["run", "--resume", "r.toml", &output, "run.steps=7", "--accept-change", "run.steps"]);
+    assert_eq!(w.read("a/adapter/README.md"), b"# my words\n");
 }
 
 #[test]

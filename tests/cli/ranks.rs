@@ -1,7 +1,7 @@
 //! Runs on several ranks: the same whatever is split, and as one rank would do it.
 
 use super::resume::killed;
-use super::split::{ADAPTERS, MIXTURE, ends, world};
+use super::split::{ADAPTERS, MIXTURE, apart, ends, world};
 use super::world::{FULL, LORA, World, repository};
 
 /// Runs with settings, and gives the last checkpoint's weights and moments, and the result.
@@ -9,21 +9,6 @@ use super::world::{FULL, LORA, World, repository};
 fn bits(w: &World, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     w.ok(&[&["run", "r.toml", &format!("run.output={run}")][..], set].concat());
     ends(w, run)
-}
-
-/// Relative L2 distance of the f32 values of two files of the same layout.
-fn apart(a: &[u8], b: &[u8]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let data = |f: &[u8]| -> Vec<f64> {
-        let header = u64::from_le_bytes(f[..8].try_into().expect("eight")) as usize + 8;
-        f[header..]
-            .chunks_exact(4)
-            .map(|c| f64::from(f32::from_le_bytes(c.try_into().expect("four"))))
-            .collect()
-    };
-    let (a, b) = (data(a), data(b));
-    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
 /// A step's number, and what it told, by bits.

@@ -1,7 +1,9 @@
 //! What ranks split, in tests.
 
-use super::world::{World, recipe};
+use super::world::{Ran, World, ran, recipe};
 use serde_json::json;
+use std::net::TcpListener;
+use std::process::{Child, Stdio};
 
 /// Experts and routers in full, beside a 4-bit base; with LoRA on attention, a loss on the routers, and states on the host.
 pub const MIXTURE: &str = r#"
@@ -52,4 +54,52 @@ pub fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
     let result = ["adapter/adapter_model.safetensors", "model/model.safetensors"];
     let result = result.into_iter().find(|r| w.path(run).join(r).is_file()).expect("a result");
     vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
+}
+
+/// Relative L2 distance of the f32 values of two files of the same layout.
+pub fn apart(a: &[u8], b: &[u8]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let data = |f: &[u8]| -> Vec<f64> {
+        let header = u64::from_le_bytes(f[..8].try_into().expect("eight")) as usize + 8;
+        f[header..]
+            .chunks_exact(4)
+            .map(|c| f64::from(f32::from_le_bytes(c.try_into().expect("four"))))
+            .collect()
+    };
+    let (a, b) = (data(a), data(b));
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    norm(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
+}
+
+/// A run's processes as `torchrun` starts them, each with its number; `ranks` of them start, of `world`.
+pub fn launch(w: &World, ranks: &[usize], world: usize, args: &[&str]) -> Vec<Child> {
+    launch_with(w, ranks, world, args, &[])
+}
+
+/// As [`launch`], with more in the environment of the first.
+pub fn launch_with(
+    w: &World,
+    ranks: &[usize],
+    world: usize,
+    args: &[&str],
+    first: &[(&str, &str)],
+) -> Vec<Child> {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let start = |rank: &usize| {
+        let mut c = w.command(args);
+        c.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        c.env("WORLD_SIZE", world.to_string()).env("MASTER_ADDR", "127.0.0.1");
+        c.env("MASTER_PORT", free.to_string());
+        if *rank == 0 {
+            c.envs(first.iter().copied());
+        }
+        c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started")
+    };
+    ranks.iter().map(start).collect()
+}
+
+/// What they all did, by rank.
+pub fn all(processes: Vec<Child>) -> Vec<Ran> {
+    // none of them says as much as a pipe keeps
+    processes.into_iter().map(|p| ran(p.wait_with_output().expect("an end"))).collect()
 }

@@ -81,6 +81,10 @@ fn chat_answers_lines_and_forgets() {
     let question = "What colour is the sky?";
     let r = w.ft_with(&["chat", &model], &format!("{question}\n/clear\n\n{question}\n/exit\n{question}\n"));
     assert_eq!((r.code, r.out), (0, one.out.repeat(2)));
+    // what looks like a command and is none is no message; a space before it makes it one
+    let r = w.ft_with(&["chat", &model], "/quit\n /quit\n");
+    assert!(r.code == 0 && r.err.contains("/quit") && r.err.contains("/exit ends"), "{}", r.err);
+    assert_eq!(r.out.lines().count(), 1, "{}", r.out);
     // a second turn goes on from the first
     let two = w.ft_with(&["chat", &model], "Hello!\nWhat is the capital of France?\n");
     let lines: Vec<&str> = two.out.lines().collect();
@@ -114,6 +118,9 @@ fn chat_answers_lines_and_forgets() {
     // an adapter's folder brings its base along
     w.ok(&["run", "q.toml", "run.steps=2", "run.output=a", "run.eval_at_start=false"]);
     let adapter = w.ok(&["chat", "a/adapter", "--prompt", question]);
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        assert_eq!(w.read(&format!("a/adapter/{file}")), w.read(&format!("{model}/{file}")), "{file}");
+    }
     assert_eq!(adapter.out, w.ok(&["chat", &model, "--adapter", "a/adapter", "--prompt", question]).out);
     // a template that wants to know more
     w.write("t.jinja", "{% if not mood is defined %}{{ raise_exception('mood?') }}{% endif %}{{ mood + 1 }}{{ messages[-1].content }}");
@@ -163,6 +170,7 @@ fn a_closed_stream_is_no_panic() {
         &["data", "q.toml", "--rows", "400"][..],
         &["recipes"],
         &["schema"],
+        &["schema", "--markdown"],
         &["check", "q.toml"],
         &["eval", "q.toml"],
         &["chat", &model, "--prompt", "Hello!"],

@@ -1,6 +1,8 @@
 //! A folder to run `ft` in, and what the tests put into it.
 
 use assert_cmd::Command;
+use candle_core::{DType, Device, Tensor};
+use ft::store::TensorFiles;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
@@ -239,4 +241,31 @@ pub fn content(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     }
     found.sort();
     found
+}
+
+/// The rows of a reference case or another fixture, in the order in which its batches hold them.
+pub fn rows_of(folder: &Path) -> String {
+    let files = TensorFiles::open_file(&folder.join("batches.safetensors")).expect("batches");
+    let get = |name: String| -> Vec<Vec<i64>> {
+        files.tensor(&name, DType::I64, &Device::Cpu).expect("rows").to_vec2().expect("a matrix")
+    };
+    let mut out = String::new();
+    for micro in ["batch0.micro0", "batch0.micro1", "batch1.micro0", "batch1.micro1"] {
+        let [ids, labels, mask] =
+            ["input_ids", "labels", "attention_mask"].map(|n| get(format!("{micro}.{n}")));
+        for ((ids, labels), mask) in ids.iter().zip(&labels).zip(&mask) {
+            let n = mask.iter().sum::<i64>() as usize;
+            out += &format!("{}\n", json!({"input_ids": ids[..n], "labels": labels[..n]}));
+        }
+    }
+    out
+}
+
+/// Relative L2 distance of two tensors.
+pub fn apart(a: &Tensor, b: &Tensor) -> f64 {
+    let norm = |t: Tensor| -> f64 {
+        let t = t.to_dtype(DType::F64).and_then(|t| t.sqr()?.sum_all()?.to_scalar::<f64>());
+        t.expect("a number").sqrt()
+    };
+    norm((a - b).expect("one shape")) / norm(b.clone()).max(f64::MIN_POSITIVE)
 }

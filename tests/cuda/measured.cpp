@@ -2,6 +2,7 @@
 // small for a program of their own.
 #include "../../src/kernel/cuda/device.cuh"
 #include "../../src/kernel/cuda/rows.cuh"
+#include "../../src/kernel/dropout/stream.cuh"
 #include "../../src/kernel/quantized/codes.cuh"
 #include "call.h"
 
@@ -38,6 +39,9 @@ namespace rope {
 }
 namespace spread {
 #include "../../src/kernel/spread/spread.cu"
+}
+namespace sum {
+#include "../../src/kernel/sum/sum.cu"
 }
 namespace swiglu {
 #include "../../src/kernel/swiglu/swiglu.cu"
@@ -143,6 +147,32 @@ TEST(measured_sums) {
   call("optimizer_squares_f32", grid(8), 256, x.at(), static_cast<uint64_t>(8192), partial.at());
   call("optimizer_total", grid(1), 256, many.at(), 512u, sum.at());
   if (sum[0] != 512.0) check::wrong("a sum");
+}
+
+// What ranks give, added part after part: this rank's own between, before or behind the others', or not at all.
+TEST(sums_of_parts_in_order) {
+  for (const size_t n : {4096, 1003, 1})
+    for (const uint32_t others : {0u, 1u, 3u})
+      for (uint32_t own_at = 0; own_at <= others + 1; own_at++) {
+        const bool own = own_at <= others;
+        if (!own && others == 0) continue;
+        const uint32_t parts = others + (own ? 1 : 0), at = own ? own_at : ~0u;
+        host::Buffer<float> mine(check::randn<float>(n, 1)), rest(check::randn<float>(others ? others * n : 1, 2)), to(check::randn<float>(n, 3));
+        std::vector<double> want(n);
+        for (size_t i = 0; i < n; i++) {
+          float sum = to[i];
+          for (uint32_t p = 0, next = 0; p < parts; p++) sum += p == at ? mine[i] : rest[next++ * n + i];
+          want[i] = sum;
+        }
+        const float *none = nullptr;
+        call("sum_parts_f32", grid((n + 255) / 256), 256, own ? static_cast<const float *>(mine.at()) : none, at,
+             others ? static_cast<const float *>(rest.at()) : none, parts, static_cast<uint64_t>(n), to.at());
+        check::close("a sum of parts", to, want, 0);
+      }
+}
+TEST(measured_sums_of_parts) {
+  host::Buffer<float> mine(check::randn<float>(4096, 1)), rest(check::randn<float>(3 * 4096, 2)), to(check::randn<float>(4096, 3));
+  call("sum_parts_f32", grid(16), 256, static_cast<const float *>(mine.at()), 1u, static_cast<const float *>(rest.at()), 4u, static_cast<uint64_t>(4096), to.at());
 }
 
 // Decoding double-quantized codes: bytes that it must read and write in relation to those of the sectors that it touches, which is

@@ -34,6 +34,80 @@ TEST(updates_in_f32) { update<float>("f32", false); }
 TEST(updates_with_a_copy_in_bf16) { update<bf16>("bf16", true); }
 TEST(updates_with_a_copy_in_f16) { update<f16>("f16", true); }
 
+// Which value of 16 bits x becomes by a word, in exact arithmetic; `near` says that a hair would make it the other one.
+template <typename T> static double by_word(double x, uint32_t word, bool &near) {
+  const bool half = sizeof(T) == 2 && rounded<T>(1.0f + 1.0f / 512) != 1.0f;
+  int exponent;
+  frexp(x, &exponent);
+  // 8 bits of a bf16, 11 of an f16 but below 2^-14
+  const double unit = half ? ldexp(1.0, std::max(exponent - 11, -24)) : ldexp(1.0, exponent - 8);
+  const double steps = std::abs(x) / unit, low = floor(steps);
+  const double share = half ? (exponent - 11 < -24 ? (word >> 8) / 16777216.0 : (word >> 19) / 8192.0) : (word >> 16) / 65536.0;
+  const double beyond = share + (steps - low) - 1.0;
+  near = std::abs(beyond) < 2e-3 || steps - low < 1e-3 || steps - low > 1 - 1e-3;
+  const bool subnormal = half && exponent - 11 < -24;
+  const bool up = subnormal ? share < steps - low : beyond >= 0;
+  return copysign((low + (up ? 1.0 : 0.0)) * unit, x);
+}
+
+static uint32_t word_of(const Stream &s, uint64_t number) {
+  uint32_t w[4];
+  s.words(number / 4, w);
+  return w[number % 4];
+}
+
+// Values that are rounded by random numbers, whole vectors, tails and places that begin at none.
+template <typename T> static void rounds(const std::string &type, float scale) {
+  const Stream s = {1, 2, 3, 4, 0};
+  for (auto [n, first] : std::vector<std::pair<size_t, uint64_t>>{{4096, 1ull << 33}, {1, 256}, {777, 3}}) {
+    host::Buffer<float> x(check::randn<float>(n, 5, scale));
+    host::Buffer<T> y(n);
+    call("optimizer_round_" + type, grid((n + 1023) / 1024), THREADS, x.at(), y.at(), static_cast<uint64_t>(n), first, s.key0, s.key1, s.high0, s.high1);
+    size_t sure = 0;
+    for (size_t i = 0; i < n; i++) {
+      bool near;
+      const double want = by_word<T>(x[i], word_of(s, first + i), near);
+      sure += !near;
+      if (!near && Number<T>::widen(y[i]) != want) check::wrong("a value that its word does not say");
+    }
+    if (sure < n * 9 / 10) check::wrong("too few values are told");
+  }
+}
+
+TEST(rounds_to_bf16) { rounds<bf16>("bf16", 1.0f); }
+TEST(rounds_to_f16) { rounds<f16>("f16", 1.0f), rounds<f16>("f16", 1e-5f); }
+
+// Updates of weights that have no f32 copy: in f32, then rounded by their words.
+template <typename T> static void update_rounded(const std::string &type) {
+  const Stream s = {1, 2, 3, 4, 0};
+  unsigned seed = 1;
+  for (auto [n, skew] : std::vector<std::pair<size_t, size_t>>{{4096, 0}, {1, 0}, {2050, 0}, {777, 1}}) {
+    std::vector<float> squares = check::randn<float>(n, seed++);
+    for (float &v : squares) v *= v;
+    host::Buffer<float> m(check::randn<float>(n, seed++), skew), v(squares, skew), g(check::randn<float>(n, seed++), skew);
+    host::Buffer<T> p(check::randn<T>(n, seed++), skew);
+    std::vector<double> ps = values(p), ms = values(m), vs = values(v), gs = values(g);
+    const double b1 = 0.9, b2 = 0.99, lr = 1e-2, wd = 0.1, eps = 1e-8, t = 3, scale = 0.5;
+    const uint64_t count = n, first = 512;
+    call("optimizer_adamw_rounded_" + type, grid((n + 4 * THREADS - 1) / (4 * THREADS)), THREADS, p.at(), m.at(), v.at(), g.at(), count, first, s.key0, s.key1,
+         s.high0, s.high1, float(scale), float(1 - b1), float(b2), float(1 - b2), float(1 - lr * wd), float(lr / (1 - pow(b1, t))),
+         float(sqrt(1 - pow(b2, t))), float(eps));
+    for (size_t i = 0; i < n; i++) {
+      const double grad = gs[i] * scale;
+      ms[i] += (grad - ms[i]) * (1 - b1), vs[i] = vs[i] * b2 + (1 - b2) * grad * grad;
+      ps[i] -= lr * wd * ps[i] + lr / (1 - pow(b1, t)) * ms[i] / (sqrt(vs[i] / (1 - pow(b2, t))) + eps);
+      bool near;
+      const double want = by_word<T>(ps[i], word_of(s, first + i), near);
+      if (!near && Number<T>::widen(p[i]) != want) check::wrong("a weight that its word does not say");
+      if (g[i] != 0.0f) check::wrong("the gradient is not zero");
+    }
+    check::close("m", m, ms, 1e-6), check::close("v", v, vs, 1e-6);
+  }
+}
+
+TEST(updates_without_a_copy_in_bf16) { update_rounded<bf16>("bf16"); }
+TEST(updates_without_a_copy_in_f16) { update_rounded<f16>("f16"); }
+
 // The maps of src/kernel/optimizer/eight_bit.rs: of the mean, and of the mean square.
 static std::vector<float> maps() {
   std::vector<float> all;
@@ -95,6 +169,36 @@ template <typename T> static void eight_bit(const std::string &type, bool with) 
     }
   }
 }
+
+// With moments in 8 bits the update is that of an f32 weight, rounded by its word.
+template <typename T> static void eight_bit_rounded(const std::string &type) {
+  const Stream s = {1, 2, 3, 4, 0};
+  const std::vector<float> map = maps();
+  host::Buffer<float> table(map);
+  for (const size_t n : {512, 777, 1}) {
+    const size_t blocks = (n + 255) / 256;
+    host::Buffer<T> p(check::randn<T>(n, 1));
+    std::vector<float> wide(n);
+    for (size_t i = 0; i < n; i++) wide[i] = Number<T>::widen(p[i]);
+    const std::vector<float> zeros(blocks, 0.0f), gs = check::randn<float>(n, 2);
+    const std::vector<uint8_t> means(n, 127), none(n, 0);
+    host::Buffer<float> q(wide), ms(zeros), vs(zeros), ns(zeros), ws(zeros), g(gs), h(gs);
+    host::Buffer<uint8_t> m(means), v(none), o(means), w(none);
+    float *no = nullptr;
+    const uint64_t count = n, first = 1024;
+    call("optimizer_adamw8bit_f32", grid(blocks), THREADS, q.at(), m.at(), ms.at(), v.at(), vs.at(), g.at(), no, table.at(), count, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f,
+         0.999f, 0.1f, 0.1f, 1e-8f);
+    call("optimizer_adamw8bit_rounded_" + type, grid(blocks), THREADS, p.at(), o.at(), ns.at(), w.at(), ws.at(), h.at(), table.at(), count, first, s.key0, s.key1, s.high0,
+         s.high1, 0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f, 0.1f, 0.1f, 1e-8f);
+    for (size_t i = 0; i < n; i++) {
+      if (Number<T>::widen(p[i]) != rounded_by<T>(q[i], word_of(s, first + i))) check::wrong("a weight that its word does not say");
+      if (m[i] != o[i] || v[i] != w[i] || h[i] != 0.0f) check::wrong("other moments");
+    }
+  }
+}
+
+TEST(updates_in_8_bits_without_a_copy_in_bf16) { eight_bit_rounded<bf16>("bf16"); }
+TEST(updates_in_8_bits_without_a_copy_in_f16) { eight_bit_rounded<f16>("f16"); }
 
 TEST(updates_in_8_bits_in_f32) { eight_bit<float>("f32", false); }
 TEST(updates_in_8_bits_with_a_copy_in_bf16) { eight_bit<bf16>("bf16", true); }

@@ -67,3 +67,34 @@ fn what_is_missing_is_named_with_what_installs_it() {
     let (code, err) = with(&w, &only, &["run", "r.toml", "run.device=cpu", "run.steps=1", "--overwrite"]);
     assert_eq!(code, Some(0), "{err}");
 }
+
+/// Several devices need NCCL: one that is not there is named before anything is read.
+#[test]
+#[cfg(target_os = "linux")]
+fn nccl_is_named_with_what_installs_it() {
+    if ft::kernel::cuda::count() < 2 {
+        eprintln!("not run: two CUDA devices are needed");
+        return;
+    }
+    let w = world();
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    std::fs::create_dir(w.path("others")).expect("a folder");
+    for file in path.split(':').filter_map(|d| std::fs::read_dir(d).ok()).flatten().flatten() {
+        let name = file.file_name();
+        // the first of a name is what the loader takes
+        if !name.to_string_lossy().starts_with("libnccl") {
+            let _ = std::os::unix::fs::symlink(file.path(), w.path("others").join(name));
+        }
+    }
+    let others = w.path("others").display().to_string();
+    let (code, err) = with(&w, &others, &["run", "r.toml", "run.device=cuda", "parallel.data=2"]);
+    // a machine may have it where the system's libraries are
+    if code != Some(0) {
+        assert_eq!(code, Some(2), "{err}");
+        for part in ["libnccl.so.2", "pip install nvidia-nccl-cu", "LD_LIBRARY_PATH"] {
+            assert!(err.contains(part), "no {part}: {err}");
+        }
+    }
+    let (code, err) = with(&w, &others, &["run", "r.toml", "run.device=cuda", "run.steps=1", "--overwrite"]);
+    assert_eq!(code, Some(0), "{err}");
+}

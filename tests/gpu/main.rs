@@ -9,8 +9,13 @@
 #[allow(dead_code)]
 mod world;
 
+#[path = "../cli/split.rs"]
+#[allow(dead_code)]
+mod split;
+
 mod counts;
 mod libraries;
+mod ranks;
 mod reference;
 mod room;
 mod same;

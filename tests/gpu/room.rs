@@ -60,6 +60,9 @@ fn a_run_allocates_what_its_plan_lists() {
         (&dense, FULL, &[none]),
         (&dense, FULL, &[all]),
         (&dense, FULL, &[f32s, none]),
+        (&dense, FULL, &["optimizer.master=none", all]),
+        (&dense, FULL, &["optimizer.name=adamw8bit", "optimizer.in_backward=true", "run.clip=0", all]),
+        (&tied, FULL, &["optimizer.name=galore8bit", "optimizer.galore_rank=32", all]),
         (&dense, LORA, &[none]),
         (&dense, LORA, &[all]),
         (&dense, LORA, &[f32s, "memory.recompute=1"]),
@@ -72,9 +75,21 @@ fn a_run_allocates_what_its_plan_lists() {
         (&moe, EXPERTS, &[none]),
         (&moe, EXPERTS, &[nf4, all]),
     ];
+    let (two, one) = ("parallel.data=2", "run.micro_rows=1");
+    let ranks: &[(&Value, &str, &[&str])] = &[
+        (&dense, FULL, &[none, one, two, "parallel.zero=0"]),
+        (&dense, FULL, &[all, one, two, "parallel.zero=1"]),
+        (&dense, FULL, &[all, one, two, "parallel.zero=2"]),
+        (&dense, FULL, &[all, one, two, "parallel.zero=3"]),
+        (&dense, FULL, &["optimizer.master=none", all, one, two, "parallel.zero=1"]),
+        (&dense, FULL, &["optimizer.master=none", all, one, two, "parallel.zero=3"]),
+        (&dense, LORA, &[nf4, all, one, two, "parallel.zero=3"]),
+        (&moe, EXPERTS, &[none, one, two, "parallel.zero=3"]),
+    ];
+    let ranks = if super::ranks::devices(2) { ranks } else { &[] };
     // all of them, before any fails
     let (mut table, mut wrong) = (String::new(), Vec::new());
-    for (config, rules, set) in cases {
+    for (config, rules, set) in cases.iter().chain(ranks) {
         let (planned, measured) = run(&w, config, rules, set);
         let apart = 100.0 * (measured / planned - 1.0);
         let family = config["model_type"].as_str().unwrap_or_default();

@@ -2,6 +2,8 @@
 
 use super::world::{FULL, LORA, World, recipe};
 use super::{apart, device};
+use candle_core::{DType, Device};
+use ft::store::TensorFiles;
 use serde_json::json;
 
 fn world(rules: &str) -> World {
@@ -152,6 +154,76 @@ fn moments_in_8_bits_train_as_on_the_cpu() {
         &["memory.offload=['optimizer']", "optimizer.in_backward=true"],
     ] {
         close_of(&wide, FULL, &[&set, more].concat(), 1e-4);
+    }
+}
+
+/// The share of the trained weights of two runs that differ in bf16.
+fn differing(w: &World, runs: [&str; 2]) -> f64 {
+    let [a, b] = runs.map(|run| {
+        let newest = w.checkpoints(run).pop().expect("a checkpoint");
+        let path = w.path(&format!("{run}/checkpoints/{newest}/weights.safetensors"));
+        TensorFiles::open_file(&path).expect("tensors")
+    });
+    let bits = |files: &TensorFiles, name: &str| -> Vec<half::bf16> {
+        let t = files.tensor(name, DType::BF16, &Device::Cpu).expect("a tensor");
+        t.flatten_all().and_then(|t| t.to_vec1()).expect("values")
+    };
+    let (mut all, mut other) = (0, 0);
+    for name in b.names() {
+        let (a, b) = (bits(&a, name), bits(&b, name));
+        all += b.len();
+        other += a.iter().zip(&b).filter(|(a, b)| a != b).count();
+    }
+    other as f64 / all as f64
+}
+
+/// Weights of 16 bits that are all there is: an update rounds them by the random numbers of the CPU, also where several devices
+/// split it. So no more of them differ than of those that master weights are rounded to, whose gradients differ as much.
+#[test]
+fn weights_without_masters_are_rounded_as_on_the_cpu() {
+    if !device() {
+        return;
+    }
+    // smaller tensors have f32 moments
+    let w = world_of(&json!({"vocab_size": 160, "intermediate_size": 144}), FULL);
+    let (eight, within) = ("optimizer.name=adamw8bit", "optimizer.in_backward=true");
+    let (two, one) = ("parallel.data=2", "run.micro_rows=1");
+    let stages: &[&[&str]] = &[&["parallel.zero=0"], &["parallel.zero=3"]];
+    let stages = if super::ranks::devices(2) { stages } else { &[] };
+    for (set, on) in [
+        (&["optimizer.name=adamw"][..], &[&[][..]][..]),
+        (&[eight], &[&[]]),
+        (&[eight, within], &[&[]]),
+        (&[eight, within, "memory.offload=['optimizer']"], &[&[]]),
+        (&[eight, within, two, one], stages),
+    ] {
+        let own = ["run", "r.toml", "--overwrite", "model.dtype=bf16", "run.steps=2", "run.clip=0"];
+        let rows = ["run.batch_rows=2", "optimizer.lr=1e-3"];
+        let run = |device: &str, master: &str, more: &[&str]| {
+            let name = format!("{device}-{master}");
+            let here = [("device", device), ("output", &name)].map(|(key, to)| format!("run.{key}={to}"));
+            let master = format!("optimizer.master={master}");
+            w.ok(&[&own, &rows[..], &[&here[0], &here[1], &master], set, more].concat());
+        };
+        run("cpu", "none", &[]);
+        run("cpu", "f32", &[]);
+        let chance = differing(&w, ["cpu-f32", "cpu-none"]);
+        let mut first = None;
+        for more in on {
+            run("cuda", "none", more);
+            run("cuda", "f32", more);
+            let [other, usual] =
+                ["none", "f32"].map(|m| differing(&w, [&format!("cuda-{m}"), &format!("cpu-{m}")]));
+            eprintln!(
+                "{set:?} {more:?}: {other:.4} differ, {usual:.4} with masters, {chance:.4} if rounded otherwise"
+            );
+            assert!(
+                other <= 1.2 * usual && 2.0 * other < chance,
+                "{set:?} {more:?}: {other} {usual} {chance}"
+            );
+            let end = w.read("cuda-none/model/model.safetensors");
+            assert!(*first.get_or_insert_with(|| end.clone()) == end, "{set:?} {more:?}: other bits");
+        }
     }
 }
 

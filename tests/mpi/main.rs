@@ -3,6 +3,7 @@
 //!
 //! Needs Open MPI's `mpirun`; on two cores about two minutes.
 
+#[allow(dead_code)] // of what the tests of the binary share
 #[path = "../cli/split.rs"]
 mod split;
 #[allow(dead_code)] // of what the tests of the binary share
@@ -124,13 +125,16 @@ fn what_is_wrong_on_one_rank_ends_all() {
         said(&r, 6, "no weight was updated");
     }
     let two = |set: &[&str]| {
-        let args = [&["run", "r.toml", "run.output=bad", "--overwrite"], set].concat();
+        let args = [&["run", "r.toml", "--overwrite"], set].concat();
         ran(mpirun(&w, 2, &args).output().expect("mpirun is there"))
     };
-    said(&two(&["parallel.data=4", "parallel.comm=mpi"]), 2, "mpirun -n 4");
+    said(&two(&["run.output=bad", "parallel.data=4", "parallel.comm=mpi"]), 2, "mpirun -n 4");
     said(&ft(&w, 2, "bad", &["data.train.0.source=none.jsonl", "--overwrite"]), 3, "none.jsonl");
     said(&ft(&w, 2, "bad", &["run.stepz=3"]), 2, "stepz");
-    said(&two(&["parallel.data=2"]), 2, "parallel.comm=mpi");
+    said(&two(&["run.output=bad", "parallel.data=2", "parallel.comm=threads"]), 2, "is for the ranks of one");
+    // what was launched works together, where nothing else is said
+    assert_eq!(two(&["run.output=good", "parallel.data=2", "run.epochs=0.2"]).code, 0);
+    assert!(w.path("good/model").exists());
     // another recipe on one of them
     let run = ["run", "r.toml", "run.output=bad", "parallel.data=2", "parallel.comm=mpi", "--overwrite"];
     let mut c = mpirun(&w, 1, &run);

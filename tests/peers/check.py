@@ -41,6 +41,7 @@ def call(*args):
     if p.returncode:
         text = (p.stderr or p.stdout).strip().splitlines()
         raise Failed(f"`ft {args[1]}` exit {p.returncode}: {' '.join(text[-3:])[-300:]}")
+    return p.stdout
 
 
 def load(folder):

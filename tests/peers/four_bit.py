@@ -13,7 +13,7 @@ Columns:
   final     logits with what `ft` trained against logits with what PEFT trained, relative L2
   effect    how far training moved the logits: not a bar to stay under, but to be over
 """
-import copy, json, os, shutil, subprocess, sys, tempfile, warnings
+import copy, json, os, shutil, sys, tempfile, warnings
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures"))
 
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import make as M
+from check import Failed, call, rel
 
 BARS = dict(codes=0, logprob=1e-5, curve=1e-5, final=1e-4)
 EFFECT = 1e-3
@@ -38,23 +39,6 @@ CASES = {
     "mixtral": (dict(hidden_size=64, intermediate_size=64), dict(target_modules=["q_proj", "v_proj", "w1", "w2", "w3"])),
     "qwen3-moe": (dict(intermediate_size=128, **WIDE_MOE), dict(target_modules=M.ATTN + M.MLP + ["gate"])),
 }
-
-
-class Failed(Exception):
-    """Why a line of the table failed."""
-
-
-def rel(a, b):
-    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    x = float((a - b).norm() / b.norm())
-    return x if x == x else float("inf")
-
-
-def call(*args):
-    p = subprocess.run(args, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if p.returncode:
-        raise Failed(f"`ft {args[1]}` exit {p.returncode}: {' '.join((p.stderr or p.stdout).strip().splitlines()[-3:])[-300:]}")
-    return p.stdout
 
 
 def load(folder, linears):

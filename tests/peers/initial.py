@@ -79,24 +79,8 @@ def theirs(case, kind, targets, four_bit, steps):
     for n, p in model.named_parameters():
         p.requires_grad_(n in trained)
     opt = torch.optim.AdamW(list(trained.values()), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=M.WD)
-    losses = []
-    for i, step in enumerate(steps):
-        share = (i + 1) / M.WARMUP if i < M.WARMUP else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (i - M.WARMUP) / (len(steps) - M.WARMUP), dtype=torch.float64)).item())
-        for group in opt.param_groups:
-            group["lr"] = LR * share
-        total = sum(M.n_targets(mb["labels"]) for mb in step)
-        opt.zero_grad()
-        losses.append(0.0)
-        for mb in step:
-            loss = M.sum_ce(M.forward(model.base_model.model, mb), mb["labels"]) / total
-            losses[-1] += loss.item()
-            loss.backward()
-        for p in trained.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), M.CLIP)
-        opt.step()
-    return losses, before, check.logits(model, rows)
+    log = M.train(model.base_model.model, list(trained.values()), steps, opt=opt)
+    return [e["loss"] for e in log], before, check.logits(model, rows)
 
 
 def ours(ft, case, kind, targets, work):

@@ -32,24 +32,8 @@ def theirs(case, steps):
         p.requires_grad_(n in trained)
     opt = create_loraplus_optimizer(model, torch.optim.AdamW, lr=LR, loraplus_lr_ratio=RATIO, loraplus_weight_decay=M.WD,
                                     betas=(0.9, 0.999), eps=1e-8)
-    peaks, losses = [g["lr"] for g in opt.param_groups], []
-    for i, step in enumerate(steps):
-        share = (i + 1) / M.WARMUP if i < M.WARMUP else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (i - M.WARMUP) / (len(steps) - M.WARMUP), dtype=torch.float64)).item())
-        for group, peak in zip(opt.param_groups, peaks):
-            group["lr"] = peak * share
-        total = sum(M.n_targets(mb["labels"]) for mb in step)
-        opt.zero_grad()
-        losses.append(0.0)
-        for mb in step:
-            loss = M.sum_ce(M.forward(model.base_model.model, mb), mb["labels"]) / total
-            losses[-1] += loss.item()
-            loss.backward()
-        for p in trained.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), M.CLIP)
-        opt.step()
-    return losses, {n.replace(".default", ""): p.detach() for n, p in trained.items()}
+    log = M.train(model.base_model.model, list(trained.values()), steps, opt=opt)
+    return [e["loss"] for e in log], {n.replace(".default", ""): p.detach() for n, p in trained.items()}
 
 
 def ours(ft, case, work, ratio):

@@ -3,6 +3,7 @@
 use super::Served;
 use super::request::{Kind, Question, Refused, question};
 use super::work::{Event, Finish, Job};
+use crate::log::unix_time;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{DefaultBodyLimit, Path, Request, State};
@@ -20,7 +21,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
@@ -28,11 +29,6 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 
 /// Bytes of a request's body.
 const BODY: usize = 4 << 20;
-
-/// Seconds after 1970.
-pub(super) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
-}
 
 /// A number that nobody knows beforehand: a seed, or the name of an answer.
 pub(super) fn random() -> u64 {
@@ -152,7 +148,7 @@ async fn answer(
     let reply = Reply {
         kind,
         id: format!("{}-{:016x}", if kind == Kind::Chat { "chatcmpl" } else { "cmpl" }, random()),
-        created: now(),
+        created: unix_time(),
         model: served.name.clone(),
         prompt: question.prompt.len(),
     };

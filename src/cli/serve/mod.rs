@@ -17,7 +17,7 @@ use super::chat::{self, Loading};
 use super::given::Given;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub;
-use crate::log::{tell, warn};
+use crate::log::{tell, unix_time, warn};
 use crate::recipe::Device as DeviceName;
 use crate::train::job;
 use serde_json::{Map, Value};
@@ -124,7 +124,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let tokenizer = Arc::new(tokenizer);
     let served = Arc::new(Served {
         name: args.adapter.clone().unwrap_or_else(|| args.model.clone()),
-        created: http::now(),
+        created: unix_time(),
         key,
         form,
         variables,

@@ -1,23 +1,29 @@
-//! Ranks as processes, which `mpirun` or `srun` started: values go by MPI, and who lives is watched beside it.
+//! Ranks as processes, which a launcher started: values go by MPI or by lines of TCP, and who lives is watched beside it.
 //!
 //! A collective is a round of messages of every rank to every other, in pieces, so that what is on its way has a bound.
 //! Sums are taken here, in rank order: they have the bits that ranks have which are threads.
 
+mod meet;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod tcp;
 mod watch;
 mod wire;
 
 use super::{At, Comm, Error, ROUND};
 use crate::error::ExitCode;
 use crate::kernel::cpu::{in_place, view};
+use crate::kernel::crossing::Arrival;
 use crate::kernel::{Tensor, bytes};
+use crate::recipe::{Launch, Meeting};
 use rayon::prelude::*;
-use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
+#[cfg(feature = "mpi")]
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use watch::Watch;
 use wire::{Round, Wire};
 
@@ -25,7 +31,7 @@ use wire::{Round, Wire};
 const CHUNK: usize = 16 * 1024;
 /// Words that each rank says in the first round of a collective, after which collective it is.
 const WORDS: usize = 7;
-/// How long processes may take to find one another.
+/// How long processes may take to find one another, at the least.
 const MEET: Duration = Duration::from_secs(60);
 const START: At = At { what: "the start", unit: None };
 
@@ -51,34 +57,70 @@ pub struct Neighbours {
 /// Joins the processes that were started together, of which a collective may take `timeout`.
 ///
 /// # Errors
-/// A process that has started MPI already; others that cannot be reached.
-pub fn join(timeout: Duration) -> Result<(Processes, Neighbours), Error> {
+/// A process that has started MPI already; others that cannot be reached; a launcher that does not say where they meet.
+pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let mine = format!("{host}\n{}", processors());
+    let (rank, world) = launch.map_or((0, 1), |l| (l.rank, l.world));
+    let fail =
+        |why: String, code| Error { rank, world, host: host.clone(), at: START, why, code, hangs: false };
+    match launch.map(|l| (l, &l.meeting)) {
+        Some((launch, Meeting::At(at, port))) => {
+            let met = meet::at(launch, (at, *port), mine, timeout.max(MEET));
+            let met = met.map_err(|why| fail(why, ExitCode::LostRank))?;
+            let watch = Arc::new(Watch::new((rank, world), timeout));
+            let known = Arc::clone(&watch);
+            let begun = tcp::Wire::start(met.wires, move |round| known.done(round));
+            let wire = begun.map_err(|e| fail(e.to_string(), ExitCode::LostRank))?;
+            let all = Processes::new(watch, Wire::Tcp(wire));
+            let neighbours = all.know(&met.told);
+            // all have lines before anybody is missed
+            all.share_words(START, &[], true)?;
+            all.watch.begin(met.lines).map_err(|e| fail(e.to_string(), ExitCode::LostRank))?;
+            Ok((all, neighbours))
+        }
+        Some((_, Meeting::Nowhere(why))) => {
+            let why =
+                format!("{world} processes were started, and they do not find one another\n  hint: {why}");
+            Err(fail(why, ExitCode::Usage))
+        }
+        #[cfg(feature = "mpi")]
+        _ => by_mpi(&mine, timeout, &|why| fail(why, ExitCode::Usage)),
+        #[cfg(not(feature = "mpi"))]
+        _ => Err(fail(
+            "this ft was built without MPI (cargo build --release --features mpi)".into(),
+            ExitCode::Usage,
+        )),
+    }
+}
+
+/// As [`join`], by MPI.
+#[cfg(feature = "mpi")]
+fn by_mpi(
+    mine: &str,
+    timeout: Duration,
+    fail: &dyn Fn(String) -> Error,
+) -> Result<(Processes, Neighbours), Error> {
     let watch = Arc::new(OnceLock::<Arc<Watch>>::new());
     let known = Arc::clone(&watch);
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let done = move |round| {
         if let Some(watch) = known.get() {
             watch.done(round);
         }
     };
-    let started = Wire::start(done);
-    let (wire, rank, world) = started.map_err(|why| Error {
-        rank: 0,
-        world: 1,
-        host: host.clone(),
-        at: START,
-        why,
-        code: ExitCode::Usage,
-        hangs: false,
-    })?;
+    let (wire, rank, world) = mpi::Wire::start(done).map_err(fail)?;
     let watch = Arc::clone(watch.get_or_init(|| Arc::new(Watch::new((rank, world), timeout))));
-    let all = Processes {
-        watch,
-        wire: Mutex::new(Some(wire)),
-        number: AtomicU64::new(0),
-        received: AtomicU64::new(0),
-    };
-    let neighbours = all.meet(&host)?;
+    let all = Processes::new(watch, Wire::Mpi(wire));
+    let told = all.share_words(START, &words(mine), true)?;
+    let neighbours = all.know(&told.iter().map(|w| text(w)).collect::<Vec<_>>());
+    if world > 1 {
+        let fail = |why: String| all.watch.error(rank, why, ExitCode::LostRank);
+        let share = |words: &[u64]| all.share_words(START, words, true);
+        let lines = meet::by_mpi((rank, all.watch.hosts()), MEET, &share)?.map_err(fail)?;
+        // all have lines before anybody is missed
+        all.share_words(START, &[], true)?;
+        all.watch.begin(lines).map_err(|e| fail(e.to_string()))?;
+    }
     Ok((all, neighbours))
 }
 
@@ -100,41 +142,20 @@ fn processors() -> String {
 }
 
 impl Processes {
-    /// Learns where the others are, and draws lines to them.
-    fn meet(&self, host: &str) -> Result<Neighbours, Error> {
-        let (rank, world) = (self.watch.rank, self.watch.world);
-        let fail = |why: String| self.watch.error(rank, why, ExitCode::LostRank);
-        let told = self.share_words(START, &words(&format!("{host}\n{}", processors())), true)?;
-        let told: Vec<String> = told.iter().map(|w| text(w)).collect();
+    fn new(watch: Arc<Watch>, wire: Wire) -> Self {
+        Self { watch, wire: Mutex::new(Some(wire)), number: AtomicU64::new(0), received: AtomicU64::new(0) }
+    }
+
+    /// Takes down where the others are, as each tells it.
+    fn know(&self, told: &[String]) -> Neighbours {
         let of = |t: &String| t.split_once('\n').map_or(t.clone(), |(host, _)| host.to_string());
-        let hosts: Vec<String> = told.iter().map(of).collect();
-        let one_machine = hosts.iter().all(|h| *h == hosts[0]);
-        let first = hosts[0].clone();
-        self.watch.know_hosts(hosts);
-        if world > 1 {
-            // who comes must know a number that only these processes do
-            let mut lines: Vec<Option<TcpStream>> = (0..world).map(|_| None).collect();
-            if rank == 0 {
-                let ip = if one_machine { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
-                let listener =
-                    TcpListener::bind((ip, 0)).map_err(|e| fail(format!("it cannot listen: {e}")))?;
-                let port = listener.local_addr().map_err(|e| fail(e.to_string()))?.port();
-                let key = [0; 2].map(|_| RandomState::new().build_hasher().finish());
-                self.share_words(START, &[u64::from(port), key[0], key[1]], true)?;
-                accept(&listener, key, &mut lines).map_err(fail)?;
-            } else {
-                let all = self.share_words(START, &[], true)?;
-                let [port, a, b] = all[0][..] else { return Err(fail("the first says nothing".into())) };
-                let name = if host == first { "127.0.0.1" } else { &first };
-                lines[0] = Some(connect(name, port as u16, [a, b], rank).map_err(fail)?);
-            }
-            // all have lines before anybody is missed
-            self.share_words(START, &[], true)?;
-            self.watch.begin(lines).map_err(|e| fail(e.to_string()))?;
-        }
-        let mine = told[rank].clone();
-        let here = told.iter().filter(|t| of(t) == host).count();
-        Ok(Neighbours { here, on_processors: told.iter().filter(|t| **t == mine).count() })
+        let (mine, here) = (&told[self.watch.rank], of(&told[self.watch.rank]));
+        let neighbours = Neighbours {
+            here: told.iter().filter(|t| of(t) == here).count(),
+            on_processors: told.iter().filter(|t| *t == mine).count(),
+        };
+        self.watch.know_hosts(told.iter().map(of).collect());
+        neighbours
     }
 
     fn round(&self, round: Round, patient: bool) -> Result<Round, Error> {
@@ -221,53 +242,6 @@ impl Processes {
     }
 }
 
-/// Takes the lines of all other ranks.
-fn accept(listener: &TcpListener, key: [u64; 2], lines: &mut [Option<TcpStream>]) -> Result<(), String> {
-    let end = Instant::now() + MEET;
-    let other = |e: std::io::Error| format!("it cannot listen: {e}");
-    listener.set_nonblocking(true).map_err(other)?;
-    while lines.iter().skip(1).any(Option::is_none) {
-        match listener.accept() {
-            Ok((mut line, _)) => {
-                let mut said = [0; 24];
-                line.set_nonblocking(false)
-                    .and_then(|()| line.set_read_timeout(Some(MEET)))
-                    .map_err(other)?;
-                if line.read_exact(&mut said).is_err() {
-                    continue;
-                }
-                let word =
-                    |i: usize| u64::from_ne_bytes(said[8 * i..8 * i + 8].try_into().unwrap_or_default());
-                line.set_read_timeout(None).map_err(other)?;
-                if [word(0), word(1)] == key
-                    && let Some(place) = lines.get_mut(word(2) as usize)
-                {
-                    *place = Some(line);
-                }
-            }
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock && Instant::now() < end => {
-                std::thread::sleep(Duration::from_millis(2));
-            }
-            Err(e) => return Err(other(e)),
-        }
-    }
-    Ok(())
-}
-
-/// Draws a line to the first rank.
-fn connect(name: &str, port: u16, key: [u64; 2], rank: usize) -> Result<TcpStream, String> {
-    let hello: Vec<u8> = [key[0], key[1], rank as u64].into_iter().flat_map(u64::to_ne_bytes).collect();
-    let end = Instant::now() + MEET;
-    loop {
-        let line = TcpStream::connect((name, port)).and_then(|mut l| l.write_all(&hello).map(|()| l));
-        match line {
-            Ok(line) => return Ok(line),
-            Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(100)),
-            Err(e) => return Err(format!("it does not reach the first rank at {name}:{port}: {e}")),
-        }
-    }
-}
-
 impl Comm for Processes {
     fn rank(&self) -> usize {
         self.watch.rank
@@ -285,7 +259,7 @@ impl Comm for Processes {
         Ok(self.share_words(at, mine, true)?)
     }
 
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<()> {
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<Arrival> {
         let (rank, world, piece) = (self.watch.rank, self.watch.world, self.piece());
         let mine = [u64::from(part.is_some()), range.start as u64, range.end as u64];
         let said = self.come(at, &mine, false)?;
@@ -331,10 +305,10 @@ impl Comm for Processes {
             }
             round.clear();
         }
-        Ok(())
+        Ok(Arrival::over())
     }
 
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<()> {
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<Arrival> {
         let (rank, world) = (self.watch.rank, self.watch.world);
         self.come(at, &[], false)?;
         let (size, most) = (to.dtype().size_in_bytes(), ranges.iter().map(Range::len).max().unwrap_or(0));
@@ -358,7 +332,7 @@ impl Comm for Processes {
             }
             round.clear();
         }
-        Ok(())
+        Ok(Arrival::over())
     }
 
     fn received(&self) -> u64 {
@@ -370,6 +344,14 @@ impl Comm for Processes {
         if e.of::<Error>().is_none() {
             self.watch.fail(self.watch.error(self.watch.rank, e.to_string(), e.exit_code()), false);
         }
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.watch.failed()
+    }
+
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
+        self.watch.when_failed(f);
     }
 }
 

@@ -1,10 +1,11 @@
-//! Who lives, and what each is doing: a line of TCP between the first process and each other one, beside MPI.
+//! Who lives, and what each is doing: a line of TCP between the first process and each other one, beside what values go by.
 //!
-//! MPI does not say that a peer is gone, or stopped. Here each process tells the collective that it comes to, and every
+//! MPI does not say that a peer is gone, or stopped, and neither does NCCL in time. Here each process tells the collective that it comes to, and every
 //! half second that it lives; the system closes the line of one that has died. The first process judges, and tells all;
 //! the others watch the first.
 
 use super::wire::Round;
+use crate::comm::threads::call_all;
 use crate::comm::{At, Error};
 use crate::error::ExitCode;
 use crate::log::tell;
@@ -71,6 +72,8 @@ struct State {
     deadline: Option<Instant>,
     /// What ended the run, when, and whether a process died of it.
     failed: Option<(Error, Instant, bool)>,
+    /// To be called when it has failed.
+    when_failed: Vec<Box<dyn Fn() + Send + Sync>>,
     /// This process leaves.
     over: bool,
 }
@@ -99,6 +102,7 @@ impl Watch {
             done: None,
             deadline: None,
             failed: None,
+            when_failed: Vec::new(),
             over: false,
         };
         let (hosts, lines) = (OnceLock::new(), OnceLock::new());
@@ -134,6 +138,26 @@ impl Watch {
     /// The machines of all, by rank.
     pub fn know_hosts(&self, hosts: Vec<String>) {
         let _ = self.hosts.set(hosts);
+    }
+
+    /// The machines of all, by rank, as far as they are known.
+    #[cfg(feature = "mpi")]
+    pub fn hosts(&self) -> &[String] {
+        self.hosts.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// What has ended the run.
+    pub fn failed(&self) -> Option<Error> {
+        self.lock().failed.as_ref().map(|(e, ..)| e.clone())
+    }
+
+    /// Lets `f` be called, on a thread of its own, when the run has failed.
+    pub fn when_failed(&self, f: Box<dyn Fn() + Send + Sync>) {
+        let mut s = self.lock();
+        s.when_failed.push(f);
+        if s.failed.is_some() {
+            call_all(std::mem::take(&mut s.when_failed));
+        }
     }
 
     /// Comes to a collective, of which it says the number and the words.
@@ -206,6 +230,7 @@ impl Watch {
             return;
         }
         s.failed = Some((e.clone(), Instant::now(), died));
+        call_all(std::mem::take(&mut s.when_failed));
         drop(s);
         self.changed.notify_all();
         let Error { rank, host, at, why, code, hangs, .. } = e;

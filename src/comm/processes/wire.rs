@@ -1,12 +1,9 @@
-//! The thread that speaks MPI: every call of MPI is made there, and none of them blocks.
+//! What carries bytes between processes: MPI, or lines of TCP.
 //!
-//! What goes and what comes are buffers that it owns meanwhile. So a rank that gives a collective up, for a peer is lost,
-//! leaves it behind with this thread, and no memory that MPI may still write to is ever given back.
+//! What goes and what comes are buffers that a thread of the wire owns meanwhile. So a rank that gives a collective up, for a
+//! peer is lost, leaves it behind with that thread, and no memory that may still be written to is ever given back.
 
-use mpi::environment::Threading;
-use mpi::traits::{Communicator, Destination, Source};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread::JoinHandle;
+use super::tcp;
 use std::time::{Duration, Instant};
 
 /// Bytes for each rank, and bytes from each: nothing goes or comes where they are empty.
@@ -32,10 +29,33 @@ impl Round {
     }
 }
 
-/// The thread that speaks MPI.
-pub struct Wire {
-    rounds: Sender<Round>,
-    thread: JoinHandle<()>,
+/// What carries bytes.
+pub enum Wire {
+    /// MPI.
+    #[cfg(feature = "mpi")]
+    Mpi(super::mpi::Wire),
+    /// Lines of TCP between all.
+    Tcp(tcp::Wire),
+}
+
+impl Wire {
+    /// Begins a round.
+    pub fn go(&self, round: Round) {
+        match self {
+            #[cfg(feature = "mpi")]
+            Wire::Mpi(wire) => wire.go(round),
+            Wire::Tcp(wire) => wire.go(round),
+        }
+    }
+
+    /// Ends, with everything done: all ranks do.
+    pub fn end(self) {
+        match self {
+            #[cfg(feature = "mpi")]
+            Wire::Mpi(wire) => wire.end(),
+            Wire::Tcp(wire) => wire.end(),
+        }
+    }
 }
 
 /// How long a round that others have not come to is asked for without a pause.
@@ -43,75 +63,25 @@ const EAGER: Duration = Duration::from_micros(200);
 /// The pause between two questions after that, at the most.
 const PAUSE: Duration = Duration::from_micros(100);
 
-impl Wire {
-    /// Starts MPI, and gives this process's rank and how many there are; `done` is called with each round that is over.
-    ///
-    /// # Errors
-    /// What is wrong, in words. What MPI itself finds wrong ends the process with its words.
-    pub fn start(done: impl Fn(Round) + Send + 'static) -> Result<(Self, usize, usize), String> {
-        let (rounds, ask) = mpsc::channel();
-        let (tell, told) = mpsc::channel();
-        let work = move || speak(&ask, &tell, done);
-        let thread = std::thread::Builder::new().name("MPI".into()).spawn(work).map_err(|e| e.to_string())?;
-        match told.recv() {
-            Ok(Some((rank, world))) => Ok((Self { rounds, thread }, rank, world)),
-            _ => Err("MPI was started in this process before".into()),
-        }
-    }
-
-    /// Begins a round.
-    pub fn go(&self, round: Round) {
-        // that thread ends with this value
-        let _ = self.rounds.send(round);
-    }
-
-    /// Ends MPI: all ranks do, and wait for one another.
-    pub fn end(self) {
-        drop(self.rounds);
-        let _ = self.thread.join();
-    }
+/// Pauses between questions to what does not say when it is done.
+pub struct Pauses {
+    began: Instant,
+    pause: Duration,
 }
 
-fn speak(ask: &Receiver<Round>, tell: &Sender<Option<(usize, usize)>>, done: impl Fn(Round)) {
-    let Some((universe, _)) = mpi::initialize_with_threading(Threading::Funneled) else {
-        let _ = tell.send(None);
-        return;
-    };
-    let world = universe.world();
-    let _ = tell.send(Some((world.rank() as usize, world.size() as usize)));
-    while let Ok(mut round) = ask.recv() {
-        exchange(&world, &mut round);
-        done(round);
+impl Pauses {
+    /// Begins to ask.
+    pub fn new() -> Self {
+        Self { began: Instant::now(), pause: Duration::from_micros(10) }
     }
-}
 
-/// Sends and receives, and comes back when all of it is done.
-fn exchange(world: &impl Communicator, round: &mut Round) {
-    mpi::request::scope(|scope| {
-        let mut open = Vec::with_capacity(round.out.len() + round.into.len());
-        for (rank, bytes) in round.into.iter_mut().enumerate().filter(|(_, b)| !b.is_empty()) {
-            open.push(world.process_at_rank(rank as i32).immediate_receive_into(scope, &mut bytes[..]));
+    /// Before the next question.
+    pub fn pause(&mut self) {
+        if self.began.elapsed() < EAGER {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(self.pause);
+            self.pause = (2 * self.pause).min(PAUSE);
         }
-        for (rank, bytes) in round.out.iter().enumerate().filter(|(_, b)| !b.is_empty()) {
-            open.push(world.process_at_rank(rank as i32).immediate_send(scope, &bytes[..]));
-        }
-        if !round.all.is_empty() {
-            for rank in (0..world.size()).filter(|r| *r != world.rank()) {
-                open.push(world.process_at_rank(rank).immediate_send(scope, &round.all[..]));
-            }
-        }
-        let (began, mut pause) = (Instant::now(), Duration::from_micros(10));
-        loop {
-            open = open.into_iter().filter_map(|r| r.test().err()).collect();
-            if open.is_empty() {
-                break;
-            }
-            if began.elapsed() < EAGER {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(pause);
-                pause = (2 * pause).min(PAUSE);
-            }
-        }
-    });
+    }
 }

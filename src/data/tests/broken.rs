@@ -32,7 +32,7 @@ fn every_broken_file_says_where_and_why() {
         let checked = Dataset::check(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0, 10);
         out += &format!("{name}\n");
         if let Some(d) = &checked.dataset {
-            out += &format!("  {} of {} rows\n", d.examples.len(), d.stats.rows_read);
+            out += &format!("  {} of {} rows\n", d.samples.len(), d.stats.rows_read);
         }
         for p in &checked.problems {
             out += &format!("  {}\n", p.to_string().replace(&format!("{}/", dir.display()), ""));
@@ -64,9 +64,9 @@ fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
         )
     };
     let d = load("messages-invalid-utf8.jsonl").unwrap();
-    assert_eq!((d.examples.len(), d.stats.drops.bad, d.stats.rows_read), (2, 1, 3));
+    assert_eq!((d.samples.len(), d.stats.drops.bad, d.stats.rows_read), (2, 1, 3));
     assert!(d.stats.left_out[0].contains("messages-invalid-utf8.jsonl:2:"), "{:?}", d.stats.left_out);
-    assert_eq!(d.examples[1].line, 3);
+    assert_eq!(nth(&d, 1).line, 3);
     let error = load("messages-no-assistant.jsonl").unwrap_err().to_string();
     assert!(error.contains("none of its 1 rows can be trained on"), "{error}");
     assert!(load("messages-empty.jsonl").is_err());

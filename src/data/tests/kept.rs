@@ -218,7 +218,7 @@ fn keys_that_mean_something_are_used_or_refused() {
     let text = |format, row: Value| -> Result<(String, Vec<String>), String> {
         let files = Files::new(&[("a.jsonl", &row.to_string())]);
         let d = files.load(&[source("a.jsonl", format)], &data(4096)).map_err(|e| e.to_string())?;
-        Ok((tiny().decode(&d.examples[0].ids).unwrap(), d.warnings(4096)))
+        Ok((tiny().decode(&nth(&d, 0).ids).unwrap(), d.warnings(4096)))
     };
     let chat = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]});
     let alpaca = json!({"instruction": "Add.", "input": "1 2", "output": "3"});
@@ -244,7 +244,7 @@ fn keys_that_mean_something_are_used_or_refused() {
     insta::assert_snapshot!(text(Format::Alpaca, history.clone()).unwrap().0);
     let files = Files::new(&[("a.jsonl", &history.to_string())]);
     let d = files.load(&[source("a.jsonl", Format::Alpaca)], &data(4096)).unwrap();
-    assert_eq!(super::rows::supervised(&d.examples[0]), "Hi<|endoftext|>Me<|endoftext|>3<|endoftext|>");
+    assert_eq!(super::rows::supervised(&nth(&d, 0)), "Hi<|endoftext|>Me<|endoftext|>3<|endoftext|>");
     for bad in [json!([["a"]]), json!("x"), json!([["a", ""]]), json!([{"a": "b"}]), json!({"a": 1})] {
         assert!(
             text(Format::Alpaca, with(&alpaca, "history", bad)).unwrap_err().contains("a.jsonl:1: history")
@@ -309,7 +309,7 @@ fn notes_are_counted_by_kind_and_told_once() {
     );
     let (_, _, notes) = read(&named, &row(0), &Map::new()).unwrap();
     let kinds = [
-        Note::RowKey { key: "id".into(), format: "messages" },
+        Note::RowKey { key: "id".into(), format: "messages".into() },
         Note::Reasoning,
         Note::MessageKey("end_turn".into()),
     ];
@@ -344,7 +344,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
             assert!(told.iter().any(|w| w.contains(&format!("{marker:?}"))), "{marker}: {told:?}");
         }
         assert!(!told.iter().any(|w| w.contains("<|other|>")), "{told:?}");
-        let learnt = super::rows::supervised(&d.examples[0]);
+        let learnt = super::rows::supervised(&nth(&d, 0));
         assert!(
             "one<|eot_id|>two<|eot_id|>".starts_with(&learnt[..4]) && !learnt.contains("<|u"),
             "{learnt}"
@@ -432,6 +432,6 @@ fn a_token_with_white_space_of_its_own_is_one_token() {
         0,
     )
     .unwrap();
-    assert_eq!(super::rows::supervised(&d.examples[0]), "yes<|im_end|>");
+    assert_eq!(super::rows::supervised(&nth(&d, 0)), "yes<|im_end|>");
     assert_eq!(d.warnings(64), [""; 0]);
 }

@@ -1,6 +1,7 @@
 //! Tests of the module as a whole; parts that stand alone are tested in their files.
 
 mod broken;
+mod cached;
 pub(super) mod chat;
 mod kept;
 mod properties;
@@ -43,6 +44,7 @@ fn data(max_length: usize) -> recipe::Data {
         max_length,
         over_length: OverLength::Truncate,
         on_bad_row: OnBadRow::Error,
+        cache: true,
         pack: false,
         shuffle: false,
         mask: None,
@@ -55,6 +57,16 @@ fn data(max_length: usize) -> recipe::Data {
 /// Data that train on these sources.
 fn of(sources: &[recipe::Source], cfg: &recipe::Data) -> recipe::Data {
     recipe::Data { train: sources.to_vec(), ..cfg.clone() }
+}
+
+/// All samples of a dataset.
+fn all(d: &Dataset) -> Vec<Example> {
+    d.samples.all().unwrap()
+}
+
+/// A sample of a dataset.
+fn nth(d: &Dataset, i: usize) -> Example {
+    d.samples.get(i).unwrap().unwrap()
 }
 
 /// A folder with files, and a way to load from it.

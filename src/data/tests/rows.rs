@@ -14,7 +14,7 @@ pub(super) fn supervised(e: &Example) -> String {
 
 fn one(row: serde_json::Value, source: recipe::Source, cfg: &recipe::Data) -> Result<Example, Error> {
     let files = Files::new(&[(&source.source, &row.to_string())]);
-    files.load(&[source], cfg).map(|d| d.examples[0].clone())
+    files.load(&[source], cfg).map(|d| nth(&d, 0))
 }
 
 #[test]
@@ -131,15 +131,15 @@ fn long_samples_are_cut_dropped_or_refused() {
         files.load(&[source("a.jsonl", Format::Completion)], &recipe::Data { over_length, ..data(8) })
     };
     let cut = load(OverLength::Truncate).unwrap();
-    assert_eq!((cut.examples.len(), cut.stats.truncated, cut.stats.drops.empty_after_truncation), (2, 1, 1));
-    assert!(cut.examples.iter().all(|e| e.ids.len() <= 8 && e.targets() > 0));
+    assert_eq!((cut.samples.len(), cut.stats.truncated, cut.stats.drops.empty_after_truncation), (2, 1, 1));
+    assert!(all(&cut).iter().all(|e| e.ids.len() <= 8 && e.targets() > 0));
     assert!(
         cut.stats.left_out[0].contains("a.jsonl:2: empty mask after truncation"),
         "{:?}",
         cut.stats.left_out
     );
     let drop = load(OverLength::Drop).unwrap();
-    assert_eq!((drop.examples.len(), drop.stats.drops.too_long), (1, 2));
+    assert_eq!((drop.samples.len(), drop.stats.drops.too_long), (1, 2));
     let error = load(OverLength::Error).unwrap_err().to_string();
     assert!(error.contains("a.jsonl:1: 12 tokens are more than data.max_length = 8"), "{error}");
 }
@@ -155,7 +155,7 @@ fn sources_are_mixed_by_weight_and_read_in_order() {
     }
     let mut s =
         [source("a.jsonl", Format::Tokens), source("b.jsonl", Format::Tokens), source("d", Format::Tokens)];
-    let first = |d: &Dataset| d.rows.iter().map(|r| d.examples[r[0]].ids[0]).collect::<Vec<_>>();
+    let first = |d: &Dataset| d.rows.iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
     let all = files.load(&s, &data(8)).unwrap();
     assert_eq!(first(&all), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 31, 32]);
     (s[0].weight, s[1].weight) = (0.5, 3.0);
@@ -179,8 +179,8 @@ fn weights_are_exact_in_expectation() {
     for seed in 0..seeds {
         let cfg = of(&s, &data(8));
         let d = Dataset::load(Part::Train, &cfg, &|s| files.0.path().join(s), None, 64, seed).unwrap();
-        for row in &d.rows {
-            let id = d.examples[row[0]].ids[0] as usize;
+        for row in d.rows.iter() {
+            let id = nth(&d, row[0] as usize).ids[0] as usize;
             if id < 3 {
                 counts[id] += 1;
             }
@@ -205,7 +205,7 @@ fn a_share_is_held_out_of_each_source() {
     let s = ["a.jsonl", "b.jsonl", "c.jsonl"].map(|f| source(f, Format::Tokens));
     let cfg = recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
     let resolve = |s: &str| files.0.path().join(s);
-    let ids = |d: &Dataset| d.rows.iter().map(|r| d.examples[r[0]].ids[0]).collect::<Vec<_>>();
+    let ids = |d: &Dataset| d.rows.iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
     let load = |part, seed| Dataset::load(part, &cfg, &resolve, None, 64, seed).unwrap();
     let (train, eval) = (ids(&load(Part::Train, 3)), ids(&load(Part::Eval, 3)));
     assert_eq!((train.len(), eval.len()), (36 + 9 + 1, 4 + 1));
@@ -258,7 +258,7 @@ fn a_line_of_many_megabytes_is_a_row() {
     let files =
         Files::new(&[("a.jsonl", &format!("{{\"input_ids\": [{ids}]}}\n{{\"input_ids\": [1, 2]}}\n"))]);
     let d = files.load(&[source("a.jsonl", Format::Tokens)], &data(16)).unwrap();
-    assert_eq!(d.examples.iter().map(|e| e.ids.len()).collect::<Vec<_>>(), [16, 2]);
+    assert_eq!(all(&d).iter().map(|e| e.ids.len()).collect::<Vec<_>>(), [16, 2]);
 }
 
 #[test]
@@ -269,7 +269,16 @@ fn shown_rows_mark_what_is_supervised() {
         .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    crate::cli::data::show(&d, Some(&tiny()), 3, 64, &mut out).unwrap();
+    crate::cli::data::show(&d, Some(&tiny()), 3, 64, false, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
+    // colours are ours alone, and stand where the marks do
+    let mut colored = Vec::new();
+    crate::cli::data::show(&d, Some(&tiny()), 3, 64, true, &mut colored).unwrap();
+    let colored = String::from_utf8(colored).unwrap();
+    let green = colored.lines().filter(|l| l.contains("> \u{1b}[32m") && l.ends_with("\u{1b}[0m")).count();
+    assert_eq!(
+        (green, colored.replace("\u{1b}[32m", "").replace("\u{1b}[0m", "")),
+        (text.matches("  > ").count(), text.clone())
+    );
     insta::assert_snapshot!(text);
 }

@@ -17,7 +17,7 @@ fn read(path: &str, format: Format) -> Result<Made, Error> {
         285,
         11,
     )?;
-    Ok(d.examples.into_iter().map(|e| (e.ids, e.labels)).collect())
+    Ok(all(&d).into_iter().map(|e| (e.ids, e.labels)).collect())
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn patterns_and_folders_name_files() {
     std::fs::write(files.0.path().join("deep/er/d.jsonl"), "{\"text\": \"d\"}\n").unwrap();
     let lines = |path: &str| {
         let loaded = files.load(&[source(path, Format::Text)], &data(9));
-        loaded.map(|d| d.examples.iter().map(|e| tiny().decode(&e.ids).unwrap()).collect::<Vec<_>>().concat())
+        loaded.map(|d| all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect::<Vec<_>>().concat())
     };
     let end = "<|endoftext|>";
     let of = |texts: &[&str]| texts.iter().map(|t| format!("{t}{end}")).collect::<String>();

@@ -3,7 +3,7 @@
 use super::cache::{BLOCK as TOKENS, Cache};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
-use crate::kernel::cpu::{Real, View, dot, ghosts, max, sum, tensor, view};
+use crate::kernel::cpu::{Real, View, dot, ghosts, max, sum, tensor, vectorised, view};
 use crate::kernel::gemm::{Mat, gemm};
 use crate::kernel::ledger::Ledger;
 use crate::kernel::padded::Padded;
@@ -101,15 +101,7 @@ fn attend<T: Real>(
                     let (a, z) = block.seen(how, i0, r);
                     row[..a].fill(T::zero());
                     row[z..].fill(T::zero());
-                    let seen = &mut row[a..z];
-                    let largest = max(seen);
-                    for x in seen.iter_mut() {
-                        *x = (*x - largest).exp();
-                    }
-                    let total = sum(seen);
-                    let inverse = T::one() / total;
-                    seen.iter_mut().for_each(|x| *x *= inverse);
-                    lse[r * h + head] = largest + total.ln();
+                    lse[r * h + head] = vectorised(|| softmax(&mut row[a..z]));
                 }
                 for (s, first, count, before) in parts(block.k0, n) {
                     let pm = Mat::new(&p[before..], rows, count, n);
@@ -123,7 +115,43 @@ fn attend<T: Real>(
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
 
-/// Backward: a task takes a query head.
+/// The softmax of scores, in place, and the logarithm of its sum.
+#[inline(always)]
+fn softmax<T: Real>(row: &mut [T]) -> T {
+    let largest = max(row);
+    row.iter_mut().for_each(|x| *x = (*x - largest).exp());
+    let total = sum(row);
+    let inverse = T::one() / total;
+    row.iter_mut().for_each(|x| *x *= inverse);
+    largest + total.ln()
+}
+
+/// A block of queries of one head, in the backward pass.
+struct Item {
+    head: usize,
+    /// Its key/value head.
+    kvh: usize,
+    /// First query.
+    i0: usize,
+    rows: usize,
+    block: Block,
+}
+
+/// What the backward pass keeps of an item: its probabilities and their gradient [rows, n], and that of its queries.
+struct Kept<T> {
+    p: Vec<T>,
+    dp: Vec<T>,
+    dq: Vec<T>,
+}
+
+/// Keys that a thread adds gradients of at a time.
+const KEYS: usize = 2 * BLOCK;
+
+/// Items that are at work at once, a thread.
+const AT_ONCE: usize = 4;
+
+/// Backward, some blocks of queries at a time: threads take them first, and then blocks of keys, to whose gradients each of
+/// those adds in its order. So what is kept depends on the threads and the keys, not on the heads, and the sums on neither.
 pub fn backward<T: Real>(
     q: &Tensor,
     k: &Tensor,
@@ -134,84 +162,94 @@ pub fn backward<T: Real>(
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
     let keys = how.seqs.keys();
-    if let Some(g) = q.ghost() {
-        let (l, size) = (g.ledger(), T::DTYPE.size_in_bytes());
-        // each query head's dq, dk and dv, until all are summed; of those at work the probabilities and their gradient
-        let _heads = l.hold((size * h * c * (t + 2 * keys)) as u64);
-        let running = h.min(l.machine().threads as usize);
-        l.touch((size * running * 2 * BLOCK.min(t) * how.most_keys()) as u64);
-        let own = |x: &Tensor| (x.shape().clone(), q.dtype());
-        if let Some([dq, dk, dv]) = ghosts::<T, 3>(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], |_| ())
-        {
-            return Ok((dq, dk, dv));
-        }
+    let kept = |l: &Ledger| {
+        let items = (h * t.div_ceil(BLOCK)).min(AT_ONCE * l.machine().threads as usize);
+        let rows = BLOCK.min(t);
+        l.touch((T::DTYPE.size_in_bytes() * items * rows * (2 * how.most_keys() + c)) as u64);
+    };
+    let own = |x: &Tensor| (x.shape().clone(), q.dtype());
+    if let Some([dq, dk, dv]) = ghosts::<T, 3>(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], kept) {
+        return Ok((dq, dk, dv));
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (ov, lv, dv) = (view::<T>(o)?, view::<T>(lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
-    let most = (0..t).step_by(BLOCK).map(|i0| Block::of(how, i0, BLOCK.min(t - i0)).n).max().unwrap_or(0);
-    // each query head by itself; the heads of a group are summed in order below
-    let heads: Vec<(Vec<T>, Vec<T>, Vec<T>)> = (0..h)
-        .into_par_iter()
-        .map(|head| {
-            let kvh = head / (h / g);
-            let mut dq = vec![T::zero(); t * c];
-            let (mut dk, mut dval) = (vec![T::zero(); keys * c], vec![T::zero(); keys * c]);
-            // as large as any block needs, at once: a vector that grows holds twice what it needs
-            let (mut p, mut dp) =
-                (vec![T::zero(); BLOCK.min(t) * most], vec![T::zero(); BLOCK.min(t) * most]);
-            for i0 in (0..t).step_by(BLOCK) {
-                let rows = BLOCK.min(t - i0);
-                let block = Block::of(how, i0, rows);
-                let (k0, n) = (block.k0, block.n);
-                let (p, dp) = (&mut p[..rows * n], &mut dp[..rows * n]);
-                let at = (i0 * h + head) * c;
-                let qm = Mat::new(&qv[at..], rows, c, h * c);
-                let gm = Mat::new(&dv[at..], rows, c, h * c);
-                let km = Mat::new(&kv[(k0 * g + kvh) * c..], n, c, g * c);
-                let vm = Mat::new(&vv[(k0 * g + kvh) * c..], n, c, g * c);
-                gemm(p, n, false, qm, km.t(), T::of(how.scale), false);
-                gemm(dp, n, false, gm, vm.t(), T::one(), false);
-                for r in 0..rows {
-                    let (a, z) = block.seen(how, i0, r);
-                    let (p, dp) = (&mut p[r * n..(r + 1) * n], &mut dp[r * n..(r + 1) * n]);
-                    let row = at + r * h * c;
-                    let delta = dot(&dv[row..row + c], &ov[row..row + c]);
-                    let lse = lv[(i0 + r) * h + head];
-                    p[..a].fill(T::zero());
-                    p[z..].fill(T::zero());
-                    dp[..a].fill(T::zero());
-                    dp[z..].fill(T::zero());
+    let item = |kvh: usize, i0: usize, head: usize| {
+        let rows = BLOCK.min(t - i0);
+        Item { head, kvh, i0, rows, block: Block::of(how, i0, rows) }
+    };
+    let items: Vec<Item> = (0..g)
+        .flat_map(|kvh| (0..t).step_by(BLOCK).map(move |i0| (kvh, i0)))
+        .flat_map(|(kvh, i0)| (kvh * (h / g)..(kvh + 1) * (h / g)).map(move |head| (kvh, i0, head)))
+        .map(|(kvh, i0, head)| item(kvh, i0, head))
+        .collect();
+    // as large as any item needs, at once: a vector that grows holds twice what it needs
+    let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
+    let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
+    let zeros = |n: usize| vec![T::zero(); n];
+    let mut kept: Vec<Kept<T>> = (0..at_once.min(items.len()))
+        .map(|_| Kept { p: zeros(rows * most), dp: zeros(rows * most), dq: zeros(rows * c) })
+        .collect();
+    let (mut dq, mut dk, mut dval) = (zeros(t * h * c), zeros(keys * g * c), zeros(keys * g * c));
+    let rows_of = |of: &Item| (of.i0 * h + of.head) * c;
+    for now in items.chunks(at_once) {
+        kept.par_iter_mut().zip(now).with_max_len(1).for_each(|(kept, of)| {
+            let Item { head, kvh, i0, rows, block: Block { k0, n } } = *of;
+            let (p, dp) = (&mut kept.p[..rows * n], &mut kept.dp[..rows * n]);
+            let at = rows_of(of);
+            let qm = Mat::new(&qv[at..], rows, c, h * c);
+            let gm = Mat::new(&dv[at..], rows, c, h * c);
+            let km = Mat::new(&kv[(k0 * g + kvh) * c..], n, c, g * c);
+            let vm = Mat::new(&vv[(k0 * g + kvh) * c..], n, c, g * c);
+            gemm(p, n, false, qm, km.t(), T::of(how.scale), false);
+            gemm(dp, n, false, gm, vm.t(), T::one(), false);
+            for r in 0..rows {
+                let (a, z) = of.block.seen(how, i0, r);
+                let (p, dp) = (&mut p[r * n..(r + 1) * n], &mut dp[r * n..(r + 1) * n]);
+                let row = at + r * h * c;
+                let delta = dot(&dv[row..row + c], &ov[row..row + c]);
+                let lse = lv[(i0 + r) * h + head];
+                p[..a].fill(T::zero());
+                p[z..].fill(T::zero());
+                dp[..a].fill(T::zero());
+                dp[z..].fill(T::zero());
+                let scale = T::of(how.scale);
+                vectorised(|| {
                     for (p, dp) in p[a..z].iter_mut().zip(&mut dp[a..z]) {
                         *p = (*p - lse).exp();
-                        *dp = *p * (*dp - delta) * T::of(how.scale);
+                        *dp = *p * (*dp - delta) * scale;
                     }
+                });
+            }
+            gemm(&mut kept.dq, c, false, Mat::new(dp, rows, n, n), km, T::one(), false);
+        });
+        for (kept, of) in kept.iter().zip(now) {
+            for (r, row) in kept.dq.chunks(c).take(of.rows).enumerate() {
+                dq[rows_of(of) + r * h * c..][..c].copy_from_slice(row);
+            }
+        }
+        let blocks = dk.par_chunks_mut(KEYS * g * c).zip(dval.par_chunks_mut(KEYS * g * c));
+        blocks.enumerate().for_each(|(b, (dk, dval))| {
+            let (first, end) = (b * KEYS, keys.min((b + 1) * KEYS));
+            for (kept, of) in kept.iter().zip(now) {
+                let Item { kvh, rows, block: Block { k0, n }, .. } = *of;
+                let (from, to) = (first.max(k0), end.min(k0 + n));
+                if from >= to {
+                    continue;
                 }
-                let (pm, dpm) = (Mat::new(p, rows, n, n), Mat::new(dp, rows, n, n));
-                gemm(&mut dval[k0 * c..(k0 + n) * c], c, true, pm.t(), gm, T::one(), false);
-                gemm(&mut dk[k0 * c..(k0 + n) * c], c, true, dpm.t(), qm, T::one(), false);
-                gemm(&mut dq[i0 * c..(i0 + rows) * c], c, false, dpm, km, T::one(), false);
+                let seen = from - k0..rows * n;
+                let pm = Mat::new(&kept.p[seen.clone()], rows, to - from, n).t();
+                let dpm = Mat::new(&kept.dp[seen], rows, to - from, n).t();
+                let at = rows_of(of);
+                let qm = Mat::new(&qv[at..], rows, c, h * c);
+                let gm = Mat::new(&dv[at..], rows, c, h * c);
+                let into = ((from - first) * g + kvh) * c;
+                gemm(&mut dval[into..], g * c, true, pm, gm, T::one(), false);
+                gemm(&mut dk[into..], g * c, true, dpm, qm, T::one(), false);
             }
-            (dq, dk, dval)
-        })
-        .collect();
-    let mut dq = vec![T::zero(); t * h * c];
-    dq.par_chunks_mut(h * c).enumerate().for_each(|(i, row)| {
-        for (head, row) in row.chunks_mut(c).enumerate() {
-            row.copy_from_slice(&heads[head].0[i * c..(i + 1) * c]);
-        }
-    });
-    let (mut dk, mut dval) = (vec![T::zero(); keys * g * c], vec![T::zero(); keys * g * c]);
-    let per = h / g;
-    dk.par_chunks_mut(g * c).zip(dval.par_chunks_mut(g * c)).enumerate().for_each(|(i, (dk, dval))| {
-        for (head, (_, hk, hv)) in heads.iter().enumerate() {
-            let (to, from) = ((head / per) * c, i * c);
-            for x in 0..c {
-                dk[to + x] += hk[from + x];
-                dval[to + x] += hv[from + x];
-            }
-        }
-    });
+        });
+    }
+    drop(kept);
     Ok((
         tensor(dq, (t, h, c), q.dtype())?,
         tensor(dk, (keys, g, c), q.dtype())?,

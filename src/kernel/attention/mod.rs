@@ -329,6 +329,60 @@ mod tests {
         Ok(())
     }
 
+    /// Several blocks of queries and of keys: the gradients of softmax written out for whole matrices, and the same bits on any
+    /// number of threads, which decides how many blocks are at work at once.
+    #[test]
+    fn gradients_over_many_blocks() -> Result<()> {
+        let case = Case { docs: &[200, 30, 61], h: 4, g: 2, c: 3, window: Some(150) };
+        let (q, k, v, dy, s) = inputs(&case, DType::F64)?;
+        let how = case.how(&s, 0.6);
+        let saved = forward(&q, &k, &v, &how, 0)?;
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            pool.install(|| backward(&q, &k, &v, &saved, &dy, &how, 0))
+        };
+        let (dq, dk, dv) = on(1)?;
+        let dv = dv.values()?;
+        for threads in [2, 3, 9] {
+            let (q, k, v) = on(threads)?;
+            close(&q, &dq, 0.0);
+            close(&k, &dk, 0.0);
+            close(&v.values()?, &dv, 0.0);
+        }
+        let t = 291;
+        let seen: Vec<f64> = (0..t * t)
+            .map(|at| {
+                let (i, j): (usize, usize) = (at / t, at % t);
+                let first = [0, 200, 230]
+                    .into_iter()
+                    .rfind(|d| *d <= i)
+                    .unwrap_or(0)
+                    .max((i + 1).saturating_sub(150));
+                f64::from(u8::from(j >= first && j <= i))
+            })
+            .collect();
+        let seen = Tensor::from_vec(seen, (t, t), &Device::Cpu)?;
+        let head = |x: &Tensor, n: usize| x.narrow(1, n, 1)?.squeeze(1)?.contiguous();
+        for kvh in 0..2 {
+            let (k, v) = (head(&k, kvh)?, head(&v, kvh)?);
+            let (mut want_k, mut want_v) = (k.zeros_like()?, v.zeros_like()?);
+            for h in [2 * kvh, 2 * kvh + 1] {
+                let (q, dy) = (head(&q, h)?, head(&dy, h)?);
+                let e = ((q.matmul(&k.t()?)? * 0.6)?.exp()? * &seen)?;
+                let p = e.broadcast_div(&e.sum_keepdim(1)?)?;
+                let dp = dy.matmul(&v.t()?)?;
+                let delta = (&p * &dp)?.sum_keepdim(1)?;
+                let ds = ((p.clone() * dp.broadcast_sub(&delta)?)? * 0.6)?;
+                close(&head(&dq, h)?, &ds.matmul(&k)?, 1e-10);
+                want_k = (want_k + ds.t()?.matmul(&q)?)?;
+                want_v = (want_v + p.t()?.matmul(&dy)?)?;
+            }
+            close(&head(&dk, kvh)?, &want_k, 1e-10);
+            close(&head(&dv.reshape((t, 2, 3))?, kvh)?, &want_v, 1e-10);
+        }
+        Ok(())
+    }
+
     /// Another document's tokens must not move a bit of this one's output.
     #[test]
     fn documents_do_not_see_one_another() -> Result<()> {

@@ -1,9 +1,11 @@
-//! Values in another type: on CUDA between f32 and 16 bits a kernel that reads and writes whole lines; candle's else, whose
-//! own there takes a value at a time.
+//! Values in another type, between f32 and 16 bits: on CUDA a kernel that reads and writes whole lines, on the CPU all threads;
+//! else candle's, which takes a value at a time, and one thread.
 
+use super::cpu::by_chunks;
 use super::cuda::launch::{Grid, Launch, compiled, empty};
 use super::tensor::{Real, Tensor};
-use candle_core::{DType, Result};
+use candle_core::{CpuStorage, DType, Device, Result, Storage};
+use half::{bf16, f16};
 
 /// Threads of a block, and values that each takes, as in cast.cu.
 const THREADS: usize = 256;
@@ -13,8 +15,11 @@ const EACH: usize = 4;
 pub fn to_dtype(t: &Real, dtype: DType) -> Result<Real> {
     let half = |d| matches!(d, DType::BF16 | DType::F16);
     let between = (t.dtype() == DType::F32 && half(dtype)) || (half(t.dtype()) && dtype == DType::F32);
-    if !between || !t.device().is_cuda() || !t.is_contiguous() {
+    if !between || !t.is_contiguous() {
         return t.to_dtype(dtype);
+    }
+    if t.device().is_cpu() {
+        return on_cpu(t, dtype);
     }
     let x = Tensor::Real(t.clone());
     let y = empty(&x, t.shape(), dtype)?;
@@ -24,4 +29,68 @@ pub fn to_dtype(t: &Real, dtype: DType) -> Result<Real> {
     // SAFETY: both tensors have as many values as the kernel is told, and are of the types that its name says.
     unsafe { launch.run(Grid::new(count.div_ceil(EACH * THREADS), THREADS as u32)) }?;
     y.real().cloned()
+}
+
+/// The nearest bf16, in a form that compilers vectorise.
+#[inline(always)]
+pub fn narrow(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    // half of what is cut off, rounding ties to even; a NaN stays one
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let nan = (bits >> 16) | 0x40;
+    bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } as u16)
+}
+
+/// The same number.
+#[inline(always)]
+pub fn wide(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// `f` of every value, on all threads.
+pub fn each<A: Sync, B: Send + Copy>(v: &[A], f: impl Fn(&A) -> B + Sync) -> Vec<B> {
+    by_chunks(v.len(), |own| v[own].iter().map(&f))
+}
+
+fn on_cpu(t: &Real, dtype: DType) -> Result<Real> {
+    let (storage, layout) = t.storage_and_layout();
+    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        return t.to_dtype(dtype);
+    };
+    let shape = layout.shape();
+    match (storage, dtype) {
+        (CpuStorage::BF16(v), _) => Real::from_vec(each(&v[start..end], |x| wide(*x)), shape, &Device::Cpu),
+        (CpuStorage::F16(v), _) => Real::from_vec(each(&v[start..end], |x| x.to_f32()), shape, &Device::Cpu),
+        (CpuStorage::F32(v), DType::BF16) => {
+            Real::from_vec(each(&v[start..end], |x| narrow(*x)), shape, &Device::Cpu)
+        }
+        (CpuStorage::F32(v), DType::F16) => {
+            Real::from_vec(each(&v[start..end], |x| f16::from_f32(*x)), shape, &Device::Cpu)
+        }
+        _ => t.to_dtype(dtype),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every bf16, what lies between two, and numbers that are none: the bits of the `half` crate, from several tasks.
+    #[test]
+    fn roundings_are_those_of_the_half_crate() -> Result<()> {
+        let all: Vec<f32> = (0..=u16::MAX)
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| (u32::from(high) << 16) | low))
+            .map(f32::from_bits)
+            .collect();
+        let t = Real::from_slice(&all, all.len(), &Device::Cpu)?;
+        let got = to_dtype(&t, DType::BF16)?;
+        let want: Vec<u16> = all.iter().map(|x| bf16::from_f32(*x).to_bits()).collect();
+        let bits = |t: &Real| -> Result<Vec<u16>> {
+            Ok(t.to_vec1::<bf16>()?.into_iter().map(bf16::to_bits).collect())
+        };
+        assert_eq!(bits(&got)?, want);
+        let back = to_dtype(&got, DType::F32)?.to_vec1::<f32>()?;
+        assert!(back.iter().zip(&want).all(|(x, b)| x.to_bits() == u32::from(*b) << 16));
+        Ok(())
+    }
 }

@@ -164,6 +164,40 @@ pub fn load_cublas() -> Result<(), String> {
     })
 }
 
+/// The functions of NCCL, by name, in the order in which they are asked for.
+///
+/// # Errors
+/// It is not there, with what to do.
+pub fn nccl<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
+    let mut all = [std::ptr::null_mut(); N];
+    let mut load = || -> Result<(), String> {
+        let library = c"libnccl.so.2";
+        // SAFETY: loading runs the library's own initialization, as it would when the program started.
+        let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            return Err(reason());
+        }
+        for (at, name) in all.iter_mut().zip(names) {
+            let symbol = CString::new(name).map_err(|e| e.to_string())?;
+            // SAFETY: the handle is that of a library which is never unloaded.
+            *at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+            if at.is_null() {
+                return Err(format!("libnccl.so.2 has no {name}"));
+            }
+        }
+        Ok(())
+    };
+    load().map_err(|e| {
+        format!(
+            "several CUDA devices work together by NCCL, and it is not here: {e}\n\
+             hint: pip install nvidia-nccl-cu{MAJOR}\n\
+             hint: export LD_LIBRARY_PATH=$(python3 -c 'import sysconfig; \
+             print(sysconfig.get_path(\"purelib\"))')/nvidia/nccl/lib:$LD_LIBRARY_PATH"
+        )
+    })?;
+    Ok(all)
+}
+
 fn once(done: &Mutex<bool>, load: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
     if !*done {

@@ -18,6 +18,8 @@ mod libraries;
 #[cfg(feature = "cuda")]
 pub mod module;
 #[cfg(feature = "cuda")]
+pub mod nccl;
+#[cfg(feature = "cuda")]
 pub mod staging;
 pub mod upload;
 
@@ -34,6 +36,9 @@ mod libraries {
     }
     pub fn load_cublas() -> Result<(), String> {
         Ok(())
+    }
+    pub fn nccl<const N: usize>(_: [&str; N]) -> Result<[*mut std::ffi::c_void; N], String> {
+        Err("NCCL is for Linux".into())
     }
 }
 
@@ -60,24 +65,18 @@ pub fn open(ordinal: usize) -> Result<Device, String> {
     Ok(device)
 }
 
-/// The first CUDA device, where there is a driver and a device of its.
-///
-/// # Errors
-/// There is one, and it cannot be used: as [`open`].
+/// How many CUDA devices there are: none without a driver.
 #[cfg(feature = "cuda")]
-pub fn first() -> Result<Option<Device>, String> {
+pub fn count() -> usize {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     let devices = libraries::load_driver().ok().and_then(|()| CudaContext::device_count().ok());
-    if devices.unwrap_or(0) > 0 { open(0).map(Some) } else { Ok(None) }
+    devices.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
 }
 
-/// The first CUDA device: this build has none.
-///
-/// # Errors
-/// None.
+/// How many CUDA devices there are: to this build none.
 #[cfg(not(feature = "cuda"))]
-pub fn first() -> Result<Option<Device>, String> {
-    Ok(None)
+pub fn count() -> usize {
+    0
 }
 
 /// Opens a CUDA device: this build has none.
@@ -87,6 +86,24 @@ pub fn first() -> Result<Option<Device>, String> {
 #[cfg(not(feature = "cuda"))]
 pub fn open(_ordinal: usize) -> Result<Device, String> {
     Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
+}
+
+/// Whether several devices can work together.
+///
+/// # Errors
+/// NCCL is not there, with what to do.
+#[cfg(feature = "cuda")]
+pub fn nccl_is_here() -> Result<(), String> {
+    nccl::load()
+}
+
+/// Whether several devices can work together: this build has none.
+///
+/// # Errors
+/// Always.
+#[cfg(not(feature = "cuda"))]
+pub fn nccl_is_here() -> Result<(), String> {
+    open(0).map(drop)
 }
 
 /// Bytes of the pool that are in use, and the most that ever were; `None` for other devices.

@@ -5,7 +5,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, DeviceId};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What was made of one source: machine code for some devices, and PTX for all others.
 #[derive(Clone, Copy, Debug)]
@@ -23,11 +23,12 @@ include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
 #[derive(Default)]
 struct Loaded {
-    modules: HashMap<(DeviceId, &'static str), Arc<CudaModule>>,
-    functions: HashMap<(DeviceId, &'static str), HashMap<String, CudaFunction>>,
+    modules: HashMap<&'static str, Arc<CudaModule>>,
+    functions: HashMap<&'static str, HashMap<String, CudaFunction>>,
 }
 
-static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
+/// By device: loading may wait for what a device does, which may wait for another device's rank.
+static LOADED: Mutex<Option<HashMap<DeviceId, Arc<Mutex<Loaded>>>>> = Mutex::new(None);
 
 impl Module {
     /// A kernel of it.
@@ -35,8 +36,12 @@ impl Module {
     /// # Errors
     /// No such kernel, or a device and driver that run neither the machine code nor the PTX.
     pub fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
-        let at = (device.id(), self.name);
-        let mut loaded = LOADED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let at = self.name;
+        let loaded = {
+            let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(all.get_or_insert_default().entry(device.id()).or_default())
+        };
+        let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(f) = loaded.functions.get(&at).and_then(|all| all.get(kernel)) {
             return Ok(f.clone());
         }

@@ -220,8 +220,25 @@ struct Upload {
     next: usize,
 }
 
-/// Those of each device, made when they are first needed.
-static UPLOADS: Mutex<Option<HashMap<DeviceId, Upload>>> = Mutex::new(None);
+/// What each device has, made when it is first needed. What one of them waits for may be another's to do: it is not waited
+/// for with all of them locked.
+struct Each<T>(Mutex<Option<HashMap<DeviceId, Arc<T>>>>);
+
+impl<T> Each<T> {
+    const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    fn of(&self, device: DeviceId, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(match all.get_or_insert_default().entry(device) {
+            Entry::Occupied(there) => Arc::clone(there.get()),
+            Entry::Vacant(new) => Arc::clone(new.insert(Arc::new(make()?))),
+        })
+    }
+}
+
+static UPLOADS: Each<Mutex<Upload>> = Each::new();
 
 impl Upload {
     fn new(device: &Device) -> Result<Self> {
@@ -266,12 +283,8 @@ impl Upload {
 /// Of the driver; another device.
 pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
     let cuda = device.as_cuda_device()?;
-    let mut all = UPLOADS.lock().unwrap_or_else(PoisonError::into_inner);
-    let all = all.get_or_insert_default();
-    let upload = match all.entry(cuda.id()) {
-        Entry::Occupied(there) => there.into_mut(),
-        Entry::Vacant(new) => new.insert(Upload::new(device)?),
-    };
+    let upload = UPLOADS.of(cuda.id(), || Ok(Mutex::new(Upload::new(device)?)))?;
+    let mut upload = upload.lock().unwrap_or_else(PoisonError::into_inner);
     upload.send(device, ints, floats)
 }
 
@@ -283,21 +296,16 @@ struct Ways {
     into: Arc<CudaStream>,
 }
 
-/// Those of each device, made when they are first needed.
-static WAYS: Mutex<Option<HashMap<DeviceId, Arc<Ways>>>> = Mutex::new(None);
+static WAYS: Each<Ways> = Each::new();
 
 impl Ways {
     fn of(device: &Device) -> Result<Arc<Self>> {
         let cuda = device.as_cuda_device()?;
-        let mut all = WAYS.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(match all.get_or_insert_default().entry(cuda.id()) {
-            Entry::Occupied(there) => Arc::clone(there.get()),
-            Entry::Vacant(new) => {
-                let compute = cuda.cuda_stream();
-                let stream = || compute.context().new_stream().w();
-                let (out, into) = (stream()?, stream()?);
-                Arc::clone(new.insert(Arc::new(Self { compute, out, into })))
-            }
+        WAYS.of(cuda.id(), || {
+            let compute = cuda.cuda_stream();
+            let stream = || compute.context().new_stream().w();
+            let (out, into) = (stream()?, stream()?);
+            Ok(Self { compute, out, into })
         })
     }
 }
@@ -316,6 +324,11 @@ impl Crossing {
     /// Of the driver.
     pub fn wait(&self) -> Result<()> {
         self.ways.compute.wait(&self.done).w()
+    }
+
+    /// When it is done.
+    pub fn event(&self) -> &CudaEvent {
+        &self.done
     }
 }
 
@@ -355,13 +368,13 @@ pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
     Ok(Some(Crossing { ways, done }))
 }
 
-/// Memory of the host that nobody uses, by device: it is not given back, for copies may still go on.
-static ROOMS: Mutex<Vec<(DeviceId, Pinned)>> = Mutex::new(Vec::new());
+/// Memory of the host that nobody uses: it is not given back, for copies may still go on.
+static ROOMS: Each<Mutex<Vec<Pinned>>> = Each::new();
 
 /// Memory of the host for as long as somebody has it.
 #[derive(Debug)]
 pub struct Lent {
-    device: DeviceId,
+    rooms: Arc<Mutex<Vec<Pinned>>>,
     room: Option<Pinned>,
 }
 
@@ -371,24 +384,25 @@ impl Lent {
     /// # Errors
     /// No memory, or none that can be locked.
     pub fn take(like: &Tensor, pin: bool) -> Result<Self> {
-        let device = like.device().as_cuda_device()?;
-        let mut rooms = ROOMS.lock().unwrap_or_else(PoisonError::into_inner);
-        let mine = |(of, room): &(DeviceId, Pinned)| {
-            *of == device.id() && room.tensor.dtype() == like.dtype() && room.locked.is_some() == pin
+        let rooms = ROOMS.of(like.device().as_cuda_device()?.id(), || Ok(Mutex::default()))?;
+        let mut free = rooms.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine = |room: &Pinned| room.tensor.dtype() == like.dtype() && room.locked.is_some() == pin;
+        let fits = |room: &Pinned| mine(room) && room.tensor.elem_count() >= like.elem_count();
+        let room = match free.iter().position(fits) {
+            Some(at) => free.swap_remove(at),
+            None => {
+                // one that is too small makes room for it, once no copy uses it
+                if let Some(at) = free.iter().position(mine) {
+                    let ways = Ways::of(like.device())?;
+                    ways.into.synchronize().w()?;
+                    ways.out.synchronize().w()?;
+                    drop(free.swap_remove(at));
+                }
+                Pinned::new(like.device(), like.elem_count(), like.dtype(), pin)?
+            }
         };
-        let fits = |r: &(DeviceId, Pinned)| mine(r) && r.1.tensor.elem_count() >= like.elem_count();
-        if let Some(at) = rooms.iter().position(fits) {
-            return Ok(Self { device: device.id(), room: Some(rooms.swap_remove(at).1) });
-        }
-        // one that is too small makes room for it, once no copy uses it
-        if let Some(at) = rooms.iter().position(mine) {
-            let ways = Ways::of(like.device())?;
-            ways.into.synchronize().w()?;
-            ways.out.synchronize().w()?;
-            drop(rooms.swap_remove(at));
-        }
-        let room = Pinned::new(like.device(), like.elem_count(), like.dtype(), pin)?;
-        Ok(Self { device: device.id(), room: Some(room) })
+        drop(free);
+        Ok(Self { rooms, room: Some(room) })
     }
 
     /// Its first `n` values.
@@ -405,7 +419,6 @@ impl Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        let mut rooms = ROOMS.lock().unwrap_or_else(PoisonError::into_inner);
-        rooms.extend(self.room.take().map(|room| (self.device, room)));
+        self.rooms.lock().unwrap_or_else(PoisonError::into_inner).extend(self.room.take());
     }
 }

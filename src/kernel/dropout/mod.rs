@@ -84,9 +84,7 @@ pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask,
     let mut m = vec![0f32; count * width];
     m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
         let base = rows.number(r) as u64 * width as u64;
-        for (c, x) in row.iter_mut().enumerate() {
-            *x = if f64::from(stream.uniform(base + c as u64)) < p { 0.0 } else { keep };
-        }
+        stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
     });
     Ok((Mask::Made(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
 }

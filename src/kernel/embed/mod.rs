@@ -2,13 +2,41 @@
 
 mod cuda;
 
-use super::cpu::{Real, ghosts, in_place, is_cpu, view};
+use super::cpu::{Halves, ROWS, Real, ghosts, in_place, is_cpu, view};
 use crate::kernel::{Ledger, Tensor};
-use candle_core::{DType, Result};
+use candle_core::{DType, Device, Result, WithDType};
+use rayon::prelude::*;
 
 /// Rows of `table` [v, d] for `ids` `[t]` (u32) -> [t, d].
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    if is_cpu(table) { table.index_select(ids, 0) } else { cuda::forward(table, ids) }
+    if !is_cpu(table) {
+        return cuda::forward(table, ids);
+    }
+    match (table, table.dtype()) {
+        (Tensor::Real(_), DType::F32) if table.is_contiguous() => {
+            let ids = ids.to_vec1::<u32>()?;
+            rows(&view::<f32>(table)?, table.dims2()?, &ids)
+        }
+        (Tensor::Real(_), DType::BF16) if table.is_contiguous() => {
+            let ids = ids.to_vec1::<u32>()?;
+            rows(&Halves::of(table)?, table.dims2()?, &ids)
+        }
+        _ => table.index_select(ids, 0),
+    }
+}
+
+/// Rows of a table [v, d], some of them on each thread.
+fn rows<T: WithDType + Send + Sync>(table: &[T], (v, d): (usize, usize), ids: &[u32]) -> Result<Tensor> {
+    if let Some(id) = ids.iter().find(|id| **id as usize >= v) {
+        candle_core::bail!("embedding: id {id} of a table of {v} rows");
+    }
+    let mut out = vec![T::zero(); ids.len() * d];
+    out.par_chunks_mut(ROWS * d.max(1)).zip(ids.par_chunks(ROWS)).for_each(|(out, ids)| {
+        for (to, id) in out.chunks_mut(d.max(1)).zip(ids) {
+            to.copy_from_slice(&table[*id as usize * d..][..d]);
+        }
+    });
+    Tensor::from_vec(out, (ids.len(), d), &Device::Cpu)
 }
 
 /// The tokens of a micro-batch sorted by id, those of one id in their order.
@@ -37,6 +65,13 @@ impl ById {
         list.extend(starts.into_iter().chain(order));
         Self { list, ids: count }
     }
+
+    /// Each id, rising, and its tokens.
+    fn each(&self) -> impl Iterator<Item = (usize, &[u32])> {
+        let (ids, rest) = self.list.split_at(self.ids);
+        let (starts, order) = rest.split_at(self.ids + 1);
+        ids.iter().zip(starts.windows(2)).map(|(id, w)| (*id as usize, &order[w[0] as usize..w[1] as usize]))
+    }
 }
 
 /// `grad[ids[i]] += scale * dy[i]` for every token, in place; `by_id` are the same tokens, for CUDA.
@@ -47,7 +82,8 @@ pub fn backward(grad: &Tensor, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor, 
     if !is_cpu(grad) {
         return cuda::backward(grad, by_id, dy, scale);
     }
-    let list = |l: &Ledger| l.touch(4 * ids.elem_count() as u64);
+    // ids, and the same sorted: order, and at the most as many ids and starts
+    let list = |l: &Ledger| l.touch(16 * ids.elem_count() as u64);
     if ghosts::<f32, 0>(&[dy], [], list).is_some() {
         return Ok(());
     }
@@ -67,11 +103,22 @@ fn scatter_cpu<T: Real>(grad: &Tensor, ids: &[u32], dy: &Tensor, scale: f64) -> 
             dy.shape()
         );
     }
-    in_place::<T>("embedding-backward", grad, |grad| {
-        for (id, g) in ids.iter().zip(g.chunks(d)) {
-            let row = &mut grad[*id as usize * d..][..d];
-            row.iter_mut().zip(g).for_each(|(r, g)| *r += *g * T::of(scale));
+    let by_id = ById::new(ids);
+    let g = &*g;
+    in_place::<T>("embedding-backward", grad, |mut rest| {
+        // the rows that tokens have, each with those tokens in their order
+        let (mut work, mut at) = (Vec::with_capacity(by_id.ids), 0);
+        for (id, tokens) in by_id.each() {
+            let (row, tail) = std::mem::take(&mut rest)[(id - at) * d..].split_at_mut(d);
+            (rest, at) = (tail, id + 1);
+            work.push((row, tokens));
         }
+        work.into_par_iter().with_min_len(ROWS).for_each(|(row, tokens)| {
+            for i in tokens {
+                let g = &g[*i as usize * d..][..d];
+                row.iter_mut().zip(g).for_each(|(r, g)| *r += *g * T::of(scale));
+            }
+        });
         Ok(())
     })
 }
@@ -79,7 +126,7 @@ fn scatter_cpu<T: Real>(grad: &Tensor, ids: &[u32], dy: &Tensor, scale: f64) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::check::{gradient, randn};
+    use crate::kernel::check::{close, gradient, randn};
     use candle_core::Device;
 
     #[test]
@@ -93,8 +140,35 @@ mod tests {
         Ok(())
     }
 
+    /// More tokens than one task takes: rows as candle gathers them, and the sums of adding one token after the other.
+    #[test]
+    fn rows_on_all_threads() -> Result<()> {
+        let list: Vec<u32> = (0..300u32).map(|i| i * i % 37).collect();
+        let ids = Tensor::from_slice(&list, 300, &Device::Cpu)?;
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let table = randn(1, (40, 5), dtype)?;
+            let whole = table.index_select(&ids, 0)?;
+            close(&forward(&table, &ids)?, &whole, 0.0);
+            close(
+                &forward(&table.narrow(0, 2, 38)?, &ids)?,
+                &table.narrow(0, 2, 38)?.index_select(&ids, 0)?,
+                0.0,
+            );
+        }
+        let (dy, grad) = (randn(2, (300, 5), DType::F32)?, randn(3, (40, 5), DType::F32)?);
+        let mut want = grad.to_vec2::<f32>()?;
+        for (id, g) in list.iter().zip(dy.to_vec2::<f32>()?) {
+            want[*id as usize].iter_mut().zip(g).for_each(|(w, g)| *w += g * 0.5);
+        }
+        backward(&grad, &ids, None, &dy, 0.5)?;
+        assert_eq!(grad.to_vec2::<f32>()?, want);
+        Ok(())
+    }
+
     #[test]
     fn an_id_outside_the_table_is_an_error() -> Result<()> {
+        let table = randn(1, (6, 3), DType::F32)?;
+        assert!(forward(&table, &Tensor::new(&[6u32], &Device::Cpu)?).is_err());
         let grad = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
         let ids = Tensor::new(&[6u32], &Device::Cpu)?;
         assert!(backward(&grad, &ids, None, &randn(1, (1, 3), DType::F32)?, 1.0).is_err());

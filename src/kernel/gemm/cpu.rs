@@ -23,16 +23,26 @@ pub fn serial<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
+/// Whether products of this thread are on this thread alone.
+pub fn is_serial() -> bool {
+    SERIAL.get()
+}
+
+/// Threads of a product of this thread.
+pub fn threads() -> usize {
+    if is_serial() { 1 } else { rayon::current_num_threads() }
+}
+
 /// A strided view of a matrix.
 #[derive(Clone, Copy)]
 pub struct Mat<'a, T> {
-    data: &'a [T],
+    pub(super) data: &'a [T],
     /// Rows.
     pub rows: usize,
     /// Columns.
     pub cols: usize,
-    rs: usize,
-    cs: usize,
+    pub(super) rs: usize,
+    pub(super) cs: usize,
 }
 
 impl<'a, T> Mat<'a, T> {
@@ -90,7 +100,7 @@ pub fn gemm<T: Real>(
         return;
     }
     let threads =
-        if parallel && !SERIAL.get() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
+        if parallel && !is_serial() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
     // SAFETY: Mat::new and the assertion above keep every element that is read or written inside its slice,
     // and `dst` is borrowed mutably, so that it overlaps neither operand.
     unsafe { raw(dst.as_mut_ptr(), stride, add, a, b, alpha, threads) }
@@ -233,7 +243,7 @@ fn tiles<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usiz
             unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
         }
     };
-    let workers = if SERIAL.get() { 1 } else { rayon::current_num_threads().min(tiles) };
+    let workers = threads().min(tiles);
     if workers <= 1 {
         work();
     } else {

@@ -1,16 +1,18 @@
 //! Matrix products, with and without accumulation into an existing tensor.
 //!
 //! On the CPU everything goes through the `gemm` crate, which candle uses too, but with accumulation
-//! (`c += alpha a b`) and without candle's zero-filled output. On CUDA it is cuBLAS (`super::cuda::gemm`), of matrices whose
+//! (`c += alpha a b`) and without candle's zero-filled output; bf16 by instructions of its own where there are (`pairs`). On CUDA it is cuBLAS (`super::cuda::gemm`), of matrices whose
 //! rows may stand apart (see [`super::padded`]).
 //!
 //! | file | what it does |
 //! |---|---|
 //! | `cpu` | products of slices, and of tiles that are made when they are needed |
+//! | `pairs` | products of bf16 by the processor's dot products |
 //! | `gradients` | products that accumulate in parts of one flat buffer |
 
 mod cpu;
 mod gradients;
+pub mod pairs;
 
 pub use self::cpu::{Mat, by_columns, by_tiles, gemm, serial};
 pub use self::gradients::{GradProduct, accumulate};
@@ -69,14 +71,21 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     work(a, ta, b, None)?;
+    if pairs::takes(&[a, b])? {
+        return pairs::matmul(a, ta, b, tb, 1.0, true);
+    }
     if is_native(a) {
         return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
     }
     product(a, ta, b, tb)
 }
 
-/// As [`matmul`], times `alpha`, which is applied to the sums: on CUDA in f32.
+/// As [`matmul`], times `alpha`, which is applied to the sums: in f32 on CUDA and by dot products.
 pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, alpha, true);
+    }
     if is_native(a) {
         return super::scaled(&matmul(a, ta, b, tb)?, alpha);
     }
@@ -84,8 +93,13 @@ pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> 
     product_of(a, ta, b, tb, alpha, a.dtype())
 }
 
-/// As [`matmul`], in the dtype of sums: on CUDA the sums of half-precision values are given as they are, unrounded.
+/// As [`matmul`], in the dtype of sums: on CUDA and by dot products the sums of half-precision values are given as they are,
+/// unrounded.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, 1.0, false);
+    }
     if is_native(a) || !super::is_half(a) || a.dtype() != b.dtype() {
         return upcast(&matmul(a, ta, b, tb)?);
     }
@@ -201,6 +215,9 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 /// the dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     work(a, ta, b, Some(c))?;
+    if pairs::takes(&[a, b])? && matches!(c.dtype(), DType::BF16 | DType::F32) {
+        return pairs::acc(c, a, ta, b, tb, alpha);
+    }
     match (is_native(c), c.dtype()) {
         (true, DType::F32 | DType::F64) => on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha)),
         (true, _) => acc_half(c, a, ta, b, tb, alpha),

@@ -30,7 +30,7 @@ pub fn each<'a, I: Send, R: Send>(
     f: impl Fn(I) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
     if matches!(on.into(), On::Ghost(_)) {
-        return items.into_iter().map(f).collect();
+        return items.into_iter().map(|item| gemm::serial(|| f(item))).collect();
     }
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|i| std::cmp::Reverse(size(&items[*i])));

@@ -76,6 +76,20 @@ fn compositions_agree() -> Result<()> {
     Ok(())
 }
 
+/// Rows of bf16, and their products with gates, rounded once.
+#[test]
+fn rows_of_half_precision() -> Result<()> {
+    let g = groups()?;
+    let (x, gates) = (randn(1, (T, 6), DType::BF16)?, randn(2, (T, K), DType::F32)?);
+    let wide = upcast(&x)?;
+    close(&g.gather(&x)?, &g.gather(&wide)?, 0.0);
+    for r in g.runs() {
+        let want = g.gather_scaled(&wide, &gates, &r)?.to_dtype(DType::BF16)?;
+        close(&g.gather_scaled(&x, &gates, &r)?, &want, 0.0);
+    }
+    Ok(())
+}
+
 /// A plan gives each expert rows that are there, also where its share is rounded up.
 #[test]
 fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {

@@ -5,7 +5,7 @@
 
 mod cuda;
 
-use super::cpu::{self, Real, ghosts, in_place, is_cpu, on_real, tensor, view};
+use super::cpu::{self, Real, ghosts, in_place, is_cpu, on_real, tensor, vectorised, view};
 use crate::kernel::{Ledger, Tensor};
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
@@ -55,9 +55,11 @@ fn cross_entropy_cpu<T: Real>(
             .par_chunks(v)
             .zip(&targets)
             .map(|(row, t)| {
-                let max = cpu::max(row);
-                let e: Vec<T> = row.iter().map(|x| (*x - max).exp()).collect();
-                max + cpu::sum(&e).ln() - row[*t as usize]
+                vectorised(|| {
+                    let max = cpu::max(row);
+                    let e: Vec<T> = row.iter().map(|x| (*x - max).exp()).collect();
+                    max + cpu::sum(&e).ln() - row[*t as usize]
+                })
             })
             .collect();
         return Ok((tensor(losses, n, T::DTYPE)?, None));
@@ -68,13 +70,15 @@ fn cross_entropy_cpu<T: Real>(
             .par_chunks_mut(v)
             .zip(&targets)
             .map(|(row, t)| {
-                let (max, picked) = (cpu::max(row), row[*t as usize]);
-                row.iter_mut().for_each(|x| *x = (*x - max).exp());
-                let sum = cpu::sum(row);
-                let k = T::of(scale) / sum;
-                row.iter_mut().for_each(|x| *x *= k);
-                row[*t as usize] -= T::of(scale);
-                max + sum.ln() - picked
+                vectorised(|| {
+                    let (max, picked) = (cpu::max(row), row[*t as usize]);
+                    row.iter_mut().for_each(|x| *x = (*x - max).exp());
+                    let sum = cpu::sum(row);
+                    let k = T::of(scale) / sum;
+                    row.iter_mut().for_each(|x| *x *= k);
+                    row[*t as usize] -= T::of(scale);
+                    max + sum.ln() - picked
+                })
             })
             .collect();
         if let Ok(mut l) = losses.lock() {

@@ -3,7 +3,7 @@
 
 mod cuda;
 
-use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, view};
+use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, vectorised, view};
 use super::ledger::Ledger;
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
@@ -82,6 +82,7 @@ pub fn backward_add(
 
 /// The factor on a row. Where its squares overflow, that is NaN and not 0: a model that has grown so large must be
 /// noticed, and zeros would pass for numbers.
+#[inline(always)]
 fn scale<T: Real>(row: &[T], eps: f64) -> T {
     let mean = dot(row, row) / T::of(row.len() as f64) + T::of(eps);
     (mean * T::zero() + T::one()) / mean.sqrt()
@@ -96,12 +97,14 @@ fn forward_cpu<T: Real>(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     let wv = &*wv;
     let mut y = vec![T::zero(); xv.len()];
     y.par_chunks_mut(ROWS * d).zip(xv.par_chunks(ROWS * d)).for_each(|(y, x)| {
-        for (y, x) in y.chunks_mut(d).zip(x.chunks(d)) {
-            let r = scale(x, eps);
-            for ((y, x), w) in y.iter_mut().zip(x).zip(wv) {
-                *y = *x * r * *w;
+        vectorised(|| {
+            for (y, x) in y.chunks_mut(d).zip(x.chunks(d)) {
+                let r = scale(x, eps);
+                for ((y, x), w) in y.iter_mut().zip(x).zip(wv) {
+                    *y = *x * r * *w;
+                }
             }
-        }
+        });
     });
     tensor(y, x.shape(), x.dtype())
 }
@@ -133,19 +136,21 @@ fn backward_cpu<T: Real>(
         .map(|(dx, (x, g))| {
             let mut dw = vec![T::zero(); if want_dw { d } else { 0 }];
             let mut gw = vec![T::zero(); d];
-            for (dx, (x, g)) in dx.chunks_mut(d).zip(x.chunks(d).zip(g.chunks(d))) {
-                let r = scale(x, eps);
-                for ((gw, g), w) in gw.iter_mut().zip(g).zip(wv) {
-                    *gw = *g * *w;
+            vectorised(|| {
+                for (dx, (x, g)) in dx.chunks_mut(d).zip(x.chunks(d).zip(g.chunks(d))) {
+                    let r = scale(x, eps);
+                    for ((gw, g), w) in gw.iter_mut().zip(g).zip(wv) {
+                        *gw = *g * *w;
+                    }
+                    let c = dot(&gw, x) * r * r * r / T::of(d as f64);
+                    for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
+                        *dx = *gw * r - *x * c;
+                    }
+                    for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
+                        *dw += *g * *x * r;
+                    }
                 }
-                let c = dot(&gw, x) * r * r * r / T::of(d as f64);
-                for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
-                    *dx = *gw * r - *x * c;
-                }
-                for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
-                    *dw += *g * *x * r;
-                }
-            }
+            });
             dw
         })
         .collect();

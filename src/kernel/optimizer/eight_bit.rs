@@ -4,9 +4,10 @@
 //! The update itself is [`super::adamw`]'s, in f32 with the moments before they are rounded. Rounding is to the nearest
 //! code, as in bitsandbytes' CUDA kernels and its plain PyTorch ones; its CPU library looks codes up in a coarser table.
 
+use super::rounding::{Draws, Stored, Words, on_stored};
 use super::{AdamW, cuda, put_copy};
 use crate::kernel::Tensor;
-use crate::kernel::cpu::{bytes_in_place, in_place, is_cpu, view};
+use crate::kernel::cpu::{in_place, is_cpu, view};
 use candle_core::{Device, Result};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -70,38 +71,65 @@ pub struct EightBit {
 /// # Errors
 /// Buffers of other lengths.
 pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
-    let n = p.elem_count();
-    let fits = |t: &[Tensor; 2], len: usize| t.iter().all(|t| t.dims() == [len]);
-    if g.elem_count() != n || !fits(&m.codes, n) || !fits(&m.scales, n.div_ceil(BLOCK)) {
-        candle_core::bail!("adamw8bit: {n} values with {m:?}");
-    }
+    m.check(p, g)?;
     if !is_cpu(p) {
         return cuda::adamw8bit(p, m, g, copy, k);
     }
-    if p.ghost().is_none() {
-        let g = view::<f32>(g)?;
-        all_in_place(p, m, &|p, [mc, vc], [ms, vs]| {
-            let codes = mc.par_chunks_mut(BLOCK).zip(vc.par_chunks_mut(BLOCK));
-            let scales = ms.par_iter_mut().zip(vs.par_iter_mut());
-            let values = p.par_chunks_mut(BLOCK).zip(g.par_chunks(BLOCK));
-            let blocks = values.zip(codes.zip(scales)).with_min_len(EACH);
-            blocks.for_each(|((p, g), (codes, scales))| block(p, g, codes.into(), scales.into(), k));
-        })?;
-    }
+    adamw8bit_cpu::<f32>(p, m, g, Draws::NONE, k)?;
     put_copy(p, copy)
 }
 
+/// As [`super::adamw_rounded`], with moments in 8 bits; the values begin with a block.
+///
+/// # Errors
+/// Buffers of other lengths.
+pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
+    m.check(p, g)?;
+    if !is_cpu(p) {
+        return cuda::adamw8bit_rounded(p, m, g, draws, k);
+    }
+    on_stored!(p, adamw8bit_cpu(p, m, g, draws, k))
+}
+
+impl EightBit {
+    /// Whether they are those of weights `p` with gradients `g`.
+    fn check(&self, p: &Tensor, g: &Tensor) -> Result<()> {
+        let n = p.elem_count();
+        let fits = |t: &[Tensor; 2], len: usize| t.iter().all(|t| t.dims() == [len]);
+        if g.elem_count() != n || !fits(&self.codes, n) || !fits(&self.scales, n.div_ceil(BLOCK)) {
+            candle_core::bail!("adamw8bit: {n} values with {self:?}");
+        }
+        Ok(())
+    }
+}
+
+fn adamw8bit_cpu<T: Stored>(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
+    if p.ghost().is_some() {
+        return Ok(());
+    }
+    let g = view::<f32>(g)?;
+    all_in_place::<T>(p, m, &|p, [mc, vc], [ms, vs]| {
+        let codes = mc.par_chunks_mut(BLOCK).zip(vc.par_chunks_mut(BLOCK));
+        let scales = ms.par_iter_mut().zip(vs.par_iter_mut());
+        let values = p.par_chunks_mut(BLOCK).zip(g.par_chunks(BLOCK));
+        let blocks = values.zip(codes.zip(scales)).enumerate().with_min_len(EACH);
+        blocks.for_each(|(b, ((p, g), (codes, scales)))| {
+            block(p, g, codes.into(), scales.into(), draws.from(b * BLOCK), k);
+        });
+    })
+}
+
 /// What is done with the values, the codes and the scales.
-type All<'a> = dyn Fn(&mut [f32], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
+type All<'a, T> = dyn Fn(&mut [T], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
 
 /// Calls `f` with all of them.
-fn all_in_place(p: &Tensor, m: &EightBit, f: &All<'_>) -> Result<()> {
+fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<()> {
     const NAME: &str = "adamw8bit";
-    in_place::<f32>(NAME, p, |p| {
+    in_place::<T>(NAME, p, |p| {
         let p = RefCell::new(p);
-        bytes_in_place(NAME, &m.codes[0], |mc| {
+        in_place::<u8>(NAME, &m.codes[0], |mc| {
             let mc = RefCell::new(mc);
-            bytes_in_place(NAME, &m.codes[1], |vc| {
+            in_place::<u8>(NAME, &m.codes[1], |vc| {
                 let vc = RefCell::new(vc);
                 in_place::<f32>(NAME, &m.scales[0], |ms| {
                     let ms = RefCell::new(ms);
@@ -117,7 +145,14 @@ fn all_in_place(p: &Tensor, m: &EightBit, f: &All<'_>) -> Result<()> {
 }
 
 /// One block of the update.
-fn block(p: &mut [f32], g: &[f32], codes: [&mut [u8]; 2], scales: [&mut f32; 2], k: &AdamW) {
+fn block<T: Stored>(
+    p: &mut [T],
+    g: &[f32],
+    codes: [&mut [u8]; 2],
+    scales: [&mut f32; 2],
+    mut words: Words,
+    k: &AdamW,
+) {
     let (b1, b2) = (k.betas[0] as f32, k.betas[1] as f32);
     let (c1, c2, gs) = ((1.0 - k.betas[0]) as f32, (1.0 - k.betas[1]) as f32, k.grad_scale as f32);
     let decay = (1.0 - k.lr * k.weight_decay) as f32;
@@ -129,7 +164,7 @@ fn block(p: &mut [f32], g: &[f32], codes: [&mut [u8]; 2], scales: [&mut f32; 2],
         let g = g * gs;
         let m = MAPS[0][usize::from(mc[i])] * *scales[0] * b1 + g * c1;
         let v = MAPS[1][usize::from(vc[i])] * *scales[1] * b2 + g * g * c2;
-        *p = *p * decay - step * (m / (v.sqrt() / root + eps));
+        *p = T::of(p.widen() * decay - step * (m / (v.sqrt() / root + eps)), &mut words);
         (ms[i], vs[i]) = (m, v);
     }
     for ((codes, scale), (values, map)) in codes.into_iter().zip(scales).zip(moments.iter().zip(MAPS.iter()))

@@ -5,13 +5,18 @@
 
 mod cuda;
 mod eight_bit;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod host_tests;
+mod rounding;
 
-pub use eight_bit::{BLOCK, EightBit, SMALLEST, ZERO, adamw8bit, maps};
+pub use eight_bit::{BLOCK, EightBit, SMALLEST, ZERO, adamw8bit, adamw8bit_rounded, maps};
+pub use rounding::{Draws, round};
 
-use super::cpu::{in_place, is_cpu, view};
+use super::cpu::{in_place, is_cpu, vectorised, view};
 use crate::kernel::Tensor;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use rayon::prelude::*;
+use rounding::{Stored, on_stored};
 
 /// Elements that one task takes: fixed, so that sums have one order.
 const CHUNK: usize = 16 * 1024;
@@ -52,8 +57,17 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tenso
     if !is_cpu(p) {
         return cuda::adamw([p, m, v, g], copy, k);
     }
-    adamw_cpu(p, m, v, g, k)?;
+    adamw_cpu::<f32>(p, [m, v, g], Draws::NONE, k)?;
     put_copy(p, copy)
+}
+
+/// As [`adamw`], of weights `p` of 16 bits of which there is no f32 copy: the update is in f32, and what it gives is rounded
+/// by random numbers.
+pub fn adamw_rounded(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &AdamW) -> Result<()> {
+    if !is_cpu(p) {
+        return cuda::adamw_rounded([p, m, v, g], draws, k);
+    }
+    on_stored!(p, adamw_cpu(p, [m, v, g], draws, k))
 }
 
 /// Rounds new weights to `copy`, if it is there.
@@ -64,7 +78,7 @@ fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     })
 }
 
-fn adamw_cpu(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Result<()> {
+fn adamw_cpu<T: Stored>(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &AdamW) -> Result<()> {
     if p.ghost().is_some() {
         return Ok(());
     }
@@ -75,15 +89,17 @@ fn adamw_cpu(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Resul
         let g = view::<f32>(g)?;
         in_place::<f32>("adamw", m, |m| {
             m.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(m, g)| {
-                m.iter_mut().zip(g).for_each(|(m, g)| *m += (*g * gs - *m) * b1);
+                vectorised(|| m.iter_mut().zip(g).for_each(|(m, g)| *m += (*g * gs - *m) * b1));
             });
             Ok(())
         })?;
         in_place::<f32>("adamw", v, |v| {
             v.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(v, g)| {
-                v.iter_mut().zip(g).for_each(|(v, g)| {
-                    let g = *g * gs;
-                    *v = *v * b2 + c2 * g * g;
+                vectorised(|| {
+                    v.iter_mut().zip(g).for_each(|(v, g)| {
+                        let g = *g * gs;
+                        *v = *v * b2 + c2 * g * g;
+                    });
                 });
             });
             Ok(())
@@ -92,11 +108,15 @@ fn adamw_cpu(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, k: &AdamW) -> Resul
     let decay = (1.0 - k.lr * k.weight_decay) as f32;
     let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
     let (m, v) = (view::<f32>(m)?, view::<f32>(v)?);
-    in_place::<f32>("adamw", p, |p| {
-        p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK).zip(v.par_chunks(CHUNK))).for_each(|(p, (m, v))| {
-            for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
-                *p = *p * decay - step * (*m / (v.sqrt() / root + eps));
-            }
+    in_place::<T>("adamw", p, |p| {
+        let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK).zip(v.par_chunks(CHUNK)));
+        chunks.enumerate().for_each(|(c, (p, (m, v)))| {
+            let mut words = draws.from(c * CHUNK);
+            vectorised(|| {
+                for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
+                    *p = T::of(p.widen() * decay - step * (*m / (v.sqrt() / root + eps)), &mut words);
+                }
+            });
         });
         Ok(())
     })
@@ -145,8 +165,19 @@ impl Squares {
     }
 }
 
-/// Whether all values of a contiguous f32 tensor are finite.
+/// Values of 16 bits that are widened at once, to look at them.
+const LOOK: usize = 1 << 20;
+
+/// Whether all values of a contiguous tensor of floats are finite.
 pub fn finite(x: &Tensor) -> Result<bool> {
+    if x.dtype() != DType::F32 {
+        let (x, mut all) = (x.flatten_all()?, true);
+        for start in (0..x.elem_count()).step_by(LOOK) {
+            let piece = x.narrow(0, start, LOOK.min(x.elem_count() - start))?;
+            all = all && finite(&piece.to_dtype(DType::F32)?)?;
+        }
+        return Ok(all);
+    }
     if is_cpu(x) {
         let x = view::<f32>(x)?;
         return Ok(x.par_chunks(CHUNK).all(|c| c.iter().all(|x| x.is_finite())));
@@ -159,7 +190,7 @@ pub fn finite(x: &Tensor) -> Result<bool> {
 mod tests {
     use super::*;
     use crate::kernel::check::{close, randn};
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     /// Three steps of torch.optim.AdamW (2.11) on p = [1, -2, 3], g = [0.1 k, -0.2, 0.3 / k],
     /// lr 0.1, betas 0.9 0.99, eps 1e-8, weight decay 0.05.
@@ -203,6 +234,45 @@ mod tests {
         Ok(())
     }
 
+    /// Without an f32 copy the update is that of an f32 weight that begins with the same value, rounded by the same words;
+    /// so it is with moments in 8 bits.
+    #[test]
+    fn weights_of_16_bits_are_updated_in_f32() -> Result<()> {
+        let (n, d) = (CHUNK + 700, &Device::Cpu);
+        for dtype in [DType::BF16, DType::F16] {
+            let [m, v, g] = [2, 3, 4].map(|seed| randn(seed, n, DType::F32));
+            let (m, v, g) = (m?, v?.sqr()?, g?);
+            let p = randn(1, n, DType::F32)?.to_dtype(dtype)?;
+            let wide = p.to_dtype(DType::F32)?;
+            let (own, draws) = ([m.force_contiguous()?, v.force_contiguous()?], Draws::new(5, 2, 1, 512));
+            let k =
+                AdamW { lr: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 2, grad_scale: 0.3 };
+            adamw(&wide, &m, &v, &g, None, &k)?;
+            adamw_rounded(&p, [&own[0], &own[1], &g], draws, &k)?;
+            let want = Tensor::zeros(n, dtype, d)?;
+            round(&wide, &want, draws)?;
+            close(&p, &want, 0.0);
+            close(&own[0], &m, 0.0);
+            close(&own[1], &v, 0.0);
+
+            let eight_bit = || -> Result<EightBit> {
+                let codes = |zero: u8| candle_core::Tensor::full(zero, n, d).map(Tensor::Real);
+                let scales = || Tensor::zeros(n.div_ceil(BLOCK), DType::F32, d);
+                let (codes, scales) = ([codes(ZERO[0])?, codes(ZERO[1])?], [scales()?, scales()?]);
+                Ok(EightBit { codes, scales, maps: maps(d)? })
+            };
+            let (a, b) = (eight_bit()?, eight_bit()?);
+            let p = randn(1, n, DType::F32)?.to_dtype(dtype)?;
+            let wide = p.to_dtype(DType::F32)?;
+            adamw8bit(&wide, &a, &g, None, &k)?;
+            adamw8bit_rounded(&p, &b, &g, draws, &k)?;
+            round(&wide, &want, draws)?;
+            close(&p, &want, 0.0);
+            close(&a.scales[1], &b.scales[1], 0.0);
+        }
+        Ok(())
+    }
+
     #[test]
     fn sums_of_squares_and_what_is_not_finite() -> Result<()> {
         let (g, p) = (randn(4, 50, DType::F32)?, randn(1, 50, DType::F32)?);
@@ -210,7 +280,9 @@ mod tests {
         let want = g.sqr()?.sum_all()?.to_scalar::<f32>()? + p.sqr()?.sum_all()?.to_scalar::<f32>()?;
         assert!((n - f64::from(want)).abs() < 1e-4);
         assert!(finite(&g)?);
-        assert!(!finite(&Tensor::new(&[1f32, f32::INFINITY], &Device::Cpu)?)?);
+        let infinite = Tensor::new(&[1f32, f32::INFINITY], &Device::Cpu)?;
+        assert!(!finite(&infinite)? && !finite(&infinite.to_dtype(DType::BF16)?)?);
+        assert!(finite(&g.to_dtype(DType::BF16)?)?);
         Ok(())
     }
 }

@@ -7,10 +7,12 @@
 use super::tiles::FEW;
 use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
+use crate::kernel::cast;
 use crate::kernel::cpu::{Real, View, dot, ghosts, onto, tensor, view};
-use crate::kernel::gemm::{self, Mat};
+use crate::kernel::gemm::{self, Mat, pairs};
 use crate::kernel::tensor::Ghost;
 use candle_core::{DType, Result, Storage, StorageRef};
+use half::bf16;
 use rayon::prelude::*;
 use std::ops::{Deref, Range};
 
@@ -146,6 +148,17 @@ impl Slices<'_> {
     }
 }
 
+impl Slices<'_> {
+    /// Dequantizes some columns of some rows of a matrix with `cols` of them, which was rounded to bf16.
+    fn tile(&self, cols: usize, rows: Range<usize>, columns: Range<usize>, tile: &mut [bf16]) {
+        let mut wide = vec![0f32; columns.len()];
+        for (r, tile) in rows.zip(tile.chunks_mut(columns.len().max(1))) {
+            self.dequantize(r * cols + columns.start, &mut wide);
+            tile.iter_mut().zip(&wide).for_each(|(t, x)| *t = cast::narrow(*x));
+        }
+    }
+}
+
 /// Looks codes up; with `odd` the first one is in the lower half of its byte.
 #[inline]
 fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
@@ -202,6 +215,14 @@ pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     if k != w.cols {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
     }
+    if t > FEW && w.compute == x.dtype() && pairs::takes(&[x])? {
+        let host = x.real().ok().map(|_| Host::of(w)).transpose()?;
+        let s = host.as_ref().map(Host::slices);
+        let make = |columns: Range<usize>, inner: Range<usize>, tile: &mut [bf16]| {
+            s.iter().for_each(|s| s.tile(w.cols, columns.clone(), inner.clone(), tile));
+        };
+        return pairs::made(x, w.rows, true, &make, None);
+    }
     let tiles = gemm::ghost_tiles((t, k, w.rows), tile_width(k), true, true);
     if let Some([y]) = ghosts::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], tiles) {
         return Ok(y);
@@ -234,6 +255,14 @@ pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor
     let (t, k) = dy.dims2()?;
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
+    }
+    if w.compute == dy.dtype() && pairs::takes(&[dy])? {
+        let host = dy.real().ok().map(|_| Host::of(w)).transpose()?;
+        let s = host.as_ref().map(Host::slices);
+        let make = |columns: Range<usize>, inner: Range<usize>, tile: &mut [bf16]| {
+            s.iter().for_each(|s| s.tile(w.cols, inner.clone(), columns.clone(), tile));
+        };
+        return pairs::made(dy, w.cols, false, &make, dx);
     }
     let tiles = gemm::ghost_tiles((t, k, w.cols), tile_width(k), true, false);
     if dy.ghost().is_some() {

@@ -8,7 +8,7 @@
 
 mod cuda;
 
-use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, view};
+use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, vectorised, view};
 use super::norm;
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
@@ -109,16 +109,18 @@ fn apply_cpu<T: Real>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> 
         .zip(cv.par_chunks(ROWS * half).zip(sv.par_chunks(ROWS * half)))
         .for_each(|((y, x), (cos, sin))| {
             let tokens = y.chunks_mut(h * c).zip(x.chunks(h * c)).zip(cos.chunks(half).zip(sin.chunks(half)));
-            for ((y, x), (cos, sin)) in tokens {
-                for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
-                    let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
-                    for i in 0..half {
-                        let s = sin[i] * sign;
-                        y1[i] = x1[i] * cos[i] - x2[i] * s;
-                        y2[i] = x2[i] * cos[i] + x1[i] * s;
+            vectorised(|| {
+                for ((y, x), (cos, sin)) in tokens {
+                    for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
+                        let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
+                        for i in 0..half {
+                            let s = sin[i] * sign;
+                            y1[i] = x1[i] * cos[i] - x2[i] * s;
+                            y2[i] = x2[i] * cos[i] + x1[i] * s;
+                        }
                     }
                 }
-            }
+            });
         });
     tensor(y, x.shape(), x.dtype())
 }

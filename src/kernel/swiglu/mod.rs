@@ -2,7 +2,7 @@
 
 mod cuda;
 
-use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, view};
+use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, vectorised, view};
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use candle_core::Result;
@@ -73,7 +73,7 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-#[inline]
+#[inline(always)]
 fn logistic<T: Real>(x: T) -> T {
     T::one() / (T::one() + (-x).exp())
 }
@@ -85,9 +85,11 @@ fn forward_cpu<T: Real>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let (g, u) = (view::<T>(gate)?, view::<T>(up)?);
     let mut y = vec![T::zero(); g.len()];
     y.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK))).for_each(|(y, (g, u))| {
-        for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
-            *y = *g * logistic(*g) * *u;
-        }
+        vectorised(|| {
+            for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
+                *y = *g * logistic(*g) * *u;
+            }
+        });
     });
     tensor(y, gate.shape(), gate.dtype())
 }
@@ -103,11 +105,13 @@ fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Ten
         .zip(du.par_chunks_mut(CHUNK))
         .zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK)).zip(d.par_chunks(CHUNK)))
         .for_each(|((dg, du), ((g, u), d))| {
-            for i in 0..g.len() {
-                let s = logistic(g[i]);
-                du[i] = d[i] * g[i] * s;
-                dg[i] = d[i] * u[i] * s * (T::one() + g[i] * (T::one() - s));
-            }
+            vectorised(|| {
+                for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
+                    let s = logistic(*g);
+                    *du = *d * *g * s;
+                    *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
+                }
+            });
         });
     Ok((tensor(dg, gate.shape(), gate.dtype())?, tensor(du, gate.shape(), gate.dtype())?))
 }

@@ -1,0 +1,103 @@
+//! `metrics.csv`: steps and evaluations as a table, for spreadsheets and data frames.
+
+use crate::store;
+use serde_json::Value;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// The columns; an event that lacks one leaves it empty.
+const COLUMNS: &[&str] = &[
+    "event",
+    "step",
+    "loss",
+    "aux_loss",
+    "z_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "target_tokens",
+    "seconds",
+    "tokens_per_second",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "exact_match",
+    "rouge_l",
+    "regex_match",
+];
+
+/// The table that a run writes.
+#[derive(Debug)]
+pub struct Table {
+    path: PathBuf,
+    file: File,
+}
+
+impl Table {
+    /// Writes the table of these events anew, and goes on from there.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn open(path: &Path, events: &[Value]) -> Result<Self, store::Error> {
+        let mut text = COLUMNS.join(",") + "\n";
+        events.iter().filter_map(row).for_each(|row| text.push_str(&row));
+        store::write_atomic(path, text.as_bytes())?;
+        let file = OpenOptions::new().append(true).open(path);
+        let file = file.map_err(|e| store::Error::write("open", path, None, e))?;
+        Ok(Self { path: path.to_path_buf(), file })
+    }
+
+    /// Appends an event, if it has a row.
+    ///
+    /// # Errors
+    /// A disk that takes no more.
+    pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
+        let Some(row) = row(event) else { return Ok(()) };
+        let written = self.file.write_all(row.as_bytes());
+        written.map_err(|e| store::Error::write("append to", &self.path, Some(row.len() as u64), e))
+    }
+}
+
+/// A line of the table; only steps and evaluations have one. Its values are numbers and one word: nothing is quoted.
+fn row(event: &Value) -> Option<String> {
+    if !matches!(event["event"].as_str(), Some("step" | "eval")) {
+        return None;
+    }
+    let cell = |column: &&str| match &event[*column] {
+        Value::Number(n) => n.to_string(),
+        Value::String(word) => word.clone(),
+        _ => String::new(),
+    };
+    Some(COLUMNS.iter().map(cell).collect::<Vec<_>>().join(",") + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn steps_and_evaluations_are_rows() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("metrics.csv");
+        let before = [
+            json!({"event": "start", "step": 0}),
+            json!({"event": "step", "step": 1, "loss": 2.5, "lr": 1e-3, "tokens": 7, "grad_norm": null}),
+        ];
+        let mut t = Table::open(&path, &before)?;
+        t.write(&json!({"event": "sample", "step": 1, "prompt": "a,b"}))?;
+        t.write(&json!({"event": "eval", "step": 1, "loss": 2.0, "target_tokens": 3}))?;
+        let mut read = csv::Reader::from_path(&path)?;
+        assert_eq!(read.headers()?.iter().collect::<Vec<_>>(), COLUMNS);
+        let rows = read.records().collect::<Result<Vec<_>, _>>()?;
+        let shown: Vec<Vec<&str>> = rows.iter().map(|r| r.iter().take(9).collect()).collect();
+        assert_eq!(
+            shown,
+            [
+                ["step", "1", "2.5", "", "", "", "0.001", "7", ""],
+                ["eval", "1", "2.0", "", "", "", "", "", "3"],
+            ]
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! What launched this process: one of several that are to be ranks of one run, or none.
+//!
+//! Launchers say it in the environment: `torchrun` (and whoever sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`),
+//! `mpirun` (Open MPI's and PMI's names) and `srun` (`SLURM_*`).
+
+use std::env::var;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+
+/// How processes that were launched find one another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Meeting {
+    /// By MPI.
+    Mpi,
+    /// At a host and a port, where the first listens.
+    At(String, u16),
+    /// They were not told: what is missing.
+    Nowhere(&'static str),
+}
+
+/// A process of several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Its number, from 0.
+    pub rank: usize,
+    /// How many there are.
+    pub world: usize,
+    /// Its number among those of its machine, where that is said.
+    pub local: Option<usize>,
+    /// How they meet.
+    pub meeting: Meeting,
+}
+
+/// Ports that a job's processes meet at where nothing else says it: so many from the first on, by the job's number.
+const PORTS: (u64, u64) = (20_000, 10_000);
+
+impl Launch {
+    /// Of this process, where a launcher has started several.
+    pub fn of_env() -> Option<Self> {
+        Self::of(&|key| var(key).ok().filter(|v| !v.is_empty()), cfg!(feature = "mpi"))
+    }
+
+    fn of(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Option<Self> {
+        let number = |key: &str| said(key)?.trim().parse::<usize>().ok();
+        let port = || number("MASTER_PORT").and_then(|p| u16::try_from(p).ok());
+        let of = |rank: &str, world: &str, local: &str| {
+            let (rank, world) = (number(rank)?, number(world)?);
+            (world > 1 && rank < world).then(|| (rank, world, number(local)))
+        };
+        let launch = |(rank, world, local), meeting| Some(Self { rank, world, local, meeting });
+        let by_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ];
+        let by_mpi = by_mpi.into_iter().find_map(|(rank, world, local)| of(rank, world, local));
+        if let (Some(told), Some(host), Some(port)) =
+            (of("RANK", "WORLD_SIZE", "LOCAL_RANK"), said("MASTER_ADDR"), port())
+        {
+            // torchrun listens at that port itself
+            let taken = said("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
+            return launch(told, Meeting::At(host, port.saturating_add(u16::from(taken))));
+        }
+        if let Some(told) = by_mpi.filter(|_| mpi) {
+            return launch(told, Meeting::Mpi);
+        }
+        let steps = of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID");
+        // a job's script is a process that no `srun` started
+        let in_step = ["SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"].iter().any(|k| said(k).is_some());
+        let steps = steps.or_else(|| of("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID").filter(|_| in_step));
+        if let Some(told) = steps {
+            let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|k| said(k));
+            let host = said("MASTER_ADDR")
+                .or(nodes.as_deref().and_then(first_node))
+                .or(said("SLURM_LAUNCH_NODE_IPADDR"));
+            let job = || {
+                let (job, step) =
+                    (number("SLURM_JOB_ID")? as u64, number("SLURM_STEP_ID").unwrap_or(0) as u64);
+                u16::try_from(PORTS.0 + (job + step) % PORTS.1).ok()
+            };
+            let meeting = match (host, port().or_else(job)) {
+                (Some(host), Some(port)) => Meeting::At(host, port),
+                _ => Meeting::Nowhere("srun has told no host and no job: set MASTER_ADDR and MASTER_PORT"),
+            };
+            return launch(told, meeting);
+        }
+        let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
+        by_mpi.and_then(|told| launch(told, Meeting::Nowhere(why)))
+    }
+
+    /// The address that the first listens at, and whether that is this machine's alone.
+    ///
+    /// # Errors
+    /// A host that is not known here.
+    pub fn address(host: &str, port: u16) -> Result<(SocketAddr, bool), String> {
+        let mut all = (host, port).to_socket_addrs().map_err(|e| format!("{host}:{port}: {e}"))?;
+        let first = all.next().ok_or_else(|| format!("{host}: no address"))?;
+        Ok((
+            first,
+            match first.ip() {
+                IpAddr::V4(ip) => ip.is_loopback(),
+                IpAddr::V6(ip) => ip.is_loopback(),
+            },
+        ))
+    }
+}
+
+/// The first of a list of nodes as Slurm writes it: `n[01-04,9],other` begins with `n01`.
+fn first_node(list: &str) -> Option<String> {
+    let end = list.find([',', '[']).unwrap_or(list.len());
+    let (name, rest) = list.split_at(end);
+    let Some(inside) = rest.strip_prefix('[') else {
+        return Some(name.to_string()).filter(|n| !n.is_empty());
+    };
+    let number = &inside[..inside.find([',', '-', ']'])?];
+    let behind = inside.split_once(']')?.1;
+    let behind = &behind[..behind.find(',').unwrap_or(behind.len())];
+    Some(format!("{name}{number}{behind}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str, mpi: bool) -> Option<Launch> {
+        let all: Vec<_> = text.split_whitespace().filter_map(|w| w.split_once('=')).collect();
+        Launch::of(&|key| all.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string()), mpi)
+    }
+
+    fn at(rank: usize, world: usize, local: Option<usize>, host: &str, port: u16) -> Option<Launch> {
+        Some(Launch { rank, world, local, meeting: Meeting::At(host.into(), port) })
+    }
+
+    #[test]
+    fn launchers_are_understood() {
+        let torch = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=h MASTER_PORT=29500";
+        assert_eq!(of(torch, false), at(3, 4, Some(1), "h", 29_500));
+        let agent = format!(
+            "{torch} TORCHELASTIC_USE_AGENT_STORE=True OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4"
+        );
+        assert_eq!(of(&agent, true), at(3, 4, Some(1), "h", 29_501));
+        assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", true), None);
+        assert_eq!(of("RANK=0 WORLD_SIZE=2", true), None);
+        let open = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1";
+        let mpi = Launch { rank: 1, world: 2, local: Some(1), meeting: Meeting::Mpi };
+        assert_eq!(of(open, true), Some(mpi));
+        assert!(matches!(of(open, false), Some(Launch { meeting: Meeting::Nowhere(_), .. })));
+        let slurm = "SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=20003 SLURM_STEP_ID=1";
+        // of the job's script, which is no task of a step
+        assert_eq!(of(slurm, false), None);
+        let step = format!("{slurm} SLURM_STEP_NODELIST=n[07-09],m1");
+        assert_eq!(of(&step, false), at(2, 4, Some(0), "n07", 20_004));
+        let launched = format!("{slurm} SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 MASTER_PORT=7");
+        assert_eq!(of(&launched, false), at(2, 4, Some(0), "10.0.0.1", 7));
+    }
+
+    #[test]
+    fn the_first_node_of_a_list_is_found() {
+        for (list, first) in [
+            ("a", "a"),
+            ("a,b", "a"),
+            ("a[3,5-7]", "a3"),
+            ("a[01-04]-ib,b", "a01-ib"),
+            ("gpu-1.x,gpu-2.x", "gpu-1.x"),
+        ] {
+            assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
+        }
+        assert_eq!(first_node(""), None);
+        assert_eq!(first_node("a[1"), None);
+    }
+}

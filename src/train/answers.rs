@@ -1,0 +1,112 @@
+//! Evaluation by generation: the model answers evaluation samples, and its answers are scored against theirs.
+
+use super::{Error, Job};
+use crate::data::{Dataset, Scores, question};
+use crate::model::Decoder;
+use crate::recipe::Recipe;
+use crate::walk::generate::{Reader, answer};
+use crate::walk::visit::Around;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use regex::Regex;
+use serde_json::{Value, json};
+
+/// The scores of the model's answers to the first `generate.samples` samples of the evaluation that can be asked, by this
+/// process alone; `None` where the recipe does not ask for it. `stop` is asked before each answer and each of its tokens.
+///
+/// # Errors
+/// A model without a tokenizer; no sample that can be asked; [`Error::Abandoned`]; a tensor operation that fails.
+pub fn score(
+    job: &Job,
+    decoder: &Decoder,
+    around: &dyn Around,
+    data: &Dataset,
+    stop: &dyn Fn() -> bool,
+) -> crate::Result<Option<Scores>> {
+    let g = &job.recipe.generate;
+    if g.samples == 0 {
+        return Ok(None);
+    }
+    let fail = |why: &str| Error::Usage(format!("{}: {why}", job.recipe.place("generate.samples")));
+    check(job)?;
+    let Some(tokenizer) = &job.tokenizer else { return Ok(None) };
+    let regex = regex(&job.recipe)?;
+    let mut scores = Scores::default();
+    for i in 0..data.samples.len() {
+        if scores.samples == g.samples {
+            break;
+        }
+        let Some((prompt, reference)) =
+            data.samples.get(i)?.map(|e| question(&e, tokenizer)).transpose()?.flatten()
+        else {
+            continue;
+        };
+        if stop() {
+            return Err(Error::Abandoned.into());
+        }
+        let sampling = match g.temperature {
+            t if t > 0.0 => Sampling::All { temperature: t },
+            _ => Sampling::ArgMax,
+        };
+        // each answer has numbers of its own, so that it does not hang on those before
+        let mut sampler =
+            LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
+        let mut reader =
+            Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).around(around);
+        let mut go_on = |_: &str| !stop();
+        let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut go_on)?;
+        if stop() {
+            return Err(Error::Abandoned.into());
+        }
+        scores.add(&reference, &reply.text, reply.tokens, regex.as_ref());
+    }
+    match scores.samples {
+        0 => Err(fail(
+            "no sample of the evaluation has a prompt and a whole answer to it: texts without a prompt have none, and \
+             data.max_length may cut them\n  hint: leave it out",
+        )
+        .into()),
+        _ => Ok(Some(scores.means())),
+    }
+}
+
+/// Whether the model can be asked at all.
+///
+/// # Errors
+/// A model without a tokenizer, where the recipe asks for answers.
+pub fn check(job: &Job) -> Result<(), Error> {
+    match job.tokenizer {
+        None if job.recipe.generate.samples > 0 => Err(Error::Usage(format!(
+            "{}: the model has no tokenizer.json, so it cannot be asked\n  hint: leave it out",
+            job.recipe.place("generate.samples")
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The recipe's regular expression.
+///
+/// # Errors
+/// One that is none.
+fn regex(recipe: &Recipe) -> crate::Result<Option<Regex>> {
+    let fail = |e: regex::Error| Error::Usage(format!("{}: {e}", recipe.place("generate.regex")));
+    Ok(recipe.generate.regex.as_deref().map(Regex::new).transpose().map_err(fail)?)
+}
+
+/// Adds scores to an event, under the names that the field has for them.
+pub fn add_to(event: &mut Value, scores: &Scores) {
+    event["exact_match"] = json!(scores.exact_match);
+    event["rouge_l"] = json!(scores.rouge_l);
+    if let Some(share) = scores.regex_match {
+        event["regex_match"] = json!(share);
+    }
+    event["generated_samples"] = json!(scores.samples);
+    event["generated_tokens"] = json!(scores.tokens);
+}
+
+/// Scores as a line tells them.
+pub fn line(scores: &Scores) -> String {
+    let percent = |share: f64| format!("{:.1} %", 100.0 * share);
+    let regex = scores.regex_match.map_or(String::new(), |s| format!(", regex match {}", percent(s)));
+    let (exact, samples) = (percent(scores.exact_match), scores.samples);
+    format!("exact match {exact}, ROUGE-L {:.4}{regex} of {samples} answers", scores.rouge_l)
+}

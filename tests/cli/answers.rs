@@ -1,0 +1,120 @@
+//! Evaluation by generation, and tokens that are kept between commands.
+
+use super::verbs::quickstart;
+use super::world::World;
+use serde_json::{Value, json};
+
+/// A world with the quickstart's model and a recipe that learns two answers by heart; evaluated on these and a third one.
+fn world() -> World {
+    let w = World::new();
+    let model = quickstart(&w);
+    let row = |q: &str, a: &str| {
+        json!({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}).to_string()
+            + "\n"
+    };
+    let learnt = row("Where is it?", "It is 12 miles off.") + &row("Who goes there?", "Nobody, it is 7.");
+    w.write("train.jsonl", &learnt);
+    w.write("eval.jsonl", learnt + &row("Which number?", "The number 90210 it shall be."));
+    w.write(
+        "r.toml",
+        format!(
+            "[model]\nsource = \"{model}\"\n[lora]\nrank = 8\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n[data]\n\
+             train = [{{ source = \"train.jsonl\", format = \"messages\" }}]\n\
+             eval = [{{ source = \"eval.jsonl\", format = \"messages\" }}]\nmax_length = 64\npack = false\n\
+             [generate]\nsamples = 3\nmax_new_tokens = 24\nregex = '\\d+'\n[optimizer]\nlr = 1e-2\n\
+             [run]\nsteps = 40\nbatch_rows = 2\neval_at_start = true\ndevice = \"cpu\"\noutput = \"o\"\n"
+        ),
+    );
+    w
+}
+
+fn scores(e: &Value) -> [f64; 3] {
+    ["exact_match", "rouge_l", "regex_match"].map(|key| e[key].as_f64().unwrap_or(-1.0))
+}
+
+/// What was learnt by heart is answered so, and nothing else; the same from a run's folder, and on ranks.
+#[test]
+fn answers_are_scored_beside_the_loss() {
+    let w = world();
+    let r = w.ok(&["run", "r.toml"]);
+    let evals = w.events("o", "eval");
+    let [before, after] = [&evals[0], &evals[1]].map(scores);
+    assert_eq!((before[0], before[2]), (0.0, 0.0), "{evals:?}");
+    assert!(after[0] > 0.6 && after[0] < 0.7 && after[2] > 0.6, "{evals:?}");
+    assert!(after[1] > before[1] && after[1] >= after[0] && after[1] < 1.0, "{evals:?}");
+    assert_eq!(evals[1]["generated_samples"], 3);
+    assert!(r.err.contains("exact match 66.7 %, ROUGE-L 0."), "{}", r.err);
+    let read = |args: &[&str]| -> Value { serde_json::from_str(&w.ok(args).out).expect("JSON") };
+    let again = read(&["eval", "o", "--json"]);
+    assert_eq!((scores(&again), &again["generated_tokens"]), (after, &evals[1]["generated_tokens"]));
+    assert!(w.ok(&["eval", "o"]).out.contains("generated   exact match 66.7 %"));
+    let one = read(&["eval", "o", "--json", "generate.samples=1"]);
+    assert_eq!((scores(&one)[0], &one["generated_samples"]), (1.0, &json!(1)));
+    assert_eq!(read(&["eval", "o", "--json", "generate={}"])["rouge_l"], Value::Null);
+    // drawn by the seed
+    let drawn = ["eval", "o", "--json", "generate.temperature=3"];
+    assert_eq!(read(&drawn), read(&drawn));
+    assert_ne!(scores(&read(&drawn)), after);
+
+    let parallel = |zero: u8| {
+        let (out, zero) = (format!("run.output=p{zero}"), format!("parallel.zero={zero}"));
+        w.ok(&["run", "r.toml", "run.steps=4", "parallel.data=2", &zero, &out]);
+        w.events(&out[11..], "eval").iter().map(scores).collect::<Vec<_>>()
+    };
+    assert_eq!(parallel(0), parallel(3));
+    assert!(w.ok(&["report", "o"]).code == 0);
+}
+
+#[test]
+fn what_cannot_be_asked_is_said() {
+    let w = world();
+    w.write("text.jsonl", "{\"text\": \"no prompt at all\"}\n");
+    for (set, code, says) in [
+        (&["data.eval.0.source=text.jsonl", "data.eval.0.format=text"][..], 2, "has a prompt"),
+        (&["generate.regex=("], 2, "generate.regex"),
+        (&["data.eval=[]", "run.eval_at_start=false"], 2, "generate.samples does nothing"),
+        (&["generate.samples=0"], 2, "generate.regex does nothing"),
+        (&["generate.samples=-1"], 2, "generate.samples"),
+    ] {
+        let r = w.ft(&[&["run", "r.toml"][..], set].concat());
+        assert!(r.code == code && r.err.contains(says), "{set:?}: {} {}", r.code, r.err);
+    }
+}
+
+/// With tokens that are kept, without, and after damage: the same run to the bit.
+#[test]
+fn kept_tokens_change_no_bit() {
+    let w = world();
+    let kept = || {
+        let entries = std::fs::read_dir(w.path("cache/tokens")).into_iter().flatten().flatten();
+        let mut all: Vec<_> =
+            entries.map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "tokens")).collect();
+        all.sort();
+        all
+    };
+    let run = |out: &str, more: &[&str]| {
+        let output = format!("run.output={out}");
+        let set = [
+            "run",
+            "r.toml",
+            "run.steps=3",
+            "run.eval_at_start=false",
+            "generate={}",
+            "data.pack=true",
+            &output,
+        ];
+        let r = w.ok(&[&set[..], more].concat());
+        (w.read(&format!("{out}/adapter/adapter_model.safetensors")), r.err)
+    };
+    let plain = run("a", &["data.cache=false"]).0;
+    assert_eq!(kept().len(), 0);
+    assert!(run("b", &[]).0 == plain);
+    assert_eq!(kept().len(), 2);
+    let (again, said) = run("c", &[]);
+    assert!(again == plain && !said.contains("anew"), "{said}");
+    std::fs::write(&kept()[0], b"other").expect("written");
+    let (anew, said) = run("d", &[]);
+    assert!(anew == plain && said.contains("made anew"), "{said}");
+    let hash = |out: &str| w.events(out, "start")[0]["hashes"]["data"].clone();
+    assert_eq!(hash("a"), hash("c"));
+}

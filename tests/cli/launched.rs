@@ -1,0 +1,122 @@
+//! Ranks that are processes of any launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, without MPI.
+
+use super::split::{self, ADAPTERS, MIXTURE, all, ends, launch};
+use super::world::{FULL, LORA, World};
+use rustix::process::{Pid, Signal, kill_process};
+use std::time::{Duration, Instant};
+
+fn run<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
+    [&["run", "r.toml", &own[0], &own[1]], set].concat()
+}
+
+fn own(run: &str, ranks: usize) -> [String; 2] {
+    [format!("run.output={run}"), format!("parallel.data={ranks}")]
+}
+
+/// Runs on processes; gives how it ended.
+#[track_caller]
+fn bits(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let numbers: Vec<usize> = (0..ranks).collect();
+    for (rank, r) in all(launch(w, &numbers, ranks, &run(&own(name, ranks), set))).iter().enumerate() {
+        assert_eq!(r.code, 0, "{set:?}: rank {rank} of {ranks}: {}", r.err);
+        assert!(rank == 0 || r.err.is_empty(), "rank {rank} speaks: {}", r.err);
+    }
+    ends(w, name)
+}
+
+#[test]
+fn processes_have_the_bits_of_threads() {
+    for (rules, set) in [
+        (FULL, &[][..]),
+        (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
+        (MIXTURE, &["memory.recompute=2", "model.dtype=bf16"]),
+        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
+    ] {
+        let w = split::world(rules);
+        w.ok(&run(&own("threads", 2), set));
+        let want = ends(&w, "threads");
+        for (ranks, zero) in [(2, 0), (2, 3), (4, 1), (4, 2)] {
+            let zero = format!("parallel.zero={zero}");
+            let got = bits(&w, ranks, &format!("run-{ranks}"), &[set, &[&zero, "--overwrite"]].concat());
+            assert!(got == want, "{set:?}: {ranks} processes, {zero}");
+        }
+        let wire = |run: &str| w.events(run, "step")[0]["wire_bytes"].clone();
+        assert!(wire("run-2").as_u64() > Some(0));
+        assert!(w.path("run-4/rank-3.log").is_file());
+    }
+}
+
+/// One that dies ends all others within five seconds, which name it; and the run goes on from its last checkpoint.
+#[test]
+fn a_process_that_dies_ends_all() {
+    let w = split::world(FULL);
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    for (signal, lost, says, limit) in [
+        (Signal::KILL, 2, "its process is gone", 5),
+        (Signal::KILL, 0, "its process is gone", 5),
+        (Signal::STOP, 1, "within 3 s", 8),
+    ] {
+        let name = format!("lost-{}-{lost}", signal.as_raw());
+        let long = ["parallel.zero=3", "parallel.timeout=3", "run.save_every=2", "run.epochs=4000"];
+        let processes = launch(&w, &[0, 1, 2, 3], 4, &run(&own(&name, 4), &long));
+        let end = Instant::now() + Duration::from_secs(60);
+        while w.checkpoints(&name).is_empty() {
+            assert!(Instant::now() < end, "no checkpoint");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let pid = |rank: usize| Pid::from_raw(processes[rank].id() as i32).expect("a number");
+        let (stopped, since) = (pid(lost), Instant::now());
+        kill_process(stopped, signal).expect("signalled");
+        let mut said = Vec::new();
+        for (rank, p) in processes.into_iter().enumerate() {
+            if rank == lost && signal == Signal::STOP {
+                // the others have ended without it
+                said.push(p);
+                continue;
+            }
+            let r = super::world::ran(p.wait_with_output().expect("an end"));
+            assert!(rank == lost || r.code == 7, "rank {rank}: {}: {}", r.code, r.err);
+            let log = if rank == 0 {
+                r.err
+            } else {
+                let log = String::from_utf8_lossy(&w.read(&format!("{name}/rank-{rank}.log"))).into_owned();
+                log + &r.err
+            };
+            for words in [&*format!("rank {lost} of 4 on {host}: "), says, "its last collective: "] {
+                assert!(rank == lost || log.contains(words), "rank {rank}: {words:?} is not in {log}");
+            }
+        }
+        assert!(since.elapsed() < Duration::from_secs(limit), "{:?}", since.elapsed());
+        for mut p in said {
+            p.kill().and_then(|()| p.wait()).expect("gone");
+        }
+        let again = ["--resume", "parallel.zero=1", "run.epochs=4000", "run.save_every=2"];
+        let steps = w.events(&name, "step").len();
+        let mut child = w.start(&run(&own(&name, 2), &again));
+        let end = Instant::now() + Duration::from_secs(60);
+        while w.events(&name, "step").len() <= steps + 2 {
+            assert!(Instant::now() < end, "it does not go on");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        child.kill().and_then(|()| child.wait()).expect("gone");
+    }
+}
+
+#[test]
+fn what_cannot_work_together_is_refused() {
+    let w = split::world(FULL);
+    let both =
+        |name: &str, ranks: usize, set: &[&str]| all(launch(&w, &[0, 1], 2, &run(&own(name, ranks), set)));
+    let said = |all: &[super::world::Ran], code: i32, words: &str| {
+        assert!(all.iter().all(|r| r.code == code), "{}{}", all[0].err, all[1].err);
+        assert_eq!(all[0].err.matches("error: ").count(), 1, "{}", all[0].err);
+        assert!(all[0].err.contains(words), "{}", all[0].err);
+    };
+    said(&both("bad", 2, &["parallel.comm=threads"]), 2, "is for the ranks of one");
+    said(&both("bad", 3, &["run.batch_rows=6"]), 2, "parallel.data=2");
+    said(&both("bad", 2, &["parallel.comm=nccl"]), 2, "is for CUDA devices");
+    said(&both("bad", 2, &["data.train.0.source=none.jsonl"]), 3, "none.jsonl");
+    assert!(!w.path("bad/model").exists());
+    let alone = w.ft(&["run", "r.toml", "run.output=bad", "parallel.comm=nccl"]);
+    assert!(alone.code == 2 && alone.err.contains("is for CUDA devices"), "{}", alone.err);
+}

@@ -1,0 +1,351 @@
+//! Several devices: threads of one process and processes, the same bits at every ZeRO stage; and ranks that are lost.
+
+use super::split::{self, ADAPTERS, MIXTURE, all, apart, ends, launch, launch_with};
+use super::world::{FULL, LORA, Ran, World, ran};
+use candle_core::{DType, Device, Tensor};
+use ft::comm::{self, At, Comm};
+use ft::kernel::cuda;
+use rustix::process::{Pid, Signal, kill_process};
+use std::time::{Duration, Instant};
+
+/// Whether there are so many devices, and NCCL; says so where there are not.
+pub fn devices(n: usize) -> bool {
+    let there = cuda::count();
+    match cuda::nccl_is_here() {
+        Ok(()) if there >= n => true,
+        Ok(()) => {
+            eprintln!("not run: {n} CUDA devices are needed, and there are {there}");
+            false
+        }
+        Err(e) => {
+            eprintln!("not run: {e}");
+            false
+        }
+    }
+}
+
+fn own(run: &str, ranks: usize) -> [String; 2] {
+    [format!("run.output={run}"), format!("parallel.data={ranks}")]
+}
+
+fn args<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
+    [&["run", "r.toml", "run.device=cuda", &own[0], &own[1]], set].concat()
+}
+
+/// Runs on devices of one process; gives how it ended.
+#[track_caller]
+fn bits(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    w.ok(&args(&own(name, ranks), set));
+    ends(w, name)
+}
+
+/// As [`bits`], of processes.
+#[track_caller]
+fn processes(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
+    let numbers: Vec<usize> = (0..ranks).collect();
+    for (rank, r) in all(launch(w, &numbers, ranks, &args(&own(name, ranks), set))).iter().enumerate() {
+        assert_eq!(r.code, 0, "{set:?}: rank {rank} of {ranks}: {}", r.err);
+    }
+    ends(w, name)
+}
+
+/// Six steps.
+const SHORT: &str = "run.epochs=0.6";
+
+#[test]
+fn stages_and_devices_have_the_same_bits() {
+    if !devices(4) {
+        return;
+    }
+    let (f32s, host) = ("model.dtype=f32", "memory.offload=['params', 'activations']");
+    for (rules, set) in [
+        (FULL, &[f32s][..]),
+        (FULL, &["memory.recompute=all"]),
+        (FULL, &[f32s, "memory.recompute=all", host]),
+        (LORA, &[f32s, "memory.recompute=1", "memory.offload=['optimizer']"]),
+        (ADAPTERS, &["model.quantize=nf4"]),
+        (MIXTURE, &[f32s, "memory.recompute=2"]),
+    ] {
+        let w = split::world(rules);
+        let set = [set, &[SHORT, "--overwrite"]].concat();
+        let run = |ranks: usize, zero: u8| {
+            let zero = format!("parallel.zero={zero}");
+            bits(&w, ranks, &format!("run-{ranks}"), &[&set[..], &[&zero]].concat())
+        };
+        let want = run(2, 0);
+        for (ranks, zero) in [(2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)] {
+            assert!(run(ranks, zero) == want, "{set:?}: {ranks} devices, stage {zero}");
+            let told = |event: &str, key: &str| w.events(&format!("run-{ranks}"), event)[0][key].clone();
+            let planned = told("start", "plan")["wire_bytes_a_step"].as_f64().expect("planned");
+            let came = told("step", "wire_bytes").as_f64().expect("counted");
+            let off = (came / planned - 1.0).abs();
+            assert!(off <= 0.01, "{set:?}, {ranks} devices, stage {zero}: {planned} planned, {came} came");
+        }
+        let one = run(1, 0);
+        if set.contains(&f32s) {
+            let far = apart(&want[0], &one[0]);
+            eprintln!("{set:?}: {far:.1e} from one device");
+            assert!(far <= 1e-6, "{set:?}: {far:.1e} from one device");
+        }
+    }
+}
+
+#[test]
+fn processes_have_the_bits_of_threads() {
+    if !devices(4) {
+        return;
+    }
+    for (rules, set) in [(FULL, &[][..]), (MIXTURE, &["memory.recompute=2"])] {
+        let w = split::world(rules);
+        let set = [set, &[SHORT, "--overwrite"]].concat();
+        let want = bits(&w, 2, "threads", &set);
+        for (ranks, zero) in [(2, 0), (2, 3), (4, 2)] {
+            let zero = format!("parallel.zero={zero}");
+            let got = processes(&w, ranks, "processes", &[&set[..], &[&zero]].concat());
+            assert!(got == want, "{set:?}: {ranks} processes, {zero}");
+        }
+    }
+}
+
+/// Started by `mpirun`, each process has its own device too.
+#[test]
+#[cfg(feature = "mpi")]
+fn mpirun_starts_devices() {
+    if !devices(2) {
+        return;
+    }
+    let w = split::world(FULL);
+    let want = bits(&w, 2, "threads", &[SHORT]);
+    let own = own("mpi", 2);
+    let own_command = w.command(&[]);
+    let mut c = std::process::Command::new("mpirun");
+    c.args(["--oversubscribe", "--allow-run-as-root", "-n", "2", super::world::FT]);
+    c.args(args(&own, &[SHORT, "parallel.zero=3"]));
+    for (key, value) in own_command.get_envs() {
+        match value {
+            Some(value) => c.env(key, value),
+            None => c.env_remove(key),
+        };
+    }
+    let r = ran(c.current_dir(w.path("")).output().expect("mpirun is there"));
+    assert_eq!(r.code, 0, "{}", r.err);
+    assert!(ends(&w, "mpi") == want);
+}
+
+/// A checkpoint is of the run: other devices go on from it with the same bits, and the CPU goes on too.
+#[test]
+fn a_run_goes_on_with_other_devices() {
+    if !devices(4) {
+        return;
+    }
+    let w = split::world(FULL);
+    let f32s = "model.dtype=f32";
+    let whole = bits(&w, 2, "whole", &[f32s, "parallel.zero=1"]);
+    for (ranks, zero) in [(4, "parallel.zero=3"), (2, "parallel.zero=2")] {
+        std::fs::remove_dir_all(w.path("again")).ok();
+        bits(&w, ranks, "again", &[f32s, zero]);
+        for name in &w.checkpoints("again")[1..] {
+            std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
+        }
+        let back = if ranks == 4 { 2 } else { 4 };
+        assert!(bits(&w, back, "again", &[f32s, "--resume", "parallel.zero=0"]) == whole, "{ranks} {zero}");
+    }
+    for name in &w.checkpoints("again")[1..] {
+        std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
+    }
+    let cpu = ["run", "r.toml", "run.output=again", "run.device=cpu", f32s, "--resume", "parallel.data=2"];
+    w.ok(&cpu);
+    let far = apart(&whole[0], &ends(&w, "again")[0]);
+    eprintln!("on the CPU from step 4: {far:.1e}");
+    assert!(far <= 1e-4, "{far:.1e}");
+}
+
+#[test]
+fn what_this_machine_cannot_do_is_refused() {
+    if !devices(1) {
+        return;
+    }
+    let w = split::world(FULL);
+    let said = |r: &Ran, words: &str| {
+        assert!(r.code == 2 && r.err.contains(words), "{}: {}", r.code, r.err);
+        assert_eq!(r.err.matches("error: ").count(), 1, "{}", r.err);
+    };
+    let more = cuda::count() + 1;
+    let batch = format!("run.batch_rows={more}");
+    said(&w.ft(&args(&own("bad", more), &[&batch])), "CUDA device");
+    said(&w.ft(&args(&own("bad", 2), &["parallel.comm=mpi"])), "go by NCCL");
+    assert!(!w.path("bad/model").exists());
+}
+
+/// What an emulated device is asked for, in its order: at stage 3 the weights of a visit are on their way before the visit
+/// that comes before it begins.
+#[test]
+fn gathers_come_a_visit_ahead() {
+    if !devices(2) {
+        return;
+    }
+    let w = split::world(FULL);
+    let own = own("traced", 2);
+    let set =
+        args(&own, &["parallel.zero=3", "memory.recompute=all", "run.epochs=0.1", "run.eval_at_start=false"]);
+    let both = all(launch_with(&w, &[0, 1], 2, &set, &[("EMU_DEBUG", "1"), ("EMU_STREAMS", "eager")]));
+    assert!(both.iter().all(|r| r.code == 0), "{}", both[1].err);
+    let calls: Vec<&str> = both[0].err.lines().filter(|l| l.starts_with("emu: ")).collect();
+    let Some(loss) = calls.iter().position(|l| l.contains(" loss_")) else {
+        eprintln!("not run: the device does not write down what it is asked for");
+        return;
+    };
+    let is_gather = |l: &&&str| l.contains(" AllGather ") || l.contains(" nccl (group) ");
+    let forward: Vec<usize> = (0..loss).filter(|i| calls[*i].contains(" attention_forward")).collect();
+    assert_eq!(forward.len(), 3, "layers");
+    // up: the embedding and all layers down to that after this one, or the head
+    for (layer, at) in forward.iter().enumerate() {
+        let gathers = calls[..*at].iter().filter(is_gather).count();
+        assert!(gathers >= layer + 3, "layer {layer}: {gathers} gathers before it");
+    }
+    // down: each layer is computed again when the one below it is on its way
+    let again = (loss..calls.len()).filter(|i| calls[*i].contains(" attention_forward")).take(2);
+    let mut from = loss;
+    for at in again {
+        let gathers = calls[from..at].iter().filter(|l| l.contains(" AllGather ")).count();
+        assert!(gathers >= 1, "a layer is computed again with nothing on its way");
+        from = at;
+    }
+}
+
+/// A process that dies on its device ends all others within five seconds, which name it.
+#[test]
+fn a_process_that_dies_ends_all() {
+    if !devices(4) {
+        return;
+    }
+    let w = split::world(FULL);
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    for (signal, lost, says, limit) in [
+        (Signal::KILL, 2, "its process is gone", 5),
+        (Signal::KILL, 0, "its process is gone", 5),
+        (Signal::STOP, 1, "within 4 s", 10),
+    ] {
+        let name = format!("lost-{}-{lost}", signal.as_raw());
+        let long = ["parallel.zero=3", "parallel.timeout=4", "run.save_every=2", "run.epochs=4000"];
+        let processes = launch(&w, &[0, 1, 2, 3], 4, &args(&own(&name, 4), &long));
+        let end = Instant::now() + Duration::from_secs(60);
+        while w.checkpoints(&name).is_empty() {
+            assert!(Instant::now() < end, "no checkpoint");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let gone = Pid::from_raw(processes[lost].id() as i32).expect("a number");
+        let since = Instant::now();
+        kill_process(gone, signal).expect("signalled");
+        let mut stays = Vec::new();
+        for (rank, p) in processes.into_iter().enumerate() {
+            if rank == lost {
+                // it was killed, or the others have ended without it
+                stays.push(p);
+                continue;
+            }
+            let r = ran(p.wait_with_output().expect("an end"));
+            assert_eq!(r.code, 7, "rank {rank}: {}", r.err);
+            let log = std::fs::read(w.path(&format!("{name}/rank-{rank}.log"))).unwrap_or_default();
+            let log = String::from_utf8_lossy(&log).into_owned() + &r.err;
+            for words in [&*format!("rank {lost} of 4 on {host}: "), says, "its last collective: "] {
+                assert!(log.contains(words), "rank {rank}: {words:?} is not in {log}");
+            }
+        }
+        let took = since.elapsed();
+        assert!(took < Duration::from_secs(limit), "{took:?}");
+        for mut p in stays {
+            p.kill().and_then(|()| p.wait()).expect("gone");
+        }
+    }
+}
+
+/// What a rank does in a test of threads, each with a device.
+type Does = fn(&dyn Comm, &Device) -> ft::Result<Vec<f32>>;
+
+/// Runs it on each of so many ranks.
+fn each(world: usize, timeout: Duration, f: Does) -> Vec<ft::Result<Vec<f32>>> {
+    let group = comm::group(world, timeout);
+    std::thread::scope(|s| {
+        let start = |c: comm::Threads| {
+            s.spawn(move || {
+                let device = cuda::open(c.rank()).expect("a device");
+                let out = comm::on_device(&c, &device, timeout, |c| f(c, &device));
+                out.inspect_err(|e| c.fail(e))
+            })
+        };
+        let all: Vec<_> = group.into_iter().map(start).collect();
+        all.into_iter().map(|t| t.join().expect("no panic")).collect()
+    })
+}
+
+const N: usize = 1003;
+const SUM: At = At { what: "a test", unit: Some(3) };
+
+/// What a rank gives, of very different sizes, so that the order of a sum shows.
+fn part(rank: usize) -> Vec<f32> {
+    (0..N).map(|i| ((i * 37 + rank * 11) % 97) as f32 * 10f32.powi((i + 3 * rank) as i32 % 9 - 4)).collect()
+}
+
+fn sums(c: &dyn Comm, device: &Device) -> ft::Result<Vec<f32>> {
+    let (rank, world) = (c.rank(), c.world());
+    let at = |r: usize| N * r / world..N * (r + 1) / world;
+    let ranges: Vec<_> = (0..world).map(at).collect();
+    let tensor = |v: Vec<f32>| -> ft::Result<ft::kernel::Tensor> { Ok(Tensor::new(v, device)?.into()) };
+    let to = tensor(part(7)[at(rank)].to_vec())?;
+    // the second has no part to give
+    let mine = if rank == 1 { None } else { Some(tensor(part(rank))?) };
+    c.add(SUM, mine, at(rank), &to)?.wait()?;
+    let all: ft::kernel::Tensor = Tensor::zeros(N, DType::F32, device)?.into();
+    c.gather(SUM, to, &ranges, &all)?.wait()?;
+    Ok(all.real()?.to_vec1()?)
+}
+
+#[test]
+fn sums_are_in_rank_order() {
+    if !devices(4) {
+        return;
+    }
+    for world in [2, 3, 4] {
+        let mut want = part(7);
+        for r in (0..world).filter(|r| *r != 1) {
+            want.iter_mut().zip(part(r)).for_each(|(to, x)| *to += x);
+        }
+        for got in each(world, Duration::from_secs(60), sums) {
+            assert!(got.expect("a sum") == want, "{world} ranks");
+        }
+    }
+}
+
+/// One that fails by itself, and one that never comes, while the others wait for what it was to give.
+#[test]
+fn a_thread_that_fails_releases_the_others() {
+    if !devices(3) {
+        return;
+    }
+    let fails: Does = |c, device| {
+        sums(c, device)?;
+        match c.rank() {
+            1 => Err(candle_core::Error::Msg("no room".into()).into()),
+            _ => sums(c, device),
+        }
+    };
+    let late: Does = |c, device| {
+        sums(c, device)?;
+        if c.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        sums(c, device)
+    };
+    for (does, why, timeout) in [(fails, "no room", 60), (late, "parallel.timeout", 1)] {
+        let since = Instant::now();
+        for (rank, got) in each(3, Duration::from_secs(timeout), does).into_iter().enumerate() {
+            let e = got.expect_err("a rank is lost");
+            if rank != 1 {
+                let lost = e.of::<comm::Error>().unwrap_or_else(|| panic!("{e}"));
+                assert!(lost.rank == 1 && lost.at == SUM && e.to_string().contains(why), "{e}");
+            }
+        }
+        assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    }
+}
