@@ -25,6 +25,7 @@ pub mod schema;
 pub mod serve;
 
 use crate::error::Error;
+use crate::kernel::gemm::pairs;
 use crate::log::{color_on_stderr, escape, memory, panics, tell, tell_escaped};
 use crate::recipe;
 use crate::train;
@@ -166,6 +167,10 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     };
     if let Err(e) = train::exhausted::start_threads() {
         return exit(&[e.into()]);
+    }
+    // a variable that cannot be meant, before anything is done
+    if let Err(e) = pairs::path() {
+        return exit(&[usage(e.to_string())]);
     }
     let outcome = match cli.verb {
         Verb::Run(args) => run::run(&args),

@@ -68,6 +68,7 @@ impl Repository {
         Self { kind: "datasets", ..self }
     }
 
+    #[cfg(feature = "hub")]
     pub(super) fn is_dataset(&self) -> bool {
         self.kind == "datasets"
     }

@@ -86,6 +86,8 @@ struct Scope {
     n: f64,
     /// Bytes of its entries.
     new: u64,
+    /// Bytes of entries that are one for all parts: see [`Ledger::hold_once`].
+    common: u64,
     /// Bytes of older entries that it has dropped, of which each part had its own share. What is one for all of them is
     /// there until the last has dropped it.
     dropped: u64,
@@ -105,6 +107,8 @@ struct Entry {
     bytes: u64,
     /// Whether it stands for one in each of many parts.
     shares: bool,
+    /// Whether it is one for all parts, whichever made it.
+    once: bool,
 }
 
 #[derive(Debug, Default)]
@@ -130,14 +134,14 @@ impl State {
         }
     }
 
-    fn add(&mut self, role: Role, bytes: u64) -> usize {
+    fn add(&mut self, role: Role, bytes: u64, once: bool) -> usize {
         let id = self.entries.len();
-        self.entries.push(Entry { role, bytes, shares: false });
+        self.entries.push(Entry { role, bytes, shares: false, once });
         self.live[role as usize] += bytes;
         self.sum += bytes;
         self.listed.insert((role, bytes));
         for s in &mut self.scopes {
-            s.new += bytes;
+            *(if once { &mut s.common } else { &mut s.new }) += bytes;
             s.look();
         }
         self.peak();
@@ -145,13 +149,13 @@ impl State {
     }
 
     fn remove(&mut self, id: usize) {
-        let Some(Entry { role, bytes, shares }) = self.entries.get_mut(id) else { return };
+        let Some(Entry { role, bytes, shares, once }) = self.entries.get_mut(id) else { return };
         let bytes = std::mem::take(bytes);
         self.live[*role as usize] -= bytes;
         self.sum -= bytes;
         for s in &mut self.scopes {
             match id >= s.first {
-                true => s.new -= bytes,
+                true => *(if *once { &mut s.common } else { &mut s.new }) -= bytes,
                 false if *shares => s.dropped += bytes,
                 false => {}
             }
@@ -172,9 +176,9 @@ impl State {
 
     /// Ends a part that stands for `n`, `at_once` of them side by side.
     fn close(&mut self, scope: Scope, before: u64, at_once: f64) {
-        let Scope { first, n, new, dropped, most } = scope;
-        let mut grown = 0;
-        for e in self.entries.iter_mut().skip(first).filter(|e| e.bytes > 0) {
+        let Scope { first, n, new, common, dropped, most } = scope;
+        let (before, mut grown) = (before + common, 0);
+        for e in self.entries.iter_mut().skip(first).filter(|e| e.bytes > 0 && !e.once) {
             let all = (e.bytes as f64 * n).round() as u64;
             let live = &mut self.live[e.role as usize];
             *live = *live + all - e.bytes;
@@ -227,12 +231,21 @@ impl Ledger {
 
     /// Bytes in the current role, until what comes back is dropped.
     pub fn hold(&self, bytes: u64) -> Allocation {
+        self.allocate(bytes, false)
+    }
+
+    /// As [`Ledger::hold`], for bytes of which there is one whichever of [many parts](Ledger::times) comes first.
+    pub fn hold_once(&self, bytes: u64) -> Allocation {
+        self.allocate(bytes, true)
+    }
+
+    fn allocate(&self, bytes: u64, once: bool) -> Allocation {
         let id = if bytes == 0 {
             NOTHING
         } else {
             let mut s = self.state();
             let role = s.role;
-            s.add(role, bytes)
+            s.add(role, bytes, once)
         };
         Allocation { ledger: self.clone(), id }
     }
@@ -283,7 +296,7 @@ impl Ledger {
             let mut s = self.state();
             s.scale *= n;
             let first = s.entries.len();
-            s.scopes.push(Scope { first, n, new: 0, dropped: 0, most: 0.0 });
+            s.scopes.push(Scope { first, n, new: 0, common: 0, dropped: 0, most: 0.0 });
             s.sum
         };
         let out = f();
@@ -417,5 +430,24 @@ mod tests {
             assert!(a >= b && a <= b + 40.0, "{at_once} at once: {a}, in a loop {b}");
             drop((left, rest));
         }
+    }
+
+    /// What the first of many parts makes for all of them is there once.
+    #[test]
+    fn what_all_parts_share_is_there_once() {
+        let ledger = Ledger::new(Machine::default());
+        let mut shared = None;
+        ledger.times(8.0, 2.0, || {
+            ledger.times(3.0, 1.0, || {
+                shared.get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold_once(1000)));
+                ledger.touch(10);
+            });
+        });
+        let taken = ledger.take().at_peak;
+        assert_eq!((taken[Role::Gradients as usize], taken.iter().sum::<u64>()), (1000, 1020));
+        assert_eq!(ledger.take().at_peak[Role::Gradients as usize], 1000);
+        drop(shared);
+        ledger.take();
+        assert_eq!(ledger.take().at_peak, [0; ROLES]);
     }
 }

@@ -145,7 +145,8 @@ impl<'a> Sink<'a> {
     /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
     pub fn flat(&self, unit: usize) -> Result<Tensor> {
         if let Some((ledger, bytes, live)) = &self.live {
-            live.borrow_mut().get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold(*bytes)));
+            live.borrow_mut()
+                .get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold_once(*bytes)));
         }
         match &self.grads {
             Buffers::Kept(grads) => {

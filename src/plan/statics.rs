@@ -39,7 +39,7 @@ pub(super) const CUDA_HOST: u64 = 1792 << 20;
 const KEPT_PART: u64 = 40;
 /// What small blocks and their gaps take on the CPU, and code that is first used in training: so many bytes, and a part
 /// of the engine's (`benches/memory.py`).
-const SMALL_BLOCKS: (u64, u64) = (7 << 19, 64);
+const SMALL_BLOCKS: (u64, u64) = (5 << 20, 64);
 /// What writing a checkpoint from the CPU takes.
 pub(super) const WRITER: u64 = 1 << 20;
 /// Rows of logits that the check at the end compares, and bytes a logit of it.

@@ -530,8 +530,7 @@ impl StepInputs<'_> {
         let forward: Full = ledger.take().into();
         drop(y);
         let routing = saved.routed().map(|r| r.groups.clone());
-        // experts collect theirs side by side: a mixture's are counted for the whole visit
-        let own = if routing.is_some() { 0 } else { self.statics.own_live(unit) };
+        let own = self.statics.own_live(unit);
         let sink = || Sink::ghost(&self.shape.grads, ledger, own);
         let kept = live(ledger.keep());
         let rank = layer.room_back(&x, ctx);

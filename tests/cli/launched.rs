@@ -1,7 +1,7 @@
 //! Ranks that are processes of any launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, without MPI.
 
-use super::split::{self, ADAPTERS, MIXTURE, all, ends, launch};
-use super::world::{FULL, LORA, World};
+use super::split::{self, CASES, all, ends, launch};
+use super::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::{Duration, Instant};
 
@@ -26,12 +26,7 @@ fn bits(w: &World, ranks: usize, name: &str, set: &[&str]) -> Vec<Vec<u8>> {
 
 #[test]
 fn processes_have_the_bits_of_threads() {
-    for (rules, set) in [
-        (FULL, &[][..]),
-        (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
-        (MIXTURE, &["memory.recompute=2", "model.dtype=bf16"]),
-        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
-    ] {
+    for (rules, set) in CASES {
         let w = split::world(rules);
         w.ok(&run(&own("threads", 2), set));
         let want = ends(&w, "threads");

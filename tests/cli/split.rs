@@ -1,6 +1,6 @@
 //! What ranks split, in tests.
 
-use super::world::{Ran, World, ran, recipe};
+use super::world::{FULL, LORA, Ran, World, ran, recipe};
 use serde_json::json;
 use std::net::TcpListener;
 use std::process::{Child, Stdio};
@@ -34,6 +34,14 @@ dora = true
 [[train]]
 modules = ["mlp", "head"]
 "#;
+
+/// What ranks that are processes train, and with what settings.
+pub const CASES: [(&str, &[&str]); 4] = [
+    (FULL, &[]),
+    (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
+    (MIXTURE, &["memory.recompute=2", "model.dtype=bf16"]),
+    (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
+];
 
 /// A world with a recipe of 12 steps of four micro-batches, but for the last, which has two.
 pub fn world(rules: &str) -> World {

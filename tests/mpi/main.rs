@@ -11,10 +11,10 @@ mod split;
 mod world;
 
 use rustix::process::{Pid, Signal, kill_process};
-use split::{ADAPTERS, MIXTURE, ends};
+use split::{CASES, MIXTURE, ends};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use world::{Dice, FT, FULL, LORA, Ran, World, ran};
+use world::{Dice, FT, FULL, Ran, World, ran};
 
 /// `ft` on so many processes.
 fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
@@ -57,12 +57,7 @@ fn threads(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
 /// At every stage, of two and four processes; and each that follows has a file for what it says.
 #[test]
 fn processes_have_the_bits_of_threads() {
-    for (rules, set) in [
-        (FULL, &[][..]),
-        (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
-        (MIXTURE, &["memory.recompute=2", "model.dtype=bf16"]),
-        (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
-    ] {
+    for (rules, set) in CASES {
         let w = split::world(rules);
         let want = threads(&w, 2, "threads", set);
         for (ranks, zero) in [(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)] {

@@ -16,22 +16,16 @@ const EACH: usize = 16;
 
 /// Adds the numbers of an update.
 fn numbers<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
-    launch
-        .number(k.grad_scale as f32)
-        .number((1.0 - k.betas[0]) as f32)
-        .number(k.betas[1] as f32)
-        .number((1.0 - k.betas[1]) as f32)
-        .number((1.0 - k.lr * k.weight_decay) as f32)
-        .number(k.lr_over_bias() as f32)
-        .number(k.sqrt_bias2() as f32)
-        .number(k.eps as f32)
+    rest(launch.number(k.grad_scale as f32), k)
 }
 
 /// As [`numbers`], for moments in 8 bits.
 fn numbers8<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
+    rest(launch.number(k.grad_scale as f32).number(k.betas[0] as f32), k)
+}
+
+fn rest<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
     launch
-        .number(k.grad_scale as f32)
-        .number(k.betas[0] as f32)
         .number((1.0 - k.betas[0]) as f32)
         .number(k.betas[1] as f32)
         .number((1.0 - k.betas[1]) as f32)

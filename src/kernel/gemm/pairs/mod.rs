@@ -80,7 +80,11 @@ impl Path {
         let chosen = match wanted {
             None | Some("") => Self::ALL.into_iter().find(|p| p.is_here()),
             Some(word) => match Self::ALL.into_iter().find(|p| p.word() == word) {
-                None => return Err(format!("{VARIABLE}={word}: there are \"dots\" and \"widened\"")),
+                None => {
+                    return Err(format!(
+                        "{VARIABLE}={word}: unknown\n  hint: {VARIABLE}=dots or widened, or leave it out"
+                    ));
+                }
                 known => known,
             },
         };
