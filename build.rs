@@ -1,4 +1,5 @@
-//! Under the `cuda` feature compiles every CUDA source in src/kernel; without it does nothing.
+//! Tells the sources that decide tokens from others (`FT_TOKENS`, in the names of kept tokens), and under the `cuda` feature
+//! compiles every CUDA source in src/kernel.
 //!
 //! Each source becomes PTX for the compute capability in `CUDA_COMPUTE_CAP` (80, unless it is said otherwise; devices of
 //! that and all later ones run it), and machine code made from that very PTX for the cards that are at hand: those of
@@ -6,8 +7,18 @@
 //! into one fat binary, of which the driver takes what suits the device. What CI runs on an emulated device, which reads
 //! PTX, is so what the machine code was made from.
 
+use std::hash::{DefaultHasher, Hasher};
+use std::path::{Path, PathBuf};
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    match tokens() {
+        Ok(number) => println!("cargo:rustc-env=FT_TOKENS={number:016x}"),
+        Err(why) => {
+            eprintln!("src/data cannot be read: {why}");
+            std::process::exit(1);
+        }
+    }
     #[cfg(feature = "cuda")]
     if let Err(why) = cuda::compile() {
         eprintln!(
@@ -19,8 +30,38 @@ fn main() {
     }
 }
 
+/// A number of the sources that make tokens of rows, and of the versions of libraries.
+fn tokens() -> std::io::Result<u64> {
+    let mut all = files(Path::new("src/data"))?;
+    all.extend(Some(PathBuf::from("Cargo.lock")).filter(|lock| lock.exists()));
+    all.sort();
+    let mut hasher = DefaultHasher::new();
+    for path in all {
+        println!("cargo:rerun-if-changed={}", path.display());
+        let bytes = std::fs::read(&path)?;
+        hasher.write_usize(bytes.len());
+        hasher.write(&bytes);
+    }
+    Ok(hasher.finish())
+}
+
+/// All files below a folder; cargo is told to look at them and at the folders, so that a new one is seen.
+fn files(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
+    println!("cargo:rerun-if-changed={}", dir.display());
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        match path.is_dir() {
+            true => found.extend(files(&path)?),
+            false => found.push(path),
+        }
+    }
+    Ok(found)
+}
+
 #[cfg(feature = "cuda")]
 mod cuda {
+    use super::files;
     use std::error::Error;
     use std::fmt::Write;
     use std::path::{Path, PathBuf};
@@ -89,20 +130,6 @@ mod cuda {
 
     fn modified(path: &Path) -> Result<SystemTime> {
         Ok(std::fs::metadata(path)?.modified()?)
-    }
-
-    /// All files below a folder; cargo is told to look at them and at the folders, so that a new one is seen.
-    fn files(dir: &Path) -> Result<Vec<PathBuf>> {
-        println!("cargo:rerun-if-changed={}", dir.display());
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir(dir)? {
-            let path = entry?.path();
-            match path.is_dir() {
-                true => found.extend(files(&path)?),
-                false => found.push(path),
-            }
-        }
-        Ok(found)
     }
 
     struct Compiler {

@@ -25,8 +25,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Version of the files' layout, and of what decides tokens.
-const VERSION: u32 = 1;
+/// A number of the sources that decide tokens and how they are kept (`build.rs`).
+const SOURCES: &str = env!("FT_TOKENS");
 /// Files of a model's folder that decide how text becomes tokens.
 const TOKENIZER: &[&str] = &[
     "tokenizer.json",
@@ -111,7 +111,7 @@ impl Key<'_> {
             files.push(json!([format!("{:?}", kind(path)), bytes, hash]));
         }
         let key = json!({
-            "ft": env!("CARGO_PKG_VERSION"), "version": VERSION, "vocab": self.vocab_size, "files": files,
+            "ft": SOURCES, "vocab": self.vocab_size, "files": files,
             "format": self.shape.format.word(), "fields": self.source.fields, "mask": self.shape.mask.word(),
             "template": self.data.template, "model": model,
         });

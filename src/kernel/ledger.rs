@@ -91,13 +91,19 @@ struct Scope {
     /// Bytes of older entries that it has dropped, of which each part had its own share. What is one for all of them is
     /// there until the last has dropped it.
     dropped: u64,
+    /// How many of them go side by side.
+    at_once: f64,
     /// The most that one part takes beyond what it found.
     most: f64,
+    /// The most that the first ones take side by side, with what they make for all.
+    most_first: f64,
 }
 
 impl Scope {
-    fn look(&mut self) {
-        self.most = self.most.max(self.new as f64 - self.dropped as f64 / self.n);
+    fn look(&mut self, more: f64) {
+        let one = self.new as f64 - self.dropped as f64 / self.n + more;
+        self.most = self.most.max(one);
+        self.most_first = self.most_first.max(self.at_once * one + self.common as f64);
     }
 }
 
@@ -142,7 +148,7 @@ impl State {
         self.listed.insert((role, bytes));
         for s in &mut self.scopes {
             *(if once { &mut s.common } else { &mut s.new }) += bytes;
-            s.look();
+            s.look(0.0);
         }
         self.peak();
         id
@@ -166,7 +172,7 @@ impl State {
     fn rise(&mut self, more: f64) {
         let more = more.max(0.0).round() as u64;
         for s in &mut self.scopes {
-            s.most = s.most.max(s.new as f64 - s.dropped as f64 / s.n + more as f64);
+            s.look(more as f64);
         }
         if self.sum + more > self.high {
             (self.high, self.at_peak) = (self.sum + more, self.live);
@@ -174,10 +180,10 @@ impl State {
         }
     }
 
-    /// Ends a part that stands for `n`, `at_once` of them side by side.
-    fn close(&mut self, scope: Scope, before: u64, at_once: f64) {
-        let Scope { first, n, new, common, dropped, most } = scope;
-        let (before, mut grown) = (before + common, 0);
+    /// Ends a part that stands for `n`.
+    fn close(&mut self, scope: Scope, before: u64) {
+        let Scope { first, n, new, common, dropped, at_once, most, most_first } = scope;
+        let mut grown = 0;
         for e in self.entries.iter_mut().skip(first).filter(|e| e.bytes > 0 && !e.once) {
             let all = (e.bytes as f64 * n).round() as u64;
             let live = &mut self.live[e.role as usize];
@@ -188,13 +194,17 @@ impl State {
         self.sum = self.sum.saturating_add_signed(grown);
         for s in &mut self.scopes {
             s.new = s.new.saturating_add_signed(grown);
-            s.look();
+            s.look(0.0);
         }
-        // the first of them, when none of what they take over has gone; and the last, when all others have left theirs
-        let start = before as f64 + at_once * most;
+        // the first of them, when none of what they take over has gone; those that find what is for all; and the last, when
+        // all others have left theirs
+        let begin = before as f64 + most_first;
+        let (before, late) = ((before + common) as f64, n > at_once);
+        let start = before + at_once * most;
         let end =
-            (before - dropped) as f64 + (n - at_once) * new as f64 + at_once * (dropped as f64 / n + most);
-        self.rise(start.max(end) - self.sum as f64);
+            before - dropped as f64 + (n - at_once) * new as f64 + at_once * (dropped as f64 / n + most);
+        let later = if late { start.max(end) } else { begin };
+        self.rise(begin.max(later) - self.sum as f64);
         self.peak();
     }
 }
@@ -296,14 +306,24 @@ impl Ledger {
             let mut s = self.state();
             s.scale *= n;
             let first = s.entries.len();
-            s.scopes.push(Scope { first, n, new: 0, common: 0, dropped: 0, most: 0.0 });
+            let at_once = at_once.min(n);
+            s.scopes.push(Scope {
+                first,
+                n,
+                new: 0,
+                common: 0,
+                dropped: 0,
+                at_once,
+                most: 0.0,
+                most_first: 0.0,
+            });
             s.sum
         };
         let out = f();
         let mut s = self.state();
         s.scale /= n;
         if let Some(scope) = s.scopes.pop() {
-            s.close(scope, before, at_once.min(n));
+            s.close(scope, before);
         }
         out
     }
@@ -449,5 +469,17 @@ mod tests {
         drop(shared);
         ledger.take();
         assert_eq!(ledger.take().at_peak, [0; ROLES]);
+        // one that takes most before it makes that; where more follow, they find it
+        for (n, most) in [(1.0, 1040), (2.0, 1100)] {
+            let mut shared = None;
+            ledger.times(n, 1.0, || {
+                ledger.touch(100);
+                shared = Some(ledger.hold_once(1000));
+                ledger.touch(40);
+            });
+            assert_eq!(ledger.take().at_peak.iter().sum::<u64>(), most);
+            drop(shared);
+            ledger.take();
+        }
     }
 }
