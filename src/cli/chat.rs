@@ -12,7 +12,7 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::{print, tell, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{Loaded, Reading};
-use crate::recipe::{self, Device as DeviceName, Dtype, Quantize};
+use crate::recipe::{self, Device as DeviceName, Dtype, OneDevice, Quantize};
 use crate::store;
 use crate::train::job;
 use crate::walk::generate::{self, Reader};
@@ -72,9 +72,9 @@ pub struct Args {
 /// How a model that answers is loaded.
 #[derive(Debug, clap::Args)]
 pub struct Loading {
-    /// Where to compute
-    #[arg(long, default_value = "auto", value_parser = words(DeviceName::WORDS))]
-    pub(super) device: String,
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one
+    #[arg(long, default_value = "auto", value_parser = device_word)]
+    device: String,
     /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
@@ -83,14 +83,44 @@ pub struct Loading {
     quantize: Option<String>,
 }
 
+/// A word of `--device`.
+fn device_word(word: &str) -> Result<String, String> {
+    match word == DeviceName::Auto.word() || OneDevice::from_word(word).is_some() {
+        true => Ok(word.into()),
+        false => Err("auto, cpu, cuda, or cuda:1 by number".into()),
+    }
+}
+
+impl Loading {
+    /// The device.
+    ///
+    /// # Errors
+    /// One that is not there.
+    pub(super) fn device(&self) -> crate::Result<Device> {
+        Ok(match OneDevice::from_word(&self.device).filter(|_| self.device != DeviceName::Cuda.word()) {
+            Some(device) => job::one_device(device)?,
+            None => job::device(DeviceName::from_word(&self.device).unwrap_or(DeviceName::Auto))?,
+        })
+    }
+
+    /// The compute dtype, where it is named.
+    pub(super) fn dtype(&self) -> Option<Dtype> {
+        self.dtype.as_deref().and_then(Dtype::from_word)
+    }
+
+    /// The quantization, where it is named.
+    pub(super) fn quantize(&self) -> Option<Quantize> {
+        self.quantize.as_deref().and_then(Quantize::from_word)
+    }
+}
+
 /// Answers one prompt, or each line of stdin until it ends or says `/exit`.
 ///
 /// # Errors
 /// A model or adapter that cannot be found or used; a template that refuses the conversation.
 pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
-    let device = DeviceName::from_word(&args.loading.device).unwrap_or(DeviceName::Auto);
-    let device = job::device(device)?;
+    let device = args.loading.device()?;
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = find(&model, named.as_ref())?;
@@ -290,7 +320,7 @@ pub(super) fn load(
         }
     };
     let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
-    let named = args.dtype.as_deref().and_then(Dtype::from_word);
+    let named = args.dtype();
     fits(&base.config, &selection, (nf4, named), device)?;
     let dtype = job::dtype(named, device);
     let (base, progress) = (base.in_nf4(nf4), "loading");
@@ -298,7 +328,7 @@ pub(super) fn load(
 }
 
 /// Refuses what there is no memory for, before anything is loaded; says so where a conversation ends before the model does.
-fn fits(
+pub(super) fn fits(
     config: &Config,
     selection: &Selection,
     (nf4, dtype): (bool, Option<Dtype>),

@@ -11,7 +11,7 @@ use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, parameters};
 use crate::recipe::{Part, Quantize, Recipe, Source, Weights};
-use crate::train::{job, sources};
+use crate::train::{job, server, sources};
 use candle_core::{DType, Device};
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -107,6 +107,10 @@ impl Check<'_> {
         let recipe = self.recipe;
         let settings = Settings::from_env();
         let device = self.keep(job::device(recipe.run.device).map_err(Error::from));
+        if let Some(device) = &device {
+            let program = std::env::current_exe().ok();
+            self.keep(server::check(recipe, device.is_cuda(), program.as_deref()).map_err(Error::from));
+        }
         let compute = device.map(|d| (d.clone(), job::dtype(recipe.model.dtype, &d)));
         let mut found = Found { compute, ..Found::default() };
         let adapter_outcome = job::adapter(&settings, recipe, true);

@@ -2,10 +2,9 @@
 
 use crate::adapt;
 use crate::hub::Want;
-use crate::log::{read_metrics, tell};
-use crate::recipe::Recipe;
+use crate::log::tell;
 use crate::store::checkpoint::Checkpoints;
-use crate::train::{Job, output};
+use crate::train::{Job, latest, output};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -57,13 +56,7 @@ impl Given {
         let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
         let run =
             run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;
-        let mut recipe = Recipe::load(&run.join("recipe.toml"), &[])?;
-        // where the run found it, from the folder that it was started in
-        let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
-        let found = events.iter().find_map(|e| e["model"]["source"].as_str());
-        if let Some(source) = found.filter(|s| Path::new(s).exists()) {
-            recipe.model.source = source.into();
-        }
+        let mut recipe = latest::recipe_of(run)?;
         // it is read on the host
         recipe.run.device = crate::recipe::Device::Cpu;
         let job = Job::open(recipe, Want::Tokenizer, false)?;
@@ -80,7 +73,8 @@ impl Given {
     }
 }
 
-fn is_run(dir: &Path) -> bool {
+/// Whether a folder is that of a run.
+pub(super) fn is_run(dir: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl"].iter().all(|f| dir.join(f).is_file())
 }
 

@@ -37,6 +37,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         overwrite: args.overwrite,
         accept_change: args.accept_change.clone(),
         step: args.step,
+        program: std::env::current_exe().ok(),
     };
     match train::run(recipe, &options)? {
         Outcome::Done { result } => super::print(&format!("{}\n", result.display())),

@@ -56,6 +56,14 @@ pub fn holds_rows(path: &Path) -> bool {
     kind(path).is_some()
 }
 
+/// Bytes that a file of rows unpacks to for each that it has, about: texts are packed to a third or a fourth.
+pub fn unpacks_to(path: &Path) -> u64 {
+    match kind(path) {
+        Some((Kind::Parquet, _) | (_, Some(_))) => 4,
+        _ => 1,
+    }
+}
+
 /// The files of a source, sorted by name: of a file itself, of a folder those that hold rows, and of a pattern
 /// (`data/*.jsonl`, `data/**/part-?.parquet`) all that it matches.
 ///

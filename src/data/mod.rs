@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! files       a source as its files
-//! reader      a file's bytes as rows, with line and column
+//! reader      a file's bytes as rows, with line and column;   array: those of one JSON list
 //! tables      rows of tables of text, and of plain texts
 //! columns     rows of Parquet files
 //! guess       the format, where the recipe does not name it
@@ -36,6 +36,7 @@
 //! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts. What a text lost or changed
 //! where a row is used all the same is counted too, and told (`notes`).
 
+mod array;
 mod batches;
 mod beside;
 mod cache;
@@ -81,7 +82,7 @@ pub use beside::template_of;
 pub use dataset::{Checked, Dataset, kept};
 pub use encode::{Example, UNSUPERVISED};
 pub use error::{Error, Problem};
-pub use files::{files as find, holds_rows, is_hub_id};
+pub use files::{files as find, holds_rows, is_hub_id, unpacks_to};
 pub use form::{Form, Trained};
 pub use guess::{guess, to_write};
 pub use micro::{Micro, PROBE_TOKENS, Size};

@@ -1,5 +1,6 @@
 //! A data file's bytes as rows.
 
+use super::array::Array;
 use super::error::Error;
 use super::files::{self, Kind, Packed};
 use super::format::Shape;
@@ -13,8 +14,6 @@ use std::path::{Path, PathBuf};
 pub(super) const LONGEST_ROW: usize = 32 << 20;
 /// Values that a row may have: in memory, one takes up to a hundred bytes.
 const VALUES: usize = 8 << 20;
-/// Bytes of a file that is one array, which is read whole.
-const LONGEST_ARRAY: u64 = 512 << 20;
 
 /// A row before it is parsed: as JSON, whatever its file has.
 pub(super) struct RawRow {
@@ -125,14 +124,7 @@ impl Rows {
         Ok(match kind {
             Kind::Lines => Rows::Lines(lines()?),
             Kind::Text => Rows::Texts(Texts::new(lines()?, shape.name("text"))),
-            Kind::Array => {
-                let bytes = match packed {
-                    None => store::read_plain(path, LONGEST_ARRAY),
-                    Some(_) => read_packed(path, packed),
-                };
-                let bytes = bytes.map_err(cannot)?;
-                Rows::Array(Array { bytes, at: 0, line: 1, line_start: 0, state: State::Before })
-            }
+            Kind::Array => Rows::Array(Array::new(unpacked(path, packed).map_err(cannot)?, path.into())),
             Kind::Cells(between) => {
                 let file = unpacked(path, packed).map_err(cannot)?;
                 Rows::Cells(Box::new(Cells::open(file, path, between, shape)?))
@@ -148,23 +140,13 @@ impl Rows {
     }
 }
 
-/// All bytes of a packed file.
-fn read_packed(path: &Path, packed: Option<Packed>) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    unpacked(path, packed)?.take(LONGEST_ARRAY + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > LONGEST_ARRAY {
-        true => Err(io::Error::other(format!("it holds more than {} MiB, unpacked", LONGEST_ARRAY >> 20))),
-        false => Ok(bytes),
-    }
-}
-
 impl Iterator for Rows {
     type Item = Result<RawRow, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         match self {
             Rows::Lines(l) => l.next(),
-            Rows::Array(a) => a.next().map(Ok),
+            Rows::Array(a) => a.next(),
             Rows::Cells(c) => c.next(),
             Rows::Texts(t) => t.next(),
             #[cfg(feature = "parquet")]
@@ -213,131 +195,5 @@ impl Lines {
                 return Some(Ok(RawRow { line: self.line, column, bytes: Ok(bytes) }));
             }
         }
-    }
-}
-
-/// Rows of a file that is one JSON array: cut at the commas between items, so that each item is parsed alone and
-/// one bad item does not take the others with it.
-pub(super) struct Array {
-    bytes: Vec<u8>,
-    at: usize,
-    line: usize,
-    line_start: usize,
-    state: State,
-}
-
-#[derive(PartialEq)]
-enum State {
-    Before,
-    Inside,
-    Done,
-}
-
-impl Array {
-    fn next(&mut self) -> Option<RawRow> {
-        match self.state {
-            State::Done => return None,
-            State::Before => {
-                if self.bytes.starts_with(b"\xEF\xBB\xBF") {
-                    self.at = 3;
-                }
-                self.skip_space();
-                match self.bytes.get(self.at) {
-                    None => {
-                        self.state = State::Done;
-                        return None;
-                    }
-                    Some(b'[') => self.at += 1,
-                    Some(_) => {
-                        return Some(self.broken(
-                            "expected an array of rows; a file with one object a line is named .jsonl",
-                        ));
-                    }
-                }
-                self.skip_space();
-                self.state = State::Inside;
-                if self.bytes.get(self.at) == Some(&b']') {
-                    return self.close();
-                }
-            }
-            State::Inside => {}
-        }
-        self.skip_space();
-        let (line, column) = (self.line, self.at - self.line_start + 1);
-        let start = self.at;
-        let Some(end) = self.item_end() else {
-            self.state = State::Done;
-            let bytes = self.bytes[start..].to_vec();
-            let rest = if bytes.trim_ascii().is_empty() {
-                Err("the file ends where a row should begin".into())
-            } else {
-                Ok(bytes)
-            };
-            // A whole value without the closing bracket would parse: the file is cut all the same.
-            let row = RawRow { line, column, bytes: rest };
-            return Some(match row.parse() {
-                Ok(_) => self.broken("the file ends before the array's closing bracket"),
-                Err(_) => row,
-            });
-        };
-        let bytes = self.bytes[start..end].to_vec();
-        if self.bytes[end] == b',' {
-            self.at = end + 1;
-        } else if let Some(broken) = self.close() {
-            return Some(broken);
-        }
-        Some(RawRow { line, column, bytes: Ok(bytes) })
-    }
-
-    /// Behind the last item: nothing may follow the bracket.
-    fn close(&mut self) -> Option<RawRow> {
-        self.at += 1;
-        self.skip_space();
-        self.state = State::Done;
-        (self.at < self.bytes.len()).then(|| self.broken("text after the end of the array"))
-    }
-
-    fn broken(&mut self, why: &str) -> RawRow {
-        self.state = State::Done;
-        let column = self.at - self.line_start + 1;
-        RawRow { line: self.line, column, bytes: Err(why.into()) }
-    }
-
-    fn skip_space(&mut self) {
-        while let Some(b' ' | b'\t' | b'\r' | b'\n') = self.bytes.get(self.at) {
-            self.step();
-        }
-    }
-
-    fn step(&mut self) {
-        if self.bytes[self.at] == b'\n' {
-            self.line += 1;
-            self.line_start = self.at + 1;
-        }
-        self.at += 1;
-    }
-
-    /// Goes to the comma or bracket that ends the item.
-    fn item_end(&mut self) -> Option<usize> {
-        let (mut depth, mut quoted) = (0usize, false);
-        while let Some(&b) = self.bytes.get(self.at) {
-            if quoted {
-                match b {
-                    b'\\' if self.at + 1 < self.bytes.len() => self.step(),
-                    b'"' => quoted = false,
-                    _ => {}
-                }
-            } else {
-                match b {
-                    b'"' => quoted = true,
-                    b'{' | b'[' => depth += 1,
-                    b',' | b']' if depth == 0 => return Some(self.at),
-                    b'}' | b']' => depth = depth.saturating_sub(1),
-                    _ => {}
-                }
-            }
-            self.step();
-        }
-        None
     }
 }

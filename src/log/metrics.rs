@@ -185,6 +185,22 @@ pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
     Ok(lines.into_iter().map(|(_, event)| event).collect())
 }
 
+/// Bytes at the end of a file in which its last event is looked for: some kilobytes tell how a run ended.
+const LAST: u64 = 64 << 10;
+
+/// The last event of a metrics file that is whole; none where there is no such file, or for one as long as only the counts of
+/// very many experts are.
+pub fn last(path: &Path) -> Option<Value> {
+    let mut file = store::open_plain(path).ok()?;
+    let from = file.metadata().ok()?.len().saturating_sub(LAST);
+    let mut bytes = Vec::new();
+    file.seek(io::SeekFrom::Start(from)).ok()?;
+    file.take(LAST).read_to_end(&mut bytes).ok()?;
+    let end = bytes.iter().rposition(|b| *b == b'\n')?;
+    let line = bytes[..end].rsplit(|b| *b == b'\n').next()?;
+    serde_json::from_slice(line).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -220,9 +236,17 @@ mod tests {
         let nan = b"{\"event\":\"eval\",\"step\":2,\"loss\":null}\n".to_vec();
         let bad = b"{\"event\":\"step\",\"name\":\"\xff\",\"step\":2}\n\0\n[".to_vec();
         std::fs::write(&path, [good.clone(), nan, bad].concat())?;
+        assert_eq!(last(&path), None, "the last whole line is no event");
         let m = Metrics::open(&path, Some(2))?;
         assert!(!m.has("eval"), "an evaluation without a number is done again");
         assert_eq!(std::fs::read(&path)?, good);
+        std::fs::write(&path, [b"[]\n".to_vec(), good, b"{\"event\": \"e".to_vec()].concat())?;
+        assert_eq!(
+            last(&path).map(|e| e["step"].clone()),
+            Some(json!(1)),
+            "one that is being written does not count"
+        );
+        assert_eq!(last(&dir.path().join("none")), None);
         Ok(())
     }
 

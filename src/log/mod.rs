@@ -16,7 +16,7 @@ mod table;
 mod tensorboard;
 
 pub use metrics::Metrics;
-pub use metrics::{read as read_metrics, unix_time};
+pub use metrics::{last as last_event, read as read_metrics, unix_time};
 pub use progress::{Progress, Told, bytes_bar, rows_bar};
 pub use screen::{
     Escaped, color_on_stderr, color_on_stdout, escape, hush, moves_cursor, print, tell, tell_escaped,

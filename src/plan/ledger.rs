@@ -44,6 +44,8 @@ pub enum Component {
     InFlight,
     /// The chunk of logits that exists.
     Logits,
+    /// Keys and values of what was read, while the model answers.
+    Cache,
     /// Buffers of collectives, and of what is on its way to or from the host.
     Communication,
     /// What a mixture takes more where all tokens choose the same experts.
@@ -56,7 +58,7 @@ pub enum Component {
 
 impl Component {
     /// All of them.
-    pub const ALL: [Component; 22] = {
+    pub const ALL: [Component; 23] = {
         use Component::*;
         [
             Embedding,
@@ -77,6 +79,7 @@ impl Component {
             Workspace,
             InFlight,
             Logits,
+            Cache,
             Communication,
             Routing,
             AllocatorOverhead,
@@ -106,6 +109,7 @@ impl Component {
             Workspace => "workspace",
             InFlight => "weights_in_flight",
             Logits => "logits",
+            Cache => "key_value_cache",
             Communication => "communication",
             Routing => "routing_reserve",
             AllocatorOverhead => "allocator_overhead",
@@ -135,6 +139,7 @@ impl Component {
             Workspace => "workspace",
             InFlight => "weights in flight",
             Logits => "logit chunk",
+            Cache => "key-value cache",
             Communication => "communication",
             Routing => "routing reserve",
             AllocatorOverhead => "allocator overhead",
@@ -154,6 +159,7 @@ impl Component {
             Adapters => "lora.rank",
             Moments => "optimizer.name, memory.offload or parallel.zero",
             Batch | Workspace | Logits => "data.max_length or run.micro_rows",
+            Cache => "generate.max_new_tokens or data.max_length",
             Activations => "memory.recompute, data.max_length or run.micro_rows",
             InFlight | Communication | Routing | AllocatorOverhead | Context => {
                 "data.max_length or run.micro_rows"

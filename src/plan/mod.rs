@@ -11,7 +11,7 @@
 //! work      arithmetic of a step, and what else takes time;   rates: what `ft bench` measured
 //! search    the fastest that fits;   hints: what would make it fit
 //! theory    the textbook's 16 bytes a parameter;   report: for eyes and as JSON
-//! reading   what a model takes that only answers: `ft chat`
+//! reading   what a model takes that only answers: `ft chat`, and the server beside a run
 //! ```
 //!
 //! What an operation allocates and computes is said where it is, in `kernel`: a plan runs the engine's own `forward` and
@@ -39,7 +39,7 @@ mod tests;
 pub use crate::kernel::Machine;
 pub use hints::Hint;
 pub use ledger::{Bytes, Component, Listed, Peak, Phase};
-pub use reading::{Loaded, Reading};
+pub use reading::{Loaded, Reading, Server};
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
@@ -47,6 +47,7 @@ pub use workload::{Tokens, Workload};
 
 use crate::adapt::{self, LearningRate, Selection};
 use crate::error::{ExitCode, Failure};
+use crate::kernel::attention::Cache;
 use crate::log::memory;
 use crate::model::Config;
 use crate::model::layer::Layer;
@@ -57,7 +58,7 @@ use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use step::{Levels, Parts, StepInputs};
+use step::{Answers, Levels, Parts, StepInputs};
 use work::Work;
 
 /// Why a run cannot go ahead.
@@ -141,6 +142,8 @@ pub struct Plan {
     pub budget: Option<u64>,
     /// Host, disks and shared memory.
     pub space: Space,
+    /// The server beside it, whose host memory `space` has too.
+    pub server: Option<Server>,
     /// Whether the model is a mixture of experts.
     pub mixture: bool,
     /// Layers of the model.
@@ -207,7 +210,12 @@ impl Plan {
 
     /// Whether it fits the device, the host and the disks, as far as they are known.
     pub fn fits(&self) -> bool {
-        self.fits_device() && self.space.fits()
+        self.fits_device() && self.space.fits() && self.fits_server()
+    }
+
+    /// Whether the server's device has room.
+    pub fn fits_server(&self) -> bool {
+        self.server.is_none_or(|s| s.fits())
     }
 
     /// Takes down what host, disks and shared memory have, and what would make room there.
@@ -242,14 +250,19 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
 }
 
 /// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is what this process may hold
-/// of `host` memory in all, less what it takes of it beside the device's bytes.
-pub fn budget(recipe: &Recipe, machine: Machine, workload: &Workload, host: Option<u64>) -> Option<u64> {
+/// of `host` memory in all, less what it takes of it beside the device's bytes, and less what a server does.
+pub fn budget(
+    recipe: &Recipe,
+    machine: Machine,
+    workload: &Workload,
+    (host, server): (Option<u64>, u64),
+) -> Option<u64> {
     recipe.memory.budget.or_else(|| {
         let (free, beside) = match machine.cuda {
             true => (memory::cuda_memory()?.0, 0),
             false => {
                 let all = recipe.memory.host_budget.map(memory::part).or(host)?;
-                (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0))
+                (all, statics::PROCESS + statics::WRITER + workload.resident().unwrap_or(0) + server)
             }
         };
         // others live here too
@@ -323,6 +336,13 @@ impl<'a> Prepared<'a> {
         t.split(self.inputs.recipe.parallel.context as u64)
     }
 
+    /// The longest answer to an evaluation's samples: one process gives it alone.
+    fn answers(&self, eval: Tokens) -> Answers {
+        let (c, most) = (self.inputs.config, self.inputs.recipe.generate.max_new_tokens);
+        let token = Cache::bytes_of_a_token(c.kv_heads * c.head_dim, self.shape.dtype) * c.layers;
+        Answers::new(eval.longest, most as u64, token as u64)
+    }
+
     /// What a run with these tokens allocates; `heads` are the head's chunks that may be chosen.
     pub fn parts(&self, w: Workload, heads: &[u64]) -> candle_core::Result<Parts<'_>> {
         let r = self.inputs.recipe;
@@ -331,6 +351,7 @@ impl<'a> Prepared<'a> {
             statics: &self.statics,
             train: self.part(w.train),
             eval: w.eval.map(|t| self.part(t)),
+            answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
             activations_on_host: r.memory.offload.contains(&Offload::Activations),
             // on CUDA they are the host's
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
@@ -368,20 +389,25 @@ impl Plan {
     pub fn new(i: &Inputs<'_>) -> crate::Result<Self> {
         let prepared = Prepared::new(i)?;
         let decision = search::choose(&prepared)?;
-        let mut plan = Self::of(i, &prepared, decision);
+        let server = Server::of(i.recipe, i.config, i.selection)?;
+        let mut plan = Self::of(i, &prepared, decision, server);
         if !plan.fits() {
             plan.hints = hints::hints(i, &plan);
         }
         Ok(plan)
     }
 
-    fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: Decision) -> Self {
+    fn of(i: &Inputs<'_>, prepared: &Prepared<'_>, d: Decision, server: Option<Server>) -> Self {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.statics.host.clone();
         let activations = prepared.host_activations(d.workload, d.execution.recompute);
         if activations > 0 {
             host.push(("offloaded_activations", activations));
+        }
+        if let Some(server) = server {
+            // ranks of a machine share it
+            host.push(("server", server.on_host.div_ceil(p.local())));
         }
         let unit = (d.execution.micro_rows * p.data).max(1);
         let micro_batches = r.run.batch_rows.div_ceil(unit) as u64;
@@ -393,6 +419,7 @@ impl Plan {
             parameters: prepared.statics.parameters,
             budget: i.budget,
             space: Space::new(r, i.selection, i.machine, &d.workload, host),
+            server,
             mixture: i.config.moe.is_some(),
             layers: i.config.layers,
             walked: prepared.walked(),
@@ -440,10 +467,18 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
         selection: &selection,
         machine,
         workloads,
-        budget: budget(recipe, machine, &workloads.of(recipe, recipe.run.micro_rows.count()), room.host),
+        budget: budget(
+            recipe,
+            machine,
+            &workloads.of(recipe, recipe.run.micro_rows.count()),
+            (room.host, Server::of(recipe, &found.config, &selection)?.map_or(0, |s| s.on_host)),
+        ),
     };
     let mut plan = Plan::new(&inputs)?;
     plan.space.model(recipe, &found.config, &selection, found.weights);
+    if known.is_none() {
+        plan.space.tokens(recipe);
+    }
     plan.look(recipe, room);
     Ok((plan, found))
 }

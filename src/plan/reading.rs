@@ -6,7 +6,7 @@ use super::{Component, Error, Machine, Room, Workload};
 use crate::adapt::Selection;
 use crate::kernel::attention::Cache;
 use crate::model::Config;
-use crate::recipe::{Dtype, Quantize, Recipe};
+use crate::recipe::{Dtype, OneDevice, Quantize, Recipe};
 use candle_core::DType;
 use std::fmt::Write;
 
@@ -65,7 +65,7 @@ impl Reading {
         let weights = s.weights();
         let context = s.device.get(Component::Context) + statics::overhead(machine, weights);
         let host = Room::of(machine).host;
-        let budget = super::budget(&recipe, machine, &Workload::default(), host);
+        let budget = super::budget(&recipe, machine, &Workload::default(), (host, 0));
         Ok(Self { machine, weights, context, loading: s.load_transient, token: token as u64, budget })
     }
 
@@ -118,6 +118,52 @@ impl Reading {
             s.push_str("\n  hint: a smaller model, or a machine with more memory");
         }
         Error::DoesNotFit(s)
+    }
+}
+
+/// What the server of `serve.devices` takes: a process of its own, which reads with what a run trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Server {
+    /// Where it computes.
+    pub device: OneDevice,
+    /// Bytes of a CUDA device; on the CPU they are the host's.
+    pub on_device: u64,
+    /// Bytes of host memory.
+    pub on_host: u64,
+    /// Bytes of its device that may be used, where the recipe says it.
+    pub budget: Option<u64>,
+}
+
+impl Server {
+    /// That of a recipe, if it asks for one.
+    ///
+    /// # Errors
+    /// Keys that do not go together.
+    pub fn of(r: &Recipe, config: &Config, selection: &Selection) -> crate::Result<Option<Self>> {
+        let Some(device) = r.serve.devices.first().copied() else { return Ok(None) };
+        let of = Loaded { config, selection, quantize: r.model.quantize, dtype: r.model.dtype };
+        let cuda = device != OneDevice::Cpu;
+        let bytes = Reading::new(of, cuda)?.total(TOKENS);
+        let (on_device, on_host) = if cuda { (bytes, statics::CUDA_HOST) } else { (0, bytes) };
+        let budget = r.memory.budget.filter(|_| cuda);
+        Ok(Some(Self { device, on_device, on_host: statics::PROCESS + on_host, budget }))
+    }
+
+    /// Whether its device has room, as far as that is known.
+    pub fn fits(&self) -> bool {
+        self.budget.is_none_or(|b| self.on_device <= b)
+    }
+
+    /// What it takes, in words.
+    pub fn text(&self) -> String {
+        let device = match self.on_device {
+            0 => String::new(),
+            b => format!("{} on {}, ", bytes(b), self.device.word()),
+        };
+        format!(
+            "{device}{} of host memory, to read {TOKENS} tokens with the newest checkpoint",
+            bytes(self.on_host)
+        )
     }
 }
 

@@ -86,6 +86,11 @@ impl Plan {
             "time": time,
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
         });
+        if let Some(server) = &self.server {
+            let device = server.device.word();
+            out["server"] =
+                json!({"device": device, "device_bytes": server.on_device, "host_bytes": server.on_host});
+        }
         for (name, table) in self.space.json() {
             out[name] = table;
         }
@@ -191,6 +196,9 @@ impl Plan {
         if self.ranks > 1 {
             let _ = writeln!(s, "ranks       {} come to each from the others in a step", bytes(self.wire));
         }
+        if let Some(server) = &self.server {
+            let _ = writeln!(s, "server      {}", server.text());
+        }
         s.push_str(&self.space.text());
         if self.machine.cuda {
             let _ = writeln!(
@@ -255,6 +263,13 @@ impl Plan {
                 bytes(self.total()),
                 place(&self.peak, self.layers),
                 bytes(self.budget.unwrap_or(0))
+            ));
+        }
+        if let Some(server) = self.server.filter(|s| !s.fits()) {
+            lines.push(format!(
+                "the server beside it needs {}, and memory.budget is {}; to change: serve.devices",
+                server.text(),
+                bytes(server.budget.unwrap_or(0))
             ));
         }
         lines.extend(self.space.shortages(self.machine.cuda || self.fits_device()));

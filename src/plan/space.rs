@@ -8,6 +8,7 @@ use super::report::bytes;
 use super::statics::{nf4, rounded, states};
 use super::workload::Workload;
 use crate::adapt::Selection;
+use crate::data;
 use crate::hub::Settings;
 use crate::kernel::cuda;
 use crate::log::memory;
@@ -264,6 +265,20 @@ impl Space {
         }
     }
 
+    /// Adds the tokens that are kept between commands, of data that was not tokenized yet. How many there will be is not
+    /// known: about as many bytes as the text has, for a token of four bytes stands for some four of text.
+    pub fn tokens(&mut self, r: &Recipe) {
+        let Some(cache) = store::cache_folder().filter(|_| r.data.cache) else { return };
+        let resolve = |s: &str| r.resolve(s);
+        let files = |s| data::find(s, &resolve).unwrap_or_default();
+        let size = |f: PathBuf| std::fs::metadata(&f).map_or(0, |m| m.len()) * data::unpacks_to(&f);
+        let all = r.data.train.iter().chain(&r.data.eval).flat_map(files).map(size);
+        let bytes = all.fold(0, u64::saturating_add);
+        if bytes > 0 {
+            self.files.push(Files { name: "tokens", bytes, dir: cache, change: &["FT_CACHE"] });
+        }
+    }
+
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
         // a plan of more devices than servers have is of several machines
@@ -441,6 +456,7 @@ fn host_keys(part: &str) -> &'static [&'static str] {
         "offloaded_optimizer" => &["memory.offload", "optimizer.name", "parallel.zero"],
         "offloaded_weights" => &["memory.offload", "model.quantize", "parallel.zero"],
         "offloaded_activations" => &["memory.offload", "run.micro_rows"],
+        "server" => &["serve.devices"],
         _ => &[],
     }
 }

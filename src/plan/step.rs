@@ -9,6 +9,7 @@ use super::shape::Shape;
 use super::statics::{Statics, overhead};
 use super::work::{Balance, Work};
 use super::workload::Tokens;
+use crate::kernel::attention::Cache;
 use crate::kernel::ledger::{Cost, Taken};
 use crate::kernel::optimizer::{AdamW, adamw};
 use crate::kernel::padded::Padded;
@@ -17,6 +18,7 @@ use crate::kernel::{Machine, Role, Tensor};
 use crate::model::Batch;
 use crate::model::layer::{FeedForward, Layer};
 use crate::model::sink::Sink;
+use crate::walk::generate::PART;
 use crate::walk::{self, Dequantize, Visit};
 use Component::Workspace;
 use candle_core::{DType, Result};
@@ -32,6 +34,8 @@ pub struct StepInputs<'a> {
     pub train: Tokens,
     /// An evaluation micro-batch, if the recipe evaluates.
     pub eval: Option<Tokens>,
+    /// Answers of the model, if the evaluation asks for some.
+    pub answers: Option<Answers>,
     /// Whether inputs of recomputed layers wait on the host (on the CPU that is the device).
     pub activations_on_host: bool,
     /// Bytes of the orders that rows are shuffled into.
@@ -42,6 +46,25 @@ pub struct StepInputs<'a> {
     pub skewed: bool,
     /// Pipeline stages: that many micro-batches are between forward and backward at once.
     pub stages: u64,
+}
+
+/// The longest prompt that the model answers, and its cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Answers {
+    /// Tokens of the prompt that are read at a time.
+    pub part: Tokens,
+    /// Bytes of keys and values of all layers when the prompt was read, and after the answer.
+    pub cache: [u64; 2],
+}
+
+impl Answers {
+    /// Of prompts and answers of so many tokens at the most, with `token` bytes of cache for each.
+    pub fn new(prompt: u64, answer: u64, token: u64) -> Self {
+        let part = prompt.min(PART as u64);
+        let read = Cache::held(prompt, prompt + answer);
+        let cache = [read, prompt + answer].map(|tokens| tokens.saturating_mul(token));
+        Self { part: Tokens::of(&[usize::try_from(part).unwrap_or(usize::MAX)], 0), cache }
+    }
 }
 
 /// What can be chosen when the micro-batch is given.
@@ -108,6 +131,8 @@ struct Kind {
     again: [(Full, Cost); 2],
     /// Forward in evaluation.
     eval: Option<Full>,
+    /// Forward of a prompt that is answered.
+    answer: Option<Full>,
 }
 
 /// The parts of a run, each gone through once.
@@ -125,6 +150,8 @@ pub struct Parts<'a> {
     heads: Vec<(Full, Cost, Option<Full>)>,
     /// Batch and embedding in evaluation.
     eval: Option<(Full, Full)>,
+    /// The same of a prompt that is answered.
+    answer: Option<(Full, Full)>,
     optimizer: u64,
     /// Gathered weights of each visit in training, while it is gone through and after it; and in evaluation.
     flights: [Vec<[u64; 2]>; 2],
@@ -149,6 +176,8 @@ struct Spot<'p> {
     live: u64,
     /// Bytes of gathered weights, of [`Component::InFlight`].
     flight: u64,
+    /// Bytes of keys and values of what was read, of [`Component::Cache`].
+    cache: u64,
     /// Bytes of an input on its way to the host or back, of [`Component::Activations`].
     crossing: u64,
 }
@@ -156,7 +185,14 @@ struct Spot<'p> {
 impl Spot<'_> {
     fn total(&self) -> u64 {
         let parts: u64 = self.parts.iter().flatten().map(|f| f.total).sum();
-        parts + self.kept_total + self.waiting + self.extra + self.live + self.flight + self.crossing
+        parts
+            + self.kept_total
+            + self.waiting
+            + self.extra
+            + self.live
+            + self.flight
+            + self.cache
+            + self.crossing
     }
 }
 
@@ -200,6 +236,7 @@ impl<'a> Parts<'a> {
             input: input.into(),
             heads: heads.iter().map(|rows| run.head(*rows as usize)).collect::<Result<_>>()?,
             eval: run.eval.map(|t| embedding(t, false).map(|e| (batch(t), e))).transpose()?,
+            answer: run.answers.map(|a| embedding(a.part, false).map(|e| (batch(a.part), e))).transpose()?,
             flights: [s.outline().training(s.lowest), s.outline().forward()].map(|v| run.flights(&v)),
             optimizer: run
                 .optimizer()?
@@ -255,6 +292,7 @@ impl<'a> Parts<'a> {
             extra,
             live: 0,
             flight: 0,
+            cache: 0,
             crossing: 0,
         };
         let [mut train, mut evaluate] = self.flights.each_ref().map(|f| f.iter());
@@ -340,6 +378,23 @@ impl<'a> Parts<'a> {
                 f(visit(&at, Phase::Evaluate, count + 1, full));
             }
         }
+        if let (Some((batch, embedding)), Some(answers)) = (&self.answer, self.run.answers) {
+            let mut flights = self.flights[1].iter();
+            let mut at = still(Phase::Evaluate, 0);
+            at.parts[0] = Some(batch);
+            at.cache = answers.cache[0];
+            next(&mut at, &mut flights);
+            f(visit(&at, Phase::Evaluate, 0, embedding));
+            for (l, kind) in self.run.shape.of.iter().enumerate() {
+                next(&mut at, &mut flights);
+                if let Some(full) = &self.kinds[*kind].answer {
+                    f(visit(&at, Phase::Evaluate, l + 1, full));
+                }
+            }
+            // of one token, as the layers compute them and in f32
+            let logits = self.run.shape.head.vocab as u64 * (self.run.machine().width + 4);
+            f(Spot { unit: count + 1, cache: answers.cache[1], ..still(Phase::Evaluate, logits) });
+        }
         f(still(Phase::Save, statics.save_transient));
     }
 
@@ -398,6 +453,7 @@ impl<'a> Parts<'a> {
             bytes.add(Workspace, spot.extra);
             bytes.add(self.run.statics.live_as, spot.live);
             bytes.add(Component::InFlight, spot.flight);
+            bytes.add(Component::Cache, spot.cache);
         }
         let engine = bytes.total();
         bytes.add(Component::Routing, self.routing(levels, engine));
@@ -446,6 +502,7 @@ impl Parts<'_> {
                 (Workspace, spot.extra),
                 (self.run.statics.live_as, spot.live),
                 (Component::InFlight, spot.flight),
+                (Component::Cache, spot.cache),
                 (Component::Activations, spot.crossing),
             ];
             for (component, bytes) in beside {
@@ -559,8 +616,9 @@ impl StepInputs<'_> {
             let batch = self.batch(t, false)?;
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
+        let answer = self.answers.map(|a| eval(a.part)).transpose()?;
         let eval = self.eval.map(eval).transpose()?;
-        Ok(Kind { own, forward, kept, input, routing: routed, backward, again, eval })
+        Ok(Kind { own, forward, kept, input, routing: routed, backward, again, eval, answer })
     }
 
     /// The head with chunks of at most `rows`.

@@ -38,6 +38,7 @@ fn works<R>(
         statics: &Statics::default(),
         train: Tokens::of(&vec![n; docs], docs * (n - 1)),
         eval: None,
+        answers: None,
         activations_on_host: false,
         orders: 0,
         skewed: false,

@@ -8,7 +8,7 @@ use super::kind::{INDEX, Key, Kind, Unset};
 use super::names;
 use super::report::{At, Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value, join, quote};
-use super::types::{IndexSet, LayerSet, Recompute};
+use super::types::{IndexSet, LayerSet, OneDevice, Recompute};
 use super::values;
 use crate::error::Place;
 use std::collections::{BTreeMap, BTreeSet};
@@ -158,6 +158,7 @@ impl Checker<'_> {
             (Kind::Tables(keys), Value::List(list)) => return self.tables(list, keys, path),
             (Kind::Words(words), Value::List(list)) => return self.words(list, words, path),
             (Kind::Modules, Value::List(list)) => return self.modules(list, node, path),
+            (Kind::Devices, Value::List(list)) => return self.devices(list, path),
             (kind, value) => self.single(kind, value, path),
         };
         match checked {
@@ -207,6 +208,28 @@ impl Checker<'_> {
                 other => {
                     let message = format!("{here} takes a string, not {}", found(other));
                     self.report(&node.at, &here, message, &names::words_hint(path, "", &all()));
+                }
+            }
+        }
+        Some(Checked::Texts(good))
+    }
+
+    fn devices(&mut self, list: &[Node], path: &str) -> Option<Checked> {
+        let mut good = Vec::new();
+        for (i, node) in list.iter().enumerate() {
+            let here = format!("{path}.{i}");
+            let device = match &node.value {
+                Value::Text(w) => OneDevice::from_word(w),
+                _ => None,
+            };
+            match device.map(OneDevice::word) {
+                Some(w) if good.contains(&w) => {
+                    self.report(&node.at, &here, format!("{path} has {} twice", quote(&w)), &[]);
+                }
+                Some(w) => good.push(w),
+                None => {
+                    let message = format!("{path} has no {}", found(&node.value));
+                    self.report(&node.at, &here, message, &[format!("{} is wanted", OneDevice::SPELT)]);
                 }
             }
         }
@@ -307,7 +330,7 @@ impl Checker<'_> {
                 message: None,
                 hints: vec![format!("a list of tables has two brackets: [[{path}]]")],
             }),
-            (Kind::Modules | Kind::Words(_), Value::Text(s)) => {
+            (Kind::Modules | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
                 Err(Wrong { message: None, hints: vec![format!("write [{}]", quote(s))] })
             }
             (Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Number(_) | Kind::Bool, Value::Text(s)) => {
@@ -403,6 +426,7 @@ pub(super) fn expected(kind: Kind) -> String {
         Kind::Betas => "two numbers from 0 to below 1".into(),
         Kind::Bytes => "a size such as \"48GiB\"".into(),
         Kind::Recompute => format!("\"auto\", \"all\", \"none\", or a number of layers from 0 to {INDEX}"),
+        Kind::Devices => format!("a list of {}", OneDevice::SPELT),
         Kind::Tables(_) => "a list of tables".into(),
     }
 }

@@ -35,6 +35,7 @@ pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     x.in_backward(recipe);
     x.galore(recipe);
     x.master(recipe);
+    x.serve(recipe);
 }
 
 struct Cross<'a, 'b> {
@@ -393,6 +394,27 @@ impl Cross<'_, '_> {
             let message =
                 format!("{KEY} = \"none\" is for what trains in full, and no rule trains anything so");
             self.report(KEY, message, "leave it out: LoRA's master weights are small, and kept");
+        }
+    }
+
+    /// What a server beside the training cannot have.
+    fn serve(&mut self, recipe: &Recipe) {
+        const KEY: &str = "serve.devices";
+        let s = &recipe.serve;
+        if !self.all_good(&["serve", KEY, "serve.devices.0", "serve.port", "run.device", "parallel"]) {
+            return;
+        }
+        if s.devices.len() > 1 {
+            let message = "not built yet: more than one of serve.devices";
+            self.report(
+                KEY,
+                message.into(),
+                "one, or `ft serve RUN --device cuda:2 --port 8001` for another",
+            );
+        }
+        if s.devices.is_empty() && s.port != 8000 {
+            let message = "serve.port does nothing: serve.devices is empty".into();
+            self.report("serve.port", message, "serve.devices = [\"cuda:1\"], or leave it out");
         }
     }
 

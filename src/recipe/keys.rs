@@ -8,8 +8,8 @@ use super::table::{Field, Json, Keys, Written, doc, table};
 use super::types::*;
 use crate::error::Place;
 use Kind::{
-    Anything, Betas, Bool, Bytes, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings, Table,
-    Tables, Text, Word, Words,
+    Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
+    Table, Tables, Text, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use std::collections::BTreeMap;
@@ -52,6 +52,8 @@ table! {
         memory: Memory = Table(Memory::KEYS), Toml("{}");
         /// How ranks share the work.
         parallel: Parallel = Table(Parallel::KEYS), Toml("{}");
+        /// A server beside the training.
+        serve: Serve = Table(Serve::KEYS), Toml("{}");
         /// Extra logs.
         log: Log = Table(Log::KEYS), Toml("{}");
         ..
@@ -347,6 +349,18 @@ table! {
         /// A regular expression that takes the answer out of a text, as its first group or as its whole first match; the share of
         /// answers with the same as the sample's is told too.
         regex: Option<String> = Text, Absent("no such share");
+    }
+}
+
+table! {
+    /// `[serve]`
+    pub struct Serve {
+        /// While `ft run` trains, a device on which the newest checkpoint answers as `ft serve` does, and none that trains:
+        /// "cuda:1" (the second), or "cpu", which it shares with a training on the CPU while it answers. The server is a
+        /// process of its own, which ends with the run.
+        devices: Vec<OneDevice> = Devices, Toml("[]");
+        /// Port of this machine that it listens on; 0 takes a free one.
+        port: u16 = Int(0, 65_535), Toml("8000");
     }
 }
 

@@ -59,6 +59,8 @@ pub enum Kind {
     Bytes,
     /// `memory.recompute`.
     Recompute,
+    /// A list of devices, each at most once.
+    Devices,
     /// A table with these keys.
     Table(&'static [Key]),
     /// A list of tables with these keys.

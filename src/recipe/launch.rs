@@ -34,6 +34,22 @@ pub struct Launch {
 const PORTS: (u64, u64) = (20_000, 10_000);
 
 impl Launch {
+    /// The variables that say of a process that it is one of several.
+    pub const VARIABLES: [&str; 5] =
+        ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
+
+    /// How many of the processes are on this machine, where the launcher says it.
+    pub fn of_machine() -> Option<usize> {
+        let names = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
+        let by_name = names.iter().find_map(|k| var(k).ok()?.trim().parse().ok());
+        // "8" or "8(x2)": the first is the first machine's
+        let slurm = || {
+            let said = var("SLURM_STEP_TASKS_PER_NODE").or_else(|_| var("SLURM_TASKS_PER_NODE")).ok()?;
+            said.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+        };
+        by_name.or_else(slurm)
+    }
+
     /// Of this process, where a launcher has started several.
     pub fn of_env() -> Option<Self> {
         Self::of(&|key| var(key).ok().filter(|v| !v.is_empty()), cfg!(feature = "mpi"))

@@ -100,6 +100,9 @@ fn kind(kind: Kind) -> Map<String, Value> {
             { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
         ] }),
         Kind::Recompute => json!({ "oneOf": [{ "enum": ["auto", "all", "none"] }, index] }),
+        Kind::Devices => json!({
+            "type": "array", "uniqueItems": true, "items": { "type": "string", "pattern": r"^(cpu|cuda(:\d+)?)$" },
+        }),
         Kind::Table(keys) => Value::Object(table(keys)),
         Kind::Tables(keys) => json!({ "type": "array", "items": table(keys) }),
     };

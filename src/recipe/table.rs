@@ -4,7 +4,7 @@
 use super::check::Checked;
 use super::kind::Kind;
 use super::tree::{quote, quote_key};
-use super::types::{IndexSet, LayerSet, MicroRows, Offload, Recompute};
+use super::types::{IndexSet, LayerSet, MicroRows, Offload, OneDevice, Recompute};
 use super::values::written_bytes;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -206,6 +206,7 @@ macro_rules! plain {
 
 plain! {
     u8: Int(i) => u8::try_from(*i).unwrap_or(u8::MAX), i => i.to_string();
+    u16: Int(i) => u16::try_from(*i).unwrap_or(u16::MAX), i => i.to_string();
     u32: Int(i) => u32::try_from(*i).unwrap_or(u32::MAX), i => i.to_string();
     u64: Int(i) => *i, i => i.to_string();
     usize: Int(i) => usize::try_from(*i).unwrap_or(usize::MAX), i => i.to_string();
@@ -217,6 +218,8 @@ plain! {
     Vec<String>: Texts(list) => list.clone(), list => list_of(list.iter().map(|s| s.as_str()));
     Vec<Offload>: Texts(list) => list.iter().filter_map(|w| Offload::from_word(w)).collect(),
         list => list_of(list.iter().map(|o| o.word()));
+    Vec<OneDevice>: Texts(list) => list.iter().filter_map(|w| OneDevice::from_word(w)).collect(),
+        list => format!("[{}]", list.iter().map(|d| quote(&d.word())).collect::<Vec<_>>().join(", "));
     [f64; 2]: Pair(pair) => *pair, pair => format!("[{:?}, {:?}]", pair[0], pair[1]);
     Json: Json(map) => map.clone(), map => object(map);
     BTreeMap<String, String>: Strings(map) => map.clone(),

@@ -285,6 +285,42 @@ words! {
     }
 }
 
+/// One device of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OneDevice {
+    /// The CPU.
+    Cpu,
+    /// A CUDA device, by its number.
+    Cuda(usize),
+}
+
+impl OneDevice {
+    /// How they are spelt.
+    pub const SPELT: &'static str = "\"cpu\", \"cuda\" (the first) or \"cuda:1\", by number";
+
+    /// The device that a word names.
+    pub fn from_word(word: &str) -> Option<Self> {
+        match word.split_once(':') {
+            None => match Device::from_word(word)? {
+                Device::Cpu => Some(OneDevice::Cpu),
+                Device::Cuda => Some(OneDevice::Cuda(0)),
+                Device::Auto => None,
+            },
+            // one spelling for each
+            Some(("cuda", n)) => n.parse().ok().filter(|i: &usize| i.to_string() == n).map(OneDevice::Cuda),
+            Some(_) => None,
+        }
+    }
+
+    /// The word as a recipe spells it.
+    pub fn word(self) -> String {
+        match self {
+            OneDevice::Cpu => "cpu".into(),
+            OneDevice::Cuda(n) => format!("cuda:{n}"),
+        }
+    }
+}
+
 words! {
     /// `optimizer.name`
     pub enum OptimizerName {

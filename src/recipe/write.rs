@@ -45,6 +45,7 @@ const NOT_MATHEMATICS: &[&str] = &[
     "optimizer.in_backward",
     "optimizer.master", // the identity has what it comes to
     "parallel.",        // ranks split what is computed; only the order of sums is another
+    "serve.",
     "log.",
 ];
 

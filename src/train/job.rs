@@ -15,7 +15,7 @@ use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
 use crate::recipe::{
-    Device as DeviceName, Dtype, Launch, Method, Offload, Part, Quantize, Recipe, Rule, Weights,
+    Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Weights,
 };
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -54,6 +54,21 @@ pub fn device(name: DeviceName) -> Result<Device, Error> {
     match (name, cuda::count()) {
         (DeviceName::Cpu, _) | (DeviceName::Auto, 0) => Ok(Device::Cpu),
         (_, count) => cuda::open(ordinal(count)?).map_err(Error::Device),
+    }
+}
+
+/// A device that is named by itself.
+///
+/// # Errors
+/// One that is not there, or lacks a library that it needs.
+pub fn one_device(name: OneDevice) -> Result<Device, Error> {
+    match (name, cuda::count()) {
+        (OneDevice::Cpu, _) => Ok(Device::Cpu),
+        (OneDevice::Cuda(n), count) if n > 0 && n >= count => {
+            let are = if count == 1 { "is 1" } else { &format!("are {count}") };
+            Err(Error::Usage(format!("cuda:{n}: there {are} of them, counted from 0\n  hint: --device cpu")))
+        }
+        (OneDevice::Cuda(n), _) => cuda::open(n).map_err(Error::Device),
     }
 }
 
@@ -429,6 +444,9 @@ impl Job {
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
         let cuda = self.device.is_cuda();
+        // a plan that cannot be made says why
+        let server = plan::Server::of(&self.recipe, &self.config, &self.selection).ok().flatten();
+        let server = server.map_or(0, |s| s.on_host);
         let threads = self.recipe.parallel.threads(rayon::current_num_threads());
         let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
         Inputs {
@@ -441,7 +459,7 @@ impl Job {
                 &self.recipe,
                 machine,
                 &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
-                memory::reach_bytes(),
+                (memory::reach_bytes(), server),
             ),
         }
     }

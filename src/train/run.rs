@@ -9,6 +9,7 @@ use super::guard::{self, Still};
 use super::identity::Identity;
 use super::ranks::{self, Followers, Next};
 use super::running::Running;
+use super::server::{self, Server};
 use super::signals::Signals;
 use super::state::{self, State};
 use super::step::Setup;
@@ -48,6 +49,8 @@ pub struct Options {
     pub accept_change: Vec<String>,
     /// With `resume`: the step of the checkpoint to go on from, in place of the newest.
     pub step: Option<u64>,
+    /// The program that `serve.devices` starts as `ft serve`: `ft` itself.
+    pub program: Option<PathBuf>,
 }
 
 /// How a run ended.
@@ -140,6 +143,7 @@ pub(super) fn first(
     watch::before_download(&recipe)?;
     let mut job = Job::open(recipe, Want::Weights, true)?;
     ranks::check(&job)?;
+    server::check(&job.recipe, job.device.is_cuda(), options.program.as_deref())?;
     others.map_or(Ok(()), Others::opened)?;
     let result = output::result_dir(&job, &dir);
     // a folder that the recipe reads from is a result too, if this is what the run would write
@@ -229,6 +233,7 @@ pub(super) fn first(
         identity: &identity,
         checkpoints: &checkpoints,
         signals: &signals,
+        program: options.program.as_deref(),
     };
     let outcome = train(&start, watch, others).map_err(|e| planned.explain(e))?;
     finished(&result);
@@ -251,6 +256,8 @@ struct Start<'a> {
     identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
+    /// What starts a server, where the recipe asks for one.
+    program: Option<&'a Path>,
 }
 
 /// Trains on all ranks.
@@ -341,6 +348,7 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> cra
         best,
         seconds: 0.0,
         tokens: 0,
+        server: Server::start(start.program, job, dir),
     };
     // from here on a signal waits until what was done is saved
     start.signals.hold();
@@ -384,6 +392,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
         let last = count == total;
         r.done = count as u64;
         r.stepped(&s, step, started.elapsed().as_secs_f64())?;
+        r.look_at_server()?;
         r.loaded(&s.load, last)?;
         let row = || Ok(Micro::collate(data, &rows[..rows.len().min(1)])?.probe());
         still.look(&s, &r.setup, row, r.done, last)?;

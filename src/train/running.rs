@@ -4,6 +4,7 @@ use super::answers;
 use super::best::Best;
 use super::gather::{Alone, Gather};
 use super::ranks::{self, Next};
+use super::server::{News, Server};
 use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
@@ -48,9 +49,34 @@ pub struct Running<'a> {
     /// Seconds and tokens of the steps of this process.
     pub seconds: f64,
     pub tokens: u64,
+    /// The server of `serve.devices`.
+    pub server: Option<Server>,
 }
 
 impl Running<'_> {
+    /// Tells what became of the server; nothing that does stops the run.
+    ///
+    /// # Errors
+    /// A disk that takes no more.
+    pub fn look_at_server(&mut self) -> crate::Result<()> {
+        while let Some(news) = self.server.as_mut().and_then(Server::look) {
+            let step = self.done;
+            let (event, line) = match news {
+                News::Listens(address, process) => (
+                    json!({"event": "serving", "step": step, "address": address, "process": process}),
+                    format!("the newest checkpoint answers at {address}"),
+                ),
+                News::Ended(how) => (
+                    json!({"event": "serving_ended", "step": step, "why": how}),
+                    format!("warning: the server ended, and training goes on without it: {how}"),
+                ),
+            };
+            self.metrics.write(&event)?;
+            self.progress.line(&line);
+        }
+        Ok(())
+    }
+
     /// Writes how the run begins, or goes on.
     pub fn start(
         &mut self,
@@ -242,6 +268,9 @@ impl Running<'_> {
         let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
         if !self.job.selection.everything_full() {
             next.insert(1, format!("ft merge {result} --out DIR"));
+        }
+        if self.server.is_some() {
+            next.push(format!("ft serve {run}"));
         }
         tell(&format!("next: {}", next.join(", ")));
     }

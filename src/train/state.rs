@@ -32,7 +32,8 @@ pub struct State {
     pub loss_scale: Option<LossScale>,
 }
 
-const WEIGHTS: &str = "weights.safetensors";
+/// The file of a checkpoint's trained tensors.
+pub const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
@@ -173,39 +174,69 @@ pub fn read(dir: &Path) -> crate::Result<State> {
     Ok(state)
 }
 
+/// A value of a checkpoint's tensor that cannot be used.
+fn unusable(dir: &Path, why: String) -> Error {
+    Error::Checkpoint { path: dir.display().to_string(), why }
+}
+
+/// Some elements of a tensor of a checkpoint, which must have the shape that this run has.
+fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> crate::Result<Tensor> {
+    let (name, shape) = (e.name.as_str(), e.shape.as_slice());
+    let found = files.get(name)?.shape.as_slice();
+    if found != shape {
+        return Err(unusable(dir, format!("{name}: {found:?}, this run has {shape:?}")).into());
+    }
+    files.part(name, r, e.dtype, &Device::Cpu).map_err(|e| match e {
+        // a checkpoint is no model file
+        store::Error::NotFinite { .. } => {
+            unusable(dir, format!("{name} has a value that is not finite")).into()
+        }
+        e => e.into(),
+    })
+}
+
+/// The trained tensors of a checkpoint, one by one, as far as they are this rank's: index, first element, values.
+fn each_weight(
+    dir: &Path,
+    files: &TensorFiles,
+    params: &Params,
+    f: &mut dyn FnMut(usize, usize, &Tensor) -> crate::Result<()>,
+) -> crate::Result<()> {
+    let (have, want) = (files.len(), params.tensors.len());
+    if have != want {
+        return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
+    }
+    for (i, t) in params.tensors.iter().enumerate() {
+        // what of it is here, and nothing else, is read
+        let mine = params.mine(i)?;
+        let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
+        f(i, mine.start, &part(dir, files, &values, mine)?)?;
+    }
+    Ok(())
+}
+
+/// Loads the trained tensors of a checkpoint, without moments. Nothing is set before all of them were read.
+///
+/// # Errors
+/// A tensor that is missing, of another shape, or one too many.
+pub fn load_weights(dir: &Path, params: &Params) -> crate::Result<()> {
+    let files = weights(dir)?;
+    each_weight(dir, &files, params, &mut |_, _, _| Ok(()))?;
+    each_weight(dir, &files, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))
+}
+
 /// Loads a checkpoint's tensors into the buffers.
 ///
 /// # Errors
 /// A tensor that is missing, of another shape, or one too many.
 pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
-    let fail = |why: String| Error::Checkpoint { path: dir.display().to_string(), why };
-    let weights = TensorFiles::open_file(&dir.join(WEIGHTS))?;
     let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
-    let (have, want) = (weights.len(), params.tensors.len());
-    if have != want {
-        return Err(fail(format!("holds {have} trained tensors, this run has {want}")).into());
-    }
-    let get = |files: &TensorFiles, e: &Entry, r: Range<usize>| -> crate::Result<Tensor> {
-        let (name, shape) = (e.name.as_str(), e.shape.as_slice());
-        let found = files.get(name)?.shape.as_slice();
-        if found != shape {
-            return Err(fail(format!("{name}: {found:?}, this run has {shape:?}")).into());
-        }
-        files.part(name, r, e.dtype, &Device::Cpu).map_err(|e| match e {
-            // a checkpoint is no model file
-            store::Error::NotFinite { .. } => fail(format!("{name} has a value that is not finite")).into(),
-            e => e.into(),
-        })
-    };
-    for (i, t) in params.tensors.iter().enumerate() {
-        // what of it is here, and nothing else, is read
-        let mine = params.mine(i)?;
-        let values = Entry { name: t.name.clone(), dtype: DType::F32, shape: t.shape.clone(), block: 1 };
-        params.set_from(i, mine.start, &get(&weights, &values, mine)?)?;
+    each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
+    for (i, _) in params.tensors.iter().enumerate() {
         let slot = &params.slots[i];
         if let Some(p) = params.projected(i) {
             for (entry, to) in entries(params, i).iter().zip(projected_views(p)?) {
-                let from = get(&moments, entry, 0..to.elem_count())?;
+                let from = part(dir, &moments, entry, 0..to.elem_count())?;
                 let to = to.real()?;
                 to.slice_set(&from.to_device(to.device())?, 0, 0)?;
             }
@@ -216,7 +247,7 @@ pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
             let range = here.start - slot.offset..here.end - slot.offset;
             for (entry, to) in entries(params, i).iter().zip(views(held.of(here)?)) {
                 let first = range.start / entry.block;
-                let from = get(&moments, entry, first..first + to.elem_count())?;
+                let from = part(dir, &moments, entry, first..first + to.elem_count())?;
                 let to = to.real()?;
                 to.slice_set(&from.to_device(to.device())?, 0, 0)?;
             }

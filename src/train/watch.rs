@@ -44,7 +44,7 @@ pub fn before_download(recipe: &Recipe) -> crate::Result<()> {
 /// host and disks.
 fn refused(recipe: &Recipe, plan: &Plan) -> bool {
     let device = !plan.fits_device() && (recipe.memory.budget.is_some() || !plan.machine.cuda);
-    device || !plan.space.fits()
+    device || !plan.space.fits() || !plan.fits_server()
 }
 
 /// Refuses a run that does not fit; warns where the plan is an estimate.

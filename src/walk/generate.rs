@@ -12,7 +12,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 /// Tokens of a sample reply at the most.
 pub const SAMPLE_TOKENS: usize = 64;
 /// Tokens of a prompt that are read at a time: what a pass takes beside the cache does not grow with the prompt.
-const PART: usize = 2048;
+pub const PART: usize = 2048;
 
 /// A model with the keys and values of what it has read so far: one document.
 ///

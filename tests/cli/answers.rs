@@ -118,3 +118,39 @@ fn kept_tokens_change_no_bit() {
     let hash = |out: &str| w.events(out, "start")[0]["hashes"]["data"].clone();
     assert_eq!(hash("a"), hash("c"));
 }
+
+/// What a plan says of answers, and of tokens that are still to be kept.
+#[test]
+fn answers_and_kept_tokens_are_planned() {
+    let w = world();
+    let plan = |set: &[&str]| -> Value {
+        let r = w.ok(&[&["plan", "r.toml", "--json"], set].concat());
+        serde_json::from_str(&r.out).expect("JSON")
+    };
+    let size = |name: &str| std::fs::metadata(w.path(name)).expect("a file").len();
+    let files = size("train.jsonl") + size("eval.jsonl");
+    assert_eq!(plan(&[])["disk"]["tokens"], files);
+    assert_eq!(plan(&["data.cache=false"])["disk"]["tokens"], Value::Null);
+    // so long an answer takes more than a step
+    let config: Value = serde_json::from_slice(
+        &std::fs::read(super::world::repository().join("data/model/config.json")).expect("a config"),
+    )
+    .expect("JSON");
+    let n = |key: &str| config[key].as_u64().expect("a number");
+    let token = 2 * 4 * n("num_hidden_layers") * n("num_key_value_heads") * n("head_dim");
+    let long = ["generate.max_new_tokens=50000", "data.cache=true"];
+    assert_eq!(plan(&long)["device"]["key_value_cache"], token * (50_000 + 64));
+    assert_eq!(plan(&long)["peak"]["phase"], "evaluation");
+    assert_eq!(plan(&["generate={}"])["device"]["key_value_cache"], Value::Null);
+
+    // a run knows its data, and takes what its plan says where an answer is as long as it may be
+    let set = ["generate.max_new_tokens=400", "generate.temperature=1000", "run.steps=1"];
+    w.ok(&[&["run", "r.toml"], &set[..]].concat());
+    assert_eq!(plan(&set)["disk"]["tokens"], Value::Null);
+    let drawn = w.events("o", "eval")[1]["generated_tokens"].as_u64().expect("tokens");
+    assert!(drawn > 2 * 400, "{drawn}: no seed of long answers");
+    let end = &w.events("o", "end")[0]["memory"];
+    let of = |what: &str| end[what]["evaluation"].as_u64().expect("bytes");
+    let (planned, measured) = (of("planned_phases"), of("measured_phases"));
+    assert!(planned.abs_diff(measured) < planned / 50, "{planned} {measured}");
+}

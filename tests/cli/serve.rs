@@ -1,5 +1,6 @@
 //! `ft serve` from outside, by plain HTTP.
 
+use super::verbs::quickstart;
 use super::world::{World, repository};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,14 +17,24 @@ struct Server {
 
 impl Server {
     fn start(w: &World, more: &[&str]) -> Self {
-        let model = repository().join("data/model").display().to_string();
-        let args = [&["serve", &model, "--port", "0"][..], more].concat();
-        let mut child =
-            w.command(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("started");
+        Self::of(w, &repository().join("data/model").display().to_string(), more)
+    }
+
+    /// Of a model; what it says goes to `said`.
+    fn of(w: &World, model: &str, more: &[&str]) -> Self {
+        let args = [&["serve", model, "--port", "0"][..], more].concat();
+        let said = std::fs::File::create(w.path("said")).expect("a file");
+        let mut child = w
+            .command(&args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(said)
+            .spawn()
+            .expect("started");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
         let address = line.trim().trim_start_matches("http://").trim_end_matches("/v1").to_string();
-        Self { child, address, model }
+        Self { child, address, model: model.into() }
     }
 
     fn open(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
@@ -57,6 +68,23 @@ impl Server {
         std::process::Command::new("kill").args(["-INT", &id]).status().expect("sent");
         self.child.wait().expect("ended").code()
     }
+}
+
+/// Asks a server, and gives status and body.
+fn ask(address: &str, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(Duration::from_secs(60)))?;
+    let body = body.to_string();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all((head + &body).as_bytes())?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
+    let status = head.split(' ').nth(1).expect("a status").parse().expect("a number");
+    Ok((status, serde_json::from_str(body).expect("JSON")))
 }
 
 impl Drop for Server {
@@ -205,4 +233,294 @@ fn who_goes_away_is_not_answered_any_more() {
     let (status, answer) = s.post("/v1/completions", body);
     assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(1)));
     assert_eq!(s.interrupt(), Some(0));
+}
+
+/// What a run answers, drawn, so that other weights say something else; and the step that it says it is of.
+fn answer(s: &Server) -> (String, String) {
+    let body = json!({"prompt": "The sky", "temperature": 2, "seed": 5, "max_tokens": 15});
+    let (status, answer) = s.post("/v1/completions", body);
+    assert_eq!(status, 200, "{answer}");
+    let text = |v: &Value| v.as_str().expect("a text").to_string();
+    (text(&answer["choices"][0]["text"]).trim_end().to_string(), text(&answer["model"]))
+}
+
+/// The same of `ft chat`.
+fn said_by(w: &World, model: &str) -> String {
+    let how = ["--raw", "--prompt", "The sky", "--temperature", "2", "--seed", "5", "--max-tokens", "15"];
+    w.ok(&[&["chat", model][..], &how].concat()).out.trim_end().to_string()
+}
+
+/// A run of the quickstart whose checkpoints say different things, and the folder `live` of one that has only begun.
+fn begun(w: &World, full: bool) {
+    quickstart(w);
+    if full {
+        let text = String::from_utf8(w.read("q.toml")).expect("text");
+        let text = text.replace("[lora]\nrank = 8\nalpha = 16\n", "").replace("\"lora\"", "\"full\"");
+        w.write("q.toml", text);
+    }
+    let lr = if full { "optimizer.lr=1e-3" } else { "optimizer.lr=0.02" };
+    let run = ["run", "q.toml", "run.steps=6", "run.save_every=2", "run.keep=9", "run.output=o"];
+    w.ok(&[&run[..], &["run.batch_rows=2", "run.micro_rows=2", lr, "optimizer.schedule=constant"]].concat());
+    let metrics = String::from_utf8(w.read("o/metrics.jsonl")).expect("text");
+    w.write("live/recipe.toml", w.read("o/recipe.toml"));
+    w.write("live/metrics.jsonl", format!("{}\n", metrics.lines().next().expect("a start")));
+}
+
+fn checkpoint(step: u64) -> String {
+    format!("checkpoints/step-{step:08}")
+}
+
+/// Gives the run that has only begun the checkpoint of a step, as a run does: marked when all is there.
+fn save(w: &World, step: u64) {
+    let (from, to) = (format!("o/{}", checkpoint(step)), format!("live/{}", checkpoint(step)));
+    let files = ["state.json", "weights.safetensors", "optimizer.safetensors", "manifest.json", "COMPLETE"];
+    files.iter().for_each(|f| w.write(&format!("{to}/{f}"), w.read(&format!("{from}/{f}"))));
+}
+
+#[test]
+fn each_new_checkpoint_of_a_run_is_taken_up() {
+    let w = World::new();
+    begun(&w, false);
+    let base = said_by(&w, &repository().join("data/model").display().to_string());
+    let [two, four, six] = [2, 4, 6].map(|step| said_by(&w, &format!("o/{}", checkpoint(step))));
+    assert!(base != two && two != four && four != six, "{base} {two} {four} {six}");
+    let s = Server::of(&w, "live", &["--max-tokens", "300"]);
+    let is = |text: &str, step: u64| {
+        let (answer, model) = answer(&s);
+        assert_eq!((answer.as_str(), model), (text, format!("live:step-{step}")));
+        let (_, models) = s.ask("GET", "/v1/models", "", b"");
+        assert!(
+            models.contains(&format!("\"step\":{step}")) && models.contains("\"id\":\"live\""),
+            "{models}"
+        );
+    };
+    is(&base, 0);
+    save(&w, 2);
+    is(&two, 2);
+
+    // an answer ends with the weights that it began with
+    let body = json!({"model": "live", "prompt": "a", "temperature": 2, "seed": 1, "stream": true, "max_tokens": 200});
+    let stream = || s.open("POST", "/v1/completions", "", body.to_string().as_bytes());
+    let text = |body: &str| {
+        let parts = chunks(body);
+        assert!(parts.iter().all(|p| p["model"] == "live:step-2"), "{body}");
+        parts.iter().filter_map(|p| p["choices"][0]["text"].as_str()).collect::<String>()
+    };
+    let mut whole = String::new();
+    stream().read_to_string(&mut whole).expect("an answer");
+    let mut under_way = stream();
+    let mut first = vec![0; 400];
+    under_way.read_exact(&mut first).expect("it has begun");
+    save(&w, 4);
+    let mut rest = String::new();
+    under_way.read_to_string(&mut rest).expect("the rest");
+    assert_eq!(text(&(String::from_utf8(first).expect("text") + &rest)), text(&whole));
+    is(&four, 4);
+
+    // one that is broken is told, and what was there stays; older ones do not come back
+    save(&w, 6);
+    let name = format!("live/{}/weights.safetensors", checkpoint(6));
+    let mut bytes = w.read(&name);
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    w.write(&name, bytes);
+    is(&four, 4);
+    let remove = |step: u64| {
+        std::fs::remove_dir_all(w.path(&format!("live/{}", checkpoint(step)))).expect("removed");
+    };
+    remove(4);
+    is(&four, 4);
+    remove(2);
+    let said = String::from_utf8(w.read("said")).expect("text");
+    assert_eq!(said.matches("not taken up, and step 4 answers").count(), 1, "{said}");
+    assert!(said.contains("its hash differs") && said.contains("step 4 answers"), "{said}");
+    // nor is one whose files go while it is looked at
+    std::fs::remove_file(w.path(&name)).expect("removed");
+    is(&four, 4);
+    remove(6);
+    is(&four, 4);
+    save(&w, 6);
+    is(&six, 6);
+
+    // of a run that has ended, the step of its result
+    save(&w, 4);
+    is(&six, 6);
+    let metrics = String::from_utf8(w.read("live/metrics.jsonl")).expect("text");
+    w.write("live/metrics.jsonl", format!("{metrics}{}\n", json!({"event": "end", "of_step": 4})));
+    is(&four, 4);
+
+    // another run in the same folder is another model
+    let recipe = String::from_utf8(w.read("live/recipe.toml")).expect("text");
+    w.write(
+        "live/recipe.toml",
+        recipe.replace("alpha   = 16", "alpha   = 17").replace("alpha    = 16", "alpha    = 17"),
+    );
+    w.write("live/metrics.jsonl", metrics);
+    is(&four, 4);
+    let said = String::from_utf8(w.read("said")).expect("text");
+    assert!(said.contains("that of another run now"), "{said}");
+    assert_eq!(s.interrupt(), Some(0));
+}
+
+#[test]
+fn what_trains_in_full_is_taken_up_too_and_may_stay_as_it_was() {
+    let w = World::new();
+    begun(&w, true);
+    save(&w, 2);
+    let [two, six] = [2, 6].map(|step| said_by(&w, &format!("o/{}", checkpoint(step))));
+    assert_ne!(two, six);
+    let (s, fixed) = (Server::of(&w, "live", &[]), Server::of(&w, "live", &["--no-watch"]));
+    save(&w, 6);
+    assert_eq!(answer(&s), (six, "live:step-6".to_string()));
+    assert_eq!(answer(&fixed), (two, "live".to_string()));
+    drop((s, fixed));
+
+    // one that has ended is its result, and a server may end with whoever started it
+    let mut ended = Server::of(&w, "o", &["--until-eof"]);
+    assert_eq!(answer(&ended).1, "o");
+    drop(ended.child.stdin.take());
+    assert_eq!(ended.child.wait().expect("ended").code(), Some(0));
+    let wrong = w.ft(&["serve", "live", "--device", "cuda:x"]);
+    assert!(wrong.code == 2 && wrong.err.contains("cuda:1 by number"), "{}", wrong.err);
+}
+
+/// Waits until something is there.
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..6000 {
+        match look() {
+            Some(found) => return found,
+            None => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+    panic!("there is no {what}");
+}
+
+/// A run of the quickstart with a server beside it; where it listens, and its process.
+fn beside(w: &World, set: &[&str]) -> (Child, String, u32) {
+    quickstart(w);
+    let run = [
+        "run",
+        "q.toml",
+        "run.output=o",
+        "run.batch_rows=2",
+        "run.micro_rows=2",
+        "run.device=cpu",
+        "log.sample=a",
+    ];
+    let child = w.start(&[&run[..], &["serve.devices=[\"cpu\"]", "serve.port=0"], set].concat());
+    let event = until("server", || w.events("o", "serving").into_iter().next());
+    let address = event["address"].as_str().expect("an address");
+    let address = address.trim_start_matches("http://").trim_end_matches("/v1").to_string();
+    (child, address, event["process"].as_u64().expect("a number") as u32)
+}
+
+#[test]
+fn a_server_beside_a_run_answers_with_each_checkpoint_and_may_die() {
+    let w = World::new();
+    let set = ["run.steps=100000", "run.save_every=5", "run.eval_every=1000000"];
+    let (mut run, address, server) = beside(&w, &set);
+    let step = || {
+        let body = json!({"model": "o", "prompt": "a", "max_tokens": 3, "temperature": 0});
+        let (status, answer) = ask(&address, "POST", "/v1/completions", &body).expect("an answer");
+        assert_eq!(status, 200, "{answer}");
+        let model = answer["model"].as_str().expect("a name").to_string();
+        model.strip_prefix("o:step-").expect("a step").parse::<u64>().expect("a number")
+    };
+    let first = until("checkpoint", || Some(step()).filter(|s| *s > 0));
+    assert_eq!(first % 5, 0);
+    let later = until("later checkpoint", || Some(step()).filter(|s| *s > first));
+    assert_eq!(later % 5, 0);
+    // what becomes of it is told, and does not concern the run
+    std::process::Command::new("kill").args(["-9", &server.to_string()]).status().expect("sent");
+    let ended = until("end of the server", || w.events("o", "serving_ended").into_iter().next());
+    assert!(ended["why"].as_str().expect("why").contains("signal: 9"), "{ended}");
+    let at = ended["step"].as_u64().expect("a step");
+    until("further step", || {
+        w.events("o", "step").last().filter(|e| e["step"].as_u64() > Some(at)).map(|_| ())
+    });
+    std::process::Command::new("kill").args(["-TERM", &run.id().to_string()]).status().expect("sent");
+    assert_eq!(run.wait().expect("ended").code(), Some(143));
+}
+
+#[test]
+fn a_server_beside_a_run_ends_with_it() {
+    let w = World::new();
+    let (mut run, address, _) = beside(&w, &["run.steps=100000", "run.save_every=50"]);
+    assert_eq!(ask(&address, "GET", "/v1/models", &Value::Null).expect("an answer").0, 200);
+    // however it ends
+    run.kill().expect("killed");
+    run.wait().expect("ended");
+    until("end of the server", || TcpStream::connect(&address).is_err().then_some(()));
+    let said = String::from_utf8(w.read("o/serve.log")).expect("text");
+    assert!(!said.contains("error"), "{said}");
+    // an address that is taken is told, and the run goes to its end
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = format!("serve.port={}", taken.local_addr().expect("one").port());
+    let set = [
+        "run",
+        "q.toml",
+        "run.output=p",
+        "run.steps=150",
+        "run.batch_rows=2",
+        "run.micro_rows=2",
+        "run.device=cpu",
+    ];
+    let r = w.ok(&[&set[..], &["serve.devices=[\"cpu\"]", &port]].concat());
+    assert!(r.err.contains("run.save_every = 0: until the run ends"), "{}", r.err);
+    assert!(r.err.contains("the server ended, and training goes on without it: exit status: 2"), "{}", r.err);
+    assert!(r.err.contains("another port") || r.err.contains("--port"), "{}", r.err);
+    assert!(w.path("p/adapter").is_dir());
+}
+
+#[test]
+fn a_server_that_has_no_place_is_refused() {
+    let w = World::new();
+    quickstart(&w);
+    let refused = |set: &[&str], what: &str| {
+        let r = w.ft(&[&["check", "q.toml"], set].concat());
+        assert!(r.code == 2 && r.err.contains(what), "{set:?}: {}{}", r.err, r.out);
+    };
+    refused(&["serve.devices=[\"cpu\", \"cuda:1\"]"], "not built yet: more than one of serve.devices");
+    refused(&["serve.devices=[\"cuda:1\", \"cuda:1\"]"], "serve.devices has \"cuda:1\" twice");
+    refused(&["serve.devices=[\"gpu\"]"], "\"cuda:1\", by number");
+    refused(&["serve.devices=[\"cuda:01\"]"], "\"cuda:1\", by number");
+    refused(&["serve.devices=cpu"], "write [\"cpu\"]");
+    refused(&["serve.port=80"], "serve.port does nothing");
+    refused(&["serve.port=70000"], "from 0 to 65535");
+    if w.ft(&["check", "q.toml", "run.device=cuda"]).code != 0 {
+        refused(
+            &["run.device=cpu", "serve.devices=[\"cuda\"]"],
+            "there is no cuda:0: there are 0 CUDA devices",
+        );
+    }
+    w.ok(&["check", "q.toml", "serve.devices=[\"cpu\"]"]);
+
+    // the plan has room for it
+    let json = |set: &[&str]| -> Value {
+        let r = w.ft(&[&["plan", "q.toml", "--json", "run.device=cpu"], set].concat());
+        serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err))
+    };
+    let (with, without) = (json(&["serve.devices=[\"cpu\"]"]), json(&[]));
+    let bytes = with["host"]["server"].as_u64().expect("bytes");
+    assert_eq!(with["server"]["host_bytes"], bytes);
+    let total = |p: &Value| p["host"]["total"].as_u64().expect("bytes");
+    assert!(bytes > 128 << 20 && total(&with) == total(&without) + bytes, "{with}");
+    let lost = without["device"]["budget"].as_u64().zip(with["device"]["budget"].as_u64());
+    assert!(lost.is_some_and(|(a, b)| a.abs_diff(b + bytes) < a / 10), "{lost:?}");
+    let short = w.ft(&[
+        "plan",
+        "q.toml",
+        "run.device=cpu",
+        "memory.budget=100MiB",
+        "memory.host_budget=350MiB",
+        "serve.devices=[\"cpu\"]",
+    ]);
+    assert!(
+        short.code == 8 && short.err.contains("server ") && short.err.contains("serve.devices"),
+        "{}",
+        short.err
+    );
+    let other =
+        w.ft(&["plan", "q.toml", "run.device=cuda", "memory.budget=500MiB", "serve.devices=[\"cuda:1\"]"]);
+    assert!(other.code == 8 && other.err.contains("the server beside it needs"), "{}", other.err);
 }

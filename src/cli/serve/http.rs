@@ -20,6 +20,7 @@ use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::TrySendError;
 use std::thread::JoinHandle;
 use std::time::SystemTime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -111,7 +112,17 @@ async fn authorize(State(served): State<Arc<Served>>, request: Request, next: Ne
 }
 
 fn described(served: &Served) -> Value {
-    json!({"id": served.name, "object": "model", "created": served.created, "owned_by": "ft"})
+    let mut model =
+        json!({"id": served.name, "object": "model", "created": served.created, "owned_by": "ft"});
+    if let Some(step) = &served.step {
+        model["step"] = json!(step.load(Ordering::Relaxed));
+    }
+    model
+}
+
+/// The name of what answers: of a run, with the step.
+fn name_of(model: &str, step: Option<u64>) -> String {
+    step.map_or_else(|| model.to_string(), |step| format!("{model}:step-{step}"))
 }
 
 async fn models(State(served): State<Arc<Served>>) -> Response {
@@ -155,11 +166,11 @@ async fn answer(
     let Question { stream, usage, .. } = question;
     match served.queue.try_send(Job { question, answer: sender }) {
         Ok(()) => {}
-        Err(mpsc::error::TrySendError::Full(_)) => {
+        Err(TrySendError::Full(_)) => {
             let message = "too many requests wait already: try again later";
             return Err(Refused::new(StatusCode::TOO_MANY_REQUESTS, message));
         }
-        Err(mpsc::error::TrySendError::Closed(_)) => {
+        Err(TrySendError::Disconnected(_)) => {
             return Err(Refused::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending"));
         }
     }
@@ -188,10 +199,16 @@ impl Reply {
         })
     }
 
-    async fn whole(&self, mut events: mpsc::UnboundedReceiver<Event>) -> Result<Response, Refused> {
+    /// Whose answer it is.
+    fn begin(&mut self, step: Option<u64>) {
+        self.model = name_of(&self.model, step);
+    }
+
+    async fn whole(mut self, mut events: mpsc::UnboundedReceiver<Event>) -> Result<Response, Refused> {
         let mut text = String::new();
         loop {
             match events.recv().await {
+                Some(Event::Begin(step)) => self.begin(step),
                 Some(Event::Text(piece)) => text.push_str(&piece),
                 Some(Event::End(finish, tokens)) => {
                     let (object, choice) = match self.kind {
@@ -239,17 +256,15 @@ impl Reply {
         }
     }
 
-    fn streamed(self, events: mpsc::UnboundedReceiver<Event>, usage: bool) -> Response {
-        let first = match self.kind {
-            Kind::Chat => {
-                let delta = json!({"delta": {"role": "assistant", "content": ""}});
-                vec![self.part("chat.completion.chunk", Some((delta, None)))]
-            }
-            Kind::Text => Vec::new(),
-        };
+    fn streamed(mut self, events: mpsc::UnboundedReceiver<Event>, usage: bool) -> Response {
         let said = |v: &Value| sse::Event::default().data(v.to_string());
-        let first: Vec<sse::Event> = first.iter().map(said).collect();
-        let rest = UnboundedReceiverStream::new(events).map(move |event| match event {
+        let all = UnboundedReceiverStream::new(events).map(move |event| match event {
+            Event::Begin(step) => {
+                self.begin(step);
+                let delta = json!({"delta": {"role": "assistant", "content": ""}});
+                let first = || self.part("chat.completion.chunk", Some((delta, None)));
+                (self.kind == Kind::Chat).then(|| said(&first())).into_iter().collect()
+            }
             Event::Text(text) => vec![said(&self.piece(Some(&text), None))],
             Event::End(finish, tokens) => {
                 let mut last = vec![said(&self.piece(None, Some(finish)))];
@@ -267,7 +282,6 @@ impl Reply {
                 vec![said(&Refused::new(StatusCode::INTERNAL_SERVER_ERROR, why).body())]
             }
         });
-        let all = tokio_stream::once(first).chain(rest);
         Sse::new(flat(all)).into_response()
     }
 }

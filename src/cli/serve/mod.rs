@@ -1,31 +1,33 @@
 //! `ft serve`: a model behind the API that OpenAI's clients speak.
 //!
 //! ```text
+//! model     what is served: as it is, or a run whose newest checkpoint answers
 //! request   what a client asks: JSON -> a question that is checked
 //! http      the addresses, the key, answers whole and as server-sent events
 //! work      the model: one question at a time, out of a queue with a bound
 //! ```
 //!
 //! The thread that loaded the model computes; the connections are another runtime's. A client that goes away closes its
-//! channel, which ends the computation at the next token.
+//! channel, which ends the computation at the next token. Checkpoints are taken up between two questions: an answer ends
+//! with the weights that it began with.
 
 mod http;
+mod model;
 mod request;
 mod work;
 
-use super::chat::{self, Loading};
-use super::given::Given;
-use crate::data::{Form, Tokenizer, Trained};
-use crate::hub;
+use super::chat::Loading;
+use crate::data::{Form, Tokenizer};
 use crate::log::{tell, unix_time, warn};
-use crate::recipe::Device as DeviceName;
-use crate::train::job;
+use model::Model;
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Map, Value};
+use std::io::Read;
 use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use tokio::sync::mpsc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::mpsc;
 
 /// Questions that wait; one more is told to come again.
 const QUEUE: usize = 64;
@@ -34,7 +36,8 @@ const QUEUE: usize = 64;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The model: a folder (of a model, of an adapter, whose base is found by its config, of a run or of a checkpoint), or
-    /// a hub id
+    /// a hub id. Of a run that has not ended the newest checkpoint answers, and each new one from when it is written; before
+    /// the first, the model as it was
     model: String,
     /// A PEFT adapter over it, unmerged: a folder, or a hub id
     #[arg(long, value_name = "DIR")]
@@ -51,6 +54,12 @@ pub struct Args {
     /// Most tokens of a reply, and what a request gets that names no number
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
+    /// Of a run: stay on what it has when the server starts
+    #[arg(long)]
+    no_watch: bool,
+    /// End when stdin ends
+    #[arg(long)]
+    until_eof: bool,
     #[command(flatten)]
     loading: Loading,
     /// A chat template to use instead of that of the training, or the model's own
@@ -77,7 +86,9 @@ struct Served {
     max_positions: usize,
     /// Rows of the embedding.
     vocab: usize,
-    queue: mpsc::Sender<work::Job>,
+    /// Of a run, the step whose weights answer now.
+    step: Option<Arc<AtomicU64>>,
+    queue: mpsc::SyncSender<work::Job>,
 }
 
 /// Loads the model, prints the address, and answers until it is interrupted.
@@ -96,53 +107,52 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let listener = TcpListener::bind(address).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
-    let mut variables = chat::variables(&args.template)?;
-    let device = DeviceName::from_word(&args.loading.device).unwrap_or(DeviceName::Auto);
-    let device = job::device(device)?;
-    let model = Given::find(&args.model)?;
-    let named = args.adapter.as_deref().map(Given::find).transpose()?;
-    let (model, adapter) = chat::find(&model, named.as_ref())?;
-    let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
-    let form = match &args.chat_template {
-        Some(_) => Form::Chat,
-        None => trained.as_ref().map_or(Form::Chat, |t| t.form),
-    };
-    for (key, value) in trained.into_iter().flat_map(|t| t.template) {
-        variables.entry(key).or_insert(value);
-    }
-    let template = chat::template(args.chat_template.as_ref(), adapter.as_ref());
-    let Some(tokenizer) = Tokenizer::load(&model.dir, template.as_deref())? else {
-        return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
-    };
-    let decoder = chat::load(&args.loading, &model, adapter.as_ref(), &device)?;
+    let Model { decoder, device, tokenizer, form, variables, dir, run } = model::load(args)?;
 
     let key = args.api_key.clone().or_else(|| std::env::var("FT_API_KEY").ok()).filter(|k| !k.is_empty());
     if !args.host.is_loopback() && key.is_none() {
         warn("whoever reaches this machine can use the model\n  hint: --api-key, or FT_API_KEY");
     }
-    let (queue, mut jobs) = mpsc::channel(QUEUE);
-    let tokenizer = Arc::new(tokenizer);
+    let (queue, jobs) = mpsc::sync_channel(QUEUE);
+    let step = run.as_ref().map(|r| Arc::new(AtomicU64::new(r.step())));
     let served = Arc::new(Served {
         name: args.adapter.clone().unwrap_or_else(|| args.model.clone()),
         created: unix_time(),
         key,
         form,
         variables,
-        dir: model.dir.clone(),
+        dir,
         max_tokens: args.max_tokens,
         max_positions: decoder.config.max_positions,
         vocab: decoder.config.vocab,
         tokenizer: tokenizer.clone(),
+        step: step.clone(),
         queue,
     });
     let stop = Arc::new(AtomicBool::new(false));
     let web = http::start(listener, served, stop.clone()).map_err(fail)?;
     super::print(&format!("http://{local}/v1\n"))?;
-    tell("ctrl-c ends it");
-    work::work(&decoder, &device, &tokenizer, &mut jobs, &stop);
+    if args.until_eof {
+        end_with_stdin().map_err(fail)?;
+    } else {
+        tell("ctrl-c ends it");
+    }
+    let answering =
+        work::Answering { decoder: &decoder, device: &device, tokenizer: &tokenizer, stop: &stop };
+    answering.work(&jobs, run.zip(step));
     match web.join() {
         Ok(outcome) => outcome.map_err(fail),
         // a panic was told
         Err(_) => Err(super::usage("the server ended")),
     }
+}
+
+/// Ends this process as a signal would once nobody can write to its stdin any more.
+fn end_with_stdin() -> std::io::Result<()> {
+    let wait = || {
+        let mut stdin = std::io::stdin().lock();
+        while matches!(stdin.read(&mut [0; 64]), Ok(1..)) {}
+        let _ = kill_process(getpid(), Signal::TERM);
+    };
+    std::thread::Builder::new().name("stdin".into()).spawn(wait).map(drop)
 }

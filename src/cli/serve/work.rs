@@ -1,12 +1,19 @@
 //! The model: one question at a time.
 
+use super::model::Followed;
 use super::request::Question;
 use crate::data::Tokenizer;
 use crate::model::Decoder;
 use crate::walk::generate::{self, Reader};
 use candle_core::Device;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 use tokio::sync::mpsc;
+
+/// Time between two looks at a run while nobody asks.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A question, and where its answer goes.
 pub(super) struct Job {
@@ -34,6 +41,8 @@ impl Finish {
 
 /// A part of an answer.
 pub(super) enum Event {
+    /// The first: of a run, the step whose weights answer.
+    Begin(Option<u64>),
     Text(String),
     /// The last: why it ended, and tokens of the reply.
     End(Finish, usize),
@@ -41,53 +50,76 @@ pub(super) enum Event {
     Failed(String),
 }
 
-/// Answers until nobody can ask any more, or `stop` is set.
-pub(super) fn work(
-    decoder: &Decoder,
-    device: &Device,
-    tokenizer: &Tokenizer,
-    jobs: &mut mpsc::Receiver<Job>,
-    stop: &AtomicBool,
-) {
-    // a conversation that goes on is not read again: it begins with what was read
-    let mut reader = Reader::new(decoder, device);
-    while let Some(Job { question, answer }) = jobs.blocking_recv() {
-        if stop.load(Ordering::Relaxed) {
-            continue;
-        }
-        // whoever asked may have gone while it waited
-        if !answer.is_closed() {
-            let last = reply(&mut reader, tokenizer, question, &answer, stop);
+/// What answers.
+pub(super) struct Answering<'a> {
+    pub decoder: &'a Decoder,
+    pub device: &'a Device,
+    pub tokenizer: &'a Tokenizer,
+    /// Whether no more is to be answered.
+    pub stop: &'a AtomicBool,
+}
+
+impl Answering<'_> {
+    /// Answers until nobody can ask any more, or is to be answered. Of a `run`, each question with the newest checkpoint that
+    /// there is when its turn comes; its step is told.
+    pub fn work(&self, jobs: &Receiver<Job>, mut run: Option<(Followed, Arc<AtomicU64>)>) {
+        // a conversation that goes on is not read again: it begins with what was read
+        let mut reader = Reader::new(self.decoder, self.device);
+        loop {
+            let next = match run {
+                Some(_) => match jobs.recv_timeout(LOOK) {
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    next => next.ok(),
+                },
+                None => match jobs.recv() {
+                    Err(_) => return,
+                    next => next.ok(),
+                },
+            };
+            if let Some((run, step)) = &mut run
+                && run.look()
+            {
+                step.store(run.step(), Ordering::Relaxed);
+                // what it has read was read with other weights
+                reader = Reader::new(self.decoder, self.device);
+            }
+            let Some(Job { question, answer }) = next else { continue };
+            // whoever asked may have gone while it waited
+            if answer.is_closed() || self.stop.load(Ordering::Relaxed) {
+                continue;
+            }
+            let _ = answer.send(Event::Begin(run.as_ref().map(|(run, _)| run.step())));
+            let last = self.reply(&mut reader, question, &answer);
             if last.is_err() {
                 // what it has read is not known
-                reader = Reader::new(decoder, device);
+                reader = Reader::new(self.decoder, self.device);
             }
             let _ = answer.send(last.unwrap_or_else(|e| Event::Failed(e.to_string())));
         }
     }
-}
 
-fn reply(
-    reader: &mut Reader<'_>,
-    tokenizer: &Tokenizer,
-    mut question: Question,
-    answer: &mpsc::UnboundedSender<Event>,
-    stop: &AtomicBool,
-) -> crate::Result<Event> {
-    let mut texts = Stops::new(question.stop);
-    let (prompt, most) = (&question.prompt, question.max_tokens);
-    let mut say = |piece: &str| {
-        let (text, go_on) = texts.push(piece);
-        let heard = text.is_empty() || answer.send(Event::Text(text)).is_ok();
-        go_on && heard && !answer.is_closed() && !stop.load(Ordering::Relaxed)
-    };
-    let reply = generate::answer(reader, tokenizer, prompt, most, &mut question.sampler, &mut say)?;
-    let rest = texts.rest();
-    if !rest.is_empty() {
-        let _ = answer.send(Event::Text(rest));
+    fn reply(
+        &self,
+        reader: &mut Reader<'_>,
+        mut question: Question,
+        answer: &mpsc::UnboundedSender<Event>,
+    ) -> crate::Result<Event> {
+        let mut texts = Stops::new(question.stop);
+        let (prompt, most) = (&question.prompt, question.max_tokens);
+        let mut say = |piece: &str| {
+            let (text, go_on) = texts.push(piece);
+            let heard = text.is_empty() || answer.send(Event::Text(text)).is_ok();
+            go_on && heard && !answer.is_closed() && !self.stop.load(Ordering::Relaxed)
+        };
+        let sampler = &mut question.sampler;
+        let reply = generate::answer(reader, self.tokenizer, prompt, most, sampler, &mut say)?;
+        let rest = texts.rest();
+        if !rest.is_empty() {
+            let _ = answer.send(Event::Text(rest));
+        }
+        let finish = if reply.ended || texts.hit { Finish::Stop } else { Finish::Length };
+        Ok(Event::End(finish, reply.tokens))
     }
-    let finish = if reply.ended || texts.hit { Finish::Stop } else { Finish::Length };
-    Ok(Event::End(finish, reply.tokens))
 }
 
 /// Finds the texts that end a reply, and holds back what may be the beginning of one.

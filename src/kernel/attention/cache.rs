@@ -31,6 +31,11 @@ impl Cache {
         2 * values * dtype.size_in_bytes()
     }
 
+    /// Tokens that it takes memory for once it has so many: whole blocks, but for the last that there is `room` for.
+    pub fn held(tokens: u64, room: u64) -> u64 {
+        tokens.next_multiple_of(BLOCK as u64).min(room)
+    }
+
     /// Tokens that it has.
     pub fn len(&self) -> usize {
         self.len

@@ -64,22 +64,35 @@ impl Manifest {
 
     /// Checks size and hash of every file.
     pub(super) fn check(&self, dir: &Path, step: u64) -> Result<(), String> {
-        if self.step != step {
-            return Err(format!("{MANIFEST} is of step {}", self.step));
+        self.is_of(step)?;
+        self.files.iter().try_for_each(|entry| entry.check(dir))
+    }
+
+    /// As [`Manifest::check`], of one file.
+    pub(super) fn check_file(&self, dir: &Path, step: u64, name: &str) -> Result<(), String> {
+        self.is_of(step)?;
+        let entry = self.files.iter().find(|f| f.name == name);
+        entry.ok_or_else(|| format!("{MANIFEST} has no {name}"))?.check(dir)
+    }
+
+    fn is_of(&self, step: u64) -> Result<(), String> {
+        if self.step == step { Ok(()) } else { Err(format!("{MANIFEST} is of step {}", self.step)) }
+    }
+}
+
+impl Entry {
+    fn check(&self, dir: &Path) -> Result<(), String> {
+        let name = &self.name;
+        let (file, path) = open_inside(dir, name).map_err(|e| e.to_string())?;
+        let bytes = file.metadata().map_err(|e| Error::read(&path, e).to_string())?.len();
+        if bytes != self.bytes {
+            return Err(format!("{name} has {bytes} bytes and should have {}", self.bytes));
         }
-        for entry in &self.files {
-            let name = &entry.name;
-            let (file, path) = open_inside(dir, name).map_err(|e| e.to_string())?;
-            let bytes = file.metadata().map_err(|e| Error::read(&path, e).to_string())?.len();
-            if bytes != entry.bytes {
-                return Err(format!("{name} has {bytes} bytes and should have {}", entry.bytes));
-            }
-            let hash = hash(&file).map_err(|e| Error::read(&path, e).to_string())?;
-            if hash != entry.blake3 {
-                return Err(format!("{name} is not what was written (its hash differs)"));
-            }
+        let hash = hash(&file).map_err(|e| Error::read(&path, e).to_string())?;
+        match hash == self.blake3 {
+            true => Ok(()),
+            false => Err(format!("{name} is not what was written (its hash differs)")),
         }
-        Ok(())
     }
 }
 

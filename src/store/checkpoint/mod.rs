@@ -144,6 +144,22 @@ impl Checkpoints {
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
+    /// What tells a step's checkpoint from any other, of the same step too; `None` where there is none.
+    pub fn mark(&self, step: u64) -> Option<Vec<u8>> {
+        read_inside(&self.path_of(step), MARKER, 1 << 10).ok()
+    }
+
+    /// One file of a step's checkpoint, if it has the hash that was written down. The others are not looked at.
+    ///
+    /// # Errors
+    /// A checkpoint that is not there, or has no such file; a damaged one.
+    pub fn whole_file(&self, step: u64, name: &str) -> Result<PathBuf, Error> {
+        let path = self.path_of(step);
+        let manifest = manifest(&path)?;
+        manifest.check_file(&path, step, name).map_err(|problem| damaged(&path, problem))?;
+        Ok(path.join(name))
+    }
+
     /// Starts the checkpoint of `step`: an empty folder to write files into.
     ///
     /// # Errors
@@ -302,15 +318,23 @@ fn marker(manifest: &[u8]) -> String {
     format!("ft checkpoint 1\n{}\n", blake3::hash(manifest).to_hex())
 }
 
-/// Checks every file of a checkpoint against its manifest, and that against the marker.
-fn verify(path: &Path, step: u64) -> Result<(), Error> {
-    let damaged = |problem: String| Error::Damaged { path: path.to_path_buf(), problem };
+fn damaged(path: &Path, problem: String) -> Error {
+    Error::Damaged { path: path.to_path_buf(), problem }
+}
+
+/// A checkpoint's manifest, which is the one that its marker names.
+fn manifest(path: &Path) -> Result<Manifest, Error> {
     // A manifest names some dozens of files: a larger one is not ours.
-    let read = |name: &str| read_inside(path, name, 16 << 20).map_err(|e| damaged(e.to_string()));
+    let read = |name: &str| read_inside(path, name, 16 << 20).map_err(|e| damaged(path, e.to_string()));
     let said = read(MARKER)?;
     let bytes = read(MANIFEST)?;
     if said != marker(&bytes).as_bytes() {
-        return Err(damaged(format!("{MANIFEST} or {MARKER} is not what was written")));
+        return Err(damaged(path, format!("{MANIFEST} or {MARKER} is not what was written")));
     }
-    Manifest::parse(&bytes).and_then(|manifest| manifest.check(path, step)).map_err(damaged)
+    Manifest::parse(&bytes).map_err(|problem| damaged(path, problem))
+}
+
+/// Checks every file of a checkpoint against its manifest, and that against the marker.
+fn verify(path: &Path, step: u64) -> Result<(), Error> {
+    manifest(path)?.check(path, step).map_err(|problem| damaged(path, problem))
 }

@@ -1,0 +1,138 @@
+//! What is served: a model and its adapter as they are, or a run whose newest checkpoint answers.
+
+use super::Args;
+use crate::adapt::Params;
+use crate::cli::chat;
+use crate::cli::given::{Given, is_run};
+use crate::data::{Form, Tokenizer, Trained};
+use crate::hub;
+use crate::log::{tell, warn};
+use crate::model::Decoder;
+use crate::recipe::Quantize;
+use crate::train::latest::{self, Latest, Loading, Seen};
+use candle_core::Device;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A model that answers, and how it is asked.
+pub(super) struct Model {
+    pub decoder: Decoder,
+    pub device: Device,
+    pub tokenizer: Arc<Tokenizer>,
+    pub form: Form,
+    pub variables: Map<String, Value>,
+    /// The model's folder.
+    pub dir: PathBuf,
+    /// Where its weights come from, if a run changes them.
+    pub run: Option<Followed>,
+}
+
+/// A run whose checkpoints are taken up.
+pub(super) struct Followed {
+    latest: Latest,
+    params: Params,
+}
+
+impl Followed {
+    /// The step whose weights answer; 0 before the first checkpoint.
+    pub fn step(&self) -> u64 {
+        self.latest.step()
+    }
+
+    /// Takes up a new checkpoint if there is one, and says so; whether there was.
+    pub fn look(&mut self) -> bool {
+        let Seen { changed, problems } = self.latest.look(&self.params);
+        if changed {
+            tell(&format!("step {} answers", self.step()));
+        }
+        let was = if self.step() == 0 { "the base".into() } else { format!("step {}", self.step()) };
+        for problem in problems {
+            warn(&format!("not taken up, and {was} answers: {problem}"));
+        }
+        changed
+    }
+}
+
+/// The run that an argument names and that goes on, or may.
+fn followed(args: &Args) -> Option<&Path> {
+    let dir = Path::new(&args.model);
+    if args.no_watch || args.adapter.is_some() || !is_run(dir) {
+        return None;
+    }
+    if let Some(step) = latest::ended_at(dir) {
+        tell(&format!("this run has ended: its result, of step {step}, answers"));
+        return None;
+    }
+    Some(dir)
+}
+
+/// Loads what is to be served.
+///
+/// # Errors
+/// A model or adapter that cannot be found or used, or is too large.
+pub(super) fn load(args: &Args) -> crate::Result<Model> {
+    let device = args.loading.device()?;
+    let variables = chat::variables(&args.template)?;
+    match followed(args) {
+        Some(run) => of_run(args, run, device, variables),
+        None => fixed(args, device, variables),
+    }
+}
+
+fn of_run(args: &Args, run: &Path, device: Device, variables: Map<String, Value>) -> crate::Result<Model> {
+    let how = Loading {
+        device,
+        dtype: args.loading.dtype(),
+        quantize: args.loading.quantize(),
+        chat_template: args.chat_template.clone(),
+    };
+    let (latest, job) = Latest::open(run, &how)?;
+    let nf4 = job.recipe.model.quantize == Quantize::Nf4;
+    chat::fits(&job.config, &job.selection, (nf4, job.recipe.model.dtype), &job.device)?;
+    let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(job.model.dir.clone()))?;
+    let (decoder, params) = job.load(false)?;
+    let mut followed = Followed { latest, params };
+    if !followed.look() {
+        tell("there is no checkpoint yet: the model answers as it was before the first step");
+    }
+    let trained = job.trained();
+    Ok(Model {
+        decoder,
+        tokenizer,
+        form: if args.chat_template.is_some() { Form::Chat } else { trained.form },
+        variables: with(variables, trained.template),
+        dir: job.model.dir,
+        device: job.device,
+        run: Some(followed),
+    })
+}
+
+fn fixed(args: &Args, device: Device, variables: Map<String, Value>) -> crate::Result<Model> {
+    let model = Given::find(&args.model)?;
+    let named = args.adapter.as_deref().map(Given::find).transpose()?;
+    let (model, adapter) = chat::find(&model, named.as_ref())?;
+    let trained = Trained::open(adapter.as_ref().map_or(&model.dir, |a| &a.dir))?;
+    let form = match &args.chat_template {
+        Some(_) => Form::Chat,
+        None => trained.as_ref().map_or(Form::Chat, |t| t.form),
+    };
+    let template = chat::template(args.chat_template.as_ref(), adapter.as_ref());
+    let tokenizer = Tokenizer::load(&model.dir, template.as_deref())?;
+    let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(model.dir.clone()))?);
+    let decoder = chat::load(&args.loading, &model, adapter.as_ref(), &device)?;
+    let variables = with(variables, trained.map(|t| t.template).unwrap_or_default());
+    Ok(Model { decoder, device, tokenizer, form, variables, dir: model.dir, run: None })
+}
+
+/// Variables for the template: those that were named go before those of the training.
+fn with(mut named: Map<String, Value>, trained: Map<String, Value>) -> Map<String, Value> {
+    for (key, value) in trained {
+        named.entry(key).or_insert(value);
+    }
+    named
+}
+
+fn no_tokenizer(dir: PathBuf) -> hub::Error {
+    hub::Error::NoLocalFile { dir, file: "tokenizer.json", hint: "" }
+}

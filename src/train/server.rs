@@ -1,0 +1,169 @@
+//! `serve.devices`: `ft serve` on a device beside the training, as a process of its own.
+//!
+//! What becomes of it does not concern the run: that it began, and that it ended, is told and written to the metrics. It
+//! ends when its stdin does, which is with the run, however that ends.
+
+use super::{Error, Job};
+use crate::kernel::cuda;
+use crate::log::warn;
+use crate::recipe::{Launch, OneDevice, Recipe};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Where a server's messages go, in the run folder.
+const LOG: &str = "serve.log";
+/// How long a server may take to end before it is killed.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Bytes of a server's last line that are told.
+const TOLD: usize = 300;
+
+/// Refuses a server that this machine, this program or the training leaves no place for.
+///
+/// # Errors
+/// A device that trains, or is not there; a program that cannot serve.
+pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), Error> {
+    let Some(device) = recipe.serve.devices.first() else { return Ok(()) };
+    let fail = |what: String, hint: &str| {
+        Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("serve.devices"))))
+    };
+    if !cfg!(feature = "serve") {
+        let hint = "build it with --features serve, or leave serve.devices out";
+        return fail("this ft is built without its serve feature".into(), hint);
+    }
+    if program.is_none() {
+        let hint = "start `ft serve RUN` beside it";
+        return fail(
+            "serve.devices: only `ft run` starts a server, and this is another program".into(),
+            hint,
+        );
+    }
+    let OneDevice::Cuda(n) = *device else { return Ok(()) };
+    let trains = match (cuda, Launch::of_env()) {
+        (false, _) => 0,
+        (true, None) => recipe.parallel.local() as usize,
+        (true, Some(launch)) => Launch::of_machine().unwrap_or(launch.world),
+    };
+    if n < trains {
+        let (word, next) = (device.word(), format!("serve.devices=[\"cuda:{trains}\"], or \"cpu\""));
+        let which =
+            if trains == 1 { "is the one that trains" } else { &format!("is one of {trains} that train") };
+        return fail(format!("serve.devices = [{word:?}]: this {which}"), &next);
+    }
+    match cuda::count() {
+        count if n < count => Ok(()),
+        count => {
+            let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
+            fail(
+                format!("serve.devices: there is no {}: there {are}", device.word()),
+                "serve.devices=[\"cpu\"]",
+            )
+        }
+    }
+}
+
+/// What became of a server since the last look.
+pub enum News {
+    /// It listens at an address; with the number of its process.
+    Listens(String, u32),
+    /// It ended, and why.
+    Ended(String),
+}
+
+/// A server beside a run; dropping it ends it.
+pub struct Server {
+    child: Option<Child>,
+    address: Receiver<String>,
+    log: PathBuf,
+}
+
+impl Server {
+    /// Starts one where the recipe asks for it; that it cannot be started is told.
+    pub fn start(program: Option<&Path>, job: &Job, dir: &Path) -> Option<Self> {
+        let (program, device) = (program?, job.recipe.serve.devices.first()?);
+        if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
+            warn(
+                "run.save_every = 0: until the run ends there is no checkpoint, and the server answers as the model was \
+                 before the first step",
+            );
+        }
+        match spawn(program, *device, job.recipe.serve.port, dir) {
+            Ok(server) => Some(server),
+            Err(e) => {
+                warn(&format!(
+                    "serve.devices: the server cannot be started: {e}; training goes on without it"
+                ));
+                None
+            }
+        }
+    }
+
+    /// What became of it since the last look.
+    pub fn look(&mut self) -> Option<News> {
+        if let Ok(address) = self.address.try_recv() {
+            return Some(News::Listens(address, self.child.as_ref().map_or(0, Child::id)));
+        }
+        let ended = self.child.as_mut()?.try_wait();
+        let how = match ended {
+            Ok(None) => return None,
+            Ok(Some(status)) => status.to_string(),
+            Err(e) => e.to_string(),
+        };
+        self.child = None;
+        let last = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let errors = last.lines().rev().find(|l| l.starts_with("error")).or_else(|| last.lines().next_back());
+        let why = errors.map_or(String::new(), |l| format!(": {}", l.chars().take(TOLD).collect::<String>()));
+        Some(News::Ended(format!("{how}{why} ({})", self.log.display())))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let Some(mut child) = self.child.take() else { return };
+        drop(child.stdin.take());
+        let end = Instant::now() + PATIENCE;
+        while matches!(child.try_wait(), Ok(None)) {
+            if Instant::now() > end {
+                let _ = child.kill();
+                let _ = child.wait();
+                return;
+            }
+            sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn spawn(program: &Path, device: OneDevice, port: u16, dir: &Path) -> io::Result<Server> {
+    let log = dir.join(LOG);
+    let mut command = Command::new(program);
+    command.arg("serve").arg(dir).args([
+        "--device",
+        &device.word(),
+        "--port",
+        &port.to_string(),
+        "--until-eof",
+    ]);
+    // it is no rank
+    Launch::VARIABLES.iter().for_each(|v| {
+        command.env_remove(v);
+    });
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&log)?);
+    // a signal of the terminal is the run's: it ends when its steps are saved, and the server with it
+    let mut child = command.process_group(0).spawn()?;
+    let (sender, address) = channel();
+    if let Some(stdout) = child.stdout.take() {
+        let read = move || {
+            let mut line = String::new();
+            if BufReader::new(stdout).read_line(&mut line).is_ok() && !line.trim().is_empty() {
+                let _ = sender.send(line.trim().to_string());
+            }
+        };
+        std::thread::Builder::new().name("server".into()).spawn(read)?;
+    }
+    Ok(Server { child: Some(child), address, log })
+}
