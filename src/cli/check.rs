@@ -128,6 +128,9 @@ impl Check<'_> {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
         let tokenizer = self.tokenizer(&settings);
+        if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
+            self.keep(selection.look_up(config, tokenizer.as_ref()).map_err(Error::from));
+        }
         if let Some(tokenizer) = &tokenizer {
             self.keep(job::sample(recipe, tokenizer.as_ref()));
         }
@@ -299,6 +302,8 @@ fn groups(s: &Selection) -> Vec<String> {
         let how = match choice {
             Choice::Freeze => continue,
             Choice::Full { .. } => "full".to_string(),
+            Choice::Rows { count: 1, .. } => "the row of a token".to_string(),
+            Choice::Rows { count, .. } => format!("the rows of {count} tokens"),
             Choice::Lora { spec, .. } => {
                 let kind = if spec.dora { "DoRA" } else { "LoRA" };
                 let rs = if spec.rslora { ", rank-stabilised" } else { "" };

@@ -9,7 +9,7 @@ use super::types::*;
 use crate::error::Place;
 use Kind::{
     Anything, Betas, Bool, Bytes, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings, Table,
-    Tables, Text, Word, Words,
+    Tables, Text, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use std::collections::BTreeMap;
@@ -110,8 +110,11 @@ table! {
     /// One `[[train]]` rule.
     pub struct Rule {
         /// Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names
-        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name.
+        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
         modules: Vec<String> = Modules, Required;
+        /// With modules = ["new_tokens"], the tokens whose rows train, each by its text or its number. They train alone,
+        /// from what they are in the model, and become PEFT's trainable_token_indices.
+        tokens: Option<Vec<Token>> = Tokens, Absent("the rule is of modules");
         /// "all", "3", "0-5", "24-", "-6:" (the last six) or [0, 3, 5]; given as anything but all, the rule
         /// matches inside layers only.
         layers: Option<LayerSet> = Layers, Toml("\"all\"");

@@ -247,7 +247,7 @@ impl Job {
     /// As [`Job::open`].
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
         Self::with(recipe, want, progress, &|recipe, config, adapter| {
-            let in_full = |r: &Rule| r.method == Method::Full;
+            let in_full = |r: &Rule| r.is(Method::Full);
             match adapter {
                 Some(a) => a.selection(config),
                 None if recipe.model.quantize == Quantize::Nf4
@@ -279,7 +279,10 @@ impl Job {
         routers(&recipe, &config)?;
         let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
         let adapter = adapter(&settings, &recipe, progress)?;
-        let selection = select(&recipe, &config, adapter.as_ref())?;
+        let mut selection = select(&recipe, &config, adapter.as_ref())?;
+        if want != Want::Config {
+            selection.look_up(&config, tokenizer.as_ref())?;
+        }
         let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }

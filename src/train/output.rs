@@ -241,6 +241,7 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
             (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
                 a.rank == b.rank && (peft::scale(a) - peft::scale(b)).abs() <= 1e-12 * peft::scale(a).abs()
             }
+            (Choice::Rows { .. }, Choice::Rows { .. }) => ours.tokens.of(&m.name) == read.tokens.of(&m.name),
             _ => false,
         };
         if !same {
