@@ -11,10 +11,6 @@ use crate::recipe::{Rule, Token};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What to do about a token without a row.
-const GROW: &str = "make the model larger first, with transformers: model.resize_token_embeddings(len(tokenizer)), then \
-                    save_pretrained of both, and name that folder in model.source";
-
 /// Tokens whose rows train.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens {
@@ -42,6 +38,12 @@ impl Tokens {
     /// Whose rows of a module train; nobody's before names are looked up.
     pub fn of(&self, module: &str) -> Arc<Vec<u32>> {
         self.of.iter().find(|(m, _)| m == module).map_or_else(Arc::default, |(_, ids)| Arc::clone(ids))
+    }
+
+    /// Whether no tokenizer is needed to find them.
+    pub fn are_numbers(&self) -> bool {
+        let number = |t: &Token| matches!(t, Token::Id(_));
+        self.named.as_ref().is_none_or(|named| named.list.iter().all(number))
     }
 
     /// Modules with rows that train, each with the tokens.
@@ -105,21 +107,22 @@ impl Selection {
                 (Token::Id(id), _) => *id,
                 (Token::Text(text), Some(tokenizer)) => tokenizer.token_to_id(text).ok_or_else(|| {
                     named.fail(format!(
-                        "tokens: {token} is no token of the model's tokenizer\n  hint: add it there, with transformers: \
-                         tokenizer.add_tokens([{token}]), then save_pretrained into a copy of the model's folder, and name \
-                         that in model.source"
+                        "tokens: {token} is no token of the model's tokenizer\n  hint: another text"
                     ))
                 })?,
                 (Token::Text(_), None) => {
-                    let why = "the model has no tokenizer.json, which knows texts\n  hint: name tokens by number";
+                    let why =
+                        "the model has no tokenizer.json, which knows texts\n  hint: name tokens by number";
                     return Err(named.fail(format!("tokens: {token}: {why}")));
                 }
             };
             if id as usize >= vocab {
-                let why = format!(
-                    "tokens: {token} is token {id}, and the embedding has {vocab} rows\n  hint: {GROW}"
-                );
-                return Err(named.fail(why));
+                let rows = id as usize + named.list.len();
+                return Err(named.fail(format!(
+                    "tokens: {token} is token {id}, and the embedding has {vocab} rows\n  hint: make the model larger first, \
+                     with transformers: model.resize_token_embeddings({rows}) and save_pretrained, its tokenizer beside it, \
+                     and name that folder in model.source"
+                )));
             }
             if let Some(other) = seen.insert(id, token) {
                 let why = format!("tokens: {other} and {token} are one token\n  hint: leave one of them out");

@@ -127,7 +127,7 @@ impl Check<'_> {
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
-        let tokenizer = self.tokenizer(&settings);
+        let tokenizer = self.tokenizer(&settings, adapter.as_ref());
         if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
             self.keep(selection.look_up(config, tokenizer.as_ref()).map_err(Error::from));
         }
@@ -143,11 +143,11 @@ impl Check<'_> {
     }
 
     /// The tokenizer, none if the model has none; nothing if it cannot be had.
-    fn tokenizer(&mut self, settings: &Settings) -> Option<Option<Tokenizer>> {
+    fn tokenizer(&mut self, settings: &Settings, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
         let recipe = self.recipe;
         let model = job::model(settings, recipe, Want::Tokenizer, true);
         let model = self.reach("tokenizer, chat template and rows", model)?;
-        self.keep(job::tokenizer(recipe, &model.dir))
+        self.keep(job::tokenizer(recipe, &model.dir, adapter))
     }
 
     /// Without a tokenizer: whether the files are there.

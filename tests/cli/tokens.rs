@@ -150,12 +150,11 @@ fn tokens_are_named_by_text_or_number() {
     w.ok(&["plan", "r.toml"]);
     w.ok(&["run", "r.toml"]);
     let config: Value = serde_json::from_slice(&w.read("runs/r/adapter/adapter_config.json")).expect("JSON");
-    assert_eq!(config["trainable_token_indices"]["lm_head"], json!([2, 300, 1]));
+    assert_eq!(config["trainable_token_indices"]["lm_head"], json!([284, 300, 283]));
 
     for (tokens, said) in [
-        ("\"<think>\"", &["\"<think>\" is no token", "tokenizer.json", "add_tokens"][..]),
-        ("320", &["320 is token 320", "320 rows", "resize_token_embeddings"]),
-        ("2, \"<|im_end|>\"", &["are one token"]),
+        ("320", &["320 is token 320", "320 rows", "resize_token_embeddings"][..]),
+        ("284, \"<|im_end|>\"", &["are one token"]),
     ] {
         w.write("x.toml", rule(tokens));
         for verb in ["check", "run"] {
@@ -168,6 +167,61 @@ fn tokens_are_named_by_text_or_number() {
             );
         }
         assert!(!w.path("x").exists());
+    }
+}
+
+/// A text that the tokenizer does not have gets the next number. The adapter and the merged model have that tokenizer, and
+/// what uses them tokenizes as the run did.
+#[test]
+fn the_tokenizer_gets_what_it_lacks() {
+    let w = World::new();
+    w.config("start", json!({ "vocab_size": 287, "tie_word_embeddings": true }));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = repository().join("tests/fixtures/tiny-tokenizer").join(file);
+        w.write(&format!("start/{file}"), std::fs::read(from).expect("a tokenizer"));
+    }
+    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
+    let text =
+        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
+    w.write("start.toml", text);
+    w.ok(&["run", "start.toml", "run.output=made"]);
+    let mut dice = Dice(3);
+    let rows: String = (0..40)
+        .map(|_| {
+            format!("{}\n", json!({"text": format!("<think>{}</think> {}", dice.below(99), dice.below(99))}))
+        })
+        .collect();
+    w.write("rows.jsonl", &rows);
+    w.write("eval.jsonl", &rows);
+    let rules = TOKENS.replace("40, 5, 6, 63", "\"<think>\", \"</think>\"");
+    let text = recipe(&rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
+    let text = text.replace("\"tokens\"", "\"text\"");
+    w.write("r.toml", &text);
+    let r = w.ok(&["run", "r.toml", "run.output=a"]);
+    assert!(r.err.contains("\"<think>\" (token 285), \"</think>\" (token 286)"), "{}", r.err);
+    let config: Value = serde_json::from_slice(&w.read("a/adapter/adapter_config.json")).expect("JSON");
+    assert_eq!(config["trainable_token_indices"], json!({"embed_tokens": [285, 286]}));
+    let end = evals(&w, "a").pop().expect("an evaluation");
+
+    // without the rule, the adapter says it
+    w.write("plain.toml", text.replace(&rules, ""));
+    let rule = "train=[{modules=['mlp']}]";
+    let with = w.ok(&["eval", "plain.toml", rule, "--json", "--adapter", "a/adapter"]).loss();
+    assert!(near(with, end), "{with} and {end}");
+    w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let after = w.ok(&["eval", "plain.toml", rule, "--json", "model.source=m"]).loss();
+    assert!((after - end).abs() <= 1e-5 * end, "{after} and {end}");
+    assert!(w.read("m/tokenizer.json") == w.read("a/adapter/tokenizer.json"));
+    assert!(w.read("m/tokenizer.json") != w.read("made/model/tokenizer.json"));
+    let base = w.ok(&["eval", "plain.toml", rule, "--json"]).loss();
+    assert!((base - end).abs() > 1e-3, "{base} and {end}");
+    w.ok(&["chat", "a/adapter", "--raw", "--max-tokens", "2", "--prompt", "<think>1"]);
+
+    // more than there are rows
+    w.write("x.toml", text.replace("\"</think>\"", "\"</think>\", \"<more>\""));
+    for verb in ["check", "run"] {
+        let r = w.ft(&[verb, "x.toml", "run.output=x"]);
+        assert!(r.code == 2 && r.err.contains("\"<more>\" is token 287"), "{verb}: {}", r.err);
     }
 }
 

@@ -8,7 +8,7 @@ gradients of the first step; the logits of the adapter that `ft` wrote, as PEFT 
 the evaluation of `ft` from PEFT's with that adapter; and the merged model from it. Exits with 1 where a bar does not hold. The
 versions are those of tests/fixtures/make.py.
 """
-import json, os, sys, tempfile
+import json, os, sys, tempfile, warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -72,6 +72,7 @@ def ours(ft, case, ids, init, work):
 
 
 def main():
+    warnings.filterwarnings("ignore")
     ft, wanted, bad = os.path.abspath(sys.argv[1]), sys.argv[2:] or CASES, 0
     for case in wanted:
         b = check.load_file(os.path.join(cases.REFERENCE, case, "batches.safetensors"))
