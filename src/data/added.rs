@@ -5,10 +5,13 @@ use super::error::Error;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Tokens to add where they are missing, each with its number where that is known; else it is the next, as transformers'
-/// `add_tokens` numbers them.
+/// Tokens to add where they are missing, as entries of `added_tokens`: with their number where that is known; else it is the
+/// next, as transformers' `add_tokens` numbers them.
 #[derive(Clone, Debug, Default)]
-pub struct Added(Vec<(String, Option<u32>)>);
+pub struct Added(Vec<Value>);
+
+/// A `tokenizer.json` with more tokens, and which these are.
+pub(super) type Extended = (Vec<u8>, Vec<(String, u32)>);
 
 impl Added {
     /// Those that an adapter's own tokenizer has, if it has one.
@@ -20,23 +23,27 @@ impl Added {
         let Some(bytes) = read(&path)? else { return Ok(Self::default()) };
         let file: Value = serde_json::from_slice(&bytes)
             .map_err(|e| Error::Tokenizer { path, message: format!("not a tokenizer: {e}") })?;
-        let mut all: Vec<(u32, String)> =
-            entries(&file).filter_map(|(text, id)| Some((id?, text.to_string()))).collect();
-        all.sort_unstable();
-        Ok(Self(all.into_iter().map(|(id, text)| (text, Some(id))).collect()))
+        let mut all: Vec<Value> = file["added_tokens"].as_array().cloned().unwrap_or_default();
+        all.sort_by_key(id);
+        Ok(Self(all))
     }
 
     /// With these too.
     pub fn and<'a>(mut self, texts: impl IntoIterator<Item = &'a str>) -> Self {
-        self.0.extend(texts.into_iter().map(|t| (t.to_string(), None)));
+        // as Qwen's own <think> is: found as it is written, and shown
+        let entry = |text: &str| {
+            json!({"id": null, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": false})
+        };
+        self.0.extend(texts.into_iter().map(entry));
         self
     }
 
-    /// A `tokenizer.json` with them, and which these are; nothing where it has them all.
+    /// A `tokenizer.json` with them; nothing where it has them all.
     ///
     /// # Errors
     /// A file that is none; a token that has another number there.
-    pub(super) fn to(&self, bytes: &[u8]) -> Result<Option<(Vec<u8>, Vec<(String, u32)>)>, String> {
+    pub(super) fn to(&self, bytes: &[u8]) -> Result<Option<Extended>, String> {
         if self.0.is_empty() {
             return Ok(None);
         }
@@ -45,39 +52,37 @@ impl Added {
             return Err("not a tokenizer: a JSON object is wanted".into());
         }
         let mut new: Vec<(String, u32)> = Vec::new();
-        for (text, wanted) in &self.0 {
+        for entry in &self.0 {
+            let Some(text) = entry["content"].as_str() else { continue };
             let known = number(&file, text);
-            let id = known.unwrap_or_else(|| next(&file));
-            if wanted.is_some_and(|wanted| wanted != id) {
-                return Err(format!(
-                    "{text:?} is token {id} here, and {} to the adapter",
-                    wanted.unwrap_or(id)
-                ));
+            let here = known.unwrap_or_else(|| next(&file));
+            if let Some(there) = id(entry).filter(|there| *there != here) {
+                return Err(format!("{text:?} is token {here} here, and {there} to the adapter"));
             }
             if known.is_some() {
                 continue;
             }
-            // as Qwen's own <think> is: found as it is written, and shown
-            let entry = json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
-                               "normalized": false, "special": false});
-            if !file["added_tokens"].is_array() {
-                file["added_tokens"] = json!([]);
+            let mut entry = entry.clone();
+            entry["id"] = json!(here);
+            match file["added_tokens"].as_array_mut() {
+                Some(list) => list.push(entry),
+                None => file["added_tokens"] = json!([entry]),
             }
-            if let Some(list) = file["added_tokens"].as_array_mut() {
-                list.push(entry);
-            }
-            new.push((text.clone(), id));
+            new.push((text.to_string(), here));
         }
         Ok((!new.is_empty()).then(|| (file.to_string().into_bytes(), new)))
     }
 }
 
+/// The number of an entry.
+fn id(entry: &Value) -> Option<u32> {
+    entry["id"].as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
 /// Tokens beside the model's own.
 fn entries(file: &Value) -> impl Iterator<Item = (&str, Option<u32>)> {
     let list = file["added_tokens"].as_array().into_iter().flatten();
-    list.filter_map(|t| {
-        Some((t["content"].as_str()?, t["id"].as_u64().and_then(|id| u32::try_from(id).ok())))
-    })
+    list.filter_map(|t| Some((t["content"].as_str()?, id(t))))
 }
 
 /// The number of a token, if it is there.

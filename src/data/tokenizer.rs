@@ -1,6 +1,6 @@
 //! A model's tokenizer and chat template, from its folder.
 
-use super::added::Added;
+use super::added::{Added, Extended};
 use super::beside::{collect_specials, find_template, ids, read, read_object};
 use super::cache::ModelKey;
 use super::error::Error;
@@ -33,7 +33,7 @@ pub struct Tokenizer {
     /// Tokens beside the model's own, which stand for themselves; ascending.
     added: Vec<u32>,
     /// Tokens that its file does not have, and the file with them.
-    more: Option<(Vec<u8>, Vec<(String, u32)>)>,
+    more: Option<Extended>,
 }
 
 /// The first token ids of a text, and for each the bytes of the text that it stands for.

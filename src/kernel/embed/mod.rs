@@ -118,7 +118,10 @@ pub fn backward(
     }
     let ids = ids.to_vec1::<u32>()?;
     let all = ById::new(&ids);
-    let by_id = of.map_or_else(|| all.clone(), |of| all.only(of));
+    let by_id = match of {
+        None => all,
+        Some(of) => all.only(of),
+    };
     match grad.dtype() {
         DType::F64 => scatter_cpu::<f64>(grad, ids.len(), &by_id, dy, scale),
         _ => scatter_cpu::<f32>(grad, ids.len(), &by_id, dy, scale),
