@@ -209,6 +209,7 @@ impl Adapter {
                 known.extend(Self::magnitude_keys(&t.module));
             }
         }
+        self.check_tokens(selection, trained)?;
         if selection.tied_in_full() {
             self.check_tied(trained)?;
             known.insert(format!("{PREFIX}lm_head.weight"));
@@ -237,6 +238,24 @@ impl Adapter {
             None => Ok(()),
             Some(m) => Err(self.fail(format!("{m}: has one of lora_A and lora_B")).into()),
         }
+    }
+
+    /// The rows that it has must be those of the tokens that train, in their order.
+    fn check_tokens(&self, selection: &Selection, trained: &[Trained]) -> crate::Result<()> {
+        for t in trained.iter().filter(|t| t.part == Part::Rows) {
+            let ours = selection.tokens.of(&t.module);
+            let held = self.config.tokens().iter().find(|(m, _)| t.module.ends_with(m.as_str()));
+            let same = held.is_none_or(|(_, ids)| *ids == ours || ours.is_empty());
+            if self.find(t)?.is_some() && !same {
+                let why = format!(
+                    "{}: its rows are of other tokens than train, or in another order\n  hint: the tokens of \
+                     trainable_token_indices in adapter_config.json, in that order",
+                    t.module
+                );
+                return Err(self.fail(why).into());
+            }
+        }
+        Ok(())
     }
 
     /// A tied head's copy must be the embedding.
@@ -277,7 +296,8 @@ impl Adapter {
     /// Compares `*.base_layer.*` tensors, which PEFT saves under a tied head's adapter, with the base's.
     pub fn check_base(&self, base: &TensorFiles, tied: bool) -> crate::Result<()> {
         for name in self.held.names().filter(|n| n.contains(".base_layer.")) {
-            let own = name.trim_start_matches(PREFIX).replace(".base_layer.", ".");
+            let own =
+                name.trim_start_matches(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".");
             let own = if tied && own == "lm_head.weight" && base.info(&own).is_none() {
                 "model.embed_tokens.weight".to_string()
             } else {

@@ -17,6 +17,7 @@ use crate::log::bytes_bar;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Kind, Module};
+use crate::model::rows::Rows;
 use crate::model::sink::Slot;
 use crate::model::{Decoder, decoder::Weights};
 use crate::quant::{BLOCK, CodeBooks, Unread};
@@ -170,6 +171,11 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
                 "its weight is 4-bit already, and lora.init = \"{word}\" is of its original weights\n  hint: \
                  model.source with these, and model.quantize = \"nf4\""
             ));
+        }
+        if matches!(choice, Choice::Rows { .. }) && how.is_some() {
+            return fail(
+                "its weight is 4-bit, and rows of it cannot train\n  hint: model.source with its original weights",
+            );
         }
         made |= how == Some(FourBit::Made);
         if how.is_some() && !matches!(m.kind, Kind::Linear { .. }) {
@@ -474,6 +480,31 @@ impl Weights for Loader<'_> {
             });
         }
         Ok(Some(lora))
+    }
+
+    fn rows(&mut self, m: &Module) -> crate::Result<Option<Rows>> {
+        let Some(i) = self.part(m, Part::Rows) else { return Ok(None) };
+        let (ids, t) = (self.b.selection.tokens.of(&m.name), &self.params.tensors[i]);
+        let (rows, cols) = (t.shape[0], m.cols());
+        if ids.len() != rows {
+            let why = format!("{}: {rows} rows train, and of {} it is known which", m.name, ids.len());
+            return Err(candle_core::Error::Msg(why).into());
+        }
+        match self.b.adapter.map(|a| a.get(t)).transpose()?.flatten() {
+            Some(values) => self.params.set(i, &values)?,
+            None => {
+                for (row, id) in ids.iter().enumerate() {
+                    let at = *id as usize * cols;
+                    let of = (m, self.number(m));
+                    let values =
+                        self.b.base.part(of, false, false, at..at + cols, DType::F32, &Device::Cpu)?;
+                    self.params.set_from(i, row * cols, &values)?;
+                }
+            }
+        }
+        let index = Real::from_slice(ids.as_slice(), rows, self.b.device)?.into();
+        let slot = self.b.allocate.train.then_some(self.params.slots[i]);
+        Ok(Some(Rows { ids, index, values: self.params.view(i)?, slot }))
     }
 
     fn embedding_lora(&mut self, m: &Module) -> crate::Result<Option<EmbeddingLora>> {

@@ -169,7 +169,7 @@ impl<'a> Export<'a> {
             }
         }
         for t in self.selection.trained() {
-            if matches!(t.part, Part::Weight | Part::Bias)
+            if matches!(t.part, Part::Weight | Part::Bias | Part::Rows)
                 && let Some(v) = self.values.get(&(t.module.clone(), t.part))
             {
                 tensors.push((v5(self.config, &self.key(&t)), v.clone()));
@@ -210,8 +210,17 @@ impl<'a> Export<'a> {
 
     fn vllm(&self) -> crate::Result<(Vec<(String, Tensor)>, Value)> {
         self.no_dora("vLLM")?;
-        if let Some((m, _)) = self.selection.modules.iter().find(|(_, c)| matches!(c, Choice::Full { .. })) {
-            let why = "trained in full, which vLLM does not load from an adapter (modules_to_save)\n  hint: ft merge";
+        for (m, c) in &self.selection.modules {
+            let why = match c {
+                Choice::Full { .. } => {
+                    "trained in full, which vLLM does not load from an adapter (modules_to_save)\n  hint: ft merge"
+                }
+                Choice::Rows { .. } => {
+                    "rows of tokens trained, which vLLM does not load from an adapter (trainable_token_indices)\n  hint: \
+                     ft merge"
+                }
+                Choice::Freeze | Choice::Lora { .. } => continue,
+            };
             return Err(self.refuse(m, why));
         }
         let rank = self.loras().map(|(_, s)| s.rank).max().unwrap_or(1);

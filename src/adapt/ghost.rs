@@ -10,6 +10,7 @@ use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
 use crate::model::modules::{Group, MlpTree, Module};
+use crate::model::rows::Rows;
 use crate::model::sink::Slot;
 use crate::quant;
 use crate::recipe::{LoraSpec, Quantize};
@@ -145,6 +146,13 @@ impl Weights for Ghosts<'_> {
             slots: Some(slots),
             scale: super::peft::scale(&spec),
         }))
+    }
+
+    fn rows(&mut self, m: &Module) -> crate::Result<Option<Rows>> {
+        let Choice::Rows { count, .. } = self.choice(m) else { return Ok(None) };
+        let (index, values) = (self.ghost(count, DType::U32), self.ghost((count, m.cols()), self.dtype));
+        let slot = Some(self.slot(count, m.cols()));
+        Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
     }
 
     /// Neighbours for whose modules the same is chosen.

@@ -19,6 +19,8 @@ pub struct LearningRate {
     pub lr_scale: f64,
     /// Whether it is of LoRA's B alone.
     pub lora_b: bool,
+    /// Whether it is of rows of tokens alone.
+    pub tokens: bool,
     /// How many tensors.
     pub tensors: usize,
     /// Values in them.
@@ -44,6 +46,7 @@ impl fmt::Display for LearningRate {
         let method = match self.method {
             Method::Full => "in full",
             _ if self.lora_b => "LoRA's B",
+            _ if self.tokens => "rows of tokens",
             _ => "LoRA",
         };
         let from = if self.from == "default" { "by default" } else { self.from };
@@ -74,8 +77,11 @@ fn collect(o: &recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64)>)
     let mut rates: Vec<LearningRate> = Vec::new();
     for (part, lr_scale, parameters) in parts {
         let (method, lora_b) = (part.method(), part == Part::B && o.lr_scale_b != 1.0);
-        let lr_scale = o.factor(lr_scale, lora_b);
-        match rates.iter_mut().find(|r| (r.method, r.lora_b, r.lr_scale) == (method, lora_b, lr_scale)) {
+        let (lr_scale, tokens) = (o.factor(lr_scale, lora_b), part == Part::Rows);
+        let same = |r: &&mut LearningRate| {
+            (r.method, r.lora_b, r.tokens, r.lr_scale) == (method, lora_b, tokens, lr_scale)
+        };
+        match rates.iter_mut().find(same) {
             Some(r) => {
                 r.tensors += 1;
                 r.parameters += parameters;
@@ -85,6 +91,7 @@ fn collect(o: &recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64)>)
                 method,
                 lr_scale,
                 lora_b,
+                tokens,
                 tensors: 1,
                 parameters,
                 from: if o.lr.is_some() { "optimizer.lr" } else { "default" },

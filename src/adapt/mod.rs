@@ -16,6 +16,7 @@ pub mod selection;
 mod split;
 #[cfg(test)]
 mod tests;
+pub mod tokens;
 
 pub use adapter::Adapter;
 pub use learning_rates::LearningRate;

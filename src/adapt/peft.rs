@@ -57,7 +57,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         }
     }
     let save: Vec<String> = saved_modules(selection);
-    json!({
+    let mut config = json!({
         "alpha_pattern": alphas,
         "auto_mapping": null,
         "base_model_name_or_path": base,
@@ -80,7 +80,17 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         "task_type": "CAUSAL_LM",
         "use_dora": loras.iter().any(|(_, s)| s.dora),
         "use_rslora": rslora,
-    })
+    });
+    let tokens: Map<String, Value> =
+        selection.tokens.modules().map(|(m, ids)| (last_component(m).into(), json!(ids))).collect();
+    if !tokens.is_empty() {
+        config["trainable_token_indices"] = Value::Object(tokens);
+    }
+    config
+}
+
+fn last_component(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
 }
 
 fn number(x: f64) -> Value {

@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::path::Path;
+use std::sync::Arc;
 
 /// What a key may say beside `null`.
 #[derive(Clone, Copy)]
@@ -87,7 +88,7 @@ const KEYS: &[(&str, Says)] = &[
             "FEATURE_EXTRACTION",
         ]),
     ),
-    ("trainable_token_indices", Says::Empty),
+    ("trainable_token_indices", Says::Read),
     ("use_bdlora", Says::Null),
     ("use_dora", Says::Read),
     ("use_qalora", Says::False),
@@ -121,6 +122,7 @@ pub struct PeftConfig {
     spec: LoraSpec,
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
+    tokens: Vec<(String, Arc<Vec<u32>>)>,
     /// Whether what is saved of a tied embedding is the head's too (`ensure_weight_tying`).
     pub ties: bool,
 }
@@ -161,8 +163,8 @@ impl PeftConfig {
         };
         let ranks = keys.patterns("rank_pattern", |key, v| keys.rank(key, v))?;
         let alphas = keys.patterns("alpha_pattern", |key, v| keys.alpha(key, v))?;
-        let ties = keys.flag("ensure_weight_tying")?;
-        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, ties, file })
+        let (ties, tokens) = (keys.flag("ensure_weight_tying")?, keys.tokens()?);
+        Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, ties, file })
     }
 
     /// The base that the adapter was trained on, and its revision on the hub.
@@ -186,6 +188,11 @@ impl PeftConfig {
             around = n.rsplit_once('.').map(|(a, _)| a);
         }
         false
+    }
+
+    /// Of which modules, by the end of their names, the rows of which tokens are in the adapter.
+    pub fn tokens(&self) -> &[(String, Arc<Vec<u32>>)] {
+        &self.tokens
     }
 
     /// Rank, alpha and the rest for a module.
@@ -341,6 +348,26 @@ impl<'a> Keys<'a> {
         match v.as_array().and_then(names) {
             Some(list) => Ok(Some(list)),
             None => Err(self.wanted(key, v, "a list of names")),
+        }
+    }
+
+    /// `trainable_token_indices`: a list, which is of the embedding, or lists by module.
+    fn tokens(&self) -> Result<Vec<(String, Arc<Vec<u32>>)>, Error> {
+        let key = "trainable_token_indices";
+        let list = |v: &Value| {
+            let ids = v.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok());
+            let ids: Vec<u32> = ids.collect::<Option<_>>()?;
+            let once: HashSet<&u32> = ids.iter().collect();
+            (once.len() == ids.len()).then_some(Arc::new(ids))
+        };
+        let Some(v) = self.get(key) else { return Ok(Vec::new()) };
+        let lists: Option<Vec<_>> = match v {
+            Value::Object(map) => map.iter().map(|(m, v)| Some((m.clone(), list(v)?))).collect(),
+            v => list(v).map(|ids| vec![("embed_tokens".into(), ids)]),
+        };
+        match lists {
+            Some(lists) => Ok(lists.into_iter().filter(|(_, ids)| !ids.is_empty()).collect()),
+            None => Err(self.wanted(key, v, "a list of tokens, each once, or such lists by module,")),
         }
     }
 

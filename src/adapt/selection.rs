@@ -1,5 +1,6 @@
 //! Which modules train, and how: from the recipe's rules, or from a PEFT adapter's own config.
 
+use super::tokens::Tokens;
 use super::{Error, PeftConfig};
 use crate::model::Config;
 use crate::model::modules::{Group, Kind, Module, modules};
@@ -23,6 +24,13 @@ pub enum Choice {
         /// Factor on the learning rate.
         lr_scale: f64,
     },
+    /// Some rows of the weight train, each a token's.
+    Rows {
+        /// How many.
+        count: usize,
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
 }
 
 /// A model's modules, each with what happens to it.
@@ -34,6 +42,8 @@ pub struct Selection {
     pub layers: usize,
     /// Whether head and embedding are one tensor.
     pub tied: bool,
+    /// Whose rows train, where some do alone.
+    pub tokens: Tokens,
     /// What ranges of the rules name and the model does not have: warnings, for whoever asked.
     pub notes: Vec<String>,
 }
@@ -51,14 +61,16 @@ pub enum Part {
     B,
     /// DoRA's magnitude.
     Magnitude,
+    /// Rows of the weight, by token.
+    Rows,
 }
 
 impl Part {
-    /// The method by which it trains.
+    /// The method by which it trains; rows of tokens are part of an adapter, and train as LoRA's parts do.
     pub fn method(self) -> Method {
         match self {
             Part::Weight | Part::Bias => Method::Full,
-            Part::A | Part::B | Part::Magnitude => Method::Lora,
+            Part::A | Part::B | Part::Magnitude | Part::Rows => Method::Lora,
         }
     }
 }
@@ -135,6 +147,7 @@ pub fn part_name(m: &Module, part: Part) -> &'static str {
         (Part::A, _) => "lora_A.weight",
         (Part::B, _) => "lora_B.weight",
         (Part::Magnitude, _) => "lora_magnitude_vector",
+        (Part::Rows, _) => "token_adapter.trainable_tokens_delta",
     }
 }
 
@@ -145,6 +158,7 @@ impl Selection {
             modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
             layers: config.layers,
             tied: config.tied,
+            tokens: Tokens::default(),
             notes: Vec::new(),
         }
     }
@@ -157,6 +171,10 @@ impl Selection {
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         for (i, rule) in rules.iter().enumerate() {
+            if rule.is_of_tokens() {
+                s.choose_tokens(i, rule)?;
+                continue;
+            }
             let patterns: Vec<Pattern> = rule
                 .modules
                 .iter()
@@ -220,6 +238,7 @@ impl Selection {
             }
         }
         let last = rules.len().saturating_sub(1);
+        s.tokens_alone()?;
         s.one_switch().and_then(|()| s.tie()).map_err(|why| Error::Rule {
             place: rules.last().map_or(String::new(), |r| r.place.to_string()),
             rule: last,
@@ -295,6 +314,7 @@ impl Selection {
             }
         }
         s.tie().map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+        s.tokens_of(config, peft)?;
         Ok(s)
     }
 
@@ -374,6 +394,9 @@ impl Selection {
                     if spec.dora {
                         add(Part::Magnitude, &[o], lr_scale, false);
                     }
+                }
+                Choice::Rows { count, lr_scale } => {
+                    add(Part::Rows, &[count, m.cols()], lr_scale, true);
                 }
             }
         }

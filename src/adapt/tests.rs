@@ -117,11 +117,15 @@ fn adapter_configs_round_trip() -> Result<()> {
         "[[train]]\nmodules = [\"mlp\"]\nrank = 9\n[[train]]\nmodules = [\"norms\", \"q_proj\"]\nlayers = [0]\nmethod = \"full\"",
         "[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"",
         "[[train]]\nmodules = [\"head\", \"embedding\"]\nrank = 2",
+        "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [7, 0, 127]",
+        "[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"new_tokens\"]\ntokens = [3]",
     ] {
-        let s = select(&c, rules)?;
+        let mut s = select(&c, rules)?;
+        s.look_up(&c, None)?;
         let json = config_json(&s, "base", None);
         let map = json.as_object().context("an object")?;
         let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+        assert!(s.tokens.modules().eq(back.tokens.modules()), "{rules}");
         for ((m, a), (_, b)) in s.modules.iter().zip(&back.modules) {
             match (a, b) {
                 (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
@@ -194,6 +198,43 @@ fn what_changes_no_number_is_taken() -> Result<()> {
     Ok(())
 }
 
+/// PEFT's list is of the embedding, its lists by module of these; not of a tied head, nor of what trains otherwise.
+#[test]
+fn rows_of_an_adapter() -> Result<()> {
+    let names = |tied: bool, extra: Value| -> Result<Vec<String>> {
+        let s = Selection::from_peft(&config(json!({ "tie_word_embeddings": tied }))?, &peft(extra)?)?;
+        Ok(names(&s).into_iter().filter(|n| !n.contains("self_attn")).collect())
+    };
+    let [embedding, head] =
+        ["model.embed_tokens", "lm_head"].map(|m| m.to_string() + ".token_adapter.trainable_tokens_delta");
+    for tied in [true, false] {
+        assert_eq!(names(tied, json!({"trainable_token_indices": [3, 1]}))?, [embedding.clone()]);
+        assert!(names(tied, json!({"trainable_token_indices": []}))?.is_empty());
+    }
+    let both = json!({"embed_tokens": [3, 1], "lm_head": [0]});
+    assert_eq!(names(false, json!({"trainable_token_indices": both}))?, [embedding, head.clone()]);
+    assert_eq!(names(false, json!({"trainable_token_indices": {"lm_head": [0]}}))?, [head]);
+    for (tied, extra, said) in [
+        (true, json!({"trainable_token_indices": both}), "tied"),
+        (false, json!({"trainable_token_indices": [128]}), "none for token 128"),
+        (false, json!({"trainable_token_indices": {"q_proj": [1]}}), "q_proj"),
+        (false, json!({"trainable_token_indices": {"layers.0.self_attn.o_proj": [1]}}), "not built yet"),
+        (
+            false,
+            json!({"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]}),
+            "trains otherwise",
+        ),
+        (true, json!({"trainable_token_indices": [1], "target_modules": ["lm_head"]}), "trains otherwise"),
+    ] {
+        let e = names(tied, extra.clone()).err().with_context(|| extra.to_string())?.to_string();
+        assert!(
+            e.contains("adapter_config.json: trainable_token_indices") && e.contains(said),
+            "{extra}: {e}"
+        );
+    }
+    Ok(())
+}
+
 #[test]
 fn keys_and_values_that_change_numbers_are_refused_by_name() {
     for (key, values) in [
@@ -204,7 +245,10 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
         ("lora_bias", json!([true, 1])),
         ("layer_replication", json!([[[0, 4]], "x", false])),
         ("target_parameters", json!([["mlp.experts.gate_up_proj"], "x"])),
-        ("trainable_token_indices", json!([[1], {"embed_tokens": [1]}, 1])),
+        (
+            "trainable_token_indices",
+            json!([[-1], [1, 1], ["1"], {"embed_tokens": 1}, {"embed_tokens": [1.5]}, 1, "x"]),
+        ),
         // an empty list turns activated LoRA on
         ("alora_invocation_tokens", json!([[1], [], {}, false])),
         ("arrow_config", json!([{}, false, {"top_k": 3}])),

@@ -133,7 +133,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
         variables.entry(key).or_insert(value);
     }
     let template = template(args.chat_template.as_ref(), adapter.as_ref());
-    let Some(tokenizer) = Tokenizer::load(&model.dir, template.as_deref())? else {
+    let added = job::added(adapter.as_ref())?;
+    let Some(tokenizer) = Tokenizer::load_with(&model.dir, template.as_deref(), &added)? else {
         return Err(hub::Error::NoLocalFile { dir: model.dir, file: "tokenizer.json", hint: "" }.into());
     };
     if form == Form::Chat && !tokenizer.has_template() {

@@ -131,7 +131,10 @@ impl Check<'_> {
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
         }
-        let tokenizer = self.tokenizer(&settings);
+        let tokenizer = self.tokenizer(&settings, adapter.as_ref());
+        if let (Some(tokenizer), Some(selection)) = (&tokenizer, &mut found.selection) {
+            self.keep(selection.look_up(config, tokenizer.as_ref()).map_err(Error::from));
+        }
         if let Some(tokenizer) = &tokenizer {
             self.keep(job::sample(recipe, tokenizer.as_ref()));
         }
@@ -144,11 +147,11 @@ impl Check<'_> {
     }
 
     /// The tokenizer, none if the model has none; nothing if it cannot be had.
-    fn tokenizer(&mut self, settings: &Settings) -> Option<Option<Tokenizer>> {
+    fn tokenizer(&mut self, settings: &Settings, adapter: Option<&Adapter>) -> Option<Option<Tokenizer>> {
         let recipe = self.recipe;
         let model = job::model(settings, recipe, Want::Tokenizer, true);
         let model = self.reach("tokenizer, chat template and rows", model)?;
-        self.keep(job::tokenizer(recipe, &model.dir))
+        self.keep(job::tokenizer(recipe, &model.dir, adapter))
     }
 
     /// Without a tokenizer: whether the files are there.
@@ -303,6 +306,8 @@ fn groups(s: &Selection) -> Vec<String> {
         let how = match choice {
             Choice::Freeze => continue,
             Choice::Full { .. } => "full".to_string(),
+            Choice::Rows { count: 1, .. } => "the row of a token".to_string(),
+            Choice::Rows { count, .. } => format!("the rows of {count} tokens"),
             Choice::Lora { spec, .. } => {
                 let kind = if spec.dora { "DoRA" } else { "LoRA" };
                 let rs = if spec.rslora { ", rank-stabilised" } else { "" };

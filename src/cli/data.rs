@@ -37,7 +37,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     let model = job::model(&settings, &recipe, Want::Tokenizer, true)?;
     let config = job::config(&model.dir, &recipe.model.overrides)?;
-    let tokenizer = job::tokenizer(&recipe, &model.dir)?;
+    let tokenizer = job::tokenizer(&recipe, &model.dir, None)?;
     let (seed, vocab, t) = (recipe.run.seed, config.vocab, tokenizer.as_ref());
     let resolve = |s: &str| recipe.resolve(s);
     if args.eval && !recipe.data.evaluates() {

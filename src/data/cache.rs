@@ -80,6 +80,14 @@ impl ModelKey {
         Some(Self { hash: h.finalize().to_hex().to_string(), dated })
     }
 
+    /// With tokens that the folder's tokenizer does not have.
+    pub fn with(self, more: Option<&Vec<(String, u32)>>) -> Self {
+        match more {
+            None => self,
+            Some(tokens) => Self { hash: format!("{} {}", self.hash, json!(tokens)), ..self },
+        }
+    }
+
     /// With the date, where that counts.
     fn today(&self) -> String {
         match self.dated {

@@ -16,7 +16,7 @@
 //! plain       whether it is clear without marks that all of them do
 //! gate        whether they do, by the marks
 //! spans       which part of it the assistant wrote
-//! tokenizer   text as token ids;   beside: what the files beside tokenizer.json say
+//! tokenizer   text as token ids;   beside: what the files beside tokenizer.json say;   added: tokens that it gets
 //! pipeline    what a tokenizer.json may do, and where texts can be cut
 //! markers     markers of the template that the tokenizer has no token for
 //! encode      ids and labels, cut to length, or the reason why not
@@ -36,6 +36,7 @@
 //! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts. What a text lost or changed
 //! where a row is used all the same is counted too, and told (`notes`).
 
+mod added;
 mod array;
 mod batches;
 mod beside;
@@ -77,6 +78,7 @@ mod tokenizer;
 #[cfg(test)]
 mod tests;
 
+pub use added::Added;
 pub use batches::Batches;
 pub use beside::template_of;
 pub use dataset::{Checked, Dataset, kept};

@@ -1,5 +1,6 @@
 //! A model's tokenizer and chat template, from its folder.
 
+use super::added::{Added, Extended};
 use super::beside::{collect_specials, find_template, ids, read, read_object};
 use super::cache::ModelKey;
 use super::error::Error;
@@ -31,6 +32,8 @@ pub struct Tokenizer {
     given: Option<String>,
     /// Tokens beside the model's own, which stand for themselves; ascending.
     added: Vec<u32>,
+    /// Tokens that its file does not have, and the file with them.
+    more: Option<Extended>,
 }
 
 /// The first token ids of a text, and for each the bytes of the text that it stands for.
@@ -63,13 +66,28 @@ impl Tokenizer {
     /// # Errors
     /// A file that is there and cannot be used.
     pub fn load(dir: &Path, chat_template: Option<&Path>) -> Result<Option<Self>, Error> {
+        Self::load_with(dir, chat_template, &Added::default())
+    }
+
+    /// As [`Tokenizer::load`], with more tokens.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`]; a token that has another number there.
+    pub fn load_with(dir: &Path, chat_template: Option<&Path>, more: &Added) -> Result<Option<Self>, Error> {
         let path = dir.join("tokenizer.json");
-        let Some(bytes) = read(&path)? else { return Ok(None) };
+        let Some(own) = read(&path)? else { return Ok(None) };
         let bad = |message: String| Error::Tokenizer { path: path.clone(), message };
+        let more = more.to(&own).map_err(&bad)?;
+        let bytes = more.as_ref().map_or(own.as_slice(), |(file, _)| file.as_slice());
         let pipeline: Pipeline =
-            serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
+            serde_json::from_slice(bytes).map_err(|e| bad(format!("not a tokenizer: {e}")))?;
         pipeline.check().map_err(&bad)?;
-        let inner = on_a_large_stack(|| library(&bytes)).map_err(&bad)?;
+        let inner = on_a_large_stack(|| library(bytes)).map_err(&bad)?;
+        for (text, id) in more.iter().flat_map(|(_, tokens)| tokens) {
+            if inner.token_to_id(text) != Some(*id) {
+                return Err(bad(format!("{text:?} cannot be added to it as token {id}")));
+            }
+        }
         // where texts will be tokenized: what the library's regular expressions keep is the first thread's that uses
         // them, and others wait for each other
         let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
@@ -83,7 +101,7 @@ impl Tokenizer {
         let source = find_template(dir, chat_template, &config, &config_path)?;
         let given = source.as_ref().filter(|_| chat_template.is_some()).map(|s| s.default.clone());
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&bytes);
+        hasher.update(bytes);
         let template = match source {
             None => None,
             Some(s) => {
@@ -117,12 +135,18 @@ impl Tokenizer {
             text_end,
             text_start,
             hash,
-            key: ModelKey::of(dir, chat_template),
+            key: ModelKey::of(dir, chat_template).map(|k| k.with(more.as_ref().map(|(_, tokens)| tokens))),
             path,
             can_cut,
             given,
             added,
+            more,
         }))
+    }
+
+    /// Its file with the tokens that it got, and which these are; nothing where it got none.
+    pub fn with_added(&self) -> Option<(&[u8], &[(String, u32)])> {
+        self.more.as_ref().map(|(file, tokens)| (file.as_slice(), tokens.as_slice()))
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.

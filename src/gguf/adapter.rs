@@ -116,6 +116,7 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
         let why = match choice {
             Choice::Freeze => continue,
             Choice::Full { .. } => "trained in full, which llama.cpp's adapters do not hold",
+            Choice::Rows { .. } => "has rows of tokens that trained, which llama.cpp's adapters do not hold",
             Choice::Lora { spec, .. } if spec.dora => "has DoRA, which llama.cpp does not compute",
             Choice::Lora { .. } if config.tied && matches!(m.group, Group::Head | Group::Embedding) => {
                 "has LoRA, and head and embedding are one tensor, of which llama.cpp adapts neither alone"

@@ -11,6 +11,7 @@ use super::mlp::Mlp;
 use super::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
 use super::moe::{Mixture, Shared};
 use super::norm::Norm;
+use super::rows::Rows;
 use super::sink::Slot;
 use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
@@ -29,6 +30,10 @@ pub trait Weights {
     fn bias(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
     /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
     fn lora(&mut self, m: &Module, weight: &Weight) -> crate::Result<Option<Lora>>;
+    /// Rows of a module's weight that train alone, if there are some.
+    fn rows(&mut self, _: &Module) -> crate::Result<Option<Rows>> {
+        Ok(None)
+    }
     /// How many experts in a row each one that is built stands for, of a layer's: one, but in a plan.
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         vec![1; experts.len()]
@@ -80,7 +85,7 @@ impl Decoder {
             x_td = b.layer(l, t)?.forward(&x_td, &batch.context, None, None)?.0;
         }
         // a tied head's table is loaded again: it would take memory all the time
-        let table = if config.tied { Some(b.weights.weight(&tree.embedding)?) } else { None };
+        let table = if config.tied { Some(b.table(&tree.embedding)?) } else { None };
         Ok(b.head(&tree.norm, &tree.head, table)?.logits(&x_td, &batch.context)?.real()?.clone())
     }
 }
@@ -100,8 +105,8 @@ pub struct Builder<'a> {
     weights: &'a mut dyn Weights,
 }
 
-/// The embedding's table, and where its gradient goes.
-type Table = (Tensor, Option<Slot>);
+/// The embedding's table, where its gradient goes, and its rows that train alone.
+type Table = (Tensor, Option<Slot>, Option<Rows>);
 
 impl<'a> Builder<'a> {
     /// A builder with these weights.
@@ -113,10 +118,10 @@ impl<'a> Builder<'a> {
     pub fn head(&mut self, norm: &Module, head: &Module, table: Option<Table>) -> crate::Result<Head> {
         let norm = self.norm(norm)?;
         let linear = match table.filter(|_| self.config.tied) {
-            Some((table, weight_slot)) => {
+            Some((table, weight_slot, rows)) => {
                 let weight = Weight::Dense(table);
                 let lora = self.weights.lora(head, &weight)?;
-                Linear { weight, bias: None, weight_slot, bias_slot: None, lora }
+                Linear { weight, bias: None, weight_slot, bias_slot: None, lora, rows }
             }
             None => self.linear(head)?,
         };
@@ -125,9 +130,14 @@ impl<'a> Builder<'a> {
 
     /// The embedding, and its table for a tied head.
     pub fn embedding(&mut self, m: &Module) -> crate::Result<(Embedding, Table)> {
-        let (table, slot) = self.weights.weight(m)?;
+        let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
-        Ok((Embedding { table: table.clone(), slot, lora }, (table, slot)))
+        Ok((Embedding { table: table.clone(), slot, lora, rows: rows.clone() }, (table, slot, rows)))
+    }
+
+    fn table(&mut self, m: &Module) -> crate::Result<Table> {
+        let (table, slot) = self.weights.weight(m)?;
+        Ok((table, slot, self.weights.rows(m)?))
     }
 
     fn norm(&mut self, m: &Module) -> crate::Result<Norm> {
@@ -145,7 +155,8 @@ impl<'a> Builder<'a> {
             None => (None, None),
         };
         let lora = self.weights.lora(m, &weight)?;
-        Ok(Linear { weight, bias, weight_slot, bias_slot, lora })
+        let rows = self.weights.rows(m)?;
+        Ok(Linear { weight, bias, weight_slot, bias_slot, lora, rows })
     }
 
     /// Layer `l`.

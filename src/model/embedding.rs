@@ -1,6 +1,7 @@
-//! The token embedding as a module: frozen, trained in full, or with LoRA.
+//! The token embedding as a module: frozen, trained in full or in some rows, or with LoRA.
 
 use super::batch::Batch;
+use super::rows::Rows;
 use super::sink::{Sink, Slot};
 use crate::kernel::{Tensor, embed, gemm, upcast};
 use candle_core::Result;
@@ -14,6 +15,8 @@ pub struct Embedding {
     pub slot: Option<Slot>,
     /// A low-rank update.
     pub lora: Option<EmbeddingLora>,
+    /// Rows that train alone.
+    pub rows: Option<Rows>,
 }
 
 /// LoRA on the table: `table + s (B A)^T`, A [r, v], B [d, r].
@@ -32,11 +35,14 @@ pub struct EmbeddingLora {
 impl Embedding {
     /// Whether anything here trains.
     pub fn trains(&self) -> bool {
-        self.slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+        self.slot.is_some()
+            || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+            || self.rows.as_ref().is_some_and(|r| r.slot.is_some())
     }
 
     /// Rows for `ids` `[t]`: [t, d].
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.rows.iter().try_for_each(|r| r.write(&self.table))?;
         let y = embed::forward(&self.table, ids)?;
         if let Some(l) = &self.lora {
             gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
@@ -48,7 +54,10 @@ impl Embedding {
     pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
         let ids = &batch.ids;
         if let Some(slot) = self.slot {
-            sink.rows(slot, ids, batch.by_id.as_ref(), dy)?;
+            sink.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
+        }
+        if let Some((rows, slot)) = self.rows.as_ref().and_then(|r| Some((r, r.slot?))) {
+            sink.rows(slot, ids, batch.by_id.as_ref(), Some(&rows.ids), dy)?;
         }
         if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
             sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;

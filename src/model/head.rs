@@ -62,6 +62,7 @@ impl Head {
 
     /// Logits of all rows of `x` [n, d]: [n, v] in f32 (f64 for f64). For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        self.linear.write_rows()?;
         Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
     }
 
@@ -77,6 +78,7 @@ impl Head {
         rows: usize,
         backward: Option<(f64, &Sink<'_>)>,
     ) -> Result<Output> {
+        self.linear.write_rows()?;
         let mut losses = Vec::new();
         let mut dx = backward.map(|_| Spread::new(x)).transpose()?;
         x.each(chunks(batch.target_count, rows), Range::len, |chunk| {

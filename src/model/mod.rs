@@ -23,6 +23,7 @@ pub mod modules;
 pub mod moe;
 pub mod norm;
 pub mod rope;
+pub mod rows;
 pub mod sink;
 
 pub use batch::Batch;

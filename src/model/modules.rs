@@ -102,6 +102,15 @@ impl Module {
         }
     }
 
+    /// Columns of the weight: a linear's input features.
+    pub fn cols(&self) -> usize {
+        match self.kind {
+            Kind::Linear { inp, .. } => inp,
+            Kind::Norm { .. } => 1,
+            Kind::Embedding { dim, .. } => dim,
+        }
+    }
+
     /// Values of the weight.
     pub fn weight_values(&self) -> usize {
         match self.kind {

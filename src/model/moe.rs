@@ -356,7 +356,7 @@ mod tests {
         let mut take = || next.next().expect("a tensor");
         let full = |(w, slot)| {
             let weight = Weight::Dense(w);
-            Linear { weight, bias: None, weight_slot: Some(slot), bias_slot: None, lora: None }
+            Linear { weight, bias: None, weight_slot: Some(slot), bias_slot: None, lora: None, rows: None }
         };
         let router = full(take());
         let mut experts = Vec::new();
@@ -377,6 +377,7 @@ mod tests {
                     weight_slot: None,
                     bias_slot: None,
                     lora: Some(lora),
+                    rows: None,
                 });
             }
             let (Some(down), Some(up), Some(gate)) = (linears.pop(), linears.pop(), linears.pop()) else {

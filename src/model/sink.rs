@@ -220,9 +220,16 @@ impl<'a> Sink<'a> {
         dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
     }
 
-    /// `grad[ids[i]] += dy[i]` for every token.
-    pub fn rows(&self, slot: Slot, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor) -> Result<()> {
-        embed::backward(&self.reach(slot)?, ids, by_id, dy, 1.0)
+    /// `grad[ids[i]] += dy[i]` for every token; where the slot has the rows `of` some ids alone, for those.
+    pub fn rows(
+        &self,
+        slot: Slot,
+        ids: &Tensor,
+        by_id: Option<&ById>,
+        of: Option<&[u32]>,
+        dy: &Tensor,
+    ) -> Result<()> {
+        embed::backward(&self.reach(slot)?, (ids, by_id, of), dy, 1.0)
     }
 
     /// `grad[:, ids[i]] += dy[i]` for every token.

@@ -82,11 +82,11 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
         let change = format!("data.max_length {length} -> {n}");
         add(vec![format!("data.max_length={n}")], change, "; longer samples are cut", t);
     }
-    let rank = r.train.iter().filter(|x| x.method == Method::Lora).filter_map(|x| x.rank).max().unwrap_or(0);
+    let rank = r.train.iter().filter(|x| x.is(Method::Lora)).filter_map(|x| x.rank).max().unwrap_or(0);
     let ranks: Vec<usize> = [rank / 2, rank / 4, rank / 8].into_iter().filter(|n| *n > 0).collect();
     if let Some((n, t)) = first(ranks, budget, |n| {
         let mut c = r.clone();
-        for x in c.train.iter_mut().filter(|x| x.method == Method::Lora) {
+        for x in c.train.iter_mut().filter(|x| x.is(Method::Lora)) {
             x.rank = x.rank.map(|r| r.min(n));
         }
         with_rules(i, &c)
@@ -170,8 +170,8 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     }
     if rules(r, Method::Full).next().is_some() {
         let mut c = r.clone();
-        c.train.retain(|x| !(x.method == Method::Full && x.modules.iter().all(|m| m == "norms")));
-        for x in c.train.iter_mut().filter(|x| x.method == Method::Full) {
+        c.train.retain(|x| !(x.is(Method::Full) && x.modules.iter().all(|m| m == "norms")));
+        for x in c.train.iter_mut().filter(|x| x.is(Method::Full)) {
             x.method = Method::Lora;
             x.modules.retain(|m| m != "norms");
         }
@@ -196,7 +196,7 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
 }
 
 fn rules(r: &Recipe, method: Method) -> impl Iterator<Item = usize> + '_ {
-    r.train.iter().enumerate().filter(move |(_, x)| x.method == method).map(|(k, _)| k)
+    r.train.iter().enumerate().filter(move |(_, x)| x.is(method)).map(|(k, _)| k)
 }
 
 /// Numbers below `n` that divide it, the largest first: a batch that divides by `n` divides by them too.

@@ -416,7 +416,7 @@ impl Statics {
         }
         if ranks.data > 1 || r.optimizer.in_backward {
             out.live = lens.iter().map(|n| 4 * n).collect();
-            out.tied = s.tied_in_full();
+            out.tied = s.tied_in_full() || s.tied_in_rows();
         }
         out.updates = r.optimizer.in_backward;
         out.live_as = if ranks.data > 1 { Component::Communication } else { Component::Gradients };

@@ -8,7 +8,7 @@ use super::kind::{INDEX, Key, Kind, Unset};
 use super::names;
 use super::report::{At, Diagnostic, MOST, Text};
 use super::tree::{Node, Table, Value, join, quote};
-use super::types::{IndexSet, LayerSet, OneDevice, Recompute};
+use super::types::{IndexSet, LayerSet, OneDevice, Recompute, Token};
 use super::values;
 use crate::error::Place;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,6 +27,7 @@ pub(super) enum Checked {
     Experts(IndexSet),
     Pair([f64; 2]),
     Recompute(Recompute),
+    Tokens(Vec<Token>),
     /// `"auto"` of a key that takes numbers.
     Auto,
     Table(Section),
@@ -300,6 +301,9 @@ impl Checker<'_> {
             (Kind::Strings, Value::Table(t)) => {
                 values::strings(t, path).map(Checked::Strings).map_err(Wrong::from)
             }
+            (Kind::Tokens, Value::List(list)) => {
+                values::tokens(list, path).map(Checked::Tokens).map_err(Wrong::from)
+            }
             (Kind::Layers, v) => values::layers(v).map(Checked::Layers).map_err(Wrong::from),
             (Kind::Experts, v) => values::experts(v).map(Checked::Experts).map_err(Wrong::from),
             (Kind::Betas, Value::List(l)) => match l.iter().map(|n| number(&n.value)).collect::<Vec<_>>()[..]
@@ -330,7 +334,7 @@ impl Checker<'_> {
                 message: None,
                 hints: vec![format!("a list of tables has two brackets: [[{path}]]")],
             }),
-            (Kind::Modules | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
+            (Kind::Modules | Kind::Tokens | Kind::Words(_) | Kind::Devices, Value::Text(s)) => {
                 Err(Wrong { message: None, hints: vec![format!("write [{}]", quote(s))] })
             }
             (Kind::Int(..) | Kind::IntOrAuto(..) | Kind::Number(_) | Kind::Bool, Value::Text(s)) => {
@@ -421,6 +425,7 @@ pub(super) fn expected(kind: Kind) -> String {
         Kind::Anything | Kind::Table(_) => "a table".into(),
         Kind::Strings => "a table of strings".into(),
         Kind::Modules => "a list of strings".into(),
+        Kind::Tokens => "a list of strings and numbers".into(),
         Kind::Layers => "\"all\", a range such as \"0-5\", or a list of numbers".into(),
         Kind::Experts => "\"all\", a range such as \"0-3\", or a list of numbers".into(),
         Kind::Betas => "two numbers from 0 to below 1".into(),

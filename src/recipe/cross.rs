@@ -3,6 +3,7 @@
 use super::check::Checker;
 use super::data_types::*;
 use super::keys::*;
+use super::kind::TOKENS;
 use super::report::At;
 use super::tree::{Table, Value};
 use super::types::*;
@@ -138,7 +139,7 @@ impl Cross<'_, '_> {
                 self.report(key, message, hint);
             }
         }
-        let freezes = |r: &Rule| r.method == Method::Freeze;
+        let freezes = |r: &Rule| r.is(Method::Freeze);
         if !recipe.train.is_empty() && recipe.train.iter().all(freezes) && self.c.bad.is_empty() {
             self.report(
                 "train",
@@ -149,6 +150,10 @@ impl Cross<'_, '_> {
         for (i, rule) in recipe.train.iter().enumerate() {
             let path = format!("train.{i}");
             if !self.all_good(&[&format!("{path}.method"), &path]) {
+                continue;
+            }
+            if !self.tokens(&path, rule) {
+                self.narrowed(recipe, i, rule);
                 continue;
             }
             if rule.method != Method::Lora {
@@ -180,6 +185,34 @@ impl Cross<'_, '_> {
         }
     }
 
+    /// What a rule for rows of tokens says, and what others may not; whether the rule is one of the others.
+    fn tokens(&mut self, path: &str, rule: &Rule) -> bool {
+        let key = |name: &str| format!("{path}.{name}");
+        let (modules, tokens) = (key("modules"), key("tokens"));
+        if !rule.is_of_tokens() {
+            if rule.tokens.is_some() && self.all_good(&[&modules]) {
+                let message = format!("{tokens} does nothing without modules = [\"{TOKENS}\"]");
+                self.report(&tokens, message, "leave it out, or give the tokens a rule of their own");
+            }
+            return true;
+        }
+        if rule.modules.len() > 1 {
+            let message = format!("\"{TOKENS}\" is of single rows, and the rule names modules too");
+            self.report(&modules, message, "give the tokens a rule of their own");
+        }
+        if rule.tokens.is_none() && self.all_good(&[&tokens]) {
+            let message = format!("{path} says not which tokens: {tokens} is missing");
+            self.report(path, message, "such as tokens = [\"<think>\", \"</think>\"]");
+        }
+        for name in ["method", "layers", "experts", "rank", "alpha", "dropout", "rslora", "dora"] {
+            if self.given(&key(name)) {
+                let message = format!("{} does nothing with modules = [\"{TOKENS}\"]", key(name));
+                self.report(&key(name), message, format!("leave {name} out: the rows themselves train"));
+            }
+        }
+        false
+    }
+
     /// Products of a rule's numbers that are 0 or infinite in f32.
     fn narrowed(&mut self, recipe: &Recipe, i: usize, rule: &Rule) {
         let path = format!("train.{i}");
@@ -203,7 +236,7 @@ impl Cross<'_, '_> {
         }
         let spec = rule.spec();
         let scale = spec.alpha / if spec.rslora { (spec.rank as f64).sqrt() } else { spec.rank as f64 };
-        if rule.method == Method::Lora && bad(scale) {
+        if rule.is(Method::Lora) && bad(scale) {
             let message = format!("alpha over rank is {:?} in f32, which it is computed in", scale as f32);
             self.report(&keys[2], message, "alpha is usually once or twice the rank");
         }
@@ -389,7 +422,7 @@ impl Cross<'_, '_> {
         if recipe.optimizer.master == Master::None
             && self.all_good(&[KEY])
             && rules_are_good
-            && recipe.train.iter().all(|r| r.method != Method::Full)
+            && recipe.train.iter().all(|r| !r.is(Method::Full))
         {
             let message =
                 format!("{KEY} = \"none\" is for what trains in full, and no rule trains anything so");
@@ -450,8 +483,7 @@ impl Cross<'_, '_> {
             self.report("memory.offload", message, "leave \"optimizer\" out of memory.offload");
         }
         let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
-        if rules_are_good && !recipe.train.is_empty() && recipe.train.iter().all(|r| r.method != Method::Full)
-        {
+        if rules_are_good && !recipe.train.is_empty() && recipe.train.iter().all(|r| !r.is(Method::Full)) {
             let message =
                 format!("{KEY} = \"{word}\" is for matrices that train in full, and no rule trains any");
             self.report(KEY, message, "a rule with method = \"full\", or optimizer.name = \"adamw\"");

@@ -9,7 +9,7 @@ use super::types::*;
 use crate::error::Place;
 use Kind::{
     Anything, Betas, Bool, Bytes, Devices, Experts, Int, IntOrAuto, Layers, Modules, Name, Number, Strings,
-    Table, Tables, Text, Word, Words,
+    Table, Tables, Text, Tokens, Word, Words,
 };
 use Unset::{Absent, Required, Toml};
 use std::collections::BTreeMap;
@@ -112,8 +112,12 @@ table! {
     /// One `[[train]]` rule.
     pub struct Rule {
         /// Groups (attention, mlp, experts, router, norms, embedding, head), last components of module names
-        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name.
+        /// (q_proj, w1, gate), or "/regex/" that must match a whole module name; or new_tokens.
         modules: Vec<String> = Modules, Required;
+        /// With modules = ["new_tokens"], the tokens whose rows train, each by its text or its number. They train alone,
+        /// from what they are in the model, and become PEFT's trainable_token_indices. A text that the tokenizer does not
+        /// have is added to it, with the next number; the embedding must have a row for that.
+        tokens: Option<Vec<Token>> = Tokens, Absent("the rule is of modules");
         /// "all", "3", "0-5", "24-", "-6:" (the last six) or [0, 3, 5]; given as anything but all, the rule
         /// matches inside layers only.
         layers: Option<LayerSet> = Layers, Toml("\"all\"");

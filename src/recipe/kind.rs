@@ -49,6 +49,8 @@ pub enum Kind {
     Strings,
     /// The list of `train.modules`.
     Modules,
+    /// `train.tokens`.
+    Tokens,
     /// `train.layers`.
     Layers,
     /// `train.experts`.
@@ -116,7 +118,11 @@ pub const GROUPS: &[(&str, &str)] = &[
     ("norms", "every norm, q and k norms too"),
     ("embedding", "the token embedding"),
     ("head", "the output head"),
+    (TOKENS, "the rows of tokens in the embedding and in a head of its own, in a rule by itself"),
 ];
+
+/// The word of `train.modules` for rows of single tokens.
+pub const TOKENS: &str = "new_tokens";
 
 /// A bound on indices of layers and experts, on LoRA's rank, and on ranks of a run.
 pub const INDEX: u64 = 65_535;

@@ -81,6 +81,13 @@ fn kind(kind: Kind) -> Map<String, Value> {
                 { "type": "string", "pattern": "^([A-Za-z0-9_]+|/.+/)$" },
             ] },
         }),
+        Kind::Tokens => json!({
+            "type": "array", "minItems": 1, "uniqueItems": true,
+            "items": { "oneOf": [
+                { "type": "string", "minLength": 1 },
+                { "type": "integer", "minimum": 0, "maximum": u32::MAX },
+            ] },
+        }),
         Kind::Layers => json!({ "oneOf": [
             { "type": "string", "pattern": r"^(all|\d+|\d+-\d*|-\d+:)$" },
             index,

@@ -4,7 +4,7 @@
 use super::check::Checked;
 use super::kind::Kind;
 use super::tree::{quote, quote_key};
-use super::types::{IndexSet, LayerSet, MicroRows, Offload, OneDevice, Recompute};
+use super::types::{IndexSet, LayerSet, MicroRows, Offload, OneDevice, Recompute, Token};
 use super::values::written_bytes;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -224,6 +224,8 @@ plain! {
     Json: Json(map) => map.clone(), map => object(map);
     BTreeMap<String, String>: Strings(map) => map.clone(),
         map => inline(map.iter().map(|(k, v)| (k.as_str(), quote(v))));
+    Vec<Token>: Tokens(list) => list.clone(),
+        list => format!("[{}]", list.iter().map(Token::to_string).collect::<Vec<_>>().join(", "));
     IndexSet: Experts(set) => set.clone(), set => indices(set);
     Recompute: Recompute(r) => *r, r => match r {
         Recompute::Auto => quote("auto"),

@@ -360,6 +360,7 @@ fn every_part_knows_the_same_keys() {
     let mut writer = written(&[]);
     writer.extend(written(&["run.steps=1", "optimizer.warmup_ratio=0.1"]));
     writer.extend(written(&["optimizer.name=galore", "train.0.method=full"]));
+    writer.extend(written(&["train.0.modules=['new_tokens']", "train.0.tokens=[1]"]));
     assert_eq!(writer, table);
 
     let mut in_schema = BTreeSet::new();

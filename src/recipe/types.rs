@@ -2,6 +2,7 @@
 
 use super::check::Checked;
 use super::keys::{Lora, Optimizer, Parallel, Recipe, Rule, Run};
+use super::kind::TOKENS;
 use super::launch::Launch;
 use super::table::{Field, Written, doc, words};
 use super::tree::quote;
@@ -22,7 +23,7 @@ impl Recipe {
     /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
     /// rules, the config of the adapter in `lora.init` decides.
     pub fn uses_lora_defaults(&self) -> bool {
-        self.train.iter().any(|r| r.method == Method::Lora)
+        self.train.iter().any(|r| r.is(Method::Lora))
     }
 }
 
@@ -81,7 +82,35 @@ pub struct LoraSpec {
     pub dora: bool,
 }
 
+/// A token as `train.tokens` names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Token {
+    /// As the tokenizer spells it.
+    Text(String),
+    /// By its number.
+    Id(u32),
+}
+
+impl std::fmt::Display for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Token::Text(text) => f.write_str(&quote(text)),
+            Token::Id(id) => write!(f, "{id}"),
+        }
+    }
+}
+
 impl Rule {
+    /// Whether it is for rows of single tokens: they train themselves, whatever `method` is by default.
+    pub fn is_of_tokens(&self) -> bool {
+        self.modules.iter().any(|m| m == TOKENS)
+    }
+
+    /// Whether what it matches trains by this method, or is frozen.
+    pub fn is(&self, method: Method) -> bool {
+        self.method == method && !self.is_of_tokens()
+    }
+
     /// Takes what the rule does not say about LoRA from `[lora]`.
     pub(super) fn inherit(&mut self, lora: &Lora) {
         self.rank.get_or_insert(lora.rank);

@@ -3,7 +3,7 @@
 use super::check::found;
 use super::kind::{GROUPS, INDEX};
 use super::tree::{Node, Table, Value, join, quote};
-use super::types::{IndexSet, LayerSet};
+use super::types::{IndexSet, LayerSet, Token};
 use regex::{Regex, RegexBuilder};
 use std::collections::BTreeMap;
 
@@ -112,6 +112,33 @@ pub fn module_regex(entry: &str) -> Option<Result<Regex, regex::Error>> {
     let build = |pattern: &str| RegexBuilder::new(pattern).size_limit(1 << 20).build();
     // Alone first: "a)|(b" would leave the group that anchors it.
     Some(build(inner).and_then(|_| build(&format!("^(?:{inner})$"))))
+}
+
+/// `train.tokens`: texts and numbers, each once.
+pub(super) fn tokens(list: &[Node], path: &str) -> Result<Vec<Token>, Bad> {
+    let mut out = Vec::new();
+    for node in list {
+        let token = match &node.value {
+            Value::Text(text) if !text.is_empty() => Some(Token::Text(text.clone())),
+            Value::Int(id) => u32::try_from(*id).ok().map(Token::Id),
+            _ => None,
+        };
+        let Some(token) = token else {
+            let what = found(&node.value);
+            return Err(bad(
+                format!("{path} has {what}"),
+                "a token is its text, as the tokenizer spells it, or its number",
+            ));
+        };
+        if out.contains(&token) {
+            return Err(bad(format!("{path} has {token} twice"), "each row trains once"));
+        }
+        out.push(token);
+    }
+    match out.is_empty() {
+        true => Err(bad(format!("{path} is empty"), "name the tokens whose rows train")),
+        false => Ok(out),
+    }
 }
 
 /// Checks one entry of `train.modules`.

@@ -125,8 +125,10 @@ impl Recipe {
         let rule = prefix.strip_prefix("train.").and_then(|i| self.train.get(i.parse::<usize>().ok()?));
         match (prefix, key, rule) {
             ("lora", _, _) => lora && !self.uses_lora_defaults(),
-            (_, "lr_scale", Some(rule)) => rule.method == Method::Freeze,
-            (_, _, Some(rule)) => lora && rule.method != Method::Lora,
+            (_, "lr_scale", Some(rule)) => rule.is(Method::Freeze),
+            (_, "method" | "layers", Some(rule)) => rule.is_of_tokens(),
+            (_, "tokens", Some(rule)) => !rule.is_of_tokens(),
+            (_, _, Some(rule)) => lora && !rule.is(Method::Lora),
             ("run", "epochs", _) => self.run.steps.is_some(),
             ("run", "steps", _) => self.run.steps.is_none(),
             ("optimizer", "lr_scale_b", _) => !self.uses_lora_defaults(),

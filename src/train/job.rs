@@ -7,15 +7,16 @@ use crate::adapt::params::{Allocate, Shard};
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
 use crate::comm::{self, Comm};
-use crate::data::{Batches, Dataset, Form, Tokenizer, Trained};
+use crate::data::{Added, Batches, Dataset, Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
-use crate::log::{memory, warn};
+use crate::log::{memory, tell, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
 use crate::quant;
 use crate::recipe::{
-    Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Weights,
+    Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Token,
+    Weights,
 };
 use candle_core::{DType, Device};
 use serde_json::{Map, Value};
@@ -151,13 +152,35 @@ pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// The tokenizer of a model's folder with the recipe's chat template; `None` where there is none.
+/// The tokenizer of a model's folder with the recipe's chat template, and with the tokens that the recipe or the adapter has
+/// beside; `None` where there is none.
 ///
 /// # Errors
 /// Files that cannot be used.
-pub fn tokenizer(recipe: &Recipe, dir: &Path) -> crate::Result<Option<Tokenizer>> {
+pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> crate::Result<Option<Tokenizer>> {
     let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
-    Ok(Tokenizer::load(dir, template.as_deref())?)
+    let rules = recipe.train.iter().filter(|r| r.is_of_tokens());
+    let texts = rules.flat_map(|r| r.tokens.iter().flatten()).filter_map(|t| match t {
+        Token::Text(text) => Some(text.as_str()),
+        Token::Id(_) => None,
+    });
+    let tokenizer = Tokenizer::load_with(dir, template.as_deref(), &added(adapter)?.and(texts))?;
+    if let Some((_, tokens)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
+        let each: Vec<String> = tokens.iter().map(|(text, id)| format!("{text:?} (token {id})")).collect();
+        tell(&format!("tokens beside the model's own: {}", each.join(", ")));
+    }
+    Ok(tokenizer)
+}
+
+/// The tokens that an adapter has beside its base's.
+///
+/// # Errors
+/// A tokenizer beside it that is none.
+pub fn added(adapter: Option<&Adapter>) -> crate::Result<Added> {
+    match adapter.filter(|a| !a.config.tokens().is_empty()) {
+        Some(a) => Ok(Added::of_adapter(&a.dir)?),
+        None => Ok(Added::default()),
+    }
 }
 
 /// The adapter that the recipe goes on from.
@@ -262,7 +285,7 @@ impl Job {
     /// As [`Job::open`].
     pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
         Self::with(recipe, want, progress, &|recipe, config, adapter| {
-            let in_full = |r: &Rule| r.method == Method::Full;
+            let in_full = |r: &Rule| r.is(Method::Full);
             match adapter {
                 Some(a) => a.selection(config),
                 None if recipe.model.quantize == Quantize::Nf4
@@ -292,9 +315,15 @@ impl Job {
         let model = model(&settings, &recipe, want, progress)?;
         let config = config(&model.dir, &recipe.model.overrides)?;
         routers(&recipe, &config)?;
-        let tokenizer = if want == Want::Config { None } else { tokenizer(&recipe, &model.dir)? };
         let adapter = adapter(&settings, &recipe, progress)?;
-        let selection = select(&recipe, &config, adapter.as_ref())?;
+        let tokenizer = match want {
+            Want::Config => None,
+            _ => tokenizer(&recipe, &model.dir, adapter.as_ref())?,
+        };
+        let mut selection = select(&recipe, &config, adapter.as_ref())?;
+        if want != Want::Config || selection.tokens.are_numbers() {
+            selection.look_up(&config, tokenizer.as_ref())?;
+        }
         let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }

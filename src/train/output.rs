@@ -9,7 +9,7 @@ use crate::adapt::adapter::{self, Adapter, Values};
 use crate::adapt::selection::{Choice, Part, Trained};
 use crate::adapt::{self, Params, Selection, peft};
 use crate::base::check_tensors;
-use crate::data::Micro;
+use crate::data::{Micro, Tokenizer};
 use crate::kernel::to_host;
 use crate::log::warn;
 use crate::model::Config;
@@ -42,6 +42,9 @@ pub const COMPANIONS: &[&str] = &[
     "tokenizer_config.json",
     "vocab.json",
 ];
+
+/// The file of a tokenizer.
+pub(super) const TOKENIZER: &str = "tokenizer.json";
 
 /// Relative L2 distance of two tensors of logits; infinite where one is not finite, 0 where both are zeros.
 pub fn logits_apart(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
@@ -157,6 +160,9 @@ fn save_adapter(
             copied => copied?,
         }
     }
+    if let Some((file, _)) = job.tokenizer.as_deref().and_then(Tokenizer::with_added) {
+        store::write_atomic(&out.join(TOKENIZER), file)?;
+    }
     adapter::save(out, selection, what, &job.model.source, revision, quantize)
 }
 
@@ -241,6 +247,7 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
             (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
                 a.rank == b.rank && (peft::scale(a) - peft::scale(b)).abs() <= 1e-12 * peft::scale(a).abs()
             }
+            (Choice::Rows { .. }, Choice::Rows { .. }) => ours.tokens.of(&m.name) == read.tokens.of(&m.name),
             _ => false,
         };
         if !same {

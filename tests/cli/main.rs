@@ -29,6 +29,7 @@ mod sources;
 mod split;
 mod stops;
 mod text;
+mod tokens;
 mod verbs;
 mod whole;
 mod words;

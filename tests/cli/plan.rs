@@ -77,6 +77,12 @@ fn wide() -> Value {
     c
 }
 
+/// LoRA beside the rows of many tokens.
+fn rows() -> String {
+    let tokens: Vec<usize> = (0..8000).step_by(25).collect();
+    format!("{LORA}[[train]]\nmodules = [\"new_tokens\"]\ntokens = {tokens:?}\n")
+}
+
 const EIGHT_BIT: &str = "optimizer.name=adamw8bit";
 /// An update of each layer in its backward pass, and what it needs.
 const ALL_AT_ONCE: &[&str] =
@@ -152,7 +158,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
                 modules = [\"router\"]\nmethod = \"full\"\n";
     let offload = "memory.offload=['optimizer']";
     let ends = "[[train]]\nmodules = [\"embedding\", \"attention\"]\n";
-    let (wide, shared, mixtral, mut all) = (wide(), shared(), mixtral(), mixture());
+    let (wide, shared, mixtral, mut all, tokens) = (wide(), shared(), mixtral(), mixture(), rows());
     all["num_experts_per_tok"] = all["num_experts"].clone();
     let cases: &[(&Value, &str, &[usize], &[&str])] = &[
         (&qwen3, FULL, &full_rows, &["memory.recompute=none"]),
@@ -239,6 +245,9 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&qwen3, LORA, &full_rows, &["run.micro_rows=auto"]),
         (&qwen3, LORA, &full_rows, &["lora.init=olora", "data.neftune=5", "memory.recompute=none"]),
         (&qwen3, LORA, &full_rows, &["lora.init=pissa", NF4, "model.dtype=bf16", "memory.recompute=all"]),
+        (&qwen3, &tokens, &full_rows, &["memory.recompute=none"]),
+        (&tied, &tokens, &ragged, &["model.dtype=bf16", "memory.recompute=all", ON_HOST]),
+        (&tied, &tokens, &full_rows, &[&["memory.recompute=2", EIGHT_BIT], ALL_AT_ONCE].concat()),
         (&wide, LORA, &full_rows, &["memory.recompute=all"]),
         (&wide, LORA, &ragged, &["memory.recompute=none", "run.micro_rows=4"]),
         (&qwen3, LORA, &full_rows, &["lora.dora=true", "lora.dropout=0.1", "memory.recompute=all"]),
@@ -298,10 +307,11 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
 #[test]
 fn a_rank_holds_what_its_plan_says() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    let (full_rows, moe) = ([128; 8], mixture());
+    let (full_rows, moe, tokens) = ([128; 8], mixture(), rows());
     let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
-    let cases: [(&Value, &str, &[&str]); 6] = [
+    let cases: [(&Value, &str, &[&str]); 7] = [
+        (&tied, &tokens, &["model.dtype=bf16", "memory.recompute=all"]),
         (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all", ON_HOST]),
         (&qwen3, LORA, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=1"]),
         (&qwen3, FULL, &["memory.recompute=none"]),

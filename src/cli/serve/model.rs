@@ -9,6 +9,7 @@ use crate::hub;
 use crate::log::{tell, warn};
 use crate::model::Decoder;
 use crate::recipe::Quantize;
+use crate::train::job;
 use crate::train::latest::{self, Latest, Loading, Seen};
 use candle_core::Device;
 use serde_json::{Map, Value};
@@ -118,7 +119,8 @@ fn fixed(args: &Args, device: Device, variables: Map<String, Value>) -> crate::R
         None => trained.as_ref().map_or(Form::Chat, |t| t.form),
     };
     let template = chat::template(args.chat_template.as_ref(), adapter.as_ref());
-    let tokenizer = Tokenizer::load(&model.dir, template.as_deref())?;
+    let added = job::added(adapter.as_ref())?;
+    let tokenizer = Tokenizer::load_with(&model.dir, template.as_deref(), &added)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(model.dir.clone()))?);
     let decoder = chat::load(&args.loading, &model, adapter.as_ref(), &device)?;
     let variables = with(variables, trained.map(|t| t.template).unwrap_or_default());

@@ -42,20 +42,22 @@ pub fn backward(grad: &Tensor, by_id: Option<&ById>, dy: &Tensor, scale: f64) ->
     if ghosts(&[dy], [], |l| l.touch(4 * (3 * t as u64 + 1))).is_some() {
         return Ok(());
     }
-    let Some(ById { list, ids }) = by_id else {
-        candle_core::bail!("embedding: tokens that are not sorted by id")
-    };
-    let outside = list[..*ids].last().is_some_and(|last| *last as usize >= v);
-    if outside || dy.dims() != [list.len() - 2 * ids - 1, d] || grad.dtype() != DType::F32 {
+    let Some(by_id) = by_id else { candle_core::bail!("embedding: tokens that are not sorted by id") };
+    let ById { list, ids } = by_id;
+    let ordered = list.len() - 2 * ids - 1;
+    if by_id.is_outside(v) || ordered > t || dy.dims() != [t, d] || grad.dtype() != DType::F32 {
         candle_core::bail!(
             "embedding: an id outside the table of {v} rows, or {:?} rows of gradient",
             dy.shape()
         );
     }
+    if *ids == 0 {
+        return Ok(());
+    }
     let dy = dy.contiguous()?;
     let list = Tensor::from_slice(list, list.len(), dy.device())?;
     let (unique, starts) = (list.narrow(0, 0, *ids)?, list.narrow(0, *ids, ids + 1)?);
-    let order = list.narrow(0, 2 * ids + 1, t)?;
+    let order = list.narrow(0, 2 * ids + 1, ordered)?;
     let launch = Launch::of(&dy, compiled!(EMBED), "embed_gradient")?
         .tensor(grad)?
         .tensor(&unique)?

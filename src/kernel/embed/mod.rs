@@ -6,6 +6,7 @@ use super::cpu::{Halves, ROWS, Real, ghosts, in_place, is_cpu, view};
 use crate::kernel::{Ledger, Tensor};
 use candle_core::{DType, Device, Result, WithDType};
 use rayon::prelude::*;
+use std::collections::HashMap;
 
 /// Rows of `table` [v, d] for `ids` `[t]` (u32) -> [t, d].
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
@@ -66,6 +67,27 @@ impl ById {
         Self { list, ids: count }
     }
 
+    /// Whether an id is no row of a table of `rows`.
+    fn is_outside(&self, rows: usize) -> bool {
+        self.list[..self.ids].last().is_some_and(|last| *last as usize >= rows)
+    }
+
+    /// The tokens of some ids alone, each by its place among `of`.
+    fn only(&self, of: &[u32]) -> Self {
+        let places: HashMap<usize, u32> = of.iter().zip(0..).map(|(id, at)| (*id as usize, at)).collect();
+        let mut kept: Vec<(u32, &[u32])> =
+            self.each().filter_map(|(id, tokens)| Some((*places.get(&id)?, tokens))).collect();
+        kept.sort_unstable_by_key(|(at, _)| *at);
+        let (mut list, mut starts, mut order) = (Vec::new(), vec![0], Vec::new());
+        for (at, tokens) in &kept {
+            list.push(*at);
+            order.extend_from_slice(tokens);
+            starts.push(order.len() as u32);
+        }
+        list.extend(starts.into_iter().chain(order));
+        Self { list, ids: kept.len() }
+    }
+
     /// Each id, rising, and its tokens.
     fn each(&self) -> impl Iterator<Item = (usize, &[u32])> {
         let (ids, rest) = self.list.split_at(self.ids);
@@ -74,13 +96,20 @@ impl ById {
     }
 }
 
-/// `grad[ids[i]] += scale * dy[i]` for every token, in place; `by_id` are the same tokens, for CUDA.
+/// `grad[ids[i]] += scale * dy[i]` for every token, in place; `by_id` are the same tokens, for CUDA. Where `grad` has the
+/// rows `of` some ids alone, for the tokens with these.
 ///
 /// # Shapes
-/// `grad` [v, d], f32 (f64 in tests) and contiguous; `ids` `[t]` u32; `dy` [t, d].
-pub fn backward(grad: &Tensor, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor, scale: f64) -> Result<()> {
+/// `grad` [v, d] (or a row for each of `of`), f32 (f64 in tests) and contiguous; `ids` `[t]` u32; `dy` [t, d].
+pub fn backward(
+    grad: &Tensor,
+    (ids, by_id, of): (&Tensor, Option<&ById>, Option<&[u32]>),
+    dy: &Tensor,
+    scale: f64,
+) -> Result<()> {
     if !is_cpu(grad) {
-        return cuda::backward(grad, by_id, dy, scale);
+        let only = by_id.zip(of).map(|(all, of)| all.only(of));
+        return cuda::backward(grad, only.as_ref().or(by_id), dy, scale);
     }
     // ids, and the same sorted: order, and at the most as many ids and starts
     let list = |l: &Ledger| l.touch(16 * ids.elem_count() as u64);
@@ -88,22 +117,26 @@ pub fn backward(grad: &Tensor, ids: &Tensor, by_id: Option<&ById>, dy: &Tensor, 
         return Ok(());
     }
     let ids = ids.to_vec1::<u32>()?;
+    let all = ById::new(&ids);
+    let by_id = match of {
+        None => all,
+        Some(of) => all.only(of),
+    };
     match grad.dtype() {
-        DType::F64 => scatter_cpu::<f64>(grad, &ids, dy, scale),
-        _ => scatter_cpu::<f32>(grad, &ids, dy, scale),
+        DType::F64 => scatter_cpu::<f64>(grad, ids.len(), &by_id, dy, scale),
+        _ => scatter_cpu::<f32>(grad, ids.len(), &by_id, dy, scale),
     }
 }
 
-fn scatter_cpu<T: Real>(grad: &Tensor, ids: &[u32], dy: &Tensor, scale: f64) -> Result<()> {
+fn scatter_cpu<T: Real>(grad: &Tensor, tokens: usize, by_id: &ById, dy: &Tensor, scale: f64) -> Result<()> {
     let (v, d) = grad.dims2()?;
     let g = view::<T>(dy)?;
-    if ids.iter().any(|i| *i as usize >= v) || g.len() != ids.len() * d {
+    if by_id.is_outside(v) || g.len() != tokens * d {
         candle_core::bail!(
             "embedding: an id outside the table of {v} rows, or {:?} rows of gradient",
             dy.shape()
         );
     }
-    let by_id = ById::new(ids);
     let g = &*g;
     in_place::<T>("embedding-backward", grad, |mut rest| {
         // the rows that tokens have, each with those tokens in their order
@@ -135,7 +168,7 @@ mod tests {
         let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;
         let dy = randn(2, (5, 3), DType::F64)?;
         let grad = Tensor::zeros((6, 3), DType::F64, &Device::Cpu)?;
-        backward(&grad, &ids, None, &dy, 1.0)?;
+        backward(&grad, (&ids, None, None), &dy, 1.0)?;
         gradient("table", &table, &grad, &dy, |t| forward(t, &ids));
         Ok(())
     }
@@ -160,7 +193,7 @@ mod tests {
         for (id, g) in list.iter().zip(dy.to_vec2::<f32>()?) {
             want[*id as usize].iter_mut().zip(g).for_each(|(w, g)| *w += g * 0.5);
         }
-        backward(&grad, &ids, None, &dy, 0.5)?;
+        backward(&grad, (&ids, None, None), &dy, 0.5)?;
         assert_eq!(grad.to_vec2::<f32>()?, want);
         Ok(())
     }
@@ -171,7 +204,25 @@ mod tests {
         assert!(forward(&table, &Tensor::new(&[6u32], &Device::Cpu)?).is_err());
         let grad = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
         let ids = Tensor::new(&[6u32], &Device::Cpu)?;
-        assert!(backward(&grad, &ids, None, &randn(1, (1, 3), DType::F32)?, 1.0).is_err());
+        assert!(backward(&grad, (&ids, None, None), &randn(1, (1, 3), DType::F32)?, 1.0).is_err());
+        Ok(())
+    }
+
+    /// Of some rows, in any order, the gradient is that of the table.
+    #[test]
+    fn the_gradient_of_some_rows() -> Result<()> {
+        let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;
+        let dy = randn(2, (5, 3), DType::F32)?;
+        let table = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
+        backward(&table, (&ids, None, None), &dy, 2.0)?;
+        for of in [&[5u32, 1, 4][..], &[2], &[3, 1]] {
+            let grad = Tensor::zeros((of.len(), 3), DType::F32, &Device::Cpu)?;
+            backward(&grad, (&ids, None, Some(of)), &dy, 2.0)?;
+            let index = Tensor::from_slice(of, of.len(), &Device::Cpu)?;
+            close(&grad, &table.index_select(&index, 0)?, 0.0);
+        }
+        let only = ById::new(&[4, 0, 4, 5, 4]).only(&[5, 1, 4]);
+        assert_eq!((only.ids, only.list), (2, vec![0, 2, 0, 1, 4, 3, 0, 2, 4]));
         Ok(())
     }
 

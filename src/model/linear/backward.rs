@@ -57,7 +57,11 @@ impl Linear {
         if let Some(slot) = self.bias_slot {
             sink.column_sums(slot, dy)?;
         }
-        let weight = self.weight_slot.map(|slot| (slot, dy.clone()));
+        let weight = match (self.weight_slot, &self.rows) {
+            (Some(slot), _) => Some((slot, dy.clone())),
+            (None, Some(rows)) => rows.slot.map(|slot| rows.columns(dy).map(|dy| (slot, dy))).transpose()?,
+            (None, None) => None,
+        };
         let Some(lora) = &self.lora else {
             let dx = self.weight.backward(dy, dx)?;
             return Ok((dx, weight.map(|w| Later { weight: Some(w), a: None })));
@@ -115,7 +119,7 @@ impl Linear {
 /// The gradients of a linear that need its input.
 #[derive(Debug)]
 pub struct Later {
-    /// Of the matrix, with the output's gradient.
+    /// Of the matrix or of some of its rows, with the output's gradient.
     weight: Option<(Slot, Tensor)>,
     /// Of A, with that of its output, a factor, and dropout's mask.
     a: Option<(Slot, Tensor, f64, Option<Mask>)>,

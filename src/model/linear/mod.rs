@@ -22,6 +22,7 @@ pub use self::backward::Later;
 pub use self::weight::Weight;
 
 use super::batch::Context;
+use super::rows::Rows;
 use super::sink::Slot;
 use crate::kernel::Tensor;
 use crate::kernel::dropout::Mask;
@@ -105,6 +106,8 @@ pub struct Linear {
     pub bias_slot: Option<Slot>,
     /// The low-rank update.
     pub lora: Option<Lora>,
+    /// Rows that train alone: a head's.
+    pub rows: Option<Rows>,
 }
 
 /// What the backward pass of a linear needs.
@@ -121,7 +124,26 @@ pub struct Saved {
 impl Linear {
     /// Whether the backward pass needs the input.
     pub fn needs_input(&self) -> bool {
-        self.weight_slot.is_some() || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+        self.weight_slot.is_some()
+            || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+            || self.rows_slot().is_some()
+    }
+
+    /// Where the gradient of rows goes that train alone.
+    fn rows_slot(&self) -> Option<Slot> {
+        self.rows.as_ref().and_then(|r| r.slot)
+    }
+
+    /// Writes the rows that train alone into the matrix, before it is used.
+    ///
+    /// # Errors
+    /// A matrix that is 4-bit.
+    pub fn write_rows(&self) -> Result<()> {
+        match (&self.rows, &self.weight) {
+            (None, _) => Ok(()),
+            (Some(rows), Weight::Dense(w)) => rows.write(w),
+            (Some(_), _) => candle_core::bail!("rows that train alone, of a matrix that is not as it is"),
+        }
     }
 
     /// The same linear with its matrix dequantized, if that is 4-bit.
@@ -163,7 +185,7 @@ impl Linear {
         let lora = self.lora.as_ref();
         let (a, b) = lora.and_then(|l| l.slots).unzip();
         let magnitude = lora.and_then(|l| l.dora.as_ref()?.slot);
-        [self.weight_slot, self.bias_slot, a, b, magnitude].into_iter().flatten()
+        [self.weight_slot, self.bias_slot, a, b, magnitude, self.rows_slot()].into_iter().flatten()
     }
 
     /// What forward saves, without the output where that is not needed for it: the output of a layer that is computed again

@@ -62,6 +62,7 @@ fn linear(kind: &str) -> Result<Linear> {
             stream: 1,
             dora: kind.contains("dora").then_some(dora),
         }),
+        rows: None,
     })
 }
 
@@ -210,6 +211,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
                 weight,
                 bias: None,
                 weight_slot: None,
+                rows: None,
                 bias_slot: None,
                 lora: Some(Lora {
                     a: a.to_dtype(dtype)?,

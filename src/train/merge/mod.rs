@@ -10,10 +10,11 @@ pub mod weights;
 
 use super::Error;
 use super::compare;
-use super::output::{is_of_model, logits_apart, write_folder};
+use super::job;
+use super::output::{TOKENIZER, is_of_model, logits_apart, write_folder};
 use crate::adapt::{Adapter, Selection};
 use crate::base::{Base, layout};
-use crate::data::Trained;
+use crate::data::{Tokenizer, Trained};
 use crate::kernel;
 use crate::model::Config;
 use crate::model::decoder::{Decoder, Weights};
@@ -22,7 +23,7 @@ use crate::model::linear::{Lora, Weight};
 use crate::model::modules::Module;
 use crate::model::sink::Slot;
 use crate::rng::{Purpose, Stream};
-use crate::store::{NewFolder, TensorFiles};
+use crate::store::{self, NewFolder, TensorFiles};
 use crate::walk;
 use candle_core::{DType, Device, Tensor};
 use cost::MergeCost;
@@ -105,6 +106,12 @@ impl Merging<'_> {
             Ok(tensor)
         };
         write_folder(self.dir, &out, merge.config(), merge.dtype(), &merge.entries(), &mut get)?;
+        if !adapter.config.tokens().is_empty() {
+            let tokenizer = Tokenizer::load_with(self.dir, None, &job::added(Some(adapter))?)?;
+            if let Some((file, _)) = tokenizer.as_ref().and_then(Tokenizer::with_added) {
+                store::write_atomic(&out.join(TOKENIZER), file)?;
+            }
+        }
         Trained::copy(&adapter.dir, &out)?;
 
         let stream = Stream::new(0, Purpose::Sample, 0, 0);

@@ -5,6 +5,7 @@
 //! * LoRA: `W + s B A`;
 //! * DoRA: `(m / |W + s B A|) (W + s B A)`, norms by row;
 //! * LoRA on the embedding, A [r, v], B [d, r]: `table + s (B A)^T`;
+//! * rows of tokens that trained replace the base's;
 //! * what the adapter holds whole (`modules_to_save`) replaces the base's.
 //!
 //! Head and embedding of a tied model are one tensor: where only one of them has an update, or each its own, the
@@ -12,6 +13,7 @@
 
 use super::cost::MergeCost;
 use crate::adapt::selection::{Choice, Part, Selection, Trained, part_name};
+use crate::adapt::tokens::Tokens;
 use crate::adapt::{Adapter, Error, peft};
 use crate::base::Base;
 use crate::kernel::gemm::matmul_acc;
@@ -42,6 +44,7 @@ pub struct Merge<'a> {
     files: &'a TensorFiles,
     adapter: &'a Adapter,
     trained: HashMap<(String, Part), Trained>,
+    tokens: Tokens,
     /// Names in the order of the forward pass.
     order: Vec<String>,
     sources: HashMap<String, Source>,
@@ -77,7 +80,17 @@ impl<'a> Merge<'a> {
         let unties = config.tied && selection.modules.iter().any(|(m, c)| is_end(m) && is_lora(c));
         let trained = trained.into_iter().map(|t| ((t.module.clone(), t.part), t)).collect();
         let (order, sources, cost) = (Vec::new(), HashMap::new(), RefCell::default());
-        let mut merge = Self { base, files, adapter, trained, order, sources, unties, cost };
+        let mut merge = Self {
+            base,
+            files,
+            adapter,
+            trained,
+            tokens: selection.tokens.clone(),
+            order,
+            sources,
+            unties,
+            cost,
+        };
         for (m, choice) in &selection.modules {
             if config.tied && !unties && m.group == Group::Head {
                 continue;
@@ -185,6 +198,7 @@ impl<'a> Merge<'a> {
                 Ok((self.held(&s.module, s.part)?, before))
             }
             Choice::Lora { spec, .. } if s.part == Part::Weight => self.updated(s, peft::scale(spec)),
+            Choice::Rows { .. } if s.part == Part::Weight => Ok((self.with_rows(s)?, None)),
             _ => {
                 // f64 is rounded twice on its way to 16 bits, each time that it is asked for
                 let f64 = self.files.info(&s.base).is_some_and(|i| i.dtype == Dtype::F64);
@@ -228,6 +242,15 @@ impl<'a> Merge<'a> {
             }
             .into()),
         }
+    }
+
+    /// The base's weight with the rows of the adapter, f32.
+    fn with_rows(&self, s: &Source) -> crate::Result<Tensor> {
+        let (weight, rows) = (self.base(s, DType::F32)?, self.held(&s.module, Part::Rows)?);
+        for (row, id) in self.tokens.of(&s.module.name).iter().enumerate() {
+            weight.slice_set(&rows.narrow(0, row, 1)?, 0, *id as usize)?;
+        }
+        Ok(weight)
     }
 
     /// The base's weight with its low-rank update, f32; and without it, if it is 4-bit.

@@ -1,0 +1,268 @@
+//! Rows of single tokens that train, alone or beside LoRA.
+
+use super::split::{apart, ends};
+use super::world::{Dice, World, recipe, repository};
+use ft::store::TensorFiles;
+use serde_json::{Value, json};
+
+const TOKENS: &str = "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [40, 5, 6, 63]\n";
+const IDS: [usize; 4] = [40, 5, 6, 63];
+const BESIDE: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\"]\ndora = true\n";
+
+/// A model with files; its head is the embedding, or not.
+fn world(rules: &str, tied: bool) -> World {
+    let w = World::new();
+    w.config("start", json!({ "tie_word_embeddings": tied }));
+    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
+    let text =
+        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
+    w.write("start.toml", text);
+    w.ok(&["run", "start.toml", "run.output=made"]);
+    let text = recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
+    w.write("r.toml", text.replace("steps = 6", "steps = 6\neval_at_start = true\nsave_every = 3\nkeep = 9"));
+    w
+}
+
+fn evals(w: &World, run: &str) -> Vec<f64> {
+    w.events(run, "eval").iter().map(|e| e["loss"].as_f64().expect("a loss")).collect()
+}
+
+fn near(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-6 * b.abs()
+}
+
+/// Which rows of a tensor differ between two models.
+fn changed(w: &World, models: [&str; 2], name: &str) -> Vec<usize> {
+    let rows = models.map(|m| {
+        let files = TensorFiles::open_model(&w.path(m)).expect("a model");
+        let t = files.tensor(name, candle_core::DType::F32, &candle_core::Device::Cpu).expect("a tensor");
+        t.to_vec2::<f32>().expect("rows")
+    });
+    (0..rows[0].len()).filter(|i| rows[0][*i] != rows[1][*i]).collect()
+}
+
+/// The run begins as the base, its adapter gives what it ended with, and so does the merged model, in which these rows are
+/// other ones and no others are.
+#[test]
+fn these_rows_train_and_no_others() {
+    let beside = BESIDE.to_string() + TOKENS;
+    for (rules, tied) in [(TOKENS, true), (TOKENS, false), (&beside, true), (&beside, false)] {
+        let w = world(rules, tied);
+        let base = w.ok(&["eval", "r.toml", "--json"]).loss();
+        w.ok(&["run", "r.toml", "run.output=a"]);
+        let losses = evals(&w, "a");
+        assert!(near(losses[0], base), "{} and {base}", losses[0]);
+        assert!((losses[1] - base).abs() > 1e-4 * base, "nothing was trained: {losses:?}");
+        let with = w.ok(&["eval", "r.toml", "--json", "--adapter", "a/adapter"]).loss();
+        assert!(near(with, losses[1]), "{with} and {}", losses[1]);
+
+        let config: Value = serde_json::from_slice(&w.read("a/adapter/adapter_config.json")).expect("JSON");
+        let lists = match tied {
+            true => json!({ "embed_tokens": IDS }),
+            false => json!({ "embed_tokens": IDS, "lm_head": IDS }),
+        };
+        assert_eq!(config["trainable_token_indices"], lists);
+        assert_eq!(config["modules_to_save"], Value::Null);
+        let file = "a/adapter/adapter_model.safetensors";
+        let adapter = TensorFiles::open_file(&w.path(file)).expect("an adapter");
+        let names: Vec<&str> = adapter.names().filter(|n| !n.contains("lora_")).collect();
+        assert_eq!(names.len(), if tied { 1 } else { 2 }, "{names:?}");
+
+        let merged = w.ok(&["merge", "a/adapter", "--out", "m"]);
+        assert!(!merged.err.contains("two tensors"), "{}", merged.err);
+        let after = w.ok(&["eval", "r.toml", "--json", "model.source=m"]).loss();
+        assert!((after - losses[1]).abs() <= 1e-5 * after, "{after} and {}", losses[1]);
+        let mut sorted = IDS;
+        sorted.sort_unstable();
+        assert_eq!(changed(&w, ["made/model", "m"], "model.embed_tokens.weight"), sorted);
+        if !tied {
+            assert_eq!(changed(&w, ["made/model", "m"], "lm_head.weight"), sorted);
+        }
+
+        // without rules the adapter says what goes on
+        let text = String::from_utf8(w.read("r.toml")).expect("a recipe").replace(rules, "");
+        w.write("on.toml", text.replace("[data]", "[lora]\ninit = \"a/adapter\"\n[data]"));
+        w.ok(&["run", "on.toml", "run.output=on"]);
+        assert!(near(evals(&w, "on")[0], losses[1]), "{:?} and {}", evals(&w, "on"), losses[1]);
+    }
+}
+
+/// Recomputed, on the host, on ranks that split them or not, or interrupted: the same bits.
+#[test]
+fn however_it_is_run_the_bits_are_the_same() {
+    for tied in [true, false] {
+        let w = world(&(BESIDE.to_string() + TOKENS), tied);
+        let run = |name: &str, set: &[&str]| {
+            let output = format!("run.output={name}");
+            w.ok(&[&["run", "r.toml", &output][..], set].concat());
+            ends(&w, name)
+        };
+        let want = run("plain", &["memory.recompute=none"]);
+        assert!(run("again", &["memory.recompute=all"]) == want);
+        let host = "memory.offload=['optimizer', 'params', 'activations']";
+        assert!(run("host", &[host]) == want);
+        std::fs::remove_dir_all(w.path("plain/checkpoints/step-00000006")).expect("removed");
+        w.ok(&["run", "r.toml", "run.output=plain", "memory.recompute=none", "--resume"]);
+        assert!(ends(&w, "plain") == want, "other bits after a resume");
+
+        let two = run("two", &["parallel.data=2", "run.micro_rows=1"]);
+        assert!(apart(&two[2], &want[2]) < 1e-4);
+        for (ranks, zero) in [(2, 1), (2, 2), (2, 3), (4, 3)] {
+            let parallel = [format!("parallel.data={ranks}"), format!("parallel.zero={zero}")];
+            let set = ["run.micro_rows=1", &*parallel[0], &*parallel[1]];
+            assert!(run(&format!("{ranks}-{zero}"), &set) == two, "{ranks} ranks, stage {zero}");
+        }
+        let half = ["model.dtype=bf16", "run.micro_rows=1", "parallel.data=2"];
+        let want = run("half", &half);
+        assert!(run("half-3", &[&half[..], &["parallel.zero=3", host]].concat()) == want);
+        let back = ["optimizer.in_backward=true", "run.clip=0", "run.micro_rows=4"];
+        let want = run("clip", &back[1..]);
+        assert!(run("back", &back) == want);
+    }
+}
+
+/// By text where there is a tokenizer, by number always; what has no row, or no number, is told.
+#[test]
+fn tokens_are_named_by_text_or_number() {
+    let w = World::new();
+    w.config("tiny", json!({ "vocab_size": 320 }));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = repository().join("tests/fixtures/tiny-tokenizer").join(file);
+        w.write(&format!("tiny/{file}"), std::fs::read(from).expect("a tokenizer"));
+    }
+    let mut dice = Dice(3);
+    let rows: String = (0..40)
+        .map(|_| {
+            format!(
+                "{}\n",
+                json!({"text": format!("<|im_start|>{} {}<|im_end|>", dice.below(99), dice.below(99))})
+            )
+        })
+        .collect();
+    w.write("rows.jsonl", &rows);
+    w.write("eval.jsonl", &rows);
+    let rule =
+        |tokens: &str| recipe(&TOKENS.replace("40, 5, 6, 63", tokens)).replace("\"tokens\"", "\"text\"");
+    w.write("r.toml", rule("\"<|im_end|>\", 300, \"<|im_start|>\""));
+    let r = w.ok(&["check", "r.toml"]);
+    assert!(r.out.contains("embedding: 1 module, the rows of 3 tokens"), "{}", r.out);
+    assert!(r.out.contains("rows of tokens"), "{}", r.out);
+    w.ok(&["plan", "r.toml"]);
+    w.ok(&["run", "r.toml"]);
+    let config: Value = serde_json::from_slice(&w.read("runs/r/adapter/adapter_config.json")).expect("JSON");
+    assert_eq!(config["trainable_token_indices"]["lm_head"], json!([284, 300, 283]));
+
+    for (tokens, said) in [
+        ("320", &["320 is token 320", "320 rows", "resize_token_embeddings"][..]),
+        ("284, \"<|im_end|>\"", &["are one token"]),
+    ] {
+        w.write("x.toml", rule(tokens));
+        for verb in ["check", "run"] {
+            let r = w.ft(&[verb, "x.toml", "run.output=x"]);
+            assert!(r.code == 2 && said.iter().all(|s| r.err.contains(s)), "{verb}: {}", r.err);
+            assert!(
+                r.err.contains("x.toml:") && r.err.contains("train.0") && r.err.contains("hint: "),
+                "{}",
+                r.err
+            );
+        }
+        assert!(!w.path("x").exists());
+    }
+}
+
+/// A text that the tokenizer does not have gets the next number. The adapter and the merged model have that tokenizer, and
+/// what uses them tokenizes as the run did.
+#[test]
+fn the_tokenizer_gets_what_it_lacks() {
+    let w = World::new();
+    w.config("start", json!({ "vocab_size": 287, "tie_word_embeddings": true }));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = repository().join("tests/fixtures/tiny-tokenizer").join(file);
+        w.write(&format!("start/{file}"), std::fs::read(from).expect("a tokenizer"));
+    }
+    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
+    let text =
+        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
+    w.write("start.toml", text);
+    w.ok(&["run", "start.toml", "run.output=made"]);
+    let mut dice = Dice(3);
+    let rows: String = (0..40)
+        .map(|_| {
+            format!("{}\n", json!({"text": format!("<think>{}</think> {}", dice.below(99), dice.below(99))}))
+        })
+        .collect();
+    w.write("rows.jsonl", &rows);
+    w.write("eval.jsonl", &rows);
+    let rules = TOKENS.replace("40, 5, 6, 63", "\"<think>\", \"</think>\"");
+    let text = recipe(&rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
+    let text = text.replace("\"tokens\"", "\"text\"");
+    w.write("r.toml", &text);
+    let r = w.ok(&["run", "r.toml", "run.output=a"]);
+    assert!(r.err.contains("\"<think>\" (token 285), \"</think>\" (token 286)"), "{}", r.err);
+    let config: Value = serde_json::from_slice(&w.read("a/adapter/adapter_config.json")).expect("JSON");
+    assert_eq!(config["trainable_token_indices"], json!({"embed_tokens": [285, 286]}));
+    let end = evals(&w, "a").pop().expect("an evaluation");
+
+    // without the rule, the adapter says it
+    w.write("plain.toml", text.replace(&rules, ""));
+    let rule = "train=[{modules=['mlp']}]";
+    let with = w.ok(&["eval", "plain.toml", rule, "--json", "--adapter", "a/adapter"]).loss();
+    assert!(near(with, end), "{with} and {end}");
+    w.ok(&["merge", "a/adapter", "--out", "m"]);
+    let after = w.ok(&["eval", "plain.toml", rule, "--json", "model.source=m"]).loss();
+    assert!((after - end).abs() <= 1e-5 * end, "{after} and {end}");
+    assert!(w.read("m/tokenizer.json") == w.read("a/adapter/tokenizer.json"));
+    assert!(w.read("m/tokenizer.json") != w.read("made/model/tokenizer.json"));
+    let base = w.ok(&["eval", "plain.toml", rule, "--json"]).loss();
+    assert!((base - end).abs() > 1e-3, "{base} and {end}");
+    w.ok(&["chat", "a/adapter", "--raw", "--max-tokens", "2", "--prompt", "<think>1"]);
+
+    // more than there are rows
+    w.write("x.toml", text.replace("\"</think>\"", "\"</think>\", \"<more>\""));
+    for verb in ["check", "run"] {
+        let r = w.ft(&[verb, "x.toml", "run.output=x"]);
+        assert!(r.code == 2 && r.err.contains("\"<more>\" is token 287"), "{verb}: {}", r.err);
+    }
+}
+
+#[test]
+fn what_cannot_be_beside_rows_is_refused() {
+    let w = world(TOKENS, true);
+    let refused = |rules: &str, said: &[&str]| {
+        for rules in [format!("{TOKENS}{rules}"), format!("{rules}{TOKENS}")] {
+            w.write("x.toml", recipe(&rules));
+            w.config("tiny", json!({ "tie_word_embeddings": true }));
+            let r = w.ft(&["check", "x.toml"]);
+            assert!(r.code == 2 && said.iter().all(|s| r.err.contains(s)), "{rules}: {}", r.err);
+        }
+    };
+    let full = "[[train]]\nmodules = [\"embedding\"]\nmethod = \"full\"\n";
+    refused(full, &["model.embed_tokens trains otherwise too", "leave the embedding"]);
+    refused("[[train]]\nmodules = [\"head\"]\nrank = 2\n", &["lm_head trains otherwise too"]);
+    refused(TOKENS, &["is for tokens already"]);
+    for (rules, said) in [
+        (TOKENS.replace("tokens = [40, 5, 6, 63]", ""), "train.0.tokens is missing"),
+        (TOKENS.to_string() + "method = \"full\"\n", "train.0.method does nothing"),
+        (TOKENS.to_string() + "layers = [1]\n", "train.0.layers does nothing"),
+        (TOKENS.to_string() + "rank = 4\n", "train.0.rank does nothing"),
+        (TOKENS.replace("40, 5, 6, 63", ""), "train.0.tokens is empty"),
+        (TOKENS.replace("40, 5", "5, 5"), "has 5 twice"),
+        (TOKENS.replace("40, 5", "-1"), "train.0.tokens has -1"),
+        (TOKENS.replace("\"new_tokens\"", "\"new_tokens\", \"mlp\""), "names modules too"),
+        (TOKENS.replace("new_tokens", "mlp"), "without modules"),
+    ] {
+        w.write("x.toml", recipe(&rules));
+        let r = w.ft(&["check", "x.toml"]);
+        assert!(r.code == 2 && r.err.contains(said), "{rules}: {}", r.err);
+    }
+    // what other programs cannot load
+    w.ok(&["run", "r.toml", "run.output=a"]);
+    for to in ["vllm", "gguf"] {
+        let r = w.ft(&["export", "a/adapter", "--to", to, "--out", "e"]);
+        assert!(r.code == 4 && r.err.contains("rows of tokens"), "{to}: {} {}", r.code, r.err);
+    }
+    // an adapter of other tokens
+    w.write("y.toml", String::from_utf8(w.read("r.toml")).expect("text").replace("40, 5", "5, 40"));
+    let r = w.ft(&["run", "y.toml", "lora.init=a/adapter", "run.output=y"]);
+    assert!(r.code == 4 && r.err.contains("other tokens"), "{}", r.err);
+}
