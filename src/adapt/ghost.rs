@@ -84,7 +84,9 @@ impl<'a> Ghosts<'a> {
         let full = matches!(self.choice(m), Choice::Full { .. });
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
-        (self.ghost(shape, self.dtype), full.then(|| self.slot(rows, cols)))
+        let kept = shape.len() == 2 && !full && self.ledger.machine().frozen() < 4;
+        let dtype = if kept { DType::BF16 } else { self.dtype };
+        (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }
 
     /// A low-rank update of a matrix [o, i]: A, B and where their gradients go.
@@ -99,6 +101,10 @@ impl<'a> Ghosts<'a> {
 }
 
 impl Weights for Ghosts<'_> {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
         Ok(self.tensor(m, &m.weight_shape()))
     }

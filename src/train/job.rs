@@ -430,7 +430,9 @@ impl Job {
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
         let cuda = self.device.is_cuda();
         let threads = self.recipe.parallel.threads(rayon::current_num_threads());
-        let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
+        let width = self.dtype.size_in_bytes() as u64;
+        let machine = Machine { cuda, width, stored: width, threads: threads as u64 };
+        let machine = plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
         Inputs {
             recipe: &self.recipe,
             config: &self.config,

@@ -26,6 +26,7 @@ use std::path::PathBuf;
 mod composed;
 mod four_bit;
 mod four_bit_full;
+mod stored;
 mod timed;
 
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
