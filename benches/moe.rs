@@ -1,12 +1,14 @@
-//! Forward and backward of a mixture layer against a dense layer of the active size: the same tokens, frozen
-//! weights, LoRA on all of them, in one run.
+//! Forward and backward of a mixture layer against a dense layer of the active size: the same tokens, LoRA on all linears of
+//! frozen weights or all weights in full, in f32 and in bf16, in turn in one run.
 //!
-//!     cargo bench --bench moe
+//!     cargo bench --bench moe [-- ROUNDS]
 //!
-//! Prints both times and their ratio; 1.5 is the most that it may be.
+//! A line for each shape: both times (the fastest of the rounds) and the median of the rounds' ratios, with the lowest and
+//! the highest; 1.2 is the most that the median may be. `RAYON_NUM_THREADS` sets the threads.
 
 use candle_core::{DType, Device, Result};
 use ft::kernel::attention::Sequences;
+use ft::kernel::gemm::pairs;
 use ft::kernel::padded::Padded;
 use ft::kernel::{Real, Tensor};
 use ft::model::batch::Context;
@@ -16,22 +18,27 @@ use ft::model::moe::Mixture;
 use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
 
-const TOKENS: usize = 4096;
-const WIDTH: usize = 512;
-const INNER: usize = 256;
-const EXPERTS: usize = 64;
-const TOP_K: usize = 4;
 const RANK: usize = 16;
-const ROUNDS: usize = 5;
 
-/// Makes linears with LoRA, their gradients end to end in one buffer.
-#[derive(Default)]
+/// A mixture: tokens, width, experts, how many a token has, width of each.
+type Sizes = (usize, usize, usize, usize, usize);
+
+/// Few large experts, and many small ones.
+const SIZES: [Sizes; 3] = [(512, 768, 8, 2, 1024), (4096, 768, 8, 2, 1024), (4096, 512, 64, 4, 256)];
+
+/// Makes linears, their gradients end to end in one buffer.
 struct Maker {
     next: usize,
     len: usize,
+    dtype: DType,
+    full: bool,
 }
 
 impl Maker {
+    fn new(dtype: DType, full: bool) -> Self {
+        Self { next: 0, len: 0, dtype, full }
+    }
+
     fn slot(&mut self, rows: usize, cols: usize) -> Slot {
         let s = Slot { index: self.next, unit: 0, offset: self.len, rows, cols };
         self.next += 1;
@@ -40,19 +47,25 @@ impl Maker {
     }
 
     fn linear(&mut self, out: usize, inp: usize) -> Result<Linear> {
-        let randn = |o: usize, i: usize| random((o, i), 1.0 / (i as f32).sqrt());
-        let slots = Some((self.slot(RANK, inp), self.slot(out, RANK)));
-        let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.next as u64);
-        let lora = Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None };
+        let dtype = self.dtype;
+        let randn = |o: usize, i: usize| random((o, i), 1.0 / (i as f32).sqrt(), dtype);
         let weight = Weight::Dense(randn(out, inp)?);
-        Ok(Linear { weight, bias: None, weight_slot: None, bias_slot: None, lora: Some(lora) })
+        let (mut weight_slot, mut lora) = (None, None);
+        if self.full {
+            weight_slot = Some(self.slot(out, inp));
+        } else {
+            let slots = Some((self.slot(RANK, inp), self.slot(out, RANK)));
+            let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.next as u64);
+            lora = Some(Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None });
+        }
+        Ok(Linear { weight, bias: None, weight_slot, bias_slot: None, lora })
     }
 
-    fn mlp(&mut self, inner: usize) -> Result<Mlp> {
+    fn mlp(&mut self, width: usize, inner: usize) -> Result<Mlp> {
         Ok(Mlp {
-            gate: self.linear(inner, WIDTH)?,
-            up: self.linear(inner, WIDTH)?,
-            down: self.linear(WIDTH, inner)?,
+            gate: self.linear(inner, width)?,
+            up: self.linear(inner, width)?,
+            down: self.linear(width, inner)?,
         })
     }
 
@@ -61,8 +74,8 @@ impl Maker {
     }
 }
 
-fn random(shape: (usize, usize), std: f32) -> Result<Tensor> {
-    Real::randn(0f32, std, shape, &Device::Cpu).map(Tensor::Real)
+fn random(shape: (usize, usize), std: f32, dtype: DType) -> Result<Tensor> {
+    Real::randn(0f32, std, shape, &Device::Cpu)?.to_dtype(dtype).map(Tensor::Real)
 }
 
 fn time(f: impl FnOnce() -> Result<()>) -> Result<Duration> {
@@ -71,25 +84,26 @@ fn time(f: impl FnOnce() -> Result<()>) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-fn main() -> Result<()> {
+/// Times both layers and prints their line.
+fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> {
+    let (tokens, width, experts, top_k, inner) = sizes;
     let cpu = &Device::Cpu;
-    let table = Tensor::zeros((TOKENS, 1), DType::F32, cpu)?;
-    let seqs = Sequences::new(&[TOKENS], 0, cpu)?;
+    let table = Tensor::zeros((tokens, 1), DType::F32, cpu)?;
+    let seqs = Sequences::new(&[tokens], 0, cpu)?;
     let ctx = Context { seqs, cos: table.clone(), sin: table, dropout: None, rows: None };
-    let (x, dy) = (random((TOKENS, WIDTH), 1.0)?, random((TOKENS, WIDTH), 1.0)?);
+    let (x, dy) = (random((tokens, width), 1.0, dtype)?, random((tokens, width), 1.0, dtype)?);
 
-    let mut make = Maker::default();
-    let router = make.linear(EXPERTS, WIDTH)?;
-    let experts = (0..EXPERTS).map(|_| make.mlp(INNER)).collect::<Result<_>>()?;
-    let mixture = Mixture::new(router, (experts, vec![1; EXPERTS]), None, TOP_K, true);
-    let mixture_grads = make.grads()?;
-    let mixture_count = make.next;
-    let mut make = Maker::default();
-    let dense = make.mlp(TOP_K * INNER)?;
+    let mut make = Maker::new(dtype, full);
+    let router = make.linear(experts, width)?;
+    let all = (0..experts).map(|_| make.mlp(width, inner)).collect::<Result<_>>()?;
+    let mixture = Mixture::new(router, (all, vec![1; experts]), None, top_k, true);
+    let (mixture_grads, mixture_count) = (make.grads()?, make.next);
+    let mut make = Maker::new(dtype, full);
+    let dense = make.mlp(width, top_k * inner)?;
     let dense_grads = make.grads()?;
 
     let (mut best, mut ratios) = ([Duration::MAX; 2], Vec::new());
-    for round in 0..=ROUNDS {
+    for round in 0..=rounds {
         let one = time(|| {
             let (_, saved) = dense.forward(&Padded::of(&x)?, &ctx)?;
             dense.backward(saved, &Padded::of(&dy)?, &ctx, &Sink::new(&dense_grads, make.next)).map(drop)
@@ -106,17 +120,29 @@ fn main() -> Result<()> {
         }
     }
     ratios.sort_by(f64::total_cmp);
+    let [one, other] = best.map(|b| b.as_secs_f64() * 1e3);
     println!(
-        "{TOKENS} tokens, width {WIDTH}, {EXPERTS} experts of {INNER}, {TOP_K} a token, LoRA rank {RANK}, {} threads",
-        rayon::current_num_threads()
-    );
-    println!("dense of the active size  {:8.1} ms", best[0].as_secs_f64() * 1e3);
-    println!("mixture                   {:8.1} ms", best[1].as_secs_f64() * 1e3);
-    println!(
-        "ratio                     {:8.2} median, {:.2} to {:.2}",
-        ratios[ROUNDS / 2],
+        "{tokens:>5} {width:>4}  {experts:>2} of {inner:>4}, {top_k} a token  {:<4}  {:<4}  {one:>8.1} {other:>8.1} ms  {:.2}  \
+         {:.2} to {:.2}",
+        dtype.as_str(),
+        if full { "full" } else { "LoRA" },
+        ratios[rounds / 2],
         ratios[0],
-        ratios[ROUNDS - 1]
+        ratios[rounds - 1]
     );
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let rounds = std::env::args().filter_map(|a| a.parse().ok()).next().unwrap_or(7usize).max(1);
+    println!("{} threads, products of bf16: {}", rayon::current_num_threads(), pairs::path()?.text());
+    println!("tokens, width, experts; dtype; what trains; dense of the active size, mixture; ratio");
+    for sizes in SIZES {
+        for dtype in [DType::F32, DType::BF16] {
+            for full in [false, true] {
+                compare(sizes, dtype, full, rounds)?;
+            }
+        }
+    }
     Ok(())
 }

@@ -327,16 +327,23 @@ impl<'a> Loader<'a> {
     /// A frozen tensor: by itself, or a view of what comes and goes.
     fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> crate::Result<Tensor> {
         let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
+        let dtype = match part {
+            // rows are written in the compute dtype
+            Part::Weight if !matches!(self.choice(m), Choice::Rows { .. }) => {
+                b.base.kept(m, b.dtype, b.device)
+            }
+            _ => b.dtype,
+        };
         let Some(split) = &mut self.split else {
-            let flat = self.base(m, part, 0..len, b.dtype, b.device)?;
+            let flat = self.base(m, part, 0..len, dtype, b.device)?;
             return Ok(flat.reshape(shape)?.into());
         };
         let module = m.clone();
         let read = move |elements| {
             let bias = part == Part::Bias;
-            b.base.part((&module, number), bias, false, elements, b.dtype, &Device::Cpu)
+            b.base.part((&module, number), bias, false, elements, dtype, &Device::Cpu)
         };
-        let view = split.later(Unread { dtype: b.dtype, len, read: Box::new(read) })?;
+        let view = split.later(Unread { dtype, len, read: Box::new(read) })?;
         self.was_read(m, part == Part::Bias, false);
         Ok(view.reshape(shape)?)
     }
@@ -395,6 +402,10 @@ impl<'a> Loader<'a> {
 }
 
 impl Weights for Loader<'_> {
+    fn dtype(&self) -> DType {
+        self.b.dtype
+    }
+
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
         self.tensor(m, Part::Weight)
     }

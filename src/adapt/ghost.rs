@@ -82,10 +82,14 @@ impl<'a> Ghosts<'a> {
     }
 
     fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {
-        let full = matches!(self.choice(m), Choice::Full { .. });
+        let choice = self.choice(m);
+        let full = matches!(choice, Choice::Full { .. });
+        let rows_train = matches!(choice, Choice::Rows { .. });
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
-        (self.ghost(shape, self.dtype), full.then(|| self.slot(rows, cols)))
+        let kept = shape.len() == 2 && !full && !rows_train && self.ledger.machine().frozen() < 4;
+        let dtype = if kept { DType::BF16 } else { self.dtype };
+        (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }
 
     /// A low-rank update of a matrix [o, i]: A, B and where their gradients go.
@@ -100,6 +104,10 @@ impl<'a> Ghosts<'a> {
 }
 
 impl Weights for Ghosts<'_> {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)> {
         Ok(self.tensor(m, &m.weight_shape()))
     }

@@ -11,6 +11,7 @@ pub use check::check_tensors;
 pub use initial::{Factors, Initials};
 
 use crate::error::{ExitCode, Failure};
+use crate::kernel::gemm;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Real;
 use crate::model::Config;
@@ -20,6 +21,7 @@ use crate::rng::{Purpose, Stream};
 use crate::store::{self, TensorFiles};
 use candle_core::{DType, Device};
 use rayon::prelude::*;
+use safetensors::Dtype;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -125,6 +127,12 @@ impl Base {
             Tensors::Copied { original, copy } => Some(if full { original } else { copy }),
             Tensors::Random(_) => None,
         }
+    }
+
+    /// Bytes of a value of a model's matrices as they are stored: by the first of its files, where these are in `dir`; else by
+    /// its config.
+    pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
+        dir.and_then(TensorFiles::matrix_width).unwrap_or_else(|| config.stored_width())
     }
 
     /// Bytes of the checkpoint's tensors; 0 for random weights.
@@ -261,6 +269,18 @@ impl Base {
                 Ok(quant::Encoded::new(&name, &values, dims, source)?.into_matrix(true, dtype, books)?)
             }
         }
+    }
+
+    /// The type in which the frozen weight of a module is kept by a model that computes in `compute` on `device`.
+    pub fn kept(&self, m: &Module, compute: DType, device: &Device) -> DType {
+        let matrix = m.weight_shape().len() == 2 && !self.lacks(m);
+        let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&weight_name(m)));
+        let stored = match info.map(|i| i.dtype) {
+            Some(Dtype::BF16) => DType::BF16,
+            Some(Dtype::F16) => DType::F16,
+            _ => return compute,
+        };
+        gemm::kept(stored, compute, device.is_cuda())
     }
 
     /// Bytes in the checkpoint of what [`Base::part`] or [`Base::codes`] reads of a module.

@@ -322,7 +322,7 @@ pub(super) fn load(
     };
     let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
     let named = args.dtype();
-    fits(&base.config, &selection, (nf4, named), device)?;
+    fits(&base.config, (&selection, &model.dir), (nf4, named), device)?;
     let dtype = job::dtype(named, device);
     let (base, progress) = (base.in_nf4(nf4), "loading");
     Ok(Build::new(&base, &selection).adapter(adapter).on(dtype, device).shown(progress).run()?.0)
@@ -331,12 +331,12 @@ pub(super) fn load(
 /// Refuses what there is no memory for, before anything is loaded; says so where a conversation ends before the model does.
 pub(super) fn fits(
     config: &Config,
-    selection: &Selection,
+    (selection, dir): (&Selection, &Path),
     (nf4, dtype): (bool, Option<Dtype>),
     device: &Device,
 ) -> crate::Result<()> {
     let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
-    let of = Loaded { config, selection, quantize, dtype };
+    let of = Loaded { config, selection, quantize, dtype, dir: Some(dir) };
     let reading = Reading::new(of, device.is_cuda())?;
     if !reading.fits() {
         let mut others = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];

@@ -14,6 +14,8 @@ pub struct Machine {
     pub cuda: bool,
     /// Bytes of a value in the compute dtype.
     pub width: u64,
+    /// Bytes of a value of a matrix as it is stored.
+    pub stored: u64,
     /// Threads of the CPU.
     pub threads: u64,
 }
@@ -22,6 +24,11 @@ impl Machine {
     /// Whether values are f32.
     pub fn computes_in_f32(&self) -> bool {
         self.width == 4
+    }
+
+    /// Bytes of a value of a frozen matrix: see [`super::gemm::kept`].
+    pub fn frozen(&self) -> u64 {
+        if self.cuda { self.width } else { self.width.min(self.stored) }
     }
 }
 

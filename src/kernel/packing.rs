@@ -44,6 +44,31 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     4 * (right + left) as u64
 }
 
+/// Inner values that the `gemm` crate sums before it adds them to what is there, in an f32 product [m, k] x [k, n].
+pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
+    if m <= SMALL && n <= SMALL {
+        return k.min(SMALL_BLOCK);
+    }
+    let (mr, nr) = tile();
+    gemm_common::cache::kernel_params(n, m, k, mr, nr, 4).kc
+}
+
+/// Rows and columns of products that it blocks without a look at the caches, and inner values of such a block.
+const SMALL: usize = 64;
+const SMALL_BLOCK: usize = 512;
+
+/// Tile sizes of the f32 kernel that it chooses here.
+fn tile() -> (usize, usize) {
+    #[cfg(target_arch = "x86_64")]
+    return match (is_x86_feature_detected!("avx512f"), is_x86_feature_detected!("fma")) {
+        (true, _) => (MR, NR),
+        (_, true) => (16, 6),
+        _ => (2, 4),
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    if cfg!(target_arch = "aarch64") { (16, 4) } else { (2, 4) }
+}
+
 /// Bytes that the `gemm` crate keeps where so many threads compute, and one more: a slab of the size of the second cache
 /// for each.
 pub fn slabs(threads: u64) -> u64 {

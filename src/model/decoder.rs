@@ -15,11 +15,16 @@ use super::rows::Rows;
 use super::sink::Slot;
 use crate::kernel::Tensor;
 use crate::kernel::tensor::Real;
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 /// Where a model gets its tensors from: files, random numbers, buffers of trained tensors.
 pub trait Weights {
-    /// The weight of a module in the compute dtype, and where its gradient goes if it trains in full.
+    /// The compute dtype.
+    fn dtype(&self) -> DType;
+    /// The weight of a module in the compute dtype (a frozen matrix may be kept in half precision: [`kept`]), and where its
+    /// gradient goes if it trains in full.
+    ///
+    /// [`kept`]: crate::kernel::gemm::kept
     fn weight(&mut self, m: &Module) -> crate::Result<(Tensor, Option<Slot>)>;
     /// The matrix of a linear: as [`Weights::weight`] gives it, or 4-bit.
     fn matrix(&mut self, m: &Module) -> crate::Result<(Weight, Option<Slot>)> {
@@ -132,7 +137,8 @@ impl<'a> Builder<'a> {
     pub fn embedding(&mut self, m: &Module) -> crate::Result<(Embedding, Table)> {
         let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
-        Ok((Embedding { table: table.clone(), slot, lora, rows: rows.clone() }, (table, slot, rows)))
+        let dtype = self.weights.dtype();
+        Ok((Embedding { table: table.clone(), dtype, slot, lora, rows: rows.clone() }, (table, slot, rows)))
     }
 
     fn table(&mut self, m: &Module) -> crate::Result<Table> {

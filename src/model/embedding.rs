@@ -4,13 +4,15 @@ use super::batch::Batch;
 use super::rows::Rows;
 use super::sink::{Sink, Slot};
 use crate::kernel::{Tensor, embed, gemm, upcast};
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 /// The embedding.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    /// Table [v, d].
+    /// Table [v, d], in the compute dtype, or kept in half precision.
     pub table: Tensor,
+    /// The compute dtype.
+    pub dtype: DType,
     /// Where its gradient goes, when it trains in full.
     pub slot: Option<Slot>,
     /// A low-rank update.
@@ -43,7 +45,7 @@ impl Embedding {
     /// Rows for `ids` `[t]`: [t, d].
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.rows.iter().try_for_each(|r| r.write(&self.table))?;
-        let y = embed::forward(&self.table, ids)?;
+        let y = embed::forward_in(&self.table, ids, self.dtype)?;
         if let Some(l) = &self.lora {
             gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
         }

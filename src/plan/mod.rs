@@ -46,18 +46,20 @@ pub use theory::Theory;
 pub use workload::{Tokens, Workload};
 
 use crate::adapt::{self, LearningRate, Selection};
+use crate::base::Base;
 use crate::error::{ExitCode, Failure};
 use crate::kernel::attention::Cache;
 use crate::log::memory;
 use crate::model::Config;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
-use crate::recipe::{self, Dtype, Offload, Recipe};
+use crate::recipe::{self, Dtype, Offload, Recipe, Weights};
 use crate::walk::Execution;
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::path::Path;
 use step::{Answers, Levels, Parts, StepInputs};
 use work::Work;
 
@@ -237,7 +239,7 @@ impl Plan {
     }
 }
 
-/// Where a recipe would run: the compute dtype by device, unless it says.
+/// Where a recipe would run: the compute dtype by device, unless it says; matrices are not stored in less: see [`stored`].
 pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
     let width = match recipe.model.dtype {
         Some(Dtype::F32) => 4,
@@ -246,7 +248,15 @@ pub fn machine(recipe: &Recipe, cuda: bool) -> Machine {
         None => 4,
     };
     let threads = recipe.parallel.threads(rayon::current_num_threads());
-    Machine { cuda, width, threads: threads as u64 }
+    Machine { cuda, width, stored: width, threads: threads as u64 }
+}
+
+/// The same machine, for the weights of a recipe's model, which may be in `dir`.
+pub fn stored(machine: Machine, recipe: &Recipe, config: &Config, dir: Option<&Path>) -> Machine {
+    match recipe.model.weights {
+        Weights::Random => machine,
+        Weights::Load => Machine { stored: Base::stored_width(config, dir), ..machine },
+    }
 }
 
 /// Bytes of the device that a recipe may use: its budget, else what is free. On the CPU that is what this process may hold
@@ -455,7 +465,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
     let mut found = source::find(recipe)?;
     let selection = select(recipe, &found.config)?;
     found.notes.clone_from(&selection.notes);
-    let machine = machine(recipe, cuda);
+    let machine = stored(machine(recipe, cuda), recipe, &found.config, found.dir.as_deref());
     let known = workload::Known::find(recipe, found.dir.as_deref(), &found.config);
     let workloads = &match &known {
         Some(known) => Workloads::new(|r| known.workload(r)),

@@ -9,6 +9,7 @@ use crate::model::Config;
 use crate::recipe::{Dtype, OneDevice, Quantize, Recipe};
 use candle_core::DType;
 use std::fmt::Write;
+use std::path::Path;
 
 /// Tokens of a cache that a model is loaded for at the least, and that its bytes are told by.
 const TOKENS: u64 = 1000;
@@ -28,6 +29,8 @@ pub struct Loaded<'a> {
     pub quantize: Quantize,
     /// Compute dtype, where it is not the device's own.
     pub dtype: Option<Dtype>,
+    /// The folder of its weights, where they are here.
+    pub dir: Option<&'a Path>,
 }
 
 /// What it takes to read with it.
@@ -57,7 +60,7 @@ impl Reading {
         let mut keys = vec![format!("model.quantize={}", quantize.word())];
         keys.extend(of.dtype.map(|d| format!("model.dtype={}", d.word())));
         let recipe = Recipe::parse(NOTHING, "what a model takes", &keys)?;
-        let machine = super::machine(&recipe, cuda);
+        let machine = super::stored(super::machine(&recipe, cuda), &recipe, of.config, of.dir);
         let s = Statics::new(&recipe, of.selection, machine, 0);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
@@ -176,7 +179,7 @@ mod tests {
         let raw = serde_json::from_str(text).unwrap_or_default();
         let config = Config::parse(file, raw)?;
         let selection = Selection::frozen(&config);
-        Reading::new(Loaded { config: &config, selection: &selection, quantize, dtype }, cuda)
+        Reading::new(Loaded { config: &config, selection: &selection, quantize, dtype, dir: None }, cuda)
     }
 
     /// Of Qwen3-30B-A3B: 30.5 billion weights in bf16, and 48 layers of 4 heads of 128 channels.
@@ -189,6 +192,8 @@ mod tests {
         assert!((0.26..0.29).contains(&(four.weights as f64 / r.weights as f64)), "{}", four.weights);
         let wide = of("Qwen/Qwen3-30B-A3B", Quantize::None, None, false)?;
         assert_eq!((wide.token, wide.machine.width), (2 * r.token, 4));
+        // but for norms they stay as they are stored
+        assert!((wide.weights as f64 / r.weights as f64 - 1.0).abs() < 0.001, "{}", wide.weights);
         Ok(())
     }
 

@@ -237,7 +237,7 @@ impl Space {
                 let (codes, scales) = nf4(n);
                 codes + scales
             }
-            false => stored(config) * n,
+            false => config.stored_width() * n,
         };
         let all = |four_bit: bool| -> u64 {
             let mut bytes = 0;
@@ -459,12 +459,6 @@ fn host_keys(part: &str) -> &'static [&'static str] {
         "server" => &["serve.devices"],
         _ => &[],
     }
-}
-
-/// Bytes of a value in the published checkpoint.
-fn stored(config: &Config) -> u64 {
-    let named = ["dtype", "torch_dtype"].iter().find_map(|k| config.raw.get(*k)?.as_str());
-    if named == Some("float32") { 4 } else { 2 }
 }
 
 fn words(parts: &Parts) -> String {

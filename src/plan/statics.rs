@@ -210,8 +210,8 @@ impl Statics {
 
         // frozen weights, in the order in which they are loaded
         let mut unit_bytes = vec![0u64; units];
-        // values in each unit's buffers of bytes, of the compute dtype, and of f32
-        let mut frozen = vec![[0u64; 3]; units];
+        // values in each unit's buffers of bytes, of the compute dtype, of f32, and of what stays in half precision
+        let mut frozen = vec![[0u64; 4]; units];
         let (mut loaded, mut high, mut initial_factors) = (0u64, 0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
         let apart = r.weights_come_and_go();
@@ -244,6 +244,8 @@ impl Statics {
             let buffers = &mut frozen[m.unit(s.layers)];
             buffers[2] += rows / 4;
             let room = room(m, choice, machine.cuda && r.has_rooms());
+            let begins = matches!(choice, Choice::Lora { .. }) && initial::begins(r, m);
+            let stays = m.weight_shape().len() == 2 && !begins && machine.frozen() < width;
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);
@@ -258,6 +260,10 @@ impl Statics {
                     high = high.max(loaded + bytes + width * n);
                     (bytes, 0)
                 }
+                _ if stays => {
+                    buffers[3] += placed(n);
+                    (machine.frozen() * placed(n), 0)
+                }
                 _ => {
                     buffers[1] += placed(n);
                     (width * placed(n), 0)
@@ -265,8 +271,8 @@ impl Statics {
             };
             buffers[1] += placed(bias);
             // what an update begins with stays on the host, and is made there of the weight in f32
-            let begins = match (choice, m.weight_shape().as_slice()) {
-                (Choice::Lora { spec, .. }, &[o, i]) if initial::begins(r, m) => {
+            let made = match (choice, m.weight_shape().as_slice()) {
+                (Choice::Lora { spec, .. }, &[o, i]) if begins => {
                     let factors = 4 * (spec.rank * (o + i)) as u64;
                     initial_factors += factors;
                     let work = (4 * n + decompose::bytes((o, i), spec.rank)).max(8 * n);
@@ -279,8 +285,8 @@ impl Statics {
                 _ => 0,
             };
             let made_in_f32 = !machine.computes_in_f32() && r.model.weights == Weights::Random;
-            if (made_in_f32 || quantized || begins > 0) && !machine.cuda {
-                let copies = if begins > 0 { 8 * n } else { 4 * n };
+            if (made_in_f32 || quantized || made > 0) && !machine.cuda {
+                let copies = if made > 0 { 8 * n } else { 4 * n };
                 high = high.max(loaded + copies + bytes);
             }
             let bytes = bytes + width * placed(bias) + rows;
@@ -388,14 +394,14 @@ impl Statics {
         let comes = |values: u64, size: u64| size * (values - own(values));
         if split {
             let whole = |u: usize| {
-                let [bytes, compute, f32s] = frozen[u];
+                let [bytes, compute, f32s, halves] = frozen[u];
                 let apart = match machine.computes_in_f32() {
                     true => comes(compute + f32s, 4),
                     false => comes(compute, width) + comes(f32s, 4),
                 };
                 let wide =
                     if machine.computes_in_f32() || !wide.contains(&u) { 0 } else { comes(lens[u], 4) };
-                comes(bytes, 1) + apart + comes(lens[u], width) + wide
+                comes(bytes, 1) + comes(halves, 2) + apart + comes(lens[u], width) + wide
             };
             out.comes = (0..units).map(whole).collect();
         }

@@ -49,7 +49,7 @@ fn works<R>(
     Ok(look(&|levels| parts.work(levels)))
 }
 
-const CPU: Machine = Machine { cuda: false, width: 4, threads: 1 };
+const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1 };
 
 fn work(config: &str, rules: &str, docs: usize, n: usize, recompute: usize) -> anyhow::Result<Work> {
     let levels = Levels { recompute, dequantize: Dequantize::PerMatmul, head: 0 };

@@ -135,6 +135,17 @@ impl TensorFiles {
         Ok(files)
     }
 
+    /// Bytes of a value of the first matrix of numbers in the first file of a model, where the folder has one that holds
+    /// together.
+    pub fn matrix_width(dir: &Path) -> Option<u64> {
+        let mut names: Vec<_> = std::fs::read_dir(dir).ok()?.flatten().map(|e| e.file_name()).collect();
+        names.retain(|n| n.to_str().is_some_and(|n| n.starts_with("model") && n.ends_with(".safetensors")));
+        let files = TensorFiles::open_file(&dir.join(names.into_iter().min()?)).ok()?;
+        let number = |i: &&TensorInfo| matches!(i.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        let matrix = files.tensors.values().filter(number).find(|i| i.shape.len() == 2)?;
+        Some(matrix.dtype.bitsize() as u64 / 8)
+    }
+
     fn empty(root: &Path) -> TensorFiles {
         TensorFiles {
             root: root.to_path_buf(),

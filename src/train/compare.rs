@@ -8,7 +8,7 @@ use crate::log::memory;
 use crate::model::modules::modules;
 use crate::plan;
 use crate::quant;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
 /// Logits of a few tokens [t, v] in f32, of a base or of base and adapter.
@@ -31,7 +31,8 @@ pub fn bytes(base: &Base, selection: &Selection) -> u64 {
         let n = m.weight_values() as u64;
         let dense = !base.is_4bit() || !quant::takes(&m);
         // codes, and a scale of a byte (f32 where the checkpoint has them so) for 64 or fewer
-        let bytes = if dense { 4 * n } else { n.div_ceil(2) + n.div_ceil(16) };
+        let value = base.kept(&m, DType::F32, &Device::Cpu).size_in_bytes() as u64;
+        let bytes = if dense { value * n } else { n.div_ceil(2) + n.div_ceil(16) };
         let unit = m.layer.map_or_else(|| m.name.clone(), |l| l.to_string());
         *units.entry(unit).or_default() += bytes + 4 * m.bias().unwrap_or(0) as u64;
     }

@@ -477,7 +477,9 @@ impl Job {
         let server = plan::Server::of(&self.recipe, &self.config, &self.selection).ok().flatten();
         let server = server.map_or(0, |s| s.on_host);
         let threads = self.recipe.parallel.threads(rayon::current_num_threads());
-        let machine = Machine { cuda, width: self.dtype.size_in_bytes() as u64, threads: threads as u64 };
+        let width = self.dtype.size_in_bytes() as u64;
+        let machine = Machine { cuda, width, stored: width, threads: threads as u64 };
+        let machine = plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
         Inputs {
             recipe: &self.recipe,
             config: &self.config,

@@ -27,6 +27,7 @@ mod composed;
 mod four_bit;
 mod four_bit_full;
 mod rows;
+mod stored;
 mod timed;
 
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).

@@ -1,6 +1,10 @@
 //! Plans against runs: the peak of a run's own allocations, as the binary counts them, beside what it planned.
 
 use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use ft::model::Config;
+use ft::model::modules::{Group, modules};
+use ft::store::write_file;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;
@@ -92,6 +96,27 @@ const ACTIVATIONS: &str = "memory.offload=['activations']";
 const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
 const NF4: &str = "model.quantize=nf4";
 
+/// Of a checkpoint in half precision, of which a run in f32 keeps the matrices as they are.
+const LOAD: &str = "model.weights=load";
+
+/// Writes small weights in bf16 for the config in `dir`.
+fn weights(dir: &Path) -> Result<()> {
+    let mut tensors = Vec::new();
+    let config = Config::load(dir, &serde_json::Map::new())?;
+    for m in modules(&config).into_iter().filter(|m| !config.tied || m.group != Group::Head) {
+        let (shape, cpu) = (m.weight_shape(), &Device::Cpu);
+        let weight = match shape.len() {
+            1 => Tensor::ones(shape, DType::BF16, cpu)?,
+            _ => Tensor::randn(0f32, 0.02, shape, cpu)?.to_dtype(DType::BF16)?,
+        };
+        tensors.push((format!("{}.weight", m.name), weight));
+        if let Some(n) = m.bias() {
+            tensors.push((format!("{}.bias", m.name), Tensor::zeros(n, DType::BF16, cpu)?));
+        }
+    }
+    Ok(write_file(&dir.join("model.safetensors"), &tensors, &[])?)
+}
+
 /// Runs one step and gives the planned and the measured peak.
 fn run(dir: &Path, config: &Value, rules: &str, lengths: &[usize], set: &[&str]) -> Result<(u64, u64)> {
     run_rows(dir, config, rules, lengths, set, |i, k| (i * 7919 + k * 104_729) % 8000)
@@ -117,6 +142,9 @@ fn run_rows(
         })
         .collect();
     std::fs::write(dir.join("rows.jsonl"), rows)?;
+    if set.contains(&LOAD) {
+        weights(&dir.join("model"))?;
+    }
     let recipe = format!(
         "[model]\nsource = \"model\"\nweights = \"random\"\n{rules}[data]\nmax_length = 512\n[[data.train]]\n\
          source = \"rows.jsonl\"\nformat = \"tokens\"\n[run]\nsteps = 1\nbatch_rows = 4\ndevice = \"cpu\"\n\
@@ -269,6 +297,12 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, experts, &full_rows, &["model.dtype=bf16", "memory.recompute=none"]),
         // an expert that no token chooses is not dequantized: short documents leave none so
         (&moe, experts, &short, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
+        (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=all", "lora.dora=true", "lora.dropout=0.1"]),
+        (&tied, ends, &ragged, &[LOAD, "memory.recompute=2", "run.micro_rows=4"]),
+        (&moe, experts, &full_rows, &[LOAD, "memory.recompute=all"]),
+        (&qwen3, LORA, &full_rows, &[LOAD, NF4, "memory.recompute=none"]),
+        (&qwen3, LORA, &full_rows, &[LOAD, "memory.recompute=2", PARAMS]),
         // all experts for each token, side by side: what they share is there until the last of them
         (&all, experts, &full_rows, &["memory.recompute=all", "lora.dropout=0.1"]),
         (&all, experts, &full_rows, &[NF4, "memory.recompute=all", "memory.dequantize=per_layer"]),
@@ -310,8 +344,9 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     let (full_rows, moe, tokens) = ([128; 8], mixture(), rows());
     let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
-    let cases: [(&Value, &str, &[&str]); 7] = [
+    let cases: [(&Value, &str, &[&str]); 8] = [
         (&tied, &tokens, &["model.dtype=bf16", "memory.recompute=all"]),
+        (&qwen3, LORA, &[LOAD, "lora.dora=true", "memory.recompute=1"]),
         (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all", ON_HOST]),
         (&qwen3, LORA, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=1"]),
         (&qwen3, FULL, &["memory.recompute=none"]),

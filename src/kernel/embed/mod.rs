@@ -2,7 +2,9 @@
 
 mod cuda;
 
-use super::cpu::{Halves, ROWS, Real, ghosts, in_place, is_cpu, view};
+use super::cast;
+use super::cpu::{Halves, ROWS, Real, ghosts, in_place, is_cpu, vectorised, view};
+use crate::kernel::tensor::Ghost;
 use crate::kernel::{Ledger, Tensor};
 use candle_core::{DType, Device, Result, WithDType};
 use rayon::prelude::*;
@@ -26,16 +28,42 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Rows of a table [v, d], some of them on each thread.
-fn rows<T: WithDType + Send + Sync>(table: &[T], (v, d): (usize, usize), ids: &[u32]) -> Result<Tensor> {
+/// As [`forward`], in `dtype`: rows of a table that is kept in half precision are widened.
+pub fn forward_in(table: &Tensor, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+    if let (Tensor::Real(_), DType::BF16, DType::F32, true) =
+        (table, table.dtype(), dtype, is_cpu(table) && table.is_contiguous())
+    {
+        return gathered(&Halves::of(table)?, table.dims2()?, &ids.to_vec1::<u32>()?, |x| cast::wide(*x));
+    }
+    if let (Some(g), true) = (table.ghost(), is_cpu(table)) {
+        return Ok(Ghost::new(g.ledger(), (ids.elem_count(), table.dim(1)?), dtype).into());
+    }
+    forward(table, ids)?.to_dtype(dtype)
+}
+
+/// Rows of a table [v, d].
+fn rows<T: WithDType + Send + Sync>(table: &[T], sizes: (usize, usize), ids: &[u32]) -> Result<Tensor> {
+    gathered(table, sizes, ids, |x| *x)
+}
+
+/// `f` of the values of rows of a table [v, d], some of them on each thread.
+fn gathered<T: Sync, U: WithDType + Send>(
+    table: &[T],
+    (v, d): (usize, usize),
+    ids: &[u32],
+    f: impl Fn(&T) -> U + Sync,
+) -> Result<Tensor> {
     if let Some(id) = ids.iter().find(|id| **id as usize >= v) {
         candle_core::bail!("embedding: id {id} of a table of {v} rows");
     }
-    let mut out = vec![T::zero(); ids.len() * d];
+    let mut out = vec![U::zero(); ids.len() * d];
     out.par_chunks_mut(ROWS * d.max(1)).zip(ids.par_chunks(ROWS)).for_each(|(out, ids)| {
-        for (to, id) in out.chunks_mut(d.max(1)).zip(ids) {
-            to.copy_from_slice(&table[*id as usize * d..][..d]);
-        }
+        vectorised(|| {
+            for (to, id) in out.chunks_mut(d.max(1)).zip(ids) {
+                let from = &table[*id as usize * d..][..d];
+                to.iter_mut().zip(from).for_each(|(t, x)| *t = f(x));
+            }
+        });
     });
     Tensor::from_vec(out, (ids.len(), d), &Device::Cpu)
 }
@@ -187,6 +215,11 @@ mod tests {
                 &table.narrow(0, 2, 38)?.index_select(&ids, 0)?,
                 0.0,
             );
+        }
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let table = randn(4, (40, 5), dtype)?;
+            let whole = table.to_dtype(DType::F32)?.index_select(&ids, 0)?;
+            close(&forward_in(&table, &ids, DType::F32)?, &whole, 0.0);
         }
         let (dy, grad) = (randn(2, (300, 5), DType::F32)?, randn(3, (40, 5), DType::F32)?);
         let mut want = grad.to_vec2::<f32>()?;

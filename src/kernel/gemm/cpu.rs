@@ -62,7 +62,7 @@ impl<'a, T> Mat<'a, T> {
     ///
     /// # Panics
     /// If they are not inside: a bug of the caller.
-    fn columns(self, own: Range<usize>) -> Self {
+    pub(super) fn columns(self, own: Range<usize>) -> Self {
         assert!(own.start <= own.end && own.end <= self.cols, "columns outside a matrix");
         let from = if own.is_empty() { 0 } else { own.start * self.cs };
         Self { data: &self.data[from..], cols: own.len(), ..self }
@@ -110,7 +110,7 @@ pub fn gemm<T: Real>(
 ///
 /// # Safety
 /// `dst` points to `a.rows` rows of `b.cols` values, `stride` apart, that nothing else reads or writes.
-unsafe fn raw<T: Real>(
+pub(super) unsafe fn raw<T: Real>(
     dst: *mut T,
     stride: usize,
     add: bool,
@@ -147,9 +147,10 @@ unsafe fn raw<T: Real>(
 }
 
 /// A destination that threads share, each writing columns of its own.
-struct Columns<T>(*mut T);
+pub(super) struct Columns<T>(pub(super) *mut T);
 
-// SAFETY: the pointer is used by `by_tiles` alone, which gives each thread other columns.
+// SAFETY: the pointer is used by `by_tiles` and by products of what is stored in half precision, which give each thread other
+// columns.
 unsafe impl<T: Send> Send for Columns<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Columns<T> {}
@@ -159,7 +160,7 @@ impl<T> Columns<T> {
     ///
     /// # Safety
     /// Column `c` is inside the destination.
-    unsafe fn from(&self, c: usize) -> *mut T {
+    pub(super) unsafe fn from(&self, c: usize) -> *mut T {
         // SAFETY: the caller's.
         unsafe { self.0.add(c) }
     }

@@ -8,14 +8,17 @@
 //! |---|---|
 //! | `cpu` | products of slices, and of tiles that are made when they are needed |
 //! | `pairs` | products of bf16 by the processor's dot products |
+//! | `stored` | products of f32 with a matrix that stays in half precision |
 //! | `gradients` | products that accumulate in parts of one flat buffer |
 
 mod cpu;
 mod gradients;
 pub mod pairs;
+mod stored;
 
 pub use self::cpu::{Mat, by_columns, by_tiles, gemm, serial};
 pub use self::gradients::{GradProduct, accumulate};
+pub use self::stored::kept;
 pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
 
 use super::cpu::{Real, View, ghosts, in_place, is_native, on_real, tensor, view};
@@ -73,6 +76,9 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     work(a, ta, b, None)?;
     if pairs::takes(&[a, b])? {
         return pairs::matmul(a, ta, b, tb, 1.0, true);
+    }
+    if stored::takes(a, b) {
+        return stored::matmul(a, ta, b, tb);
     }
     if is_native(a) {
         return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
@@ -217,6 +223,9 @@ pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
     work(a, ta, b, Some(c))?;
     if pairs::takes(&[a, b])? && matches!(c.dtype(), DType::BF16 | DType::F32) {
         return pairs::acc(c, a, ta, b, tb, alpha);
+    }
+    if stored::takes(a, b) && c.dtype() == DType::F32 {
+        return stored::acc(c, a, ta, b, tb, alpha);
     }
     match (is_native(c), c.dtype()) {
         (true, DType::F32 | DType::F64) => on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha)),

@@ -110,6 +110,12 @@ pub struct Moe {
 }
 
 impl Config {
+    /// Bytes of a value of a matrix in the published checkpoint.
+    pub fn stored_width(&self) -> u64 {
+        let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
+        if named == Some("float32") { 4 } else { 2 }
+    }
+
     /// Reads `config.json` of a model folder; `overrides` replaces its keys.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// The frozen or trained matrix of a linear, [o, i].
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// Values in the compute dtype.
+    /// Values in the compute dtype, or kept in half precision: see [`gemm::kept`].
     Dense(Tensor),
     /// The same on CUDA, with room for an adapter: one product sums both.
     Padded(Padded),
@@ -98,6 +98,8 @@ impl Weight {
     /// `W A^T`: [o, r] for A [r, i].
     pub(super) fn times(&self, a: &Tensor) -> Result<Tensor> {
         match self {
+            // the one that is kept in half precision is the right operand
+            Weight::Dense(w) if w.dtype() != a.dtype() => gemm::matmul(a, false, w, true)?.t()?.contiguous(),
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Padded(w) => gemm::matmul(&w.values()?, false, a, true),
             Weight::Nf4(w) => w.times(a),
@@ -108,14 +110,14 @@ impl Weight {
     /// Squared norm of each row, `[o]`, f32.
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
-            Weight::Dense(w) => upcast(w)?.sqr()?.sum(1),
-            Weight::Padded(w) => upcast(&w.values()?)?.sqr()?.sum(1),
+            Weight::Dense(w) => row_squares(w),
+            Weight::Padded(w) => row_squares(&w.values()?),
             Weight::Nf4(w) => w.row_squares(),
             Weight::Dequantized(w) => w.blocks().row_squares(),
         }
     }
 
-    /// Some rows of the matrix [rows, i], in the compute dtype.
+    /// Some rows of the matrix [rows, i], as it is kept; of a 4-bit one in the compute dtype.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
@@ -143,4 +145,14 @@ impl Weight {
             other => Ok(other.clone()),
         }
     }
+}
+
+/// Values that are squared at a time.
+const PIECE: usize = 1 << 20;
+
+fn row_squares(w: &Tensor) -> Result<Tensor> {
+    let (o, i) = w.dims2()?;
+    let rows = (PIECE / i.max(1)).max(1);
+    let part = |r: usize| upcast(&w.narrow(0, r, rows.min(o - r))?)?.sqr()?.sum(1);
+    Tensor::cat(&(0..o).step_by(rows).map(part).collect::<Result<Vec<_>>>()?, 0)
 }

@@ -216,6 +216,10 @@ fn squares(a: &[f32], b: &[f32]) -> f64 {
 }
 
 impl Weights for Exact<'_> {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
     fn weight(&mut self, m: &Module) -> crate::Result<(kernel::Tensor, Option<Slot>)> {
         Ok((self.get(m, "weight")?.into(), None))
     }

@@ -17,7 +17,7 @@
 //! `FT_BF16=widened` or `dots` in the environment chooses one.
 
 #[cfg(target_arch = "x86_64")]
-mod panels;
+pub(super) mod panels;
 #[cfg(target_arch = "x86_64")]
 mod strips;
 #[cfg(not(target_arch = "x86_64"))]

@@ -29,11 +29,11 @@ pub const ROWS: usize = 12;
 /// Columns that are multiplied at once; of a product's last ones half as many where these are enough.
 pub const COLUMNS: usize = 2 * LANES;
 /// Columns of a vector.
-const LANES: usize = 16;
+pub const LANES: usize = 16;
 /// How far ahead memory is asked for, where inner values are apart and where they are side by side: a weight comes from
 /// memory, and the processor does not see by itself where a panel goes on.
 const ROWS_AHEAD: usize = 16;
-const VALUES_AHEAD: usize = 128;
+pub const VALUES_AHEAD: usize = 128;
 
 /// Whether this processor has the instructions.
 pub fn are_here() -> bool {
@@ -96,7 +96,7 @@ pub unsafe fn pack(out: *mut u32, shape: Shape, m: Mat<'_, bf16>, rows: Range<us
 }
 
 /// The lowest bits.
-fn ones(n: usize) -> u16 {
+pub fn ones(n: usize) -> u16 {
     (u32::MAX >> (32 - n.min(16) as u32).min(31)) as u16 * u16::from(n > 0)
 }
 
@@ -154,7 +154,7 @@ unsafe fn transpose(out: *mut u32, width: usize, from: *const u16, lines: usize,
 /// A matrix of 16 x 16 words, transposed.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transposed(v: [__m512i; LANES]) -> [__m512i; LANES] {
+pub fn transposed(v: [__m512i; LANES]) -> [__m512i; LANES] {
     let mut a = v;
     // words, then pairs of words, within each quarter of a vector
     for i in (0..LANES).step_by(2) {
