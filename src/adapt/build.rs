@@ -328,10 +328,7 @@ impl<'a> Loader<'a> {
     fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> crate::Result<Tensor> {
         let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
         let dtype = match part {
-            // rows are written in the compute dtype
-            Part::Weight if !matches!(self.choice(m), Choice::Rows { .. }) => {
-                b.base.kept(m, b.dtype, b.device)
-            }
+            Part::Weight if self.choice(m).leaves_weight() => b.base.kept(m, b.dtype, b.device),
             _ => b.dtype,
         };
         let Some(split) = &mut self.split else {

@@ -84,10 +84,9 @@ impl<'a> Ghosts<'a> {
     fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {
         let choice = self.choice(m);
         let full = matches!(choice, Choice::Full { .. });
-        let rows_train = matches!(choice, Choice::Rows { .. });
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
-        let kept = shape.len() == 2 && !full && !rows_train && self.ledger.machine().frozen() < 4;
+        let kept = shape.len() == 2 && choice.leaves_weight() && self.ledger.machine().frozen() < 4;
         let dtype = if kept { DType::BF16 } else { self.dtype };
         (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }

@@ -33,6 +33,13 @@ pub enum Choice {
     },
 }
 
+impl Choice {
+    /// Whether no value of the weight changes.
+    pub fn leaves_weight(self) -> bool {
+        matches!(self, Choice::Freeze | Choice::Lora { .. })
+    }
+}
+
 /// A model's modules, each with what happens to it.
 #[derive(Clone, Debug)]
 pub struct Selection {

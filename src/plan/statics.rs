@@ -245,7 +245,8 @@ impl Statics {
             buffers[2] += rows / 4;
             let room = room(m, choice, machine.cuda && r.has_rooms());
             let begins = matches!(choice, Choice::Lora { .. }) && initial::begins(r, m);
-            let stays = m.weight_shape().len() == 2 && !begins && machine.frozen() < width;
+            let stays =
+                m.weight_shape().len() == 2 && !begins && choice.leaves_weight() && machine.frozen() < width;
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);

@@ -90,7 +90,7 @@ fn of_run(args: &Args, run: &Path, device: Device, variables: Map<String, Value>
     };
     let (latest, job) = Latest::open(run, &how)?;
     let nf4 = job.recipe.model.quantize == Quantize::Nf4;
-    chat::fits(&job.config, &job.selection, (nf4, job.recipe.model.dtype), &job.device)?;
+    chat::fits(&job.config, (&job.selection, &job.model.dir), (nf4, job.recipe.model.dtype), &job.device)?;
     let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(job.model.dir.clone()))?;
     let (decoder, params) = job.load(false)?;
     let mut followed = Followed { latest, params };
