@@ -127,9 +127,15 @@ impl Latest {
         if let Some(step) = ended_at(&self.run).filter(|s| steps.contains(s)) {
             steps = vec![step];
         }
-        let mut passed_over = false;
-        for step in steps.into_iter().rev() {
+        let mut found = Vec::new();
+        for step in steps {
             let Some(mark) = self.checkpoints.mark(step) else { return false };
+            found.push((step, mark));
+        }
+        // one that went, and is there again, is looked at again
+        self.unusable.retain(|u| found.iter().any(|(_, mark)| mark == u));
+        let mut passed_over = false;
+        for (step, mark) in found.into_iter().rev() {
             let here = self.at.as_ref();
             if here.is_some_and(|(_, m)| *m == mark) || (passed_over && here.is_some_and(|(s, _)| *s > step))
             {
