@@ -10,6 +10,7 @@ use crate::comm::{self, Comm};
 use crate::data::{Batches, Dataset, Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
+use crate::kernel::gemm::pairs;
 use crate::log::{memory, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
@@ -282,6 +283,24 @@ impl Job {
         let selection = select(&recipe, &config, adapter.as_ref())?;
         let (tokenizer, adapter) = (tokenizer.map(Arc::new), adapter.map(Arc::new));
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
+    }
+
+    /// How bf16 is multiplied, where that is on the CPU.
+    ///
+    /// # Errors
+    /// The environment asks for a way that is not here.
+    pub fn products(&self) -> candle_core::Result<Option<pairs::Path>> {
+        (self.device.is_cpu() && self.dtype == DType::BF16).then(pairs::path).transpose()
+    }
+
+    /// Device and compute dtype in words, and how bf16 is multiplied.
+    ///
+    /// # Errors
+    /// As [`Job::products`].
+    pub fn computes(&self) -> candle_core::Result<String> {
+        let device = if self.device.is_cpu() { "CPU" } else { "CUDA" };
+        let how = self.products()?.map_or(String::new(), |p| format!(" ({})", p.text()));
+        Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
     }
 
     /// The same on another device.
