@@ -3,10 +3,11 @@
 
     python benches/peers.py target/release/ft [--shape q100m] [--layers N] [--tokens 512] [--rounds 3] [--dtype f32]
                             [--base plain|nf4] [--train lora|full] [--recompute none|all] [--device cpu|cuda]
+                            [--threads 1 2 ..]
 
 Needs torch, transformers and peft beside it (this Python's), and bitsandbytes for `--base nf4`. Recompute is the same for both.
-Prints a line a run and, at the end, the ratio of the medians: tokens a second, and the peak of memory (of the process on the
-CPU, of the device on CUDA). The last line is JSON. Shapes: benches/shapes.py; dense ones only.
+Prints a line a run and, for each number of threads, the ratio of the medians: tokens a second, and the peak of memory (of the
+process on the CPU, of the device on CUDA), and the same as a line of JSON. Shapes: benches/shapes.py; dense ones only.
 """
 import argparse, json, os, resource, statistics, subprocess, sys, tempfile, time
 
@@ -39,7 +40,7 @@ def torch_steps(a):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    torch.set_num_threads(os.cpu_count())
+    torch.set_num_threads(a.threads[0])
     dtype = dict(f32=torch.float32, bf16=torch.bfloat16)[a.dtype]
     with tempfile.TemporaryDirectory() as d:
         shapes.write(d, a.shape, a.layers)
@@ -104,11 +105,13 @@ recompute = "{a.recompute}"
 """
         with open(f"{d}/bench.toml", "w") as f:
             f.write(recipe)
-        subprocess.run([ft, "run", f"{d}/bench.toml"], check=True, stdout=subprocess.DEVNULL)
+        threads = dict(os.environ, RAYON_NUM_THREADS=str(a.threads[0]))
+        subprocess.run([ft, "run", f"{d}/bench.toml"], check=True, stdout=subprocess.DEVNULL, env=threads)
         with open(f"{d}/run/metrics.jsonl") as f:
-            steps = [e for e in map(json.loads, f) if e["event"] == "step"]
+            events = [json.loads(line) for line in f]
+        steps = [e for e in events if e["event"] == "step"]
         peak = "peak_host_bytes" if a.device == "cpu" else "peak_device_bytes"
-        return dict(seconds=[e["seconds"] for e in steps[1:]], peak=steps[-1][peak])
+        return dict(seconds=[e["seconds"] for e in steps[1:]], peak=steps[-1][peak], products=events[0].get("products"))
 
 
 def main():
@@ -123,20 +126,31 @@ def main():
     p.add_argument("--train", default="lora", choices=["lora", "full"])
     p.add_argument("--recompute", default="none", choices=["none", "all"])
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()], help="compare with each of these")
     a = p.parse_args()
     if a.ft == "torch":
         return torch_steps(a)
+    for threads in a.threads:
+        compare(argparse.Namespace(**dict(vars(a), threads=[threads])))
+
+
+def compare(a):
     rates = {"ft": [], "torch": []}
     peaks = {"ft": 0, "torch": 0}
+    how = "widened"
     for i in range(a.rounds):
-        other = subprocess.run([sys.executable, __file__, "torch", *sys.argv[2:]], check=True, stdout=subprocess.PIPE, text=True)
+        # what is named last counts
+        same = ["torch", *sys.argv[2:], "--threads", str(a.threads[0])]
+        other = subprocess.run([sys.executable, __file__, *same], check=True, stdout=subprocess.PIPE, text=True)
         for name, r in (("ft", ft_steps(a.ft, a)), ("torch", json.loads(other.stdout.splitlines()[-1]))):
             rate = a.tokens / statistics.median(r["seconds"])
             rates[name].append(rate)
+            how = r.get("products") or how
             peaks[name] = max(peaks[name], r["peak"])
             print(f"round {i + 1}  {name:<6} {rate:7.0f} tokens/s  peak {r['peak'] / 2**30:.2f} GiB", flush=True)
     ft, torch = (statistics.median(rates[k]) for k in ("ft", "torch"))
-    what = f"{a.shape} {a.train} {a.base} {a.dtype} {a.tokens} tokens on {a.device}, recompute {a.recompute}"
+    what = f"{a.shape} {a.train} {a.base} {a.dtype} {a.tokens} tokens on {a.device}, recompute {a.recompute}, {a.threads[0]} threads"
+    what += f", products: {how}" if a.dtype == "bf16" and a.device == "cpu" else ""
     print(f"{what}: ft {ft:.0f}, torch {torch:.0f} tokens/s, ratio {ft / torch:.2f}; "
           f"peak {peaks['ft'] / 2**30:.2f} and {peaks['torch'] / 2**30:.2f} GiB, ratio {peaks['ft'] / peaks['torch']:.2f}")
     print(json.dumps(dict(what=what, ft=ft, torch=torch, ratio=ft / torch, peak_ft=peaks["ft"], peak_torch=peaks["torch"])))

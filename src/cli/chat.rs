@@ -336,7 +336,7 @@ pub(super) fn fits(
     device: &Device,
 ) -> crate::Result<()> {
     let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
-    let of = Loaded { config, selection, quantize, dtype, dir: Some(dir) };
+    let of = Loaded { config, selection, quantize, dtype, stored: Base::stored_width(config, Some(dir)) };
     let reading = Reading::new(of, device.is_cuda())?;
     if !reading.fits() {
         let mut others = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];

@@ -399,7 +399,7 @@ impl Plan {
     pub fn new(i: &Inputs<'_>) -> crate::Result<Self> {
         let prepared = Prepared::new(i)?;
         let decision = search::choose(&prepared)?;
-        let server = Server::of(i.recipe, i.config, i.selection)?;
+        let server = Server::of(i.recipe, i.config, i.selection, i.machine.stored)?;
         let mut plan = Self::of(i, &prepared, decision, server);
         if !plan.fits() {
             plan.hints = hints::hints(i, &plan);
@@ -481,7 +481,10 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
             recipe,
             machine,
             &workloads.of(recipe, recipe.run.micro_rows.count()),
-            (room.host, Server::of(recipe, &found.config, &selection)?.map_or(0, |s| s.on_host)),
+            (
+                room.host,
+                Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host),
+            ),
         ),
     };
     let mut plan = Plan::new(&inputs)?;

@@ -9,7 +9,6 @@ use crate::model::Config;
 use crate::recipe::{Dtype, OneDevice, Quantize, Recipe};
 use candle_core::DType;
 use std::fmt::Write;
-use std::path::Path;
 
 /// Tokens of a cache that a model is loaded for at the least, and that its bytes are told by.
 const TOKENS: u64 = 1000;
@@ -29,8 +28,8 @@ pub struct Loaded<'a> {
     pub quantize: Quantize,
     /// Compute dtype, where it is not the device's own.
     pub dtype: Option<Dtype>,
-    /// The folder of its weights, where they are here.
-    pub dir: Option<&'a Path>,
+    /// Bytes of a value of its matrices as they are stored.
+    pub stored: u64,
 }
 
 /// What it takes to read with it.
@@ -60,7 +59,7 @@ impl Reading {
         let mut keys = vec![format!("model.quantize={}", quantize.word())];
         keys.extend(of.dtype.map(|d| format!("model.dtype={}", d.word())));
         let recipe = Recipe::parse(NOTHING, "what a model takes", &keys)?;
-        let machine = super::stored(super::machine(&recipe, cuda), &recipe, of.config, of.dir);
+        let machine = Machine { stored: of.stored, ..super::machine(&recipe, cuda) };
         let s = Statics::new(&recipe, of.selection, machine, 0);
         let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
         let c = of.config;
@@ -142,9 +141,14 @@ impl Server {
     ///
     /// # Errors
     /// Keys that do not go together.
-    pub fn of(r: &Recipe, config: &Config, selection: &Selection) -> crate::Result<Option<Self>> {
+    pub fn of(
+        r: &Recipe,
+        config: &Config,
+        selection: &Selection,
+        stored: u64,
+    ) -> crate::Result<Option<Self>> {
         let Some(device) = r.serve.devices.first().copied() else { return Ok(None) };
-        let of = Loaded { config, selection, quantize: r.model.quantize, dtype: r.model.dtype };
+        let of = Loaded { config, selection, quantize: r.model.quantize, dtype: r.model.dtype, stored };
         let cuda = device != OneDevice::Cpu;
         let bytes = Reading::new(of, cuda)?.total(TOKENS);
         let (on_device, on_host) = if cuda { (bytes, statics::CUDA_HOST) } else { (0, bytes) };
@@ -179,7 +183,10 @@ mod tests {
         let raw = serde_json::from_str(text).unwrap_or_default();
         let config = Config::parse(file, raw)?;
         let selection = Selection::frozen(&config);
-        Reading::new(Loaded { config: &config, selection: &selection, quantize, dtype, dir: None }, cuda)
+        Reading::new(
+            Loaded { config: &config, selection: &selection, quantize, dtype, stored: config.stored_width() },
+            cuda,
+        )
     }
 
     /// Of Qwen3-30B-A3B: 30.5 billion weights in bf16, and 48 layers of 4 heads of 128 channels.

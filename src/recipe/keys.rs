@@ -74,7 +74,8 @@ table! {
         source: String = Text, Required;
         /// Branch, tag or commit on the hub.
         revision: String = Text, Toml("\"main\"");
-        /// Type of the arithmetic and of frozen weights.
+        /// Type of the arithmetic and of frozen weights. On the CPU an f32 run keeps matrices that are stored in half precision
+        /// as they are.
         dtype: Option<Dtype> = Word(Dtype::WORDS), Absent("bf16 on CUDA, f32 on the CPU");
         /// 4-bit weights: decoder linears only; head, embedding, norms, routers and what trains in full stay.
         quantize: Quantize = Word(Quantize::WORDS), Toml("\"none\"");

@@ -10,6 +10,7 @@ use crate::adapt::params::{Params, Unit};
 use crate::comm;
 use crate::data::{Dataset, Example};
 use crate::hub::Want;
+use crate::kernel::gemm::pairs;
 use crate::log::memory;
 use crate::optim::Optimizer;
 use crate::plan::{Plan, Workload, rates, report};
@@ -88,8 +89,12 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let rate =
         rates::Rate { matmul: products.rate(), step: plan.step_work() / timed.mean(), copy: products.copy() };
     let kept = rates::save(plan.machine, rate)?;
-    let json = timed.json(&plan, &watch, &products);
-    Ok(Measured { json, text: timed.text(&plan, &watch, &products), kept })
+    let mut json = timed.json(&plan, &watch, &products);
+    json["products"] = json!(job.products()?.map(pairs::Path::word));
+    json["threads"] = json!(rayon::current_num_threads());
+    let (computes, threads) = (job.computes()?, rayon::current_num_threads());
+    let text = format!("{computes}, {threads} threads\n{}", timed.text(&plan, &watch, &products));
+    Ok(Measured { json, text, kept })
 }
 
 /// Arithmetic of a step.

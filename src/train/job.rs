@@ -10,6 +10,7 @@ use crate::comm::{self, Comm};
 use crate::data::{Added, Batches, Dataset, Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
+use crate::kernel::gemm::pairs;
 use crate::log::{memory, tell, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
@@ -328,6 +329,24 @@ impl Job {
         Ok(Self { recipe, device, dtype, model, config, tokenizer, selection, adapter })
     }
 
+    /// How bf16 is multiplied, where that is on the CPU.
+    ///
+    /// # Errors
+    /// The environment asks for a way that is not here.
+    pub fn products(&self) -> candle_core::Result<Option<pairs::Path>> {
+        (self.device.is_cpu() && self.dtype == DType::BF16).then(pairs::path).transpose()
+    }
+
+    /// Device and compute dtype in words, and how bf16 is multiplied.
+    ///
+    /// # Errors
+    /// As [`Job::products`].
+    pub fn computes(&self) -> candle_core::Result<String> {
+        let device = if self.device.is_cpu() { "CPU" } else { "CUDA" };
+        let how = self.products()?.map_or(String::new(), |p| format!(" ({})", p.text()));
+        Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
+    }
+
     /// The same on another device.
     pub fn on(&self, device: Device) -> Self {
         Self { device, ..self.clone() }
@@ -473,13 +492,14 @@ impl Job {
 
     fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>) -> Inputs<'a> {
         let cuda = self.device.is_cuda();
-        // a plan that cannot be made says why
-        let server = plan::Server::of(&self.recipe, &self.config, &self.selection).ok().flatten();
-        let server = server.map_or(0, |s| s.on_host);
         let threads = self.recipe.parallel.threads(rayon::current_num_threads());
         let width = self.dtype.size_in_bytes() as u64;
         let machine = Machine { cuda, width, stored: width, threads: threads as u64 };
         let machine = plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
+        // a plan that cannot be made says why
+        let server =
+            plan::Server::of(&self.recipe, &self.config, &self.selection, machine.stored).ok().flatten();
+        let server = server.map_or(0, |s| s.on_host);
         Inputs {
             recipe: &self.recipe,
             config: &self.config,

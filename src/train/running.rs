@@ -19,7 +19,6 @@ use crate::optim::Schedule;
 use crate::plan::report;
 use crate::recipe::Quantize;
 use crate::walk::{self, Load, Times, generate};
-use candle_core::DType;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -92,11 +91,6 @@ impl Running<'_> {
             .filter_map(|(k, v)| Some((k.strip_prefix("hash.")?.to_string(), json!(v))))
             .collect();
         let event = if done > 0 { "resume" } else { "start" };
-        // how the CPU multiplies bf16
-        let products = match job.device.is_cpu() && job.dtype == DType::BF16 {
-            true => Some(pairs::path()?),
-            false => None,
-        };
         let mut line = json!({
             "event": event, "name": job.recipe.name, "time": unix_time(),
             "command": std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect::<Vec<_>>(),
@@ -106,7 +100,7 @@ impl Running<'_> {
             "parameters": {"total": all, "trainable": trained},
             "learning_rates": self.rates,
             "device": if job.device.is_cpu() { "cpu" } else { "cuda" },
-            "products": products.map(pairs::Path::word),
+            "products": job.products()?.map(pairs::Path::word),
             "ranks": self.setup.comm.world(), "zero": self.job.recipe.parallel.zero,
             "threads": rayon::current_num_threads(),
             "system": format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
@@ -120,14 +114,12 @@ impl Running<'_> {
         self.metrics.write(&line)?;
         let share = 100.0 * trained as f64 / all as f64;
         self.progress.line(&format!(
-            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {} {}{}",
+            "{}: {} of {:.1} M parameters train ({share:.2}%), {} rows, {total} steps, {}",
             job.recipe.name,
             millions(trained as u64),
             all as f64 / 1e6,
             data.rows.len(),
-            if job.device.is_cpu() { "CPU" } else { "CUDA" },
-            format!("{:?}", job.dtype).to_lowercase(),
-            products.map_or(String::new(), |p| format!(" ({})", p.text())),
+            job.computes()?,
         ));
         self.progress.line(&format!("learning rate {}", learning_rates::line(&self.rates)));
         if let Some(how) = job.recipe.lora.init.decomposition() {

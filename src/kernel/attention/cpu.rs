@@ -3,12 +3,14 @@
 use super::cache::{BLOCK as TOKENS, Cache};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
-use crate::kernel::cpu::{Real, View, dot, ghosts, max, sum, tensor, vectorised, view};
+use crate::kernel::cast;
+use crate::kernel::cpu::{Halves, Real, View, dot, ghosts, max, sum, tensor, vectorised, view};
 use crate::kernel::gemm::{Mat, gemm};
 use crate::kernel::ledger::Ledger;
 use crate::kernel::padded::Padded;
-use candle_core::Result;
+use candle_core::{DType, Result};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Query rows that one block takes.
 pub const BLOCK: usize = 64;
@@ -48,69 +50,133 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
     if let Some([o, lse]) = ghosts::<T, 2>(&[q, k, v], out, blocks) {
         return Ok(Saved { o: Padded::of(&o)?, lse });
     }
-    let keys = how.seqs.keys().max(1);
-    attend(q, &[[view::<T>(k)?, view::<T>(v)?]], keys, Shape { t, h, g, c }, how)
-}
-
-/// Forward, of the keys and values of a cache.
-pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Causal<'_>) -> Result<Saved> {
-    let some = |(b, of): (usize, &[Tensor; 2])| -> Result<[Tensor; 2]> {
-        let n = TOKENS.min(cache.len() - b * TOKENS);
-        Ok([of[0].narrow(0, 0, n)?, of[1].narrow(0, 0, n)?])
-    };
-    let used = &cache.blocks()[..cache.len().div_ceil(TOKENS)];
-    let blocks = used.iter().enumerate().map(some).collect::<Result<Vec<_>>>()?;
-    let views = blocks.iter().map(|[k, v]| Ok([view::<T>(k)?, view::<T>(v)?])).collect::<Result<Vec<_>>>()?;
-    attend(q, &views, TOKENS, shape, how)
-}
-
-/// Forward, of keys and values in stretches of `each` tokens.
-fn attend<T: Real>(
-    q: &Tensor,
-    stretches: &[[View<'_, T>; 2]],
-    each: usize,
-    Shape { t, h, g, c }: Shape,
-    how: &Causal<'_>,
-) -> Result<Saved> {
-    let qv = view::<T>(q)?;
-    let qv = &*qv;
-    let stretches: Vec<[&[T]; 2]> = stretches.iter().map(|[k, v]| [&**k, &**v]).collect();
-    // of the keys from `k0` on: a stretch of keys and values from there, their number, and how many there are before
-    let parts = |k0: usize, n: usize| {
-        (k0 / each..(k0 + n).div_ceil(each)).map(move |s| {
-            let (begin, end) = (k0.max(s * each), (k0 + n).min((s + 1) * each));
-            (s, begin - s * each, end - begin, begin - k0)
-        })
-    };
+    let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
+    let (qv, kv, vv) = (&*qv, &*kv, &*vv);
     let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
     o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(
         |(b, (o, lse))| {
             let i0 = b * BLOCK;
             let rows = lse.len() / h;
             let block = Block::of(how, i0, rows);
-            let n = block.n;
+            let Block { k0, n } = block;
             let mut p = vec![T::zero(); rows * n];
             for head in 0..h {
-                let kvh = head / (h / g);
+                let at = (k0 * g + head / (h / g)) * c;
                 let qm = Mat::new(&qv[(i0 * h + head) * c..], rows, c, h * c);
-                for (s, first, count, before) in parts(block.k0, n) {
-                    let km = Mat::new(&stretches[s][0][(first * g + kvh) * c..], count, c, g * c);
-                    gemm(&mut p[before..], n, false, qm, km.t(), T::of(how.scale), false);
-                }
+                let [km, vm] = [kv, vv].map(|x| Mat::new(&x[at..], n, c, g * c));
+                gemm(&mut p, n, false, qm, km.t(), T::of(how.scale), false);
                 for (r, row) in p.chunks_mut(n).enumerate() {
                     let (a, z) = block.seen(how, i0, r);
                     row[..a].fill(T::zero());
                     row[z..].fill(T::zero());
                     lse[r * h + head] = vectorised(|| softmax(&mut row[a..z]));
                 }
-                for (s, first, count, before) in parts(block.k0, n) {
-                    let pm = Mat::new(&p[before..], rows, count, n);
-                    let vm = Mat::new(&stretches[s][1][(first * g + kvh) * c..], count, c, g * c);
-                    gemm(&mut o[head * c..], h * c, before > 0, pm, vm, T::one(), false);
-                }
+                gemm(&mut o[head * c..], h * c, false, Mat::new(&p, rows, n, n), vm, T::one(), false);
             }
         },
     );
+    let o = tensor(o, (t, h * c), q.dtype())?;
+    Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
+}
+
+/// Keys or values of a stretch of a cache, [tokens, g, c].
+enum Stretch<'a, T> {
+    /// As they are computed with.
+    Wide(View<'a, T>),
+    /// In bf16: what is needed of them is widened when it is.
+    Half(Halves<'a>),
+}
+
+impl<'a, T: Real> Stretch<'a, T> {
+    fn of(t: &'a Tensor) -> Result<Self> {
+        Ok(if t.dtype() == DType::BF16 { Self::Half(Halves::of(t)?) } else { Self::Wide(view(t)?) })
+    }
+
+    /// Those of one head of some tokens, [tokens, c]; `room` is for them if they are widened.
+    fn head<'r>(
+        &'r self,
+        own: Range<usize>,
+        kvh: usize,
+        (g, c): (usize, usize),
+        room: &'r mut [T],
+    ) -> Mat<'r, T> {
+        let at = (own.start * g + kvh) * c;
+        match self {
+            Self::Wide(v) => Mat::new(&v[at..], own.len(), c, g * c),
+            Self::Half(v) => {
+                let room = &mut room[..own.len() * c];
+                vectorised(|| {
+                    for (to, from) in room.chunks_mut(c).zip(v[at..].chunks(g * c)) {
+                        to.iter_mut().zip(from).for_each(|(t, x)| *t = T::widened(cast::wide(*x)));
+                    }
+                });
+                Mat::new(room, own.len(), c, c)
+            }
+        }
+    }
+}
+
+/// Forward, of the keys and values of a cache: a task takes some queries of all heads of a key/value head, for a token that
+/// comes alone too.
+pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Causal<'_>) -> Result<Saved> {
+    let Shape { t, h, g, c } = shape;
+    let used = cache.blocks()[..cache.len().div_ceil(TOKENS)].iter().enumerate().map(|(b, of)| {
+        let n = TOKENS.min(cache.len() - b * TOKENS);
+        Ok([of[0].narrow(0, 0, n)?, of[1].narrow(0, 0, n)?])
+    });
+    let used = used.collect::<Result<Vec<_>>>()?;
+    let stretches = used.iter().map(|[k, v]| Ok([Stretch::<T>::of(k)?, Stretch::of(v)?]));
+    let stretches = stretches.collect::<Result<Vec<_>>>()?;
+    let qv = view::<T>(q)?;
+    let (qv, each) = (&*qv, h / g);
+    let rows = (BLOCK / each).max(1);
+    let group = |i: usize| {
+        let (i0, kvh) = (i / g * rows, i % g);
+        let count = rows.min(t - i0);
+        let (block, m) = (Block::of(how, i0, count), count * each);
+        // of the keys from the first on: a stretch, which of its tokens, and how many there are before
+        let parts = || {
+            let Block { k0, n } = block;
+            (k0 / TOKENS..(k0 + n).div_ceil(TOKENS)).map(move |s| {
+                let (begin, end) = (k0.max(s * TOKENS), (k0 + n).min((s + 1) * TOKENS));
+                (s, begin - s * TOKENS..end - s * TOKENS, begin - k0)
+            })
+        };
+        let of_token = |r: usize| &qv[((i0 + r) * h + kvh * each) * c..][..each * c];
+        let own: Vec<T> = (0..count).flat_map(of_token).copied().collect();
+        let mut room = vec![T::zero(); TOKENS.min(block.n) * c];
+        let (mut p, mut o) = (vec![T::zero(); m * block.n], vec![T::zero(); m * c]);
+        for (s, tokens, before) in parts() {
+            let km = stretches[s][0].head(tokens, kvh, (g, c), &mut room);
+            gemm(&mut p[before..], block.n, false, Mat::new(&own, m, c, c), km.t(), T::of(how.scale), false);
+        }
+        let lse: Vec<T> = p
+            .chunks_mut(block.n)
+            .enumerate()
+            .map(|(row, p)| {
+                let (a, z) = block.seen(how, i0, row / each);
+                p[..a].fill(T::zero());
+                p[z..].fill(T::zero());
+                vectorised(|| softmax(&mut p[a..z]))
+            })
+            .collect();
+        for (s, tokens, before) in parts() {
+            let pm = Mat::new(&p[before..], m, tokens.len(), block.n);
+            let vm = stretches[s][1].head(tokens, kvh, (g, c), &mut room);
+            gemm(&mut o, c, before > 0, pm, vm, T::one(), false);
+        }
+        (o, lse)
+    };
+    let groups: Vec<(Vec<T>, Vec<T>)> = (0..t.div_ceil(rows) * g).into_par_iter().map(group).collect();
+    let (mut o, mut lse) = (vec![T::zero(); t * h * c], vec![T::zero(); t * h]);
+    for (i, (own, own_lse)) in groups.iter().enumerate() {
+        let (i0, kvh) = (i / g * rows, i % g);
+        for (r, (own, own_lse)) in own.chunks(each * c).zip(own_lse.chunks(each)).enumerate() {
+            let at = (i0 + r) * h + kvh * each;
+            o[at * c..][..each * c].copy_from_slice(own);
+            lse[at..][..each].copy_from_slice(own_lse);
+        }
+    }
     let o = tensor(o, (t, h * c), q.dtype())?;
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
