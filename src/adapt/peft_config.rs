@@ -110,6 +110,9 @@ const RANK: u64 = crate::recipe::MAX_RANK;
 /// Sizes that alpha may have: all that recipes may, times the factor that takes rsLoRA of some modules in.
 const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
 
+/// Lists of tokens, by the end of a module's name.
+type Lists = Vec<(String, Arc<Vec<u32>>)>;
+
 /// An `adapter_config.json`.
 #[derive(Clone, Debug)]
 pub struct PeftConfig {
@@ -122,7 +125,7 @@ pub struct PeftConfig {
     spec: LoraSpec,
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
-    tokens: Vec<(String, Arc<Vec<u32>>)>,
+    tokens: Lists,
     /// Whether what is saved of a tied embedding is the head's too (`ensure_weight_tying`).
     pub ties: bool,
 }
@@ -352,7 +355,7 @@ impl<'a> Keys<'a> {
     }
 
     /// `trainable_token_indices`: a list, which is of the embedding, or lists by module.
-    fn tokens(&self) -> Result<Vec<(String, Arc<Vec<u32>>)>, Error> {
+    fn tokens(&self) -> Result<Lists, Error> {
         let key = "trainable_token_indices";
         let list = |v: &Value| {
             let ids = v.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok());

@@ -11,7 +11,7 @@ use std::path::Path;
 pub struct Added(Vec<Value>);
 
 /// A `tokenizer.json` with more tokens, and which these are.
-pub(super) type Extended = (Vec<u8>, Vec<(String, u32)>);
+pub type Extended = (Vec<u8>, Vec<(String, u32)>);
 
 impl Added {
     /// Those that an adapter's own tokenizer has, if it has one.

@@ -145,8 +145,8 @@ impl Tokenizer {
     }
 
     /// Its file with the tokens that it got, and which these are; nothing where it got none.
-    pub fn with_added(&self) -> Option<(&[u8], &[(String, u32)])> {
-        self.more.as_ref().map(|(file, tokens)| (file.as_slice(), tokens.as_slice()))
+    pub fn with_added(&self) -> Option<&Extended> {
+        self.more.as_ref()
     }
 
     /// The ids of `text`; special tokens only where the text itself spells them.
