@@ -6,6 +6,7 @@
 
 use super::job;
 use super::output::RESULTS;
+use super::run::CHECKPOINTS;
 use crate::data;
 use crate::hub::{self, Settings, Want};
 use crate::recipe::{Recipe, Weights};
@@ -109,9 +110,9 @@ fn place(dir: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((cache_folder()?.join("finished").join(&name.as_str()[..32]), run))
 }
 
-/// What a finished run leaves.
+/// What a finished run leaves; of its checkpoints, that none came or went.
 fn outputs(dir: &Path) -> Option<Files> {
-    let mut files = vec![stat(&dir.join("metrics.jsonl"))?];
+    let mut files = vec![stat(&dir.join("metrics.jsonl"))?, stat(&dir.join(CHECKPOINTS))?];
     for name in RESULTS {
         let result = dir.join(name);
         if result.is_dir() {

@@ -152,5 +152,6 @@ fn answers_and_kept_tokens_are_planned() {
     let end = &w.events("o", "end")[0]["memory"];
     let of = |what: &str| end[what]["evaluation"].as_u64().expect("bytes");
     let (planned, measured) = (of("planned_phases"), of("measured_phases"));
-    assert!(planned.abs_diff(measured) < planned / 50, "{planned} {measured}");
+    // of a few megabytes, of which what is not planned is some hundred kilobytes
+    assert!(planned.abs_diff(measured) < planned / 30, "{planned} {measured}");
 }
