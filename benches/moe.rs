@@ -58,7 +58,7 @@ impl Maker {
             let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.next as u64);
             lora = Some(Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None });
         }
-        Ok(Linear { weight, bias: None, weight_slot, bias_slot: None, lora })
+        Ok(Linear { weight, bias: None, weight_slot, bias_slot: None, lora, rows: None })
     }
 
     fn mlp(&mut self, width: usize, inner: usize) -> Result<Mlp> {

@@ -231,7 +231,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     out.push(("embedding".into(), embed::forward(&table, &ids)?));
     let dtable = Tensor::zeros((50, 96), DType::F32, device)?;
     let by_id = embed::ById::new(&ids.to_vec1::<u32>()?);
-    embed::backward(&dtable, &ids, Some(&by_id), &dn, 1.0)?;
+    embed::backward(&dtable, (&ids, Some(&by_id), None), &dn, 1.0)?;
     out.push(("embedding, dtable".into(), dtable));
 
     let (losses, dlogits) = loss::cross_entropy(wide(14, &[130, 50])?, &ids, Some((0.1, dtype)))?;
