@@ -109,6 +109,7 @@ impl Loading {
     }
 
     /// The quantization, where it is named.
+    #[cfg(feature = "serve")]
     pub(super) fn quantize(&self) -> Option<Quantize> {
         self.quantize.as_deref().and_then(Quantize::from_word)
     }
