@@ -1,7 +1,7 @@
 //! Updates that begin with what they take of the base, and noise on embeddings.
 
-use super::split::ends;
-use super::world::{LORA, World, recipe};
+use super::split::{ends, evals, on_files};
+use super::world::{LORA, World};
 use serde_json::json;
 
 const PLAIN: &str = "[lora]\nrank = 4\nalpha = 6\n[[train]]\nmodules = [\"attention\", \"mlp\", \"head\"]\n";
@@ -15,26 +15,12 @@ fn mixed() -> String {
 
 /// A model with files: adapters are merged into one, and asked on it.
 fn world(rules: &str, moe: bool) -> World {
-    let w = World::new();
     let extra = match moe {
         true => json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
                        "moe_intermediate_size": 24, "norm_topk_prob": true, "decoder_sparse_step": 1}),
         false => json!({}),
     };
-    w.config("start", extra);
-    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
-    let text =
-        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
-    w.write("start.toml", text);
-    w.ok(&["run", "start.toml", "run.output=made"]);
-    let text = recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
-    w.write("r.toml", text.replace("steps = 6", "steps = 6\neval_at_start = true\nsave_every = 3\nkeep = 9"));
-    w
-}
-
-#[track_caller]
-fn evals(w: &World, run: &str) -> Vec<f64> {
-    w.events(run, "eval").iter().map(|e| e["loss"].as_f64().expect("a loss")).collect()
+    on_files(rules, extra)
 }
 
 fn near(a: f64, b: f64) -> bool {

@@ -1,6 +1,7 @@
 //! Optimizers with states of their own: against what published code computes, and the same bits wherever they live.
 
 use super::resume::killed;
+use super::split::ends;
 use super::world::{FULL, LORA, World, apart, recipe, repository, rows_of};
 use candle_core::{DType, Device};
 use ft::store::TensorFiles;
@@ -60,15 +61,6 @@ fn off(w: &World, run: &str, fixture: &str, log: &Value) -> f64 {
     }
     eprintln!("{fixture}: {run} is within {worst:.1e}");
     worst
-}
-
-/// The checkpoint's bytes at the end of a run, and the result's.
-fn ends(w: &World, run: &str) -> Vec<Vec<u8>> {
-    let newest = w.checkpoints(run).pop().expect("a checkpoint");
-    let of = |f: &str| w.read(&format!("{run}/checkpoints/{newest}/{f}"));
-    let result = ["adapter/adapter_model.safetensors", "model/model.safetensors"];
-    let result = result.into_iter().find(|r| w.path(run).join(r).is_file()).expect("a result");
-    vec![of("weights.safetensors"), of("optimizer.safetensors"), w.read(&format!("{run}/{result}"))]
 }
 
 /// Runs with settings; gives the ends.

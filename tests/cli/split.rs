@@ -1,7 +1,7 @@
 //! What ranks split, in tests.
 
 use super::world::{FULL, LORA, Ran, World, ran, recipe};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::process::{Child, Stdio};
 
@@ -53,6 +53,26 @@ pub fn world(rules: &str) -> World {
     let text = recipe(rules).replace("steps = 6", run).replace("micro_rows = 2", "micro_rows = 1");
     w.write("r.toml", text.replace("max_length = 32", "max_length = 32\npack = false"));
     w
+}
+
+/// A model with files, of one step in full, and a recipe that evaluates it before and after.
+pub fn on_files(rules: &str, config: Value) -> World {
+    let w = World::new();
+    w.config("start", config);
+    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
+    let text =
+        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
+    w.write("start.toml", text);
+    w.ok(&["run", "start.toml", "run.output=made"]);
+    let text = recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
+    w.write("r.toml", text.replace("steps = 6", "steps = 6\neval_at_start = true\nsave_every = 3\nkeep = 9"));
+    w
+}
+
+/// The losses of a run's evaluations.
+#[track_caller]
+pub fn evals(w: &World, run: &str) -> Vec<f64> {
+    w.events(run, "eval").iter().map(|e| e["loss"].as_f64().expect("a loss")).collect()
 }
 
 /// The last checkpoint's weights and moments, and the result.

@@ -1,6 +1,6 @@
 //! Rows of single tokens that train, alone or beside LoRA.
 
-use super::split::{apart, ends};
+use super::split::{apart, ends, evals, on_files};
 use super::world::{Dice, World, recipe, repository};
 use ft::store::TensorFiles;
 use serde_json::{Value, json};
@@ -11,20 +11,7 @@ const BESIDE: &str = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\"]\ndo
 
 /// A model with files; its head is the embedding, or not.
 fn world(rules: &str, tied: bool) -> World {
-    let w = World::new();
-    w.config("start", json!({ "tie_word_embeddings": tied }));
-    let all = "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"\n";
-    let text =
-        recipe(all).replace("source = \"tiny\"", "source = \"start\"").replace("steps = 6", "steps = 1");
-    w.write("start.toml", text);
-    w.ok(&["run", "start.toml", "run.output=made"]);
-    let text = recipe(rules).replace("source = \"tiny\"\nweights = \"random\"", "source = \"made/model\"");
-    w.write("r.toml", text.replace("steps = 6", "steps = 6\neval_at_start = true\nsave_every = 3\nkeep = 9"));
-    w
-}
-
-fn evals(w: &World, run: &str) -> Vec<f64> {
-    w.events(run, "eval").iter().map(|e| e["loss"].as_f64().expect("a loss")).collect()
+    on_files(rules, json!({ "tie_word_embeddings": tied }))
 }
 
 fn near(a: f64, b: f64) -> bool {
