@@ -1,11 +1,10 @@
 //! The weights of a model that a plan runs: ghosts of what [`super::build`] would load and allocate.
 
 use super::selection::Choice;
-use crate::kernel::Ledger;
-use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use crate::kernel::quantized::QuantizedMatrix;
 use crate::kernel::tensor::Ghost;
+use crate::kernel::{Ledger, Machine, Tensor};
 use crate::model::decoder::Weights;
 use crate::model::embedding::EmbeddingLora;
 use crate::model::linear::{Dora, Lora, Weight};
@@ -24,6 +23,12 @@ const BUFFER: usize = 1 << 60;
 /// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers, and not what trains in full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
     quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
+}
+
+/// Whether a frozen matrix stays in the half precision of its checkpoint where the model computes in f32
+/// ([`crate::kernel::gemm::kept`]).
+pub fn stays_stored(m: &Module, choice: &Choice, machine: Machine) -> bool {
+    m.weight_shape().len() == 2 && choice.leaves_weight() && machine.frozen() < machine.width
 }
 
 /// Columns that a dense matrix has room for that stays on a CUDA device, and rows: the rank of its adapter, where one product
@@ -86,7 +91,7 @@ impl<'a> Ghosts<'a> {
         let full = matches!(choice, Choice::Full { .. });
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().product::<usize>() / cols.max(1);
-        let kept = shape.len() == 2 && choice.leaves_weight() && self.ledger.machine().frozen() < 4;
+        let kept = shape.len() == 2 && stays_stored(m, &choice, self.ledger.machine());
         let dtype = if kept { DType::BF16 } else { self.dtype };
         (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }

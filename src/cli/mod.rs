@@ -173,15 +173,15 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         return exit(&[usage(e.to_string())]);
     }
     let outcome = match cli.verb {
-        Verb::Run(args) => run::run(&args),
+        Verb::Run(args) => computing(|| run::run(&args)),
         Verb::Check(args) => return exit(&check::run(&args)),
         Verb::Data(args) => data::run(&args),
-        Verb::Eval(args) => eval::run(&args),
-        Verb::Chat(args) => chat::run(&args),
+        Verb::Eval(args) => computing(|| eval::run(&args)),
+        Verb::Chat(args) => computing(|| chat::run(&args)),
         Verb::Merge(args) => merge::run(&args),
-        Verb::Routes(args) => routes::run(&args),
+        Verb::Routes(args) => computing(|| routes::run(&args)),
         Verb::Export(args) => export::run(&args),
-        Verb::Bench(args) => bench::run(&args),
+        Verb::Bench(args) => computing(|| bench::run(&args)),
         Verb::Plan(args) => plan::run(&args),
         Verb::Quantize(args) => quantize::run(&args),
         Verb::Report(args) => report::run(&args),
@@ -195,6 +195,19 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Verb::Man(args) => completions::man(&args, Cli::command()),
     };
     exit(outcome.err().as_slice())
+}
+
+/// Runs a verb on one of the threads that it computes on, which need not wake another to begin.
+fn computing(verb: impl FnOnce() -> crate::Result<()> + Send) -> crate::Result<()> {
+    std::thread::scope(|s| {
+        let work = || {
+            let _threads = train::exhausted::start_threads_beside(1)?;
+            verb()
+        };
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);
+        let no_thread = |e| crate::plan::Error::DoesNotFit(format!("threads cannot start: {e}"));
+        thread.map_err(no_thread)?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// A command that cannot be meant.

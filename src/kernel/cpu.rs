@@ -12,6 +12,7 @@ use crate::kernel::Tensor;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef};
 use half::{bf16, f16};
 use rayon::prelude::*;
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, Range};
@@ -176,16 +177,28 @@ pub fn ghosts<T: Real, const N: usize>(
     out: [(Shape, DType); N],
     during: impl FnOnce(&Ledger),
 ) -> Option<[Tensor; N]> {
+    ghosts_in::<T, N>(|_| false, reads, out, during)
+}
+
+/// As [`ghosts`], where what is of some other types is read and written as it is.
+pub(super) fn ghosts_in<T: Real, const N: usize>(
+    as_it_is: impl Fn(DType) -> bool,
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    during: impl FnOnce(&Ledger),
+) -> Option<[Tensor; N]> {
     let ledger = reads.first()?.ghost()?.ledger();
     let size = T::DTYPE.size_in_bytes();
-    let copied = reads.iter().filter(|t| t.dtype() != T::DTYPE || !t.is_contiguous());
+    let own = |d: DType| d == T::DTYPE || as_it_is(d);
+    let copied = reads.iter().filter(|t| !own(t.dtype()) || !t.is_contiguous());
     let _copies = ledger.hold(copied.map(|t| (size * t.elem_count()) as u64).sum());
-    let wide = out.map(|(shape, dtype)| (Ghost::new(ledger, shape, T::DTYPE), dtype));
+    let made = out
+        .map(|(shape, dtype)| (Ghost::new(ledger, shape, if own(dtype) { dtype } else { T::DTYPE }), dtype));
     during(ledger);
     ledger.work(Cost { started: 1.0, ..Cost::default() });
-    Some(wide.map(|(wide, dtype)| match dtype == T::DTYPE {
-        true => wide.into(),
-        false => Ghost::new(ledger, wide.shape().clone(), dtype).into(),
+    Some(made.map(|(made, dtype)| match own(dtype) {
+        true => made.into(),
+        false => Ghost::new(ledger, made.shape().clone(), dtype).into(),
     }))
 }
 
@@ -354,15 +367,15 @@ pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
 
 struct Closure<F> {
     name: &'static str,
-    f: F,
+    f: RefCell<F>,
 }
 
-impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
+impl<F: FnMut(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
     fn name(&self) -> &'static str {
         self.name
     }
     fn cpu_fwd(&self, s: &mut CpuStorage, l: &Layout) -> Result<()> {
-        (self.f)(s, l)
+        (self.f.borrow_mut())(s, l)
     }
 }
 
@@ -370,19 +383,21 @@ impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F> {
 ///
 /// # Errors
 /// It is not contiguous, or of another type; what `f` reports.
-pub fn in_place<T: Value>(name: &'static str, t: &Tensor, f: impl Fn(&mut [T]) -> Result<()>) -> Result<()> {
-    t.real()?.inplace_op1(&Closure {
-        name,
-        f: |s: &mut CpuStorage, l: &Layout| {
-            let Some((start, end)) = l.contiguous_offsets() else {
-                candle_core::bail!("{name}: the destination is not contiguous");
-            };
-            match T::storage_mut(s) {
-                Some(v) => f(&mut v[start..end]),
-                None => candle_core::bail!("{name}: the destination is not {:?}", T::DTYPE),
-            }
-        },
-    })
+pub fn in_place<T: Value>(
+    name: &'static str,
+    t: &Tensor,
+    mut f: impl FnMut(&mut [T]) -> Result<()>,
+) -> Result<()> {
+    let f = RefCell::new(|s: &mut CpuStorage, l: &Layout| {
+        let Some((start, end)) = l.contiguous_offsets() else {
+            candle_core::bail!("{name}: the destination is not contiguous");
+        };
+        match T::storage_mut(s) {
+            Some(v) => f(&mut v[start..end]),
+            None => candle_core::bail!("{name}: the destination is not {:?}", T::DTYPE),
+        }
+    });
+    t.real()?.inplace_op1(&Closure { name, f })
 }
 
 /// A product [rows, cols] in `dtype`, added to `sum` if given: in place where that has the type of the arithmetic.

@@ -16,6 +16,7 @@
 
 pub mod attention;
 pub mod bias;
+mod blocks;
 pub mod bytes;
 mod cast;
 pub mod cpu;

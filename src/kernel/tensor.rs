@@ -7,10 +7,12 @@
 
 pub use super::ghost::Ghost;
 
+use super::cpu::in_place;
 use super::ledger::{Ledger, Role};
 use super::pairwise;
 use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
 use candle_core::{D, DType, Layout, Result, Shape, WithDType, bail};
+use rayon::prelude::*;
 use std::borrow::Borrow;
 use std::sync::Arc;
 
@@ -461,9 +463,15 @@ impl Tensor {
         self.with(yes, |t, y| t.where_cond(y, no.real()?), |_, y| y.like())
     }
 
-    /// Sets all values to zero, in place.
+    /// Sets all values to zero, in place: f32 on all threads, as there are many.
     pub fn zero_set(&self) -> Result<()> {
         match self {
+            Tensor::Real(t) if t.dtype() == DType::F32 && t.device().is_cpu() && t.is_contiguous() => {
+                in_place::<f32>("zeros", self, |v| {
+                    v.par_chunks_mut(1 << 18).for_each(|v| v.fill(0.0));
+                    Ok(())
+                })
+            }
             Tensor::Real(t) if t.elem_count() > 0 => t.zero_set(),
             _ => Ok(()),
         }

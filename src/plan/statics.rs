@@ -2,7 +2,7 @@
 
 use super::Machine;
 use super::ledger::{Bytes, Component};
-use crate::adapt::ghost::{is_quantized, room};
+use crate::adapt::ghost::{is_quantized, room, stays_stored};
 use crate::adapt::initial;
 use crate::adapt::layout::wide_units;
 use crate::adapt::moments::{self, is_large};
@@ -245,8 +245,7 @@ impl Statics {
             buffers[2] += rows / 4;
             let room = room(m, choice, machine.cuda && r.has_rooms());
             let begins = matches!(choice, Choice::Lora { .. }) && initial::begins(r, m);
-            let stays =
-                m.weight_shape().len() == 2 && !begins && choice.leaves_weight() && machine.frozen() < width;
+            let stays = !begins && stays_stored(m, choice, machine);
             let (bytes, constants) = match (quantized, m.weight_shape().as_slice()) {
                 (true, _) => {
                     let [codes, blocks, groups] = nf4_values(n).map(placed);

@@ -173,7 +173,8 @@ fn what_this_machine_cannot_do_is_refused() {
     let more = cuda::count() + 1;
     let batch = format!("run.batch_rows={more}");
     said(&w.ft(&args(&own("bad", more), &[&batch])), "CUDA device");
-    said(&w.ft(&args(&own("bad", 2), &["parallel.comm=mpi"])), "go by NCCL");
+    let no_mpi = if cfg!(feature = "mpi") { "go by NCCL" } else { "--features mpi" };
+    said(&w.ft(&args(&own("bad", 2), &["parallel.comm=mpi"])), no_mpi);
     assert!(!w.path("bad/model").exists());
 }
 

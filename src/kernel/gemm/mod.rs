@@ -8,10 +8,12 @@
 //! |---|---|
 //! | `cpu` | products of slices, and of tiles that are made when they are needed |
 //! | `pairs` | products of bf16 by the processor's dot products |
+//! | `few` | products of a few rows with a matrix in half precision |
 //! | `stored` | products of f32 with a matrix that stays in half precision |
 //! | `gradients` | products that accumulate in parts of one flat buffer |
 
 mod cpu;
+mod few;
 mod gradients;
 pub mod pairs;
 mod stored;
@@ -74,6 +76,9 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     work(a, ta, b, None)?;
+    if few::takes(a, ta, b, tb) {
+        return few::matmul(a, b, 1.0, a.dtype());
+    }
     if pairs::takes(&[a, b])? {
         return pairs::matmul(a, ta, b, tb, 1.0, true);
     }
@@ -88,6 +93,10 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
 
 /// As [`matmul`], times `alpha`, which is applied to the sums: in f32 on CUDA and by dot products.
 pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, alpha, a.dtype());
+    }
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
         return pairs::matmul(a, ta, b, tb, alpha, true);
@@ -102,6 +111,10 @@ pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> 
 /// As [`matmul`], in the dtype of sums: on CUDA and by dot products the sums of half-precision values are given as they are,
 /// unrounded.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, 1.0, DType::F32);
+    }
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
         return pairs::matmul(a, ta, b, tb, 1.0, false);

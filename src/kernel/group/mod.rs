@@ -19,17 +19,19 @@ mod each;
 pub use self::cuda::Sorted;
 pub use self::each::{each, side_by_side};
 
+use super::blocks::{Values, by_blocks, ghosts, written};
 use super::cast::{narrow, wide};
-use super::cpu::{Halves, ROWS, Real, View, dot, ghosts, is_native, on_real, tensor, view};
+use super::cpu::{self, Halves, ROWS, Real, dot, is_native, on_real, tensor, view};
 use super::ledger::{Allocation, Cost, Role};
 use super::route;
 use super::tensor::{Ghost, On};
 use crate::kernel::Tensor;
 use crate::kernel::upcast;
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, Shape};
 use half::bf16;
 use half::vec::HalfBitsVecExt;
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens sorted by expert.
@@ -286,7 +288,7 @@ impl Groups {
             return self.gather_halves(x, gates, run);
         }
         let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
-        if let Some([y]) = ghosts::<T, 1>(&reads, [((run.rows, d).into(), x.dtype())], |_| ()) {
+        if let Some([y]) = cpu::ghosts::<T, 1>(&reads, [((run.rows, d).into(), x.dtype())], |_| ()) {
             return Ok(y);
         }
         let xv = view::<T>(x)?;
@@ -373,14 +375,14 @@ impl Groups {
         self.dots_composed(parts, x, self.index()?)
     }
 
-    /// Copies of all rows in the type of the arithmetic, for ghosts of another: `part` is one expert's.
+    /// Copies of all rows in the type of the arithmetic, for ghosts that are not widened row by row: `part` is one expert's.
     fn ghost_views<T: Real>(&self, part: &Tensor) -> Option<Allocation> {
-        let g = part.ghost().filter(|_| part.dtype() != T::DTYPE)?;
+        let g = part.ghost().filter(|_| part.dtype() != T::DTYPE && !by_blocks::<T>(part.dtype()))?;
         Some(g.ledger().hold((T::DTYPE.size_in_bytes() * self.whole().rows * part.dim(1).ok()?) as u64))
     }
 
     /// The tensors' values, and for each expert where its rows lie among them.
-    fn views<'a, T: Real>(&self, parts: &'a [Tensor]) -> Result<Vec<View<'a, T>>> {
+    fn views<'a, T: Real>(&self, parts: &'a [Tensor]) -> Result<Vec<Values<'a, T>>> {
         let runs = self.runs();
         if runs.len() != parts.len()
             || runs.iter().zip(parts).any(|(r, p)| p.dims2().ok().map(|d| d.0) != Some(r.rows))
@@ -391,20 +393,20 @@ impl Groups {
                 runs.len()
             );
         }
-        parts.iter().map(view::<T>).collect()
+        parts.iter().map(Values::of).collect()
     }
 
-    /// The row of a pair, of views by expert.
-    fn row<'a, T>(&self, by_expert: &[&'a [T]], pair: usize, d: usize) -> &'a [T] {
+    /// Where the row of a pair lies: in which of the tensors of [`Groups::runs`], and its place there.
+    fn row(&self, run_of: &[usize], pair: usize, d: usize) -> (usize, Range<usize>) {
         let e = self.expert[pair] as usize;
-        &by_expert[e][(self.place[pair] as usize - self.starts[e]) * d..][..d]
+        let first = (self.place[pair] as usize - self.starts[e]) * d;
+        (run_of[e], first..first + d)
     }
 
-    fn by_expert<'a, T>(&self, views: &'a [impl std::ops::Deref<Target = [T]>]) -> Vec<&'a [T]> {
-        let mut out: Vec<&[T]> = vec![&[]; self.starts.len() - 1];
-        for (run, v) in self.runs().iter().zip(views) {
-            out[run.expert] = v;
-        }
+    /// The number of each expert's run.
+    fn run_of(&self) -> Vec<usize> {
+        let mut out = vec![0; self.starts.len() - 1];
+        self.runs().iter().enumerate().for_each(|(i, run)| out[run.expert] = i);
         out
     }
 
@@ -412,28 +414,30 @@ impl Groups {
         let d = parts[0].dim(1)?;
         let _copies = self.ghost_views::<T>(&parts[0]);
         let reads: Vec<&Tensor> = gates.into_iter().chain(&parts[..1]).collect();
-        if let Some([y]) = ghosts::<T, 1>(&reads, [((self.tokens, d).into(), dtype)], |_| ()) {
+        let shape = Shape::from((self.tokens, d));
+        if let Some([y]) = ghosts::<T, 1>(&reads, (&shape, dtype), d, |_| ()) {
             return Ok(y);
         }
-        let views = self.views::<T>(parts)?;
-        let by_expert = self.by_expert(&views);
+        let (views, run_of) = (self.views::<T>(parts)?, self.run_of());
         let gv = gates.map(view::<T>).transpose()?;
         let gs = gv.as_deref();
         let k = self.top_k;
-        let mut out = vec![T::zero(); self.tokens * d];
-        out.par_chunks_mut(ROWS * d).enumerate().for_each(|(i, block)| {
-            for (j, y) in block.chunks_mut(d).enumerate() {
-                let t = i * ROWS + j;
+        let ([y], _) = written((&shape, dtype), ROWS * d, |from, out| {
+            let mut room = Vec::new();
+            out.each(d, |at, [y]| {
+                y.fill(T::zero());
+                let t = (from + at) / d;
                 for pair in t * k..(t + 1) * k {
-                    let from = self.row(&by_expert, pair, d);
+                    let (run, own) = self.row(&run_of, pair, d);
+                    let from = views[run].read(own, &mut room);
                     match gs {
                         None => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x),
                         Some(g) => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x * g[pair]),
                     }
                 }
-            }
-        });
-        tensor(out, (self.tokens, d), dtype)
+            });
+        })?;
+        Ok(y)
     }
 
     fn combine_composed(
@@ -463,21 +467,24 @@ impl Groups {
     fn dots_cpu<T: Real>(&self, parts: &[Tensor], x: &Tensor) -> Result<Tensor> {
         let d = self.width(x)?;
         let _copies = parts.first().and_then(|p| self.ghost_views::<T>(p));
-        if let Some([y]) = ghosts::<T, 1>(&[x], [((self.tokens, self.top_k).into(), T::DTYPE)], |_| ()) {
+        let shape = Shape::from((self.tokens, self.top_k));
+        if let Some([y]) = ghosts::<T, 1>(&[x], (&shape, T::DTYPE), d, |_| ()) {
             return Ok(y);
         }
-        let views = self.views::<T>(parts)?;
-        let by_expert = self.by_expert(&views);
-        let xv = view::<T>(x)?;
-        let (xs, k) = (&*xv, self.top_k);
-        let mut out = vec![T::zero(); self.tokens * k];
-        out.par_chunks_mut(ROWS * k).enumerate().for_each(|(i, block)| {
-            for (j, o) in block.iter_mut().enumerate() {
-                let pair = i * ROWS * k + j;
-                *o = dot(&xs[pair / k * d..][..d], self.row(&by_expert, pair, d));
-            }
-        });
-        tensor(out, (self.tokens, k), T::DTYPE)
+        let (views, run_of) = (self.views::<T>(parts)?, self.run_of());
+        let (x, k) = (Values::<T>::of(x)?, self.top_k);
+        let ([y], _) = written((&shape, T::DTYPE), ROWS * k, |from, out| {
+            let (mut of_x, mut of_row) = (Vec::new(), Vec::new());
+            out.each(k, |at, [dots]| {
+                let t = (from + at) / k;
+                let x = x.read(t * d..(t + 1) * d, &mut of_x);
+                for (pair, o) in (t * k..).zip(dots) {
+                    let (run, own) = self.row(&run_of, pair, d);
+                    *o = dot(x, views[run].read(own, &mut of_row));
+                }
+            });
+        })?;
+        Ok(y)
     }
 
     fn dots_composed(&self, parts: &[Tensor], x: &Tensor, index: &[Tensor; 3]) -> Result<Tensor> {

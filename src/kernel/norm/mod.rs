@@ -3,12 +3,13 @@
 
 mod cuda;
 
-use super::cpu::{ROWS, Real, dot, ghosts, is_cpu, on_real, tensor, vectorised, view};
+use super::blocks::{Values, ghosts, written};
+use super::cpu::{ROWS, Real, dot, is_cpu, on_real, tensor, view};
 use super::ledger::Ledger;
+use super::tensor::Ghost;
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use candle_core::Result;
-use rayon::prelude::*;
 
 /// Forward.
 ///
@@ -89,24 +90,22 @@ fn scale<T: Real>(row: &[T], eps: f64) -> T {
 }
 
 fn forward_cpu<T: Real>(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
-    if let Some([y]) = ghosts::<T, 1>(&[x, w], [(x.shape().clone(), x.dtype())], |_| ()) {
+    let (d, like) = (w.dim(0)?, (x.shape(), x.dtype()));
+    if let Some([y]) = ghosts::<T, 1>(&[x, w], like, d, |_| ()) {
         return Ok(y);
     }
-    let d = w.dim(0)?;
-    let (xv, wv) = (view::<T>(x)?, view::<T>(w)?);
-    let wv = &*wv;
-    let mut y = vec![T::zero(); xv.len()];
-    y.par_chunks_mut(ROWS * d).zip(xv.par_chunks(ROWS * d)).for_each(|(y, x)| {
-        vectorised(|| {
-            for (y, x) in y.chunks_mut(d).zip(x.chunks(d)) {
-                let r = scale(x, eps);
-                for ((y, x), w) in y.iter_mut().zip(x).zip(wv) {
-                    *y = *x * r * *w;
-                }
+    let (x, w) = (Values::<T>::of(x)?, view::<T>(w)?);
+    let ([y], _) = written(like, ROWS * d, |from, out| {
+        let mut room = Vec::new();
+        out.each(d, |at, [y]| {
+            let x = x.read(from + at..from + at + d, &mut room);
+            let r = scale(x, eps);
+            for ((y, x), w) in y.iter_mut().zip(x).zip(&*w) {
+                *y = *x * r * *w;
             }
         });
-    });
-    tensor(y, x.shape(), x.dtype())
+    })?;
+    Ok(y)
 }
 
 fn backward_cpu<T: Real>(
@@ -116,54 +115,46 @@ fn backward_cpu<T: Real>(
     dy: &Tensor,
     want_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let d = w.dim(0)?;
-    let partial = |l: &Ledger| l.touch((T::DTYPE.size_in_bytes() * x.elem_count().div_ceil(ROWS)) as u64);
-    let (own, of_w) = ((x.shape().clone(), x.dtype()), ((1, d).into(), T::DTYPE));
-    if want_dw {
-        if let Some([dx, dw]) = ghosts::<T, 2>(&[x, w, dy], [own, of_w], partial) {
-            return Ok((dx, Some(dw)));
-        }
-    } else if let Some([dx]) = ghosts::<T, 1>(&[x, w, dy], [own], |_| ()) {
+    let (d, like) = (w.dim(0)?, (x.shape(), x.dtype()));
+    let partial = |l: &Ledger| {
+        let parts = if want_dw { x.elem_count().div_ceil(ROWS) } else { 0 };
+        l.touch((T::DTYPE.size_in_bytes() * parts) as u64);
+    };
+    if let Some([dx]) = ghosts::<T, 1>(&[x, w, dy], like, d, partial) {
+        let ledger = dx.ghost().map(Ghost::ledger);
+        let dw = ledger.filter(|_| want_dw).map(|l| Ghost::new(l, (1, d), T::DTYPE).into());
+        return Ok((dx, dw));
+    }
+    let (x, w, dy) = (Values::<T>::of(x)?, view::<T>(w)?, Values::<T>::of(dy)?);
+    // one partial sum a block of rows, added in order below: the same bits for any number of threads
+    let ([dx], partial) = written(like, ROWS * d, |from, out| {
+        let mut dw = vec![T::zero(); if want_dw { d } else { 0 }];
+        let (mut gw, mut of_x, mut of_g) = (vec![T::zero(); d], Vec::new(), Vec::new());
+        out.each(d, |at, [dx]| {
+            let row = || from + at..from + at + d;
+            let (x, g) = (x.read(row(), &mut of_x), dy.read(row(), &mut of_g));
+            let r = scale(x, eps);
+            for ((gw, g), w) in gw.iter_mut().zip(g).zip(&*w) {
+                *gw = *g * *w;
+            }
+            let c = dot(&gw, x) * r * r * r / T::of(d as f64);
+            for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
+                *dx = *gw * r - *x * c;
+            }
+            for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
+                *dw += *g * *x * r;
+            }
+        });
+        dw
+    })?;
+    if !want_dw {
         return Ok((dx, None));
     }
-    let (xv, wv, gv) = (view::<T>(x)?, view::<T>(w)?, view::<T>(dy)?);
-    let wv = &*wv;
-    let mut dx = vec![T::zero(); xv.len()];
-    // one partial sum a block of rows, added in order below: the same bits for any number of threads
-    let partial: Vec<Vec<T>> = dx
-        .par_chunks_mut(ROWS * d)
-        .zip(xv.par_chunks(ROWS * d).zip(gv.par_chunks(ROWS * d)))
-        .map(|(dx, (x, g))| {
-            let mut dw = vec![T::zero(); if want_dw { d } else { 0 }];
-            let mut gw = vec![T::zero(); d];
-            vectorised(|| {
-                for (dx, (x, g)) in dx.chunks_mut(d).zip(x.chunks(d).zip(g.chunks(d))) {
-                    let r = scale(x, eps);
-                    for ((gw, g), w) in gw.iter_mut().zip(g).zip(wv) {
-                        *gw = *g * *w;
-                    }
-                    let c = dot(&gw, x) * r * r * r / T::of(d as f64);
-                    for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
-                        *dx = *gw * r - *x * c;
-                    }
-                    for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
-                        *dw += *g * *x * r;
-                    }
-                }
-            });
-            dw
-        })
-        .collect();
-    let dw = if want_dw {
-        let mut sum = vec![T::zero(); d];
-        for p in &partial {
-            sum.iter_mut().zip(p).for_each(|(s, p)| *s += *p);
-        }
-        Some(tensor(sum, (1, d), T::DTYPE)?)
-    } else {
-        None
-    };
-    Ok((tensor(dx, x.shape(), x.dtype())?, dw))
+    let mut sum = vec![T::zero(); d];
+    for p in &partial {
+        sum.iter_mut().zip(p).for_each(|(s, p)| *s += *p);
+    }
+    Ok((dx, Some(tensor(sum, (1, d), T::DTYPE)?)))
 }
 
 #[cfg(test)]

@@ -35,6 +35,11 @@ fn rest<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
         .number(k.eps as f32)
 }
 
+/// Adds codes and scales of both moments.
+fn coded<'a>(launch: Launch<'a>, m: &'a EightBit) -> Result<Launch<'a>> {
+    launch.tensor(&m.codes[0])?.tensor(&m.scales[0])?.tensor(&m.codes[1])?.tensor(&m.scales[1])
+}
+
 /// Adds the random numbers that round.
 fn drawn(launch: Launch<'_>, draws: Draws) -> Launch<'_> {
     draws.stream.words().into_iter().fold(launch.number(draws.first), Launch::number)
@@ -71,16 +76,8 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?
-        .tensor(p)?
-        .tensor(&m.codes[0])?
-        .tensor(&m.scales[0])?
-        .tensor(&m.codes[1])?
-        .tensor(&m.scales[1])?
-        .tensor(g)?
-        .maybe(copy)?
-        .tensor(&m.maps)?
-        .number(n as u64);
+    let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?.tensor(p)?;
+    let launch = coded(launch, m)?.tensor(g)?.maybe(copy)?.tensor(&m.maps)?.number(n as u64);
     let launch = numbers8(launch, k);
     // SAFETY: all buffers have n values, codes of a byte, scales one a block, the maps 256 each; a launch has a block of
     // threads for each of the values' blocks.
@@ -116,15 +113,8 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
     if ghosts(&[p], [], |_| ()).is_some() {
         return Ok(());
     }
-    let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?
-        .tensor(p)?
-        .tensor(&m.codes[0])?
-        .tensor(&m.scales[0])?
-        .tensor(&m.codes[1])?
-        .tensor(&m.scales[1])?
-        .tensor(g)?
-        .tensor(&m.maps)?
-        .number(n as u64);
+    let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?.tensor(p)?;
+    let launch = coded(launch, m)?.tensor(g)?.tensor(&m.maps)?.number(n as u64);
     let launch = numbers8(drawn(launch, draws), k);
     // SAFETY: all buffers have n values, of the weights' type that names the kernel and f32 gradients, codes of a byte, scales
     // one a block, the maps 256 each; a launch has a block of threads for each of the values' blocks.

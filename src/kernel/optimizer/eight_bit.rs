@@ -10,7 +10,6 @@ use crate::kernel::Tensor;
 use crate::kernel::cpu::{in_place, is_cpu, view};
 use candle_core::{Device, Result};
 use rayon::prelude::*;
-use std::cell::RefCell;
 use std::sync::LazyLock;
 
 /// Values of a quantization block.
@@ -126,16 +125,11 @@ type All<'a, T> = dyn Fn(&mut [T], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
 fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<()> {
     const NAME: &str = "adamw8bit";
     in_place::<T>(NAME, p, |p| {
-        let p = RefCell::new(p);
         in_place::<u8>(NAME, &m.codes[0], |mc| {
-            let mc = RefCell::new(mc);
             in_place::<u8>(NAME, &m.codes[1], |vc| {
-                let vc = RefCell::new(vc);
                 in_place::<f32>(NAME, &m.scales[0], |ms| {
-                    let ms = RefCell::new(ms);
                     in_place::<f32>(NAME, &m.scales[1], |vs| {
-                        let codes = [&mut **mc.borrow_mut(), &mut **vc.borrow_mut()];
-                        f(&mut p.borrow_mut(), codes, [&mut ms.borrow_mut(), vs]);
+                        f(p, [mc, vc], [ms, vs]);
                         Ok(())
                     })
                 })

@@ -12,9 +12,11 @@ mod rounding;
 pub use eight_bit::{BLOCK, EightBit, SMALLEST, ZERO, adamw8bit, adamw8bit_rounded, maps};
 pub use rounding::{Draws, round};
 
+use super::cast::narrow;
 use super::cpu::{in_place, is_cpu, vectorised, view};
 use crate::kernel::Tensor;
 use candle_core::{DType, Result};
+use half::bf16;
 use rayon::prelude::*;
 use rounding::{Stored, on_stored};
 
@@ -57,8 +59,9 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tenso
     if !is_cpu(p) {
         return cuda::adamw([p, m, v, g], copy, k);
     }
-    adamw_cpu::<f32>(p, [m, v, g], Draws::NONE, k)?;
-    put_copy(p, copy)
+    let [halves, other] = [true, false].map(|is| copy.filter(|c| (c.dtype() == DType::BF16) == is));
+    adamw_cpu::<f32>(p, [m, v, g], halves, Draws::NONE, k)?;
+    put_copy(p, other)
 }
 
 /// As [`adamw`], of weights `p` of 16 bits of which there is no f32 copy: the update is in f32, and what it gives is rounded
@@ -67,7 +70,7 @@ pub fn adamw_rounded(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &Adam
     if !is_cpu(p) {
         return cuda::adamw_rounded([p, m, v, g], draws, k);
     }
-    on_stored!(p, adamw_cpu(p, [m, v, g], draws, k))
+    on_stored!(p, adamw_cpu(p, [m, v, g], None, draws, k))
 }
 
 /// Rounds new weights to `copy`, if it is there.
@@ -78,48 +81,65 @@ fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     })
 }
 
-fn adamw_cpu<T: Stored>(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &AdamW) -> Result<()> {
+/// One pass over all of them: memory is what an update waits for.
+fn adamw_cpu<T: Stored>(
+    p: &Tensor,
+    [m, v, g]: [&Tensor; 3],
+    copy: Option<&Tensor>,
+    draws: Draws,
+    k: &AdamW,
+) -> Result<()> {
+    const NAME: &str = "adamw";
     if p.ghost().is_some() {
         return Ok(());
     }
+    let g = view::<f32>(g)?;
+    in_place::<f32>(NAME, m, |m| {
+        in_place::<f32>(NAME, v, |v| {
+            in_place::<T>(NAME, p, |p| match copy {
+                None => {
+                    pass(p, [m, v], &g, &mut [], draws, k);
+                    Ok(())
+                }
+                Some(copy) => in_place::<bf16>(NAME, copy, |copy| {
+                    pass(p, [m, v], &g, copy, draws, k);
+                    Ok(())
+                }),
+            })
+        })
+    })
+}
+
+/// The update of values and, where it has as many, of their rounded copy.
+fn pass<T: Stored>(
+    p: &mut [T],
+    [m, v]: [&mut [f32]; 2],
+    g: &[f32],
+    copy: &mut [bf16],
+    draws: Draws,
+    k: &AdamW,
+) {
     let gs = k.grad_scale as f32;
     let (b1, b2) = ((1.0 - k.betas[0]) as f32, k.betas[1] as f32);
     let c2 = (1.0 - k.betas[1]) as f32;
-    {
-        let g = view::<f32>(g)?;
-        in_place::<f32>("adamw", m, |m| {
-            m.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(m, g)| {
-                vectorised(|| m.iter_mut().zip(g).for_each(|(m, g)| *m += (*g * gs - *m) * b1));
-            });
-            Ok(())
-        })?;
-        in_place::<f32>("adamw", v, |v| {
-            v.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).for_each(|(v, g)| {
-                vectorised(|| {
-                    v.iter_mut().zip(g).for_each(|(v, g)| {
-                        let g = *g * gs;
-                        *v = *v * b2 + c2 * g * g;
-                    });
-                });
-            });
-            Ok(())
-        })?;
-    }
     let decay = (1.0 - k.lr * k.weight_decay) as f32;
     let (step, root, eps) = (k.lr_over_bias() as f32, k.sqrt_bias2() as f32, k.eps as f32);
-    let (m, v) = (view::<f32>(m)?, view::<f32>(v)?);
-    in_place::<T>("adamw", p, |p| {
-        let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks(CHUNK).zip(v.par_chunks(CHUNK)));
-        chunks.enumerate().for_each(|(c, (p, (m, v)))| {
-            let mut words = draws.from(c * CHUNK);
-            vectorised(|| {
-                for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
-                    *p = T::of(p.widen() * decay - step * (*m / (v.sqrt() / root + eps)), &mut words);
-                }
-            });
+    let mut copies = copy.chunks_mut(CHUNK);
+    let copies: Vec<&mut [bf16]> = g.chunks(CHUNK).map(|_| copies.next().unwrap_or_default()).collect();
+    let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
+    let values = p.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK)).zip(copies);
+    values.zip(moments).enumerate().for_each(|(c, (((p, g), copy), (m, v)))| {
+        let mut words = draws.from(c * CHUNK);
+        vectorised(|| {
+            for ((p, g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
+                let g = *g * gs;
+                *m += (g - *m) * b1;
+                *v = *v * b2 + c2 * g * g;
+                *p = T::of(p.widen() * decay - step * (*m / (v.sqrt() / root + eps)), &mut words);
+            }
+            copy.iter_mut().zip(p).for_each(|(c, p)| *c = narrow(p.widen()));
         });
-        Ok(())
-    })
+    });
 }
 
 /// Calls `f` with the start and length of each piece of `n` values.
@@ -132,12 +152,25 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     let mut sum = 0.0;
     for b in buffers.iter().filter(|b| is_cpu(b)) {
         let x = view::<f32>(b)?;
-        let parts: Vec<f64> =
-            x.par_chunks(CHUNK).map(|c| c.iter().map(|x| f64::from(*x) * f64::from(*x)).sum()).collect();
+        let parts: Vec<f64> = x.par_chunks(CHUNK).map(|c| vectorised(|| squares(c))).collect();
         sum += parts.iter().sum::<f64>();
     }
     let elsewhere: Vec<&Tensor> = buffers.iter().filter(|b| !is_cpu(b)).collect();
     Ok(sum + if elsewhere.is_empty() { 0.0 } else { Squares(cuda::squares(&elsewhere)?).read()? })
+}
+
+/// The sum of squares, in lanes.
+#[inline(always)]
+fn squares(x: &[f32]) -> f64 {
+    let mut lanes = [0f64; 16];
+    let chunks = x.chunks_exact(16);
+    let tail: f64 = chunks.remainder().iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    for c in chunks {
+        for i in 0..16 {
+            lanes[i] += f64::from(c[i]) * f64::from(c[i]);
+        }
+    }
+    lanes.into_iter().sum::<f64>() + tail
 }
 
 /// The sum of squares of a flat f32 buffer's values, as it was: on CUDA it is read when somebody asks.

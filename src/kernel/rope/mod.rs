@@ -8,12 +8,12 @@
 
 mod cuda;
 
-use super::cpu::{ROWS, Real, ghosts, is_cpu, on_real, tensor, vectorised, view};
+use super::blocks::{Values, ghosts, written};
+use super::cpu::{ROWS, Real, is_cpu, on_real, view};
 use super::norm;
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use candle_core::Result;
-use rayon::prelude::*;
 
 /// The norms of heads: weight `[c]` and eps, of queries and of keys.
 #[derive(Clone, Copy, Debug)]
@@ -98,31 +98,30 @@ fn apply_cpu<T: Real>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> 
     if c % 2 != 0 || cos.dims() != [t, half] || sin.dims() != [t, half] {
         candle_core::bail!("rope: {:?} with tables {:?} and {:?}", x.shape(), cos.shape(), sin.shape());
     }
-    if let Some([y]) = ghosts::<T, 1>(&[x, cos, sin], [(x.shape().clone(), x.dtype())], |_| ()) {
+    let (row, like) = (h * c, (x.shape(), x.dtype()));
+    if let Some([y]) = ghosts::<T, 1>(&[x, cos, sin], like, row, |_| ()) {
         return Ok(y);
     }
-    let (xv, cv, sv) = (view::<T>(x)?, view::<T>(cos)?, view::<T>(sin)?);
+    let (x, cos, sin) = (Values::<T>::of(x)?, view::<T>(cos)?, view::<T>(sin)?);
     let sign = if inverse { -T::one() } else { T::one() };
-    let mut y = vec![T::zero(); xv.len()];
-    y.par_chunks_mut(ROWS * h * c)
-        .zip(xv.par_chunks(ROWS * h * c))
-        .zip(cv.par_chunks(ROWS * half).zip(sv.par_chunks(ROWS * half)))
-        .for_each(|((y, x), (cos, sin))| {
-            let tokens = y.chunks_mut(h * c).zip(x.chunks(h * c)).zip(cos.chunks(half).zip(sin.chunks(half)));
-            vectorised(|| {
-                for ((y, x), (cos, sin)) in tokens {
-                    for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
-                        let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
-                        for i in 0..half {
-                            let s = sin[i] * sign;
-                            y1[i] = x1[i] * cos[i] - x2[i] * s;
-                            y2[i] = x2[i] * cos[i] + x1[i] * s;
-                        }
-                    }
+    let ([y], _) = written(like, ROWS * row, |from, out| {
+        let mut room = Vec::new();
+        out.each(row, |at, [y]| {
+            let at = from + at;
+            let x = x.read(at..at + row, &mut room);
+            let angle = at / row * half;
+            let (cos, sin) = (&cos[angle..angle + half], &sin[angle..angle + half]);
+            for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
+                let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
+                for i in 0..half {
+                    let s = sin[i] * sign;
+                    y1[i] = x1[i] * cos[i] - x2[i] * s;
+                    y2[i] = x2[i] * cos[i] + x1[i] * s;
                 }
-            });
+            }
         });
-    tensor(y, x.shape(), x.dtype())
+    })?;
+    Ok(y)
 }
 
 #[cfg(test)]

@@ -2,11 +2,11 @@
 
 mod cuda;
 
-use super::cpu::{Real, ghosts, is_cpu, on_real, tensor, vectorised, view};
+use super::blocks::{BLOCK, Values, ghosts, written};
+use super::cpu::{Real, is_cpu, on_real};
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use candle_core::Result;
-use rayon::prelude::*;
 
 /// Elements that one task takes.
 const CHUNK: usize = 16 * 1024;
@@ -79,41 +79,43 @@ fn logistic<T: Real>(x: T) -> T {
 }
 
 fn forward_cpu<T: Real>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if let Some([y]) = ghosts::<T, 1>(&[gate, up], [(gate.shape().clone(), gate.dtype())], |_| ()) {
+    let like = (gate.shape(), gate.dtype());
+    if let Some([y]) = ghosts::<T, 1>(&[gate, up], like, BLOCK, |_| ()) {
         return Ok(y);
     }
-    let (g, u) = (view::<T>(gate)?, view::<T>(up)?);
-    let mut y = vec![T::zero(); g.len()];
-    y.par_chunks_mut(CHUNK).zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK))).for_each(|(y, (g, u))| {
-        vectorised(|| {
+    let (g, u) = (Values::<T>::of(gate)?, Values::<T>::of(up)?);
+    let ([y], _) = written(like, CHUNK, |from, out| {
+        let [mut of_g, mut of_u] = [Vec::new(), Vec::new()];
+        out.each(BLOCK, |at, [y]| {
+            let own = from + at..from + at + y.len();
+            let (g, u) = (g.read(own.clone(), &mut of_g), u.read(own, &mut of_u));
             for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
                 *y = *g * logistic(*g) * *u;
             }
         });
-    });
-    tensor(y, gate.shape(), gate.dtype())
+    })?;
+    Ok(y)
 }
 
 fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let one = || (gate.shape().clone(), gate.dtype());
-    if let Some([dg, du]) = ghosts::<T, 2>(&[gate, up, dy], [one(), one()], |_| ()) {
+    let like = (gate.shape(), gate.dtype());
+    if let Some([dg, du]) = ghosts::<T, 2>(&[gate, up, dy], like, BLOCK, |_| ()) {
         return Ok((dg, du));
     }
-    let (g, u, d) = (view::<T>(gate)?, view::<T>(up)?, view::<T>(dy)?);
-    let (mut dg, mut du) = (vec![T::zero(); g.len()], vec![T::zero(); g.len()]);
-    dg.par_chunks_mut(CHUNK)
-        .zip(du.par_chunks_mut(CHUNK))
-        .zip(g.par_chunks(CHUNK).zip(u.par_chunks(CHUNK)).zip(d.par_chunks(CHUNK)))
-        .for_each(|((dg, du), ((g, u), d))| {
-            vectorised(|| {
-                for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
-                    let s = logistic(*g);
-                    *du = *d * *g * s;
-                    *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
-                }
-            });
+    let [g, u, d] = [Values::<T>::of(gate)?, Values::of(up)?, Values::of(dy)?];
+    let ([dg, du], _) = written(like, CHUNK, |from, out| {
+        let [mut of_g, mut of_u, mut of_d] = [Vec::new(), Vec::new(), Vec::new()];
+        out.each(BLOCK, |at, [dg, du]| {
+            let own = || from + at..from + at + dg.len();
+            let (g, u, d) = (g.read(own(), &mut of_g), u.read(own(), &mut of_u), d.read(own(), &mut of_d));
+            for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
+                let s = logistic(*g);
+                *du = *d * *g * s;
+                *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
+            }
         });
-    Ok((tensor(dg, gate.shape(), gate.dtype())?, tensor(du, gate.shape(), gate.dtype())?))
+    })?;
+    Ok((dg, du))
 }
 
 #[cfg(test)]

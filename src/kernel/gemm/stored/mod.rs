@@ -46,13 +46,13 @@ pub(super) fn takes(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// The bits of a contiguous matrix in half precision on the CPU.
-struct Bits<'a> {
+pub(super) struct Bits<'a> {
     storage: StorageRef<'a>,
     at: Range<usize>,
 }
 
 impl<'a> Bits<'a> {
-    fn of(t: &'a Tensor) -> Result<Self> {
+    pub(super) fn of(t: &'a Tensor) -> Result<Self> {
         let (storage, l) = t.real()?.storage_and_layout();
         match (&*storage, l.contiguous_offsets()) {
             (Storage::Cpu(CpuStorage::BF16(_) | CpuStorage::F16(_)), Some((start, end))) => {
@@ -62,7 +62,7 @@ impl<'a> Bits<'a> {
         }
     }
 
-    fn half(&self) -> Half<'_> {
+    pub(super) fn half(&self) -> Half<'_> {
         let (bits, how): (&[u16], How) = match &*self.storage {
             Storage::Cpu(CpuStorage::BF16(v)) => (v[self.at.clone()].reinterpret_cast(), How::Bf16),
             Storage::Cpu(CpuStorage::F16(v)) => (v[self.at.clone()].reinterpret_cast(), How::F16),
@@ -81,7 +81,7 @@ enum How {
 
 /// Values in half precision.
 #[derive(Clone, Copy)]
-struct Half<'a> {
+pub(super) struct Half<'a> {
     bits: &'a [u16],
     how: How,
 }
@@ -89,7 +89,7 @@ struct Half<'a> {
 impl Half<'_> {
     /// Widens as many values from value `at` on.
     #[inline(always)]
-    fn widen(&self, at: usize, to: &mut [f32]) {
+    pub(super) fn widen(&self, at: usize, to: &mut [f32]) {
         let bits = &self.bits[at..at + to.len()];
         match self.how {
             How::Bf16 => {
@@ -244,7 +244,8 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
 }
 
 /// What a product of ghosts takes while it works.
-fn work(l: &Ledger, of: (usize, usize, usize), transposed: bool) {
+fn work(l: &Ledger, a: &Tensor, of: (usize, usize, usize), transposed: bool) {
+    let _contiguous = l.hold(if a.is_contiguous() { 0 } else { 4 * (of.0 * of.1) as u64 });
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
     let bytes =
         if of.0 * of.1 * of.2 == 0 { 0 } else { Cut::new(of, transposed, threads).bytes(of.0, threads) };
@@ -256,10 +257,8 @@ fn work(l: &Ledger, of: (usize, usize, usize), transposed: bool) {
 pub(super) fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if let Some(g) = a.ghost() {
-        let a = g.ledger().hold(if a.is_contiguous() { 0 } else { 4 * (m * k) as u64 });
         let y = Ghost::new(g.ledger(), (m, n), DType::F32);
-        work(g.ledger(), (m, k, n), tb);
-        drop(a);
+        work(g.ledger(), a, (m, k, n), tb);
         return Ok(y.into());
     }
     let mut out = vec![0f32; m * n];
@@ -274,9 +273,7 @@ pub(super) fn acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
         candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
     }
     if let Some(g) = a.ghost() {
-        let a = g.ledger().hold(if a.is_contiguous() { 0 } else { 4 * (m * k) as u64 });
-        work(g.ledger(), (m, k, n), tb);
-        drop(a);
+        work(g.ledger(), a, (m, k, n), tb);
         return Ok(());
     }
     in_place::<f32>("matmul", c, |dst| onto(dst, true, (a, ta), (b, tb), (k, n), alpha as f32))
