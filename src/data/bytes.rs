@@ -2,6 +2,7 @@
 //! they are few, in a file without a name where they are many.
 
 use super::error::Error;
+use crate::log::warn;
 use crate::store::{self, Pending};
 use std::fs::File;
 use std::io::{self, Write};
@@ -145,10 +146,10 @@ pub(super) struct Spool {
 }
 
 impl Spool {
-    /// Appends a number.
+    /// Appends a number. What there is no room for on the disk comes back to memory.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// A file that cannot be read any more.
     pub fn push(&mut self, number: u32) -> Result<(), Error> {
         self.part.extend(number.to_le_bytes());
         if self.part.len() >= self.scratch.few && self.scratch.folder.is_some() {
@@ -166,10 +167,23 @@ impl Spool {
             self.file = Pending::create(&path, None).ok().map(|p| (p.unnamed(), path));
             self.scratch.folder = self.file.as_ref().map(|_| folder);
         }
-        if let Some((file, path)) = &mut self.file {
-            file.write_all(&self.part).map_err(|e| store::Error::write("write", path, None, e))?;
-            self.written += self.part.len() as u64;
-            self.part.clear();
+        let Some((file, path)) = &mut self.file else { return Ok(()) };
+        match file.write_all(&self.part) {
+            Ok(()) => {
+                self.written += self.part.len() as u64;
+                self.part.clear();
+            }
+            Err(e) => {
+                let why = store::Error::write("write", path, None, e);
+                warn(&format!(
+                    "a list of samples stays in memory: {why}\n  hint: FT_CACHE names another folder"
+                ));
+                let mut all = vec![0; self.written as usize];
+                file.read_exact_at(&mut all, 0).map_err(|cause| cannot(path, cause))?;
+                all.append(&mut self.part);
+                self.part = all;
+                (self.file, self.scratch.folder) = (None, None);
+            }
         }
         Ok(())
     }
@@ -242,7 +256,21 @@ impl Scratch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::small_disk::SmallDisk;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_full_disk_leaves_a_list_in_memory() {
+        let Some(disk) = SmallDisk::new() else { return };
+        // 256 KiB have room for 65,536 numbers at the most
+        for n in [60_000, 70_000, 200_000] {
+            let mut spool = Scratch::holding(disk.path(), 1000).list();
+            (0..n).try_for_each(|i| spool.push(i * 3)).unwrap();
+            let list = spool.finish().unwrap();
+            assert_eq!(list.range(0..list.len()).unwrap(), (0..n).map(|i| i * 3).collect::<Vec<_>>());
+            assert_eq!(list.resident() > 0, n > 65_536);
+        }
+    }
 
     proptest! {
         /// Whatever stays in memory, and in whatever order it is asked.

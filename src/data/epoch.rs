@@ -48,7 +48,7 @@ impl Epoch {
     /// Mixes and packs samples.
     ///
     /// # Errors
-    /// Weights by which no samples are left, or too many; lists that cannot be written or read.
+    /// Weights by which no samples are left, or too many; lists that cannot be read any more.
     pub fn new(
         part: Part,
         samples: &Samples,

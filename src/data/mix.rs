@@ -34,7 +34,7 @@ impl Mix {
     /// Appends the samples of the next source, which have these numbers.
     ///
     /// # Errors
-    /// A weight that makes more samples than there are numbers for; a list that cannot be written.
+    /// A weight that makes more samples than there are numbers for; a list that cannot be read any more.
     pub fn push(
         &mut self,
         range: Range<usize>,

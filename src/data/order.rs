@@ -65,7 +65,7 @@ impl Rounds {
     fn new(stream: Stream, n: u64) -> Self {
         let a = ((n as f64).sqrt().ceil() as u64).max(1);
         let key = |i: usize| {
-            let words = stream.block(i as u64 / 2);
+            let words = stream.block(i as u64 / 2 + 1);
             let half = i % 2 * 2;
             u64::from(words[half]) << 32 | u64::from(words[half + 1])
         };

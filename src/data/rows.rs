@@ -175,7 +175,7 @@ impl RowsWriter {
     /// Appends a row.
     ///
     /// # Errors
-    /// A list that cannot be written.
+    /// A list that cannot be read any more.
     pub fn row(&mut self, items: &[Item]) -> Result<(), Error> {
         let tokens: u64 = items.iter().map(|i| u64::from(i.tokens)).sum();
         self.rows.tokens += tokens;

@@ -379,7 +379,7 @@ impl Samples {
     /// which go.
     ///
     /// # Errors
-    /// Lists that cannot be written or read.
+    /// Lists that cannot be read any more.
     pub(super) fn split(
         self,
         scratch: &Scratch,
