@@ -24,13 +24,18 @@ fn sources(weight: f64) -> [recipe::Source; 2] {
     [source("a.jsonl", Format::Tokens), recipe::Source { weight, ..source("b.jsonl", Format::Tokens) }]
 }
 
+/// Rows, what was counted, the hash, and all samples.
+type Seen = (Vec<Vec<u32>>, Stats, String, Vec<Example>);
+/// Sources and lines.
+type Places = Vec<(usize, usize)>;
+
 struct Made {
     train: Dataset,
     eval: Option<Dataset>,
 }
 
 impl Made {
-    fn seen(&self) -> Vec<(Vec<Vec<u32>>, Stats, String, Vec<Example>)> {
+    fn seen(&self) -> Vec<Seen> {
         let of = |d: &Dataset| (lists(&d.rows), d.stats.clone(), d.hash.clone(), all(d));
         std::iter::once(&self.train).chain(&self.eval).map(of).collect()
     }
@@ -87,10 +92,10 @@ fn orders_in_parts_hold_the_same_samples() {
         let whole = made(&files, &cfg, cache.path(), 64, 1 << 20);
         let parts = made(&files, &cfg, cache.path(), 64, 200);
         let ids = |m: &Made| {
-            let of = |d: &Dataset| all(d).into_iter().map(|e| (e.source, e.line)).collect::<Vec<_>>();
+            let of = |d: &Dataset| all(d).into_iter().map(|e| (e.source, e.line)).collect::<Places>();
             (of(&m.train), m.eval.as_ref().map(of).unwrap_or_default())
         };
-        let sorted = |(train, eval): (Vec<(usize, usize)>, Vec<(usize, usize)>)| {
+        let sorted = |(train, eval): (Places, Places)| {
             let mut both = [train, eval].concat();
             both.sort_unstable();
             both

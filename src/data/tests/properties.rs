@@ -179,7 +179,11 @@ fn packing_a_million_samples_is_dense() {
         (0..1_000_000).map(|i| 20 + (s.uniform(i).powi(3) * 2000.0) as usize).collect()
     };
     let mut rows = 0;
-    pack::best_fit(&items(&lengths), 2048, order_of(1), &mut |_| Ok(rows += 1)).unwrap();
+    let mut each = |_: &[Item]| {
+        rows += 1;
+        Ok(())
+    };
+    pack::best_fit(&items(&lengths), 2048, order_of(1), &mut each).unwrap();
     let fill = lengths.iter().sum::<usize>() as f64 / (rows * 2048) as f64;
     assert!(fill > 0.97, "{fill}");
 }
