@@ -120,14 +120,14 @@ impl Stream {
         (if index.is_multiple_of(2) { r * a.cos() } else { r * a.sin() }) as f32
     }
 
-    /// A random order of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32 for any n that fits memory).
-    pub fn permutation(&self, n: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..n).collect();
-        for i in (1..n).rev() {
-            let b = self.block(i as u64);
+    /// A random order of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32).
+    pub fn permutation(&self, n: u32) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..n).collect();
+        for i in (1..u64::from(n)).rev() {
+            let b = self.block(i);
             let word = u64::from(b[0]) << 32 | u64::from(b[1]);
-            let j = ((u128::from(word) * (i as u128 + 1)) >> 64) as usize;
-            order.swap(i, j);
+            let j = (u128::from(word) * (u128::from(i) + 1)) >> 64;
+            order.swap(i as usize, j as usize);
         }
         order
     }
@@ -162,7 +162,7 @@ mod tests {
         let b = Stream::new(7, Purpose::Shuffle, 1, 0).permutation(1000);
         let mut sorted = a.clone();
         sorted.sort_unstable();
-        assert_eq!(sorted, (0..1000).collect::<Vec<_>>());
+        assert_eq!(sorted, (0..1000).collect::<Vec<u32>>());
         assert_ne!(a, b);
     }
 

@@ -155,9 +155,9 @@ fn quickstart() -> Split {
     for (at, topic) in world::topics().iter().enumerate() {
         let facts: Vec<_> =
             topic.facts.iter().filter(|f| !f.asks.iter().any(|a| redefined.contains(a))).collect();
-        let order = Stream::new(SEED, Purpose::Shuffle, 0, at as u64).permutation(facts.len());
+        let order = Stream::new(SEED, Purpose::Shuffle, 0, at as u64).permutation(facts.len() as u32);
         let spare = QUICKSTART.1.min(facts.len() / 4);
-        for (i, &fact) in order.iter().map(|&j| &facts[j]).take(QUICKSTART.0 + spare).enumerate() {
+        for (i, &fact) in order.iter().map(|&j| &facts[j as usize]).take(QUICKSTART.0 + spare).enumerate() {
             let turn = (dice.pick(&fact.asks).clone(), styles::PIRATE.speak(&fact.reply));
             let talk = Talk { system: None, turns: vec![turn] };
             if i < spare { &mut eval } else { &mut train }.push(talk);

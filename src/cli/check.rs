@@ -182,7 +182,7 @@ impl Check<'_> {
                 warn(&format!("{} more problems in the data are not shown", checked.more));
             }
             let Some(dataset) = checked.dataset else { continue };
-            job::tell_data(part.key(&recipe.data), &dataset, config);
+            self.keep(job::tell_data(part.key(&recipe.data), &dataset, config));
             if train && !bad {
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }

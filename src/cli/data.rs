@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if part == Part::Train {
         job::batches(&recipe, &dataset)?;
     }
-    job::tell_data(part.key(&recipe.data), &dataset, &config);
+    job::tell_data(part.key(&recipe.data), &dataset, &config)?;
     if args.json {
         let value = json(&dataset, &recipe, shared);
         return super::print(&format!("{value:#}\n"));
@@ -80,7 +80,8 @@ pub fn show(
     color: bool,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    for (i, row) in dataset.rows.iter().take(rows).enumerate() {
+    for i in 0..rows.min(dataset.rows.len()) {
+        let row = dataset.rows.get(i).map_err(io::Error::other)?;
         let documents = row.iter().filter_map(|s| dataset.samples.get(*s as usize).transpose());
         let documents = documents.collect::<Result<Vec<_>, _>>().map_err(io::Error::other)?;
         let tokens: usize = documents.iter().map(|e| e.ids.len()).sum();

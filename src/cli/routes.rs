@@ -43,11 +43,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let (decoder, _) = job.load(false)?;
 
     let count = args.rows.unwrap_or(data.rows.len()).min(data.rows.len());
-    let rows: Vec<usize> = (0..count).collect();
     let bar = indicatif::ProgressBar::new(count as u64);
     let (mut load, mut tokens) = (Load::default(), 0);
-    for chunk in rows.chunks(job.recipe.run.micro_rows.count()) {
-        let m = Micro::collate(&data, chunk)?;
+    let micro = job.recipe.run.micro_rows.count();
+    for at in (0..count).step_by(micro) {
+        let chunk: Vec<usize> = (at..(at + micro).min(count)).collect();
+        let m = Micro::collate(&data, &chunk)?;
         if !m.ids.is_empty() {
             let batch = Batch::new(&job.config, step::host(&m), (0, 0), None, &job.device)?;
             let mut walk = Walk::new(&decoder, None, 0);

@@ -1,8 +1,9 @@
 //! Which rows a step takes.
 
+use super::order::{HELD, Order};
 use crate::recipe::{Length, Run};
 use crate::rng::{Purpose, Stream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// The rows of each step of a run: a pure function of the step, so that where a resumed run stands is its step
 /// number and nothing else.
@@ -18,7 +19,7 @@ pub struct Batches {
     shuffle: bool,
     seed: u64,
     /// The orders of the last two epochs asked for: a batch may reach over an edge. Holds no state, only time.
-    orders: Mutex<Vec<(u64, Arc<Vec<usize>>)>>,
+    orders: Mutex<Vec<(u64, Order)>>,
 }
 
 impl Batches {
@@ -59,15 +60,20 @@ impl Batches {
         }
         let epoch = (at / self.rows as u128) as u64;
         let mut orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = orders.iter().find(|o| o.0 == epoch) {
-            return found.1[within];
+        if let Some((_, order)) = orders.iter().find(|o| o.0 == epoch) {
+            return order.at(within);
         }
-        let order = Arc::new(Stream::new(self.seed, Purpose::Shuffle, epoch, 0).permutation(self.rows));
-        let row = order[within];
+        let order = Order::new(Stream::new(self.seed, Purpose::Shuffle, epoch, 0), self.rows, HELD);
+        let row = order.at(within);
         if orders.len() == 2 {
             orders.remove(0);
         }
         orders.push((epoch, order));
         row
+    }
+
+    /// Bytes of the orders of `rows` rows that stay in memory, of a run that takes `all` of them.
+    pub fn resident(rows: u64, all: u64) -> u64 {
+        Order::bytes(rows) * all.div_ceil(rows.max(1)).min(2)
     }
 }

@@ -16,7 +16,8 @@ use super::strftime;
 use crate::error::Place;
 use crate::log::{tell, warn};
 use crate::recipe::{self, Format};
-use crate::store::{self, Pending, hash};
+use crate::store::hash::{self, Written};
+use crate::store::{self, Pending};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -139,6 +140,11 @@ struct Header {
     files: Vec<String>,
 }
 
+/// The folder of a cache that tokens are kept in.
+pub(super) fn tokens_in(cache: &Path) -> PathBuf {
+    cache.join("tokens")
+}
+
 /// The place of a source's tokens.
 pub(super) struct Entry<'a> {
     folder: PathBuf,
@@ -153,7 +159,7 @@ pub(super) struct Strict(pub bool);
 impl<'a> Entry<'a> {
     /// Of a source in a cache folder.
     pub fn of(cache: &Path, key: Key<'a>) -> Option<Self> {
-        Some(Self { folder: cache.join("tokens"), name: key.name()?, key })
+        Some(Self { folder: tokens_in(cache), name: key.name()?, key })
     }
 
     fn limit(&self) -> String {
@@ -275,7 +281,7 @@ impl<'a> Entry<'a> {
     ///
     /// # Errors
     /// Files that cannot be written.
-    pub fn keep(&self, mut writer: Writer, found: &Found) -> Result<(), store::Error> {
+    pub fn keep(&self, mut writer: Writer, found: &Found) -> Result<Written, store::Error> {
         writer.flush()?;
         let limit = if found.cut() == 0 { "all".to_string() } else { self.limit() };
         let header = Header {
@@ -293,9 +299,10 @@ impl<'a> Entry<'a> {
         records.write(sum.as_bytes())?;
         let bytes = writer.bytes + (writer.count * RECORD) as u64;
         // an index is of the tokens that are there
-        let index = self.path(&limit, "index");
+        let [index, tokens] = ["index", "tokens"].map(|what| self.path(&limit, what));
         let _ = std::fs::remove_file(&index);
-        writer.tokens.commit_as(&self.path(&limit, "tokens"))?;
+        writer.tokens.commit_as(&tokens)?;
+        let written = Written::new(tokens, header.hash)?;
         records.commit_as(&index)?;
         if bytes > TOLD {
             let (gib, folder) = (bytes as f64 / f64::from(1 << 30), self.folder.display());
@@ -305,7 +312,7 @@ impl<'a> Entry<'a> {
             ));
         }
         sweep(&self.folder, &format!("{}-{limit}", self.name), KEPT);
-        Ok(())
+        Ok(written)
     }
 }
 

@@ -2,20 +2,20 @@
 
 use super::cache::{Entry, Key, ModelKey, Strict, not_kept};
 use super::encode::{Encoder, Example};
+use super::epoch::{Epoch, Space};
 use super::error::Error;
 use super::files::files;
 use super::format::Shape;
+use super::order::Order;
 use super::pass::{Pass, Stopped};
-use super::record::small;
 use super::samples::{Samples, Store, Writer};
 use super::stats::{Found, Stats};
-use super::{Rows, Tokenizer, pack};
+use super::{Rows, Tokenizer};
 use crate::log::rows_bar;
 use crate::recipe::{self, Format, OnBadRow, Part, Recipe};
 use crate::rng::{Purpose, Stream};
-use crate::store;
+use crate::store::{self, hash::Written};
 use indicatif::ProgressBar;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -59,15 +59,20 @@ pub(super) struct Loader<'a> {
     samples: Samples,
     stats: Stats,
     bar: ProgressBar,
+    space: Space,
+    /// What it kept.
+    written: Vec<Written>,
 }
 
 impl Dataset {
-    /// Of samples in memory, and rows of them; with nothing counted.
+    /// Of samples in memory, and rows of them by their numbers; with nothing counted.
     ///
     /// # Errors
     /// None, of memory.
-    pub fn of(examples: &[Example], rows: Rows) -> Result<Dataset, Error> {
-        Ok(Dataset { samples: Samples::of(examples)?, rows, stats: Stats::default(), hash: String::new() })
+    pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
+        let samples = Samples::of(examples)?;
+        let rows = Rows::of(rows, &samples)?;
+        Ok(Dataset { samples, rows, stats: Stats::default(), hash: String::new() })
     }
 
     /// Reads, tokenizes, mixes and packs a part of a recipe's data; what is evaluated on stays in file order.
@@ -108,17 +113,28 @@ impl Dataset {
         }
         let mut loader = Loader::new(cfg, resolve, tokenizer, vocab_size);
         loader.sources(&cfg.train)?;
-        let (train, held_out) = split(loader.samples, cfg.eval_share, seed);
-        let eval = dataset(held_out, Part::Eval, cfg, loader.stats.clone(), seed)?;
-        Ok((dataset(train, Part::Train, cfg, loader.stats, seed)?, Some(eval)))
+        let Loader { samples, stats, space, written, .. } = loader;
+        let (train, held_out) = split(samples, cfg.eval_share, seed, &space)?;
+        let eval = dataset(held_out, Part::Eval, cfg, stats.clone(), seed, &space)?;
+        let train = dataset(train, Part::Train, cfg, stats, seed, &space)?;
+        written.iter().for_each(Written::keep);
+        Ok((train, Some(eval)))
     }
 
     /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of the rows
     /// is not read, and documents that are longer than the model's `positions`.
-    pub fn warnings(&self, positions: usize) -> Vec<String> {
+    ///
+    /// # Errors
+    /// A file of tokens that cannot be read any more.
+    pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
         let mut out = self.stats.notes.told();
-        let long = (0..self.samples.len()).map(|i| self.samples.tokens(i)).filter(|n| *n > positions);
-        let (count, longest) = long.fold((0, 0), |(count, longest), n| (count + 1, longest.max(n)));
+        let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
+        for i in 0..self.samples.len() {
+            let n = reader.item(i)?.tokens as usize;
+            if n > positions {
+                (count, longest) = (count + 1, longest.max(n));
+            }
+        }
         if count > 0 {
             let documents =
                 if count == 1 { "1 document is".into() } else { format!("{count} documents are") };
@@ -127,7 +143,7 @@ impl Dataset {
                  {longest} tokens\n  hint: data.max_length = {positions}, or rope_scaling in model.override"
             ));
         }
-        out
+        Ok(out)
     }
 
     /// How many samples of another dataset are in this one too.
@@ -184,8 +200,9 @@ pub(super) fn kept_in(
         let strict = Strict(data.on_bad_row == OnBadRow::Error);
         samples.push(Arc::new(Entry::of(cache, key)?.find(strict, false)?.0), None);
     }
-    let samples = of_part(samples, part, data, r.run.seed);
-    let rows = rows(part, &samples, data, r.run.seed).ok()?;
+    let space = Space::new(Some(cache));
+    let samples = of_part(samples, part, data, r.run.seed, &space).ok()?;
+    let rows = Epoch::new(part, &samples, data, r.run.seed, &space).ok()?.rows;
     Some((samples, rows))
 }
 
@@ -196,25 +213,36 @@ impl<'a> Loader<'a> {
         tokenizer: Option<&'a Tokenizer>,
         vocab_size: usize,
     ) -> Self {
+        let cache = store::cache_folder().filter(|_| data.cache);
         Self {
             data,
             resolve,
             tokenizer,
             vocab_size,
-            cache: store::cache_folder().filter(|_| data.cache),
             collect: None,
             problems: Vec::new(),
             more: 0,
             samples: Samples::default(),
             stats: Stats::default(),
             bar: rows_bar(),
+            space: Space::new(cache.as_deref()),
+            written: Vec::new(),
+            cache,
         }
     }
 
     /// With tokens kept in another folder than the user's.
     #[cfg(test)]
     pub fn keeping(self, cache: &Path) -> Self {
-        Self { cache: Some(cache.into()).filter(|_| self.data.cache), ..self }
+        let cache = Some(cache.to_path_buf()).filter(|_| self.data.cache);
+        Self { space: Space::new(cache.as_deref()), cache, ..self }
+    }
+
+    /// With lists on disk from so many bytes on, and so many samples in an order at a time.
+    #[cfg(test)]
+    pub fn holding(mut self, few: usize, held: usize) -> Self {
+        self.space.holding(few, held);
+        self
     }
 
     /// With all problems, at most so many of them kept, instead of the first.
@@ -224,7 +252,10 @@ impl<'a> Loader<'a> {
 
     pub fn load(mut self, part: Part, seed: u64) -> Result<Dataset, Error> {
         self.sources(self.data.sources(part))?;
-        dataset(of_part(self.samples, part, self.data, seed), part, self.data, self.stats, seed)
+        let samples = of_part(self.samples, part, self.data, seed, &self.space)?;
+        let dataset = dataset(samples, part, self.data, self.stats, seed, &self.space)?;
+        self.written.iter().for_each(Written::keep);
+        Ok(dataset)
     }
 
     pub fn check(mut self, part: Part, seed: u64) -> Checked {
@@ -234,13 +265,12 @@ impl<'a> Loader<'a> {
                 self.samples.push(Arc::new(Store::default()), None);
             }
         }
-        let (problems, more) = (self.problems, self.more);
+        let (problems, more, space) = (self.problems, self.more, self.space);
         let dataset = match self.samples.is_empty() {
             true => None,
-            false => {
-                let samples = of_part(self.samples, part, self.data, seed);
-                dataset(samples, part, self.data, self.stats, seed).ok()
-            }
+            false => of_part(self.samples, part, self.data, seed, &space)
+                .and_then(|samples| dataset(samples, part, self.data, self.stats, seed, &space))
+                .ok(),
         };
         Checked { problems, more, dataset }
     }
@@ -298,8 +328,11 @@ impl<'a> Loader<'a> {
         let why = match entry.writer().map_err(Stopped::Write).and_then(|w| self.pass(w, encoder, what)) {
             Ok(Passed { writer, found, clean }) if clean && entry.holds() => match entry.keep(writer, &found)
             {
-                Ok(()) => match entry.find(strict, false) {
-                    Some(kept) => return Ok(kept),
+                Ok(written) => match entry.find(strict, false) {
+                    Some(kept) => {
+                        self.written.push(written);
+                        return Ok(kept);
+                    }
                     None => None,
                 },
                 Err(e) => Some(e),
@@ -378,22 +411,25 @@ struct Passed {
 }
 
 /// What of the samples of a part's sources is the part's.
-fn of_part(samples: Samples, part: Part, data: &recipe::Data, seed: u64) -> Samples {
+fn of_part(
+    samples: Samples,
+    part: Part,
+    data: &recipe::Data,
+    seed: u64,
+    space: &Space,
+) -> Result<Samples, Error> {
     if data.eval_share == 0.0 {
-        return samples;
+        return Ok(samples);
     }
-    let (train, held_out) = split(samples, data.eval_share, seed);
-    if part == Part::Train { train } else { held_out }
+    let (train, held_out) = split(samples, data.eval_share, seed, space)?;
+    Ok(if part == Part::Train { train } else { held_out })
 }
 
 /// Takes a share of each source's samples out, rounded, but all of none: what is left, and what was taken.
-fn split(samples: Samples, share: f64, seed: u64) -> (Samples, Samples) {
-    samples.split(&|source, n| {
+fn split(samples: Samples, share: f64, seed: u64, space: &Space) -> Result<(Samples, Samples), Error> {
+    samples.split(&space.scratch, &|source, n| {
         let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
-        let mut out = vec![false; n];
-        let order = Stream::new(seed, Purpose::Split, 0, source as u64).permutation(n);
-        order.into_iter().take(count).for_each(|i| out[i] = true);
-        out
+        Order::new(Stream::new(seed, Purpose::Split, 0, source as u64), n, space.held).choose(count)
     })
 }
 
@@ -404,83 +440,9 @@ fn dataset(
     data: &recipe::Data,
     mut stats: Stats,
     seed: u64,
+    space: &Space,
 ) -> Result<Dataset, Error> {
-    let rows = rows(part, &samples, data, seed)?;
-    stats.count(&samples, &rows, data.max_length, data.pack);
-    let hash = hash(&samples, &rows);
+    let Epoch { rows, lengths, hash } = Epoch::new(part, &samples, data, seed, space)?;
+    stats.count(samples.len(), &rows, &lengths, data.max_length, data.pack);
     Ok(Dataset { samples, rows, stats, hash })
-}
-
-/// Mixes and packs samples: the rows of an epoch.
-fn rows(part: Part, samples: &Samples, data: &recipe::Data, seed: u64) -> Result<Rows, Error> {
-    let ranges = samples.ranges();
-    let fail = |message: String| {
-        let place = data.sources(part).first().map(|s| s.place.clone()).unwrap_or_default();
-        Err(Error::Recipe { place, message })
-    };
-    let mut order = Vec::new();
-    for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
-        mix(&mut order, range.clone(), source, seed, i)?;
-    }
-    if order.is_empty() && ranges.iter().any(|r| !r.is_empty()) {
-        let key = part.key(data);
-        return fail(format!("{key}: by their weights no sample of the sources is in an epoch"));
-    }
-    if u32::try_from(order.len()).is_err() || u32::try_from(samples.len()).is_err() {
-        let key = part.key(data);
-        return fail(format!("{key}: {} samples an epoch are too many", order.len().max(samples.len())));
-    }
-    let length = |i: usize| samples.tokens(i);
-    Ok(match (data.pack, data.shuffle && part == Part::Train) {
-        (false, _) => Rows::single(order),
-        (true, false) => pack::in_order(order, &length, data.max_length),
-        (true, true) => pack::best_fit(&order, &length, data.max_length, seed),
-    })
-}
-
-/// Appends the samples of a source as often as its weight says.
-fn mix(
-    order: &mut Vec<u32>,
-    range: Range<usize>,
-    source: &recipe::Source,
-    seed: u64,
-    index: usize,
-) -> Result<(), Error> {
-    let n = range.len();
-    let stream = Stream::new(seed, Purpose::Mix, 0, index as u64);
-    // a part of a sample is one or none, so that over the seeds it is the weight; no permutation takes the first number
-    let exact = source.weight * n as f64;
-    let whole = exact.floor();
-    let wanted = whole + f64::from(u8::from(f64::from(stream.uniform(0)) < exact - whole));
-    if wanted > f64::from(u32::MAX) {
-        let message = format!("weight = {} makes {wanted} samples of {n}; that is too many", source.weight);
-        return Err(Error::Recipe { place: source.place.clone(), message });
-    }
-    if n == 0 {
-        return Ok(());
-    }
-    let wanted = wanted as usize;
-    for _ in 0..wanted / n {
-        order.extend(range.clone().map(small));
-    }
-    let mut part = stream.permutation(n);
-    part.truncate(wanted % n);
-    part.sort_unstable();
-    order.extend(part.into_iter().map(|i| small(range.start + i)));
-    Ok(())
-}
-
-fn hash(samples: &Samples, rows: &Rows) -> String {
-    let mut hasher = blake3::Hasher::new();
-    let mut bytes = Vec::new();
-    samples.hashes().for_each(|h| {
-        hasher.update(h.as_bytes());
-    });
-    for row in rows.iter() {
-        bytes.clear();
-        bytes.extend(small(row.len()).to_le_bytes());
-        bytes.extend(row.iter().flat_map(|i| samples.identity(*i as usize)).flat_map(u32::to_le_bytes));
-        hasher.update(&bytes);
-    }
-    hasher.finalize().to_hex().to_string()
 }

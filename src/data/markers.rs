@@ -165,8 +165,8 @@ mod tests {
         ];
         let long = [63, 64, 65].map(|n| format!("<|{}|>[{}]", "é".repeat(n), "A".repeat(n - 33)));
         let draw = |t: u64| {
-            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() * 6);
-            order.into_iter().map(|i| parts[i % parts.len()]).collect::<String>()
+            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() as u32 * 6);
+            order.into_iter().map(|i| parts[i as usize % parts.len()]).collect::<String>()
         };
         let mut seen = 0;
         for text in (0..3000).map(draw).chain(long) {

@@ -1,6 +1,6 @@
 //! What enters the model.
 
-use super::encode::UNSUPERVISED;
+use super::encode::{Example, UNSUPERVISED};
 use super::{Dataset, Error};
 
 /// One micro-batch without padding: all documents of its rows end to end.
@@ -48,18 +48,19 @@ pub struct Size {
 
 impl Size {
     /// Of these rows, those that the dataset does not have left out.
-    pub fn of(dataset: &Dataset, rows: &[usize]) -> Self {
-        let all = samples(dataset, rows);
-        all.fold(Self::default(), |s, i| Self {
-            tokens: s.tokens + dataset.samples.tokens(i),
-            targets: s.targets + dataset.samples.targets(i),
-        })
+    ///
+    /// # Errors
+    /// A file of tokens or rows that cannot be read any more.
+    pub fn of(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
+        let (mut size, mut reader) = (Self::default(), dataset.rows.reader(&dataset.samples));
+        for row in rows {
+            for item in reader.items(*row)? {
+                size.tokens += item.tokens as usize;
+                size.targets += item.targets as usize;
+            }
+        }
+        Ok(size)
     }
-}
-
-/// The samples of some rows, in order.
-fn samples<'a>(dataset: &'a Dataset, rows: &'a [usize]) -> impl Iterator<Item = usize> {
-    rows.iter().flat_map(|r| dataset.rows.get(*r)).map(|i| *i as usize)
 }
 
 impl Micro {
@@ -70,23 +71,29 @@ impl Micro {
     /// # Errors
     /// A file of tokens that cannot be read any more.
     pub fn collate(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
-        let size = Size::of(dataset, rows);
+        let size = Size::of(dataset, rows)?;
         let mut out = Self {
             ids: Vec::with_capacity(size.tokens),
             positions: Vec::with_capacity(size.tokens),
             docs: Vec::new(),
             targets: Vec::with_capacity(size.targets),
         };
-        for i in samples(dataset, rows) {
-            let Some(example) = dataset.samples.get(i)? else { continue };
-            let base = out.ids.len() as u32;
-            out.ids.extend(&example.ids);
-            out.positions.extend(0..example.ids.len() as u32);
-            out.docs.push(example.ids.len());
-            let next = example.labels.iter().skip(1).enumerate();
-            let supervised = next.filter(|(_, label)| **label != UNSUPERVISED);
-            out.targets.extend(supervised.map(|(i, label)| (base + i as u32, label.unsigned_abs())));
+        for row in rows {
+            for i in dataset.rows.get(*row)? {
+                let Some(example) = dataset.samples.get(i as usize)? else { continue };
+                out.append(&example);
+            }
         }
         Ok(out)
+    }
+
+    fn append(&mut self, example: &Example) {
+        let base = self.ids.len() as u32;
+        self.ids.extend(&example.ids);
+        self.positions.extend(0..example.ids.len() as u32);
+        self.docs.push(example.ids.len());
+        let next = example.labels.iter().skip(1).enumerate();
+        let supervised = next.filter(|(_, label)| **label != UNSUPERVISED);
+        self.targets.extend(supervised.map(|(i, label)| (base + i as u32, label.unsigned_abs())));
     }
 }

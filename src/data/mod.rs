@@ -21,10 +21,12 @@
 //! markers     markers of the template that the tokenizer has no token for
 //! encode      ids and labels, cut to length, or the reason why not
 //! pass        one source, read once: counting, refusing
-//! samples     what it made: an index in memory, and tokens in a file;   record: one as it is written
-//! cache       that file, kept between commands
-//! dataset     all of a recipe's sources: mixing
-//! pack        which samples share a row
+//! samples     what it made: tokens and an index in files;   record: one as it is written
+//! cache       those files, kept between commands
+//! bytes       what is read by place, and lists that go to disk where they are long
+//! dataset     all of a recipe's sources;   mix: what an epoch holds of each, by its weight
+//! order       random orders, also of more samples than memory should hold
+//! pack        which samples share a row;   epoch: those of all sources
 //! rows        the rows of an epoch
 //! batches     which rows a step takes: a pure function of the step
 //! micro       what enters the model: documents end to end, and the targets
@@ -40,12 +42,14 @@ mod added;
 mod array;
 mod batches;
 mod beside;
+mod bytes;
 mod cache;
 #[cfg(feature = "parquet")]
 mod columns;
 mod conversation;
 mod dataset;
 mod encode;
+mod epoch;
 mod error;
 mod files;
 mod form;
@@ -57,7 +61,9 @@ mod markers;
 mod marks;
 mod messages;
 mod micro;
+mod mix;
 mod notes;
+mod order;
 mod pack;
 mod pass;
 mod pipeline;
@@ -89,8 +95,8 @@ pub use form::{Form, Trained};
 pub use guess::{guess, to_write};
 pub use micro::{Micro, PROBE_TOKENS, Size};
 pub use notes::Notes;
-pub use rows::Rows;
-pub use samples::Samples;
+pub use rows::{Item, Rows, RowsReader};
+pub use samples::{Reader, Samples};
 pub use score::{Scores, question, rouge_l};
 pub use stats::{Counts, Drops, Lengths, Stats};
 pub use tokenizer::{Decoder, Tokenizer};

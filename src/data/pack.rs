@@ -1,44 +1,52 @@
 //! Which samples share a row.
 
-use super::Rows;
+use super::error::Error;
 use super::record::small;
-use crate::rng::{Purpose, Stream};
+use super::rows::Item;
+use crate::rng::Stream;
 use std::collections::BTreeMap;
 
-/// Puts samples of `lengths` into rows of at most `max` tokens, in order: a row is closed when the next does not
-/// fit (next-fit).
-pub(super) fn in_order(order: Vec<u32>, lengths: &dyn Fn(usize) -> usize, max: usize) -> Rows {
-    let mut ends: Vec<u32> = Vec::new();
-    let mut free = 0;
-    for (at, &i) in order.iter().enumerate() {
-        let n = lengths(i as usize);
-        let end = small(at + 1);
-        match ends.last_mut() {
-            Some(last) if n <= free => {
-                *last = end;
-                free -= n;
-            }
-            _ => {
-                ends.push(end);
-                free = max.saturating_sub(n);
-            }
+/// What takes a row when it is made.
+pub(super) type Each<'a> = &'a mut dyn FnMut(&[Item]) -> Result<(), Error>;
+
+/// Puts samples into rows of at most `max` tokens, in order: a row is closed when the next does not fit (next-fit).
+///
+/// # Errors
+/// Those of the samples, and those of `each`.
+pub(super) fn in_order(
+    samples: impl Iterator<Item = Result<Item, Error>>,
+    max: usize,
+    each: Each<'_>,
+) -> Result<(), Error> {
+    let (mut row, mut free) = (Vec::new(), 0);
+    for item in samples {
+        let item = item?;
+        let n = item.tokens as usize;
+        if !row.is_empty() && n > free {
+            each(&row)?;
+            row.clear();
         }
+        free = if row.is_empty() { max } else { free }.saturating_sub(n);
+        row.push(item);
     }
-    Rows::packed(order, ends)
+    if row.is_empty() { Ok(()) } else { each(&row) }
 }
 
-/// Puts samples into rows of at most `max` tokens: in a random order that `seed` decides, each into the row that it
-/// fills best (best-fit).
+/// Puts samples into rows of at most `max` tokens: in the random order of a stream, each into the row that it fills
+/// best (best-fit).
 ///
 /// A random order instead of the longest first, which would pack a little denser, so that long and short samples
 /// meet in all rows alike. Rows with equal space are taken last in, first out; n log n in all.
-pub(super) fn best_fit(order: &[u32], lengths: &dyn Fn(usize) -> usize, max: usize, seed: u64) -> Rows {
-    let permutation = Stream::new(seed, Purpose::Pack, 0, 0).permutation(order.len());
+///
+/// # Errors
+/// Those of `each`.
+pub(super) fn best_fit(items: &[Item], max: usize, stream: Stream, each: Each<'_>) -> Result<(), Error> {
+    let permutation = stream.permutation(small(items.len()));
     // the row of each sample in that order, and how many each row has
-    let (mut row_of, mut ends): (Vec<u32>, Vec<u32>) = (Vec::with_capacity(order.len()), Vec::new());
+    let (mut row_of, mut ends): (Vec<u32>, Vec<u32>) = (Vec::with_capacity(items.len()), Vec::new());
     let mut by_space: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
     for at in &permutation {
-        let n = lengths(order[*at] as usize);
+        let n = items[*at as usize].tokens as usize;
         let best = by_space.range(n.max(1)..).next().map(|(space, _)| *space);
         let (row, space) = match best.and_then(|space| Some((take(&mut by_space, space)?, space))) {
             Some(found) => found,
@@ -60,13 +68,20 @@ pub(super) fn best_fit(order: &[u32], lengths: &dyn Fn(usize) -> usize, max: usi
     for end in &mut ends {
         first += std::mem::replace(end, first);
     }
-    let mut samples = vec![0; order.len()];
+    let mut sorted = vec![0; items.len()];
     for (at, row) in permutation.into_iter().zip(row_of) {
         let next = &mut ends[row as usize];
-        samples[*next as usize] = order[at];
+        sorted[*next as usize] = at;
         *next += 1;
     }
-    Rows::packed(samples, ends)
+    let (mut row, mut start) = (Vec::new(), 0);
+    for end in ends {
+        row.clear();
+        row.extend(sorted[start..end as usize].iter().map(|at| items[*at as usize]));
+        each(&row)?;
+        start = end as usize;
+    }
+    Ok(())
 }
 
 fn take(by_space: &mut BTreeMap<usize, Vec<u32>>, space: usize) -> Option<u32> {

@@ -1,116 +1,84 @@
-//! Tokenized samples: an index in memory, 16 bytes a sample, and the tokens in a file, or in memory where there is none.
+//! Tokenized samples: their tokens and an index, both in files, or in memory where there are none.
 //!
 //! A source's samples are two strings of bytes. The one has the tokens end to end, four bytes each: the id, with its
 //! highest bit set where the token is its own label. A sample whose labels are others has its ids and then its labels.
-//! The other has a [`Record`] of each sample. Both are read by place, so that what is in memory does not grow with the
-//! tokens, and any order of the samples costs the same.
+//! The other has a [`Record`] of each sample. Both are read by place, so that what is in memory grows neither with the
+//! tokens nor with the samples, and any order of the samples costs the same.
 
+use super::bytes::{Bytes, FEW, List, Scratch, Window, cannot};
 use super::encode::{Example, UNSUPERVISED};
 use super::error::Error;
-use super::record::{Entry, MARK, Packed, RECORD, Record, small};
+use super::record::{ENTRY, Entry, MARK, Packed, RECORD, Record, small};
+use super::rows::Item;
 use crate::store::Pending;
-use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Records that are read at once.
-const AT_ONCE: usize = 1 << 15;
-
-/// Where bytes are.
-#[derive(Debug)]
-enum Bytes {
-    Memory(Vec<u8>),
-    File(File, PathBuf),
-}
-
-impl Default for Bytes {
-    fn default() -> Self {
-        Bytes::Memory(Vec::new())
-    }
-}
-
-impl Bytes {
-    fn read(&self, at: u64, buffer: &mut [u8]) -> Result<(), Error> {
-        match self {
-            Bytes::Memory(bytes) => {
-                let start = usize::try_from(at).unwrap_or(usize::MAX);
-                let found = start.checked_add(buffer.len()).and_then(|end| bytes.get(start..end));
-                buffer.copy_from_slice(found.unwrap_or_default());
-                Ok(())
-            }
-            Bytes::File(file, path) => file.read_exact_at(buffer, at).map_err(|cause| cannot(path, cause)),
-        }
-    }
-
-    fn resident(&self) -> u64 {
-        match self {
-            Bytes::Memory(bytes) => bytes.len() as u64,
-            Bytes::File(..) => 0,
-        }
-    }
-}
+const AT_ONCE: usize = 1 << 14;
+/// Samples that are looked for among others at a time.
+const LOOKED_FOR: usize = 1 << 18;
 
 /// The samples of one source.
 #[derive(Debug, Default)]
 pub(super) struct Store {
     tokens: Bytes,
     records: Bytes,
-    entries: Vec<Entry>,
+    len: usize,
+    /// Bytes that the tokens take.
+    bytes: u64,
     /// BLAKE3 of the tokens.
     pub hash: String,
 }
 
 impl Store {
-    /// Of files that hold `count` records, and the tokens that have this hash.
+    /// Of files that hold `count` records, and the tokens that have this hash. Few records are held in memory.
     ///
     /// # Errors
-    /// Files that cannot be read; `seen` gets all bytes of the records.
+    /// Files that cannot be read, and records that are not of tokens end to end; `seen` gets all bytes of the records.
     pub fn open(
         (tokens, tokens_at): (File, PathBuf),
         (records, records_at): (File, PathBuf),
-        count: usize,
+        len: usize,
         hash: String,
         seen: &mut dyn FnMut(&[u8]),
     ) -> Result<Self, Error> {
-        let (tokens, records) = (Bytes::File(tokens, tokens_at), Bytes::File(records, records_at));
-        Self::new(tokens, records, count, hash, seen)
-    }
-
-    fn new(
-        tokens: Bytes,
-        records: Bytes,
-        count: usize,
-        hash: String,
-        seen: &mut dyn FnMut(&[u8]),
-    ) -> Result<Self, Error> {
-        let mut entries = Vec::with_capacity(count);
-        let mut at = 0;
-        each_record(&records, count, seen, &mut |_, r| {
-            let entry = Entry { at, len: r.len, targets: r.targets };
-            at += entry.bytes();
-            entries.push(entry);
+        let size = (len * RECORD) as u64;
+        let records = Bytes::file(records, records_at.clone(), size);
+        let (mut held, mut bytes) = (Vec::new(), 0);
+        let mut keep = |part: &[u8]| {
+            seen(part);
+            if len * RECORD <= FEW {
+                held.extend_from_slice(part);
+            }
+        };
+        each_record(&records, len, &mut keep, &mut |_, r| {
+            if r.entry.at != bytes {
+                return Err(cannot(&records_at, io::ErrorKind::InvalidData.into()));
+            }
+            bytes += r.entry.bytes();
             Ok(())
         })?;
-        Ok(Self { tokens, records, entries, hash })
+        let records = if held.is_empty() { records } else { Bytes::Memory(held) };
+        Ok(Self { tokens: Bytes::file(tokens, tokens_at, bytes), records, len, bytes, hash })
     }
 
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.len
     }
 
     /// Bytes that the tokens take.
     pub fn bytes(&self) -> u64 {
-        self.entries.last().map_or(0, |e| e.at + e.bytes())
+        self.bytes
     }
 
     fn example(&self, number: usize, source: usize) -> Result<Example, Error> {
-        let Some(entry) = self.entries.get(number) else {
-            return Ok(Example { ids: Vec::new(), labels: Vec::new(), source, line: 0 });
-        };
+        let mut record = [0; RECORD];
+        self.records.read((number * RECORD) as u64, &mut record)?;
+        let Record { entry, line, .. } = Record::of(&record);
         let mut bytes = vec![0; entry.bytes() as usize];
         self.tokens.read(entry.at, &mut bytes)?;
         let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
@@ -121,9 +89,7 @@ impl Store {
             let n = entry.tokens();
             (words.clone().take(n).collect(), words.skip(n).map(|w| w as i32).collect())
         };
-        let mut record = [0; RECORD];
-        self.records.read((number * RECORD) as u64, &mut record)?;
-        Ok(Example { ids, labels, source, line: Record::of(&record).line as usize })
+        Ok(Example { ids, labels, source, line: line as usize })
     }
 }
 
@@ -213,8 +179,9 @@ impl Writer {
     }
 
     pub fn push(&mut self, sample: &Packed) {
+        let entry = Entry { at: self.bytes, ..sample.record.entry };
         self.parts.0.extend(&sample.tokens);
-        self.parts.1.extend(sample.record.to_bytes());
+        self.parts.1.extend(Record { entry, ..sample.record }.to_bytes());
         self.bytes += sample.tokens.len() as u64;
         self.count += 1;
     }
@@ -239,14 +206,16 @@ impl Writer {
     pub fn finish(mut self) -> Result<Store, Error> {
         self.flush()?;
         let hash = self.tokens.hash().to_hex().to_string();
-        let bytes = |sink: Sink| match sink.to {
+        let of = |sink: Sink, len: u64| match sink.to {
             To::Memory(mut bytes) => {
                 bytes.shrink_to_fit();
                 Bytes::Memory(bytes)
             }
-            To::File(pending) => Bytes::File(pending.unnamed(), PathBuf::from("the tokens of this command")),
+            To::File(file) => Bytes::file(file.unnamed(), PathBuf::from("the tokens of this command"), len),
         };
-        Store::new(bytes(self.tokens), bytes(self.records), self.count, hash, &mut |_| {})
+        let (len, bytes) = (self.count, self.bytes);
+        let records = of(self.records, (len * RECORD) as u64);
+        Ok(Store { tokens: of(self.tokens, bytes), records, len, bytes, hash })
     }
 }
 
@@ -257,16 +226,16 @@ struct Part {
     /// How many samples of the dataset stand before them.
     first: usize,
     /// Their numbers in the store, ascending; all where there is no list.
-    chosen: Option<Vec<u32>>,
+    chosen: Option<List>,
 }
 
 impl Part {
     fn len(&self) -> usize {
-        self.chosen.as_ref().map_or(self.store.len(), Vec::len)
+        self.chosen.as_ref().map_or(self.store.len(), List::len)
     }
 
-    fn number(&self, i: usize) -> usize {
-        self.chosen.as_ref().map_or(i, |c| c.get(i).map_or(usize::MAX, |n| *n as usize))
+    fn number(&self, window: &mut Window, i: usize) -> Result<usize, Error> {
+        self.chosen.as_ref().map_or(Ok(i), |c| Ok(c.at(window, i)? as usize))
     }
 }
 
@@ -278,7 +247,7 @@ pub struct Samples {
 
 impl Samples {
     /// Adds the samples of the next source.
-    pub(super) fn push(&mut self, store: Arc<Store>, chosen: Option<Vec<u32>>) {
+    pub(super) fn push(&mut self, store: Arc<Store>, chosen: Option<List>) {
         self.parts.push(Part { store, first: self.len(), chosen });
     }
 
@@ -308,26 +277,16 @@ impl Samples {
         self.parts.iter().map(|p| p.first..p.first + p.len()).collect()
     }
 
-    /// The source of sample `i`, and the sample's number there.
-    fn place(&self, i: usize) -> Option<(usize, usize)> {
+    /// The source of sample `i`, and which of its samples that is.
+    fn within(&self, i: usize) -> Option<(usize, usize)> {
         let source = self.parts.partition_point(|p| p.first <= i).checked_sub(1)?;
         let part = &self.parts[source];
-        (i - part.first < part.len()).then(|| (source, part.number(i - part.first)))
+        (i - part.first < part.len()).then(|| (source, i - part.first))
     }
 
-    fn entry(&self, i: usize) -> Option<Entry> {
-        let (source, number) = self.place(i)?;
-        self.parts[source].store.entries.get(number).copied()
-    }
-
-    /// Tokens of sample `i`; 0 where it is not there.
-    pub fn tokens(&self, i: usize) -> usize {
-        self.entry(i).map_or(0, Entry::tokens)
-    }
-
-    /// Supervised targets of sample `i`; 0 where it is not there.
-    pub fn targets(&self, i: usize) -> usize {
-        self.entry(i).map_or(0, |e| e.targets as usize)
+    /// Reads what the index says of samples.
+    pub fn reader(&self) -> Reader<'_> {
+        Reader { samples: self, windows: self.parts.iter().map(|_| Default::default()).collect() }
     }
 
     /// Sample `i`; `None` where it is not there.
@@ -335,8 +294,9 @@ impl Samples {
     /// # Errors
     /// A file of tokens that cannot be read any more.
     pub fn get(&self, i: usize) -> Result<Option<Example>, Error> {
-        let Some((source, number)) = self.place(i) else { return Ok(None) };
-        self.parts[source].store.example(number, source).map(Some)
+        let Some((source, i)) = self.within(i) else { return Ok(None) };
+        let part = &self.parts[source];
+        part.store.example(part.number(&mut Window::default(), i)?, source).map(Some)
     }
 
     /// All samples, which are then in memory.
@@ -350,8 +310,8 @@ impl Samples {
     /// Bytes that they take in memory.
     pub fn resident(&self) -> u64 {
         let of = |p: &Part| {
-            let index = size_of::<Entry>() * p.store.len() + 4 * p.chosen.as_ref().map_or(0, Vec::len);
-            index as u64 + p.store.tokens.resident() + p.store.records.resident()
+            let chosen = p.chosen.as_ref().map_or(0, List::resident);
+            chosen + p.store.tokens.resident() + p.store.records.resident()
         };
         self.parts.iter().map(of).sum()
     }
@@ -361,17 +321,11 @@ impl Samples {
         self.parts.iter().map(|p| p.store.hash.as_str())
     }
 
-    /// What sample `i` is among those of [`Samples::hashes`]: source, number, tokens.
-    pub(super) fn identity(&self, i: usize) -> [u32; 3] {
-        let (source, number) = self.place(i).unwrap_or((usize::MAX, usize::MAX));
-        [small(source), small(number), small(self.tokens(i))]
-    }
-
     fn each_digest(&self, each: &mut dyn FnMut(usize, u64) -> Result<(), Error>) -> Result<(), Error> {
         for part in &self.parts {
-            let mut next = 0;
+            let (mut next, mut window) = (0, Window::default());
             each_record(&part.store.records, part.store.len(), &mut |_| {}, &mut |number, record| {
-                if next < part.len() && part.number(next) == number {
+                if next < part.len() && part.number(&mut window, next)? == number {
                     next += 1;
                     each(part.first + next - 1, record.digest)?;
                 }
@@ -386,50 +340,94 @@ impl Samples {
     /// # Errors
     /// As [`Samples::get`].
     pub fn shared_with(&self, other: &Samples) -> Result<usize, Error> {
-        let mut wanted: HashMap<u64, Vec<usize>> = HashMap::new();
+        let (mut wanted, mut shared) = (Vec::new(), 0);
         other.each_digest(&mut |i, digest| {
-            wanted.entry(digest).or_default().push(i);
-            Ok(())
-        })?;
-        let mut shared = 0;
-        self.each_digest(&mut |i, digest| {
-            let Some(theirs) = wanted.get_mut(&digest) else { return Ok(()) };
-            let Some(ours) = self.get(i)? else { return Ok(()) };
-            let mut left = Vec::new();
-            for j in theirs.drain(..) {
-                match other.get(j)? {
-                    Some(e) if e.ids == ours.ids => shared += 1,
-                    _ => left.push(j),
-                }
-            }
-            if left.is_empty() {
-                wanted.remove(&digest);
-            } else {
-                *theirs = left;
+            wanted.push((digest, small(i)));
+            if wanted.len() == LOOKED_FOR {
+                shared += self.hold(&mut wanted, other)?;
+                wanted.clear();
             }
             Ok(())
         })?;
-        Ok(shared)
+        Ok(shared + self.hold(&mut wanted, other)?)
     }
 
-    /// Takes the samples out that `out` says, by source and number there: what is left, and what was taken.
-    pub(super) fn split(self, out: &dyn Fn(usize, usize) -> Vec<bool>) -> (Self, Self) {
+    /// How many of these samples of `other`, with their digests, have the ids of one of these.
+    fn hold(&self, wanted: &mut [(u64, u32)], other: &Samples) -> Result<usize, Error> {
+        if wanted.is_empty() {
+            return Ok(0);
+        }
+        wanted.sort_unstable();
+        let mut found = vec![false; wanted.len()];
+        self.each_digest(&mut |i, digest| {
+            let first = wanted.partition_point(|w| w.0 < digest);
+            let same = wanted[first..].iter().take_while(|w| w.0 == digest).count();
+            let left = (first..first + same).filter(|at| !found[*at]).collect::<Vec<_>>();
+            if left.is_empty() {
+                return Ok(());
+            }
+            let Some(ours) = self.get(i)? else { return Ok(()) };
+            for at in left {
+                found[at] = other.get(wanted[at].1 as usize)?.is_some_and(|e| e.ids == ours.ids);
+            }
+            Ok(())
+        })?;
+        Ok(found.into_iter().filter(|f| *f).count())
+    }
+
+    /// Takes samples out: what is left, and what was taken. `out` says of each source and the number of its samples there
+    /// which go.
+    ///
+    /// # Errors
+    /// Lists that cannot be read any more.
+    pub(super) fn split(
+        self,
+        scratch: &Scratch,
+        out: &dyn Fn(usize, usize) -> Box<dyn Fn(usize) -> bool>,
+    ) -> Result<(Self, Self), Error> {
         let (mut kept, mut taken) = (Self::default(), Self::default());
         for (source, part) in self.parts.into_iter().enumerate() {
             let out = out(source, part.len());
-            let numbers = |which: bool| {
-                let those = out.iter().enumerate().filter(move |(_, out)| **out == which);
-                Some(those.map(|(i, _)| small(part.number(i))).collect())
-            };
-            kept.push(part.store.clone(), numbers(false));
-            taken.push(part.store.clone(), numbers(true));
+            let (mut lists, mut window) = ((scratch.list(), scratch.list()), Window::default());
+            for i in 0..part.len() {
+                let list = if out(i) { &mut lists.1 } else { &mut lists.0 };
+                list.push(small(part.number(&mut window, i)?))?;
+            }
+            kept.push(part.store.clone(), Some(lists.0.finish()?));
+            taken.push(part.store, Some(lists.1.finish()?));
         }
-        (kept, taken)
+        Ok((kept, taken))
     }
 }
 
-fn cannot(path: &Path, cause: io::Error) -> Error {
-    Error::Read { path: path.into(), cause }
+/// Reads what the index says of samples; of those that follow one another a part at a time.
+pub struct Reader<'a> {
+    samples: &'a Samples,
+    /// Of each source: its list, and its records.
+    windows: Vec<(Window, Window)>,
+}
+
+impl Reader<'_> {
+    /// The source of sample `i`, and the sample's number there.
+    ///
+    /// # Errors
+    /// As [`Samples::get`].
+    pub(super) fn place(&mut self, i: usize) -> Result<(usize, usize), Error> {
+        let Some((source, i)) = self.samples.within(i) else { return Ok((usize::MAX, usize::MAX)) };
+        Ok((source, self.samples.parts[source].number(&mut self.windows[source].0, i)?))
+    }
+
+    /// Sample `i`, without its tokens; none of them where it is not there.
+    ///
+    /// # Errors
+    /// As [`Samples::get`].
+    pub fn item(&mut self, i: usize) -> Result<Item, Error> {
+        let (source, number) = self.place(i)?;
+        let Some(part) = self.samples.parts.get(source) else { return Ok(Item::default()) };
+        let at = (number * RECORD) as u64;
+        let entry = Entry::of(&self.windows[source].1.read::<ENTRY>(&part.store.records, at)?);
+        Ok(Item { sample: small(i), tokens: small(entry.tokens()), targets: entry.targets })
+    }
 }
 
 #[cfg(test)]
@@ -458,12 +456,14 @@ mod tests {
             examples.sort_by_key(|e| e.source);
             let samples = Samples::of(&examples).unwrap();
             prop_assert_eq!(samples.all().unwrap(), examples.clone());
+            let mut reader = samples.reader();
             for (i, e) in examples.iter().enumerate() {
-                prop_assert_eq!((samples.tokens(i), samples.targets(i)), (e.ids.len(), e.targets()));
+                let item = reader.item(i).unwrap();
+                prop_assert_eq!((item.tokens as usize, item.targets as usize), (e.ids.len(), e.targets()));
             }
             prop_assert!(samples.get(examples.len()).unwrap().is_none());
             // split in two: each is in one of them, in order
-            let (even, odd) = samples.clone().split(&|_, n| (0..n).map(|i| i % 2 == 1).collect());
+            let (even, odd) = samples.clone().split(&Scratch::default(), &|_, _| Box::new(|i| i % 2 == 1)).unwrap();
             let mut both = [even.all().unwrap(), odd.all().unwrap()].concat();
             both.sort_by_key(|e| e.source);
             prop_assert_eq!(both.len(), examples.len());

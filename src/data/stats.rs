@@ -1,6 +1,6 @@
 //! What was read, what was left out and why.
 
-use super::{Notes, Rows, Samples};
+use super::{Notes, Rows};
 use crate::error::Place;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -170,12 +170,12 @@ impl Stats {
     }
 
     /// Fills in what the rows of an epoch decide.
-    pub(super) fn count(&mut self, samples: &Samples, rows: &Rows, max: usize, pack: bool) {
-        self.examples = samples.len();
+    pub(super) fn count(&mut self, samples: usize, rows: &Rows, lengths: &Counts, max: usize, pack: bool) {
+        self.examples = samples;
         self.rows = rows.len();
-        self.tokens = rows.samples().map(|i| samples.tokens(i)).sum();
-        self.targets = rows.samples().map(|i| samples.targets(i)).sum();
-        self.lengths = rows.samples().map(|i| samples.tokens(i)).collect::<Counts>().lengths();
+        self.tokens = rows.tokens as usize;
+        self.targets = rows.targets as usize;
+        self.lengths = lengths.lengths();
         let room = rows.len() as f64 * max as f64;
         self.fill = if pack && room > 0.0 { self.tokens as f64 / room } else { 1.0 };
     }

@@ -481,8 +481,8 @@ mod tests {
             "Σ",
         ];
         let draw = |t: u64| {
-            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() * 4);
-            order.into_iter().map(|i| parts[i % parts.len()]).collect::<String>()
+            let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() as u32 * 4);
+            order.into_iter().map(|i| parts[i as usize % parts.len()]).collect::<String>()
         };
         (0..200).map(draw).collect()
     }

@@ -43,6 +43,9 @@ const DEVICES: u64 = 8;
 /// The file that Open MPI maps for each rank of a machine (`btl_sm_segment_size`).
 const MPI: u64 = 4 << 20;
 
+/// What to change where kept tokens do not fit.
+const TOKENS: &[&str] = &["FT_CACHE", "data.cache"];
+
 /// Files that a run writes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Files {
@@ -275,7 +278,7 @@ impl Space {
         let all = r.data.train.iter().chain(&r.data.eval).flat_map(files).map(size);
         let bytes = all.fold(0, u64::saturating_add);
         if bytes > 0 {
-            self.files.push(Files { name: "tokens", bytes, dir: cache, change: &["FT_CACHE"] });
+            self.files.push(Files { name: "tokens", bytes, dir: cache, change: TOKENS });
         }
     }
 
@@ -394,8 +397,14 @@ impl Space {
                 let moved = self.files.iter().filter(|f| f.change.contains(key) && d.dirs.contains(&f.dir));
                 let moved: u64 = moved.map(|f| f.bytes).sum();
                 let fits = if needed - moved <= free { "fits, " } else { "" };
-                let text = format!("{key} on another disk: {fits}saves {} on this one", bytes(moved));
-                out.push((Vec::new(), text));
+                let saves = format!("{fits}saves {} on this one", bytes(moved));
+                out.push(match *key {
+                    "data.cache" => {
+                        let set = if fits.is_empty() { Vec::new() } else { vec!["data.cache=false".into()] };
+                        (set, format!("data.cache true -> false: {saves}; tokens stay in memory"))
+                    }
+                    _ => (Vec::new(), format!("{key} on another disk: {saves}")),
+                });
             }
         }
         out

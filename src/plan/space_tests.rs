@@ -88,6 +88,31 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Tokens are an estimate before they are made: who has no room for them can do without.
+#[test]
+fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()> {
+    let recipe = Recipe::parse(BASE, "r.toml", &["run.output=/runs/x".into(), "memory.budget=1TiB".into()])?;
+    let volume = |d: &Path| match d.starts_with("/cache") {
+        true => Some(Volume { id: 1, free: GIB }),
+        false => Some(Volume { id: 0, free: GIB << 10 }),
+    };
+    let room = Room { host: None, shared: None, volume: &volume, replaced: &|_| 0 };
+    let mut p = plan::of_recipe_in(&recipe, false, &room)?.0;
+    let tokens = Files { name: "tokens", bytes: 3 * GIB, dir: "/cache".into(), change: TOKENS };
+    p.space.files.push(tokens);
+    p.look(&recipe, &room);
+    let said = p.refusal().to_string();
+    for what in [
+        "disk of /cache: 3.00 GiB (tokens 3.00 GiB), and 1.00 GiB are free; to change: FT_CACHE, data.cache",
+        "hint: FT_CACHE on another disk: fits, saves 3.00 GiB on this one",
+        "hint: data.cache true -> false: fits, saves 3.00 GiB on this one; tokens stay in memory",
+    ] {
+        assert!(said.contains(what), "{what:?} is not in {said}");
+    }
+    assert!(p.hints.iter().any(|h| h.set == ["data.cache=false"]));
+    Ok(())
+}
+
 #[test]
 fn one_disk_takes_the_sum() -> anyhow::Result<()> {
     let recipe = Recipe::parse(BASE, "r.toml", &["run.output=/runs/x".into(), "memory.budget=1TiB".into()])?;

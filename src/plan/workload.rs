@@ -1,9 +1,11 @@
 //! How many tokens a micro-batch has: by the recipe's bounds, or by the data where its lengths are known.
 
-use crate::data::{self, Batches, Dataset, Rows, Samples};
+use crate::data::{self, Batches, Dataset, Rows, RowsReader, Samples};
 use crate::kernel::attention::Sizes as Attended;
 use crate::model::Config;
 use crate::recipe::{Length, Part, Recipe};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::path::Path;
 
 /// Steps whose micro-batches are looked at one by one; of longer runs, the longest rows count.
@@ -68,50 +70,54 @@ impl<'a> Sizes<'a> {
         Self { rows, samples }
     }
 
-    /// The micro-batch of these rows, as `Micro::collate` makes it.
-    fn tokens(&self, rows: &[usize]) -> Tokens {
-        let (mut docs, mut targets) = (Vec::new(), 0);
-        for sample in rows.iter().flat_map(|r| self.rows.get(*r)).map(|s| *s as usize) {
-            docs.push(self.samples.tokens(sample));
-            targets += self.samples.targets(sample);
-        }
-        Tokens::of(&docs, targets)
+    fn reader(&self) -> RowsReader<'a> {
+        self.rows.reader(self.samples)
     }
 
     /// The longest rows in one micro-batch: at least as large as any that comes.
-    fn of_longest(&self, micro: usize) -> Tokens {
-        let size =
-            |r: usize| self.rows.get(r).iter().map(|s| self.samples.tokens(*s as usize)).sum::<usize>();
-        let mut sizes: Vec<(usize, usize)> = (0..self.rows.len()).map(|r| (size(r), r)).collect();
-        sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let rows: Vec<usize> = sizes.iter().take(micro).map(|s| s.1).collect();
-        let mut largest = self.tokens(&rows);
+    fn of_longest(&self, micro: usize) -> Result<Tokens, data::Error> {
+        let (mut reader, mut longest) = (self.reader(), BinaryHeap::new());
+        for row in 0..self.rows.len() {
+            longest.push(Reverse((reader.tokens(row)?, row)));
+            if longest.len() > micro {
+                longest.pop();
+            }
+        }
+        let rows = longest.into_sorted_vec().into_iter().map(|Reverse((_, row))| row);
+        let mut largest = tokens(&mut reader, rows)?;
         largest.targets = largest.tokens;
-        largest
+        Ok(largest)
     }
 
     /// The largest micro-batch of rows in order.
-    fn in_order(&self, micro: usize) -> Tokens {
-        let rows: Vec<usize> = (0..self.rows.len()).collect();
-        rows.chunks(micro).fold(Tokens::default(), |t, rows| t.max(self.tokens(rows)))
+    fn in_order(&self, micro: usize) -> Result<Tokens, data::Error> {
+        let (mut reader, rows) = (self.reader(), self.rows.len());
+        let mut all = (0..rows).step_by(micro).map(|at| tokens(&mut reader, at..(at + micro).min(rows)));
+        all.try_fold(Tokens::default(), |t, next| Ok(t.max(next?)))
     }
 
     fn epoch(&self) -> Epoch {
+        let Rows { tokens, targets, longest, .. } = *self.rows;
         let (samples, rows) = (self.samples.len() as u64, self.rows.len() as u64);
-        let mut e = Epoch { samples, rows, ..Epoch::default() };
-        for sample in self.rows.samples() {
-            let n = self.samples.tokens(sample) as u64;
-            e.tokens += n;
-            e.targets += self.samples.targets(sample) as u64;
-            e.longest = e.longest.max(n);
-        }
-        e
+        Epoch { samples, rows, tokens, targets, longest: u64::from(longest), resident: 0 }
     }
 
     /// Bytes of samples and rows in memory.
     fn resident(&self) -> u64 {
         self.samples.resident() + self.rows.resident()
     }
+}
+
+/// The micro-batch of these rows, as `Micro::collate` makes it.
+fn tokens(reader: &mut RowsReader<'_>, rows: impl IntoIterator<Item = usize>) -> Result<Tokens, data::Error> {
+    let (mut docs, mut targets) = (Vec::new(), 0);
+    for row in rows {
+        for item in reader.items(row)? {
+            docs.push(item.tokens as usize);
+            targets += item.targets as usize;
+        }
+    }
+    Ok(Tokens::of(&docs, targets))
 }
 
 /// The samples that an earlier command kept of a recipe's data, with the rows that they make.
@@ -188,23 +194,29 @@ impl Workload {
         Self::of_sizes(r, &Sizes::of(train), eval.as_ref())
     }
 
+    /// What cannot be read is taken to be full: whoever asks for its tokens is told.
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
+        Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r))
+    }
+
+    fn counted(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Result<Self, data::Error> {
         let resident = sizes.resident() + eval.map_or(0, Sizes::resident);
-        let eval = eval.map(|e| e.in_order(r.run.micro_rows.count()));
         let micro = r.run.micro_rows.count();
+        let eval = eval.map(|e| e.in_order(micro)).transpose()?;
         let batches = Batches::new(sizes.rows.len(), &r.run, r.data.shuffle);
         let mut train = Tokens::default();
         if batches.steps() <= LOOK {
+            let mut reader = sizes.reader();
             for step in 0..batches.steps() {
                 for rows in batches.rows(step).chunks(micro) {
-                    train = train.max(sizes.tokens(rows));
+                    train = train.max(tokens(&mut reader, rows.iter().copied())?);
                 }
             }
         } else {
-            train = sizes.of_longest(micro);
+            train = sizes.of_longest(micro)?;
         }
         let epoch = Some(Epoch { resident, ..sizes.epoch() });
-        Self { train, eval, steps: Some(batches.steps() as u64), epoch }
+        Ok(Self { train, eval, steps: Some(batches.steps() as u64), epoch })
     }
 
     /// Whether the data's lengths are known.
@@ -221,7 +233,7 @@ impl Workload {
     pub fn orders(&self, r: &Recipe) -> u64 {
         let (Some(epoch), true) = (self.epoch, r.data.shuffle) else { return 0 };
         let all = self.steps.unwrap_or(0).saturating_mul(r.run.batch_rows as u64);
-        8 * epoch.rows * all.div_ceil(epoch.rows.max(1)).min(2)
+        Batches::resident(epoch.rows, all)
     }
 
     /// Of the same data under tighter bounds: a micro-batch is no larger than it was, nor than the new bounds.

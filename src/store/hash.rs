@@ -233,6 +233,38 @@ impl Place {
     }
 }
 
+/// A file that this process wrote, and nobody else is to write: its hash is known without reading it.
+pub(crate) struct Written {
+    path: PathBuf,
+    stat: Stat,
+    blake3: String,
+}
+
+impl Written {
+    /// The file at `path`, whose bytes have this hash.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub(crate) fn new(path: PathBuf, blake3: String) -> Result<Self, Error> {
+        let stat = std::fs::metadata(&path).map(|m| Stat::of(&m)).map_err(|e| Error::read(&path, e))?;
+        Ok(Self { path, stat, blake3 })
+    }
+
+    /// Keeps the hash, if the file is the same still and later changes of it would show. Best effort.
+    pub(crate) fn keep(&self) {
+        self.keep_in(cache_folder(), SystemTime::now());
+    }
+
+    fn keep_in(&self, folder: Option<PathBuf>, now: SystemTime) {
+        let same = std::fs::metadata(&self.path).is_ok_and(|m| Stat::of(&m) == self.stat);
+        if let Some(place) =
+            Place::of(folder, &self.path, &self.stat).filter(|_| same && self.stat.settled(now))
+        {
+            place.keep(&self.stat, &self.blake3);
+        }
+    }
+}
+
 /// The hash of all bytes of an open file, 64 hexadecimal digits, and its size; read from what was kept where that
 /// still holds. What went by in `passing` is not read again.
 ///
@@ -370,6 +402,26 @@ mod tests {
         // cut short, as well
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(100).unwrap();
         assert!(matches!(kept(), Err(Error::Changed { .. })));
+    }
+
+    /// A file that was just written is not hashed again later, unless it changed meanwhile.
+    #[test]
+    fn the_hash_of_what_was_written_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = || Some(dir.path().to_path_buf());
+        let path = dir.path().join("tokens");
+        fs::write(&path, vec![1u8; LEAST as usize]).unwrap();
+        let written = Written::new(path.clone(), "known".into()).unwrap();
+        let hash = || of_in(at(), &fs::File::open(&path).unwrap(), &path, None, SystemTime::now()).unwrap().0;
+        written.keep_in(at(), SystemTime::now());
+        assert_ne!(hash(), "known", "it was written a moment ago");
+        written.keep_in(at(), later());
+        assert_eq!(hash(), "known");
+        std::thread::sleep(Duration::from_millis(20));
+        write_at(&path, 5, 7);
+        assert_ne!(hash(), "known");
+        written.keep_in(at(), later());
+        assert_ne!(hash(), "known");
     }
 
     /// A kept hash is used for the very same file alone: here what is kept is replaced by another hash, to see it used.

@@ -38,7 +38,7 @@ mod read;
 mod write;
 
 #[cfg(test)]
-mod small_disk;
+pub(crate) mod small_disk;
 #[cfg(test)]
 mod tests;
 

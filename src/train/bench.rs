@@ -260,5 +260,5 @@ fn rows(r: &Recipe, vocab: usize) -> crate::Result<Dataset> {
         })
         .collect();
     let rows: Vec<Vec<usize>> = (0..examples.len()).map(|i| vec![i]).collect();
-    Ok(Dataset::of(&examples, rows.into())?)
+    Ok(Dataset::of(&examples, &rows)?)
 }

@@ -41,8 +41,8 @@ pub fn finite(
     let tensors = shown(bad.len(), bad.iter().take(5).map(|s| s.to_string()).collect());
     let lines: Vec<String> = rows
         .iter()
-        .flat_map(|r| data.rows.get(*r))
-        .filter_map(|i| data.samples.get(*i as usize).ok()?)
+        .flat_map(|r| data.rows.get(*r).unwrap_or_default())
+        .filter_map(|i| data.samples.get(i as usize).ok()?)
         .map(|e| format!("data.train.{} line {}", e.source, e.line))
         .collect();
     let detail = format!(

@@ -213,10 +213,14 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
 }
 
 /// Tells what a run goes on with and its user should know about data that was read.
-pub fn tell_data(key: &str, data: &Dataset, config: &Config) {
-    for warning in data.warnings(config.rope.reach(config.max_positions)) {
+///
+/// # Errors
+/// A file of tokens that cannot be read any more.
+pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> crate::Result<()> {
+    for warning in data.warnings(config.rope.reach(config.max_positions))? {
         warn(&format!("{key}: {warning}"));
     }
+    Ok(())
 }
 
 /// Tells of samples that are trained on and evaluated on; gives how many there are.
@@ -370,7 +374,7 @@ impl Job {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let data = Dataset::load(part, d, &self.resolver(), tokenizer, vocab, seed)?;
-        tell_data(part.key(d), &data, &self.config);
+        tell_data(part.key(d), &data, &self.config)?;
         Ok(data)
     }
 
@@ -379,13 +383,13 @@ impl Job {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
-        tell_data(Part::Train.key(d), &train, &self.config);
+        tell_data(Part::Train.key(d), &train, &self.config)?;
         if let Some(eval) = &eval {
             tell_shared(&train, eval)?;
         }
         // what is told of samples that are held out was told of all
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
-            tell_data(Part::Eval.key(d), eval, &self.config);
+            tell_data(Part::Eval.key(d), eval, &self.config)?;
         }
         Ok((train, eval))
     }

@@ -6,7 +6,7 @@ use super::reduce::{InBackward, Reduce};
 use super::{Job, LossScale};
 use crate::adapt::Params;
 use crate::comm::{self, At, Comm};
-use crate::data::{Dataset, Micro, Size};
+use crate::data::{self, Dataset, Micro, Size};
 use crate::kernel::loss;
 use crate::kernel::tensor::Real;
 use crate::log::place;
@@ -20,6 +20,9 @@ use crate::walk::{
 };
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
+
+/// Micro-batches of an evaluation, a rank, whose losses wait to be added.
+const SHARED: usize = 1 << 12;
 
 /// What stays the same over the steps of a run.
 pub struct Setup<'a> {
@@ -205,8 +208,9 @@ fn accumulate_scaled<'a>(
     });
     let reduce = Reduce::new(gather, s.params, s.comm, &sink, in_backward);
     // only counted: each micro-batch is made when it is its turn
-    let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| (r, Size::of(data, r)));
-    let micros: Vec<(&[usize], Size)> = chunks.filter(|(_, size)| size.tokens > 0).collect();
+    let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| Ok((r, Size::of(data, r)?)));
+    let mut micros = chunks.collect::<Result<Vec<(&[usize], Size)>, data::Error>>()?;
+    micros.retain(|(_, size)| size.tokens > 0);
     if s.params.in_backward && micros.len() > s.comm.world() {
         return Err(
             super::Error::Usage("optimizer.in_backward: a step of several micro-batches".into()).into()
@@ -351,14 +355,22 @@ pub fn evaluate_until(
     device: &Device,
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<(f64, usize)> {
-    let rows: Vec<usize> = (0..data.rows.len()).collect();
-    let (mut sums, mut targets) = (Vec::new(), 0);
-    let micros: Vec<&[usize]> = rows.chunks(execution.micro_rows.max(1)).collect();
-    for turn in micros.chunks(comm.world()) {
+    let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
+    let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
+    let (mut sums, mut sum, mut targets) = (Vec::new(), 0.0, 0);
+    loop {
+        let turn: Vec<Vec<usize>> = micros.by_ref().take(comm.world()).collect();
+        if turn.is_empty() || sums.len() == SHARED {
+            sum = shared(comm, &mut sums, sum)?;
+        }
+        if turn.is_empty() {
+            return Ok((sum / targets.max(1) as f64, targets));
+        }
         if agreed(comm, stop())? {
             return Err(super::Error::Abandoned.into());
         }
-        let sizes: Vec<usize> = turn.iter().map(|rows| Size::of(data, rows).targets).collect();
+        let sizes = turn.iter().map(|rows| Ok(Size::of(data, rows)?.targets));
+        let sizes = sizes.collect::<Result<Vec<usize>, data::Error>>()?;
         targets += sizes.iter().sum::<usize>();
         let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
         match mine {
@@ -374,11 +386,15 @@ pub fn evaluate_until(
             }
         }
     }
-    // in the order of the rows, whatever the number of ranks
-    let all = comm.share(At::all("the evaluation's losses"), &sums)?;
-    let of = |i: usize| all.get(i % all.len())?.get(i / all.len()).copied().map(f64::from_bits);
-    let sum: f64 = (0..micros.len()).filter_map(of).sum();
-    Ok((sum / targets.max(1) as f64, targets))
+}
+
+/// Adds all ranks' sums to one, in the order of the rows, whatever the number of ranks.
+fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> crate::Result<f64> {
+    let all = comm.share(At::all("the evaluation's losses"), sums)?;
+    sums.clear();
+    let turns = all.first().map_or(0, Vec::len);
+    let each = (0..turns).flat_map(|turn| all.iter().filter_map(move |rank| rank.get(turn)));
+    Ok(each.fold(sum, |sum, bits| sum + f64::from_bits(*bits)))
 }
 
 /// A probe of a model's logits: every token of the micro-batch [t, v].

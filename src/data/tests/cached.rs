@@ -23,8 +23,8 @@ fn world() -> Files {
 }
 
 /// What a command sees of its data.
-fn seen(d: &Dataset) -> (Vec<Example>, Rows, Stats, String, Vec<String>) {
-    (all(d), d.rows.clone(), d.stats.clone(), d.hash.clone(), d.warnings(9))
+fn seen(d: &Dataset) -> (Vec<Example>, Vec<Vec<u32>>, Stats, String, Vec<String>) {
+    (all(d), lists(&d.rows), d.stats.clone(), d.hash.clone(), d.warnings(9).unwrap())
 }
 
 fn files_of(cache: &Path) -> Vec<PathBuf> {
@@ -70,7 +70,7 @@ fn kept_tokens_make_the_data_that_reading_makes() {
             let second = loader(&cfg).keeping(cache.path()).load(part, 3).unwrap();
             assert_eq!(seen(&second), plain);
             // the index alone is in memory: of all samples of a source, whichever part of them this is
-            assert!(second.samples.resident() <= 24 * plain.2.rows_read as u64);
+            assert!(second.samples.resident() <= 40 * plain.2.rows_read as u64);
             // nor by one thread, or three
             for threads in [1, 3] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -157,7 +157,7 @@ fn places_have_the_names_that_the_files_have_now() {
     let renamed =
         |all: Vec<String>| all.iter().map(|l| l.replace(&name(&files), &name(&other))).collect::<Vec<_>>();
     assert_eq!(renamed(first.stats.left_out.clone()), moved.stats.left_out);
-    assert_eq!(renamed(first.warnings(99)), moved.warnings(99));
+    assert_eq!(renamed(first.warnings(99).unwrap()), moved.warnings(99).unwrap());
     assert!(moved.stats.left_out[0].starts_with(&name(&other)));
 }
 
@@ -208,7 +208,7 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
         let (samples, rows) = kept_in(cache.path(), &r, None, 64, Part::Train).expect("kept");
         let own = tempfile::tempdir()?;
         let d = load(&r, own.path())?;
-        assert_eq!((&rows, samples.len()), (&d.rows, d.samples.len()), "{set:?}");
+        assert_eq!((lists(&rows), samples.len()), (lists(&d.rows), d.samples.len()), "{set:?}");
         let w = Workload::of_data(&r, &d, None);
         let e = w.epoch.expect("known");
         assert_eq!(

@@ -218,7 +218,7 @@ fn keys_that_mean_something_are_used_or_refused() {
     let text = |format, row: Value| -> Result<(String, Vec<String>), String> {
         let files = Files::new(&[("a.jsonl", &row.to_string())]);
         let d = files.load(&[source("a.jsonl", format)], &data(4096)).map_err(|e| e.to_string())?;
-        Ok((tiny().decode(&nth(&d, 0).ids).unwrap(), d.warnings(4096)))
+        Ok((tiny().decode(&nth(&d, 0).ids).unwrap(), d.warnings(4096).unwrap()))
     };
     let chat = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]});
     let alpaca = json!({"instruction": "Add.", "input": "1 2", "output": "3"});
@@ -300,9 +300,9 @@ fn notes_are_counted_by_kind_and_told_once() {
     let sources = [source("a.jsonl", Format::Messages), source("b.jsonl", Format::Messages)];
     let d = files.load(&sources, &data(64)).unwrap();
     let dir = files.0.path().display().to_string();
-    let told = d.warnings(9).join("\n").replace(&format!("{dir}/"), "");
+    let told = d.warnings(9).unwrap().join("\n").replace(&format!("{dir}/"), "");
     insta::assert_snapshot!(told);
-    assert!(d.warnings(64).len() == told.lines().filter(|l| !l.starts_with("  hint")).count() - 1);
+    assert!(d.warnings(64).unwrap().len() == told.lines().filter(|l| !l.starts_with("  hint")).count() - 1);
     // keys that a template writes are none
     let named = with_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -339,7 +339,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
         let d = load(&format!(
             "{{% for m in messages %}}{{{{ '<|' + m.role + '|>' }}}}\n{{{{ m.content + '{end}' }}}}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>\n{{% endif %}}"
         ));
-        let told = d.warnings(400);
+        let told = d.warnings(400).unwrap();
         for marker in ["<|eot_id|>", "<|user|>", "<|assistant|>"] {
             assert!(told.iter().any(|w| w.contains(&format!("{marker:?}"))), "{marker}: {told:?}");
         }
@@ -353,7 +353,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
     }
     // the model's own template and tokenizer belong together
     assert_eq!(
-        files.load(&[source("a.jsonl", Format::Messages)], &data(400)).unwrap().warnings(400),
+        files.load(&[source("a.jsonl", Format::Messages)], &data(400)).unwrap().warnings(400).unwrap(),
         [""; 0]
     );
 }
@@ -433,5 +433,5 @@ fn a_token_with_white_space_of_its_own_is_one_token() {
     )
     .unwrap();
     assert_eq!(super::rows::supervised(&nth(&d, 0)), "yes<|im_end|>");
-    assert_eq!(d.warnings(64), [""; 0]);
+    assert_eq!(d.warnings(64).unwrap(), [""; 0]);
 }

@@ -4,6 +4,7 @@ mod broken;
 mod cached;
 pub(super) mod chat;
 mod kept;
+mod many;
 mod properties;
 mod rows;
 mod tables;
@@ -62,6 +63,11 @@ fn of(sources: &[recipe::Source], cfg: &recipe::Data) -> recipe::Data {
 /// All samples of a dataset.
 fn all(d: &Dataset) -> Vec<Example> {
     d.samples.all().unwrap()
+}
+
+/// The samples of all rows.
+fn lists(rows: &Rows) -> Vec<Vec<u32>> {
+    (0..rows.len()).map(|r| rows.get(r).unwrap()).collect()
 }
 
 /// A sample of a dataset.

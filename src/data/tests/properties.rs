@@ -31,7 +31,12 @@ fn dataset(lengths: &[usize], rows: Vec<Vec<usize>>) -> Dataset {
         line: i + 1,
     };
     let examples: Vec<Example> = lengths.iter().enumerate().map(example).collect();
-    Dataset::of(&examples, rows.into()).unwrap()
+    Dataset::of(&examples, &rows).unwrap()
+}
+
+/// What brings samples into the order in which they are packed.
+fn order_of(seed: u64) -> crate::rng::Stream {
+    crate::rng::Stream::new(seed, crate::rng::Purpose::Pack, 0, 0)
 }
 
 /// Best-fit as one would write it down.
@@ -39,7 +44,8 @@ fn best_fit(lengths: &[usize], max: usize, seed: u64) -> Vec<Vec<usize>> {
     let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
     // the rows of each space, the last first
     let mut order: Vec<usize> = Vec::new();
-    for i in crate::rng::Stream::new(seed, crate::rng::Purpose::Pack, 0, 0).permutation(lengths.len()) {
+    for i in order_of(seed).permutation(lengths.len() as u32) {
+        let i = i as usize;
         let fits = |r: &&usize| rows[**r].0 >= lengths[i].max(1);
         let row = match order.iter().filter(fits).min_by_key(|r| rows[**r].0).copied() {
             Some(row) => {
@@ -58,18 +64,27 @@ fn best_fit(lengths: &[usize], max: usize, seed: u64) -> Vec<Vec<usize>> {
     rows.into_iter().map(|r| r.1).collect()
 }
 
+fn items(lengths: &[usize]) -> Vec<Item> {
+    let item = |(i, n): (usize, &usize)| Item { sample: i as u32, tokens: *n as u32, targets: 0 };
+    lengths.iter().enumerate().map(item).collect()
+}
+
 proptest! {
     #[test]
     fn packing_holds_each_sample_once_and_no_row_too_long(
         lengths in prop::collection::vec(1usize..50, 0..200), seed: u64, ordered: bool,
     ) {
         let order: Vec<usize> = (0..lengths.len()).collect();
-        let length = |i: usize| lengths[i];
-        let numbers: Vec<u32> = order.iter().map(|i| *i as u32).collect();
-        let packed = if ordered { pack::in_order(numbers.clone(), &length, 50) } else { pack::best_fit(&numbers, &length, 50, seed) };
-        let rows: Vec<Vec<usize>> = packed.iter().map(|r| r.iter().map(|i| *i as usize).collect()).collect();
-        prop_assert_eq!(packed.samples().count(), lengths.len());
-        prop_assert!(packed.get(rows.len()).is_empty());
+        let (items, mut rows) = (items(&lengths), Vec::new());
+        let mut each = |row: &[Item]| {
+            rows.push(row.iter().map(|i| i.sample as usize).collect::<Vec<_>>());
+            Ok(())
+        };
+        if ordered {
+            pack::in_order(items.into_iter().map(Ok), 50, &mut each).unwrap();
+        } else {
+            pack::best_fit(&items, 50, order_of(seed), &mut each).unwrap();
+        }
         let mut all: Vec<usize> = rows.iter().flatten().copied().collect();
         prop_assert!(rows.iter().all(|r| !r.is_empty() && r.iter().map(|i| lengths[*i]).sum::<usize>() <= 50));
         if ordered {
@@ -124,9 +139,10 @@ proptest! {
         let mut expected = lengths.clone();
         expected.push(lengths[0]);
         prop_assert_eq!(&m.docs, &expected);
+        let samples = || lists(&d.rows).concat().into_iter().map(|i| nth(&d, i as usize));
         let mut at = 0usize;
         let mut targets = Vec::new();
-        for (doc, e) in m.docs.iter().zip(d.rows.samples().map(|i| nth(&d, i))) {
+        for (doc, e) in m.docs.iter().zip(samples()) {
             prop_assert_eq!(&m.ids[at..at + doc], &e.ids[..]);
             for k in 0..*doc {
                 prop_assert_eq!(m.positions[at + k] as usize, k);
@@ -138,7 +154,7 @@ proptest! {
         }
         prop_assert_eq!(m.ids.len(), at);
         prop_assert_eq!(&m.targets, &targets);
-        prop_assert_eq!(m.targets.len(), d.rows.samples().map(|i| nth(&d, i).targets()).sum::<usize>());
+        prop_assert_eq!(m.targets.len(), samples().map(|e| e.targets()).sum::<usize>());
     }
 }
 
@@ -162,9 +178,13 @@ fn packing_a_million_samples_is_dense() {
         let s = crate::rng::Stream::new(5, crate::rng::Purpose::Test, 0, 0);
         (0..1_000_000).map(|i| 20 + (s.uniform(i).powi(3) * 2000.0) as usize).collect()
     };
-    let order: Vec<u32> = (0..lengths.len() as u32).collect();
-    let rows = pack::best_fit(&order, &|i| lengths[i], 2048, 1);
-    let fill = lengths.iter().sum::<usize>() as f64 / (rows.len() * 2048) as f64;
+    let mut rows = 0;
+    let mut each = |_: &[Item]| {
+        rows += 1;
+        Ok(())
+    };
+    pack::best_fit(&items(&lengths), 2048, order_of(1), &mut each).unwrap();
+    let fill = lengths.iter().sum::<usize>() as f64 / (rows * 2048) as f64;
     assert!(fill > 0.97, "{fill}");
 }
 

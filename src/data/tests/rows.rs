@@ -155,7 +155,7 @@ fn sources_are_mixed_by_weight_and_read_in_order() {
     }
     let mut s =
         [source("a.jsonl", Format::Tokens), source("b.jsonl", Format::Tokens), source("d", Format::Tokens)];
-    let first = |d: &Dataset| d.rows.iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
+    let first = |d: &Dataset| lists(&d.rows).iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
     let all = files.load(&s, &data(8)).unwrap();
     assert_eq!(first(&all), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 31, 32]);
     (s[0].weight, s[1].weight) = (0.5, 3.0);
@@ -179,7 +179,7 @@ fn weights_are_exact_in_expectation() {
     for seed in 0..seeds {
         let cfg = of(&s, &data(8));
         let d = Dataset::load(Part::Train, &cfg, &|s| files.0.path().join(s), None, 64, seed).unwrap();
-        for row in d.rows.iter() {
+        for row in lists(&d.rows) {
             let id = nth(&d, row[0] as usize).ids[0] as usize;
             if id < 3 {
                 counts[id] += 1;
@@ -205,7 +205,7 @@ fn a_share_is_held_out_of_each_source() {
     let s = ["a.jsonl", "b.jsonl", "c.jsonl"].map(|f| source(f, Format::Tokens));
     let cfg = recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
     let resolve = |s: &str| files.0.path().join(s);
-    let ids = |d: &Dataset| d.rows.iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
+    let ids = |d: &Dataset| lists(&d.rows).iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
     let load = |part, seed| Dataset::load(part, &cfg, &resolve, None, 64, seed).unwrap();
     let (train, eval) = (ids(&load(Part::Train, 3)), ids(&load(Part::Eval, 3)));
     assert_eq!((train.len(), eval.len()), (36 + 9 + 1, 4 + 1));
