@@ -72,13 +72,17 @@ impl Recomputed {
 
     /// In words, of `walked` layers.
     pub fn words(self, walked: usize) -> String {
-        let mut s = format!("{} of {walked} layers", self.all);
-        for (n, what) in [(self.feed_forward, "feed-forward"), (self.norms, "norms")] {
-            if n > 0 {
-                s += &format!(", the {what} of {n}{}", if self.all > 0 { " more" } else { "" });
-            }
+        let parts =
+            [(self.all, ""), (self.feed_forward, "the feed-forward of "), (self.norms, "the norms of ")];
+        let mut s = String::new();
+        for (n, what) in parts.into_iter().filter(|(n, _)| *n > 0) {
+            s += &if s.is_empty() {
+                format!("{what}{n} of {walked} layers")
+            } else {
+                format!(", {what}{n} more")
+            };
         }
-        s
+        if s.is_empty() { format!("0 of {walked} layers") } else { s }
     }
 }
 

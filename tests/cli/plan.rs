@@ -221,7 +221,7 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&tied, ends, &ragged, &[NORMS]),
         (&tied, FULL, &full_rows, &[&[FEED_FORWARD, ON_HOST], ALL_AT_ONCE].concat()),
         (&moe, &everything, &full_rows, &[NORMS]),
-        (&moe, experts, &full_rows, &[FEED_FORWARD, "lora.dora=true", "lora.dropout=0.1"]),
+        (&moe, experts, &full_rows, &[FEED_FORWARD, "lora.dora=true"]),
         (&moe, some, &full_rows, &[NF4, NORMS, "model.dtype=bf16"]),
         (&shared, &everything, &full_rows, &[NORMS, "run.micro_rows=2"]),
         (&mixtral, experts, &full_rows, &[NF4, FEED_FORWARD, "memory.dequantize=per_layer"]),
