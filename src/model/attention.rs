@@ -40,10 +40,20 @@ pub struct Saved {
     linears: [linear::Saved; 4],
     /// Queries and keys before their norms.
     before_norm: Option<(Tensor, Tensor)>,
-    q: Tensor,
-    k: Tensor,
+    /// Queries and keys as they are multiplied.
+    rotated: Option<[Tensor; 2]>,
     v: Tensor,
     out: attention::Saved,
+}
+
+impl Saved {
+    /// Without what [`Attention::again`] makes again: the input, and queries and keys where they are kept before their norms.
+    pub fn without_input(&mut self) {
+        self.linears[..3].iter_mut().for_each(|l| l.x = None);
+        if self.before_norm.is_some() {
+            self.rotated = None;
+        }
+    }
 }
 
 impl Attention {
@@ -79,6 +89,22 @@ impl Attention {
         [&self.q, &self.k, &self.v].into_iter().map(|l| l.room(x)).max().unwrap_or(0)
     }
 
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        [&self.q, &self.k, &self.v].into_iter().any(Linear::needs_input)
+    }
+
+    /// Gives `s` what it was without: the input `x` where that is needed, queries and keys normed and rotated.
+    pub fn again(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
+        for (l, s) in self.linears().into_iter().zip(&mut s.linears[..3]) {
+            s.x = x.and_then(|x| l.input(x));
+        }
+        if let (None, Some((q, k))) = (&s.rotated, &s.before_norm) {
+            s.rotated = Some(rope::forward(q.clone(), k.clone(), self.norms(), &ctx.cos, &ctx.sin)?);
+        }
+        Ok(())
+    }
+
     /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
     pub fn forward(&self, x: &Padded, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
         let (t, _) = x.dims();
@@ -102,7 +128,7 @@ impl Attention {
             }
         };
         let (y, os) = self.o.forward_padded(&out.o, ctx)?;
-        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, q, k, v, out }))
+        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out }))
     }
 
     /// Backward: the gradient of the input.
@@ -110,10 +136,11 @@ impl Attention {
         let (t, _) = dy.dims();
         let c = self.head_dim;
         let [qs, ks, vs, os] = s.linears;
+        let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
         let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
         let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.room_back(&d_o, ctx));
-        let (dq, dk, dv) = attention::backward(&s.q, &s.k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
-        drop((d_o, s.q, s.k, s.v, s.out, os));
+        let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
+        drop((d_o, q, k, s.v, s.out, os));
         let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
         let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
         let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want, [rq, rk])?;

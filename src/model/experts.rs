@@ -40,7 +40,7 @@ pub struct Banks {
 #[derive(Debug)]
 pub struct Saved {
     /// Rows that enter the experts [n, d], where something trains.
-    x: Option<Tensor>,
+    pub(super) x: Option<Tensor>,
     gate: Tensor,
     up: Tensor,
     /// `s x A^T` of the three linears [n, ranks], where they have adapters.

@@ -36,14 +36,71 @@ pub enum FeedForward {
     Mixture(Box<Mixture>),
 }
 
-/// What the backward pass needs.
+impl FeedForward {
+    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    fn room(&self, x: &Tensor) -> usize {
+        match self {
+            FeedForward::Dense(b) => b.room(x),
+            FeedForward::Mixture(_) => 0,
+        }
+    }
+
+    /// Whether the backward pass needs the input.
+    fn needs_input(&self) -> bool {
+        match self {
+            FeedForward::Dense(b) => b.needs_input(),
+            FeedForward::Mixture(b) => b.needs_input(),
+        }
+    }
+
+    /// What forward saves of the input `x`, of what was kept of it.
+    fn again(&self, kept: FeedForwardSaved, x: &Padded, ctx: &Context) -> Result<FeedForwardSaved> {
+        use FeedForwardSaved as Saved;
+        Ok(match (self, kept) {
+            (FeedForward::Dense(b), Saved::Again(_)) => Saved::Dense(Box::new(b.recompute(x, ctx)?)),
+            (FeedForward::Mixture(b), Saved::Again(groups)) => {
+                Saved::Mixture(Box::new(b.recompute(&x.values()?, ctx, groups)?))
+            }
+            (FeedForward::Dense(b), Saved::Dense(mut s)) => {
+                b.again(&mut s, &x.values()?);
+                Saved::Dense(s)
+            }
+            (FeedForward::Mixture(b), Saved::Mixture(mut s)) => {
+                b.again(&mut s, &x.values()?)?;
+                Saved::Mixture(s)
+            }
+            _ => candle_core::bail!("{OTHER}"),
+        })
+    }
+}
+
+/// What a bug of the walk would be.
+const OTHER: &str = "backward through another layer than forward, or before what it needs was computed again";
+
+/// What of a layer is computed again for its backward pass: each level does what those before it do, and keeps less.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// What takes no product: norms, rotated queries and keys, the rows that enter experts.
+    Norms,
+    /// The feed-forward block too; what attention gave is kept.
+    FeedForward,
+    /// All of it, from its input and how its router decided.
+    All,
+}
+
+impl Level {
+    /// All of them, in order.
+    pub const EACH: [Level; 4] = [Level::Nothing, Level::Norms, Level::FeedForward, Level::All];
+}
+
+/// What the backward pass needs beside the input, or what of that is kept until then: [`Saved::keep`].
 #[derive(Debug)]
 pub struct Saved {
-    /// Input [t, d].
-    x: Tensor,
-    /// After attention [t, d].
-    mid: Tensor,
-    attn: attention::Saved,
+    /// After attention [t, d], and what attention's own backward pass needs, unless attention is computed again.
+    attn: Option<(Tensor, attention::Saved)>,
     mlp: FeedForwardSaved,
 }
 
@@ -51,14 +108,46 @@ pub struct Saved {
 enum FeedForwardSaved {
     Dense(Box<mlp::Saved>),
     Mixture(Box<moe::Saved>),
+    /// To be computed again, of a mixture by this routing.
+    Again(Option<Arc<Groups>>),
 }
 
 impl Saved {
-    /// How the router of a sparse layer decided.
+    /// What of it is kept where the rest is computed again: all that decides what a level takes.
+    pub fn keep(mut self, level: Level) -> Self {
+        if level >= Level::All {
+            self.attn = None;
+        }
+        if level >= Level::FeedForward {
+            self.mlp = FeedForwardSaved::Again(self.routing());
+        }
+        if level >= Level::Norms {
+            if let Some((_, attn)) = &mut self.attn {
+                attn.without_input();
+            }
+            match &mut self.mlp {
+                FeedForwardSaved::Dense(s) => s.without_input(),
+                FeedForwardSaved::Mixture(s) => s.without_input(),
+                FeedForwardSaved::Again(_) => {}
+            }
+        }
+        self
+    }
+
+    /// What the router of a sparse layer gave.
     pub fn routed(&self) -> Option<&moe::Saved> {
         match &self.mlp {
-            FeedForwardSaved::Dense(_) => None,
             FeedForwardSaved::Mixture(s) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// How the router of a sparse layer decided.
+    pub fn routing(&self) -> Option<Arc<Groups>> {
+        match &self.mlp {
+            FeedForwardSaved::Dense(_) => None,
+            FeedForwardSaved::Mixture(s) => Some(Arc::clone(&s.groups)),
+            FeedForwardSaved::Again(groups) => groups.clone(),
         }
     }
 }
@@ -85,9 +174,10 @@ impl Layer {
         matches!(&self.mlp, FeedForward::Mixture(b) if b.reads_codes(w.device(), w.dtype()))
     }
 
-    /// The same layer for one visit of the walk: its 4-bit matrices dequantized, of a mixture those of the experts that
-    /// have tokens by `routing`. Dropping it gives the memory back.
-    pub fn dequantized(&self, routing: Option<&Groups>) -> Result<Self> {
+    /// The same layer for one visit of the walk, which computes `level` again: those of its 4-bit matrices dequantized that
+    /// are multiplied twice, of a mixture those of the experts that have tokens by `routing`. Dropping it gives the memory
+    /// back.
+    pub fn dequantized(&self, level: Level, routing: Option<&Groups>) -> Result<Self> {
         let on = self.attn_norm.weight.device();
         let mlp = match (&self.mlp, routing) {
             (FeedForward::Dense(b), _) => FeedForward::Dense(Box::new(b.dequantized()?)),
@@ -98,22 +188,41 @@ impl Layer {
         };
         Ok(Self {
             attn_norm: self.attn_norm.clone(),
-            attn: self.attn.dequantized()?,
+            attn: if level == Level::All { self.attn.dequantized()? } else { self.attn.clone() },
             mlp_norm: self.mlp_norm.clone(),
             mlp,
         })
     }
 
-    /// What forward saves, for a layer that is computed again for backward; `replay` as there.
-    pub fn recompute(&self, x: Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
-        let (mid, normed, attn) = self.attend(&x, ctx, None)?;
-        let mlp = match &self.mlp {
-            FeedForward::Dense(b) => FeedForwardSaved::Dense(Box::new(b.recompute(&normed, ctx)?)),
-            FeedForward::Mixture(b) => {
-                FeedForwardSaved::Mixture(Box::new(b.recompute(&normed.values()?, ctx, replay)?))
+    /// What forward saves, of what [`Saved::keep`] left of it.
+    pub fn recompute(&self, x: &Tensor, ctx: &Context, level: Level, kept: Saved) -> Result<Saved> {
+        if level == Level::Nothing {
+            return Ok(kept);
+        }
+        let (mid, normed, attn) = match kept.attn {
+            None => {
+                let (mid, normed, attn) = self.attend(x, ctx, None)?;
+                (mid, Some(normed), attn)
+            }
+            Some((mid, mut attn)) => {
+                let normed = match self.attn.needs_input() {
+                    true => Some(self.attn_norm.forward_padded(x, self.attn.room(x))?.values()?),
+                    false => None,
+                };
+                self.attn.again(&mut attn, normed.as_ref(), ctx)?;
+                drop(normed);
+                let normed = match level >= Level::FeedForward || self.mlp.needs_input() {
+                    true => Some(self.mlp_norm.forward_padded(&mid, self.mlp.room(x))?),
+                    false => None,
+                };
+                (mid, normed, attn)
             }
         };
-        Ok(Saved { x, mid, attn, mlp })
+        let mlp = match normed {
+            Some(normed) => self.mlp.again(kept.mlp, &normed, ctx)?,
+            None => kept.mlp,
+        };
+        Ok(Saved { attn: Some((mid, attn)), mlp })
     }
 
     /// Through attention: the sum with the input, and what enters the feed-forward block.
@@ -126,11 +235,7 @@ impl Layer {
         let normed = self.attn_norm.forward_padded(x, self.attn.room(x))?;
         let (a, attn) = self.attn.forward(&normed, ctx, cache)?;
         drop(normed);
-        let room = match &self.mlp {
-            FeedForward::Dense(b) => b.room(x),
-            FeedForward::Mixture(_) => 0,
-        };
-        let (mid, normed) = self.mlp_norm.forward_add(x, a, room)?;
+        let (mid, normed) = self.mlp_norm.forward_add(x, a, self.mlp.room(x))?;
         Ok((mid, normed, attn))
     }
 
@@ -160,32 +265,34 @@ impl Layer {
                 .forward(&normed.values()?, ctx, replay)
                 .map(|(m, s)| (m, FeedForwardSaved::Mixture(Box::new(s))))?,
         };
-        Ok(((&mid + m)?, Saved { x: x.clone(), mid, attn, mlp }))
+        Ok(((&mid + m)?, Saved { attn: Some((mid, attn)), mlp }))
     }
 
-    /// Backward: the gradient of the input, with room for `rank` columns more. `balance` is what losses on the router add.
+    /// Backward: the gradient of the input `x`, with room for `rank` columns more. `balance` is what losses on the router
+    /// add.
     pub fn backward(
         &self,
-        s: Saved,
+        (x, s): (&Tensor, Saved),
         dy: &Padded,
         ctx: &Context,
         sink: &Sink<'_>,
         balance: Option<&Balance>,
         rank: usize,
     ) -> Result<Padded> {
+        let Some((mid, attn)) = s.attn else { candle_core::bail!("{OTHER}") };
         let d_mid = {
             let dn = match (&self.mlp, s.mlp) {
                 (FeedForward::Dense(b), FeedForwardSaved::Dense(s)) => b.backward(*s, dy, ctx, sink)?,
                 (FeedForward::Mixture(b), FeedForwardSaved::Mixture(s)) => {
                     b.backward(*s, &dy.values()?, ctx, sink, balance)?
                 }
-                _ => candle_core::bail!("backward through another layer than forward"),
+                _ => candle_core::bail!("{OTHER}"),
             };
             let room = self.attn.o.room_back(&dn, ctx);
-            self.mlp_norm.backward_add(&s.mid, &dn, dy, room, sink)?
+            self.mlp_norm.backward_add(&mid, &dn, dy, room, sink)?
         };
-        drop(s.mid);
-        let dn = self.attn.backward(s.attn, &d_mid, ctx, sink)?;
-        self.attn_norm.backward_add(&s.x, &dn, &d_mid, rank, sink)
+        drop(mid);
+        let dn = self.attn.backward(attn, &d_mid, ctx, sink)?;
+        self.attn_norm.backward_add(x, &dn, &d_mid, rank, sink)
     }
 }

@@ -27,6 +27,13 @@ pub struct Saved {
     up: Tensor,
 }
 
+impl Saved {
+    /// Without what [`Mlp::again`] makes again.
+    pub fn without_input(&mut self) {
+        self.linears[..2].iter_mut().for_each(|l| l.x = None);
+    }
+}
+
 impl Mlp {
     /// Gate, up and down.
     pub fn linears(&self) -> [&Linear; 3] {
@@ -57,6 +64,18 @@ impl Mlp {
             ds.x = None;
         }
         Ok(Saved { linears: [gs, us, ds], gate, up })
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.gate.needs_input() || self.up.needs_input()
+    }
+
+    /// Gives `s` the input that it was without.
+    pub fn again(&self, s: &mut Saved, x: &Tensor) {
+        for (l, s) in [&self.gate, &self.up].into_iter().zip(&mut s.linears) {
+            s.x = l.input(x);
+        }
     }
 
     /// Forward: [t, d] -> [t, d].

@@ -125,6 +125,19 @@ pub(super) enum Experts {
 }
 
 impl Saved {
+    /// Without what [`Mixture::again`] makes again.
+    pub fn without_input(&mut self) {
+        self.router.x = None;
+        match &mut self.experts {
+            Experts::Each(saved, _) => saved.iter_mut().for_each(mlp::Saved::without_input),
+            Experts::Together(saved) => saved.x = None,
+        }
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.without_input();
+            shared.gate.x = None;
+        }
+    }
+
     /// What routing decided, where that is on the device.
     pub fn routed(&self) -> Option<(&Sorted, Routed)> {
         let sorted = self.groups.sorted()?;
@@ -229,6 +242,36 @@ impl Mixture {
         let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
         let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
         Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Each(experts, out), shared })
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.linears().any(Linear::needs_input)
+    }
+
+    /// Gives `s` the input `x` that it was without, and the rows of it that enter the experts.
+    pub fn again(&self, s: &mut Saved, x: &Tensor) -> Result<()> {
+        if self.router.needs_input() {
+            s.router.x = Some(upcast(x)?);
+        }
+        if self.experts.iter().any(Mlp::needs_input) {
+            match (&mut s.experts, s.groups.sorted()) {
+                (Experts::Together(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
+                (Experts::Each(saved, _), None) => {
+                    let rows = s.groups.gather(x)?;
+                    for (run, s) in s.groups.runs().iter().zip(saved) {
+                        let x = rows.narrow(0, run.start, run.rows)?;
+                        self.experts[run.expert].again(s, &x);
+                    }
+                }
+                _ => candle_core::bail!("{OTHER}"),
+            }
+        }
+        if let (Some(shared), Some(s)) = (&self.shared, &mut s.shared) {
+            shared.mlp.again(&mut s.mlp, x);
+            s.gate.x = shared.gate.input(x);
+        }
+        Ok(())
     }
 
     /// Backward: the gradient of the input. `balance` is what losses on the router add.

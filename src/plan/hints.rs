@@ -38,17 +38,24 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
     let r = i.recipe;
     let total = |r: &Recipe| with(i, r);
 
-    if plan.execution.recompute < plan.walked {
-        let mut c = r.clone();
-        c.memory.recompute = Recompute::All;
-        let t = total(&c);
-        if t <= budget {
-            add(
-                vec!["memory.recompute=all".into()],
-                "memory.recompute = \"all\"".into(),
-                "; about a third more time",
-                t,
-            );
+    if plan.execution.recompute.all < plan.walked {
+        for (word, recompute, cost) in [
+            ("norms", Recompute::Norms, "; hardly more time"),
+            ("feed_forward", Recompute::FeedForward, "; about a fifth more time"),
+            ("all", Recompute::All, "; about a third more time"),
+        ] {
+            let mut c = r.clone();
+            c.memory.recompute = recompute;
+            let t = total(&c);
+            if t <= budget {
+                add(
+                    vec![format!("memory.recompute={word}")],
+                    format!("memory.recompute = \"{word}\""),
+                    cost,
+                    t,
+                );
+                break;
+            }
         }
     }
     if r.memory.dequantize == recipe::Dequantize::PerLayer {

@@ -54,7 +54,7 @@ use crate::model::Config;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
 use crate::recipe::{self, Dtype, Offload, Recipe, Weights};
-use crate::walk::Execution;
+use crate::walk::{Execution, Recomputed};
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
@@ -381,12 +381,12 @@ impl<'a> Prepared<'a> {
     }
 
     /// Bytes of inputs of recomputed layers that wait on the host, where that is not the device.
-    fn host_activations(&self, w: Workload, recompute: usize) -> u64 {
+    fn host_activations(&self, w: Workload, recompute: Recomputed) -> u64 {
         if !self.inputs.machine.cuda || !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
             return 0;
         }
         // the topmost stays
-        let waiting = recompute.min(self.walked().saturating_sub(1)) as u64;
+        let waiting = recompute.layers().min(self.walked().saturating_sub(1)) as u64;
         self.part(w.train).tokens * self.shape.d as u64 * self.inputs.machine.width * waiting
     }
 }

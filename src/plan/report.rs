@@ -61,6 +61,7 @@ impl Plan {
         device.insert("budget".into(), json!(self.budget));
         let (total, trainable) = self.parameters;
         let time = range.map(|r| json!({"step_seconds": [r.low, r.high], "total_seconds": self.workload.steps.map(|n| [r.low * n as f64, r.high * n as f64])}));
+        let c = self.execution.recompute;
         let mut out = json!({
             "ranks": self.ranks,
             "wire_bytes_a_step": self.wire,
@@ -73,7 +74,8 @@ impl Plan {
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),
             "theory": self.theory,
             "peak": {"phase": self.peak.phase.word(), "where": place(&self.peak, self.layers)},
-            "recompute": {"layers": self.execution.recompute, "of": self.walked, "reason": self.reasons.recompute},
+            "recompute": {"layers": c.all, "feed_forward": c.feed_forward, "norms": c.norms, "of": self.walked,
+                          "reason": self.reasons.recompute},
             "choices": self.choices_json(),
             "micro_batch": {"tokens": self.workload.train.tokens, "targets": self.workload.train.targets,
                             "longest": self.workload.train.longest, "from_data": self.workload.measured()},
@@ -102,7 +104,8 @@ impl Plan {
         let (c, why) = (&self.execution, &self.reasons);
         let mut all = json!({
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
-            "recompute": {"value": c.recompute, "of": self.walked, "reason": why.recompute},
+            "recompute": {"value": c.recompute.all, "feed_forward": c.recompute.feed_forward, "norms": c.recompute.norms,
+                          "of": self.walked, "reason": why.recompute},
             "dequantize": {"value": c.dequantize.word(), "reason": why.dequantize},
             "head_rows": {"value": c.head_rows, "reason": why.head_rows},
         });
@@ -149,7 +152,7 @@ impl Plan {
         let (c, why) = (&self.execution, &self.reasons);
         let rows = if c.micro_rows == 1 { "row" } else { "rows" };
         let _ = writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows);
-        let _ = writeln!(s, "recompute   {} of {} layers ({})", c.recompute, self.walked, why.recompute);
+        let _ = writeln!(s, "recompute   {} ({})", c.recompute.words(self.walked), why.recompute);
         if let Some(why) = self.no_master {
             let _ = writeln!(
                 s,

@@ -1,6 +1,6 @@
 //! What the plan chooses: the fastest by its own account of time that fits the budget.
 //!
-//! Four things are open: how many layers are computed again, how 4-bit weights of those are dequantized, how many logits
+//! Four things are open: how much of how many layers is computed again, how 4-bit weights of those are dequantized, how many logits
 //! exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
 //! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time.
 
@@ -10,8 +10,9 @@ use super::step::{Levels, Parts};
 use super::work::Work;
 use super::{Machine, Prepared, Tokens, Workload};
 use crate::model::head::Head;
+use crate::model::layer::Level;
 use crate::recipe::{self, Recompute};
-use crate::walk::{Dequantize, Execution};
+use crate::walk::{Dequantize, Execution, Recomputed};
 use candle_core::Result;
 
 /// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
@@ -65,7 +66,8 @@ struct Open {
     rows: Vec<usize>,
     heads: Vec<u64>,
     dequantize: Vec<Dequantize>,
-    recompute: Vec<usize>,
+    /// In each list what takes less comes later, and takes longer.
+    recompute: Vec<Vec<Recomputed>>,
 }
 
 impl Open {
@@ -73,11 +75,14 @@ impl Open {
         let (r, walked) = (p.inputs.recipe, p.walked());
         // without a budget nothing says how far to go
         let known = p.inputs.budget.is_some();
+        let whole = |level| vec![vec![Recomputed::mixed((walked, level), Level::Nothing, walked)]];
         let recompute = match r.memory.recompute {
-            Recompute::None => vec![0],
-            Recompute::Layers(n) => vec![n.min(walked)],
-            Recompute::Auto if known => (0..=walked).collect(),
-            Recompute::All | Recompute::Auto => vec![walked],
+            Recompute::None => whole(Level::Nothing),
+            Recompute::Norms => whole(Level::Norms),
+            Recompute::FeedForward => whole(Level::FeedForward),
+            Recompute::Layers(n) => vec![vec![n.min(walked).into()]],
+            Recompute::Auto if known => mixes(walked),
+            Recompute::All | Recompute::Auto => whole(Level::All),
         };
         let dequantize = match r.memory.dequantize {
             recipe::Dequantize::PerLayer if p.packed() => vec![Dequantize::PerLayer],
@@ -102,6 +107,18 @@ impl Open {
     fn pairs(&self) -> impl Iterator<Item = (usize, Dequantize)> + '_ {
         (0..self.heads.len()).flat_map(|h| self.dequantize.iter().map(move |d| (h, *d)))
     }
+}
+
+/// Layers at one level and those above them at the level before it: norms first, for they cost least by far. Of the other
+/// two, what spares more depends on how long rows are: so whole layers beside norms are compared too.
+fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
+    let mix = |(level, rest)| (0..=walked).map(move |n| Recomputed::mixed((n, level), rest, walked));
+    let steps = [
+        (Level::Norms, Level::Nothing),
+        (Level::FeedForward, Level::Norms),
+        (Level::All, Level::FeedForward),
+    ];
+    vec![steps.into_iter().flat_map(mix).collect(), mix((Level::All, Level::Norms)).collect()]
 }
 
 /// Micro-batches that divide `rows`, the smallest first.
@@ -157,7 +174,7 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let whole = (p.workload(largest).train, largest);
     let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
     let first = of_rows(&open.rows[0])?;
-    let most = open.recompute[open.recompute.len() - 1];
+    let most = open.recompute.iter().flatten().copied().max().unwrap_or_default();
     let mut least = first.weigh(Levels { recompute: most, dequantize: open.dequantize[0], head: 0 });
     let mut best: Option<(Size<'_>, Weighed)> = None;
     let mut too_large = None;
@@ -165,17 +182,19 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
         let size = size?;
         let mut found: Option<Weighed> = None;
         for (head, dequantize) in open.pairs() {
-            for recompute in &open.recompute {
-                let this = size.weigh(Levels { recompute: *recompute, dequantize, head });
-                if best.is_none() && this.total < least.total {
-                    least = this;
-                }
-                if this.total <= budget {
-                    if found.is_none_or(|f| (this.work, this.total) < (f.work, f.total)) {
-                        found = Some(this);
+            for list in &open.recompute {
+                for recompute in list {
+                    let this = size.weigh(Levels { recompute: *recompute, dequantize, head });
+                    if best.is_none() && this.total < least.total {
+                        least = this;
                     }
-                    // recomputing more only takes longer
-                    break;
+                    if this.total <= budget {
+                        if found.is_none_or(|f| (this.work, this.total) < (f.work, f.total)) {
+                            found = Some(this);
+                        }
+                        // recomputing more only takes longer
+                        break;
+                    }
                 }
             }
         }
@@ -248,19 +267,21 @@ impl Told<'_, '_> {
             return match self.p.inputs.recipe.memory.recompute {
                 Recompute::All => "the recipe says all",
                 Recompute::None => "the recipe says none",
+                Recompute::Norms => "the recipe says norms",
+                Recompute::FeedForward => "the recipe says feed_forward",
                 Recompute::Layers(_) => "the recipe says so",
                 Recompute::Auto => NO_BUDGET,
             }
             .into();
         };
-        match self.chosen.levels.recompute {
+        match self.chosen.levels.recompute.layers() {
             _ if !self.fits && self.chosen.total <= budget => {
                 let left = bytes(budget - self.chosen.total);
                 format!("auto: what takes least; it leaves {left} of {} free", bytes(budget))
             }
             _ if !self.fits => "auto: not even recomputing all layers fits".into(),
             0 => "auto: all saved activations fit".into(),
-            _ => format!("auto: the fewest that fit {}", bytes(budget)),
+            _ => format!("auto: the fastest that fits {}", bytes(budget)),
         }
     }
 
@@ -271,8 +292,8 @@ impl Told<'_, '_> {
             _ if !self.p.packed() => "no 4-bit weights".into(),
             recipe::Dequantize::PerMatmul | recipe::Dequantize::PerLayer => "the recipe says so".into(),
             recipe::Dequantize::Auto if self.p.inputs.budget.is_none() => NO_BUDGET.into(),
-            recipe::Dequantize::Auto if chosen.recompute == 0 => {
-                "auto: no layer is recomputed, so each weight is dequantized once a pass anyway".into()
+            recipe::Dequantize::Auto if chosen.recompute.products() == 0 => {
+                "auto: no product is recomputed, so each weight is dequantized once a pass anyway".into()
             }
             recipe::Dequantize::Auto if chosen.dequantize == Dequantize::PerLayer => {
                 format!("auto: dequantizing a layer once saves {}", self.spares(with(Dequantize::PerMatmul)))

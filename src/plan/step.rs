@@ -16,10 +16,10 @@ use crate::kernel::padded::Padded;
 use crate::kernel::tensor::Ghost;
 use crate::kernel::{Machine, Role, Tensor};
 use crate::model::Batch;
-use crate::model::layer::{FeedForward, Layer};
+use crate::model::layer::{FeedForward, Layer, Level};
 use crate::model::sink::Sink;
 use crate::walk::generate::PART;
-use crate::walk::{self, Dequantize, Visit};
+use crate::walk::{self, Dequantize, Recomputed, Visit};
 use Component::Workspace;
 use candle_core::{DType, Result};
 
@@ -70,8 +70,8 @@ impl Answers {
 /// What can be chosen when the micro-batch is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Levels {
-    /// Layers that are recomputed, from the lowest that is walked backward.
-    pub recompute: usize,
+    /// Layers that are recomputed.
+    pub recompute: Recomputed,
     /// How their 4-bit weights are dequantized.
     pub dequantize: Dequantize,
     /// Which of the head's chunks, by index into what [`Parts::new`] was given.
@@ -119,20 +119,29 @@ struct Kind {
     own: u64,
     /// Forward.
     forward: Full,
-    /// What is kept of it where everything is, the input among it.
-    kept: Full,
-    /// What is kept where the layer is computed again: the input, and how its router decided.
-    input: Full,
-    /// How its router decided, alone.
-    routing: Full,
-    /// Backward of what was kept.
-    backward: Full,
-    /// Forward again and backward: dequantized by tiles, and for the visit; with the work of the former.
-    again: [(Full, Cost); 2],
+    /// From forward to backward, by [`Level`].
+    ways: [Way; Level::EACH.len()],
     /// Forward in evaluation.
     eval: Option<Full>,
     /// Forward of a prompt that is answered.
     answer: Option<Full>,
+}
+
+/// From forward to backward, by what is computed again.
+#[derive(Clone, Debug)]
+struct Way {
+    /// What is kept, the input among it.
+    kept: Full,
+    /// The same without the input.
+    beside: Full,
+    /// What is computed again, and backward: dequantized by tiles, and for the visit; with the work of the former.
+    backward: [(Full, Cost); 2],
+}
+
+impl Way {
+    fn backward(&self, d: Dequantize) -> &(Full, Cost) {
+        &self.backward[usize::from(d == Dequantize::PerLayer)]
+    }
 }
 
 /// The parts of a run, each gone through once.
@@ -252,24 +261,26 @@ impl<'a> Parts<'a> {
         self.run.shape.lowest.map_or(usize::MAX, |u| u.saturating_sub(1))
     }
 
-    /// What a layer keeps from forward to backward.
-    fn kept(&self, l: usize, levels: Levels) -> Option<&Full> {
-        let first = self.first();
-        if l < first {
-            None
-        } else if l - first >= levels.recompute {
-            Some(&self.kinds[self.run.shape.of[l]].kept)
-        } else {
-            let elsewhere = self.waits(l, levels) && self.run.machine().cuda;
-            let kind = &self.kinds[self.run.shape.of[l]];
-            Some(if elsewhere { &kind.routing } else { &kind.input })
-        }
+    /// What is computed again of a layer, if it is walked backward.
+    fn level(&self, l: usize, levels: Levels) -> Option<Level> {
+        l.checked_sub(self.first()).map(|i| levels.recompute.level(i))
     }
 
-    /// Whether a layer's input waits on the host: it is recomputed, and not the first that the way down comes to.
+    /// The way of a layer from forward to backward.
+    fn way(&self, l: usize, levels: Levels) -> Option<&Way> {
+        self.level(l, levels).map(|level| &self.kinds[self.run.shape.of[l]].ways[level as usize])
+    }
+
+    /// What a layer keeps from forward to backward.
+    fn kept(&self, l: usize, levels: Levels) -> Option<&Full> {
+        let elsewhere = self.waits(l, levels) && self.run.machine().cuda;
+        self.way(l, levels).map(|way| if elsewhere { &way.beside } else { &way.kept })
+    }
+
+    /// Whether a layer's input waits on the host: some of it is recomputed, and it is not the first that the way down comes
+    /// to.
     fn waits(&self, l: usize, levels: Levels) -> bool {
-        let first = self.first();
-        let recomputed = l >= first && l - first < levels.recompute;
+        let recomputed = self.level(l, levels) > Some(Level::Nothing);
         self.run.activations_on_host && recomputed && l + 1 < self.run.shape.of.len()
     }
 
@@ -280,7 +291,7 @@ impl<'a> Parts<'a> {
 
     /// Calls `f` with every place of the run, in order.
     fn each<'p>(&'p self, levels: Levels, f: &mut dyn FnMut(Spot<'p>)) {
-        let (first, count) = (self.first(), self.run.shape.of.len());
+        let count = self.run.shape.of.len();
         let statics = self.run.statics;
         let still = |phase, extra| Spot {
             phase,
@@ -335,17 +346,11 @@ impl<'a> Parts<'a> {
         at.live = self.live(count + 1);
         f(self.summing(&at, count + 1, left));
         for (l, kind) in self.run.shape.of.iter().enumerate().rev() {
-            if l < first {
-                break;
-            }
+            let Some(way) = self.way(l, levels) else { break };
             at.kept = l;
             at.kept_total -= self.kept(l, levels).map_or(0, |k| k.total);
             let kind = &self.kinds[*kind];
-            let full = if l - first >= levels.recompute {
-                &kind.backward
-            } else {
-                &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)].0
-            };
+            let (full, _) = way.backward(levels.dequantize);
             at.live = self.live(l + 1) + self.run.statics.on_its_way(l + 1);
             let left = next(&mut at, &mut train);
             at.crossing = self.crosses(l, levels);
@@ -470,14 +475,10 @@ impl Parts<'_> {
         down.add(*forward, -1.0);
         up.add(self.embedding.cost, 1.0);
         self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
-        let first = self.first();
         for (l, kind) in self.run.shape.of.iter().enumerate() {
-            let kind = &self.kinds[*kind];
-            up.add(kind.forward.cost, 1.0);
-            if l >= first && l - first >= levels.recompute {
-                down.add(kind.backward.cost, 1.0);
-            } else if l >= first {
-                let (both, forward) = &kind.again[usize::from(levels.dequantize == Dequantize::PerLayer)];
+            up.add(self.kinds[*kind].forward.cost, 1.0);
+            if let Some(way) = self.way(l, levels) {
+                let (both, forward) = way.backward(levels.dequantize);
                 again.add(*forward, 1.0);
                 down.add(both.cost, 1.0);
                 down.add(*forward, -1.0);
@@ -581,44 +582,46 @@ impl StepInputs<'_> {
         };
         let live = |roles| Full::from(Bytes::from(roles));
 
-        ledger.take();
-        let x = self.input(t);
-        let (y, saved) = layer.forward(&x, ctx, None, None)?;
-        let forward: Full = ledger.take().into();
-        drop(y);
-        let routing = saved.routed().map(|r| r.groups.clone());
+        let forward = self.visit(|| layer.forward(&self.input(t), ctx, None, None).map(drop))?;
         let own = self.statics.own_live(unit);
         let sink = || Sink::ghost(&self.shape.grads, ledger, own);
-        let kept = live(ledger.keep());
-        let rank = layer.room_back(&x, ctx);
-        let gradient = || Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype);
-        let dy = gradient()?;
-        ledger.take();
-        drop(layer.backward(saved, &dy, ctx, &sink(), None, rank)?);
-        let backward = taken();
-        drop(dy);
-        let input = live(ledger.keep());
-        let again = |dequantize| -> Result<(Full, Cost)> {
-            let dy = gradient()?;
-            ledger.take();
-            let dequantized = walk::dequantized_layer(layer, dequantize, routing.as_deref())?;
-            let layer = dequantized.as_ref().unwrap_or(layer);
-            let saved = layer.recompute(x.clone(), ctx, routing.clone())?;
-            let forward = ledger.cost();
-            drop(layer.backward(saved, &dy, ctx, &sink(), None, rank)?);
-            Ok((taken(), forward))
+        let way = |level: Level| -> Result<Way> {
+            let (mut kept, mut beside) = (Full::default(), Full::default());
+            let mut backward = |dequantize| -> Result<(Full, Cost)> {
+                let x = self.input(t);
+                let rest = layer.forward(&x, ctx, None, None)?.1.keep(level);
+                kept = live(ledger.keep());
+                drop(x);
+                beside = live(ledger.keep());
+                let x = self.input(t);
+                let rank = layer.room_back(&x, ctx);
+                let dy = Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype)?;
+                ledger.take();
+                let routing = rest.routing();
+                let dequantized = walk::dequantized_layer(layer, dequantize, level, routing.as_deref())?;
+                drop(routing);
+                let layer = dequantized.as_ref().unwrap_or(layer);
+                let saved = layer.recompute(&x, ctx, level, rest)?;
+                let again = ledger.cost();
+                drop(layer.backward((&x, saved), &dy, ctx, &sink(), None, rank)?);
+                Ok((taken(), again))
+            };
+            let tiles = backward(Dequantize::PerMatmul)?;
+            let visit = match level >= Level::FeedForward && layer.is_packed() {
+                true => backward(Dequantize::PerLayer)?,
+                false => tiles.clone(),
+            };
+            Ok(Way { kept, beside, backward: [tiles, visit] })
         };
-        let again = [again(Dequantize::PerMatmul)?, again(Dequantize::PerLayer)?];
-        drop(x);
-        let routed = live(ledger.keep());
-        drop(routing);
+        let [a, b, c, d] = Level::EACH.map(way);
+        let ways = [a?, b?, c?, d?];
         let eval = |t| {
             let batch = self.batch(t, false)?;
             self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
         };
         let answer = self.answers.map(|a| eval(a.part)).transpose()?;
         let eval = self.eval.map(eval).transpose()?;
-        Ok(Kind { own, forward, kept, input, routing: routed, backward, again, eval, answer })
+        Ok(Kind { own, forward, ways, eval, answer })
     }
 
     /// The head with chunks of at most `rows`.

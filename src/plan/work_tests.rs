@@ -8,7 +8,7 @@ use crate::plan::shape::Shape;
 use crate::plan::statics::Statics;
 use crate::plan::step::{Levels, Parts, StepInputs};
 use crate::recipe::{Quantize, Recipe};
-use crate::walk::Dequantize;
+use crate::walk::{Dequantize, Recomputed};
 
 const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 5,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,
@@ -51,8 +51,14 @@ fn works<R>(
 
 const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1 };
 
-fn work(config: &str, rules: &str, docs: usize, n: usize, recompute: usize) -> anyhow::Result<Work> {
-    let levels = Levels { recompute, dequantize: Dequantize::PerMatmul, head: 0 };
+fn work(
+    config: &str,
+    rules: &str,
+    docs: usize,
+    n: usize,
+    recompute: impl Into<Recomputed>,
+) -> anyhow::Result<Work> {
+    let levels = Levels { recompute: recompute.into(), dequantize: Dequantize::PerMatmul, head: 0 };
     works(config, rules, (docs, n), (Quantize::None, CPU), &[u64::from(u32::MAX)], |at| at(levels))
 }
 
@@ -85,6 +91,9 @@ fn a_dense_model_in_full() -> anyhow::Result<()> {
         let again = recompute as f64 * (2.0 * tokens * (LINEARS - LAST) + attention);
         assert!((w.recompute - again).abs() <= 1e-9 * again, "{} {again}", w.recompute);
     }
+    // of the products, gate and up alone; none with the norms
+    let w = work(DENSE, full, 3, 128, Recomputed { all: 0, feed_forward: 2, norms: 3 })?;
+    near(w.recompute, 2.0 * 2.0 * tokens * 2.0 * LAST);
     Ok(())
 }
 
@@ -129,7 +138,9 @@ fn choices_have_their_price() -> anyhow::Result<()> {
         let (m, heads) = (Machine { cuda, ..CPU }, [128, 64]);
         works(DENSE, lora, (1, 129), (Quantize::Nf4, m), &heads, |work| {
             let b = Balance::of(m);
-            let at = |recompute, dequantize, head| work(Levels { recompute, dequantize, head });
+            let at = |recompute: usize, dequantize, head| {
+                work(Levels { recompute: recompute.into(), dequantize, head })
+            };
             near(at(0, Dequantize::PerMatmul, 0).dequantize, 10.0 * LINEARS * b.dequantize);
             near(at(2, Dequantize::PerMatmul, 0).dequantize, (12.0 * LINEARS - 2.0 * LAST) * b.dequantize);
             let held = 2.0 * 4.0 * LINEARS * b.held;

@@ -317,13 +317,11 @@ impl Checker<'_> {
                 _ => Err(Wrong::plain()),
             },
             (Kind::Bytes, v) => values::bytes(v, path).map(Checked::Int).map_err(Wrong::from),
-            (Kind::Recompute, Value::Text(s)) => match s.as_str() {
-                "auto" => Ok(Checked::Recompute(Recompute::Auto)),
-                "all" => Ok(Checked::Recompute(Recompute::All)),
-                "none" => Ok(Checked::Recompute(Recompute::None)),
-                _ => Err(Wrong {
+            (Kind::Recompute, Value::Text(s)) => match Recompute::WORDS.iter().find(|(word, _)| word == s) {
+                Some((_, r)) => Ok(Checked::Recompute(*r)),
+                None => Err(Wrong {
                     message: Some(format!("{path} has no {}", quote(s))),
-                    hints: names::words_hint(path, s, &["auto", "all", "none"]),
+                    hints: names::words_hint(path, s, &Recompute::WORDS.map(|(word, _)| word)),
                 }),
             },
             (Kind::Recompute, Value::Int(i)) => match usize::try_from(*i) {
@@ -430,7 +428,10 @@ pub(super) fn expected(kind: Kind) -> String {
         Kind::Experts => "\"all\", a range such as \"0-3\", or a list of numbers".into(),
         Kind::Betas => "two numbers from 0 to below 1".into(),
         Kind::Bytes => "a size such as \"48GiB\"".into(),
-        Kind::Recompute => format!("\"auto\", \"all\", \"none\", or a number of layers from 0 to {INDEX}"),
+        Kind::Recompute => {
+            let words = Recompute::WORDS.map(|(word, _)| quote(word)).join(", ");
+            format!("{words}, or a number of layers from 0 to {INDEX}")
+        }
         Kind::Devices => format!("a list of {}", OneDevice::SPELT),
         Kind::Tables(_) => "a list of tables".into(),
     }

@@ -304,8 +304,10 @@ table! {
         host_budget: Option<u64> = Bytes, Absent("what is free");
         /// Bytes that a run may write in all, to plan for another machine.
         disk_budget: Option<u64> = Bytes, Absent("what is free on each disk");
-        /// Layers whose activations are computed again in the backward pass: "auto" (the fewest that fit
-        /// memory.budget), "all", "none" or a number of layers.
+        /// What is computed again in the backward pass, so that less is kept: "none"; "norms" (of each layer the norms'
+        /// outputs, rotated queries and keys, and rows that enter experts: no product); "feed_forward" (its feed-forward block
+        /// or experts too, attention not); "all" (layers from their inputs), or a number of layers, from the bottom; "auto"
+        /// (layer by layer the fastest of these that fits memory.budget).
         recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
         /// When the 4-bit weights of a recomputed layer are dequantized.
         dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");

@@ -2,6 +2,7 @@
 
 use super::keys::Recipe;
 use super::kind::{self, Bound, GROUPS, INDEX, Key, Kind, Unset};
+use super::types::Recompute;
 use super::values::BARE;
 use serde_json::{Map, Value, json};
 
@@ -106,7 +107,7 @@ fn kind(kind: Kind) -> Map<String, Value> {
             { "type": "integer", "minimum": BARE },
             { "type": "string", "pattern": r"^\s*[0-9.]+\s*(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)?\s*$" },
         ] }),
-        Kind::Recompute => json!({ "oneOf": [{ "enum": ["auto", "all", "none"] }, index] }),
+        Kind::Recompute => json!({ "oneOf": [{ "enum": Recompute::WORDS.map(|(w, _)| w) }, index] }),
         Kind::Devices => json!({
             "type": "array", "uniqueItems": true, "items": { "type": "string", "pattern": r"^(cpu|cuda(:\d+)?)$" },
         }),

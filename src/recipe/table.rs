@@ -228,10 +228,8 @@ plain! {
         list => format!("[{}]", list.iter().map(Token::to_string).collect::<Vec<_>>().join(", "));
     IndexSet: Experts(set) => set.clone(), set => indices(set);
     Recompute: Recompute(r) => *r, r => match r {
-        Recompute::Auto => quote("auto"),
-        Recompute::All => quote("all"),
-        Recompute::None => quote("none"),
         Recompute::Layers(n) => n.to_string(),
+        word => Recompute::WORDS.iter().find(|(_, r)| r == word).map_or_else(String::new, |(w, _)| quote(w)),
     };
 }
 

@@ -430,15 +430,30 @@ impl Optimizer {
 /// `memory.recompute`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
-    /// The fewest that fit the budget: the fastest.
+    /// The fastest that fits the budget.
     #[default]
     Auto,
     /// Every layer.
     All,
+    /// The feed-forward block and the norms of every layer.
+    FeedForward,
+    /// The norms of every layer.
+    Norms,
     /// No layer.
     None,
     /// This many, from the bottom.
     Layers(usize),
+}
+
+impl Recompute {
+    /// The words of `memory.recompute`.
+    pub(super) const WORDS: [(&str, Recompute); 5] = [
+        ("auto", Recompute::Auto),
+        ("all", Recompute::All),
+        ("feed_forward", Recompute::FeedForward),
+        ("norms", Recompute::Norms),
+        ("none", Recompute::None),
+    ];
 }
 
 words! {

@@ -3,6 +3,7 @@
 use super::read::{Metrics, count};
 use crate::plan::Component;
 use crate::plan::report::bytes;
+use crate::walk::Recomputed;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -131,7 +132,10 @@ impl Memory {
         }
         if let (Some(n), Some(of)) = (plan["recompute_layers"].as_u64(), plan["recompute_of"].as_u64()) {
             let reason = super::read::text(plan, "reason");
-            facts.push(format!("Layers that are recomputed: {n} of {of} ({reason})."));
+            let part = |key: &str| plan["choices"]["recompute"][key].as_u64().unwrap_or(0) as usize;
+            let of_it =
+                Recomputed { all: n as usize, feed_forward: part("feed_forward"), norms: part("norms") };
+            facts.push(format!("Recomputed: {} ({reason}).", of_it.words(of as usize)));
         }
         if let Some(budget) = plan["budget"].as_u64() {
             facts.push(format!("Budget: {}.", bytes(budget)));

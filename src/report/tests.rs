@@ -152,7 +152,7 @@ fn a_finished_run() -> Result<()> {
             "saved activations",
         ],
     );
-    says(&html, &["backward of layer 2", "1 of 3 (it fits)", "8.00 KiB"]);
+    says(&html, &["backward of layer 2", "1 of 3 layers (it fits)", "8.00 KiB"]);
     says(
         &html,
         &["Arr, blue.", "abc123", "ft run pirate.toml", "2023-11-14 22:13 UTC", "2023-11-14 22:14 UTC"],

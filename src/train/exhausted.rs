@@ -164,7 +164,7 @@ impl Planned {
         if let Some(c) = found.map(|l| l.component).or(largest) {
             let _ = write!(s, "\nhint: to change: {}", c.keys_to_change());
         }
-        if plan.execution.recompute < plan.walked {
+        if plan.execution.recompute.all < plan.walked {
             s.push_str(
                 "\nhint: memory.recompute=all keeps the least; memory.budget says what there really is",
             );

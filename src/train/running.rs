@@ -139,7 +139,7 @@ impl Running<'_> {
     }
 
     /// Does a step, the `step`th from 0, unless a signal comes. Where memory runs out before anything was updated (with
-    /// `optimizer.in_backward` nobody knows), and `again` says that it may begin anew, it does so with more layers recomputed, and so does the run from then on.
+    /// `optimizer.in_backward` nobody knows), and `again` says that it may begin anew, it does so and recomputes more, and so does the run from then on.
     pub fn step(
         &mut self,
         data: &Dataset,
@@ -173,11 +173,10 @@ impl Running<'_> {
         let (was, execution) = (self.setup.execution, plan.execution);
         let (less, of) = (report::bytes(plan.total()), plan.walked);
         self.progress.line(&format!(
-            "warning: out of memory in step {}: it begins anew with {} of {of} layers recomputed, not {}, which takes \
-             {less} by the plan",
+            "warning: out of memory in step {}: it begins anew recomputing {}, not {}, which takes {less} by the plan",
             step + 1,
-            execution.recompute,
-            was.recompute
+            execution.recompute.words(of),
+            was.recompute.words(of)
         ));
         self.setup.execution = execution;
         self.watch.replan(plan, self.job);

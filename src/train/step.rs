@@ -417,7 +417,7 @@ pub mod small_device {
     /// Fails as CUDA does.
     pub fn check(execution: &Execution, step: u64) -> candle_core::Result<()> {
         match SMALL.get() {
-            Some((from, layers)) if step >= from && execution.recompute < layers => {
+            Some((from, layers)) if step >= from && execution.recompute.layers() < layers => {
                 Err(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)".into()))
             }
             _ => Ok(()),

@@ -228,7 +228,7 @@ impl Watch {
         let device: serde_json::Map<String, Value> =
             p.peak.bytes.iter().map(|(c, b)| (c.key().to_string(), json!(b))).collect();
         json!({
-            "recompute_layers": p.execution.recompute, "recompute_of": p.walked, "reason": p.reasons.recompute,
+            "recompute_layers": p.execution.recompute.all, "recompute_of": p.walked, "reason": p.reasons.recompute,
             "choices": p.choices_json(),
             "peak_device_bytes": p.total(), "device": device, "where": report::place(&p.peak, p.layers),
             "host": p.space.host.iter().map(|(k, b)| (k.to_string(), json!(b))).collect::<Map<_, _>>(),
@@ -241,10 +241,9 @@ impl Watch {
         let p = &self.plan;
         let budget = p.budget.map_or(String::new(), |b| format!(" of {}", report::bytes(b)));
         format!(
-            "plan: {}{budget} at its peak, recomputing {} of {} layers ({})",
+            "plan: {}{budget} at its peak, recomputing {} ({})",
             report::bytes(p.total()),
-            p.execution.recompute,
-            p.walked,
+            p.execution.recompute.words(p.walked),
             p.reasons.recompute
         )
     }

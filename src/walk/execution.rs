@@ -1,6 +1,7 @@
 //! What the plan decides and the engine obeys: how a step is walked, not what it computes.
 
 use crate::model::head::Head;
+use crate::model::layer::Level;
 use serde::{Deserialize, Serialize};
 
 /// How 4-bit weights are dequantized for a layer that is computed again.
@@ -23,6 +24,75 @@ impl Dequantize {
     }
 }
 
+/// Layers that are computed again, from the lowest that is walked backward: first those of the highest [`Level`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Recomputed {
+    /// Layers that are computed again whole.
+    pub all: usize,
+    /// Layers above them of which the feed-forward block is.
+    pub feed_forward: usize,
+    /// Layers above those of which norms are.
+    pub norms: usize,
+}
+
+impl Recomputed {
+    /// So many layers at this level, and those above them at a lower one, of `walked`.
+    pub fn mixed((n, level): (usize, Level), rest: Level, walked: usize) -> Self {
+        let mut of = Self::default();
+        for (n, level) in [(n, level), (walked.saturating_sub(n), rest)] {
+            match level {
+                Level::All => of.all += n,
+                Level::FeedForward => of.feed_forward += n,
+                Level::Norms => of.norms += n,
+                Level::Nothing => {}
+            }
+        }
+        of
+    }
+
+    /// Layers of which something is computed again.
+    pub fn layers(self) -> usize {
+        self.products().saturating_add(self.norms)
+    }
+
+    /// Layers of which products are computed again.
+    pub fn products(self) -> usize {
+        self.all.saturating_add(self.feed_forward)
+    }
+
+    /// What is computed again of the `i`th layer that is walked backward, from the lowest.
+    pub fn level(self, i: usize) -> Level {
+        match i {
+            _ if i < self.all => Level::All,
+            _ if i < self.products() => Level::FeedForward,
+            _ if i < self.layers() => Level::Norms,
+            _ => Level::Nothing,
+        }
+    }
+
+    /// In words, of `walked` layers.
+    pub fn words(self, walked: usize) -> String {
+        let parts =
+            [(self.all, ""), (self.feed_forward, "the feed-forward of "), (self.norms, "the norms of ")];
+        let mut s = String::new();
+        for (n, what) in parts.into_iter().filter(|(n, _)| *n > 0) {
+            s += &if s.is_empty() {
+                format!("{what}{n} of {walked} layers")
+            } else {
+                format!(", {what}{n} more")
+            };
+        }
+        if s.is_empty() { format!("0 of {walked} layers") } else { s }
+    }
+}
+
+impl From<usize> for Recomputed {
+    /// So many layers, whole.
+    fn from(all: usize) -> Self {
+        Self { all, ..Self::default() }
+    }
+}
+
 /// The execution of a run.
 ///
 /// Only `micro_rows` changes bits (sums over micro-batches have another order), and with a load-balancing loss,
@@ -32,8 +102,8 @@ impl Dequantize {
 pub struct Execution {
     /// Rows of a micro-batch.
     pub micro_rows: usize,
-    /// Layers that are computed again, from the lowest that is walked backward.
-    pub recompute: usize,
+    /// Layers that are computed again.
+    pub recompute: Recomputed,
     /// How their 4-bit weights are dequantized.
     pub dequantize: Dequantize,
     /// Targets whose logits exist at once.
@@ -45,7 +115,7 @@ impl Execution {
     pub fn plain(micro_rows: usize, vocab: usize, cuda: bool) -> Self {
         Self {
             micro_rows: micro_rows.max(1),
-            recompute: 0,
+            recompute: Recomputed::default(),
             dequantize: Dequantize::PerMatmul,
             head_rows: Head::chunk_rows(vocab, cuda),
         }

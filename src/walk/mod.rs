@@ -1,9 +1,9 @@
 //! The walk over the layers: two visible loops.
 //!
 //! ```text
-//! forward,  layer l:  layer.forward(x) -> save nothing, x (here or on the host) and the routing, or all
+//! forward,  layer l:  layer.forward(x) -> save nothing, x (here or on the host), and what its level keeps
 //! head:               loss and its gradient, some token rows at a time
-//! backward, layer l:  dequantize and recompute if only x was saved -> layer.backward
+//! backward, layer l:  dequantize and recompute what was not saved -> layer.backward
 //! ```
 
 mod execution;
@@ -14,7 +14,7 @@ mod tests;
 mod times;
 pub mod visit;
 
-pub use execution::{Dequantize, Execution};
+pub use execution::{Dequantize, Execution, Recomputed};
 pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 pub use visit::{Around, Nothing, Outline, Visit};
@@ -27,11 +27,10 @@ use crate::kernel::{Real, Tensor};
 use crate::kernel::{optimizer, to_host};
 use crate::log::place::{self, Phase};
 use crate::model::head::Head;
-use crate::model::layer::{self, Layer};
+use crate::model::layer::{self, Layer, Level};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use candle_core::{DType, Device, Result};
-use std::sync::Arc;
 use visit::Pass;
 
 /// Logits that are NaN or infinite.
@@ -63,14 +62,13 @@ pub fn finite(logits: &Real, what: &str, hint: &'static str) -> crate::Result<()
 }
 
 /// What is kept of a layer between forward and backward.
-#[cfg_attr(feature = "cuda", expect(clippy::large_enum_variant, reason = "there is one a layer"))]
-enum Saved {
-    /// Nothing: backward does not come here.
-    Nothing,
-    /// Its input, and how its router decided: the rest is computed again.
-    Input(Parked, Option<Arc<Groups>>),
-    /// Everything.
-    All(Box<layer::Saved>),
+struct Saved {
+    /// Its input.
+    x: Parked,
+    /// What is computed again.
+    level: Level,
+    /// The rest.
+    rest: layer::Saved,
 }
 
 /// Where inputs of layers wait that are computed again.
@@ -83,9 +81,9 @@ pub struct Inputs {
 }
 
 /// Begins to bring the input back that is needed next.
-fn bring(kept: &mut [Saved], device: &Device) -> Result<()> {
+fn bring(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
     match kept.last_mut() {
-        Some(Saved::Input(next, _)) => next.come(device),
+        Some(Some(next)) => next.x.come(device),
         _ => Ok(()),
     }
 }
@@ -94,10 +92,12 @@ fn bring(kept: &mut [Saved], device: &Device) -> Result<()> {
 pub fn dequantized_layer(
     layer: &Layer,
     dequantize: Dequantize,
+    level: Level,
     routing: Option<&Groups>,
 ) -> Result<Option<Layer>> {
+    let twice = level >= Level::FeedForward && layer.is_packed();
     match dequantize {
-        Dequantize::PerLayer if layer.is_packed() => layer.dequantized(routing).map(Some),
+        Dequantize::PerLayer if twice => layer.dequantized(level, routing).map(Some),
         _ => Ok(None),
     }
 }
@@ -111,8 +111,8 @@ pub struct Walk<'a> {
     decoder: &'a Decoder,
     /// Lowest unit that trains; `None` when nothing does.
     lowest: Option<usize>,
-    /// Layers, from the lowest that is walked backward, whose activations are computed again.
-    recompute: usize,
+    /// Layers whose activations are computed again.
+    recompute: Recomputed,
     /// How 4-bit weights of those layers are dequantized.
     dequantize: Dequantize,
     /// Targets whose logits exist at once.
@@ -129,12 +129,12 @@ pub struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// A walk down to unit `lowest` that recomputes `recompute` layers.
-    pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: usize) -> Self {
+    /// A walk down to unit `lowest` that recomputes these layers.
+    pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: impl Into<Recomputed>) -> Self {
         Self {
             decoder,
             lowest,
-            recompute,
+            recompute: recompute.into(),
             dequantize: Dequantize::default(),
             head_rows: Head::chunk_rows(decoder.head.vocab, !decoder.embedding.table.device().is_cpu()),
             #[cfg(test)]
@@ -230,17 +230,14 @@ impl<'a> Walk<'a> {
     }
 
     /// What to keep of layer `l`.
-    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Saved> {
-        let Some(lowest) = self.lowest.filter(|lowest| l + 1 >= *lowest) else { return Ok(Saved::Nothing) };
-        if l - lowest.saturating_sub(1) >= self.recompute {
-            return Ok(Saved::All(Box::new(saved)));
-        }
-        let routing = saved.routed().map(|r| Arc::clone(&r.groups));
-        drop(saved);
+    fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
+        let Some(lowest) = self.lowest.filter(|lowest| l + 1 >= *lowest) else { return Ok(None) };
+        let level = self.recompute.level(l - lowest.saturating_sub(1));
+        let rest = saved.keep(level);
         // the first that the way down comes to stays
-        let parks = self.inputs.on_host && l + 1 < self.decoder.layers.len();
+        let parks = self.inputs.on_host && level > Level::Nothing && l + 1 < self.decoder.layers.len();
         let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
-        Ok(Saved::Input(x, routing))
+        Ok(Some(Saved { x, level, rest }))
     }
 
     /// One layer, forward.
@@ -258,7 +255,7 @@ impl<'a> Walk<'a> {
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.around)?;
         let device = decoder.embedding.table.real()?.device();
-        let mut kept = Vec::with_capacity(decoder.layers.len());
+        let mut kept: Vec<Option<Saved>> = Vec::with_capacity(decoder.layers.len());
         self.lap(times::Part::Data)?;
         self.routing = Routing::default();
 
@@ -268,8 +265,8 @@ impl<'a> Walk<'a> {
         for l in 0..decoder.layers.len() {
             self.arrive(&pass)?;
             let (y, saved) = self.layer(l, &x, batch)?;
-            if let Some(Saved::Input(below, _)) = kept.last_mut() {
-                below.gone()?;
+            if let Some(Some(below)) = kept.last_mut() {
+                below.x.gone()?;
             }
             kept.push(self.keep(l, &x, saved)?);
             x = y;
@@ -291,24 +288,18 @@ impl<'a> Walk<'a> {
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
             let below = l.checked_sub(1).filter(|b| Some(b + 1) >= self.lowest).map(|b| &decoder.layers[b]);
             let rank = below.map_or(0, |b| b.room_back(dy.all(), &batch.context));
-            match kept.pop() {
-                None | Some(Saved::Nothing) => return Ok(out.losses),
-                Some(Saved::All(saved)) => {
-                    self.arrive(&pass)?;
-                    bring(&mut kept, device)?;
-                    dy = layer.backward(*saved, &dy, &batch.context, sink, balance.as_ref(), rank)?;
-                }
-                Some(Saved::Input(x, routing)) => {
-                    self.arrive(&pass)?;
-                    let x = x.take(device)?;
-                    bring(&mut kept, device)?;
-                    let dequantized = dequantized_layer(layer, self.dequantize, routing.as_deref())?;
-                    let layer = dequantized.as_ref().unwrap_or(layer);
-                    let saved = layer.recompute(x, &batch.context, routing)?;
-                    self.lap(times::Part::Recompute)?;
-                    dy = layer.backward(saved, &dy, &batch.context, sink, balance.as_ref(), rank)?;
-                }
+            let Some(Some(Saved { x, level, rest })) = kept.pop() else { return Ok(out.losses) };
+            self.arrive(&pass)?;
+            let x = x.take(device)?;
+            bring(&mut kept, device)?;
+            let dequantized = dequantized_layer(layer, self.dequantize, level, rest.routing().as_deref())?;
+            let layer = dequantized.as_ref().unwrap_or(layer);
+            let saved = layer.recompute(&x, &batch.context, level, rest)?;
+            if level > Level::Nothing {
+                self.lap(times::Part::Recompute)?;
             }
+            dy = layer.backward((&x, saved), &dy, &batch.context, sink, balance.as_ref(), rank)?;
+            drop((dequantized, x));
             pass.leave()?;
             self.lap(times::Part::Backward)?;
         }

@@ -1,6 +1,6 @@
 //! The engine against PyTorch: logits, losses and every gradient of the cases in `tests/fixtures/reference`.
 
-use super::{RouterLosses, Walk};
+use super::{Dequantize, Execution, Recomputed, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::Build;
 use crate::adapt::export::{Export, Target, read_fused};
@@ -12,11 +12,12 @@ use crate::kernel::check::{distance, values};
 use crate::kernel::loss;
 use crate::log::place::Phase;
 use crate::model::batch::HostBatch;
-use crate::model::layer::FeedForward;
+use crate::model::layer::{FeedForward, Level};
 use crate::model::linear::{Linear, Weight};
 use crate::model::modules::{Group, modules};
 use crate::model::sink::Sink;
 use crate::model::{Batch, Config, Decoder};
+use crate::recipe::LoraSpec;
 use crate::store::TensorFiles;
 use anyhow::{Context as _, Result};
 use candle_core::{DType, Device};
@@ -26,6 +27,7 @@ use std::path::PathBuf;
 mod composed;
 mod four_bit;
 mod four_bit_full;
+mod levels;
 mod rows;
 mod stored;
 mod timed;
@@ -33,6 +35,9 @@ mod timed;
 /// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
 const BAR: f64 = 1e-5;
 const CPU: &Device = &Device::Cpu;
+/// Every layer at one level.
+const FEED_FORWARD: Recomputed = Recomputed { all: 0, feed_forward: usize::MAX, norms: 0 };
+const NORMS: Recomputed = Recomputed { all: 0, feed_forward: 0, norms: usize::MAX };
 
 struct Case {
     dir: PathBuf,
@@ -194,6 +199,34 @@ fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<
     let scale = 1.0 / batch.target_count as f64;
     let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &sink)?;
     Ok((loss::total(&losses)? * scale, sink.reached()))
+}
+
+/// Loss and gradients of a step, by tensor.
+fn step(
+    d: &Decoder,
+    p: &Params,
+    batch: &Batch,
+    e: &Execution,
+    losses: RouterLosses,
+) -> Result<(f64, Vec<Vec<f64>>)> {
+    p.zero_grads()?;
+    let grads = p.grads();
+    let sink = Sink::new(&grads, p.tensors.len());
+    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
+    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+    Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+}
+
+/// Adapters of rank 4 with dropout on the linears of these groups.
+fn adapters(config: &Config, dora: bool, groups: &[Group]) -> Selection {
+    let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora };
+    let mut s = Selection::frozen(config);
+    for (m, choice) in &mut s.modules {
+        if groups.contains(&m.group) {
+            *choice = Choice::Lora { spec, lr_scale: 1.0 };
+        }
+    }
+    s
 }
 
 /// Compares logits, loss and gradients with the tensors of a file under a prefix.

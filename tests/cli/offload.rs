@@ -36,6 +36,8 @@ fn where_things_live_changes_no_bit() {
         (LORA, &["model.dtype=bf16", "memory.recompute=all"], &[PARAMS, ALL]),
         (LORA, &["model.dtype=f16", "memory.recompute=none"], &[ALL]),
         (MIXTURE, &["memory.recompute=2"], &[ACTIVATIONS, ALL]),
+        (MIXTURE, &["memory.recompute=norms"], &[ACTIVATIONS]),
+        (FULL, &["model.dtype=bf16", "memory.recompute=feed_forward"], &[ALL]),
         (MIXTURE, &["memory.recompute=all", "model.dtype=bf16"], &[PARAMS, ALL]),
         (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4", "memory.recompute=all"], &[PARAMS, ALL]),
         (ADAPTERS, &["memory.dequantize=per_layer", "model.quantize=nf4", "memory.recompute=all"], &[ALL]),

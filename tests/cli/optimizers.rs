@@ -291,8 +291,8 @@ fn updates_in_the_backward_pass_have_the_same_bits() {
         (FULL, &tied, &["model.dtype=bf16", "optimizer.master=none"]),
         (FULL, &json!({}), &["model.dtype=bf16", "memory.recompute=1", EIGHT_BIT]),
         (FULL, &tied, &["model.dtype=bf16", offload, EIGHT_BIT]),
-        (LORA, &tied, &["memory.recompute=all"]),
-        (&*experts, &moe, &["memory.recompute=1"]),
+        (LORA, &tied, &["memory.recompute=norms"]),
+        (&*experts, &moe, &["memory.recompute=feed_forward"]),
     ] {
         let w = world(rules);
         let mut own = json!({"hidden_size": 68, "num_hidden_layers": 2, "vocab_size": 80});

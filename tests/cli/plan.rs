@@ -95,6 +95,8 @@ const PARAMS: &str = "memory.offload=['params']";
 const ACTIVATIONS: &str = "memory.offload=['activations']";
 const ON_HOST: &str = "memory.offload=['optimizer', 'params', 'activations']";
 const NF4: &str = "model.quantize=nf4";
+const NORMS: &str = "memory.recompute=norms";
+const FEED_FORWARD: &str = "memory.recompute=feed_forward";
 
 /// Of a checkpoint in half precision, of which a run in f32 keeps the matrices as they are.
 const LOAD: &str = "model.weights=load";
@@ -209,6 +211,21 @@ fn a_run_allocates_what_its_plan_lists() -> Result<()> {
         (&moe, experts, &full_rows, &["memory.recompute=all", "lora.dropout=0.1"]),
         (&moe, experts, &full_rows, &["memory.recompute=2", "lora.dora=true", "lora.dropout=0.1"]),
         (&qwen3, LORA, &full_rows, &["memory.recompute=all", "run.batch_rows=16", "data.shuffle=false"]),
+        // of a layer its norms alone, or its feed-forward block too
+        (&qwen3, FULL, &full_rows, &[FEED_FORWARD]),
+        (&qwen3, FULL, &full_rows, &[NORMS, "model.dtype=bf16", "run.micro_rows=2"]),
+        (&qwen3, LORA, &full_rows, &[FEED_FORWARD, "lora.dora=true", "lora.dropout=0.1"]),
+        (&qwen3, LORA, &full_rows, &[NORMS, ACTIVATIONS]),
+        (&qwen3, LORA, &full_rows, &[NF4, FEED_FORWARD, "model.dtype=bf16", "memory.dequantize=per_layer"]),
+        (&qwen2, LORA, &ragged, &[FEED_FORWARD, "run.micro_rows=2"]),
+        (&tied, ends, &ragged, &[NORMS]),
+        (&tied, FULL, &full_rows, &[&[FEED_FORWARD, ON_HOST], ALL_AT_ONCE].concat()),
+        (&moe, &everything, &full_rows, &[NORMS]),
+        (&moe, experts, &full_rows, &[FEED_FORWARD, "lora.dora=true"]),
+        (&moe, some, &full_rows, &[NF4, NORMS, "model.dtype=bf16"]),
+        (&shared, &everything, &full_rows, &[NORMS, "run.micro_rows=2"]),
+        (&mixtral, experts, &full_rows, &[NF4, FEED_FORWARD, "memory.dequantize=per_layer"]),
+        (&all, experts, &full_rows, &[NORMS, "lora.dropout=0.1"]),
         // some experts and the routers in full beside a 4-bit base; states on the host, which is the device here
         (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=none"]),
         (&moe, some, &full_rows, &["model.quantize=nf4", "memory.recompute=all", offload]),
@@ -345,14 +362,14 @@ fn a_rank_holds_what_its_plan_says() -> Result<()> {
     let (qwen3, tied) = (config("qwen3", false), config("qwen3", true));
     let experts = "[[train]]\nmodules = [\"attention\", \"experts\"]\n";
     let cases: [(&Value, &str, &[&str]); 8] = [
-        (&tied, &tokens, &["model.dtype=bf16", "memory.recompute=all"]),
+        (&tied, &tokens, &["model.dtype=bf16", NORMS]),
         (&qwen3, LORA, &[LOAD, "lora.dora=true", "memory.recompute=1"]),
         (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all", ON_HOST]),
         (&qwen3, LORA, &["lora.dora=true", "model.dtype=bf16", "memory.recompute=1"]),
         (&qwen3, FULL, &["memory.recompute=none"]),
         (&tied, FULL, &["model.dtype=bf16", "memory.recompute=all"]),
         (&qwen3, LORA, &[NF4, "memory.recompute=2", "model.dtype=bf16"]),
-        (&moe, experts, &["memory.recompute=all", "memory.offload=['optimizer']"]),
+        (&moe, experts, &[FEED_FORWARD, "memory.offload=['optimizer']"]),
     ];
     let (mut table, mut wrong) = (String::new(), Vec::new());
     for (config, rules, set) in cases {

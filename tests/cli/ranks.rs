@@ -26,10 +26,10 @@ fn stages_and_ranks_have_the_same_bits() {
         (FULL, &[][..]),
         (FULL, &["model.dtype=bf16", "memory.recompute=all"]),
         (LORA, &["memory.recompute=1", "memory.offload=['optimizer']"]),
-        (MIXTURE, &["memory.recompute=2"]),
+        (MIXTURE, &["memory.recompute=feed_forward"]),
         (MIXTURE, &["memory.recompute=all", "model.dtype=bf16", "memory.offload=['optimizer']"]),
         (LORA, &["model.dtype=f16", "memory.recompute=none"]),
-        (LORA, &["model.dtype=bf16", "memory.recompute=none"]),
+        (LORA, &["model.dtype=bf16", "memory.recompute=norms"]),
         (ADAPTERS, &[]),
         (ADAPTERS, &["model.dtype=bf16", "model.quantize=nf4"]),
     ] {

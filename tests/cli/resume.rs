@@ -250,7 +250,10 @@ fn a_run_goes_on_with_less_memory() {
     assert!(r.code == 0 && r.err.contains("going on from"), "{} {}", r.code, r.err);
     let now = chosen("again", "resume");
     assert_eq!(now["micro_rows"]["value"], began["micro_rows"]["value"]);
-    assert!(now["recompute"]["value"].as_u64() > Some(0), "{now}");
+    assert!(
+        now["recompute"]["value"].as_u64() > Some(0) || now["recompute"]["norms"].as_u64() > Some(0),
+        "{now}"
+    );
     assert!(w.read(&format!("whole/{adapter}")) == w.read(&format!("again/{adapter}")));
 }
 

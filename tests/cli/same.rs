@@ -10,7 +10,7 @@ fn recomputing_changes_no_byte() {
     for (rules, result) in [(LORA, "adapter/adapter_model.safetensors"), (FULL, "model/model.safetensors")] {
         w.write("r.toml", recipe(rules));
         let mut first = None;
-        for recompute in ["all", "none", "2", "auto"] {
+        for recompute in ["all", "feed_forward", "norms", "none", "2", "auto"] {
             let output = format!("run.output=runs/{recompute}");
             let set = format!("memory.recompute={recompute}");
             w.ok(&["run", "r.toml", &output, &set, "--overwrite"]);

@@ -56,6 +56,7 @@ fn a_run_allocates_what_its_plan_lists() {
     }));
     let (all, none, nf4, f32s) =
         ("memory.recompute=all", "memory.recompute=none", "model.quantize=nf4", "model.dtype=f32");
+    let (feed_forward, norms) = ("memory.recompute=feed_forward", "memory.recompute=norms");
     let cases: &[(&Value, &str, &[&str])] = &[
         (&dense, FULL, &[none]),
         (&dense, FULL, &[all]),
@@ -66,6 +67,11 @@ fn a_run_allocates_what_its_plan_lists() {
         (&dense, LORA, &[none]),
         (&dense, LORA, &[all]),
         (&dense, LORA, &[f32s, "memory.recompute=1"]),
+        (&dense, FULL, &[feed_forward]),
+        (&dense, LORA, &[norms]),
+        (&dense, LORA, &[nf4, feed_forward, "memory.dequantize=per_layer"]),
+        (&moe, EXPERTS, &[nf4, feed_forward]),
+        (&moe, EXPERTS, &[norms]),
         (&dense, LORA, &[none, "lora.dropout=0.1"]),
         (&dense, LORA, &[none, "lora.dora=true"]),
         (&dense, LORA, &[nf4, none]),

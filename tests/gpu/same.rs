@@ -1,5 +1,6 @@
 //! What must not change the numbers, on the device too; and kinds of training that have no case, against the CPU.
 
+use super::split::{self, MIXTURE};
 use super::world::{FULL, LORA, World, recipe};
 use super::{apart, device};
 use candle_core::{DType, Device};
@@ -23,17 +24,22 @@ fn recomputing_and_offloading_change_no_byte() {
         return;
     }
     // matrices that come from the host have no room beside them for an adapter's: those products are two, rounded otherwise
-    for (rules, result, host) in [
-        (LORA, "adapter/adapter_model.safetensors", "memory.offload=['activations']"),
-        (FULL, "model/model.safetensors", "memory.offload=['params', 'activations']"),
+    let adapter = "adapter/adapter_model.safetensors";
+    for (w, result, host) in [
+        (world(LORA), adapter, "memory.offload=['activations']"),
+        (world(FULL), "model/model.safetensors", "memory.offload=['params', 'activations']"),
+        (split::world(MIXTURE), adapter, "memory.offload=['activations']"),
     ] {
-        let w = world(rules);
         for dtype in ["model.dtype=f32", "model.dtype=bf16"] {
             let mut first = None;
             for set in [
                 &["memory.recompute=all"][..],
+                &["memory.recompute=feed_forward"],
+                &["memory.recompute=norms"],
                 &["memory.recompute=none"],
                 &["memory.recompute=all", host],
+                &["memory.recompute=feed_forward", host],
+                &["memory.recompute=norms", host],
                 &["memory.recompute=none", host],
             ] {
                 let args = [

@@ -129,6 +129,11 @@ impl Linear {
             || self.rows_slot().is_some()
     }
 
+    /// What is kept of the input `x` for the backward pass.
+    pub fn input(&self, x: &Tensor) -> Option<Tensor> {
+        self.needs_input().then(|| x.clone())
+    }
+
     /// Where the gradient of rows goes that train alone.
     fn rows_slot(&self) -> Option<Slot> {
         self.rows.as_ref().and_then(|r| r.slot)
@@ -198,7 +203,7 @@ impl Linear {
                 let u = lora.low(&xd, k, self.room(x) > 0)?;
                 Ok(Saved { x: Some(x.clone()), u: Some(u), dora: None })
             }
-            _ => Ok(Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() }),
+            _ => Ok(Saved { x: self.input(x), ..Saved::default() }),
         }
     }
 
@@ -211,7 +216,7 @@ impl Linear {
     pub fn forward_padded(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
         let padded = x;
         let x = &padded.values()?;
-        let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
+        let mut saved = Saved { x: self.input(x), ..Saved::default() };
         let Some(lora) = &self.lora else {
             let y = self.weight.forward(x)?;
             return Ok((self.add_bias(y)?, saved));
@@ -264,7 +269,7 @@ impl Linear {
             let (y, saved) = self.forward(x, ctx)?;
             return Ok((upcast(&y)?, saved));
         };
-        let mut saved = Saved { x: self.needs_input().then(|| x.clone()), ..Saved::default() };
+        let mut saved = Saved { x: self.input(x), ..Saved::default() };
         match &self.lora {
             None => Ok((gemm::matmul_wide(x, false, w, true)?, saved)),
             Some(lora) if lora.dora.is_none() => {

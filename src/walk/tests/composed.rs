@@ -3,8 +3,6 @@
 
 use super::*;
 use crate::kernel::check::composed;
-use crate::recipe::LoraSpec;
-use crate::walk::{Dequantize, Execution};
 
 /// Composed operations sum in another order, and not in sixteen lanes.
 const APART: f64 = 1e-5;
@@ -43,22 +41,6 @@ fn composed_operations_have_pytorchs_gradients_of_adapters() -> Result<()> {
     Ok(())
 }
 
-/// Loss and gradients of a step, by tensor.
-fn step(
-    d: &Decoder,
-    p: &Params,
-    batch: &Batch,
-    e: &Execution,
-    losses: RouterLosses,
-) -> Result<(f64, Vec<Vec<f64>>)> {
-    p.zero_grads()?;
-    let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len());
-    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
-    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
-    Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
-}
-
 /// Every gradient with composed operations beside that with the CPU's kernels; gives the most that they are apart.
 fn beside(what: &str, base: &Base, selection: &Selection, rows: &Rows) -> Result<f64> {
     let mut worst = 0f64;
@@ -73,9 +55,10 @@ fn beside(what: &str, base: &Base, selection: &Selection, rows: &Rows) -> Result
         None => RouterLosses::default(),
     };
     for (recompute, dequantize, head_rows) in [
-        (0, Dequantize::PerMatmul, 4096),
-        (1, Dequantize::PerLayer, 17),
-        (usize::MAX, Dequantize::PerMatmul, 64),
+        (0.into(), Dequantize::PerMatmul, 4096),
+        (1.into(), Dequantize::PerLayer, 17),
+        (FEED_FORWARD, Dequantize::PerLayer, 64),
+        (usize::MAX.into(), Dequantize::PerMatmul, 64),
     ] {
         let how = Execution { micro_rows: 1, recompute, dequantize, head_rows };
         let (loss, ours) = step(&d, &p, &batch, &how, losses)?;
@@ -97,16 +80,7 @@ fn composed_operations_have_the_gradients_of_the_cpus_kernels() -> Result<()> {
     let (mut worst, mut compared) = (0f64, 0);
     for c in &cases()? {
         let rows = Rows::packed(c)?;
-        let lora = |dora| {
-            let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora };
-            let mut s = Selection::frozen(&c.config);
-            for (m, choice) in &mut s.modules {
-                if matches!(m.group, Group::Attention | Group::Mlp | Group::Experts) {
-                    *choice = Choice::Lora { spec, lr_scale: 1.0 };
-                }
-            }
-            s
-        };
+        let lora = |dora| adapters(&c.config, dora, &[Group::Attention, Group::Mlp, Group::Experts]);
         let mut routers = lora(false);
         for (m, choice) in &mut routers.modules {
             if matches!(m.group, Group::Norms | Group::Router | Group::Embedding | Group::Head) {

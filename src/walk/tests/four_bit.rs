@@ -5,11 +5,9 @@ use crate::kernel::check::{close, randn};
 use crate::kernel::group::Groups;
 use crate::kernel::{Real, gemm, upcast};
 use crate::quant;
-use crate::recipe::LoraSpec;
 use crate::store::write_file;
 use crate::train::merge::cost::MergeCost;
 use crate::train::quantize::quantize;
-use crate::walk::{Dequantize, Execution};
 use std::sync::Arc;
 
 /// The cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
@@ -166,18 +164,13 @@ fn mixtures() -> Result<Vec<Case>> {
 /// However a step is walked: the same bits, and nothing is left dequantized. Dense models and mixtures.
 #[test]
 fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
-    let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.0, rslora: false, dora: false };
     for c in four_bit_cases()?.into_iter().map(|c| c.0).chain(mixtures()?) {
-        let mut selection = Selection::frozen(&c.config);
-        for (m, choice) in &mut selection.modules {
-            if matches!(m.group, Group::Attention | Group::Mlp | Group::Experts) {
-                *choice = Choice::Lora { spec, lr_scale: 1.0 };
-            }
-        }
+        let selection = adapters(&c.config, false, &[Group::Attention, Group::Mlp, Group::Experts]);
         let (d, p) = c.build_nf4(&selection)?;
         let batch = Rows::padded(&c)?.batch(&c.config)?;
         let mut first: Option<(Vec<f64>, Vec<Vec<f64>>)> = None;
-        for recompute in [0, 1, c.config.layers] {
+        let mixed = Recomputed { all: 1, feed_forward: 1, norms: usize::MAX };
+        for recompute in [0.into(), 1.into(), c.config.layers.into(), FEED_FORWARD, NORMS, mixed] {
             for dequantize in [Dequantize::PerMatmul, Dequantize::PerLayer] {
                 for head_rows in [16, 17, usize::MAX] {
                     let execution = Execution { micro_rows: 1, recompute, dequantize, head_rows };
@@ -215,7 +208,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
             // all tokens go to the last expert
             let last = m.experts().len() - 1;
             let groups = Groups::new(vec![last as u32; 3], 1, m.experts().len(), CPU)?;
-            let visited = layer.dequantized(Some(&groups))?;
+            let visited = layer.dequantized(Level::All, Some(&groups))?;
             let whole = |l: &Linear| matches!(l.weight, Weight::Dequantized(_));
             assert!(visited.attn.linears().into_iter().all(whole));
             assert!(!layer.attn.linears().into_iter().any(whole));
@@ -224,7 +217,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
                 assert!(expert.linears().into_iter().all(|l| whole(l) == (e == last)), "expert {e}");
                 seen += 1;
             }
-            assert!(visited.is_packed() && layer.dequantized(None).is_err());
+            assert!(visited.is_packed() && layer.dequantized(Level::All, None).is_err());
         }
     }
     assert!(seen > 0);

@@ -1,0 +1,66 @@
+//! What of a layer is kept between forward and backward changes no bit.
+
+use super::*;
+use crate::walk::Inputs;
+
+/// Loss and gradients of a step with noise, dropout and losses on routers; inputs wait on the host.
+fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result<(u64, Vec<Vec<f64>>)> {
+    p.zero_grads()?;
+    let grads = p.grads();
+    let losses = match d.config.moe {
+        Some(_) => RouterLosses { aux: 0.01, z: 0.001 },
+        None => RouterLosses::default(),
+    };
+    let walk = Walk::new(d, p.lowest_unit(), recompute).router_losses(losses).neftune(5.0);
+    let inputs = Inputs { on_host: recompute.norms > 0, pin: false };
+    let sums = walk.inputs(inputs).train(batch, 1.0, &Sink::new(&grads, p.tensors.len()))?;
+    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+    Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+}
+
+/// Of dense models and mixtures with every kind of norm, bias and window; in full, LoRA and DoRA; on a dense base and a
+/// 4-bit one; where attention alone trains, the feed-forward block alone, and norms and routers beside either.
+#[test]
+fn no_level_changes_a_bit() -> Result<()> {
+    let mut compared = 0;
+    for c in &cases()? {
+        let rows = Rows::packed(c)?;
+        let host = HostBatch {
+            ids: &rows.ids,
+            positions: &rows.positions,
+            docs: &rows.docs,
+            targets: &rows.targets,
+        };
+        // dropout draws the numbers of seed 3 and step 5
+        let batch = Batch::new(&c.config, host, (0, 0), Some((3, 5)), CPU)?;
+        let (attention, feed_forward) = (&[Group::Attention][..], &[Group::Mlp, Group::Experts][..]);
+        let both = [attention, feed_forward].concat();
+        let lora = |dora| adapters(&c.config, dora, &both);
+        let mut norms = adapters(&c.config, false, feed_forward);
+        for (m, choice) in &mut norms.modules {
+            if matches!(m.group, Group::Norms | Group::Router) {
+                *choice = Choice::Full { lr_scale: 1.0 };
+            }
+        }
+        for (kind, base, selection) in [
+            ("in full", c.base.clone(), everything(&c.config)),
+            ("LoRA", c.base.clone(), lora(false)),
+            ("DoRA", c.base.clone(), lora(true)),
+            ("LoRA on NF4", c.nf4(), lora(false)),
+            ("DoRA on NF4", c.nf4(), lora(true)),
+            ("attention", c.base.clone(), adapters(&c.config, false, attention)),
+            ("feed-forward", c.base.clone(), adapters(&c.config, false, feed_forward)),
+            ("feed-forward on NF4 beside norms", c.nf4(), norms),
+        ] {
+            let (d, p) = build(&base, &selection, None)?;
+            let none = bits(&d, &p, &batch, 0.into())?;
+            let mixed = Recomputed { all: 1, feed_forward: 1, norms: usize::MAX };
+            for recompute in [NORMS, FEED_FORWARD, mixed, usize::MAX.into()] {
+                assert!(bits(&d, &p, &batch, recompute)? == none, "{}, {kind}: {recompute:?}", c.name());
+            }
+            compared += 1;
+        }
+    }
+    assert!(compared >= 90, "only {compared}");
+    Ok(())
+}
