@@ -98,8 +98,8 @@ impl Weight {
     /// `W A^T`: [o, r] for A [r, i].
     pub(super) fn times(&self, a: &Tensor) -> Result<Tensor> {
         match self {
-            // the one that is kept in half precision is the right operand
-            Weight::Dense(w) if w.dtype() != a.dtype() => gemm::matmul(a, false, w, true)?.t()?.contiguous(),
+            // on the CPU the one that may be kept in half precision is the right operand: the bits are the same if it is not
+            Weight::Dense(w) if w.device().is_cpu() => gemm::matmul(a, false, w, true)?.t()?.contiguous(),
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Padded(w) => gemm::matmul(&w.values()?, false, a, true),
             Weight::Nf4(w) => w.times(a),
