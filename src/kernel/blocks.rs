@@ -37,13 +37,14 @@ impl<'a, T: Real> Values<'a, T> {
     }
 
     /// Those of a range; `room` is for those that are widened.
-    #[inline(always)]
     pub fn read<'b>(&'b self, at: Range<usize>, room: &'b mut Vec<T>) -> &'b [T] {
         match self {
             Self::Whole(v) => &v[at],
             Self::Halves(v) => {
-                room.clear();
-                room.extend(v[at].iter().map(|x| T::widened(wide(*x))));
+                vectorised(|| {
+                    room.clear();
+                    room.extend(v[at].iter().map(|x| T::widened(wide(*x))));
+                });
                 room
             }
         }
@@ -61,7 +62,6 @@ pub enum Out<'a, T, const N: usize> {
 impl<T: Real, const N: usize> Out<'_, T, N> {
     /// Calls `f` for one block of so many values after the other, with where it begins among the task's; it
     /// writes all of them.
-    #[inline(always)]
     pub fn each(self, block: usize, mut f: impl FnMut(usize, [&mut [T]; N])) {
         let block = block.max(1);
         match self {
@@ -79,10 +79,8 @@ impl<T: Real, const N: usize> Out<'_, T, N> {
                     let own = at..(at + block).min(len);
                     f(at, rooms.each_mut().map(|r| &mut r[..own.len()]));
                     for (to, from) in all.iter_mut().zip(&rooms) {
-                        to[own.clone()]
-                            .iter_mut()
-                            .zip(from)
-                            .for_each(|(to, x)| *to = narrow(x.to_f64() as f32));
+                        let to = to[own.clone()].iter_mut().zip(from);
+                        vectorised(|| to.for_each(|(to, x)| *to = narrow(x.to_f64() as f32)));
                     }
                 }
             }
@@ -110,12 +108,12 @@ pub fn written<T: Real, R: Send, const N: usize>(
     let (len, task) = (shape.elem_count(), task.max(1));
     if by_blocks::<T>(dtype) {
         let mut out: [Vec<bf16>; N] = std::array::from_fn(|_| vec![0u16; len].reinterpret_into());
-        let work = |(i, own)| vectorised(|| f(i * task, Out::Halves(own)));
+        let work = |(i, own)| f(i * task, Out::Halves(own));
         let done = tasks(&mut out, task).into_par_iter().enumerate().map(work).collect();
         return Ok((tensors(out.map(|v| Tensor::from_vec(v, shape, &Device::Cpu)))?, done));
     }
     let mut out: [Vec<T>; N] = std::array::from_fn(|_| vec![T::zero(); len]);
-    let work = |(i, own)| vectorised(|| f(i * task, Out::Whole(own)));
+    let work = |(i, own)| f(i * task, Out::Whole(own));
     let done = tasks(&mut out, task).into_par_iter().enumerate().map(work).collect();
     Ok((tensors(out.map(|v| tensor(v, shape, dtype)))?, done))
 }

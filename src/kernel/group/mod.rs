@@ -21,7 +21,7 @@ pub use self::each::{each, side_by_side};
 
 use super::blocks::{Values, by_blocks, ghosts, written};
 use super::cast::{narrow, wide};
-use super::cpu::{self, Halves, ROWS, Real, dot, is_native, on_real, tensor, view};
+use super::cpu::{self, Halves, ROWS, Real, dot, is_native, on_real, tensor, vectorised, view};
 use super::ledger::{Allocation, Cost, Role};
 use super::route;
 use super::tensor::{Ghost, On};
@@ -430,10 +430,10 @@ impl Groups {
                 for pair in t * k..(t + 1) * k {
                     let (run, own) = self.row(&run_of, pair, d);
                     let from = views[run].read(own, &mut room);
-                    match gs {
+                    vectorised(|| match gs.map(|g| g[pair]) {
                         None => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x),
-                        Some(g) => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x * g[pair]),
-                    }
+                        Some(g) => y.iter_mut().zip(from).for_each(|(y, x)| *y += *x * g),
+                    });
                 }
             });
         })?;
@@ -480,7 +480,8 @@ impl Groups {
                 let x = x.read(t * d..(t + 1) * d, &mut of_x);
                 for (pair, o) in (t * k..).zip(dots) {
                     let (run, own) = self.row(&run_of, pair, d);
-                    *o = dot(x, views[run].read(own, &mut of_row));
+                    let row = views[run].read(own, &mut of_row);
+                    *o = vectorised(|| dot(x, row));
                 }
             });
         })?;

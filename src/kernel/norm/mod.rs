@@ -4,7 +4,7 @@
 mod cuda;
 
 use super::blocks::{Values, ghosts, written};
-use super::cpu::{ROWS, Real, dot, is_cpu, on_real, tensor, view};
+use super::cpu::{ROWS, Real, dot, is_cpu, on_real, tensor, vectorised, view};
 use super::ledger::Ledger;
 use super::tensor::Ghost;
 use crate::kernel::Tensor;
@@ -99,10 +99,12 @@ fn forward_cpu<T: Real>(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
         let mut room = Vec::new();
         out.each(d, |at, [y]| {
             let x = x.read(from + at..from + at + d, &mut room);
-            let r = scale(x, eps);
-            for ((y, x), w) in y.iter_mut().zip(x).zip(&*w) {
-                *y = *x * r * *w;
-            }
+            vectorised(|| {
+                let r = scale(x, eps);
+                for ((y, x), w) in y.iter_mut().zip(x).zip(&*w) {
+                    *y = *x * r * *w;
+                }
+            });
         });
     })?;
     Ok(y)
@@ -133,17 +135,19 @@ fn backward_cpu<T: Real>(
         out.each(d, |at, [dx]| {
             let row = || from + at..from + at + d;
             let (x, g) = (x.read(row(), &mut of_x), dy.read(row(), &mut of_g));
-            let r = scale(x, eps);
-            for ((gw, g), w) in gw.iter_mut().zip(g).zip(&*w) {
-                *gw = *g * *w;
-            }
-            let c = dot(&gw, x) * r * r * r / T::of(d as f64);
-            for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
-                *dx = *gw * r - *x * c;
-            }
-            for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
-                *dw += *g * *x * r;
-            }
+            vectorised(|| {
+                let r = scale(x, eps);
+                for ((gw, g), w) in gw.iter_mut().zip(g).zip(&*w) {
+                    *gw = *g * *w;
+                }
+                let c = dot(&gw, x) * r * r * r / T::of(d as f64);
+                for ((dx, gw), x) in dx.iter_mut().zip(&gw).zip(x) {
+                    *dx = *gw * r - *x * c;
+                }
+                for ((dw, g), x) in dw.iter_mut().zip(g).zip(x) {
+                    *dw += *g * *x * r;
+                }
+            });
         });
         dw
     })?;

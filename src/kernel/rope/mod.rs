@@ -9,7 +9,7 @@
 mod cuda;
 
 use super::blocks::{Values, ghosts, written};
-use super::cpu::{ROWS, Real, is_cpu, on_real, view};
+use super::cpu::{ROWS, Real, is_cpu, on_real, vectorised, view};
 use super::norm;
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
@@ -111,14 +111,16 @@ fn apply_cpu<T: Real>(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> 
             let x = x.read(at..at + row, &mut room);
             let angle = at / row * half;
             let (cos, sin) = (&cos[angle..angle + half], &sin[angle..angle + half]);
-            for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
-                let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
-                for i in 0..half {
-                    let s = sin[i] * sign;
-                    y1[i] = x1[i] * cos[i] - x2[i] * s;
-                    y2[i] = x2[i] * cos[i] + x1[i] * s;
+            vectorised(|| {
+                for (y, x) in y.chunks_mut(c).zip(x.chunks(c)) {
+                    let ((y1, y2), (x1, x2)) = (y.split_at_mut(half), x.split_at(half));
+                    for i in 0..half {
+                        let s = sin[i] * sign;
+                        y1[i] = x1[i] * cos[i] - x2[i] * s;
+                        y2[i] = x2[i] * cos[i] + x1[i] * s;
+                    }
                 }
-            }
+            });
         });
     })?;
     Ok(y)

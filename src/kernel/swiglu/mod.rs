@@ -3,7 +3,7 @@
 mod cuda;
 
 use super::blocks::{BLOCK, Values, ghosts, written};
-use super::cpu::{Real, is_cpu, on_real};
+use super::cpu::{Real, is_cpu, on_real, vectorised};
 use crate::kernel::Tensor;
 use crate::kernel::padded::Padded;
 use candle_core::Result;
@@ -89,9 +89,11 @@ fn forward_cpu<T: Real>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         out.each(BLOCK, |at, [y]| {
             let own = from + at..from + at + y.len();
             let (g, u) = (g.read(own.clone(), &mut of_g), u.read(own, &mut of_u));
-            for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
-                *y = *g * logistic(*g) * *u;
-            }
+            vectorised(|| {
+                for ((y, g), u) in y.iter_mut().zip(g).zip(u) {
+                    *y = *g * logistic(*g) * *u;
+                }
+            });
         });
     })?;
     Ok(y)
@@ -108,11 +110,13 @@ fn backward_cpu<T: Real>(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Ten
         out.each(BLOCK, |at, [dg, du]| {
             let own = || from + at..from + at + dg.len();
             let (g, u, d) = (g.read(own(), &mut of_g), u.read(own(), &mut of_u), d.read(own(), &mut of_d));
-            for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
-                let s = logistic(*g);
-                *du = *d * *g * s;
-                *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
-            }
+            vectorised(|| {
+                for ((dg, du), ((g, u), d)) in dg.iter_mut().zip(du).zip(g.iter().zip(u).zip(d)) {
+                    let s = logistic(*g);
+                    *du = *d * *g * s;
+                    *dg = *d * *u * s * (T::one() + *g * (T::one() - s));
+                }
+            });
         });
     })?;
     Ok((dg, du))
