@@ -69,10 +69,10 @@ fn tile() -> (usize, usize) {
     if cfg!(target_arch = "aarch64") { (16, 4) } else { (2, 4) }
 }
 
-/// Bytes that the `gemm` crate keeps where so many threads compute, and one more: a slab of the size of the second cache
-/// for each.
+/// Bytes that the `gemm` crate keeps where so many threads compute, of which one asks for the products: a slab of the size of
+/// the second cache for each.
 pub fn slabs(threads: u64) -> u64 {
-    (threads + 1) * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
+    threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 
 /// Begins to read what the processor's caches are, on another thread: the system has it in a hundred small files, which

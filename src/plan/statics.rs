@@ -443,11 +443,8 @@ impl Statics {
             out.summed = lens.iter().map(|n| 4 * own(*n) * (ranks.data - 1)).collect();
             out.parts = lens.iter().map(|n| if ranks.zero < 2 { 4 * own(*n) } else { 0 }).collect();
         }
-        // a rank that is one of several is among the threads that it computes on
-        let alone = u64::from(r.parallel.local() == 1);
         let nccl = if r.parallel.ranks() > 1 { NCCL } else { 0 };
-        let context =
-            if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads - 1 + alone) };
+        let context = if machine.cuda { CUDA_CONTEXT + nccl } else { gemm::slabs(machine.threads) };
         out.device.add(Component::Context, context);
 
         let count: u64 = trained.iter().map(|t| t.elements() as u64).sum();

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `cpu` | products of slices, and of tiles that are made when they are needed |
 //! | `pairs` | products of bf16 by the processor's dot products |
-//! | `few` | products of a few rows with a matrix in half precision |
+//! | `few` | products of a few rows with the lines of a matrix, but for those of `pairs` |
 //! | `stored` | products of f32 with a matrix that stays in half precision |
 //! | `gradients` | products that accumulate in parts of one flat buffer |
 
@@ -76,11 +76,11 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     work(a, ta, b, None)?;
-    if few::takes(a, ta, b, tb) {
-        return few::matmul(a, b, 1.0, a.dtype());
-    }
     if pairs::takes(&[a, b])? {
         return pairs::matmul(a, ta, b, tb, 1.0, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        return few::matmul(a, b, 1.0, a.dtype());
     }
     if stored::takes(a, b) {
         return stored::matmul(a, ta, b, tb);
@@ -93,13 +93,13 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
 
 /// As [`matmul`], times `alpha`, which is applied to the sums: in f32 on CUDA and by dot products.
 pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
-    if few::takes(a, ta, b, tb) {
-        work(a, ta, b, None)?;
-        return few::matmul(a, b, alpha, a.dtype());
-    }
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
         return pairs::matmul(a, ta, b, tb, alpha, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, alpha, a.dtype());
     }
     if is_native(a) {
         return super::scaled(&matmul(a, ta, b, tb)?, alpha);
@@ -111,13 +111,13 @@ pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> 
 /// As [`matmul`], in the dtype of sums: on CUDA and by dot products the sums of half-precision values are given as they are,
 /// unrounded.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
-    if few::takes(a, ta, b, tb) {
-        work(a, ta, b, None)?;
-        return few::matmul(a, b, 1.0, DType::F32);
-    }
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
         return pairs::matmul(a, ta, b, tb, 1.0, false);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, 1.0, DType::F32);
     }
     if is_native(a) || !super::is_half(a) || a.dtype() != b.dtype() {
         return upcast(&matmul(a, ta, b, tb)?);
