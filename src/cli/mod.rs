@@ -197,8 +197,12 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
     exit(outcome.err().as_slice())
 }
 
-/// Runs a verb on one of the threads that it computes on, which need not wake another to begin.
+/// Runs a verb on one of the threads that it computes on, which need not wake another to begin. Under limits it stays where
+/// it is: each thread reserves addresses.
 fn computing(verb: impl FnOnce() -> crate::Result<()> + Send) -> crate::Result<()> {
+    if is_limited() {
+        return verb();
+    }
     std::thread::scope(|s| {
         let work = || {
             let _threads = train::exhausted::start_threads_beside(1)?;
