@@ -18,6 +18,10 @@ use ft::model::moe::Mixture;
 use ft::model::sink::{Sink, Slot};
 use std::time::{Duration, Instant};
 
+// what a run allocates with, and its buffers are kept
+#[global_allocator]
+static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
+
 const RANK: usize = 16;
 
 /// A mixture: tokens, width, experts, how many a token has, width of each.
@@ -137,12 +141,15 @@ fn main() -> Result<()> {
     let rounds = std::env::args().filter_map(|a| a.parse().ok()).next().unwrap_or(7usize).max(1);
     println!("{} threads, products of bf16: {}", rayon::current_num_threads(), pairs::path()?.text());
     println!("tokens, width, experts; dtype; what trains; dense of the active size, mixture; ratio");
-    for sizes in SIZES {
-        for dtype in [DType::F32, DType::BF16] {
-            for full in [false, true] {
-                compare(sizes, dtype, full, rounds)?;
+    // on a thread of the pool, as a run computes
+    rayon::scope(|_| {
+        for sizes in SIZES {
+            for dtype in [DType::F32, DType::BF16] {
+                for full in [false, true] {
+                    compare(sizes, dtype, full, rounds)?;
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
