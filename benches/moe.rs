@@ -141,7 +141,8 @@ fn main() -> Result<()> {
     let rounds = std::env::args().filter_map(|a| a.parse().ok()).next().unwrap_or(7usize).max(1);
     println!("{} threads, products of bf16: {}", rayon::current_num_threads(), pairs::path()?.text());
     println!("tokens, width, experts; dtype; what trains; dense of the active size, mixture; ratio");
-    // on a thread of the pool, as a run computes
+    // as under a plan with room for all that is freed; on a thread of the pool, as a run computes
+    ft::log::memory::keep_within(1 << 32);
     rayon::scope(|_| {
         for sizes in SIZES {
             for dtype in [DType::F32, DType::BF16] {

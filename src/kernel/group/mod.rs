@@ -332,7 +332,9 @@ impl Groups {
             let from = &xs[self.token[row] as usize * d..][..d];
             match gs.map(|g| g[self.pair[row] as usize]) {
                 None => o.copy_from_slice(from),
-                Some(g) => o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g)),
+                Some(g) => vectorised(|| {
+                    o.iter_mut().zip(from).for_each(|(o, x)| *o = narrow(wide(*x) * g));
+                }),
             }
         };
         match gates {
