@@ -55,7 +55,8 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
             true => 0.0,
             false => p.alike * (4 * (p.a.elem_count() + p.b.elem_count())) as f64,
         };
-        let packed = |p: &GradProduct| Ok(pairs::packing((p.rows, p.a.dim(0)?, p.cols), 1, false, false));
+        let packed =
+            |p: &GradProduct| Ok(pairs::packing((p.rows, p.a.dim(0)?, p.cols), 1, (true, false), false));
         let bytes = match by_dots {
             true => {
                 let most = parts.iter().map(packed).collect::<Result<Vec<u64>>>()?.into_iter().max();

@@ -1,7 +1,7 @@
 //! Products of bf16 with sums in f32, by the processor's dot products of pairs.
 //!
 //! ```text
-//! left operand      packed whole: panels of 12 rows
+//! left operand      as it is where a row's values are side by side and even in number, else packed whole: panels of 12 rows
 //! right operand     few columns: packed whole, and threads take rows;  else threads take strips of columns, and pack
 //!                   (or make) each as they come to it, so that it stays in a core's cache while all rows pass by
 //! inner dimension   in blocks of [`block`] values, whose sums are added in order
@@ -158,10 +158,15 @@ pub fn add(c: Onto<'_>, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     strips::add(c, a, b, alpha);
 }
 
-/// Bytes that a product [m, k] x [k, n] takes beside its operands and its result on so many threads, the right operand
-/// `made` or not, the result rounded or not.
-pub fn packing(sizes: (usize, usize, usize), threads: usize, made: bool, to_half: bool) -> u64 {
-    Cut::new(sizes, threads, made).bytes(to_half)
+/// Bytes that a product [m, k] x [k, n] takes beside its operands and its result on so many threads, the left operand
+/// `transposed` or not, the right one `made` or not, the result rounded or not.
+pub fn packing(
+    sizes: (usize, usize, usize),
+    threads: usize,
+    (transposed, made): (bool, bool),
+    to_half: bool,
+) -> u64 {
+    Cut::new(sizes, threads, (transposed, made)).bytes(to_half)
 }
 
 /// Rows and columns of the products that are computed at once; see `panels`.
@@ -193,6 +198,8 @@ struct Cut {
     k: usize,
     n: usize,
     threads: usize,
+    /// Whether the left operand is packed.
+    packed: bool,
     /// Whether the right operand is made.
     made: bool,
     /// Columns of a strip; `None` where threads take rows.
@@ -200,13 +207,15 @@ struct Cut {
 }
 
 impl Cut {
-    fn new((m, k, n): (usize, usize, usize), threads: usize, made: bool) -> Self {
+    fn new((m, k, n): (usize, usize, usize), threads: usize, (transposed, made): (bool, bool)) -> Self {
         let down = |x: usize| (x / COLUMNS * COLUMNS).clamp(COLUMNS, WIDEST);
         // as wide as leaves each thread some of them
         let width = down(STRIP / k.clamp(1, block(k))).min(down(n / (3 * threads)));
         let more_rows = m.div_ceil(PANELS * ROWS) > n.div_ceil(width);
         let strip = (made || threads == 1 || n.div_ceil(width) >= 2 * threads || !more_rows).then_some(width);
-        Self { m, k, n, threads, made, strip }
+        // a pair is read as one word
+        let packed = transposed || !k.is_multiple_of(2);
+        Self { m, k, n, threads, packed, made, strip }
     }
 
     /// Blocks of the inner dimension.
@@ -234,7 +243,7 @@ impl Cut {
         let padded = columns.next_multiple_of(COLUMNS / 2);
         let only = |is: bool, size: usize| if is { size } else { 0 };
         Sizes {
-            left: self.m * self.k.div_ceil(2),
+            left: only(self.packed, self.m * self.k.div_ceil(2)),
             right: only(self.strip.is_none(), self.k.div_ceil(2) * padded),
             strip: only(self.strip.is_some(), deepest.div_ceil(2) * padded),
             tile: only(self.made, deepest * columns),

@@ -227,14 +227,25 @@ pub struct Out {
     pub to_half: bool,
 }
 
-/// The product of a panel of `rows` rows and one of `columns` columns, `width` wide, of so many pairs.
+/// Some rows of the left operand.
+#[derive(Clone, Copy)]
+pub struct Left {
+    /// The first pair of the first row.
+    pub at: *const u32,
+    /// How many rows.
+    pub rows: usize,
+    /// Values from row to row where they are as the matrix has them; `None` of a panel.
+    pub stride: Option<usize>,
+}
+
+/// The product of `rows` rows and a panel of `columns` columns, `width` wide, of so many pairs.
 ///
 /// # Safety
-/// [`are_here`]; the panels have `pairs` times their widths of words; what `out` says of `rows` x `columns` values is the
-/// caller's to read and write.
+/// [`are_here`]; the rows have `pairs` pairs each, and panels `pairs` times their widths of words; what `out` says of `rows` x
+/// `columns` values is the caller's to read and write.
 pub unsafe fn multiply(
     pairs: usize,
-    (a, rows): (*const u32, usize),
+    Left { at, rows, stride }: Left,
     (b, width, columns): (*const u32, usize, usize),
     out: &Out,
 ) {
@@ -242,9 +253,11 @@ pub unsafe fn multiply(
         ($($m:literal)*) => {
             // SAFETY: the caller's.
             unsafe {
-                match (rows, width) {
-                    $(($m, COLUMNS) => tile::<$m, 2>(pairs, a, b, columns, out),
-                      ($m, _) => tile::<$m, 1>(pairs, a, b, columns, out),)*
+                match (rows, width, stride) {
+                    $(($m, COLUMNS, None) => tile::<$m, 2, true>(pairs, (at, 0), b, columns, out),
+                      ($m, _, None) => tile::<$m, 1, true>(pairs, (at, 0), b, columns, out),
+                      ($m, COLUMNS, Some(s)) => tile::<$m, 2, false>(pairs, (at, s), b, columns, out),
+                      ($m, _, Some(s)) => tile::<$m, 1, false>(pairs, (at, s), b, columns, out),)*
                     _ => {}
                 }
             }
@@ -254,9 +267,9 @@ pub unsafe fn multiply(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn tile<const M: usize, const V: usize>(
+unsafe fn tile<const M: usize, const V: usize, const PANEL: bool>(
     pairs: usize,
-    mut a: *const u32,
+    (mut a, stride): (*const u32, usize),
     mut b: *const u32,
     columns: usize,
     out: &Out,
@@ -269,14 +282,20 @@ unsafe fn tile<const M: usize, const V: usize>(
             *right = unsafe { _mm512_loadu_si512(b.add(LANES * v).cast()) };
         }
         for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's: the panel of rows has M words a pair.
-            let left = _mm512_set1_epi32(unsafe { *a.add(r) }.cast_signed());
+            // SAFETY: the caller's: a panel of rows has M words a pair, other rows are `stride` values apart.
+            let left = unsafe {
+                match PANEL {
+                    true => *a.add(r),
+                    false => a.cast::<u16>().add(r * stride).cast::<u32>().read_unaligned(),
+                }
+            };
+            let left = _mm512_set1_epi32(left.cast_signed());
             for (sum, right) in sums.iter_mut().zip(right) {
                 *sum = _mm512_dpbf16_ps(*sum, pairs_of(left), pairs_of(right));
             }
         }
-        // SAFETY: at most one past the panels' ends.
-        (a, b) = unsafe { (a.add(M), b.add(LANES * V)) };
+        // SAFETY: at most one past the ends.
+        (a, b) = unsafe { (a.add(if PANEL { M } else { 1 }), b.add(LANES * V)) };
     }
     let alpha = _mm512_set1_ps(out.alpha);
     for (r, sums) in sums.iter().enumerate() {

@@ -128,11 +128,14 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
         }
         return;
     }
-    let cut = Cut::new((m, k, n), threads(), matches!(b, Right::Made { .. }));
+    let cut = Cut::new((m, k, n), threads(), (a.cs != 1, matches!(b, Right::Made { .. })));
     let sizes = cut.sizes(out.half.is_some());
     let (mut left, mut right) = (Buffer::<u32>::new(sizes.left), Buffer::<u32>::new(sizes.right));
-    let work = Work { cut, sizes, out, add, alpha, a: Shared(left.start()), b: Shared(right.start()) };
-    work.pack_left(a);
+    let panels = cut.packed.then(|| Shared(left.start()));
+    let work = Work { cut, sizes, out, add, alpha, rows: a, panels, b: Shared(right.start()) };
+    if let Some(to) = panels {
+        work.pack_left(to);
+    }
     match cut.strip {
         Some(width) => work.by_strips(width, b),
         None => work.by_rows(b),
@@ -140,22 +143,35 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
 }
 
 /// A product that is under way.
-struct Work {
+struct Work<'a> {
     cut: Cut,
     sizes: Sizes,
     out: Place,
     add: bool,
     alpha: f32,
-    /// Panels of the left operand, block by block of the inner dimension.
-    a: Shared<u32>,
+    /// The left operand.
+    rows: Mat<'a, bf16>,
+    /// Its panels, block by block of the inner dimension, where it is packed.
+    panels: Option<Shared<u32>>,
     /// The same of the right one, where threads take rows.
     b: Shared<u32>,
 }
 
-impl Work {
+impl Work<'_> {
     /// Where the panels of rows from `row` on lie in a block.
-    fn left(&self, block: &Range<usize>, row: usize) -> *mut u32 {
-        self.a.from(block.start / 2 * self.cut.m + row * block.len().div_ceil(2))
+    fn panel(&self, panels: Shared<u32>, block: &Range<usize>, row: usize) -> *mut u32 {
+        panels.from(block.start / 2 * self.cut.m + row * block.len().div_ceil(2))
+    }
+
+    /// So many rows from `row` on in a block.
+    fn left(&self, block: &Range<usize>, row: usize, rows: usize) -> panels::Left {
+        match self.panels {
+            Some(p) => panels::Left { at: self.panel(p, block, row).cast_const(), rows, stride: None },
+            None => {
+                let at = self.rows.data[row * self.rows.rs + block.start..].as_ptr().cast();
+                panels::Left { at, rows, stride: Some(self.rows.rs) }
+            }
+        }
     }
 
     /// Where the panels of columns from `column` on lie in a block.
@@ -163,7 +179,7 @@ impl Work {
         self.b.from(block.start / 2 * panels::width(self.cut.n) + column * block.len().div_ceil(2))
     }
 
-    fn pack_left(&self, a: Mat<'_, bf16>) {
+    fn pack_left(&self, to: Shared<u32>) {
         /// Panels that a thread packs at a time.
         const MANY: usize = 16;
         let m = self.cut.m;
@@ -173,8 +189,9 @@ impl Work {
                 // SAFETY: the path is here; panels have their own words of the buffer, which has as many as all of them,
                 // and these are this thread's alone.
                 unsafe {
-                    panels::pack(self.left(&block, rows.start), panels::Shape::LEFT, a, rows.clone(), block)
-                };
+                    let to = self.panel(to, &block, rows.start);
+                    panels::pack(to, panels::Shape::LEFT, self.rows, rows.clone(), block);
+                }
             }
         });
     }
@@ -275,8 +292,9 @@ impl Work {
                         to_half: last,
                     },
                 };
-                let left = (self.left(block, row).cast_const(), height);
-                // SAFETY: the path is here; panels were packed for this block by this thread, or by all before; of the
+                let left = self.left(block, row, height);
+                // SAFETY: the path is here; panels were packed for this block by this thread, or by all before, and rows that
+                // were not have these values; of the
                 // destination these rows and columns are this thread's alone, and the room for sums is its own.
                 unsafe { panels::multiply(pairs, left, (right(c), width, count), &out) };
             }

@@ -26,9 +26,9 @@ fn mat<'a>(v: &'a Halves<'_>, t: &Tensor, transposed: bool) -> Result<Mat<'a, bf
 }
 
 /// What a product of ghosts takes while it works.
-fn work(l: &Ledger, sizes: (usize, usize, usize), made: bool, to_half: bool) {
+fn work(l: &Ledger, sizes: (usize, usize, usize), (transposed, made): (bool, bool), to_half: bool) {
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
-    let bytes = packing(sizes, threads, made, to_half);
+    let bytes = packing(sizes, threads, (transposed, made), to_half);
     l.role(if made { Role::InFlight } else { Role::Workspace }, || l.touch(bytes));
     l.work(Cost { started: 1.0, ..Cost::default() });
 }
@@ -42,7 +42,7 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: b
     let (a, b) = (a.contiguous()?, b.contiguous()?);
     if let Some(g) = a.ghost() {
         let y = Ghost::new(g.ledger(), (m, n), if to_half { DType::BF16 } else { DType::F32 });
-        work(g.ledger(), (m, k, n), false, to_half);
+        work(g.ledger(), (m, k, n), (ta, false), to_half);
         return Ok(y.into());
     }
     let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
@@ -65,7 +65,7 @@ pub fn acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -
     let (a, b) = (a.contiguous()?, b.contiguous()?);
     let to_half = c.dtype() == DType::BF16;
     if let Some(g) = c.ghost() {
-        work(g.ledger(), (m, k, n), false, to_half);
+        work(g.ledger(), (m, k, n), (ta, false), to_half);
         return Ok(());
     }
     let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
@@ -95,7 +95,7 @@ pub fn made(x: &Tensor, n: usize, transposed: bool, make: &Make<'_>, sum: Option
     let x = x.contiguous()?;
     if let Some(g) = x.ghost() {
         let y = sum.unwrap_or_else(|| Ghost::new(g.ledger(), (m, n), DType::BF16).into());
-        work(g.ledger(), (m, k, n), true, true);
+        work(g.ledger(), (m, k, n), (false, true), true);
         return Ok(y);
     }
     let v = Halves::of(&x)?;
