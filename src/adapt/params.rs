@@ -12,6 +12,7 @@ use super::projected::{Projected, Projection};
 use super::selection::Trained;
 use crate::base::Initials;
 use crate::comm::{At, Comm};
+use crate::kernel::cpu::is_native;
 use crate::kernel::crossing::{self, Arrival, Locked};
 use crate::kernel::optimizer::Draws;
 use crate::kernel::tensor::Real;
@@ -586,17 +587,18 @@ impl Params {
         self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
-    /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
-    pub fn zero_grads(&self) -> Result<()> {
+    /// Begins new sums of gradients: the parts of the buffers that hold what an earlier step left, to be written over. On
+    /// another device than the CPU they are zero: the last update made them so, or this does.
+    pub fn new_sums(&self) -> Result<&[Slot]> {
         if self.zeroed.swap(false, Ordering::Relaxed) {
-            return Ok(());
+            return Ok(&[]);
         }
-        for u in self.units.iter().flatten() {
-            if let Some(g) = &u.grads {
-                g.values.zero_set()?;
-            }
+        let grads = || self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        if grads().all(|g| is_native(&g.values)) {
+            return Ok(&self.slots);
         }
-        Ok(())
+        grads().try_for_each(|g| g.values.zero_set())?;
+        Ok(&[])
     }
 
     /// Number of trained values.

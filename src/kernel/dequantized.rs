@@ -116,7 +116,7 @@ impl Dequantized {
         if pairs::takes(&[dy, self.values.all()])? {
             let w = self.values.values()?;
             let Some(dx) = dx else { return pairs::matmul(dy, false, &w, false, 1.0, true) };
-            pairs::acc(&dx, dy, false, &w, false, 1.0)?;
+            pairs::onto((&dx, true), dy, false, &w, false, 1.0)?;
             return Ok(dx);
         }
         let widened = if self.values.dtype() == T::DTYPE { 0 } else { 4 * rows * cols };

@@ -40,6 +40,8 @@ impl Slot {
 pub struct Sink<'a> {
     grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
+    /// Those whose values are what an earlier step left, to be written over.
+    stale: RefCell<BTreeMap<usize, Slot>>,
     /// Gradients to add later, where this sink only collects.
     later: Option<RefCell<Vec<Later>>>,
     /// In a plan, a buffer that comes to be with the first gradient.
@@ -76,9 +78,32 @@ impl<'a> Sink<'a> {
         Self {
             grads: Buffers::Kept(grads),
             reached: RefCell::new(vec![false; count]),
+            stale: RefCell::default(),
             later: None,
             live: None,
         }
+    }
+
+    /// Of buffers in which these parts hold what an earlier step left: the first gradient of each is written over it, and
+    /// [`Sink::settle`] makes zero what had none.
+    pub fn over(self, stale: &[Slot]) -> Self {
+        Self { stale: RefCell::new(stale.iter().map(|s| (s.index, *s)).collect()), ..self }
+    }
+
+    /// Whether this is the first gradient of a tensor whose values are an earlier step's.
+    fn is_first(&self, slot: Slot) -> bool {
+        self.stale.borrow_mut().remove(&slot.index).is_some()
+    }
+
+    /// Makes zero what an earlier step left, of one unit or of all.
+    pub fn settle(&self, unit: Option<usize>) -> Result<()> {
+        let own = |s: &Slot| unit.is_none_or(|unit| s.unit == unit);
+        let mut stale = self.stale.borrow_mut();
+        for slot in stale.values().filter(|s| own(s)) {
+            slot.view(&self.buffer(slot.unit)?)?.zero_set()?;
+        }
+        stale.retain(|_, s| !own(s));
+        Ok(())
     }
 
     /// A sink over ghosts whose buffer, of so many bytes, lives from the first gradient until the sink is dropped.
@@ -89,7 +114,7 @@ impl<'a> Sink<'a> {
     /// A sink whose buffers, of these lengths, live from the first gradient of a unit until they are [taken](Sink::take).
     pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
         let grads = Buffers::Live { lens, device, now: RefCell::default() };
-        Self { grads, reached: RefCell::new(vec![false; count]), later: None, live: None }
+        Self { grads, reached: RefCell::new(vec![false; count]), ..Self::new(&[], 0) }
     }
 
     /// The gradients of a unit, where the sink made a buffer for them.
@@ -103,7 +128,7 @@ impl<'a> Sink<'a> {
     /// A sink that only collects, for a thread of its own: [`Sink::add_all`] adds what it has.
     pub fn collecting() -> Self {
         let later = Some(RefCell::default());
-        Self { grads: Buffers::Kept(&[]), reached: RefCell::default(), later, live: None }
+        Self { later, ..Self::new(&[], 0) }
     }
 
     /// What a collecting sink has.
@@ -127,12 +152,13 @@ impl<'a> Sink<'a> {
                         a,
                         b,
                         alpha,
+                        add: !self.is_first(slot),
                         alike,
                     });
                 }
             }
         }
-        units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(&self.flat(unit)?, parts))
+        units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(&self.buffer(unit)?, parts))
     }
 
     /// Marks a tensor as reached whose gradient is zero this time: that of an expert without tokens.
@@ -144,6 +170,11 @@ impl<'a> Sink<'a> {
 
     /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
     pub fn flat(&self, unit: usize) -> Result<Tensor> {
+        self.settle(Some(unit))?;
+        self.buffer(unit)
+    }
+
+    fn buffer(&self, unit: usize) -> Result<Tensor> {
         if let Some((ledger, bytes, live)) = &self.live {
             live.borrow_mut()
                 .get_or_insert_with(|| ledger.role(Role::Gradients, || ledger.hold_once(*bytes)));
@@ -182,10 +213,14 @@ impl<'a> Sink<'a> {
         self.reached.borrow().clone()
     }
 
-    /// Marks a tensor as reached, and gives its gradient [rows, cols].
+    /// Marks a tensor as reached, and gives its gradient [rows, cols], to add to.
     fn reach(&self, slot: Slot) -> Result<Tensor> {
         self.touch(slot);
-        slot.view(&self.flat(slot.unit)?)
+        let grad = slot.view(&self.buffer(slot.unit)?)?;
+        if self.is_first(slot) {
+            grad.zero_set()?;
+        }
+        Ok(grad)
     }
 
     /// `grad += alpha a^T b` for `a` [t, rows], `b` [t, cols].
@@ -193,7 +228,9 @@ impl<'a> Sink<'a> {
         if self.collect(slot, a, || What::Product(a.clone(), b.clone(), alpha)) {
             return gemm::work(a, true, b, None);
         }
-        gemm::matmul_acc(&self.reach(slot)?, a, true, b, false, alpha)
+        self.touch(slot);
+        let grad = slot.view(&self.buffer(slot.unit)?)?;
+        gemm::matmul_onto((&grad, !self.is_first(slot)), a, true, b, false, alpha)
     }
 
     /// `grad += dw`.

@@ -193,10 +193,10 @@ fn accumulate_scaled<'a>(
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<Summed<'a>> {
     let StepRows { data, rows, step } = at;
-    s.params.zero_grads()?;
+    let stale = s.params.new_sums()?;
     let (grads, lens) = (s.params.grads(), s.params.lens());
     let sink = match s.comm.world() {
-        1 if !s.params.in_backward => Sink::new(&grads, s.params.tensors.len()),
+        1 if !s.params.in_backward => Sink::new(&grads, s.params.tensors.len()).over(stale),
         _ => Sink::live(&lens, s.device, s.params.tensors.len()),
     };
     let gather = Gather::new(s.decoder, s.params, s.comm);
@@ -255,6 +255,7 @@ fn accumulate_scaled<'a>(
     if micros.is_empty() {
         reduce.end()?;
     }
+    sink.settle(None)?;
     place::enter(place::Phase::Step, 0);
     let loss = losses.total()?;
     let (mut router_losses, mut load) = ((0.0, 0.0), Load::default());

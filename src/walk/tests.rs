@@ -193,11 +193,11 @@ impl Rows {
 
 /// Forward and backward: the loss, and which tensors were reached. Gradients are in `params`.
 fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
-    p.zero_grads()?;
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len());
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
     let scale = 1.0 / batch.target_count as f64;
     let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &sink)?;
+    sink.settle(None)?;
     Ok((loss::total(&losses)? * scale, sink.reached()))
 }
 
@@ -209,10 +209,10 @@ fn step(
     e: &Execution,
     losses: RouterLosses,
 ) -> Result<(f64, Vec<Vec<f64>>)> {
-    p.zero_grads()?;
     let grads = p.grads();
-    let sink = Sink::new(&grads, p.tensors.len());
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
     let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
+    sink.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
     Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }
@@ -302,9 +302,9 @@ fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str)
     let grads = p.grads();
     let mut compared = 0;
     for recompute in [0, usize::MAX] {
-        p.zero_grads()?;
-        let sink = Sink::new(&grads, p.tensors.len());
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
         Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &sink)?;
+        sink.settle(None)?;
         for (i, t) in p.tensors.iter().enumerate() {
             let name = format!("{prefix}_grad.{}", t.name);
             if expected.info(&name).is_none() {
@@ -328,7 +328,9 @@ fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
         let grads = p.grads();
         let both = RouterLosses { aux: 0.01, z: 0.001 };
         let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
-        walk.train(&batch, 1.0, &Sink::new(&grads, p.tensors.len()))?;
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        walk.train(&batch, 1.0, &sink)?;
+        sink.settle(None)?;
         let (aux, z) = walk.routing().read()?.losses()?;
         let n = compare_router_loss(c, RouterLosses { aux: 1.0, z: 0.0 }, aux, "aux")?;
         assert!(n > 10, "{}: only {n} gradients", c.name());
@@ -487,10 +489,11 @@ fn order_of_the_walk() -> Result<()> {
         }
         let (d, p) = c.build(&s, None)?;
         let grads = p.grads();
-        let sink = Sink::new(&grads, p.tensors.len());
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
         let mut seen = String::new();
         let mut watch = |phase, unit| seen += &written(phase, unit);
         Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &sink)?;
+        sink.settle(None)?;
         Ok(seen)
     };
     let up = "f0 f1 f2 ";

@@ -2,7 +2,7 @@
 
 use super::cpu::{Mat, gemm, serial};
 use super::pairs::{Onto, Right};
-use super::{matmul_acc, pairs};
+use super::{matmul_onto, pairs};
 use crate::kernel::Tensor;
 use crate::kernel::cpu::{Halves, Real, in_place, is_native, on_real, view};
 use candle_core::{DType, Result};
@@ -24,6 +24,8 @@ pub struct GradProduct {
     pub b: Tensor,
     /// Factor on the product.
     pub alpha: f64,
+    /// Whether it is added to what is there, or written over it.
+    pub add: bool,
     /// How many parts it stands for: one, but in a plan.
     pub alike: f64,
 }
@@ -40,7 +42,7 @@ impl GradProduct {
     }
 }
 
-/// `flat[part] += alpha a^T b` for parts that do not overlap.
+/// `flat[part] += alpha a^T b`, or `=`, for parts that do not overlap.
 ///
 /// On the CPU the parts are computed side by side, each by one thread, where there are many of them: the
 /// gradients of many small experts. `flat` is one contiguous dimension.
@@ -75,7 +77,7 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
         (true, DType::F32 | DType::F64) => on_real!(flat.dtype(), accumulate_cpu(flat, &parts)),
         _ => parts.iter().try_for_each(|p| {
             let c = flat.narrow(0, p.offset, p.rows * p.cols)?.reshape((p.rows, p.cols))?;
-            matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)
+            matmul_onto((&c, p.add), &p.a, true, &p.b, false, p.alpha)
         }),
     }
 }
@@ -94,7 +96,7 @@ fn accumulate_dots(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
         parts.iter().zip(&views).map(|(p, (a, b))| p.mats::<bf16>(a, b)).collect::<Result<Vec<_>>>()?;
     side_by_side::<f32>(flat, &parts, |own, p, i| {
         let (a, b) = mats[i];
-        serial(|| pairs::add(Onto::Wide(own), a, Right::Of(b), p.alpha as f32));
+        serial(|| pairs::product_onto(Onto::Wide(own), p.add, a, Right::Of(b), p.alpha as f32));
     })
 }
 
@@ -103,7 +105,7 @@ fn accumulate_cpu<T: Real>(flat: &Tensor, parts: &[GradProduct]) -> Result<()> {
     let mats = parts.iter().zip(&views).map(|(p, (a, b))| p.mats(a, b)).collect::<Result<Vec<_>>>()?;
     side_by_side::<T>(flat, parts, |own, p, i| {
         let (a, b) = mats[i];
-        gemm(own, p.cols, true, a, b, T::of(p.alpha), false);
+        gemm(own, p.cols, p.add, a, b, T::of(p.alpha), false);
     })
 }
 

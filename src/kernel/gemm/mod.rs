@@ -188,28 +188,38 @@ fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
     candle_core::bail!("matmul: {add} {alpha} [{m}, {n}] on a device that this build does not have")
 }
 
-fn acc_cpu<T: Real>(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+/// The sizes [m, k, n] of a product that goes to `c`.
+fn sizes_onto(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, usize)> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
         candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
     }
+    Ok((m, k, n))
+}
+
+fn onto_cpu<T: Real>(
+    (c, add): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
     if ghosts::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
         return Ok(());
     }
     let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
     let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
     in_place::<T>("matmul", c, |dst| {
-        gemm(dst, n, true, am, bm, T::of(alpha), true);
+        gemm(dst, n, add, am, bm, T::of(alpha), true);
         Ok(())
     })
 }
 
-/// As [`acc_cpu`] into half precision: added in f32, rounded once.
+/// As [`onto_cpu`] into half precision: added in f32, rounded once.
 fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let (m, k, n) = sizes(a, ta, b, tb)?;
-    if c.dims2()? != (m, n) {
-        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
-    }
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
     if let Some(g) = c.ghost() {
         let _sum = g.ledger().hold(4 * (m * n) as u64);
         ghosts::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
@@ -233,18 +243,32 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 /// `c` is contiguous and may be a view into a larger buffer; it is f32 where gradients accumulate, whatever
 /// the dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    matmul_onto((c, true), a, ta, b, tb, alpha)
+}
+
+/// As [`matmul_acc`]; without `add` what is in `c` is written over.
+pub fn matmul_onto(
+    (c, add_to): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
     work(a, ta, b, Some(c))?;
     if pairs::takes(&[a, b])? && matches!(c.dtype(), DType::BF16 | DType::F32) {
-        return pairs::acc(c, a, ta, b, tb, alpha);
+        return pairs::onto((c, add_to), a, ta, b, tb, alpha);
     }
     if stored::takes(a, b) && c.dtype() == DType::F32 {
-        return stored::acc(c, a, ta, b, tb, alpha);
+        return stored::onto((c, add_to), a, ta, b, tb, alpha);
     }
-    match (is_native(c), c.dtype()) {
-        (true, DType::F32 | DType::F64) => on_real!(c.dtype(), acc_cpu(c, a, ta, b, tb, alpha)),
-        (true, _) => acc_half(c, a, ta, b, tb, alpha),
-        (false, _) => add(c, a, ta, b, tb, alpha),
+    if is_native(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
+        return on_real!(c.dtype(), onto_cpu((c, add_to), a, ta, b, tb, alpha));
     }
+    if !add_to {
+        c.zero_set()?;
+    }
+    if is_native(c) { acc_half(c, a, ta, b, tb, alpha) } else { add(c, a, ta, b, tb, alpha) }
 }
 
 /// [`matmul_acc`] on another device than the CPU, with its work written down already.

@@ -29,16 +29,26 @@ fn accumulation_reaches_only_its_view() -> Result<()> {
 
 #[test]
 fn parts_are_accumulated_as_one_by_one() -> Result<()> {
+    parts_of(DType::F32)?;
+    parts_of(DType::BF16)
+}
+
+fn parts_of(dtype: DType) -> Result<()> {
     let flat = Tensor::ones(4 * 64, DType::F32, &candle_core::Device::Cpu)?;
     let one_by_one = flat.copy()?;
     // enough parts for any machine, out of order, with gaps
     let count = 64.min(4 * rayon::current_num_threads());
     let mut parts = Vec::new();
     for i in (0..count).rev() {
-        let (a, b) = (randn(i as u64, (3, 1), DType::F32)?, randn(i as u64 + 99, (3, 3), DType::F32)?);
-        let p = GradProduct { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, alike: 1.0 };
+        let (a, b) = (randn(i as u64, (3, 1), dtype)?, randn(i as u64 + 99, (3, 3), dtype)?);
+        // every third is written over what was there
+        let add = i % 3 > 0;
+        let p = GradProduct { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, add, alike: 1.0 };
         let c = one_by_one.narrow(0, p.offset, 3)?.reshape((1, 3))?;
-        matmul_acc(&c, &p.a, true, &p.b, false, p.alpha)?;
+        matmul_onto((&c, add), &p.a, true, &p.b, false, p.alpha)?;
+        if !add {
+            close(&c, &(p.a.t()?.matmul(&p.b)? * 0.5)?, 0.02);
+        }
         parts.push(p);
     }
     let mut overlapping = parts.clone();

@@ -5,7 +5,6 @@ use crate::walk::Inputs;
 
 /// Loss and gradients of a step with noise, dropout and losses on routers; inputs wait on the host.
 fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result<(u64, Vec<Vec<f64>>)> {
-    p.zero_grads()?;
     let grads = p.grads();
     let losses = match d.config.moe {
         Some(_) => RouterLosses { aux: 0.01, z: 0.001 },
@@ -13,7 +12,9 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
     };
     let walk = Walk::new(d, p.lowest_unit(), recompute).router_losses(losses).neftune(5.0);
     let inputs = Inputs { on_host: recompute.norms > 0, pin: false };
-    let sums = walk.inputs(inputs).train(batch, 1.0, &Sink::new(&grads, p.tensors.len()))?;
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+    let sums = walk.inputs(inputs).train(batch, 1.0, &sink)?;
+    sink.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
     Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }

@@ -16,7 +16,7 @@ pub fn wide(_: Mat<'_, bf16>, _: Right<'_>, _: f32) -> Vec<f32> {
     unreachable!("{NOT_HERE}")
 }
 
-/// See [`super::add`].
-pub fn add(_: Onto<'_>, _: Mat<'_, bf16>, _: Right<'_>, _: f32) {
+/// See [`super::product_onto`].
+pub fn product_onto(_: Onto<'_>, _: bool, _: Mat<'_, bf16>, _: Right<'_>, _: f32) {
     unreachable!("{NOT_HERE}")
 }

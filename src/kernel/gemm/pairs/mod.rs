@@ -25,7 +25,7 @@ mod strips;
 mod strips;
 mod tensors;
 
-pub use self::tensors::{acc, made, matmul, takes};
+pub use self::tensors::{made, matmul, onto, takes};
 
 use super::Mat;
 use half::bf16;
@@ -107,7 +107,7 @@ pub fn path() -> candle_core::Result<Path> {
     chosen.clone().map_err(candle_core::Error::msg)
 }
 
-/// Where a product is added to, row-major, its rows end to end.
+/// Where a product goes, row-major, its rows end to end.
 pub enum Onto<'a> {
     /// Rounded once.
     Half(&'a mut [bf16]),
@@ -150,12 +150,12 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     strips::wide(a, b, alpha)
 }
 
-/// `c += alpha a b`.
+/// `c = alpha a b`, or with `add` `c += alpha a b`.
 ///
 /// # Panics
 /// As there.
-pub fn add(c: Onto<'_>, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
-    strips::add(c, a, b, alpha);
+pub fn product_onto(c: Onto<'_>, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+    strips::product_onto(c, add, a, b, alpha);
 }
 
 /// Bytes that a product [m, k] x [k, n] takes beside its operands and its result on so many threads, the left operand

@@ -86,14 +86,14 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     unsafe { out.written() }
 }
 
-/// See [`super::add`].
-pub fn add(c: Onto<'_>, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+/// See [`super::product_onto`].
+pub fn product_onto(c: Onto<'_>, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     let (len, place) = match c {
         Onto::Half(c) => (c.len(), Place { half: Some(Shared(c.as_mut_ptr())), wide: None }),
         Onto::Wide(c) => (c.len(), Place { half: None, wide: Some(Shared(c.as_mut_ptr())) }),
     };
     assert!(len >= a.rows * columns(a, b), "product outside its destination");
-    product(place, true, a, b, alpha);
+    product(place, add, a, b, alpha);
 }
 
 /// Columns of a product.

@@ -1,10 +1,10 @@
 //! Products of tensors, and of their ghosts.
 
-use super::{Make, Onto, Path, Right, add, packing, path, rounded, wide};
+use super::{Make, Onto, Path, Right, packing, path, product_onto, rounded, wide};
 use crate::kernel::Tensor;
 use crate::kernel::cpu::{Halves, in_place, is_native};
 use crate::kernel::gemm::cpu::{Mat, is_serial};
-use crate::kernel::gemm::sizes;
+use crate::kernel::gemm::{sizes, sizes_onto};
 use crate::kernel::ledger::{Cost, Ledger, Role};
 use crate::kernel::tensor::Ghost;
 use candle_core::{DType, Device, Result};
@@ -53,35 +53,31 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: b
     }
 }
 
-/// `c += alpha op(a) op(b)`, in place, rounded once where `c` is bf16; else it is f32.
+/// `c = alpha op(a) op(b)` or `c += ..`, in place, rounded once where `c` is bf16; else it is f32.
 ///
 /// # Errors
 /// Shapes that do not fit; a destination that is not contiguous or of another type.
-pub fn acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let (m, k, n) = sizes(a, ta, b, tb)?;
-    if c.dims2()? != (m, n) {
-        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
-    }
+pub fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let sizes = sizes_onto(c, a, ta, b, tb)?;
     let (a, b) = (a.contiguous()?, b.contiguous()?);
-    let to_half = c.dtype() == DType::BF16;
     if let Some(g) = c.ghost() {
-        work(g.ledger(), (m, k, n), (ta, false), to_half);
+        work(g.ledger(), sizes, (ta, false), c.dtype() == DType::BF16);
         return Ok(());
     }
     let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
     let (am, bm) = (mat(&av, &a, ta)?, Right::Of(mat(&bv, &b, tb)?));
-    onto(c, am, bm, alpha as f32)
+    put((c, add), am, bm, alpha as f32)
 }
 
-fn onto(c: &Tensor, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Result<()> {
+fn put((c, add): (&Tensor, bool), a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Result<()> {
     if c.dtype() == DType::BF16 {
         return in_place::<bf16>("matmul", c, |c| {
-            add(Onto::Half(c), a, b, alpha);
+            product_onto(Onto::Half(c), add, a, b, alpha);
             Ok(())
         });
     }
     in_place::<f32>("matmul", c, |c| {
-        add(Onto::Wide(c), a, b, alpha);
+        product_onto(Onto::Wide(c), add, a, b, alpha);
         Ok(())
     })
 }
@@ -103,7 +99,7 @@ pub fn made(x: &Tensor, n: usize, transposed: bool, make: &Make<'_>, sum: Option
     match sum {
         None => Tensor::from_vec(rounded(a, b, 1.0), (m, n), &Device::Cpu),
         Some(sum) => {
-            onto(&sum, a, b, 1.0)?;
+            put((&sum, true), a, b, 1.0)?;
             Ok(sum)
         }
     }

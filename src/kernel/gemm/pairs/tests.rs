@@ -63,18 +63,23 @@ fn products_are_within_the_bound_of_f32_sums() -> Result<()> {
             near(&what("sums"), &matmul(&a, ta, &b, tb, 1.0, false)?, exact());
             near(&what("rounded"), &matmul(&a, ta, &b, tb, 1.0, true)?, exact().map(rounded));
             let (c, d) = (randn(99, (m, n), DType::F32)?, randn(98, (m, n), DType::BF16)?);
-            let onto = |c: &Tensor| {
+            let sum = |c: &Tensor| {
                 values(c)
                     .into_iter()
                     .zip(exact())
                     .map(|(c, (x, off))| (c + 0.75 * x, off + 1e-6 * c.abs()))
                     .collect::<Vec<_>>()
             };
-            let (want_c, want_d) = (onto(&c), onto(&d));
-            acc(&c, &a, ta, &b, tb, 0.75)?;
-            acc(&d, &a, ta, &b, tb, 0.75)?;
+            let (want_c, want_d) = (sum(&c), sum(&d));
+            onto((&c, true), &a, ta, &b, tb, 0.75)?;
+            onto((&d, true), &a, ta, &b, tb, 0.75)?;
             near(&what("added in f32"), &c, want_c.into_iter());
             near(&what("added in bf16"), &d, want_d.into_iter().map(rounded));
+            for (c, wide) in [(&c, true), (&d, false)] {
+                onto((c, false), &a, ta, &b, tb, 1.0)?;
+                let alone = matmul(&a, ta, &b, tb, 1.0, !wide)?;
+                assert_eq!(values(c), values(&alone), "{}", what("written over"));
+            }
         }
     }
     Ok(())

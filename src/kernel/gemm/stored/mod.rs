@@ -12,7 +12,7 @@
 mod turn;
 
 use super::cpu::{Columns, Mat, is_serial, raw, threads};
-use super::{mat, sizes};
+use super::{mat, sizes, sizes_onto};
 use crate::kernel::cpu::{in_place, is_native, vectorised, view};
 use crate::kernel::ledger::{Cost, Ledger};
 use crate::kernel::packing::{inner_block, packing};
@@ -262,24 +262,28 @@ pub(super) fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tenso
         return Ok(y.into());
     }
     let mut out = vec![0f32; m * n];
-    onto(&mut out, false, (a, ta), (b, tb), (k, n), 1.0)?;
+    put(&mut out, false, (a, ta), (b, tb), (k, n), 1.0)?;
     Tensor::from_vec(out, (m, n), &Device::Cpu)
 }
 
-/// [`super::matmul_acc`] of what this [takes] into f32, with its work written down already.
-pub(super) fn acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    let (m, k, n) = sizes(a, ta, b, tb)?;
-    if c.dims2()? != (m, n) {
-        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
-    }
+/// [`super::matmul_onto`] of what this [takes] into f32, with its work written down already.
+pub(super) fn onto(
+    (c, add): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
     if let Some(g) = a.ghost() {
         work(g.ledger(), a, (m, k, n), tb);
         return Ok(());
     }
-    in_place::<f32>("matmul", c, |dst| onto(dst, true, (a, ta), (b, tb), (k, n), alpha as f32))
+    in_place::<f32>("matmul", c, |dst| put(dst, add, (a, ta), (b, tb), (k, n), alpha as f32))
 }
 
-fn onto(
+fn put(
     dst: &mut [f32],
     add: bool,
     (a, ta): (&Tensor, bool),
