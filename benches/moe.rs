@@ -32,7 +32,7 @@ const SIZES: [Sizes; 3] = [(512, 768, 8, 2, 1024), (4096, 768, 8, 2, 1024), (409
 
 /// Makes linears, their gradients end to end in one buffer.
 struct Maker {
-    next: usize,
+    slots: Vec<Slot>,
     len: usize,
     dtype: DType,
     full: bool,
@@ -40,12 +40,12 @@ struct Maker {
 
 impl Maker {
     fn new(dtype: DType, full: bool) -> Self {
-        Self { next: 0, len: 0, dtype, full }
+        Self { slots: Vec::new(), len: 0, dtype, full }
     }
 
     fn slot(&mut self, rows: usize, cols: usize) -> Slot {
-        let s = Slot { index: self.next, unit: 0, offset: self.len, rows, cols };
-        self.next += 1;
+        let s = Slot { index: self.slots.len(), unit: 0, offset: self.len, rows, cols };
+        self.slots.push(s);
         self.len += rows * cols;
         s
     }
@@ -59,7 +59,7 @@ impl Maker {
             weight_slot = Some(self.slot(out, inp));
         } else {
             let slots = Some((self.slot(RANK, inp), self.slot(out, RANK)));
-            let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.next as u64);
+            let (a, b, stream) = (randn(RANK, inp)?, randn(out, RANK)?, self.slots.len() as u64);
             lora = Some(Lora { a, b, slots, scale: 2.0, dropout: 0.0, stream, dora: None });
         }
         Ok(Linear { weight, bias: None, weight_slot, bias_slot: None, lora, rows: None })
@@ -73,8 +73,8 @@ impl Maker {
         })
     }
 
-    fn grads(&self) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(Tensor::zeros(self.len, DType::F32, &Device::Cpu)?)])
+    fn grads(self) -> Result<(Vec<Option<Tensor>>, Vec<Slot>)> {
+        Ok((vec![Some(Tensor::zeros(self.len, DType::F32, &Device::Cpu)?)], self.slots))
     }
 }
 
@@ -101,21 +101,24 @@ fn compare(sizes: Sizes, dtype: DType, full: bool, rounds: usize) -> Result<()> 
     let router = make.linear(experts, width)?;
     let all = (0..experts).map(|_| make.mlp(width, inner)).collect::<Result<_>>()?;
     let mixture = Mixture::new(router, (all, vec![1; experts]), None, top_k, true);
-    let (mixture_grads, mixture_count) = (make.grads()?, make.next);
+    let mixture_grads = make.grads()?;
     let mut make = Maker::new(dtype, full);
     let dense = make.mlp(width, top_k * inner)?;
     let dense_grads = make.grads()?;
 
+    // gradients of a step's only micro-batch
+    fn sink((grads, slots): &(Vec<Option<Tensor>>, Vec<Slot>)) -> Sink<'_> {
+        Sink::new(grads, slots.len()).over(slots)
+    }
     let (mut best, mut ratios) = ([Duration::MAX; 2], Vec::new());
     for round in 0..=rounds {
         let one = time(|| {
             let (_, saved) = dense.forward(&Padded::of(&x)?, &ctx)?;
-            dense.backward(saved, &Padded::of(&dy)?, &ctx, &Sink::new(&dense_grads, make.next)).map(drop)
+            dense.backward(saved, &Padded::of(&dy)?, &ctx, &sink(&dense_grads)).map(drop)
         })?;
         let other = time(|| {
             let (_, saved) = mixture.forward(&x, &ctx, None)?;
-            let sink = Sink::new(&mixture_grads, mixture_count);
-            mixture.backward(saved, &dy, &ctx, &sink, None).map(drop)
+            mixture.backward(saved, &dy, &ctx, &sink(&mixture_grads), None).map(drop)
         })?;
         // the first round warms up
         if round > 0 {

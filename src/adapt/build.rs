@@ -1,7 +1,8 @@
 //! Building a model: frozen tensors from a base, trained ones in their flat buffers.
 
 use super::adapter::Adapter;
-use super::params::{Allocate, Params, Shard};
+use super::buffer::Shard;
+use super::params::{Allocate, Params};
 use super::peft;
 use super::selection::{Choice, Part, Selection};
 use super::split::{Place, Split};

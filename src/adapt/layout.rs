@@ -1,7 +1,7 @@
 //! Where trained tensors stand in the buffers of their units.
 
+use super::buffer::ALIGN;
 use super::moments::is_large;
-use super::params::ALIGN;
 use super::projected::Projection;
 use super::selection::{Part, Trained};
 use crate::model::sink::Slot;

@@ -1,6 +1,7 @@
 //! What trains: selection of modules, the buffers of trained tensors, LoRA's initial values, PEFT files.
 
 pub mod adapter;
+pub mod buffer;
 pub mod build;
 pub mod export;
 pub mod ghost;

@@ -1,6 +1,6 @@
 //! AdamW's moments of a unit's buffer, as far as a rank holds them: in f32, or in 8 bits for large tensors.
 
-use super::params::{Held, common};
+use super::buffer::{Held, common};
 use crate::kernel::optimizer::{BLOCK, EightBit, finite, maps};
 use crate::kernel::tensor::Real;
 use crate::kernel::{Tensor, optimizer};

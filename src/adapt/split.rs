@@ -3,7 +3,8 @@
 //!
 //! Layers get views before anything is read: what a rank's part is follows from all of the unit's tensors.
 
-use super::params::{ALIGN, Allocate, Buffer, common};
+use super::buffer::{ALIGN, Buffer, common};
+use super::params::Allocate;
 use crate::kernel::Tensor;
 use crate::kernel::vacant::vacant;
 use crate::quant::Unread;

@@ -8,8 +8,9 @@ pub use offload::{PIECE, STAGED};
 pub use schedule::Schedule;
 
 use crate::adapt::Params;
+use crate::adapt::buffer::Held;
 use crate::adapt::moments::Of;
-use crate::adapt::params::{Held, Unit};
+use crate::adapt::params::Unit;
 use crate::adapt::selection::Part;
 use crate::comm::{self, Comm};
 use crate::kernel::Tensor;

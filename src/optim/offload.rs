@@ -13,7 +13,7 @@
 //! the gradients of the next come and the values of the one before go.
 
 use super::Update;
-use crate::adapt::params::ALIGN;
+use crate::adapt::buffer::ALIGN;
 use candle_core::Result;
 
 /// Values of a piece: 64 MiB of gradients.

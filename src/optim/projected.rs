@@ -2,8 +2,9 @@
 //! projected back and multiplied by a scale; every so many updates the directions are found anew. The signs of singular vectors,
 //! which the algorithm leaves open, matter from then on, for moments stay: of each vector the largest value is positive.
 
+use crate::adapt::buffer::Held;
 use crate::adapt::moments::Of;
-use crate::adapt::params::{Held, Params, Unit};
+use crate::adapt::params::{Params, Unit};
 use crate::adapt::projected::Projected;
 use crate::kernel::decompose::Matrix;
 use crate::kernel::optimizer::{AdamW, adamw, adamw8bit, round};

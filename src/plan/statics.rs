@@ -2,11 +2,11 @@
 
 use super::Machine;
 use super::ledger::{Bytes, Component};
+use crate::adapt::buffer::{ALIGN, Shard};
 use crate::adapt::ghost::{is_quantized, room, stays_stored};
 use crate::adapt::initial;
 use crate::adapt::layout::wide_units;
 use crate::adapt::moments::{self, is_large};
-use crate::adapt::params::{ALIGN, Shard};
 use crate::adapt::projected::Projection;
 use crate::adapt::selection::TrainedPart;
 use crate::adapt::{Choice, Selection};

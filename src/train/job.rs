@@ -2,8 +2,9 @@
 
 use super::{Error, quantize, sources};
 use crate::adapt::adapter::Adapter;
+use crate::adapt::buffer::Shard;
 use crate::adapt::build::{Build, check_full};
-use crate::adapt::params::{Allocate, Shard};
+use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
 use crate::comm::{self, Comm};

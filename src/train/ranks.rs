@@ -9,7 +9,7 @@ use super::gather::Gather;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::{Error, Job, LossScale, guard, output, state};
 use crate::adapt::Params;
-use crate::adapt::params::Shard;
+use crate::adapt::buffer::Shard;
 use crate::base::Base;
 use crate::comm::{self, At, Comm, Mesh, Threads};
 use crate::data::{Batches, Dataset};

@@ -8,7 +8,8 @@
 
 use super::gather::Gather;
 use crate::adapt::Params;
-use crate::adapt::params::{Held, Unit};
+use crate::adapt::buffer::Held;
+use crate::adapt::params::Unit;
 use crate::comm::{At, Comm};
 use crate::kernel::Tensor;
 use crate::kernel::crossing::Arrival;

@@ -5,8 +5,8 @@
 
 use super::{Error, LossScale};
 use crate::adapt::Params;
+use crate::adapt::buffer::common;
 use crate::adapt::moments::Of;
-use crate::adapt::params::common;
 use crate::adapt::projected::Projected;
 use crate::kernel::optimizer::BLOCK;
 use crate::store::{self, SharedFile, TensorFiles};

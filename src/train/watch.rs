@@ -3,8 +3,8 @@
 use super::Job;
 use super::exhausted::{self, Planned};
 use crate::adapt::Params;
+use crate::adapt::buffer::Held;
 use crate::adapt::moments::Moments;
-use crate::adapt::params::Held;
 use crate::hub;
 use crate::kernel::gemm;
 use crate::log::{memory, place, warn};
