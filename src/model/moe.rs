@@ -445,11 +445,13 @@ mod tests {
         let (x, dy) = (randn(50, (T, D), DType::F64)?, randn(51, (T, D), DType::F64)?);
         let m = mixture(&params, dropout, 2, normalise)?;
         let (slots, len) = slots();
-        let grads = vec![Some(Tensor::zeros(len, DType::F64, &Device::Cpu)?)];
-        let sink = Sink::new(&grads, slots.len());
+        // what an earlier step left is written over, or made zero
+        let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
+        let sink = Sink::new(&grads, slots.len()).over(&slots);
         let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
         assert_eq!(saved.groups.expert, groups.expert, "a routing that is given is taken over");
         let dx = m.backward(saved, &dy, &ctx, &sink, None)?;
+        sink.settle(None)?;
         let what =
             format!("dropout {dropout}, normalise {normalise}, {} threads", rayon::current_num_threads());
         let run = |m: &Mixture, x: &Tensor| Ok(m.forward(x, &ctx, Some(Arc::clone(&groups)))?.0);
