@@ -9,10 +9,8 @@ use crate::model::Decoder;
 use crate::walk::generate::{self, Reader};
 use candle_core::Device;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, TryLockError};
-use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -177,14 +175,13 @@ where
         let mut threads = Vec::new();
         for (told, work) in copies {
             let thread = std::thread::Builder::new().name(told.device.clone());
-            threads.push((told, thread.spawn_scoped(s, move || attend(told, work))));
+            match thread.spawn_scoped(s, move || attend(told, work)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => ended(told, Err(candle_core::Error::from(e).into()))?,
+            }
         }
         let here = here.map_or(Ok(()), |(told, work)| attend(told, work));
-        let join = |(told, thread): (&Told, io::Result<ScopedJoinHandle<'_, _>>)| match thread {
-            Ok(thread) => thread.join().unwrap_or(Ok(())),
-            Err(e) => ended(told, Err(candle_core::Error::from(e).into())),
-        };
-        threads.into_iter().map(join).fold(here, Result::and)
+        threads.into_iter().map(|t| t.join().unwrap_or(Ok(()))).fold(here, Result::and)
     })
 }
 
@@ -397,7 +394,11 @@ mod tests {
     }
 
     /// Two copies, of a run or not, of which some work; ends when the queue is dropped.
-    fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2])) -> crate::Result<()> {
+    fn two(
+        step: Option<u64>,
+        works: [bool; 2],
+        test: impl FnOnce(Two, &[Told; 2]) + Send,
+    ) -> crate::Result<()> {
         let (queue, jobs) = bounded(64);
         let (sender, at) = unbounded();
         let (stop, told) = (AtomicBool::new(false), ["cuda:1", "cuda:2"].map(|d| Told::new(d.into(), step)));
