@@ -9,6 +9,7 @@ use crate::adapt::{Adapter, Selection};
 use crate::base::Base;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
+use crate::kernel::cuda;
 use crate::log::{print, tell, warn};
 use crate::model::{Config, Decoder};
 use crate::plan::{Loaded, Reading};
@@ -21,6 +22,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use serde_json::{Map, Value, json};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::slice;
 
 /// Arguments of `ft chat`.
 #[derive(Debug, clap::Args)]
@@ -52,6 +54,9 @@ pub struct Args {
     /// Most tokens of a reply
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: usize,
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one
+    #[arg(long, default_value = "auto", value_parser = device_word)]
+    device: String,
     #[command(flatten)]
     loading: Loading,
     /// How a prompt becomes text; by default as the training data was written, else by the chat template. With alpaca and
@@ -72,9 +77,6 @@ pub struct Args {
 /// How a model that answers is loaded.
 #[derive(Debug, clap::Args)]
 pub struct Loading {
-    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one
-    #[arg(long, default_value = "auto", value_parser = device_word)]
-    device: String,
     /// Compute dtype; by default bf16 on CUDA, f32 on the CPU
     #[arg(long, value_parser = words(Dtype::WORDS))]
     dtype: Option<String>,
@@ -84,25 +86,25 @@ pub struct Loading {
 }
 
 /// A word of `--device`.
-fn device_word(word: &str) -> Result<String, String> {
+pub(super) fn device_word(word: &str) -> Result<String, String> {
     match word == DeviceName::Auto.word() || OneDevice::from_word(word).is_some() {
         true => Ok(word.into()),
         false => Err("auto, cpu, cuda, or cuda:1 by number".into()),
     }
 }
 
-impl Loading {
-    /// The device.
-    ///
-    /// # Errors
-    /// One that is not there.
-    pub(super) fn device(&self) -> crate::Result<Device> {
-        Ok(match OneDevice::from_word(&self.device).filter(|_| self.device != DeviceName::Cuda.word()) {
-            Some(device) => job::one_device(device)?,
-            None => job::device(DeviceName::from_word(&self.device).unwrap_or(DeviceName::Auto))?,
-        })
-    }
+/// The device of such a word.
+///
+/// # Errors
+/// One that is not there.
+pub(super) fn device(word: &str) -> crate::Result<Device> {
+    Ok(match OneDevice::from_word(word).filter(|_| word != DeviceName::Cuda.word()) {
+        Some(device) => job::one_device(device)?,
+        None => job::device(DeviceName::from_word(word).unwrap_or(DeviceName::Auto))?,
+    })
+}
 
+impl Loading {
     /// The compute dtype, where it is named.
     pub(super) fn dtype(&self) -> Option<Dtype> {
         self.dtype.as_deref().and_then(Dtype::from_word)
@@ -121,7 +123,7 @@ impl Loading {
 /// A model or adapter that cannot be found or used; a template that refuses the conversation.
 pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
-    let device = args.loading.device()?;
+    let device = device(&args.device)?;
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = find(&model, named.as_ref())?;
@@ -145,7 +147,8 @@ pub fn run(args: &Args) -> crate::Result<()> {
         )));
     }
     let mut sampler = sampler((args.temperature, args.top_p, args.top_k, args.seed), &model.dir)?;
-    let decoder = load(&args.loading, &model, adapter.as_ref(), &device)?;
+    let decoder =
+        Opened::new(&args.loading, &model, adapter.as_ref(), slice::from_ref(&device))?.load(&device)?;
     let mut chat = Chat {
         reader: Reader::new(&decoder, &device),
         tokenizer: &tokenizer,
@@ -303,54 +306,90 @@ pub(super) fn template(named: Option<&PathBuf>, adapter: Option<&Adapter>) -> Op
     named.cloned().or(beside)
 }
 
-/// The model with the adapter over it, unmerged.
-pub(super) fn load(
-    args: &Loading,
-    model: &ModelDir,
-    adapter: Option<&Adapter>,
-    device: &Device,
-) -> crate::Result<Decoder> {
-    let config = job::config(&model.dir, &Map::new())?;
-    let base = Base::open(config, &model.dir)?;
-    let selection = match adapter {
-        None => Selection::frozen(&base.config),
-        Some(a) => {
-            if let Some(files) = base.files() {
-                a.check_base(files, base.config.tied)?;
-            }
-            a.selection(&base.config)?
-        }
-    };
-    let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
-    let named = args.dtype();
-    fits(&base.config, (&selection, &model.dir), (nf4, named), device)?;
-    let dtype = job::dtype(named, device);
-    let (base, progress) = (base.in_nf4(nf4), "loading");
-    Ok(Build::new(&base, &selection).adapter(adapter).on(dtype, device).shown(progress).run()?.0)
+/// A model that is found, with the adapter over it, unmerged, and that fits.
+pub(super) struct Opened<'a> {
+    base: Base,
+    selection: Selection,
+    adapter: Option<&'a Adapter>,
+    dtype: Option<Dtype>,
 }
 
-/// Refuses what there is no memory for, before anything is loaded; says so where a conversation ends before the model does.
+impl<'a> Opened<'a> {
+    /// Opens one that devices are to have.
+    ///
+    /// # Errors
+    /// A model or adapter that cannot be used, or is too large for one of the devices.
+    pub fn new(
+        args: &Loading,
+        model: &ModelDir,
+        adapter: Option<&'a Adapter>,
+        devices: &[Device],
+    ) -> crate::Result<Self> {
+        let config = job::config(&model.dir, &Map::new())?;
+        let base = Base::open(config, &model.dir)?;
+        let selection = match adapter {
+            None => Selection::frozen(&base.config),
+            Some(a) => {
+                if let Some(files) = base.files() {
+                    a.check_base(files, base.config.tied)?;
+                }
+                a.selection(&base.config)?
+            }
+        };
+        let nf4 = quantized(args.quantize.as_deref(), adapter, &base.config)?;
+        let dtype = args.dtype();
+        fits(&base.config, (&selection, &model.dir), (nf4, dtype), devices)?;
+        Ok(Self { base: base.in_nf4(nf4), selection, adapter, dtype })
+    }
+
+    /// Its config.
+    #[cfg(feature = "serve")]
+    pub fn config(&self) -> &Config {
+        &self.base.config
+    }
+
+    /// Loads it.
+    ///
+    /// # Errors
+    /// As [`Build::run`].
+    pub fn load(&self, device: &Device) -> crate::Result<Decoder> {
+        let build = Build::new(&self.base, &self.selection).adapter(self.adapter);
+        Ok(build.on(job::dtype(self.dtype, device), device).shown("loading").run()?.0)
+    }
+}
+
+/// Refuses what one of the devices has no memory for, before anything is loaded; says so where a conversation ends before
+/// the model does.
 pub(super) fn fits(
     config: &Config,
     (selection, dir): (&Selection, &Path),
     (nf4, dtype): (bool, Option<Dtype>),
-    device: &Device,
+    devices: &[Device],
 ) -> crate::Result<()> {
     let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
     let of = Loaded { config, selection, quantize, dtype, stored: Base::stored_width(config, Some(dir)) };
-    let reading = Reading::new(of, device.is_cuda())?;
-    if !reading.fits() {
-        let mut others = vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
-        if device.is_cpu() && dtype != Some(Dtype::Bf16) {
-            others.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..of }, false));
+    let mut least: Option<Reading> = None;
+    for device in devices {
+        cuda::enter(device)?;
+        let reading = Reading::new(of, device.is_cuda())?;
+        if !reading.fits() {
+            let mut others =
+                vec![("--quantize nf4", Loaded { quantize: Quantize::Nf4, ..of }, device.is_cuda())];
+            if device.is_cpu() && dtype != Some(Dtype::Bf16) {
+                others.push(("--dtype bf16", Loaded { dtype: Some(Dtype::Bf16), ..of }, false));
+            }
+            if device.is_cuda() {
+                others.push(("--device cpu", of, false));
+            }
+            let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
+            return Err(reading.refusal(&others.collect::<crate::Result<Vec<_>>>()?).into());
         }
-        if device.is_cuda() {
-            others.push(("--device cpu", of, false));
+        if least.as_ref().is_none_or(|l| reading.tokens() < l.tokens()) {
+            least = Some(reading);
         }
-        let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
-        return Err(reading.refusal(&others.collect::<crate::Result<Vec<_>>>()?).into());
     }
-    if let Some(tokens) = reading.tokens().filter(|t| *t < config.max_positions as u64) {
+    let cut = |r: &Reading| r.tokens().filter(|t| *t < config.max_positions as u64);
+    if let Some((reading, tokens)) = least.as_ref().and_then(|r| Some((r, cut(r)?))) {
         let (text, most) = (reading.text(), config.max_positions);
         tell(&format!("{text}: there is memory for about {tokens} tokens, the model is made for {most}"));
     }

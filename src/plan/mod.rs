@@ -215,9 +215,9 @@ impl Plan {
         self.fits_device() && self.space.fits() && self.fits_server()
     }
 
-    /// Whether the server's device has room.
+    /// Whether the server's devices have room.
     pub fn fits_server(&self) -> bool {
-        self.server.is_none_or(|s| s.fits())
+        self.server.as_ref().is_none_or(Server::fits)
     }
 
     /// Takes down what host, disks and shared memory have, and what would make room there.
@@ -415,7 +415,7 @@ impl Plan {
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }
-        if let Some(server) = server {
+        if let Some(server) = &server {
             // ranks of a machine share it
             host.push(("server", server.on_host.div_ceil(p.local())));
         }

@@ -123,16 +123,16 @@ impl Reading {
     }
 }
 
-/// What the server of `serve.devices` takes: a process of its own, which reads with what a run trains.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What the server of `serve.devices` takes: a process of its own, which reads with copies of what a run trains.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
-    /// Where it computes.
-    pub device: OneDevice,
-    /// Bytes of a CUDA device; on the CPU they are the host's.
+    /// Where its copies are.
+    pub devices: Vec<OneDevice>,
+    /// Bytes of each CUDA device; those of the CPU's copy are the host's.
     pub on_device: u64,
     /// Bytes of host memory.
     pub on_host: u64,
-    /// Bytes of its device that may be used, where the recipe says it.
+    /// Bytes of a CUDA device that may be used, where the recipe says it.
     pub budget: Option<u64>,
 }
 
@@ -147,28 +147,39 @@ impl Server {
         selection: &Selection,
         stored: u64,
     ) -> crate::Result<Option<Self>> {
-        let Some(device) = r.serve.devices.first().copied() else { return Ok(None) };
+        if r.serve.devices.is_empty() {
+            return Ok(None);
+        }
         let of = Loaded { config, selection, quantize: r.model.quantize, dtype: r.model.dtype, stored };
-        let cuda = device != OneDevice::Cpu;
-        let bytes = Reading::new(of, cuda)?.total(TOKENS);
-        let (on_device, on_host) = if cuda { (bytes, statics::CUDA_HOST) } else { (0, bytes) };
-        let budget = r.memory.budget.filter(|_| cuda);
-        Ok(Some(Self { device, on_device, on_host: statics::PROCESS + on_host, budget }))
+        let (mut on_device, mut on_host) = (0, statics::PROCESS);
+        for device in &r.serve.devices {
+            let cuda = *device != OneDevice::Cpu;
+            let bytes = Reading::new(of, cuda)?.total(TOKENS);
+            on_host += if cuda { statics::CUDA_HOST } else { bytes };
+            on_device = if cuda { bytes } else { on_device };
+        }
+        let budget = r.memory.budget.filter(|_| on_device > 0);
+        Ok(Some(Self { devices: r.serve.devices.clone(), on_device, on_host, budget }))
     }
 
-    /// Whether its device has room, as far as that is known.
+    /// Whether each of its devices has room, as far as that is known.
     pub fn fits(&self) -> bool {
         self.budget.is_none_or(|b| self.on_device <= b)
     }
 
     /// What it takes, in words.
     pub fn text(&self) -> String {
-        let device = match self.on_device {
-            0 => String::new(),
-            b => format!("{} on {}, ", bytes(b), self.device.word()),
+        let words = |d: &&OneDevice| **d != OneDevice::Cpu;
+        let cuda: Vec<String> = self.devices.iter().filter(words).map(|d| d.word()).collect();
+        let on = match &cuda[..] {
+            [] => String::new(),
+            [one] => format!("{} on {one}, ", bytes(self.on_device)),
+            [others @ .., last] => {
+                format!("{} on each of {} and {last}, ", bytes(self.on_device), others.join(", "))
+            }
         };
         format!(
-            "{device}{} of host memory, to read {TOKENS} tokens with the newest checkpoint",
+            "{on}{} of host memory, to read {TOKENS} tokens with the newest checkpoint",
             bytes(self.on_host)
         )
     }

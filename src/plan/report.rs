@@ -89,9 +89,9 @@ impl Plan {
             "device_kind": if self.machine.cuda { "cuda" } else { "cpu" },
         });
         if let Some(server) = &self.server {
-            let device = server.device.word();
+            let devices: Vec<String> = server.devices.iter().map(|d| d.word()).collect();
             out["server"] =
-                json!({"device": device, "device_bytes": server.on_device, "host_bytes": server.on_host});
+                json!({"devices": devices, "device_bytes": server.on_device, "host_bytes": server.on_host});
         }
         for (name, table) in self.space.json() {
             out[name] = table;
@@ -268,7 +268,7 @@ impl Plan {
                 bytes(self.budget.unwrap_or(0))
             ));
         }
-        if let Some(server) = self.server.filter(|s| !s.fits()) {
+        if let Some(server) = self.server.as_ref().filter(|s| !s.fits()) {
             lines.push(format!(
                 "the server beside it needs {}, and memory.budget is {}; to change: serve.devices",
                 server.text(),

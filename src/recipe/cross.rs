@@ -432,18 +432,9 @@ impl Cross<'_, '_> {
 
     /// What a server beside the training cannot have.
     fn serve(&mut self, recipe: &Recipe) {
-        const KEY: &str = "serve.devices";
         let s = &recipe.serve;
-        if !self.all_good(&["serve", KEY, "serve.devices.0", "serve.port", "run.device", "parallel"]) {
+        if !self.all_good(&["serve", "serve.devices", "serve.devices.0", "serve.port"]) {
             return;
-        }
-        if s.devices.len() > 1 {
-            let message = "not built yet: more than one of serve.devices";
-            self.report(
-                KEY,
-                message.into(),
-                "one, or `ft serve RUN --device cuda:2 --port 8001` for another",
-            );
         }
         if s.devices.is_empty() && s.port != 8000 {
             let message = "serve.port does nothing: serve.devices is empty".into();

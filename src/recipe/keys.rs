@@ -362,9 +362,9 @@ table! {
 table! {
     /// `[serve]`
     pub struct Serve {
-        /// While `ft run` trains, a device on which the newest checkpoint answers as `ft serve` does, and none that trains:
-        /// "cuda:1" (the second), or "cpu", which it shares with a training on the CPU while it answers. The server is a
-        /// process of its own, which ends with the run.
+        /// While `ft run` trains, devices on which the newest checkpoint answers as `ft serve` does: each has a copy of the
+        /// model, which answers a request at a time. None may be one that trains: "cuda:1" (the second), or "cpu", which is
+        /// shared with a training on the CPU while it answers. The server is a process of its own, which ends with the run.
         devices: Vec<OneDevice> = Devices, Toml("[]");
         /// Port of this machine that it listens on; 0 takes a free one.
         port: u16 = Int(0, 65_535), Toml("8000");

@@ -352,9 +352,9 @@ impl Job {
         Ok(format!("{device} {}{how}", format!("{:?}", self.dtype).to_lowercase()))
     }
 
-    /// The same on another device.
+    /// The same on another device, in the dtype that it computes in there.
     pub fn on(&self, device: Device) -> Self {
-        Self { device, ..self.clone() }
+        Self { dtype: dtype(self.recipe.model.dtype, &device), device, ..self.clone() }
     }
 
     fn resolver(&self) -> impl Fn(&str) -> PathBuf + '_ {

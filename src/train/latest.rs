@@ -1,13 +1,12 @@
 //! The newest weights of a run, in a model that only reads: what `ft serve` answers with while the run goes on.
 
 use super::run::CHECKPOINTS;
-use super::{Job, job, state};
+use super::{Job, state};
 use crate::adapt::Params;
 use crate::hub::Want;
 use crate::log::{last_event, read_metrics};
 use crate::recipe::{self, Dtype, Offload, Quantize, Recipe};
 use crate::store::checkpoint::Checkpoints;
-use candle_core::Device;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -38,8 +37,6 @@ pub fn ended_at(run: &Path) -> Option<u64> {
 /// How the model of a run is loaded to answer.
 #[derive(Clone, Debug)]
 pub struct Loading {
-    /// Where.
-    pub device: Device,
     /// Compute dtype, where it is not the run's own.
     pub dtype: Option<Dtype>,
     /// Quantization, where it is not the run's own.
@@ -79,7 +76,7 @@ fn model_keys(run: &Path) -> crate::Result<BTreeMap<String, String>> {
 }
 
 impl Latest {
-    /// What a run trains, opened for answering; its data is not looked for.
+    /// What a run trains, opened for answering on devices that [`Job::on`] names; its data is not looked for.
     ///
     /// # Errors
     /// As [`Job::open`].
@@ -100,10 +97,17 @@ impl Latest {
         let (train, _) = (std::mem::take(&mut recipe.data.train), std::mem::take(&mut recipe.data.eval));
         let mut job = Job::open(recipe, Want::Weights, true)?;
         job.recipe.data.train = train;
-        job.dtype = job::dtype(job.recipe.model.dtype, &how.device);
-        job.device = how.device.clone();
+        Ok((Self::of(run, keys), job))
+    }
+
+    fn of(run: &Path, keys: BTreeMap<String, String>) -> Self {
         let checkpoints = Checkpoints::look(&run.join(CHECKPOINTS));
-        Ok((Self { run: run.into(), checkpoints, keys, at: None, unusable: HashSet::new() }, job))
+        Self { run: run.into(), checkpoints, keys, at: None, unusable: HashSet::new() }
+    }
+
+    /// For another copy of the same model, which has no checkpoint yet.
+    pub fn another(&self) -> Self {
+        Self::of(&self.run, self.keys.clone())
     }
 
     /// The step of the checkpoint that answers; 0 before the first.

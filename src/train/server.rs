@@ -1,4 +1,4 @@
-//! `serve.devices`: `ft serve` on a device beside the training, as a process of its own.
+//! `serve.devices`: `ft serve` on devices beside the training, as a process of its own.
 //!
 //! What becomes of it does not concern the run: that it began, and that it ended, is told and written to the metrics. It
 //! ends when its stdin does, which is with the run, however that ends.
@@ -6,7 +6,7 @@
 use super::{Error, Job};
 use crate::kernel::cuda;
 use crate::log::warn;
-use crate::recipe::{Launch, OneDevice, Recipe};
+use crate::recipe::{Launch, OneDevice, Recipe, Serve};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -28,7 +28,9 @@ const TOLD: usize = 300;
 /// # Errors
 /// A device that trains, or is not there; a program that cannot serve.
 pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), Error> {
-    let Some(device) = recipe.serve.devices.first() else { return Ok(()) };
+    if recipe.serve.devices.is_empty() {
+        return Ok(());
+    }
     let fail = |what: String, hint: &str| {
         Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("serve.devices"))))
     };
@@ -43,28 +45,40 @@ pub fn check(recipe: &Recipe, cuda: bool, program: Option<&Path>) -> Result<(), 
             hint,
         );
     }
-    let OneDevice::Cuda(n) = *device else { return Ok(()) };
     let trains = match (cuda, Launch::of_env()) {
         (false, _) => 0,
         (true, None) => recipe.parallel.local() as usize,
         (true, Some(launch)) => Launch::of_machine().unwrap_or(launch.world),
     };
-    if n < trains {
-        let (word, next) = (device.word(), format!("serve.devices=[\"cuda:{trains}\"], or \"cpu\""));
-        let which =
-            if trains == 1 { "is the one that trains" } else { &format!("is one of {trains} that train") };
-        return fail(format!("serve.devices = [{word:?}]: this {which}"), &next);
+    let count = cuda::count();
+    let those = |which: &dyn Fn(usize) -> bool| -> Vec<OneDevice> {
+        let is = |d: &&OneDevice| matches!(d, OneDevice::Cuda(n) if which(*n));
+        recipe.serve.devices.iter().filter(is).copied().collect()
+    };
+    let (taken, lacking) = (those(&|n| n < trains), those(&|n| n >= trains && n >= count));
+    let list = |devices: &[OneDevice]| {
+        let words = devices.iter().map(|d| format!("{:?}", d.word()));
+        words.collect::<Vec<_>>().join(", ")
+    };
+    if !taken.is_empty() {
+        let which = match (trains, &taken[..]) {
+            (1, _) => "this is the one that trains".into(),
+            (_, [_]) => format!("this is one of {trains} that train"),
+            (_, some) => format!("these are {} of {trains} that train", some.len()),
+        };
+        let free: Vec<OneDevice> = (trains..trains + taken.len()).map(OneDevice::Cuda).collect();
+        let hint = format!("serve.devices=[{}], or \"cpu\"", list(&free));
+        return fail(format!("serve.devices = [{}]: {which}", list(&taken)), &hint);
     }
-    match cuda::count() {
-        count if n < count => Ok(()),
-        count => {
-            let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
-            fail(
-                format!("serve.devices: there is no {}: there {are}", device.word()),
-                "serve.devices=[\"cpu\"]",
-            )
-        }
+    if lacking.is_empty() {
+        return Ok(());
     }
+    let are = if count == 1 { "is 1 CUDA device" } else { &format!("are {count} CUDA devices") };
+    let words: Vec<String> = lacking.iter().map(|d| d.word()).collect();
+    fail(
+        format!("serve.devices: there is no {}: there {are}", words.join(", no ")),
+        "serve.devices=[\"cpu\"]",
+    )
 }
 
 /// What became of a server since the last look.
@@ -85,14 +99,14 @@ pub struct Server {
 impl Server {
     /// Starts one where the recipe asks for it; that it cannot be started is told.
     pub fn start(program: Option<&Path>, job: &Job, dir: &Path) -> Option<Self> {
-        let (program, device) = (program?, job.recipe.serve.devices.first()?);
+        let program = program.filter(|_| !job.recipe.serve.devices.is_empty())?;
         if job.recipe.run.save_every == 0 && !job.recipe.run.keep_best {
             warn(
                 "run.save_every = 0: until the run ends there is no checkpoint, and the server answers as the model was \
                  before the first step",
             );
         }
-        match spawn(program, *device, job.recipe.serve.port, dir) {
+        match spawn(program, &job.recipe.serve, dir) {
             Ok(server) => Some(server),
             Err(e) => {
                 warn(&format!(
@@ -138,14 +152,15 @@ impl Drop for Server {
     }
 }
 
-fn spawn(program: &Path, device: OneDevice, port: u16, dir: &Path) -> io::Result<Server> {
+fn spawn(program: &Path, serve: &Serve, dir: &Path) -> io::Result<Server> {
+    let devices: Vec<String> = serve.devices.iter().map(|d| d.word()).collect();
     let log = dir.join(LOG);
     let mut command = Command::new(program);
     command.arg("serve").arg(dir).args([
         "--device",
-        &device.word(),
+        &devices.join(","),
         "--port",
-        &port.to_string(),
+        &serve.port.to_string(),
         "--until-eof",
     ]);
     // it is no rank

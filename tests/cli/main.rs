@@ -24,10 +24,13 @@ mod room;
 mod same;
 #[cfg(feature = "serve")]
 mod serve;
+#[cfg(feature = "serve")]
+mod server;
 mod shipped;
 mod sources;
 mod split;
 mod stops;
+mod terminal;
 mod text;
 mod tokens;
 mod verbs;

@@ -1,98 +1,12 @@
 //! `ft serve` from outside, by plain HTTP.
 
+use super::server::{Server, ask, until};
 use super::verbs::quickstart;
 use super::world::{World, repository};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Read;
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
-use std::time::Duration;
-
-/// A server on the quickstart's model; it ends with the test.
-struct Server {
-    child: Child,
-    address: String,
-    model: String,
-}
-
-impl Server {
-    fn start(w: &World, more: &[&str]) -> Self {
-        Self::of(w, &repository().join("data/model").display().to_string(), more)
-    }
-
-    /// Of a model; what it says goes to `said`.
-    fn of(w: &World, model: &str, more: &[&str]) -> Self {
-        let args = [&["serve", model, "--port", "0"][..], more].concat();
-        let said = std::fs::File::create(w.path("said")).expect("a file");
-        let mut child = w
-            .command(&args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(said)
-            .spawn()
-            .expect("started");
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
-        let address = line.trim().trim_start_matches("http://").trim_end_matches("/v1").to_string();
-        Self { child, address, model: model.into() }
-    }
-
-    fn open(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
-        let mut stream = TcpStream::connect(&self.address).expect("connected");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n{headers}\r\n",
-            body.len()
-        );
-        // a server that refuses may close before it has read all
-        let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
-        stream
-    }
-
-    /// Status and body.
-    fn ask(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> (u16, String) {
-        let mut text = String::new();
-        self.open(method, path, headers, body).read_to_string(&mut text).expect("an answer");
-        let (head, body) = text.split_once("\r\n\r\n").expect("a head");
-        (head.split(' ').nth(1).expect("a status").parse().expect("a number"), body.to_string())
-    }
-
-    fn post(&self, path: &str, mut body: Value) -> (u16, Value) {
-        body["model"] = json!(self.model);
-        let (status, text) = self.ask("POST", path, "", body.to_string().as_bytes());
-        (status, serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
-    }
-
-    fn interrupt(mut self) -> Option<i32> {
-        let id = self.child.id().to_string();
-        std::process::Command::new("kill").args(["-INT", &id]).status().expect("sent");
-        self.child.wait().expect("ended").code()
-    }
-}
-
-/// Asks a server, and gives status and body.
-fn ask(address: &str, method: &str, path: &str, body: &Value) -> std::io::Result<(u16, Value)> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(Duration::from_secs(60)))?;
-    let body = body.to_string();
-    let head = format!(
-        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
-        body.len()
-    );
-    stream.write_all((head + &body).as_bytes())?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text)?;
-    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
-    let status = head.split(' ').nth(1).expect("a status").parse().expect("a number");
-    Ok((status, serde_json::from_str(body).expect("JSON")))
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+use std::process::Child;
 
 fn question() -> Value {
     json!({"messages": [{"role": "user", "content": "What colour is the sky?"}], "temperature": 0})
@@ -232,6 +146,29 @@ fn who_goes_away_is_not_answered_any_more() {
     body["max_tokens"] = json!(1);
     let (status, answer) = s.post("/v1/completions", body);
     assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(1)));
+    assert_eq!(s.interrupt(), Some(0));
+}
+
+/// An answer that fails is the client's; a server whose device still computes goes on.
+#[test]
+fn weights_that_have_diverged_fail_answers_and_not_the_server() {
+    let w = World::new();
+    let from = repository().join("data/model");
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+        let mut bytes = std::fs::read(from.join(file)).expect("a file");
+        if file.ends_with("safetensors") {
+            // the last norm's, in bf16: as large as a number can be
+            let some = bytes.len() - 256;
+            bytes[some..].fill(0x7f);
+        }
+        w.write(&format!("nan/{file}"), bytes);
+    }
+    let s = Server::of(&w, "nan", &[]);
+    for _ in 0..2 {
+        let (status, e) = s.post("/v1/completions", json!({"prompt": "The sky", "max_tokens": 2}));
+        assert_eq!((status, &e["error"]["type"]), (500, &json!("server_error")), "{e}");
+        assert!(e["error"]["message"].as_str().is_some_and(|m| m.contains("finite")), "{e}");
+    }
     assert_eq!(s.interrupt(), Some(0));
 }
 
@@ -380,19 +317,16 @@ fn what_trains_in_full_is_taken_up_too_and_may_stay_as_it_was() {
     assert_eq!(answer(&ended).1, "o");
     drop(ended.child.stdin.take());
     assert_eq!(ended.child.wait().expect("ended").code(), Some(0));
-    let wrong = w.ft(&["serve", "live", "--device", "cuda:x"]);
-    assert!(wrong.code == 2 && wrong.err.contains("cuda:1 by number"), "{}", wrong.err);
-}
-
-/// Waits until something is there.
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    for _ in 0..6000 {
-        match look() {
-            Some(found) => return found,
-            None => std::thread::sleep(Duration::from_millis(20)),
-        }
+    for (device, why) in [
+        ("cuda:x", "cuda:1 by number"),
+        ("cpu,cpu", "--device has cpu twice"),
+        ("cuda,cpu,cuda:0", "--device has cuda:0 twice"),
+        ("auto,cpu", "--device auto is one device"),
+        ("cpu,cuda:99", "cuda:99: there are"),
+    ] {
+        let wrong = w.ft(&["serve", "live", "--port", "0", "--device", device]);
+        assert!(wrong.code == 2 && wrong.err.contains(why), "{device}: {}", wrong.err);
     }
-    panic!("there is no {what}");
 }
 
 /// A run of the quickstart with a server beside it; where it listens, and its process.
@@ -480,7 +414,6 @@ fn a_server_that_has_no_place_is_refused() {
         let r = w.ft(&[&["check", "q.toml"], set].concat());
         assert!(r.code == 2 && r.err.contains(what), "{set:?}: {}{}", r.err, r.out);
     };
-    refused(&["serve.devices=[\"cpu\", \"cuda:1\"]"], "not built yet: more than one of serve.devices");
     refused(&["serve.devices=[\"cuda:1\", \"cuda:1\"]"], "serve.devices has \"cuda:1\" twice");
     refused(&["serve.devices=[\"gpu\"]"], "\"cuda:1\", by number");
     refused(&["serve.devices=[\"cuda:01\"]"], "\"cuda:1\", by number");
@@ -488,10 +421,8 @@ fn a_server_that_has_no_place_is_refused() {
     refused(&["serve.port=80"], "serve.port does nothing");
     refused(&["serve.port=70000"], "from 0 to 65535");
     if w.ft(&["check", "q.toml", "run.device=cuda"]).code != 0 {
-        refused(
-            &["run.device=cpu", "serve.devices=[\"cuda\"]"],
-            "there is no cuda:0: there are 0 CUDA devices",
-        );
+        let none = "there is no cuda:0, no cuda:1: there are 0 CUDA devices";
+        refused(&["run.device=cpu", "serve.devices=[\"cuda\", \"cpu\", \"cuda:1\"]"], none);
     }
     w.ok(&["check", "q.toml", "serve.devices=[\"cpu\"]"]);
 
@@ -520,7 +451,26 @@ fn a_server_that_has_no_place_is_refused() {
         "{}",
         short.err
     );
-    let other =
-        w.ft(&["plan", "q.toml", "run.device=cuda", "memory.budget=500MiB", "serve.devices=[\"cuda:1\"]"]);
+    let on_cuda = |devices: &str, budget: &str| {
+        let devices = format!("serve.devices={devices}");
+        w.ft(&["plan", "q.toml", "--json", "run.device=cuda", budget, "memory.host_budget=64GiB", &devices])
+    };
+    let other = on_cuda("['cuda:1', 'cuda:2']", "memory.budget=500MiB");
     assert!(other.code == 8 && other.err.contains("the server beside it needs"), "{}", other.err);
+    assert!(other.err.contains(" on each of cuda:1 and cuda:2, "), "{}", other.err);
+    // each device has a copy
+    let server = |devices: &str| {
+        let r = on_cuda(devices, "memory.budget=8GiB");
+        let plan: Value = serde_json::from_str(&r.out).unwrap_or_else(|e| panic!("{e}: {}", r.err));
+        assert_eq!(plan["server"]["host_bytes"], plan["host"]["server"]);
+        plan["server"].clone()
+    };
+    let (one, two) = (server("['cuda:1']"), server("['cuda:1', 'cuda:2']"));
+    let mixed = server("['cpu', 'cuda:1', 'cuda:2']");
+    assert_eq!((&two["devices"], &two["device_bytes"]), (&json!(["cuda:1", "cuda:2"]), &one["device_bytes"]));
+    let on_host = |server: &Value| server["host_bytes"].as_u64().expect("bytes");
+    let process = 2 * on_host(&one) - on_host(&two);
+    assert!(process > 0 && on_host(&two) > on_host(&one), "{one} {two}");
+    // that of a server on the CPU, without its process
+    assert_eq!(on_host(&mixed), on_host(&two) + bytes - process);
 }

@@ -13,12 +13,19 @@ mod world;
 #[allow(dead_code)]
 mod split;
 
+#[cfg(feature = "serve")]
+#[path = "../cli/server.rs"]
+#[allow(dead_code)]
+mod server;
+
 mod counts;
 mod libraries;
 mod ranks;
 mod reference;
 mod room;
 mod same;
+#[cfg(feature = "serve")]
+mod serve;
 mod verbs;
 
 /// Whether there is a CUDA device; says so where there is none.

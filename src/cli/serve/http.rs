@@ -2,7 +2,7 @@
 
 use super::Served;
 use super::request::{Kind, Question, Refused, question};
-use super::work::{Event, Finish, Job};
+use super::work::{Event, Finish, Job, Told};
 use crate::log::unix_time;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
@@ -13,6 +13,7 @@ use axum::response::sse::{self, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use crossbeam_channel::TrySendError;
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -20,7 +21,6 @@ use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::TrySendError;
 use std::thread::JoinHandle;
 use std::time::SystemTime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -90,6 +90,11 @@ fn router(served: Arc<Served>) -> Router {
         .with_state(served)
 }
 
+/// What is said instead of an answer that nobody gives any more.
+fn ending() -> Refused {
+    Refused::new(StatusCode::SERVICE_UNAVAILABLE, "what would have answered has ended")
+}
+
 fn refused(r: Refused) -> Response {
     (r.status, Json(r.body())).into_response()
 }
@@ -114,8 +119,17 @@ async fn authorize(State(served): State<Arc<Served>>, request: Request, next: Ne
 fn described(served: &Served) -> Value {
     let mut model =
         json!({"id": served.name, "object": "model", "created": served.created, "owned_by": "ft"});
-    if let Some(step) = &served.step {
-        model["step"] = json!(step.load(Ordering::Relaxed));
+    let copies = || served.copies.iter().filter(|c| !c.is_gone());
+    // the newest that answers
+    if let Some(step) = copies().filter_map(Told::step).max() {
+        model["step"] = json!(step);
+    }
+    if served.copies.len() > 1 {
+        let told = |c: &Told| match c.step() {
+            Some(step) => json!({"device": c.device, "step": step}),
+            None => json!({"device": c.device}),
+        };
+        model["copies"] = copies().map(told).collect();
     }
     model
 }
@@ -171,7 +185,7 @@ async fn answer(
             return Err(Refused::new(StatusCode::TOO_MANY_REQUESTS, message));
         }
         Err(TrySendError::Disconnected(_)) => {
-            return Err(Refused::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending"));
+            return Err(ending());
         }
     }
     if stream {
@@ -224,7 +238,7 @@ impl Reply {
                 Some(Event::Failed(why)) => {
                     return Err(Refused::new(StatusCode::INTERNAL_SERVER_ERROR, why));
                 }
-                None => return Err(Refused::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending")),
+                None => return Err(ending()),
             }
         }
     }

@@ -1,33 +1,37 @@
 //! `ft serve`: a model behind the API that OpenAI's clients speak.
 //!
 //! ```text
-//! model     what is served: as it is, or a run whose newest checkpoint answers
+//! model     what is served: as it is, or a run whose newest checkpoint answers; a copy a device
 //! request   what a client asks: JSON -> a question that is checked
 //! http      the addresses, the key, answers whole and as server-sent events
-//! work      the model: one question at a time, out of a queue with a bound
+//! work      the copies: each answers one question at a time, out of one queue with a bound
 //! ```
 //!
-//! The thread that loaded the model computes; the connections are another runtime's. A client that goes away closes its
-//! channel, which ends the computation at the next token. Checkpoints are taken up between two questions: an answer ends
-//! with the weights that it began with.
+//! Each copy computes on a thread of its own, the last on the one that loaded; the connections are another runtime's. A
+//! client that goes away closes its channel, which ends the computation at the next token. Checkpoints are taken up between
+//! two questions, by one copy at a time: an answer ends with the weights that it began with, and says which.
+//!
+//! An answer that fails is the client's error. The copy then reads one token; if it cannot, its device is taken for broken
+//! or taken by others: it is told and answers no more, the others go on, and with the last one the server ends.
 
 mod http;
 mod model;
 mod request;
 mod work;
 
-use super::chat::Loading;
+use super::chat::{Loading, device_word};
 use crate::data::{Form, Tokenizer};
 use crate::log::{tell, unix_time, warn};
-use model::Model;
+use crossbeam_channel::Sender;
+use model::{Copy, Followed, Model};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Map, Value};
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::mpsc;
+use std::sync::atomic::AtomicBool;
+use work::{Answering, Desk, Told};
 
 /// Questions that wait; one more is told to come again.
 const QUEUE: usize = 64;
@@ -60,6 +64,10 @@ pub struct Args {
     /// End when stdin ends
     #[arg(long)]
     until_eof: bool,
+    /// Where to compute: auto (CUDA if there is one), cpu, cuda, or cuda:1, the second one. Of several (cuda:1,cuda:2) each
+    /// has a copy of the model, and as many requests are answered at once
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_delimiter = ',', value_parser = device_word)]
+    device: Vec<String>,
     #[command(flatten)]
     loading: Loading,
     /// A chat template to use instead of that of the training, or the model's own
@@ -86,9 +94,8 @@ struct Served {
     max_positions: usize,
     /// Rows of the embedding.
     vocab: usize,
-    /// Of a run, the step whose weights answer now.
-    step: Option<Arc<AtomicU64>>,
-    queue: mpsc::SyncSender<work::Job>,
+    copies: Arc<Vec<Told>>,
+    queue: Sender<work::Job>,
 }
 
 /// Loads the model, prints the address, and answers until it is interrupted.
@@ -107,14 +114,15 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let listener = TcpListener::bind(address).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
-    let Model { decoder, device, tokenizer, form, variables, dir, run } = model::load(args)?;
+    let Model { config, copies, tokenizer, form, variables, dir } = model::load(args)?;
 
     let key = args.api_key.clone().or_else(|| std::env::var("FT_API_KEY").ok()).filter(|k| !k.is_empty());
     if !args.host.is_loopback() && key.is_none() {
         warn("whoever reaches this machine can use the model\n  hint: --api-key, or FT_API_KEY");
     }
-    let (queue, jobs) = mpsc::sync_channel(QUEUE);
-    let step = run.as_ref().map(|r| Arc::new(AtomicU64::new(r.step())));
+    let (queue, jobs) = crossbeam_channel::bounded(QUEUE);
+    let told = |c: &Copy| Told::new(model::word(&c.device), c.run.as_ref().map(Followed::step));
+    let told: Arc<Vec<Told>> = Arc::new(copies.iter().map(told).collect());
     let served = Arc::new(Served {
         name: args.adapter.clone().unwrap_or_else(|| args.model.clone()),
         created: unix_time(),
@@ -123,10 +131,10 @@ pub fn run(args: &Args) -> crate::Result<()> {
         variables,
         dir,
         max_tokens: args.max_tokens,
-        max_positions: decoder.config.max_positions,
-        vocab: decoder.config.vocab,
+        max_positions: config.max_positions,
+        vocab: config.vocab,
         tokenizer: tokenizer.clone(),
-        step: step.clone(),
+        copies: told.clone(),
         queue,
     });
     let stop = Arc::new(AtomicBool::new(false));
@@ -137,14 +145,31 @@ pub fn run(args: &Args) -> crate::Result<()> {
     } else {
         tell("ctrl-c ends it");
     }
-    let answering =
-        work::Answering { decoder: &decoder, device: &device, tokenizer: &tokenizer, stop: &stop };
-    answering.work(&jobs, run.zip(step));
+    let outcome = {
+        let desk = Desk::new(jobs, &stop);
+        let work = |(copy, told)| {
+            let (desk, tokenizer) = (&desk, &*tokenizer);
+            let work = move || {
+                let Copy { decoder, device, run } = copy;
+                desk.attend(&mut Answering::new(&decoder, &device, tokenizer, run), told)
+            };
+            (told, work)
+        };
+        work::together(copies.into_iter().zip(told.iter()).map(work).collect())
+    };
+    if outcome.is_err() {
+        end();
+    }
     match web.join() {
-        Ok(outcome) => outcome.map_err(fail),
+        Ok(ended) => outcome.and(ended.map_err(fail)),
         // a panic was told
         Err(_) => Err(super::usage("the server ended")),
     }
+}
+
+/// Ends the server as a signal does.
+fn end() {
+    let _ = kill_process(getpid(), Signal::TERM);
 }
 
 /// Ends this process as a signal would once nobody can write to its stdin any more.
@@ -152,7 +177,7 @@ fn end_with_stdin() -> std::io::Result<()> {
     let wait = || {
         let mut stdin = std::io::stdin().lock();
         while matches!(stdin.read(&mut [0; 64]), Ok(1..)) {}
-        let _ = kill_process(getpid(), Signal::TERM);
+        end();
     };
     std::thread::Builder::new().name("stdin".into()).spawn(wait).map(drop)
 }

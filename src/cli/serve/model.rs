@@ -2,29 +2,37 @@
 
 use super::Args;
 use crate::adapt::Params;
-use crate::cli::chat;
+use crate::cli::chat::{self, Opened};
 use crate::cli::given::{Given, is_run};
+use crate::cli::usage;
 use crate::data::{Form, Tokenizer, Trained};
 use crate::hub;
 use crate::log::{tell, warn};
-use crate::model::Decoder;
-use crate::recipe::Quantize;
+use crate::model::{Config, Decoder};
+use crate::recipe::{OneDevice, Quantize};
 use crate::train::job;
 use crate::train::latest::{self, Latest, Loading, Seen};
-use candle_core::Device;
+use candle_core::{Device, DeviceLocation};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A model that answers, and how it is asked.
 pub(super) struct Model {
-    pub decoder: Decoder,
-    pub device: Device,
+    pub config: Config,
+    /// One a device, the CPU's last.
+    pub copies: Vec<Copy>,
     pub tokenizer: Arc<Tokenizer>,
     pub form: Form,
     pub variables: Map<String, Value>,
     /// The model's folder.
     pub dir: PathBuf,
+}
+
+/// A model on a device.
+pub(super) struct Copy {
+    pub decoder: Decoder,
+    pub device: Device,
     /// Where its weights come from, if a run changes them.
     pub run: Option<Followed>,
 }
@@ -33,6 +41,8 @@ pub(super) struct Model {
 pub(super) struct Followed {
     latest: Latest,
     params: Params,
+    /// Which copy has them, where there are several.
+    on: String,
 }
 
 impl Followed {
@@ -45,11 +55,11 @@ impl Followed {
     pub fn look(&mut self) -> bool {
         let Seen { changed, problems } = self.latest.look(&self.params);
         if changed {
-            tell(&format!("step {} answers", self.step()));
+            tell(&format!("step {} answers{}", self.step(), self.on));
         }
         let was = if self.step() == 0 { "the base".into() } else { format!("step {}", self.step()) };
         for problem in problems {
-            warn(&format!("not taken up, and {was} answers: {problem}"));
+            warn(&format!("not taken up, and {was} answers{}: {problem}", self.on));
         }
         changed
     }
@@ -68,48 +78,85 @@ fn followed(args: &Args) -> Option<&Path> {
     Some(dir)
 }
 
-/// Loads what is to be served.
-///
-/// # Errors
-/// A model or adapter that cannot be found or used, or is too large.
-pub(super) fn load(args: &Args) -> crate::Result<Model> {
-    let device = args.loading.device()?;
-    let variables = chat::variables(&args.template)?;
-    match followed(args) {
-        Some(run) => of_run(args, run, device, variables),
-        None => fixed(args, device, variables),
+/// The devices of `--device`, the CPU last.
+fn devices(words: &[String]) -> crate::Result<Vec<Device>> {
+    if let [one] = words {
+        return Ok(vec![chat::device(one)?]);
+    }
+    let mut named = Vec::new();
+    for word in words {
+        let Some(device) = OneDevice::from_word(word) else {
+            return Err(usage("--device auto is one device\n  hint: by number: --device cuda:0,cuda:1"));
+        };
+        if named.contains(&device) {
+            let twice = format!("--device has {} twice: a device has one copy of the model", device.word());
+            return Err(usage(twice));
+        }
+        named.push(device);
+    }
+    named.sort_by_key(|d| *d == OneDevice::Cpu);
+    named.into_iter().map(|d| Ok(job::one_device(d)?)).collect()
+}
+
+/// A device as `--device` spells it.
+pub(super) fn word(device: &Device) -> String {
+    match device.location() {
+        DeviceLocation::Cuda { gpu_id } => OneDevice::Cuda(gpu_id).word(),
+        _ => OneDevice::Cpu.word(),
     }
 }
 
-fn of_run(args: &Args, run: &Path, device: Device, variables: Map<String, Value>) -> crate::Result<Model> {
+/// Loads what is to be served.
+///
+/// # Errors
+/// A model or adapter that cannot be found or used, or is too large for a device.
+pub(super) fn load(args: &Args) -> crate::Result<Model> {
+    let devices = devices(&args.device)?;
+    let variables = chat::variables(&args.template)?;
+    match followed(args) {
+        Some(run) => of_run(args, run, &devices, variables),
+        None => fixed(args, &devices, variables),
+    }
+}
+
+fn of_run(
+    args: &Args,
+    run: &Path,
+    devices: &[Device],
+    variables: Map<String, Value>,
+) -> crate::Result<Model> {
     let how = Loading {
-        device,
         dtype: args.loading.dtype(),
         quantize: args.loading.quantize(),
         chat_template: args.chat_template.clone(),
     };
     let (latest, job) = Latest::open(run, &how)?;
     let nf4 = job.recipe.model.quantize == Quantize::Nf4;
-    chat::fits(&job.config, (&job.selection, &job.model.dir), (nf4, job.recipe.model.dtype), &job.device)?;
+    chat::fits(&job.config, (&job.selection, &job.model.dir), (nf4, job.recipe.model.dtype), devices)?;
     let tokenizer = job.tokenizer.clone().ok_or_else(|| no_tokenizer(job.model.dir.clone()))?;
-    let (decoder, params) = job.load(false)?;
-    let mut followed = Followed { latest, params };
-    if !followed.look() {
+    let (mut copies, mut none) = (Vec::new(), true);
+    for device in devices {
+        let (decoder, params) = job.on(device.clone()).load(false)?;
+        let on = if devices.len() > 1 { format!(" on {}", word(device)) } else { String::new() };
+        let mut run = Followed { latest: latest.another(), params, on };
+        none &= !run.look();
+        copies.push(Copy { decoder, device: device.clone(), run: Some(run) });
+    }
+    if none {
         tell("there is no checkpoint yet: the model answers as it was before the first step");
     }
     let trained = job.trained();
     Ok(Model {
-        decoder,
+        copies,
         tokenizer,
         form: if args.chat_template.is_some() { Form::Chat } else { trained.form },
         variables: with(variables, trained.template),
         dir: job.model.dir,
-        device: job.device,
-        run: Some(followed),
+        config: job.config,
     })
 }
 
-fn fixed(args: &Args, device: Device, variables: Map<String, Value>) -> crate::Result<Model> {
+fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> crate::Result<Model> {
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = chat::find(&model, named.as_ref())?;
@@ -122,9 +169,13 @@ fn fixed(args: &Args, device: Device, variables: Map<String, Value>) -> crate::R
     let added = job::added(adapter.as_ref())?;
     let tokenizer = Tokenizer::load_with(&model.dir, template.as_deref(), &added)?;
     let tokenizer = Arc::new(tokenizer.ok_or_else(|| no_tokenizer(model.dir.clone()))?);
-    let decoder = chat::load(&args.loading, &model, adapter.as_ref(), &device)?;
+    let opened = Opened::new(&args.loading, &model, adapter.as_ref(), devices)?;
+    let copy =
+        |device: &Device| Ok(Copy { decoder: opened.load(device)?, device: device.clone(), run: None });
+    let copies = devices.iter().map(copy).collect::<crate::Result<_>>()?;
     let variables = with(variables, trained.map(|t| t.template).unwrap_or_default());
-    Ok(Model { decoder, device, tokenizer, form, variables, dir: model.dir, run: None })
+    let config = opened.config().clone();
+    Ok(Model { copies, tokenizer, form, variables, dir: model.dir, config })
 }
 
 /// Variables for the template: those that were named go before those of the training.

@@ -65,6 +65,28 @@ pub fn open(ordinal: usize) -> Result<Device, String> {
     Ok(device)
 }
 
+/// Makes a device the one in use on this thread, as every operation on it does; the CPU always is.
+///
+/// # Errors
+/// What the driver says.
+#[cfg(feature = "cuda")]
+pub fn enter(device: &Device) -> candle_core::Result<()> {
+    use candle_core::cuda_backend::WrapErr;
+    match device {
+        Device::Cuda(cuda) => cuda.cuda_stream().context().bind_to_thread().w(),
+        _ => Ok(()),
+    }
+}
+
+/// Makes a device the one in use on this thread: this build has the CPU alone.
+///
+/// # Errors
+/// Never.
+#[cfg(not(feature = "cuda"))]
+pub fn enter(_device: &Device) -> candle_core::Result<()> {
+    Ok(())
+}
+
 /// How many CUDA devices there are: none without a driver.
 #[cfg(feature = "cuda")]
 pub fn count() -> usize {
