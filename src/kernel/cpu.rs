@@ -6,6 +6,7 @@
 //! in and rounded on the way out.
 
 use super::cast;
+use super::cuda::launch;
 use super::ledger::{Cost, Ledger};
 use super::tensor::{Ghost, Real as Values};
 use crate::kernel::Tensor;
@@ -180,8 +181,28 @@ pub fn ghosts<T: Real, const N: usize>(
     ghosts_in::<T, N>(|_| false, reads, out, during)
 }
 
+/// As [`ghosts`], of products: see [`launch::ghost_products`].
+pub fn ghost_products<T: Real, const N: usize>(
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    during: impl FnOnce(&Ledger),
+) -> Option<[Tensor; N]> {
+    ghost_products_in::<T, N>(|_| false, reads, out, during)
+}
+
 /// As [`ghosts`], where what is of some other types is read and written as it is.
 pub(super) fn ghosts_in<T: Real, const N: usize>(
+    as_it_is: impl Fn(DType) -> bool,
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    during: impl FnOnce(&Ledger),
+) -> Option<[Tensor; N]> {
+    let out = ghost_products_in::<T, N>(as_it_is, reads, out, during)?;
+    launch::moves(reads.iter().copied().chain(&out));
+    Some(out)
+}
+
+fn ghost_products_in<T: Real, const N: usize>(
     as_it_is: impl Fn(DType) -> bool,
     reads: &[&Tensor],
     out: [(Shape, DType); N],
@@ -414,11 +435,11 @@ pub fn onto<T: Real>(
     let dtype = a.dtype();
     match sum {
         Some(sum) if a.ghost().is_some() && sum.dtype() == T::DTYPE => {
-            ghosts::<T, 0>(&[a], [], during);
+            ghost_products::<T, 0>(&[a], [], during);
             Ok(sum)
         }
         sum if a.ghost().is_some() => {
-            match (ghosts::<T, 1>(&[a], [((rows, cols).into(), dtype)], during), sum) {
+            match (ghost_products::<T, 1>(&[a], [((rows, cols).into(), dtype)], during), sum) {
                 (Some([own]), Some(sum)) => sum + own,
                 (Some([own]), None) => Ok(own),
                 (None, _) => candle_core::bail!("{name}: no ghost"),

@@ -3,7 +3,7 @@
 //! On the CPU its products take the tiles that those of [`QuantizedMatrix`] take, so that they have the same bits: what
 //! differs is that a tile is read instead of dequantized.
 
-use super::cpu::{Real, ghosts, is_native, on_real, onto, tensor, view};
+use super::cpu::{Real, ghost_products, is_native, on_real, onto, tensor, view};
 use super::gemm::{self, Mat, pairs};
 use super::ledger::{Cost, Ledger, Role};
 use super::quantized::tiles::FEW;
@@ -92,7 +92,9 @@ impl Dequantized {
             return pairs::matmul(x, false, &self.values.values()?, true, 1.0, true);
         }
         let tiles = gemm::ghost_tiles((t, k, rows), tile_width(k), false, true);
-        if let Some([y]) = ghosts::<T, 1>(&[x, self.values.all()], [((t, rows).into(), x.dtype())], tiles) {
+        if let Some([y]) =
+            ghost_products::<T, 1>(&[x, self.values.all()], [((t, rows).into(), x.dtype())], tiles)
+        {
             return Ok(y);
         }
         let (xv, wv) = (view::<T>(x)?, view::<T>(self.values.all())?);

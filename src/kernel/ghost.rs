@@ -42,6 +42,16 @@ impl Ghost {
         if self.held.is_counted() { 0.0 } else { self.bytes() as f64 }
     }
 
+    /// Bytes that an operation moves which reads or writes it: of a weight, none that count.
+    pub fn moved(&self) -> f64 {
+        if self.held.is_counted() { self.bytes() as f64 } else { 0.0 }
+    }
+
+    /// Writes down that an operation reads or writes it.
+    pub(super) fn is_moved(&self) {
+        self.ledger().work(Cost { moved: self.moved(), ..Cost::default() });
+    }
+
     /// Bytes of its values.
     pub fn bytes(&self) -> u64 {
         (self.layout.shape().elem_count() * self.dtype.size_in_bytes()) as u64
@@ -54,8 +64,9 @@ impl Ghost {
 
     /// The result of an operation that is started for it.
     pub(super) fn made(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
-        self.ledger().work(Cost { started: 1.0, ..Cost::default() });
-        Ok(Self::new(self.ledger(), shape, dtype))
+        let made = Self::new(self.ledger(), shape, dtype);
+        self.ledger().work(Cost { started: 1.0, moved: self.moved() + made.moved(), ..Cost::default() });
+        Ok(made)
     }
 
     /// The result of an operation by element.

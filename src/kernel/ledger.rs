@@ -64,12 +64,16 @@ impl Role {
 pub struct Cost {
     /// Floating-point operations of products.
     pub flops: f64,
+    /// Of these, attention's.
+    pub attention: f64,
     /// 4-bit values dequantized.
     pub dequantized: f64,
     /// Bytes of matrices that are dequantized whole, and read again.
     pub held: f64,
     /// Bytes of weights that products read, and of their gradients that they read and write.
     pub read: f64,
+    /// Bytes that operations other than products read and write, but for weights.
+    pub moved: f64,
     /// Operations started.
     pub started: f64,
 }
@@ -78,9 +82,11 @@ impl Cost {
     /// Adds `n` times another.
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
+        self.attention += n * c.attention;
         self.dequantized += n * c.dequantized;
         self.held += n * c.held;
         self.read += n * c.read;
+        self.moved += n * c.moved;
         self.started += n * c.started;
     }
 }

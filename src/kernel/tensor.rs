@@ -89,7 +89,10 @@ macro_rules! pairwise {
         $(#[$doc])*
         pub fn $name(&self, other: &Tensor) -> Result<Self> {
             let shape = |a: &Ghost, b: &Ghost| a.shape().broadcast_shape_binary_op(b.shape(), stringify!($name));
-            self.with(other, $real, |a, b| a.made(shape(a, b)?, $dtype(a.dtype)))
+            self.with(other, $real, |a, b| {
+                b.is_moved();
+                a.made(shape(a, b)?, $dtype(a.dtype))
+            })
         }
     )* };
 }

@@ -145,13 +145,20 @@ pub(crate) fn hints(i: &Inputs<'_>, plan: &Plan) -> Vec<Hint> {
             add(set, "optimizer.master = \"none\"".into(), "; weights of 16 bits are all there is", t);
         }
     }
-    if !r.memory.offload.contains(&Offload::Optimizer) && i.machine.cuda {
+    for (what, cost) in [
+        (Offload::Activations, "; inputs of layers that are computed again cross the bus"),
+        (Offload::Optimizer, "; states cross the bus every step"),
+    ] {
+        if r.memory.offloads(what) || !i.machine.cuda {
+            continue;
+        }
         let mut c = r.clone();
-        c.memory.offload.push(Offload::Optimizer);
+        let all = c.memory.offload.get_or_insert_default();
+        all.push(what);
+        let words: Vec<&str> = all.iter().map(|o| o.word()).collect();
         let t = total(&c);
         if t <= budget {
-            let set = vec!["memory.offload=[\"optimizer\"]".into()];
-            add(set, "memory.offload = [\"optimizer\"]".into(), "; states cross the bus every step", t);
+            add(vec![format!("memory.offload={words:?}")], format!("memory.offload = {words:?}"), cost, t);
         }
     }
     if r.parallel.data == 1 {
@@ -239,7 +246,7 @@ fn changed(i: &Inputs<'_>, r: &Recipe, machine: Machine, selection: &Selection) 
     let bounded = Workloads::new(|r| i.workloads.of(i.recipe, r.run.micro_rows.count()).under(r));
     let same = r.data.max_length == i.recipe.data.max_length;
     let workloads = if same { i.workloads } else { &bounded };
-    let inputs = Inputs { recipe: r, config: i.config, selection, machine, workloads, budget: i.budget };
+    let inputs = Inputs { recipe: r, selection, machine, workloads, ..*i };
     // more than there can be where a rank's part of the model makes no sense
     let decision = Prepared::new(&inputs).and_then(|p| Ok(choose(&p)?.peak.bytes.total()));
     decision.unwrap_or(u64::MAX)

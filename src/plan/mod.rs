@@ -53,8 +53,8 @@ use crate::log::memory;
 use crate::model::Config;
 use crate::model::layer::Layer;
 use crate::model::modules::{Group, Module};
-use crate::recipe::{self, Dtype, Offload, Recipe, Weights};
-use crate::walk::{Execution, Recomputed};
+use crate::recipe::{self, Dtype, Recipe, Weights};
+use crate::walk::{Execution, Inputs as Waiting, Recomputed};
 use shape::Shape;
 use statics::Statics;
 use std::cell::RefCell;
@@ -123,6 +123,8 @@ pub struct Inputs<'a> {
     pub workloads: &'a Workloads<'a>,
     /// Bytes of the device that may be used, if known.
     pub budget: Option<u64>,
+    /// Bytes of the host that a rank may use beside a device, if known.
+    pub host: Option<u64>,
 }
 
 /// Who owns which bytes, when.
@@ -336,6 +338,22 @@ impl<'a> Prepared<'a> {
         !s.head.trains() && s.d > 64
     }
 
+    /// Whether the plan says where inputs of recomputed layers wait: on another device than the host, in one stage, where the
+    /// recipe neither says that nor what is recomputed, and both memories are known.
+    pub fn inputs_are_open(&self) -> bool {
+        let (i, r) = (self.inputs, self.inputs.recipe);
+        let known = i.budget.is_some() && i.host.is_some() && i.machine.cuda;
+        let auto = r.memory.offload.is_none() && r.memory.recompute == recipe::Recompute::Auto;
+        known && auto && r.parallel.pipeline == 1
+    }
+
+    /// Whether the host has room for inputs that the plan moves there, beside what else a rank has there.
+    pub fn host_has_room(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> bool {
+        let beside = space::sum(&self.statics.host) + w.resident().unwrap_or(0);
+        let left = self.inputs.host.unwrap_or(0).saturating_sub(beside);
+        self.host_activations(w, recompute, inputs) <= left / search::OF_THE_HOST
+    }
+
     /// Tokens of micro-batches of `rows` rows.
     pub fn workload(&self, rows: usize) -> Workload {
         self.inputs.workloads.of(self.inputs.recipe, rows)
@@ -362,7 +380,6 @@ impl<'a> Prepared<'a> {
             train: self.part(w.train),
             eval: w.eval.map(|t| self.part(t)),
             answers: w.eval.filter(|_| r.generate.samples > 0).map(|t| self.answers(t)),
-            activations_on_host: r.memory.offload.contains(&Offload::Activations),
             // on CUDA they are the host's
             orders: if self.inputs.machine.cuda { 0 } else { w.orders(r) },
             neftune: r.data.neftune,
@@ -381,8 +398,8 @@ impl<'a> Prepared<'a> {
     }
 
     /// Bytes of inputs of recomputed layers that wait on the host, where that is not the device.
-    fn host_activations(&self, w: Workload, recompute: Recomputed) -> u64 {
-        if !self.inputs.machine.cuda || !self.inputs.recipe.memory.offload.contains(&Offload::Activations) {
+    fn host_activations(&self, w: &Workload, recompute: Recomputed, inputs: Waiting) -> u64 {
+        if !self.inputs.machine.cuda || !inputs.on_host {
             return 0;
         }
         // the topmost stays
@@ -411,7 +428,7 @@ impl Plan {
         let r = i.recipe;
         let p = &r.parallel;
         let mut host = prepared.statics.host.clone();
-        let activations = prepared.host_activations(d.workload, d.execution.recompute);
+        let activations = prepared.host_activations(&d.workload, d.execution.recompute, d.execution.inputs);
         if activations > 0 {
             host.push(("offloaded_activations", activations));
         }
@@ -471,21 +488,16 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
         Some(known) => Workloads::new(|r| known.workload(r)),
         None => Workloads::new(Workload::of_recipe),
     };
+    let server = Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host);
+    let workload = workloads.of(recipe, recipe.run.micro_rows.count());
     let inputs = Inputs {
         recipe,
         config: &found.config,
         selection: &selection,
         machine,
         workloads,
-        budget: budget(
-            recipe,
-            machine,
-            &workloads.of(recipe, recipe.run.micro_rows.count()),
-            (
-                room.host,
-                Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host),
-            ),
-        ),
+        budget: budget(recipe, machine, &workload, (room.host, server)),
+        host: space::beside_device(recipe, machine, (room.host, server)),
     };
     let mut plan = Plan::new(&inputs)?;
     plan.space.model(recipe, &found.config, &selection, found.weights);
@@ -502,7 +514,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
 /// As [`Plan::new`].
 pub fn allocations(i: &Inputs<'_>, c: &Execution) -> crate::Result<Vec<Listed>> {
     let prepared = Prepared::new(i)?;
-    let levels = Levels { recompute: c.recompute, dequantize: c.dequantize, head: 0 };
+    let levels = Levels { recompute: c.recompute, inputs: c.inputs, dequantize: c.dequantize, head: 0 };
     Ok(prepared.parts(prepared.workload(c.micro_rows), &[c.head_rows as u64])?.listed(levels))
 }
 

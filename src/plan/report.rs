@@ -106,6 +106,7 @@ impl Plan {
             "micro_rows": {"value": c.micro_rows, "reason": why.micro_rows},
             "recompute": {"value": c.recompute.all, "feed_forward": c.recompute.feed_forward, "norms": c.recompute.norms,
                           "of": self.walked, "reason": why.recompute},
+            "inputs": {"value": c.inputs.word(), "reason": why.inputs},
             "dequantize": {"value": c.dequantize.word(), "reason": why.dequantize},
             "head_rows": {"value": c.head_rows, "reason": why.head_rows},
         });
@@ -153,6 +154,9 @@ impl Plan {
         let rows = if c.micro_rows == 1 { "row" } else { "rows" };
         let _ = writeln!(s, "micro-batch {} {rows} ({})", c.micro_rows, why.micro_rows);
         let _ = writeln!(s, "recompute   {} ({})", c.recompute.words(self.walked), why.recompute);
+        if c.recompute.layers() > 0 && (self.machine.cuda || c.inputs.on_host) {
+            let _ = writeln!(s, "inputs      of those layers on the {} ({})", c.inputs.word(), why.inputs);
+        }
         if let Some(why) = self.no_master {
             let _ = writeln!(
                 s,

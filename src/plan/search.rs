@@ -1,8 +1,9 @@
 //! What the plan chooses: the fastest by its own account of time that fits the budget.
 //!
-//! Four things are open: how much of how many layers is computed again, how 4-bit weights of those are dequantized, how many logits
-//! exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
-//! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time.
+//! Five things are open: how much of how many layers is computed again, where the inputs of those wait, how their 4-bit weights
+//! are dequantized, how many logits exist at once, and with `run.micro_rows = "auto"` the rows of a micro-batch. All combinations are compared; what is
+//! chosen has the least [`Work`] a row of those that fit, so that a larger budget never means more time, but for the
+//! hundredth that inputs on the host have to save.
 
 use super::ledger::Peak;
 use super::report::bytes;
@@ -11,8 +12,8 @@ use super::work::Work;
 use super::{Machine, Prepared, Tokens, Workload};
 use crate::model::head::Head;
 use crate::model::layer::Level;
-use crate::recipe::{self, Recompute};
-use crate::walk::{Dequantize, Execution, Recomputed};
+use crate::recipe::{self, Offload, Recompute};
+use crate::walk::{Dequantize, Execution, Inputs, Recomputed};
 use candle_core::Result;
 
 /// Tokens of a micro-batch beyond which a larger one spares nothing worth having.
@@ -27,6 +28,13 @@ const FEWEST: u64 = 16;
 /// Parts of a CUDA device's budget, of which one is kept back where the choices allow it: no GPU has confirmed what the
 /// allocator is planned to hold.
 const KEPT_BACK: u64 = 25;
+
+/// Part of the host's memory that inputs take at the most where nobody said that they wait there: others live there too, and
+/// page-locked memory is nobody else's.
+pub const OF_THE_HOST: u64 = 2;
+
+/// Share of a step that they save at the least there: no GPU has confirmed what crossing costs.
+const WORTH: f64 = 0.01;
 
 /// Bytes of a budget that the choices keep back.
 pub fn reserve(machine: Machine, budget: u64) -> u64 {
@@ -53,6 +61,8 @@ pub struct Decision {
 pub struct Reasons {
     /// Of the recompute level.
     pub recompute: String,
+    /// Of where inputs wait.
+    pub inputs: String,
     /// Of how weights are dequantized.
     pub dequantize: String,
     /// Of the head's chunk.
@@ -66,6 +76,8 @@ struct Open {
     rows: Vec<usize>,
     heads: Vec<u64>,
     dequantize: Vec<Dequantize>,
+    /// On the device first.
+    inputs: Vec<Inputs>,
     /// In each list what takes less comes later, and takes longer.
     recompute: Vec<Vec<Recomputed>>,
 }
@@ -91,6 +103,11 @@ impl Open {
             }
             _ => vec![Dequantize::PerMatmul],
         };
+        let at = |on_host| Inputs { on_host, pin: r.memory.pin };
+        let inputs = match p.inputs_are_open() {
+            true => vec![at(false), at(true)],
+            false => vec![at(r.memory.offloads(Offload::Activations))],
+        };
         let usual = Head::chunk_rows(p.vocab() as usize, p.inputs.machine.cuda) as u64;
         let heads = match p.head_is_free() && known {
             true => CHUNKS.iter().map(|(n, d)| (usual * n / d).max(FEWEST)).collect(),
@@ -100,25 +117,23 @@ impl Open {
             true => sizes(r.run.batch_rows / r.parallel.data.max(1), r.data.max_length as u64),
             false => vec![r.run.micro_rows.count()],
         };
-        Self { rows, heads, dequantize, recompute }
+        Self { rows, heads, dequantize, inputs, recompute }
     }
 
-    /// Chunks and ways of dequantizing, in every combination.
-    fn pairs(&self) -> impl Iterator<Item = (usize, Dequantize)> + '_ {
-        (0..self.heads.len()).flat_map(|h| self.dequantize.iter().map(move |d| (h, *d)))
+    /// Places of inputs, chunks and ways of dequantizing, in every combination.
+    fn others(&self) -> impl Iterator<Item = (Inputs, usize, Dequantize)> + '_ {
+        let heads = move |i| (0..self.heads.len()).map(move |h| (i, h));
+        let pairs = self.inputs.iter().flat_map(move |i| heads(*i));
+        pairs.flat_map(|(i, h)| self.dequantize.iter().map(move |d| (i, h, *d)))
     }
 }
 
-/// Layers at one level and those above them at the level before it: norms first, for they cost least by far. Of the other
-/// two, what spares more depends on how long rows are: so whole layers beside norms are compared too.
+/// Layers at one level and those above them at a lower one, for all two: which of them spares most a byte depends on how
+/// long rows are, and on the machine. More than two are never better by more than a layer's part.
 fn mixes(walked: usize) -> Vec<Vec<Recomputed>> {
-    let mix = |(level, rest)| (0..=walked).map(move |n| Recomputed::mixed((n, level), rest, walked));
-    let steps = [
-        (Level::Norms, Level::Nothing),
-        (Level::FeedForward, Level::Norms),
-        (Level::All, Level::FeedForward),
-    ];
-    vec![steps.into_iter().flat_map(mix).collect(), mix((Level::All, Level::Norms)).collect()]
+    let mix = |level, rest| (0..=walked).map(move |n| Recomputed::mixed((n, level), rest, walked)).collect();
+    let lower = |level| Level::EACH.into_iter().filter(move |l| *l < level);
+    Level::EACH.into_iter().flat_map(|level| lower(level).map(move |rest| mix(level, rest))).collect()
 }
 
 /// Micro-batches that divide `rows`, the smallest first.
@@ -151,7 +166,8 @@ impl<'p> Size<'p> {
     /// Work a row, and peak bytes.
     fn weigh(&self, levels: Levels) -> Weighed {
         let work = self.mean.as_ref().unwrap_or(&self.parts).work(levels).total() / self.rows as f64;
-        Weighed { levels, work, total: self.parts.total(levels) }
+        let rank = if levels.inputs.on_host { work * (1.0 + WORTH) } else { work };
+        Weighed { levels, work, rank, total: self.parts.total(levels) }
     }
 }
 
@@ -161,6 +177,8 @@ struct Weighed {
     levels: Levels,
     /// Work a row.
     work: f64,
+    /// That, with what it has to be worth: what combinations are compared by.
+    rank: f64,
     /// peak bytes.
     total: u64,
 }
@@ -175,22 +193,30 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let of_rows = |rows: &usize| Size::new(p, &open, *rows, whole);
     let first = of_rows(&open.rows[0])?;
     let most = open.recompute.iter().flatten().copied().max().unwrap_or_default();
-    let mut least = first.weigh(Levels { recompute: most, dequantize: open.dequantize[0], head: 0 });
+    let (inputs, dequantize) = (open.inputs[0], open.dequantize[0]);
+    let mut least = first.weigh(Levels { recompute: most, inputs, dequantize, head: 0 });
+    let mut without: Option<f64> = None;
     let mut best: Option<(Size<'_>, Weighed)> = None;
     let mut too_large = None;
     for size in std::iter::once(Ok(first)).chain(open.rows[1..].iter().map(of_rows)) {
         let size = size?;
         let mut found: Option<Weighed> = None;
-        for (head, dequantize) in open.pairs() {
+        for (inputs, head, dequantize) in open.others() {
             for list in &open.recompute {
                 for recompute in list {
-                    let this = size.weigh(Levels { recompute: *recompute, dequantize, head });
+                    if open.inputs.len() > 1 && !p.host_has_room(&size.workload, *recompute, inputs) {
+                        continue;
+                    }
+                    let this = size.weigh(Levels { recompute: *recompute, inputs, dequantize, head });
                     if best.is_none() && this.total < least.total {
                         least = this;
                     }
                     if this.total <= budget {
-                        if found.is_none_or(|f| (this.work, this.total) < (f.work, f.total)) {
+                        if found.is_none_or(|f| (this.rank, this.total) < (f.rank, f.total)) {
                             found = Some(this);
+                        }
+                        if !inputs.on_host {
+                            without = Some(without.map_or(this.work, |w| w.min(this.work)));
                         }
                         // recomputing more only takes longer
                         break;
@@ -199,7 +225,7 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
             }
         }
         match found {
-            Some(found) if best.as_ref().is_none_or(|(_, b)| found.work < b.work) => {
+            Some(found) if best.as_ref().is_none_or(|(_, b)| found.rank < b.rank) => {
                 best = Some((size, found));
             }
             Some(_) => {}
@@ -218,10 +244,11 @@ pub(crate) fn choose(p: &Prepared<'_>) -> Result<Decision> {
     let execution = Execution {
         micro_rows: size.rows,
         recompute: chosen.levels.recompute,
+        inputs: chosen.levels.inputs,
         dequantize: chosen.levels.dequantize,
         head_rows: usize::try_from(open.heads[chosen.levels.head]).unwrap_or(usize::MAX),
     };
-    let told = Told { p, open: &open, size: &size, chosen, fits, too_large };
+    let told = Told { p, open: &open, size: &size, chosen, fits, too_large, without };
     Ok(Decision {
         execution,
         reasons: told.reasons(),
@@ -241,6 +268,8 @@ struct Told<'a, 'p> {
     fits: bool,
     /// Rows of the smallest micro-batch that did not fit.
     too_large: Option<usize>,
+    /// The least work a row of what fits with inputs on the device.
+    without: Option<f64>,
 }
 
 const NO_BUDGET: &str = "auto; no budget known: set memory.budget";
@@ -249,6 +278,7 @@ impl Told<'_, '_> {
     fn reasons(&self) -> Reasons {
         Reasons {
             recompute: self.recompute(),
+            inputs: self.inputs(),
             dequantize: self.dequantized(),
             head_rows: self.head_rows(),
             micro_rows: self.micro_rows(),
@@ -259,6 +289,32 @@ impl Told<'_, '_> {
     fn spares(&self, other: Levels) -> String {
         let other = self.size.weigh(other).work;
         format!("{:.1}% of a step", 100.0 * (1.0 - self.chosen.work / other))
+    }
+
+    fn inputs(&self) -> String {
+        let (r, chosen) = (self.p.inputs.recipe, self.chosen.levels);
+        if self.open.inputs.len() == 1 {
+            return match (&r.memory.offload, self.p.inputs.machine.cuda) {
+                (Some(_), _) => "the recipe says so",
+                (None, false) => "the host is the device",
+                (None, true) if r.memory.recompute != Recompute::Auto => "memory.recompute is not auto",
+                (None, true) if self.p.inputs.budget.is_none() => NO_BUDGET,
+                (None, true) => "auto: memory of the host is not known; memory.host_budget says it",
+            }
+            .into();
+        }
+        match (chosen.inputs.on_host && chosen.recompute.layers() > 1, self.without) {
+            (true, Some(w)) => {
+                let spared = 100.0 * (1.0 - self.chosen.work / w);
+                format!("auto: saves {spared:.1}% of a step, with less computed again")
+            }
+            (true, None) if self.fits => "auto: nothing fits without".into(),
+            (true, None) => "auto: what takes least".into(),
+            (false, _) if chosen.recompute.layers() == 0 => "auto: none is needed".into(),
+            (false, _) => {
+                "auto: moving them spares too little of a step, or takes too much of the host".into()
+            }
+        }
     }
 
     fn recompute(&self) -> String {

@@ -284,9 +284,7 @@ impl Space {
 
     /// Takes down what there is; `device` is what the plan says of the device.
     pub fn look(&mut self, r: &Recipe, machine: Machine, device: u64, room: &Room<'_>) {
-        // a plan of more devices than servers have is of several machines
-        let devices = |n: u64| if n > DEVICES { n.min(DEVICES.max(cuda::count() as u64)) } else { n };
-        let local = if machine.cuda { devices(r.parallel.local()) } else { r.parallel.local() };
+        let local = local(r, machine);
         // a budget above what this machine has speaks of another, whose memory and disks are not known
         let told = !machine.cuda && r.memory.budget.is_some_and(|b| room.host.is_some_and(|h| b > h));
         let reach = r.memory.host_budget.map(memory::part).or(room.host.filter(|_| !told));
@@ -457,6 +455,20 @@ impl Space {
         line("/dev/shm", &self.shared, self.shared_left, "");
         s
     }
+}
+
+/// Ranks of a recipe on one machine.
+fn local(r: &Recipe, machine: Machine) -> u64 {
+    // a plan of more devices than servers have is of several machines
+    let devices = |n: u64| if n > DEVICES { n.min(DEVICES.max(cuda::count() as u64)) } else { n };
+    if machine.cuda { devices(r.parallel.local()) } else { r.parallel.local() }
+}
+
+/// Bytes of a machine's `host` memory that a rank may use beside its device and a server; none where the host is the device,
+/// or nothing is known of it.
+pub fn beside_device(r: &Recipe, machine: Machine, (host, server): (Option<u64>, u64)) -> Option<u64> {
+    let all = r.memory.host_budget.map(memory::part).or(host).filter(|_| machine.cuda)?;
+    Some(all.saturating_sub(server) / local(r, machine))
 }
 
 /// The recipe keys that make a part of the host's memory smaller.

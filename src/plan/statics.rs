@@ -197,8 +197,8 @@ impl Statics {
     pub fn new(r: &Recipe, s: &Selection, machine: Machine, parameters: u64) -> Self {
         let width = machine.width;
         let ranks = Ranks::of(r, s.layers);
-        let offload = r.memory.offload.contains(&Offload::Optimizer);
-        let weights_offload = r.memory.offload.contains(&Offload::Params);
+        let offload = r.memory.offloads(Offload::Optimizer);
+        let weights_offload = r.memory.offloads(Offload::Params);
         // on the CPU the device is the host
         let states_elsewhere = offload && machine.cuda;
         let weights_elsewhere = weights_offload && machine.cuda;

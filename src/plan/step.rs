@@ -19,7 +19,7 @@ use crate::model::Batch;
 use crate::model::layer::{FeedForward, Layer, Level};
 use crate::model::sink::Sink;
 use crate::walk::generate::PART;
-use crate::walk::{self, Dequantize, Recomputed, Visit};
+use crate::walk::{self, Dequantize, Inputs, Recomputed, Visit};
 use Component::Workspace;
 use candle_core::{DType, Result};
 
@@ -36,8 +36,6 @@ pub struct StepInputs<'a> {
     pub eval: Option<Tokens>,
     /// Answers of the model, if the evaluation asks for some.
     pub answers: Option<Answers>,
-    /// Whether inputs of recomputed layers wait on the host (on the CPU that is the device).
-    pub activations_on_host: bool,
     /// Bytes of the orders that rows are shuffled into.
     pub orders: u64,
     /// Noise on embeddings.
@@ -72,6 +70,8 @@ impl Answers {
 pub struct Levels {
     /// Layers that are recomputed.
     pub recompute: Recomputed,
+    /// Where their inputs wait (on the CPU the host is the device).
+    pub inputs: Inputs,
     /// How their 4-bit weights are dequantized.
     pub dequantize: Dequantize,
     /// Which of the head's chunks, by index into what [`Parts::new`] was given.
@@ -281,7 +281,7 @@ impl<'a> Parts<'a> {
     /// to.
     fn waits(&self, l: usize, levels: Levels) -> bool {
         let recomputed = self.level(l, levels) > Some(Level::Nothing);
-        self.run.activations_on_host && recomputed && l + 1 < self.run.shape.of.len()
+        levels.inputs.on_host && recomputed && l + 1 < self.run.shape.of.len()
     }
 
     /// Bytes of the input of the layer below, on its way to the host or back while this one is visited.
@@ -470,22 +470,35 @@ impl<'a> Parts<'a> {
 impl Parts<'_> {
     /// The work of a micro-batch.
     pub fn work(&self, levels: Levels) -> Work {
+        let b = Balance::of(self.run.machine());
         let (head, forward, _) = &self.heads[levels.head];
         let (mut up, mut again, mut down) = (*forward, Cost::default(), head.cost);
         down.add(*forward, -1.0);
         up.add(self.embedding.cost, 1.0);
         self.embedding_backward.iter().for_each(|e| down.add(e.cost, 1.0));
+        let mut waiting = 0.0;
         for (l, kind) in self.run.shape.of.iter().enumerate() {
-            up.add(self.kinds[*kind].forward.cost, 1.0);
+            let crossing = self.crosses(l, levels);
+            let mut wait = |visit: [Cost; 3]| {
+                if crossing > 0 {
+                    waiting += b.waiting(crossing, levels.inputs, Work::of(visit, b));
+                }
+            };
+            let none = Cost::default();
+            let forward = self.kinds[*kind].forward.cost;
+            up.add(forward, 1.0);
+            wait([forward, none, none]);
             if let Some(way) = self.way(l, levels) {
-                let (both, forward) = way.backward(levels.dequantize);
-                again.add(*forward, 1.0);
-                down.add(both.cost, 1.0);
-                down.add(*forward, -1.0);
+                let (both, first) = way.backward(levels.dequantize);
+                let mut rest = both.cost;
+                rest.add(*first, -1.0);
+                again.add(*first, 1.0);
+                down.add(rest, 1.0);
+                wait([none, *first, rest]);
             }
         }
         let head = [forward.flops, head.cost.flops - forward.flops];
-        Work { head, ..Work::of([up, again, down], Balance::of(self.run.machine())) }
+        Work { head, waiting, ..Work::of([up, again, down], b) }
     }
 
     /// Every allocation, each kind once at each place.

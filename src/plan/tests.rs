@@ -2,6 +2,7 @@
 
 use super::hints;
 use super::*;
+use crate::model::layer::Level;
 use crate::recipe::{Recipe, SHIPPED};
 use crate::walk::Dequantize;
 use std::path::Path;
@@ -238,6 +239,8 @@ struct Sweep {
     found: source::Found,
     selection: Selection,
     cuda: bool,
+    /// Memory of the host, where it is known.
+    host: Option<u64>,
 }
 
 impl Sweep {
@@ -245,19 +248,24 @@ impl Sweep {
         let recipe = recipe(source, rules, set)?;
         let found = source::find(&recipe)?;
         let selection = select(&recipe, &found.config)?;
-        Ok(Self { recipe, found, selection, cuda })
+        Ok(Self { recipe, found, selection, cuda, host: None })
     }
 
-    fn at(&self, budget: Option<u64>) -> Plan {
-        let plan = Plan::new(&Inputs {
+    fn inputs<'a>(&'a self, workloads: &'a Workloads<'a>, budget: Option<u64>) -> Inputs<'a> {
+        Inputs {
             recipe: &self.recipe,
             config: &self.found.config,
             selection: &self.selection,
             machine: Machine { threads: 2, ..machine(&self.recipe, self.cuda) },
-            workloads: &Workloads::new(Workload::of_recipe),
+            workloads,
             budget,
-        });
-        plan.unwrap_or_else(|e| panic!("{e}"))
+            host: self.host,
+        }
+    }
+
+    fn at(&self, budget: Option<u64>) -> Plan {
+        let workloads = Workloads::new(Workload::of_recipe);
+        Plan::new(&self.inputs(&workloads, budget)).unwrap_or_else(|e| panic!("{e}"))
     }
 }
 
@@ -310,6 +318,101 @@ fn more_memory_is_never_more_time() -> anyhow::Result<()> {
         assert!(levels.iter().any(|r| between(r.all)), "{what}: {levels:?}");
         assert!(levels.iter().any(|r| r.norms > 0 && r.products() == 0), "{what}: {levels:?}");
     }
+    Ok(())
+}
+
+/// What is computed again of which layers is what is fastest of all mixes of two levels, however long rows are: of long ones
+/// attention is kept before the feed-forward block is.
+#[test]
+fn the_mix_is_the_fastest_that_fits() -> anyhow::Result<()> {
+    let mut kept = Vec::new();
+    for length in [256, 32_768] {
+        let set = [format!("data.max_length={length}"), "run.batch_rows=1".into()];
+        let set: Vec<&str> = set.iter().map(String::as_str).collect();
+        let sweep = Sweep::new("Qwen/Qwen3-8B", &rule(LORA, ""), &set, true)?;
+        let (low, high) = (sweep.at(Some(1)).total(), sweep.at(Some(1 << 60)).total());
+        let mut feed_forward = 0;
+        for step in 1..8 {
+            let budget = low + (high - low) * step / 8;
+            let p = sweep.at(Some(budget));
+            let head = p.execution.head_rows as u64;
+            let workloads = Workloads::new(Workload::of_recipe);
+            let inputs = sweep.inputs(&workloads, Some(budget));
+            let prepared = Prepared::new(&inputs)?;
+            let parts = prepared.parts(prepared.workload(1), &[head])?;
+            let of = |recompute| Levels {
+                recompute,
+                inputs: p.execution.inputs,
+                dequantize: p.execution.dequantize,
+                head: 0,
+            };
+            for (a, b) in (0..4).flat_map(|a| (0..a).map(move |b| (a, b))) {
+                for n in 0..=p.walked {
+                    let mix = Recomputed::mixed((n, Level::EACH[a]), Level::EACH[b], p.walked);
+                    let fits = parts.total(of(mix)) + search::reserve(p.machine, budget) <= budget;
+                    let work = parts.work(of(mix)).total();
+                    assert!(!fits || work >= p.work.total(), "{length}, {budget}: {mix:?}, {p:?}");
+                }
+            }
+            feed_forward += usize::from(p.execution.recompute.feed_forward > 0);
+        }
+        kept.push(feed_forward);
+    }
+    assert!(kept[0] < kept[1], "{kept:?}");
+    Ok(())
+}
+
+/// On CUDA, where nothing is said of it, inputs of recomputed layers wait on the host where a step is faster so: never where
+/// that spares nothing, on the CPU, without page-locked memory, or in more than half of what is left.
+#[test]
+fn inputs_wait_on_the_host_where_that_is_faster() -> anyhow::Result<()> {
+    const PLENTY: u64 = 1 << 40;
+    let rows = ["data.max_length=4096", "run.batch_rows=4", "run.micro_rows=4"];
+    let sweep = |set: &[&str], cuda, host| -> anyhow::Result<Sweep> {
+        let set = [&rows, set].concat();
+        Ok(Sweep { host, ..Sweep::new("Qwen/Qwen3-8B", &rule(LORA, ""), &set, cuda)? })
+    };
+    let (with, without) = (sweep(&[], true, Some(PLENTY))?, sweep(&[], true, None)?);
+    let never = [
+        sweep(&["memory.offload=[]"], true, Some(PLENTY))?,
+        sweep(&["memory.recompute=all"], true, Some(PLENTY))?,
+        sweep(&[], true, Some(1 << 30))?,
+        sweep(&[], false, Some(PLENTY))?,
+    ];
+    let unlocked = sweep(&["memory.pin=false"], true, Some(PLENTY))?;
+    let on_host = |p: &Plan| p.space.host.iter().find(|(k, _)| *k == "offloaded_activations").map(|h| h.1);
+    let (low, high) = (with.at(Some(1)).total(), with.at(Some(1 << 60)).total());
+    assert!(low < without.at(Some(1)).total(), "inputs on the host take less");
+    let (mut moved, mut last) = (0, f64::INFINITY);
+    for step in 0..=24 {
+        let budget = Some((low + (high - low) * step / 24) / 24 * 25 + 100);
+        let (p, stay) = (with.at(budget), without.at(budget));
+        assert!(p.fits() && p.work.total() <= 1.01 * last, "{step}");
+        last = p.work.total();
+        let (text, choice) = (p.text(1, None, &[]), p.choices_json()["inputs"].clone());
+        assert!(choice["reason"].as_str().is_some_and(|r| !r.is_empty()), "{choice}");
+        if p.execution.inputs.on_host {
+            moved += 1;
+            assert!(!stay.fits() || 1.01 * p.work.total() < stay.work.total(), "{step}: it spares nothing");
+            let waiting = 16_384 * 4096 * 2 * p.execution.recompute.layers().min(35) as u64;
+            assert_eq!((on_host(&p), &choice["value"]), (Some(waiting), &"host".into()));
+            assert!(text.contains("inputs      of those layers on the host (auto: "), "{text}");
+            assert!(p.execution.words(p.walked).ends_with(", whose inputs wait on the host"));
+        } else {
+            assert_eq!((p.work.total(), on_host(&p)), (stay.work.total(), None), "{step}");
+            assert!(!text.contains("on the host (auto"), "{text}");
+        }
+        for other in never.iter().map(|s| s.at(budget)) {
+            assert!(!other.execution.inputs.on_host && on_host(&other).is_none(), "{step}");
+        }
+        // the host would wait for each of them: only where nothing fits without
+        assert!(!stay.execution.inputs.on_host);
+        assert!(!stay.fits() || !unlocked.at(budget).execution.inputs.on_host, "{step}");
+    }
+    assert!((3..25).contains(&moved), "{moved}");
+    // what a recipe says stays
+    let told = sweep(&["memory.offload=['activations']"], true, None)?.at(Some(1 << 60));
+    assert!(told.execution.inputs.on_host && told.reasons.inputs == "the recipe says so");
     Ok(())
 }
 
@@ -529,7 +632,7 @@ fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
                 "# Plan    {card} card: {} of its {}, recomputing {}, micro-batches of {rows} row{}\n",
                 report::bytes(p.total()),
                 report::bytes(p.budget.unwrap_or(0)),
-                p.execution.recompute.words(p.walked),
+                p.execution.words(p.walked),
                 if rows == 1 { "" } else { "s" }
             );
             if !text.contains(&want) {

@@ -8,7 +8,7 @@ use crate::plan::shape::Shape;
 use crate::plan::statics::Statics;
 use crate::plan::step::{Levels, Parts, StepInputs};
 use crate::recipe::{Quantize, Recipe};
-use crate::walk::{Dequantize, Recomputed};
+use crate::walk::{Dequantize, Inputs, Recomputed};
 
 const DENSE: &str = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 5,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "rms_norm_eps": 1e-6,
@@ -39,7 +39,6 @@ fn works<R>(
         train: Tokens::of(&vec![n; docs], docs * (n - 1)),
         eval: None,
         answers: None,
-        activations_on_host: false,
         orders: 0,
         skewed: false,
         neftune: 0.0,
@@ -47,6 +46,10 @@ fn works<R>(
     };
     let parts = Parts::new(run, heads)?;
     Ok(look(&|levels| parts.work(levels)))
+}
+
+fn levels(recompute: Recomputed, dequantize: Dequantize, head: usize) -> Levels {
+    Levels { recompute, inputs: Inputs::default(), dequantize, head }
 }
 
 const CPU: Machine = Machine { cuda: false, width: 4, stored: 4, threads: 1 };
@@ -58,7 +61,7 @@ fn work(
     n: usize,
     recompute: impl Into<Recomputed>,
 ) -> anyhow::Result<Work> {
-    let levels = Levels { recompute: recompute.into(), dequantize: Dequantize::PerMatmul, head: 0 };
+    let levels = levels(recompute.into(), Dequantize::PerMatmul, 0);
     works(config, rules, (docs, n), (Quantize::None, CPU), &[u64::from(u32::MAX)], |at| at(levels))
 }
 
@@ -138,9 +141,7 @@ fn choices_have_their_price() -> anyhow::Result<()> {
         let (m, heads) = (Machine { cuda, ..CPU }, [128, 64]);
         works(DENSE, lora, (1, 129), (Quantize::Nf4, m), &heads, |work| {
             let b = Balance::of(m);
-            let at = |recompute: usize, dequantize, head| {
-                work(Levels { recompute: recompute.into(), dequantize, head })
-            };
+            let at = |recompute: usize, dequantize, head| work(levels(recompute.into(), dequantize, head));
             near(at(0, Dequantize::PerMatmul, 0).dequantize, 10.0 * LINEARS * b.dequantize);
             near(at(2, Dequantize::PerMatmul, 0).dequantize, (12.0 * LINEARS - 2.0 * LAST) * b.dequantize);
             let held = 2.0 * 4.0 * LINEARS * b.held;
@@ -154,4 +155,46 @@ fn choices_have_their_price() -> anyhow::Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// Attention takes longer than as many operations of products, and what is no product has its bytes: the norms' level
+/// reads and writes the rows of two norms, and queries and keys.
+#[test]
+fn attention_and_moved_bytes_have_their_price() -> anyhow::Result<()> {
+    let lora = "[lora]\nrank = 4\n[[train]]\nmodules = [\"attention\", \"mlp\"]\n";
+    let (docs, n) = (3, 128);
+    let tokens = (docs * n) as f64;
+    let attention = docs as f64 * 2.0 * (n * n) as f64 * 192.0;
+    for cuda in [false, true] {
+        let m = Machine { cuda, ..CPU };
+        works(DENSE, lora, (docs, n), (Quantize::None, m), &[u64::from(u32::MAX)], |work| {
+            let b = Balance::of(m);
+            let at = |recompute| work(levels(recompute, Dequantize::PerMatmul, 0));
+            let extra = |w: Work, again: f64| {
+                let longer = (5.0 + again) * (b.attention[0] - 1.0) + 5.0 * 2.5 * (b.attention[1] - 1.0);
+                near(w.attention, attention * longer);
+            };
+            let none = at(0.into());
+            extra(none, 0.0);
+            extra(at(2.into()), 2.0);
+            let norms = at(Recomputed { norms: 2, ..Recomputed::default() });
+            extra(norms, 0.0);
+            let rows = 4.0 * tokens * (2.0 * 2.0 * 96.0 + 2.0 * (192.0 + 64.0));
+            let moved = (norms.moved - none.moved) / b.moved / 2.0;
+            // the tables of the rotation are read too, and on the CPU queries and keys are normed before
+            assert!(moved >= rows && moved < 2.0 * rows, "{moved} bytes, of rows {rows}");
+        })?;
+    }
+    Ok(())
+}
+
+/// What crosses costs what a visit does not hide, and all of it where the host has to wait.
+#[test]
+fn crossing_costs_what_is_not_hidden() {
+    let b = Balance::of(Machine { cuda: true, ..CPU });
+    let visit = Work { forward: 1e9, ..Work::default() };
+    let [pinned, other] = [true, false].map(|pin| Inputs { on_host: true, pin });
+    assert_eq!(b.waiting(1000, pinned, visit), 0.0);
+    near(b.waiting(1_000_000, pinned, visit), 1e6 * b.crossing[0] - 1e9);
+    near(b.waiting(1000, other, visit), 1e3 * b.crossing[1]);
 }

@@ -469,7 +469,7 @@ impl Cross<'_, '_> {
             let message = format!("not built yet: {KEY} = \"{word}\" with states that ranks split");
             self.report("parallel.zero", message, "write parallel.zero = 0");
         }
-        if recipe.memory.offload.contains(&Offload::Optimizer) {
+        if recipe.memory.offloads(Offload::Optimizer) {
             let message = format!("not built yet: {KEY} = \"{word}\" with states on the host");
             self.report("memory.offload", message, "leave \"optimizer\" out of memory.offload");
         }

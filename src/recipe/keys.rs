@@ -311,8 +311,10 @@ table! {
         recompute: Recompute = Kind::Recompute, Toml("\"auto\"");
         /// When the 4-bit weights of a recomputed layer are dequantized.
         dequantize: Dequantize = Word(Dequantize::WORDS), Toml("\"auto\"");
-        /// What lives on the host.
-        offload: Vec<Offload> = Words(Offload::WORDS), Toml("[]");
+        /// What lives on the host. Without the key nothing does; but on CUDA, where memory.recompute is "auto", the plan moves
+        /// inputs of layers that are computed again there if that saves a hundredth of a step or nothing fits without, into at
+        /// most half of the host's memory that is left. [] is nothing at all.
+        offload: Option<Vec<Offload>> = Words(Offload::WORDS), Absent("nothing, or what the plan moves there");
         /// Factor on the loss that training in f16 begins with: halved when a gradient overflows, doubled after 2,000
         /// steps in which none does.
         scale: Option<u64> = Int(1, 1 << 24), Absent("65536");

@@ -1,11 +1,18 @@
 //! What keys of a recipe can be: words, sets of layers, and what follows from keys together.
 
 use super::check::Checked;
-use super::keys::{Lora, Optimizer, Parallel, Recipe, Rule, Run};
+use super::keys::{Lora, Memory, Optimizer, Parallel, Recipe, Rule, Run};
 use super::kind::TOKENS;
 use super::launch::Launch;
 use super::table::{Field, Written, doc, words};
 use super::tree::quote;
+
+impl Memory {
+    /// Whether `memory.offload` has this.
+    pub fn offloads(&self, what: Offload) -> bool {
+        self.offload.as_ref().is_some_and(|all| all.contains(&what))
+    }
+}
 
 impl Recipe {
     /// Whether frozen matrices have room beside them for their adapters, where a device uses it: a matrix that stays. Among
@@ -17,7 +24,7 @@ impl Recipe {
     /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
     pub fn weights_come_and_go(&self) -> bool {
         let split = self.parallel.data > 1 && self.parallel.zero >= 3;
-        split || self.memory.offload.contains(&Offload::Params)
+        split || self.memory.offloads(Offload::Params)
     }
 
     /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without

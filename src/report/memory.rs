@@ -136,6 +136,11 @@ impl Memory {
             let of_it =
                 Recomputed { all: n as usize, feed_forward: part("feed_forward"), norms: part("norms") };
             facts.push(format!("Recomputed: {} ({reason}).", of_it.words(of as usize)));
+            let inputs = &plan["choices"]["inputs"];
+            if of_it.layers() > 0 && inputs["value"] == "host" {
+                let reason = super::read::text(inputs, "reason");
+                facts.push(format!("Inputs of those layers wait on the host ({reason})."));
+            }
         }
         if let Some(budget) = plan["budget"].as_u64() {
             facts.push(format!("Budget: {}.", bytes(budget)));

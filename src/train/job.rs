@@ -467,9 +467,9 @@ impl Job {
         comm: &dyn Comm,
     ) -> crate::Result<(Decoder, Params)> {
         let memory = &self.recipe.memory;
-        let offload = memory.offload.contains(&Offload::Optimizer);
+        let offload = memory.offloads(Offload::Optimizer);
         // what is loaded to be used is used from where it is
-        let offload_weights = train && memory.offload.contains(&Offload::Params);
+        let offload_weights = train && memory.offloads(Offload::Params);
         let pin = memory.pin;
         let o = &self.recipe.optimizer;
         let eight_bit = o.name.eight_bit();
@@ -517,6 +517,7 @@ impl Job {
                 &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
                 (memory::reach_bytes(), server),
             ),
+            host: plan::space::beside_device(&self.recipe, machine, (memory::reach_bytes(), server)),
         }
     }
 
@@ -532,7 +533,9 @@ impl Job {
         let workloads = Workloads::new(|_| workload);
         let less = plan.total() - plan.total() / 16;
         let found = Plan::new(&Inputs { budget: Some(less), ..self.inputs(&workloads) }).ok()?;
-        let (budget, space) = (plan.budget, plan.space.clone());
+        // inputs may wait on the host now
+        let (budget, mut space) = (plan.budget, plan.space.clone());
+        space.host.clone_from(&found.space.host);
         (found.total() < plan.total()).then_some(Plan { budget, space, hints: Vec::new(), ..found })
     }
 

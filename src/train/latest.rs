@@ -85,7 +85,7 @@ impl Latest {
         let keys = model_keys(run)?;
         recipe.run.device = recipe::Device::Cpu;
         // of what trains, only what layers compute with is wanted
-        recipe.memory.offload.retain(|o| *o == Offload::Activations);
+        recipe.memory.offload.iter_mut().for_each(|all| all.retain(|o| *o == Offload::Activations));
         recipe.optimizer.master = recipe::Master::None;
         if let Some(quantize) = how.quantize {
             recipe.model.quantize = quantize;

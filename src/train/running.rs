@@ -175,8 +175,8 @@ impl Running<'_> {
         self.progress.line(&format!(
             "warning: out of memory in step {}: it begins anew recomputing {}, not {}, which takes {less} by the plan",
             step + 1,
-            execution.recompute.words(of),
-            was.recompute.words(of)
+            execution.words(of),
+            was.words(of)
         ));
         self.setup.execution = execution;
         self.watch.replan(plan, self.job);

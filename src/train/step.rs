@@ -14,10 +14,7 @@ use crate::model::batch::HostBatch;
 use crate::model::sink::Sink;
 use crate::model::{Batch, Decoder};
 use crate::optim::{self, Optimizer, Rate};
-use crate::recipe::Offload;
-use crate::walk::{
-    self, Around, Execution, Inputs, Load, Nothing, Outline, RouterLosses, Times, Walk, visit,
-};
+use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
 
@@ -38,8 +35,6 @@ pub struct Setup<'a> {
     pub seed: u64,
     /// What the plan chose.
     pub execution: Execution,
-    /// Where inputs of layers wait that are computed again.
-    pub inputs: Inputs,
     /// Global gradient norm; 0 is off.
     pub clip: f64,
     /// Coefficients of the losses on routers.
@@ -69,7 +64,6 @@ impl<'a> Setup<'a> {
             device: &job.device,
             seed: r.run.seed,
             execution,
-            inputs: Inputs { on_host: r.memory.offload.contains(&Offload::Activations), pin: r.memory.pin },
             clip: r.run.clip,
             router: RouterLosses { aux: r.router.aux_loss, z: r.router.z_loss },
             neftune: r.data.neftune,
@@ -238,7 +232,6 @@ fn accumulate_scaled<'a>(
                     .router_losses(router)
                     .neftune(s.neftune)
                     .around(&reduce)
-                    .inputs(s.inputs)
                     .timed(times);
                 losses.keep(walk.train(&batch, scale * factor, &sink)?)?;
                 routings.push(walk.into_routing());

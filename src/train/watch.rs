@@ -243,7 +243,7 @@ impl Watch {
         format!(
             "plan: {}{budget} at its peak, recomputing {} ({})",
             report::bytes(p.total()),
-            p.execution.recompute.words(p.walked),
+            p.execution.words(p.walked),
             p.reasons.recompute
         )
     }

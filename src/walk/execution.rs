@@ -93,6 +93,22 @@ impl From<usize> for Recomputed {
     }
 }
 
+/// Where inputs of layers wait that are computed again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inputs {
+    /// On the host.
+    pub on_host: bool,
+    /// In page-locked memory there.
+    pub pin: bool,
+}
+
+impl Inputs {
+    /// The word of it.
+    pub fn word(self) -> &'static str {
+        if self.on_host { "host" } else { "device" }
+    }
+}
+
 /// The execution of a run.
 ///
 /// Only `micro_rows` changes bits (sums over micro-batches have another order), and with a load-balancing loss,
@@ -104,6 +120,8 @@ pub struct Execution {
     pub micro_rows: usize,
     /// Layers that are computed again.
     pub recompute: Recomputed,
+    /// Where their inputs wait.
+    pub inputs: Inputs,
     /// How their 4-bit weights are dequantized.
     pub dequantize: Dequantize,
     /// Targets whose logits exist at once.
@@ -116,8 +134,15 @@ impl Execution {
         Self {
             micro_rows: micro_rows.max(1),
             recompute: Recomputed::default(),
+            inputs: Inputs::default(),
             dequantize: Dequantize::PerMatmul,
             head_rows: Head::chunk_rows(vocab, cuda),
         }
+    }
+
+    /// What is computed again of `walked` layers, and where their inputs wait meanwhile, in words.
+    pub fn words(&self, walked: usize) -> String {
+        let on_host = self.inputs.on_host && self.recompute.layers() > 0;
+        self.recompute.words(walked) + if on_host { ", whose inputs wait on the host" } else { "" }
     }
 }

@@ -14,7 +14,7 @@ mod tests;
 mod times;
 pub mod visit;
 
-pub use execution::{Dequantize, Execution, Recomputed};
+pub use execution::{Dequantize, Execution, Inputs, Recomputed};
 pub use routing::{Decided, Load, RouterLosses, Routing, dead, entropy, peak};
 pub use times::{Part, Times};
 pub use visit::{Around, Nothing, Outline, Visit};
@@ -69,15 +69,6 @@ struct Saved {
     level: Level,
     /// The rest.
     rest: layer::Saved,
-}
-
-/// Where inputs of layers wait that are computed again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Inputs {
-    /// On the host (`memory.offload = ["activations"]`).
-    pub on_host: bool,
-    /// In page-locked memory there.
-    pub pin: bool,
 }
 
 /// Begins to bring the input back that is needed next.
@@ -150,7 +141,12 @@ impl<'a> Walk<'a> {
 
     /// A walk as the plan chose it.
     pub fn chosen(decoder: &'a Decoder, lowest: Option<usize>, c: &Execution) -> Self {
-        Self { dequantize: c.dequantize, head_rows: c.head_rows, ..Self::new(decoder, lowest, c.recompute) }
+        Self {
+            dequantize: c.dequantize,
+            head_rows: c.head_rows,
+            inputs: c.inputs,
+            ..Self::new(decoder, lowest, c.recompute)
+        }
     }
 
     /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
@@ -191,12 +187,6 @@ impl<'a> Walk<'a> {
     /// With what goes on around its visits.
     pub fn around(mut self, around: &'a dyn Around) -> Self {
         self.around = around;
-        self
-    }
-
-    /// With where inputs of layers wait that are computed again.
-    pub fn inputs(mut self, inputs: Inputs) -> Self {
-        self.inputs = inputs;
         self
     }
 

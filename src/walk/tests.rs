@@ -1,6 +1,6 @@
 //! The engine against PyTorch: logits, losses and every gradient of the cases in `tests/fixtures/reference`.
 
-use super::{Dequantize, Execution, Recomputed, RouterLosses, Walk};
+use super::{Dequantize, Execution, Inputs, Recomputed, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::build::Build;
 use crate::adapt::export::{Export, Target, read_fused};

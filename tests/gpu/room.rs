@@ -56,6 +56,7 @@ fn a_run_allocates_what_its_plan_lists() {
     }));
     let (all, none, nf4, f32s) =
         ("memory.recompute=all", "memory.recompute=none", "model.quantize=nf4", "model.dtype=f32");
+    let inputs = "memory.offload=['activations']";
     let (feed_forward, norms) = ("memory.recompute=feed_forward", "memory.recompute=norms");
     let cases: &[(&Value, &str, &[&str])] = &[
         (&dense, FULL, &[none]),
@@ -69,6 +70,8 @@ fn a_run_allocates_what_its_plan_lists() {
         (&dense, LORA, &[f32s, "memory.recompute=1"]),
         (&dense, FULL, &[feed_forward]),
         (&dense, LORA, &[norms]),
+        (&dense, LORA, &[norms, inputs]),
+        (&dense, FULL, &[all, inputs]),
         (&dense, LORA, &[nf4, feed_forward, "memory.dequantize=per_layer"]),
         (&moe, EXPERTS, &[nf4, feed_forward]),
         (&moe, EXPERTS, &[norms]),

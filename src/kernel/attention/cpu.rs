@@ -4,7 +4,7 @@ use super::cache::{BLOCK as TOKENS, Cache};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
 use crate::kernel::cast;
-use crate::kernel::cpu::{Halves, Real, View, dot, ghosts, max, sum, tensor, vectorised, view};
+use crate::kernel::cpu::{Halves, Real, View, dot, ghost_products, max, sum, tensor, vectorised, view};
 use crate::kernel::gemm::{Mat, gemm};
 use crate::kernel::ledger::Ledger;
 use crate::kernel::padded::Padded;
@@ -47,7 +47,7 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
         l.touch((size * running * BLOCK.min(t) * how.most_keys()) as u64);
     };
     let out = [((t, h * c).into(), q.dtype()), ((t, h).into(), T::DTYPE)];
-    if let Some([o, lse]) = ghosts::<T, 2>(&[q, k, v], out, blocks) {
+    if let Some([o, lse]) = ghost_products::<T, 2>(&[q, k, v], out, blocks) {
         return Ok(Saved { o: Padded::of(&o)?, lse });
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
@@ -234,7 +234,9 @@ pub fn backward<T: Real>(
         l.touch((T::DTYPE.size_in_bytes() * items * rows * (2 * how.most_keys() + c)) as u64);
     };
     let own = |x: &Tensor| (x.shape().clone(), q.dtype());
-    if let Some([dq, dk, dv]) = ghosts::<T, 3>(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], kept) {
+    if let Some([dq, dk, dv]) =
+        ghost_products::<T, 3>(&[q, k, v, o, lse, d_o], [own(q), own(k), own(v)], kept)
+    {
         return Ok((dq, dk, dv));
     }
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);

@@ -8,7 +8,7 @@ use super::split::{self, Parts};
 use super::tiles::{ROWS, Tiles};
 use super::{Causal, Saved, Shape};
 use crate::kernel::Tensor;
-use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghosts, started};
+use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, ghost_products, started};
 use crate::kernel::padded::{Padded, stride};
 use candle_core::{DType, Result};
 
@@ -114,7 +114,7 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let (lse_shape, rows) = ((shape.h, shape.t), (shape.t, shape.h * shape.c));
     let apart = stride(rows.1, rank);
     let out = [((shape.t, apart).into(), q.dtype()), (lse_shape.into(), DType::F32)];
-    if let Some([o, lse]) = ghosts(&[q, k, v], out, |_| ()) {
+    if let Some([o, lse]) = ghost_products(&[q, k, v], out, |_| ()) {
         return Ok(Saved { o: Padded::within(o, rows)?, lse });
     }
     let tiles = tiles(&[q, k, v], shape, how)?;
@@ -183,7 +183,7 @@ pub fn backward(
         l.touch((4 * shape.h * shape.t) as u64);
         started(l);
     };
-    if let Some([dq, dk, dv]) = ghosts(&[q, k, v, o, lse, d_o], [own(q), own(k), of_v()], during) {
+    if let Some([dq, dk, dv]) = ghost_products(&[q, k, v, o, lse, d_o], [own(q), own(k), of_v()], during) {
         return Ok((dq, dk, Padded::within(dv, rows)?));
     }
     let tiles = tiles(&[q, k, v, o, d_o], shape, how)?;

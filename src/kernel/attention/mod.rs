@@ -143,7 +143,7 @@ impl Causal<'_> {
         if let Some(g) = q.ghost() {
             let flops =
                 2.0 * products * self.pairs() * (g.shape().elem_count() / self.seqs.keys().max(1)) as f64;
-            g.ledger().work(Cost { flops, ..Cost::default() });
+            g.ledger().work(Cost { flops, attention: flops, ..Cost::default() });
         }
     }
 

@@ -42,8 +42,24 @@ pub struct Source(pub &'static str);
 /// What a kernel on CUDA takes for ghosts; `None` for tensors.
 ///
 /// Of what it `reads`, copies where that is not in row-major order; its results `out`; and what `during` takes while it
-/// works. It counts as one launch: `during` writes down the others.
+/// works. It counts as one launch, which moves what it reads and gives: `during` writes down the others.
 pub fn ghosts<const N: usize>(
+    reads: &[&Tensor],
+    out: [(Shape, DType); N],
+    during: impl FnOnce(&Ledger),
+) -> Option<[Tensor; N]> {
+    let out = ghost_products(reads, out, during)?;
+    moves(reads.iter().copied().chain(&out));
+    Some(out)
+}
+
+/// Writes down that an operation reads or writes these, if they are ghosts.
+pub fn moves<'a>(all: impl IntoIterator<Item = &'a Tensor>) {
+    all.into_iter().filter_map(Tensor::ghost).for_each(Ghost::is_moved);
+}
+
+/// As [`ghosts`], of a kernel that moves what it reads and gives while it multiplies.
+pub fn ghost_products<const N: usize>(
     reads: &[&Tensor],
     out: [(Shape, DType); N],
     during: impl FnOnce(&Ledger),

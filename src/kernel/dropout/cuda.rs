@@ -2,7 +2,7 @@
 
 use super::Rows;
 use crate::kernel::Tensor;
-use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, hold_copies, started};
+use crate::kernel::cuda::launch::{Grid, Launch, compiled, empty, hold_copies, moves, started};
 use crate::kernel::gemm::row_stride;
 use crate::kernel::tensor::Ghost;
 use crate::rng::Stream;
@@ -58,7 +58,9 @@ impl Drawn {
         if let Some(g) = x.ghost() {
             let _copies = hold_copies(g.ledger(), &reads);
             started(g.ledger());
-            return Ok(Ghost::new(g.ledger(), x.shape().clone(), x.dtype()).into());
+            let y = Ghost::new(g.ledger(), x.shape().clone(), x.dtype()).into();
+            moves([x, &y].into_iter().chain(add));
+            return Ok(y);
         }
         let x = if apart.is_some() { x.clone() } else { x.contiguous()? };
         let (apart, add) = (apart.unwrap_or(width), add.map(Tensor::contiguous).transpose()?);

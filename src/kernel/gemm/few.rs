@@ -4,7 +4,7 @@
 use super::cpu::{is_serial, threads};
 use super::sizes;
 use super::stored::{Bits, Half};
-use crate::kernel::cpu::{dot, ghosts, is_native, sum, tensor, vectorised, view};
+use crate::kernel::cpu::{dot, ghost_products, is_native, sum, tensor, vectorised, view};
 use crate::kernel::is_half;
 use crate::kernel::tensor::Tensor;
 use candle_core::{DType, Result};
@@ -51,7 +51,9 @@ impl Lines<'_> {
 /// `alpha a b^T` in `dtype`, of what this [takes], with its work written down already.
 pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result<Tensor> {
     let (m, k, n) = sizes(a, false, b, true)?;
-    if let Some([y]) = ghosts::<f32, 1>(&[a], [((m, n).into(), dtype)], |l| l.touch(4 * (m * n) as u64)) {
+    if let Some([y]) =
+        ghost_products::<f32, 1>(&[a], [((m, n).into(), dtype)], |l| l.touch(4 * (m * n) as u64))
+    {
         return Ok(y);
     }
     let (half, wide);

@@ -23,7 +23,7 @@ pub use self::gradients::{GradProduct, accumulate};
 pub use self::stored::kept;
 pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
 
-use super::cpu::{Real, View, ghosts, in_place, is_native, on_real, tensor, view};
+use super::cpu::{Real, View, ghost_products, in_place, is_native, on_real, tensor, view};
 use super::ghost::Ghost;
 use super::ledger::Cost;
 use super::packing::packing;
@@ -59,7 +59,7 @@ fn sizes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, us
 fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if let Some([y]) =
-        ghosts::<T, 1>(&[a, b], [((m, n).into(), a.dtype())], |l| l.touch(packing((m, k, n), ta, tb)))
+        ghost_products::<T, 1>(&[a, b], [((m, n).into(), a.dtype())], |l| l.touch(packing((m, k, n), ta, tb)))
     {
         return Ok(y);
     }
@@ -206,7 +206,7 @@ fn onto_cpu<T: Real>(
     alpha: f64,
 ) -> Result<()> {
     let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
-    if ghosts::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
+    if ghost_products::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
         return Ok(());
     }
     let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
@@ -222,7 +222,7 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
     let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
     if let Some(g) = c.ghost() {
         let _sum = g.ledger().hold(4 * (m * n) as u64);
-        ghosts::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
+        ghost_products::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
         g.ledger().touch(g.bytes());
         return Ok(());
     }

@@ -22,6 +22,7 @@ pub use self::each::{each, side_by_side};
 use super::blocks::{Values, by_blocks, ghosts, written};
 use super::cast::{narrow, wide};
 use super::cpu::{self, Halves, ROWS, Real, dot, is_native, on_real, tensor, vectorised, view};
+use super::cuda::launch;
 use super::ledger::{Allocation, Cost, Role};
 use super::route;
 use super::tensor::{Ghost, On};
@@ -288,7 +289,10 @@ impl Groups {
             return self.gather_halves(x, gates, run);
         }
         let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
-        if let Some([y]) = cpu::ghosts::<T, 1>(&reads, [((run.rows, d).into(), x.dtype())], |_| ()) {
+        let shape = || (run.rows, d).into();
+        if let Some([y]) = cpu::ghost_products::<T, 1>(&reads, [(shape(), x.dtype())], |_| ()) {
+            // of what it is given, its own rows
+            launch::moves([&y, &y]);
             return Ok(y);
         }
         let xv = view::<T>(x)?;
@@ -321,8 +325,9 @@ impl Groups {
         let d = self.width(x)?;
         let x = x.contiguous()?;
         if let Some(g) = x.ghost() {
-            g.ledger().work(Cost { started: 1.0, ..Cost::default() });
-            return Ok(Ghost::new(g.ledger(), (run.rows, d), DType::BF16).into());
+            let y = Ghost::new(g.ledger(), (run.rows, d), DType::BF16);
+            g.ledger().work(Cost { started: 1.0, moved: 2.0 * y.moved(), ..Cost::default() });
+            return Ok(y.into());
         }
         let (xv, gv) = (Halves::of(&x)?, gates.map(view::<f32>).transpose()?);
         let (xs, gs) = (&*xv, gv.as_deref());

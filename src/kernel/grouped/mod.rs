@@ -16,7 +16,7 @@ pub mod table;
 pub use self::table::{Adapter, Entry, Side, Table};
 
 use super::Tensor;
-use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghosts};
+use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghost_products, ghosts};
 use super::group::Sorted;
 use super::ledger::Cost;
 use crate::rng::{Purpose, Stream};
@@ -146,7 +146,7 @@ fn products(
     }
     work(table, s, x, what);
     more.iter().for_each(|(t, x, _)| work(t, s, x, what));
-    if let Some([y]) = ghosts(&[x], [((n, width).into(), x.dtype())], |_| ()) {
+    if let Some([y]) = ghost_products(&[x], [((n, width).into(), x.dtype())], |_| ()) {
         return Ok(y);
     }
     let x = x.contiguous()?;
@@ -301,7 +301,7 @@ pub fn gradients(
         let read = 8.0 * s.busy() * table.gradient_values(which);
         g.ledger().work(Cost { flops, read, ..Cost::default() });
     }
-    if ghosts(&[a, b], [], |_| ()).is_some() {
+    if ghost_products(&[a, b], [], |_| ()).is_some() {
         return Ok(());
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);

@@ -8,7 +8,7 @@ use super::tiles::FEW;
 use super::{QuantizedMatrix, Scales};
 use crate::kernel::Tensor;
 use crate::kernel::cast;
-use crate::kernel::cpu::{Real, View, dot, ghosts, onto, tensor, view};
+use crate::kernel::cpu::{Real, View, dot, ghost_products, onto, tensor, view};
 use crate::kernel::gemm::{self, Mat, pairs};
 use crate::kernel::tensor::Ghost;
 use candle_core::{DType, Result, Storage, StorageRef};
@@ -224,7 +224,7 @@ pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
         return pairs::made(x, w.rows, true, &make, None);
     }
     let tiles = gemm::ghost_tiles((t, k, w.rows), tile_width(k), true, true);
-    if let Some([y]) = ghosts::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], tiles) {
+    if let Some([y]) = ghost_products::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], tiles) {
         return Ok(y);
     }
     let xv = view::<T>(x)?;

@@ -60,7 +60,7 @@ fn beside(what: &str, base: &Base, selection: &Selection, rows: &Rows) -> Result
         (FEED_FORWARD, Dequantize::PerLayer, 64),
         (usize::MAX.into(), Dequantize::PerMatmul, 64),
     ] {
-        let how = Execution { micro_rows: 1, recompute, dequantize, head_rows };
+        let how = Execution { micro_rows: 1, recompute, inputs: Inputs::default(), dequantize, head_rows };
         let (loss, ours) = step(&d, &p, &batch, &how, losses)?;
         let (also, theirs) = composed(|| step(&e, &q, &batch, &how, losses))?;
         assert!((loss - also).abs() <= 1e-6 * loss, "{what}: loss {loss} and {also}");

@@ -173,7 +173,8 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
         for recompute in [0.into(), 1.into(), c.config.layers.into(), FEED_FORWARD, NORMS, mixed] {
             for dequantize in [Dequantize::PerMatmul, Dequantize::PerLayer] {
                 for head_rows in [16, 17, usize::MAX] {
-                    let execution = Execution { micro_rows: 1, recompute, dequantize, head_rows };
+                    let inputs = Inputs::default();
+                    let execution = Execution { micro_rows: 1, recompute, inputs, dequantize, head_rows };
                     let grads = p.grads();
                     let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
                     let mut watch = |_, _| {

@@ -1,7 +1,6 @@
 //! What of a layer is kept between forward and backward changes no bit.
 
 use super::*;
-use crate::walk::Inputs;
 
 /// Loss and gradients of a step with noise, dropout and losses on routers; inputs wait on the host.
 fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result<(u64, Vec<Vec<f64>>)> {
@@ -10,10 +9,11 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
         Some(_) => RouterLosses { aux: 0.01, z: 0.001 },
         None => RouterLosses::default(),
     };
-    let walk = Walk::new(d, p.lowest_unit(), recompute).router_losses(losses).neftune(5.0);
     let inputs = Inputs { on_host: recompute.norms > 0, pin: false };
+    let how = Execution { recompute, inputs, ..Execution::plain(1, d.config.vocab, false) };
+    let mut walk = Walk::chosen(d, p.lowest_unit(), &how).router_losses(losses).neftune(5.0);
     let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
-    let sums = walk.inputs(inputs).train(batch, 1.0, &sink)?;
+    let sums = walk.train(batch, 1.0, &sink)?;
     sink.settle(None)?;
     let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
     Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
