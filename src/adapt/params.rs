@@ -427,18 +427,22 @@ impl Params {
         self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
-    /// Begins new sums of gradients: the parts of the buffers that hold what an earlier step left, to be written over. On
-    /// another device than the CPU they are zero: the last update made them so, or this does.
-    pub fn new_sums(&self) -> Result<&[Slot]> {
+    /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
+    pub fn zero_grads(&self) -> Result<()> {
         if self.zeroed.swap(false, Ordering::Relaxed) {
-            return Ok(&[]);
+            return Ok(());
         }
-        let grads = || self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
-        if grads().all(|g| is_native(&g.values)) {
+        self.units.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
+    }
+
+    /// As [`Params::zero_grads`], where a sink adds to these buffers and can write over what an earlier step left: the parts
+    /// that it is to write over.
+    pub fn new_sums(&self) -> Result<&[Slot]> {
+        let mut grads = self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
+        if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
             return Ok(&self.slots);
         }
-        grads().try_for_each(|g| g.values.zero_set())?;
-        Ok(&[])
+        self.zero_grads().map(|()| &[][..])
     }
 
     /// Number of trained values.

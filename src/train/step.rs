@@ -187,11 +187,13 @@ fn accumulate_scaled<'a>(
     stop: &dyn Fn() -> bool,
 ) -> crate::Result<Summed<'a>> {
     let StepRows { data, rows, step } = at;
-    let stale = s.params.new_sums()?;
     let (grads, lens) = (s.params.grads(), s.params.lens());
     let sink = match s.comm.world() {
-        1 if !s.params.in_backward => Sink::new(&grads, s.params.tensors.len()).over(stale),
-        _ => Sink::live(&lens, s.device, s.params.tensors.len()),
+        1 if !s.params.in_backward => Sink::new(&grads, s.params.tensors.len()).over(s.params.new_sums()?),
+        _ => {
+            s.params.zero_grads()?;
+            Sink::live(&lens, s.device, s.params.tensors.len())
+        }
     };
     let gather = Gather::new(s.decoder, s.params, s.comm);
     let in_backward = s.params.in_backward.then(|| InBackward {
