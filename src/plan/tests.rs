@@ -1,4 +1,4 @@
-//! Published figures, choices under a budget, and every shipped recipe.
+//! Plans: choices under a budget, and what is taken.
 
 use super::hints;
 use super::*;
@@ -6,6 +6,9 @@ use crate::model::layer::Level;
 use crate::recipe::{Recipe, SHIPPED};
 use crate::walk::Dequantize;
 use std::path::Path;
+
+mod published;
+mod shipped;
 
 /// A machine that has room for everything.
 const PLENTY: Room<'static> = Room {
@@ -36,169 +39,10 @@ fn rule(modules: &str, more: &str) -> String {
 
 const ALL: &str = "[\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\"]";
 const LORA: &str = "[\"attention\", \"mlp\"]";
+const MIXTRAL: &str = "mistralai/Mixtral-8x7B-v0.1";
 
 fn full() -> String {
     rule(ALL, "method = \"full\"")
-}
-
-#[track_caller]
-fn near(got: u64, want_gb: f64) {
-    let got = got as f64 / 1e9;
-    assert!((got / want_gb - 1.0).abs() <= 0.02, "{got} GB, published is {want_gb}");
-}
-
-/// "full, 70 B, 16 bytes a parameter, ZeRO-3": 70 GB a GPU on 16, 35 on 32.
-#[test]
-fn published_70b_in_full_over_ranks() -> anyhow::Result<()> {
-    for (ranks, gb) in [(16, 70.0), (32, 35.0)] {
-        let data = format!("parallel.data={ranks}");
-        let set = [data.as_str(), "parallel.zero=3", "run.batch_rows=32"];
-        let p = plan("meta-llama/Meta-Llama-3-70B", &full(), &set, true)?;
-        near(p.theory.total, gb * 70.55 / 70.0);
-        near(p.theory.total, gb);
-        assert_eq!(p.ranks, ranks);
-        assert_eq!(p.theory.frozen, 0);
-    }
-    Ok(())
-}
-
-/// "Llama-3-70B, full, 16 x 80 GB: does not fit without offload".
-#[test]
-fn published_70b_does_not_fit_sixteen_cards() -> anyhow::Result<()> {
-    let set = ["parallel.data=16", "parallel.zero=3", "memory.budget=80GB", "data.max_length=4096"];
-    let p = plan("meta-llama/Meta-Llama-3-70B", &full(), &set, true)?;
-    assert!(!p.fits() && !p.hints.is_empty(), "{} of 80 GB", p.total());
-    assert!(p.hints.iter().any(|h| h.text.contains("offload")), "{:?}", p.hints);
-    Ok(())
-}
-
-/// "Qwen2-72B: weights 144; optimizer 864, on the host when offloaded".
-#[test]
-fn published_72b_offloaded() -> anyhow::Result<()> {
-    let p = plan("Qwen/Qwen2-72B", &full(), &["memory.offload=[\"optimizer\"]"], true)?;
-    near(p.theory.weights, 144.0);
-    near(p.theory.master + p.theory.moments, 864.0);
-    let on_host = p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
-    near(on_host, 864.0);
-    assert_eq!((p.peak.bytes.get(Component::Moments), p.peak.bytes.get(Component::Master)), (0, 0));
-    Ok(())
-}
-
-const MIXTRAL: &str = "mistralai/Mixtral-8x7B-v0.1";
-
-/// One expert 1.76e8 parameters = 352 MB; a layer's eight 2.82 GB; 32 layers 90 GB.
-#[test]
-fn published_mixtral_experts() -> anyhow::Result<()> {
-    for (layers, experts, count, gb) in [
-        ("[0]", "[0]", 1.76e8, 0.352),
-        ("[0]", "\"all\"", 8.0 * 1.76e8, 2.82),
-        ("\"all\"", "\"all\"", 256.0 * 1.76e8, 90.0),
-    ] {
-        let more = format!("method = \"full\"\nlayers = {layers}\nexperts = {experts}");
-        let p = plan(MIXTRAL, &rule("[\"experts\"]", &more), &[], true)?;
-        near(p.theory.weights, gb);
-        assert!((p.parameters.1 as f64 / count - 1.0).abs() < 0.01, "{}", p.parameters.1);
-    }
-    Ok(())
-}
-
-/// Routers: 4096 x 8 = 32,768 a layer, about a million in all.
-#[test]
-fn published_mixtral_routers() -> anyhow::Result<()> {
-    let one = plan(MIXTRAL, &rule("[\"router\"]", "method = \"full\"\nlayers = [3]"), &[], true)?;
-    assert_eq!(one.parameters.1, 32_768);
-    let all = plan(MIXTRAL, &rule("[\"router\"]", "method = \"full\""), &[], true)?;
-    assert_eq!(all.parameters.1, 1_048_576);
-    Ok(())
-}
-
-/// 6 layers x 2 experts in full: weights 4.23, gradients 4.23, moments 16.9, master 8.46: 33.8 GB.
-#[test]
-fn published_mixtral_some_experts_in_full() -> anyhow::Result<()> {
-    let more = "method = \"full\"\nlayers = \"-6:\"\nexperts = [0, 1]";
-    let t = plan(MIXTRAL, &rule("[\"experts\"]", more), &[], true)?.theory;
-    for (got, want) in
-        [(t.weights, 4.23), (t.gradients, 4.23), (t.moments, 16.9), (t.master, 8.46), (t.total, 33.8)]
-    {
-        near(got, want);
-    }
-    near(t.frozen, 2.0 * (46.70 - 2.114));
-    Ok(())
-}
-
-/// The same beside a 4-bit base, the optimizer's states on the host: the shipped recipe fits one 48 GB card, by both.
-#[test]
-fn published_mixtral_some_experts_in_full_fit_one_card() -> anyhow::Result<()> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/mixtral-8x7b-6layers-2experts.toml");
-    let at = |set: &[&str]| -> anyhow::Result<Plan> {
-        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-        Ok(of_recipe(&Recipe::load_for_plan(&path, &set)?, true)?.0)
-    };
-    let p = at(&[])?;
-    assert!(p.budget == Some(44 << 30) && p.fits(), "{}", p.text(1, None, &[]));
-    let (bytes, count) = (&p.peak.bytes, p.parameters.1);
-    near(p.theory.total, 33.8);
-    // 46.4 B in decoder linears, of which 2.114 B train; embedding, head and norms stay
-    near(p.theory.frozen, (46.44 - 2.114) * 4.127 / 8.0 + 2.0 * 0.262);
-    let frozen: u64 = bytes.iter().take_while(|(c, _)| *c != Component::Trained).map(|(_, b)| b).sum();
-    near(frozen, p.theory.frozen as f64 / 1e9);
-    let get = |c| bytes.get(c);
-    assert_eq!((get(Component::Trained), get(Component::Gradients)), (2 * count, 4 * count));
-    assert_eq!((get(Component::Master), get(Component::Moments)), (0, 0));
-    let on_host = p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
-    assert_eq!(on_host, 12 * count);
-    for without in ["memory.offload=[]", "model.quantize=none"] {
-        assert!(!at(&[without])?.fits(), "{without}");
-    }
-    // without quantizing, as without offload, the plan knows what to do
-    assert!(at(&["memory.offload=[]"])?.hints.iter().any(|h| h.built && h.text.contains("memory.offload")));
-    assert!(at(&["model.quantize=none"])?.hints.iter().any(|h| h.built && h.text.contains("model.quantize")));
-    Ok(())
-}
-
-/// LoRA rank 16 on every expert: 884,736 an expert, 226.5 M in all; 0.45 + 0.45 + 2.72 = 3.6 GB.
-#[test]
-fn published_mixtral_expert_lora() -> anyhow::Result<()> {
-    let p = plan(MIXTRAL, &rule("[\"experts\"]", "rank = 16"), &[], true)?;
-    assert_eq!(p.parameters.1, 884_736 * 256);
-    near(p.theory.weights, 0.453);
-    near(p.theory.gradients, 0.453);
-    near(p.theory.master + p.theory.moments, 2.72);
-    near(p.theory.total, 3.624);
-    Ok(())
-}
-
-/// 2 B parameters, plain Adam: weights 4, gradients 4, moments 8 + 8 (the second 8 is the master here and
-/// the f32 moments are 16 in all; a model of 1.72 B stands in).
-#[test]
-fn published_bytes_a_parameter() -> anyhow::Result<()> {
-    let p = plan("Qwen/Qwen3-1.7B", &full(), &[], true)?;
-    let (t, n) = (p.theory, p.parameters.1);
-    assert_eq!((t.weights, t.gradients, t.master, t.moments), (2 * n, 2 * n, 4 * n, 8 * n));
-    assert_eq!(p.parameters.0, n);
-    Ok(())
-}
-
-/// NF4 with double quantization: 4.127 bits a parameter.
-#[test]
-fn published_nf4_bits() -> anyhow::Result<()> {
-    let (codes, scales) = statics::nf4(4096 * 12288);
-    let bits = 8.0 * (codes + scales) as f64 / (4096.0 * 12288.0);
-    assert!((bits - 4.127).abs() < 0.001 && (theory::NF4_BITS - 4.127).abs() < 0.001, "{bits}");
-    // Qwen3-8B: 6.95 B in decoder linears, the rest stays
-    let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &["model.quantize=nf4"], true)?;
-    near(p.theory.frozen, 6.946 * 4.127 / 8.0 + 2.0 * 1.245);
-    Ok(())
-}
-
-/// "Qwen3-8B, QLoRA: fits one 48 GB card".
-#[test]
-fn published_8b_qlora_fits() -> anyhow::Result<()> {
-    let set = ["model.quantize=nf4", "memory.budget=44GiB", "data.max_length=4096"];
-    let p = plan("Qwen/Qwen3-8B", &rule(LORA, ""), &set, true)?;
-    assert!(p.fits(), "{}", p.text(1, None, &[]));
-    assert!(p.total() > 8 << 30);
-    Ok(())
 }
 
 #[test]
@@ -570,127 +414,5 @@ fn hints_do_what_they_say() -> anyhow::Result<()> {
         let then = plan("Qwen/Qwen3-0.6B", &full(), &set, false)?;
         assert!(then.fits() && then.total() == h.total, "{}: {}", h.text, then.total());
     }
-    Ok(())
-}
-
-/// Every shipped recipe plans from what is in the binary, for the CPU and for CUDA.
-#[test]
-fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
-    for s in SHIPPED {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(format!("{}.toml", s.name));
-        let r = Recipe::load_for_plan(&path, &[])?;
-        for cuda in [false, true] {
-            let (p, _) = of_recipe(&r, cuda)?;
-            assert!(p.total() > 0 && p.parameters.1 > 0, "{}", s.name);
-            let json = p.json(1, None);
-            let parts: u64 = json["device"]
-                .as_object()
-                .into_iter()
-                .flatten()
-                .filter(|(k, _)| *k != "total" && *k != "budget")
-                .filter_map(|(_, v)| v.as_u64())
-                .sum();
-            assert_eq!(Some(parts), json["device"]["total"].as_u64(), "{}", s.name);
-        }
-    }
-    Ok(())
-}
-
-/// Cards that shipped recipes are for: what each is called, and what of it a run can have.
-const CARDS: [(&str, &str); 2] = [("48 GB", "44GiB"), ("24 GB", "22GiB")];
-
-/// What the head of a recipe says of its plan for each card.
-const HEADS: &[(&str, &[usize])] = &[
-    ("qwen3-8b-48gb-full", &[0]),
-    ("qwen3-8b-qlora", &[0, 1]),
-    ("llama-3.1-8b-qlora", &[0, 1]),
-    ("qwen3-14b-qlora", &[0, 1]),
-    ("qwen3-32b-qlora", &[0]),
-    ("llama-3.3-70b-qlora", &[0]),
-    ("qwen3-30b-a3b-qlora", &[0]),
-    ("qwen3-30b-a3b-24gb-qlora", &[1]),
-    ("mixtral-8x7b-qlora-experts", &[0]),
-];
-
-/// The figures in the heads of shipped recipes are the plan's, and each fits its card.
-#[test]
-fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
-    let mut wrong = String::new();
-    for (name, cards) in HEADS {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(format!("{name}.toml"));
-        let text = std::fs::read_to_string(&path)?;
-        for (card, budget) in cards.iter().map(|c| CARDS[*c]) {
-            let budget = format!("memory.budget={budget}");
-            // rows full to data.max_length
-            let rows = ["data.train.0.source=rows.jsonl", "data.eval.0.source=rows.jsonl"];
-            let set: Vec<String> =
-                [&budget, "run.device=cuda"].into_iter().chain(rows).map(String::from).collect();
-            let (p, _) = of_recipe_in(&Recipe::load_for_plan(&path, &set)?, true, &PLENTY)?;
-            assert!(p.fits_device(), "{name} on {card}: {}", p.total());
-            let rows = p.execution.micro_rows;
-            let want = format!(
-                "# Plan    {card} card: {} of its {}, recomputing {}, micro-batches of {rows} row{}\n",
-                report::bytes(p.total()),
-                report::bytes(p.budget.unwrap_or(0)),
-                p.execution.words(p.walked),
-                if rows == 1 { "" } else { "s" }
-            );
-            if !text.contains(&want) {
-                wrong += &format!("{name}: {want}");
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "heads should say\n{wrong}");
-    Ok(())
-}
-
-/// With states on the host and each layer updated in its backward pass, Qwen3-8B trains in full on one card: what is left
-/// there is weights, the largest unit's gradients and activations. In 8 bits moments are a quarter of what they are in f32.
-#[test]
-fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
-    let (name, offload) = ("optimizer.name=adamw8bit", "memory.offload=['optimizer']");
-    let set = ["memory.budget=38GiB", "run.batch_rows=1", "run.clip=0", "data.max_length=4096"];
-    let of = |more: &[&str]| plan("Qwen/Qwen3-8B", &full(), &[&set[..], more].concat(), true);
-    let kept = "optimizer.master=f32";
-    let p = of(&[name, offload, kept, "optimizer.in_backward=true"])?;
-    assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
-    let n = p.parameters.1;
-    // the head's, with the norm before it
-    let largest = 4 * (151_936 + 1) * 4096;
-    assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
-    let states =
-        |p: &Plan| p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
-    let rounded = |per_value: f64| (per_value * n as f64) as u64;
-    assert!(states(&p).abs_diff(rounded(6.0 + 8.0 / 256.0)) < n / 1000, "{}", states(&p));
-    // each of the three is needed
-    assert!(!of(&[name, offload])?.fits() && !of(&[name, kept, "optimizer.in_backward=true"])?.fits());
-    assert!(states(&of(&[offload, "optimizer.in_backward=true"])?) > states(&p) + 5 * n);
-    // without f32 master weights nothing is on the host: 4 bytes a value, and the scales
-    let p = of(&[name, "optimizer.in_backward=true"])?;
-    assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
-    assert_eq!((states(&p), p.peak.bytes.get(Component::Master), p.theory.master), (0, 0, 0));
-    assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
-    let held = p.peak.bytes.get(Component::Trained) + p.peak.bytes.get(Component::Moments);
-    assert!(held.abs_diff(rounded(4.0 + 8.0 / 256.0)) < n / 1000, "{held}");
-    assert!(p.text(1, None, &[]).contains("master      none of what trains in full"));
-    Ok(())
-}
-
-#[test]
-fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
-    let (all, none) = (Recomputed::from(28), Recomputed::default());
-    for (set, want) in [
-        ("all", all),
-        ("feed_forward", Recomputed { feed_forward: 28, ..none }),
-        ("norms", Recomputed { norms: 28, ..none }),
-        ("none", none),
-        ("5", 5.into()),
-    ] {
-        let set = &*format!("memory.recompute={set}");
-        let p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[set, "memory.budget=1KiB"], false)?;
-        assert_eq!(p.execution.recompute, want);
-        assert!(!p.fits());
-    }
-    assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.tensor=2"));
     Ok(())
 }
