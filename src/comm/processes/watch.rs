@@ -313,21 +313,19 @@ impl Watch {
     /// Names the rank that others have waited for, in the collective of a number, for as long as they may.
     fn judge(&self, number: u64) {
         let s = self.lock();
-        let behind = (0..self.world).filter(|r| s.peers[*r].at.0 < number);
-        let late = behind.min_by_key(|r| s.peers[*r].at.0);
         let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
-        // one that was stopped after it had come says nothing more
-        let others = (0..self.world).filter(|r| *r != self.rank);
+        // one that is stopped says nothing more, and may have kept others in the collective before
+        let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
         let silent = others.min_by_key(|r| s.peers[*r].heard);
         let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * BEAT));
-        drop(s);
-        let (late, why) = match (late, silent) {
-            (Some(late), _) => (late, format!("it has not come to {there}")),
-            (None, Some(silent)) => (silent, format!("it has come to {there}, and goes no further")),
-            (None, None) => {
-                (self.rank, format!("all have come to {there}, and what they give does not arrive"))
-            }
+        let last = (0..self.world).min_by_key(|r| s.peers[*r].at.0);
+        let late = silent.or(last.filter(|r| s.peers[*r].at.0 < number));
+        let (late, why) = match late {
+            Some(late) if s.peers[late].at.0 < number => (late, format!("it has not come to {there}")),
+            Some(late) => (late, format!("it has come to {there}, and goes no further")),
+            None => (self.rank, format!("all have come to {there}, and what they give does not arrive")),
         };
+        drop(s);
         self.hangs(late, why);
     }
 
@@ -387,6 +385,40 @@ impl Watch {
                 (None, true) => self.say_all(&Say::Late(number)),
                 (None, false) => {}
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of ranks that came to a collective of a number and were heard so many seconds ago, who is named, and why.
+    fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
+        let watch = Watch::new((0, peers.len()), Duration::from_secs(3));
+        for (peer, (at, ago)) in watch.lock().peers.iter_mut().zip(peers) {
+            peer.at = (*at, format!("sum {at}"));
+            peer.heard = Instant::now().checked_sub(Duration::from_secs(*ago)).expect("a clock that long on");
+        }
+        watch.judge(number);
+        let e = watch.failed().expect("a failure");
+        (e.rank, e.why)
+    }
+
+    #[test]
+    fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
+        let both = [(6, 0), (6, 3), (7, 0), (7, 0)];
+        let ahead = [(6, 0), (7, 3), (7, 0), (7, 0)];
+        let slow = [(7, 0), (7, 0), (6, 0), (7, 0)];
+        let wire = [(7, 0); 4];
+        for (peers, rank, says) in [
+            (both, 1, "it has not come to sum 7 within 3 s"),
+            (ahead, 1, "it has come to sum 7, and goes no further"),
+            (slow, 2, "it has not come to sum 7"),
+            (wire, 0, "all have come to sum 7"),
+        ] {
+            let (named, why) = named(&peers, 7);
+            assert!(named == rank && why.contains(says), "{peers:?}: rank {named}: {why}");
         }
     }
 }
