@@ -202,7 +202,8 @@ pub(super) fn ghosts_in<T: Real, const N: usize>(
     Some(out)
 }
 
-fn ghost_products_in<T: Real, const N: usize>(
+/// As [`ghost_products`], where what is of some other types is read and written as it is.
+pub(super) fn ghost_products_in<T: Real, const N: usize>(
     as_it_is: impl Fn(DType) -> bool,
     reads: &[&Tensor],
     out: [(Shape, DType); N],

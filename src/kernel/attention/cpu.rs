@@ -16,22 +16,22 @@ use std::ops::Range;
 pub const BLOCK: usize = 64;
 
 /// One block of queries of one head: the keys that any of them sees, and which of those each sees.
-struct Block {
+pub(super) struct Block {
     /// First key.
-    k0: usize,
+    pub k0: usize,
     /// Number of keys.
-    n: usize,
+    pub n: usize,
 }
 
 impl Block {
-    fn of(how: &Causal<'_>, i0: usize, rows: usize) -> Self {
+    pub fn of(how: &Causal<'_>, i0: usize, rows: usize) -> Self {
         let first = how.seqs.first_query + i0;
         let k0 = how.first_key(first);
         Self { k0, n: first + rows - k0 }
     }
 
     /// Columns of the block that its row `r` sees.
-    fn seen(&self, how: &Causal<'_>, i0: usize, r: usize) -> (usize, usize) {
+    pub fn seen(&self, how: &Causal<'_>, i0: usize, r: usize) -> (usize, usize) {
         let i = how.seqs.first_query + i0 + r;
         (how.first_key(i) - self.k0, i + 1 - self.k0)
     }
@@ -193,14 +193,34 @@ fn softmax<T: Real>(row: &mut [T]) -> T {
 }
 
 /// A block of queries of one head, in the backward pass.
-struct Item {
-    head: usize,
+pub(super) struct Item {
+    pub head: usize,
     /// Its key/value head.
-    kvh: usize,
+    pub kvh: usize,
     /// First query.
-    i0: usize,
-    rows: usize,
-    block: Block,
+    pub i0: usize,
+    pub rows: usize,
+    pub block: Block,
+}
+
+impl Item {
+    /// All, those of a key/value head together.
+    pub fn all(Shape { t, h, g, .. }: Shape, how: &Causal<'_>) -> Vec<Self> {
+        let item = |kvh: usize, i0: usize, head: usize| {
+            let rows = BLOCK.min(t - i0);
+            Self { head, kvh, i0, rows, block: Block::of(how, i0, rows) }
+        };
+        (0..g)
+            .flat_map(|kvh| (0..t).step_by(BLOCK).map(move |i0| (kvh, i0)))
+            .flat_map(|(kvh, i0)| (kvh * (h / g)..(kvh + 1) * (h / g)).map(move |head| (kvh, i0, head)))
+            .map(|(kvh, i0, head)| item(kvh, i0, head))
+            .collect()
+    }
+
+    /// Where its queries begin among all, of so many heads and channels.
+    pub fn at(&self, h: usize, c: usize) -> usize {
+        (self.i0 * h + self.head) * c
+    }
 }
 
 /// What the backward pass keeps of an item: its probabilities and their gradient [rows, n], and that of its queries.
@@ -211,10 +231,10 @@ struct Kept<T> {
 }
 
 /// Keys that a thread adds gradients of at a time.
-const KEYS: usize = 2 * BLOCK;
+pub(super) const KEYS: usize = 2 * BLOCK;
 
 /// Items that are at work at once, a thread.
-const AT_ONCE: usize = 4;
+pub(super) const AT_ONCE: usize = 4;
 
 /// Backward, some blocks of queries at a time: threads take them first, and then blocks of keys, to whose gradients each of
 /// those adds in its order. So what is kept depends on the threads and the keys, not on the heads, and the sums on neither.
@@ -226,7 +246,8 @@ pub fn backward<T: Real>(
     d_o: &Tensor,
     how: &Causal<'_>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
+    let shape = Shape::of(q, k, v, how.seqs)?;
+    let Shape { t, h, g, c } = shape;
     let keys = how.seqs.keys();
     let kept = |l: &Ledger| {
         let items = (h * t.div_ceil(BLOCK)).min(AT_ONCE * l.machine().threads as usize);
@@ -242,15 +263,7 @@ pub fn backward<T: Real>(
     let (qv, kv, vv) = (view::<T>(q)?, view::<T>(k)?, view::<T>(v)?);
     let (ov, lv, dv) = (view::<T>(o)?, view::<T>(lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
-    let item = |kvh: usize, i0: usize, head: usize| {
-        let rows = BLOCK.min(t - i0);
-        Item { head, kvh, i0, rows, block: Block::of(how, i0, rows) }
-    };
-    let items: Vec<Item> = (0..g)
-        .flat_map(|kvh| (0..t).step_by(BLOCK).map(move |i0| (kvh, i0)))
-        .flat_map(|(kvh, i0)| (kvh * (h / g)..(kvh + 1) * (h / g)).map(move |head| (kvh, i0, head)))
-        .map(|(kvh, i0, head)| item(kvh, i0, head))
-        .collect();
+    let items = Item::all(shape, how);
     // as large as any item needs, at once: a vector that grows holds twice what it needs
     let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
     let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
@@ -259,7 +272,7 @@ pub fn backward<T: Real>(
         .map(|_| Kept { p: zeros(rows * most), dp: zeros(rows * most), dq: zeros(rows * c) })
         .collect();
     let (mut dq, mut dk, mut dval) = (zeros(t * h * c), zeros(keys * g * c), zeros(keys * g * c));
-    let rows_of = |of: &Item| (of.i0 * h + of.head) * c;
+    let rows_of = |of: &Item| of.at(h, c);
     for now in items.chunks(at_once) {
         kept.par_iter_mut().zip(now).with_max_len(1).for_each(|(kept, of)| {
             let Item { head, kvh, i0, rows, block: Block { k0, n } } = *of;

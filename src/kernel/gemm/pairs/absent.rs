@@ -17,6 +17,6 @@ pub fn wide(_: Mat<'_, bf16>, _: Right<'_>, _: f32) -> Vec<f32> {
 }
 
 /// See [`super::product_onto`].
-pub fn product_onto(_: Onto<'_>, _: bool, _: Mat<'_, bf16>, _: Right<'_>, _: f32) {
+pub fn product_onto(_: Onto<'_>, _: usize, _: bool, _: Mat<'_, bf16>, _: Right<'_>, _: f32) {
     unreachable!("{NOT_HERE}")
 }

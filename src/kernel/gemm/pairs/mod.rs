@@ -107,7 +107,7 @@ pub fn path() -> candle_core::Result<Path> {
     chosen.clone().map_err(candle_core::Error::msg)
 }
 
-/// Where a product goes, row-major, its rows end to end.
+/// Where a product goes, row-major.
 pub enum Onto<'a> {
     /// Rounded once.
     Half(&'a mut [bf16]),
@@ -150,12 +150,12 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     strips::wide(a, b, alpha)
 }
 
-/// `c = alpha a b`, or with `add` `c += alpha a b`.
+/// `c = alpha a b`, or with `add` `c += alpha a b`, for a `c` with so many values from row to row.
 ///
 /// # Panics
 /// As there.
-pub fn product_onto(c: Onto<'_>, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
-    strips::product_onto(c, add, a, b, alpha);
+pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+    strips::product_onto(c, stride, add, a, b, alpha);
 }
 
 /// Bytes that a product [m, k] x [k, n] takes beside its operands and its result on so many threads, the left operand

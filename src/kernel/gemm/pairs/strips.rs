@@ -73,7 +73,8 @@ fn each(threads: usize, count: usize, f: impl Fn(usize) + Sync) {
 /// See [`super::rounded`].
 pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    product(Place { half: Some(Shared(out.start())), wide: None }, false, a, b, alpha);
+    let place = Place { half: Some(Shared(out.start())), wide: None, stride: columns(a, b) };
+    product(place, false, a, b, alpha);
     // SAFETY: the product wrote all of them.
     unsafe { out.written() }
 }
@@ -81,18 +82,20 @@ pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
 /// See [`super::wide`].
 pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     let mut out = Buffer::new(a.rows * columns(a, b));
-    product(Place { half: None, wide: Some(Shared(out.start())) }, false, a, b, alpha);
+    let place = Place { half: None, wide: Some(Shared(out.start())), stride: columns(a, b) };
+    product(place, false, a, b, alpha);
     // SAFETY: the product wrote all of them.
     unsafe { out.written() }
 }
 
 /// See [`super::product_onto`].
-pub fn product_onto(c: Onto<'_>, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
+pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     let (len, place) = match c {
-        Onto::Half(c) => (c.len(), Place { half: Some(Shared(c.as_mut_ptr())), wide: None }),
-        Onto::Wide(c) => (c.len(), Place { half: None, wide: Some(Shared(c.as_mut_ptr())) }),
+        Onto::Half(c) => (c.len(), Place { half: Some(Shared(c.as_mut_ptr())), wide: None, stride }),
+        Onto::Wide(c) => (c.len(), Place { half: None, wide: Some(Shared(c.as_mut_ptr())), stride }),
     };
-    assert!(len >= a.rows * columns(a, b), "product outside its destination");
+    let (m, n) = (a.rows, columns(a, b));
+    assert!(m == 0 || stride >= n && len >= (m - 1) * stride + n, "product outside its destination");
     product(place, add, a, b, alpha);
 }
 
@@ -107,23 +110,26 @@ fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
     }
 }
 
-/// Where a product goes, one or the other.
+/// Where a product goes, one or the other, with so many values from row to row.
 #[derive(Clone, Copy)]
 struct Place {
     half: Option<Shared<bf16>>,
     wide: Option<Shared<f32>>,
+    stride: usize,
 }
 
-/// `out = alpha a b`, or `out += alpha a b`, for an `out` of as many values, which nothing else reads or writes.
+/// `out = alpha a b`, or `out += alpha a b`, for an `out` of as many rows and columns, which nothing else reads or writes.
 fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     assert!(panels::are_here(), "dot products that this processor does not have");
     let (m, k, n) = (a.rows, a.cols, columns(a, b));
     if m == 0 || n == 0 || k == 0 {
         if !add {
-            // SAFETY: zeros are values of both types, and there are so many.
-            unsafe {
-                out.half.inspect(|o| o.0.write_bytes(0, m * n));
-                out.wide.inspect(|o| o.0.write_bytes(0, m * n));
+            for row in 0..m {
+                // SAFETY: zeros are values of both types, and there are so many.
+                unsafe {
+                    out.half.inspect(|o| o.from(row * out.stride).write_bytes(0, n));
+                    out.wide.inspect(|o| o.from(row * out.stride).write_bytes(0, n));
+                }
             }
         }
         return;
@@ -263,17 +269,17 @@ impl Work<'_> {
         right: &dyn Fn(usize) -> *const u32,
         sums: Shared<f32>,
     ) {
-        let (n, pairs) = (self.cut.n, block.len().div_ceil(2));
+        let (stride, pairs) = (self.out.stride, block.len().div_ceil(2));
         let (first, last) = (block.start == 0, block.end == self.cut.k);
         for (c, width) in panels::Shape::RIGHT.panels(own.len()) {
             let count = width.min(own.len() - c);
             for row in rows.clone().step_by(ROWS) {
                 let height = ROWS.min(rows.end - row);
-                let at = row * n + own.start + c;
+                let at = row * stride + own.start + c;
                 let out = match self.out {
                     Place { wide: Some(wide), .. } => panels::Out {
                         wide: wide.from(at),
-                        wide_stride: n,
+                        wide_stride: stride,
                         half: std::ptr::null_mut(),
                         half_stride: 0,
                         alpha: self.alpha,
@@ -285,7 +291,7 @@ impl Work<'_> {
                         wide: sums.from((row - rows.start) * own.len() + c),
                         wide_stride: own.len(),
                         half: half.map_or(std::ptr::null_mut(), |h| h.from(at)),
-                        half_stride: n,
+                        half_stride: stride,
                         alpha: self.alpha,
                         add_wide: !first,
                         add_half: self.add && last,

@@ -70,14 +70,15 @@ pub fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: boo
 }
 
 fn put((c, add): (&Tensor, bool), a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Result<()> {
+    let stride = c.dim(1)?;
     if c.dtype() == DType::BF16 {
         return in_place::<bf16>("matmul", c, |c| {
-            product_onto(Onto::Half(c), add, a, b, alpha);
+            product_onto(Onto::Half(c), stride, add, a, b, alpha);
             Ok(())
         });
     }
     in_place::<f32>("matmul", c, |c| {
-        product_onto(Onto::Wide(c), add, a, b, alpha);
+        product_onto(Onto::Wide(c), stride, add, a, b, alpha);
         Ok(())
     })
 }
