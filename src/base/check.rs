@@ -5,6 +5,7 @@ use crate::model::Config;
 use crate::model::modules::{Group, modules};
 use crate::quant;
 use crate::store::TensorFiles;
+use safetensors::Dtype;
 use std::collections::BTreeSet;
 
 impl Base {
@@ -52,6 +53,9 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
                 Some(i) if i.shape != shape => {
                     problems.push(format!("{name}: {:?} in the file, {shape:?} by config.json", i.shape));
                 }
+                Some(i) if !matches!(i.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64) => {
+                    problems.push(format!("{name}: {} in the file, F32, F16, BF16 or F64 are read", i.dtype));
+                }
                 Some(_) => {}
             }
         }
@@ -72,6 +76,10 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
     }
     Err(Error::Tensors {
         dir: files.paths().next().and_then(|p| p.parent()).map_or(String::new(), |p| p.display().to_string()),
-        why: format!("{count} tensors do not fit config.json\n  {}", problems.join("\n  ")),
+        why: format!(
+            "{} config.json\n  {}",
+            if count == 1 { "1 tensor does not fit".into() } else { format!("{count} tensors do not fit") },
+            problems.join("\n  ")
+        ),
     })
 }

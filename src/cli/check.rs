@@ -10,7 +10,9 @@ use crate::hub::{self, ModelDir, Settings, Want};
 use crate::log::warn;
 use crate::model::Config;
 use crate::model::modules::{Group, parameters};
+use crate::plan::source;
 use crate::recipe::{Part, Quantize, Recipe, Source, Weights};
+use crate::store;
 use crate::train::{job, server, sources};
 use candle_core::{DType, Device};
 use std::collections::HashSet;
@@ -111,22 +113,33 @@ impl Check<'_> {
             let program = std::env::current_exe().ok();
             self.keep(server::check(recipe, device.is_cuda(), program.as_deref()).map_err(Error::from));
         }
+        let output = &recipe.run.output;
+        if output.exists() && !output.is_dir() {
+            let why = std::io::ErrorKind::NotADirectory.into();
+            self.errors.push(store::Error::write("create", output, None, why).into());
+        }
         let compute = device.map(|d| (d.clone(), job::dtype(recipe.model.dtype, &d)));
         let mut found = Found { compute, ..Found::default() };
         let adapter_outcome = job::adapter(&settings, recipe, true);
         let adapter = self.reach("the adapter", adapter_outcome).flatten();
         let adapter_lost = adapter.is_none() && recipe.lora.init.adapter().is_some();
 
-        found.model = self.keep(job::model(&settings, recipe, Want::Config, true));
-        found.config = match &found.model {
-            Some(model) => self.keep(job::config(&model.dir, &recipe.model.overrides)),
-            None => None,
+        let model = job::model(&settings, recipe, Want::Config, true);
+        let known = self.keep(source::built_in(&recipe.model).map_err(Error::from)).flatten();
+        found.model = match known {
+            Some(_) => self.reach("the model's files", model),
+            None => self.keep(model),
+        };
+        found.config = match (&found.model, known) {
+            (Some(model), _) => self.keep(job::config(&model.dir, &recipe.model.overrides)),
+            (None, known) => known.map(|(config, _)| config),
         };
         let Some(config) = &found.config else {
             self.unchecked.push("what trains, tokenizer and rows, which need the model's config".into());
             self.sources();
             return found;
         };
+        self.keep(job::routers(recipe, config).map_err(Error::from));
         // without rules, the adapter says what trains
         if !(adapter_lost && recipe.train.is_empty()) {
             found.selection = self.keep(job::selection(recipe, config, adapter.as_ref()));
@@ -240,10 +253,11 @@ impl Check<'_> {
 impl Found {
     fn summary(&self, recipe: &Recipe, unchecked: &[String]) -> String {
         let mut lines: Vec<(&str, String)> = Vec::new();
-        if let (Some(model), Some(c)) = (&self.model, &self.config) {
+        if let Some(c) = &self.config {
             let tied = if c.tied { ", tied head" } else { "" };
             let what = format!("{} layers, width {}, {} tokens{tied}", c.layers, c.hidden, c.vocab);
-            lines.push(("model", format!("{} ({}: {what})", model.source, c.family.model_type)));
+            let source = self.model.as_ref().map_or(&recipe.model.source, |m| &m.source);
+            lines.push(("model", format!("{source} ({}: {what})", c.family.model_type)));
             if let Some(s) = &self.selection {
                 let (total, trained) = (parameters(c), s.trained().iter().map(|t| t.elements() as u64).sum());
                 let share = 100.0 * trained as f64 / total as f64;

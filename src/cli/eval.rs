@@ -64,10 +64,12 @@ pub fn run(args: &Args) -> crate::Result<()> {
         return Err(train::Error::Evaluation.into());
     }
     let scores = train::score(&job, &decoder, &Nothing, &data, &|| false)?;
-    let adapter = job.adapter.as_ref().map(|a| a.dir.display().to_string());
+    let shown = |is_model: bool| given.as_ref().filter(|g| g.is_model() == is_model).map(|g| g.shown.clone());
+    let model = shown(true).unwrap_or_else(|| job.model.source.clone());
+    let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));
     if args.json {
         let mut line = json!({
-            "model": job.model.source, "adapter": adapter, "loss": loss, "perplexity": loss.exp(),
+            "model": model, "adapter": adapter, "loss": loss, "perplexity": loss.exp(),
             "target_tokens": targets, "rows": data.rows.len(),
         });
         scores.iter().for_each(|s| train::add_to(&mut line, s));
@@ -75,7 +77,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     super::print(&format!(
         "model       {}{}\nloss        {loss:.6}\nperplexity  {:.4}\ntargets     {targets} in {} rows\n{}",
-        job.model.source,
+        model,
         adapter.map_or(String::new(), |a| format!(" + {a}")),
         loss.exp(),
         data.rows.len(),

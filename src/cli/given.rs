@@ -12,6 +12,8 @@ use tempfile::TempDir;
 pub(super) struct Given {
     /// As it is to be named from here on.
     pub name: String,
+    /// As it is told.
+    pub shown: String,
     /// The folder of the run that it is of, where that is known.
     pub run: Option<PathBuf>,
     /// Where a checkpoint's was written, until the verb ends.
@@ -26,10 +28,10 @@ pub(super) fn recipe_of(folder: &Path) -> Option<PathBuf> {
 }
 
 impl Given {
-    /// What a name means: of a run's folder its result, or the newest checkpoint where it has none yet.
+    /// What a name means: of a run's folder its result, or the newest checkpoint where it has not ended.
     ///
     /// # Errors
-    /// A run without result and checkpoints; a checkpoint that cannot be used.
+    /// A run that has neither; a checkpoint that cannot be used.
     pub fn find(name: &str) -> crate::Result<Self> {
         let dir = Path::new(name);
         if is_checkpoint(dir) {
@@ -37,18 +39,30 @@ impl Given {
         }
         if !is_run(dir) {
             let is_result = dir.file_name().is_some_and(|n| output::RESULTS.iter().any(|r| n == *r));
-            let run = dir.parent().filter(|p| is_result && is_run(p)).map(Path::to_path_buf);
-            return Ok(Self { name: name.into(), run, _made: None });
+            let run = dir.parent().filter(|p| is_result && is_run(p) && latest::end_of(p).is_some());
+            return Ok(Self::named(name.into(), run));
         }
-        if let Some(result) = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir()) {
-            return Ok(Self { name: result.display().to_string(), run: Some(dir.into()), _made: None });
+        let result = output::RESULTS.iter().map(|r| dir.join(r)).find(|r| r.is_dir());
+        if let Some(result) = result.as_ref().filter(|_| latest::end_of(dir).is_some()) {
+            return Ok(Self::named(result.display().to_string(), Some(dir)));
         }
         let folder = dir.join("checkpoints");
         let newest = if folder.is_dir() { Checkpoints::look(&folder).newest_whole()? } else { None };
-        match newest {
-            Some(c) => Self::of_checkpoint(&c.path),
-            None => Err(super::usage(format!("{name}: this run has no result and no checkpoint yet"))),
+        match (newest, result) {
+            (Some(c), _) => Self::of_checkpoint(&c.path),
+            (None, None) => {
+                Err(super::usage(format!("{name}: this run has no result and no checkpoint yet")))
+            }
+            (None, Some(result)) => Err(super::usage(format!(
+                "{name}: this run has not ended and has no checkpoint yet; {} is an earlier one's\n  \
+                 hint: name that folder to use it",
+                result.display()
+            ))),
         }
+    }
+
+    fn named(name: String, run: Option<&Path>) -> Self {
+        Self { shown: name.clone(), name, run: run.map(Path::to_path_buf), _made: None }
     }
 
     fn of_checkpoint(dir: &Path) -> crate::Result<Self> {
@@ -64,7 +78,8 @@ impl Given {
         let out = made.path().join(if job.selection.everything_full() { "model" } else { "adapter" });
         output::of_checkpoint(&job, dir, &out)?;
         tell(&format!("of checkpoint {}", dir.display()));
-        Ok(Self { name: out.display().to_string(), run: Some(run.into()), _made: Some(made) })
+        let (name, shown) = (out.display().to_string(), dir.display().to_string());
+        Ok(Self { name, shown, run: Some(run.into()), _made: Some(made) })
     }
 
     /// Whether it is a whole model, as far as a folder shows.

@@ -265,11 +265,13 @@ impl<'a> Loader<'a> {
                 self.samples.push(Arc::new(Store::default()), None);
             }
         }
-        let (problems, more, space) = (self.problems, self.more, self.space);
+        let (mut problems, more, space) = (self.problems, self.more, self.space);
         let dataset = match self.samples.is_empty() {
             true => None,
             false => of_part(self.samples, part, self.data, seed, &space)
                 .and_then(|samples| dataset(samples, part, self.data, self.stats, seed, &space))
+                // what follows from other problems is none of its own
+                .map_err(|e| problems.is_empty().then(|| problems.push(e)))
                 .ok(),
         };
         Checked { problems, more, dataset }

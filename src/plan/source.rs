@@ -2,7 +2,7 @@
 
 use crate::hub::{self, Settings, Want};
 use crate::model::{self, Config};
-use crate::recipe::Recipe;
+use crate::recipe::{self, Recipe};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 
@@ -34,6 +34,18 @@ const BUILTIN: &[(&[&str], &str, &str)] = builtin![
 /// The text of a built-in config.
 pub fn builtin(id: &str) -> Option<(&'static str, &'static str)> {
     BUILTIN.iter().find(|(ids, ..)| ids.contains(&id)).map(|(_, file, text)| (*file, *text))
+}
+
+/// The built-in config of a recipe's model, the recipe's overrides applied, and its name; `None` of a model that has none.
+///
+/// # Errors
+/// Overrides that do not fit.
+pub fn built_in(m: &recipe::Model) -> Result<Option<(Config, String)>, model::Error> {
+    let Some((file, text)) = builtin(&m.source) else { return Ok(None) };
+    let name = format!("built-in {file}");
+    let raw: Map<String, Value> = serde_json::from_str(text)
+        .map_err(|e| model::Error::Syntax { file: name.clone(), why: e.to_string() })?;
+    Ok(Some((Config::overridden(&name, raw, &m.overrides)?, name)))
 }
 
 /// A config, and where it came from in words.
@@ -76,12 +88,8 @@ pub fn find(recipe: &Recipe) -> crate::Result<Found> {
         Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
         Err(e) => return Err(e.into()),
     }
-    if let Some((file, text)) = builtin(&m.source) {
-        let name = format!("built-in {file}");
-        let raw: Map<String, Value> = serde_json::from_str(text)
-            .map_err(|e| model::Error::Syntax { file: name.clone(), why: e.to_string() })?;
-        let config = Config::overridden(&name, raw, &m.overrides)?;
-        return Ok(Found { config, from: name, dir: None, weights: false, notes: Vec::new() });
+    if let Some((config, from)) = built_in(m)? {
+        return Ok(Found { config, from, dir: None, weights: false, notes: Vec::new() });
     }
     let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
     let config = Config::load(&found.dir, &m.overrides)?;

@@ -145,7 +145,8 @@ struct Load<'a> {
 
 impl Load<'_> {
     fn refuse(&self, from: Dtype, to: DType) -> Error {
-        Error::Convert { name: self.name.to_string(), from: from.to_string(), to: to.as_str().to_uppercase() }
+        let (path, name) = (self.path.to_path_buf(), self.name.to_string());
+        Error::Unread { path, name, from: from.to_string(), to: to.as_str().to_uppercase() }
     }
 
     /// The error of a value that is not finite, at its place.

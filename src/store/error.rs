@@ -153,14 +153,29 @@ pub enum Error {
         /// Place of the first that was found.
         at: Vec<usize>,
     },
-    /// A conversion between number formats that `ft` does not do.
-    #[error("tensor {name:?} is {from} and cannot be read as {to}")]
-    Convert {
+    /// A tensor of a number format that is not read as what is wanted.
+    #[error(
+        "{}: tensor {name:?} is {from} and cannot be read as {to}\nhint: weights are read from F32, F16, BF16 and F64",
+        path.display()
+    )]
+    Unread {
+        /// The file.
+        path: PathBuf,
         /// The tensor.
         name: String,
         /// The format in the file.
         from: String,
         /// The format asked for.
+        to: String,
+    },
+    /// A number format that a file that is written does not have.
+    #[error("tensor {name:?} is {from} and cannot be written as {to}")]
+    Convert {
+        /// The tensor.
+        name: String,
+        /// Its format.
+        from: String,
+        /// The format of the file.
         to: String,
     },
     /// A tensor that differs from what was announced for the file being written.
@@ -266,6 +281,7 @@ impl Failure for Error {
             | Error::Changed { .. }
             | Error::Rows { .. }
             | Error::NotFinite { .. }
+            | Error::Unread { .. }
             | Error::Convert { .. } => ExitCode::Model,
             Error::Run { .. }
             | Error::Write { .. }

@@ -28,10 +28,15 @@ pub fn recipe_of(run: &Path) -> crate::Result<Recipe> {
     Ok(recipe)
 }
 
+/// What a run's metrics say of its end, where it has ended: its result is its own then, and not an earlier run's or of an
+/// earlier step.
+pub fn end_of(run: &Path) -> Option<serde_json::Value> {
+    last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")
+}
+
 /// The step that the result of a run is of, where the run has ended.
 pub fn ended_at(run: &Path) -> Option<u64> {
-    let end = last_event(&run.join("metrics.jsonl")).filter(|e| e["event"] == "end")?;
-    end["of_step"].as_u64()
+    end_of(run)?["of_step"].as_u64()
 }
 
 /// How the model of a run is loaded to answer.

@@ -165,9 +165,6 @@ pub(super) fn first(
     }
     // whatever speaks against writing the result there should not come out when everything is trained
     drop(NewFolder::begin(&result)?);
-    if options.overwrite {
-        clear(&job, &dir)?;
-    }
     let checkpoints = Checkpoints::open(&dir.join(CHECKPOINTS))?;
     let newest = match options.step {
         Some(step) => Some(checkpoints.whole(step)?),
@@ -233,6 +230,7 @@ pub(super) fn first(
         identity: &identity,
         checkpoints: &checkpoints,
         signals: &signals,
+        overwrite: options.overwrite,
         program: options.program.as_deref(),
     };
     let outcome = train(&start, watch, others).map_err(|e| planned.explain(e))?;
@@ -256,6 +254,8 @@ struct Start<'a> {
     identity: &'a Identity<'a>,
     checkpoints: &'a Checkpoints,
     signals: &'a Signals,
+    /// Whether it takes the place of what is in its folder.
+    overwrite: bool,
     /// What starts a server, where the recipe asks for one.
     program: Option<&'a Path>,
 }
@@ -320,6 +320,11 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> cra
     start.identity.loaded(&base)?;
     drop(base);
     watch.loaded(&params);
+    if start.overwrite {
+        // not before all that may be wrong with what is to be trained has shown
+        clear(job, dir)?;
+        Checkpoints::open(&dir.join(CHECKPOINTS))?;
+    }
     store::write_atomic(&dir.join("recipe.toml"), job.recipe.to_toml().as_bytes())?;
     let from = newest.map(|_| done);
     let mut metrics = Metrics::open(&dir.join("metrics.jsonl"), from)?;

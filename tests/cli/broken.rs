@@ -173,6 +173,14 @@ const CASES: &[Case] = &[
         });
         vec![]
     }),
+    ("a tensor of integers", 4, |w| {
+        weights(w);
+        let mut bytes = w.read("m/model.safetensors");
+        let format = bytes.windows(3).position(|b| b == b"F32").expect("a format");
+        bytes[format] = b'I';
+        w.write("m/model.safetensors", bytes);
+        vec![]
+    }),
     // adapters: 4
     ("no adapter", 4, |w| {
         adapter(w);

@@ -29,6 +29,7 @@ mod server;
 mod shipped;
 mod sources;
 mod split;
+mod stale;
 mod stops;
 mod terminal;
 mod text;

@@ -42,6 +42,39 @@ fn check_says_what_will_happen() {
     }
 }
 
+/// What a run refuses before it loads anything.
+#[test]
+fn check_refuses_what_a_run_refuses() {
+    let w = World::new();
+    quickstart(&w);
+    for (set, code, said) in [
+        ("router.aux_loss=0.1", 2, "qwen3 has no routers"),
+        ("data.train.0.weight=1e9", 2, "that is too many"),
+        ("data.train.0.weight=1e-9", 2, "no sample of the sources is in an epoch"),
+        ("run.output='q.toml'", 5, "q.toml"),
+    ] {
+        for verb in ["check", "run"] {
+            let r = w.ft(&[verb, "q.toml", set]);
+            assert!(r.code == code && r.err.contains(said), "{verb} {set}: {} {}", r.code, r.err);
+        }
+    }
+}
+
+/// A published model is known without the hub, as it is to a plan.
+#[test]
+fn check_knows_published_models_without_the_hub() {
+    let w = World::new();
+    let data = format!("{}/data/quickstart/train.jsonl", repository().display());
+    let r = w.ok(&["check", "qwen3-8b-qlora", &format!("data.train=[{{source='{data}'}}]"), "data.eval=[]"]);
+    for said in
+        ["Qwen/Qwen3-8B (qwen3: 36 layers", "LoRA rank", "not checked  tokenizer, chat template and rows"]
+    {
+        assert!(r.out.contains(said), "{said:?} is not in\n{}", r.out);
+    }
+    let r = w.ft(&["check", "qwen3-8b-qlora", "train.0.modules=['x']"]);
+    assert!(r.code == 2 && r.err.contains("\"x\" matches no module"), "{}", r.err);
+}
+
 #[test]
 fn data_shows_rows_and_keeps_the_gate() {
     let w = World::new();
