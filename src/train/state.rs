@@ -269,10 +269,10 @@ pub fn check_accepted(
     let Some(unknown) = accepted.iter().find(|k| !known().any(|n| n == *k)) else { return Ok(()) };
     let hint = match crate::recipe::nearest(unknown, known()) {
         Some(near) => format!("did you mean {near}?"),
-        None => "give a key that the refusal to go on names".into(),
+        None => "give a key as the refusal to go on names it: train.0.rank, data.train.0.source".into(),
     };
     Err(Error::Usage(format!(
-        "--accept-change {unknown}: this key does not decide the mathematics of the run\n  hint: {hint}"
+        "--accept-change {unknown}: a run is not told from others by this key\n  hint: {hint}"
     )))
 }
 
