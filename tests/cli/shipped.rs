@@ -89,9 +89,10 @@ fn shipped_recipes_pass_without_the_weights() {
 fn without_a_config_the_rest_is_checked() {
     let w = World::new();
     w.write("r.toml", ft::recipe::Shipped::find("qwen3-8b-lora").expect("a recipe").text);
-    let r = w.ft(&["check", "r.toml", "data.train.0.source=gone.jsonl", &rows()[1]]);
+    let set = ["model.source=me/unknown", "data.train.0.source=gone.jsonl", &rows()[1]];
+    let r = w.ft(&[&["check", "r.toml"], &set[..]].concat());
     assert_eq!(r.code, 4, "{}", r.err);
-    for said in ["config.json of Qwen/Qwen3-8B", "not checked: what trains", "gone.jsonl is not there"] {
+    for said in ["config.json of me/unknown", "not checked: what trains", "gone.jsonl is not there"] {
         assert!(r.err.contains(said), "{said:?} is not in {}", r.err);
     }
 }
