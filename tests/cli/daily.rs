@@ -1,7 +1,7 @@
 //! A day's work: recipes by name, folders of runs, early ends, the best checkpoint, other logs.
 
 use super::verbs::quickstart;
-use super::world::{FULL, LORA, World, recipe};
+use super::world::{FULL, LORA, World, recipe, reference};
 use serde_json::Value;
 
 fn tiny(rules: &str) -> World {
@@ -57,6 +57,45 @@ fn a_recipe_is_asked_for_and_written() {
         ["init", "other", "--model", "m", "--data", "d.jsonl", "--method", "full", "--memory", "many"];
     assert_eq!(w.ft(&given).code, 2, "no size");
     assert!(!w.path("other.toml").exists());
+}
+
+#[test]
+fn a_recipe_names_modules_that_its_model_has() {
+    let w = World::new();
+    let init = |model: &str, method: &str| {
+        let all = [
+            "init",
+            "--model",
+            model,
+            "--data",
+            "rows.jsonl",
+            "--method",
+            method,
+            "--memory",
+            "free",
+            "--overwrite",
+        ];
+        w.ok(&all);
+        String::from_utf8(w.read("recipe.toml")).expect("text")
+    };
+    for method in ["lora", "qlora", "full"] {
+        for case in ["qwen3-dense", "llama-embed-head", "mixtral", "qwen3-moe", "qwen2-moe"] {
+            let text = init(&reference(&format!("{case}/model")), method);
+            assert!(!text.contains("not at hand"), "{case}: {text}");
+            assert_eq!(
+                text.contains("\"experts\""),
+                case.ends_with("moe") || case == "mixtral",
+                "{case}: {text}"
+            );
+            w.ok(&["check", "recipe.toml"]);
+        }
+        // built in
+        let text = init("Qwen/Qwen3-30B-A3B", method);
+        assert!(text.contains("\"experts\"") && !text.contains("mlp"), "{text}");
+        // and one that nothing here knows
+        let text = init("somebody/unknown", method);
+        assert!(text.contains("config was not at hand") && text.contains("\"mlp\""), "{text}");
+    }
 }
 
 #[test]
