@@ -98,6 +98,35 @@ fn a_recipe_names_modules_that_its_model_has() {
     }
 }
 
+/// A recipe of one epoch, of 16 rows a step.
+fn of_an_epoch() -> World {
+    let w = tiny(LORA);
+    w.write(
+        "r.toml",
+        recipe(LORA).replace("steps = 6\n", "epochs = 1\n").replace("batch_rows = 4", "batch_rows = 16"),
+    );
+    w
+}
+
+#[test]
+fn few_steps_are_told() {
+    let w = of_an_epoch();
+    for verb in ["check", "run"] {
+        let r = w.ok(&[verb, "r.toml"]);
+        let packed =
+            "1 optimizer step by run.epochs = 1: 13 rows, of 40 samples packed, 16 a step (run.batch_rows)";
+        assert!(r.err.contains(packed), "{}", r.err);
+        assert!(r.err.contains("data.pack = false or a smaller data.max_length"), "{}", r.err);
+        let r = w.ok(&[verb, "r.toml", "data.pack=false", "run.output=long"]);
+        let each = "3 optimizer steps by run.epochs = 1: 40 rows, 16 a step (run.batch_rows)";
+        assert!(r.err.contains(each) && !r.err.contains("pack"), "{}", r.err);
+    }
+    for enough in [&["data.pack=false", "run.batch_rows=4"][..], &["run.steps=1"]] {
+        let r = w.ok(&[&["check", "r.toml"], enough].concat());
+        assert!(!r.err.contains("run.epochs"), "{}", r.err);
+    }
+}
+
 #[test]
 fn shells_and_readers_get_what_they_want() {
     let w = World::new();
