@@ -43,7 +43,7 @@ pub use reading::{Loaded, Reading, Server};
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
-pub use workload::{Tokens, Workload};
+pub use workload::{Tokens, Workload, check_steps};
 
 use crate::adapt::{self, LearningRate, Selection};
 use crate::base::Base;
@@ -496,6 +496,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
     };
     let server = Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host);
     let workload = workloads.of(recipe, recipe.run.micro_rows.count());
+    workload.steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
     let inputs = Inputs {
         recipe,
         config: &found.config,

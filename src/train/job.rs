@@ -285,10 +285,11 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> crate::Result<O
 /// The rows of each step.
 ///
 /// # Errors
-/// A dataset that makes no step.
+/// A dataset that makes no step, or more than a run can have.
 pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
     let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
     if batches.steps() > 0 {
+        plan::check_steps(recipe, batches.steps() as u64)?;
         return Ok(batches);
     }
     Err(Error::Usage(format!(

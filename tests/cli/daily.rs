@@ -128,6 +128,17 @@ fn few_steps_are_told() {
 }
 
 #[test]
+fn more_steps_than_there_can_be_are_refused() {
+    let w = of_an_epoch();
+    // then the plan knows the rows
+    w.ok(&["check", "r.toml"]);
+    for verb in ["check", "plan", "run"] {
+        let r = w.ft(&[verb, "r.toml", "run.epochs=1e300", "run.output=many"]);
+        assert!(r.code == 2 && r.err.contains("run.epochs = 1e300 comes to more than"), "{verb}: {}", r.err);
+    }
+}
+
+#[test]
 fn shells_and_readers_get_what_they_want() {
     let w = World::new();
     for shell in ["bash", "zsh", "fish"] {
