@@ -1,7 +1,7 @@
 //! `ft init`: asks what a recipe needs, and writes one.
 
 use crate::data;
-use crate::log::{escape, tell};
+use crate::log::{shell_word, tell};
 use crate::model::modules::{Group, groups};
 use crate::plan::source;
 use crate::recipe::Recipe;
@@ -72,7 +72,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let has = source::find(&recipe).ok().map(|found| groups(&found.config));
     let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
-    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", escape(&path.display().to_string())));
+    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     super::print(&format!("{}\n", path.display()))
 }
 

@@ -139,6 +139,30 @@ fn more_steps_than_there_can_be_are_refused() {
 }
 
 #[test]
+fn commands_to_go_on_with_are_quoted_for_a_shell() {
+    let w = tiny(FULL);
+    let r = w.ok(&["run", "r.toml", "run.output=my runs/it's"]);
+    assert!(
+        r.err.contains(r"next: ft chat 'my runs/it'\''s/model', ft report 'my runs/it'\''s'"),
+        "{}",
+        r.err
+    );
+    let r = w.ok(&[
+        "init",
+        "my own",
+        "--model",
+        "tiny",
+        "--data",
+        "rows.jsonl",
+        "--method",
+        "lora",
+        "--memory",
+        "free",
+    ]);
+    assert!(r.err.contains("ft run 'my own.toml'"), "{}", r.err);
+}
+
+#[test]
 fn shells_and_readers_get_what_they_want() {
     let w = World::new();
     for shell in ["bash", "zsh", "fish"] {
