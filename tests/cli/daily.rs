@@ -18,6 +18,17 @@ fn shipped_recipes_go_by_their_names() {
     assert!(plan.out.starts_with("qwen3-8b-qlora: Qwen/Qwen3-8B"), "{}", plan.out);
     let wrong = w.ft(&["plan", "qwen3-8b-qlora", "run.stepz=3"]);
     assert!(wrong.code == 2 && wrong.err.contains("did you mean steps?"), "{}", wrong.err);
+    for (verb, name) in [("check", "qwen3-8b-qlor"), ("plan", "qwen3-8b-qlor.toml"), ("run", "qwen3-8b-qlro")]
+    {
+        let near = w.ft(&[verb, name]);
+        assert!(near.code == 2 && near.err.contains("hint: did you mean qwen3-8b-qlora?"), "{}", near.err);
+    }
+    let far = w.ft(&["check", "mine.toml"]);
+    assert!(
+        far.code == 2 && far.err.contains("mine.toml") && !far.err.contains("did you mean"),
+        "{}",
+        far.err
+    );
     // a file of that name comes first
     w.write("qwen3-8b-qlora", "version = 2");
     assert_eq!(w.ft(&["plan", "qwen3-8b-qlora"]).code, 2);
