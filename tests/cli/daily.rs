@@ -109,6 +109,27 @@ fn a_recipe_names_modules_that_its_model_has() {
     }
 }
 
+#[test]
+fn a_path_of_no_folder_is_told_as_one() {
+    let w = tiny(FULL);
+    w.write("runs/here/x", "");
+    w.config("models/there", Value::Null);
+    for args in [
+        &["chat", "runs/none"][..],
+        &["check", "r.toml", "model.source=runs/none"],
+        &["plan", "r.toml", "model.source=runs/none"],
+        &["plan", "r.toml", "model.source=./runs/none"],
+        &["merge", "runs/none", "--out", "m"],
+    ] {
+        let r = w.ft(args);
+        let said =
+            ["there is no folder \"runs/none\" here", "no such folder"].iter().any(|s| r.err.contains(s));
+        assert!(r.code != 0 && said, "{args:?}: {}", r.err);
+    }
+    let r = w.ft(&["plan", "r.toml", "model.source=nobody/none"]);
+    assert!(r.code == 4 && !r.err.contains("there is no folder"), "{}", r.err);
+}
+
 /// A recipe of one epoch, of 16 rows a step.
 fn of_an_epoch() -> World {
     let w = tiny(LORA);
