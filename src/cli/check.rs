@@ -197,6 +197,7 @@ impl Check<'_> {
             let Some(dataset) = checked.dataset else { continue };
             self.keep(job::tell_data(part.key(&recipe.data), &dataset, config));
             if train && !bad {
+                job::tell_few(recipe, &dataset);
                 found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
             }
             if let Some(train) = &trained_on {

@@ -1,7 +1,9 @@
 //! `ft init`: asks what a recipe needs, and writes one.
 
 use crate::data;
-use crate::log::{escape, tell};
+use crate::log::{shell_word, tell};
+use crate::model::modules::{Group, groups};
+use crate::plan::source;
 use crate::recipe::Recipe;
 use crate::store;
 use std::io::{self, BufRead, IsTerminal, Write};
@@ -59,16 +61,18 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if !METHODS.iter().any(|(w, _)| *w == method) {
         return Err(super::usage(format!("{method:?} is no method\n  hint: lora, qlora or full")));
     }
-    let of = |more: &str| {
+    let of = |more: &str, has: Option<&[Group]>| {
         let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
-        text(&model, &source, &method, &memory)
+        text(&model, &source, &method, &memory, has)
     };
     // what cannot be meant is told before anything is written
-    let recipe = Recipe::parse(&of(""), &path.display().to_string(), &[])?;
+    let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
     let more = recipe.data.train.first().and_then(|s| data::to_write(s, &|s| recipe.resolve(s)));
-    let text = more.map_or_else(|| of(""), |more| of(&format!(", {more}")));
+    // a model that cannot be had yet is no reason to write nothing: `ft check` says what is wrong with it
+    let has = source::find(&recipe).ok().map(|found| groups(&found.config));
+    let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
-    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", escape(&path.display().to_string())));
+    tell(&format!("next: ft check {0}, ft plan {0}, ft run {0}", shell_word(&path.to_string_lossy())));
     super::print(&format!("{}\n", path.display()))
 }
 
@@ -91,8 +95,17 @@ fn answer(question: &str, default: &str) -> crate::Result<String> {
     Ok(if line.is_empty() { default.into() } else { line.into() })
 }
 
-/// The recipe, with what its keys mean.
-fn text(model: &str, source: &str, method: &str, memory: &str) -> String {
+/// The groups that a method trains, of those that the model has; without these, of a dense model's. Adapters go on the
+/// linears of the layers, but for routers, which few fine-tune.
+fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
+    let dense = [Group::Attention, Group::Mlp, Group::Norms, Group::Embedding, Group::Head];
+    let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);
+    let of = has.unwrap_or(&dense).iter();
+    of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
+}
+
+/// The recipe, with what its keys mean. `has` are the groups of the model's modules, where its config is at hand.
+fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Group]>) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
     let mut out = format!("[model]\nsource = {}\n", quote(model));
     if method == "qlora" {
@@ -103,13 +116,14 @@ fn text(model: &str, source: &str, method: &str, memory: &str) -> String {
                 alpha = 32                        # its scale is alpha / rank\n";
     }
     out += "\n[[train]]                         # what trains; more rules may follow, a later one wins\n";
-    out += match method {
-        "full" => {
-            "modules = [\"attention\", \"mlp\", \"norms\", \"embedding\", \"head\", \"experts\", \"router\"]\nmethod = \"full\"\n"
-        }
-        _ => {
-            "modules = [\"attention\", \"mlp\"]      # also experts, router, norms, embedding, head, names, \"/regex/\"\n"
-        }
+    if has.is_none() {
+        out += "# The model's config was not at hand: these are modules of a dense model. A mixture of experts has \"experts\"\n\
+                # and \"router\", and mostly no \"mlp\".\n";
+    }
+    let modules = format!("modules = {:?}", trained(method, has));
+    out += &match method {
+        "full" => format!("{modules}\nmethod = \"full\"\n"),
+        _ => format!("{modules:<33} # of the model's groups; or names, \"/regex/\"\n"),
     };
     out += &format!(
         "\n[data]\ntrain = [{source}]         # a format that is not given is found by the first row, and said\n\
@@ -135,7 +149,7 @@ mod tests {
     fn every_answer_makes_a_recipe() {
         for (method, _) in METHODS {
             for memory in ["free", "24GiB"] {
-                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory);
+                let text = text("a \"b\"", "{ source = 'c\\d.csv' }", method, memory, None);
                 let r = Recipe::parse(&text, "r.toml", &[]).unwrap_or_else(|e| panic!("{e}\n{text}"));
                 assert_eq!(
                     (r.model.source.as_str(), r.data.train[0].source.as_str()),

@@ -35,6 +35,7 @@ pub struct Args {
 /// # Errors
 /// A folder without a result; what the hub refuses.
 pub fn run(args: &Args) -> crate::Result<()> {
+    hub::check_name(&args.repository, &args.revision).map_err(|e| super::usage(e.to_string()))?;
     let given = Given::find(&args.dir)?;
     let dir = result(&given)?;
     let run = given.run.as_deref();

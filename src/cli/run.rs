@@ -27,6 +27,7 @@ pub struct Args {
 
 /// Trains, and says where the result is.
 pub fn run(args: &Args) -> crate::Result<()> {
+    Launch::check().map_err(super::usage)?;
     if Launch::of_env().is_some_and(|l| l.rank > 0) {
         // the first process says the same
         hush();

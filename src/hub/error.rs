@@ -1,6 +1,6 @@
 //! What can go wrong on the way to a model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::error::{ExitCode, Failure};
 
@@ -90,7 +90,8 @@ pub enum Error {
     /// No answer from the hub.
     #[error(
         "cannot reach the hub at {endpoint} for {id}: {cause}\n\
-         hint: check the network (HTTPS_PROXY, HF_ENDPOINT), or fetch the model on another machine and name its folder"
+         hint: check the network (HTTPS_PROXY, HF_ENDPOINT), or fetch the model on another machine and name its folder{}",
+        no_folder(id)
     )]
     Unreachable {
         /// The hub id.
@@ -115,8 +116,8 @@ pub enum Error {
     /// Offline, and the cache lacks a file.
     #[error(
         "{file} of {id} (revision {revision:?}) is not in the cache {}, and HF_HUB_OFFLINE is set\n\
-         hint: unset it, or run `hf download {id} --revision {revision}` where there is a network",
-        cache.display()
+         hint: unset it, or run `hf download {id} --revision {revision}` where there is a network{}",
+        cache.display(), no_folder(id)
     )]
     NotCached {
         /// The hub id.
@@ -174,7 +175,8 @@ pub enum Error {
     },
     /// This build cannot download.
     #[error(
-        "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or build with --features hub"
+        "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or build with --features hub{}",
+        no_folder(id)
     )]
     WithoutHub {
         /// The hub id.
@@ -189,6 +191,16 @@ impl Failure for Error {
             Error::NoSuchPart { .. } => ExitCode::Data,
             _ => ExitCode::Model,
         }
+    }
+}
+
+/// What is said beside of a hub id that may be a path: it begins with a folder that is here.
+fn no_folder(id: &str) -> String {
+    match id.split_once('/') {
+        Some((folder, _)) if Path::new(folder).is_dir() => {
+            format!("\nhint: there is no folder {id:?} here, where there is {folder:?}")
+        }
+        _ => String::new(),
     }
 }
 

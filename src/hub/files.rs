@@ -27,22 +27,24 @@ pub(super) struct Repository {
 }
 
 impl Repository {
-    /// Checks the spelling of `OWNER/NAME` and of the revision: both become parts of paths.
+    /// Checks the spelling of `OWNER/NAME`, as `huggingface_hub` does, and of the revision: both become parts of paths.
     pub(super) fn parse(id: &str, revision: &str) -> Result<Repository, Error> {
         let plain = |part: &str| {
             !part.is_empty()
                 && part.len() <= 96
                 && !part.starts_with(['.', '-'])
+                && !part.ends_with(['.', '-'])
                 && !part.contains("..")
+                && !part.contains("--")
                 && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
         };
         let (owner, name) = match id.split_once('/') {
-            Some((owner, name)) if plain(owner) && plain(name) => (owner, name),
+            Some((owner, name)) if plain(owner) && plain(name) && !name.ends_with(".git") => (owner, name),
             _ => {
                 return Err(Error::BadName {
                     what: "hub id",
                     text: id.to_string(),
-                    rule: "it is OWNER/NAME, of letters, digits, `.`, `_` and `-`",
+                    rule: "it is OWNER/NAME, of letters, digits, `.`, `_` and `-`, without `--`, `..` or `.git`, and without `.` or `-` at either end",
                 });
             }
         };

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 
 pub use datasets::{DatasetFiles, DatasetName, fetch_dataset_with};
 pub use error::Error;
-pub use push::{Push, push_with};
+pub use push::{Push, check_name, push_with};
 pub use settings::Settings;
 
 use files::{ADAPTER, CONFIG, Kind, Repository};

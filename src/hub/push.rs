@@ -24,6 +24,14 @@ pub struct Push {
     pub texts: Vec<(String, String)>,
 }
 
+/// Refuses a repository or a branch that the hub can have by no such name.
+///
+/// # Errors
+/// The name, and what it should be.
+pub fn check_name(repository: &str, revision: &str) -> Result<(), Error> {
+    Repository::parse(repository, revision).map(|_| ())
+}
+
 /// Uploads, and gives the address of the repository.
 ///
 /// # Errors

@@ -64,6 +64,15 @@ pub fn escape(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
+/// `word` as a shell takes it: in quotes where it has to be.
+pub fn shell_word(word: &str) -> Cow<'_, str> {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+:@%=,".contains(c);
+    match !word.is_empty() && word.chars().all(plain) {
+        true => Cow::Borrowed(word),
+        false => Cow::Owned(format!("'{}'", word.replace('\'', r"'\''"))),
+    }
+}
+
 /// A writer for text that escapes it on the way. What is written must be whole characters, as `write!` writes them.
 pub struct Escaped<W>(pub W);
 
@@ -139,6 +148,18 @@ mod tests {
         let mut out = Escaped(Vec::new());
         write!(out, "{steering}|{plain}").unwrap();
         assert_eq!(String::from_utf8(out.0).unwrap(), format!("{spelled}|{plain}"));
+    }
+
+    #[test]
+    fn a_shell_reads_back_what_was_quoted() {
+        for plain in ["runs/a-1.5_b", "/é/x", "C:@+"] {
+            assert_eq!(shell_word(plain), plain);
+        }
+        for word in ["runs/rec ipe", "it's", "", "$HOME", "a;b", "*", "~", "\"`x`\"", "a\\b", "''"] {
+            let script = format!("printf %s {}", shell_word(word));
+            let out = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();
+            assert_eq!(String::from_utf8(out.stdout).unwrap(), word, "{script}");
+        }
     }
 
     /// A JSON line stays JSON with the same meaning.

@@ -1,6 +1,7 @@
 //! Every module of a model that holds weights, by the name that checkpoint and PEFT use, from config alone.
 
 use super::config::Config;
+use std::collections::BTreeSet;
 use std::fmt::Arguments;
 
 /// The groups that a recipe's `train.modules` can name.
@@ -319,6 +320,11 @@ impl Tree {
 /// All modules in the order of the forward pass.
 pub fn modules(c: &Config) -> Vec<Module> {
     Tree::of(c).list()
+}
+
+/// The groups that a config's modules are of, in the order of [`Group`].
+pub fn groups(c: &Config) -> Vec<Group> {
+    modules(c).iter().map(|m| m.group).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// Total number of parameters (a tied head counts once).

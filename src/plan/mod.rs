@@ -43,7 +43,7 @@ pub use reading::{Loaded, Reading, Server};
 pub use search::{Decision, Reasons};
 pub use space::{Room, Space};
 pub use theory::Theory;
-pub use workload::{Tokens, Workload};
+pub use workload::{Tokens, Workload, check_steps};
 
 use crate::adapt::{self, LearningRate, Selection};
 use crate::base::Base;
@@ -215,6 +215,12 @@ impl Plan {
     /// Whether it fits the device, the host and the disks, as far as they are known.
     pub fn fits(&self) -> bool {
         self.fits_device() && self.space.fits() && self.fits_server()
+    }
+
+    /// As [`Plan::fits`]; none where the device's budget is not known and nothing else speaks against it.
+    pub fn known_to_fit(&self) -> Option<bool> {
+        let fits = self.fits();
+        (self.budget.is_some() || !fits).then_some(fits)
     }
 
     /// Whether the server's devices have room.
@@ -490,6 +496,7 @@ pub fn of_recipe_in(recipe: &Recipe, cuda: bool, room: &Room<'_>) -> crate::Resu
     };
     let server = Server::of(recipe, &found.config, &selection, machine.stored)?.map_or(0, |s| s.on_host);
     let workload = workloads.of(recipe, recipe.run.micro_rows.count());
+    workload.steps.map_or(Ok(()), |steps| check_steps(recipe, steps))?;
     let inputs = Inputs {
         recipe,
         config: &found.config,

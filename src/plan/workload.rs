@@ -3,7 +3,7 @@
 use crate::data::{self, Batches, Dataset, Rows, RowsReader, Samples};
 use crate::kernel::attention::Sizes as Attended;
 use crate::model::Config;
-use crate::recipe::{Length, Part, Recipe};
+use crate::recipe::{COUNT, Length, Part, Recipe};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::path::Path;
@@ -171,6 +171,21 @@ impl Tokens {
         let part = |n: u64| n.div_ceil(ranks.max(1));
         Self { tokens: part(self.tokens), targets: part(self.targets), ..self }
     }
+}
+
+/// Refuses epochs that come to more steps than `run.steps` can be.
+///
+/// # Errors
+/// The key, and what it comes to.
+pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), super::Error> {
+    if steps <= COUNT {
+        return Ok(());
+    }
+    let (place, epochs, batch) = (r.place("run.epochs"), r.run.epochs, r.run.batch_rows);
+    Err(super::Error::Ignored(format!(
+        "{place}: run.epochs = {epochs:?} comes to more than {COUNT} steps of run.batch_rows = {batch}\n  \
+         hint: fewer epochs, or run.steps"
+    )))
 }
 
 impl Workload {

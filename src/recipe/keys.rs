@@ -18,7 +18,7 @@ use std::path::PathBuf;
 /// The largest whole number that TOML promises to hold.
 const BIG: u64 = i64::MAX as u64;
 /// A bound on counts that nobody reaches and that no product of three overflows.
-const COUNT: u64 = 1_000_000_000;
+pub const COUNT: u64 = 1_000_000_000;
 const RANK: Kind = Int(1, INDEX);
 const RANKS: Kind = Int(1, INDEX);
 

@@ -50,38 +50,60 @@ impl Launch {
         by_name.or_else(slurm)
     }
 
-    /// Of this process, where a launcher has started several.
+    /// Of this process, where a launcher has started several; none where [`Launch::check`] refuses what it said.
     pub fn of_env() -> Option<Self> {
+        Self::told().ok().flatten()
+    }
+
+    /// Refuses numbers of this process that cannot be: a run of several would train alone.
+    ///
+    /// # Errors
+    /// The variable, what it is, and the one that says how many there are.
+    pub fn check() -> Result<(), String> {
+        Self::told().map(|_| ())
+    }
+
+    fn told() -> Result<Option<Self>, String> {
         Self::of(&|key| var(key).ok().filter(|v| !v.is_empty()), cfg!(feature = "mpi"))
     }
 
-    fn of(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Option<Self> {
+    fn of(said: &dyn Fn(&str) -> Option<String>, mpi: bool) -> Result<Option<Self>, String> {
         let number = |key: &str| said(key)?.trim().parse::<usize>().ok();
         let port = || number("MASTER_PORT").and_then(|p| u16::try_from(p).ok());
         let of = |rank: &str, world: &str, local: &str| {
-            let (rank, world) = (number(rank)?, number(world)?);
-            (world > 1 && rank < world).then(|| (rank, world, number(local)))
+            let (Some(own), Some(all)) = (said(rank), said(world)) else { return Ok(None) };
+            match (number(rank), number(world)) {
+                (Some(own), Some(all)) if own < all => Ok((all > 1).then(|| (own, all, number(local)))),
+                (_, all_of) => Err(impossible((rank, &own), (world, &all), all_of)),
+            }
         };
-        let launch = |(rank, world, local), meeting| Some(Self { rank, world, local, meeting });
+        let launch = |(rank, world, local), meeting| Ok(Some(Self { rank, world, local, meeting }));
         let by_mpi = [
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         ];
-        let by_mpi = by_mpi.into_iter().find_map(|(rank, world, local)| of(rank, world, local));
         if let (Some(told), Some(host), Some(port)) =
-            (of("RANK", "WORLD_SIZE", "LOCAL_RANK"), said("MASTER_ADDR"), port())
+            (of("RANK", "WORLD_SIZE", "LOCAL_RANK")?, said("MASTER_ADDR"), port())
         {
             // torchrun listens at that port itself
             let taken = said("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
             return launch(told, Meeting::At(host, port.saturating_add(u16::from(taken))));
         }
+        let [open, pmi] = by_mpi.map(|(rank, world, local)| of(rank, world, local));
+        let by_mpi = match open? {
+            None => pmi?,
+            open => open,
+        };
         if let Some(told) = by_mpi.filter(|_| mpi) {
             return launch(told, Meeting::Mpi);
         }
-        let steps = of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID");
+        let steps = of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")?;
         // a job's script is a process that no `srun` started
         let in_step = ["SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"].iter().any(|k| said(k).is_some());
-        let steps = steps.or_else(|| of("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID").filter(|_| in_step));
+        let steps = match steps {
+            None if in_step => of("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")?,
+            steps => steps,
+        };
         if let Some(told) = steps {
             let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].iter().find_map(|k| said(k));
             let host = said("MASTER_ADDR")
@@ -99,7 +121,7 @@ impl Launch {
             return launch(told, meeting);
         }
         let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
-        by_mpi.and_then(|told| launch(told, Meeting::Nowhere(why)))
+        by_mpi.map_or(Ok(None), |told| launch(told, Meeting::Nowhere(why)))
     }
 
     /// The address that the first listens at, and whether that is this machine's alone.
@@ -119,6 +141,19 @@ impl Launch {
     }
 }
 
+/// Why a process cannot have such a number among so many; of each the variable and what it is.
+fn impossible(own: (&str, &str), all: (&str, &str), count: Option<usize>) -> String {
+    let should = match count {
+        None | Some(0) => format!("{} is a number from 1 on", all.0),
+        Some(1) => format!("{} is 0 where there is one process", own.0),
+        Some(n) => format!("{} is a number from 0 to {}", own.0, n - 1),
+    };
+    format!(
+        "{}={}, {}={}: {should}\n  hint: what launches several processes sets both; unset them to train alone",
+        own.0, own.1, all.0, all.1
+    )
+}
+
 /// The first of a list of nodes as Slurm writes it: `n[01-04,9],other` begins with `n01`.
 fn first_node(list: &str) -> Option<String> {
     let end = list.find([',', '[']).unwrap_or(list.len());
@@ -136,9 +171,13 @@ fn first_node(list: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn of(text: &str, mpi: bool) -> Option<Launch> {
+    fn told(text: &str, mpi: bool) -> Result<Option<Launch>, String> {
         let all: Vec<_> = text.split_whitespace().filter_map(|w| w.split_once('=')).collect();
         Launch::of(&|key| all.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string()), mpi)
+    }
+
+    fn of(text: &str, mpi: bool) -> Option<Launch> {
+        told(text, mpi).unwrap_or_else(|why| panic!("{text}: {why}"))
     }
 
     fn at(rank: usize, world: usize, local: Option<usize>, host: &str, port: u16) -> Option<Launch> {
@@ -166,6 +205,35 @@ mod tests {
         assert_eq!(of(&step, false), at(2, 4, Some(0), "n07", 20_004));
         let launched = format!("{slurm} SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 MASTER_PORT=7");
         assert_eq!(of(&launched, false), at(2, 4, Some(0), "10.0.0.1", 7));
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_are_refused() {
+        let step = "SLURM_STEP_NODELIST=n1";
+        for (rank, world, beside) in [
+            ("RANK", "WORLD_SIZE", ""),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+            ("PMI_RANK", "PMI_SIZE", ""),
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+            ("SLURM_PROCID", "SLURM_NTASKS", step),
+        ] {
+            for (own, all, says) in [
+                ("4", "4", format!("{rank} is a number from 0 to 3")),
+                ("-1", "2", format!("{rank} is a number from 0 to 1")),
+                ("one", "2", format!("{rank} is a number from 0 to 1")),
+                ("1", "1", format!("{rank} is 0 where there is one process")),
+                ("0", "0", format!("{world} is a number from 1 on")),
+                ("0", "two", format!("{world} is a number from 1 on")),
+            ] {
+                for mpi in [false, true] {
+                    let why = told(&format!("{rank}={own} {world}={all} {beside}"), mpi).expect_err(own);
+                    assert!(why.starts_with(&format!("{rank}={own}, {world}={all}: {says}\n")), "{why}");
+                }
+            }
+            // where nothing says how many there are, it is one
+            assert_eq!(of(&format!("{rank}=3"), true), None);
+            assert_eq!(of(&format!("{rank}=0 {world}=1 {beside}"), true), None);
+        }
     }
 
     #[test]

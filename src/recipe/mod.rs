@@ -54,6 +54,7 @@ pub use values::module_regex;
 
 use crate::error::{ExitCode, Failure, Place};
 use report::Text;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The largest recipe file that is read, in bytes. Recipes have a few thousand.
@@ -162,9 +163,15 @@ impl Recipe {
     fn open(path: &Path, overrides: &[String], plan: bool) -> Result<Recipe, Error> {
         let shipped = path.to_str().and_then(|p| Shipped::find(p).ok());
         let read = |source: std::io::Error| {
-            let hint = match shipped.filter(|_| source.kind() == std::io::ErrorKind::NotFound) {
-                Some(s) => format!("\nhint: a shipped recipe has this name: {}", s.name),
-                None => String::new(),
+            let near = || {
+                let word = path.to_str()?;
+                nearest(word.strip_suffix(".toml").unwrap_or(word), SHIPPED.iter().map(|s| s.name))
+            };
+            let absent = source.kind() == ErrorKind::NotFound;
+            let hint = match (shipped.filter(|_| absent), near().filter(|_| absent)) {
+                (Some(s), _) => format!("\nhint: a shipped recipe has this name: {}", s.name),
+                (None, Some(near)) => format!("\nhint: did you mean {near}?"),
+                (None, None) => String::new(),
             };
             Error::Read { path: path.into(), source, hint }
         };

@@ -224,6 +224,33 @@ pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> crate::Result<()
     Ok(())
 }
 
+/// Steps that are so few that it is told, where the recipe does not say how many.
+const FEW: usize = 10;
+
+/// Tells of a run by epochs that comes to very few steps.
+pub fn tell_few(recipe: &Recipe, data: &Dataset) {
+    let (run, rows) = (&recipe.run, data.rows.len());
+    let steps = Batches::new(rows, run, recipe.data.shuffle).steps();
+    if run.steps.is_some() || !(1..FEW).contains(&steps) {
+        return;
+    }
+    let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
+    let (packed, shorter) = match recipe.data.pack {
+        true => (
+            format!(", of {} packed", plural(data.samples.len(), "sample")),
+            ", data.pack = false or a smaller data.max_length",
+        ),
+        false => (String::new(), ""),
+    };
+    warn(&format!(
+        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller run.batch_rows, more run.epochs{shorter}",
+        plural(steps, "optimizer step"),
+        run.epochs,
+        plural(rows, "row"),
+        run.batch_rows,
+    ));
+}
+
 /// Tells of samples that are trained on and evaluated on; gives how many there are.
 ///
 /// # Errors
@@ -258,10 +285,11 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> crate::Result<O
 /// The rows of each step.
 ///
 /// # Errors
-/// A dataset that makes no step.
+/// A dataset that makes no step, or more than a run can have.
 pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
     let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
     if batches.steps() > 0 {
+        plan::check_steps(recipe, batches.steps() as u64)?;
         return Ok(batches);
     }
     Err(Error::Usage(format!(
@@ -385,6 +413,7 @@ impl Job {
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
         tell_data(Part::Train.key(d), &train, &self.config)?;
+        tell_few(&self.recipe, &train);
         if let Some(eval) = &eval {
             tell_shared(&train, eval)?;
         }

@@ -13,7 +13,7 @@ use crate::adapt::{LearningRate, initial, learning_rates};
 use crate::data::{Dataset, Form};
 use crate::error::ExitCode;
 use crate::kernel::gemm::pairs;
-use crate::log::{Metrics, Progress, Told, memory, place, tell, unix_time};
+use crate::log::{Metrics, Progress, Told, memory, place, shell_word, tell, unix_time};
 use crate::model::modules;
 use crate::optim::Schedule;
 use crate::plan::report;
@@ -254,8 +254,8 @@ impl Running<'_> {
             line += &format!(", {} tokens in {:.0} s ({rate:.0} a second)", self.tokens, self.seconds);
         }
         tell(&format!("done: {line}, at most {memory} of memory"));
-        let run = result.parent().unwrap_or(result).display().to_string();
-        let result = result.display();
+        let word = |path: &Path| shell_word(&path.to_string_lossy()).into_owned();
+        let (run, result) = (word(result.parent().unwrap_or(result)), word(result));
         let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
         if !self.job.selection.everything_full() {
             next.insert(1, format!("ft merge {result} --out DIR"));

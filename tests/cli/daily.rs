@@ -1,7 +1,7 @@
 //! A day's work: recipes by name, folders of runs, early ends, the best checkpoint, other logs.
 
 use super::verbs::quickstart;
-use super::world::{FULL, LORA, World, recipe};
+use super::world::{FULL, LORA, World, recipe, reference};
 use serde_json::Value;
 
 fn tiny(rules: &str) -> World {
@@ -18,6 +18,17 @@ fn shipped_recipes_go_by_their_names() {
     assert!(plan.out.starts_with("qwen3-8b-qlora: Qwen/Qwen3-8B"), "{}", plan.out);
     let wrong = w.ft(&["plan", "qwen3-8b-qlora", "run.stepz=3"]);
     assert!(wrong.code == 2 && wrong.err.contains("did you mean steps?"), "{}", wrong.err);
+    for (verb, name) in [("check", "qwen3-8b-qlor"), ("plan", "qwen3-8b-qlor.toml"), ("run", "qwen3-8b-qlro")]
+    {
+        let near = w.ft(&[verb, name]);
+        assert!(near.code == 2 && near.err.contains("hint: did you mean qwen3-8b-qlora?"), "{}", near.err);
+    }
+    let far = w.ft(&["check", "mine.toml"]);
+    assert!(
+        far.code == 2 && far.err.contains("mine.toml") && !far.err.contains("did you mean"),
+        "{}",
+        far.err
+    );
     // a file of that name comes first
     w.write("qwen3-8b-qlora", "version = 2");
     assert_eq!(w.ft(&["plan", "qwen3-8b-qlora"]).code, 2);
@@ -57,6 +68,130 @@ fn a_recipe_is_asked_for_and_written() {
         ["init", "other", "--model", "m", "--data", "d.jsonl", "--method", "full", "--memory", "many"];
     assert_eq!(w.ft(&given).code, 2, "no size");
     assert!(!w.path("other.toml").exists());
+}
+
+#[test]
+fn a_recipe_names_modules_that_its_model_has() {
+    let w = World::new();
+    let init = |model: &str, method: &str| {
+        let all = [
+            "init",
+            "--model",
+            model,
+            "--data",
+            "rows.jsonl",
+            "--method",
+            method,
+            "--memory",
+            "free",
+            "--overwrite",
+        ];
+        w.ok(&all);
+        String::from_utf8(w.read("recipe.toml")).expect("text")
+    };
+    for method in ["lora", "qlora", "full"] {
+        for case in ["qwen3-dense", "llama-embed-head", "mixtral", "qwen3-moe", "qwen2-moe"] {
+            let text = init(&reference(&format!("{case}/model")), method);
+            assert!(!text.contains("not at hand"), "{case}: {text}");
+            assert_eq!(
+                text.contains("\"experts\""),
+                case.ends_with("moe") || case == "mixtral",
+                "{case}: {text}"
+            );
+            w.ok(&["check", "recipe.toml"]);
+        }
+        // built in
+        let text = init("Qwen/Qwen3-30B-A3B", method);
+        assert!(text.contains("\"experts\"") && !text.contains("mlp"), "{text}");
+        // and one that nothing here knows
+        let text = init("somebody/unknown", method);
+        assert!(text.contains("config was not at hand") && text.contains("\"mlp\""), "{text}");
+    }
+}
+
+#[test]
+fn a_path_of_no_folder_is_told_as_one() {
+    let w = tiny(FULL);
+    w.write("runs/here/x", "");
+    w.config("models/there", Value::Null);
+    for args in [
+        &["chat", "runs/none"][..],
+        &["check", "r.toml", "model.source=runs/none"],
+        &["plan", "r.toml", "model.source=runs/none"],
+        &["plan", "r.toml", "model.source=./runs/none"],
+        &["merge", "runs/none", "--out", "m"],
+    ] {
+        let r = w.ft(args);
+        let said =
+            ["there is no folder \"runs/none\" here", "no such folder"].iter().any(|s| r.err.contains(s));
+        assert!(r.code != 0 && said, "{args:?}: {}", r.err);
+    }
+    let r = w.ft(&["plan", "r.toml", "model.source=nobody/none"]);
+    assert!(r.code == 4 && !r.err.contains("there is no folder"), "{}", r.err);
+}
+
+/// A recipe of one epoch, of 16 rows a step.
+fn of_an_epoch() -> World {
+    let w = tiny(LORA);
+    w.write(
+        "r.toml",
+        recipe(LORA).replace("steps = 6\n", "epochs = 1\n").replace("batch_rows = 4", "batch_rows = 16"),
+    );
+    w
+}
+
+#[test]
+fn few_steps_are_told() {
+    let w = of_an_epoch();
+    for verb in ["check", "run"] {
+        let r = w.ok(&[verb, "r.toml"]);
+        let packed =
+            "1 optimizer step by run.epochs = 1: 13 rows, of 40 samples packed, 16 a step (run.batch_rows)";
+        assert!(r.err.contains(packed), "{}", r.err);
+        assert!(r.err.contains("data.pack = false or a smaller data.max_length"), "{}", r.err);
+        let r = w.ok(&[verb, "r.toml", "data.pack=false", "run.output=long"]);
+        let each = "3 optimizer steps by run.epochs = 1: 40 rows, 16 a step (run.batch_rows)";
+        assert!(r.err.contains(each) && !r.err.contains("pack"), "{}", r.err);
+    }
+    for enough in [&["data.pack=false", "run.batch_rows=4"][..], &["run.steps=1"]] {
+        let r = w.ok(&[&["check", "r.toml"], enough].concat());
+        assert!(!r.err.contains("run.epochs"), "{}", r.err);
+    }
+}
+
+#[test]
+fn more_steps_than_there_can_be_are_refused() {
+    let w = of_an_epoch();
+    // then the plan knows the rows
+    w.ok(&["check", "r.toml"]);
+    for verb in ["check", "plan", "run"] {
+        let r = w.ft(&[verb, "r.toml", "run.epochs=1e300", "run.output=many"]);
+        assert!(r.code == 2 && r.err.contains("run.epochs = 1e300 comes to more than"), "{verb}: {}", r.err);
+    }
+}
+
+#[test]
+fn commands_to_go_on_with_are_quoted_for_a_shell() {
+    let w = tiny(FULL);
+    let r = w.ok(&["run", "r.toml", "run.output=my runs/it's"]);
+    assert!(
+        r.err.contains(r"next: ft chat 'my runs/it'\''s/model', ft report 'my runs/it'\''s'"),
+        "{}",
+        r.err
+    );
+    let r = w.ok(&[
+        "init",
+        "my own",
+        "--model",
+        "tiny",
+        "--data",
+        "rows.jsonl",
+        "--method",
+        "lora",
+        "--memory",
+        "free",
+    ]);
+    assert!(r.err.contains("ft run 'my own.toml'"), "{}", r.err);
 }
 
 #[test]

@@ -115,3 +115,17 @@ fn what_cannot_work_together_is_refused() {
     let alone = w.ft(&["run", "r.toml", "run.output=bad", "parallel.comm=nccl"]);
     assert!(alone.code == 2 && alone.err.contains("is for CUDA devices"), "{}", alone.err);
 }
+
+/// Started with a number that none of so many has, it would train alone.
+#[test]
+fn a_number_that_cannot_be_is_refused() {
+    let w = split::world(FULL);
+    let env = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")];
+    for own in ["2", "-1", "one"] {
+        let mut c = w.command(&["run", "r.toml", "run.output=none"]);
+        c.env("RANK", own).env("WORLD_SIZE", "2").envs(env);
+        let r = super::world::ran(c.output().expect("started"));
+        assert!(r.code == 2 && r.err.contains(&format!("RANK={own}, WORLD_SIZE=2: ")), "{}", r.err);
+        assert!(!w.path("none").exists());
+    }
+}

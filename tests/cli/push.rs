@@ -82,8 +82,12 @@ fn what_cannot_go_is_refused_before_anything_is_sent() {
     let model = reference("qwen3-dense/model");
     let r = w.ft(&["push", &model, "me/it"]);
     assert!(r.code == 4 && r.err.contains("me/it") && r.err.contains("HF_HUB_OFFLINE"), "{}", r.err);
-    let r = w.ft(&["push", &model, "not an id"]);
-    assert!(r.code == 4 && r.err.contains("OWNER/NAME"), "{}", r.err);
+    for name in ["not an id", "x", "a/b/c", "a/b ü", "a/b--c", "a/b.git", "a/-b", "a/"] {
+        for more in [&[][..], &["--dry-run"]] {
+            let r = w.ft(&[&["push", &model, name], more].concat());
+            assert!(r.code == 2 && r.out.is_empty() && r.err.contains("OWNER/NAME"), "{name}: {}", r.err);
+        }
+    }
     let card = w.ok(&["push", &model, "me/it", "--dry-run"]).out;
     assert!(
         card.contains("library_name: transformers") && card.contains("from_pretrained(\"me/it\")"),
