@@ -217,12 +217,6 @@ impl Plan {
         self.fits_device() && self.space.fits() && self.fits_server()
     }
 
-    /// As [`Plan::fits`]; none where the device's budget is not known and nothing else speaks against it.
-    pub fn known_to_fit(&self) -> Option<bool> {
-        let fits = self.fits();
-        (self.budget.is_some() || !fits).then_some(fits)
-    }
-
     /// Whether the server's devices have room.
     pub fn fits_server(&self) -> bool {
         self.server.as_ref().is_none_or(Server::fits)

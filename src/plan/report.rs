@@ -68,7 +68,7 @@ impl Plan {
             "parameters": {"total": total, "trainable": trainable},
             "device": device,
             "learning_rates": self.learning_rates,
-            "fits": self.known_to_fit(),
+            "fits": self.fits(),
             "kept_back": self.kept_back().map(|(wanted, left)| json!({"wanted": wanted, "left": left})),
             "hints": self.hints.iter().map(|h| &h.text).collect::<Vec<_>>(),
             "changes": self.hints.iter().filter(|h| !h.set.is_empty()).collect::<Vec<&Hint>>(),

@@ -88,20 +88,6 @@ fn disks_are_added_up_each_for_itself() -> anyhow::Result<()> {
     Ok(())
 }
 
-#[test]
-fn without_a_budget_only_what_does_not_fit_is_known() -> anyhow::Result<()> {
-    let set = [FULL, "memory.budget=60GiB", "run.steps=9", "run.save_every=1", "run.keep=3"];
-    let fits = |p: &Plan| p.json(1, None)["fits"].clone();
-    let mut p = plan(&set, 64 * GIB, [100 * GIB, 100 * GIB], 0)?;
-    assert_eq!(fits(&p), true);
-    p.budget = None;
-    assert!(fits(&p).is_null(), "{}", fits(&p));
-    let mut p = plan(&set, 64 * GIB, [12 * GIB, GIB], 0)?;
-    p.budget = None;
-    assert_eq!(fits(&p), false);
-    Ok(())
-}
-
 /// Tokens are an estimate before they are made: who has no room for them can do without.
 #[test]
 fn a_disk_without_room_for_tokens_is_told_with_what_helps() -> anyhow::Result<()> {
