@@ -69,8 +69,10 @@ fn a_run_that_loads_has_its_folder() {
     let (w, _) = world();
     w.write("many.jsonl", super::world::rows(20_000, 3));
     let many = "data.train=[{source=\"many.jsonl\",format=\"tokens\"}]";
-    let mut first = w.start(&["run", "r.toml", many, "run.output=o"]);
-    until("the lock", &|| w.path("o/.lock").exists());
+    let mut first = w.start(&["run", "r.toml", many, "run.output=o", "run.steps=100000"]);
+    // a file that says who has it is locked; one that is only there may not be yet
+    let note = format!("process {}\n", first.id());
+    until("the lock", &|| std::fs::read(w.path("o/.lock")).is_ok_and(|text| text == note.as_bytes()));
     // it loads for as long as it takes
     let pid = Pid::from_raw(first.id() as i32).expect("a process");
     kill_process(pid, Signal::STOP).expect("stopped");
