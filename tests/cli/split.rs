@@ -4,6 +4,11 @@ use super::world::{FULL, LORA, Ran, World, ran, recipe};
 use serde_json::{Value, json};
 use std::net::TcpListener;
 use std::process::{Child, Stdio};
+use std::time::Duration;
+
+/// What comes later than this does not come: far more than anything takes here, and less than the 600 s after which ranks
+/// that wait give up by themselves.
+pub const LATE: Duration = Duration::from_secs(120);
 
 /// Experts and routers in full, beside a 4-bit base; with LoRA on attention, a loss on the routers, and states on the host.
 pub const MIXTURE: &str = r#"
