@@ -8,6 +8,7 @@ pub mod ghost;
 pub mod initial;
 pub mod layout;
 pub mod learning_rates;
+mod loader;
 pub mod moments;
 pub mod params;
 pub mod peft;

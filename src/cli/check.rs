@@ -13,7 +13,7 @@ use crate::model::modules::{Group, parameters};
 use crate::plan::source;
 use crate::recipe::{Part, Quantize, Recipe, Source, Weights};
 use crate::store;
-use crate::train::{job, server, sources};
+use crate::train::{job, rows, server, sources};
 use candle_core::{DType, Device};
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -195,13 +195,13 @@ impl Check<'_> {
                 warn(&format!("{} more problems in the data are not shown", checked.more));
             }
             let Some(dataset) = checked.dataset else { continue };
-            self.keep(job::tell_data(part.key(&recipe.data), &dataset, config));
+            self.keep(rows::tell_data(part.key(&recipe.data), &dataset, config));
             if train && !bad {
-                job::tell_few(recipe, &dataset);
-                found.steps = self.keep(job::batches(recipe, &dataset)).map(|b| b.steps());
+                rows::tell_few(recipe, &dataset);
+                found.steps = self.keep(rows::batches(recipe, &dataset)).map(|b| b.steps());
             }
             if let Some(train) = &trained_on {
-                self.keep(job::tell_shared(train, &dataset));
+                self.keep(rows::tell_shared(train, &dataset));
             }
             *(if train { &mut found.train } else { &mut found.eval }) = Some(dataset.stats.clone());
             if train {

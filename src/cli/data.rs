@@ -5,7 +5,7 @@ use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
 use crate::hub::{Settings, Want};
 use crate::log::{color_on_stdout, escape};
 use crate::recipe::{self, Part, Recipe};
-use crate::train::{job, sources};
+use crate::train::{job, rows, sources};
 use serde_json::json;
 use std::io::{self, Write};
 
@@ -45,15 +45,15 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     let part = if args.eval { Part::Eval } else { Part::Train };
     let (train, eval) = Dataset::load_both(&recipe.data, &resolve, t, vocab, seed)?;
-    let shared = eval.as_ref().map(|eval| job::tell_shared(&train, eval)).transpose()?;
+    let shared = eval.as_ref().map(|eval| rows::tell_shared(&train, eval)).transpose()?;
     let dataset = match eval {
         Some(eval) if args.eval => eval,
         _ => train,
     };
     if part == Part::Train {
-        job::batches(&recipe, &dataset)?;
+        rows::batches(&recipe, &dataset)?;
     }
-    job::tell_data(part.key(&recipe.data), &dataset, &config)?;
+    rows::tell_data(part.key(&recipe.data), &dataset, &config)?;
     if args.json {
         let value = json(&dataset, &recipe, shared);
         return super::print(&format!("{value:#}\n"));

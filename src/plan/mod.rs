@@ -30,6 +30,7 @@ pub mod space;
 pub mod statics;
 pub mod step;
 pub mod theory;
+mod visits;
 pub mod work;
 pub mod workload;
 

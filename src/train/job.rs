@@ -1,6 +1,6 @@
 //! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
 
-use super::{Error, quantize, sources};
+use super::{Error, quantize, rows, sources};
 use crate::adapt::adapter::Adapter;
 use crate::adapt::buffer::Shard;
 use crate::adapt::build::{Build, check_full};
@@ -8,7 +8,7 @@ use crate::adapt::params::Allocate;
 use crate::adapt::{self, Choice, Params, Selection};
 use crate::base::Base;
 use crate::comm::{self, Comm};
-use crate::data::{Added, Batches, Dataset, Form, Tokenizer, Trained};
+use crate::data::{Added, Dataset, Form, Tokenizer, Trained};
 use crate::hub::{self, ModelDir, Settings, Want};
 use crate::kernel::cuda;
 use crate::kernel::gemm::pairs;
@@ -213,56 +213,6 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
     Ok(selection)
 }
 
-/// Tells what a run goes on with and its user should know about data that was read.
-///
-/// # Errors
-/// A file of tokens that cannot be read any more.
-pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> crate::Result<()> {
-    for warning in data.warnings(config.rope.reach(config.max_positions))? {
-        warn(&format!("{key}: {warning}"));
-    }
-    Ok(())
-}
-
-/// Steps that are so few that it is told, where the recipe does not say how many.
-const FEW: usize = 10;
-
-/// Tells of a run by epochs that comes to very few steps.
-pub fn tell_few(recipe: &Recipe, data: &Dataset) {
-    let (run, rows) = (&recipe.run, data.rows.len());
-    let steps = Batches::new(rows, run, recipe.data.shuffle).steps();
-    if run.steps.is_some() || !(1..FEW).contains(&steps) {
-        return;
-    }
-    let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
-    let (packed, shorter) = match recipe.data.pack {
-        true => (
-            format!(", of {} packed", plural(data.samples.len(), "sample")),
-            ", data.pack = false or a smaller data.max_length",
-        ),
-        false => (String::new(), ""),
-    };
-    warn(&format!(
-        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller run.batch_rows, more run.epochs{shorter}",
-        plural(steps, "optimizer step"),
-        run.epochs,
-        plural(rows, "row"),
-        run.batch_rows,
-    ));
-}
-
-/// Tells of samples that are trained on and evaluated on; gives how many there are.
-///
-/// # Errors
-/// A file of tokens that cannot be read any more.
-pub fn tell_shared(train: &Dataset, eval: &Dataset) -> crate::Result<usize> {
-    let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
-    if shared > 0 {
-        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
-    }
-    Ok(shared)
-}
-
 /// The tokens of the recipe's `log.sample`, in the form that it trains.
 ///
 /// # Errors
@@ -280,25 +230,6 @@ pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> crate::Result<O
         return Err(fail("the prompt is empty\n  hint: a text to go on from").into());
     }
     Ok(Some(ids))
-}
-
-/// The rows of each step.
-///
-/// # Errors
-/// A dataset that makes no step, or more than a run can have.
-pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
-    let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
-    if batches.steps() > 0 {
-        plan::check_steps(recipe, batches.steps() as u64)?;
-        return Ok(batches);
-    }
-    Err(Error::Usage(format!(
-        "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
-        recipe.place("run.batch_rows"),
-        data.rows.len(),
-        recipe.run.batch_rows
-    ))
-    .into())
 }
 
 impl Job {
@@ -403,7 +334,7 @@ impl Job {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let data = Dataset::load(part, d, &self.resolver(), tokenizer, vocab, seed)?;
-        tell_data(part.key(d), &data, &self.config)?;
+        rows::tell_data(part.key(d), &data, &self.config)?;
         Ok(data)
     }
 
@@ -412,14 +343,14 @@ impl Job {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
-        tell_data(Part::Train.key(d), &train, &self.config)?;
-        tell_few(&self.recipe, &train);
+        rows::tell_data(Part::Train.key(d), &train, &self.config)?;
+        rows::tell_few(&self.recipe, &train);
         if let Some(eval) = &eval {
-            tell_shared(&train, eval)?;
+            rows::tell_shared(&train, eval)?;
         }
         // what is told of samples that are held out was told of all
         if let Some(eval) = eval.as_ref().filter(|_| d.eval_share == 0.0) {
-            tell_data(Part::Eval.key(d), eval, &self.config)?;
+            rows::tell_data(Part::Eval.key(d), eval, &self.config)?;
         }
         Ok((train, eval))
     }

@@ -20,6 +20,7 @@ mod products;
 pub mod quantize;
 mod ranks;
 mod reduce;
+pub mod rows;
 mod run;
 mod running;
 pub mod server;

@@ -303,7 +303,7 @@ pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
     let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
-    let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::job::batches(r, data)?);
+    let (optimizer, batches) = (Optimizer::new(&params, &r.optimizer), super::rows::batches(r, data)?);
     let schedule = Schedule::new(&r.optimizer, batches.steps());
     let parts = (&decoder, &params, &optimizer);
     let setup = Setup::new(job, parts, shared.execution, shared.loss_scale, comm);

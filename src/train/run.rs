@@ -14,7 +14,7 @@ use super::signals::Signals;
 use super::state::{self, State};
 use super::step::Setup;
 use super::watch::{self, Watch};
-use super::{Error, Job, LossScale, Stepped, job, output};
+use super::{Error, Job, LossScale, Stepped, job, output, rows};
 use crate::adapt::{Params, build::unreached};
 use crate::base::Base;
 use crate::comm::Comm;
@@ -151,7 +151,7 @@ pub(super) fn first(
         return Err(exists(&dir, &result));
     }
     let (data, eval) = job.data()?;
-    let batches = job::batches(&job.recipe, &data)?;
+    let batches = rows::batches(&job.recipe, &data)?;
     let total = batches.steps();
     job.check()?;
     job::sample(&job.recipe, job.tokenizer.as_deref())?;

@@ -1,0 +1,77 @@
+//! What a run goes over: the rows of each step, and what its user should know of the data.
+
+use super::Error;
+use crate::data::{Batches, Dataset};
+use crate::log::warn;
+use crate::model::Config;
+use crate::plan;
+use crate::recipe::Recipe;
+
+/// The rows of each step.
+///
+/// # Errors
+/// A dataset that makes no step, or more than a run can have.
+pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
+    let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
+    if batches.steps() > 0 {
+        plan::check_steps(recipe, batches.steps() as u64)?;
+        return Ok(batches);
+    }
+    Err(Error::Usage(format!(
+        "{}: {} rows make no step of {} rows\n  hint: a smaller run.batch_rows, or more data",
+        recipe.place("run.batch_rows"),
+        data.rows.len(),
+        recipe.run.batch_rows
+    ))
+    .into())
+}
+
+/// Tells what a run goes on with and its user should know about data that was read.
+///
+/// # Errors
+/// A file of tokens that cannot be read any more.
+pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> crate::Result<()> {
+    for warning in data.warnings(config.rope.reach(config.max_positions))? {
+        warn(&format!("{key}: {warning}"));
+    }
+    Ok(())
+}
+
+/// Steps that are so few that it is told, where the recipe does not say how many.
+const FEW: usize = 10;
+
+/// Tells of a run by epochs that comes to very few steps.
+pub fn tell_few(recipe: &Recipe, data: &Dataset) {
+    let (run, rows) = (&recipe.run, data.rows.len());
+    let steps = Batches::new(rows, run, recipe.data.shuffle).steps();
+    if run.steps.is_some() || !(1..FEW).contains(&steps) {
+        return;
+    }
+    let plural = |n: usize, what: &str| if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") };
+    let (packed, shorter) = match recipe.data.pack {
+        true => (
+            format!(", of {} packed", plural(data.samples.len(), "sample")),
+            ", data.pack = false or a smaller data.max_length",
+        ),
+        false => (String::new(), ""),
+    };
+    warn(&format!(
+        "{} by run.epochs = {}: {}{packed}, {} a step (run.batch_rows)\n  hint: a smaller run.batch_rows, more run.epochs{shorter}",
+        plural(steps, "optimizer step"),
+        run.epochs,
+        plural(rows, "row"),
+        run.batch_rows,
+    ));
+}
+
+/// Tells of samples that are trained on and evaluated on; gives how many there are.
+///
+/// # Errors
+/// A file of tokens that cannot be read any more.
+pub fn tell_shared(train: &Dataset, eval: &Dataset) -> crate::Result<usize> {
+    let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
+    if shared > 0 {
+        warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));
+    }
+    Ok(shared)
+}
