@@ -20,8 +20,8 @@ fn config(extra: Value) -> Value {
     c
 }
 
-/// Runs one step of some rows of 128 tokens, and gives the planned and the measured peak.
-fn run(w: &World, config: &Value, rules: &str, set: &[&str]) -> (f64, f64) {
+/// A model with random weights, four rows of 128 tokens, and a recipe of some rules.
+fn write(w: &World, config: &Value, rules: &str) {
     w.write("model/config.json", config.to_string());
     let row = |k: usize| (0..128).map(|i| (i * 7919 + k * 104_729) % 4000).collect::<Vec<usize>>();
     let rows: String = (0..4).map(|k| format!("{}\n", json!({"input_ids": row(k)}))).collect();
@@ -34,6 +34,10 @@ fn run(w: &World, config: &Value, rules: &str, set: &[&str]) -> (f64, f64) {
              device = \"cuda\"\noutput = \"out\"\n"
         ),
     );
+}
+
+/// Runs the recipe, and gives the planned and the measured peak.
+fn run(w: &World, set: &[&str]) -> (f64, f64) {
     w.ok(&[&["run", "r.toml", "--overwrite"], set].concat());
     let (start, end) = (&w.events("out", "start")[0], &w.events("out", "end")[0]);
     let of = |key: &str| end[key].as_f64().unwrap_or_else(|| panic!("no {key}: {end}"));
@@ -99,7 +103,8 @@ fn a_run_allocates_what_its_plan_lists() {
     // all of them, before any fails
     let (mut table, mut wrong) = (String::new(), Vec::new());
     for (config, rules, set) in cases.iter().chain(ranks) {
-        let (planned, measured) = run(&w, config, rules, set);
+        write(&w, config, rules);
+        let (planned, measured) = run(&w, set);
         let apart = 100.0 * (measured / planned - 1.0);
         let family = config["model_type"].as_str().unwrap_or_default();
         let line =
@@ -111,4 +116,29 @@ fn a_run_allocates_what_its_plan_lists() {
     }
     eprintln!("{table}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Where nobody says where inputs of recomputed layers wait, and a step on the host's memory computes less again, they wait
+/// there: with the numbers of a run that keeps them, and in the memory that was planned.
+#[test]
+fn inputs_wait_on_the_host_where_it_pays() {
+    if !device() {
+        return;
+    }
+    let w = World::new();
+    write(&w, &config(json!({"num_hidden_layers": 6})), LORA);
+    let steps = "run.steps=3";
+    let kept = run(&w, &[steps, "memory.recompute=feed_forward", "memory.offload=[]"]);
+    let (numbers, end) = (w.steps("out"), w.events("out", "end"));
+    assert!((kept.1 / kept.0 - 1.0).abs() < 0.01, "{kept:?}");
+    // a little less than that takes, and the share that the choices keep back
+    let takes = end[0]["planned_peak_bytes"].as_u64().expect("a number");
+    let budget = format!("memory.budget={}", (takes - 100_000) / 24 * 25);
+    let parked = run(&w, &[steps, &budget, "memory.host_budget=8GiB"]);
+    let start = &w.events("out", "start")[0]["plan"];
+    assert_eq!(start["choices"]["inputs"]["value"], "host", "{start}");
+    assert!(start["host"]["offloaded_activations"].as_u64() > Some(0), "{start}");
+    assert!((parked.1 / parked.0 - 1.0).abs() < 0.01, "{parked:?}");
+    assert!(parked.1 < kept.1, "{parked:?} {kept:?}");
+    assert_eq!(w.steps("out"), numbers);
 }
