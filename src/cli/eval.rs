@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     if !loss.is_finite() {
         return Err(train::Error::Evaluation.into());
     }
-    let scores = train::score(&job, &decoder, &Nothing, &data, &|| false)?;
+    let scores = train::score(&job, &decoder, &Nothing, &data, &|| 0)?;
     let shown = |is_model: bool| given.as_ref().filter(|g| g.is_model() == is_model).map(|g| g.shown.clone());
     let model = shown(true).unwrap_or_else(|| job.model.source.clone());
     let adapter = job.adapter.as_ref().map(|a| shown(false).unwrap_or_else(|| a.dir.display().to_string()));

@@ -340,7 +340,7 @@ table! {
         context: usize = RANKS, Toml("1");
         /// Transport of collectives.
         comm: Comm = Word(Comm::WORDS), Toml("\"auto\"");
-        /// Seconds that a collective may take.
+        /// Seconds that a collective may take; processes wait for one another at the start for a minute at least.
         timeout: u64 = Int(1, 1_000_000), Toml("600");
     }
 }

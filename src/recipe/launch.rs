@@ -82,9 +82,8 @@ impl Launch {
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         ];
-        if let (Some(told), Some(host), Some(port)) =
-            (of("RANK", "WORLD_SIZE", "LOCAL_RANK")?, said("MASTER_ADDR"), port())
-        {
+        let by_rank = of("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
+        if let (Some(told), Some(host), Some(port)) = (by_rank, said("MASTER_ADDR"), port()) {
             // torchrun listens at that port itself
             let taken = said("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
             return launch(told, Meeting::At(host, port.saturating_add(u16::from(taken))));
@@ -121,7 +120,13 @@ impl Launch {
             return launch(told, meeting);
         }
         let why = "mpirun started them: build with the `mpi` feature, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT";
-        by_mpi.map_or(Ok(None), |told| launch(told, Meeting::Nowhere(why)))
+        if let Some(told) = by_mpi {
+            return launch(told, Meeting::Nowhere(why));
+        }
+        // each would train alone, and into the same folder
+        let why =
+            "RANK and WORLD_SIZE are set: set MASTER_ADDR and MASTER_PORT too, or unset those to train alone";
+        by_rank.map_or(Ok(None), |told| launch(told, Meeting::Nowhere(why)))
     }
 
     /// The address that the first listens at, and whether that is this machine's alone.
@@ -193,7 +198,10 @@ mod tests {
         );
         assert_eq!(of(&agent, true), at(3, 4, Some(1), "h", 29_501));
         assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", true), None);
-        assert_eq!(of("RANK=0 WORLD_SIZE=2", true), None);
+        for half in ["", "MASTER_ADDR=h", "MASTER_PORT=7", "MASTER_ADDR=h MASTER_PORT=70000"] {
+            let alone = of(&format!("RANK=0 WORLD_SIZE=2 {half}"), true);
+            assert!(matches!(alone, Some(Launch { meeting: Meeting::Nowhere(_), .. })), "{half}");
+        }
         let open = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1";
         let mpi = Launch { rank: 1, world: 2, local: Some(1), meeting: Meeting::Mpi };
         assert_eq!(of(open, true), Some(mpi));

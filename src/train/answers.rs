@@ -1,5 +1,6 @@
 //! Evaluation by generation: the model answers evaluation samples, and its answers are scored against theirs.
 
+use super::step::Stop;
 use super::{Error, Job};
 use crate::data::{Dataset, Scores, question};
 use crate::model::Decoder;
@@ -20,7 +21,7 @@ pub fn score(
     decoder: &Decoder,
     around: &dyn Around,
     data: &Dataset,
-    stop: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> crate::Result<Option<Scores>> {
     let g = &job.recipe.generate;
     if g.samples == 0 {
@@ -40,9 +41,7 @@ pub fn score(
         else {
             continue;
         };
-        if stop() {
-            return Err(Error::Abandoned.into());
-        }
+        go_on(stop)?;
         let sampling = match g.temperature {
             t if t > 0.0 => Sampling::All { temperature: t },
             _ => Sampling::ArgMax,
@@ -52,11 +51,9 @@ pub fn score(
             LogitsProcessor::from_sampling(job.recipe.run.seed.wrapping_add(i as u64), sampling);
         let mut reader =
             Reader::new(decoder, &job.device).within(prompt.len() + g.max_new_tokens).around(around);
-        let mut go_on = |_: &str| !stop();
-        let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut go_on)?;
-        if stop() {
-            return Err(Error::Abandoned.into());
-        }
+        let mut goes_on = |_: &str| stop() == 0;
+        let reply = answer(&mut reader, tokenizer, &prompt, g.max_new_tokens, &mut sampler, &mut goes_on)?;
+        go_on(stop)?;
         scores.add(&reference, &reply.text, reply.tokens, regex.as_ref());
     }
     match scores.samples {
@@ -66,6 +63,13 @@ pub fn score(
         )
         .into()),
         _ => Ok(Some(scores.means())),
+    }
+}
+
+fn go_on(stop: Stop<'_>) -> Result<(), Error> {
+    match stop() {
+        0 => Ok(()),
+        asked => Err(Error::Abandoned(asked)),
     }
 }
 

@@ -1,13 +1,17 @@
 //! The best evaluation of a run so far, and for how long there was no better one.
 
+use crate::log::warn;
+use crate::store::Checkpoints;
 use serde_json::Value;
 
 /// What evaluations have shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Best {
-    /// Step and loss of the best.
+    /// Loss before the first step.
+    start: Option<f64>,
+    /// Step and loss of the best after one.
     best: Option<(u64, f64)>,
-    /// Evaluations after it.
+    /// Evaluations after the last that was lower than all before.
     since: usize,
 }
 
@@ -23,26 +27,48 @@ impl Best {
         out
     }
 
-    /// Takes an evaluation in; whether it is the best. One before the first step is none of the run.
+    /// The same of a run whose result may be the best's: of those whose checkpoints are whole, which is found now and not
+    /// after all steps. That of the step `newest` is, or is yet to be written.
+    pub fn of_whole(mut events: Vec<Value>, checkpoints: &Checkpoints, newest: u64) -> Self {
+        loop {
+            let all = Self::of(&events);
+            let Some((step, loss)) = all.best.filter(|(step, _)| *step != newest) else { return all };
+            let Err(e) = checkpoints.whole(step) else { return all };
+            warn(&format!("the best evaluation, after step {step} (loss {loss:.4}), is left out: {e}"));
+            events.retain(|e| e["event"] != "eval" || e["step"] != step);
+        }
+    }
+
+    /// Takes an evaluation in; whether it is the best of those after a step: one before the first is of no result.
     pub fn seen(&mut self, step: u64, loss: f64) -> bool {
         if step == 0 {
+            self.start = Some(loss);
             return false;
         }
+        let lowest = self.lowest().is_none_or(|(_, lowest)| loss < lowest);
+        self.since = if lowest { 0 } else { self.since + 1 };
         let better = self.best.is_none_or(|(_, best)| loss < best);
         if better {
-            (self.best, self.since) = (Some((step, loss)), 0);
-        } else {
-            self.since += 1;
+            self.best = Some((step, loss));
         }
         better
     }
 
-    /// The step and loss of the best.
+    /// The step and loss of the best after a step.
     pub fn get(&self) -> Option<(u64, f64)> {
         self.best
     }
 
-    /// Whether so many evaluations in a row were no better; never with 0.
+    /// The step and loss of the lowest, which may be that before the first step.
+    pub fn lowest(&self) -> Option<(u64, f64)> {
+        let start = self.start.map(|loss| (0, loss));
+        match (start, self.best) {
+            (Some(start), Some(best)) => Some(if best.1 < start.1 { best } else { start }),
+            (start, best) => start.or(best),
+        }
+    }
+
+    /// Whether so many evaluations in a row were no lower than one before; never with 0.
     pub fn exhausts(&self, patience: usize) -> bool {
         patience > 0 && self.since >= patience
     }
@@ -56,17 +82,23 @@ mod tests {
     #[test]
     fn the_first_of_the_lowest_is_the_best() {
         let eval = |step: u64, loss: f64| json!({"event": "eval", "step": step, "loss": loss});
-        let events = [
-            eval(0, 0.1),
-            eval(10, 3.0),
-            json!({"event": "step", "step": 11, "loss": 0.0}),
-            eval(20, 2.0),
-            eval(30, 2.0),
-        ];
+        let events =
+            [eval(10, 3.0), json!({"event": "step", "step": 11, "loss": 0.0}), eval(20, 2.0), eval(30, 2.0)];
         let mut b = Best::of(&events);
         assert_eq!(b.get(), Some((20, 2.0)));
         assert!(b.exhausts(1) && !b.exhausts(2) && !b.exhausts(0));
         assert!(!b.seen(40, 2.5) && b.exhausts(2));
         assert!(b.seen(50, 1.0) && !b.exhausts(1));
+    }
+
+    #[test]
+    fn what_was_before_the_first_step_is_of_no_result_and_to_be_beaten() {
+        let mut b = Best::default();
+        assert!(!b.seen(0, 1.0));
+        assert_eq!((b.get(), b.lowest()), (None, Some((0, 1.0))));
+        assert!(b.seen(10, 3.0) && b.seen(20, 2.0) && b.exhausts(2));
+        assert_eq!((b.get(), b.lowest()), (Some((20, 2.0)), Some((0, 1.0))));
+        assert!(b.seen(30, 0.5) && !b.exhausts(1));
+        assert_eq!(b.lowest(), Some((30, 0.5)));
     }
 }

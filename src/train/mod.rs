@@ -189,9 +189,9 @@ pub enum Error {
         /// Exit code.
         code: ExitCode,
     },
-    /// A step or evaluation was given up because a signal came; the run says which.
+    /// A step or evaluation was given up because a signal came, to this rank or another: as [`signals::Signals::asked`] has it.
     #[error("given up")]
-    Abandoned,
+    Abandoned(u64),
 }
 
 impl Failure for Error {
@@ -210,7 +210,7 @@ impl Failure for Error {
             | Error::Evaluation
             | Error::EvaluationOf { .. } => ExitCode::NonFinite,
             Error::Unreached { .. } => ExitCode::Internal,
-            Error::Abandoned => ExitCode::Interrupted,
+            Error::Abandoned(_) => ExitCode::Interrupted,
             Error::Signal { code, .. } => *code,
         }
     }

@@ -192,7 +192,7 @@ fn agree(comm: &Processes, mine: &Given) -> crate::Result<()> {
 
 /// A process that is not the first.
 fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
-    // the first one decides what a signal means
+    // the first one hears of it, and saves
     let signals = Signals::catch()?;
     signals.hold();
     if comm.wait(OPENED, &[])?[0].is_empty() {
@@ -219,7 +219,8 @@ fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
         planned: watch.planned(),
         job: Arc::new(job),
     };
-    let followed = ranks::on_device(&shared.job, comm, |comm| ranks::follow(&shared, comm));
+    let followed =
+        ranks::on_device(&shared.job, comm, |comm| ranks::follow(&shared, comm, &|| signals.asked()));
     followed.map_err(|e| shared.planned.explain(e))?;
     watch.look();
     tell(&format!("rank {} has ended; at its peak it took {}", comm.rank(), report::bytes(watch.peak())));

@@ -6,7 +6,7 @@
 
 use super::exhausted::{self, Planned};
 use super::gather::Gather;
-use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
+use super::step::{Setup, StepRows, Stop, accumulate, evaluate_until, update};
 use super::{Error, Job, LossScale, guard, output, state};
 use crate::adapt::Params;
 use crate::adapt::buffer::Shard;
@@ -272,7 +272,7 @@ fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> crate::Result<()>
         true => Arc::new(shared.job.on(cuda::open(rank).map_err(Error::Device)?)),
         false => Arc::clone(&shared.job),
     };
-    on_device(&job, comm, |comm| follow(&Shared { job: Arc::clone(&job), ..shared.clone() }, comm))
+    on_device(&job, comm, |comm| follow(&Shared { job: Arc::clone(&job), ..shared.clone() }, comm, &|| 0))
 }
 
 /// Runs what a rank does with collectives for the tensors of its device.
@@ -295,11 +295,11 @@ fn end_with_hung(e: &crate::Error) {
     }
 }
 
-/// What a rank does that is not the first.
+/// What a rank does that is not the first; `stop` says of a signal that this process alone was sent.
 ///
 /// # Errors
 /// What goes wrong on this rank; a rank that is lost.
-pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
+pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> crate::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
     let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
@@ -314,13 +314,13 @@ pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
             Next::Step(n) => {
                 #[cfg(test)]
                 broken::look(&r.run.output, comm.rank(), n)?;
-                step(&setup, data, &batches, &schedule, n)
+                step(&setup, (data, &batches, &schedule), n, stop)
             }
             Next::Evaluate => match &shared.eval {
                 Some(eval) => {
                     place::enter(place::Phase::Evaluate, 0);
                     let around = (comm, &gather as &dyn Around);
-                    evaluate_until(&decoder, around, eval, &setup.execution, &job.device, &|| false).map(drop)
+                    evaluate_until(&decoder, around, eval, &setup.execution, &job.device, stop).map(drop)
                 }
                 None => Ok(()),
             },
@@ -334,18 +334,23 @@ pub fn follow(shared: &Shared, comm: &dyn Comm) -> crate::Result<()> {
         };
         match done {
             // the first one knows why
-            Err(e) if matches!(e.of(), Some(Error::Abandoned)) => {}
+            Err(e) if matches!(e.of(), Some(Error::Abandoned(_))) => {}
             done => done?,
         }
     }
 }
 
-fn step(s: &Setup<'_>, data: &Dataset, batches: &Batches, schedule: &Schedule, n: u64) -> crate::Result<()> {
+fn step(
+    s: &Setup<'_>,
+    (data, batches, schedule): (&Dataset, &Batches, &Schedule),
+    n: u64,
+    stop: Stop<'_>,
+) -> crate::Result<()> {
     let rows = batches.rows(n as usize);
     let at = StepRows { data, rows: &rows, step: n };
     let times = &mut Times::off();
     let lr = |peak: f64| schedule.at(n as usize, peak);
-    let summed = accumulate(s, at, &lr, times, &|| false)?;
+    let summed = accumulate(s, at, &lr, times, stop)?;
     update(s, summed, &lr, times).map(drop)
 }
 

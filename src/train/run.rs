@@ -334,7 +334,11 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> cra
     if job.recipe.log.tensorboard {
         metrics.show_in(TensorBoard::open(dir, from)?);
     }
-    let best = Best::of(&read_metrics(&dir.join("metrics.jsonl"))?);
+    let events = read_metrics(&dir.join("metrics.jsonl"))?;
+    let best = match job.recipe.run.keep_best {
+        true => Best::of_whole(events, start.checkpoints, done),
+        false => Best::of(&events),
+    };
     let optimizer = Optimizer::new(&params, &job.recipe.optimizer);
     let mut r = Running {
         setup: Setup::new(job, (&decoder, &params, &optimizer), plan.execution, start.loss_scale, comm),
@@ -378,7 +382,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
                 "stopped after step {}: {} evaluations in a row were no better than step {}'s (run.patience)",
                 r.done,
                 run.patience,
-                r.best.get().map_or(0, |(step, _)| step)
+                r.best.lowest().map_or(0, |(step, _)| step)
             ));
             break;
         }
@@ -415,7 +419,11 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 /// Evaluates; a loss that is no number ends the run, but not before the steps are saved.
 fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
     match r.evaluate() {
-        Ok(true) if start.job.recipe.run.keep_best => save(start, r),
+        Ok(true) if start.job.recipe.run.keep_best => {
+            save(start, r)?;
+            // what was the best before may go
+            Ok(start.checkpoints.keep_to(r.done, start.job.recipe.run.keep, Some(r.done))?)
+        }
         Err(e) if matches!(e.of(), Some(Error::EvaluationOf { .. })) => save(start, r).and(Err(e)),
         outcome => outcome.map(drop).map_err(|e| given_up(start, r, e)),
     }
@@ -424,7 +432,10 @@ fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 /// Of something that was given up for a signal: that signal as an error, the steps saved.
 fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: crate::Error) -> crate::Error {
     match e.of() {
-        Some(Error::Abandoned) => halt(start, r).err().unwrap_or(e),
+        Some(Error::Abandoned(asked)) => {
+            start.signals.hear(*asked);
+            halt(start, r).err().unwrap_or(e)
+        }
         _ => e,
     }
 }

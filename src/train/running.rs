@@ -13,7 +13,7 @@ use crate::adapt::{LearningRate, initial, learning_rates};
 use crate::data::{Dataset, Form};
 use crate::error::ExitCode;
 use crate::kernel::gemm::pairs;
-use crate::log::{Metrics, Progress, Told, memory, place, shell_word, tell, unix_time};
+use crate::log::{Metrics, Progress, Told, memory, place, shell_word, tell, unix_time, warn};
 use crate::model::modules;
 use crate::optim::Schedule;
 use crate::plan::report;
@@ -129,7 +129,7 @@ impl Running<'_> {
         if done == 0 {
             if job.recipe.run.eval_at_start {
                 match self.evaluate() {
-                    Err(e) if matches!(e.of(), Some(Error::Abandoned)) => return Ok(()),
+                    Err(e) if matches!(e.of(), Some(Error::Abandoned(_))) => return Ok(()),
                     outcome => drop(outcome?),
                 }
             }
@@ -148,7 +148,7 @@ impl Running<'_> {
         again: bool,
     ) -> crate::Result<Stepped> {
         let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
-        let stop = || self.signals.seen().is_some();
+        let stop = || self.signals.asked();
         // the others follow the plan that they were given
         let again = again && self.setup.comm.world() == 1 && !self.setup.params.in_backward;
         let schedule = self.schedule;
@@ -254,6 +254,9 @@ impl Running<'_> {
             line += &format!(", {} tokens in {:.0} s ({rate:.0} a second)", self.tokens, self.seconds);
         }
         tell(&format!("done: {line}, at most {memory} of memory"));
+        if let Some((0, loss)) = self.best.lowest().filter(|_| self.best.get().is_some()) {
+            warn(&format!("no evaluation was better than that before the first step: loss {loss:.4}"));
+        }
         let word = |path: &Path| shell_word(&path.to_string_lossy()).into_owned();
         let (run, result) = (word(result.parent().unwrap_or(result)), word(result));
         let mut next = vec![format!("ft chat {result}"), format!("ft report {run}")];
@@ -283,7 +286,7 @@ impl Running<'_> {
     pub fn evaluate(&mut self) -> crate::Result<bool> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(false) };
         place::enter(place::Phase::Evaluate, 0);
-        let stop = || self.signals.seen().is_some();
+        let stop = || self.signals.asked();
         let Setup { decoder, params, execution, comm, .. } = self.setup;
         ranks::tell_next(comm, &Next::Evaluate)?;
         let gather = Gather::new(decoder, params, comm);

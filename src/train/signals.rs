@@ -62,6 +62,17 @@ impl Signals {
         let place = self.0.seen.load(Ordering::Relaxed).checked_sub(1)?;
         SIGNALS.get(place).map(|(_, name, code)| (*name, *code))
     }
+
+    /// The same as a number that ranks tell one another; 0 where none came.
+    pub fn asked(&self) -> u64 {
+        self.0.seen.load(Ordering::Relaxed) as u64
+    }
+
+    /// Takes one that another rank was sent for one of this process's, where it has none.
+    pub fn hear(&self, asked: u64) {
+        let place = usize::try_from(asked).unwrap_or_default();
+        let _ = self.0.seen.compare_exchange(0, place, Ordering::Relaxed, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Signals {

@@ -132,7 +132,7 @@ pub fn timed_step(
     lr: Rate<'_>,
     times: &mut Times,
 ) -> crate::Result<Stepped> {
-    update(s, accumulate(s, at, lr, times, &|| false)?, lr, times)
+    update(s, accumulate(s, at, lr, times, &|| 0)?, lr, times)
 }
 
 /// The gradients of a step, summed into the buffers of what trains, with what else its micro-batches gave.
@@ -148,10 +148,16 @@ pub struct Summed<'a> {
     grad_norm: f64,
 }
 
-/// Whether any rank asks to give up.
-fn agreed(comm: &dyn Comm, stop: bool) -> crate::Result<bool> {
-    let all = comm.share(At::all("whether to go on"), &[u64::from(stop)])?;
-    Ok(all.iter().flatten().any(|w| *w != 0))
+/// The number of a signal that asks to give up; 0 where none came.
+pub type Stop<'a> = &'a dyn Fn() -> u64;
+
+/// Goes on unless any rank was asked to give up.
+fn agree(comm: &dyn Comm, stop: Stop<'_>) -> crate::Result<()> {
+    let all = comm.share(At::all("whether to go on"), &[stop()])?;
+    match all.into_iter().flatten().find(|asked| *asked != 0) {
+        Some(asked) => Err(super::Error::Abandoned(asked).into()),
+        None => Ok(()),
+    }
 }
 
 /// The gradients of all micro-batches of a step, one micro-batch after the other, dealt to the ranks in turn; nothing that trains changes, and
@@ -167,7 +173,7 @@ pub fn accumulate<'a>(
     at: StepRows<'a>,
     lr: Rate<'_>,
     times: &mut Times,
-    stop: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> crate::Result<Summed<'a>> {
     loop {
         let summed = accumulate_scaled(s, at, lr, times, stop)?;
@@ -184,7 +190,7 @@ fn accumulate_scaled<'a>(
     at: StepRows<'a>,
     lr: Rate<'_>,
     times: &mut Times,
-    stop: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> crate::Result<Summed<'a>> {
     let StepRows { data, rows, step } = at;
     let (grads, lens) = (s.params.grads(), s.params.lens());
@@ -223,9 +229,7 @@ fn accumulate_scaled<'a>(
     let router = RouterLosses { aux: s.router.aux * share * factor, z: s.router.z * share * factor };
     let mut routings = Vec::new();
     for turn in micros.chunks(s.comm.world()) {
-        if agreed(s.comm, stop())? {
-            return Err(super::Error::Abandoned.into());
-        }
+        agree(s.comm, stop)?;
         for (rank, (rows, size)) in turn.iter().enumerate() {
             if rank == s.comm.rank() {
                 let m = Micro::collate(data, rows)?;
@@ -335,10 +339,10 @@ pub fn evaluate(
     execution: &Execution,
     device: &Device,
 ) -> crate::Result<(f64, usize)> {
-    evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| false)
+    evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| 0)
 }
 
-/// As [`evaluate`], micro-batches dealt to the ranks in turn, giving it up once `stop` says so, which is asked before each
+/// As [`evaluate`], micro-batches dealt to the ranks in turn, giving it up once a signal came, for which `stop` is asked before each
 /// of them. Of each turn all ranks make a pass, with what goes on around its visits.
 ///
 /// # Errors
@@ -349,7 +353,7 @@ pub fn evaluate_until(
     data: &Dataset,
     execution: &Execution,
     device: &Device,
-    stop: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> crate::Result<(f64, usize)> {
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
@@ -362,9 +366,7 @@ pub fn evaluate_until(
         if turn.is_empty() {
             return Ok((sum / targets.max(1) as f64, targets));
         }
-        if agreed(comm, stop())? {
-            return Err(super::Error::Abandoned.into());
-        }
+        agree(comm, stop)?;
         let sizes = turn.iter().map(|rows| Ok(Size::of(data, rows)?.targets));
         let sizes = sizes.collect::<Result<Vec<usize>, data::Error>>()?;
         targets += sizes.iter().sum::<usize>();

@@ -292,7 +292,6 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
     let w = tiny(FULL);
     let set = [
         "r.toml",
-        "run.steps=20",
         "run.eval_every=2",
         "run.keep=1",
         "run.keep_best=true",
@@ -301,7 +300,7 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
         "optimizer.schedule=constant",
         "run.clip=0",
     ];
-    w.ok(&[&["run"], &set[..], &["run.output=long"]].concat());
+    w.ok(&[&["run"], &set[..], &["run.output=long", "run.steps=20"]].concat());
     let evals: Vec<(u64, f64)> = w
         .events("long", "eval")
         .iter()
@@ -315,17 +314,42 @@ fn the_best_checkpoint_is_the_result_and_a_run_that_gets_worse_ends() {
     assert!((of_result - best.1).abs() < 1e-6, "{of_result} {best:?}");
     assert_eq!(w.checkpoints("long"), [format!("step-{:08}", best.0), "step-00000020".into()]);
 
-    let early = w.ok(&[&["run"], &set[..], &["run.output=short", "run.patience=2"]].concat());
+    let early = w.ok(&[&["run"], &set[..], &["run.output=short", "run.patience=2", "run.steps=20"]].concat());
     assert!(early.err.contains("2 evaluations in a row were no better"), "{}", early.err);
     let done = w.events("short", "end")[0]["step"].as_u64().expect("a step");
     assert_eq!(done, w.events("short", "eval").last().expect("one")["step"].as_u64().expect("a step"));
     assert!(done < 20);
-    let again = w.ok(&[&["run", "--resume"], &set[..], &["run.output=short", "run.patience=2"]].concat());
+    let resumed = |more: &[&str]| {
+        w.ok(&[&["run", "--resume"], &set[..], &["run.output=short", "run.steps=20"], more].concat())
+    };
+    let again = resumed(&["run.patience=2"]);
     assert!(again.err.contains("finished already"), "{}", again.err);
     // with more patience it goes on, to the same end as the one that never stopped
-    w.ok(&[&["run", "--resume"], &set[..], &["run.output=short", "run.patience=0"]].concat());
+    resumed(&["run.patience=0"]);
     assert_eq!(w.steps("short"), w.steps("long"));
     assert_eq!(w.read("short/model/model.safetensors"), w.read("long/model/model.safetensors"));
+    // without the best checkpoint the best of those left is the result, which is told before anything trains
+    std::fs::remove_dir_all(w.path(&format!("long/checkpoints/step-{:08}", best.0))).expect("removed");
+    let more = ["run.steps=22", "--accept-change", "run.steps", "run.output=long"];
+    let r = w.ok(&[&["run", "--resume"], &set[..], &more].concat());
+    let told = format!("the best evaluation, after step {} (loss {:.4}), is left out: ", best.0, best.1);
+    assert!(r.err.contains(&told) && r.err.find(&told) < r.err.find("step 22/22"), "{}", r.err);
+    let end = &w.events("long", "end")[0];
+    assert_eq!(
+        w.checkpoints("long").first(),
+        Some(&format!("step-{:08}", end["of_step"].as_u64().expect("one")))
+    );
+    // nor is more kept than asked for where the newest is the best
+    let gentle: Vec<&str> = set.iter().copied().filter(|s| !s.starts_with("optimizer.lr")).collect();
+    w.ok(&[&["run"], &gentle[..], &["run.output=better", "run.steps=20", "optimizer.lr=0.001"]].concat());
+    assert_eq!(w.events("better", "end")[0]["of_step"], 20);
+    assert_eq!(w.checkpoints("better"), ["step-00000020"]);
+    // an evaluation before the first step is to be beaten, and has no result
+    let start = ["run.output=vain", "run.steps=20", "run.eval_at_start=true", "run.patience=3"];
+    let from = ["model.source=better/model", "model.weights=load"];
+    let r = w.ok(&[&["run"], &set[..], &start, &from].concat());
+    assert!(r.err.contains("3 evaluations in a row were no better than step 0's"), "{}", r.err);
+    assert!(r.err.contains("no evaluation was better than that before the first step"), "{}", r.err);
     let vain = w.ft(&["check", "r.toml", "run.patience=2"]);
     assert!(vain.code == 2 && vain.err.contains("run.patience does nothing"), "{}", vain.err);
 }

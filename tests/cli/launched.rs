@@ -3,6 +3,7 @@
 use super::split::{self, CASES, LATE, all, ends, launch};
 use super::world::{FULL, World};
 use rustix::process::{Pid, Signal, kill_process};
+use std::io::BufRead;
 use std::time::{Duration, Instant};
 
 fn run<'a>(own: &'a [String; 2], set: &[&'a str]) -> Vec<&'a str> {
@@ -94,6 +95,51 @@ fn a_process_that_dies_ends_all() {
             std::thread::sleep(Duration::from_millis(20));
         }
         child.kill().and_then(|()| child.wait()).expect("gone");
+    }
+}
+
+/// A signal to any of them stops all, saved: where a machine is taken away, only its own processes are told.
+#[test]
+fn a_signal_to_any_process_stops_all() {
+    let w = split::world(FULL);
+    // how far it is to go changes nothing on the way
+    let set = ["run.save_every=0", "optimizer.schedule=constant", "optimizer.warmup_steps=0"];
+    let long = [&set[..], &["run.epochs=4000", "parallel.zero=2"]].concat();
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let name = format!("told-{code}");
+        let processes = launch(&w, &[0, 1], 2, &run(&own(&name, 2), &long));
+        let end = Instant::now() + LATE;
+        while w.events(&name, "step").is_empty() {
+            assert!(Instant::now() < end, "no step");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        kill_process(Pid::from_raw(processes[1].id() as i32).expect("a number"), signal).expect("signalled");
+        let ended = all(processes);
+        assert_eq!(ended[0].code, code, "{}", ended[0].err);
+        assert!(ended[0].err.contains("a checkpoint is written"), "{}", ended[0].err);
+        assert_eq!(w.events(&name, "stopped")[0]["code"], code);
+        let steps = w.events(&name, "step").len();
+        assert_eq!(w.checkpoints(&name), [format!("step-{steps:08}")]);
+        // the step that was given up is done whole
+        let epochs = format!("run.epochs={}", steps / 10 + 2);
+        w.ok(&run(&own("whole", 2), &[&set[..], &[&epochs, "--overwrite"]].concat()));
+        let resume = ["--resume", "--accept-change", "run.epochs", &epochs];
+        w.ok(&run(&own(&name, 2), &[&set[..], &resume].concat()));
+        assert!(ends(&w, &name) == ends(&w, "whole"), "{steps} steps");
+    }
+}
+
+/// Who waits for others at the start says for whom.
+#[test]
+fn who_is_waited_for_is_told() {
+    let w = split::world(FULL);
+    for (rank, says) in [(0, "ranks {1} have not come to 127.0.0.1:"), (1, "it does not reach 127.0.0.1:")] {
+        let mut alone = launch(&w, &[rank], 2, &run(&own("alone", 2), &[]));
+        let mut line = String::new();
+        let err = alone[0].stderr.take().expect("a pipe");
+        std::io::BufReader::new(err).read_line(&mut line).expect("a line");
+        alone[0].kill().and_then(|()| alone[0].wait()).expect("gone");
+        assert!(line.contains(says) && line.contains("it waits for "), "{line}");
     }
 }
 

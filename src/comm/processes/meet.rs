@@ -1,6 +1,7 @@
 //! How processes find one another: over MPI, which tells them where the first listens, or at a host and port that a
 //! launcher told them all.
 
+use crate::log;
 use crate::recipe::Launch;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How long a stranger's line may take to say what it wants.
 const SAYS: Duration = Duration::from_secs(5);
+/// After so long it is told who is waited for.
+const QUIET: Duration = Duration::from_secs(4);
 /// Between two tries.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Bytes of a message, at the most.
@@ -106,6 +109,7 @@ fn come(
     hello: &Hello,
     end: Instant,
 ) -> Result<TcpStream, String> {
+    let mut waits = Waits::new(end);
     loop {
         let why = match to() {
             Err(why) => why,
@@ -119,7 +123,29 @@ fn come(
         if Instant::now() > end {
             return Err(why);
         }
+        waits.look(|| why);
         std::thread::sleep(AGAIN);
+    }
+}
+
+/// Tells once what is waited for, and how long yet.
+struct Waits {
+    end: Instant,
+    tells: Option<Instant>,
+}
+
+impl Waits {
+    fn new(end: Instant) -> Self {
+        Self { end, tells: Some(Instant::now() + QUIET) }
+    }
+
+    fn look(&mut self, why: impl FnOnce() -> String) {
+        if self.tells.take_if(|at| Instant::now() > *at).is_some() {
+            let left = self.end.saturating_duration_since(Instant::now()).as_secs();
+            // no rank is quiet before it has met the first
+            log::to_terminal();
+            log::tell(&format!("{}; it waits for {left} s more", why()));
+        }
     }
 }
 
@@ -170,10 +196,13 @@ fn first(card: &Card, (to, one_machine): (SocketAddr, bool), end: Instant) -> Re
     let missing = |lines: &Lines, wires: &Lines| -> BTreeSet<usize> {
         (1..card.world).filter(|r| lines[*r].is_none() || wires[*r].is_none()).collect()
     };
+    let mut waits = Waits::new(end);
     while !missing(&lines, &wires).is_empty() {
+        let who = || format!("ranks {:?} have not come to {to}", missing(&lines, &wires));
         if Instant::now() > end {
-            return Err(format!("ranks {:?} have not come to {to}", missing(&lines, &wires)));
+            return Err(who());
         }
+        waits.look(who);
         let Some(mut line) = next(&listener)? else { continue };
         // a stranger is not answered
         let (place, who) = match take::<Hello>(&mut line, SAYS) {

@@ -144,6 +144,15 @@ impl Checkpoints {
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
+    /// Removes all but the newest `keep`, that of the step `also`, and those of steps after `newest`, as
+    /// [`Draft::commit`] does.
+    ///
+    /// # Errors
+    /// [`Error::Write`] with the path.
+    pub fn keep_to(&self, newest: u64, keep: usize, also: Option<u64>) -> Result<(), Error> {
+        purge(self, newest, keep.max(1), also)
+    }
+
     /// What tells a step's checkpoint from any other, of the same step too; `None` where there is none.
     pub fn mark(&self, step: u64) -> Option<Vec<u8>> {
         read_inside(&self.path_of(step), MARKER, 1 << 10).ok()
@@ -244,7 +253,7 @@ impl Draft {
         write_atomic(&target.join(MARKER), marker(&bytes).as_bytes())?;
         fault!("commit.marked");
         remove_marked(&aside)?;
-        purge(&all, self.step, keep.max(1), also)?;
+        all.keep_to(self.step, keep, also)?;
         Ok(target)
     }
 }
