@@ -3,6 +3,7 @@
 use super::error::Error;
 use super::format::Shape;
 use super::reader::{LONGEST_ROW, Lines, RawRow, too_long};
+use super::strict;
 use csv::{ByteRecord, ErrorKind};
 use serde_json::{Map, Value};
 use std::cell::Cell;
@@ -102,8 +103,10 @@ impl Cells {
             let value = match (json, text.trim().is_empty()) {
                 (false, _) => Value::from(text),
                 (true, true) => Value::Null,
-                (true, false) => serde_json::from_str(text)
-                    .map_err(|e| format!("{name}: expected JSON, as the format reads a list here: {e}"))?,
+                (true, false) => strict::value(cell).map_err(|e| {
+                    let not_json = "expected JSON, as the format reads a list here";
+                    format!("{name}: {}", strict::told(&e, not_json))
+                })?,
             };
             row.insert(name.clone(), value);
         }

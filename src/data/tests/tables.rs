@@ -71,6 +71,7 @@ fn patterns_and_folders_name_files() {
 #[test]
 fn broken_tables_say_where() {
     let messages = "messages\n\"[{\"\"role\"\": \"\"user\"\"}\"\n";
+    let twice = "messages\n\"[{\"\"role\"\": \"\"user\"\", \"\"role\"\": \"\"user\"\"}]\"\n";
     for (name, bytes, said) in [
         ("a.csv", &b"text,id\nHello,1\nthe\nworld,2\n"[..], "a.csv:3:1: the row has 1 cells"),
         ("a.csv", b"text\nHello\n\xff\n", "a.csv:3:1: text: not UTF-8"),
@@ -80,6 +81,7 @@ fn broken_tables_say_where() {
         ("a.tsv", b"a\ttext\nb\n", "a.tsv:2:1: the row has 1 cells"),
         ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
         ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
+        ("m.csv", twice.as_bytes(), "m.csv:2:1: messages: the key \"role\" is there twice"),
         ("a.txt.gz", b"no gzip", "a.txt.gz"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
     ] {
