@@ -1,5 +1,7 @@
 //! Files that other programs wrote (`tests/fixtures/make_tables.py`), and broken ones.
 
+use super::super::format::Shape;
+use super::super::reader::Rows;
 use super::*;
 use crate::error::Failure;
 
@@ -75,6 +77,9 @@ fn broken_tables_say_where() {
     for (name, bytes, said) in [
         ("a.csv", &b"text,id\nHello,1\nthe\nworld,2\n"[..], "a.csv:3:1: the row has 1 cells"),
         ("a.csv", b"text\nHello\n\xff\n", "a.csv:3:1: text: not UTF-8"),
+        ("a.csv", b"text,id\r\nHello,1\r\nthe\r\n", "a.csv:3:1: the row has 1 cells"),
+        ("a.csv", b"text\r\nHello\r\n\r\n\xff\r\n", "a.csv:4:1: text: not UTF-8"),
+        ("a.csv", b"\ntext,text\nHello,b\n", "a.csv:2:1: two columns are named"),
         ("a.csv", b"text,text\nHello,b\n", "a.csv:1:1: two columns are named"),
         ("a.csv", b"te\xffxt\nHello\n", "a.csv:1:1: a name of a column is not UTF-8"),
         ("a.csv", b"wrong\nHello\n", "no field \"text\"; there is wrong"),
@@ -92,6 +97,28 @@ fn broken_tables_say_where() {
         assert!(error.to_string().contains(said), "{name}: {error}");
         assert_eq!(error.exit_code(), crate::ExitCode::Data, "{name}: {error}");
     }
+}
+
+/// Lines are counted as an editor counts them, whatever ends them, and whatever stands between rows.
+#[test]
+fn rows_of_tables_stand_where_they_begin() {
+    let lines = |text: &str| {
+        let files = Files::new(&[("a.csv", text)]);
+        let table = Rows::open(&files.0.path().join("a.csv"), &Shape::of_any()).unwrap();
+        table.map(|r| r.unwrap().line).collect::<Vec<_>>()
+    };
+    let rows = "text,id|a,1|\"b||b\",2|||c,3|  ,4|\"|d\",5||\"e\",6|f,7";
+    let begin = [2, 3, 8, 9, 10, 13, 14];
+    for end in ["\n", "\r\n"] {
+        for (before, last) in [(0, 0), (0, 1), (0, 2), (2, 1)] {
+            let text = end.repeat(before) + &rows.replace('|', end) + &end.repeat(last);
+            assert_eq!(lines(&text), begin.map(|l| l + before), "{text:?}");
+        }
+    }
+    // longer than what is read at a time, and rows that only a carriage return parts
+    let long = "x".repeat(300_000);
+    assert_eq!(lines(&format!("text,id\r\n\"{long}\r\n{long}\",1\r\n\r\nb,2")), [2, 5]);
+    assert_eq!(lines("text,id\ra,1\rb,2\nc,3\n"), [1, 1, 2]);
 }
 
 /// A packed file that is cut is an error, not fewer rows.
