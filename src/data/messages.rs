@@ -239,9 +239,8 @@ fn open_calls(calls: &mut Value) -> Result<(), String> {
         let opened = match arguments {
             Value::Null => Value::Object(Map::new()),
             Value::String(s) if s.trim().is_empty() => Value::Object(Map::new()),
-            Value::String(s) => strict::value(s.as_bytes()).map_err(|e| {
-                format!("{at}.arguments: {}", strict::told(&e, "a string that is not JSON"))
-            })?,
+            Value::String(s) => strict::value(s.as_bytes())
+                .map_err(|e| format!("{at}.arguments: {}", strict::told(&e, "a string that is not JSON")))?,
             _ => arguments.take(),
         };
         if !opened.is_object() {

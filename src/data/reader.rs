@@ -131,7 +131,7 @@ impl Rows {
                 Rows::Cells(Box::new(Cells::open(file, path, between, shape)?))
             }
             #[cfg(feature = "parquet")]
-            Kind::Parquet => Rows::Columns(Box::new(super::columns::Columns::open(path)?)),
+            Kind::Parquet => Rows::Columns(Box::new(super::columns::Columns::open(path, shape)?)),
             #[cfg(not(feature = "parquet"))]
             Kind::Parquet => {
                 let what = "parquet files, in a build of ft without its parquet feature";

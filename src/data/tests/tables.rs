@@ -69,6 +69,44 @@ fn patterns_and_folders_name_files() {
     }
 }
 
+/// Whether a column says that it holds texts or not, what is no text stops the run or is left out, and its row is named.
+#[test]
+#[cfg(feature = "parquet")]
+fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
+    let dir = fixture("broken-tables");
+    for (name, format, field) in [
+        ("text.binary.parquet", Format::Text, "text"),
+        ("text.string.parquet", Format::Text, "text"),
+        ("messages.binary.parquet", Format::Messages, "messages[1].content"),
+        ("messages.string.parquet", Format::Messages, "messages[1].content"),
+    ] {
+        let load = |on_bad_row| {
+            let cfg = recipe::Data { on_bad_row, ..data(500) };
+            let resolve = |s: &str| dir.join(s);
+            Dataset::load(Part::Train, &of(&[source(name, format)], &cfg), &resolve, Some(&tiny()), 285, 11)
+        };
+        let error = load(OnBadRow::Error).expect_err(name);
+        let said = error.to_string();
+        assert!(said.ends_with(&format!("{name}:2:1: {field}: not UTF-8")), "{said}");
+        assert_eq!(error.exit_code(), crate::ExitCode::Data);
+        let d = load(OnBadRow::Skip).unwrap();
+        assert_eq!((d.stats.rows_read, d.stats.drops.bad), (3, 1), "{name}");
+        let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
+        assert!(texts[0].contains("café") && texts[1].contains("the end"), "{texts:?}");
+        assert!(!texts.concat().contains('\u{fffd}'), "{texts:?}");
+    }
+    let load = Dataset::load(
+        Part::Train,
+        &of(&[source("text.twice.parquet", Format::Text)], &data(9)),
+        &|s| dir.join(s),
+        Some(&tiny()),
+        285,
+        11,
+    );
+    let said = load.unwrap_err().to_string();
+    assert!(said.ends_with("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
+}
+
 /// Each names the line and what is wrong there, and none takes the rows around it with it.
 #[test]
 fn broken_tables_say_where() {
