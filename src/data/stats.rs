@@ -34,6 +34,8 @@ pub struct Stats {
     pub fill: f64,
     /// The first few rows that were left out: their place and why.
     pub left_out: Vec<String>,
+    /// What folders have that is not read, a sentence each.
+    pub not_read: Vec<String>,
     /// What the texts of used rows lost or changed, or what of these rows is not read.
     pub notes: Notes,
 }

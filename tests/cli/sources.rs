@@ -126,3 +126,26 @@ fn data_says_what_is_lost_and_what_is_in_both_parts() {
         "nothing to set, it is set: {shown}"
     );
 }
+
+#[test]
+fn what_a_folder_has_beside_its_rows_is_told_once() {
+    let w = world();
+    std::fs::create_dir_all(w.path("rows/more")).expect("made");
+    w.write("rows/a.txt", "One line.\nAnother line.\n");
+    w.write("rows/more/b.txt", "Not read.\n");
+    w.write("rows/notes.md", "Not read.\n");
+    let told =
+        "data.train: not read of the folder \"rows\": 1 subfolder (more), 1 file of another kind (notes.md)";
+    // with tokens that are kept, and without
+    for verb in ["check", "data", "run", "data"] {
+        let r = w.ok(&[verb, "r.toml", "data.train.0.source=rows"]);
+        assert_eq!(r.err.matches(told).count(), 1, "{verb}: {}", r.err);
+    }
+    let deep = w.ok(&["data", "r.toml", "data.train.0.source=rows/**/*.txt", "--json"]);
+    assert!(
+        !deep.err.contains("not read of") && deep.out.contains("\"rows_read\": 3"),
+        "{} {}",
+        deep.err,
+        deep.out
+    );
+}

@@ -57,6 +57,16 @@ fn patterns_and_folders_name_files() {
     let end = "<|endoftext|>";
     let of = |texts: &[&str]| texts.iter().map(|t| format!("{t}{end}")).collect::<String>();
     assert_eq!(lines(".").unwrap(), of(&["a", "c", "b"]));
+    // what a folder has beside them is told, of each source
+    let warnings =
+        |path: &str| files.load(&[source(path, Format::Text)], &data(9)).unwrap().warnings(9).unwrap();
+    let told = "1 subfolder (deep), 1 hidden file (.h.txt), 1 file of another kind (note.md)";
+    let hint = "\n  hint: a pattern takes what is in subfolders too: \"./**/*.jsonl\"";
+    assert_eq!(warnings("."), [format!("not read of the folder \".\": {told}{hint}")]);
+    std::fs::write(files.0.path().join("other.md"), "x").unwrap();
+    let told = warnings("./").concat();
+    assert!(told.contains("2 files of other kinds (the first: note.md)") && told.contains("\"./**/*"), "{told}");
+    assert_eq!((warnings("deep/er"), warnings("*.csv")), (vec![], vec![]));
     assert_eq!(lines("*.csv").unwrap(), of(&["b"]));
     assert_eq!(lines("[ab].*").unwrap(), of(&["a", "c", "b"]));
     assert_eq!(lines("**/*.jsonl").unwrap(), of(&["d"]));
