@@ -4,7 +4,7 @@ use super::RecipeArgs;
 use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
 use crate::hub::{Settings, Want};
 use crate::log::{color_on_stdout, escape};
-use crate::recipe::{self, Part, Recipe};
+use crate::recipe::{self, OverLength, Part, Recipe};
 use crate::train::{job, rows, sources};
 use serde_json::json;
 use std::io::{self, Write};
@@ -60,15 +60,17 @@ pub fn run(args: &Args) -> crate::Result<()> {
     }
     // every text of the data is escaped on its way
     let mut out = io::BufWriter::new(io::stdout().lock());
-    let (rows, max, color) = (args.rows, recipe.data.max_length, color_on_stdout());
-    let outcome = show(&dataset, t, rows, max, color, &mut out).and_then(|()| out.flush());
+    let (rows, color) = (args.rows, color_on_stdout());
+    let limit = (recipe.data.max_length, recipe.data.over_length);
+    let outcome = show(&dataset, t, rows, limit, color, &mut out).and_then(|()| out.flush());
     Ok(recipe::Error::of_print(outcome)?)
 }
 
 /// Prints the first `rows` rows of a dataset and its statistics.
 ///
 /// Each line of text begins with `>` where it is supervised and with `.` where it is only read, so the difference
-/// does not hang on colour; with `color`, supervised text is green. Without a tokenizer, ids stand for the text.
+/// does not hang on colour; with `color`, supervised text is green. Without a tokenizer, ids stand for the text. `limit` is
+/// `data.max_length`, and what becomes of longer samples.
 ///
 /// # Errors
 /// What `out` gives.
@@ -76,7 +78,7 @@ pub fn show(
     dataset: &Dataset,
     tokenizer: Option<&Tokenizer>,
     rows: usize,
-    max_length: usize,
+    limit: (usize, OverLength),
     color: bool,
     out: &mut dyn Write,
 ) -> io::Result<()> {
@@ -110,7 +112,7 @@ pub fn show(
     if rows > 0 && !dataset.rows.is_empty() {
         writeln!(out, "(> supervised, . read only, ↵ end of line in the text)\n")?;
     }
-    statistics(dataset, max_length, out)
+    statistics(dataset, limit, out)
 }
 
 fn document(
@@ -145,7 +147,7 @@ fn visible(line: &str) -> String {
     escape(line).replace('\n', "↵")
 }
 
-fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::Result<()> {
+fn statistics(dataset: &Dataset, limit: (usize, OverLength), out: &mut dyn Write) -> io::Result<()> {
     let s = &dataset.stats;
     let share = |part: usize, whole: usize| 100.0 * part as f64 / whole.max(1) as f64;
     writeln!(out, "rows read    {}", s.rows_read)?;
@@ -177,11 +179,13 @@ fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::
             whole.min, whole.median, whole.p95, whole.max
         )?;
     }
-    for (max, tokens, samples) in cuts(s, max_length) {
+    // of what stops a run nothing is lost
+    let lost = if limit.1 == OverLength::Error { "beyond it" } else { "lost" };
+    for (max, tokens, samples) in cuts(s, limit) {
         let all = s.whole.tokens() as usize;
-        let here = if max == max_length { ", as it is" } else { "" };
+        let here = if max == limit.0 { ", as it is" } else { "" };
         let samples = plural(samples, "sample");
-        writeln!(out, "  at {max:<8}  {:.1} % of the tokens lost, of {samples}{here}", share(tokens, all))?;
+        writeln!(out, "  at {max:<8}  {:.1} % of the tokens {lost}, of {samples}{here}", share(tokens, all))?;
     }
     writeln!(out, "tokens       {} an epoch", s.tokens)?;
     writeln!(out, "supervised   {} ({:.1} %)", s.targets, share(s.targets, s.tokens))?;
@@ -189,12 +193,12 @@ fn statistics(dataset: &Dataset, max_length: usize, out: &mut dyn Write) -> io::
     writeln!(out, "hash         {}", dataset.hash)
 }
 
-/// What some values of `data.max_length` would cut, as far as that is anything: the value, tokens, samples.
-fn cuts(s: &Stats, max_length: usize) -> Vec<(usize, usize, usize)> {
+/// What some values of `data.max_length` would cut or leave out, as far as that is anything: the value, tokens, samples.
+fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, usize, usize)> {
     let mut values: Vec<usize> = (8..18).map(|n| 1 << n).chain([max_length]).collect();
     values.sort_unstable();
     values.dedup();
-    let all = values.into_iter().map(|max| (max, s.whole.cut_at(max))).map(|(max, (t, n))| (max, t, n));
+    let all = values.into_iter().map(|max| (max, s.whole.over(max, over))).map(|(max, (t, n))| (max, t, n));
     // up to the first that cuts nothing
     let mut out = Vec::new();
     for cut in all {
@@ -210,7 +214,7 @@ fn cuts(s: &Stats, max_length: usize) -> Vec<(usize, usize, usize)> {
 fn json(dataset: &Dataset, recipe: &Recipe, shared: Option<usize>) -> serde_json::Value {
     let s = &dataset.stats;
     let lengths = |l: &Lengths| json!({"min": l.min, "median": l.median, "p95": l.p95, "max": l.max});
-    let cuts: Vec<_> = cuts(s, recipe.data.max_length)
+    let cuts: Vec<_> = cuts(s, (recipe.data.max_length, recipe.data.over_length))
         .into_iter()
         .map(|(max, tokens, samples)| json!({"max_length": max, "tokens": tokens, "samples": samples}))
         .collect();

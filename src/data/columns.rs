@@ -1,29 +1,42 @@
 //! Rows of Parquet files.
 
 use super::error::Error;
+use super::format::Shape;
 use super::reader::RawRow;
+use super::strict;
 use crate::log::panics::caught;
 use crate::store;
-use parquet::file::reader::SerializedFileReader;
+use parquet::basic::{ConvertedType, Type as Physical};
+use parquet::file::metadata::ParquetMetaDataReader;
+use parquet::file::reader::FileReader;
+use parquet::file::serialized_reader::{ReadOptionsBuilder, SerializedFileReader};
+use parquet::record::Field;
 use parquet::record::reader::RowIter;
-use parquet::record::{Field, Row};
+use parquet::schema::types::{SchemaDescriptor, Type};
+use serde_json::map::Entry;
 use serde_json::{Map, Number, Value};
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The rows of a file, one after the other: a page of each column is in memory.
 pub(super) struct Columns {
     rows: RowIter<'static>,
     path: PathBuf,
     row: usize,
+    /// Of each column, whether the format reads it.
+    read: Vec<bool>,
 }
 
 impl Columns {
     /// Opens a file and reads what it says of itself.
-    pub fn open(path: &Path) -> Result<Self, Error> {
+    pub fn open(path: &Path, shape: &Shape) -> Result<Self, Error> {
         let file = store::open_plain(path).map_err(|cause| Error::Read { path: path.into(), cause })?;
-        let rows = said(path, || Ok(RowIter::from_file_into(Box::new(SerializedFileReader::new(file)?))))?;
-        Ok(Self { rows, path: path.into(), row: 0 })
+        let reader = said(path, || reader(file))?;
+        let columns = reader.metadata().file_metadata().schema().get_fields();
+        let read = columns.iter().map(|c| shape.reads(c.name())).collect();
+        Ok(Self { rows: RowIter::from_file_into(Box::new(reader)), path: path.into(), row: 0, read })
     }
 
     /// The next row.
@@ -33,8 +46,38 @@ impl Columns {
             Err(e) => return Some(Err(e)),
         };
         self.row += 1;
-        let bytes = serde_json::to_vec(&object(&row)).map_err(|e| e.to_string());
+        let fields = row.get_column_iter().zip(&self.read).map(|((name, field), read)| (name, field, *read));
+        let bytes = match object(fields) {
+            Ok(row) => serde_json::to_vec(&row).map_err(|e| e.to_string()),
+            Err(why) => Err(why.trim_start_matches(['.', ':', ' ']).to_string()),
+        };
         Some(Ok(RawRow { line: self.row, column: 1, bytes }))
+    }
+}
+
+/// A reader that gives texts as their bytes: as texts, one that is not UTF-8 would take the rows behind it along.
+fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
+    let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
+    let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
+    let options = ReadOptionsBuilder::new().with_parquet_schema(Arc::new(schema)).build();
+    SerializedFileReader::new_with_options(file, options)
+}
+
+/// A type in which texts are bytes.
+fn plain(of: &Type) -> parquet::errors::Result<Type> {
+    let about = of.get_basic_info();
+    if let Type::GroupType { basic_info, fields } = of {
+        let fields =
+            fields.iter().map(|f| Ok(Arc::new(plain(f)?))).collect::<parquet::errors::Result<_>>()?;
+        return Ok(Type::GroupType { basic_info: basic_info.clone(), fields });
+    }
+    let text =
+        matches!(about.converted_type(), ConvertedType::UTF8 | ConvertedType::ENUM | ConvertedType::JSON);
+    match text && of.get_physical_type() == Physical::BYTE_ARRAY {
+        true => Type::primitive_type_builder(about.name(), Physical::BYTE_ARRAY)
+            .with_repetition(about.repetition())
+            .build(),
+        false => Ok(of.clone()),
     }
 }
 
@@ -49,14 +92,31 @@ fn said<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Resul
     Err(Error::Read { path: path.into(), cause })
 }
 
-fn object(row: &Row) -> Map<String, Value> {
-    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
+/// Fields as an object, each with whether it is read; the error begins with the path to what is wrong.
+fn object<'a>(
+    fields: impl Iterator<Item = (&'a String, &'a Field, bool)>,
+) -> Result<Map<String, Value>, String> {
+    let mut out = Map::new();
+    for (name, field, read) in fields {
+        let value = value(field, read).map_err(|e| format!(".{name}{e}"))?;
+        put(&mut out, name.clone(), value)?;
+    }
+    Ok(out)
 }
 
-/// A field as JSON; what no format reads (times, decimals) as its text.
-fn value(field: &Field) -> Value {
+fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(), String> {
+    match object.entry(key) {
+        Entry::Vacant(free) => free.insert(value),
+        Entry::Occupied(there) => return Err(format!(": {}", strict::twice(there.key()))),
+    };
+    Ok(())
+}
+
+/// A field as JSON; what no format reads (times, decimals) as its text, and bytes where nothing is `read` as far as they
+/// are one.
+fn value(field: &Field, read: bool) -> Result<Value, String> {
     let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
-    match field {
+    Ok(match field {
         Field::Null => Value::Null,
         Field::Bool(b) => (*b).into(),
         Field::Byte(n) => (*n).into(),
@@ -71,16 +131,28 @@ fn value(field: &Field) -> Value {
         Field::Float(x) => float(f64::from(*x)),
         Field::Double(x) => float(*x),
         Field::Str(text) => text.as_str().into(),
-        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into(),
-        Field::Group(row) => Value::Object(object(row)),
-        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => text.into(),
+            Err(_) if read => return Err(": not UTF-8".into()),
+            Err(_) => String::from_utf8_lossy(bytes.data()).into(),
+        },
+        Field::Group(row) => Value::Object(object(row.get_column_iter().map(|(n, f)| (n, f, read)))?),
+        Field::ListInternal(list) => {
+            let item = |(i, f): (usize, &Field)| value(f, read).map_err(|e| format!("[{i}]{e}"));
+            Value::Array(list.elements().iter().enumerate().map(item).collect::<Result<_, _>>()?)
+        }
         Field::MapInternal(map) => {
-            let key = |k: &Field| match value(k) {
-                Value::String(text) => text,
-                other => other.to_string(),
-            };
-            Value::Object(map.entries().iter().map(|(k, v)| (key(k), value(v))).collect())
+            let mut out = Map::new();
+            for (k, v) in map.entries() {
+                let key = match value(k, read)? {
+                    Value::String(text) => text,
+                    other => other.to_string(),
+                };
+                let value = value(v, read).map_err(|e| format!(".{key}{e}"))?;
+                put(&mut out, key, value)?;
+            }
+            Value::Object(out)
         }
         other => other.to_string().into(),
-    }
+    })
 }

@@ -4,7 +4,7 @@ use super::cache::{Entry, Key, ModelKey, Strict, not_kept};
 use super::encode::{Encoder, Example};
 use super::epoch::{Epoch, Space};
 use super::error::Error;
-use super::files::files;
+use super::files::{files, files_and_rest};
 use super::format::Shape;
 use super::order::Order;
 use super::pass::{Pass, Stopped};
@@ -121,13 +121,14 @@ impl Dataset {
         Ok((train, Some(eval)))
     }
 
-    /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of the rows
-    /// is not read, and documents that are longer than the model's `positions`.
+    /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of folders and
+    /// rows is not read, and documents that are longer than the model's `positions`.
     ///
     /// # Errors
     /// A file of tokens that cannot be read any more.
     pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
-        let mut out = self.stats.notes.told();
+        let mut out = self.stats.not_read.clone();
+        out.extend(self.stats.notes.told());
         let (mut count, mut longest, mut reader) = (0, 0, self.samples.reader());
         for i in 0..self.samples.len() {
             let n = reader.item(i)?.tokens as usize;
@@ -297,7 +298,8 @@ impl<'a> Loader<'a> {
             return Err(Error::Recipe { place: source.place.clone(), message });
         }
         self.needs(shape.format)?;
-        let files = files(source, self.resolve)?;
+        let (files, rest) = files_and_rest(source, self.resolve)?;
+        self.stats.not_read.extend(rest);
         let (data, vocab_size) = (self.data, self.vocab_size);
         let model = self.tokenizer.and_then(Tokenizer::key);
         let key = Key { shape: &shape, source, data, model, vocab_size, files: &files };

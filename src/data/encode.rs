@@ -85,7 +85,9 @@ impl Encoder<'_> {
         let (tokens, max) = (total, self.data.max_length);
         if tokens > max {
             match self.data.over_length {
-                OverLength::Drop | OverLength::Error => return Err(Problem::TooLong { tokens, max }),
+                over @ (OverLength::Drop | OverLength::Error) => {
+                    return Err(Problem::TooLong { tokens, max, dropped: over == OverLength::Drop });
+                }
                 OverLength::Truncate => {
                     ids.truncate(max);
                     labels.truncate(max);

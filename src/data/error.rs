@@ -103,13 +103,16 @@ pub enum Problem {
     Tokenizer(String),
     /// It is longer than `data.max_length` (with `over_length` = `"error"`, or dropped by `"drop"`).
     #[error(
-        "{tokens} tokens are more than data.max_length = {max}; raise it, or set data.over_length to \"truncate\" or \"drop\""
+        "{tokens} tokens are more than data.max_length = {max}{}",
+        if *dropped { "" } else { "; raise it, or set data.over_length to \"truncate\" or \"drop\"" }
     )]
     TooLong {
         /// Its length.
         tokens: usize,
         /// The limit.
         max: usize,
+        /// Whether the recipe asks for it to be left out.
+        dropped: bool,
     },
     /// No token of it is supervised.
     #[error("nothing in this row is supervised: {0}")]

@@ -70,15 +70,27 @@ pub fn unpacks_to(path: &Path) -> u64 {
 /// # Errors
 /// A source that is not there, or that holds no files of rows.
 pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
+    files_and_rest(source, resolve).map(|(files, _)| files)
+}
+
+/// The files of a source, and what to tell of the others that its folder has.
+///
+/// # Errors
+/// As [`files`].
+pub(super) fn files_and_rest(
+    source: &recipe::Source,
+    resolve: &dyn Fn(&str) -> PathBuf,
+) -> Result<(Vec<PathBuf>, Option<String>), Error> {
+    let alone = |files| (files, None);
     if !source.fetched.is_empty() {
-        return Ok(source.fetched.clone());
+        return Ok(alone(source.fetched.clone()));
     }
     let path = resolve(&source.source);
     let fail = |message: String| Err(Error::Recipe { place: source.place.clone(), message });
     let Ok(there) = std::fs::metadata(&path) else {
         return match source.source.contains(['*', '?', '[']) {
-            true => matching(source, resolve),
-            false => absent(source, path),
+            true => matching(source, resolve).map(alone),
+            false => Err(Error::Missing { source_name: source.source.clone(), path }),
         };
     };
     for (key, value) in [("split", &source.split), ("config", &source.config), ("revision", &source.revision)]
@@ -89,17 +101,20 @@ pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
     }
     if !there.is_dir() {
         return match kind(&path) {
-            Some(_) => Ok(vec![path]),
+            Some(_) => Ok(alone(vec![path])),
             None => fail(format!("{:?} is none of the files that hold rows: {KINDS}", source.source)),
         };
     }
     let cannot = |cause| Error::Read { path: path.clone(), cause };
-    let mut found = Vec::new();
+    let (mut found, mut rest) = (Vec::new(), Rest::default());
     for entry in std::fs::read_dir(&path).map_err(cannot)? {
-        let file = entry.map_err(cannot)?.path();
-        let hidden = file.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
-        if !hidden && kind(&file).is_some() && !file.is_dir() {
-            found.push(file);
+        let entry = entry.map_err(cannot)?;
+        let (file, name) = (entry.path(), entry.file_name().display().to_string());
+        match (name.starts_with('.'), file.is_dir(), kind(&file)) {
+            (true, ..) => rest.hidden.push(name),
+            (_, true, _) => rest.folders.push(name),
+            (_, _, None) => rest.others.push(name),
+            _ => found.push(file),
         }
     }
     found.sort();
@@ -107,7 +122,44 @@ pub fn files(source: &recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
         let message = format!("the folder holds none of the files that hold rows: {KINDS}");
         return Err(Error::Empty { file: path.display().to_string(), message });
     }
-    Ok(found)
+    Ok((found, rest.told(&source.source)))
+}
+
+/// Names of what a folder has beside files of rows.
+#[derive(Default)]
+struct Rest {
+    folders: Vec<String>,
+    hidden: Vec<String>,
+    others: Vec<String>,
+}
+
+impl Rest {
+    /// A sentence, if there is anything; a recipe calls the folder `source`.
+    fn told(self, source: &str) -> Option<String> {
+        let hint = match self.folders.is_empty() {
+            true => String::new(),
+            false => {
+                let all = format!("{}/**/*.jsonl", source.trim_end_matches('/'));
+                format!("\n  hint: a pattern takes what is in subfolders too: {all:?}")
+            }
+        };
+        let told = |(mut names, one, more): (Vec<String>, &str, &str)| {
+            names.sort();
+            let first = names.first()?;
+            Some(match names.len() {
+                1 => format!("1 {one} ({first})"),
+                n => format!("{n} {more} (the first: {first})"),
+            })
+        };
+        let kinds = [
+            (self.folders, "subfolder", "subfolders"),
+            (self.hidden, "hidden file", "hidden files"),
+            (self.others, "file of another kind", "files of other kinds"),
+        ];
+        let parts: Vec<String> = kinds.into_iter().filter_map(told).collect();
+        let of = |parts: String| format!("not read of the folder {source:?}: {parts}{hint}");
+        Some(parts.join(", ")).filter(|p| !p.is_empty()).map(of)
+    }
 }
 
 /// The id of a dataset of the hub that a source's name can be: it is one where nothing of this name is here.
@@ -115,11 +167,6 @@ pub fn is_hub_id(source: &str) -> Option<&str> {
     let id = source.strip_prefix("hf://datasets/").unwrap_or(source);
     let spelled = id.split('/').count() == 2 && !id.starts_with(['.', '/', '~']) && !id.ends_with('/');
     (spelled && !id.contains(['*', '?', '[']) && kind(Path::new(id)).is_none()).then_some(id)
-}
-
-/// What is said of a source where there is nothing.
-fn absent(source: &recipe::Source, path: PathBuf) -> Result<Vec<PathBuf>, Error> {
-    Err(Error::Missing { source_name: source.source.clone(), path })
 }
 
 /// The files that a pattern matches; its folders up to the first wildcard are taken as they are.

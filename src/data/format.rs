@@ -101,6 +101,11 @@ impl Shape {
         lists.iter().any(|name| self.name(name) == field)
     }
 
+    /// Whether a field of a row, as the file names it, is read.
+    pub(super) fn reads(&self, field: &str) -> bool {
+        self.reads.iter().any(|n| n == field)
+    }
+
     pub(super) fn name<'a>(&'a self, name: &'a str) -> &'a str {
         self.fields.get(name).map_or(name, String::as_str)
     }
@@ -114,7 +119,7 @@ impl Shape {
         // of the two names for a list of messages only one is read
         let list = self.list_of(&row);
         let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
-        let read = |key: &str| self.reads.iter().any(|n| n == key) && !other(key);
+        let read = |key: &str| self.reads(key) && !other(key);
         of_row(&row, self.format, &read, notes)?;
         match self.format {
             Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),

@@ -2,6 +2,7 @@
 
 use super::format::{Shape, brief, kind, missing};
 use super::row_keys::{self, REASONING};
+use super::strict;
 use super::template::is_reserved;
 use crate::recipe::Mask;
 use serde_json::{Map, Value, json};
@@ -185,9 +186,10 @@ impl Shape {
         let tools = match row.shift_remove(&name) {
             // datasets of rows with one schema each store them as text
             Some(Value::String(s)) if s.trim().is_empty() => None,
-            Some(Value::String(s)) => {
-                Some(serde_json::from_str(&s).map_err(|e| format!("{name}: not JSON: {e}"))?)
-            }
+            Some(Value::String(s)) => Some(
+                strict::value(s.as_bytes())
+                    .map_err(|e| format!("{name}: {}", strict::told(&e, "not JSON")))?,
+            ),
             other => other,
         };
         match tools {
@@ -237,8 +239,8 @@ fn open_calls(calls: &mut Value) -> Result<(), String> {
         let opened = match arguments {
             Value::Null => Value::Object(Map::new()),
             Value::String(s) if s.trim().is_empty() => Value::Object(Map::new()),
-            Value::String(s) => serde_json::from_str(s)
-                .map_err(|e| format!("{at}.arguments: a string that is not JSON: {e}"))?,
+            Value::String(s) => strict::value(s.as_bytes())
+                .map_err(|e| format!("{at}.arguments: {}", strict::told(&e, "a string that is not JSON")))?,
             _ => arguments.take(),
         };
         if !opened.is_object() {

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! files       a source as its files
-//! reader      a file's bytes as rows, with line and column;   array: those of one JSON list
+//! reader      a file's bytes as rows, with line and column;   array: those of one JSON list;   strict: one as a value
 //! tables      rows of tables of text, and of plain texts
 //! columns     rows of Parquet files
 //! guess       the format, where the recipe does not name it
@@ -77,6 +77,7 @@ mod score;
 mod spans;
 mod stats;
 mod strftime;
+mod strict;
 mod tables;
 mod template;
 mod tokenizer;

@@ -8,7 +8,7 @@ use super::record::Packed;
 use super::samples::Writer;
 use super::stats::Found;
 use crate::error::Place;
-use crate::recipe::{OnBadRow, OverLength};
+use crate::recipe::OnBadRow;
 use crate::store;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
@@ -141,7 +141,7 @@ impl<'a> Pass<'a> {
             Problem::Bad(_) | Problem::Tokenizer(_) => (&mut drops.bad, false),
             Problem::EmptyMask(_) => (&mut drops.empty_mask, false),
             Problem::EmptyAfterTruncation { .. } => (&mut drops.empty_after_truncation, true),
-            Problem::TooLong { .. } => (&mut drops.too_long, data.over_length == OverLength::Drop),
+            Problem::TooLong { dropped, .. } => (&mut drops.too_long, *dropped),
         };
         *count += 1;
         if let Problem::TooLong { tokens, .. } | Problem::EmptyAfterTruncation { tokens, .. } = &problem {

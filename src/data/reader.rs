@@ -4,6 +4,7 @@ use super::array::Array;
 use super::error::Error;
 use super::files::{self, Kind, Packed};
 use super::format::Shape;
+use super::strict;
 use super::tables::{Cells, Texts};
 use crate::store;
 use serde_json::Value;
@@ -58,11 +59,11 @@ impl RawRow {
             let column = if lines == 0 { self.column + in_line } else { in_line + 1 };
             return Err(fail(self.line + lines, column, "not UTF-8".into()));
         }
-        serde_json::from_slice(bytes).map_err(|e| {
-            let text = e.to_string();
+        strict::value(bytes).map_err(|e| {
+            let text = strict::told(&e, "not JSON");
             let message = text.rsplit_once(" at line ").map_or(text.as_str(), |t| t.0);
             let column = if e.line() <= 1 { self.column - 1 + e.column() } else { e.column() };
-            fail(self.line + e.line().saturating_sub(1), column, format!("not JSON: {message}"))
+            fail(self.line + e.line().saturating_sub(1), column, message.into())
         })
     }
 }
@@ -130,7 +131,7 @@ impl Rows {
                 Rows::Cells(Box::new(Cells::open(file, path, between, shape)?))
             }
             #[cfg(feature = "parquet")]
-            Kind::Parquet => Rows::Columns(Box::new(super::columns::Columns::open(path)?)),
+            Kind::Parquet => Rows::Columns(Box::new(super::columns::Columns::open(path, shape)?)),
             #[cfg(not(feature = "parquet"))]
             Kind::Parquet => {
                 let what = "parquet files, in a build of ft without its parquet feature";

@@ -2,6 +2,7 @@
 
 use super::{Notes, Rows};
 use crate::error::Place;
+use crate::recipe::OverLength;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -33,6 +34,8 @@ pub struct Stats {
     pub fill: f64,
     /// The first few rows that were left out: their place and why.
     pub left_out: Vec<String>,
+    /// What folders have that is not read, a sentence each.
+    pub not_read: Vec<String>,
     /// What the texts of used rows lost or changed, or what of these rows is not read.
     pub notes: Notes,
 }
@@ -106,11 +109,14 @@ impl Counts {
         Lengths { min, median: rank(50), p95: rank(95), max: self.longest() }
     }
 
-    /// What a limit would cut: tokens, and samples.
-    pub fn cut_at(&self, max: usize) -> (usize, usize) {
-        let over = self.0.iter().map(|(n, samples)| ((*n as usize).saturating_sub(max), *samples as usize));
-        over.filter(|(n, _)| *n > 0)
-            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + n * samples, all + samples))
+    /// What a limit takes: tokens, and the samples that they are of. Dropped samples go whole; of others, it is what lies
+    /// beyond the limit.
+    pub fn over(&self, max: usize, over: OverLength) -> (usize, usize) {
+        let kept = if over == OverLength::Drop { 0 } else { max };
+        let longer = self.0.iter().map(|(n, samples)| (*n as usize, *samples as usize));
+        longer
+            .filter(|(n, _)| *n > max)
+            .fold((0, 0), |(tokens, all), (n, samples)| (tokens + (n - kept) * samples, all + samples))
     }
 }
 

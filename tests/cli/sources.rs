@@ -110,7 +110,42 @@ fn data_says_what_is_lost_and_what_is_in_both_parts() {
     assert!(r.err.contains("1 of the 2 samples of the evaluation are in the training data too"), "{}", r.err);
     let shown = w.ok(&["data", "d.toml", "--rows", "0"]).out;
     assert!(shown.contains("before     min 100") && shown.contains("of 5 samples, as it is"), "{shown}");
-    let dropped = w.ok(&["data", "d.toml", "--json", "data.over_length=drop"]).out;
+    // whole samples go: 350, 400, .. 550 of 3250 tokens
+    let drop = "data.over_length=drop";
+    let dropped = w.ok(&["data", "d.toml", "--json", drop]).out;
     let dropped: serde_json::Value = serde_json::from_str(&dropped).expect("JSON");
-    assert_eq!(dropped["lost"], said["lost"]);
+    let at = |max: u64| dropped["lost"].as_array().expect("a list").iter().find(|c| c["max_length"] == max);
+    assert_eq!(at(300), Some(&json!({"max_length": 300, "tokens": 2250, "samples": 5})), "{dropped}");
+    // and at 512 only that of 550
+    assert_eq!(at(512), Some(&json!({"max_length": 512, "tokens": 550, "samples": 1})), "{dropped}");
+    assert_eq!(dropped["tokens"], json!(1000), "what is left is what was not lost: {dropped}");
+    let shown = w.ok(&["data", "d.toml", "--rows", "0", drop]).out;
+    assert!(shown.contains("69.2 % of the tokens lost, of 5 samples, as it is"), "{shown}");
+    assert!(
+        shown.contains("long.jsonl:6: 350 tokens are more than data.max_length = 300\n"),
+        "nothing to set, it is set: {shown}"
+    );
+}
+
+#[test]
+fn what_a_folder_has_beside_its_rows_is_told_once() {
+    let w = world();
+    std::fs::create_dir_all(w.path("rows/more")).expect("made");
+    w.write("rows/a.txt", "One line.\nAnother line.\n");
+    w.write("rows/more/b.txt", "Not read.\n");
+    w.write("rows/notes.md", "Not read.\n");
+    let told =
+        "data.train: not read of the folder \"rows\": 1 subfolder (more), 1 file of another kind (notes.md)";
+    // with tokens that are kept, and without
+    for verb in ["check", "data", "run", "data"] {
+        let r = w.ok(&[verb, "r.toml", "data.train.0.source=rows"]);
+        assert_eq!(r.err.matches(told).count(), 1, "{verb}: {}", r.err);
+    }
+    let deep = w.ok(&["data", "r.toml", "data.train.0.source=rows/**/*.txt", "--json"]);
+    assert!(
+        !deep.err.contains("not read of") && deep.out.contains("\"rows_read\": 3"),
+        "{} {}",
+        deep.err,
+        deep.out
+    );
 }

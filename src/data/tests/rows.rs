@@ -269,11 +269,11 @@ fn shown_rows_mark_what_is_supervised() {
         .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
         .unwrap();
     let mut out = Vec::new();
-    crate::cli::data::show(&d, Some(&tiny()), 3, 64, false, &mut out).unwrap();
+    crate::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     // colours are ours alone, and stand where the marks do
     let mut colored = Vec::new();
-    crate::cli::data::show(&d, Some(&tiny()), 3, 64, true, &mut colored).unwrap();
+    crate::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
     let colored = String::from_utf8(colored).unwrap();
     let green = colored.lines().filter(|l| l.contains("> \u{1b}[32m") && l.ends_with("\u{1b}[0m")).count();
     assert_eq!(
