@@ -65,7 +65,10 @@ fn patterns_and_folders_name_files() {
     assert_eq!(warnings("."), [format!("not read of the folder \".\": {told}{hint}")]);
     std::fs::write(files.0.path().join("other.md"), "x").unwrap();
     let told = warnings("./").concat();
-    assert!(told.contains("2 files of other kinds (the first: note.md)") && told.contains("\"./**/*"), "{told}");
+    assert!(
+        told.contains("2 files of other kinds (the first: note.md)") && told.contains("\"./**/*"),
+        "{told}"
+    );
     assert_eq!((warnings("deep/er"), warnings("*.csv")), (vec![], vec![]));
     assert_eq!(lines("*.csv").unwrap(), of(&["b"]));
     assert_eq!(lines("[ab].*").unwrap(), of(&["a", "c", "b"]));
