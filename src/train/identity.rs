@@ -103,6 +103,12 @@ impl<'a> Identity<'a> {
     }
 }
 
+/// Whether a key of an identity says no more than where data are: what they hold is in `hash.data`.
+pub(super) fn is_place(key: &str) -> bool {
+    let nth = key.strip_prefix("data.train.").and_then(|k| k.strip_suffix(".source"));
+    nth.is_some_and(|n| n.parse::<usize>().is_ok())
+}
+
 /// Hash of a model: its config, and all bytes of the files of its weights.
 pub(super) fn model_hash(job: &Job) -> Result<String, store::Error> {
     let files = match job.recipe.model.weights {

@@ -3,6 +3,7 @@
 //! Random numbers and the position in the data are functions of the seed and the step, so there is nothing
 //! else to save.
 
+use super::identity::is_place;
 use super::{Error, LossScale};
 use crate::adapt::Params;
 use crate::adapt::buffer::common;
@@ -284,7 +285,7 @@ pub fn changes(
 ) -> Vec<String> {
     let keys: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
     keys.into_iter()
-        .filter(|k| !accepted.contains(k) && old.get(*k) != new.get(*k))
+        .filter(|k| !accepted.contains(k) && !is_place(k) && old.get(*k) != new.get(*k))
         .map(|k| {
             let show = |m: &BTreeMap<String, String>| m.get(k).map_or("(not set)".into(), |v| v.to_string());
             format!("  {k}: was {}, is {}", show(old), show(new))
