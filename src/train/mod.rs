@@ -189,7 +189,7 @@ pub enum Error {
         /// Exit code.
         code: ExitCode,
     },
-    /// A step or evaluation was given up because a signal came, to this rank or another: as [`signals::Signals::asked`] has it.
+    /// A step or evaluation was given up because a signal came, to this rank or another: its number among those that a run looks for.
     #[error("given up")]
     Abandoned(u64),
 }
