@@ -49,32 +49,27 @@
 //! | what an operation allocates or computes | beside it in [`kernel`], for its ghosts: see [`kernel::tensor`]; `tests/cli/plan.rs` compares with runs |
 //! | a recipe key | one entry in [`recipe::keys`] |
 
-#![warn(missing_docs)]
-
-pub mod adapt;
-pub mod base;
 pub mod cli;
-pub mod comm;
-pub mod data;
-pub mod error;
-pub mod gguf;
-pub mod hub;
-pub mod kernel;
 pub mod log;
-pub mod model;
-pub mod optim;
-pub mod plan;
-pub mod quant;
-pub mod recipe;
 pub mod report;
-pub mod rng;
-pub mod store;
 pub mod train;
-pub mod walk;
 
-pub use error::{Error, ExitCode, Place, Result};
+#[doc(hidden)]
+pub use ft_base::{self as base, ExitCode, rng, store};
+#[doc(hidden)]
+pub use ft_data::{self as data, hub};
+#[doc(hidden)]
+pub use ft_engine::{adapt, comm, files, gguf, model, optim, quant, walk};
+#[doc(hidden)]
+pub use ft_kernels as kernel;
+#[doc(hidden)]
+pub use ft_plan as plan;
+#[doc(hidden)]
+pub use ft_recipe as recipe;
 
-/// The unit tests count allocations as the binary does.
+pub use ft_base::{Error, Place, Result};
+
+/// Unit tests count allocations as the binary does.
 #[cfg(test)]
 #[global_allocator]
-static ALLOCATOR: log::memory::Counting = log::memory::Counting;
+static ALLOCATOR: ft_base::memory::Counting = ft_base::memory::Counting;

@@ -1,14 +1,14 @@
 //! The base that an adapter belongs to: where it is, whether it is 4-bit, and what a 4-bit one was made from.
 
-use crate::adapt::{self, Adapter};
-use crate::base::layout;
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::{tell, warn};
-use crate::model::Config;
-use crate::model::modules::modules;
-use crate::quant;
-use crate::recipe::Quantize;
-use crate::store::TensorFiles;
+use ft_engine::adapt::{self, Adapter};
+use ft_engine::base::layout;
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_base::terminal::{tell, warn};
+use ft_engine::model::Config;
+use ft_engine::model::modules::modules;
+use ft_engine::quant;
+use ft_recipe::Quantize;
+use ft_engine::files::TensorFiles;
 use crate::train::job;
 use serde_json::Map;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(super) fn base_of(
     adapter: &Adapter,
     named: Option<&str>,
     want: Want,
-) -> crate::Result<ModelDir> {
+) -> ft_base::Result<ModelDir> {
     let (source, revision) = match (named, adapter.config.base()) {
         (Some(base), _) => (base, None),
         (None, Some(base)) => base,
@@ -45,7 +45,7 @@ pub(super) fn base_of(
             );
             adapt::Error::Peft { file: adapter.config.file.clone(), why }.into()
         }
-        (_, e) => crate::Error::from(e),
+        (_, e) => ft_base::Error::from(e),
     })?;
     model.notes.iter().for_each(|n| warn(n));
     Ok(model)
@@ -60,7 +60,7 @@ pub(super) fn quantized(
     option: Option<&str>,
     adapter: Option<&Adapter>,
     config: &Config,
-) -> crate::Result<bool> {
+) -> ft_base::Result<bool> {
     let trained = adapter.map_or(Ok(Quantize::None), Adapter::quantize)?;
     let chosen = option.and_then(Quantize::from_word);
     // a 4-bit checkpoint is what it is
@@ -82,7 +82,7 @@ pub(super) fn original(
     settings: &Settings,
     model: &ModelDir,
     config: &Config,
-) -> crate::Result<Option<ModelDir>> {
+) -> ft_base::Result<Option<ModelDir>> {
     let four = &model.source;
     let hint = "hint: --base MODEL names the original; --onto 4bit merges into the dequantized weights";
     let named = config.raw.get(MADE_FROM).and_then(|v| v.as_str()).unwrap_or_default().to_string();
@@ -91,7 +91,7 @@ pub(super) fn original(
     }
     let fail = |why: String| {
         let dir = model.dir.join("config.json").display().to_string();
-        crate::Error::from(adapt::Error::Merge { dir, why: format!("{why}\n  {hint}") })
+        ft_base::Error::from(adapt::Error::Merge { dir, why: format!("{why}\n  {hint}") })
     };
     let found = hub::fetch_model_with(settings, &named, "main", Want::Weights, true)
         .map_err(|e| fail(format!("the base is 4-bit, and its original ({MADE_FROM}) cannot be had: {e}")))?;
@@ -120,7 +120,7 @@ fn other_weights(
     config: &Config,
     four: &TensorFiles,
     original: &TensorFiles,
-) -> crate::Result<Option<String>> {
+) -> ft_base::Result<Option<String>> {
     let mut last = None;
     for m in modules(config) {
         let name = format!("{}.weight", m.name);

@@ -1,8 +1,8 @@
 //! `ft bench`
 
 use super::RecipeArgs;
-use crate::log::tell;
-use crate::recipe::Recipe;
+use ft_base::terminal::tell;
+use ft_recipe::Recipe;
 use crate::train::bench;
 
 /// Arguments of `ft bench`.
@@ -19,7 +19,7 @@ pub struct Args {
 }
 
 /// Measures, and prints what was measured.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let measured = bench::run(recipe, args.steps as usize)?;
     if let Some(path) = &measured.kept {

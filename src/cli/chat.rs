@@ -4,19 +4,19 @@ use super::base::{base_of, quantized};
 use super::given::Given;
 use super::lines::Lines;
 use super::words;
-use crate::adapt::build::Build;
-use crate::adapt::{Adapter, Selection};
-use crate::base::Base;
-use crate::data::{Form, Tokenizer, Trained};
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::kernel::cuda;
-use crate::log::{print, tell, warn};
-use crate::model::{Config, Decoder};
-use crate::plan::{Loaded, Reading};
-use crate::recipe::{self, Device as DeviceName, Dtype, OneDevice, Quantize};
-use crate::store;
+use ft_engine::adapt::build::Build;
+use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::base::Base;
+use ft_data::{Form, Tokenizer, Trained};
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_kernels::cuda;
+use ft_base::terminal::{print, tell, warn};
+use ft_engine::model::{Config, Decoder};
+use ft_plan::{Loaded, Reading};
+use ft_recipe::{Device as DeviceName, Dtype, OneDevice, Quantize};
+use ft_base::store;
 use crate::train::job;
-use crate::walk::generate::{self, Reader};
+use ft_engine::walk::generate::{self, Reader};
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use serde_json::{Map, Value, json};
@@ -97,7 +97,7 @@ pub(super) fn device_word(word: &str) -> Result<String, String> {
 ///
 /// # Errors
 /// One that is not there.
-pub(super) fn device(word: &str) -> crate::Result<Device> {
+pub(super) fn device(word: &str) -> ft_base::Result<Device> {
     Ok(match OneDevice::from_word(word).filter(|_| word != DeviceName::Cuda.word()) {
         Some(device) => job::one_device(device)?,
         None => job::device(DeviceName::from_word(word).unwrap_or(DeviceName::Auto))?,
@@ -121,7 +121,7 @@ impl Loading {
 ///
 /// # Errors
 /// A model or adapter that cannot be found or used; a template that refuses the conversation.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut variables = variables(&args.template)?;
     let device = device(&args.device)?;
     let model = Given::find(&args.model)?;
@@ -171,7 +171,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
 const COMMANDS: &str = "/clear begins anew, /exit ends";
 
 /// Reads prompts line by line.
-fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()> {
+fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> ft_base::Result<()> {
     let fail = |e: io::Error| super::usage(format!("stdin: {e}"));
     let mut lines = Lines::open("chat-history").map_err(fail)?;
     if lines.typed() {
@@ -221,7 +221,7 @@ struct Chat<'a> {
 
 impl Chat<'_> {
     /// Answers on stdout, piece by piece. Gives whether anybody listens.
-    fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> crate::Result<bool> {
+    fn answer(&mut self, prompt: &str, sampler: &mut LogitsProcessor) -> ft_base::Result<bool> {
         self.messages.push(json!({"role": "user", "content": prompt}));
         let ids = if self.form == Form::Chat {
             let messages = Value::Array(self.messages.clone());
@@ -249,13 +249,13 @@ impl Chat<'_> {
         }
         self.messages.push(json!({"role": "assistant", "content": reply.text}));
         let gone = listening.is_err();
-        recipe::Error::of_print(listening)?;
+        ft_recipe::Error::of_print(listening)?;
         Ok(!gone)
     }
 }
 
 /// The form to ask in: as an option says, else as was trained.
-fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
+fn form(args: &Args, trained: Option<&Trained>) -> ft_base::Result<Form> {
     let named = if args.raw { Some(Form::Text) } else { args.form.as_deref().and_then(Form::from_word) };
     let template =
         [("--chat-template", args.chat_template.is_some()), ("--template", !args.template.is_empty())];
@@ -280,7 +280,7 @@ fn form(args: &Args, trained: Option<&Trained>) -> crate::Result<Form> {
 }
 
 /// The model's folder with its weights, and the adapter.
-pub(super) fn find(model: &Given, adapter: Option<&Given>) -> crate::Result<(ModelDir, Option<Adapter>)> {
+pub(super) fn find(model: &Given, adapter: Option<&Given>) -> ft_base::Result<(ModelDir, Option<Adapter>)> {
     let settings = Settings::from_env();
     let named = match adapter {
         None => None,
@@ -324,7 +324,7 @@ impl<'a> Opened<'a> {
         model: &ModelDir,
         adapter: Option<&'a Adapter>,
         devices: &[Device],
-    ) -> crate::Result<Self> {
+    ) -> ft_base::Result<Self> {
         let config = job::config(&model.dir, &Map::new())?;
         let base = Base::open(config, &model.dir)?;
         let selection = match adapter {
@@ -352,7 +352,7 @@ impl<'a> Opened<'a> {
     ///
     /// # Errors
     /// As [`Build::run`].
-    pub fn load(&self, device: &Device) -> crate::Result<Decoder> {
+    pub fn load(&self, device: &Device) -> ft_base::Result<Decoder> {
         let build = Build::new(&self.base, &self.selection).adapter(self.adapter);
         Ok(build.on(job::dtype(self.dtype, device), device).shown("loading").run()?.0)
     }
@@ -365,7 +365,7 @@ pub(super) fn fits(
     (selection, dir): (&Selection, &Path),
     (nf4, dtype): (bool, Option<Dtype>),
     devices: &[Device],
-) -> crate::Result<()> {
+) -> ft_base::Result<()> {
     let quantize = if nf4 { Quantize::Nf4 } else { Quantize::None };
     let of = Loaded { config, selection, quantize, dtype, stored: Base::stored_width(config, Some(dir)) };
     let mut least: Option<Reading> = None;
@@ -382,7 +382,7 @@ pub(super) fn fits(
                 others.push(("--device cpu", of, false));
             }
             let others = others.into_iter().map(|(option, of, cuda)| Ok((option, Reading::new(of, cuda)?)));
-            return Err(reading.refusal(&others.collect::<crate::Result<Vec<_>>>()?).into());
+            return Err(reading.refusal(&others.collect::<ft_base::Result<Vec<_>>>()?).into());
         }
         if least.as_ref().is_none_or(|l| reading.tokens() < l.tokens()) {
             least = Some(reading);
@@ -397,13 +397,13 @@ pub(super) fn fits(
 }
 
 /// `KEY=VALUE`s for the template; a value is TOML, a bare word a string.
-pub(super) fn variables(set: &[String]) -> crate::Result<Map<String, Value>> {
+pub(super) fn variables(set: &[String]) -> ft_base::Result<Map<String, Value>> {
     let mut out = Map::new();
     for text in set {
         let Some((key, value)) = text.split_once('=').filter(|(k, _)| !k.trim().is_empty()) else {
             return Err(super::usage(format!("--template {text:?}: KEY=VALUE is wanted")));
         };
-        out.insert(key.trim().to_string(), recipe::loose_value(value));
+        out.insert(key.trim().to_string(), ft_recipe::loose_value(value));
     }
     Ok(out)
 }
@@ -416,7 +416,7 @@ const COLDEST: f64 = 1e-6;
 pub(super) fn sampler(
     (temperature, top_p, top_k, seed): (Option<f64>, Option<f64>, Option<usize>, u64),
     dir: &Path,
-) -> crate::Result<LogitsProcessor> {
+) -> ft_base::Result<LogitsProcessor> {
     let path = dir.join("generation_config.json");
     let own: Value = store::read_plain(&path, store::LARGEST)
         .ok()
@@ -433,7 +433,7 @@ pub(super) fn sampler(
     }
     if !valid(own_temperature, own_p) {
         let message = "temperature is not 0 or more, or top_p not above 0 and at most 1".to_string();
-        return Err(crate::data::Error::Tokenizer { path, message }.into());
+        return Err(ft_data::Error::Tokenizer { path, message }.into());
     }
     let temperature = temperature.or(own_temperature).unwrap_or(warm);
     let p = top_p.or(own_p).filter(|p| *p < 1.0);

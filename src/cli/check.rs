@@ -1,18 +1,18 @@
 //! `ft check`: every problem of a recipe, its model and its data at once, without loading weights.
 
 use super::RecipeArgs;
-use crate::adapt::build::check_full;
-use crate::adapt::{Adapter, Choice, Selection, initial, learning_rates};
-use crate::base::Base;
-use crate::data::{self, Dataset, Stats, Tokenizer};
-use crate::error::Error;
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::warn;
-use crate::model::Config;
-use crate::model::modules::{Group, parameters};
-use crate::plan::source;
-use crate::recipe::{Part, Quantize, Recipe, Source, Weights};
-use crate::store;
+use ft_engine::adapt::build::check_full;
+use ft_engine::adapt::{Adapter, Choice, Selection, initial, learning_rates};
+use ft_engine::base::Base;
+use ft_data::{Dataset, Stats, Tokenizer};
+use ft_base::error::Error;
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_base::terminal::warn;
+use ft_engine::model::Config;
+use ft_engine::model::modules::{Group, parameters};
+use ft_plan::source;
+use ft_recipe::{Part, Quantize, Recipe, Source, Weights};
+use ft_base::store;
 use crate::train::{job, rows, server, sources};
 use candle_core::{DType, Device};
 use std::collections::HashSet;
@@ -80,12 +80,12 @@ struct Found {
 
 impl Check<'_> {
     /// Keeps a problem, and gives what there is otherwise.
-    fn keep<T>(&mut self, outcome: crate::Result<T>) -> Option<T> {
+    fn keep<T>(&mut self, outcome: ft_base::Result<T>) -> Option<T> {
         outcome.map_err(|e| self.errors.push(e)).ok()
     }
 
     /// As [`Check::keep`], but what is on the hub and cannot be had from here is no problem of the recipe.
-    fn reach<T>(&mut self, what: &str, outcome: crate::Result<T>) -> Option<T> {
+    fn reach<T>(&mut self, what: &str, outcome: ft_base::Result<T>) -> Option<T> {
         match outcome {
             Err(e)
                 if matches!(
@@ -171,8 +171,8 @@ impl Check<'_> {
     fn sources(&mut self) {
         let d = &self.recipe.data;
         let sources = d.train.iter().chain(&d.eval);
-        let here = |s: &&Source| data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
-        let problems = sources.filter(here).filter_map(|s| data::find(s, &|s| self.recipe.resolve(s)).err());
+        let here = |s: &&Source| ft_data::is_hub_id(&s.source).is_none() || !s.fetched.is_empty();
+        let problems = sources.filter(here).filter_map(|s| ft_data::find(s, &|s| self.recipe.resolve(s)).err());
         let problems: Vec<Error> = problems.map(Error::from).collect();
         self.errors.extend(problems);
     }

@@ -15,7 +15,7 @@ pub struct Args {
 ///
 /// # Errors
 /// A stdout that takes no more.
-pub fn completions(shell: Shell, command: &mut clap::Command) -> crate::Result<()> {
+pub fn completions(shell: Shell, command: &mut clap::Command) -> ft_base::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, command, "ft", &mut script);
     super::print(&String::from_utf8_lossy(&script))
@@ -25,10 +25,10 @@ pub fn completions(shell: Shell, command: &mut clap::Command) -> crate::Result<(
 ///
 /// # Errors
 /// A folder that cannot be written.
-pub fn man(args: &Args, command: clap::Command) -> crate::Result<()> {
-    let at = |path: &Path, e| crate::store::Error::write("write", path, None, e);
+pub fn man(args: &Args, command: clap::Command) -> ft_base::Result<()> {
+    let at = |path: &Path, e| ft_base::store::Error::write("write", path, None, e);
     std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;
     clap_mangen::generate_to(command, &args.dir).map_err(|e| at(&args.dir, e))?;
     writeln!(std::io::stdout(), "{}", args.dir.join("ft.1").display())
-        .map_or_else(|e| Ok(crate::recipe::Error::of_print(Err(e))?), |()| Ok(()))
+        .map_or_else(|e| Ok(ft_recipe::Error::of_print(Err(e))?), |()| Ok(()))
 }

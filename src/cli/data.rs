@@ -1,10 +1,10 @@
 //! `ft data`: rows as text, what is supervised in them, and statistics.
 
 use super::RecipeArgs;
-use crate::data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
-use crate::hub::{Settings, Want};
-use crate::log::{color_on_stdout, escape};
-use crate::recipe::{self, OverLength, Part, Recipe};
+use ft_data::{Dataset, Lengths, Stats, Tokenizer, UNSUPERVISED};
+use ft_data::hub::{Settings, Want};
+use ft_base::terminal::{color_on_stdout, escape};
+use ft_recipe::{OverLength, Part, Recipe};
 use crate::train::{job, rows, sources};
 use serde_json::json;
 use std::io::{self, Write};
@@ -29,7 +29,7 @@ pub struct Args {
 ///
 /// # Errors
 /// What a run would stop with before it loads weights, as far as it is about the data.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let mut recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let settings = Settings::from_env();
     if let Some(e) = sources::settle(&settings, &mut recipe, true).into_iter().next() {
@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     let (rows, color) = (args.rows, color_on_stdout());
     let limit = (recipe.data.max_length, recipe.data.over_length);
     let outcome = show(&dataset, t, rows, limit, color, &mut out).and_then(|()| out.flush());
-    Ok(recipe::Error::of_print(outcome)?)
+    Ok(ft_recipe::Error::of_print(outcome)?)
 }
 
 /// Prints the first `rows` rows of a dataset and its statistics.

@@ -2,11 +2,11 @@
 
 use super::RecipeArgs;
 use super::given::{Given, recipe_of};
-use crate::hub::Want;
-use crate::log::warn;
-use crate::recipe::{Init, Recipe, Weights};
+use ft_data::hub::Want;
+use ft_base::terminal::warn;
+use ft_recipe::{Init, Recipe, Weights};
 use crate::train::{self, Job};
-use crate::walk::{Execution, visit::Nothing};
+use ft_engine::walk::{Execution, visit::Nothing};
 use serde_json::json;
 
 /// Arguments of `ft eval`.
@@ -27,7 +27,7 @@ pub struct Args {
 ///
 /// # Errors
 /// Problems of recipe, model, adapter and data; a loss that is not finite.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     // of a run, its recipe on what it trained
     let run = recipe_of(&args.recipe.recipe);
     let mut recipe = Recipe::load(run.as_ref().unwrap_or(&args.recipe.recipe), &args.recipe.set)?;

@@ -4,20 +4,20 @@ use super::base::{base_of, quantized};
 use super::gguf::Gguf;
 use super::given::Given;
 use super::words;
-use crate::adapt::adapter::Adapter;
-use crate::adapt::build::Build;
-use crate::adapt::export::{Export, Target, read_fused};
-use crate::adapt::{self, Choice, Selection};
-use crate::base::Base;
-use crate::data::Trained;
-use crate::hub::{self, Settings, Want};
-use crate::log::{tell, warn};
-use crate::model::Config;
-use crate::model::modules::Group;
-use crate::recipe::{Dtype, Quantize};
-use crate::store::NewFolder;
+use ft_engine::adapt::adapter::Adapter;
+use ft_engine::adapt::build::Build;
+use ft_engine::adapt::export::{Export, Target, read_fused};
+use ft_engine::adapt::{self, Choice, Selection};
+use ft_engine::base::Base;
+use ft_data::Trained;
+use ft_data::hub::{self, Settings, Want};
+use ft_base::terminal::{tell, warn};
+use ft_engine::model::Config;
+use ft_engine::model::modules::Group;
+use ft_recipe::{Dtype, Quantize};
+use ft_base::store::NewFolder;
 use crate::train::{self, compare, logits_apart};
-use crate::walk;
+use ft_engine::walk;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
 
@@ -56,7 +56,7 @@ pub struct Args {
 /// # Errors
 /// A base or adapter that cannot be found or does not fit; something that the target cannot hold; a folder that is
 /// not empty; an export that computes something else.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     if args.to == "gguf" {
         if args.quantize.is_some() {
             return Err(super::usage("--quantize: the file is not compared with a base"));
@@ -127,7 +127,7 @@ fn read_back(
     config: &Config,
     adapter: &Adapter,
     out: &Path,
-) -> crate::Result<(Selection, Adapter)> {
+) -> ft_base::Result<(Selection, Adapter)> {
     match target {
         Target::PeftFused => {
             let (selection, values) = read_fused(config, out)?;

@@ -2,14 +2,14 @@
 
 use super::base::base_of;
 use super::given::Given;
-use crate::adapt::Adapter;
-use crate::base::Base;
-use crate::gguf;
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::{bytes_bar, tell, warn};
-use crate::model::Config;
-use crate::recipe::Dtype;
-use crate::store::{self, NewFolder};
+use ft_engine::adapt::Adapter;
+use ft_engine::base::Base;
+use ft_engine::gguf;
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_base::terminal::{bytes_bar, tell, warn};
+use ft_engine::model::Config;
+use ft_recipe::Dtype;
+use ft_base::store::{self, NewFolder};
 use crate::train::job;
 use candle_core::{DType, Device};
 use serde_json::Map;
@@ -34,7 +34,7 @@ enum Found {
 ///
 /// # Errors
 /// What cannot be found, what llama.cpp cannot hold; a folder that is not empty.
-pub(super) fn run(args: &Gguf<'_>) -> crate::Result<()> {
+pub(super) fn run(args: &Gguf<'_>) -> ft_base::Result<()> {
     let new = NewFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;
     let settings = Settings::from_env();
@@ -82,7 +82,7 @@ pub(super) fn run(args: &Gguf<'_>) -> crate::Result<()> {
 }
 
 /// An adapter, if a folder says so or the hub has one of that name, else a model.
-fn find(settings: &Settings, source: &str) -> crate::Result<Found> {
+fn find(settings: &Settings, source: &str) -> ft_base::Result<Found> {
     let dir = Path::new(source);
     let is_adapter = dir.join("adapter_config.json").is_file();
     if is_adapter || !dir.is_dir() {
@@ -98,7 +98,7 @@ fn find(settings: &Settings, source: &str) -> crate::Result<Found> {
 }
 
 /// Reads what was written with candle's reader: every tensor must lie within the file.
-fn check(path: &Path) -> crate::Result<()> {
+fn check(path: &Path) -> ft_base::Result<()> {
     let mut file = std::fs::File::open(path).map_err(|e| store::Error::read(path, e))?;
     let bytes = file.metadata().map_err(|e| store::Error::read(path, e))?.len();
     let content = candle_core::quantized::gguf_file::Content::read(&mut file)?;

@@ -1,9 +1,9 @@
 //! What verbs are given in place of a model or an adapter: the folder of a run, or one of its checkpoints.
 
-use crate::adapt;
-use crate::hub::Want;
-use crate::log::tell;
-use crate::store::checkpoint::Checkpoints;
+use ft_engine::adapt;
+use ft_data::hub::Want;
+use ft_base::terminal::tell;
+use ft_base::store::checkpoint::Checkpoints;
 use crate::train::{Job, latest, output};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -32,7 +32,7 @@ impl Given {
     ///
     /// # Errors
     /// A run that has neither; a checkpoint that cannot be used.
-    pub fn find(name: &str) -> crate::Result<Self> {
+    pub fn find(name: &str) -> ft_base::Result<Self> {
         let dir = Path::new(name);
         if is_checkpoint(dir) {
             return Self::of_checkpoint(dir);
@@ -65,14 +65,14 @@ impl Given {
         Self { shown: name.clone(), name, run: run.map(Path::to_path_buf), _made: None }
     }
 
-    fn of_checkpoint(dir: &Path) -> crate::Result<Self> {
+    fn of_checkpoint(dir: &Path) -> ft_base::Result<Self> {
         let why = |why: &str| adapt::Error::Peft { file: dir.display().to_string(), why: why.into() };
         let run = dir.parent().and_then(Path::parent).filter(|r| r.join("recipe.toml").is_file());
         let run =
             run.ok_or_else(|| why("a checkpoint is used with its run's recipe.toml, two folders above"))?;
         let mut recipe = latest::recipe_of(run)?;
         // it is read on the host
-        recipe.run.device = crate::recipe::Device::Cpu;
+        recipe.run.device = ft_recipe::Device::Cpu;
         let job = Job::open(recipe, Want::Tokenizer, false)?;
         let made = tempfile::tempdir().map_err(|e| why(&format!("no folder for what it holds: {e}")))?;
         let out = made.path().join(if job.selection.everything_full() { "model" } else { "adapter" });

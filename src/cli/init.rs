@@ -1,11 +1,9 @@
 //! `ft init`: asks what a recipe needs, and writes one.
-
-use crate::data;
-use crate::log::{shell_word, tell};
-use crate::model::modules::{Group, groups};
-use crate::plan::source;
-use crate::recipe::Recipe;
-use crate::store;
+use ft_base::terminal::{shell_word, tell};
+use ft_engine::model::modules::{Group, groups};
+use ft_plan::source;
+use ft_recipe::Recipe;
+use ft_base::store;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -43,7 +41,7 @@ pub struct Args {
 ///
 /// # Errors
 /// Answers that make no recipe; a file that is there already; a stdin that ends.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
     if path.exists() && !args.overwrite {
         let what = format!("{} is there already\n  hint: another name, or --overwrite", path.display());
@@ -67,7 +65,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     };
     // what cannot be meant is told before anything is written
     let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
-    let more = recipe.data.train.first().and_then(|s| data::to_write(s, &|s| recipe.resolve(s)));
+    let more = recipe.data.train.first().and_then(|s| ft_data::to_write(s, &|s| recipe.resolve(s)));
     // a model that cannot be had yet is no reason to write nothing: `ft check` says what is wrong with it
     let has = source::find(&recipe).ok().map(|found| groups(&found.config));
     let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
@@ -77,7 +75,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
 }
 
 /// An answer from stdin; an empty line is the default.
-fn answer(question: &str, default: &str) -> crate::Result<String> {
+fn answer(question: &str, default: &str) -> ft_base::Result<String> {
     let cannot = |e: io::Error| super::usage(format!("cannot ask: {e}"));
     let mut err = io::stderr();
     write!(err, "{question} [{default}]: ").and_then(|()| err.flush()).map_err(cannot)?;
@@ -156,7 +154,7 @@ mod tests {
                     ("a \"b\"", "c\\d.csv")
                 );
                 assert_eq!(r.memory.budget.is_some(), memory != "free");
-                assert_eq!(r.model.quantize == crate::recipe::Quantize::Nf4, *method == "qlora");
+                assert_eq!(r.model.quantize == ft_recipe::Quantize::Nf4, *method == "qlora");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Lines that somebody types: edited and remembered on a terminal, as they come from a pipe.
 
-use crate::store;
+use ft_base::store;
 use rustyline::config::Configurer;
 use rustyline::error::ReadlineError;
 use rustyline::history::DefaultHistory;

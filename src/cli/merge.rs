@@ -3,12 +3,12 @@
 use super::base::{base_of, original};
 use super::given::Given;
 use super::words;
-use crate::adapt::Adapter;
-use crate::base::Base;
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::log::{bytes_bar, tell, warn};
-use crate::recipe::{Dtype, Quantize};
-use crate::store::NewFolder;
+use ft_engine::adapt::Adapter;
+use ft_engine::base::Base;
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_base::terminal::{bytes_bar, tell, warn};
+use ft_recipe::{Dtype, Quantize};
+use ft_base::store::NewFolder;
 use crate::train::{compare, job, merge::Merged, merge::Merging};
 use candle_core::Device;
 use serde_json::Map;
@@ -37,7 +37,7 @@ pub struct Args {
     overwrite: bool,
 }
 
-fn open(model: &ModelDir) -> crate::Result<Base> {
+fn open(model: &ModelDir) -> ft_base::Result<Base> {
     Ok(Base::open(job::config(&model.dir, &Map::new())?, &model.dir)?)
 }
 
@@ -46,7 +46,7 @@ fn open(model: &ModelDir) -> crate::Result<Base> {
 /// # Errors
 /// A base or adapter that cannot be found or does not fit; a folder that is not empty; a merged model that
 /// computes something else.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let settings = Settings::from_env();
     let given = Given::find(&args.adapter)?;
     let adapter = Adapter::open(&hub::fetch_adapter_with(&settings, &given.name, "main", true)?)?;
@@ -144,7 +144,7 @@ fn report(m: &Merged) {
 }
 
 /// Starts the folder of the merged model; refuses one that is not empty, unless its model may be replaced.
-fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> crate::Result<NewFolder> {
+fn make_room(out: &Path, inputs: &[&Path], overwrite: bool) -> ft_base::Result<NewFolder> {
     let same =
         |input: &&&Path| matches!((input.canonicalize(), out.canonicalize()), (Ok(a), Ok(b)) if a == b);
     if let Some(input) = inputs.iter().find(same) {

@@ -24,10 +24,10 @@ pub mod schema;
 #[cfg(feature = "serve")]
 pub mod serve;
 
-use crate::error::Error;
-use crate::kernel::gemm::pairs;
-use crate::log::{color_on_stderr, escape, memory, panics, tell, tell_escaped};
-use crate::recipe;
+use ft_base::error::Error;
+use ft_kernels::gemm::pairs;
+use ft_base::terminal::{color_on_stderr, escape, panics, tell, tell_escaped};
+use ft_base::memory;
 use crate::train;
 use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -125,10 +125,10 @@ pub fn main() -> ExitCode {
         .and_then(|()| std::thread::Builder::new().stack_size(STACK).spawn(work));
     let code = match thread {
         // a panic was told
-        Ok(thread) => thread.join().unwrap_or(crate::ExitCode::Internal as u8),
+        Ok(thread) => thread.join().unwrap_or(ft_base::ExitCode::Internal as u8),
         Err(e) => {
             tell(&format!("error: out of memory: no thread to work on: {e}"));
-            crate::ExitCode::DoesNotFit as u8
+            ft_base::ExitCode::DoesNotFit as u8
         }
     };
     ExitCode::from(code)
@@ -153,7 +153,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
         Ok(cli) => cli,
         Err(e) => {
             // help and version go to stdout and are no error
-            let code = if e.use_stderr() { crate::ExitCode::Usage as u8 } else { 0 };
+            let code = if e.use_stderr() { ft_base::ExitCode::Usage as u8 } else { 0 };
             let plain = e.render().to_string();
             match escape(&plain) {
                 Cow::Borrowed(_) => {
@@ -199,7 +199,7 @@ fn verb<W: Into<OsString> + Clone>(words: impl IntoIterator<Item = W>) -> u8 {
 
 /// Runs a verb on one of the threads that it computes on, which need not wake another to begin. Under limits it stays where
 /// it is: each thread reserves addresses.
-fn computing(verb: impl FnOnce() -> crate::Result<()> + Send) -> crate::Result<()> {
+fn computing(verb: impl FnOnce() -> ft_base::Result<()> + Send) -> ft_base::Result<()> {
     if is_limited() {
         return verb();
     }
@@ -209,7 +209,7 @@ fn computing(verb: impl FnOnce() -> crate::Result<()> + Send) -> crate::Result<(
             verb()
         };
         let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(s, work);
-        let no_thread = |e| crate::plan::Error::DoesNotFit(format!("threads cannot start: {e}"));
+        let no_thread = |e| ft_plan::Error::DoesNotFit(format!("threads cannot start: {e}"));
         thread.map_err(no_thread)?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
@@ -230,7 +230,7 @@ fn exit(errors: &[Error]) -> u8 {
 /// `error: ..`, and each hint on a line that begins with `hint:`; escaped, with our own colours.
 fn render(error: &Error, color: bool) -> String {
     let (red, cyan, reset) = if color { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    if let Some(e) = error.of::<recipe::Error>()
+    if let Some(e) = error.of::<ft_recipe::Error>()
         && !e.problems().is_empty()
     {
         return e.render(color);
@@ -249,8 +249,8 @@ fn render(error: &Error, color: bool) -> String {
 }
 
 /// Prints a result on stdout. A reader that has gone away (`| head`) is no error.
-fn print(text: &str) -> crate::Result<()> {
-    Ok(recipe::Error::of_print(crate::log::print(text))?)
+fn print(text: &str) -> ft_base::Result<()> {
+    Ok(ft_recipe::Error::of_print(ft_base::terminal::print(text))?)
 }
 
 /// The words of a recipe key as the values of an option.

@@ -1,11 +1,11 @@
 //! `ft plan`
 
 use super::RecipeArgs;
-use crate::hub::Settings;
-use crate::kernel::gemm;
-use crate::log::warn;
-use crate::plan::{self, Plan, rates};
-use crate::recipe::{Device, Recipe};
+use ft_data::hub::Settings;
+use ft_kernels::gemm;
+use ft_base::terminal::warn;
+use ft_plan::{Plan, rates};
+use ft_recipe::{Device, Recipe};
 use crate::train::{self, job, sources};
 
 /// Arguments of `ft plan`.
@@ -19,7 +19,7 @@ pub struct Args {
 }
 
 /// Prints what a recipe would take; an error when it does not fit.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     gemm::read_caches_ahead();
     let mut recipe = Recipe::load_for_plan(&args.recipe.recipe, &args.recipe.set)?;
     // a plan needs no rows: what is not here does not count
@@ -32,7 +32,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         Device::Auto => job::device(Device::Auto).is_ok_and(|d| d.is_cuda()),
     };
     notes.extend(train::carries_nothing(&recipe, cuda).map(|(what, _)| format!("ft run: {what}")));
-    let (plan, found) = plan::of_recipe(&recipe, cuda)?;
+    let (plan, found) = ft_plan::of_recipe(&recipe, cuda)?;
     found.notes.iter().for_each(|n| warn(n));
     let range = time(&plan);
     let ranks = recipe.parallel.data as u64;

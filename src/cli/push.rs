@@ -1,10 +1,10 @@
 //! `ft push`: an adapter or a model goes to the hub, with a card.
 
 use super::given::Given;
-use crate::hub::{self, Push, Settings};
-use crate::log::{tell, warn};
+use ft_data::hub::{self, Push, Settings};
+use ft_base::terminal::{tell, warn};
 use crate::report::{CARD, card, is_hub_id, is_untouched};
-use crate::store;
+use ft_base::store;
 use crate::train::output::{is_of_adapter, is_of_model};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub struct Args {
 ///
 /// # Errors
 /// A folder without a result; what the hub refuses.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     hub::check_name(&args.repository, &args.revision).map_err(|e| super::usage(e.to_string()))?;
     let given = Given::find(&args.dir)?;
     let dir = result(&given)?;
@@ -78,7 +78,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
 }
 
 /// The folder, if it holds an adapter or a model.
-fn result(given: &Given) -> crate::Result<&Path> {
+fn result(given: &Given) -> ft_base::Result<&Path> {
     let dir = Path::new(&given.name);
     if ["adapter_config.json", "config.json"].iter().any(|f| dir.join(f).is_file()) {
         return Ok(dir);
@@ -94,7 +94,7 @@ fn result(given: &Given) -> crate::Result<&Path> {
 type Files = Vec<(String, PathBuf)>;
 
 /// The files of a folder that go, and the names of what stays.
-fn files(dir: &Path) -> crate::Result<(Files, Vec<String>)> {
+fn files(dir: &Path) -> ft_base::Result<(Files, Vec<String>)> {
     let fail = |e| store::Error::read(dir, e);
     let (mut go, mut left) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(dir).map_err(fail)? {

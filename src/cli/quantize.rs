@@ -1,9 +1,9 @@
 //! `ft quantize`
 
 use super::base::MADE_FROM;
-use crate::hub::{self, Want};
-use crate::log::tell;
-use crate::model::Config;
+use ft_data::hub::{self, Want};
+use ft_base::terminal::tell;
+use ft_engine::model::Config;
 use crate::train::quantize;
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub struct Args {
 }
 
 /// Writes the checkpoint, and says on stdout where it is.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let model = hub::fetch_model(&args.model, &args.revision, Want::Weights, true)?;
     let mut config = Config::load(&model.dir, &serde_json::Map::new())?;
     // so that `ft merge` finds the original weights of an adapter's base

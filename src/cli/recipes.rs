@@ -1,12 +1,12 @@
 //! `ft recipes`: the recipes that are built into the binary.
 
-use crate::recipe::{SHIPPED, Shipped};
+use ft_recipe::{SHIPPED, Shipped};
 
 /// The verb: lists the shipped recipes, or prints the one called `name`, on stdout.
 ///
 /// # Errors
 /// A name that no shipped recipe has; a stdout that takes no more.
-pub fn run(name: Option<&str>) -> Result<(), crate::Error> {
+pub fn run(name: Option<&str>) -> Result<(), ft_base::Error> {
     super::print(&match name {
         Some(name) => Shipped::find(name)?.text.to_string(),
         None => list(),

@@ -18,7 +18,7 @@ pub struct Args {
 ///
 /// # Errors
 /// A folder without metrics; a file that cannot be written.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let path = match args.runs.as_slice() {
         [run] => report::write(run, args.out.as_deref())?,
         runs => report::write_several(runs, args.out.as_deref().unwrap_or(Path::new("comparison.html")))?,

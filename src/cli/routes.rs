@@ -1,13 +1,13 @@
 //! `ft routes`: how often each expert of each layer is chosen on the training data.
 
 use super::RecipeArgs;
-use crate::data::Micro;
-use crate::hub::Want;
-use crate::log::Escaped;
-use crate::model::Batch;
-use crate::recipe::{self, Recipe};
+use ft_data::Micro;
+use ft_data::hub::Want;
+use ft_base::terminal::Escaped;
+use ft_engine::model::Batch;
+use ft_recipe::{Recipe};
 use crate::train::{self, Job, step};
-use crate::walk::{Load, Walk, dead, entropy, peak};
+use ft_engine::walk::{Load, Walk, dead, entropy, peak};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -32,7 +32,7 @@ pub struct Args {
 ///
 /// # Errors
 /// A model without experts; whatever is wrong with recipe, model or data.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let recipe = Recipe::load(&args.recipe.recipe, &args.recipe.set)?;
     let job = Job::open_frozen(recipe, Want::Weights, true)?;
     let Some(moe) = &job.config.moe else {
@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
         }
         false => show(&load, tokens, experts, &mut out),
     };
-    Ok(recipe::Error::of_print(outcome)?)
+    Ok(ft_recipe::Error::of_print(outcome)?)
 }
 
 /// Experts of a layer, the most used first; of two that are equally used, the lower.

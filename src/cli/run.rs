@@ -1,8 +1,8 @@
 //! `ft run`
 
 use super::RecipeArgs;
-use crate::log::{hush, tell};
-use crate::recipe::{Launch, Recipe};
+use ft_base::terminal::{hush, tell};
+use ft_recipe::{Launch, Recipe};
 use crate::train::{self, Options, Outcome};
 
 /// Arguments of `ft run`.
@@ -26,7 +26,7 @@ pub struct Args {
 }
 
 /// Trains, and says where the result is.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     Launch::check().map_err(super::usage)?;
     if Launch::of_env().is_some_and(|l| l.rank > 0) {
         // the first process says the same

@@ -1,6 +1,4 @@
 //! `ft schema`: the JSON schema of recipes, or a reference of their keys, on stdout.
-
-use crate::recipe;
 use std::io::{self, Write};
 
 /// Arguments of `ft schema`.
@@ -16,7 +14,7 @@ pub struct Args {
 /// # Errors
 /// Those of writing to `out`.
 pub fn show(out: &mut dyn Write) -> io::Result<()> {
-    serde_json::to_writer_pretty(&mut *out, &recipe::schema())?;
+    serde_json::to_writer_pretty(&mut *out, &ft_recipe::schema())?;
     writeln!(out)
 }
 
@@ -24,9 +22,9 @@ pub fn show(out: &mut dyn Write) -> io::Result<()> {
 ///
 /// # Errors
 /// A stdout that takes no more; a reader that goes away (`ft schema | head`) is no error.
-pub fn run(args: &Args) -> Result<(), crate::Error> {
+pub fn run(args: &Args) -> Result<(), ft_base::Error> {
     if args.markdown {
-        return super::print(&recipe::page());
+        return super::print(&ft_recipe::page());
     }
-    Ok(recipe::Error::of_print(show(&mut io::stdout().lock()))?)
+    Ok(ft_recipe::Error::of_print(show(&mut io::stdout().lock()))?)
 }

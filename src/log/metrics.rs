@@ -4,8 +4,9 @@
 //! warning, and a file that was removed or replaced while the run writes is noticed at the next event.
 
 use super::table::Table;
-use super::{TensorBoard, warn};
-use crate::store;
+use super::TensorBoard;
+use ft_base::terminal::warn;
+use ft_base::store;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, Write};
@@ -204,7 +205,7 @@ pub fn last(path: &Path) -> Option<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Failure;
+    use ft_base::error::Failure;
     use serde_json::json;
 
     #[test]
@@ -272,7 +273,7 @@ mod tests {
         write(4)?;
         assert_eq!(steps()?, [4]);
         std::fs::remove_dir_all(dir.path())?;
-        assert!(write(5).is_err_and(|e| e.exit_code() == crate::ExitCode::Storage));
+        assert!(write(5).is_err_and(|e| e.exit_code() == ft_base::ExitCode::Storage));
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! `metrics.csv`: steps and evaluations as a table, for spreadsheets and data frames.
 
-use crate::store;
+use ft_base::store;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::Write;

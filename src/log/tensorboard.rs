@@ -3,7 +3,7 @@
 //! A file is a list of records (length, bytes, and checksums of both), each an `Event` as a protocol buffer. A run that goes
 //! on writes another file, which begins with the step that it goes on from: TensorBoard drops what came later.
 
-use crate::store;
+use ft_base::store;
 use prost::Message;
 use serde_json::Value;
 use std::fs::File;

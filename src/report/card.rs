@@ -1,10 +1,10 @@
 //! The model card of an adapter or a model: the README.md that the hub shows.
 
 use super::read::{Metrics, text};
-use crate::data::holds_rows;
-use crate::log::escape;
-use crate::recipe::{Data, Init, Recipe};
-use crate::store;
+use ft_data::holds_rows;
+use ft_base::terminal::escape;
+use ft_recipe::{Data, Init, Recipe};
+use ft_base::store;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ struct About {
 ///
 /// # Errors
 /// A recipe or metrics that are there and cannot be read.
-pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> crate::Result<String> {
+pub fn card(folder: &Path, run: Option<&Path>, repository: &str) -> ft_base::Result<String> {
     let about = About::read(folder, run)?;
     Ok(about.render(repository))
 }
@@ -41,7 +41,7 @@ const MADE: &str = "<!-- made by ft, ";
 ///
 /// # Errors
 /// As [`card`]; a file that cannot be written.
-pub fn leave_card(folder: &Path, run: &Path, name: &str, target: &Path) -> crate::Result<()> {
+pub fn leave_card(folder: &Path, run: &Path, name: &str, target: &Path) -> ft_base::Result<()> {
     let there = store::read_plain_text(&target.join(CARD), store::LARGEST).ok();
     let text = match there.filter(|text| !is_untouched(text)) {
         Some(changed) => changed,
@@ -79,7 +79,7 @@ fn json_of(path: &Path) -> Value {
 }
 
 impl About {
-    fn read(folder: &Path, run: Option<&Path>) -> crate::Result<Self> {
+    fn read(folder: &Path, run: Option<&Path>) -> ft_base::Result<Self> {
         let config = json_of(&folder.join("adapter_config.json"));
         let adapter = config.is_object();
         let recipe = match run.map(|r| r.join("recipe.toml")).filter(|p| p.is_file()) {

@@ -1,6 +1,6 @@
 //! What lies in a run folder beside its metrics.
 
-use crate::plan::report::bytes;
+use ft_plan::report::bytes;
 use std::path::Path;
 
 /// The largest recipe that is shown, in bytes.
@@ -35,7 +35,7 @@ impl Files {
     /// Looks into the folder of a run; what is not there is left out.
     pub fn look(run: &Path) -> Self {
         let recipe = run.join("recipe.toml");
-        let recipe = crate::store::read_plain(&recipe, RECIPE).ok();
+        let recipe = ft_base::store::read_plain(&recipe, RECIPE).ok();
         let mut out =
             Self { recipe: recipe.map(|r| String::from_utf8_lossy(&r).into_owned()), ..Self::default() };
         for result in ["adapter", "model"] {

@@ -1,9 +1,9 @@
 //! Memory: what the plan said by component, and what was measured.
 
 use super::read::{Metrics, count};
-use crate::plan::Component;
-use crate::plan::report::bytes;
-use crate::walk::Recomputed;
+use ft_plan::Component;
+use ft_plan::report::bytes;
+use ft_engine::walk::Recomputed;
 use serde::Serialize;
 use serde_json::Value;
 

@@ -26,8 +26,8 @@ mod view;
 
 pub use card::{CARD, card, is_hub_id, is_untouched, leave_card};
 
-use crate::error::{ExitCode, Failure};
-use crate::store;
+use ft_base::error::{ExitCode, Failure};
+use ft_base::store;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{AutoEscape, Environment, UndefinedBehavior, context};

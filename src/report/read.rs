@@ -5,8 +5,8 @@
 //! says "resumed from step n" takes what came after n with it, as the engine does when it resumes.
 
 use super::Error;
-use crate::store;
-use crate::walk;
+use ft_base::store;
+use ft_engine::walk;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
@@ -155,7 +155,7 @@ impl Metrics {
     pub fn read(path: &Path) -> Result<Self, Error> {
         let fail = |e| store::Error::run(path, e);
         let mut file =
-            BufReader::new(crate::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
+            BufReader::new(ft_base::store::open_plain(path).map_err(|e| Error::no_metrics(path, e))?);
         let mut this = Self::default();
         let (mut line, mut at, mut events) = (Vec::new(), 0u64, 0u64);
         for number in 1u64.. {
@@ -291,7 +291,7 @@ impl Metrics {
 /// A file that changed since it was read first.
 pub fn layers(path: &Path, spread: &Spread) -> Result<Vec<Layer>, Error> {
     let fail = |e| store::Error::run(path, e);
-    let mut file = BufReader::new(crate::store::open_plain(path).map_err(fail)?);
+    let mut file = BufReader::new(ft_base::store::open_plain(path).map_err(fail)?);
     file.seek(SeekFrom::Start(spread.at)).map_err(fail)?;
     let mut line = Vec::new();
     file.by_ref().read_until(b'\n', &mut line).map_err(fail)?;

@@ -5,7 +5,7 @@ use super::files::Files;
 use super::read::Metrics;
 use super::series::{Series, duration, grouped, short};
 use super::view::{Fact, cut, evals, flat, of_steps, over, state};
-use crate::plan::report::bytes;
+use ft_plan::report::bytes;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,7 +3,7 @@
 use super::read::{Layer, Metrics};
 use super::series::{Series, duration, evenly, grouped, moment, short};
 use super::*;
-use crate::error::Failure;
+use ft_base::error::Failure;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 

@@ -2,8 +2,8 @@
 
 use super::step::small_device::SMALL;
 use super::{Options, run};
-use crate::error::ExitCode;
-use crate::recipe::Recipe;
+use ft_base::error::ExitCode;
+use ft_recipe::Recipe;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// The quickstart with five steps, in the folder `out`.
-pub(super) fn recipe(out: &Path, set: &[&str]) -> crate::Result<Recipe> {
+pub(super) fn recipe(out: &Path, set: &[&str]) -> ft_base::Result<Recipe> {
     let mut all = vec![
         "run.steps=5".to_string(),
         "run.device=cpu".into(),
@@ -29,7 +29,7 @@ pub(super) fn recipe(out: &Path, set: &[&str]) -> crate::Result<Recipe> {
 }
 
 /// Trains the quickstart's model for five steps in `dir/name`.
-pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, crate::Result<()>) {
+pub(super) fn train(dir: &Path, name: &str, set: &[&str]) -> (PathBuf, ft_base::Result<()>) {
     let out = dir.join(name);
     let done = recipe(&out, set).and_then(|r| run(r, &Options::default()).map(|_| ()));
     (out, done)

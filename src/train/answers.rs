@@ -2,11 +2,11 @@
 
 use super::step::Stop;
 use super::{Error, Job};
-use crate::data::{Dataset, Scores, question};
-use crate::model::Decoder;
-use crate::recipe::Recipe;
-use crate::walk::generate::{Reader, answer};
-use crate::walk::visit::Around;
+use ft_data::{Dataset, Scores, question};
+use ft_engine::model::Decoder;
+use ft_recipe::Recipe;
+use ft_engine::walk::generate::{Reader, answer};
+use ft_engine::walk::visit::Around;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use regex::Regex;
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ pub fn score(
     around: &dyn Around,
     data: &Dataset,
     stop: Stop<'_>,
-) -> crate::Result<Option<Scores>> {
+) -> ft_base::Result<Option<Scores>> {
     let g = &job.recipe.generate;
     if g.samples == 0 {
         return Ok(None);
@@ -91,7 +91,7 @@ pub fn check(job: &Job) -> Result<(), Error> {
 ///
 /// # Errors
 /// One that is none.
-fn regex(recipe: &Recipe) -> crate::Result<Option<Regex>> {
+fn regex(recipe: &Recipe) -> ft_base::Result<Option<Regex>> {
     let fail = |e: regex::Error| Error::Usage(format!("{}: {e}", recipe.place("generate.regex")));
     Ok(recipe.generate.regex.as_deref().map(Regex::new).transpose().map_err(fail)?)
 }

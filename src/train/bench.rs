@@ -5,18 +5,18 @@ use super::products::Products;
 use super::step::{Setup, StepRows, timed_step};
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale};
-use crate::adapt::moments::Moments;
-use crate::adapt::params::{Params, Unit};
-use crate::comm;
-use crate::data::{Dataset, Example};
-use crate::hub::Want;
-use crate::kernel::gemm::pairs;
-use crate::log::memory;
-use crate::optim::Optimizer;
-use crate::plan::{Plan, Workload, rates, report};
-use crate::recipe::{Recipe, Weights};
-use crate::rng::{Purpose, Stream};
-use crate::walk::{Part, Times};
+use ft_engine::adapt::moments::Moments;
+use ft_engine::adapt::params::{Params, Unit};
+use ft_engine::comm;
+use ft_data::{Dataset, Example};
+use ft_data::hub::Want;
+use ft_kernels::gemm::pairs;
+use ft_base::memory;
+use ft_engine::optim::Optimizer;
+use ft_plan::{Plan, Workload, rates, report};
+use ft_recipe::{Recipe, Weights};
+use ft_base::rng::{Purpose, Stream};
+use ft_engine::walk::{Part, Times};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ pub struct Measured {
 ///
 /// # Errors
 /// As a run's, up to the first step.
-pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
+pub fn run(mut recipe: Recipe, steps: usize) -> ft_base::Result<Measured> {
     // what bench measures is speed; a folder with config.json alone is enough for random weights
     let want = if recipe.model.weights == Weights::Random { Want::Config } else { Want::Weights };
     // its rows are its own
@@ -64,7 +64,7 @@ pub fn run(mut recipe: Recipe, steps: usize) -> crate::Result<Measured> {
     let setup = Setup::new(&job, (&decoder, &params, &optimizer), plan.execution, scale, &alone);
     let all: Vec<usize> = (0..data.rows.len()).collect();
     // far below what changes a loss: the numbers must stay finite, and nothing is kept
-    let step = |n: u64| -> crate::Result<(usize, Times)> {
+    let step = |n: u64| -> ft_base::Result<(usize, Times)> {
         let mut times = Times::start(&job.device)?;
         let at = StepRows { data: &data, rows: &all, step: n };
         let tokens = timed_step(&setup, at, &|_| 1e-9, &mut times)?.tokens;
@@ -248,7 +248,7 @@ impl Timed {
 }
 
 /// Full rows of random tokens for one step.
-fn rows(r: &Recipe, vocab: usize) -> crate::Result<Dataset> {
+fn rows(r: &Recipe, vocab: usize) -> ft_base::Result<Dataset> {
     let s = Stream::new(r.run.seed, Purpose::Sample, 0, 0);
     let length = r.data.max_length;
     let id = |i: usize| ((u64::from(s.word(i as u64)) * vocab as u64) >> 32) as u32;

@@ -1,7 +1,7 @@
 //! The best evaluation of a run so far, and for how long there was no better one.
 
-use crate::log::warn;
-use crate::store::Checkpoints;
+use ft_base::terminal::warn;
+use ft_base::store::Checkpoints;
 use serde_json::Value;
 
 /// What evaluations have shown.

@@ -1,13 +1,12 @@
 //! Logits of models that need not fit: in f32 on the CPU, where rounding is smallest, with one layer in memory at a
 //! time.
 
-use crate::adapt::build::Build;
-use crate::adapt::{Adapter, Selection};
-use crate::base::Base;
-use crate::log::memory;
-use crate::model::modules::modules;
-use crate::plan;
-use crate::quant;
+use ft_engine::adapt::build::Build;
+use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::base::Base;
+use ft_base::memory;
+use ft_engine::model::modules::modules;
+use ft_engine::quant;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
@@ -20,7 +19,7 @@ pub fn logits(
     selection: &Selection,
     adapter: Option<&Adapter>,
     ids: &[u32],
-) -> crate::Result<Tensor> {
+) -> ft_base::Result<Tensor> {
     Build::new(base, selection).adapter(adapter).logits(ids)
 }
 
@@ -43,26 +42,26 @@ pub fn bytes(base: &Base, selection: &Selection) -> u64 {
 /// Refuses a comparison that this machine has no memory for, before anything is allocated. `what` says what needs it.
 ///
 /// # Errors
-/// [`plan::Error::DoesNotFit`].
-pub fn fits(base: &Base, selection: &Selection, what: &str) -> crate::Result<()> {
+/// [`ft_plan::Error::DoesNotFit`].
+pub fn fits(base: &Base, selection: &Selection, what: &str) -> ft_base::Result<()> {
     within(bytes(base, selection), memory::available_bytes(), what)
 }
 
-fn within(needed: u64, free: Option<u64>, what: &str) -> crate::Result<()> {
+fn within(needed: u64, free: Option<u64>, what: &str) -> ft_base::Result<()> {
     let Some(free) = free.filter(|free| needed > *free) else { return Ok(()) };
-    let (needed, free) = (plan::report::bytes(needed), plan::report::bytes(free));
+    let (needed, free) = (ft_plan::report::bytes(needed), ft_plan::report::bytes(free));
     let why = format!(
         "{what} takes {needed} of host memory, and {free} are free: it is done on the CPU in f32, a layer at a time\n  \
          hint: end other programs, or do it on a machine that has more"
     );
-    Err(plan::Error::DoesNotFit(why).into())
+    Err(ft_plan::Error::DoesNotFit(why).into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ExitCode;
-    use crate::model::Config;
+    use ft_base::ExitCode;
+    use ft_engine::model::Config;
 
     #[test]
     fn too_little_memory_is_told_before_it_is_taken() {
@@ -86,7 +85,7 @@ mod tests {
         });
         std::fs::write(dir.path().join("config.json"), raw.to_string())?;
         let config = Config::load(dir.path(), &serde_json::Map::new())?;
-        crate::store::write_file(&dir.path().join("model.safetensors"), &[], &[])?;
+        ft_engine::files::write_file(&dir.path().join("model.safetensors"), &[], &[])?;
         let base = Base::open(config, dir.path())?;
         let frozen = Selection::frozen(&base.config);
         let linears = 8 * 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 4096 * 1024u64;

@@ -2,8 +2,8 @@
 //! is what their plan lists.
 
 use super::{Options, run};
-use crate::kernel::check::composed;
-use crate::recipe::Recipe;
+use ft_kernels::check::composed;
+use ft_recipe::Recipe;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use std::path::Path;

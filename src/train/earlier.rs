@@ -3,13 +3,13 @@
 use super::run::{CHECKPOINTS, Options};
 use super::state::State;
 use super::{Error, Job, output};
-use crate::recipe::Recipe;
-use crate::store::{self, checkpoint};
+use ft_recipe::Recipe;
+use ft_base::store::{self, checkpoint};
 use serde_json::json;
 use std::path::Path;
 
 /// Refuses to write over what an earlier run left in its folder, unless it is to be overwritten or gone on from.
-pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
+pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> ft_base::Result<()> {
     let dir = &recipe.run.output;
     if options.overwrite {
         return Ok(());
@@ -31,7 +31,7 @@ pub fn refuse_earlier(recipe: &Recipe, options: &Options) -> crate::Result<()> {
     Ok(())
 }
 
-pub fn exists(dir: &Path, result: &Path) -> crate::Error {
+pub fn exists(dir: &Path, result: &Path) -> ft_base::Error {
     let name = result.file_name().unwrap_or_default().to_string_lossy();
     let what = format!("{name}/ of an earlier run, and no checkpoints to go on from");
     Error::Exists { dir: dir.display().to_string(), what, hint: "" }.into()

@@ -5,10 +5,12 @@
 //! word, so the allocator asks here. (A system that promises more than it has ends it from outside; nothing can be
 //! said then, and plans keep within what is available for that reason.)
 
-use crate::error::{Error, ExitCode};
-use crate::log::{memory, place, tell};
-use crate::plan::{Component, Listed, Phase, Plan, report};
-use crate::recipe::Parallel;
+use ft_base::error::{Error, ExitCode};
+use ft_base::memory;
+use ft_base::memory::place;
+use ft_base::terminal::tell;
+use ft_plan::{Component, Listed, Phase, Plan, report};
+use ft_recipe::Parallel;
 use rayon::ThreadPool;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
@@ -33,7 +35,7 @@ pub fn tell_failures() {
 ///
 /// # Errors
 /// A system that has no more threads for this process.
-pub fn start_threads() -> Result<(), crate::plan::Error> {
+pub fn start_threads() -> Result<(), ft_plan::Error> {
     // a handler is enough for the write to fail; without one, it still would only end the process
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     // a process that calls several verbs has them already
@@ -43,7 +45,7 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
         pool.build_global().map_err(|e| e.to_string())
     });
     started.clone().map_err(|e| {
-        crate::plan::Error::DoesNotFit(format!(
+        ft_plan::Error::DoesNotFit(format!(
             "threads cannot start: {e}\n  hint: fewer of them (RAYON_NUM_THREADS=1), or a higher limit (ulimit -u, -v)"
         ))
     })
@@ -54,7 +56,7 @@ pub fn start_threads() -> Result<(), crate::plan::Error> {
 ///
 /// # Errors
 /// A system that has no more threads for this process.
-pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::plan::Error> {
+pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, ft_plan::Error> {
     memory::count_for(rank);
     pool_with_this(p.threads(rayon::current_num_threads()), rank)
 }
@@ -64,17 +66,17 @@ pub fn start_threads_of(rank: usize, p: &Parallel) -> Result<ThreadPool, crate::
 ///
 /// # Errors
 /// As [`start_threads_of`].
-pub fn start_threads_beside(others: usize) -> Result<ThreadPool, crate::plan::Error> {
+pub fn start_threads_beside(others: usize) -> Result<ThreadPool, ft_plan::Error> {
     // what a user says is said to each process
     let told = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|n| !n.is_empty());
     let all = rayon::current_num_threads();
     pool_with_this(if told { all } else { (all / others.max(1)).max(1) }, usize::MAX)
 }
 
-fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, crate::plan::Error> {
+fn pool_with_this(threads: usize, rank: usize) -> Result<ThreadPool, ft_plan::Error> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).use_current_thread();
     let pool = pool.start_handler(move |_| memory::count_for(rank)).spawn_handler(start_thread).build();
-    pool.map_err(|e| crate::plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
+    pool.map_err(|e| ft_plan::Error::DoesNotFit(format!("threads of a rank cannot start: {e}")))
 }
 
 /// Starts a thread of the pool, and comes back when it works: what it takes to begin is no longer open when the next
@@ -122,13 +124,13 @@ impl Planned {
     /// Adds what the plan had said to an error that is out of memory.
     pub fn explain(&self, e: Error) -> Error {
         // another rank has explained its own
-        let explained = e.of::<crate::plan::Error>().is_some() || e.of::<crate::comm::Error>().is_some();
+        let explained = e.of::<ft_plan::Error>().is_some() || e.of::<ft_engine::comm::Error>().is_some();
         if e.exit_code() != ExitCode::DoesNotFit || explained {
             return e;
         }
-        let free = memory::cuda_memory().map(|(free, _)| free);
+        let free = ft_kernels::cuda::cuda_memory().map(|(free, _)| free);
         let said = self.say(place::now(), None, free);
-        crate::plan::Error::DoesNotFit(format!("{said}\n  the device said: {e}")).into()
+        ft_plan::Error::DoesNotFit(format!("{said}\n  the device said: {e}")).into()
     }
 
     /// What to say of an allocation that failed at a place.
@@ -194,15 +196,14 @@ impl Planned {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan;
-    use crate::recipe::Recipe;
+    use ft_recipe::Recipe;
 
     fn planned() -> anyhow::Result<Planned> {
         let text = "[model]\nsource = \"Qwen/Qwen3-0.6B\"\n[[train]]\nmodules = [\"mlp\"]\n\
                     [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
         let set = ["memory.recompute=none".to_string(), "memory.budget=1TiB".into()];
         let recipe = Recipe::parse(text, "r.toml", &set)?;
-        let (plan, _) = plan::of_recipe(&recipe, true)?;
+        let (plan, _) = ft_plan::of_recipe(&recipe, true)?;
         let listed = |unit, component, bytes| Listed { phase: Phase::Forward, unit, component, bytes };
         let list = vec![
             listed(3, Component::Activations, 1 << 20),

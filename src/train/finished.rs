@@ -7,10 +7,9 @@
 use super::job;
 use super::output::RESULTS;
 use super::run::CHECKPOINTS;
-use crate::data;
-use crate::hub::{self, Settings, Want};
-use crate::recipe::{Recipe, Weights};
-use crate::store::{self, cache_folder, hash::Stat, sweep_oldest};
+use ft_data::hub::{self, Settings, Want};
+use ft_recipe::{Recipe, Weights};
+use ft_base::store::{self, cache_folder, hash::Stat, sweep_oldest};
 use serde::{Deserialize, Serialize};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -58,7 +57,7 @@ impl Inputs {
             files_of(&dir, &mut files)?;
         }
         for source in recipe.data.train.iter().chain(&recipe.data.eval) {
-            for path in data::find(source, &|s| recipe.resolve(s)).ok()? {
+            for path in ft_data::find(source, &|s| recipe.resolve(s)).ok()? {
                 files.push(stat(&path)?);
             }
         }

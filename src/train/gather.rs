@@ -3,11 +3,11 @@
 //! without. What comes from the host does so while this visit goes on.
 
 use super::ranks::{self, Next};
-use crate::adapt::Params;
-use crate::comm::Comm;
-use crate::kernel::crossing::Arrival;
-use crate::model::Decoder;
-use crate::walk::{Around, Outline, Visit};
+use ft_engine::adapt::Params;
+use ft_engine::comm::Comm;
+use ft_kernels::crossing::Arrival;
+use ft_engine::model::Decoder;
+use ft_engine::walk::{Around, Outline, Visit};
 use std::cell::RefCell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,7 +41,7 @@ impl<'a> Gather<'a> {
 }
 
 impl Around for Gather<'_> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         if !self.params.comes_and_goes() {
             return Ok(());
         }
@@ -57,7 +57,7 @@ impl Around for Gather<'_> {
         Ok(())
     }
 
-    fn leave(&self, _: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn leave(&self, _: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         Ok(self.keep(&self.outline.needs(next))?)
     }
 }
@@ -81,18 +81,18 @@ impl<'a> Alone<'a> {
 }
 
 impl Around for Alone<'_> {
-    fn begin(&self) -> crate::Result<()> {
+    fn begin(&self) -> ft_base::Result<()> {
         match self.0.params.is_split() {
             true => ranks::tell_next(self.0.comm, &Next::Forward),
             false => Ok(()),
         }
     }
 
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.0.arrive(visit, next)
     }
 
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.0.leave(visit, next)
     }
 }

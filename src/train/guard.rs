@@ -3,12 +3,12 @@
 use super::gather::Alone;
 use super::step::{Setup, probe};
 use super::{Error, Stepped};
-use crate::adapt::Params;
-use crate::adapt::buffer::{Held, common};
-use crate::adapt::params::Unit;
-use crate::comm::{At, Comm};
-use crate::data::{Dataset, Micro};
-use crate::kernel::{optimizer, to_host};
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::{Held, common};
+use ft_engine::adapt::params::Unit;
+use ft_engine::comm::{At, Comm};
+use ft_data::{Dataset, Micro};
+use ft_kernels::{optimizer, to_host};
 use candle_core::DType;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub fn finite(
     (grad_norm, factor): (f64, f64),
     data: &Dataset,
     rows: &[usize],
-) -> crate::Result<()> {
+) -> ft_base::Result<()> {
     // AdamW takes its square
     let square = ((grad_norm * factor) as f32).powi(2);
     if loss.is_finite() && square.is_finite() {
@@ -76,7 +76,7 @@ fn bad<'p>(
     comm: &dyn Comm,
     what: &'static str,
     finite: &dyn Fn(&Unit, &Range<usize>) -> candle_core::Result<bool>,
-) -> crate::Result<Vec<&'p str>> {
+) -> ft_base::Result<Vec<&'p str>> {
     let mut mine = Vec::new();
     for (i, slot) in params.slots.iter().enumerate() {
         if !finite(params.unit(slot)?, &slot.range())? {
@@ -91,7 +91,7 @@ fn bad<'p>(
 ///
 /// # Errors
 /// [`Error::Weights`]; a rank that is lost.
-pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> crate::Result<()> {
+pub fn weights(params: &Params, comm: &dyn Comm, step: u64) -> ft_base::Result<()> {
     let states = |u: &Unit, r: &Range<usize>| {
         let mut moments = u.moments.as_ref().map_or(Ok(true), |m| m.finite(r))?;
         for p in u.projected.iter().filter(|p| r.contains(&params.slots[p.index].offset)) {
@@ -140,10 +140,10 @@ impl Still {
         &mut self,
         s: &Stepped,
         setup: &Setup<'_>,
-        row: impl FnOnce() -> crate::Result<Micro>,
+        row: impl FnOnce() -> ft_base::Result<Micro>,
         step: u64,
         last: bool,
-    ) -> crate::Result<()> {
+    ) -> ft_base::Result<()> {
         self.0 = if s.grad_norm == 0.0 && s.targets > 0 { self.0 + 1 } else { 0 };
         if self.0 == 0 || !(last || self.0.is_multiple_of(STILL)) {
             return Ok(());

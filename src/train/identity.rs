@@ -1,11 +1,12 @@
 //! What makes two runs the same run: recipe keys and hashes of data, model and tokenizer.
 
 use super::Job;
-use crate::base::{Base, layout};
-use crate::data::Dataset;
-use crate::model::Config;
-use crate::recipe::{Method, Weights};
-use crate::store::{self, TensorFiles, hash};
+use ft_engine::base::{Base, layout};
+use ft_data::Dataset;
+use ft_engine::model::Config;
+use ft_recipe::{Method, Weights};
+use ft_base::store::{self, hash};
+use ft_engine::files::TensorFiles;
 use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -29,7 +30,7 @@ impl<'a> Identity<'a> {
     ///
     /// # Errors
     /// Files that cannot be read, or that change meanwhile.
-    pub fn get(&self) -> crate::Result<&BTreeMap<String, String>> {
+    pub fn get(&self) -> ft_base::Result<&BTreeMap<String, String>> {
         if let Some(map) = self.map.get() {
             return Ok(map);
         }
@@ -77,7 +78,7 @@ impl<'a> Identity<'a> {
     ///
     /// # Errors
     /// Files that cannot be read any more.
-    pub fn loading(&self, base: &Base) -> crate::Result<()> {
+    pub fn loading(&self, base: &Base) -> ft_base::Result<()> {
         match base.files() {
             Some(files) if self.map.get().is_none() => Ok(files.hash_while_reading()?),
             _ => Ok(()),
@@ -88,7 +89,7 @@ impl<'a> Identity<'a> {
     ///
     /// # Errors
     /// [`store::Error::Changed`].
-    pub fn loaded(&self, base: &Base) -> crate::Result<()> {
+    pub fn loaded(&self, base: &Base) -> ft_base::Result<()> {
         let Some(map) = self.map.get() else {
             let model = hash_of(&self.job.config, base.files())?;
             self.model.get_or_init(|| model);

@@ -1,22 +1,23 @@
 //! From a recipe to what it names: device, model folder, config, tokenizer, selection, data.
 
 use super::{Error, quantize, rows, sources};
-use crate::adapt::adapter::Adapter;
-use crate::adapt::buffer::Shard;
-use crate::adapt::build::{Build, check_full};
-use crate::adapt::params::Allocate;
-use crate::adapt::{self, Choice, Params, Selection};
-use crate::base::Base;
-use crate::comm::{self, Comm};
-use crate::data::{Added, Dataset, Form, Tokenizer, Trained};
-use crate::hub::{self, ModelDir, Settings, Want};
-use crate::kernel::cuda;
-use crate::kernel::gemm::pairs;
-use crate::log::{memory, tell, warn};
-use crate::model::{Config, Decoder};
-use crate::plan::{self, Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
-use crate::quant;
-use crate::recipe::{
+use ft_engine::adapt::adapter::Adapter;
+use ft_engine::adapt::buffer::Shard;
+use ft_engine::adapt::build::{Build, check_full};
+use ft_engine::adapt::params::Allocate;
+use ft_engine::adapt::{self, Choice, Params, Selection};
+use ft_engine::base::Base;
+use ft_engine::comm::{self, Comm};
+use ft_data::{Added, Dataset, Form, Tokenizer, Trained};
+use ft_data::hub::{self, ModelDir, Settings, Want};
+use ft_kernels::cuda;
+use ft_kernels::gemm::pairs;
+use ft_base::memory;
+use ft_base::terminal::{tell, warn};
+use ft_engine::model::{Config, Decoder};
+use ft_plan::{Inputs, Listed, Machine, Plan, Room, Workload, Workloads};
+use ft_engine::quant;
+use ft_recipe::{
     Device as DeviceName, Dtype, Launch, Method, Offload, OneDevice, Part, Quantize, Recipe, Rule, Token,
     Weights,
 };
@@ -26,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// How a selection is made of a recipe, a config and an adapter.
-type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> crate::Result<Selection> + 'a;
+type Select<'a> = dyn Fn(&Recipe, &Config, Option<&Adapter>) -> ft_base::Result<Selection> + 'a;
 
 /// A recipe with everything it names, but not the weights.
 #[derive(Clone)]
@@ -111,7 +112,7 @@ pub fn source(recipe: &Recipe, written: &str) -> String {
 ///
 /// # Errors
 /// A model that cannot be found.
-pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> crate::Result<ModelDir> {
+pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -> ft_base::Result<ModelDir> {
     // random weights need no file of them
     let random = recipe.model.weights == Weights::Random;
     let want = if random { want.min(Want::Tokenizer) } else { want };
@@ -125,7 +126,7 @@ pub fn model(settings: &Settings, recipe: &Recipe, want: Want, progress: bool) -
 ///
 /// # Errors
 /// A config that is not one, or of a model that is not built.
-pub fn config(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Config> {
+pub fn config(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Config> {
     let config = Config::load(dir, overrides)?;
     let file = dir.join("config.json").display().to_string();
     for key in &config.unknown {
@@ -159,7 +160,7 @@ pub fn routers(recipe: &Recipe, config: &Config) -> Result<(), Error> {
 ///
 /// # Errors
 /// Files that cannot be used.
-pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> crate::Result<Option<Tokenizer>> {
+pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> ft_base::Result<Option<Tokenizer>> {
     let template = recipe.data.chat_template.as_ref().map(|p| recipe.resolve(&p.display().to_string()));
     let rules = recipe.train.iter().filter(|r| r.is_of_tokens());
     let texts = rules.flat_map(|r| r.tokens.iter().flatten()).filter_map(|t| match t {
@@ -178,7 +179,7 @@ pub fn tokenizer(recipe: &Recipe, dir: &Path, adapter: Option<&Adapter>) -> crat
 ///
 /// # Errors
 /// A tokenizer beside it that is none.
-pub fn added(adapter: Option<&Adapter>) -> crate::Result<Added> {
+pub fn added(adapter: Option<&Adapter>) -> ft_base::Result<Added> {
     match adapter.filter(|a| !a.config.tokens().is_empty()) {
         Some(a) => Ok(Added::of_adapter(&a.dir)?),
         None => Ok(Added::default()),
@@ -189,7 +190,7 @@ pub fn added(adapter: Option<&Adapter>) -> crate::Result<Added> {
 ///
 /// # Errors
 /// An adapter that cannot be found, or whose files cannot be used.
-pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> crate::Result<Option<Adapter>> {
+pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> ft_base::Result<Option<Adapter>> {
     let Some(written) = recipe.lora.init.adapter() else { return Ok(None) };
     let dir = hub::fetch_adapter_with(settings, &source(recipe, written), "main", progress)?;
     Ok(Some(Adapter::open(&dir)?))
@@ -200,7 +201,7 @@ pub fn adapter(settings: &Settings, recipe: &Recipe, progress: bool) -> crate::R
 ///
 /// # Errors
 /// Rules or an adapter that do not fit the model; nothing that trains.
-pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) -> crate::Result<Selection> {
+pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) -> ft_base::Result<Selection> {
     let selection = match adapter {
         Some(a) if recipe.train.is_empty() => a.selection(config)?,
         _ => Selection::from_rules(config, &recipe.train)?,
@@ -217,7 +218,7 @@ pub fn selection(recipe: &Recipe, config: &Config, adapter: Option<&Adapter>) ->
 ///
 /// # Errors
 /// A prompt that this model cannot be asked.
-pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> crate::Result<Option<Vec<u32>>> {
+pub fn sample(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> ft_base::Result<Option<Vec<u32>>> {
     let Some(prompt) = &recipe.log.sample else { return Ok(None) };
     let fail = |why: &str| Error::Usage(format!("{}: log.sample: {why}", recipe.place("log.sample")));
     let Some(tokenizer) = tokenizer else {
@@ -238,7 +239,7 @@ impl Job {
     /// # Errors
     /// A device that is not there, a model that cannot be found or is not supported, a rule that matches
     /// nothing, an adapter that does not fit.
-    pub fn open(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
+    pub fn open(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
         Self::with(recipe, want, progress, &selection)
     }
 
@@ -248,7 +249,7 @@ impl Job {
     ///
     /// # Errors
     /// As [`Job::open`].
-    pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> crate::Result<Self> {
+    pub fn open_frozen(recipe: Recipe, want: Want, progress: bool) -> ft_base::Result<Self> {
         Self::with(recipe, want, progress, &|recipe, config, adapter| {
             let in_full = |r: &Rule| r.is(Method::Full);
             match adapter {
@@ -270,7 +271,7 @@ impl Job {
         })
     }
 
-    fn with(mut recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> crate::Result<Self> {
+    fn with(mut recipe: Recipe, want: Want, progress: bool, select: &Select<'_>) -> ft_base::Result<Self> {
         let settings = Settings::from_env();
         let device = device(recipe.run.device)?;
         let dtype = dtype(recipe.model.dtype, &device);
@@ -321,16 +322,16 @@ impl Job {
     }
 
     /// The training rows.
-    pub fn train_data(&self) -> crate::Result<Dataset> {
+    pub fn train_data(&self) -> ft_base::Result<Dataset> {
         self.part(Part::Train)
     }
 
     /// The evaluation rows, if the recipe names any.
-    pub fn eval_data(&self) -> crate::Result<Option<Dataset>> {
+    pub fn eval_data(&self) -> ft_base::Result<Option<Dataset>> {
         self.recipe.data.evaluates().then(|| self.part(Part::Eval)).transpose()
     }
 
-    fn part(&self, part: Part) -> crate::Result<Dataset> {
+    fn part(&self, part: Part) -> ft_base::Result<Dataset> {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let data = Dataset::load(part, d, &self.resolver(), tokenizer, vocab, seed)?;
@@ -339,7 +340,7 @@ impl Job {
     }
 
     /// Training and evaluation rows.
-    pub fn data(&self) -> crate::Result<(Dataset, Option<Dataset>)> {
+    pub fn data(&self) -> ft_base::Result<(Dataset, Option<Dataset>)> {
         let (d, seed) = (&self.recipe.data, self.recipe.run.seed);
         let (tokenizer, vocab) = (self.tokenizer.as_deref(), self.config.vocab);
         let (train, eval) = Dataset::load_both(d, &self.resolver(), tokenizer, vocab, seed)?;
@@ -359,7 +360,7 @@ impl Job {
     ///
     /// # Errors
     /// Weights that are not there or cannot be used.
-    pub fn base(&self) -> crate::Result<Base> {
+    pub fn base(&self) -> ft_base::Result<Base> {
         let config = self.config.clone();
         let base = match self.recipe.model.weights {
             Weights::Random => Base::random(config, self.recipe.run.seed),
@@ -374,7 +375,7 @@ impl Job {
     ///
     /// # Errors
     /// Tensors that are missing, unexpected or of another shape; an adapter of another base.
-    pub fn check(&self) -> crate::Result<()> {
+    pub fn check(&self) -> ft_base::Result<()> {
         let base = self.base()?;
         base.check()?;
         check_full(&base, &self.selection, self.adapter.as_deref())?;
@@ -399,7 +400,7 @@ impl Job {
     ///
     /// # Errors
     /// As [`Build::run`]; a copy that cannot be made.
-    pub fn load(&self, train: bool) -> crate::Result<(Decoder, Params)> {
+    pub fn load(&self, train: bool) -> ft_base::Result<(Decoder, Params)> {
         self.load_shard(&self.base_to_load()?, train, Shard::default(), &comm::alone())
     }
 
@@ -407,7 +408,7 @@ impl Job {
     ///
     /// # Errors
     /// As [`Job::base`]; a copy that cannot be made, or is damaged.
-    pub fn base_to_load(&self) -> crate::Result<Base> {
+    pub fn base_to_load(&self) -> ft_base::Result<Base> {
         let base = self.base()?;
         Ok(match quantize::cached(self)? {
             Some((config, copy)) => base.with_copy(config, copy),
@@ -425,7 +426,7 @@ impl Job {
         train: bool,
         shard: Shard,
         comm: &dyn Comm,
-    ) -> crate::Result<(Decoder, Params)> {
+    ) -> ft_base::Result<(Decoder, Params)> {
         let memory = &self.recipe.memory;
         let offload = memory.offloads(Offload::Optimizer);
         // what is loaded to be used is used from where it is
@@ -460,10 +461,10 @@ impl Job {
         let threads = self.recipe.parallel.threads(rayon::current_num_threads());
         let width = self.dtype.size_in_bytes() as u64;
         let machine = Machine { cuda, width, stored: width, threads: threads as u64 };
-        let machine = plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
+        let machine = ft_plan::stored(machine, &self.recipe, &self.config, Some(&self.model.dir));
         // a plan that cannot be made says why
         let server =
-            plan::Server::of(&self.recipe, &self.config, &self.selection, machine.stored).ok().flatten();
+            ft_plan::Server::of(&self.recipe, &self.config, &self.selection, machine.stored).ok().flatten();
         let server = server.map_or(0, |s| s.on_host);
         Inputs {
             recipe: &self.recipe,
@@ -471,18 +472,18 @@ impl Job {
             selection: &self.selection,
             machine,
             workloads,
-            budget: plan::budget(
+            budget: ft_plan::budget(
                 &self.recipe,
                 machine,
                 &workloads.of(&self.recipe, self.recipe.run.micro_rows.count()),
                 (memory::reach_bytes(), server),
             ),
-            host: plan::space::beside_device(&self.recipe, machine, (memory::reach_bytes(), server)),
+            host: ft_plan::space::beside_device(&self.recipe, machine, (memory::reach_bytes(), server)),
         }
     }
 
     /// The plan of this job: `count` gives the tokens of a recipe's micro-batches, as [`Workload::of_data`] does.
-    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> crate::Result<Plan> {
+    pub fn plan(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
         self.planned(&Workloads::new(count), true)
     }
 
@@ -500,11 +501,11 @@ impl Job {
     }
 
     /// As [`Job::plan`], where no checkpoint and no result is written.
-    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> crate::Result<Plan> {
+    pub fn plan_without_files(&self, count: impl Fn(&Recipe) -> Workload) -> ft_base::Result<Plan> {
         self.planned(&Workloads::new(count), false)
     }
 
-    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> crate::Result<Plan> {
+    fn planned(&self, workloads: &Workloads<'_>, writes: bool) -> ft_base::Result<Plan> {
         let inputs = self.inputs(workloads);
         let mut plan = Plan::new(&inputs)?;
         if !writes {
@@ -519,6 +520,6 @@ impl Job {
     pub fn allocations(&self, plan: &Plan) -> Vec<Listed> {
         let planned = plan.workload;
         // only said where memory runs out: a plan that cannot be made says nothing
-        plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()
+        ft_plan::allocations(&self.inputs(&Workloads::new(|_| planned)), &plan.execution).unwrap_or_default()
     }
 }

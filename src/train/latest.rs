@@ -2,11 +2,11 @@
 
 use super::run::CHECKPOINTS;
 use super::{Job, state};
-use crate::adapt::Params;
-use crate::hub::Want;
+use ft_engine::adapt::Params;
+use ft_data::hub::Want;
 use crate::log::{last_event, read_metrics};
-use crate::recipe::{self, Dtype, Offload, Quantize, Recipe};
-use crate::store::checkpoint::Checkpoints;
+use ft_recipe::{Dtype, Offload, Quantize, Recipe};
+use ft_base::store::checkpoint::Checkpoints;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ const TRIES: usize = 8;
 ///
 /// # Errors
 /// A recipe that cannot be read.
-pub fn recipe_of(run: &Path) -> crate::Result<Recipe> {
+pub fn recipe_of(run: &Path) -> ft_base::Result<Recipe> {
     let mut recipe = Recipe::load(&run.join("recipe.toml"), &[])?;
     // where the run found it, from the folder that it was started in
     let events = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default();
@@ -73,7 +73,7 @@ pub struct Latest {
 }
 
 /// The keys of a run's recipe that decide which model the tensors of its checkpoints belong to.
-fn model_keys(run: &Path) -> crate::Result<BTreeMap<String, String>> {
+fn model_keys(run: &Path) -> ft_base::Result<BTreeMap<String, String>> {
     let keys = Recipe::load(&run.join("recipe.toml"), &[])?.math_keys();
     let of_model = |k: &str| ["model.", "lora.", "train."].iter().any(|t| k.starts_with(t));
     let of_training = |k: &str| [".lr_scale", ".dropout"].iter().any(|t| k.ends_with(t));
@@ -85,13 +85,13 @@ impl Latest {
     ///
     /// # Errors
     /// As [`Job::open`].
-    pub fn open(run: &Path, how: &Loading) -> crate::Result<(Self, Job)> {
+    pub fn open(run: &Path, how: &Loading) -> ft_base::Result<(Self, Job)> {
         let mut recipe = recipe_of(run)?;
         let keys = model_keys(run)?;
-        recipe.run.device = recipe::Device::Cpu;
+        recipe.run.device = ft_recipe::Device::Cpu;
         // of what trains, only what layers compute with is wanted
         recipe.memory.offload.iter_mut().for_each(|all| all.retain(|o| *o == Offload::Activations));
-        recipe.optimizer.master = recipe::Master::None;
+        recipe.optimizer.master = ft_recipe::Master::None;
         if let Some(quantize) = how.quantize {
             recipe.model.quantize = quantize;
             recipe.model.cache = recipe.model.cache.filter(|_| quantize == Quantize::Nf4);
@@ -171,7 +171,7 @@ impl Latest {
         true
     }
 
-    fn take(&self, step: u64, params: &Params) -> crate::Result<()> {
+    fn take(&self, step: u64, params: &Params) -> ft_base::Result<()> {
         if model_keys(&self.run)? != self.keys {
             let why = "the run folder is that of another run now, which trains another model or something else of it\n  \
                        hint: ft serve, started again, answers with that";

@@ -45,7 +45,7 @@ pub use ranks::carries_nothing;
 pub use run::{Options, Outcome, run};
 pub use step::{StepRows, Stepped, evaluate, train_step};
 
-use crate::error::{ExitCode, Failure};
+use ft_base::error::{ExitCode, Failure};
 
 /// Problems of a run.
 #[derive(Debug, thiserror::Error)]

@@ -5,19 +5,20 @@ use super::ranks::{self, Next};
 use super::state;
 use super::step::{Setup, probe};
 use super::{Error, Job};
-use crate::adapt::adapter::{self, Adapter, Values};
-use crate::adapt::selection::{Choice, Part, Trained};
-use crate::adapt::{self, Params, Selection, peft};
-use crate::base::check_tensors;
-use crate::data::{Micro, Tokenizer};
-use crate::kernel::to_host;
-use crate::log::warn;
-use crate::model::Config;
-use crate::model::modules::{Group, modules};
-use crate::recipe::{Decomposition, Quantize};
+use ft_engine::adapt::adapter::{self, Adapter, Values};
+use ft_engine::adapt::selection::{Choice, Part, Trained};
+use ft_engine::adapt::{self, Params, Selection, peft};
+use ft_engine::base::check_tensors;
+use ft_data::{Micro, Tokenizer};
+use ft_kernels::to_host;
+use ft_base::terminal::warn;
+use ft_engine::model::Config;
+use ft_engine::model::modules::{Group, modules};
+use ft_recipe::{Decomposition, Quantize};
 use crate::report::{self, CARD};
-use crate::store::{self, NewFolder, TensorFiles};
-use crate::walk::{self, Outline, visit};
+use ft_base::store::{self, NewFolder};
+use ft_engine::files::TensorFiles;
+use ft_engine::walk::{self, Outline, visit};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -73,7 +74,7 @@ const MODEL: &str = "model";
 pub fn is_of_model(name: &str) -> bool {
     let weights = name.starts_with("model")
         && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
-    let own = ["config.json", crate::quant::CACHE_MARKER, CARD];
+    let own = ["config.json", ft_engine::quant::CACHE_MARKER, CARD];
     weights || own.contains(&name) || COMPANIONS.contains(&name)
 }
 
@@ -98,7 +99,7 @@ pub fn write(
     values: &Values<'_>,
     dir: &Path,
     sample: &Micro,
-) -> crate::Result<PathBuf> {
+) -> ft_base::Result<PathBuf> {
     let (decoder, params) = (s.decoder, s.params);
     let alone = Alone::new(decoder, params, s.comm);
     let before = probe(decoder, &alone, sample, &job.device)?;
@@ -122,7 +123,7 @@ pub fn write(
                 Ok(())
             })?;
         }
-        let held = |i: usize| -> crate::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
+        let held = |i: usize| -> ft_base::Result<Tensor> { Ok(params.exported(i, &values(i)?)?) };
         save_adapter(job, &selection, (&params.tensors, &held, neutral), &out)?;
         let read = Adapter::open(&out)?;
         same_choices(&target, &selection, &Selection::from_peft(&job.config, &read.config)?)?;
@@ -146,7 +147,7 @@ fn save_adapter(
     selection: &Selection,
     what: (&[Trained], &Values<'_>, Vec<(String, Tensor)>),
     out: &Path,
-) -> crate::Result<()> {
+) -> ft_base::Result<()> {
     let revision = job.model.revision.as_deref();
     // a checkpoint that is 4-bit by itself is named by the adapter's config; and an adapter that has what the base lacked
     // is of the base as it is
@@ -176,10 +177,10 @@ fn lacks(job: &Job) -> bool {
 /// # Errors
 /// A checkpoint of another run; DoRA beside plain LoRA, whose magnitudes are not in it; an adapter that began with a
 /// part of the base, which is not in it either.
-pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> crate::Result<()> {
+pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> ft_base::Result<()> {
     let trained = job.selection.trained();
     let files = state::weights(checkpoint)?;
-    let values = |i: usize| -> crate::Result<Tensor> {
+    let values = |i: usize| -> ft_base::Result<Tensor> {
         let t: &Trained = &trained[i];
         // as it was held
         let held = files.info(&t.name).and_then(|i| DType::try_from(i.dtype).ok()).unwrap_or(DType::F32);
@@ -213,7 +214,7 @@ pub fn of_checkpoint(job: &Job, checkpoint: &Path, out: &Path) -> crate::Result<
 ///
 /// # Errors
 /// A result that cannot be read, or that lacks a tensor.
-pub fn read_back(job: &Job, params: &Params, dir: &Path) -> crate::Result<()> {
+pub fn read_back(job: &Job, params: &Params, dir: &Path) -> ft_base::Result<()> {
     if job.selection.everything_full() {
         let files = TensorFiles::open_model(dir)?;
         for (i, t) in params.tensors.iter().enumerate() {
@@ -258,7 +259,7 @@ fn same_choices(dir: &Path, ours: &Selection, read: &Selection) -> Result<(), ad
 }
 
 /// Writes a whole model: config, what the source folder has beside it, sharded weights in the compute dtype.
-fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Path) -> crate::Result<()> {
+fn write_model(job: &Job, (trained, values): (&[Trained], &Values<'_>), out: &Path) -> ft_base::Result<()> {
     let find = |name: &str| trained.iter().position(|t| t.name == name);
     let mut entries = Vec::new();
     for m in modules(&job.config) {
@@ -288,8 +289,8 @@ pub fn write_folder(
     mut config: Map<String, Value>,
     dtype: DType,
     entries: &[(String, DType, Vec<usize>)],
-    get: &mut dyn FnMut(&str) -> crate::Result<Tensor>,
-) -> crate::Result<()> {
+    get: &mut dyn FnMut(&str) -> ft_base::Result<Tensor>,
+) -> ft_base::Result<()> {
     let name = match dtype {
         DType::BF16 => "bfloat16",
         DType::F16 => "float16",
@@ -306,6 +307,6 @@ pub fn write_folder(
     for file in COMPANIONS {
         store::copy_inside(source, file, out)?;
     }
-    store::write_sharded(out, "model", entries, SHARD_BYTES, get)?;
+    ft_engine::files::write_sharded(out, "model", entries, SHARD_BYTES, get)?;
     Ok(())
 }

@@ -10,17 +10,19 @@ use super::run::{Options, Others, Outcome, first};
 use super::signals::Signals;
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale};
-use crate::base::layout;
-use crate::comm::processes::{self, Processes, text, words};
-use crate::comm::{At, Comm};
-use crate::data::Dataset;
-use crate::error::ExitCode;
-use crate::hub::Want;
-use crate::log::{self, memory, tell};
-use crate::plan::{Workload, report};
-use crate::recipe::{Launch, Recipe, Weights};
-use crate::store::{self, RunLock};
-use crate::walk::Execution;
+use ft_engine::base::layout;
+use ft_engine::comm::processes::{self, Processes, text, words};
+use ft_engine::comm::{At, Comm};
+use ft_data::Dataset;
+use ft_base::error::ExitCode;
+use ft_data::hub::Want;
+use ft_base::terminal;
+use ft_base::memory;
+use ft_base::terminal::tell;
+use ft_plan::{Workload, report};
+use ft_recipe::{Launch, Recipe, Weights};
+use ft_base::store::{self, RunLock};
+use ft_engine::walk::Execution;
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -48,16 +50,16 @@ struct Given(Vec<(String, String)>);
 ///
 /// # Errors
 /// As [`super::run()`]; a rank that is lost; processes that are not as many as the recipe's ranks.
-pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> crate::Result<Outcome> {
+pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> ft_base::Result<Outcome> {
     let timeout = Duration::from_secs(recipe.parallel.timeout);
     // who does not meet the first says so itself
     let (comm, neighbours) = processes::join(launch, timeout).inspect_err(|e| {
         if e.code == ExitCode::LostRank {
-            log::to_terminal();
+            terminal::to_terminal();
         }
     })?;
     if comm.rank() > 0 {
-        log::hush();
+        terminal::hush();
     }
     memory::share_among(neighbours.here as u64);
     let outcome = std::thread::scope(|s| {
@@ -84,7 +86,7 @@ pub fn run(recipe: Recipe, options: &Options, launch: Option<&Launch>) -> crate:
         Err(e) => {
             comm.fail(e);
             if comm.tells() {
-                log::to_terminal();
+                terminal::to_terminal();
             }
             drop(comm);
         }
@@ -113,7 +115,7 @@ struct Lead<'a> {
     begun: Cell<bool>,
 }
 
-fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> crate::Result<Outcome> {
+fn lead(recipe: Recipe, options: &Options, comm: &Processes) -> ft_base::Result<Outcome> {
     let others = Lead { comm, opened: Cell::new(false), begun: Cell::new(false) };
     let outcome = first(recipe, options, Some(&others))?;
     // a run that was finished before does not begin
@@ -130,12 +132,12 @@ impl Others for Lead<'_> {
         self.comm
     }
 
-    fn opened(&self) -> crate::Result<()> {
+    fn opened(&self) -> ft_base::Result<()> {
         self.opened.set(true);
         self.comm.wait(OPENED, &[1]).map(drop)
     }
 
-    fn begin(&self, s: &Shared) -> crate::Result<()> {
+    fn begin(&self, s: &Shared) -> ft_base::Result<()> {
         self.begun.set(true);
         let begin =
             Begin { execution: s.execution, checkpoint: s.checkpoint.clone(), loss_scale: s.loss_scale };
@@ -146,7 +148,7 @@ impl Others for Lead<'_> {
 }
 
 /// What this process was given.
-fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> crate::Result<Given> {
+fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> ft_base::Result<Given> {
     let mut all = vec![
         ("version of ft".to_string(), env!("CARGO_PKG_VERSION").to_string()),
         ("config of the model".into(), serde_json::to_string(&job.config.raw).unwrap_or_default()),
@@ -167,7 +169,7 @@ fn given(job: &Job, data: &Dataset, eval: Option<&Dataset>) -> crate::Result<Giv
 }
 
 /// Refuses ranks that were not given the same: all find it, with the first that differs.
-fn agree(comm: &Processes, mine: &Given) -> crate::Result<()> {
+fn agree(comm: &Processes, mine: &Given) -> ft_base::Result<()> {
     let told = comm
         .wait(At::all("what ranks were given"), &words(&serde_json::to_string(mine).unwrap_or_default()))?;
     let all: Vec<Given> =
@@ -191,7 +193,7 @@ fn agree(comm: &Processes, mine: &Given) -> crate::Result<()> {
 }
 
 /// A process that is not the first.
-fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
+fn follow(mut recipe: Recipe, comm: &Processes) -> ft_base::Result<Outcome> {
     // the first one hears of it, and saves
     let signals = Signals::catch()?;
     signals.hold();
@@ -228,7 +230,7 @@ fn follow(mut recipe: Recipe, comm: &Processes) -> crate::Result<Outcome> {
 }
 
 /// Reads what the recipe names, once the first has found that it is there.
-fn prepare(recipe: &mut Recipe, rank: usize) -> crate::Result<(Job, Dataset, Option<Dataset>)> {
+fn prepare(recipe: &mut Recipe, rank: usize) -> ft_base::Result<(Job, Dataset, Option<Dataset>)> {
     let dir = recipe.run.output.clone();
     let end = Instant::now() + SEEN;
     while !RunLock::is_taken(&dir) {
@@ -243,7 +245,7 @@ fn prepare(recipe: &mut Recipe, rank: usize) -> crate::Result<(Job, Dataset, Opt
         std::thread::sleep(Duration::from_millis(20));
     }
     let path = dir.join(format!("rank-{rank}.log"));
-    log::to_file(&path).map_err(|e| store::Error::write("create", &path, None, e))?;
+    terminal::to_file(&path).map_err(|e| store::Error::write("create", &path, None, e))?;
     let job = Job::open(recipe.clone(), Want::Weights, false)?;
     ranks::check(&job)?;
     let (data, eval) = job.data()?;

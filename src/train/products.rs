@@ -1,10 +1,10 @@
 //! How fast this machine multiplies matrices and copies memory: what a step's parts are held against.
 
 use super::Job;
-use crate::kernel::Tensor;
-use crate::kernel::gemm;
-use crate::kernel::moment::Moment;
-use crate::kernel::tensor::Real;
+use ft_kernels::Tensor;
+use ft_kernels::gemm;
+use ft_kernels::moment::Moment;
+use ft_kernels::tensor::Real;
 use candle_core::{DType, Device, Result};
 use std::time::{Duration, Instant};
 

@@ -3,13 +3,14 @@
 use super::Job;
 use super::identity::model_hash;
 use super::output::{is_of_model, write_folder};
-use crate::base::{check_tensors, layout};
-use crate::log::{bytes_bar, tell, warn};
-use crate::model::Config;
-use crate::model::modules::{Group, Module, modules};
-use crate::quant::{self, CACHE_MARKER, Error};
-use crate::recipe::{Quantize, Weights};
-use crate::store::{self, FileHash, NewFolder, TensorFiles, hash};
+use ft_engine::base::{check_tensors, layout};
+use ft_base::terminal::{bytes_bar, tell, warn};
+use ft_engine::model::Config;
+use ft_engine::model::modules::{Group, Module, modules};
+use ft_engine::quant::{self, CACHE_MARKER, Error};
+use ft_recipe::{Quantize, Weights};
+use ft_base::store::{self, NewFolder, hash};
+use ft_engine::files::{FileHash, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -37,7 +38,7 @@ pub struct Report {
 /// # Errors
 /// A model that is 4-bit already, tensors that do not fit the config or are not finite, a disk that is full. The
 /// folder appears when it is whole.
-pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> crate::Result<Report> {
+pub fn quantize(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
     let new = NewFolder::begin_named(out)?;
     new.refuse_occupied("another --out, or remove it")?;
     let report = fill(config, source, &new.path(), double)?;
@@ -51,7 +52,7 @@ fn names(m: &Module) -> impl Iterator<Item = String> {
     std::iter::once(format!("{}.weight", m.name)).chain(bias)
 }
 
-fn fill(config: &Config, source: &Path, out: &Path, double: bool) -> crate::Result<Report> {
+fn fill(config: &Config, source: &Path, out: &Path, double: bool) -> ft_base::Result<Report> {
     if config.four_bit {
         return Err(Error::Already { dir: source.display().to_string() }.into());
     }
@@ -110,7 +111,7 @@ fn fill(config: &Config, source: &Path, out: &Path, double: bool) -> crate::Resu
 }
 
 /// The dtype that a tensor has in its file.
-fn own_dtype(files: &TensorFiles, info: &store::TensorInfo) -> Result<DType, Error> {
+fn own_dtype(files: &TensorFiles, info: &ft_engine::files::TensorInfo) -> Result<DType, Error> {
     match info.dtype {
         safetensors::Dtype::F64 => Ok(DType::F64),
         safetensors::Dtype::F32 => Ok(DType::F32),
@@ -182,7 +183,7 @@ impl Made {
     ///
     /// # Errors
     /// A folder with other things in it.
-    fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> crate::Result<Found> {
+    fn find(&self, dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<Found> {
         let is_there = |path: &Path| path.symlink_metadata().is_ok();
         if !is_there(&dir.join(CACHE_MARKER)) {
             let empty = std::fs::read_dir(dir).is_ok_and(|mut d| d.next().is_none());
@@ -227,7 +228,7 @@ impl Made {
 const MARKER_BYTES: u64 = 16 << 20;
 
 /// A copy, and what its files are.
-fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<(Cached, Vec<FileHash>)> {
+fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> ft_base::Result<(Cached, Vec<FileHash>)> {
     const CONFIG: &str = "config.json";
     let (hash, bytes) = hash::of_inside(dir, CONFIG)?;
     let config = Config::load(dir, overrides)?;
@@ -241,7 +242,7 @@ fn open_copy(dir: &Path, overrides: &Map<String, Value>) -> crate::Result<(Cache
 /// The 4-bit copy of a job's model in the folder of `model.cache`, made now if it is not there, not whole or of another
 /// model; `None` where the recipe names none, or there is nothing to quantize. Of several processes one makes it, and
 /// the others wait.
-pub(super) fn cached(job: &Job) -> crate::Result<Option<Cached>> {
+pub(super) fn cached(job: &Job) -> ft_base::Result<Option<Cached>> {
     let m = &job.recipe.model;
     let Some(dir) = &m.cache else { return Ok(None) };
     if m.quantize == Quantize::None || m.weights == Weights::Random || job.config.four_bit {

@@ -1,7 +1,7 @@
 //! The shipped small model in 4 bits, from end to end, and the cache.
 
 use super::*;
-use crate::recipe::Recipe;
+use ft_recipe::Recipe;
 use crate::train::{self, Options, Outcome};
 use anyhow::{Context as _, Result};
 use std::path::PathBuf;

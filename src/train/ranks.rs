@@ -8,17 +8,18 @@ use super::exhausted::{self, Planned};
 use super::gather::Gather;
 use super::step::{Setup, StepRows, Stop, accumulate, evaluate_until, update};
 use super::{Error, Job, LossScale, guard, output, state};
-use crate::adapt::Params;
-use crate::adapt::buffer::Shard;
-use crate::base::Base;
-use crate::comm::{self, At, Comm, Mesh, Threads};
-use crate::data::{Batches, Dataset};
-use crate::kernel::{cuda, gemm};
-use crate::log::{place, tell};
-use crate::model::Decoder;
-use crate::optim::{Optimizer, Schedule};
-use crate::recipe::{self, Parallel, Recipe};
-use crate::walk::{Around, Execution, Outline, Times, visit};
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::Shard;
+use ft_engine::base::Base;
+use ft_engine::comm::{self, At, Comm, Mesh, Threads};
+use ft_data::{Batches, Dataset};
+use ft_kernels::{cuda, gemm};
+use ft_base::memory::place;
+use ft_base::terminal::tell;
+use ft_engine::model::Decoder;
+use ft_engine::optim::{Optimizer, Schedule};
+use ft_recipe::{Parallel, Recipe};
+use ft_engine::walk::{Around, Execution, Outline, Times, visit};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -83,11 +84,11 @@ impl Next {
 ///
 /// # Errors
 /// A rank that is lost.
-pub fn tell_next(comm: &dyn Comm, next: &Next) -> crate::Result<()> {
+pub fn tell_next(comm: &dyn Comm, next: &Next) -> ft_base::Result<()> {
     comm.wait(NEXT, &next.words()).map(drop)
 }
 
-fn hear_next(comm: &dyn Comm) -> crate::Result<Next> {
+fn hear_next(comm: &dyn Comm) -> ft_base::Result<Next> {
     let all = comm.wait(NEXT, &[])?;
     Ok(all.first().map_or(Next::End, |words| Next::of(words)))
 }
@@ -96,7 +97,7 @@ fn hear_next(comm: &dyn Comm) -> crate::Result<Next> {
 ///
 /// # Errors
 /// Weights that are not finite; the disk; a rank that is lost.
-pub fn save(s: &Setup<'_>, dir: &Path) -> crate::Result<()> {
+pub fn save(s: &Setup<'_>, dir: &Path) -> ft_base::Result<()> {
     state::write(dir, s.params)?;
     s.comm.wait(SAVED, &[]).map(drop)
 }
@@ -110,7 +111,7 @@ pub fn load(
     base: &Base,
     checkpoint: Option<&Path>,
     comm: &dyn Comm,
-) -> crate::Result<(Decoder, Params)> {
+) -> ft_base::Result<(Decoder, Params)> {
     if comm.world() > 1 {
         // theirs, however small the products are that make them
         gemm::make_slabs();
@@ -127,7 +128,7 @@ pub fn load(
 ///
 /// # Errors
 /// A checkpoint that does not fit; a rank that is lost.
-pub fn take_up(params: &Params, dir: &Path, comm: &dyn Comm) -> crate::Result<()> {
+pub fn take_up(params: &Params, dir: &Path, comm: &dyn Comm) -> ft_base::Result<()> {
     state::load(dir, params)?;
     comm.wait(LOADED, &[]).map(drop)
 }
@@ -141,10 +142,10 @@ pub fn shard(p: &Parallel, rank: usize) -> Shard {
 /// What of `parallel.comm` carries no tensors of the device, and what to do.
 pub fn carries_nothing(r: &Recipe, cuda: bool) -> Option<(String, &'static str)> {
     let (word, is_for, hint) = match r.parallel.comm {
-        recipe::Comm::Nccl if !cuda => {
+        ft_recipe::Comm::Nccl if !cuda => {
             ("nccl", "CUDA devices, and this run is on the CPU", "leave it out, or run.device=cuda")
         }
-        recipe::Comm::Mpi if cuda => (
+        ft_recipe::Comm::Mpi if cuda => (
             "mpi",
             "the CPU: tensors of CUDA devices go by NCCL",
             "leave it out, with mpirun too; or run.device=cpu",
@@ -226,7 +227,7 @@ impl Followers {
     ///
     /// # Errors
     /// A system that has no more threads.
-    pub fn start(ranks: Vec<Threads>, shared: &Arc<Shared>) -> crate::Result<Self> {
+    pub fn start(ranks: Vec<Threads>, shared: &Arc<Shared>) -> ft_base::Result<Self> {
         let patience = Duration::from_secs(shared.job.recipe.parallel.timeout);
         let mut all = Self { threads: Vec::new(), patience };
         for comm in ranks {
@@ -250,7 +251,7 @@ impl Followers {
     }
 
     /// Waits for them to end, but not for one that hangs: the first rank has told them, or is lost to them.
-    pub fn end(self, outcome: &crate::Result<super::Outcome>) {
+    pub fn end(self, outcome: &ft_base::Result<super::Outcome>) {
         let hangs = outcome.as_ref().err().and_then(|e| e.of::<comm::Error>()).filter(|e| e.hangs);
         let end = Instant::now() + self.patience;
         for (rank, thread) in self.threads {
@@ -267,7 +268,7 @@ impl Followers {
 }
 
 /// Follows on a device of its own.
-fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> crate::Result<()> {
+fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> ft_base::Result<()> {
     let job = match shared.job.device.is_cuda() {
         true => Arc::new(shared.job.on(cuda::open(rank).map_err(Error::Device)?)),
         false => Arc::clone(&shared.job),
@@ -282,13 +283,13 @@ fn follow_on(shared: &Shared, rank: usize, comm: &dyn Comm) -> crate::Result<()>
 pub fn on_device<R>(
     job: &Job,
     comm: &dyn Comm,
-    f: impl FnOnce(&dyn Comm) -> crate::Result<R>,
-) -> crate::Result<R> {
+    f: impl FnOnce(&dyn Comm) -> ft_base::Result<R>,
+) -> ft_base::Result<R> {
     comm::on_device(comm, &job.device, Duration::from_secs(job.recipe.parallel.timeout), f)
 }
 
 /// Where it is the first rank that hangs, nobody else can end the process.
-fn end_with_hung(e: &crate::Error) {
+fn end_with_hung(e: &ft_base::Error) {
     if let Some(lost) = e.of::<comm::Error>().filter(|l| l.hangs && l.rank == 0) {
         tell(&format!("error: {lost}"));
         std::process::exit(lost.code as i32);
@@ -299,7 +300,7 @@ fn end_with_hung(e: &crate::Error) {
 ///
 /// # Errors
 /// What goes wrong on this rank; a rank that is lost.
-pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> crate::Result<()> {
+pub fn follow(shared: &Shared, comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     let Shared { job, data, .. } = shared;
     let r = &job.recipe;
     let (decoder, params) = load(job, &shared.base, shared.checkpoint.as_deref(), comm)?;
@@ -345,7 +346,7 @@ fn step(
     (data, batches, schedule): (&Dataset, &Batches, &Schedule),
     n: u64,
     stop: Stop<'_>,
-) -> crate::Result<()> {
+) -> ft_base::Result<()> {
     let rows = batches.rows(n as usize);
     let at = StepRows { data, rows: &rows, step: n };
     let times = &mut Times::off();
@@ -361,13 +362,13 @@ pub mod broken {
     use std::sync::Mutex;
 
     /// What a rank does.
-    pub type Breaks = fn() -> crate::Result<()>;
+    pub type Breaks = fn() -> ft_base::Result<()>;
 
     /// The run's folder, the rank, the step, and what happens.
     pub static BREAKS: Mutex<Vec<(PathBuf, usize, u64, Breaks)>> = Mutex::new(Vec::new());
 
     /// Breaks here, if that was asked for.
-    pub fn look(run: &Path, rank: usize, step: u64) -> crate::Result<()> {
+    pub fn look(run: &Path, rank: usize, step: u64) -> ft_base::Result<()> {
         let breaks = BREAKS.lock().map(|all| {
             let found = all.iter().find(|(p, r, s, _)| p == run && (*r, *s) == (rank, step));
             found.map(|f| f.3)

@@ -4,17 +4,17 @@ use super::again_tests::{events, recipe, train};
 use super::gather::Gather;
 use super::ranks::broken::{BREAKS, Breaks};
 use super::{Job, ranks, step};
-use crate::adapt::Params;
-use crate::comm::{self, At, Comm, Threads};
-use crate::data::Micro;
-use crate::error::ExitCode;
-use crate::hub::Want;
-use crate::kernel::Tensor;
-use crate::kernel::crossing::Arrival;
-use crate::kernel::vacant::held;
-use crate::model::sink::Sink;
-use crate::model::{Batch, Decoder};
-use crate::walk::{Around, Outline, Visit, Walk};
+use ft_engine::adapt::Params;
+use ft_engine::comm::{self, At, Comm, Threads};
+use ft_data::Micro;
+use ft_base::error::ExitCode;
+use ft_data::hub::Want;
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::vacant::held;
+use ft_engine::model::sink::Sink;
+use ft_engine::model::{Batch, Decoder};
+use ft_engine::walk::{Around, Outline, Visit, Walk};
 use anyhow::{Context as _, Result};
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -22,15 +22,15 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::time::Duration;
 
-fn no_memory() -> crate::Result<()> {
+fn no_memory() -> ft_base::Result<()> {
     Err(candle_core::Error::Msg("out of memory".into()).into())
 }
 
-fn panics() -> crate::Result<()> {
+fn panics() -> ft_base::Result<()> {
     std::panic::resume_unwind(Box::new("of a test"))
 }
 
-fn hangs() -> crate::Result<()> {
+fn hangs() -> ft_base::Result<()> {
     loop {
         std::thread::park();
     }
@@ -88,23 +88,23 @@ impl Comm for Traced<'_, Threads> {
     fn world(&self) -> usize {
         self.0.world()
     }
-    fn share(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>> {
+    fn share(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
         self.0.share(at, mine)
     }
-    fn wait(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>> {
+    fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
         self.0.wait(at, mine)
     }
-    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> crate::Result<Arrival> {
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
         self.0.add(at, part, range, to)
     }
-    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> crate::Result<Arrival> {
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival> {
         self.note(Did::Gather(at.unit.expect("of a unit")));
         self.0.gather(at, mine, ranges, to)
     }
     fn received(&self) -> u64 {
         self.0.received()
     }
-    fn fail(&self, e: &crate::Error) {
+    fn fail(&self, e: &ft_base::Error) {
         self.0.fail(e);
     }
     fn lost(&self) -> Option<comm::Error> {
@@ -116,18 +116,18 @@ impl Comm for Traced<'_, Threads> {
 }
 
 impl Around for Traced<'_, Gather<'_>> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.0.arrive(visit, next)?;
         self.note(Did::Visit(visit, next));
         Ok(())
     }
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.0.leave(visit, next)
     }
 }
 
 /// Trains a micro-batch and evaluates it.
-fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) -> crate::Result<()> {
+fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) -> ft_base::Result<()> {
     let m = Micro::collate(&job.train_data()?, &[0])?;
     let batch = Batch::new(&decoder.config, step::host(&m), (0, 0), None, &job.device)?;
     let lens = params.lens();
@@ -138,7 +138,7 @@ fn visits(job: &Job, decoder: &Decoder, params: &Params, around: &dyn Around) ->
 }
 
 /// Trains a micro-batch and evaluates it, and gives what the rank did.
-fn traced(job: &Job, comm: &Threads) -> crate::Result<(Outline, Vec<Did>)> {
+fn traced(job: &Job, comm: &Threads) -> ft_base::Result<(Outline, Vec<Did>)> {
     let (decoder, params) = ranks::load(job, &job.base()?, None, comm)?;
     let did = Mutex::default();
     let comm = Traced(comm, &did);
@@ -167,7 +167,7 @@ fn a_gather_never_begins_later_than_the_visit_before_its_own() -> Result<()> {
                     })
                 })
                 .collect();
-            ranks.into_iter().map(|r| r.join().expect("no panic")).collect::<crate::Result<Vec<_>>>()
+            ranks.into_iter().map(|r| r.join().expect("no panic")).collect::<ft_base::Result<Vec<_>>>()
         })?;
         for (outline, did) in did {
             let (mut here, mut visits, mut gathers) = (BTreeSet::new(), 0, 0);
@@ -203,7 +203,7 @@ struct Checked<'a> {
 
 impl Checked<'_> {
     /// These are, and no others.
-    fn check(&self, needed: &BTreeSet<usize>) -> crate::Result<()> {
+    fn check(&self, needed: &BTreeSet<usize>) -> ft_base::Result<()> {
         for (unit, trained) in self.params.units.iter().enumerate() {
             let own = trained.iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
             for b in self.params.frozen[unit].iter().chain(own) {
@@ -216,12 +216,12 @@ impl Checked<'_> {
 }
 
 impl Around for Checked<'_> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.arrive(visit, next)?;
         self.visits.set(self.visits.get() + 1);
         self.check(&self.outline.needs([visit].into_iter().chain(next)))
     }
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.leave(visit, next)?;
         self.check(&self.outline.needs(next))
     }

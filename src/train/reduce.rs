@@ -7,16 +7,16 @@
 //! end of that visit.
 
 use super::gather::Gather;
-use crate::adapt::Params;
-use crate::adapt::buffer::Held;
-use crate::adapt::params::Unit;
-use crate::comm::{At, Comm};
-use crate::kernel::Tensor;
-use crate::kernel::crossing::Arrival;
-use crate::kernel::optimizer::Squares;
-use crate::model::sink::Sink;
-use crate::optim::{self, Optimizer};
-use crate::walk::{Around, Visit};
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::Held;
+use ft_engine::adapt::params::Unit;
+use ft_engine::comm::{At, Comm};
+use ft_kernels::Tensor;
+use ft_kernels::crossing::Arrival;
+use ft_kernels::optimizer::Squares;
+use ft_engine::model::sink::Sink;
+use ft_engine::optim::{self, Optimizer};
+use ft_engine::walk::{Around, Visit};
 use candle_core::{DType, Device};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -98,14 +98,14 @@ impl<'a> Reduce<'a> {
     ///
     /// # Errors
     /// A rank that is lost.
-    pub fn end(&self) -> crate::Result<()> {
+    pub fn end(&self) -> ft_base::Result<()> {
         self.down_to(0)?;
         self.done.set(0);
         self.close(0)
     }
 
     /// Sums the gradients of a unit that was left, and those of all before it.
-    fn down_to(&self, unit: usize) -> crate::Result<()> {
+    fn down_to(&self, unit: usize) -> ft_base::Result<()> {
         while let Some(next) = self.units.get(self.done.get()).filter(|u| **u >= unit) {
             if let Some(buffers) = &self.params.units[*next] {
                 self.sum(*next, buffers)?;
@@ -116,7 +116,7 @@ impl<'a> Reduce<'a> {
     }
 
     /// The gradients of a unit that this rank updates it with: all of them, or of its part.
-    fn for_update(&self, number: usize, unit: &Unit, device: &Device) -> crate::Result<Held> {
+    fn for_update(&self, number: usize, unit: &Unit, device: &Device) -> ft_base::Result<Held> {
         let mine = self.sink.take(number);
         let zeros = |n: usize| Tensor::zeros(n, DType::F32, device);
         if self.comm.world() == 1 {
@@ -134,7 +134,7 @@ impl<'a> Reduce<'a> {
         Ok(Held { at: 0..unit.len, values })
     }
 
-    fn sum(&self, number: usize, unit: &'a Unit) -> crate::Result<()> {
+    fn sum(&self, number: usize, unit: &'a Unit) -> ft_base::Result<()> {
         if let Some(update) = &self.update {
             let grads = self.for_update(number, unit, update.device)?;
             update.squares.borrow_mut().push((number, Squares::of(&grads.of(unit.part.clone())?)?));
@@ -159,7 +159,7 @@ impl<'a> Reduce<'a> {
     }
 
     /// Ends what is on its way but for so many sums, the youngest.
-    fn close(&self, stay: usize) -> crate::Result<()> {
+    fn close(&self, stay: usize) -> ft_base::Result<()> {
         while self.open.borrow().len() > stay {
             let Some(Open { arrival, part }) = self.open.borrow_mut().pop_front() else { break };
             arrival.wait()?;
@@ -180,11 +180,11 @@ impl<'a> Reduce<'a> {
 }
 
 impl Around for Reduce<'_> {
-    fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.arrive(visit, next)
     }
 
-    fn leave(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()> {
+    fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()> {
         self.gather.leave(visit, next)?;
         if visit.is_backward() { self.down_to(visit.unit) } else { Ok(()) }
     }

@@ -1,20 +1,19 @@
 //! What a run goes over: the rows of each step, and what its user should know of the data.
 
 use super::Error;
-use crate::data::{Batches, Dataset};
-use crate::log::warn;
-use crate::model::Config;
-use crate::plan;
-use crate::recipe::Recipe;
+use ft_data::{Batches, Dataset};
+use ft_base::terminal::warn;
+use ft_engine::model::Config;
+use ft_recipe::Recipe;
 
 /// The rows of each step.
 ///
 /// # Errors
 /// A dataset that makes no step, or more than a run can have.
-pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
+pub fn batches(recipe: &Recipe, data: &Dataset) -> ft_base::Result<Batches> {
     let batches = Batches::new(data.rows.len(), &recipe.run, recipe.data.shuffle);
     if batches.steps() > 0 {
-        plan::check_steps(recipe, batches.steps() as u64)?;
+        ft_plan::check_steps(recipe, batches.steps() as u64)?;
         return Ok(batches);
     }
     Err(Error::Usage(format!(
@@ -30,7 +29,7 @@ pub fn batches(recipe: &Recipe, data: &Dataset) -> crate::Result<Batches> {
 ///
 /// # Errors
 /// A file of tokens that cannot be read any more.
-pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> crate::Result<()> {
+pub fn tell_data(key: &str, data: &Dataset, config: &Config) -> ft_base::Result<()> {
     for warning in data.warnings(config.rope.reach(config.max_positions))? {
         warn(&format!("{key}: {warning}"));
     }
@@ -68,7 +67,7 @@ pub fn tell_few(recipe: &Recipe, data: &Dataset) {
 ///
 /// # Errors
 /// A file of tokens that cannot be read any more.
-pub fn tell_shared(train: &Dataset, eval: &Dataset) -> crate::Result<usize> {
+pub fn tell_shared(train: &Dataset, eval: &Dataset) -> ft_base::Result<usize> {
     let (shared, all) = (train.shared_with(eval)?, eval.samples.len());
     if shared > 0 {
         warn(&format!("{shared} of the {all} samples of the evaluation are in the training data too"));

@@ -15,18 +15,21 @@ use super::state::{self, State};
 use super::step::Setup;
 use super::watch::{self, Watch};
 use super::{Error, Job, LossScale, Stepped, job, output, rows};
-use crate::adapt::{Params, build::unreached};
-use crate::base::Base;
-use crate::comm::Comm;
-use crate::data::{Batches, Dataset, Micro};
-use crate::hub::Want;
-use crate::log::{Metrics, Progress, TensorBoard, memory, place, read_metrics, tell, unix_time, warn};
-use crate::optim::{Optimizer, Schedule};
-use crate::plan::{Plan, Workload};
-use crate::recipe::{self, Launch, Meeting, Recipe};
-use crate::store::checkpoint::{self, Checkpoint, Checkpoints};
-use crate::store::{self, NewFolder, RunLock};
-use crate::walk::Load;
+use ft_engine::adapt::{Params, build::unreached};
+use ft_engine::base::Base;
+use ft_engine::comm::Comm;
+use ft_data::{Batches, Dataset, Micro};
+use ft_data::hub::Want;
+use crate::log::{Metrics, TensorBoard, read_metrics, unix_time};
+use ft_base::terminal::{Progress, tell, warn};
+use ft_base::memory;
+use ft_base::memory::place;
+use ft_engine::optim::{Optimizer, Schedule};
+use ft_plan::{Plan, Workload};
+use ft_recipe::{Launch, Meeting, Recipe};
+use ft_base::store::checkpoint::{self, Checkpoint, Checkpoints};
+use ft_base::store::{self, NewFolder, RunLock};
+use ft_engine::walk::Load;
 use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -79,13 +82,13 @@ pub trait Others {
     ///
     /// # Errors
     /// A rank that is lost.
-    fn opened(&self) -> crate::Result<()>;
+    fn opened(&self) -> ft_base::Result<()>;
 
     /// The run begins: the others load the model.
     ///
     /// # Errors
     /// A rank that is lost; one that was given something else.
-    fn begin(&self, shared: &ranks::Shared) -> crate::Result<()>;
+    fn begin(&self, shared: &ranks::Shared) -> ft_base::Result<()>;
 }
 
 /// Trains as the recipe says.
@@ -93,14 +96,14 @@ pub trait Others {
 /// # Errors
 /// Anything that the recipe, model or data has wrong, before the first step; later a disk that is full, a loss
 /// that is not finite, a signal. Checkpoints that were written stay whole.
-pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
+pub fn run(recipe: Recipe, options: &Options) -> ft_base::Result<Outcome> {
     let launch = Launch::of_env();
     // what a device carries that is named is known before any process is waited for
-    if recipe.run.device != recipe::Device::Auto {
-        ranks::check_comm(&recipe, recipe.run.device == recipe::Device::Cuda)?;
+    if recipe.run.device != ft_recipe::Device::Auto {
+        ranks::check_comm(&recipe, recipe.run.device == ft_recipe::Device::Cuda)?;
     }
     match (recipe.parallel.comm, &launch) {
-        (recipe::Comm::Threads, Some(Launch { world, .. })) => {
+        (ft_recipe::Comm::Threads, Some(Launch { world, .. })) => {
             let hint = format!("leave parallel.comm out, and parallel.data={world}; or no launcher");
             Err(Error::Usage(format!(
                 "{}: {world} processes were started, and parallel.comm = \"threads\" is for the ranks of one\n  hint: {hint}",
@@ -108,12 +111,12 @@ pub fn run(recipe: Recipe, options: &Options) -> crate::Result<Outcome> {
             ))
             .into())
         }
-        (recipe::Comm::Mpi, Some(Launch { meeting: Meeting::At(..), .. })) => {
+        (ft_recipe::Comm::Mpi, Some(Launch { meeting: Meeting::At(..), .. })) => {
             let what = "parallel.comm = \"mpi\", and the launcher has set RANK, WORLD_SIZE and MASTER_ADDR";
             let hint = "leave parallel.comm out, or start the processes with mpirun";
             Err(Error::Usage(format!("{}: {what}\n  hint: {hint}", recipe.place("parallel.comm"))).into())
         }
-        (recipe::Comm::Mpi, _) | (_, Some(_)) => super::processes::run(recipe, options, launch.as_ref()),
+        (ft_recipe::Comm::Mpi, _) | (_, Some(_)) => super::processes::run(recipe, options, launch.as_ref()),
         _ => first(recipe, options, None),
     }
 }
@@ -126,7 +129,7 @@ pub(super) fn first(
     recipe: Recipe,
     options: &Options,
     others: Option<&dyn Others>,
-) -> crate::Result<Outcome> {
+) -> ft_base::Result<Outcome> {
     let signals = Signals::catch()?;
     let dir = recipe.run.output.clone();
     // held from here to the end: what is asked of the run folder stays as it was found
@@ -261,7 +264,7 @@ struct Start<'a> {
 }
 
 /// Trains on all ranks.
-fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> crate::Result<Outcome> {
+fn train(start: &Start<'_>, watch: Watch, others: Option<&dyn Others>) -> ft_base::Result<Outcome> {
     let planned = watch.planned();
     let shared = |base: &Base| ranks::Shared {
         job: Arc::clone(start.job),
@@ -304,8 +307,8 @@ fn lead_on(
     start: &Start<'_>,
     watch: Watch,
     comm: &dyn Comm,
-    follow: &mut dyn FnMut(&Base) -> crate::Result<()>,
-) -> crate::Result<Outcome> {
+    follow: &mut dyn FnMut(&Base) -> ft_base::Result<()>,
+) -> ft_base::Result<Outcome> {
     let base = start.job.base_to_load()?;
     start.identity.loading(&base)?;
     follow(&base)?;
@@ -313,7 +316,7 @@ fn lead_on(
 }
 
 /// Loads the model, goes through the steps, writes the result.
-fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> crate::Result<Outcome> {
+fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> ft_base::Result<Outcome> {
     let Start { job, plan, eval, batches, dir, newest, done, .. } = *start;
     let total = batches.steps();
     let (decoder, params) = ranks::load(job, &base, newest.map(|c| c.path.as_path()), comm)?;
@@ -366,7 +369,7 @@ fn lead(start: &Start<'_>, mut watch: Watch, comm: &dyn Comm, base: Base) -> cra
 }
 
 /// Goes through the steps, with what is due after each: a checkpoint, then an evaluation.
-fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+fn steps(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let Start { job, data, batches, done, identity, .. } = *start;
     let (run, total) = (&job.recipe.run, batches.steps());
     let due = |every: usize, count: usize| count == total || (every > 0 && count.is_multiple_of(every));
@@ -417,7 +420,7 @@ fn steps(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 }
 
 /// Evaluates; a loss that is no number ends the run, but not before the steps are saved.
-fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     match r.evaluate() {
         Ok(true) if start.job.recipe.run.keep_best => {
             save(start, r)?;
@@ -430,7 +433,7 @@ fn evaluate(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 }
 
 /// Of something that was given up for a signal: that signal as an error, the steps saved.
-fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: crate::Error) -> crate::Error {
+fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: ft_base::Error) -> ft_base::Error {
     match e.of() {
         Some(Error::Abandoned(asked)) => {
             start.signals.hear(*asked);
@@ -441,7 +444,7 @@ fn given_up(start: &Start<'_>, r: &mut Running<'_>, e: crate::Error) -> crate::E
 }
 
 /// Where a signal came: saves, and gives it as an error.
-fn halt(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+fn halt(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let Some((name, code)) = start.signals.seen() else { return Ok(()) };
     let step = r.done;
     let saved = match step {
@@ -461,7 +464,7 @@ fn halt(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
 }
 
 /// Writes the result of a run whose steps are done.
-fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
+fn finish(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<Outcome> {
     let Start { job, data, dir, signals, .. } = *start;
     // a run that goes on from its last step may have it
     if r.done > start.done || !r.metrics.has("sample") {
@@ -511,7 +514,7 @@ fn finish(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<Outcome> {
 }
 
 /// Writes the checkpoint of the steps that are done, if there is none yet.
-fn save(start: &Start<'_>, r: &mut Running<'_>) -> crate::Result<()> {
+fn save(start: &Start<'_>, r: &mut Running<'_>) -> ft_base::Result<()> {
     let (step, params) = (r.done, r.setup.params);
     if r.saved == Some(step) {
         return Ok(());

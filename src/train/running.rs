@@ -9,16 +9,19 @@ use super::signals::Signals;
 use super::step::{Setup, StepRows, accumulate, evaluate_until, update};
 use super::watch::Watch;
 use super::{Error, Job, Stepped, job};
-use crate::adapt::{LearningRate, initial, learning_rates};
-use crate::data::{Dataset, Form};
-use crate::error::ExitCode;
-use crate::kernel::gemm::pairs;
-use crate::log::{Metrics, Progress, Told, memory, place, shell_word, tell, unix_time, warn};
-use crate::model::modules;
-use crate::optim::Schedule;
-use crate::plan::report;
-use crate::recipe::Quantize;
-use crate::walk::{self, Load, Times, generate};
+use ft_engine::adapt::{LearningRate, initial, learning_rates};
+use ft_data::{Dataset, Form};
+use ft_base::error::ExitCode;
+use ft_kernels::gemm::pairs;
+use crate::log::{Metrics, unix_time};
+use ft_base::terminal::{Progress, Told, shell_word, tell, warn};
+use ft_base::memory;
+use ft_base::memory::place;
+use ft_engine::model::modules;
+use ft_engine::optim::Schedule;
+use ft_plan::report;
+use ft_recipe::Quantize;
+use ft_engine::walk::{self, Load, Times, generate};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -57,7 +60,7 @@ impl Running<'_> {
     ///
     /// # Errors
     /// A disk that takes no more.
-    pub fn look_at_server(&mut self) -> crate::Result<()> {
+    pub fn look_at_server(&mut self) -> ft_base::Result<()> {
         while let Some(news) = self.server.as_mut().and_then(Server::look) {
             let step = self.done;
             let (event, line) = match news {
@@ -82,7 +85,7 @@ impl Running<'_> {
         data: &Dataset,
         total: usize,
         identity: &BTreeMap<String, String>,
-    ) -> crate::Result<()> {
+    ) -> ft_base::Result<()> {
         let (job, done) = (self.job, self.done);
         let all = modules::parameters(&job.config);
         let trained = self.setup.params.count();
@@ -146,7 +149,7 @@ impl Running<'_> {
         rows: &[usize],
         step: usize,
         again: bool,
-    ) -> crate::Result<Stepped> {
+    ) -> ft_base::Result<Stepped> {
         let (at, times) = (StepRows { data, rows, step: step as u64 }, &mut Times::off());
         let stop = || self.signals.asked();
         // the others follow the plan that they were given
@@ -168,7 +171,7 @@ impl Running<'_> {
     }
 
     /// Goes over to choices that take less memory, with the same bits, and says so; the error where there are none.
-    fn recompute_more(&mut self, step: u64, e: crate::Error) -> crate::Result<()> {
+    fn recompute_more(&mut self, step: u64, e: ft_base::Error) -> ft_base::Result<()> {
         let Some(plan) = self.job.smaller(self.watch.plan()) else { return Err(e) };
         let (was, execution) = (self.setup.execution, plan.execution);
         let (less, of) = (report::bytes(plan.total()), plan.walked);
@@ -190,7 +193,7 @@ impl Running<'_> {
     ///
     /// `lr` is the highest learning rate of the step; where there is more than one, `learning_rates` has them all, in
     /// the order of `learning_rates` of the run's first event.
-    pub fn stepped(&mut self, s: &Stepped, step: usize, seconds: f64) -> crate::Result<()> {
+    pub fn stepped(&mut self, s: &Stepped, step: usize, seconds: f64) -> ft_base::Result<()> {
         self.watch.look();
         self.seconds += seconds;
         self.tokens += s.tokens as u64;
@@ -228,7 +231,7 @@ impl Running<'_> {
     }
 
     /// Adds a step's load of the experts; every [`LOAD_EVERY`] steps and at the end it is written.
-    pub fn loaded(&mut self, load: &Load, last: bool) -> crate::Result<()> {
+    pub fn loaded(&mut self, load: &Load, last: bool) -> ft_base::Result<()> {
         let step = self.done;
         if load.layers.is_empty() {
             return Ok(());
@@ -270,7 +273,7 @@ impl Running<'_> {
     }
 
     /// Takes down why the run stops, and gives the error on.
-    pub fn stopped(&mut self, e: crate::Error) -> crate::Error {
+    pub fn stopped(&mut self, e: ft_base::Error) -> ft_base::Error {
         let e = self.watch.planned().explain(e);
         self.progress.finish();
         let event = json!({
@@ -283,7 +286,7 @@ impl Running<'_> {
     }
 
     /// Evaluates, where there is data for it, unless a signal comes; whether it is the best so far.
-    pub fn evaluate(&mut self) -> crate::Result<bool> {
+    pub fn evaluate(&mut self) -> ft_base::Result<bool> {
         let (Some(data), step) = (self.eval, self.done) else { return Ok(false) };
         place::enter(place::Phase::Evaluate, 0);
         let stop = || self.signals.asked();
@@ -316,7 +319,7 @@ impl Running<'_> {
     }
 
     /// Answers the recipe's `log.sample`, so that a reader sees what the model says now.
-    pub fn sample(&mut self) -> crate::Result<()> {
+    pub fn sample(&mut self) -> ft_base::Result<()> {
         let (job, step) = (self.job, self.done);
         let (Some(prompt), Some(tokenizer)) = (&job.recipe.log.sample, &job.tokenizer) else { return Ok(()) };
         if let Some(ids) = job::sample(&job.recipe, Some(tokenizer))? {

@@ -4,9 +4,9 @@
 //! ends when its stdin does, which is with the run, however that ends.
 
 use super::{Error, Job};
-use crate::kernel::cuda;
-use crate::log::warn;
-use crate::recipe::{Launch, OneDevice, Recipe, Serve};
+use ft_kernels::cuda;
+use ft_base::terminal::warn;
+use ft_recipe::{Launch, OneDevice, Recipe, Serve};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::CommandExt;

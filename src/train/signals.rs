@@ -4,7 +4,7 @@
 //! second ends the process at once. Before and after that the first one ends it: nothing would be lost.
 
 use super::Error;
-use crate::error::ExitCode;
+use ft_base::error::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -34,7 +34,7 @@ impl Signals {
     ///
     /// # Errors
     /// A system that does not let them be caught.
-    pub fn catch() -> crate::Result<Self> {
+    pub fn catch() -> ft_base::Result<Self> {
         let handlers = match HANDLERS.get() {
             Some(there) => there.clone(),
             None => {

@@ -1,15 +1,13 @@
 //! What a recipe's data sources are: datasets of the hub become files, and rows show the formats that the recipe does not
 //! name.
-
-use crate::data;
-use crate::hub::{self, DatasetName, Settings};
-use crate::log::{tell, warn};
-use crate::recipe::{Recipe, Source};
-use crate::store;
+use ft_data::hub::{self, DatasetName, Settings};
+use ft_base::terminal::{tell, warn};
+use ft_recipe::{Recipe, Source};
+use ft_base::store;
 
 /// Finds the files of hub datasets, downloaded if need be, and the formats that are not named. Gives what cannot be found,
 /// source by source.
-pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<crate::Error> {
+pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<ft_base::Error> {
     let mut data = recipe.data.clone();
     let mut problems = Vec::new();
     for (list, sources) in [("train", &mut data.train), ("eval", &mut data.eval)] {
@@ -33,9 +31,9 @@ pub fn settle(settings: &Settings, recipe: &mut Recipe, progress: bool) -> Vec<c
 }
 
 /// Settles a source; whether its format was found by its rows.
-fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool) -> crate::Result<bool> {
+fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool) -> ft_base::Result<bool> {
     let resolve = |s: &str| recipe.resolve(s);
-    if let Some(id) = data::is_hub_id(&source.source)
+    if let Some(id) = ft_data::is_hub_id(&source.source)
         && !resolve(&source.source).exists()
     {
         let revision = source.revision.as_deref().unwrap_or("main");
@@ -44,7 +42,7 @@ fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool
         let kept = store::cache_folder();
         let found =
             hub::fetch_dataset_with(settings, kept.as_deref(), name, progress).map_err(|e| match e {
-                hub::Error::NotFound { .. } => crate::Error::from(data::Error::NoDataset {
+                hub::Error::NotFound { .. } => ft_base::Error::from(ft_data::Error::NoDataset {
                     source_name: source.source.clone(),
                     path: resolve(&source.source),
                     cause: e.to_string(),
@@ -57,6 +55,6 @@ fn one(settings: &Settings, recipe: &Recipe, source: &mut Source, progress: bool
     if source.format.is_some() {
         return Ok(false);
     }
-    source.format = Some(data::guess(source, &resolve)?);
+    source.format = Some(ft_data::guess(source, &resolve)?);
     Ok(true)
 }

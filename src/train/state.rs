@@ -5,12 +5,13 @@
 
 use super::identity::is_place;
 use super::{Error, LossScale};
-use crate::adapt::Params;
-use crate::adapt::buffer::common;
-use crate::adapt::moments::Of;
-use crate::adapt::projected::Projected;
-use crate::kernel::optimizer::BLOCK;
-use crate::store::{self, SharedFile, TensorFiles};
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::common;
+use ft_engine::adapt::moments::Of;
+use ft_engine::adapt::projected::Projected;
+use ft_kernels::optimizer::BLOCK;
+use ft_base::store::{self};
+use ft_engine::files::{SharedFile, TensorFiles};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -83,7 +84,7 @@ fn entries(params: &Params, index: usize) -> Vec<Entry> {
 }
 
 /// The values of [`entries`] of a tensor whose gradient is projected.
-fn projected_views(p: &Projected) -> candle_core::Result<Vec<crate::kernel::Tensor>> {
+fn projected_views(p: &Projected) -> candle_core::Result<Vec<ft_kernels::Tensor>> {
     let (rows, cols) = p.low();
     let mut out = Vec::new();
     for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
@@ -94,7 +95,7 @@ fn projected_views(p: &Projected) -> candle_core::Result<Vec<crate::kernel::Tens
 }
 
 /// The values of [`entries`] for a range of a unit's buffer.
-fn views(of: Of) -> Vec<crate::kernel::Tensor> {
+fn views(of: Of) -> Vec<ft_kernels::Tensor> {
     match of {
         Of::Wide(all) => all.into(),
         Of::Coded(all) => all.codes.into_iter().chain(all.scales).collect(),
@@ -102,7 +103,7 @@ fn views(of: Of) -> Vec<crate::kernel::Tensor> {
 }
 
 /// The files of a checkpoint's tensors in `dir`: weights, and moments.
-fn files(dir: &Path, params: &Params) -> crate::Result<[SharedFile; 2]> {
+fn files(dir: &Path, params: &Params) -> ft_base::Result<[SharedFile; 2]> {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for (i, t) in params.tensors.iter().enumerate() {
         weights.push((t.name.clone(), params.stored(i)?, t.shape.clone()));
@@ -116,7 +117,7 @@ fn files(dir: &Path, params: &Params) -> crate::Result<[SharedFile; 2]> {
 ///
 /// # Errors
 /// Of the disk.
-pub fn begin(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
+pub fn begin(dir: &Path, state: &State, params: &Params) -> ft_base::Result<()> {
     files(dir, params)?.iter().try_for_each(SharedFile::create)?;
     let text = serde_json::to_string_pretty(state).unwrap_or_default() + "\n";
     Ok(store::write_atomic(&dir.join(STATE), text.as_bytes())?)
@@ -126,7 +127,7 @@ pub fn begin(dir: &Path, state: &State, params: &Params) -> crate::Result<()> {
 ///
 /// # Errors
 /// Of the disk.
-pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
+pub fn write(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let [weights, optimizer] = files(dir, params)?;
     let (mut values, mut moments) = (Vec::new(), Vec::new());
     let listed: Vec<Vec<Entry>> = (0..params.tensors.len()).map(|i| entries(params, i)).collect();
@@ -159,7 +160,7 @@ pub fn write(dir: &Path, params: &Params) -> crate::Result<()> {
 }
 
 /// Reads a checkpoint's `state.json`.
-pub fn read(dir: &Path) -> crate::Result<State> {
+pub fn read(dir: &Path) -> ft_base::Result<State> {
     let path = dir.join(STATE);
     let text = store::read_plain_text(&path, store::LARGEST).map_err(|e| store::Error::run(&path, e))?;
     let state: State = serde_json::from_str(&text)
@@ -181,7 +182,7 @@ fn unusable(dir: &Path, why: String) -> Error {
 }
 
 /// Some elements of a tensor of a checkpoint, which must have the shape that this run has.
-fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> crate::Result<Tensor> {
+fn part(dir: &Path, files: &TensorFiles, e: &Entry, r: Range<usize>) -> ft_base::Result<Tensor> {
     let (name, shape) = (e.name.as_str(), e.shape.as_slice());
     let found = files.get(name)?.shape.as_slice();
     if found != shape {
@@ -201,8 +202,8 @@ fn each_weight(
     dir: &Path,
     files: &TensorFiles,
     params: &Params,
-    f: &mut dyn FnMut(usize, usize, &Tensor) -> crate::Result<()>,
-) -> crate::Result<()> {
+    f: &mut dyn FnMut(usize, usize, &Tensor) -> ft_base::Result<()>,
+) -> ft_base::Result<()> {
     let (have, want) = (files.len(), params.tensors.len());
     if have != want {
         return Err(unusable(dir, format!("holds {have} trained tensors, this run has {want}")).into());
@@ -220,7 +221,7 @@ fn each_weight(
 ///
 /// # Errors
 /// A tensor that is missing, of another shape, or one too many.
-pub fn load_weights(dir: &Path, params: &Params) -> crate::Result<()> {
+pub fn load_weights(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let files = weights(dir)?;
     each_weight(dir, &files, params, &mut |_, _, _| Ok(()))?;
     each_weight(dir, &files, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))
@@ -230,7 +231,7 @@ pub fn load_weights(dir: &Path, params: &Params) -> crate::Result<()> {
 ///
 /// # Errors
 /// A tensor that is missing, of another shape, or one too many.
-pub fn load(dir: &Path, params: &Params) -> crate::Result<()> {
+pub fn load(dir: &Path, params: &Params) -> ft_base::Result<()> {
     let moments = TensorFiles::open_file(&dir.join(OPTIMIZER))?;
     each_weight(dir, &weights(dir)?, params, &mut |i, first, values| Ok(params.set_from(i, first, values)?))?;
     for (i, _) in params.tensors.iter().enumerate() {
@@ -268,7 +269,7 @@ pub fn check_accepted(
 ) -> Result<(), Error> {
     let known = || old.keys().chain(new.keys()).map(String::as_str);
     let Some(unknown) = accepted.iter().find(|k| !known().any(|n| n == *k)) else { return Ok(()) };
-    let hint = match crate::recipe::nearest(unknown, known()) {
+    let hint = match ft_recipe::nearest(unknown, known()) {
         Some(near) => format!("did you mean {near}?"),
         None => "give a key as the refusal to go on names it: train.0.rank, data.train.0.source".into(),
     };
@@ -294,6 +295,6 @@ pub fn changes(
 }
 
 /// The trained values of a checkpoint, tensor by tensor.
-pub fn weights(dir: &Path) -> crate::Result<TensorFiles> {
+pub fn weights(dir: &Path) -> ft_base::Result<TensorFiles> {
     Ok(TensorFiles::open_file(&dir.join(WEIGHTS))?)
 }

@@ -4,17 +4,17 @@ use super::gather::Gather;
 use super::guard;
 use super::reduce::{InBackward, Reduce};
 use super::{Job, LossScale};
-use crate::adapt::Params;
-use crate::comm::{self, At, Comm};
-use crate::data::{self, Dataset, Micro, Size};
-use crate::kernel::loss;
-use crate::kernel::tensor::Real;
-use crate::log::place;
-use crate::model::batch::HostBatch;
-use crate::model::sink::Sink;
-use crate::model::{Batch, Decoder};
-use crate::optim::{self, Optimizer, Rate};
-use crate::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
+use ft_engine::adapt::Params;
+use ft_engine::comm::{self, At, Comm};
+use ft_data::{Dataset, Micro, Size};
+use ft_kernels::loss;
+use ft_kernels::tensor::Real;
+use ft_base::memory::place;
+use ft_engine::model::batch::HostBatch;
+use ft_engine::model::sink::Sink;
+use ft_engine::model::{Batch, Decoder};
+use ft_engine::optim::{self, Optimizer, Rate};
+use ft_engine::walk::{self, Around, Execution, Load, Nothing, Outline, RouterLosses, Times, Walk, visit};
 use candle_core::Device;
 use std::cell::{Cell, RefCell};
 
@@ -43,7 +43,7 @@ pub struct Setup<'a> {
     pub neftune: f64,
     /// The factor on the loss, in f16: [`accumulate`] and [`update`] change it.
     pub loss_scale: Cell<Option<LossScale>>,
-    /// The ranks that share the rows; [`crate::comm::alone`] where there are no others.
+    /// The ranks that share the rows; [`ft_engine::comm::alone`] where there are no others.
     pub comm: &'a dyn Comm,
 }
 
@@ -118,7 +118,7 @@ pub struct StepRows<'a> {
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
-pub fn train_step(s: &Setup<'_>, at: StepRows<'_>, lr: Rate<'_>) -> crate::Result<Stepped> {
+pub fn train_step(s: &Setup<'_>, at: StepRows<'_>, lr: Rate<'_>) -> ft_base::Result<Stepped> {
     timed_step(s, at, lr, &mut Times::off())
 }
 
@@ -131,7 +131,7 @@ pub fn timed_step(
     at: StepRows<'_>,
     lr: Rate<'_>,
     times: &mut Times,
-) -> crate::Result<Stepped> {
+) -> ft_base::Result<Stepped> {
     update(s, accumulate(s, at, lr, times, &|| 0)?, lr, times)
 }
 
@@ -152,7 +152,7 @@ pub struct Summed<'a> {
 pub type Stop<'a> = &'a dyn Fn() -> u64;
 
 /// Goes on unless any rank was asked to give up.
-fn agree(comm: &dyn Comm, stop: Stop<'_>) -> crate::Result<()> {
+fn agree(comm: &dyn Comm, stop: Stop<'_>) -> ft_base::Result<()> {
     let all = comm.share(At::all("whether to go on"), &[stop()])?;
     match all.into_iter().flatten().find(|asked| *asked != 0) {
         Some(asked) => Err(super::Error::Abandoned(asked).into()),
@@ -174,7 +174,7 @@ pub fn accumulate<'a>(
     lr: Rate<'_>,
     times: &mut Times,
     stop: Stop<'_>,
-) -> crate::Result<Summed<'a>> {
+) -> ft_base::Result<Summed<'a>> {
     loop {
         let summed = accumulate_scaled(s, at, lr, times, stop)?;
         let overflowed = summed.loss.is_finite() && !summed.grad_norm.is_finite();
@@ -191,7 +191,7 @@ fn accumulate_scaled<'a>(
     lr: Rate<'_>,
     times: &mut Times,
     stop: Stop<'_>,
-) -> crate::Result<Summed<'a>> {
+) -> ft_base::Result<Summed<'a>> {
     let StepRows { data, rows, step } = at;
     let (grads, lens) = (s.params.grads(), s.params.lens());
     let sink = match s.comm.world() {
@@ -211,7 +211,7 @@ fn accumulate_scaled<'a>(
     let reduce = Reduce::new(gather, s.params, s.comm, &sink, in_backward);
     // only counted: each micro-batch is made when it is its turn
     let chunks = rows.chunks(s.execution.micro_rows.max(1)).map(|r| Ok((r, Size::of(data, r)?)));
-    let mut micros = chunks.collect::<Result<Vec<(&[usize], Size)>, data::Error>>()?;
+    let mut micros = chunks.collect::<Result<Vec<(&[usize], Size)>, ft_data::Error>>()?;
     micros.retain(|(_, size)| size.tokens > 0);
     if s.params.in_backward && micros.len() > s.comm.world() {
         return Err(
@@ -287,7 +287,7 @@ struct Sums {
 
 impl Sums {
     /// The sum over all ranks, in rank order.
-    fn over_ranks(&self, comm: &dyn Comm) -> crate::Result<Self> {
+    fn over_ranks(&self, comm: &dyn Comm) -> ft_base::Result<Self> {
         let (aux, z) = self.router_losses;
         let mut words: Vec<u64> = [self.loss, aux, z, self.squares].map(f64::to_bits).into();
         words.extend(self.reached.iter().map(|r| u64::from(*r)));
@@ -318,7 +318,7 @@ impl Sums {
 ///
 /// # Errors
 /// [`super::Error::NonFinite`] before anything is updated.
-pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times) -> crate::Result<Stepped> {
+pub fn update(s: &Setup<'_>, summed: Summed<'_>, lr: Rate<'_>, times: &mut Times) -> ft_base::Result<Stepped> {
     let Summed { at, loss, router_losses, load, tokens, targets, reached, grad_norm } = summed;
     let StepRows { data, rows, step } = at;
     let total = loss + router_losses.0 + router_losses.1;
@@ -338,7 +338,7 @@ pub fn evaluate(
     data: &Dataset,
     execution: &Execution,
     device: &Device,
-) -> crate::Result<(f64, usize)> {
+) -> ft_base::Result<(f64, usize)> {
     evaluate_until(decoder, (&comm::alone(), &Nothing), data, execution, device, &|| 0)
 }
 
@@ -354,7 +354,7 @@ pub fn evaluate_until(
     execution: &Execution,
     device: &Device,
     stop: Stop<'_>,
-) -> crate::Result<(f64, usize)> {
+) -> ft_base::Result<(f64, usize)> {
     let (count, micro) = (data.rows.len(), execution.micro_rows.max(1));
     let mut micros = (0..count).step_by(micro).map(|at| (at..(at + micro).min(count)).collect::<Vec<_>>());
     let (mut sums, mut sum, mut targets) = (Vec::new(), 0.0, 0);
@@ -368,7 +368,7 @@ pub fn evaluate_until(
         }
         agree(comm, stop)?;
         let sizes = turn.iter().map(|rows| Ok(Size::of(data, rows)?.targets));
-        let sizes = sizes.collect::<Result<Vec<usize>, data::Error>>()?;
+        let sizes = sizes.collect::<Result<Vec<usize>, ft_data::Error>>()?;
         targets += sizes.iter().sum::<usize>();
         let mine = turn.get(comm.rank()).zip(sizes.get(comm.rank()));
         match mine {
@@ -387,7 +387,7 @@ pub fn evaluate_until(
 }
 
 /// Adds all ranks' sums to one, in the order of the rows, whatever the number of ranks.
-fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> crate::Result<f64> {
+fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> ft_base::Result<f64> {
     let all = comm.share(At::all("the evaluation's losses"), sums)?;
     sums.clear();
     let turns = all.first().map_or(0, Vec::len);
@@ -396,7 +396,7 @@ fn shared(comm: &dyn Comm, sums: &mut Vec<u64>, sum: f64) -> crate::Result<f64> 
 }
 
 /// A probe of a model's logits: every token of the micro-batch [t, v].
-pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> crate::Result<Real> {
+pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device) -> ft_base::Result<Real> {
     let batch = Batch::new(&decoder.config, host(m), (0, 0), None, device)?;
     Ok(Walk::new(decoder, None, 0).around(around).logits(&batch)?.real()?.clone())
 }
@@ -404,7 +404,7 @@ pub fn probe(decoder: &Decoder, around: &dyn Around, m: &Micro, device: &Device)
 /// A device, for tests, that has no memory for a step unless enough layers are recomputed.
 #[cfg(test)]
 pub mod small_device {
-    use crate::walk::Execution;
+    use ft_engine::walk::Execution;
     use std::cell::Cell;
 
     thread_local! {

@@ -2,14 +2,16 @@
 
 use super::Job;
 use super::exhausted::{self, Planned};
-use crate::adapt::Params;
-use crate::adapt::buffer::Held;
-use crate::adapt::moments::Moments;
-use crate::hub;
-use crate::kernel::gemm;
-use crate::log::{memory, place, warn};
-use crate::plan::{self, Component, Phase, Plan, report};
-use crate::recipe::{Recipe, Weights};
+use ft_engine::adapt::Params;
+use ft_engine::adapt::buffer::Held;
+use ft_engine::adapt::moments::Moments;
+use ft_data::hub;
+use ft_kernels::gemm;
+use ft_base::memory;
+use ft_base::memory::place;
+use ft_base::terminal::warn;
+use ft_plan::{Component, Phase, Plan, report};
+use ft_recipe::{Recipe, Weights};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -22,8 +24,8 @@ const SMALL: u64 = 64 << 20;
 /// Refuses a run that cannot fit before its model is downloaded.
 ///
 /// # Errors
-/// [`plan::Error::DoesNotFit`]. What else is wrong is left to be found where it belongs.
-pub fn before_download(recipe: &Recipe) -> crate::Result<()> {
+/// [`ft_plan::Error::DoesNotFit`]. What else is wrong is left to be found where it belongs.
+pub fn before_download(recipe: &Recipe) -> ft_base::Result<()> {
     let path = recipe.resolve(&recipe.model.source);
     if path.exists() || recipe.model.weights == Weights::Random {
         return Ok(());
@@ -34,7 +36,7 @@ pub fn before_download(recipe: &Recipe) -> crate::Result<()> {
         return Ok(());
     }
     let cuda = super::job::device(recipe.run.device)?.is_cuda();
-    match plan::of_recipe(recipe, cuda) {
+    match ft_plan::of_recipe(recipe, cuda) {
         Ok((plan, _)) if refused(recipe, &plan) => Err(plan.refusal().into()),
         _ => Ok(()),
     }
@@ -50,8 +52,8 @@ fn refused(recipe: &Recipe, plan: &Plan) -> bool {
 /// Refuses a run that does not fit; warns where the plan is an estimate.
 ///
 /// # Errors
-/// [`plan::Error::DoesNotFit`].
-pub fn check(job: &Job, plan: &Plan) -> crate::Result<()> {
+/// [`ft_plan::Error::DoesNotFit`].
+pub fn check(job: &Job, plan: &Plan) -> ft_base::Result<()> {
     if refused(&job.recipe, plan) {
         return Err(plan.refusal().into());
     }
@@ -136,7 +138,7 @@ impl Watch {
         if job.device.is_cpu() {
             memory::keep_within(plan.reused_within().saturating_mul(plan.local));
         }
-        let before = (memory::live_bytes(), memory::device_bytes(&job.device));
+        let before = (memory::live_bytes(), ft_kernels::cuda::device_bytes(&job.device));
         memory::forget_ranks();
         if job.device.is_cpu() && plan.local == 1 {
             gemm::make_slabs();
@@ -178,7 +180,7 @@ impl Watch {
             }
             (true, Some(before), Some(live)) => live.saturating_sub(before + self.slabs),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
-            _ => memory::device_bytes(&self.device),
+            _ => ft_kernels::cuda::device_bytes(&self.device),
         };
         let mut k = Kept::default();
         // states on the host are the device's where that is the CPU
@@ -212,7 +214,7 @@ impl Watch {
             (true, Some(_), _) if self.plan.local > 1 => memory::of_ranks().1,
             (true, Some(before), Some(peak)) => peak.saturating_sub(before),
             (true, ..) => memory::host_bytes().saturating_sub(self.before.1) / self.plan.local,
-            _ => memory::device_bytes(&self.device),
+            _ => ft_kernels::cuda::device_bytes(&self.device),
         };
         self.peak = self.peak.max(now);
     }
@@ -312,7 +314,7 @@ mod tests {
         let text = "[model]\nsource = \"Qwen/Qwen3-1.7B\"\n[[train]]\nmodules = [\"mlp\"]\n\
                     [[data.train]]\nsource = \"d.jsonl\"\nformat = \"text\"\n";
         let set = ["memory.recompute=none".to_string(), "memory.budget=1TiB".into()];
-        let (plan, _) = plan::of_recipe(&Recipe::parse(text, "r.toml", &set)?, false)?;
+        let (plan, _) = ft_plan::of_recipe(&Recipe::parse(text, "r.toml", &set)?, false)?;
         let kept = Kept::planned(&plan);
         let at = |share: f64, kept: Kept| warning(&plan, kept, 0, (share * plan.engine() as f64) as u64);
         for share in [0.951, 1.0, 1.049] {

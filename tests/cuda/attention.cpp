@@ -1,6 +1,6 @@
 // Attention by tensor cores, all head sizes, in both types, against float64.
-#include "../../src/kernel/attention/attention_backward.cu"
-#include "../../src/kernel/attention/attention_forward.cu"
+#include "../../crates/ft-kernels/src/attention/attention_backward.cu"
+#include "../../crates/ft-kernels/src/attention/attention_forward.cu"
 #include "attention.h"
 
 template <typename T> void all(const char *type, uint32_t n, const std::vector<Case> &cases) {

@@ -1,5 +1,5 @@
 // Attention without tensor cores: f32, and head sizes that no tile fits, against float64.
-#include "../../src/kernel/attention/attention_plain.cu"
+#include "../../crates/ft-kernels/src/attention/attention_plain.cu"
 #include "attention.h"
 
 template <typename T> void all(const char *type, std::vector<uint32_t> channels) {

@@ -1,5 +1,5 @@
 // Attention of one query over many keys, shared out to blocks, against float64.
-#include "../../src/kernel/attention/attention_split.cu"
+#include "../../crates/ft-kernels/src/attention/attention_split.cu"
 #include "attention.h"
 
 template <typename T> static void one(const std::string &type, uint32_t keys, uint32_t heads, uint32_t groups, uint32_t n, uint32_t each, uint32_t window, unsigned seed) {

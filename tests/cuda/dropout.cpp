@@ -1,5 +1,5 @@
 // Dropout draws the numbers of src/rng.rs: the published answers of Philox, and each element by its own number.
-#include "../../src/kernel/dropout/dropout.cu"
+#include "../../crates/ft-kernels/src/dropout/dropout.cu"
 #include "call.h"
 
 TEST(known_answers) {

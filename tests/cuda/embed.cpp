@@ -1,5 +1,5 @@
 // Rows by number, and the gradient of a table from sorted tokens, against float64.
-#include "../../src/kernel/embed/embed.cu"
+#include "../../crates/ft-kernels/src/embed/embed.cu"
 #include "call.h"
 
 template <typename T> static void table(const std::string &type) {

@@ -1,5 +1,5 @@
-// Faults that must be found: src/kernel/cuda/host_tests.rs runs each of these tests by its name, and has what is said of it.
-#include "../../src/kernel/cuda/device.cuh"
+// Faults that must be found: crates/ft-kernels/src/cuda/host_tests.rs runs each of these tests by its name, and has what is said of it.
+#include "../../crates/ft-kernels/src/cuda/device.cuh"
 #include "check.h"
 
 // Each value doubled by way of shared memory and another thread; `fault` is what goes wrong.

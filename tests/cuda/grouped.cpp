@@ -1,13 +1,13 @@
 // The grouped products against float64: dense matrices and codes of 4 bits side by side, adapters of different ranks and none,
 // experts without rows, sizes that are no whole tiles or pieces, matrices summed in one launch.
-#include "../../src/kernel/grouped/grouped_half.cu"
+#include "../../crates/ft-kernels/src/grouped/grouped_half.cu"
 namespace plain {
-#include "../../src/kernel/grouped/grouped_plain.cu"
+#include "../../crates/ft-kernels/src/grouped/grouped_plain.cu"
 }
 namespace single {
-#include "../../src/kernel/grouped/grouped_one.cu"
+#include "../../crates/ft-kernels/src/grouped/grouped_one.cu"
 }
-#include "../../src/kernel/grouped/grouped_dropout.cu"
+#include "../../crates/ft-kernels/src/grouped/grouped_dropout.cu"
 #include "check.h"
 #include <algorithm>
 #include <memory>
@@ -97,7 +97,7 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
   host::launch(name.c_str(), grid, k.threads, shared, pointers);
 }
 
-// Of products with tiles of so many rows, as src/kernel/grouped/mod.rs says.
+// Of products with tiles of so many rows, as crates/ft-kernels/src/grouped/mod.rs says.
 static size_t SHARED(size_t rows) { return 4 * (rows + 128) * 64 + 2 * (128 + (16 + 256) * 4) + 32 * 128; }
 
 static Dim blocks(size_t x, size_t y, size_t z = 1) {

@@ -1,4 +1,4 @@
-// CUDA on the host, as far as src/kernel/cuda/device.cuh needs it: kernels' sources are compiled as plain C++ with this
+// CUDA on the host, as far as crates/ft-kernels/src/cuda/device.cuh needs it: kernels' sources are compiled as plain C++ with this
 // header in place of CUDA's, and run by host.cpp. Blocks run one after the other. The threads of a block are fibers, in a
 // random order that a seed fixes, each until it waits for others: in an instruction of its warp or at a barrier.
 //
@@ -11,9 +11,9 @@
 // puts before them are answered by host.cpp. Compiled with -fsanitize=address,undefined instead, reads and writes beyond
 // a Buffer, misaligned ones and undefined arithmetic are found.
 //
-// src/kernel/cuda/host_tests.rs compiles and runs the programs here, both ways. A test of a source is a file in this folder:
+// crates/ft-kernels/src/cuda/host_tests.rs compiles and runs the programs here, both ways. A test of a source is a file in this folder:
 //
-//   #include "../../src/kernel/scale.cu"
+//   #include "../../crates/ft-kernels/src/scale.cu"
 //   #include "check.h"
 //   TEST(scales_every_value) { host::Buffer<bf16> x(n), y(n); ... LAUNCH(scale_bf16, ({blocks}), 0, x.at(), 2.0f, n, y.at()); ... }
 #pragma once

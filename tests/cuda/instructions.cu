@@ -1,6 +1,6 @@
 // Each instruction that device.cuh spells in asm, alone, on one fragment a block: what a GPU gives beside what the twin on the
 // host gives. `.ci/gpu bundle` compiles this both ways, `gpu_check instructions` compares.
-#include "../../src/kernel/cuda/device.cuh"
+#include "../../crates/ft-kernels/src/cuda/device.cuh"
 
 // The words of this lane, of `n` a lane in a block of one warp.
 DEVICE const uint32_t *mine(const uint32_t *in, int n) { return in + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n; }

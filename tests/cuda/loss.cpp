@@ -1,6 +1,6 @@
 // Cross-entropy and its gradient against float64: in place, and rounded to another matrix; columns that are whole vectors
 // and not, more than one round of the block, large logits, a target that is no column.
-#include "../../src/kernel/loss/loss.cu"
+#include "../../crates/ft-kernels/src/loss/loss.cu"
 #include "call.h"
 
 template <typename T> static void losses(const std::string &type, bool over) {

@@ -1,50 +1,50 @@
 // What accesses cost of kernels that work by rows or elements, at sizes without tails; and the numbers of those that are too
 // small for a program of their own.
-#include "../../src/kernel/cuda/device.cuh"
-#include "../../src/kernel/cuda/rows.cuh"
-#include "../../src/kernel/dropout/stream.cuh"
-#include "../../src/kernel/quantized/codes.cuh"
+#include "../../crates/ft-kernels/src/cuda/device.cuh"
+#include "../../crates/ft-kernels/src/cuda/rows.cuh"
+#include "../../crates/ft-kernels/src/dropout/stream.cuh"
+#include "../../crates/ft-kernels/src/quantized/codes.cuh"
 #include "call.h"
 
 namespace bias {
-#include "../../src/kernel/bias/bias.cu"
+#include "../../crates/ft-kernels/src/bias/bias.cu"
 }
 namespace cast {
-#include "../../src/kernel/cast/cast.cu"
+#include "../../crates/ft-kernels/src/cast/cast.cu"
 }
 namespace dora {
-#include "../../src/kernel/dora/dora.cu"
+#include "../../crates/ft-kernels/src/dora/dora.cu"
 }
 namespace dropout {
-#include "../../src/kernel/dropout/dropout.cu"
+#include "../../crates/ft-kernels/src/dropout/dropout.cu"
 }
 namespace embed {
-#include "../../src/kernel/embed/embed.cu"
+#include "../../crates/ft-kernels/src/embed/embed.cu"
 }
 namespace loss {
-#include "../../src/kernel/loss/loss.cu"
+#include "../../crates/ft-kernels/src/loss/loss.cu"
 }
 namespace norm {
-#include "../../src/kernel/norm/norm.cu"
+#include "../../crates/ft-kernels/src/norm/norm.cu"
 }
 namespace optimizer {
-#include "../../src/kernel/optimizer/optimizer.cu"
+#include "../../crates/ft-kernels/src/optimizer/optimizer.cu"
 }
 namespace quantized {
-#include "../../src/kernel/quantized/dequantize.cu"
-#include "../../src/kernel/quantized/rows.cu"
+#include "../../crates/ft-kernels/src/quantized/dequantize.cu"
+#include "../../crates/ft-kernels/src/quantized/rows.cu"
 }
 namespace rope {
-#include "../../src/kernel/rope/rope.cu"
+#include "../../crates/ft-kernels/src/rope/rope.cu"
 }
 namespace spread {
-#include "../../src/kernel/spread/spread.cu"
+#include "../../crates/ft-kernels/src/spread/spread.cu"
 }
 namespace sum {
-#include "../../src/kernel/sum/sum.cu"
+#include "../../crates/ft-kernels/src/sum/sum.cu"
 }
 namespace swiglu {
-#include "../../src/kernel/swiglu/swiglu.cu"
+#include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
 }
 
 constexpr uint32_t R = 16, D = 1024; // rows, and values of a row

@@ -1,10 +1,10 @@
 // RMSNorm against float64: rows that are whole vectors and rows that are not, more than a block holds, tails of blocks.
-#include "../../src/kernel/norm/norm.cu"
+#include "../../crates/ft-kernels/src/norm/norm.cu"
 #include "call.h"
 
 struct Norms {
   uint32_t rows, d, per;
-  unsigned threads; // as src/kernel/norm/cuda.rs has them
+  unsigned threads; // as crates/ft-kernels/src/norm/cuda.rs has them
   size_t skew;
   uint32_t room = 0; // values between the rows of what is written, and of what is added to dx
 };

@@ -1,6 +1,6 @@
 // AdamW, with moments in 8 bits too, and its copy against float64, whole vectors, tails and buffers that begin at none; sums of squares that f32 does
 // not hold.
-#include "../../src/kernel/optimizer/optimizer.cu"
+#include "../../crates/ft-kernels/src/optimizer/optimizer.cu"
 #include "call.h"
 
 template <typename T> static void update(const std::string &type, bool with) {
@@ -108,7 +108,7 @@ template <typename T> static void update_rounded(const std::string &type) {
 TEST(updates_without_a_copy_in_bf16) { update_rounded<bf16>("bf16"); }
 TEST(updates_without_a_copy_in_f16) { update_rounded<f16>("f16"); }
 
-// The maps of src/kernel/optimizer/eight_bit.rs: of the mean, and of the mean square.
+// The maps of crates/ft-kernels/src/optimizer/eight_bit.rs: of the mean, and of the mean square.
 static std::vector<float> maps() {
   std::vector<float> all;
   for (const bool sign : {true, false}) {

@@ -1,6 +1,6 @@
 // Norms of heads and the rotary embedding against float64, and back: heads of whole vectors and not, more heads than a warp
 // takes at once, tokens that no warp has.
-#include "../../src/kernel/rope/rope.cu"
+#include "../../crates/ft-kernels/src/rope/rope.cu"
 #include "call.h"
 
 struct Rotation {

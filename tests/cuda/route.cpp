@@ -1,7 +1,7 @@
 // The router and the sorting of tokens by expert: choices, gates, gradients, sums and schedules against what the host makes.
-#include "../../src/kernel/route/route.cu"
+#include "../../crates/ft-kernels/src/route/route.cu"
 namespace group {
-#include "../../src/kernel/group/group.cu"
+#include "../../crates/ft-kernels/src/group/group.cu"
 }
 #include "call.h"
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Launches the kernels of one source for src/kernel/cuda/host_tests.rs, which compiles this with that source before it
+// Launches the kernels of one source for crates/ft-kernels/src/cuda/host_tests.rs, which compiles this with that source before it
 // (-include SOURCE): jobs come in on the standard input, results go to the standard output.
 //
 // A job is a line of words: the kernel's name, three dimensions of the grid, bytes of shared memory, and a word an

@@ -1,5 +1,5 @@
 // silu(gate) * up and its gradients against float64: whole vectors, tails, values that begin at no vector.
-#include "../../src/kernel/swiglu/swiglu.cu"
+#include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
 #include "call.h"
 
 template <typename T> static void swiglu(const std::string &type) {

@@ -20,8 +20,9 @@ mod request;
 mod work;
 
 use super::chat::{Loading, device_word};
-use crate::data::{Form, Tokenizer};
-use crate::log::{tell, unix_time, warn};
+use ft_data::{Form, Tokenizer};
+use ft_base::terminal::{tell, warn};
+use crate::log::unix_time;
 use crossbeam_channel::Sender;
 use model::{Copy, Followed, Model};
 use rustix::process::{Signal, getpid, kill_process};
@@ -102,7 +103,7 @@ struct Served {
 ///
 /// # Errors
 /// An address that cannot be had; a model or adapter that cannot be found or used.
-pub fn run(args: &Args) -> crate::Result<()> {
+pub fn run(args: &Args) -> ft_base::Result<()> {
     let address = (args.host, args.port);
     let fail = |e: std::io::Error| {
         super::usage(format!(

@@ -1,15 +1,15 @@
 //! What is served: a model and its adapter as they are, or a run whose newest checkpoint answers.
 
 use super::Args;
-use crate::adapt::Params;
+use ft_engine::adapt::Params;
 use crate::cli::chat::{self, Opened};
 use crate::cli::given::{Given, is_run};
 use crate::cli::usage;
-use crate::data::{Form, Tokenizer, Trained};
-use crate::hub;
-use crate::log::{tell, warn};
-use crate::model::{Config, Decoder};
-use crate::recipe::{OneDevice, Quantize};
+use ft_data::{Form, Tokenizer, Trained};
+use ft_data::hub;
+use ft_base::terminal::{tell, warn};
+use ft_engine::model::{Config, Decoder};
+use ft_recipe::{OneDevice, Quantize};
 use crate::train::job;
 use crate::train::latest::{self, Latest, Loading, Seen};
 use candle_core::{Device, DeviceLocation};
@@ -79,7 +79,7 @@ fn followed(args: &Args) -> Option<&Path> {
 }
 
 /// The devices of `--device`, the CPU last.
-fn devices(words: &[String]) -> crate::Result<Vec<Device>> {
+fn devices(words: &[String]) -> ft_base::Result<Vec<Device>> {
     if let [one] = words {
         return Ok(vec![chat::device(one)?]);
     }
@@ -110,7 +110,7 @@ pub(super) fn word(device: &Device) -> String {
 ///
 /// # Errors
 /// A model or adapter that cannot be found or used, or is too large for a device.
-pub(super) fn load(args: &Args) -> crate::Result<Model> {
+pub(super) fn load(args: &Args) -> ft_base::Result<Model> {
     let devices = devices(&args.device)?;
     let variables = chat::variables(&args.template)?;
     match followed(args) {
@@ -124,7 +124,7 @@ fn of_run(
     run: &Path,
     devices: &[Device],
     variables: Map<String, Value>,
-) -> crate::Result<Model> {
+) -> ft_base::Result<Model> {
     let how = Loading {
         dtype: args.loading.dtype(),
         quantize: args.loading.quantize(),
@@ -156,7 +156,7 @@ fn of_run(
     })
 }
 
-fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> crate::Result<Model> {
+fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> ft_base::Result<Model> {
     let model = Given::find(&args.model)?;
     let named = args.adapter.as_deref().map(Given::find).transpose()?;
     let (model, adapter) = chat::find(&model, named.as_ref())?;
@@ -172,7 +172,7 @@ fn fixed(args: &Args, devices: &[Device], variables: Map<String, Value>) -> crat
     let opened = Opened::new(&args.loading, &model, adapter.as_ref(), devices)?;
     let copy =
         |device: &Device| Ok(Copy { decoder: opened.load(device)?, device: device.clone(), run: None });
-    let copies = devices.iter().map(copy).collect::<crate::Result<_>>()?;
+    let copies = devices.iter().map(copy).collect::<ft_base::Result<_>>()?;
     let variables = with(variables, trained.map(|t| t.template).unwrap_or_default());
     let config = opened.config().clone();
     Ok(Model { copies, tokenizer, form, variables, dir: model.dir, config })

@@ -2,7 +2,7 @@
 
 use super::Served;
 use crate::cli::chat;
-use crate::data::Form;
+use ft_data::Form;
 use axum::http::StatusCode;
 use candle_transformers::generation::LogitsProcessor;
 use serde_json::{Map, Value, json};
@@ -38,8 +38,8 @@ impl Refused {
     }
 }
 
-impl From<crate::Error> for Refused {
-    fn from(e: crate::Error) -> Self {
+impl From<ft_base::Error> for Refused {
+    fn from(e: ft_base::Error) -> Self {
         Self::new(StatusCode::BAD_REQUEST, e.to_string())
     }
 }
@@ -252,7 +252,7 @@ fn text(served: &Served, prompt: Option<Value>) -> Result<Vec<u32>, Refused> {
     let ids = match one {
         Value::String(s) => Form::Text
             .prompt(&served.tokenizer, None, &s, &served.variables)
-            .map_err(|e| Refused::from(crate::Error::from(e)))?,
+            .map_err(|e| Refused::from(ft_base::Error::from(e)))?,
         Value::Array(list) => {
             let id =
                 |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| served.has(*id));
@@ -306,7 +306,7 @@ fn conversation(served: &Served, messages: Option<Value>) -> Result<Vec<u32>, Re
         m.insert("content".into(), json!(content));
         plain.push((role, content, Value::Object(m)));
     }
-    let of_data = |e: crate::data::Error| Refused::from(crate::Error::from(e));
+    let of_data = |e: ft_data::Error| Refused::from(ft_base::Error::from(e));
     let ids = match (served.form, &plain[..]) {
         (Form::Chat, _) => {
             if !served.tokenizer.has_template() {

@@ -2,11 +2,11 @@
 
 use super::model::Followed;
 use super::request::Question;
-use crate::data::Tokenizer;
-use crate::error::ExitCode;
-use crate::log::{panics, warn};
-use crate::model::Decoder;
-use crate::walk::generate::{self, Reader};
+use ft_data::Tokenizer;
+use ft_base::error::ExitCode;
+use ft_base::terminal::{panics, warn};
+use ft_engine::model::Decoder;
+use ft_engine::walk::generate::{self, Reader};
 use candle_core::Device;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -83,9 +83,9 @@ pub(super) trait Answers {
     /// Takes up newer weights where there are any.
     fn look(&mut self);
     /// Answers; `hear` gets the text piece by piece, and says whether to go on.
-    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> crate::Result<(Finish, usize)>;
+    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> ft_base::Result<(Finish, usize)>;
     /// Computes a little, after an answer that failed.
-    fn probe(&mut self) -> crate::Result<()>;
+    fn probe(&mut self) -> ft_base::Result<()>;
 }
 
 /// Where the copies take questions.
@@ -107,7 +107,7 @@ impl<'a> Desk<'a> {
     ///
     /// # Errors
     /// Why it cannot compute.
-    pub fn attend(&self, copy: &mut impl Answers, told: &Told) -> crate::Result<()> {
+    pub fn attend(&self, copy: &mut impl Answers, told: &Told) -> ft_base::Result<()> {
         loop {
             let next = match told.step {
                 Some(_) => self.jobs.recv_timeout(LOOK),
@@ -150,12 +150,12 @@ impl<'a> Desk<'a> {
 ///
 /// # Errors
 /// Why the one failed that was left.
-pub(super) fn together<W>(mut copies: Vec<(&Told, W)>) -> crate::Result<()>
+pub(super) fn together<W>(mut copies: Vec<(&Told, W)>) -> ft_base::Result<()>
 where
-    W: FnOnce() -> crate::Result<()> + Send,
+    W: FnOnce() -> ft_base::Result<()> + Send,
 {
     let left = AtomicUsize::new(copies.len());
-    let ended = |told: &Told, outcome: crate::Result<()>| {
+    let ended = |told: &Told, outcome: ft_base::Result<()>| {
         told.gone.store(true, Relaxed);
         let others = left.fetch_sub(1, Relaxed) - 1;
         if others == 0 {
@@ -227,7 +227,7 @@ impl Answers for Answering<'_> {
         &mut self,
         mut q: Question,
         hear: &mut dyn FnMut(String) -> bool,
-    ) -> crate::Result<(Finish, usize)> {
+    ) -> ft_base::Result<(Finish, usize)> {
         let mut texts = Stops::new(q.stop);
         let mut say = |piece: &str| {
             let (text, go_on) = texts.push(piece);
@@ -241,7 +241,7 @@ impl Answers for Answering<'_> {
         Ok((finish, reply.tokens))
     }
 
-    fn probe(&mut self) -> crate::Result<()> {
+    fn probe(&mut self) -> ft_base::Result<()> {
         // what it has read is not known
         self.forget();
         let read = self.reader.read(&[0]);

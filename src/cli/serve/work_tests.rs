@@ -34,14 +34,14 @@ impl Answers for Scripted {
         self.step = self.step.map(|s| s + 1);
     }
 
-    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> crate::Result<(Finish, usize)> {
+    fn reply(&mut self, q: Question, hear: &mut dyn FnMut(String) -> bool) -> ft_base::Result<(Finish, usize)> {
         self.stand(At::Answer(q.prompt[0]));
         self.probe()?;
         hear(self.name.to_string());
         Ok((Finish::Stop, 1))
     }
 
-    fn probe(&mut self) -> crate::Result<()> {
+    fn probe(&mut self) -> ft_base::Result<()> {
         if self.works { Ok(()) } else { Err(candle_core::Error::Msg("the device is lost".into()).into()) }
     }
 }
@@ -93,7 +93,7 @@ fn got(mut events: mpsc::UnboundedReceiver<Event>) -> (Option<u64>, String) {
 }
 
 /// Two copies, of a run or not, of which some work; ends when the queue is dropped.
-fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2]) + Send) -> crate::Result<()> {
+fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2]) + Send) -> ft_base::Result<()> {
     let (queue, jobs) = bounded(64);
     let (sender, at) = unbounded();
     let (stop, told) = (AtomicBool::new(false), ["cuda:1", "cuda:2"].map(|d| Told::new(d.into(), step)));
@@ -118,7 +118,7 @@ fn two(step: Option<u64>, works: [bool; 2], test: impl FnOnce(Two, &[Told; 2]) +
 }
 
 #[test]
-fn as_many_are_answered_at_once_as_there_are_copies_and_the_rest_in_order() -> crate::Result<()> {
+fn as_many_are_answered_at_once_as_there_are_copies_and_the_rest_in_order() -> ft_base::Result<()> {
     two(None, [true; 2], |two, told| {
         let mut answers: Vec<_> = (0..5).map(|n| Some(two.ask(n))).collect();
         let mut begun = [two.at(), two.at()];
@@ -140,7 +140,7 @@ fn as_many_are_answered_at_once_as_there_are_copies_and_the_rest_in_order() -> c
 }
 
 #[test]
-fn a_copy_that_cannot_compute_leaves_the_rest_to_the_other() -> crate::Result<()> {
+fn a_copy_that_cannot_compute_leaves_the_rest_to_the_other() -> ft_base::Result<()> {
     two(None, [false, true], |two, told| {
         let answers = [two.ask(0), two.ask(1)];
         let begun = [two.at(), two.at()];
@@ -175,7 +175,7 @@ fn the_last_copy_that_cannot_compute_ends_all() {
 }
 
 #[test]
-fn one_copy_takes_up_a_checkpoint_while_the_other_answers() -> crate::Result<()> {
+fn one_copy_takes_up_a_checkpoint_while_the_other_answers() -> ft_base::Result<()> {
     two(Some(4), [true; 2], |two, told| {
         let (looks, at) = two.at();
         assert_eq!(at, At::Look);

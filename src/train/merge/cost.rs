@@ -4,8 +4,8 @@
 //! quantized anew onto a 4-bit base, it is no longer M; how much of the update `M - W` that error is decides
 //! whether merging makes sense.
 
-use crate::kernel::tensor::Real;
-use crate::quant::{CodeBooks, Encoded};
+use ft_kernels::tensor::Real;
+use ft_engine::quant::{CodeBooks, Encoded};
 use candle_core::{DType, Device, Result};
 
 /// Squared norms, which add up over linears.
@@ -26,7 +26,7 @@ impl MergeCost {
     ///
     /// # Errors
     /// A merged value that is not finite, named; what candle says.
-    pub fn of(name: &str, merged: &Real, base: &Real) -> crate::Result<Self> {
+    pub fn of(name: &str, merged: &Real, base: &Real) -> ft_base::Result<Self> {
         let square = |t: Real| -> Result<f64> { t.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar() };
         let host = |t: &Real| t.to_dtype(DType::F32)?.to_device(&Device::Cpu);
         let (merged, base) = (host(merged)?, host(base)?);

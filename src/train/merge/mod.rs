@@ -12,19 +12,19 @@ use super::Error;
 use super::compare;
 use super::job;
 use super::output::{TOKENIZER, is_of_model, logits_apart, write_folder};
-use crate::adapt::{Adapter, Selection};
-use crate::base::{Base, layout};
-use crate::data::{Tokenizer, Trained};
-use crate::kernel;
-use crate::model::Config;
-use crate::model::decoder::{Decoder, Weights};
-use crate::model::embedding::EmbeddingLora;
-use crate::model::linear::{Lora, Weight};
-use crate::model::modules::Module;
-use crate::model::sink::Slot;
-use crate::rng::{Purpose, Stream};
-use crate::store::{self, NewFolder, TensorFiles};
-use crate::walk;
+use ft_engine::adapt::{Adapter, Selection};
+use ft_engine::base::{Base, layout};
+use ft_data::{Tokenizer, Trained};
+use ft_engine::model::Config;
+use ft_engine::model::decoder::{Decoder, Weights};
+use ft_engine::model::embedding::EmbeddingLora;
+use ft_engine::model::linear::{Lora, Weight};
+use ft_engine::model::modules::Module;
+use ft_engine::model::sink::Slot;
+use ft_base::rng::{Purpose, Stream};
+use ft_base::store::{self, NewFolder};
+use ft_engine::files::TensorFiles;
+use ft_engine::walk;
 use candle_core::{DType, Device, Tensor};
 use cost::MergeCost;
 use rayon::prelude::*;
@@ -96,7 +96,7 @@ impl Merging<'_> {
         new: NewFolder,
         dtype: Option<DType>,
         progress: &dyn Fn(u64),
-    ) -> crate::Result<Merged> {
+    ) -> ft_base::Result<Merged> {
         let (out, target) = (new.path(), new.named());
         let Self { base, adapter, selection, .. } = self;
         let merge = Merge::new(base, adapter, selection, dtype)?;
@@ -167,7 +167,7 @@ struct Exact<'a> {
 }
 
 impl Exact<'_> {
-    fn get(&mut self, m: &Module, part: &str) -> crate::Result<Tensor> {
+    fn get(&mut self, m: &Module, part: &str) -> ft_base::Result<Tensor> {
         let name = format!("{}.{part}", m.name);
         let value = self.merge.in_f32(&name)?;
         let (rows, row) = (value.dim(0)?, value.elem_count() / value.dim(0)?.max(1));
@@ -188,7 +188,7 @@ impl Exact<'_> {
     }
 
     /// Rows of a tensor rounded as the file's dtype rounds, and those in the file; both in f32.
-    fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> crate::Result<[Vec<f32>; 2]> {
+    fn rounded(&self, name: &str, piece: &Tensor, rows: Range<usize>) -> ft_base::Result<[Vec<f32>; 2]> {
         let dtype = match self.written.get(name)?.dtype {
             safetensors::Dtype::BF16 => DType::BF16,
             safetensors::Dtype::F16 => DType::F16,
@@ -220,19 +220,19 @@ impl Weights for Exact<'_> {
         DType::F32
     }
 
-    fn weight(&mut self, m: &Module) -> crate::Result<(kernel::Tensor, Option<Slot>)> {
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
         Ok((self.get(m, "weight")?.into(), None))
     }
 
-    fn bias(&mut self, m: &Module) -> crate::Result<(kernel::Tensor, Option<Slot>)> {
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(ft_kernels::Tensor, Option<Slot>)> {
         Ok((self.get(m, "bias")?.into(), None))
     }
 
-    fn lora(&mut self, _: &Module, _: &Weight) -> crate::Result<Option<Lora>> {
+    fn lora(&mut self, _: &Module, _: &Weight) -> ft_base::Result<Option<Lora>> {
         Ok(None)
     }
 
-    fn embedding_lora(&mut self, _: &Module) -> crate::Result<Option<EmbeddingLora>> {
+    fn embedding_lora(&mut self, _: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
         Ok(None)
     }
 }

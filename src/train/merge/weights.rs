@@ -12,14 +12,14 @@
 //! merged model has two.
 
 use super::cost::MergeCost;
-use crate::adapt::selection::{Choice, Part, Selection, Trained, part_name};
-use crate::adapt::tokens::Tokens;
-use crate::adapt::{Adapter, Error, peft};
-use crate::base::Base;
-use crate::kernel::gemm::matmul_acc;
-use crate::model::modules::{Group, Kind, Module};
-use crate::quant::{self, CodeBooks};
-use crate::store::TensorFiles;
+use ft_engine::adapt::selection::{Choice, Part, Selection, Trained, part_name};
+use ft_engine::adapt::tokens::Tokens;
+use ft_engine::adapt::{Adapter, Error, peft};
+use ft_engine::base::Base;
+use ft_kernels::gemm::matmul_acc;
+use ft_engine::model::modules::{Group, Kind, Module};
+use ft_engine::quant::{self, CodeBooks};
+use ft_engine::files::TensorFiles;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
@@ -65,7 +65,7 @@ impl<'a> Merge<'a> {
         adapter: &'a Adapter,
         selection: &Selection,
         dtype: Option<DType>,
-    ) -> crate::Result<Self> {
+    ) -> ft_base::Result<Self> {
         base.check()?;
         let config = &base.config;
         let Some(files) = base.files() else {
@@ -164,7 +164,7 @@ impl<'a> Merge<'a> {
     ///
     /// # Errors
     /// Files that cannot be read any more.
-    pub fn tensor(&self, name: &str) -> crate::Result<Tensor> {
+    pub fn tensor(&self, name: &str) -> ft_base::Result<Tensor> {
         let s = self.source(name)?;
         let (value, before) = self.merged(s, s.dtype)?;
         if let Some(before) = before {
@@ -178,11 +178,11 @@ impl<'a> Merge<'a> {
     ///
     /// # Errors
     /// As [`Merge::tensor`].
-    pub fn in_f32(&self, name: &str) -> crate::Result<Tensor> {
+    pub fn in_f32(&self, name: &str) -> ft_base::Result<Tensor> {
         Ok(self.merged(self.source(name)?, DType::F32)?.0.to_dtype(DType::F32)?)
     }
 
-    fn source(&self, name: &str) -> crate::Result<&Source> {
+    fn source(&self, name: &str) -> ft_base::Result<&Source> {
         match self.sources.get(name) {
             Some(s) => Ok(s),
             None => Err(candle_core::Error::Msg(format!("{name} is not in the merged model")).into()),
@@ -191,7 +191,7 @@ impl<'a> Merge<'a> {
 
     /// The merged value, f32 or (where nothing was added) `dtype`; and what it was, if it is a 4-bit one with an
     /// update.
-    fn merged(&self, s: &Source, dtype: DType) -> crate::Result<(Tensor, Option<Tensor>)> {
+    fn merged(&self, s: &Source, dtype: DType) -> ft_base::Result<(Tensor, Option<Tensor>)> {
         match &s.choice {
             Choice::Full { .. } => {
                 let before = self.four_bit(s).then(|| self.base(s, DType::F32)).transpose()?;
@@ -213,7 +213,7 @@ impl<'a> Merge<'a> {
     }
 
     /// The base's tensor; dequantized, where it is 4-bit.
-    fn base(&self, s: &Source, dtype: DType) -> crate::Result<Tensor> {
+    fn base(&self, s: &Source, dtype: DType) -> ft_base::Result<Tensor> {
         let cpu = &Device::Cpu;
         match self.base.four_bit(&s.module).filter(|_| s.part == Part::Weight) {
             Some(how) => {
@@ -231,7 +231,7 @@ impl<'a> Merge<'a> {
     }
 
     /// A tensor that the adapter holds.
-    fn held(&self, m: &Module, part: Part) -> crate::Result<Tensor> {
+    fn held(&self, m: &Module, part: Part) -> ft_base::Result<Tensor> {
         // a tied head that trains in full is the embedding's tensor, and then has no source of its own
         let t = self.trained.get(&(m.name.clone(), part));
         match t.map(|t| self.adapter.get(t)).transpose()?.flatten() {
@@ -245,7 +245,7 @@ impl<'a> Merge<'a> {
     }
 
     /// The base's weight with the rows of the adapter, f32.
-    fn with_rows(&self, s: &Source) -> crate::Result<Tensor> {
+    fn with_rows(&self, s: &Source) -> ft_base::Result<Tensor> {
         let (weight, rows) = (self.base(s, DType::F32)?, self.held(&s.module, Part::Rows)?);
         for (row, id) in self.tokens.of(&s.module.name).iter().enumerate() {
             weight.slice_set(&rows.narrow(0, row, 1)?, 0, *id as usize)?;
@@ -254,7 +254,7 @@ impl<'a> Merge<'a> {
     }
 
     /// The base's weight with its low-rank update, f32; and without it, if it is 4-bit.
-    fn updated(&self, s: &Source, scale: f64) -> crate::Result<(Tensor, Option<Tensor>)> {
+    fn updated(&self, s: &Source, scale: f64) -> ft_base::Result<(Tensor, Option<Tensor>)> {
         let m = &s.module;
         let w = self.base(s, DType::F32)?;
         let before = self.four_bit(s).then(|| w.copy()).transpose()?;

@@ -1,0 +1,16 @@
+//! Base of `ft`: errors with exit codes, random numbers, files on disk, the terminal, memory.
+//!
+//! Free of candle; the feature `candle` gives its errors an exit code.
+
+pub mod error;
+pub mod memory;
+pub mod rng;
+pub mod store;
+pub mod terminal;
+
+pub use error::{Error, ExitCode, Failure, Place, Result};
+
+/// Unit tests count allocations as the binary does.
+#[cfg(test)]
+#[global_allocator]
+static ALLOCATOR: memory::Counting = memory::Counting;

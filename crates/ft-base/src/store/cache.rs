@@ -1,0 +1,29 @@
+//! The folder of what `ft` keeps for itself between commands.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` where none of them is set.
+///
+/// Unit tests see `FT_CACHE` alone: they must not write into their user's folder.
+pub fn cache_folder() -> Option<PathBuf> {
+    let var = |k: &str| std::env::var_os(k).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let named = var("FT_CACHE");
+    if cfg!(test) {
+        return named;
+    }
+    named
+        .or_else(|| var("XDG_CACHE_HOME").map(|d| d.join("ft")))
+        .or_else(|| var("HOME").map(|d| d.join(".cache/ft")))
+}
+
+/// Removes the oldest files of a folder where there are more than `most`. Best effort: what stays is small.
+pub fn sweep_oldest(dir: &Path, most: usize) {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut found: Vec<(SystemTime, PathBuf)> =
+        entries.filter_map(|e| Some((e.metadata().ok()?.modified().ok()?, e.path()))).collect();
+    found.sort_unstable();
+    for (_, path) in found.iter().take(found.len().saturating_sub(most)) {
+        let _ = std::fs::remove_file(path);
+    }
+}

@@ -1,0 +1,161 @@
+//! `model.safetensors.index.json`: which shard holds which tensor.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Read;
+use std::path::Path;
+
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+
+use super::Error;
+use super::path::{check_name, open_inside};
+
+/// The index of a sharded model.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// The weights of a model that is not sharded.
+pub const SINGLE: &str = "model.safetensors";
+
+/// Far above any real index (half a million tensors take 50 MB).
+const MAX_INDEX: u64 = 64 << 20;
+
+/// Reads the `weight_map` of the index `name` in `dir`: tensor name to file name, each file name
+/// checked to stay in the folder.
+///
+/// # Errors
+/// [`Error::Index`] for what is not such an index; [`Error::Unsafe`] for a file name that leads out.
+pub fn read(dir: &Path, name: &str) -> Result<BTreeMap<String, String>, Error> {
+    let (file, path) = open_inside(dir, name)?;
+    let bad = |problem: String| Error::Index { path: path.clone(), problem };
+    let mut bytes = Vec::new();
+    file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(|e| Error::read(&path, e))?;
+    if bytes.len() as u64 > MAX_INDEX {
+        return Err(bad(format!("the index is larger than {} MiB", MAX_INDEX >> 20)));
+    }
+    let map = parse(&bytes).map_err(bad)?;
+    for file in map.values() {
+        check_name(dir, file)?;
+    }
+    Ok(map)
+}
+
+/// Reads the `weight_map` from the text of an index.
+pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
+    if bytes.starts_with(b"version https://git-lfs") {
+        return Err("this is a Git LFS pointer; run `git lfs pull` in that repository".into());
+    }
+    let index: Index = serde_json::from_slice(bytes).map_err(|e| format!("not a shard index: {e}"))?;
+    if index.0.is_empty() {
+        return Err("its weight_map is empty".into());
+    }
+    Ok(index.0)
+}
+
+struct Index(BTreeMap<String, String>);
+
+/// The top level by hand too: a second `weight_map` must not replace the first silently.
+impl<'de> Deserialize<'de> for Index {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Top;
+        impl<'de> Visitor<'de> for Top {
+            type Value = Index;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object with weight_map")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Index, A::Error> {
+                let mut found = None;
+                while let Some(key) = map.next_key::<String>()? {
+                    if key != "weight_map" {
+                        // "metadata": its total_size is wrong in many real files, and not needed.
+                        map.next_value::<IgnoredAny>()?;
+                    } else if found.replace(map.next_value::<WeightMap>()?.0).is_some() {
+                        return Err(A::Error::custom("weight_map comes twice"));
+                    }
+                }
+                found.map(Index).ok_or_else(|| A::Error::missing_field("weight_map"))
+            }
+        }
+        deserializer.deserialize_map(Top)
+    }
+}
+
+struct WeightMap(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for WeightMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = WeightMap;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensor names and file names")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<WeightMap, A::Error> {
+                let mut names = BTreeMap::new();
+                while let Some((name, file)) = map.next_entry::<String, String>()? {
+                    if let Some(before) = names.insert(name.clone(), file) {
+                        return Err(A::Error::custom(format!(
+                            "the tensor {name:?} comes twice (first in {before:?})"
+                        )));
+                    }
+                }
+                Ok(WeightMap(names))
+            }
+        }
+        deserializer.deserialize_map(Names)
+    }
+}
+
+/// Whether a file name is one that PyTorch gives to pickle files.
+pub fn is_pickle_name(name: &str) -> bool {
+    let extension = Path::new(name).extension().and_then(|e| e.to_str()).unwrap_or("");
+    ["bin", "pt", "pth", "ckpt", "pkl", "pickle"].iter().any(|p| extension.eq_ignore_ascii_case(p))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GOOD: &str =
+        r#"{"metadata":{"total_size":9},"weight_map":{"a":"m-1.safetensors","b":"m-2.safetensors"}}"#;
+
+    #[test]
+    fn mistakes_are_named() {
+        assert_eq!(parse(GOOD.as_bytes()).unwrap().len(), 2);
+        let cases = [
+            ("{}", "weight_map"),
+            (r#"{"weight_map":{}}"#, "empty"),
+            (r#"{"weight_map":{"a":"x","a":"y"}}"#, "\"a\" comes twice"),
+            (r#"{"weight_map":{"a":"x"},"weight_map":{"a":"y"}}"#, "weight_map comes twice"),
+            (r#"{"weight_map":{"a":1}}"#, "string"),
+            ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ];
+        for (text, wanted) in cases {
+            let error = parse(text.as_bytes()).unwrap_err();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+
+        #[test]
+        fn mutated_indexes_never_panic(
+            edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8),
+        ) {
+            let mut bytes = GOOD.as_bytes().to_vec();
+            for (at, value) in &edits {
+                let at = at.index(bytes.len());
+                bytes[at] = *value;
+            }
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(INDEX), &bytes).unwrap();
+            match read(dir.path(), INDEX) {
+                Ok(map) => for file in map.values() {
+                    prop_assert!(check_name(dir.path(), file).is_ok());
+                },
+                Err(e) => prop_assert!(!edits.is_empty(), "{}", e),
+            }
+        }
+    }
+}

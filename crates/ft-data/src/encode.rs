@@ -1,0 +1,209 @@
+//! A sample as ids and labels, no longer than allowed, or the reason why it is left out.
+
+use super::error::{Error, Problem};
+use super::format::{Sample, Shape};
+use super::markers;
+use super::messages::Chat;
+use super::notes::Note;
+use super::tokenizer::{Encoded, Tokenizer};
+use ft_recipe::{Mask, OverLength};
+use std::ops::Range;
+
+/// The label of a token that is not supervised.
+pub const UNSUPERVISED: i32 = -100;
+
+/// A tokenized sample.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Example {
+    /// Token ids, at least one.
+    pub ids: Vec<u32>,
+    /// For each id, itself where it is supervised, else [`UNSUPERVISED`]; not shifted.
+    pub labels: Vec<i32>,
+    /// Which source of the list it comes from.
+    pub source: usize,
+    /// Its line in the file.
+    pub line: usize,
+}
+
+impl Example {
+    /// Targets of the loss: supervised tokens that another token stands before.
+    pub fn targets(&self) -> usize {
+        self.labels.iter().skip(1).filter(|l| **l != UNSUPERVISED).count()
+    }
+}
+
+/// A row that was read.
+pub(super) struct Read {
+    pub example: Example,
+    /// Tokens before it was cut.
+    pub whole: usize,
+    /// What to tell about it.
+    pub notes: Vec<Note>,
+}
+
+/// What samples of one source are encoded with.
+pub(super) struct Encoder<'a> {
+    pub shape: &'a Shape,
+    pub data: &'a ft_recipe::Data,
+    pub tokenizer: Option<&'a Tokenizer>,
+    pub vocab_size: usize,
+    pub source: usize,
+}
+
+/// The first tokens of a sample, and what is known of the rest.
+#[derive(Default)]
+struct Tokens {
+    ids: Vec<u32>,
+    labels: Vec<i32>,
+    /// How many there are in all.
+    total: usize,
+    /// Whether one of the rest is supervised.
+    more_targets: bool,
+}
+
+impl Encoder<'_> {
+    /// The row's example.
+    pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<Read, Problem> {
+        let mut notes = Vec::new();
+        let sample = self.shape.sample(row, &mut notes).map_err(Problem::Bad)?;
+        let Tokens { mut ids, mut labels, total, more_targets } = self.tokens(sample, &mut notes)?;
+        self.check(&ids, &labels).map_err(Problem::Bad)?;
+        let targets = |labels: &[i32]| labels.iter().skip(1).any(|l| *l != UNSUPERVISED);
+        if ids.is_empty() {
+            return Err(Problem::Bad("the row has no tokens".into()));
+        }
+        if !targets(&labels) && !more_targets {
+            let why = if total == 1 {
+                "one token alone has no token before it to predict it".into()
+            } else if labels[0] != UNSUPERVISED {
+                "only its first token is, and no token before it could predict it".into()
+            } else {
+                format!("none of its {total} tokens")
+            };
+            return Err(Problem::EmptyMask(why));
+        }
+        let (tokens, max) = (total, self.data.max_length);
+        if tokens > max {
+            match self.data.over_length {
+                over @ (OverLength::Drop | OverLength::Error) => {
+                    return Err(Problem::TooLong { tokens, max, dropped: over == OverLength::Drop });
+                }
+                OverLength::Truncate => {
+                    ids.truncate(max);
+                    labels.truncate(max);
+                }
+            }
+            if !targets(&labels) {
+                return Err(Problem::EmptyAfterTruncation { tokens, max });
+            }
+        }
+        Ok(Read { example: Example { ids, labels, source: self.source, line }, whole: tokens, notes })
+    }
+
+    fn tokens(&self, sample: Sample, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let turns = match sample {
+            Sample::Tokens { ids, labels } => {
+                return Ok(Tokens { total: ids.len(), ids, labels, more_targets: false });
+            }
+            Sample::Text(turns) => turns,
+            Sample::Chat(chat) => return self.chat(&chat, notes),
+        };
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
+        let eos = tokenizer.text_end().ok_or_else(no_end)?;
+        // What the tokenizer itself puts before a text is there as in pre-training, and nothing predicts it.
+        let whole = self.shape.mask == Mask::None;
+        let start = tokenizer.text_start();
+        let labels = start.iter().map(|i| if whole { label(*i) } else { UNSUPERVISED }).collect();
+        let mut out = Tokens { ids: start.to_vec(), labels, total: start.len(), more_targets: false };
+        for (text, from) in turns {
+            let span = from..text.len();
+            self.encoded(tokenizer, &text, std::slice::from_ref(&span), notes, &mut out)?;
+            if out.total == out.ids.len() {
+                out.ids.push(eos);
+                out.labels.push(label(eos));
+            } else {
+                out.more_targets = true;
+            }
+            out.total += 1;
+        }
+        Ok(out)
+    }
+
+    fn chat(&self, chat: &Chat, notes: &mut Vec<Note>) -> Result<Tokens, Problem> {
+        let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
+        let supervise = self.shape.mask != Mask::None;
+        let conversation = tokenizer.conversation(chat, &self.data.template, supervise, notes);
+        let (text, mut spans) = conversation.map_err(Problem::Bad)?;
+        if !supervise {
+            spans = std::iter::once(0..text.len()).collect();
+        }
+        let mut out = Tokens::default();
+        let encoded = self.encoded(tokenizer, &text, &spans, notes, &mut out)?;
+        markers::note(&text, &encoded, chat, tokenizer.specials(), notes);
+        Ok(out)
+    }
+
+    /// Appends the tokens of a text, supervised where they lie in one of `spans`: no more of them than one beyond
+    /// `max_length`, because more are never used.
+    fn encoded(
+        &self,
+        tokenizer: &Tokenizer,
+        text: &str,
+        spans: &[Range<usize>],
+        notes: &mut Vec<Note>,
+        out: &mut Tokens,
+    ) -> Result<Encoded, Problem> {
+        let keep = self.data.max_length.saturating_add(1).saturating_sub(out.ids.len());
+        let encoded = tokenizer.encode_first(text, keep, spans).map_err(problem)?;
+        if markers::cuts(&encoded, spans) {
+            notes.push(Note::Edge);
+        }
+        let supervised = mask(&encoded, spans);
+        let labels = encoded.ids.iter().zip(supervised);
+        out.labels.extend(labels.map(|(i, s)| if s { label(*i) } else { UNSUPERVISED }));
+        out.ids.extend(&encoded.ids);
+        out.total += encoded.total;
+        out.more_targets |= encoded.more_within;
+        Ok(encoded)
+    }
+
+    fn check(&self, ids: &[u32], labels: &[i32]) -> Result<(), String> {
+        let size = self.vocab_size;
+        let out = |i: u64| format!("token id {i} is not in the model's vocabulary of {size}");
+        if let Some(&id) = ids.iter().find(|i| **i as usize >= size) {
+            return Err(out(u64::from(id)));
+        }
+        match labels.iter().find(|l| **l != UNSUPERVISED && (**l < 0 || **l as usize >= size)) {
+            Some(&l) => Err(format!("label {}", out(u64::from(l.unsigned_abs())))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Ids beyond `i32` are refused by the check of the vocabulary, which comes after.
+fn label(id: u32) -> i32 {
+    i32::try_from(id).unwrap_or(i32::MAX)
+}
+
+fn no_tokenizer() -> Problem {
+    Problem::Bad("there is no tokenizer".into())
+}
+
+/// A row whose text the tokenizer or the template does not take.
+fn problem(e: Error) -> Problem {
+    match e {
+        Error::Tokenizer { .. } => Problem::Tokenizer(e.to_string()),
+        e => Problem::Bad(e.to_string()),
+    }
+}
+
+/// For each token whether it lies in one of the spans, which are in order: a token that reaches over an edge holds text
+/// that is not to be learnt.
+pub(super) fn mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<bool> {
+    let within = |start: usize, end: usize| {
+        let next = spans.partition_point(|s| s.end <= start);
+        spans.get(next).is_some_and(|s| s.start <= start && end <= s.end)
+    };
+    encoded.offsets.iter().map(|&(start, end)| within(start, end)).collect()
+}

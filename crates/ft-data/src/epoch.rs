@@ -1,0 +1,164 @@
+//! The rows of an epoch: which samples it holds, and which of them share a row.
+
+use super::bytes::Scratch;
+use super::cache::tokens_in;
+use super::error::Error;
+use super::mix::{self, Mix};
+use super::order::HELD;
+use super::rows::{Item, Rows, RowsWriter};
+use super::samples::{Reader, Samples};
+use super::stats::Counts;
+use super::{pack, record::small};
+use ft_recipe::{Part};
+use ft_base::rng::{Purpose, Stream};
+use std::path::Path;
+
+/// More samples than can be held in an order are packed a fourth as many at a time, which takes less memory.
+const PARTS: usize = 4;
+
+/// Where its lists go, and how many samples are brought into an order at a time.
+pub(super) struct Space {
+    pub scratch: Scratch,
+    pub held: usize,
+}
+
+impl Space {
+    /// With lists beside the tokens that this cache keeps; else in memory.
+    pub fn new(cache: Option<&Path>) -> Self {
+        Self { scratch: Scratch::new(cache.map(tokens_in)), held: HELD }
+    }
+
+    #[cfg(test)]
+    pub fn holding(&mut self, few: usize, held: usize) {
+        self.scratch.few = few;
+        self.held = held;
+    }
+}
+
+/// The rows of an epoch.
+pub(super) struct Epoch {
+    pub rows: Rows,
+    /// Of its samples.
+    pub lengths: Counts,
+    /// BLAKE3 of the samples' tokens and of what all rows hold, in order.
+    pub hash: String,
+}
+
+impl Epoch {
+    /// Mixes and packs samples.
+    ///
+    /// # Errors
+    /// Weights by which no samples are left, or too many; lists that cannot be read any more.
+    pub fn new(
+        part: Part,
+        samples: &Samples,
+        data: &ft_recipe::Data,
+        seed: u64,
+        space: &Space,
+    ) -> Result<Self, Error> {
+        let ranges = samples.ranges();
+        let fail = |message: String| {
+            let place = data.sources(part).first().map(|s| s.place.clone()).unwrap_or_default();
+            Err(Error::Recipe { place, message: format!("{}: {message}", part.key(data)) })
+        };
+        let mut mix = Mix::default();
+        for (i, (source, range)) in data.sources(part).iter().zip(&ranges).enumerate() {
+            mix.push(range.clone(), source, mix::stream(seed, i), (&space.scratch, space.held))?;
+        }
+        let n = mix.len();
+        if n == 0 && ranges.iter().any(|r| !r.is_empty()) {
+            return fail("by their weights no sample of the sources is in an epoch".into());
+        }
+        if u32::try_from(n.max(samples.len())).is_err() {
+            return fail(format!("{} samples an epoch are too many", n.max(samples.len())));
+        }
+        let mut reader = samples.reader();
+        let mut places = mix.reader();
+        let mut item = |at: usize| reader.item(places.at(at)? as usize);
+        let rows = if data.pack { RowsWriter::packed(&space.scratch) } else { RowsWriter::default() };
+        let mut made = Made::new(samples, rows);
+        let shuffled = data.shuffle && part == Part::Train;
+        match (data.pack, shuffled) {
+            (false, _) => (0..n).try_for_each(|at| made.row(&[item(at)?]))?,
+            (true, false) => {
+                pack::in_order((0..n).map(item), data.max_length, &mut |row| made.row(row))?;
+            }
+            (true, true) => {
+                let parts = if n <= space.held { 1 } else { n.div_ceil((space.held / PARTS).max(1)) };
+                let mut items = Vec::with_capacity(n.div_ceil(parts));
+                // each part is drawn from all of the data alike
+                for part in 0..parts {
+                    items.clear();
+                    for at in (part..n).step_by(parts) {
+                        items.push(item(at)?);
+                    }
+                    let stream = Stream::new(seed, Purpose::Pack, part as u64, 0);
+                    pack::best_fit(&items, data.max_length, stream, &mut |row| made.row(row))?;
+                }
+            }
+        }
+        made.finish(mix, shuffled)
+    }
+}
+
+/// Rows that are being made.
+struct Made<'a> {
+    rows: RowsWriter,
+    lengths: Counts,
+    hasher: blake3::Hasher,
+    reader: Reader<'a>,
+    bytes: Vec<u8>,
+}
+
+impl<'a> Made<'a> {
+    fn new(samples: &'a Samples, rows: RowsWriter) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        samples.hashes().for_each(|h| {
+            hasher.update(h.as_bytes());
+        });
+        let (lengths, reader) = (Counts::default(), samples.reader());
+        Self { rows, lengths, hasher, reader, bytes: Vec::new() }
+    }
+
+    fn row(&mut self, items: &[Item]) -> Result<(), Error> {
+        self.bytes.clear();
+        self.bytes.extend(small(items.len()).to_le_bytes());
+        for item in items {
+            let (source, number) = self.reader.place(item.sample as usize)?;
+            self.bytes
+                .extend([small(source), small(number), item.tokens].into_iter().flat_map(u32::to_le_bytes));
+            self.lengths.add(item.tokens as usize, 1);
+        }
+        self.hasher.update(&self.bytes);
+        self.rows.row(items)
+    }
+
+    fn finish(mut self, mix: Mix, shuffled: bool) -> Result<Epoch, Error> {
+        let rows = self.rows.finish(mix)?;
+        if shuffled && rows.len() > HELD {
+            // steps take them in another order than by versions that held one of any length
+            self.hasher.update(b"computed order");
+        }
+        let hash = self.hasher.finalize().to_hex().to_string();
+        Ok(Epoch { rows, lengths: self.lengths, hash })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the order is computed, a run that began in one that was held is not resumed; all others are.
+    #[test]
+    fn a_computed_order_has_a_hash_of_its_own() -> Result<(), Error> {
+        let samples = Samples::default();
+        let hash = |rows: usize, shuffled| {
+            let mut made = Made::new(&samples, RowsWriter::packed(&Scratch::default()));
+            (0..rows).try_for_each(|_| made.row(&[]))?;
+            Ok::<_, Error>(made.finish(Mix::default(), shuffled)?.hash)
+        };
+        assert_eq!(hash(HELD, true)?, hash(HELD, false)?);
+        assert_ne!(hash(HELD + 1, true)?, hash(HELD + 1, false)?);
+        Ok(())
+    }
+}

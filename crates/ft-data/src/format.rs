@@ -1,0 +1,283 @@
+//! The shapes of rows: what each format asks for, and a row as a sample.
+
+use super::error::Error;
+use super::messages::Chat;
+use super::notes::Note;
+use super::row_keys::{of_row, read_by};
+use ft_recipe::{Format, Mask};
+use serde_json::{Map, Value};
+
+/// What Alpaca's prompts begin with, without an input and with one.
+const PREAMBLE: [&str; 2] = [
+    "Below is an instruction that describes a task. \
+     Write a response that appropriately completes the request.",
+    "Below is an instruction that describes a task, paired with an input that provides further context. \
+     Write a response that appropriately completes the request.",
+];
+
+/// The beginning of an Alpaca prompt: the row's own system text, or what the first models were tuned with.
+fn preamble(system: Option<&str>, input: &str) -> String {
+    let text = system.map_or(PREAMBLE[usize::from(!input.is_empty())], str::trim_end);
+    format!("{text}\n\n")
+}
+
+/// One turn of an Alpaca prompt, up to where the response begins.
+fn alpaca_turn(instruction: &str, input: &str) -> String {
+    let input = if input.is_empty() { String::new() } else { format!("\n\n### Input:\n{input}") };
+    format!("### Instruction:\n{instruction}{input}\n\n### Response:\n")
+}
+
+/// The prompt that Alpaca's models were tuned with.
+pub(super) fn alpaca_prompt(system: Option<&str>, instruction: &str) -> String {
+    preamble(system, "") + &alpaca_turn(instruction, "")
+}
+
+/// What is read from a row, before it is tokenized.
+pub(super) enum Sample {
+    /// A conversation, for the chat template.
+    Chat(Chat),
+    /// Texts that the end-of-sequence token follows, each supervised from a byte on.
+    Text(Vec<(String, usize)>),
+    Tokens {
+        ids: Vec<u32>,
+        labels: Vec<i32>,
+    },
+}
+
+/// One source's format, its names of fields, and its mask.
+pub(super) struct Shape {
+    pub format: Format,
+    pub mask: Mask,
+    fields: std::collections::BTreeMap<String, String>,
+    /// Keys of a row that are read, as the file names them.
+    reads: Vec<String>,
+}
+
+impl Shape {
+    /// The shape of a source; `mask` is `data.mask`.
+    ///
+    /// # Errors
+    /// A mask that the format cannot do, and names that it does not have.
+    pub fn new(source: &ft_recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
+        let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
+        let Some(format) = source.format else {
+            return fail("the source has no format, and none was found for it".into());
+        };
+        let possible = format.masks();
+        let name = format.word();
+        let mut names = read_by(format).to_vec();
+        if format == Format::Messages {
+            names.extend(["role", "content"]);
+        }
+        let chosen = source.mask.or(mask).unwrap_or(possible[0]);
+        if !possible.contains(&chosen) {
+            let can = possible.iter().map(|m| format!("{:?}", m.word())).collect::<Vec<_>>().join(" or ");
+            return fail(format!(
+                "format {name:?} cannot do mask = {:?}, only {can}; set mask in this source",
+                chosen.word()
+            ));
+        }
+        if let Some(unknown) = source.fields.keys().find(|k| !names.contains(&k.as_str())) {
+            return fail(format!("format {name:?} has no field {unknown:?}; it has {}", names.join(", ")));
+        }
+        let mut shape = Self { format, mask: chosen, fields: source.fields.clone(), reads: Vec::new() };
+        shape.reads = read_by(format).iter().map(|n| shape.name(n).to_string()).collect();
+        Ok(shape)
+    }
+
+    /// A shape to look at a row with, whatever it is.
+    pub fn of_any() -> Self {
+        Self { format: Format::Text, mask: Mask::None, fields: Default::default(), reads: Vec::new() }
+    }
+
+    /// Whether a field, as the file names it, is a list or an object and no text.
+    pub(super) fn holds_json(&self, field: &str) -> bool {
+        let lists: &[&str] = match self.format {
+            Format::Messages => &["messages", "conversations", "tools"],
+            Format::Alpaca => &["history"],
+            Format::Tokens => &["input_ids", "labels", "attention_mask"],
+            Format::Completion | Format::Text => &[],
+        };
+        lists.iter().any(|name| self.name(name) == field)
+    }
+
+    /// Whether a field of a row, as the file names it, is read.
+    pub(super) fn reads(&self, field: &str) -> bool {
+        self.reads.iter().any(|n| n == field)
+    }
+
+    pub(super) fn name<'a>(&'a self, name: &'a str) -> &'a str {
+        self.fields.get(name).map_or(name, String::as_str)
+    }
+
+    /// A row as a sample, and what about it is worth telling; the error says what is wrong with it, by the path inside
+    /// it.
+    pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
+        let Value::Object(mut row) = row else {
+            return Err(format!("expected an object, found {}", kind(&row)));
+        };
+        // of the two names for a list of messages only one is read
+        let list = self.list_of(&row);
+        let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
+        let read = |key: &str| self.reads(key) && !other(key);
+        of_row(&row, self.format, &read, notes)?;
+        match self.format {
+            Format::Messages => Ok(Sample::Chat(self.chat(&mut row)?)),
+            Format::Alpaca => self.alpaca(&row),
+            Format::Completion => {
+                let prompt = self.text(&row, "prompt", false)?.to_string();
+                let completion = self.text(&row, "completion", true)?;
+                Ok(Sample::Text(vec![self.joined(prompt, completion)]))
+            }
+            Format::Text => Ok(Sample::Text(vec![(self.text(&row, "text", true)?.to_string(), 0)])),
+            Format::Tokens => {
+                let ids = self.numbers(&row, "input_ids", 0)?;
+                let labels = match row.get(self.name("labels")) {
+                    None | Some(Value::Null) => ids.clone(),
+                    Some(_) => self.numbers(&row, "labels", i64::from(super::UNSUPERVISED))?,
+                };
+                if ids.len() != labels.len() {
+                    return Err(format!(
+                        "{} has {} numbers and {} has {}; they must be as many",
+                        self.name("input_ids"),
+                        ids.len(),
+                        self.name("labels"),
+                        labels.len()
+                    ));
+                }
+                if ids.is_empty() {
+                    return Err(format!("{} is empty", self.name("input_ids")));
+                }
+                self.attends(&row, ids.len())?;
+                Ok(Sample::Tokens { ids: ids.into_iter().map(|i| i as u32).collect(), labels })
+            }
+        }
+    }
+
+    fn is_list(&self, name: &str) -> bool {
+        [self.name("messages"), self.name("conversations")].contains(&name)
+    }
+
+    /// A row of instruction and output, after the turns of its `history`. All outputs are completions.
+    fn alpaca(&self, row: &Map<String, Value>) -> Result<Sample, String> {
+        let optional = |name: &str| match row.get(self.name(name)) {
+            None | Some(Value::Null) => Ok(""),
+            Some(_) => self.text(row, name, false),
+        };
+        let instruction = self.text(row, "instruction", true)?;
+        let input = Some(optional("input")?).filter(|t| !t.trim().is_empty()).unwrap_or_default();
+        let system = Some(optional("system")?).filter(|t| !t.trim().is_empty());
+        let output = self.text(row, "output", true)?;
+        let mut turns = Vec::new();
+        for (instruction, output) in self.history(row)? {
+            turns.push(self.joined(alpaca_turn(instruction, ""), output));
+        }
+        turns.push(self.joined(alpaca_turn(instruction, input), output));
+        for (i, (text, from)) in turns.iter_mut().enumerate() {
+            let before = if i == 0 { preamble(system, input) } else { "\n\n".into() };
+            // mask "none" supervises from the first byte on
+            *from = if *from == 0 { 0 } else { *from + before.len() };
+            text.insert_str(0, &before);
+        }
+        Ok(Sample::Text(turns))
+    }
+
+    /// Earlier turns: pairs of instruction and output.
+    fn history<'a>(&self, row: &'a Map<String, Value>) -> Result<Vec<(&'a str, &'a str)>, String> {
+        let name = self.name("history");
+        let list = match row.get(name) {
+            None | Some(Value::Null) => return Ok(Vec::new()),
+            Some(Value::String(s)) if s.trim().is_empty() => return Ok(Vec::new()),
+            Some(Value::Array(list)) => list,
+            Some(other) => return Err(format!("{name}: expected an array, found {}", kind(other))),
+        };
+        let turn = |(i, turn): (usize, &'a Value)| match turn.as_array().map(Vec::as_slice) {
+            Some([Value::String(a), Value::String(b)]) if !a.trim().is_empty() && !b.trim().is_empty() => {
+                Ok((a.as_str(), b.as_str()))
+            }
+            _ => Err(format!("{name}[{i}]: expected [\"an instruction\", \"its output\"]")),
+        };
+        list.iter().enumerate().map(turn).collect()
+    }
+
+    /// Refuses an `attention_mask` that leaves tokens out.
+    fn attends(&self, row: &Map<String, Value>, tokens: usize) -> Result<(), String> {
+        if row.get(self.name("attention_mask")).is_none_or(Value::is_null) {
+            return Ok(());
+        }
+        let mask = self.numbers(row, "attention_mask", 0)?;
+        if mask.len() == tokens && mask.iter().all(|m| *m == 1) {
+            return Ok(());
+        }
+        let name = self.name("attention_mask");
+        Err(format!("{name}: it is not 1 for each of the {tokens} tokens; leave padding out of the row"))
+    }
+
+    fn joined(&self, mut prompt: String, completion: &str) -> (String, usize) {
+        let from = if self.mask == Mask::None { 0 } else { prompt.len() };
+        prompt.push_str(completion);
+        (prompt, from)
+    }
+
+    fn text<'a>(&self, row: &'a Map<String, Value>, name: &str, needed: bool) -> Result<&'a str, String> {
+        let name = self.name(name);
+        match row.get(name) {
+            None => Err(missing(name, row)),
+            Some(Value::String(s)) if needed && s.trim().is_empty() => Err(format!("{name} is empty")),
+            Some(Value::String(s)) => Ok(s),
+            Some(other) => Err(format!("{name}: expected a string, found {}", kind(other))),
+        }
+    }
+
+    fn numbers(&self, row: &Map<String, Value>, name: &str, least: i64) -> Result<Vec<i32>, String> {
+        let name = self.name(name);
+        let list = match row.get(name) {
+            None => return Err(missing(name, row)),
+            Some(Value::Array(list)) => list,
+            Some(other) => {
+                return Err(format!("{name}: expected an array of numbers, found {}", kind(other)));
+            }
+        };
+        let unsupervised = i64::from(super::UNSUPERVISED);
+        let number = |(i, v): (usize, &Value)| {
+            let n = v.as_i64().and_then(|n| i32::try_from(n).ok());
+            // between -100 and 0 there is nothing that a label may be
+            n.filter(|n| i64::from(*n) >= 0 || (least < 0 && i64::from(*n) == unsupervised))
+                .ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
+        };
+        list.iter().enumerate().map(number).collect()
+    }
+}
+
+pub(super) fn missing(name: &str, row: &Map<String, Value>) -> String {
+    if row.is_empty() {
+        return format!("no field {name:?}; the object is empty");
+    }
+    let mut there: Vec<String> = row.keys().take(8).map(|k| brief(&Value::from(k.as_str()))).collect();
+    if row.len() > there.len() {
+        there.push("...".into());
+    }
+    format!("no field {name:?}; there is {}", there.join(", "))
+}
+
+pub(super) fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// A value for a message: at most 40 characters of it, control characters spelled.
+pub(super) fn brief(value: &Value) -> String {
+    let text = match value {
+        Value::String(s) => s.clone(),
+        Value::Array(_) | Value::Object(_) => kind(value).to_string(),
+        other => other.to_string(),
+    };
+    let short: String = text.chars().take(40).flat_map(char::escape_debug).collect();
+    if text.chars().nth(40).is_some() { short + "..." } else { short }
+}

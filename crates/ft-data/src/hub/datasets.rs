@@ -1,0 +1,350 @@
+//! Datasets of the hub: which files of a repository are a config and a split, by the rules of the package `datasets`.
+
+use super::files::{Repository, is_commit};
+use super::{Error, Settings};
+use crate::holds_rows;
+use ft_base::store;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Files that hold no rows, whatever their names end with.
+const NO_ROWS: &[&str] = &[
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+    "requirements.txt",
+    "license.txt",
+    "readme.txt",
+];
+/// Words in a path that name a split.
+const SPLITS: &[(&str, &[&str])] = &[
+    ("train", &["train", "training"]),
+    ("validation", &["validation", "valid", "val", "dev"]),
+    ("test", &["test", "testing", "eval", "evaluation"]),
+];
+
+/// A dataset of the hub, as a recipe names it.
+#[derive(Clone, Copy, Debug)]
+pub struct DatasetName<'a> {
+    /// `OWNER/NAME`.
+    pub id: &'a str,
+    /// Branch, tag or commit.
+    pub revision: &'a str,
+    /// Config; none where the default or only one is meant.
+    pub config: Option<&'a str>,
+    /// Split; none where the only one is meant.
+    pub split: Option<&'a str>,
+}
+
+/// Files of a dataset on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DatasetFiles {
+    /// The files, sorted by name.
+    pub files: Vec<PathBuf>,
+    /// What the user should know: that the hub could not be reached and the cache was used.
+    pub notes: Vec<String>,
+}
+
+/// What a repository holds at a commit.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Layout {
+    pub commit: String,
+    /// Paths and sizes.
+    pub files: Vec<(String, u64)>,
+    /// `configs` of the card.
+    pub configs: Value,
+}
+
+/// Splits with their files.
+type Splits = BTreeMap<String, Vec<String>>;
+
+/// Brings the files of a dataset into the hub's cache; `kept` is a folder where layouts are kept for offline use.
+///
+/// # Errors
+/// As [`super::fetch_model`]; a config or split that the dataset does not have, with those that it has.
+pub fn fetch_dataset_with(
+    settings: &Settings,
+    kept: Option<&Path>,
+    name: DatasetName<'_>,
+    progress: bool,
+) -> Result<DatasetFiles, Error> {
+    let repository = Repository::parse(name.id, name.revision)?.of_datasets();
+    if !cfg!(feature = "hub") {
+        return Err(Error::WithoutHub { id: repository.id() });
+    }
+    let place = kept.map(|dir| dir.join("datasets").join(key(settings, &repository)));
+    let known: Option<Layout> =
+        place.as_ref().and_then(|p| serde_json::from_slice(&store::read_plain(p, store::LARGEST).ok()?).ok());
+    let here = |layout: &Layout| -> Result<Option<Vec<PathBuf>>, Error> {
+        let dir = repository.snapshot(settings, &layout.commit);
+        let chosen = choose(&repository, layout, name)?;
+        let size = |file: &String| layout.files.iter().find(|(n, _)| n == file).map(|(_, s)| *s);
+        let whole = |file: &String| std::fs::metadata(dir.join(file)).ok().map(|m| m.len()) == size(file);
+        Ok(chosen.iter().all(whole).then(|| chosen.iter().map(|f| dir.join(f)).collect()))
+    };
+    let cached = known.as_ref().map(&here).transpose();
+    if settings.offline {
+        let lacks = || Error::NotCached {
+            id: repository.id(),
+            revision: name.revision.into(),
+            file: "a file of rows".into(),
+            cache: settings.cache.clone(),
+        };
+        let files = cached?.flatten().ok_or_else(lacks)?;
+        return Ok(DatasetFiles { files, notes: Vec::new() });
+    }
+    if is_commit(name.revision)
+        && let Ok(Some(Some(files))) = cached
+    {
+        return Ok(DatasetFiles { files, notes: Vec::new() });
+    }
+    match download(settings, &repository, name, progress) {
+        Ok((layout, files)) => {
+            if let Some(place) = place {
+                // best effort: without it an offline run asks for a network
+                let _ = store::write_atomic(&place, &serde_json::to_vec(&layout).unwrap_or_default());
+            }
+            Ok(DatasetFiles { files, notes: Vec::new() })
+        }
+        Err(e @ Error::Unreachable { .. }) => match cached {
+            Ok(Some(Some(files))) => {
+                let note = format!("{e}\nusing {} from the cache", name.id);
+                Ok(DatasetFiles { files, notes: vec![note] })
+            }
+            _ => Err(e),
+        },
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(feature = "hub")]
+fn download(
+    settings: &Settings,
+    repository: &Repository,
+    name: DatasetName<'_>,
+    progress: bool,
+) -> Result<(Layout, Vec<PathBuf>), Error> {
+    let choose = |layout: &Layout| choose(repository, layout, name);
+    super::remote::download_dataset(settings, repository, &choose, progress)
+}
+
+#[cfg(not(feature = "hub"))]
+fn download(
+    _settings: &Settings,
+    repository: &Repository,
+    _name: DatasetName<'_>,
+    _progress: bool,
+) -> Result<(Layout, Vec<PathBuf>), Error> {
+    Err(Error::WithoutHub { id: repository.id() })
+}
+
+/// The name of the file that keeps a layout.
+fn key(settings: &Settings, r: &Repository) -> String {
+    let text = format!("{}\n{}\n{}", settings.cache.display(), r.id(), r.revision);
+    blake3::hash(text.as_bytes()).to_hex()[..32].to_string()
+}
+
+/// The files of a config and a split.
+fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Result<Vec<String>, Error> {
+    let fail = |message: String| Error::NoSuchPart { id: repository.id(), message };
+    let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_data(n)).collect();
+    let configs = configs(&layout.configs, &data).map_err(fail)?;
+    let names = || configs.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    let splits = match name.config {
+        Some(config) => configs
+            .get(config)
+            .ok_or_else(|| fail(format!("it has no config {config:?}\nhint: it has {}", names())))?,
+        None => match (configs.get("default"), configs.len()) {
+            (Some(default), _) => default,
+            (None, 1) => configs.values().next().ok_or_else(|| fail(String::new()))?,
+            _ => return Err(fail(format!("it has several configs\nhint: config = one of {}", names()))),
+        },
+    };
+    let names = || splits.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    let files = match (name.split, splits.len()) {
+        (Some(split), _) => splits
+            .get(split)
+            .ok_or_else(|| fail(format!("it has no split {split:?}\nhint: it has {}", names())))?,
+        (None, 1) => splits.values().next().ok_or_else(|| fail(String::new()))?,
+        (None, 0) => {
+            return Err(fail(
+                "it has no files that hold rows (a script may build it)\nhint: download its rows, and name the files"
+                    .into(),
+            ));
+        }
+        (None, _) => return Err(fail(format!("it has several splits\nhint: split = one of {}", names()))),
+    };
+    let mut files = files.clone();
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
+
+/// Whether a file of a repository can hold rows. Its path becomes one of the cache: only plain ones.
+fn is_data(path: &str) -> bool {
+    let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['\\', '\0']);
+    let name = path.rsplit('/').next().unwrap_or(path).to_lowercase();
+    path.split('/').all(plain) && !NO_ROWS.contains(&name.as_str()) && holds_rows(Path::new(path))
+}
+
+/// The configs of a dataset: those that its card lists, else one by the names of its files.
+fn configs(card: &Value, data: &[&str]) -> Result<BTreeMap<String, Splits>, String> {
+    let mut out = BTreeMap::new();
+    for config in card.as_array().into_iter().flatten() {
+        let text = |key: &str| config.get(key).and_then(Value::as_str);
+        let name = text("config_name").unwrap_or("default");
+        let folder = text("data_dir").map(|d| d.trim_matches('/').to_string() + "/").unwrap_or_default();
+        let inside: Vec<&str> = data.iter().copied().filter(|f| f.starts_with(&folder)).collect();
+        let splits = match config.get("data_files") {
+            None => by_name(&inside),
+            Some(files) => listed(files, &folder, &inside)?,
+        };
+        let name = if config.get("default") == Some(&true.into()) { "default" } else { name };
+        out.insert(name.to_string(), splits);
+    }
+    if out.is_empty() {
+        out.insert("default".into(), by_name(data));
+    }
+    Ok(out)
+}
+
+/// The splits that a card lists: patterns, or tables of split and patterns.
+fn listed(files: &Value, folder: &str, data: &[&str]) -> Result<Splits, String> {
+    let mut out = Splits::new();
+    let mut add = |split: &str, patterns: &Value| -> Result<(), String> {
+        let patterns: Vec<&str> = match patterns {
+            Value::String(one) => vec![one],
+            Value::Array(many) => many.iter().filter_map(Value::as_str).collect(),
+            _ => Vec::new(),
+        };
+        let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
+        for text in patterns {
+            let pattern = glob::Pattern::new(&format!("{}{text}", glob::Pattern::escape(folder)))
+                .map_err(|e| format!("its card has the pattern {text:?}: {e}"))?;
+            let found = data.iter().filter(|f| pattern.matches_with(f, options));
+            out.entry(split.to_string()).or_default().extend(found.map(|f| f.to_string()));
+        }
+        Ok(())
+    };
+    match files {
+        Value::Object(splits) => splits.iter().try_for_each(|(split, p)| add(split, p))?,
+        Value::Array(list) if list.iter().any(Value::is_object) => {
+            for entry in list {
+                let split = entry.get("split").and_then(Value::as_str).unwrap_or("train");
+                add(split, entry.get("path").unwrap_or(&Value::Null))?;
+            }
+        }
+        other => add("train", other)?,
+    }
+    out.retain(|_, files| !files.is_empty());
+    Ok(out)
+}
+
+/// Splits by the names of files of the most frequent kind: `data/SPLIT-00000-of-00002`, or words in their paths; else all
+/// are of `train`.
+fn by_name(data: &[&str]) -> Splits {
+    let kind =
+        |path: &str| path.rsplit('/').next().and_then(|n| n.split_once('.')).map(|n| n.1.to_lowercase());
+    let mut counts: BTreeMap<Option<String>, usize> = BTreeMap::new();
+    data.iter().for_each(|f| *counts.entry(kind(f)).or_default() += 1);
+    let Some(most) =
+        counts.iter().max_by_key(|(k, n)| (**n, k.as_deref() == Some("parquet"))).map(|(k, _)| k)
+    else {
+        return Splits::new();
+    };
+    let data: Vec<&str> = data.iter().copied().filter(|f| kind(f) == *most).collect();
+    for rule in [of_shard, of_word] {
+        let mut out = Splits::new();
+        for file in &data {
+            if let Some(split) = rule(file) {
+                out.entry(split).or_default().push(file.to_string());
+            }
+        }
+        if !out.is_empty() {
+            return out;
+        }
+    }
+    Splits::from([("train".to_string(), data.iter().map(|f| f.to_string()).collect())])
+}
+
+/// The split that a shard names.
+fn of_shard(path: &str) -> Option<String> {
+    let name = path.strip_prefix("data/")?;
+    let (split, rest) = name.split_once("-0")?;
+    let shard = rest.split('.').next().unwrap_or(rest);
+    let numbers = shard.split("-of-").all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
+    (numbers && shard.contains("-of-") && !split.contains('/')).then(|| split.to_string())
+}
+
+/// The split that a word of a path names.
+fn of_word(path: &str) -> Option<String> {
+    let lower = path.to_lowercase();
+    let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();
+    let found = SPLITS.iter().find(|(_, names)| words.iter().any(|w| names.contains(w)));
+    found.map(|(split, _)| split.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn chosen(
+        files: &[&str],
+        configs: Value,
+        config: Option<&str>,
+        split: Option<&str>,
+    ) -> Result<Vec<String>, String> {
+        let files = files.iter().map(|f| (f.to_string(), 1)).collect();
+        let layout = Layout { commit: String::new(), files, configs };
+        let repository = Repository::parse("owner/name", "main").map_err(|e| e.to_string())?;
+        let name = DatasetName { id: "owner/name", revision: "main", config, split };
+        choose(&repository, &layout, name).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn files_name_their_splits() {
+        let shards = [
+            "README.md",
+            "data/train_sft-00000-of-00002.parquet",
+            "data/train_sft-00001-of-00002.parquet",
+            "data/test_sft-00000-of-00001.parquet",
+            "dataset_infos.json",
+        ];
+        assert_eq!(chosen(&shards, Value::Null, None, Some("test_sft")), Ok(vec![shards[3].into()]));
+        assert_eq!(chosen(&shards, Value::Null, None, Some("train_sft")).map(|f| f.len()), Ok(2));
+        let several = chosen(&shards, Value::Null, None, None).unwrap_err();
+        assert!(several.contains("split = one of test_sft, train_sft"), "{several}");
+        let words =
+            ["my_train.jsonl", "dev/rows.jsonl", "x-test.jsonl", ".hidden/train.jsonl", "../train.jsonl"];
+        assert_eq!(chosen(&words, Value::Null, None, Some("validation")), Ok(vec!["dev/rows.jsonl".into()]));
+        assert_eq!(chosen(&words, Value::Null, None, Some("train")), Ok(vec!["my_train.jsonl".into()]));
+        assert_eq!(
+            chosen(&["alpaca.json", "LICENSE.txt"], Value::Null, None, None),
+            Ok(vec!["alpaca.json".into()])
+        );
+        let script = chosen(&["name.py", "README.md"], Value::Null, None, None).unwrap_err();
+        assert!(script.contains("no files that hold rows"), "{script}");
+    }
+
+    #[test]
+    fn cards_name_configs_and_splits() {
+        let files =
+            ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet", "socratic/a.parquet"];
+        let card = json!([
+            {"config_name": "main", "data_files": [
+                {"split": "train", "path": "main/train-*"}, {"split": "test", "path": ["main/test-*"]}]},
+            {"config_name": "socratic", "data_files": "socratic/*.parquet"},
+        ]);
+        let ask = |config, split| chosen(&files, card.clone(), config, split);
+        assert_eq!(ask(Some("main"), Some("test")), Ok(vec![files[1].into()]));
+        assert_eq!(ask(Some("socratic"), None), Ok(vec![files[2].into()]));
+        assert!(ask(None, None).unwrap_err().contains("config = one of main, socratic"));
+        assert!(ask(Some("other"), None).unwrap_err().contains("it has main, socratic"));
+        assert!(ask(Some("main"), Some("dev")).unwrap_err().contains("it has test, train"));
+        let folder = json!([{"config_name": "x", "data_dir": "main", "default": true}]);
+        assert_eq!(chosen(&files, folder, None, Some("train")), Ok(vec![files[0].into()]));
+    }
+}

@@ -1,0 +1,147 @@
+//! A repository on the hub: its name, its place in the cache, and what the cache has of it.
+
+use std::path::{Path, PathBuf};
+
+use super::{Error, Settings, Want};
+use ft_base::store::{INDEX, SINGLE, parse_index};
+
+/// What is fetched: a model, up to a point, or an adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Model(Want),
+    Adapter,
+}
+
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const TOKENIZER: &str = "tokenizer.json";
+pub(super) const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+
+/// A repository on the hub, at a revision.
+#[derive(Clone, Debug)]
+pub(super) struct Repository {
+    /// What the hub's cache calls repositories of its kind.
+    kind: &'static str,
+    pub(super) owner: String,
+    pub(super) name: String,
+    pub(super) revision: String,
+}
+
+impl Repository {
+    /// Checks the spelling of `OWNER/NAME`, as `huggingface_hub` does, and of the revision: both become parts of paths.
+    pub(super) fn parse(id: &str, revision: &str) -> Result<Repository, Error> {
+        let plain = |part: &str| {
+            !part.is_empty()
+                && part.len() <= 96
+                && !part.starts_with(['.', '-'])
+                && !part.ends_with(['.', '-'])
+                && !part.contains("..")
+                && !part.contains("--")
+                && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        };
+        let (owner, name) = match id.split_once('/') {
+            Some((owner, name)) if plain(owner) && plain(name) && !name.ends_with(".git") => (owner, name),
+            _ => {
+                return Err(Error::BadName {
+                    what: "hub id",
+                    text: id.to_string(),
+                    rule: "it is OWNER/NAME, of letters, digits, `.`, `_` and `-`, without `--`, `..` or `.git`, and without `.` or `-` at either end",
+                });
+            }
+        };
+        let revision_is_plain = revision.split('/').all(|part| {
+            !part.is_empty()
+                && !part.starts_with('.')
+                && !part.contains("..")
+                && part.bytes().all(|b| b.is_ascii_graphic() && !b"\\:?*[~^\"<>|".contains(&b))
+        });
+        if !revision_is_plain {
+            return Err(Error::BadName {
+                what: "revision",
+                text: revision.to_string(),
+                rule: "it is a branch, a tag or a commit",
+            });
+        }
+        let (owner, name) = (owner.to_string(), name.to_string());
+        Ok(Repository { kind: "models", owner, name, revision: revision.to_string() })
+    }
+
+    /// The dataset of this name.
+    pub(super) fn of_datasets(self) -> Self {
+        Self { kind: "datasets", ..self }
+    }
+
+    #[cfg(feature = "hub")]
+    pub(super) fn is_dataset(&self) -> bool {
+        self.kind == "datasets"
+    }
+
+    pub(super) fn id(&self) -> String {
+        format!("{}/{}", self.owner, self.name)
+    }
+
+    /// The repository's folder in the cache.
+    pub(super) fn folder(&self, settings: &Settings) -> PathBuf {
+        settings.cache.join(format!("{}--{}--{}", self.kind, self.owner, self.name))
+    }
+
+    pub(super) fn snapshot(&self, settings: &Settings, commit: &str) -> PathBuf {
+        self.folder(settings).join("snapshots").join(commit)
+    }
+
+    /// The mark that a commit has no such file, as `huggingface_hub` keeps it.
+    pub(super) fn absent(&self, settings: &Settings, commit: &str, file: &str) -> PathBuf {
+        self.folder(settings).join(".no_exist").join(commit).join(file)
+    }
+
+    /// The snapshot of this revision in the cache, and its commit, if it has all that is needed;
+    /// else the name of the first file that is missing.
+    pub(super) fn cached(&self, settings: &Settings, kind: Kind) -> Result<(PathBuf, String), String> {
+        let first = match kind {
+            Kind::Model(_) => CONFIG,
+            Kind::Adapter => ADAPTER[0],
+        };
+        let commit = if is_commit(&self.revision) {
+            self.revision.clone()
+        } else {
+            let path = self.folder(settings).join("refs").join(&self.revision);
+            let text =
+                ft_base::store::read_plain_text(&path, ft_base::store::LARGEST).map_err(|_| first.to_string())?;
+            Some(text.trim().to_string()).filter(|c| is_commit(c)).ok_or(first.to_string())?
+        };
+        let dir = self.snapshot(settings, &commit);
+        // `is_file` follows links: one to a blob that is gone does not count.
+        let needs = |file: &str| match dir.join(file).is_file() {
+            true => Ok(()),
+            false => Err(file.to_string()),
+        };
+        match kind {
+            Kind::Adapter => ADAPTER.into_iter().try_for_each(needs)?,
+            Kind::Model(want) => {
+                needs(CONFIG)?;
+                if want >= Want::Tokenizer && !self.absent(settings, &commit, TOKENIZER).exists() {
+                    needs(TOKENIZER)?;
+                }
+                if want >= Want::Weights && needs(SINGLE).is_err() {
+                    needs(INDEX).map_err(|_| SINGLE.to_string())?;
+                    shards(&dir).map_err(|_| INDEX.to_string())?.iter().try_for_each(|s| needs(s))?;
+                }
+            }
+        }
+        Ok((dir, commit))
+    }
+}
+
+/// Whether a revision is a full commit hash, which never changes its meaning.
+pub(super) fn is_commit(revision: &str) -> bool {
+    revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// The shards that the index in a folder names, sorted.
+pub(super) fn shards(dir: &Path) -> Result<Vec<String>, String> {
+    let bytes =
+        ft_base::store::read_plain(&dir.join(INDEX), ft_base::store::LARGEST).map_err(|e| e.to_string())?;
+    let mut files: Vec<String> = parse_index(&bytes)?.into_values().collect();
+    files.sort();
+    files.dedup();
+    Ok(files)
+}

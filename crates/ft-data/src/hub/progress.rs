@@ -1,0 +1,93 @@
+//! How far a download is: a bar on a terminal, plain lines otherwise; always on stderr.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use ft_base::terminal::{escape, moves_cursor, tell};
+use ft_base::store::human_bytes;
+
+/// Reports one download of several files.
+pub(super) struct Report {
+    what: String,
+    total: u64,
+    /// None where stderr is no terminal.
+    bar: Option<ProgressBar>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    files: HashMap<String, u64>,
+    /// Bytes of the files that come by the hub's chunk storage, which counts them together.
+    together: u64,
+    /// The last tenth that a plain line reported.
+    tenth: u64,
+}
+
+impl Report {
+    /// Announces the download of `files` files with `total` bytes.
+    pub(super) fn new(what: &str, files: usize, total: u64) -> Report {
+        let bar = moves_cursor().then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template(
+                "{msg} [{bar:24}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left",
+            );
+            // The template is a constant; should it ever not parse, the default bar is fine.
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+            bar.set_message(escape(what).into_owned());
+            bar
+        });
+        if bar.is_none() {
+            tell(&format!("fetching {what}: {files} files, {}", human_bytes(total)));
+        }
+        Report { what: what.to_string(), total, bar, state: Mutex::default() }
+    }
+
+    fn advance(&self, state: &mut State) {
+        // The two counts can overlap (a file is counted in both when it completes).
+        let done = state.files.values().sum::<u64>().max(state.together).min(self.total);
+        match &self.bar {
+            Some(bar) => bar.set_position(done.max(bar.position())),
+            None => {
+                let tenth = (done * 10).checked_div(self.total).unwrap_or(10);
+                if tenth > state.tenth {
+                    state.tenth = tenth;
+                    let (done, total) = (human_bytes(done), human_bytes(self.total));
+                    tell(&format!("fetching {}: {tenth}0 % ({done} of {total})", self.what));
+                }
+            }
+        }
+    }
+}
+
+impl ProgressHandler for Report {
+    fn on_progress(&self, event: &ProgressEvent) {
+        let ProgressEvent::Download(event) = event else { return };
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match event {
+            DownloadEvent::Progress { files } => {
+                for file in files {
+                    state.files.insert(file.filename.clone(), file.bytes_completed);
+                }
+                self.advance(&mut state);
+            }
+            DownloadEvent::AggregateProgress { bytes_completed, .. } => {
+                state.together = *bytes_completed;
+                self.advance(&mut state);
+            }
+            // Each file announces itself as a download of its own; the totals are known already.
+            _ => {}
+        }
+    }
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

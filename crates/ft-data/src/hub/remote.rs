@@ -1,0 +1,399 @@
+//! Downloads into the hub's cache, through crate `hf-hub`.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hf_hub::progress::Progress;
+use hf_hub::repository::{CommitOperation, RepoTreeEntry, RepoTypeAny, RepoTypeModel};
+use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync};
+
+use super::choose::choose;
+use super::datasets::Layout;
+use super::files::{Kind, Repository, TOKENIZER, is_commit, shards};
+use super::progress::Report;
+use super::{Error, Push, Settings, Want};
+use ft_base::terminal::tell;
+use ft_base::store::{INDEX, human_bytes, write_atomic};
+
+/// The branch that every repository has.
+const MAIN: &str = "main";
+
+/// Brings what is needed of a repository into the cache; returns the snapshot and its commit.
+pub(super) fn download(
+    settings: &Settings,
+    repository: &Repository,
+    kind: Kind,
+    progress: bool,
+) -> Result<(PathBuf, String), Error> {
+    // A commit never changes: when the cache has it, there is nothing to ask.
+    if is_commit(&repository.revision)
+        && let Ok(found) = repository.cached(settings, kind)
+    {
+        return Ok(found);
+    }
+    let remote = Remote::connect(settings, repository)?;
+    let commit = remote.commit()?;
+    let listed = remote.list(&commit, false)?;
+    let dir = repository.snapshot(settings, &commit);
+
+    let mut wanted = choose(repository, &listed, kind)?;
+    if wanted.iter().any(|f| f == INDEX) {
+        remote.fetch(&dir, &commit, &[INDEX.to_string()], &listed, false)?;
+        let named = shards(&dir).map_err(|problem| remote.client_error(format!("{INDEX}: {problem}")))?;
+        wanted.extend(named);
+    }
+    remote.fetch(&dir, &commit, &wanted, &listed, progress)?;
+
+    if !is_commit(&repository.revision) {
+        // Only now, that a later offline run finds a snapshot that is complete.
+        let path = repository.folder(settings).join("refs").join(&repository.revision);
+        write_atomic(&path, commit.as_bytes()).map_err(|e| remote.client_error(format!("the cache: {e}")))?;
+    }
+    if matches!(kind, Kind::Model(want) if want >= Want::Tokenizer)
+        && !listed.iter().any(|(name, _)| name == TOKENIZER)
+    {
+        // Best effort: without the mark an offline run asks for a file that does not exist.
+        let _ = write_atomic(&repository.absent(settings, &commit, TOKENIZER), b"");
+    }
+    Ok((dir, commit))
+}
+
+/// Brings the files of a dataset that `choose` chooses into the cache; returns its layout and the files.
+pub(super) fn download_dataset(
+    settings: &Settings,
+    repository: &Repository,
+    choose: &dyn Fn(&Layout) -> Result<Vec<String>, Error>,
+    progress: bool,
+) -> Result<(Layout, Vec<PathBuf>), Error> {
+    let remote = Remote::connect(settings, repository)?;
+    let (commit, configs) = remote.dataset()?;
+    let listed = remote.list(&commit, true)?;
+    let layout = Layout { commit, files: listed, configs };
+    let wanted = choose(&layout)?;
+    let dir = repository.snapshot(settings, &layout.commit);
+    remote.fetch(&dir, &layout.commit, &wanted, &layout.files, progress)?;
+    let files = wanted.iter().map(|f| dir.join(f)).collect();
+    Ok((layout, files))
+}
+
+pub(super) struct Remote<'a> {
+    settings: &'a Settings,
+    repository: &'a Repository,
+    client: HFClientSync,
+    api: HFRepositorySync<RepoTypeAny>,
+}
+
+impl<'a> Remote<'a> {
+    pub(super) fn connect(settings: &'a Settings, repository: &'a Repository) -> Result<Self, Error> {
+        let mut builder = HFClient::builder()
+            .endpoint(&settings.endpoint)
+            .cache_dir(&settings.cache)
+            .user_agent(concat!("ft/", env!("CARGO_PKG_VERSION")))
+            .retry_max_attempts(3)
+            .retry_base_delay(Duration::from_millis(200));
+        if let Some(token) = &settings.token {
+            builder = builder.token(token);
+        }
+        let client = builder.build_sync().map_err(|e| Error::Client {
+            id: repository.id(),
+            message: scrub(settings, &format!("the hub's client (HF_ENDPOINT?): {e}")),
+        })?;
+        let kind = if repository.is_dataset() { RepoTypeAny::Dataset } else { RepoTypeAny::Model };
+        let api = client.repository(kind, &repository.owner, &repository.name);
+        Ok(Remote { settings, repository, client, api })
+    }
+
+    /// The commit that the revision stands for.
+    fn commit(&self) -> Result<String, Error> {
+        let api = self.client.model(&self.repository.owner, &self.repository.name);
+        let info =
+            api.info().revision(self.repository.revision.clone()).send().map_err(|e| self.explain(e))?;
+        self.named(info.sha)
+    }
+
+    /// The commit of a dataset, and the configs of its card.
+    fn dataset(&self) -> Result<(String, serde_json::Value), Error> {
+        let api = self.client.dataset(&self.repository.owner, &self.repository.name);
+        let info =
+            api.info().revision(self.repository.revision.clone()).send().map_err(|e| self.explain(e))?;
+        let configs = info.card_data.and_then(|mut c| Some(c.get_mut("configs")?.take()));
+        Ok((self.named(info.sha)?, configs.unwrap_or_default()))
+    }
+
+    fn named(&self, commit: Option<String>) -> Result<String, Error> {
+        commit
+            .filter(|sha| is_commit(sha))
+            .ok_or_else(|| self.client_error("the hub names no commit for that revision".into()))
+    }
+
+    /// The files of the repository with their sizes: those in its root, or all.
+    fn list(&self, commit: &str, all: bool) -> Result<Vec<(String, u64)>, Error> {
+        let tree =
+            self.api.list_tree().revision(commit).recursive(all).send().map_err(|e| self.explain(e))?;
+        Ok(tree
+            .into_iter()
+            .filter_map(|entry| match entry {
+                // Names become paths in the cache: only plain ones.
+                RepoTreeEntry::File { path, size, .. }
+                    if (all || !path.contains('/')) && !path.contains(['\\', '\0']) =>
+                {
+                    Some((path, size))
+                }
+                _ => None,
+            })
+            .collect())
+    }
+
+    /// Downloads the files that the snapshot lacks, and checks their sizes: the client stores
+    /// whatever body came, also that of an error page.
+    fn fetch(
+        &self,
+        dir: &Path,
+        commit: &str,
+        wanted: &[String],
+        listed: &[(String, u64)],
+        progress: bool,
+    ) -> Result<(), Error> {
+        let mut lacking = Vec::new();
+        for file in wanted {
+            let Some((_, size)) = listed.iter().find(|(name, _)| name == file) else {
+                return Err(Error::NoHubFile {
+                    id: self.repository.id(),
+                    revision: self.repository.revision.clone(),
+                    file: file.clone(),
+                    hint: format!(", which {INDEX} names"),
+                });
+            };
+            match size_of(&dir.join(file)) {
+                Some(got) if got == *size => continue,
+                Some(_) => remove_with_blob(&dir.join(file)),
+                None => {}
+            }
+            lacking.push((file, *size));
+        }
+        if lacking.is_empty() {
+            return Ok(());
+        }
+        let total = lacking.iter().map(|(_, size)| size).sum();
+        let report =
+            progress.then(|| Progress::new(Report::new(&self.repository.id(), lacking.len(), total)));
+        self.api
+            .snapshot_download()
+            .revision(commit)
+            .allow_patterns(lacking.iter().map(|(file, _)| literal(file)).collect())
+            .max_workers(4)
+            .maybe_progress(report)
+            .send()
+            .map_err(|e| self.explain(e))?;
+        for (file, wanted) in lacking {
+            let got = size_of(&dir.join(file)).unwrap_or(0);
+            if got != wanted {
+                remove_with_blob(&dir.join(file));
+                let (id, file) = (self.repository.id(), file.clone());
+                return Err(Error::Incomplete { id, file, got, wanted });
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the repository and the branch, where they are not there, and one commit of all files. Gives the address.
+    pub(super) fn push(&self, push: &Push) -> Result<String, Error> {
+        let id = self.repository.id();
+        let refused = |e| self.explain_push(e);
+        self.client
+            .create_repository()
+            .repo_id(&id)
+            .repo_type(RepoTypeModel)
+            .private(push.private)
+            .exist_ok(true)
+            .send()
+            .map_err(refused)?;
+        if push.revision != MAIN {
+            match self.api.create_branch().branch(&push.revision).send() {
+                // it is there
+                Ok(()) | Err(HFError::Conflict { .. }) => {}
+                Err(e) => return Err(refused(e)),
+            }
+        }
+        let files = push.files.iter().map(|(name, path)| CommitOperation::add_file(name, path));
+        let texts =
+            push.texts.iter().map(|(name, text)| CommitOperation::add_bytes(name, text.clone().into_bytes()));
+        let total = push.files.iter().filter_map(|(_, path)| size_of(path)).sum();
+        tell(&format!(
+            "uploading {} files, {}, to {id}",
+            push.files.len() + push.texts.len(),
+            human_bytes(total)
+        ));
+        self.api
+            .create_commit()
+            .operations(files.chain(texts).collect())
+            .commit_message(&push.message)
+            .revision(&push.revision)
+            .send()
+            .map_err(refused)?;
+        let endpoint = without_user(&self.settings.endpoint);
+        Ok(match push.revision.as_str() {
+            MAIN => format!("{endpoint}/{id}"),
+            branch => format!("{endpoint}/{id}/tree/{branch}"),
+        })
+    }
+
+    /// What the hub says against an upload.
+    fn explain_push(&self, error: HFError) -> Error {
+        let id = self.repository.id();
+        if let HFError::Conflict { context } = &error {
+            let said = context.server_message.clone().unwrap_or_else(|| "no reason given".into());
+            let hint = "hint: somebody else wrote to it at the same time: try again";
+            return Error::Push { id, message: format!("409, {}\n{hint}", scrub(self.settings, &said)) };
+        }
+        match self.explain(error) {
+            Error::Unauthorized { endpoint, .. } => {
+                let message = format!(
+                    "the hub at {endpoint} does not let the token that is set write there\nhint: a token with the \
+                     role write (HF_TOKEN), of an account that may write to {}",
+                    self.repository.owner
+                );
+                Error::Push { id, message }
+            }
+            Error::Client { message, .. } => Error::Push { id, message },
+            e => e,
+        }
+    }
+
+    fn client_error(&self, message: String) -> Error {
+        Error::Client { id: self.repository.id(), message: scrub(self.settings, &message) }
+    }
+
+    /// The client's error in our words: what it means, and what to do.
+    fn explain(&self, error: HFError) -> Error {
+        let id = self.repository.id();
+        let endpoint = without_user(&self.settings.endpoint);
+        let revision = Some(self.repository.revision.clone());
+        match error {
+            HFError::Request { source, .. } => {
+                let mut cause: &dyn std::error::Error = &source;
+                while let Some(inner) = cause.source() {
+                    cause = inner;
+                }
+                Error::Unreachable { id, endpoint, cause: scrub(self.settings, &cause.to_string()) }
+            }
+            HFError::RepoNotFound { .. } => Error::NotFound { id, endpoint, revision: None },
+            HFError::RevisionNotFound { context, .. } => {
+                // The hub says which of the two is missing; other servers may not.
+                let code = context.and_then(|c| c.error_code);
+                let revision = revision.filter(|_| code.as_deref() != Some("RepoNotFound"));
+                Error::NotFound { id, endpoint, revision }
+            }
+            HFError::EntryNotFound { path, .. } => Error::NoHubFile {
+                id,
+                revision: self.repository.revision.clone(),
+                file: path,
+                hint: String::new(),
+            },
+            HFError::AuthRequired { context }
+            | HFError::Forbidden { context }
+            | HFError::RateLimited { context, .. }
+            | HFError::Http { context } => {
+                let status = context.status.as_u16();
+                if status == 401 || status == 403 {
+                    let gated = context.error_code.as_deref() == Some("GatedRepo");
+                    let had_token = self.settings.token.is_some();
+                    return Error::Unauthorized { id, endpoint, gated, had_token };
+                }
+                let message = match status {
+                    429 => "too many requests; wait a while, or set HF_TOKEN".to_string(),
+                    500.. => "the hub has a problem; try again later".to_string(),
+                    _ => context.server_message.unwrap_or_else(|| "no reason given".to_string()),
+                };
+                let message = scrub(self.settings, &message);
+                Error::Refused { id, endpoint, status, message }
+            }
+            HFError::Io(source) => Error::Cache { cache: self.settings.cache.clone(), source },
+            HFError::CacheLockTimeout { path } => self.client_error(format!(
+                "another process is fetching the same file; wait for it ({})",
+                path.display()
+            )),
+            other => self.client_error(other.to_string()),
+        }
+    }
+}
+
+fn size_of(path: &Path) -> Option<u64> {
+    std::fs::metadata(path).ok().filter(|m| m.is_file()).map(|m| m.len())
+}
+
+/// Removes a file of a snapshot and the blob that it links to, so that it is fetched anew.
+fn remove_with_blob(path: &Path) {
+    if let Ok(blob) = path.canonicalize() {
+        // Best effort: what stays is found again by its size.
+        let _ = std::fs::remove_file(blob);
+    }
+    let _ = std::fs::remove_file(path);
+}
+
+/// A pattern that matches this name alone (the client takes globs).
+fn literal(name: &str) -> String {
+    name.chars()
+        .map(|c| match c {
+            '*' | '?' | '[' | ']' | '{' | '}' => format!("[{c}]"),
+            c => c.to_string(),
+        })
+        .collect()
+}
+
+/// Takes the token, and the query strings of addresses (they can be signed), out of a message.
+fn scrub(settings: &Settings, text: &str) -> String {
+    let mut text = match settings.token.as_deref() {
+        Some(token) if !token.is_empty() => text.replace(token, "(token)"),
+        _ => text.to_string(),
+    };
+    if let Some(user) = user_of(&settings.endpoint) {
+        text = text.replace(user, "");
+    }
+    let mut out = String::with_capacity(text.len());
+    for (i, word) in text.split(' ').enumerate() {
+        if i > 0 {
+            out.push(' ');
+        }
+        match word.split_once('?') {
+            Some((address, _)) if address.contains("://") => out.push_str(address),
+            _ => out.push_str(word),
+        }
+    }
+    out
+}
+
+/// `user:password@` of an address.
+fn user_of(endpoint: &str) -> Option<&str> {
+    let (_, rest) = endpoint.split_once("://")?;
+    let host = rest.split('/').next()?;
+    host.rfind('@').map(|at| &host[..=at])
+}
+
+fn without_user(endpoint: &str) -> String {
+    match user_of(endpoint) {
+        Some(user) => endpoint.replacen(user, "", 1),
+        None => endpoint.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_do_not_get_into_messages() {
+        let mut settings = Settings::from_lookup(|_| None);
+        settings.token = Some("hf_secret".into());
+        settings.endpoint = "https://me:pass@mirror.example/x".into();
+        let text =
+            scrub(&settings, "Bearer hf_secret (https://me:pass@mirror.example/a?Signature=abc) really?");
+        assert_eq!(text, "Bearer (token) (https://mirror.example/a really?");
+        assert_eq!(without_user(&settings.endpoint), "https://mirror.example/x");
+    }
+
+    #[test]
+    fn names_match_themselves_alone() {
+        assert_eq!(literal("model-[1]*.safetensors"), "model-[[]1[]][*].safetensors");
+    }
+}

@@ -1,0 +1,121 @@
+//! What the environment says about the hub.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Where the hub and its cache are, and who asks. The names and their order are those of the
+/// Python package `huggingface_hub`.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// The hub's address: `HF_ENDPOINT`.
+    pub endpoint: String,
+    /// The cache folder: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`,
+    /// which is `huggingface` in `XDG_CACHE_HOME`, which is `~/.cache`.
+    pub cache: PathBuf,
+    /// The token: `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `HF_HOME/token`; none when
+    /// `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
+    pub token: Option<String>,
+    /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or `TRANSFORMERS_OFFLINE`.
+    pub offline: bool,
+    /// The user's folder, for `~`.
+    pub home: Option<PathBuf>,
+}
+
+impl Settings {
+    /// Reads the environment of this process.
+    pub fn from_env() -> Settings {
+        Settings::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    /// As [`Settings::from_env`], from another source of variables. An empty one counts as unset.
+    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Settings {
+        let get = |name: &str| lookup(name).filter(|v| !v.is_empty());
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let home = path("HOME");
+        let hf_home = path("HF_HOME").unwrap_or_else(|| {
+            path("XDG_CACHE_HOME")
+                .or_else(|| Some(home.as_ref()?.join(".cache")))
+                .unwrap_or_else(std::env::temp_dir)
+                .join("huggingface")
+        });
+        let read = |path: &Path| {
+            let text = ft_base::store::read_plain_text(path, 1 << 20).ok()?;
+            Some(text.trim().to_string()).filter(|t| !t.is_empty())
+        };
+        let token = if is_true(get("HF_HUB_DISABLE_IMPLICIT_TOKEN")) {
+            None
+        } else {
+            get("HF_TOKEN")
+                .map(|t| t.trim().to_string())
+                .or_else(|| read(&path("HF_TOKEN_PATH")?))
+                .or_else(|| read(&hf_home.join("token")))
+        };
+        Settings {
+            endpoint: get("HF_ENDPOINT")
+                .unwrap_or_else(|| "https://huggingface.co".to_string())
+                .trim_end_matches('/')
+                .to_string(),
+            cache: path("HF_HUB_CACHE")
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+                .unwrap_or_else(|| hf_home.join("hub")),
+            token,
+            offline: is_true(get("HF_HUB_OFFLINE").or_else(|| get("TRANSFORMERS_OFFLINE"))),
+            home,
+        }
+    }
+}
+
+/// The token stays out of logs and of messages of panics.
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("cache", &self.cache)
+            .field("token", &self.token.as_ref().map(|_| "set"))
+            .field("offline", &self.offline)
+            .finish_non_exhaustive()
+    }
+}
+
+fn is_true(value: Option<String>) -> bool {
+    value.is_some_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> Settings {
+        Settings::from_lookup(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()))
+    }
+
+    #[test]
+    fn the_order_is_that_of_huggingface_hub() {
+        let s = of(&[("HOME", "/h")]);
+        assert_eq!(s.endpoint, "https://huggingface.co");
+        assert_eq!(s.cache, Path::new("/h/.cache/huggingface/hub"));
+        assert!(!s.offline && s.token.is_none());
+        let s = of(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]);
+        assert_eq!(s.cache, Path::new("/x/huggingface/hub"));
+        let s = of(&[("HF_HOME", "/f"), ("XDG_CACHE_HOME", "/x"), ("HF_ENDPOINT", "http://m/")]);
+        assert_eq!(s.cache, Path::new("/f/hub"));
+        assert_eq!(s.endpoint, "http://m");
+        let s = of(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c"), ("HF_HUB_OFFLINE", "ON")]);
+        assert_eq!(s.cache, Path::new("/c"));
+        assert!(s.offline);
+        assert!(!of(&[("HF_HUB_OFFLINE", "0")]).offline);
+        assert!(of(&[("TRANSFORMERS_OFFLINE", "1")]).offline);
+    }
+
+    #[test]
+    fn the_token_is_found_and_not_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("token"), "hf_file\n").unwrap();
+        let home = dir.path().to_str().unwrap();
+        assert_eq!(of(&[("HF_HOME", home)]).token.as_deref(), Some("hf_file"));
+        let s = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_variable")]);
+        assert_eq!(s.token.as_deref(), Some("hf_variable"));
+        assert!(!format!("{s:?}").contains("hf_variable"));
+        let s = of(&[("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]);
+        assert_eq!(s.token, None);
+    }
+}

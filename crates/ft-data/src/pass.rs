@@ -1,0 +1,199 @@
+//! One pass over a source: its rows as samples, on all cores, in memory that does not grow with them.
+
+use super::encode::Encoder;
+use super::error::{Error, Problem};
+use super::notes::Note;
+use super::reader::{RawRow, Rows};
+use super::record::Packed;
+use super::samples::Writer;
+use super::stats::Found;
+use ft_base::error::Place;
+use ft_recipe::OnBadRow;
+use ft_base::store;
+use indicatif::ProgressBar;
+use rayon::prelude::*;
+use std::path::{Path, PathBuf};
+
+/// Rows that are tokenized together, and bytes that they may have.
+const CHUNK: (usize, usize) = (4096, 16 << 20);
+
+/// What stops a pass.
+pub(super) enum Stopped {
+    /// The data.
+    Data(Error),
+    /// What its samples are written to.
+    Write(store::Error),
+}
+
+impl From<Error> for Stopped {
+    fn from(e: Error) -> Self {
+        Stopped::Data(e)
+    }
+}
+
+impl From<store::Error> for Stopped {
+    fn from(e: store::Error) -> Self {
+        Stopped::Write(e)
+    }
+}
+
+/// A pass.
+pub(super) struct Pass<'a> {
+    encoder: &'a Encoder<'a>,
+    /// How many problems are collected; `None` stops at the first.
+    collect: Option<usize>,
+    bar: &'a ProgressBar,
+    writer: &'a mut Writer,
+    pub found: Found,
+    pub problems: Vec<Error>,
+    /// Problems beyond those that are collected.
+    pub more: usize,
+}
+
+impl<'a> Pass<'a> {
+    pub fn new(
+        encoder: &'a Encoder<'a>,
+        collect: Option<usize>,
+        bar: &'a ProgressBar,
+        writer: &'a mut Writer,
+    ) -> Self {
+        Self { encoder, collect, bar, writer, found: Found::default(), problems: Vec::new(), more: 0 }
+    }
+
+    /// Reads the files of the source that recipes call `name`.
+    ///
+    /// # Errors
+    /// The first problem, unless they are collected; a source that leaves no sample.
+    pub fn over(&mut self, files: &[PathBuf], name: &str) -> Result<(), Stopped> {
+        let _cleared = Cleared(self.bar);
+        for file in files {
+            match self.file(file) {
+                Err(Stopped::Data(e)) if self.collect.is_some() => self.collected(e),
+                other => other?,
+            }
+        }
+        if self.writer.count == 0 && self.problems.len() + self.more == 0 {
+            let last = |(place, why): &(Place, String)| format!("; the last: {place}: {why}");
+            let last = self.found.left_out.last().map(last).unwrap_or_default();
+            let message = format!("none of its {} rows can be trained on{last}", self.found.rows_read);
+            return Err(Error::Empty { file: name.into(), message }.into());
+        }
+        Ok(())
+    }
+
+    fn collected(&mut self, problem: Error) {
+        if self.problems.len() < self.collect.unwrap_or(0) {
+            self.problems.push(problem);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn file(&mut self, path: &Path) -> Result<(), Stopped> {
+        let name = path.display().to_string();
+        let at = |(line, column)| Place { file: name.clone(), line, column };
+        let mut rows = Rows::open(path, self.encoder.shape)?;
+        let mut any = false;
+        loop {
+            let mut chunk: Vec<RawRow> = Vec::new();
+            let mut bytes = 0;
+            while chunk.len() < CHUNK.0 && bytes < CHUNK.1 {
+                let Some(row) = rows.next() else { break };
+                let row = row?;
+                bytes += row.bytes.as_ref().map_or(0, Vec::len);
+                chunk.push(row);
+            }
+            if chunk.is_empty() {
+                break;
+            }
+            any = true;
+            let encoder = self.encoder;
+            let done: Vec<_> = chunk.par_iter().map(|row| one(row, encoder)).collect();
+            self.bar.inc(done.len() as u64);
+            for (place, result) in done {
+                self.found.rows_read += 1;
+                match result {
+                    Ok(made) => {
+                        self.found.truncated += usize::from(made.cut);
+                        self.found.whole.add(made.whole, 1);
+                        if !made.notes.is_empty() {
+                            self.found.notes.add(&at(place), made.notes);
+                        }
+                        self.writer.push(&made.sample);
+                    }
+                    Err(problem) => self.left_out(at(place), problem)?,
+                }
+            }
+            self.writer.flush()?;
+        }
+        if any {
+            Ok(())
+        } else {
+            Err(Error::Empty { file: name.clone(), message: "the file holds no rows".into() }.into())
+        }
+    }
+
+    /// Counts a row that is left out, or makes it an error.
+    fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
+        let (data, drops) = (self.encoder.data, &mut self.found.drops);
+        // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
+        let (count, asked) = match &problem {
+            Problem::Bad(_) | Problem::Tokenizer(_) => (&mut drops.bad, false),
+            Problem::EmptyMask(_) => (&mut drops.empty_mask, false),
+            Problem::EmptyAfterTruncation { .. } => (&mut drops.empty_after_truncation, true),
+            Problem::TooLong { dropped, .. } => (&mut drops.too_long, *dropped),
+        };
+        *count += 1;
+        if let Problem::TooLong { tokens, .. } | Problem::EmptyAfterTruncation { tokens, .. } = &problem {
+            self.found.whole.add(*tokens, 1);
+        }
+        let too_long = matches!(problem, Problem::TooLong { .. });
+        self.found.show(&place, &problem.to_string());
+        let error = Error::Row { place, problem };
+        match self.collect {
+            _ if asked => Ok(()),
+            Some(_) => {
+                self.collected(error);
+                Ok(())
+            }
+            // over_length = "error" stops whatever on_bad_row says
+            None if data.on_bad_row == OnBadRow::Error || too_long => Err(error),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A bar that is gone when its rows are read, or nothing more is.
+struct Cleared<'a>(&'a ProgressBar);
+
+impl Drop for Cleared<'_> {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// A sample, and what is told of its row.
+struct Made {
+    sample: Packed,
+    /// Tokens before it was cut, if it was.
+    whole: usize,
+    cut: bool,
+    notes: Vec<Note>,
+}
+
+/// What a row makes, and its place; that of its problem otherwise.
+type One = ((usize, usize), Result<Made, Problem>);
+
+fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {
+    let value = match row.parse() {
+        Ok(value) => value,
+        Err(e) => return ((e.line, e.column), Err(Problem::Bad(e.message))),
+    };
+    let made = encoder.encode(value, row.line).map(|read| Made {
+        sample: Packed::of(&read.example),
+        whole: read.whole,
+        cut: read.whole > read.example.ids.len(),
+        notes: read.notes,
+    });
+    ((row.line, 0), made)
+}

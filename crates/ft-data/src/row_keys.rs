@@ -1,0 +1,111 @@
+//! Which keys of a row are read, which are refused by name, and which pass with a warning.
+//!
+//! A key that other trainers read, and that would change what is trained, is refused where ft does not read it: the
+//! row would otherwise train something else than its author means. What remains (`id`, `source`) carries nothing
+//! into training; it passes, and its name is told with a count.
+
+use super::notes::Note;
+use ft_recipe::Format;
+use serde_json::{Map, Value};
+
+/// Media that go with a text.
+const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
+/// Keys by which other trainers choose what is supervised in a message.
+const SUPERVISION: &[&str] =
+    &["train", "training", "trainable", "train_detail", "training_detail", "loss", "mask", "masked"];
+/// Keys of a message that hold what the assistant thought before it answered.
+pub(super) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
+
+/// The keys of a row that a format reads.
+pub(super) fn read_by(format: Format) -> &'static [&'static str] {
+    match format {
+        Format::Messages => &["messages", "conversations", "tools", "system"],
+        Format::Alpaca => &["instruction", "input", "output", "system", "history"],
+        Format::Completion => &["prompt", "completion"],
+        Format::Text => &["text"],
+        Format::Tokens => &["input_ids", "labels", "attention_mask"],
+    }
+}
+
+/// Why a format refuses a key that it does not read and that has a meaning for training.
+fn refused(format: Format, key: &str) -> Option<String> {
+    if MEDIA.contains(&key) {
+        return (format != Format::Tokens).then(|| format!("not built yet: {key} of a row"));
+    }
+    let why = match (format, key) {
+        (Format::Messages, "functions") => "write the functions as tools",
+        (Format::Messages, "chat_template_kwargs") => {
+            "variables for the chat template go into data.template, for all rows"
+        }
+        (Format::Messages, "history") => "write earlier turns as messages",
+        (Format::Alpaca | Format::Completion, "tools" | "functions") => "only format \"messages\" has tools",
+        (Format::Completion, "system" | "history") => "write it into prompt, as the model is to read it",
+        (Format::Tokens, "loss_mask" | "completion_mask" | "assistant_masks" | "assistant_mask") => {
+            "labels say what is supervised: -100 where it is not"
+        }
+        (Format::Tokens, "position_ids") => "positions of a row count from 0",
+        (_, "weight") if format != Format::Text => {
+            "rows have no weights; a source has one (weight = 2.0), and so has a message (\"weight\": 0)"
+        }
+        _ => return None,
+    };
+    Some(format!("{key}: {why}"))
+}
+
+/// Whether a value says nothing: tables of mixed rows are full of such.
+pub(super) fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(s) => s.trim().is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
+/// Looks at the keys of a row that are not `read`: refuses some, and notes the others.
+///
+/// # Errors
+/// A key that would change what is trained.
+pub(super) fn of_row(
+    row: &Map<String, Value>,
+    format: Format,
+    read: &dyn Fn(&str) -> bool,
+    notes: &mut Vec<Note>,
+) -> Result<(), String> {
+    for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
+        // a weight of 1 is what every row has
+        let plain = key == "weight" && value.as_f64() == Some(1.0);
+        if let Some(why) = refused(format, key).filter(|_| !plain) {
+            return Err(why);
+        }
+        notes.push(Note::RowKey { key: key.clone(), format: format.word().into() });
+    }
+    Ok(())
+}
+
+/// Refuses keys of a message that say what is trained in a way that ft does not read; the error begins with the key.
+///
+/// # Errors
+/// Such a key.
+pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
+    for (key, _) in message.iter().filter(|(_, v)| !says_nothing(v)) {
+        let why = match key.as_str() {
+            k if MEDIA.contains(&k) => format!("not built yet: {k} of a message"),
+            k if SUPERVISION.contains(&k) => {
+                "\"weight\": 0 or 1 says whether a message is supervised".to_string()
+            }
+            "function_call" => "write the call as tool_calls".to_string(),
+            _ => continue,
+        };
+        return Err(format!(".{key}: {why}"));
+    }
+    Ok(())
+}
+
+/// Whether a key of a message is one whose text ft looks for by itself, or one that only links messages.
+pub(super) fn is_message_key(role: &str, key: &str) -> bool {
+    matches!(key, "role" | "content" | "tool_calls" | "tool_call_id")
+        || REASONING.contains(&key)
+        || (key == "name" && role != "user" && role != "assistant")
+}

@@ -1,0 +1,170 @@
+//! Rows of tables of text, and of plain texts.
+
+use super::error::Error;
+use super::format::Shape;
+use super::reader::{LONGEST_ROW, Lines, RawRow, too_long};
+use super::strict;
+use ft_base::error::Place;
+use csv::{ByteRecord, ErrorKind};
+use serde_json::{Map, Value};
+use std::cell::Cell;
+use std::io::{self, BufRead, Read};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+/// What is known of the row that is being read.
+#[derive(Default)]
+struct Reached {
+    /// Bytes that may be given for it still: what a row takes is bounded so.
+    left: Cell<usize>,
+    /// The line where it begins, which is the first that is not blank; 0 before that.
+    begins: Cell<usize>,
+    /// The line that was given last, from 1.
+    line: Cell<usize>,
+}
+
+/// Gives a file to a table's reader, no more than a line at a time: where a row ends nothing was read ahead, so the next
+/// one begins on a line that is given after.
+struct Lined {
+    inner: Box<dyn BufRead>,
+    reached: Rc<Reached>,
+    /// Whether the last line was given whole.
+    ended: bool,
+}
+
+impl Read for Lined {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let there = self.inner.fill_buf()?;
+        let most = &there[..there.len().min(buffer.len())];
+        let read = most.iter().position(|b| *b == b'\n').map_or(most.len(), |at| at + 1);
+        let part = &most[..read];
+        buffer[..read].copy_from_slice(part);
+        let Reached { left, begins, line } = &*self.reached;
+        line.set(line.get() + usize::from(self.ended && read > 0));
+        if begins.get() == 0 && part.iter().any(|b| !matches!(b, b'\r' | b'\n')) {
+            begins.set(line.get());
+        }
+        self.ended = part.last().map_or(self.ended, |b| *b == b'\n');
+        self.inner.consume(read);
+        match left.get().checked_sub(read) {
+            Some(rest) => left.set(rest),
+            None => return Err(io::Error::new(io::ErrorKind::InvalidData, too_long())),
+        }
+        Ok(read)
+    }
+}
+
+/// A table of text (CSV, TSV) with the names of its columns in the first line. A column that the format reads as a list
+/// or an object holds it as JSON.
+pub(super) struct Cells {
+    reader: csv::Reader<Lined>,
+    path: PathBuf,
+    names: Vec<String>,
+    /// Of each column, whether it holds JSON.
+    json: Vec<bool>,
+    reached: Rc<Reached>,
+    record: ByteRecord,
+}
+
+impl Cells {
+    /// Opens a table and reads its names.
+    pub fn open(file: Box<dyn BufRead>, path: &Path, between: u8, shape: &Shape) -> Result<Self, Error> {
+        let reached = Rc::new(Reached::default());
+        reached.left.set(LONGEST_ROW);
+        let lined = Lined { inner: file, reached: reached.clone(), ended: true };
+        let mut reader =
+            csv::ReaderBuilder::new().delimiter(between).buffer_capacity(1 << 16).from_reader(lined);
+        let head = |message: String| Error::Row {
+            place: Place { file: path.display().to_string(), line: reached.begins.get(), column: 1 },
+            problem: super::Problem::Bad(message),
+        };
+        let cannot = |e: csv::Error| match e.into_kind() {
+            ErrorKind::Io(cause) => Error::Read { path: path.into(), cause },
+            other => head(format!("not a table: {other:?}")),
+        };
+        let record = reader.byte_headers().map_err(cannot)?;
+        let mut names = Vec::new();
+        for cell in record {
+            let name =
+                std::str::from_utf8(cell).map_err(|_| head("a name of a column is not UTF-8".into()))?;
+            if names.iter().any(|n| n == name) {
+                return Err(head(format!("two columns are named {name:?}")));
+            }
+            names.push(name.to_string());
+        }
+        let json = names.iter().map(|n| shape.holds_json(n)).collect();
+        Ok(Self { reader, path: path.into(), names, json, reached, record: ByteRecord::new() })
+    }
+
+    /// The next row.
+    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
+        self.reached.left.set(LONGEST_ROW);
+        self.reached.begins.set(0);
+        let before = self.reached.line.get();
+        let read = self.reader.read_byte_record(&mut self.record);
+        // rows that a carriage return alone parts share a line
+        let line = Some(self.reached.begins.get()).filter(|l| *l > 0).unwrap_or(before);
+        match read {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(RawRow { line, column: 1, bytes: self.row() })),
+            Err(e) => Some(match e.into_kind() {
+                ErrorKind::UnequalLengths { expected_len, len, .. } => {
+                    let bytes = Err(format!(
+                        "the row has {len} cells, and the first line names {expected_len} columns"
+                    ));
+                    Ok(RawRow { line, column: 1, bytes })
+                }
+                ErrorKind::Io(cause) => Err(Error::Read { path: self.path.clone(), cause }),
+                other => Err(Error::Read {
+                    path: self.path.clone(),
+                    cause: io::Error::other(format!("{other:?}")),
+                }),
+            }),
+        }
+    }
+
+    /// The record as an object.
+    fn row(&self) -> Result<Vec<u8>, String> {
+        let mut row = Map::new();
+        for ((cell, name), json) in self.record.iter().zip(&self.names).zip(&self.json) {
+            let text = std::str::from_utf8(cell).map_err(|_| format!("{name}: not UTF-8"))?;
+            let value = match (json, text.trim().is_empty()) {
+                (false, _) => Value::from(text),
+                (true, true) => Value::Null,
+                (true, false) => strict::value(cell).map_err(|e| {
+                    let not_json = "expected JSON, as the format reads a list here";
+                    format!("{name}: {}", strict::told(&e, not_json))
+                })?,
+            };
+            row.insert(name.clone(), value);
+        }
+        serde_json::to_vec(&row).map_err(|e| e.to_string())
+    }
+}
+
+/// A file of texts, one a line.
+pub(super) struct Texts {
+    lines: Lines,
+    name: String,
+}
+
+impl Texts {
+    /// Rows of which the field `name` is the line.
+    pub fn new(lines: Lines, name: &str) -> Self {
+        Self { lines, name: name.into() }
+    }
+
+    /// The next row.
+    pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
+        let row = match self.lines.next()? {
+            Ok(row) => row,
+            Err(e) => return Some(Err(e)),
+        };
+        let object = |text: Vec<u8>| {
+            let text = String::from_utf8(text).map_err(|_| "not UTF-8".to_string())?;
+            let row = Map::from_iter([(self.name.clone(), Value::from(text))]);
+            serde_json::to_vec(&row).map_err(|e| e.to_string())
+        };
+        Some(Ok(RawRow { bytes: row.bytes.and_then(object), ..row }))
+    }
+}

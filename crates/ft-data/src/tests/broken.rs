@@ -1,0 +1,106 @@
+//! The corpus of broken files: what each says.
+
+use super::*;
+use ft_base::error::Failure;
+
+fn format_of(name: &str) -> Format {
+    match name.split('-').next().unwrap() {
+        "messages" => Format::Messages,
+        "alpaca" => Format::Alpaca,
+        "completion" => Format::Completion,
+        "text" => Format::Text,
+        "tokens" => Format::Tokens,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn every_broken_file_says_where_and_why() {
+    let dir = fixture("broken-data");
+    let mut names: Vec<String> = std::fs::read_dir(&dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .filter(|n| n.contains(".json"))
+        .collect();
+    names.sort();
+    assert!(names.len() >= 60);
+    let (t, cfg) = (tiny(), data(64));
+    let mut out = String::new();
+    for name in &names {
+        let sources = [source(name, format_of(name))];
+        let resolve = |s: &str| dir.join(s);
+        let checked = Dataset::check(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0, 10);
+        out += &format!("{name}\n");
+        if let Some(d) = &checked.dataset {
+            out += &format!("  {} of {} rows\n", d.samples.len(), d.stats.rows_read);
+        }
+        for p in &checked.problems {
+            out += &format!("  {}\n", p.to_string().replace(&format!("{}/", dir.display()), ""));
+            assert_eq!(p.exit_code(), ft_base::ExitCode::Data);
+        }
+        // the first problem is what a run stops with
+        let stopped = Dataset::load(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0);
+        match (checked.problems.first(), stopped) {
+            (None, Ok(d)) => assert!(!d.rows.is_empty()),
+            (Some(p), Err(e)) => assert_eq!(p.to_string(), e.to_string()),
+            (p, s) => panic!("{name}: {p:?} {:?}", s.err()),
+        }
+    }
+    insta::assert_snapshot!(out);
+}
+
+#[test]
+fn skipping_counts_and_a_source_of_bad_rows_alone_is_refused() {
+    let dir = fixture("broken-data");
+    let cfg = recipe::Data { on_bad_row: OnBadRow::Skip, ..data(64) };
+    let load = |name: &str| {
+        Dataset::load(
+            Part::Train,
+            &of(&[source(name, format_of(name))], &cfg),
+            &|s| dir.join(s),
+            Some(&tiny()),
+            285,
+            0,
+        )
+    };
+    let d = load("messages-invalid-utf8.jsonl").unwrap();
+    assert_eq!((d.samples.len(), d.stats.drops.bad, d.stats.rows_read), (2, 1, 3));
+    assert!(d.stats.left_out[0].contains("messages-invalid-utf8.jsonl:2:"), "{:?}", d.stats.left_out);
+    assert_eq!(nth(&d, 1).line, 3);
+    let error = load("messages-no-assistant.jsonl").unwrap_err().to_string();
+    assert!(error.contains("none of its 1 rows can be trained on"), "{error}");
+    assert!(load("messages-empty.jsonl").is_err());
+}
+
+#[test]
+fn collected_problems_are_capped_and_counted() {
+    let files = Files::new(&[("a.jsonl", &"{}\n".repeat(50))]);
+    let resolve = |s: &str| files.0.path().join(s);
+    let checked = Dataset::check(
+        Part::Train,
+        &of(&[source("a.jsonl", Format::Text)], &data(8)),
+        &resolve,
+        Some(&tiny()),
+        285,
+        0,
+        7,
+    );
+    assert_eq!((checked.problems.len(), checked.more), (7, 43));
+    assert!(checked.dataset.is_none());
+}
+
+proptest::proptest! {
+    /// Whatever a file holds, there is an answer.
+    #[test]
+    fn no_bytes_panic(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..200), array: bool, cut in 0usize..90) {
+        let dir = tempfile::tempdir().unwrap();
+        let name = if array { "a.json" } else { "a.jsonl" };
+        let mut file = b"[{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\"}]}]"[..].to_vec();
+        file.truncate(cut);
+        file.extend(&bytes);
+        std::fs::write(dir.path().join(name), &file).unwrap();
+        let resolve = |s: &str| dir.path().join(s);
+        let checked = Dataset::check(Part::Train, &of(&[source(name, Format::Messages)], &data(8)), &resolve, Some(&tiny()), 285, 0, 7);
+        assert!(checked.dataset.is_some() || !checked.problems.is_empty());
+    }
+}

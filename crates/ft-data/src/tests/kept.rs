@@ -1,0 +1,437 @@
+//! What a training text keeps of its row, and what is told or refused otherwise.
+
+use super::chat::{read, with_template};
+use super::*;
+use crate::notes::Note;
+use serde_json::{Map, Value, json};
+
+/// The published templates, with the variables that they need.
+fn published() -> Vec<(String, Tokenizer, Map<String, Value>)> {
+    let mut names: Vec<PathBuf> =
+        std::fs::read_dir(fixture("chat")).unwrap().map(|e| e.unwrap().path()).collect();
+    names.retain(|p| p.extension().is_some_and(|e| e == "jinja"));
+    names.sort();
+    assert_eq!(names.len(), 4);
+    let vars = json!({"bos_token": "<s>", "eos_token": "</s>"}).as_object().cloned().unwrap();
+    let load = |p: PathBuf| {
+        let t = Tokenizer::load(&fixture("tiny-tokenizer"), Some(&p)).unwrap().unwrap();
+        (p.file_name().unwrap().to_string_lossy().into_owned(), t, vars.clone())
+    };
+    names.into_iter().map(load).collect()
+}
+
+fn named(name: &str) -> (Tokenizer, Map<String, Value>) {
+    let (_, t, vars) = published().into_iter().find(|(n, ..)| n.contains(name)).unwrap();
+    (t, vars)
+}
+
+fn call(name: &str, arguments: Value) -> Value {
+    json!({"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "id": "call12345", "function": {"name": name, "arguments": arguments}}
+    ]})
+}
+
+fn tools(name: &str) -> Value {
+    json!([{"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}])
+}
+
+fn calling(arguments: Value) -> Value {
+    json!({"tools": tools("weather"), "messages": [
+        {"role": "user", "content": "Paris?"}, call("weather", arguments),
+        {"role": "tool", "tool_call_id": "call12345", "name": "weather", "content": "21"},
+        {"role": "assistant", "content": "21 degrees."},
+    ]})
+}
+
+#[test]
+fn arguments_in_a_string_are_the_object_that_it_holds() {
+    let object = json!({"city": "Paris", "days": 2, "deep": {"a": ["x\n\"y\"", true, 1.5]}, "none": null});
+    for (name, t, vars) in published() {
+        let as_object = read(&t, &calling(object.clone()), &vars).unwrap();
+        let as_string = read(&t, &calling(object.to_string().into()), &vars).unwrap();
+        assert_eq!((&as_object.0, &as_object.1), (&as_string.0, &as_string.1), "{name}");
+        assert!(!as_string.0.contains("\\\"city\\\""), "{name}: {}", as_string.0);
+        // no arguments at all are an empty object
+        let none = read(&t, &calling(json!({})), &vars).unwrap().0;
+        for nothing in [json!(""), Value::Null, json!(" {} ")] {
+            assert_eq!(read(&t, &calling(nothing), &vars).unwrap().0, none, "{name}");
+        }
+    }
+    // and so in ShareGPT's names, and for a call without "function" around it
+    let (t, vars) = named("Qwen2.5");
+    let share = |arguments: Value| {
+        json!({"conversations": [{"from": "human", "value": "q"},
+            {"from": "gpt", "value": "", "tool_calls": [{"name": "f", "arguments": arguments}]}]})
+    };
+    let text = |arguments| read(&t, &share(arguments), &vars).unwrap().0;
+    assert_eq!(text(json!({"a": 1})), text(json!("{\"a\": 1}")));
+    // what holds no object is refused, as serving programs do
+    for bad in [
+        json!("{\"city\": "),
+        json!("Paris"),
+        json!("[1]"),
+        json!("3"),
+        json!([1]),
+        json!(3),
+        json!("\"{}\""),
+    ] {
+        let error = read(&t, &calling(bad.clone()), &vars).unwrap_err();
+        assert!(error.starts_with("messages[1].tool_calls[0].function.arguments: "), "{bad}: {error}");
+    }
+    let long = read(&t, &calling(json!("{\"id\": 123456789012345678901234567890}")), &vars).unwrap_err();
+    assert!(long.contains("more digits"), "{long}");
+}
+
+/// Each row, and the path of what its text would lack.
+#[test]
+fn a_text_that_lost_something_is_a_bad_row() {
+    let plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let generation = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}";
+    let qwen3 = std::fs::read_to_string(fixture("chat/Qwen-Qwen3-0.6B.jinja")).unwrap();
+    let each = |body: &str| {
+        format!(
+            "{{% for m in messages %}}{{% if m.role == 'assistant' %}}<a>{{{{ m.content }}}}</a>{{% else %}}{body}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}<a>{{% endif %}}"
+        )
+    };
+    let (q, a) =
+        (json!({"role": "user", "content": "What?"}), json!({"role": "assistant", "content": "That."}));
+    let asked = |first: Value| json!({"messages": [first, q.clone(), a.clone()]});
+    let cases: Vec<(String, Value, &str)> = vec![
+        // calls and tools under templates that know none
+        (plain.into(), json!({"messages": [q, call("weather", json!({"city": "Paris"}))]}), "messages[1].tool_calls[0].function.name"),
+        (generation.into(), json!({"messages": [q, call("weather", json!({}))]}), "messages[1].tool_calls[0].function.name"),
+        (plain.into(), json!({"messages": [q, a], "tools": tools("weather")}), "tools[0].function.name"),
+        (plain.into(), json!({"messages": [q, a], "tools": tools("weather").to_string()}), "tools[0].function.name"),
+        // the same word elsewhere does not make up for it
+        (plain.into(), json!({"messages": [{"role": "user", "content": "weather"}, call("weather", json!({}))]}), "messages[1].tool_calls[0].function.name"),
+        (qwen3.clone(), asked(json!({"role": "developer", "content": "What?"})), "messages[0].content"),
+        (qwen3.clone(), asked(json!({"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]})), "messages[0].content"),
+        (qwen3, asked(json!({"role": "ipython", "content": "x"})), ""),
+        // names without their arguments, strings and numbers and booleans alike
+        (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</a>"),
+            json!({"messages": [q, call("weather", json!({"city": "Paris"}))]}), "messages[1].tool_calls[0].function.arguments.city"),
+        (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</a>"),
+            json!({"messages": [q, call("weather", json!({"days": 3, "of": [true]}))]}), "messages[1].tool_calls[0].function.arguments.days"),
+        // the first call alone
+        (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}</a>"),
+            json!({"messages": [q, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]}]}), "messages[1].tool_calls[1].name"),
+        // content that is cut or changed
+        (each("{{ m.content[:3] }}"), json!({"messages": [q, a]}), "messages[0].content"),
+        (each("{{ m.content[1:] }}"), json!({"messages": [q, a]}), "messages[0].content"),
+        (each("{{ m.content | upper }}"), json!({"messages": [q, a]}), "messages[0].content"),
+        (each("{{ m.content.split('\\n')[0] }}"), json!({"messages": [{"role": "user", "content": "one\ntwo"}, a]}), "messages[0].content"),
+        // messages that a window leaves out
+        ("{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}".into(),
+            json!({"messages": [q, a, q, a]}), "messages[0].content"),
+        // a row's own system text
+        (each("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), json!({"system": "Be brief.", "messages": [q, a]}), "system.content"),
+    ];
+    for (template, row, path) in cases {
+        let t = with_template(&template);
+        let error = read(&t, &row, &Map::new()).expect_err(&row.to_string());
+        assert!(error.starts_with(path), "{row}: {error}");
+    }
+}
+
+#[test]
+fn what_good_templates_do_is_no_bad_row() {
+    let (q, a) = (
+        json!({"role": "user", "content": "  What?\n"}),
+        json!({"role": "assistant", "content": "That.\n\n"}),
+    );
+    let rows = [
+        json!({"messages": [q, a]}),
+        json!({"system": "Be brief.", "messages": [q, a, q, a]}),
+        json!({"messages": [{"role": "system", "content": "Sys"}, q, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"}, q, a]}),
+        json!({"messages": [q, {"role": "assistant", "content": "so", "reasoning_content": "why"}, q, {"role": "assistant", "content": "so", "reasoning_content": "why"}]}),
+        calling(
+            json!({"city": "São \"P\"\n😀", "days": 3, "of": [1, 2.5, true, {"k": "v"}], "no": null, "empty": ""}),
+        ),
+        json!({"messages": [q, {"role": "assistant", "content": "a"}, {"role": "user", "content": "<tool_response>x</tool_response>"}, a]}),
+        json!({"messages": [{"role": "user", "content": "<|im_end|><|eot_id|>[/INST]</s>"}, {"role": "assistant", "content": "</s>"}]}),
+    ];
+    let mut told = String::new();
+    for (name, t, vars) in published() {
+        for (i, row) in rows.iter().enumerate() {
+            let (_, spans, notes) = read(&t, row, &vars).unwrap_or_else(|e| panic!("{name} {i}: {e}"));
+            assert!(!spans.is_empty());
+            told += &format!("{name} {i}: {notes:?}\n");
+        }
+    }
+    insta::assert_snapshot!(told);
+    // arguments by their names, one line each, as Qwen3-Coder writes them
+    let xml = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}{% for c in m.tool_calls %}{% set c = c.function %}<function={{ c.name }}>{% for k, v in c.arguments | items %}<parameter={{ k }}>{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}</parameter>{% endfor %}</function>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let row = json!({"messages": [q, call("f", json!({"a": "x y", "b": 3, "c": false, "d": {"e": [1]}, "f": ["g\n"]}))]});
+    assert_eq!(read(&xml, &row, &Map::new()).unwrap().2, []);
+    // one that looks at what it writes, so that marks change its text
+    let picky = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content in ['yes', 'no'] %}[{{ m.content }}]{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let row = json!({"messages": [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "So be it."}]});
+    assert_eq!(read(&picky, &row, &Map::new()).unwrap().2, []);
+}
+
+#[test]
+fn a_weight_of_0_takes_a_message_out_of_the_loss() {
+    let row = |first: Value, second: Value| {
+        json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one", "weight": first},
+            {"role": "user", "content": "q"}, {"role": "assistant", "content": "two", "weight": second}]})
+    };
+    let generation = with_template(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    );
+    for t in [tiny(), generation] {
+        let spans = |row: Value| {
+            let (text, spans, notes) = read(&t, &row, &Map::new()).unwrap();
+            assert_eq!(notes, []);
+            spans.into_iter().map(|s| text[s].to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(spans(row(json!(0), json!(1))), ["two<|im_end|>"]);
+        assert_eq!(spans(row(json!(1), json!(0.0))), ["one<|im_end|>"]);
+        assert_eq!(spans(row(Value::Null, json!(1.0))), ["one<|im_end|>", "two<|im_end|>"]);
+        assert!(spans(row(json!(0), json!(0))).is_empty());
+    }
+    for (weight, role) in
+        [(json!(0.5), "assistant"), (json!("0"), "assistant"), (json!(1), "user"), (json!(true), "assistant")]
+    {
+        let mut row = row(json!(1), json!(1));
+        let at = if role == "user" { 0 } else { 1 };
+        row["messages"][at]["weight"] = weight;
+        let error = read(&tiny(), &row, &Map::new()).unwrap_err();
+        assert!(error.starts_with(&format!("messages[{at}].weight: ")), "{error}");
+    }
+    // nothing is left to learn from
+    let files = Files::new(&[("a.jsonl", &row(json!(0), json!(0)).to_string())]);
+    let error = files.load(&[source("a.jsonl", Format::Messages)], &data(64)).unwrap_err();
+    assert!(matches!(&error, Error::Row { problem: Problem::EmptyMask(_), .. }), "{error}");
+    // nor can the whole text be supervised without it
+    let mut whole = source("a.jsonl", Format::Messages);
+    whole.mask = Some(recipe::Mask::None);
+    let error = files.load(&[whole], &data(64)).unwrap_err().to_string();
+    assert!(error.contains("a.jsonl:1: messages[1].weight"), "{error}");
+}
+
+#[test]
+fn keys_that_mean_something_are_used_or_refused() {
+    let text = |format, row: Value| -> Result<(String, Vec<String>), String> {
+        let files = Files::new(&[("a.jsonl", &row.to_string())]);
+        let d = files.load(&[source("a.jsonl", format)], &data(4096)).map_err(|e| e.to_string())?;
+        Ok((tiny().decode(&nth(&d, 0).ids).unwrap(), d.warnings(4096).unwrap()))
+    };
+    let chat = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]});
+    let alpaca = json!({"instruction": "Add.", "input": "1 2", "output": "3"});
+    let with = |row: &Value, key: &str, value: Value| {
+        let mut row = row.clone();
+        row[key] = value;
+        row
+    };
+    // system: a message, or in place of Alpaca's own preamble
+    let (said, told) = text(Format::Messages, with(&chat, "system", json!("Be brief."))).unwrap();
+    assert!(
+        said.starts_with("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") && told.is_empty(),
+        "{said}"
+    );
+    let twice = with(&chat, "system", json!("Be brief."));
+    let mut same = twice.clone();
+    same["messages"].as_array_mut().unwrap().insert(0, json!({"role": "system", "content": "Be brief. "}));
+    assert!(text(Format::Messages, same.clone()).is_ok());
+    same["system"] = json!("Be long.");
+    assert!(text(Format::Messages, same).unwrap_err().contains("a.jsonl:1: system: "));
+    let mut history = with(&alpaca, "system", json!("Count.\n"));
+    history["history"] = json!([["Hello", "Hi"], ["Who?", "Me"]]);
+    insta::assert_snapshot!(text(Format::Alpaca, history.clone()).unwrap().0);
+    let files = Files::new(&[("a.jsonl", &history.to_string())]);
+    let d = files.load(&[source("a.jsonl", Format::Alpaca)], &data(4096)).unwrap();
+    assert_eq!(super::rows::supervised(&nth(&d, 0)), "Hi<|endoftext|>Me<|endoftext|>3<|endoftext|>");
+    for bad in [json!([["a"]]), json!("x"), json!([["a", ""]]), json!([{"a": "b"}]), json!({"a": 1})] {
+        assert!(
+            text(Format::Alpaca, with(&alpaca, "history", bad)).unwrap_err().contains("a.jsonl:1: history")
+        );
+    }
+    // refused by name, where they say something
+    let prompt = json!({"prompt": "p", "completion": "c"});
+    let ids = json!({"input_ids": [1, 2, 3]});
+    for (format, row, key, value) in [
+        (Format::Messages, &chat, "images", json!(["a.png"])),
+        (Format::Messages, &chat, "functions", json!([{"name": "f"}])),
+        (Format::Messages, &chat, "chat_template_kwargs", json!({"enable_thinking": false})),
+        (Format::Messages, &chat, "weight", json!(2)),
+        (Format::Alpaca, &alpaca, "image", json!("a.png")),
+        (Format::Alpaca, &alpaca, "tools", json!([{"name": "f"}])),
+        (Format::Completion, &prompt, "system", json!("s")),
+        (Format::Text, &json!({"text": "t"}), "images", json!(["a.png"])),
+        (Format::Tokens, &ids, "loss_mask", json!([0, 1, 1])),
+        (Format::Tokens, &ids, "attention_mask", json!([1, 1, 0])),
+        (Format::Tokens, &ids, "attention_mask", json!([1, 1])),
+    ] {
+        let error = text(format, with(row, key, value)).expect_err(key);
+        assert!(error.contains("a.jsonl:1: ") && error.contains(key), "{error}");
+        for nothing in [Value::Null, json!([])] {
+            let said = text(format, with(row, key, nothing.clone()));
+            assert!(
+                key == "attention_mask" || said.as_ref().is_ok_and(|s| s.1.is_empty()),
+                "{key} {nothing} {said:?}"
+            );
+        }
+    }
+    assert!(text(Format::Tokens, with(&ids, "attention_mask", json!([1, 1, 1]))).unwrap().1.is_empty());
+    for key in ["function_call", "train", "loss", "images"] {
+        let mut row = chat.clone();
+        row["messages"][1][key] = json!({"name": "f"});
+        assert!(text(Format::Messages, row).unwrap_err().contains(&format!("messages[1].{key}: ")));
+    }
+    // whatever else there is passes, and is told
+    let told = text(Format::Messages, with(&chat, "id", json!(7))).unwrap().1;
+    assert!(told.len() == 1 && told[0].contains("\"id\"") && told[0].contains("a.jsonl:1"), "{told:?}");
+    let both = text(Format::Messages, with(&chat, "conversations", json!([{"from": "human", "value": "x"}])));
+    assert!(both.unwrap().1[0].contains("\"conversations\""));
+}
+
+#[test]
+fn notes_are_counted_by_kind_and_told_once() {
+    let row = |i: usize| {
+        json!({"id": i, "source": null, "messages": [{"role": "user", "content": "q", "name": "Ann"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r", "end_turn": true}]})
+    };
+    let rows: String = (0..5).map(|i| format!("{}\n", row(i))).collect();
+    let files = Files::new(&[("a.jsonl", &rows), ("b.jsonl", &row(0).to_string())]);
+    let sources = [source("a.jsonl", Format::Messages), source("b.jsonl", Format::Messages)];
+    let d = files.load(&sources, &data(64)).unwrap();
+    let dir = files.0.path().display().to_string();
+    let told = d.warnings(9).unwrap().join("\n").replace(&format!("{dir}/"), "");
+    insta::assert_snapshot!(told);
+    assert!(d.warnings(64).unwrap().len() == told.lines().filter(|l| !l.starts_with("  hint")).count() - 1);
+    // keys that a template writes are none
+    let named = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let (_, _, notes) = read(&named, &row(0), &Map::new()).unwrap();
+    let kinds = [
+        Note::RowKey { key: "id".into(), format: "messages".into() },
+        Note::Reasoning,
+        Note::MessageKey("end_turn".into()),
+    ];
+    assert_eq!(notes, kinds);
+}
+
+#[test]
+fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
+    let row = json!({"messages": [{"role": "user", "content": "<|other|>"}, {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "two"}]});
+    let files = Files::new(&[("a.jsonl", &row.to_string())]);
+    let load = |template: &str| {
+        let t = with_template(template);
+        let resolve = |s: &str| files.0.path().join(s);
+        Dataset::load(
+            Part::Train,
+            &of(&[source("a.jsonl", Format::Messages)], &data(400)),
+            &resolve,
+            Some(&t),
+            285,
+            0,
+        )
+        .unwrap()
+    };
+    // literal and put together; ended by a line break, which the tokenizer joins with what is before it
+    for end in ["<|eot_id|>\\n\\n", "<|eot_id|>"] {
+        let d = load(&format!(
+            "{{% for m in messages %}}{{{{ '<|' + m.role + '|>' }}}}\n{{{{ m.content + '{end}' }}}}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>\n{{% endif %}}"
+        ));
+        let told = d.warnings(400).unwrap();
+        for marker in ["<|eot_id|>", "<|user|>", "<|assistant|>"] {
+            assert!(told.iter().any(|w| w.contains(&format!("{marker:?}"))), "{marker}: {told:?}");
+        }
+        assert!(!told.iter().any(|w| w.contains("<|other|>")), "{told:?}");
+        let learnt = super::rows::supervised(&nth(&d, 0));
+        assert!(
+            "one<|eot_id|>two<|eot_id|>".starts_with(&learnt[..4]) && !learnt.contains("<|u"),
+            "{learnt}"
+        );
+        assert!(!learnt.contains('\n'), "{learnt:?}");
+    }
+    // the model's own template and tokenizer belong together
+    assert_eq!(
+        files.load(&[source("a.jsonl", Format::Messages)], &data(400)).unwrap().warnings(400).unwrap(),
+        [""; 0]
+    );
+}
+
+#[test]
+fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too() {
+    // as DeepSeek-R1's: the answer alone
+    let t = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let row = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>r</think>a"}]});
+    assert_eq!(read(&t, &row, &Map::new()).unwrap().2, [Note::Reasoning]);
+    // nothing would be left of a turn that has only thoughts
+    for thoughts in [json!({"content": "<think>r</think>"}), json!({"content": "", "reasoning_content": "r"})]
+    {
+        let mut row = row.clone();
+        for (key, value) in thoughts.as_object().unwrap() {
+            row["messages"][1][key] = value.clone();
+        }
+        assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[1]."));
+    }
+    // but not in what a user wrote
+    let row = json!({"messages": [{"role": "user", "content": "x</think>y"}, {"role": "assistant", "content": "a"}]});
+    assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[0].content: "));
+    let (mistral, vars) = named("Mistral");
+    let row = json!({"messages": [{"role": "system", "content": "Sys"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]});
+    assert_eq!(read(&mistral, &row, &vars).unwrap().2, [Note::LeftOut("system".into())]);
+    // Llama's writes no text beside a call, wherever it stands
+    let (llama, vars) = named("Llama");
+    let mut row = calling(json!({}));
+    row["messages"][1]["content"] = json!("Let me look.");
+    assert!(read(&llama, &row, &vars).unwrap_err().starts_with("messages[1].content: "));
+}
+
+#[test]
+fn a_token_that_reaches_over_an_edge_is_not_supervised_and_told() {
+    use crate::{encode::mask, markers::cuts, tokenizer::Encoded};
+    let offsets = vec![(0, 3), (3, 6), (6, 8), (8, 12)];
+    let tokens = Encoded { ids: vec![1, 2, 3, 4], offsets, total: 4, more_within: false };
+    for (span, supervised, cut) in [
+        (3..8, [false, true, true, false], false),
+        (3..7, [false, true, false, false], true),
+        (4..12, [false, false, true, true], true),
+        (0..12, [true; 4], false),
+        (9..10, [false; 4], true),
+    ] {
+        let spans = std::slice::from_ref(&span);
+        assert_eq!((mask(&tokens, spans), cuts(&tokens, spans)), (supervised.to_vec(), cut), "{span:?}");
+    }
+}
+
+/// An end of turn that takes the line break behind it along (Phi-3's `<|end|>`) is supervised all the same.
+#[test]
+fn a_token_with_white_space_of_its_own_is_one_token() {
+    let files = Files::new(&[(
+        "a.jsonl",
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}, {\"role\": \"assistant\", \"content\": \"yes\"}]}",
+    )]);
+    let bytes = std::fs::read(fixture("tiny-tokenizer/tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_slice(&bytes).unwrap();
+    for token in tokenizer["added_tokens"].as_array_mut().unwrap() {
+        token["rstrip"] = true.into();
+    }
+    let dir = files.0.path();
+    std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::copy(fixture("tiny-tokenizer/tokenizer_config.json"), dir.join("tokenizer_config.json"))
+        .unwrap();
+    let t = Tokenizer::load(dir, None).unwrap().unwrap();
+    let resolve = |s: &str| dir.join(s);
+    let d = Dataset::load(
+        Part::Train,
+        &of(&[source("a.jsonl", Format::Messages)], &data(64)),
+        &resolve,
+        Some(&t),
+        285,
+        0,
+    )
+    .unwrap();
+    assert_eq!(super::rows::supervised(&nth(&d, 0)), "yes<|im_end|>");
+    assert_eq!(d.warnings(64).unwrap(), [""; 0]);
+}

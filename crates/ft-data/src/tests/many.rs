@@ -1,0 +1,170 @@
+//! Data of more samples than are held in memory, and of more than are brought into an order at a time.
+
+use super::*;
+use crate::dataset::Loader;
+use ft_plan::Workload;
+use ft_recipe::Recipe;
+use std::collections::BTreeMap;
+
+/// Rows of tokens: the first two number the row.
+fn rows(n: usize, source: usize) -> String {
+    let row = |i: usize| {
+        let more = (0..i * 7 % 23).map(|k| format!(", {}", k % 60)).collect::<String>();
+        format!("{{\"input_ids\": [{}, {}, {source}{more}]}}\n", i % 60, i / 60)
+    };
+    (0..n).map(row).collect()
+}
+
+fn files(n: usize) -> Files {
+    Files::new(&[("a.jsonl", &rows(n, 0)), ("b.jsonl", &rows(n / 3, 1))])
+}
+
+/// Two sources, the second `weight` times.
+fn sources(weight: f64) -> [recipe::Source; 2] {
+    [source("a.jsonl", Format::Tokens), recipe::Source { weight, ..source("b.jsonl", Format::Tokens) }]
+}
+
+/// Rows, what was counted, the hash, and all samples.
+type Seen = (Vec<Vec<u32>>, Stats, String, Vec<Example>);
+/// Sources and lines.
+type Places = Vec<(usize, usize)>;
+
+struct Made {
+    train: Dataset,
+    eval: Option<Dataset>,
+}
+
+impl Made {
+    fn seen(&self) -> Vec<Seen> {
+        let of = |d: &Dataset| (lists(&d.rows), d.stats.clone(), d.hash.clone(), all(d));
+        std::iter::once(&self.train).chain(&self.eval).map(of).collect()
+    }
+}
+
+/// What a cache gives, lists on disk from `few` bytes on and `held` samples at a time.
+fn made(files: &Files, cfg: &recipe::Data, cache: &Path, few: usize, held: usize) -> Made {
+    let resolve = |s: &str| files.0.path().join(s);
+    let load = |part| {
+        Loader::new(cfg, &resolve, None, 4096).keeping(cache).holding(few, held).load(part, 3).unwrap()
+    };
+    Made { train: load(Part::Train), eval: (cfg.eval_share > 0.0).then(|| load(Part::Eval)) }
+}
+
+fn ways() -> Vec<recipe::Data> {
+    let plain = data(40);
+    let mut all = Vec::new();
+    for (pack, shuffle, eval_share, weight) in [
+        (false, true, 0.0, 1.0),
+        (false, false, 0.3, 2.4),
+        (true, false, 0.0, 0.6),
+        (true, true, 0.0, 1.0),
+        (true, true, 0.2, 3.7),
+    ] {
+        all.push(recipe::Data { pack, shuffle, eval_share, ..of(&sources(weight), &plain) });
+    }
+    all
+}
+
+/// Whether lists are in memory or on disk is seen nowhere.
+#[test]
+fn lists_on_disk_are_those_in_memory() {
+    let files = files(400);
+    for cfg in ways() {
+        let off = recipe::Data { cache: false, ..cfg.clone() };
+        let own = tempfile::tempdir().unwrap();
+        let plain = made(&files, &off, own.path(), usize::MAX, 1 << 20);
+        for few in [1, 1000, usize::MAX] {
+            let cache = tempfile::tempdir().unwrap();
+            let kept = made(&files, &cfg, cache.path(), few, 1 << 20);
+            assert_eq!(kept.seen(), plain.seen(), "{few}");
+            assert!(few > 1 || kept.train.rows.resident() == 0);
+        }
+    }
+}
+
+/// Each sample as often as its weight says, in training or in evaluation, however few are brought into an order at a time:
+/// the same for any number of threads, with tokens that are kept and without.
+#[test]
+fn orders_in_parts_hold_the_same_samples() {
+    let files = files(1200);
+    for cfg in ways() {
+        let cache = tempfile::tempdir().unwrap();
+        let whole = made(&files, &cfg, cache.path(), 64, 1 << 20);
+        let parts = made(&files, &cfg, cache.path(), 64, 200);
+        let ids = |m: &Made| {
+            let of = |d: &Dataset| all(d).into_iter().map(|e| (e.source, e.line)).collect::<Places>();
+            (of(&m.train), m.eval.as_ref().map(of).unwrap_or_default())
+        };
+        let sorted = |(train, eval): (Places, Places)| {
+            let mut both = [train, eval].concat();
+            both.sort_unstable();
+            both
+        };
+        assert_eq!((ids(&parts).0.len(), ids(&parts).1.len()), (ids(&whole).0.len(), ids(&whole).1.len()));
+        assert_eq!(sorted(ids(&parts)), sorted(ids(&whole)));
+        for m in [&whole, &parts] {
+            let mut times: BTreeMap<u32, usize> = BTreeMap::new();
+            lists(&m.train.rows).concat().into_iter().for_each(|i| *times.entry(i).or_default() += 1);
+            let of_first = m.train.samples.ranges()[0].len();
+            assert!((0..of_first as u32).all(|i| times.get(&i) == Some(&1)));
+            assert_eq!(times.values().sum::<usize>(), lists(&whole.train.rows).concat().len());
+            let weight = cfg.train[1].weight;
+            let allowed = |n: &usize| (weight.floor() as usize..=weight.ceil() as usize).contains(n);
+            assert!(
+                (of_first as u32..m.train.samples.len() as u32).all(|i| allowed(times.get(&i).unwrap_or(&0)))
+            );
+            let lens = |r: &Vec<u32>| r.iter().map(|i| nth(&m.train, *i as usize).ids.len()).sum::<usize>();
+            assert!(lists(&m.train.rows).iter().all(|r| !r.is_empty() && lens(r) <= 40));
+        }
+        if cfg.pack {
+            assert!(parts.train.stats.fill > whole.train.stats.fill - 0.12, "{}", parts.train.stats.fill);
+        }
+        for threads in [1, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let own = tempfile::tempdir().unwrap();
+            let again = pool.install(|| made(&files, &cfg, own.path(), 64, 200));
+            assert_eq!(again.seen(), parts.seen());
+            assert_eq!(made(&files, &cfg, own.path(), usize::MAX, 200).seen(), parts.seen());
+        }
+        let off = recipe::Data { cache: false, ..cfg.clone() };
+        assert_eq!(made(&files, &off, cache.path(), 64, 200).seen(), parts.seen());
+    }
+}
+
+/// What a plan lists as the data's bytes, and a run's counter finds (`tests/cli/plan.rs`).
+#[test]
+fn memory_does_not_grow_with_the_samples() {
+    for n in [100_000, 150_000] {
+        let (files, cache) = (files(n), tempfile::tempdir().unwrap());
+        for cfg in ways() {
+            let m = made(&files, &cfg, cache.path(), 4096, 1000);
+            assert!(m.train.samples.len() > n / 2);
+            for d in std::iter::once(&m.train).chain(&m.eval) {
+                assert_eq!((d.samples.resident(), d.rows.resident()), (0, 0));
+            }
+        }
+    }
+}
+
+/// Of rows on disk, the same figures as of rows in memory.
+#[test]
+fn plans_of_rows_on_disk_are_those_of_rows_in_memory() {
+    let files = files(3000);
+    for cfg in ways() {
+        let cache = tempfile::tempdir().unwrap();
+        for set in [&["run.steps=3"][..], &["run.batch_rows=4", "run.epochs=20"]] {
+            let text = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[data]\ntrain = [{source = \"a.jsonl\"}]\n\
+                [run]\nbatch_rows = 8\nmicro_rows = 4\n";
+            let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+            let mut r = Recipe::parse(text, "r.toml", &set).unwrap();
+            r.data = cfg.clone();
+            let of = |few| {
+                let m = made(&files, &cfg, cache.path(), few, 1 << 20);
+                let w = Workload::of_data(&r, &m.train, m.eval.as_ref());
+                assert!(w.measured());
+                (w.train, w.eval, w.steps, w.epoch.map(|e| (e.rows, e.tokens, e.targets, e.longest)))
+            };
+            assert_eq!(of(1), of(usize::MAX));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Tests of the module as a whole; parts that stand alone are tested in their files.
+
+mod broken;
+mod cached;
+pub(super) mod chat;
+mod kept;
+mod many;
+mod properties;
+mod rows;
+mod tables;
+
+use super::*;
+use ft_base::error::Place;
+use ft_recipe::{Format, OnBadRow, OverLength, Part};
+use std::path::{Path, PathBuf};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures").join(name)
+}
+
+fn tiny() -> Tokenizer {
+    Tokenizer::load(&fixture("tiny-tokenizer"), None).unwrap().unwrap()
+}
+
+pub(super) fn source(path: &str, format: Format) -> ft_recipe::Source {
+    ft_recipe::Source {
+        source: path.into(),
+        format: Some(format),
+        weight: 1.0,
+        split: None,
+        config: None,
+        revision: None,
+        fields: Default::default(),
+        mask: None,
+        place: Place { file: "recipe.toml".into(), line: 7, column: 3 },
+        fetched: Vec::new(),
+    }
+}
+
+fn data(max_length: usize) -> ft_recipe::Data {
+    ft_recipe::Data {
+        train: Vec::new(),
+        eval: Vec::new(),
+        eval_share: 0.0,
+        max_length,
+        over_length: OverLength::Truncate,
+        on_bad_row: OnBadRow::Error,
+        cache: true,
+        pack: false,
+        shuffle: false,
+        mask: None,
+        chat_template: None,
+        template: Default::default(),
+        neftune: 0.0,
+    }
+}
+
+/// Data that train on these sources.
+fn of(sources: &[ft_recipe::Source], cfg: &ft_recipe::Data) -> ft_recipe::Data {
+    ft_recipe::Data { train: sources.to_vec(), ..cfg.clone() }
+}
+
+/// All samples of a dataset.
+fn all(d: &Dataset) -> Vec<Example> {
+    d.samples.all().unwrap()
+}
+
+/// The samples of all rows.
+fn lists(rows: &Rows) -> Vec<Vec<u32>> {
+    (0..rows.len()).map(|r| rows.get(r).unwrap()).collect()
+}
+
+/// A sample of a dataset.
+fn nth(d: &Dataset, i: usize) -> Example {
+    d.samples.get(i).unwrap().unwrap()
+}
+
+/// A folder with files, and a way to load from it.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new(files: &[(&str, &str)]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        Self(dir)
+    }
+
+    fn load(&self, sources: &[ft_recipe::Source], cfg: &ft_recipe::Data) -> Result<Dataset, Error> {
+        Dataset::load(Part::Train, &of(sources, cfg), &|s| self.0.path().join(s), Some(&tiny()), 285, 11)
+    }
+}

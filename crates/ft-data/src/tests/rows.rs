@@ -1,0 +1,284 @@
+//! From rows to examples: formats, masks, lengths, mixing.
+
+use super::*;
+use ft_base::error::Failure;
+use ft_recipe::Mask;
+use serde_json::json;
+
+/// The supervised part of an example as text.
+pub(super) fn supervised(e: &Example) -> String {
+    let ids: Vec<u32> =
+        e.ids.iter().zip(&e.labels).filter(|(_, l)| **l != UNSUPERVISED).map(|(i, _)| *i).collect();
+    tiny().decode(&ids).unwrap()
+}
+
+fn one(row: serde_json::Value, source: recipe::Source, cfg: &recipe::Data) -> Result<Example, Error> {
+    let files = Files::new(&[(&source.source, &row.to_string())]);
+    files.load(&[source], cfg).map(|d| nth(&d, 0))
+}
+
+#[test]
+fn what_each_format_supervises() {
+    let cfg = data(500);
+    let t = tiny();
+    for (row, format, mask, text, trained) in [
+        (
+            json!({"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "the world"}]}),
+            Format::Messages,
+            None,
+            "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nthe world<|im_end|>\n",
+            "the world<|im_end|>",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
+            Format::Messages,
+            Some(Mask::None),
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
+        ),
+        (
+            json!({"instruction": "Add.", "input": "1 2", "output": "3"}),
+            Format::Alpaca,
+            None,
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3<|endoftext|>",
+            "3<|endoftext|>",
+        ),
+        (
+            json!({"instruction": "Greet.", "input": "", "output": "Hello"}),
+            Format::Alpaca,
+            None,
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n### Instruction:\nGreet.\n\n### Response:\nHello<|endoftext|>",
+            "Hello<|endoftext|>",
+        ),
+        (
+            json!({"prompt": "Hello", "completion": " world"}),
+            Format::Completion,
+            None,
+            "Hello world<|endoftext|>",
+            " world<|endoftext|>",
+        ),
+        (json!({"text": "Hello"}), Format::Text, None, "Hello<|endoftext|>", "Hello<|endoftext|>"),
+    ] {
+        let mut s = source("a.jsonl", format);
+        s.mask = mask;
+        let e = one(row, s, &cfg).unwrap();
+        assert_eq!(t.decode(&e.ids).unwrap(), text);
+        assert_eq!(supervised(&e), trained);
+        assert!(e.ids.iter().zip(&e.labels).all(|(i, l)| *l == UNSUPERVISED || *l == *i as i32));
+    }
+}
+
+#[test]
+fn tokens_are_taken_as_they_are() {
+    let e = one(
+        json!({"input_ids": [5, 6, 7], "labels": [-100, 9, 7]}),
+        source("a.jsonl", Format::Tokens),
+        &data(9),
+    );
+    assert_eq!(e.unwrap(), Example { ids: vec![5, 6, 7], labels: vec![-100, 9, 7], source: 0, line: 1 });
+    let e = one(json!({"input_ids": [5, 6]}), source("a.jsonl", Format::Tokens), &data(9)).unwrap();
+    assert_eq!(e.labels, [5, 6]);
+}
+
+#[test]
+fn fields_rename() {
+    let mut s = source("a.jsonl", Format::Completion);
+    s.fields = [("prompt".to_string(), "q".to_string()), ("completion".to_string(), "a".to_string())].into();
+    assert_eq!(
+        supervised(&one(json!({"q": "x", "a": "y"}), s.clone(), &data(50)).unwrap()),
+        "y<|endoftext|>"
+    );
+    s.fields.insert("answer".into(), "a".into());
+    let error = one(json!({"q": "x", "a": "y"}), s, &data(50)).unwrap_err();
+    assert!(
+        error.to_string().contains("recipe.toml:7:3") && error.to_string().contains("\"answer\""),
+        "{error}"
+    );
+    assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
+    let mut s = source("a.jsonl", Format::Messages);
+    s.fields = [("messages", "turns"), ("role", "who"), ("content", "what")]
+        .map(|(a, b)| (a.into(), b.into()))
+        .into();
+    let row = json!({"turns": [{"who": "user", "what": "a"}, {"who": "gpt", "what": "b"}]});
+    assert_eq!(supervised(&one(row, s, &data(50)).unwrap()), "b<|im_end|>");
+}
+
+#[test]
+fn masks_that_a_format_cannot_do_are_refused() {
+    for (format, mask) in [
+        (Format::Messages, Mask::Completion),
+        (Format::Alpaca, Mask::Assistant),
+        (Format::Text, Mask::Assistant),
+        (Format::Tokens, Mask::Completion),
+    ] {
+        let cfg = recipe::Data { mask: Some(mask), ..data(8) };
+        let error = one(json!({}), source("a.jsonl", format), &cfg).unwrap_err();
+        assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
+        assert!(error.to_string().contains("cannot do mask"), "{error}");
+    }
+    // the source's own mask goes before the recipe's
+    let cfg = recipe::Data { mask: Some(Mask::Assistant), ..data(8) };
+    let mut s = source("a.jsonl", Format::Text);
+    s.mask = Some(Mask::None);
+    assert!(one(json!({"text": "Hello"}), s, &cfg).is_ok());
+}
+
+#[test]
+fn long_samples_are_cut_dropped_or_refused() {
+    let rows = "{\"prompt\": \"Hello\", \"completion\": \"1234567890\"}\n{\"prompt\": \"1234567890\", \"completion\": \"x\"}\n{\"prompt\": \"1\", \"completion\": \"2\"}\n";
+    let files = Files::new(&[("a.jsonl", rows)]);
+    let load = |over_length| {
+        files.load(&[source("a.jsonl", Format::Completion)], &recipe::Data { over_length, ..data(8) })
+    };
+    let cut = load(OverLength::Truncate).unwrap();
+    assert_eq!((cut.samples.len(), cut.stats.truncated, cut.stats.drops.empty_after_truncation), (2, 1, 1));
+    assert!(all(&cut).iter().all(|e| e.ids.len() <= 8 && e.targets() > 0));
+    assert!(
+        cut.stats.left_out[0].contains("a.jsonl:2: empty mask after truncation"),
+        "{:?}",
+        cut.stats.left_out
+    );
+    let drop = load(OverLength::Drop).unwrap();
+    assert_eq!((drop.samples.len(), drop.stats.drops.too_long), (1, 2));
+    let error = load(OverLength::Error).unwrap_err().to_string();
+    assert!(error.contains("a.jsonl:1: 12 tokens are more than data.max_length = 8"), "{error}");
+}
+
+#[test]
+fn sources_are_mixed_by_weight_and_read_in_order() {
+    let line = |n: usize| format!("{{\"input_ids\": [{n}, {n}]}}\n");
+    let ten: String = (0..10).map(line).collect();
+    let files = Files::new(&[("a.jsonl", &ten), ("b.jsonl", &line(20))]);
+    std::fs::create_dir(files.0.path().join("d")).unwrap();
+    for (name, n) in [("2.jsonl", 32), ("1.jsonl", 31), (".hidden.jsonl", 33), ("readme.md", 34)] {
+        std::fs::write(files.0.path().join("d").join(name), line(n)).unwrap();
+    }
+    let mut s =
+        [source("a.jsonl", Format::Tokens), source("b.jsonl", Format::Tokens), source("d", Format::Tokens)];
+    let first = |d: &Dataset| lists(&d.rows).iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
+    let all = files.load(&s, &data(8)).unwrap();
+    assert_eq!(first(&all), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 31, 32]);
+    (s[0].weight, s[1].weight) = (0.5, 3.0);
+    let mixed = files.load(&s, &data(8)).unwrap();
+    assert_eq!((mixed.rows.len(), mixed.stats.tokens), (5 + 3 + 2, 20));
+    assert_eq!(first(&mixed)[5..], [20, 20, 20, 31, 32]);
+    assert_ne!(all.hash, mixed.hash);
+    assert_eq!(mixed.hash, files.load(&s, &data(8)).unwrap().hash);
+    s[0].weight = f64::NAN;
+    assert!(files.load(&s, &data(8)).is_err());
+}
+
+/// Over the seeds, each sample is in an epoch as often as its weight says.
+#[test]
+fn weights_are_exact_in_expectation() {
+    let rows: String = (0..3).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect();
+    let files = Files::new(&[("a.jsonl", &rows), ("b.jsonl", "{\"input_ids\": [9, 9]}\n")]);
+    let mut s = [source("a.jsonl", Format::Tokens), source("b.jsonl", Format::Tokens)];
+    s[0].weight = 1.5;
+    let (mut counts, seeds) = ([0usize; 3], 400);
+    for seed in 0..seeds {
+        let cfg = of(&s, &data(8));
+        let d = Dataset::load(Part::Train, &cfg, &|s| files.0.path().join(s), None, 64, seed).unwrap();
+        for row in lists(&d.rows) {
+            let id = nth(&d, row[0] as usize).ids[0] as usize;
+            if id < 3 {
+                counts[id] += 1;
+            }
+        }
+    }
+    for count in counts {
+        let mean = count as f64 / seeds as f64;
+        assert!((mean - 1.5).abs() < 0.1, "{counts:?}");
+    }
+    s[0].weight = 0.01;
+    let few = Dataset::load(Part::Train, &of(&s[..1], &data(8)), &|s| files.0.path().join(s), None, 64, 0);
+    assert!(few.unwrap_err().to_string().contains("no sample of the sources is in an epoch"));
+}
+
+#[test]
+fn a_share_is_held_out_of_each_source() {
+    let rows = |from: usize, n: usize| {
+        (from..from + n).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect::<String>()
+    };
+    let files =
+        Files::new(&[("a.jsonl", &rows(0, 40)), ("b.jsonl", &rows(40, 10)), ("c.jsonl", &rows(50, 1))]);
+    let s = ["a.jsonl", "b.jsonl", "c.jsonl"].map(|f| source(f, Format::Tokens));
+    let cfg = recipe::Data { eval_share: 0.1, shuffle: true, ..of(&s, &data(8)) };
+    let resolve = |s: &str| files.0.path().join(s);
+    let ids = |d: &Dataset| lists(&d.rows).iter().map(|r| nth(d, r[0] as usize).ids[0]).collect::<Vec<_>>();
+    let load = |part, seed| Dataset::load(part, &cfg, &resolve, None, 64, seed).unwrap();
+    let (train, eval) = (ids(&load(Part::Train, 3)), ids(&load(Part::Eval, 3)));
+    assert_eq!((train.len(), eval.len()), (36 + 9 + 1, 4 + 1));
+    assert!(eval.is_sorted() && eval[4] >= 40, "{eval:?}");
+    let mut all = [train.clone(), eval.clone()].concat();
+    all.sort_unstable();
+    assert_eq!(all, (0..51).collect::<Vec<_>>());
+    assert_ne!(ids(&load(Part::Eval, 4)), eval, "another seed, another share");
+    let (both, held) = Dataset::load_both(&cfg, &resolve, None, 64, 3).unwrap();
+    assert_eq!((ids(&both), ids(&held.unwrap())), (train, eval));
+}
+
+#[test]
+fn what_is_not_built_or_not_there_is_named() {
+    let files =
+        Files::new(&[("a.parquet", ""), ("a.csv", ""), ("a.md", ""), ("a.jsonl", "{\"text\": \"a\"}")]);
+    let parquet =
+        if cfg!(feature = "parquet") { (3, "a.parquet: not Parquet") } else { (2, "parquet feature") };
+    for (name, code, text) in [
+        ("a.parquet", parquet.0, parquet.1),
+        ("org/data", 3, "is not there"),
+        (".", 3, "a.csv"),
+        ("gone.jsonl", 3, "is not there"),
+        ("a.csv", 3, "a.csv"),
+        ("a.md", 2, "none of the files that hold rows"),
+    ] {
+        let error = files.load(&[source(name, Format::Text)], &data(8)).unwrap_err();
+        assert!(error.to_string().contains(text), "{error}");
+        assert_eq!(error.exit_code() as u8, code, "{error}");
+    }
+    let none = |format| {
+        Dataset::load(
+            Part::Train,
+            &of(&[source("a.jsonl", format)], &data(8)),
+            &|s| files.0.path().join(s),
+            None,
+            9,
+            0,
+        )
+    };
+    assert_eq!(none(Format::Text).unwrap_err().exit_code(), ft_base::ExitCode::Model);
+    let mut s = source("a.jsonl", Format::Text);
+    s.split = Some("train".into());
+    assert!(files.load(&[s], &data(8)).unwrap_err().to_string().contains("split"));
+}
+
+#[test]
+fn a_line_of_many_megabytes_is_a_row() {
+    let ids = vec!["7"; 4_000_000].join(",");
+    let files =
+        Files::new(&[("a.jsonl", &format!("{{\"input_ids\": [{ids}]}}\n{{\"input_ids\": [1, 2]}}\n"))]);
+    let d = files.load(&[source("a.jsonl", Format::Tokens)], &data(16)).unwrap();
+    assert_eq!(all(&d).iter().map(|e| e.ids.len()).collect::<Vec<_>>(), [16, 2]);
+}
+
+#[test]
+fn shown_rows_mark_what_is_supervised() {
+    let rows = "{\"prompt\": \"Hello\\n\\u001b[31m\", \"completion\": \"world\\nend\"}\n{\"prompt\": \"1\", \"completion\": \"2\"}\n";
+    let files = Files::new(&[("a.jsonl", rows)]);
+    let d = files
+        .load(&[source("a.jsonl", Format::Completion)], &recipe::Data { pack: true, ..data(40) })
+        .unwrap();
+    let mut out = Vec::new();
+    ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
+    let text = String::from_utf8(out).unwrap();
+    // colours are ours alone, and stand where the marks do
+    let mut colored = Vec::new();
+    ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
+    let colored = String::from_utf8(colored).unwrap();
+    let green = colored.lines().filter(|l| l.contains("> \u{1b}[32m") && l.ends_with("\u{1b}[0m")).count();
+    assert_eq!(
+        (green, colored.replace("\u{1b}[32m", "").replace("\u{1b}[0m", "")),
+        (text.matches("  > ").count(), text.clone())
+    );
+    insta::assert_snapshot!(text);
+}

@@ -1,0 +1,203 @@
+//! Files that other programs wrote (`tests/fixtures/make_tables.py`), and broken ones.
+
+use super::super::format::Shape;
+use super::super::reader::Rows;
+use super::*;
+use ft_base::error::Failure;
+
+/// Ids and labels of rows.
+type Made = Vec<(Vec<u32>, Vec<i32>)>;
+
+/// What the rows of a file make, without where they stand.
+fn read(path: &str, format: Format) -> Result<Made, Error> {
+    let resolve = |s: &str| fixture("tables").join(s);
+    let d = Dataset::load(
+        Part::Train,
+        &of(&[source(path, format)], &data(500)),
+        &resolve,
+        Some(&tiny()),
+        285,
+        11,
+    )?;
+    Ok(all(&d).into_iter().map(|e| (e.ids, e.labels)).collect())
+}
+
+#[test]
+fn every_file_of_the_same_rows_is_read_alike() {
+    let mut names: Vec<String> = std::fs::read_dir(fixture("tables"))
+        .unwrap()
+        .map(|f| f.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    let mut seen = 0;
+    for name in names {
+        let (rows, kind) = name.split_once('.').unwrap();
+        if kind.contains("parquet") && !cfg!(feature = "parquet") {
+            continue;
+        }
+        let formats = [Format::Messages, Format::Alpaca, Format::Text, Format::Tokens];
+        let format = formats.into_iter().find(|f| f.word() == rows).unwrap();
+        let want = read(&format!("{rows}.jsonl"), format).unwrap();
+        assert_eq!(read(&name, format).unwrap_or_else(|e| panic!("{name}: {e}")), want, "{name}");
+        seen += 1;
+    }
+    assert!(seen > 30, "{seen}");
+}
+
+#[test]
+fn patterns_and_folders_name_files() {
+    let files =
+        Files::new(&[("b.csv", "text\nb\n"), ("a.txt", "a\n\nc\n"), ("note.md", "x"), (".h.txt", "h")]);
+    std::fs::create_dir_all(files.0.path().join("deep/er")).unwrap();
+    std::fs::write(files.0.path().join("deep/er/d.jsonl"), "{\"text\": \"d\"}\n").unwrap();
+    let lines = |path: &str| {
+        let loaded = files.load(&[source(path, Format::Text)], &data(9));
+        loaded.map(|d| all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect::<Vec<_>>().concat())
+    };
+    let end = "<|endoftext|>";
+    let of = |texts: &[&str]| texts.iter().map(|t| format!("{t}{end}")).collect::<String>();
+    assert_eq!(lines(".").unwrap(), of(&["a", "c", "b"]));
+    // what a folder has beside them is told, of each source
+    let warnings =
+        |path: &str| files.load(&[source(path, Format::Text)], &data(9)).unwrap().warnings(9).unwrap();
+    let told = "1 subfolder (deep), 1 hidden file (.h.txt), 1 file of another kind (note.md)";
+    let hint = "\n  hint: a pattern takes what is in subfolders too: \"./**/*.jsonl\"";
+    assert_eq!(warnings("."), [format!("not read of the folder \".\": {told}{hint}")]);
+    std::fs::write(files.0.path().join("other.md"), "x").unwrap();
+    let told = warnings("./").concat();
+    assert!(
+        told.contains("2 files of other kinds (the first: note.md)") && told.contains("\"./**/*"),
+        "{told}"
+    );
+    assert_eq!((warnings("deep/er"), warnings("*.csv")), (vec![], vec![]));
+    assert_eq!(lines("*.csv").unwrap(), of(&["b"]));
+    assert_eq!(lines("[ab].*").unwrap(), of(&["a", "c", "b"]));
+    assert_eq!(lines("**/*.jsonl").unwrap(), of(&["d"]));
+    assert_eq!(lines("deep/*/d.jsonl").unwrap(), of(&["d"]));
+    for (path, said) in
+        [("*.md", "note.md"), ("*.tsv", "*.tsv"), ("a[", "a["), ("note.md", "none of the files")]
+    {
+        let error = lines(path).expect_err(path);
+        assert!(error.to_string().contains(said), "{path}: {error}");
+    }
+}
+
+/// Whether a column says that it holds texts or not, what is no text stops the run or is left out, and its row is named.
+#[test]
+#[cfg(feature = "parquet")]
+fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
+    let dir = fixture("broken-tables");
+    for (name, format, field) in [
+        ("text.binary.parquet", Format::Text, "text"),
+        ("text.string.parquet", Format::Text, "text"),
+        ("messages.binary.parquet", Format::Messages, "messages[1].content"),
+        ("messages.string.parquet", Format::Messages, "messages[1].content"),
+    ] {
+        let load = |on_bad_row| {
+            let cfg = recipe::Data { on_bad_row, ..data(500) };
+            let resolve = |s: &str| dir.join(s);
+            Dataset::load(Part::Train, &of(&[source(name, format)], &cfg), &resolve, Some(&tiny()), 285, 11)
+        };
+        let error = load(OnBadRow::Error).expect_err(name);
+        let said = error.to_string();
+        assert!(said.ends_with(&format!("{name}:2:1: {field}: not UTF-8")), "{said}");
+        assert_eq!(error.exit_code(), ft_base::ExitCode::Data);
+        let d = load(OnBadRow::Skip).unwrap();
+        assert_eq!((d.stats.rows_read, d.stats.drops.bad), (3, 1), "{name}");
+        let texts: Vec<String> = all(&d).iter().map(|e| tiny().decode(&e.ids).unwrap()).collect();
+        assert!(texts[0].contains("café") && texts[1].contains("the end"), "{texts:?}");
+        assert!(!texts.concat().contains('\u{fffd}'), "{texts:?}");
+    }
+    let load = Dataset::load(
+        Part::Train,
+        &of(&[source("text.twice.parquet", Format::Text)], &data(9)),
+        &|s| dir.join(s),
+        Some(&tiny()),
+        285,
+        11,
+    );
+    let said = load.unwrap_err().to_string();
+    assert!(said.ends_with("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
+}
+
+/// Each names the line and what is wrong there, and none takes the rows around it with it.
+#[test]
+fn broken_tables_say_where() {
+    let messages = "messages\n\"[{\"\"role\"\": \"\"user\"\"}\"\n";
+    let twice = "messages\n\"[{\"\"role\"\": \"\"user\"\", \"\"role\"\": \"\"user\"\"}]\"\n";
+    for (name, bytes, said) in [
+        ("a.csv", &b"text,id\nHello,1\nthe\nworld,2\n"[..], "a.csv:3:1: the row has 1 cells"),
+        ("a.csv", b"text\nHello\n\xff\n", "a.csv:3:1: text: not UTF-8"),
+        ("a.csv", b"text,id\r\nHello,1\r\nthe\r\n", "a.csv:3:1: the row has 1 cells"),
+        ("a.csv", b"text\r\nHello\r\n\r\n\xff\r\n", "a.csv:4:1: text: not UTF-8"),
+        ("a.csv", b"\ntext,text\nHello,b\n", "a.csv:2:1: two columns are named"),
+        ("a.csv", b"text,text\nHello,b\n", "a.csv:1:1: two columns are named"),
+        ("a.csv", b"te\xffxt\nHello\n", "a.csv:1:1: a name of a column is not UTF-8"),
+        ("a.csv", b"wrong\nHello\n", "no field \"text\"; there is wrong"),
+        ("a.tsv", b"a\ttext\nb\n", "a.tsv:2:1: the row has 1 cells"),
+        ("a.txt", b"Hello\n\xff\n", "a.txt:2:1: not UTF-8"),
+        ("m.csv", messages.as_bytes(), "m.csv:2:1: messages: expected JSON"),
+        ("m.csv", twice.as_bytes(), "m.csv:2:1: messages: the key \"role\" is there twice"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz"),
+        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst"),
+    ] {
+        let files = Files::new(&[]);
+        std::fs::write(files.0.path().join(name), bytes).unwrap();
+        let format = if name.starts_with('m') { Format::Messages } else { Format::Text };
+        let error = files.load(&[source(name, format)], &data(9)).expect_err(name);
+        assert!(error.to_string().contains(said), "{name}: {error}");
+        assert_eq!(error.exit_code(), ft_base::ExitCode::Data, "{name}: {error}");
+    }
+}
+
+/// Lines are counted as an editor counts them, whatever ends them, and whatever stands between rows.
+#[test]
+fn rows_of_tables_stand_where_they_begin() {
+    let lines = |text: &str| {
+        let files = Files::new(&[("a.csv", text)]);
+        let table = Rows::open(&files.0.path().join("a.csv"), &Shape::of_any()).unwrap();
+        table.map(|r| r.unwrap().line).collect::<Vec<_>>()
+    };
+    let rows = "text,id|a,1|\"b||b\",2|||c,3|  ,4|\"|d\",5||\"e\",6|f,7";
+    let begin = [2, 3, 8, 9, 10, 13, 14];
+    for end in ["\n", "\r\n"] {
+        for (before, last) in [(0, 0), (0, 1), (0, 2), (2, 1)] {
+            let text = end.repeat(before) + &rows.replace('|', end) + &end.repeat(last);
+            assert_eq!(lines(&text), begin.map(|l| l + before), "{text:?}");
+        }
+    }
+    // longer than what is read at a time, and rows that only a carriage return parts
+    let long = "x".repeat(300_000);
+    assert_eq!(lines(&format!("text,id\r\n\"{long}\r\n{long}\",1\r\n\r\nb,2")), [2, 5]);
+    assert_eq!(lines("text,id\ra,1\rb,2\nc,3\n"), [1, 1, 2]);
+}
+
+/// A packed file that is cut is an error, not fewer rows.
+#[test]
+fn cut_files_are_told() {
+    for (name, format) in [
+        ("messages.jsonl.gz", Format::Messages),
+        ("messages.jsonl.zst", Format::Messages),
+        ("alpaca.pandas.csv.gz", Format::Alpaca),
+        ("text.snappy.parquet", Format::Text),
+    ] {
+        if name.ends_with("parquet") && !cfg!(feature = "parquet") {
+            continue;
+        }
+        let whole = std::fs::read(fixture("tables").join(name)).unwrap();
+        for len in [whole.len() / 2, whole.len() - 1] {
+            let files = Files::new(&[]);
+            std::fs::write(files.0.path().join(name), &whole[..len]).unwrap();
+            let error = files.load(&[source(name, format)], &data(500)).expect_err(name);
+            assert!(error.to_string().contains(name), "{name} of {len} bytes: {error}");
+        }
+    }
+}
+
+/// A row may have 32 MiB, whatever its file is.
+#[test]
+fn rows_of_tables_are_bounded() {
+    let files = Files::new(&[("a.csv", &format!("text\n{}\n", "a".repeat(40 << 20)))]);
+    let error = files.load(&[source("a.csv", Format::Text)], &data(9)).expect_err("too long");
+    assert!(error.to_string().contains("longer than 32 MiB"), "{error}");
+}

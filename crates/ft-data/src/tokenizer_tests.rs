@@ -1,0 +1,102 @@
+use super::*;
+use ft_base::rng::{Purpose, Stream};
+use serde_json::json;
+
+/// The fixture's tokenizer with another pre-tokenizer.
+fn with(pre_tokenizer: Value) -> Tokenizer {
+    let fixture = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
+    let mut file: Value =
+        serde_json::from_slice(&std::fs::read(fixture.join("tokenizer.json")).unwrap()).unwrap();
+    if !pre_tokenizer.is_null() {
+        file["pre_tokenizer"] = pre_tokenizer;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+    Tokenizer::load(dir.path(), None).unwrap().unwrap()
+}
+
+/// Texts of the pieces that pre-tokenizers look at, in any order.
+fn texts() -> Vec<String> {
+    let parts = [
+        "a",
+        "It's",
+        "word",
+        "WORD",
+        "camelCase",
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        ".",
+        ",",
+        "'s",
+        "'",
+        "1",
+        "2345",
+        "中文",
+        "字",
+        "。",
+        "，",
+        "é",
+        "e\u{301}",
+        "\u{301}",
+        "<|im_end|>",
+        "<|im_start|>",
+        "_x",
+        "/",
+        "\u{a0}",
+        "Σ",
+    ];
+    let draw = |t: u64| {
+        let order = Stream::new(t, Purpose::Mix, 0, 0).permutation(parts.len() as u32 * 4);
+        order.into_iter().map(|i| parts[i as usize % parts.len()]).collect::<String>()
+    };
+    (0..200).map(draw).collect()
+}
+
+#[test]
+fn pieces_make_the_tokens_of_the_whole() {
+    let split = |regex: &str| {
+        json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]})
+    };
+    let mut all = vec![Value::Null];
+    all.extend(pipeline::WORDS.iter().map(|r| split(r)));
+    let mut cuts = 0;
+    for pre_tokenizer in all {
+        let t = with(pre_tokenizer.clone());
+        assert!(t.can_cut, "{pre_tokenizer}");
+        for text in texts() {
+            let whole = t.inner.encode(text.as_str(), false).unwrap();
+            let pieces = t.encode_pieces(&text, 1, usize::MAX, &[]).unwrap();
+            assert_eq!(pieces.ids, whole.get_ids(), "{pre_tokenizer} {text:?}");
+            let starts: Vec<usize> = whole.get_offsets().iter().map(|o| o.0).collect();
+            assert_eq!(
+                pieces.offsets.iter().map(|o| o.0).collect::<Vec<_>>(),
+                starts,
+                "{pre_tokenizer} {text:?}"
+            );
+            cuts += usize::from(pipeline::cut(&text, 1).is_some());
+            // no more is kept than asked for, and the rest is counted
+            let first = t.encode_pieces(&text, 1, 5, std::slice::from_ref(&(0..text.len()))).unwrap();
+            assert_eq!((first.ids.len(), first.total), (5, pieces.ids.len()));
+            assert!(first.more_within);
+        }
+    }
+    assert!(cuts > 500, "{cuts}");
+}
+
+/// Where nobody knows what a pre-tokenizer does, a text stays whole, and has an end.
+#[test]
+fn texts_that_cannot_be_cut_are_bounded() {
+    let t = with(json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}));
+    assert!(!t.can_cut);
+    let long = "word ".repeat(1 << 20);
+    assert!(t.encode(&long).unwrap_err().to_string().contains("4 MiB"));
+}

@@ -1,0 +1,184 @@
+//! The weights of a model that a plan runs: ghosts of what [`super::build`] would load and allocate.
+
+use super::selection::Choice;
+use ft_kernels::padded::Padded;
+use ft_kernels::quantized::QuantizedMatrix;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Ledger, Machine, Tensor};
+use crate::model::decoder::Weights;
+use crate::model::embedding::EmbeddingLora;
+use crate::model::linear::{Dora, Lora, Weight};
+use crate::model::modules::{Group, MlpTree, Module};
+use crate::model::rows::Rows;
+use crate::model::sink::Slot;
+use crate::quant;
+use ft_recipe::{LoraSpec, Quantize};
+use candle_core::{DType, Shape};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Values of the one buffer that takes the gradients of all ghosts.
+const BUFFER: usize = 1 << 60;
+
+/// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers, and not what trains in full.
+pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
+    quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
+}
+
+/// Whether a frozen matrix stays in the half precision of its checkpoint where the model computes in f32
+/// ([`ft_kernels::gemm::kept`]).
+pub fn stays_stored(m: &Module, choice: &Choice, machine: Machine) -> bool {
+    m.weight_shape().len() == 2 && choice.leaves_weight() && machine.frozen() < machine.width
+}
+
+/// Columns that a dense matrix has room for that stays on a CUDA device, and rows: the rank of its adapter, where one product
+/// sums both. Not with DoRA, which has products of its own, and not of experts, whose products are others
+/// (`kernel::grouped`).
+pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
+    let Choice::Lora { spec, .. } = choice else { return 0 };
+    let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
+    if takes { spec.rank } else { 0 }
+}
+
+/// Ghosts of weights, by what is chosen for each module.
+pub struct Ghosts<'a> {
+    /// Where they are written down.
+    pub ledger: &'a Ledger,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// What happens to each module.
+    pub choices: HashMap<&'a str, Choice>,
+    /// Whether linears of the decoder become 4-bit.
+    pub quantize: Quantize,
+    /// Whether weights stay on a CUDA device, so that dense ones have room for adapters.
+    rooms: bool,
+    used: usize,
+}
+
+impl<'a> Ghosts<'a> {
+    /// For modules with these choices; whether their linears become 4-bit, and whether weights stay on the device.
+    pub fn new(
+        ledger: &'a Ledger,
+        dtype: DType,
+        choices: impl Iterator<Item = (&'a str, Choice)>,
+        (quantize, stays): (Quantize, bool),
+    ) -> Self {
+        let rooms = stays && ledger.machine().cuda;
+        Self { ledger, dtype, choices: choices.collect(), quantize, rooms, used: 0 }
+    }
+
+    /// The gradients' buffers of a model whose weights these are, by unit.
+    pub fn grads(ledger: &Ledger) -> Vec<Option<Tensor>> {
+        vec![Some(Ghost::weight(ledger, BUFFER, DType::F32).into())]
+    }
+
+    fn choice(&self, m: &Module) -> Choice {
+        self.choices.get(m.name.as_str()).copied().unwrap_or(Choice::Freeze)
+    }
+
+    fn ghost(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Ghost::weight(self.ledger, shape, dtype).into()
+    }
+
+    fn slot(&mut self, rows: usize, cols: usize) -> Slot {
+        let offset = self.used;
+        self.used += rows * cols;
+        Slot { index: 0, unit: 0, offset, rows, cols }
+    }
+
+    fn tensor(&mut self, m: &Module, shape: &[usize]) -> (Tensor, Option<Slot>) {
+        let choice = self.choice(m);
+        let full = matches!(choice, Choice::Full { .. });
+        let cols = shape.last().copied().unwrap_or(1);
+        let rows = shape.iter().product::<usize>() / cols.max(1);
+        let kept = shape.len() == 2 && stays_stored(m, &choice, self.ledger.machine());
+        let dtype = if kept { DType::BF16 } else { self.dtype };
+        (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
+    }
+
+    /// A low-rank update of a matrix [o, i]: A, B and where their gradients go.
+    fn update(&mut self, m: &Module) -> Option<(LoraSpec, Tensor, Tensor, (Slot, Slot))> {
+        let Choice::Lora { spec, .. } = self.choice(m) else { return None };
+        let &[o, i] = m.weight_shape().as_slice() else { return None };
+        // of an embedding [v, d] the table is the transpose
+        let (o, i) = if m.last() == "embed_tokens" { (i, o) } else { (o, i) };
+        let (a, b) = (self.ghost((spec.rank, i), self.dtype), self.ghost((o, spec.rank), self.dtype));
+        Some((spec, a, b, (self.slot(spec.rank, i), self.slot(o, spec.rank))))
+    }
+}
+
+impl Weights for Ghosts<'_> {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        Ok(self.tensor(m, &m.weight_shape()))
+    }
+
+    fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        match m.weight_shape().as_slice() {
+            &[o, i] if is_quantized(m, &self.choice(m), self.quantize) => Ok((
+                Weight::Nf4(Arc::new(QuantizedMatrix::ghost(self.ledger, (o, i), self.dtype, self.dtype))),
+                None,
+            )),
+            shape => {
+                let rank = room(m, &self.choice(m), self.rooms);
+                if let (&[o, i], true) = (shape, rank > 0) {
+                    let all = self.ghost(Padded::shape((o, i), rank), self.dtype);
+                    return Ok((Weight::Padded(Padded::within(all, (o, i))?), None));
+                }
+                let (weight, slot) = self.tensor(m, shape);
+                Ok((Weight::Dense(weight), slot))
+            }
+        }
+    }
+
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)> {
+        Ok(self.tensor(m, &[m.bias().unwrap_or(0)]))
+    }
+
+    fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>> {
+        let Some((spec, a, b, slots)) = self.update(m) else { return Ok(None) };
+        let (o, _) = weight.dims()?;
+        let dora = spec.dora.then(|| Dora {
+            magnitude: self.ghost((1, o), DType::F32),
+            slot: Some(self.slot(1, o)),
+            row_squares: self.ghost(o, DType::F32),
+        });
+        let (scale, dropout) = (super::peft::scale(&spec), spec.dropout);
+        Ok(Some(Lora { a, b, slots: Some(slots), scale, dropout, stream: 0, dora }))
+    }
+
+    fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>> {
+        let update = self.update(m);
+        Ok(update.map(|(spec, a, b, slots)| EmbeddingLora {
+            a,
+            b,
+            slots: Some(slots),
+            scale: super::peft::scale(&spec),
+        }))
+    }
+
+    fn rows(&mut self, m: &Module) -> ft_base::Result<Option<Rows>> {
+        let Choice::Rows { count, .. } = self.choice(m) else { return Ok(None) };
+        let (index, values) = (self.ghost(count, DType::U32), self.ghost((count, m.cols()), self.dtype));
+        let slot = Some(self.slot(count, m.cols()));
+        Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
+    }
+
+    /// Neighbours for whose modules the same is chosen.
+    fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
+        let mut out: Vec<usize> = Vec::new();
+        let mut last = None;
+        for e in experts {
+            let choices = [&e.gate, &e.up, &e.down].map(|m| self.choice(m));
+            match out.last_mut() {
+                Some(n) if last == Some(choices) => *n += 1,
+                _ => out.push(1),
+            }
+            last = Some(choices);
+        }
+        out
+    }
+}

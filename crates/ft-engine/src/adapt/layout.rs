@@ -1,0 +1,57 @@
+//! Where trained tensors stand in the buffers of their units.
+
+use super::buffer::ALIGN;
+use super::moments::is_large;
+use super::projected::Projection;
+use super::selection::{Part, Trained};
+use crate::model::sink::Slot;
+use ft_recipe::Method;
+use std::collections::BTreeSet;
+
+/// Where the kinds of tensors end in a unit's buffer, by unit: each is a range, and so is what is large, what is part of an
+/// adapter, and what has moments of its own.
+#[derive(Debug, Default)]
+pub(super) struct Ends {
+    pub large_full: Vec<usize>,
+    /// Moments up to here can be in 8 bits.
+    pub large: Vec<usize>,
+    pub adapters: Vec<usize>,
+    /// Gradients up to here are not projected.
+    pub plain: Vec<usize>,
+    pub all: Vec<usize>,
+}
+
+/// Lays tensors out in units.
+pub(super) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Ends) {
+    let mut len = vec![0usize; units];
+    let mut ends = [(); 5].map(|()| Vec::new());
+    let mut slots = Vec::with_capacity(tensors.len());
+    let kind = |t: &Trained| match (is_large(t.elements()), t.part.method() == Method::Lora) {
+        _ if how.takes_tensor(t, units) => 4,
+        (true, false) => 0,
+        (true, true) => 1,
+        (false, true) => 2,
+        (false, false) => 3,
+    };
+    for (number, end) in ends.iter_mut().enumerate() {
+        for (index, t) in tensors.iter().enumerate() {
+            if kind(t) != number {
+                continue;
+            }
+            let cols = *t.shape.last().unwrap_or(&1);
+            let rows = t.elements() / cols.max(1);
+            let offset = len[t.unit];
+            len[t.unit] = (offset + t.elements()).next_multiple_of(ALIGN);
+            slots.push(Slot { index, unit: t.unit, offset, rows, cols });
+        }
+        end.clone_from(&len);
+    }
+    slots.sort_by_key(|s| s.index);
+    let [large_full, large, adapters, plain, all] = ends;
+    (slots, Ends { large_full, large, adapters, plain, all })
+}
+
+/// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
+pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
+    parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()
+}

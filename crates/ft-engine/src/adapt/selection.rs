@@ -1,0 +1,529 @@
+//! Which modules train, and how: from the recipe's rules, or from a PEFT adapter's own config.
+
+use super::tokens::Tokens;
+use super::{Error, PeftConfig};
+use crate::model::Config;
+use crate::model::modules::{Group, Kind, Module, modules};
+use ft_recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
+use regex::Regex;
+
+/// What happens to a module.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    /// Nothing trains.
+    Freeze,
+    /// The weight (and bias) trains.
+    Full {
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
+    /// A low-rank update trains.
+    Lora {
+        /// Rank, alpha and the rest.
+        spec: LoraSpec,
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
+    /// Some rows of the weight train, each a token's.
+    Rows {
+        /// How many.
+        count: usize,
+        /// Factor on the learning rate.
+        lr_scale: f64,
+    },
+}
+
+impl Choice {
+    /// Whether no value of the weight changes.
+    pub fn leaves_weight(self) -> bool {
+        matches!(self, Choice::Freeze | Choice::Lora { .. })
+    }
+}
+
+/// A model's modules, each with what happens to it.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    /// Modules in the order of the forward pass, and choices.
+    pub modules: Vec<(Module, Choice)>,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Whether head and embedding are one tensor.
+    pub tied: bool,
+    /// Whose rows train, where some do alone.
+    pub tokens: Tokens,
+    /// What ranges of the rules name and the model does not have: warnings, for whoever asked.
+    pub notes: Vec<String>,
+}
+
+/// Which part of a module a trained tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The weight.
+    Weight,
+    /// The bias.
+    Bias,
+    /// LoRA's A.
+    A,
+    /// LoRA's B.
+    B,
+    /// DoRA's magnitude.
+    Magnitude,
+    /// Rows of the weight, by token.
+    Rows,
+}
+
+impl Part {
+    /// The method by which it trains; rows of tokens are part of an adapter, and train as LoRA's parts do.
+    pub fn method(self) -> Method {
+        match self {
+            Part::Weight | Part::Bias => Method::Full,
+            Part::A | Part::B | Part::Magnitude | Part::Rows => Method::Lora,
+        }
+    }
+}
+
+/// One tensor that trains.
+#[derive(Clone, Debug)]
+pub struct Trained {
+    /// Its name in checkpoints of `ft`: the module's, and the part as PEFT spells it.
+    pub name: String,
+    /// Module it belongs to.
+    pub module: String,
+    /// Part of the module.
+    pub part: Part,
+    /// Shape as files have it.
+    pub shape: Vec<usize>,
+    /// Unit of the walk.
+    pub unit: usize,
+    /// Factor on the learning rate.
+    pub lr_scale: f64,
+    /// Whether `decay = "matrices"` lets it decay.
+    pub matrix: bool,
+}
+
+impl Trained {
+    /// Number of values.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// A tensor that trains, by its module.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainedPart<'a> {
+    /// The module.
+    pub module: &'a Module,
+    /// Part of it.
+    pub part: Part,
+    /// A matrix's shape; a vector's first.
+    dims: [usize; 2],
+    rank: usize,
+    lr_scale: f64,
+    matrix: bool,
+}
+
+impl TrainedPart<'_> {
+    /// Shape as files have it.
+    pub fn shape(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+
+    /// Number of values.
+    pub fn elements(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Bytes of its name in checkpoints.
+    pub fn name_bytes(&self) -> usize {
+        self.module.name.len() + 1 + part_name(self.module, self.part).len()
+    }
+
+    /// Factor on the learning rate.
+    pub fn lr_scale(&self) -> f64 {
+        self.lr_scale
+    }
+}
+
+/// The name of a part as PEFT's files spell it, after the module's name.
+pub fn part_name(m: &Module, part: Part) -> &'static str {
+    match (part, m.kind) {
+        (Part::Weight, _) => "weight",
+        (Part::Bias, _) => "bias",
+        (Part::A, Kind::Embedding { .. }) => "lora_embedding_A",
+        (Part::B, Kind::Embedding { .. }) => "lora_embedding_B",
+        (Part::A, _) => "lora_A.weight",
+        (Part::B, _) => "lora_B.weight",
+        (Part::Magnitude, _) => "lora_magnitude_vector",
+        (Part::Rows, _) => "token_adapter.trainable_tokens_delta",
+    }
+}
+
+impl Selection {
+    /// Everything frozen.
+    pub fn frozen(config: &Config) -> Self {
+        Self {
+            modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
+            layers: config.layers,
+            tied: config.tied,
+            tokens: Tokens::default(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Applies a recipe's rules in order; a later rule wins where two match.
+    ///
+    /// # Errors
+    /// A rule that matches nothing or lists a layer or expert that the model does not have (with a list of what there
+    /// is), LoRA on a norm, a rank of zero. A range that goes beyond the model is a note.
+    pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
+        let mut s = Self::frozen(config);
+        for (i, rule) in rules.iter().enumerate() {
+            if rule.is_of_tokens() {
+                s.choose_tokens(i, rule)?;
+                continue;
+            }
+            let patterns: Vec<Pattern> = rule
+                .modules
+                .iter()
+                .map(|p| Pattern::parse(p))
+                .collect::<Result<_, _>>()
+                .map_err(|why| Error::Rule { place: rule.place.to_string(), rule: i, why })?;
+            let fail = |why: String| Error::Rule { place: rule.place.to_string(), rule: i, why };
+            for absent in absent(rule, config) {
+                match absent {
+                    Ok(note) => s.notes.push(format!("{}: train.{i}.{note}", rule.place)),
+                    Err(why) => return Err(fail(format!("{why}\n  hint: {}", s.inventory(config)))),
+                }
+            }
+            let choice = match rule.method {
+                Method::Freeze => Choice::Freeze,
+                Method::Full => Choice::Full { lr_scale: rule.lr_scale },
+                Method::Lora => Choice::Lora { spec: rule.spec(), lr_scale: rule.lr_scale },
+            };
+            let mut used = vec![false; patterns.len()];
+            for (m, c) in &mut s.modules {
+                let in_layers = rule
+                    .layers
+                    .as_ref()
+                    .is_none_or(|set| m.layer.is_some_and(|l| set.contains(l, config.layers)));
+                let in_experts =
+                    rule.experts.as_ref().is_none_or(|set| m.expert.is_some_and(|e| set.contains(e)));
+                if !in_layers || !in_experts {
+                    continue;
+                }
+                let mut hit = false;
+                for (p, used) in patterns.iter().zip(&mut used) {
+                    if p.matches(m) {
+                        (hit, *used) = (true, true);
+                    }
+                }
+                if hit {
+                    if rule.method == Method::Lora {
+                        check_lora(m, rule.spec()).map_err(fail)?;
+                    }
+                    *c = choice;
+                }
+            }
+            if let Some(unused) = used.iter().position(|u| !u) {
+                let near = s
+                    .nearest(&rule.modules[unused])
+                    // the name may be right, and the layers or experts wrong
+                    .filter(|n| *n != rule.modules[unused])
+                    .map(|n| format!("did you mean {n}? "))
+                    .unwrap_or_default();
+                return Err(fail(format!(
+                    "{:?}{} matches no module of this model\n  hint: {near}{}",
+                    rule.modules[unused],
+                    match (&rule.layers, &rule.experts) {
+                        (None, None) => "",
+                        (Some(_), None) => " within these layers",
+                        (None, Some(_)) => " within these experts",
+                        (Some(_), Some(_)) => " within these layers and experts",
+                    },
+                    s.inventory(config)
+                )));
+            }
+        }
+        let last = rules.len().saturating_sub(1);
+        s.tokens_alone()?;
+        s.one_switch().and_then(|()| s.tie()).map_err(|why| Error::Rule {
+            place: rules.last().map_or(String::new(), |r| r.place.to_string()),
+            rule: last,
+            why,
+        })?;
+        Ok(s)
+    }
+
+    /// PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, that change nothing, and
+    /// for the embedding there is none.
+    fn one_switch(&self) -> Result<(), String> {
+        let lora = |c: &Choice| match c {
+            Choice::Lora { spec, .. } => Some(spec.dora),
+            _ => None,
+        };
+        let dora = self.modules.iter().any(|(_, c)| lora(c) == Some(true));
+        let embedding =
+            self.modules.iter().find(|(m, c)| m.group == Group::Embedding && lora(c) == Some(false));
+        match embedding {
+            Some((m, _)) if dora => Err(format!(
+                "not built yet: LoRA on {} beside DoRA on others\n  hint: dora = false in all rules, or the embedding \
+                 with method = \"full\"",
+                m.name
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// In a tied model head and embedding are one tensor: where one trains in full, the other does.
+    fn tie(&mut self) -> Result<(), String> {
+        if !self.tied {
+            return Ok(());
+        }
+        let ends: Vec<Choice> = self
+            .modules
+            .iter()
+            .filter(|(m, _)| matches!(m.group, Group::Head | Group::Embedding))
+            .map(|(_, c)| *c)
+            .collect();
+        let Some(full) = ends.iter().find(|c| matches!(c, Choice::Full { .. })).copied() else {
+            return Ok(());
+        };
+        if ends.iter().any(|c| matches!(c, Choice::Lora { .. })) {
+            return Err(
+                "head and embedding of this model are one tensor (tie_word_embeddings): one of them cannot \
+                        train in full and the other by LoRA\n  hint: the same method for both, or freeze one"
+                    .into(),
+            );
+        }
+        for (m, c) in &mut self.modules {
+            if matches!(m.group, Group::Head | Group::Embedding) {
+                *c = full;
+            }
+        }
+        Ok(())
+    }
+
+    /// The choices that a PEFT adapter's config makes: what it holds trains.
+    pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
+        let mut s = Self::frozen(config);
+        let targets = peft.targets();
+        for (m, c) in &mut s.modules {
+            if peft.saves(&m.name) {
+                *c = Choice::Full { lr_scale: 1.0 };
+            } else if targets.matches(m) {
+                let mut spec = peft.spec(&m.name);
+                if matches!(m.kind, Kind::Embedding { .. }) {
+                    // PEFT has one dropout for all, and applies it to linears
+                    spec.dropout = 0.0;
+                }
+                check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+                *c = Choice::Lora { spec, lr_scale: 1.0 };
+            }
+        }
+        s.tie().map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
+        s.tokens_of(config, peft)?;
+        Ok(s)
+    }
+
+    /// The group or name nearest to what was written, where one is near.
+    fn nearest(&self, written: &str) -> Option<&str> {
+        let known = self.modules.iter().flat_map(|(m, _)| [m.group.name(), m.last()]);
+        ft_recipe::names::nearest(written, known)
+    }
+
+    /// What there is to match, for messages.
+    fn inventory(&self, config: &Config) -> String {
+        let mut groups: Vec<Group> = self.modules.iter().map(|(m, _)| m.group).collect();
+        groups.sort();
+        groups.dedup();
+        let mut last: Vec<&str> = Vec::new();
+        for (m, _) in &self.modules {
+            if !last.contains(&m.last()) {
+                last.push(m.last());
+            }
+        }
+        let experts = config.moe.as_ref().map_or(String::new(), |m| format!(", experts 0-{}", m.experts - 1));
+        format!(
+            "groups are {}; names are {}; layers are 0-{}{experts}",
+            groups.iter().map(|g| g.name()).collect::<Vec<_>>().join(", "),
+            last.join(", "),
+            config.layers - 1
+        )
+    }
+
+    /// The tensors that train, in the order of the forward pass.
+    ///
+    /// A tied head and embedding that train in full are one tensor, under the embedding's name.
+    pub fn trained(&self) -> Vec<Trained> {
+        let named = |t: TrainedPart<'_>| Trained {
+            name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
+            module: t.module.name.clone(),
+            part: t.part,
+            shape: t.shape().to_vec(),
+            unit: t.module.unit(self.layers),
+            lr_scale: t.lr_scale,
+            matrix: t.matrix,
+        };
+        self.parts().into_iter().map(named).collect()
+    }
+
+    /// As [`Selection::trained`], without names: plans look at it many times.
+    pub fn parts(&self) -> Vec<TrainedPart<'_>> {
+        let mut out = Vec::new();
+        for (m, choice) in &self.modules {
+            let mut choice = *choice;
+            // a tied head that trains in full is the embedding's tensor
+            if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
+                choice = Choice::Freeze;
+            }
+            let mut add = |part, shape: &[usize], lr_scale, matrix| {
+                let (mut dims, rank) = ([1; 2], shape.len().min(2));
+                dims[..rank].copy_from_slice(&shape[..rank]);
+                out.push(TrainedPart { module: m, part, dims, rank, lr_scale, matrix });
+            };
+            match choice {
+                Choice::Freeze => {}
+                Choice::Full { lr_scale } => {
+                    let shape = m.weight_shape();
+                    add(Part::Weight, &shape, lr_scale, shape.len() > 1);
+                    if let Some(n) = m.bias() {
+                        add(Part::Bias, &[n], lr_scale, false);
+                    }
+                }
+                Choice::Lora { spec, lr_scale } => {
+                    let (o, i) = match m.kind {
+                        Kind::Linear { out, inp, .. } => (out, inp),
+                        Kind::Embedding { vocab, dim } => (dim, vocab),
+                        Kind::Norm { .. } => continue,
+                    };
+                    add(Part::A, &[spec.rank, i], lr_scale, true);
+                    add(Part::B, &[o, spec.rank], lr_scale, true);
+                    if spec.dora {
+                        add(Part::Magnitude, &[o], lr_scale, false);
+                    }
+                }
+                Choice::Rows { count, lr_scale } => {
+                    add(Part::Rows, &[count, m.cols()], lr_scale, true);
+                }
+            }
+        }
+        out
+    }
+
+    /// What happens to a module.
+    pub fn choice(&self, name: &str) -> Choice {
+        self.modules.iter().find(|(m, _)| m.name == name).map_or(Choice::Freeze, |(_, c)| *c)
+    }
+
+    /// Whether every tensor of the model trains in full.
+    pub fn everything_full(&self) -> bool {
+        self.modules.iter().all(|(_, c)| matches!(c, Choice::Full { .. }))
+    }
+
+    /// Whether a tied head and embedding train in full.
+    pub fn tied_in_full(&self) -> bool {
+        self.tied && matches!(self.choice("lm_head"), Choice::Full { .. })
+    }
+}
+
+/// What of a rule's layers and experts the model does not have: a note where a range goes beyond it, an error where
+/// nothing of a range is there, or an index that is listed is not.
+fn absent(rule: &Rule, config: &Config) -> Vec<Result<String, String>> {
+    let of = |key: &str, set: &IndexSet, count: usize| {
+        let there = format!("this model has {key} 0-{}", count - 1);
+        match set {
+            IndexSet::List(list) => {
+                let missing: Vec<String> =
+                    list.iter().filter(|i| **i >= count).map(ToString::to_string).collect();
+                let is = if missing.len() == 1 { "is" } else { "are" };
+                let why = format!("{key}: {} {is} not there: {there}", missing.join(", "));
+                (!missing.is_empty()).then_some(Err(why))
+            }
+            IndexSet::Range(from, to) if *from >= count => {
+                let to = to.filter(|to| to != from).map_or(String::new(), |to| format!("-{to}"));
+                Some(Err(format!("{key}: {from}{to} is not there: {there}")))
+            }
+            IndexSet::Range(_, Some(to)) if *to >= count => {
+                let missing = if *to == count { format!("{to} is") } else { format!("{count}-{to} are") };
+                Some(Ok(format!("{key}: {missing} not there: {there}")))
+            }
+            IndexSet::Range(..) => None,
+        }
+    };
+    let layers = match &rule.layers {
+        Some(LayerSet::Indices(set)) => of("layers", set, config.layers),
+        Some(LayerSet::Last(n)) if *n > config.layers => {
+            let count = config.layers;
+            Some(Ok(format!("layers: the last {n} are asked for: this model has {count}, and all are meant")))
+        }
+        _ => None,
+    };
+    let experts = match (&rule.experts, &config.moe) {
+        (Some(set), Some(moe)) => of("experts", set, moe.experts),
+        _ => None,
+    };
+    layers.into_iter().chain(experts).collect()
+}
+
+fn check_lora(m: &Module, spec: LoraSpec) -> Result<(), String> {
+    match m.kind {
+        Kind::Norm { .. } => {
+            return Err(format!(
+                "LoRA on {}: a norm has no matrix\n  hint: train norms with method = \"full\"",
+                m.name
+            ));
+        }
+        Kind::Embedding { .. } if spec.dora => {
+            return Err(format!("not built yet: DoRA on the embedding ({})", m.name));
+        }
+        Kind::Embedding { .. } if spec.dropout > 0.0 => {
+            return Err(format!(
+                "LoRA on {}: PEFT applies no dropout to an embedding\n  hint: a rule of its own with dropout = 0",
+                m.name
+            ));
+        }
+        _ => {}
+    }
+    if spec.rank == 0 { Err(format!("rank 0 on {}", m.name)) } else { Ok(()) }
+}
+
+/// One entry of `train.modules`.
+enum Pattern {
+    Group(Group),
+    Last(String),
+    Whole(Regex),
+}
+
+impl Pattern {
+    fn parse(text: &str) -> Result<Self, String> {
+        const GROUPS: [Group; 7] = [
+            Group::Attention,
+            Group::Mlp,
+            Group::Experts,
+            Group::Router,
+            Group::Norms,
+            Group::Embedding,
+            Group::Head,
+        ];
+        if let Some(g) = GROUPS.into_iter().find(|g| g.name() == text) {
+            return Ok(Pattern::Group(g));
+        }
+        match module_regex(text) {
+            Some(r) => r.map(Pattern::Whole).map_err(|e| format!("modules: {text:?}: {e}")),
+            None => Ok(Pattern::Last(text.into())),
+        }
+    }
+
+    fn matches(&self, m: &Module) -> bool {
+        match self {
+            Pattern::Group(g) => m.group == *g,
+            Pattern::Last(l) => m.last() == l,
+            Pattern::Whole(r) => r.is_match(&m.name),
+        }
+    }
+}
+
+/// A regular expression that must match the whole text.
+pub(super) fn whole(pattern: &str) -> Result<Regex, regex::Error> {
+    Regex::new(&format!("^(?:{pattern})$"))
+}

@@ -1,0 +1,421 @@
+//! Selection by rules and by PEFT's config, and adapter configs out and in.
+
+use super::peft::{config_json, scale};
+use super::{Choice, PeftConfig, Selection};
+use crate::model::Config;
+use ft_recipe::Recipe;
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+fn config(extra: Value) -> Result<Config> {
+    let mut raw = json!({
+        "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+        "tie_word_embeddings": false,
+    });
+    let map = raw.as_object_mut().context("an object")?;
+    map.extend(extra.as_object().cloned().unwrap_or_default());
+    Ok(Config::parse("config.json", map.clone())?)
+}
+
+fn select(config: &Config, rules: &str) -> Result<Selection> {
+    let text = format!(
+        "[model]\nsource = \"m\"\n{rules}\n[data]\ntrain = [{{ source = \"x\", format = \"text\" }}]\n"
+    );
+    Ok(Selection::from_rules(config, &Recipe::parse(&text, "r.toml", &[])?.train)?)
+}
+
+fn names(s: &Selection) -> Vec<String> {
+    s.trained().into_iter().map(|t| t.name).collect()
+}
+
+#[test]
+fn rules_choose_by_group_name_and_expression() -> Result<()> {
+    let c = config(json!({}))?;
+    let s = select(&c, "[[train]]\nmodules = [\"attention\"]\nlayers = \"-1:\"\nrank = 2")?;
+    assert_eq!(names(&s).len(), 8);
+    assert_eq!(names(&s)[0], "model.layers.3.self_attn.q_proj.lora_A.weight");
+    let s =
+        select(&c, "[[train]]\nmodules = [\"/model.layers.[01].mlp.(up|down)_proj/\"]\nmethod = \"full\"")?;
+    assert_eq!(names(&s).len(), 4);
+    // a later rule wins
+    let s = select(
+        &c,
+        "[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"q_norm\"]\nmethod = \"freeze\"",
+    )?;
+    assert_eq!(names(&s).len(), 4 * 3 + 1);
+    Ok(())
+}
+
+#[test]
+fn a_rule_that_matches_nothing_lists_what_there_is() -> Result<()> {
+    let c = config(json!({}))?;
+    for (rules, inside) in [
+        ("modules = [\"q_porj\"]", "q_porj"),
+        ("modules = [\"experts\"]\nexperts = [0]", "experts"),
+        ("modules = [\"attention\"]\nlayers = [9]", "attention"),
+        ("modules = [\"attention\", \"embedding\"]\nlayers = [1]", "embedding"),
+    ] {
+        let e = select(&c, &format!("[[train]]\n{rules}")).err().context("refused")?.to_string();
+        assert!(e.contains(inside) && e.contains("groups are attention, mlp") && e.contains("0-3"), "{e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_tied_head_and_embedding_are_one_tensor() -> Result<()> {
+    let c = config(json!({"tie_word_embeddings": true}))?;
+    for rule in ["head", "embedding"] {
+        let s = select(&c, &format!("[[train]]\nmodules = [\"{rule}\"]\nmethod = \"full\""))?;
+        assert_eq!(names(&s), ["model.embed_tokens.weight"]);
+        assert!(s.tied_in_full());
+        // PEFT needs both names
+        let j = config_json(&s, "m", None);
+        assert_eq!(j["modules_to_save"], json!(["embed_tokens", "lm_head"]));
+        assert_eq!(j["target_modules"], json!("dummy-target-modules"));
+    }
+    let e = select(
+        &c,
+        "[[train]]\nmodules = [\"head\"]\nmethod = \"full\"\n[[train]]\nmodules = [\"embedding\"]",
+    );
+    assert!(e.err().context("refused")?.to_string().contains("one tensor"));
+    let s = select(&c, "[[train]]\nmodules = [\"head\"]")?;
+    assert_eq!(names(&s), ["lm_head.lora_A.weight", "lm_head.lora_B.weight"]);
+    Ok(())
+}
+
+#[test]
+fn everything_in_full_is_a_model() -> Result<()> {
+    for tied in [true, false] {
+        let c = config(json!({"tie_word_embeddings": tied, "attention_bias": true}))?;
+        let s = select(&c, "[[train]]\nmodules = [\"/.*/\"]\nmethod = \"full\"")?;
+        assert!(s.everything_full());
+        let values: usize = s.trained().iter().map(|t| t.elements()).sum();
+        assert_eq!(values as u64, crate::model::modules::parameters(&c));
+    }
+    Ok(())
+}
+
+fn peft(extra: Value) -> Result<PeftConfig> {
+    let mut raw =
+        json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]});
+    let map = raw.as_object_mut().context("an object")?;
+    map.extend(extra.as_object().cloned().unwrap_or_default());
+    Ok(PeftConfig::parse("adapter_config.json".into(), map)?)
+}
+
+/// What PEFT writes for mixed rules must read back as those rules.
+#[test]
+fn adapter_configs_round_trip() -> Result<()> {
+    let c = config(json!({"attention_bias": true}))?;
+    for rules in [
+        "[[train]]\nmodules = [\"attention\", \"mlp\"]\nrank = 8",
+        "[[train]]\nmodules = [\"attention\"]\nlayers = \"1-2\"\nrank = 8\nalpha = 4",
+        "[[train]]\nmodules = [\"attention\"]\nrank = 8\n[[train]]\nmodules = [\"q_proj\"]\nlayers = [2]\nrank = 3\nalpha = 7.5",
+        "[[train]]\nmodules = [\"mlp\"]\nrslora = true\nrank = 9",
+        "[[train]]\nmodules = [\"mlp\"]\nrslora = true\nrank = 9\n[[train]]\nmodules = [\"o_proj\"]\nrank = 9",
+        "[[train]]\nmodules = [\"mlp\"]\nrank = 9\n[[train]]\nmodules = [\"norms\", \"q_proj\"]\nlayers = [0]\nmethod = \"full\"",
+        "[[train]]\nmodules = [\"norms\"]\nmethod = \"full\"",
+        "[[train]]\nmodules = [\"head\", \"embedding\"]\nrank = 2",
+        "[[train]]\nmodules = [\"new_tokens\"]\ntokens = [7, 0, 127]",
+        "[[train]]\nmodules = [\"mlp\"]\n[[train]]\nmodules = [\"new_tokens\"]\ntokens = [3]",
+    ] {
+        let mut s = select(&c, rules)?;
+        s.look_up(&c, None)?;
+        let json = config_json(&s, "base", None);
+        let map = json.as_object().context("an object")?;
+        let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+        assert!(s.tokens.modules().eq(back.tokens.modules()), "{rules}");
+        for ((m, a), (_, b)) in s.modules.iter().zip(&back.modules) {
+            match (a, b) {
+                (Choice::Lora { spec: a, .. }, Choice::Lora { spec: b, .. }) => {
+                    assert!(a.rank == b.rank && (scale(a) - scale(b)).abs() < 1e-12, "{rules}: {}", m.name);
+                }
+                (a, b) => assert_eq!(
+                    std::mem::discriminant(a),
+                    std::mem::discriminant(b),
+                    "{rules}: {} in\n{json:#}",
+                    m.name
+                ),
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn pefts_selection_keys() -> Result<()> {
+    let c = config(json!({}))?;
+    let count =
+        |extra: Value| -> Result<usize> { Ok(Selection::from_peft(&c, &peft(extra)?)?.trained().len() / 2) };
+    assert_eq!(count(json!({}))?, 8);
+    assert_eq!(count(json!({"layers_to_transform": [0, 3]}))?, 4);
+    assert_eq!(count(json!({"layers_to_transform": 1, "layers_pattern": "layers"}))?, 2);
+    assert_eq!(count(json!({"layers_to_transform": 1, "layers_pattern": "blocks"}))?, 0);
+    assert_eq!(count(json!({"exclude_modules": ["v_proj"]}))?, 4);
+    assert_eq!(count(json!({"exclude_modules": r".*\.0\..*"}))?, 6);
+    assert_eq!(count(json!({"target_modules": r".*layers\.2\.self_attn\.(q|k)_proj"}))?, 2);
+    assert_eq!(count(json!({"target_modules": "all-linear"}))?, 4 * 7);
+    let s = Selection::from_peft(
+        &c,
+        &peft(
+            json!({"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"^model.layers.2.self_attn.v_proj": 32}}),
+        )?,
+    )?;
+    let spec = |n: &str| match s.choice(n) {
+        Choice::Lora { spec, .. } => (spec.rank, spec.alpha),
+        _ => (0, 0.0),
+    };
+    assert_eq!(spec("model.layers.1.self_attn.q_proj"), (2, 8.0));
+    assert_eq!(spec("model.layers.0.self_attn.q_proj"), (4, 8.0));
+    assert_eq!(spec("model.layers.2.self_attn.v_proj"), (4, 32.0));
+    Ok(())
+}
+
+/// Every key of PEFT's LoraConfig as PEFT writes it when it is off, and what changes no number.
+#[test]
+fn what_changes_no_number_is_taken() -> Result<()> {
+    for extra in [
+        json!({"alora_invocation_tokens": null, "arrow_config": null, "kasa_config": null, "use_bdlora": null,
+               "velora_config": null, "monteclora_config": null, "megatron_config": {}, "megatron_core": "megatron.core",
+               "trainable_token_indices": null, "layer_replication": [], "target_parameters": [], "bias": "none",
+               "fan_in_fan_out": false, "lora_bias": false, "use_qalora": false, "qalora_group_size": 16}),
+        json!({"auto_mapping": {"base_model_class": "X"}, "inference_mode": true, "peft_version": "0.18.0",
+               "revision": null, "runtime_config": {"ephemeral_gpu_offload": true}, "task_type": "SEQ_CLS",
+               "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0}, "corda_config": {}, "lora_ga_config": {},
+               "ensure_weight_tying": true, "rank_pattern": null, "alpha_pattern": {}, "layers_pattern": ""}),
+        json!({"init_lora_weights": false}),
+        json!({"init_lora_weights": null}),
+        json!({"init_lora_weights": "gaussian"}),
+        json!({"init_lora_weights": "eva"}),
+        json!({"init_lora_weights": "orthogonal"}),
+        json!({"a_key_of_next_year": null, "another": false, "a_third": [], "a_fourth": {}}),
+        json!({"lora_alpha": -8, "lora_dropout": 0.999, "use_rslora": null, "use_dora": false}),
+    ] {
+        let s = Selection::from_peft(&config(json!({}))?, &peft(extra.clone())?)?;
+        assert_eq!(s.trained().len(), 16, "{extra}");
+    }
+    Ok(())
+}
+
+/// PEFT's list is of the embedding, its lists by module of these; not of a tied head, nor of what trains otherwise.
+#[test]
+fn rows_of_an_adapter() -> Result<()> {
+    let names = |tied: bool, extra: Value| -> Result<Vec<String>> {
+        let s = Selection::from_peft(&config(json!({ "tie_word_embeddings": tied }))?, &peft(extra)?)?;
+        Ok(names(&s).into_iter().filter(|n| !n.contains("self_attn")).collect())
+    };
+    let [embedding, head] =
+        ["model.embed_tokens", "lm_head"].map(|m| m.to_string() + ".token_adapter.trainable_tokens_delta");
+    for tied in [true, false] {
+        assert_eq!(
+            names(tied, json!({"trainable_token_indices": [3, 1]}))?,
+            std::slice::from_ref(&embedding)
+        );
+        assert!(names(tied, json!({"trainable_token_indices": []}))?.is_empty());
+    }
+    let both = json!({"embed_tokens": [3, 1], "lm_head": [0]});
+    assert_eq!(names(false, json!({"trainable_token_indices": both}))?, [embedding, head.clone()]);
+    assert_eq!(names(false, json!({"trainable_token_indices": {"lm_head": [0]}}))?, [head]);
+    for (tied, extra, said) in [
+        (true, json!({"trainable_token_indices": both}), "tied"),
+        (false, json!({"trainable_token_indices": [128]}), "none for token 128"),
+        (false, json!({"trainable_token_indices": {"q_proj": [1]}}), "q_proj"),
+        (false, json!({"trainable_token_indices": {"layers.0.self_attn.o_proj": [1]}}), "not built yet"),
+        (
+            false,
+            json!({"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]}),
+            "trains otherwise",
+        ),
+        (true, json!({"trainable_token_indices": [1], "target_modules": ["lm_head"]}), "trains otherwise"),
+    ] {
+        let e = names(tied, extra.clone()).err().with_context(|| extra.to_string())?.to_string();
+        assert!(
+            e.contains("adapter_config.json: trainable_token_indices") && e.contains(said),
+            "{extra}: {e}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn keys_and_values_that_change_numbers_are_refused_by_name() {
+    for (key, values) in [
+        ("peft_type", json!(["LOHA", "lora", null, 3])),
+        ("task_type", json!(["causal", 1, true])),
+        ("bias", json!(["all", "lora_only", "NONE", false, 0])),
+        ("fan_in_fan_out", json!([true, "false", 0])),
+        ("lora_bias", json!([true, 1])),
+        ("layer_replication", json!([[[0, 4]], "x", false])),
+        ("target_parameters", json!([["mlp.experts.gate_up_proj"], "x"])),
+        (
+            "trainable_token_indices",
+            json!([[-1], [1, 1], ["1"], {"embed_tokens": 1}, {"embed_tokens": [1.5]}, 1, "x"]),
+        ),
+        // an empty list turns activated LoRA on
+        ("alora_invocation_tokens", json!([[1], [], {}, false])),
+        ("arrow_config", json!([{}, false, {"top_k": 3}])),
+        ("use_bdlora", json!([{}, true])),
+        ("kasa_config", json!([{}, {"beta": 1.0}])),
+        ("monteclora_config", json!([{"num_samples": 8}])),
+        ("velora_config", json!([{}])),
+        ("use_qalora", json!([true, "true", 1])),
+        ("qalora_group_size", json!(["16", -1, 1.5])),
+        ("megatron_config", json!([{"x": 1}, true])),
+        ("megatron_core", json!([1])),
+        ("inference_mode", json!(["true", 1])),
+        ("auto_mapping", json!([[1], "x"])),
+        ("base_model_name_or_path", json!([3, ["x"], false])),
+        ("revision", json!([3, true])),
+        ("loftq_config", json!([[1], "x", 4])),
+        ("ensure_weight_tying", json!(["true", 1])),
+        // PEFT changes the base while it loads these, or cannot load them
+        (
+            "init_lora_weights",
+            json!([
+                "pissa",
+                "pissa_niter_16",
+                "PiSSA",
+                "olora",
+                "OLoRA",
+                "loftq",
+                "corda",
+                "lora_ga",
+                "mica",
+                "default",
+                "true",
+                "",
+                1,
+                0,
+                [],
+                {}
+            ]),
+        ),
+        ("use_rslora", json!(["true", "false", 1, 0, "", [], {}])),
+        ("use_dora", json!(["true", 1, 0.0])),
+        (
+            "alpha_pattern",
+            json!([[], [1], "x", 3, false, {"q_proj": "8"}, {"q_proj": 0}, {"q_proj": null},
+            {"q_proj": 1e300}, {"none_such": true}, {"(": 8}]),
+        ),
+        (
+            "rank_pattern",
+            json!([[], "x", {"q_proj": 0}, {"q_proj": -1}, {"q_proj": 4.0}, {"q_proj": 70000},
+            {"none_such": "4"}, {"(?=x)": 4}]),
+        ),
+        ("r", json!([0, -1, 4.0, 4.5, "4", null, true, 1e6, 70000, 99999999999999999999u128.to_string()])),
+        ("lora_alpha", json!(["8", null, true, 0, 1e300, -1e300, 1e-300])),
+        ("lora_dropout", json!([1, 1.0, 2, -1, -0.1, "0.1", null, true])),
+        ("target_modules", json!([null, 3, [3], {}, ["q_proj", null], "(", "q_proj(?!x)"])),
+        ("exclude_modules", json!([3, [3], {}, "("])),
+        ("layers_to_transform", json!([-1, [-1], [0, -1], "0", ["0"], 1.5, [1.0], [true], {}])),
+        ("layers_pattern", json!(["layers", ["layers"], 3, [3]])),
+        ("modules_to_save", json!(["lm_head", 3, [3], {"lm_head": 1}, false])),
+        ("a_key_of_next_year", json!([2, true, "on", [0], {"x": 1}])),
+    ] {
+        for value in values.as_array().into_iter().flatten() {
+            let e = peft(json!({ key: value })).map(|_| ()).map_err(|e| e.to_string());
+            let named = |e: &String| e.contains(&format!("adapter_config.json: {key}"));
+            assert!(e.as_ref().is_err_and(named), "{key} = {value}: {e:?}");
+        }
+    }
+    // with an expression PEFT refuses them
+    for (key, value) in [("layers_to_transform", json!([0])), ("layers_pattern", json!(["layers"]))] {
+        let e = peft(json!({"target_modules": ".*q_proj", key: value})).err().map(|e| e.to_string());
+        assert!(e.as_ref().is_some_and(|e| e.contains(key)), "{e:?}");
+    }
+    let text = "{\"peft_type\": \"LORA\", \"r\": 4,\n \"target_modules\": [\"q_proj\"], \"r\": 8}";
+    let dir = tempfile::tempdir().expect("a folder");
+    std::fs::write(dir.path().join("adapter_config.json"), text).expect("written");
+    let e = PeftConfig::load(dir.path()).expect_err("a key stands twice").to_string();
+    assert!(e.contains("adapter_config.json: r: the key stands twice") && e.contains("line 2"), "{e}");
+}
+
+/// The first pattern that matches counts, whether it is a whole name or an expression.
+#[test]
+fn patterns_count_in_their_order() -> Result<()> {
+    let name = "model.layers.1.self_attn.q_proj";
+    for (patterns, want) in [
+        (json!({"q_proj": 2, r"^model\.layers\.1\.self_attn\.q_proj": 3}), 2),
+        (json!({r"^model\.layers\.1\.self_attn\.q_proj": 3, "q_proj": 2}), 3),
+        (json!({r"^model\.layers\.2\.self_attn\.q_proj": 3, "layers.1.self_attn.q_proj": 5}), 5),
+        (json!({"proj": 2, "_proj": 3}), 4),
+    ] {
+        assert_eq!(peft(json!({"rank_pattern": patterns}))?.spec(name).rank, want, "{patterns}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_empty_list_of_layers_is_all_and_exclude_has_no_words() -> Result<()> {
+    let c = config(json!({}))?;
+    for extra in [
+        json!({"layers_to_transform": []}),
+        json!({"exclude_modules": "all-linear"}),
+        json!({"exclude_modules": ""}),
+    ] {
+        assert_eq!(Selection::from_peft(&c, &peft(extra.clone())?)?.trained().len(), 16, "{extra}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_a_rule_names_and_the_model_lacks_is_told() -> Result<()> {
+    let dense = config(json!({}))?;
+    let moe = config(
+        json!({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    )?;
+    for (c, rule, note) in [
+        (&dense, "layers = \"0-40\"", Some("layers: 4-40 are not there: this model has layers 0-3")),
+        (&dense, "layers = \"2-4\"", Some("layers: 4 is not there")),
+        (&dense, "layers = \"-40:\"", Some("the last 40")),
+        (&dense, "layers = \"2-\"", None),
+        (&dense, "layers = \"0-3\"", None),
+        (&dense, "layers = \"-4:\"", None),
+        (&moe, "experts = \"4-9\"", Some("experts: 6-9 are not there: this model has experts 0-5")),
+        (&moe, "experts = \"all\"", None),
+    ] {
+        let group = if rule.starts_with("experts") { "experts" } else { "attention" };
+        let s = select(c, &format!("[[train]]\nmodules = [\"{group}\"]\n{rule}"))?;
+        match note {
+            Some(note) => assert!(s.notes.len() == 1 && s.notes[0].contains(note), "{rule}: {:?}", s.notes),
+            None => assert!(s.notes.is_empty(), "{rule}: {:?}", s.notes),
+        }
+    }
+    for (c, rule, why) in [
+        (&dense, "layers = [77]", "layers: 77 is not there"),
+        (&dense, "layers = 77", "layers: 77 is not there"),
+        (&dense, "layers = [0, 77, 4]", "layers: 77, 4 are not there"),
+        (&dense, "layers = \"77\"", "layers: 77 is not there"),
+        (&dense, "layers = \"4-\"", "layers: 4 is not there"),
+        (&dense, "layers = \"24-30\"", "layers: 24-30 is not there"),
+        (&moe, "experts = [0, 6]", "experts: 6 is not there"),
+        (&moe, "experts = \"6-\"", "experts: 6 is not there"),
+    ] {
+        let group = if rule.starts_with("experts") { "experts" } else { "attention" };
+        let e = select(c, &format!("[[train]]\nmodules = [\"{group}\"]\n{rule}")).err().context("refused")?;
+        assert!(e.to_string().contains(why) && e.to_string().contains("groups are"), "{rule}: {e}");
+    }
+    Ok(())
+}
+
+/// What PEFT could not hold is refused before it trains; what it holds reads back.
+#[test]
+fn lora_on_the_embedding_goes_with_dropout_elsewhere_and_not_with_dora() -> Result<()> {
+    let c = config(json!({}))?;
+    let rules = |other: &str| {
+        format!("[[train]]\nmodules = [\"mlp\"]\n{other}\n[[train]]\nmodules = [\"embedding\"]\n")
+    };
+    let e = select(&c, &rules("dora = true")).err().context("refused")?.to_string();
+    assert!(e.contains("embed_tokens beside DoRA"), "{e}");
+    let s = select(&c, &rules("dropout = 0.1"))?;
+    let json = config_json(&s, "base", None);
+    let map = json.as_object().context("an object")?;
+    let back = Selection::from_peft(&c, &PeftConfig::parse("adapter_config.json".into(), map)?)?;
+    assert_eq!(names(&back), names(&s));
+    match back.choice("model.embed_tokens") {
+        Choice::Lora { spec, .. } => assert_eq!(spec.dropout, 0.0),
+        other => panic!("{other:?}"),
+    }
+    Ok(())
+}

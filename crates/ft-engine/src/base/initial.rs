@@ -1,0 +1,199 @@
+//! What low-rank updates begin with where the base's own weights give it (`lora.init`), and what that leaves of these.
+//!
+//! With W the weight [o, i], s the update's scale and r its rank:
+//!
+//! * PiSSA (Meng et al., 2024): `s B A` is the sum of the r largest singular values' parts of W, and the base is `W - s B A`;
+//! * OLoRA (Büyükakyüz, 2024): B and A are the first columns of Q and rows of R of `W = Q R`, and the base is `W - s B A`;
+//! * LoftQ (Li et al., 2023; one alternation): the base is W in 4 bits, and `s B A` the same of what that loses as PiSSA
+//!   takes of W. PEFT leaves the scale out there: with `alpha = rank` the two are one.
+//!
+//! A matrix of a shorter side than the rank gives fewer parts; the rest of A and B is zero and stays so.
+
+use super::Base;
+use ft_kernels::decompose::{LowRank, Matrix};
+use ft_kernels::tensor::Real;
+use crate::model::modules::Module;
+use crate::quant::CodeBooks;
+use ft_recipe::Decomposition;
+use ft_base::rng::{Purpose, Stream};
+use candle_core::{DType, Device};
+use nalgebra::DMatrix;
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The stream of [`Purpose::Adapter`] that random projections draw from.
+const STREAM: u64 = 2;
+
+/// Initial factors, each made when it is asked for first, and then kept: the result of a run takes them away again.
+#[derive(Debug)]
+pub struct Initials {
+    how: Decomposition,
+    seed: u64,
+    of: HashMap<String, Of>,
+}
+
+/// Of one module.
+#[derive(Debug)]
+struct Of {
+    rank: usize,
+    scale: f64,
+    made: Mutex<Option<Arc<Factors>>>,
+}
+
+/// A and B as they begin, f32 on the CPU.
+#[derive(Clone, Debug)]
+pub struct Factors {
+    /// [r, i]
+    pub a: Real,
+    /// [o, r]
+    pub b: Real,
+}
+
+impl Initials {
+    /// For modules with these ranks and scales.
+    pub fn new(how: Decomposition, seed: u64, modules: impl Iterator<Item = (String, usize, f64)>) -> Self {
+        let of =
+            modules.map(|(name, rank, scale)| (name, Of { rank, scale, made: Mutex::new(None) })).collect();
+        Self { how, seed, of }
+    }
+
+    /// Which it is.
+    pub fn how(&self) -> Decomposition {
+        self.how
+    }
+
+    /// Whether a module is one of these.
+    pub fn has(&self, module: &str) -> bool {
+        self.of.contains_key(module)
+    }
+
+    /// Bytes of those that were made.
+    pub fn bytes(&self) -> u64 {
+        let made = |o: &Of| o.made.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let values = |f: Arc<Factors>| (f.a.elem_count() + f.b.elem_count()) as u64;
+        self.of.values().filter_map(made).map(|f| 4 * values(f)).sum()
+    }
+
+    /// The factors that the base of a module lacks, if they were made.
+    pub fn taken(&self, module: &str) -> Option<Arc<Factors>> {
+        let of = self.of.get(module).filter(|_| self.how.changes_base())?;
+        of.made.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Base {
+    /// The same, of which low-rank updates take their first values.
+    pub fn beginning(self, initials: Option<Initials>) -> Self {
+        Self { initials: initials.map(Arc::new), ..self }
+    }
+
+    /// What low-rank updates begin with, where this base gives it.
+    pub fn initials(&self) -> Option<&Arc<Initials>> {
+        self.initials.as_ref()
+    }
+
+    /// What the update of a module begins with, where this base gives it. `number` as in [`Base::part`].
+    ///
+    /// # Errors
+    /// Files that cannot be read any more; values that cannot be decomposed.
+    pub fn factors(&self, (m, number): (&Module, u64)) -> ft_base::Result<Option<Arc<Factors>>> {
+        let Some((all, of)) = self.initials.as_ref().and_then(|i| Some((i, i.of.get(&m.name)?))) else {
+            return Ok(None);
+        };
+        // held while they are made: ranks that are threads make them once
+        let mut made = of.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if made.is_none() {
+            *made = Some(Arc::new(self.make((m, number), all, of)?));
+        }
+        Ok(made.clone())
+    }
+
+    fn make(&self, (m, number): (&Module, u64), all: &Initials, of: &Of) -> ft_base::Result<Factors> {
+        let fail = |why: &str| super::Error::Tensors { dir: format!("{}.weight", m.name), why: why.into() };
+        let &[o, i] = m.weight_shape().as_slice() else { return Err(fail("is no matrix").into()) };
+        let whole = self.original((m, number), false, true, 0..o * i, DType::F32, &Device::Cpu)?;
+        let mut values: Vec<f32> = whole.to_vec1()?;
+        drop(whole);
+        if all.how == Decomposition::Loftq {
+            let Some(how) = self.four_bit(m) else {
+                return Err(fail("is not 4-bit").into());
+            };
+            let codes = self.codes((m, number), how, DType::F32, &mut CodeBooks::new(&Device::Cpu)?)?;
+            let kept: Vec<f32> =
+                codes.dequantize()?.to_dtype(DType::F32)?.real()?.flatten_all()?.to_vec1()?;
+            values.par_iter_mut().zip(&kept).for_each(|(w, q)| *w -= q);
+        }
+        let Some(matrix) = Matrix::new(&values, (o, i)) else { return Err(fail("is empty").into()) };
+        let (b, a) = match all.how {
+            Decomposition::Olora => matrix.orthogonal(of.rank),
+            Decomposition::Pissa | Decomposition::Loftq => {
+                let stream = Stream::new(all.seed, Purpose::Adapter, STREAM, number);
+                let Some(LowRank { mut left, values, mut right }) = matrix.largest(of.rank, stream) else {
+                    return Err(fail("its singular values cannot be found").into());
+                };
+                for (k, size) in values.iter().enumerate() {
+                    let root = (size / of.scale).sqrt();
+                    left.column_mut(k).scale_mut(root);
+                    right.column_mut(k).scale_mut(root);
+                }
+                (left, right)
+            }
+        };
+        Ok(Factors { a: rows(&a, of.rank, true)?, b: rows(&b, of.rank, false)? })
+    }
+
+    /// Takes the first update of a module off some values of its weight, f32 on the CPU, if its base lacks that.
+    pub(super) fn lessen(
+        &self,
+        (m, number): (&Module, u64),
+        elements: Range<usize>,
+        values: Real,
+    ) -> ft_base::Result<Real> {
+        let factors = self.factors((m, number))?;
+        let (Some(f), Some(all)) = (factors, &self.initials) else { return Ok(values) };
+        let (rank, cols) = f.a.dims2()?;
+        let scale = all.of.get(&m.name).map_or(0.0, |o| o.scale) as f32;
+        let (a, b) = (f.a.flatten_all()?.to_vec1::<f32>()?, f.b.flatten_all()?.to_vec1::<f32>()?);
+        let mut values: Vec<f32> = values.to_vec1()?;
+        // whole rows but for the first and the last
+        let mut pieces: Vec<(usize, &mut [f32])> = Vec::new();
+        let (mut at, mut rest) = (elements.start, values.as_mut_slice());
+        while !rest.is_empty() {
+            let n = (cols - at % cols).min(rest.len());
+            let (piece, after) = rest.split_at_mut(n);
+            pieces.push((at, piece));
+            (at, rest) = (at + n, after);
+        }
+        pieces.into_par_iter().for_each(|(at, piece)| {
+            let (row, first) = (at / cols, at % cols);
+            let mut sums = vec![0f32; piece.len()];
+            for k in 0..rank {
+                let x = b[row * rank + k];
+                let a = &a[k * cols + first..][..piece.len()];
+                sums.iter_mut().zip(a).for_each(|(s, a)| *s += x * a);
+            }
+            piece.iter_mut().zip(&sums).for_each(|(w, s)| *w -= scale * s);
+        });
+        let n = values.len();
+        Ok(Real::from_vec(values, n, &Device::Cpu)?)
+    }
+
+    /// Whether the weight of a module lacks its first update.
+    pub(super) fn lacks(&self, m: &Module) -> bool {
+        self.initials.as_ref().is_some_and(|i| i.how.changes_base() && i.has(&m.name))
+    }
+}
+
+/// Columns as a tensor in f32, zeros added up to `rank` of them: as rows [r, n], or as columns [n, r].
+fn rows(m: &DMatrix<f64>, rank: usize, transposed: bool) -> candle_core::Result<Real> {
+    let (n, found) = (m.nrows(), m.ncols());
+    let mut out = vec![0f32; n * rank];
+    for k in 0..found {
+        for r in 0..n {
+            out[if transposed { k * n + r } else { r * rank + k }] = m[(r, k)] as f32;
+        }
+    }
+    Real::from_vec(out, if transposed { (rank, n) } else { (n, rank) }, &Device::Cpu)
+}

@@ -1,0 +1,256 @@
+//! Ranks whose tensors are on CUDA devices: what they say to one another goes over the host, tensors go by NCCL.
+//!
+//! Ranks come to every collective over the host first. So nothing is asked of NCCL that not all ask of it, and a rank that
+//! fails by itself leaves nobody waiting on a device. What does wait there, for a process that is gone, is given up as
+//! soon as the group has ended. Values go as they are, each part to the rank that adds it; sums are taken by a kernel, in
+//! rank order: they have the same bits at every ZeRO stage.
+
+use super::{At, Comm, Error};
+use ft_base::error::{ExitCode, Failure};
+use ft_kernels::Tensor;
+use ft_kernels::crossing::{self, Arrival};
+use ft_kernels::cuda::nccl::{self, Handle, ID, Link};
+use ft_kernels::sum::Parts;
+use ft_kernels::tensor::Real;
+use candle_core::Device;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// Between two looks at what goes on on the device.
+const LOOK: Duration = Duration::from_millis(100);
+/// For how long what others say of a rank that is lost goes before what NCCL says here.
+const SAYS: Duration = Duration::from_secs(1);
+const MEETING: At = At { what: "the meeting of NCCL", unit: None };
+const END: At = At { what: "the end of NCCL", unit: None };
+
+/// What NCCL found.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Trouble(String);
+
+impl Failure for Trouble {
+    fn exit_code(&self) -> ExitCode {
+        ExitCode::LostRank
+    }
+}
+
+/// A rank with a device.
+struct Devices<'a> {
+    words: &'a dyn Comm,
+    link: Link,
+    received: AtomicU64,
+}
+
+/// As [`super::on_device`].
+///
+/// # Errors
+/// As there.
+pub fn with<R>(
+    words: &dyn Comm,
+    device: &Device,
+    timeout: Duration,
+    f: impl FnOnce(&dyn Comm) -> ft_base::Result<R>,
+) -> ft_base::Result<R> {
+    let outcome = meet(words, device).and_then(|link| {
+        let (handle, over) = (link.handle(), Arc::new(AtomicBool::new(false)));
+        let given_up = Arc::clone(&handle);
+        words.when_lost(Box::new(move || given_up.abort()));
+        look(handle, Arc::clone(&over), timeout)?;
+        let all = Devices { words, link, received: AtomicU64::new(0) };
+        let outcome = f(&all).and_then(|out| all.end().map(|()| out));
+        over.store(true, Relaxed);
+        outcome.map_err(|e| all.explain(e))
+    });
+    // what a device says of work that was given up is not what went wrong
+    outcome.map_err(|e| match (e.of::<Error>(), words.lost()) {
+        (None, Some(lost)) => lost.into(),
+        _ => e,
+    })
+}
+
+/// Meets the other ranks.
+fn meet(words: &dyn Comm, device: &Device) -> ft_base::Result<Link> {
+    let id = if words.rank() == 0 { nccl::id()?.to_vec() } else { Vec::new() };
+    let mine: Vec<u64> = id.iter().map(|b| u64::from(*b)).collect();
+    let said = words.share(MEETING, &mine)?;
+    let told: Vec<u8> = said.first().into_iter().flatten().map(|w| *w as u8).collect();
+    let Ok(id) = <[u8; ID]>::try_from(told) else {
+        return Err(Trouble("the first rank has not said where NCCL meets: a bug in ft".into()).into());
+    };
+    let link = Link::join(device, id, (words.rank(), words.world()), &|| words.lost().is_some());
+    let link = link.map_err(|e| Trouble(e.to_string()))?;
+    // nobody begins before all are there
+    words.share(MEETING, &[])?;
+    Ok(link)
+}
+
+/// Looks at what goes on on the device, on a thread of its own: the rank's may wait for it.
+fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> ft_base::Result<()> {
+    let look = move || {
+        while !over.load(Relaxed) && !handle.is_aborted() {
+            std::thread::sleep(LOOK);
+            handle.look(timeout);
+        }
+    };
+    let started = std::thread::Builder::new().name("NCCL".into()).stack_size(512 << 10).spawn(look);
+    started.map(drop).map_err(|e| Trouble(format!("a thread cannot start: {e}")).into())
+}
+
+impl Devices<'_> {
+    /// Everybody has what was sent: nothing goes on any more.
+    fn end(&self) -> ft_base::Result<()> {
+        self.link.synchronize()?;
+        self.words.wait(END, &[]).map(drop)
+    }
+
+    /// What NCCL has found, as an error of this rank, where nobody has another reason.
+    fn check(&self) -> ft_base::Result<()> {
+        let Some(why) = self.link.handle().trouble() else { return Ok(()) };
+        let end = Instant::now() + SAYS;
+        while self.words.lost().is_none() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let e = Trouble(why).into();
+        self.words.fail(&e);
+        Err(self.words.lost().map_or(e, Into::into))
+    }
+
+    /// The error of a rank that was released: what NCCL found, if it did.
+    fn explain(&self, e: ft_base::Error) -> ft_base::Error {
+        if e.of::<Error>().is_some() { e } else { self.check().err().unwrap_or(e) }
+    }
+
+    fn count(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+    }
+
+    fn words(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        self.check()?;
+        self.words.share(at, mine)
+    }
+
+    /// Something that NCCL was asked for.
+    fn begun<T>(&self, outcome: candle_core::Result<T>) -> ft_base::Result<T> {
+        outcome.map_err(|e| self.explain(Trouble(e.to_string()).into()))
+    }
+}
+
+impl Comm for Devices<'_> {
+    fn rank(&self) -> usize {
+        self.words.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.words.world()
+    }
+
+    fn share(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        self.words(at, mine)
+    }
+
+    fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        self.check()?;
+        self.words.wait(at, mine)
+    }
+
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+        if to.real()?.device().is_cpu() {
+            return self.words.add(at, part, range, to);
+        }
+        let (rank, world) = (self.rank(), self.world());
+        let said = self.words(at, &[u64::from(part.is_some()), range.start as u64, range.end as u64])?;
+        let range_of = |r: usize| said[r][1] as usize..said[r][2] as usize;
+        self.count(size_of::<f32>() * range.len() * (world - 1));
+        let (n, mut out, mut into) = (range.len(), Vec::new(), Vec::new());
+        let others = || (0..world).filter(|r| *r != rank);
+        if let Some(part) = &part {
+            for r in others().filter(|r| !range_of(*r).is_empty()) {
+                out.push((r, part.narrow(0, range_of(r).start, range_of(r).len())?.real()?.clone()));
+            }
+        }
+        let givers: Vec<usize> = others().filter(|r| n > 0 && said[*r][0] != 0).collect();
+        let came = match givers.len() {
+            0 => None,
+            k => Some((Tensor::Real(nccl::room(to.real()?.device(), k * n)?), k)),
+        };
+        for (k, r) in givers.iter().enumerate() {
+            if let Some((came, _)) = &came {
+                into.push((*r, came.narrow(0, k * n, n)?.real()?.clone()));
+            }
+        }
+        let own = match &part {
+            Some(part) if n > 0 => {
+                let before = givers.iter().filter(|r| **r < rank).count();
+                Some((part.narrow(0, range.start, n)?, before))
+            }
+            _ => None,
+        };
+        let parts = Parts { own, others: came };
+        if out.is_empty() && into.is_empty() {
+            parts.add_to(to)?;
+            return Ok(Arrival::over());
+        }
+        let flight = self.begun(self.link.exchange(&at.to_string(), &pieces(&out), &pieces(&into), None))?;
+        Ok(Arrival::of(flight, part.into_iter().collect(), None, Some((parts, to.clone()))))
+    }
+
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival> {
+        let all = to.real()?;
+        if all.device().is_cpu() {
+            return self.words.gather(at, mine, ranges, to);
+        }
+        self.words(at, &[])?;
+        let (rank, size) = (self.rank(), all.dtype().size_in_bytes());
+        let part = |r: usize| -> candle_core::Result<Option<Real>> {
+            let range = ranges.get(r).filter(|range| !range.is_empty());
+            range.map(|range| all.narrow(0, range.start, range.len())).transpose()
+        };
+        // where it belongs first, from the host too
+        let own = part(rank)?;
+        let crossed = own.as_ref().map(|own| crossing::send(mine.real()?, own)).transpose()?;
+        let after = crossed.as_ref().and_then(Arrival::event);
+        let comes = ranges.iter().enumerate().filter(|(r, _)| *r != rank).map(|(_, range)| range.len());
+        self.count(size * comes.sum::<usize>());
+        let n = ranges.first().map_or(0, Range::len);
+        let even = n > 0 && ranges.iter().enumerate().all(|(r, range)| *range == (n * r..n * (r + 1)));
+        let what = at.to_string();
+        let flight = match (&own, even && ranges.len() == self.world()) {
+            (Some(own), true) => self.link.all_gather(&what, own, all, after),
+            _ => {
+                let (mut out, mut into) = (Vec::new(), Vec::new());
+                for r in (0..self.world()).filter(|r| *r != rank) {
+                    out.extend(own.clone().map(|own| (r, own)));
+                    into.extend(part(r)?.map(|part| (r, part)));
+                }
+                if out.is_empty() && into.is_empty() {
+                    return Ok(Arrival::over());
+                }
+                self.link.exchange(&what, &pieces(&out), &pieces(&into), after)
+            }
+        };
+        let flight = self.begun(flight)?;
+        Ok(Arrival::of(flight, vec![mine, to.clone()], crossed, None))
+    }
+
+    fn received(&self) -> u64 {
+        self.words.received() + self.received.load(Relaxed)
+    }
+
+    fn fail(&self, e: &ft_base::Error) {
+        self.words.fail(e);
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.words.lost()
+    }
+
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
+        self.words.when_lost(f);
+    }
+}
+
+fn pieces(all: &[(usize, Real)]) -> Vec<(usize, &Real)> {
+    all.iter().map(|(r, t)| (*r, t)).collect()
+}

@@ -1,0 +1,424 @@
+//! Who lives, and what each is doing: a line of TCP between the first process and each other one, beside what values go by.
+//!
+//! MPI does not say that a peer is gone, or stopped, and neither does NCCL in time. Here each process tells the collective that it comes to, and every
+//! half second that it lives; the system closes the line of one that has died. The first process judges, and tells all;
+//! the others watch the first.
+
+use super::wire::Round;
+use crate::comm::threads::call_all;
+use crate::comm::{At, Error};
+use ft_base::error::ExitCode;
+use ft_base::terminal::tell;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Between two signs of life.
+const BEAT: Duration = Duration::from_millis(500);
+/// Between two looks at the others.
+const LOOK: Duration = Duration::from_millis(100);
+/// A process that looked this late was stopped itself: what it did not hear meanwhile says nothing.
+const STOPPED: Duration = Duration::from_secs(2);
+/// For how long a process may go on computing after the run has failed. Where one has died it is less, for launchers
+/// kill all others a second later.
+const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
+/// What a rank gave before it failed comes within this time.
+const COMES: Duration = Duration::from_millis(500);
+/// So much longer, for those that wait for the first to say what went wrong.
+const AFTER_FIRST: Duration = Duration::from_millis(250);
+
+/// What is said on a line, as JSON.
+#[derive(Serialize, Deserialize)]
+enum Say {
+    Alive,
+    /// A collective that the sender comes to, by its number and its words.
+    At(u64, String),
+    /// The sender has waited for others as long as it may in the collective of a number.
+    Late(u64),
+    Failed(Told),
+    /// The sender leaves, and everything is done.
+    Bye,
+}
+
+/// An error on its way.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    rank: usize,
+    host: String,
+    at: String,
+    why: String,
+    code: u8,
+    hangs: bool,
+    died: bool,
+}
+
+/// What is known of a process.
+struct Peer {
+    /// The collective that it is in or was in last.
+    at: (u64, String),
+    /// When it was heard last.
+    heard: Instant,
+    /// It has left, or died.
+    gone: bool,
+}
+
+struct State {
+    peers: Vec<Peer>,
+    /// A round that is over, until it is taken.
+    done: Option<Round>,
+    /// When this process has waited long enough for the others.
+    deadline: Option<Instant>,
+    /// What ended the run, when, and whether a process died of it.
+    failed: Option<(Error, Instant, bool)>,
+    /// To be called when it has failed.
+    when_failed: Vec<Box<dyn Fn() + Send + Sync>>,
+    /// This process leaves.
+    over: bool,
+}
+
+/// One process's view of all.
+pub struct Watch {
+    /// This process.
+    pub rank: usize,
+    /// How many there are.
+    pub world: usize,
+    /// How long a collective may take.
+    timeout: Duration,
+    hosts: OnceLock<Vec<String>>,
+    /// Lines to others, by rank.
+    lines: OnceLock<Vec<Option<Mutex<TcpStream>>>>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Watch {
+    /// Of a process that knows nothing of the others yet.
+    pub fn new((rank, world): (usize, usize), timeout: Duration) -> Self {
+        let peer = |_| Peer { at: (0, "none yet".into()), heard: Instant::now(), gone: false };
+        let state = State {
+            peers: (0..world).map(peer).collect(),
+            done: None,
+            deadline: None,
+            failed: None,
+            when_failed: Vec::new(),
+            over: false,
+        };
+        let (hosts, lines) = (OnceLock::new(), OnceLock::new());
+        Self { rank, world, timeout, hosts, lines, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // nothing in here panics half way
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to listen to the others and to tell them: `lines` by rank.
+    ///
+    /// # Errors
+    /// A system that has no more threads, or no more files.
+    pub fn begin(self: &Arc<Self>, lines: Vec<Option<TcpStream>>) -> std::io::Result<()> {
+        let start = |name: String, f: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(f).map(drop)
+        };
+        for (rank, line) in lines.iter().enumerate() {
+            let Some(line) = line else { continue };
+            line.set_nodelay(true)?;
+            // a process that is stopped reads nothing
+            line.set_write_timeout(Some(BEAT))?;
+            let (watch, line) = (Arc::clone(self), line.try_clone()?);
+            start(format!("line {rank}"), Box::new(move || watch.listen(rank, line)))?;
+        }
+        let _ = self.lines.set(lines.into_iter().map(|l| l.map(Mutex::new)).collect());
+        let watch = Arc::clone(self);
+        start("watch".into(), Box::new(move || watch.look()))
+    }
+
+    /// The machines of all, by rank.
+    pub fn know_hosts(&self, hosts: Vec<String>) {
+        let _ = self.hosts.set(hosts);
+    }
+
+    /// The machines of all, by rank, as far as they are known.
+    #[cfg(feature = "mpi")]
+    pub fn hosts(&self) -> &[String] {
+        self.hosts.get().map_or(&[], Vec::as_slice)
+    }
+
+    /// What has ended the run.
+    pub fn failed(&self) -> Option<Error> {
+        self.lock().failed.as_ref().map(|(e, ..)| e.clone())
+    }
+
+    /// Lets `f` be called, on a thread of its own, when the run has failed.
+    pub fn when_failed(&self, f: Box<dyn Fn() + Send + Sync>) {
+        let mut s = self.lock();
+        s.when_failed.push(f);
+        if s.failed.is_some() {
+            call_all(std::mem::take(&mut s.when_failed));
+        }
+    }
+
+    /// Comes to a collective, of which it says the number and the words.
+    ///
+    /// # Errors
+    /// What has ended the run.
+    pub fn come(&self, number: u64, at: At) -> Result<(), Error> {
+        let words = at.to_string();
+        let mut s = self.lock();
+        if let Some((e, ..)) = &s.failed {
+            return Err(e.clone());
+        }
+        s.peers[self.rank].at = (number, words.clone());
+        drop(s);
+        self.say_all(&Say::At(number, words));
+        Ok(())
+    }
+
+    /// The collective that a rank came to last.
+    pub fn at(&self, rank: usize) -> String {
+        self.lock().peers.get(rank).map_or(String::new(), |p| p.at.1.clone())
+    }
+
+    /// A round is over.
+    pub fn done(&self, round: Round) {
+        self.lock().done = Some(round);
+        self.changed.notify_all();
+    }
+
+    /// Waits for a round to be over, `patient`ly for as long as all live.
+    ///
+    /// # Errors
+    /// What has ended the run.
+    pub fn wait(&self, patient: bool) -> Result<Round, Error> {
+        let mut s = self.lock();
+        s.deadline = if patient { None } else { Instant::now().checked_add(self.timeout) };
+        loop {
+            if let Some(round) = s.done.take() {
+                s.deadline = None;
+                return Ok(round);
+            }
+            let left = match &s.failed {
+                None => LOOK,
+                // what failed after this round is this rank's to find too, and to say as its own
+                Some((e, since, false)) if !e.hangs && s.peers[e.rank].at.0 >= s.peers[self.rank].at.0 => {
+                    let left = (*since + COMES).saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(e.clone());
+                    }
+                    left
+                }
+                Some((e, ..)) => return Err(e.clone()),
+            };
+            s = self.changed.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// An error of a rank.
+    pub fn error(&self, rank: usize, why: String, code: ExitCode) -> Error {
+        let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
+        // there is one in a process's life
+        let at = At::all(self.at(rank).leak());
+        Error { rank, world: self.world, host, at, why, code, hangs: false }
+    }
+
+    /// Ends the run for all; the first reason stays. `died` says that a process is gone.
+    pub fn fail(&self, e: Error, died: bool) {
+        let mut s = self.lock();
+        if s.over || s.failed.is_some() {
+            return;
+        }
+        s.failed = Some((e.clone(), Instant::now(), died));
+        call_all(std::mem::take(&mut s.when_failed));
+        drop(s);
+        self.changed.notify_all();
+        let Error { rank, host, at, why, code, hangs, .. } = e;
+        let at = at.to_string();
+        self.say_all(&Say::Failed(Told { rank, host, at, why, code: code as u8, hangs, died }));
+    }
+
+    /// Leaves, with everything done.
+    pub fn leave(&self) {
+        self.lock().over = true;
+        self.say_all(&Say::Bye);
+    }
+
+    /// After a failure: waits until the first has said what it was, and gives whether it is for this process to say it,
+    /// for the first is what was lost.
+    pub fn linger(&self) -> bool {
+        if self.rank == 0 {
+            return true;
+        }
+        let mut s = self.lock();
+        let end = Instant::now() + GRACE[0];
+        loop {
+            match &s.failed {
+                Some((e, _, true)) if e.rank == 0 => return true,
+                Some((e, ..)) if e.rank == 0 && e.hangs => return true,
+                _ => {}
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if s.peers[0].gone || left.is_zero() {
+                return false;
+            }
+            s = self.changed.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Says something on all lines: to the first, or to all where this is the first.
+    fn say_all(&self, what: &Say) {
+        let Ok(mut text) = serde_json::to_string(what) else { return };
+        text.push('\n');
+        for line in self.lines.get().into_iter().flatten().flatten() {
+            let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
+            // one that cannot be told is lost, and that shows where it is listened to
+            let _ = line.write_all(text.as_bytes());
+        }
+    }
+
+    fn listen(&self, rank: usize, line: TcpStream) {
+        for text in BufReader::new(line).lines() {
+            let Some(said) = text.ok().and_then(|t| serde_json::from_str(&t).ok()) else { break };
+            let mut s = self.lock();
+            s.peers[rank].heard = Instant::now();
+            match said {
+                Say::Alive => {}
+                Say::At(number, words) => s.peers[rank].at = (number, words),
+                Say::Late(number) => {
+                    drop(s);
+                    self.judge(number);
+                }
+                Say::Bye => {
+                    s.peers[rank].gone = true;
+                    self.changed.notify_all();
+                }
+                Say::Failed(t) => {
+                    drop(s);
+                    let (at, code) = (At::all(t.at.leak()), ExitCode::of(t.code));
+                    let (rank, host, why, hangs) = (t.rank, t.host, t.why, t.hangs);
+                    let e = Error { rank, world: self.world, host, at, why, code, hangs };
+                    self.fail(e, t.died);
+                }
+            }
+        }
+        let left = std::mem::replace(&mut self.lock().peers[rank].gone, true);
+        if !left {
+            let why = "it has died: its process is gone".to_string();
+            self.fail(self.error(rank, why, ExitCode::LostRank), true);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Names the rank that others have waited for, in the collective of a number, for as long as they may.
+    fn judge(&self, number: u64) {
+        let s = self.lock();
+        let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
+        // one that is stopped says nothing more, and may have kept others in the collective before
+        let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
+        let silent = others.min_by_key(|r| s.peers[*r].heard);
+        let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * BEAT));
+        let last = (0..self.world).min_by_key(|r| s.peers[*r].at.0);
+        let late = silent.or(last.filter(|r| s.peers[*r].at.0 < number));
+        let (late, why) = match late {
+            Some(late) if s.peers[late].at.0 < number => (late, format!("it has not come to {there}")),
+            Some(late) => (late, format!("it has come to {there}, and goes no further")),
+            None => (self.rank, format!("all have come to {there}, and what they give does not arrive")),
+        };
+        drop(s);
+        self.hangs(late, why);
+    }
+
+    fn hangs(&self, rank: usize, why: String) {
+        let seconds = self.timeout.as_secs_f64();
+        let why = format!("{why} within {seconds} s\n  hint: parallel.timeout gives it longer");
+        self.fail(Error { hangs: true, ..self.error(rank, why, ExitCode::LostRank) }, false);
+    }
+
+    /// Looks at the others until this process leaves, and ends it where it does not end by itself after a failure.
+    fn look(&self) {
+        let (mut looked, mut beat) = (Instant::now(), Instant::now());
+        loop {
+            std::thread::sleep(LOOK);
+            let now = Instant::now();
+            let mut s = self.lock();
+            if s.over {
+                return;
+            }
+            if let Some((e, since, died)) = &s.failed {
+                let first = self.rank == 0;
+                let grace = GRACE[usize::from(*died)] + if first { Duration::ZERO } else { AFTER_FIRST };
+                if now - *since > grace {
+                    let say = first || e.rank == 0 && (*died || e.hangs);
+                    let e = e.clone();
+                    drop(s);
+                    if say {
+                        ft_base::terminal::to_terminal();
+                        tell(&format!("error: {e}"));
+                    }
+                    std::process::exit(e.code as i32);
+                }
+                continue;
+            }
+            if now - looked > STOPPED {
+                s.peers.iter_mut().for_each(|p| p.heard = now);
+            }
+            looked = now;
+            // signs of life come every half second, whatever a process computes
+            let silence = self.timeout.max(STOPPED);
+            let watched = if self.rank == 0 { 1..self.world } else { 0..1 };
+            let silent = watched.into_iter().find(|r| !s.peers[*r].gone && now - s.peers[*r].heard > silence);
+            let number = s.peers[self.rank].at.0;
+            let late = s.deadline.is_some_and(|d| now > d);
+            if late {
+                // the first judges; where it does not answer, it is silent
+                s.deadline = None;
+            }
+            drop(s);
+            if now - beat > BEAT {
+                beat = now;
+                self.say_all(&Say::Alive);
+            }
+            match (silent, late) {
+                (Some(rank), _) => self.hangs(rank, "it has given no sign of life".into()),
+                (None, true) if self.rank == 0 => self.judge(number),
+                (None, true) => self.say_all(&Say::Late(number)),
+                (None, false) => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of ranks that came to a collective of a number and were heard so many seconds ago, who is named, and why.
+    fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
+        let watch = Watch::new((0, peers.len()), Duration::from_secs(3));
+        for (peer, (at, ago)) in watch.lock().peers.iter_mut().zip(peers) {
+            peer.at = (*at, format!("sum {at}"));
+            peer.heard = Instant::now().checked_sub(Duration::from_secs(*ago)).expect("a clock that long on");
+        }
+        watch.judge(number);
+        let e = watch.failed().expect("a failure");
+        (e.rank, e.why)
+    }
+
+    #[test]
+    fn one_that_is_stopped_is_named_before_those_it_keeps_waiting() {
+        let both = [(6, 0), (6, 3), (7, 0), (7, 0)];
+        let ahead = [(6, 0), (7, 3), (7, 0), (7, 0)];
+        let slow = [(7, 0), (7, 0), (6, 0), (7, 0)];
+        let wire = [(7, 0); 4];
+        for (peers, rank, says) in [
+            (both, 1, "it has not come to sum 7 within 3 s"),
+            (ahead, 1, "it has come to sum 7, and goes no further"),
+            (slow, 2, "it has not come to sum 7"),
+            (wire, 0, "all have come to sum 7"),
+        ] {
+            let (named, why) = named(&peers, 7);
+            assert!(named == rank && why.contains(says), "{peers:?}: rank {named}: {why}");
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! Ranks as threads of one process: what one gives, the others read where it is.
+//!
+//! Every rank is a thread of its own, and never one of the pool that computes: a rank that waits for others keeps nobody
+//! else from computing.
+
+use super::{At, Comm, Error};
+use ft_base::error::ExitCode;
+use ft_kernels::Tensor;
+use ft_kernels::cpu::{in_place, view};
+use ft_kernels::crossing::Arrival;
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Values that one task adds.
+const CHUNK: usize = 16 * 1024;
+/// Before the first collective.
+const START: At = At { what: "none yet", unit: None };
+
+/// What a rank gives.
+enum Given {
+    Words(Vec<u64>),
+    Tensor(Option<Tensor>),
+}
+
+struct State {
+    /// What came for the collective that is being waited for, by rank.
+    given: Vec<Option<Given>>,
+    /// The collective that each rank is in, or was in last.
+    at: Vec<At>,
+    /// Collectives that are over.
+    over: u64,
+    /// What the last one gave, until every rank has taken it.
+    last: Option<Arc<Vec<Given>>>,
+    taken: usize,
+    failed: Option<Error>,
+    /// To be called when it has failed.
+    when_lost: Vec<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl State {
+    fn new(world: usize) -> Self {
+        Self {
+            given: (0..world).map(|_| None).collect(),
+            at: vec![START; world],
+            over: 0,
+            last: None,
+            taken: 0,
+            failed: None,
+            when_lost: Vec::new(),
+        }
+    }
+}
+
+struct Group {
+    world: usize,
+    timeout: Duration,
+    host: String,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+/// A rank that is a thread.
+pub struct Threads {
+    group: Arc<Group>,
+    rank: usize,
+    received: AtomicU64,
+}
+
+/// A group of `world` ranks, each for a thread of its own; a collective may take `timeout`.
+pub fn group(world: usize, timeout: Duration) -> Vec<Threads> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let (state, wake) = (Mutex::new(State::new(world)), Condvar::new());
+    let group = Arc::new(Group { world, timeout, host, state, wake });
+    let rank = |rank| Threads { group: Arc::clone(&group), rank, received: AtomicU64::new(0) };
+    (0..world).map(rank).collect()
+}
+
+/// A group of one.
+pub(super) fn one() -> Threads {
+    let (state, wake) = (Mutex::new(State::new(1)), Condvar::new());
+    let group = Group { world: 1, timeout: Duration::MAX, host: String::new(), state, wake };
+    Threads { group: Arc::new(group), rank: 0, received: AtomicU64::new(0) }
+}
+
+impl Group {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // nothing in here panics half way
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn error(&self, rank: usize, at: At, why: String, code: ExitCode) -> Error {
+        Error { rank, world: self.world, host: self.host.clone(), at, why, code, hangs: false }
+    }
+
+    /// Makes everybody give up; the first reason stays.
+    fn fail(&self, s: &mut State, e: Error) -> Error {
+        let e = s.failed.get_or_insert(e).clone();
+        self.wake.notify_all();
+        call_all(std::mem::take(&mut s.when_lost));
+        e
+    }
+}
+
+impl Threads {
+    /// Gives, and takes what all have given.
+    fn exchange(&self, at: At, mine: Given, timeout: Option<Duration>) -> Result<Arc<Vec<Given>>, Error> {
+        let g = &*self.group;
+        let mut s = g.lock();
+        if let Some(e) = &s.failed {
+            return Err(e.clone());
+        }
+        s.at[self.rank] = at;
+        s.given[self.rank] = Some(mine);
+        let round = s.over;
+        if s.given.iter().all(Option::is_some) {
+            if let Some(other) = s.at.iter().position(|a| *a != at) {
+                let why =
+                    format!("it is in another collective than rank {}, in {at}: a bug in ft", self.rank);
+                let e = g.error(other, s.at[other], why, ExitCode::Internal);
+                return Err(g.fail(&mut s, e));
+            }
+            let all: Vec<Given> = s.given.iter_mut().filter_map(Option::take).collect();
+            s.last = Some(Arc::new(all));
+            s.taken = 0;
+            s.over += 1;
+            g.wake.notify_all();
+        }
+        let end = timeout.and_then(|t| Instant::now().checked_add(t));
+        while s.over == round {
+            if let Some(e) = &s.failed {
+                return Err(e.clone());
+            }
+            s = match end {
+                None => g.wake.wait(s).unwrap_or_else(PoisonError::into_inner),
+                Some(end) => {
+                    let left = end.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(self.hung(&mut s, at));
+                    }
+                    g.wake.wait_timeout(s, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        let Some(all) = s.last.clone() else {
+            let e =
+                g.error(self.rank, at, "a collective gave nothing: a bug in ft".into(), ExitCode::Internal);
+            return Err(g.fail(&mut s, e));
+        };
+        s.taken += 1;
+        if s.taken == g.world {
+            s.last = None;
+        }
+        Ok(all)
+    }
+
+    /// The first rank that has not come.
+    fn hung(&self, s: &mut State, at: At) -> Error {
+        let g = &*self.group;
+        let late = s.given.iter().position(Option::is_none).unwrap_or(self.rank);
+        let why = format!(
+            "it has not come to {at} within {} s\n  hint: parallel.timeout gives it longer",
+            g.timeout.as_secs_f64()
+        );
+        let e = Error { hangs: true, ..g.error(late, s.at[late], why, ExitCode::LostRank) };
+        g.fail(s, e)
+    }
+
+    /// Gives a tensor, and does with those that all have given what `f` does. When that is over for all, nobody but who
+    /// gave it has it any more.
+    fn with_tensors(
+        &self,
+        at: At,
+        mine: Option<Tensor>,
+        f: impl FnOnce(&[Given]) -> ft_base::Result<()>,
+    ) -> ft_base::Result<()> {
+        let timeout = Some(self.group.timeout);
+        let all = self.exchange(at, Given::Tensor(mine.clone()), timeout)?;
+        f(&all)?;
+        drop(all);
+        self.exchange(at, Given::Words(Vec::new()), timeout)?;
+        Ok(())
+    }
+
+    fn words(&self, at: At, mine: &[u64], timeout: Option<Duration>) -> ft_base::Result<Vec<Vec<u64>>> {
+        let all = self.exchange(at, Given::Words(mine.to_vec()), timeout)?;
+        let words = |g: &Given| if let Given::Words(w) = g { w.clone() } else { Vec::new() };
+        Ok(all.iter().map(words).collect())
+    }
+
+    fn count(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+    }
+}
+
+/// Calls what is to be called when a group has ended, on a thread of its own: nobody waits for it.
+pub(super) fn call_all(all: Vec<Box<dyn Fn() + Send + Sync>>) {
+    if !all.is_empty() {
+        let call = std::thread::Builder::new().name("given up".into());
+        // without a thread, the process ends as ranks do that hang
+        let _ = call.spawn(move || all.iter().for_each(|f| f()));
+    }
+}
+
+/// The tensors that ranks gave, by rank.
+fn given(all: &[Given]) -> impl Iterator<Item = (usize, &Tensor)> {
+    all.iter().enumerate().filter_map(|(r, g)| match g {
+        Given::Tensor(Some(t)) => Some((r, t)),
+        _ => None,
+    })
+}
+
+impl Comm for Threads {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.group.world
+    }
+
+    fn share(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        self.words(at, mine, Some(self.group.timeout))
+    }
+
+    fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>> {
+        self.words(at, mine, None)
+    }
+
+    fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival> {
+        self.with_tensors(at, part, |all| {
+            if range.is_empty() {
+                return Ok(());
+            }
+            let size = size_of::<f32>() * range.len();
+            self.count(size * (self.group.world - 1));
+            for (_, part) in given(all) {
+                let part = part.narrow(0, range.start, range.len())?;
+                let x = view::<f32>(&part)?;
+                in_place::<f32>("a sum over ranks", to, |to| {
+                    let both = to.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK));
+                    both.for_each(|(to, x)| to.iter_mut().zip(x).for_each(|(to, x)| *to += x));
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        })?;
+        Ok(Arrival::over())
+    }
+
+    fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival> {
+        self.with_tensors(at, Some(mine), |all| {
+            for (rank, part) in given(all) {
+                let Some(range) = ranges.get(rank).filter(|r| !r.is_empty()) else { continue };
+                to.slice_set(part, 0, range.start)?;
+                if rank != self.rank {
+                    self.count(part.dtype().size_in_bytes() * range.len());
+                }
+            }
+            Ok(())
+        })?;
+        Ok(Arrival::over())
+    }
+
+    fn received(&self) -> u64 {
+        self.received.load(Relaxed)
+    }
+
+    fn fail(&self, e: &ft_base::Error) {
+        // one that was released by another's failure has nothing to add
+        if e.of::<Error>().is_none() {
+            let mut s = self.group.lock();
+            let at = s.at[self.rank];
+            let e = self.group.error(self.rank, at, e.to_string(), e.exit_code());
+            self.group.fail(&mut s, e);
+        }
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.group.lock().failed.clone()
+    }
+
+    fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>) {
+        let mut s = self.group.lock();
+        s.when_lost.push(f);
+        if s.failed.is_some() {
+            call_all(std::mem::take(&mut s.when_lost));
+        }
+    }
+}
+
+/// A rank that goes is lost to the others, where they still wait for it.
+impl Drop for Threads {
+    fn drop(&mut self) {
+        let why = if std::thread::panicking() { "it panicked" } else { "it has ended" };
+        let mut s = self.group.lock();
+        let e = self.group.error(self.rank, s.at[self.rank], why.into(), ExitCode::LostRank);
+        self.group.fail(&mut s, e);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_kernels::check::{randn, values};
+    use candle_core::{DType, Device};
+
+    /// Runs `f` on each rank of a group and gives what they return.
+    fn each<T: Send>(world: usize, timeout: Duration, f: impl Fn(Threads) -> T + Sync) -> Vec<T> {
+        let f = &f;
+        std::thread::scope(|s| {
+            let started: Vec<_> = group(world, timeout).into_iter().map(|c| s.spawn(move || f(c))).collect();
+            started.into_iter().filter_map(|t| t.join().ok()).collect()
+        })
+    }
+
+    const LONG: Duration = Duration::from_secs(100);
+    const SUM: At = At { what: "a test", unit: Some(3) };
+
+    #[test]
+    fn sums_are_in_rank_order_and_parts_come_where_they_belong() -> ft_base::Result<()> {
+        for world in [1, 2, 3, 5] {
+            let n = 1003;
+            let part = |r: usize| randn(r as u64, n, DType::F32);
+            // a rank without a part adds nothing
+            let mut want = values(&part(7)?).iter().map(|x| *x as f32).collect::<Vec<f32>>();
+            for r in (0..world).filter(|r| *r != 1) {
+                want.iter_mut().zip(values(&part(r)?)).for_each(|(w, x)| *w += x as f32);
+            }
+            let ranges: Vec<_> = (0..world).map(|r| n * r / world..n * (r + 1) / world).collect();
+            let got = each(world, LONG, |c| -> ft_base::Result<Vec<f64>> {
+                let (r, mine) = (c.rank(), ranges[c.rank()].clone());
+                let to = part(7)?.narrow(0, mine.start, mine.len())?.real()?.force_contiguous()?.into();
+                c.add(SUM, (r != 1).then(|| part(r)).transpose()?, mine, &to)?;
+                let all = Tensor::zeros(n, DType::F32, &Device::Cpu)?;
+                c.gather(SUM, to, &ranges, &all)?;
+                let words = c.share(SUM, &[r as u64, 9])?;
+                assert_eq!(words, (0..world as u64).map(|r| vec![r, 9]).collect::<Vec<_>>());
+                Ok(values(&all))
+            });
+            assert_eq!(got.len(), world);
+            for g in got {
+                assert!(g? == want.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), "{world}");
+            }
+        }
+        Ok(())
+    }
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("no room")]
+    struct NoRoom;
+
+    impl ft_base::error::Failure for NoRoom {
+        fn exit_code(&self) -> ExitCode {
+            ExitCode::DoesNotFit
+        }
+    }
+
+    /// However a rank goes, the others are released, and told which it was and where.
+    #[test]
+    fn a_rank_that_is_lost_releases_the_others() {
+        type Goes = fn(&Threads);
+        let lost: [(&str, ExitCode, Goes); 3] = [
+            ("no room", ExitCode::DoesNotFit, |c| c.fail(&NoRoom.into())),
+            ("it has ended", ExitCode::LostRank, |_| ()),
+            ("it panicked", ExitCode::LostRank, |_| std::panic::resume_unwind(Box::new(()))),
+        ];
+        for (why, code, goes) in lost {
+            let errors = each(3, LONG, |c| {
+                c.share(SUM, &[]).expect("all are there");
+                if c.rank() == 2 {
+                    goes(&c);
+                    return None;
+                }
+                Some(c.share(At::all("the next"), &[]).expect_err("one is missing"))
+            });
+            let errors: Vec<_> = errors.into_iter().flatten().collect();
+            assert_eq!(errors.len(), 2, "{why}");
+            for e in errors {
+                let e = e.of::<Error>().expect("of a rank");
+                assert_eq!((e.rank, e.code, e.at), (2, code, SUM), "{e}");
+                assert!(!e.host.is_empty() && e.to_string().contains(why), "{e}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_that_hangs_is_not_waited_for() {
+        let late = std::sync::Barrier::new(3);
+        let errors = each(3, Duration::from_millis(50), |c| {
+            c.share(SUM, &[]).expect("all are there");
+            let e = (c.rank() != 1).then(|| c.add(At::all("the next"), None, 0..0, &none()).err());
+            late.wait();
+            e.flatten()
+        });
+        let errors: Vec<_> = errors.into_iter().flatten().collect();
+        assert_eq!(errors.len(), 2);
+        for e in errors {
+            let e = e.of::<Error>().expect("of a rank");
+            assert_eq!((e.rank, e.code, e.at, e.hangs), (1, ExitCode::LostRank, SUM, true), "{e}");
+            assert!(e.to_string().contains("parallel.timeout"), "{e}");
+        }
+    }
+
+    fn none() -> Tensor {
+        Tensor::zeros(0, DType::F32, &Device::Cpu).expect("a tensor")
+    }
+
+    #[test]
+    fn ranks_in_different_collectives_do_not_go_on() {
+        let errors = each(2, LONG, |c| c.share(At::unit("a test", c.rank()), &[]).err());
+        assert!(errors.iter().all(|e| e.as_ref().is_some_and(|e| e.exit_code() == ExitCode::Internal)));
+    }
+}

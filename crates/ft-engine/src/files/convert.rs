@@ -1,0 +1,190 @@
+//! Bytes of a file to numbers of the dtype asked for, in parallel, a small piece at a time.
+//!
+//! Only the result is ever whole in memory: each piece is read, converted and forgotten. Narrowing
+//! rounds to nearest, ties to even, as `Tensor::to_dtype` does.
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::Error;
+use std::ops::{BitOr, Range};
+use std::path::Path;
+
+/// Elements that one task reads and converts at a time: 4 MiB of f32.
+const PIECE: usize = 1 << 20;
+
+/// Reads the bytes at an offset within a tensor.
+pub type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
+
+/// A number as safetensors keeps it, little-endian, and as it is computed with.
+trait Stored: Copy + Send + Sync {
+    const BYTES: usize;
+    /// What [`Stored::over`] gives, to be put together by or.
+    type Over: Copy + Default + BitOr<Output = Self::Over>;
+    fn from_le(bytes: &[u8]) -> Self;
+    /// Its highest bit says whether this is NaN or infinite: the largest finite magnitude less this one, in bits. Loops
+    /// over it are vectorised, and cost next to nothing beside what they read.
+    fn over(self) -> Self::Over;
+    /// Whether what some values gave says that one of them is NaN or infinite.
+    fn is_over(over: Self::Over) -> bool;
+}
+
+macro_rules! stored {
+    ($($t:ty, $bits:ty, |$x:ident| $over:expr;)*) => {$(
+        impl Stored for $t {
+            const BYTES: usize = size_of::<$t>();
+            type Over = $bits;
+            #[inline(always)]
+            fn from_le(bytes: &[u8]) -> Self {
+                let mut word = [0u8; size_of::<$t>()];
+                word.copy_from_slice(bytes);
+                <$t>::from_le_bytes(word)
+            }
+            #[inline(always)]
+            fn over(self) -> $bits {
+                let $x = self;
+                $over
+            }
+            fn is_over(over: $bits) -> bool {
+                over >> (<$bits>::BITS - 1) == 1
+            }
+        }
+    )*};
+}
+stored! {
+    u8, u8, |_x| 0;
+    u32, u8, |_x| 0;
+    i64, u8, |_x| 0;
+    f16, u16, |x| 0x7bff_u16.wrapping_sub(x.to_bits() & 0x7fff);
+    bf16, u16, |x| 0x7f7f_u16.wrapping_sub(x.to_bits() & 0x7fff);
+    f32, u32, |x| 0x7f7f_ffff_u32.wrapping_sub(x.to_bits() & 0x7fff_ffff);
+    f64, u64, |x| 0x7fef_ffff_ffff_ffff_u64.wrapping_sub(x.to_bits() & 0x7fff_ffff_ffff_ffff);
+}
+
+/// Builds a vector of `dtype` from some elements of a tensor of `from`, which `fetch(offset, buffer)` reads
+/// by byte offset within the tensor, and which is of the file `path`. Values must be finite.
+pub fn tensor(
+    path: &Path,
+    name: &str,
+    from: Dtype,
+    (shape, elements): (&[usize], Range<usize>),
+    dtype: DType,
+    device: &Device,
+    fetch: &Fetch,
+) -> Result<Tensor, Error> {
+    let load = Load { path, name, shape, elements, device, fetch };
+    // Widening goes through f32 or f64 exactly; each narrowing rounds once.
+    macro_rules! convert {
+        (f32, f32, $x:expr) => {
+            $x
+        };
+        (f64, f64, $x:expr) => {
+            $x
+        };
+        (f16, f16, $x:expr) => {
+            $x
+        };
+        (bf16, bf16, $x:expr) => {
+            $x
+        };
+        (f32, f64, $x:expr) => {
+            f64::from($x)
+        };
+        (f64, f32, $x:expr) => {
+            $x as f32
+        };
+        (f32, $d:ident, $x:expr) => {
+            $d::from_f32($x)
+        };
+        (f64, $d:ident, $x:expr) => {
+            $d::from_f64($x)
+        };
+        ($s:ident, f32, $x:expr) => {
+            $x.to_f32()
+        };
+        ($s:ident, f64, $x:expr) => {
+            $x.to_f64()
+        };
+        ($s:ident, $d:ident, $x:expr) => {
+            $d::from_f32($x.to_f32())
+        };
+    }
+    macro_rules! to {
+        ($s:ident) => {
+            match dtype {
+                DType::F32 => load.run::<$s, f32>(0.0, |x| convert!($s, f32, x)),
+                DType::BF16 => load.run::<$s, bf16>(bf16::ZERO, |x| convert!($s, bf16, x)),
+                DType::F16 => load.run::<$s, f16>(f16::ZERO, |x| convert!($s, f16, x)),
+                DType::F64 => load.run::<$s, f64>(0.0, |x| convert!($s, f64, x)),
+                _ => Err(load.refuse(from, dtype)),
+            }
+        };
+    }
+    match (from, dtype) {
+        (Dtype::F32, _) => to!(f32),
+        (Dtype::BF16, _) => to!(bf16),
+        (Dtype::F16, _) => to!(f16),
+        (Dtype::F64, _) => to!(f64),
+        (Dtype::U8, DType::U8) => load.run::<u8, u8>(0, |x| x),
+        (Dtype::U32, DType::U32) => load.run::<u32, u32>(0, |x| x),
+        (Dtype::I64, DType::I64) => load.run::<i64, i64>(0, |x| x),
+        _ => Err(load.refuse(from, dtype)),
+    }
+}
+
+struct Load<'a> {
+    path: &'a Path,
+    name: &'a str,
+    shape: &'a [usize],
+    elements: Range<usize>,
+    device: &'a Device,
+    fetch: &'a Fetch<'a>,
+}
+
+impl Load<'_> {
+    fn refuse(&self, from: Dtype, to: DType) -> Error {
+        let (path, name) = (self.path.to_path_buf(), self.name.to_string());
+        Error::Unread { path, name, from: from.to_string(), to: to.as_str().to_uppercase() }
+    }
+
+    /// The error of a value that is not finite, at its place.
+    fn not_finite(&self, mut index: usize, dtype: DType) -> Error {
+        let mut at = vec![0; self.shape.len()];
+        for (at, size) in at.iter_mut().zip(self.shape).rev() {
+            (*at, index) = (index % size.max(&1), index / size.max(&1));
+        }
+        let dtype = dtype.as_str().to_uppercase();
+        Error::NotFinite { path: self.path.to_path_buf(), name: self.name.to_string(), dtype, at }
+    }
+
+    fn run<S: Stored, D: candle_core::WithDType + Stored>(
+        &self,
+        zero: D,
+        convert: impl Fn(S) -> D + Sync,
+    ) -> Result<Tensor, Error> {
+        // The header check bounds the count by the bytes of the file.
+        let (first, count) = (self.elements.start, self.elements.len());
+        let mut out = vec![zero; count];
+        out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
+            Vec::new,
+            |bytes: &mut Vec<u8>, (piece, out)| {
+                bytes.resize(out.len() * S::BYTES, 0);
+                (self.fetch)(((first + piece * PIECE) * S::BYTES) as u64, bytes)?;
+                for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
+                    *to = convert(S::from_le(from));
+                }
+                // a loop of its own: both are vectorised, and one of both would not be
+                let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
+                if !D::is_over(over) {
+                    return Ok(());
+                }
+                let bad = out.iter().position(|x| D::is_over(x.over()));
+                Err(self.not_finite(first + piece * PIECE + bad.unwrap_or(0), D::DTYPE))
+            },
+        )?;
+        Tensor::from_vec(out, count, self.device)
+            .map_err(|e| Error::Tensor { name: self.name.to_string(), source: e.into() })
+    }
+}

@@ -1,0 +1,156 @@
+//! GGUF files, streamed: the header is made from keys, names, dtypes and shapes alone, and one tensor is in memory at a
+//! time. (candle's writer takes all tensors at once; its reader is what tests read these files with.)
+//!
+//! The format, version 3, little-endian: magic, version, counts; keys with typed values; for each tensor its name, sizes
+//! (the fastest first), type and place; then the data, each tensor at a multiple of 32 bytes.
+
+use super::Error;
+use ft_base::store::{Pending, free_bytes};
+use super::write::{Entry, check_names, write_tensor};
+use candle_core::{DType, Tensor};
+use std::path::Path;
+
+const MAGIC: &[u8; 4] = b"GGUF";
+const VERSION: u32 = 3;
+const ALIGNMENT: u64 = 32;
+
+/// The value of a key.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GgufValue {
+    /// A number.
+    U32(u32),
+    /// A number.
+    F32(f32),
+    /// True or false.
+    Bool(bool),
+    /// A text.
+    Text(String),
+    /// Numbers.
+    I32s(Vec<i32>),
+    /// Texts.
+    Texts(Vec<String>),
+}
+
+impl From<&str> for GgufValue {
+    fn from(text: &str) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+/// The numbers that the format has for types of values.
+mod kind {
+    pub const U32: u32 = 4;
+    pub const I32: u32 = 5;
+    pub const F32: u32 = 6;
+    pub const BOOL: u32 = 7;
+    pub const TEXT: u32 = 8;
+    pub const ARRAY: u32 = 9;
+}
+
+fn put_text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+impl GgufValue {
+    fn put(&self, out: &mut Vec<u8>) {
+        let kind = |out: &mut Vec<u8>, k: u32| out.extend(k.to_le_bytes());
+        let array = |out: &mut Vec<u8>, k: u32, n: usize| {
+            kind(out, kind::ARRAY);
+            kind(out, k);
+            out.extend((n as u64).to_le_bytes());
+        };
+        match self {
+            Self::U32(x) => {
+                kind(out, kind::U32);
+                out.extend(x.to_le_bytes());
+            }
+            Self::F32(x) => {
+                kind(out, kind::F32);
+                out.extend(x.to_le_bytes());
+            }
+            Self::Bool(x) => {
+                kind(out, kind::BOOL);
+                out.push(u8::from(*x));
+            }
+            Self::Text(x) => {
+                kind(out, kind::TEXT);
+                put_text(out, x);
+            }
+            Self::I32s(all) => {
+                array(out, kind::I32, all.len());
+                all.iter().for_each(|x| out.extend(x.to_le_bytes()));
+            }
+            Self::Texts(all) => {
+                array(out, kind::TEXT, all.len());
+                all.iter().for_each(|x| put_text(out, x));
+            }
+        }
+    }
+}
+
+/// Writes one GGUF file, whole or not at all. `entries` says name, dtype (f32, f16 or bf16) and shape of every tensor;
+/// `get` is asked for each once, in their order.
+///
+/// # Errors
+/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a repeated name;
+/// [`Error::Convert`] for another dtype; [`Error::Announced`] for a tensor that differs from its entry; and whatever
+/// `get` returns.
+pub fn write_gguf(
+    path: &Path,
+    keys: &[(String, GgufValue)],
+    entries: &[(String, DType, Vec<usize>)],
+    mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
+) -> Result<(), ft_base::Error> {
+    let entries = entries
+        .iter()
+        .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
+        .collect::<Result<Vec<_>, _>>()?;
+    check_names(path, &entries)?;
+    let mut header = MAGIC.to_vec();
+    header.extend(VERSION.to_le_bytes());
+    header.extend((entries.len() as u64).to_le_bytes());
+    header.extend((keys.len() as u64).to_le_bytes());
+    for (key, value) in keys {
+        put_text(&mut header, key);
+        value.put(&mut header);
+    }
+    let mut at = 0u64;
+    for e in &entries {
+        put_text(&mut header, &e.name);
+        header.extend((e.shape.len() as u32).to_le_bytes());
+        e.shape.iter().rev().for_each(|n| header.extend((*n as u64).to_le_bytes()));
+        header.extend(number_of(e)?.to_le_bytes());
+        header.extend(at.to_le_bytes());
+        at = (at + e.bytes).next_multiple_of(ALIGNMENT);
+    }
+    header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
+    let needed = header.len() as u64 + at;
+    if let Some(free) = free_bytes(ft_base::store::folder_of(path))
+        && needed > free
+    {
+        return Err(Error::DiskFull { path: path.to_path_buf(), needed, free }.into());
+    }
+    let mut pending = Pending::create(path, Some(needed))?;
+    pending.write(&header)?;
+    for e in &entries {
+        write_tensor(&mut pending, e, &get(&e.name)?)?;
+        let padding = e.bytes.next_multiple_of(ALIGNMENT) - e.bytes;
+        pending.write(&[0; ALIGNMENT as usize][..padding as usize])?;
+    }
+    Ok(pending.commit()?)
+}
+
+/// The number that the format has for a dtype.
+fn number_of(e: &Entry) -> Result<u32, Error> {
+    match e.dtype {
+        DType::F32 => Ok(0),
+        DType::F16 => Ok(1),
+        DType::BF16 => Ok(30),
+        other => Err(Error::Convert {
+            name: e.name.clone(),
+            from: other.as_str().to_uppercase(),
+            to: "a GGUF type".to_string(),
+        }),
+    }
+}

@@ -1,0 +1,15 @@
+//! Tensors in files: safetensors read by name and by rows, written whole or in shards; GGUF written.
+
+mod convert;
+mod gguf;
+mod header;
+mod read;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+pub use ft_base::store::Error;
+pub use gguf::{GgufValue, write_gguf};
+pub use read::{FileHash, TensorFiles, TensorInfo};
+pub use write::{SharedFile, write_file, write_sharded};

@@ -1,0 +1,441 @@
+//! Tensors by name, from one file or from the shards of a model.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::{Error, convert, header};
+use ft_base::store::hash::{self, Passing};
+use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
+
+/// Bytes that one task reads at a time when a tensor is read as bytes.
+const PIECE: usize = 16 << 20;
+
+/// Name, bytes and BLAKE3 hash of a file.
+pub type FileHash = (String, u64, String);
+
+/// What the header says of one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Number format in the file.
+    pub dtype: Dtype,
+    /// Sizes of its dimensions, the slowest first.
+    pub shape: Vec<usize>,
+    /// Which of the open files holds it.
+    file: usize,
+    /// Where its bytes are in that file.
+    place: Range<u64>,
+}
+
+impl TensorInfo {
+    /// Bytes that it takes in the file.
+    pub fn bytes(&self) -> u64 {
+        self.place.end - self.place.start
+    }
+
+    /// Number of its elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Open safetensors files, with every header checked; tensors are read when asked for.
+///
+/// Nothing is mapped into memory: a file that another program cuts short gives an error, where a
+/// mapping would end the process.
+#[derive(Debug)]
+pub struct TensorFiles {
+    /// The folder or file that was opened.
+    root: PathBuf,
+    files: Vec<(PathBuf, File)>,
+    tensors: BTreeMap<String, TensorInfo>,
+    metadata: BTreeMap<String, String>,
+    /// For each file, if it is hashed while it is read.
+    passing: OnceLock<Vec<Option<Passing>>>,
+}
+
+impl TensorFiles {
+    /// Opens the weights of a model folder: `model.safetensors`, else the shards that
+    /// `model.safetensors.index.json` names (transformers looks in this order too).
+    ///
+    /// # Errors
+    /// Weights that are missing, that are pickle files, that lie outside of the folder, or whose
+    /// headers or index do not hold together; each names the file and the tensor.
+    pub fn open_model(dir: &Path) -> Result<TensorFiles, Error> {
+        let exists = |name: &str| dir.join(name).symlink_metadata().is_ok();
+        if exists(SINGLE) {
+            let mut files = TensorFiles::empty(dir);
+            files.add(dir, SINGLE)?;
+            return Ok(files);
+        }
+        if !exists(index::INDEX) {
+            return Err(no_weights(dir));
+        }
+        let map = index::read(dir, index::INDEX)?;
+        let bad = |problem: String| Error::Index { path: dir.join(index::INDEX), problem };
+        let mut shards: Vec<&String> = map.values().collect();
+        shards.sort();
+        shards.dedup();
+        let mut files = TensorFiles::empty(dir);
+        for shard in shards {
+            if is_pickle_name(shard) {
+                return Err(Error::Pickle { path: dir.join(shard) });
+            }
+            for name in files.add(dir, shard)? {
+                match map.get(&name) {
+                    Some(named) if named == shard => {}
+                    Some(named) => {
+                        return Err(bad(format!(
+                            "{shard:?} holds tensor {name:?}, for which the index names {named:?}"
+                        )));
+                    }
+                    None => {
+                        return Err(bad(format!(
+                            "{shard:?} holds tensor {name:?}, which the index does not name"
+                        )));
+                    }
+                }
+            }
+        }
+        for (name, shard) in &map {
+            if !files.tensors.contains_key(name) {
+                return Err(bad(format!(
+                    "it names {shard:?} for tensor {name:?}, and that file does not hold it"
+                )));
+            }
+        }
+        Ok(files)
+    }
+
+    /// Opens one safetensors file, as of an adapter.
+    ///
+    /// # Errors
+    /// As [`TensorFiles::open_model`].
+    pub fn open_file(path: &Path) -> Result<TensorFiles, Error> {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "not the name of a file");
+            return Err(Error::read(path, source));
+        };
+        if is_pickle_name(name) {
+            return Err(Error::Pickle { path: path.to_path_buf() });
+        }
+        let mut files = TensorFiles::empty(path);
+        files.add(folder_of(path), name)?;
+        Ok(files)
+    }
+
+    /// Bytes of a value of the first matrix of numbers in the first file of a model, where the folder has one that holds
+    /// together.
+    pub fn matrix_width(dir: &Path) -> Option<u64> {
+        let mut names: Vec<_> = std::fs::read_dir(dir).ok()?.flatten().map(|e| e.file_name()).collect();
+        names.retain(|n| n.to_str().is_some_and(|n| n.starts_with("model") && n.ends_with(".safetensors")));
+        let files = TensorFiles::open_file(&dir.join(names.into_iter().min()?)).ok()?;
+        let number = |i: &&TensorInfo| matches!(i.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        let matrix = files.tensors.values().filter(number).find(|i| i.shape.len() == 2)?;
+        Some(matrix.dtype.bitsize() as u64 / 8)
+    }
+
+    fn empty(root: &Path) -> TensorFiles {
+        TensorFiles {
+            root: root.to_path_buf(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            metadata: BTreeMap::new(),
+            passing: OnceLock::new(),
+        }
+    }
+
+    /// Adds the tensors of one file; returns their names.
+    fn add(&mut self, dir: &Path, name: &str) -> Result<Vec<String>, Error> {
+        let (file, path) = open_inside(dir, name)?;
+        let header = header::read(&file, &path)?;
+        let index = self.files.len();
+        let mut names = Vec::with_capacity(header.tensors.len());
+        for (name, info) in header.tensors {
+            // No overflow: the header check bounds the offsets by the length of the file.
+            let (start, end) = info.data_offsets;
+            let place = header.data_start + start as u64..header.data_start + end as u64;
+            names.push(name.clone());
+            let info = TensorInfo { dtype: info.dtype, shape: info.shape, file: index, place };
+            if self.tensors.insert(name.clone(), info).is_some() {
+                return Err(Error::Index {
+                    path: self.root.join(index::INDEX),
+                    problem: format!("tensor {name:?} is in two shards; {:?} is one", path),
+                });
+            }
+        }
+        // Shards of one model carry the same metadata; where they differ the first one counts.
+        for (key, value) in header.metadata {
+            self.metadata.entry(key).or_insert(value);
+        }
+        self.files.push((path, file));
+        Ok(names)
+    }
+
+    /// Puts tensors of other names and shapes in the place of one, each a run of its elements.
+    ///
+    /// `parts` are name, first element and shape. Nothing is read.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`]; [`Error::Rows`] for elements that are not there.
+    pub fn cut(
+        &mut self,
+        name: &str,
+        parts: impl IntoIterator<Item = (String, usize, Vec<usize>)>,
+    ) -> Result<(), Error> {
+        let whole = self.get(name)?.clone();
+        let bits = whole.dtype.bitsize();
+        let mut cut = Vec::new();
+        for (part, start, shape) in parts {
+            let count = shape.iter().try_fold(1usize, |n, s| n.checked_mul(*s));
+            let end = count.and_then(|n| start.checked_add(n)).filter(|end| *end <= whole.elements());
+            let (Some(end), 0) = (end, bits % 8) else {
+                let shape = whole.shape.clone();
+                return Err(Error::Rows {
+                    name: name.to_string(),
+                    start,
+                    end: end.unwrap_or(usize::MAX),
+                    shape,
+                });
+            };
+            let at = |element: usize| whole.place.start + (element * (bits / 8)) as u64;
+            cut.push((part, TensorInfo { shape, place: at(start)..at(end), ..whole.clone() }));
+        }
+        self.tensors.remove(name);
+        self.tensors.extend(cut);
+        Ok(())
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        self.names().filter_map(|n| self.info(n)).map(TensorInfo::bytes).sum()
+    }
+
+    /// Whether there are no tensors at all.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Format and shape of a tensor.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// The `__metadata__` of the file (of the shards, the first that has a key counts).
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// The files that were opened, in the order of their names.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|(path, _)| path.as_path())
+    }
+
+    /// From here on what is read of a file is hashed with it, unless its hash is kept: [`TensorFiles::hashes`] then
+    /// reads the rest alone.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn hash_while_reading(&self) -> Result<(), Error> {
+        let passing = self.files.iter().map(|(path, file)| Passing::begin(file, path));
+        // hashing that began before goes on
+        let _ = self.passing.set(passing.collect::<Result<_, _>>()?);
+        Ok(())
+    }
+
+    /// What hashes a file while it is read, if something does.
+    fn passing(&self, file: usize) -> Option<&Passing> {
+        self.passing.get()?.get(file)?.as_ref()
+    }
+
+    /// Name, bytes and BLAKE3 hash of each file that was opened, sorted by name. Files that have not changed since a
+    /// command hashed them are not read again.
+    ///
+    /// # Errors
+    /// [`Error::Read`]; [`Error::Changed`] for a file that changes while it is read.
+    pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
+        let mut all = Vec::with_capacity(self.files.len());
+        for (number, (path, file)) in self.files.iter().enumerate() {
+            let (hash, bytes) = hash::of(file, path, self.passing(number))?;
+            let name = path.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
+            all.push((name, bytes, hash));
+        }
+        all.sort();
+        Ok(all)
+    }
+
+    /// The bytes of a tensor, as they are in the file (little-endian, rows first).
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`] with the nearest name; [`Error::CutShort`] when the file shrank.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>, Error> {
+        let info = self.get(name)?;
+        self.bytes(name, info, 0..info.bytes())
+    }
+
+    /// The bytes of some rows of a tensor: `rows` counts along the first dimension.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for rows that are not there, also for a scalar; else as
+    /// [`TensorFiles::read`].
+    pub fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<u8>, Error> {
+        let info = self.get(name)?;
+        let outside = || Error::Rows {
+            name: name.to_string(),
+            start: rows.start,
+            end: rows.end,
+            shape: info.shape.clone(),
+        };
+        let (&count, row_shape) = info.shape.split_first().ok_or_else(outside)?;
+        if rows.start > rows.end || rows.end > count {
+            return Err(outside());
+        }
+        // A row of packed 4-bit numbers may end inside a byte: such a row cannot be cut out.
+        let bits = row_shape.iter().product::<usize>() * info.dtype.bitsize();
+        if bits % 8 != 0 {
+            return Err(outside());
+        }
+        let row = (bits / 8) as u64;
+        self.bytes(name, info, rows.start as u64 * row..rows.end as u64 * row)
+    }
+
+    /// A tensor as numbers of `dtype` on `device`, with its own shape.
+    ///
+    /// F64, F32, F16 and BF16 convert to each other, rounding to nearest even; U8, U32 and I64 are
+    /// read as what they are. Memory beside the result: a few MiB a thread.
+    ///
+    /// # Errors
+    /// [`Error::Convert`] for another pair of formats; [`Error::NotFinite`] for a value that is NaN or infinite; else as
+    /// [`TensorFiles::read`].
+    pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        let flat = self.part(name, 0..info.elements(), dtype, device)?;
+        let wrong = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+        flat.reshape(info.shape.as_slice()).map_err(wrong)
+    }
+
+    /// Some elements of a tensor, as [`TensorFiles::tensor`] gives them, as a vector: nothing else is read.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for elements that are not there; else as [`TensorFiles::tensor`].
+    pub fn part(
+        &self,
+        name: &str,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor, Error> {
+        let info = self.get(name)?;
+        self.check_range(name, &elements, info.elements(), info)?;
+        let path = &self.files[info.file].0;
+        convert::tensor(path, name, info.dtype, (&info.shape, elements), dtype, device, &|offset, buffer| {
+            self.fill(name, info, offset, buffer)
+        })
+    }
+
+    /// Some bytes of a tensor, as they are in the file.
+    ///
+    /// # Errors
+    /// [`Error::Rows`] for bytes that are not there; else as [`TensorFiles::read`].
+    pub fn read_part(&self, name: &str, bytes: Range<usize>) -> Result<Vec<u8>, Error> {
+        let info = self.get(name)?;
+        self.check_range(name, &bytes, info.bytes() as usize, info)?;
+        self.bytes(name, info, bytes.start as u64..bytes.end as u64)
+    }
+
+    fn check_range(
+        &self,
+        name: &str,
+        r: &Range<usize>,
+        count: usize,
+        info: &TensorInfo,
+    ) -> Result<(), Error> {
+        if r.start <= r.end && r.end <= count {
+            return Ok(());
+        }
+        let shape = info.shape.clone();
+        Err(Error::Rows { name: name.to_string(), start: r.start, end: r.end, shape })
+    }
+
+    /// The file that holds a tensor.
+    pub fn path_of(&self, name: &str) -> Option<&Path> {
+        Some(self.files.get(self.tensors.get(name)?.file)?.0.as_path())
+    }
+
+    /// Format and shape of a tensor that must be there.
+    ///
+    /// # Errors
+    /// [`Error::NoTensor`] with the nearest name.
+    pub fn get(&self, name: &str) -> Result<&TensorInfo, Error> {
+        self.tensors.get(name).ok_or_else(|| Error::NoTensor {
+            path: self.root.clone(),
+            name: name.to_string(),
+            nearest: self
+                .names()
+                .map(|n| (strsim::jaro_winkler(n, name), n))
+                .max_by(|a, b| a.0.total_cmp(&b.0))
+                .filter(|(score, _)| *score > 0.8)
+                .map(|(_, n)| n.to_string()),
+        })
+    }
+
+    fn bytes(&self, name: &str, info: &TensorInfo, part: Range<u64>) -> Result<Vec<u8>, Error> {
+        // Bounded by the length of the file, which the header check compared.
+        let mut out = vec![0u8; (part.end - part.start) as usize];
+        out.par_chunks_mut(PIECE)
+            .enumerate()
+            .try_for_each(|(piece, out)| self.fill(name, info, part.start + (piece * PIECE) as u64, out))?;
+        Ok(out)
+    }
+
+    /// Fills `buffer` from byte `offset` of the tensor.
+    fn fill(&self, name: &str, info: &TensorInfo, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        let (path, file) = &self.files[info.file];
+        let at = info.place.start + offset;
+        file.read_exact_at(buffer, at).map_err(|e| match e.kind() {
+            io::ErrorKind::UnexpectedEof => Error::CutShort { path: path.clone(), name: name.to_string() },
+            _ => Error::read(path, e),
+        })?;
+        self.passing(info.file).into_iter().for_each(|p| p.saw(at, buffer));
+        Ok(())
+    }
+}
+
+/// Says what a folder without weights holds instead.
+fn no_weights(dir: &Path) -> Error {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) => return Error::read(dir, e),
+    };
+    let mut names: Vec<String> = entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    if let Some(pickle) = names.iter().find(|n| is_pickle_name(n)) {
+        return Error::Pickle { path: dir.join(pickle) };
+    }
+    let hint = match names.iter().find(|n| n.ends_with(".safetensors")) {
+        Some(other) => format!("; it has {other}: if that is the model, rename it to {SINGLE}"),
+        None if names.iter().any(|n| n.ends_with(".gguf")) => {
+            "; it has GGUF files: use the safetensors release of the model".to_string()
+        }
+        None => String::new(),
+    };
+    Error::NoWeights { dir: dir.to_path_buf(), hint }
+}

@@ -1,0 +1,354 @@
+//! Files of tensors, written so that other programs load them and the same input gives the same
+//! bytes.
+//!
+//! The header is made from names, formats and shapes alone, so tensors stream one at a time and
+//! only one is in memory. Within a file tensors are sorted as the safetensors crate sorts them:
+//! wide formats first (alignment), then by name.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Storage, Tensor};
+
+use super::Error;
+use ft_base::store::{Pending, free_bytes, sync_folder};
+use ft_kernels::to_host;
+
+/// Writes one safetensors file, whole or not at all.
+///
+/// `metadata` becomes the `__metadata__` of the file, sorted; transformers wants
+/// `("format", "pt")`.
+///
+/// # Errors
+/// [`Error::Write`] with the path and the bytes needed; [`Error::Twice`] for a repeated name.
+pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<(), Error> {
+    let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
+    let entries = tensors
+        .iter()
+        .map(|(name, t)| Entry::new(name, t.dtype(), t.dims()))
+        .collect::<Result<Vec<_>, _>>()?;
+    check_names(path, &entries)?;
+    let plan = Plan::new(entries, metadata);
+    let mut pending = Pending::create(path, Some(plan.bytes()))?;
+    pending.write(&plan.header)?;
+    for entry in &plan.entries {
+        if let Some(tensor) = by_name.get(entry.name.as_str()) {
+            write_tensor(&mut pending, entry, tensor)?;
+        }
+    }
+    pending.commit()
+}
+
+/// Writes a model as one safetensors file, or as shards with an index, by the names that
+/// transformers gives them: `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and
+/// `STEM.safetensors.index.json`.
+///
+/// `entries` says name, format and shape of every tensor; `get` is then asked for each once, in the
+/// order of the files, and only one is held at a time. A tensor larger than `max_shard_bytes` gets
+/// a shard of its own. The folder never holds a readable mix of an older model and this one: an
+/// older index goes first, the new one comes last. Returns the paths written.
+///
+/// # Errors
+/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Announced`] for a
+/// tensor that differs from its entry; and whatever `get` returns.
+pub fn write_sharded(
+    dir: &Path,
+    stem: &str,
+    entries: &[(String, DType, Vec<usize>)],
+    max_shard_bytes: u64,
+    mut get: impl FnMut(&str) -> Result<Tensor, ft_base::Error>,
+) -> Result<Vec<PathBuf>, ft_base::Error> {
+    let mut all = entries
+        .iter()
+        .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
+        .collect::<Result<Vec<_>, _>>()?;
+    check_names(dir, &all)?;
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    let total: u64 = all.iter().map(|e| e.bytes).sum();
+    let shards: Vec<Plan> =
+        split(all, max_shard_bytes).into_iter().map(|s| Plan::new(s, &[("format", "pt")])).collect();
+
+    let needed: u64 = shards.iter().map(Plan::bytes).sum();
+    if let Some(free) = free_bytes(dir)
+        && needed > free
+    {
+        return Err(Error::DiskFull { path: dir.to_path_buf(), needed, free }.into());
+    }
+
+    // All shards are complete under temporary names before the first one becomes visible.
+    let mut pendings = Vec::with_capacity(shards.len());
+    let mut paths = Vec::with_capacity(shards.len() + 1);
+    let mut weight_map = BTreeMap::new();
+    for (i, plan) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => format!("{stem}.safetensors"),
+            n => format!("{stem}-{:05}-of-{n:05}.safetensors", i + 1),
+        };
+        let path = dir.join(&name);
+        let mut pending = Pending::create(&path, Some(plan.bytes()))?;
+        pending.write(&plan.header)?;
+        for entry in &plan.entries {
+            let tensor = get(&entry.name)?;
+            write_tensor(&mut pending, entry, &tensor)?;
+            weight_map.insert(entry.name.clone(), name.clone());
+        }
+        pendings.push(pending);
+        paths.push(path);
+    }
+
+    let index_path = dir.join(format!("{stem}.safetensors.index.json"));
+    remove_if_there(&index_path)?;
+    let single = dir.join(format!("{stem}.safetensors"));
+    if shards.len() > 1 {
+        // A reader prefers the single file, so an older one would hide the new shards.
+        remove_if_there(&single)?;
+    }
+    sync_folder(dir)?;
+    for pending in pendings {
+        pending.commit()?;
+    }
+    if shards.len() > 1 {
+        let json = serde_json::json!({
+            "metadata": { "total_size": total },
+            "weight_map": weight_map,
+        });
+        ft_base::store::write_atomic(&index_path, format!("{json:#}\n").as_bytes())?;
+        paths.push(index_path);
+    }
+    Ok(paths)
+}
+
+/// One tensor to write.
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    format: safetensors::Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: u64,
+}
+
+impl Entry {
+    pub(super) fn new(name: &str, dtype: DType, shape: &[usize]) -> Result<Entry, Error> {
+        let format = match dtype {
+            DType::U8 => safetensors::Dtype::U8,
+            DType::U32 => safetensors::Dtype::U32,
+            DType::I64 => safetensors::Dtype::I64,
+            DType::F16 => safetensors::Dtype::F16,
+            DType::BF16 => safetensors::Dtype::BF16,
+            DType::F32 => safetensors::Dtype::F32,
+            DType::F64 => safetensors::Dtype::F64,
+            other => {
+                return Err(Error::Convert {
+                    name: name.to_string(),
+                    from: other.as_str().to_uppercase(),
+                    to: "a safetensors format".to_string(),
+                });
+            }
+        };
+        let bytes = shape.iter().product::<usize>() as u64 * (format.bitsize() / 8) as u64;
+        Ok(Entry { name: name.to_string(), dtype, format, shape: shape.to_vec(), bytes })
+    }
+}
+
+/// One file to write: its tensors in their order, and its header.
+struct Plan {
+    entries: Vec<Entry>,
+    header: Vec<u8>,
+}
+
+impl Plan {
+    fn new(mut entries: Vec<Entry>, metadata: &[(&str, &str)]) -> Plan {
+        entries.sort_by(|a, b| b.format.cmp(&a.format).then_with(|| a.name.cmp(&b.name)));
+        let mut json = serde_json::Map::new();
+        if !metadata.is_empty() {
+            let sorted: BTreeMap<_, _> = metadata.iter().copied().collect();
+            json.insert("__metadata__".to_string(), serde_json::json!(sorted));
+        }
+        let mut at = 0u64;
+        for entry in &entries {
+            json.insert(
+                entry.name.clone(),
+                serde_json::json!({
+                    "dtype": entry.format.to_string(),
+                    "shape": entry.shape,
+                    "data_offsets": [at, at + entry.bytes],
+                }),
+            );
+            at += entry.bytes;
+        }
+        let mut text = serde_json::Value::Object(json).to_string().into_bytes();
+        // Padding with spaces aligns the data to 8 bytes, as the format asks of writers.
+        text.resize(text.len().next_multiple_of(8), b' ');
+        let mut header = (text.len() as u64).to_le_bytes().to_vec();
+        header.append(&mut text);
+        Plan { entries, header }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.header.len() as u64 + self.entries.iter().map(|e| e.bytes).sum::<u64>()
+    }
+}
+
+/// Fills shards in the order of the entries; at least one shard.
+fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
+    let mut shards = vec![Vec::new()];
+    let mut size = 0u64;
+    for entry in entries {
+        if size > 0 && size + entry.bytes > max_bytes {
+            shards.push(Vec::new());
+            size = 0;
+        }
+        size += entry.bytes;
+        if let Some(last) = shards.last_mut() {
+            last.push(entry);
+        }
+    }
+    shards
+}
+
+pub(super) fn check_names(path: &Path, entries: &[Entry]) -> Result<(), Error> {
+    let mut seen = BTreeSet::from(["__metadata__"]);
+    match entries.iter().find(|e| !seen.insert(e.name.as_str())) {
+        None => Ok(()),
+        Some(e) => Err(Error::Twice { path: path.to_path_buf(), name: e.name.clone() }),
+    }
+}
+
+pub(super) fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor) -> Result<(), Error> {
+    if tensor.dtype() != entry.dtype || tensor.dims() != entry.shape {
+        return Err(Error::Announced {
+            name: entry.name.clone(),
+            announced: format!("{:?} {:?}", entry.dtype, entry.shape),
+            came: format!("{:?} {:?}", tensor.dtype(), tensor.dims()),
+        });
+    }
+    stream(&entry.name, tensor, &mut |bytes| pending.write(bytes))
+}
+
+/// Gives the bytes of a tensor as a file holds them, some at a time.
+fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
+    let candle = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
+    let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
+    macro_rules! stream {
+        ($t:ty) => {{
+            let (storage, layout) = flat.storage_and_layout();
+            let range = layout.contiguous_offsets();
+            let values = match (&*storage, range) {
+                (Storage::Cpu(s), Some((start, end))) => &s.as_slice::<$t>().map_err(candle)?[start..end],
+                _ => return Err(candle(candle_core::Error::Msg("not contiguous on the CPU".into()))),
+            };
+            let mut buffer = Vec::with_capacity(CHUNK * size_of::<$t>());
+            for chunk in values.chunks(CHUNK) {
+                buffer.clear();
+                for value in chunk {
+                    buffer.extend_from_slice(&value.to_le_bytes());
+                }
+                put(&buffer)?;
+            }
+        }};
+    }
+    const CHUNK: usize = 1 << 18;
+    match flat.dtype() {
+        DType::U8 => stream!(u8),
+        DType::U32 => stream!(u32),
+        DType::I64 => stream!(i64),
+        DType::F16 => stream!(half::f16),
+        DType::BF16 => stream!(half::bf16),
+        DType::F32 => stream!(f32),
+        DType::F64 => stream!(f64),
+        other => {
+            return Err(Error::Convert {
+                name: name.to_string(),
+                from: other.as_str().to_uppercase(),
+                to: "a safetensors format".to_string(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A file of tensors that several write together, each its own elements, in a folder that nobody reads before it is
+/// whole.
+pub struct SharedFile {
+    path: PathBuf,
+    plan: Plan,
+    /// Where each tensor begins in the file, and its entry's place.
+    at: BTreeMap<String, (u64, usize)>,
+}
+
+impl SharedFile {
+    /// The file `path` with these tensors: every writer must name the same.
+    ///
+    /// # Errors
+    /// A repeated name, a type that files do not have.
+    pub fn new(
+        path: &Path,
+        tensors: &[(String, DType, Vec<usize>)],
+        metadata: &[(&str, &str)],
+    ) -> Result<Self, Error> {
+        let entries = tensors
+            .iter()
+            .map(|(name, dtype, shape)| Entry::new(name, *dtype, shape))
+            .collect::<Result<Vec<_>, _>>()?;
+        check_names(path, &entries)?;
+        let plan = Plan::new(entries, metadata);
+        let (mut at, mut from) = (BTreeMap::new(), plan.header.len() as u64);
+        for (i, e) in plan.entries.iter().enumerate() {
+            at.insert(e.name.clone(), (from, i));
+            from += e.bytes;
+        }
+        Ok(Self { path: path.to_path_buf(), plan, at })
+    }
+
+    fn failed<'a>(&'a self, what: &'static str) -> impl Fn(std::io::Error) -> Error + 'a {
+        move |e| Error::write(what, &self.path, Some(self.plan.bytes()), e)
+    }
+
+    /// Makes the file with its header and its whole length: one writer, before the others.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub fn create(&self) -> Result<(), Error> {
+        let file = File::create_new(&self.path).map_err(self.failed("create"))?;
+        file.set_len(self.plan.bytes()).map_err(self.failed("write"))?;
+        file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
+    }
+
+    /// Writes elements of tensors: name, the first element, flat values.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; [`Error::Announced`] for values that the file has no place for.
+    pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
+        let file = File::options().write(true).open(&self.path).map_err(self.failed("open"))?;
+        for (name, first, values) in parts {
+            let found = self.at.get(name).map(|(from, i)| (*from, &self.plan.entries[*i]));
+            let width = values.dtype().size_in_bytes() as u64;
+            let (start, end) = (first as u64 * width, (first + values.elem_count()) as u64 * width);
+            let place = found.filter(|(_, e)| values.dtype() == e.dtype && end <= e.bytes);
+            let Some((from, _)) = place else {
+                return Err(Error::Announced {
+                    name: name.to_string(),
+                    announced: found
+                        .map_or("nothing".into(), |(_, e)| format!("{:?} {:?}", e.dtype, e.shape)),
+                    came: format!("{:?} {first}..{}", values.dtype(), first + values.elem_count()),
+                });
+            };
+            let mut at = from + start;
+            stream(name, &values, &mut |bytes| {
+                file.write_all_at(bytes, at).map_err(self.failed("write"))?;
+                at += bytes.len() as u64;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn remove_if_there(path: &Path) -> Result<(), Error> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::write("remove", path, None, e)),
+        _ => Ok(()),
+    }
+}

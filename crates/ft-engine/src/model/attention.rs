@@ -1,0 +1,156 @@
+//! Self-attention as a module: projections, head norms, rotary embedding, grouped queries, windows.
+
+use super::batch::Context;
+use super::linear::{self, Linear};
+use super::norm::Norm;
+use super::sink::Sink;
+use ft_kernels::Tensor;
+pub use ft_kernels::attention::Cache;
+use ft_kernels::attention::{self, Causal};
+use ft_kernels::padded::Padded;
+use ft_kernels::rope;
+use candle_core::Result;
+
+/// One attention block.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    /// Queries: `[d]` -> [h c].
+    pub q: Linear,
+    /// Keys: `[d]` -> [g c].
+    pub k: Linear,
+    /// Values: `[d]` -> [g c].
+    pub v: Linear,
+    /// Output: [h c] -> `[d]`.
+    pub o: Linear,
+    /// Norms of each head's query and key, in families that have them.
+    pub qk_norm: Option<(Norm, Norm)>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Keys that a query sees at the most, itself among them.
+    pub window: Option<usize>,
+}
+
+/// What the backward pass needs.
+#[derive(Debug)]
+pub struct Saved {
+    linears: [linear::Saved; 4],
+    /// Queries and keys before their norms.
+    before_norm: Option<(Tensor, Tensor)>,
+    /// Queries and keys as they are multiplied.
+    rotated: Option<[Tensor; 2]>,
+    v: Tensor,
+    out: attention::Saved,
+}
+
+impl Saved {
+    /// Without what [`Attention::again`] makes again: the input, and queries and keys where they are kept before their norms.
+    pub fn without_input(&mut self) {
+        self.linears[..3].iter_mut().for_each(|l| l.x = None);
+        if self.before_norm.is_some() {
+            self.rotated = None;
+        }
+    }
+}
+
+impl Attention {
+    /// The four projections.
+    pub fn linears(&self) -> [&Linear; 4] {
+        [&self.q, &self.k, &self.v, &self.o]
+    }
+
+    /// The same block with its 4-bit matrices dequantized.
+    pub fn dequantized(&self) -> Result<Self> {
+        let [q, k, v, o] = self.linears();
+        Ok(Self {
+            q: q.dequantized()?,
+            k: k.dequantized()?,
+            v: v.dequantized()?,
+            o: o.dequantized()?,
+            ..self.clone()
+        })
+    }
+
+    fn causal<'a>(&self, ctx: &'a Context) -> Causal<'a> {
+        let scale = 1.0 / (self.head_dim as f64).sqrt();
+        Causal { seqs: &ctx.seqs, window: self.window, scale }
+    }
+
+    fn norms(&self) -> Option<rope::Norms<'_>> {
+        let (q, k) = self.qk_norm.as_ref()?;
+        Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
+    }
+
+    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    pub fn room(&self, x: &Tensor) -> usize {
+        [&self.q, &self.k, &self.v].into_iter().map(|l| l.room(x)).max().unwrap_or(0)
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        [&self.q, &self.k, &self.v].into_iter().any(Linear::needs_input)
+    }
+
+    /// Gives `s` what it was without: the input `x` where that is needed, queries and keys normed and rotated.
+    pub fn again(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
+        for (l, s) in self.linears().into_iter().zip(&mut s.linears[..3]) {
+            s.x = x.and_then(|x| l.input(x));
+        }
+        if let (None, Some((q, k))) = (&s.rotated, &s.before_norm) {
+            s.rotated = Some(rope::forward(q.clone(), k.clone(), self.norms(), &ctx.cos, &ctx.sin)?);
+        }
+        Ok(())
+    }
+
+    /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
+    pub fn forward(&self, x: &Padded, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
+        let (t, _) = x.dims();
+        let c = self.head_dim;
+        // by heads at once: a name that went on holding the flat tensor would keep it alive to the end
+        let by_head = |linear: &Linear, heads: usize| -> Result<(Tensor, linear::Saved)> {
+            let (y, saved) = linear.forward_padded(x, ctx)?;
+            Ok((y.reshape((t, heads, c))?, saved))
+        };
+        let (q, qs) = by_head(&self.q, self.heads)?;
+        let (k, ks) = by_head(&self.k, self.kv_heads)?;
+        let (v, vs) = by_head(&self.v, self.kv_heads)?;
+        let before_norm = self.qk_norm.as_ref().map(|_| (q.clone(), k.clone()));
+        let [q, k] = rope::forward(q, k, self.norms(), &ctx.cos, &ctx.sin)?;
+        let (how, room) = (self.causal(ctx), self.o.room(&q));
+        let out = match cache {
+            None => attention::forward(&q, &k, &v, &how, room)?,
+            Some(cache) => {
+                cache.add(&k, &v)?;
+                attention::forward_cached(&q, cache, &how, room)?
+            }
+        };
+        let (y, os) = self.o.forward_padded(&out.o, ctx)?;
+        Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out }))
+    }
+
+    /// Backward: the gradient of the input.
+    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let (t, _) = dy.dims();
+        let c = self.head_dim;
+        let [qs, ks, vs, os] = s.linears;
+        let Some([q, k]) = s.rotated else { candle_core::bail!("backward without queries and keys") };
+        let d_o = self.o.backward_padded(&os, dy, ctx, sink, None)?.reshape((t, self.heads, c))?;
+        let [rq, rk, rv] = [&self.q, &self.k, &self.v].map(|l| l.room_back(&d_o, ctx));
+        let (dq, dk, dv) = attention::backward(&q, &k, &s.v, &s.out, &d_o, &self.causal(ctx), rv)?;
+        drop((d_o, q, k, s.v, s.out, os));
+        let want = self.qk_norm.as_ref().map_or([false; 2], |(q, k)| [q, k].map(|n| n.slot.is_some()));
+        let before = s.before_norm.as_ref().zip(self.norms()).map(|((q, k), norms)| (q, k, norms));
+        let ([dq, dk], [wq, wk]) = rope::backward(before, &ctx.cos, &ctx.sin, dq, dk, want, [rq, rk])?;
+        if let Some((qn, kn)) = &self.qk_norm {
+            qn.give(wq, sink)?;
+            kn.give(wk, sink)?;
+        }
+        drop(s.before_norm);
+        let dx = self.q.backward_padded(&qs, &dq, ctx, sink, None)?;
+        let dx = self.k.backward_padded(&ks, &dk, ctx, sink, Some(dx))?;
+        self.v.backward_padded(&vs, &dv, ctx, sink, Some(dx))
+    }
+}

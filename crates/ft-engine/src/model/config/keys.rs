@@ -1,0 +1,111 @@
+//! Typed access to a config's keys.
+
+use crate::model::{Error, Result};
+use ft_base::store::json::short;
+use serde_json::{Map, Value};
+use std::ops::RangeInclusive;
+
+/// Typed access to the keys of a config, with errors that name file and key. Null counts as absent.
+///
+/// Every number has bounds: products of sizes stay far inside of 64 bits, and what no machine holds is refused before
+/// anything is made of it.
+pub struct Keys<'a> {
+    file: &'a str,
+    /// Path of the table, with a dot at its end.
+    path: String,
+    pub(super) raw: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    /// Keys of an object in `file`.
+    pub fn new(file: &'a str, raw: &'a Map<String, Value>) -> Self {
+        Self { file, path: String::new(), raw }
+    }
+
+    /// A table below this one.
+    pub fn table(&self, key: &str) -> Result<Option<Keys<'a>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(m)) => {
+                Ok(Some(Keys { file: self.file, path: format!("{}{key}.", self.path), raw: m }))
+            }
+            Some(v) => Err(self.wanted(key, v, "an object")),
+        }
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.raw.get(key).filter(|v| !v.is_null())
+    }
+
+    /// The error for a key with a value that cannot be used.
+    pub fn bad(&self, key: &str, why: impl Into<String>) -> Error {
+        Error::Key { file: self.file.into(), key: format!("{}{key}", self.path), why: why.into() }
+    }
+
+    fn wanted(&self, key: &str, v: &Value, what: &str) -> Error {
+        self.bad(key, format!("{}; {what} is wanted", short(v)))
+    }
+
+    /// A number within bounds: never infinite, and not NaN.
+    pub fn number(&self, key: &str, bounds: RangeInclusive<f64>) -> Result<Option<f64>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => match v.as_f64() {
+                Some(x) if bounds.contains(&x) => Ok(Some(x)),
+                Some(_) => {
+                    let (from, to) = (bounds.start(), bounds.end());
+                    Err(self.wanted(key, v, &format!("a number from {from:?} to {to:?}")))
+                }
+                None => Err(self.wanted(key, v, "a number")),
+            },
+        }
+    }
+
+    /// A whole number from 0 to `most`.
+    pub fn count(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        self.integer(key, 0..=most)
+    }
+
+    /// A whole number from 1 to `most`.
+    pub fn some(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        self.integer(key, 1..=most)
+    }
+
+    /// A required whole number from 1 to `most`.
+    pub fn size(&self, key: &str, most: usize) -> Result<usize> {
+        self.some(key, most)?.ok_or_else(|| self.bad(key, "missing"))
+    }
+
+    fn integer(&self, key: &str, bounds: RangeInclusive<usize>) -> Result<Option<usize>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(v) => {
+                match v.as_u64().and_then(|x| usize::try_from(x).ok()).filter(|x| bounds.contains(x)) {
+                    Some(x) => Ok(Some(x)),
+                    None => {
+                        let (from, to) = (bounds.start(), bounds.end());
+                        Err(self.wanted(key, v, &format!("a whole number from {from} to {to}")))
+                    }
+                }
+            }
+        }
+    }
+
+    /// true or false.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(b)) => Ok(Some(*b)),
+            Some(v) => Err(self.wanted(key, v, "true or false")),
+        }
+    }
+
+    /// A text.
+    pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(s)) => Ok(Some(s)),
+            Some(v) => Err(self.wanted(key, v, "a text")),
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! Which keys there are, and what those say that take more than one look: what is not supported, 4-bit weights,
+//! windows, experts.
+
+use super::{EXPERTS, INNER, Keys, LAYERS, Moe, POSITIONS};
+use crate::model::Result;
+use crate::model::family::{Family, Window};
+use ft_base::store::json::short;
+use serde_json::Value;
+use std::collections::HashSet;
+
+/// Keys that describe files, tokens, generation or training and do not change the forward pass.
+const HARMLESS: &[&str] = &[
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "prefix",
+    "pruned_heads",
+    "tie_encoder_decoder",
+    "tf_legacy_loss",
+    "use_bfloat16",
+];
+
+/// Keys that the parser reads.
+const READ: &[&str] = &[
+    "attention_bias",
+    "decoder_sparse_step",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "mlp_bias",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "qkv_bias",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// Keys that change the numbers, and the one value at which they don't.
+const UNSUPPORTED: &[(&str, f64)] = &[
+    ("attention_dropout", 0.0),
+    ("attention_multiplier", f64::NAN),
+    ("attn_logit_softcapping", f64::NAN),
+    ("clip_qkv", f64::NAN),
+    ("embedding_multiplier", 1.0),
+    ("embd_pdrop", 0.0),
+    ("final_logit_softcapping", f64::NAN),
+    ("hidden_dropout", 0.0),
+    ("hidden_dropout_prob", 0.0),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+    ("no_rope_layers", f64::NAN),
+    ("partial_rotary_factor", 1.0),
+    ("q_lora_rank", f64::NAN),
+    ("kv_lora_rank", f64::NAN),
+    ("query_pre_attn_scalar", f64::NAN),
+    ("resid_pdrop", 0.0),
+    ("residual_multiplier", 1.0),
+    ("router_jitter_noise", 0.0),
+    ("n_shared_experts", 0.0),
+    ("shared_expert_intermediate_size", 0.0),
+    ("attn_output_gate", 0.0),
+    ("use_mrope", 0.0),
+    ("use_qk_norm", f64::NAN),
+    ("mrope_section", f64::NAN),
+];
+
+/// Keys of `quantization_config`, but for those that begin with `llm_int8_` and concern 8-bit weights or where
+/// a model is loaded.
+const QUANTIZATION: &[&str] = &[
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
+];
+
+/// Keys of `rope_scaling` and `rope_parameters`.
+const ROPE: &[&str] = &[
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+];
+
+/// Whether a key is one of these.
+fn knows(key: &str) -> bool {
+    HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
+}
+
+impl Keys<'_> {
+    /// Keys that nothing here knows.
+    pub(super) fn unknown(&self) -> Vec<String> {
+        let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
+        for table in ["rope_scaling", "rope_parameters"] {
+            let Some(Value::Object(t)) = self.get(table) else { continue };
+            out.extend(t.keys().filter(|k| !ROPE.contains(&k.as_str())).map(|k| format!("{table}.{k}")));
+        }
+        out
+    }
+
+    /// Token ids are whole numbers, or lists of them; those that end a text are tokens of the model.
+    pub(super) fn token_ids(&self, vocab: usize) -> Result<()> {
+        for key in ["bos_token_id", "pad_token_id", "eos_token_id"] {
+            let Some(v) = self.get(key) else { continue };
+            let ids = match v {
+                Value::Array(list) => list.iter().collect(),
+                v => vec![v],
+            };
+            let ends = key == "eos_token_id";
+            // -1 is how old configs say that there is none
+            let right = |id: &&Value| match id.as_i64() {
+                Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
+                None => false,
+            };
+            if !ids.iter().all(right) {
+                let what =
+                    if ends { format!("a token from 0 to {}", vocab - 1) } else { "a token's number".into() };
+                return Err(self.bad(key, format!("{}; {what}, or a list of such, is wanted", short(v))));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn refuse_unsupported(&self, family: &Family) -> Result<()> {
+        let act = self.string("hidden_act")?.unwrap_or("silu");
+        if !matches!(act, "silu" | "swish") {
+            return Err(self.bad("hidden_act", format!("{act}; only silu is built")));
+        }
+        let shared = family.experts.and_then(|x| x.shared_key);
+        for (key, neutral) in UNSUPPORTED.iter().filter(|(k, _)| Some(*k) != shared) {
+            match self.get(key) {
+                None => {}
+                Some(v) if v.as_f64() == Some(*neutral) => {}
+                Some(Value::Bool(false)) => {}
+                Some(v) => {
+                    let why = format!("{}; it changes the numbers and is not built", short(v));
+                    return Err(self.bad(key, why));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What `quantization_config` says: bitsandbytes' 4-bit types, or nothing.
+    ///
+    /// Type, blocks and double quantization are read of each tensor, which is what decides them; the dtype of
+    /// the arithmetic is the recipe's.
+    pub(super) fn four_bit(&self) -> Result<bool> {
+        let Some(q) = self.table("quantization_config")? else { return Ok(false) };
+        let at = |key: &str, why: String| q.bad(key, why);
+        match q.string("quant_method")? {
+            Some("bitsandbytes") => {}
+            other => {
+                let other = other.unwrap_or("none");
+                return Err(at("quant_method", format!("not built yet: {other}; bitsandbytes' 4-bit is")));
+            }
+        }
+        for key in q.raw.keys().filter(|k| !k.starts_with("llm_int8_")) {
+            if !QUANTIZATION.contains(&key.as_str()) {
+                return Err(at(key, "ft does not know this key, and it may change the numbers".into()));
+            }
+        }
+        for key in ["load_in_8bit", "_load_in_8bit"] {
+            if q.flag(key)? == Some(true) {
+                return Err(at(key, "not built yet: 8-bit checkpoints".into()));
+            }
+        }
+        if q.flag("load_in_4bit")?.or(q.flag("_load_in_4bit")?) != Some(true) {
+            return Err(at("load_in_4bit", "true is wanted".into()));
+        }
+        match q.string("bnb_4bit_quant_type")?.unwrap_or("fp4") {
+            "nf4" | "fp4" => Ok(true),
+            other => Err(at("bnb_4bit_quant_type", format!("{other}; nf4 and fp4 are built"))),
+        }
+    }
+
+    pub(super) fn windows(&self, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
+        let switch = self.flag("use_sliding_window")? == Some(true);
+        let size = self.some("sliding_window", POSITIONS)?;
+        let from = self.count("max_window_layers", LAYERS)?.unwrap_or(28);
+        let used = match family.window {
+            Window::Always => size,
+            Window::Unless(n) if !self.raw.contains_key("sliding_window") => Some(n),
+            Window::Unless(_) => size,
+            _ => size.filter(|_| switch),
+        };
+        let Some(types) = self.get("layer_types") else {
+            return Ok(match family.window {
+                Window::Never => vec![None; layers],
+                Window::Always | Window::AlwaysIf | Window::Unless(_) => vec![used; layers],
+                Window::FromLayer => (0..layers).map(|l| used.filter(|_| l >= from)).collect(),
+            });
+        };
+        let list = types.as_array().filter(|l| l.len() == layers).ok_or_else(|| {
+            self.bad("layer_types", format!("a list of {layers} entries is wanted, one a layer"))
+        })?;
+        list.iter()
+            .map(|t| match t.as_str() {
+                Some("full_attention") => Ok(None),
+                Some("sliding_attention") if family.window == Window::Never => {
+                    Err(self.bad("layer_types", format!("sliding_attention; {} has none", family.model_type)))
+                }
+                Some("sliding_attention") => {
+                    match used {
+                        Some(n) => Ok(Some(n)),
+                        None => Err(self
+                            .bad("layer_types", "sliding_attention without a sliding_window that is in use")),
+                    }
+                }
+                _ => Err(self.bad(
+                    "layer_types",
+                    format!("{}; full_attention and sliding_attention are built", short(t)),
+                )),
+            })
+            .collect()
+    }
+
+    pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
+        let Some(x) = &family.experts else { return Ok(None) };
+        // transformers from 5.19 on has one name for all families
+        let experts = match (self.some(x.count_key, EXPERTS)?, self.some("num_local_experts", EXPERTS)?) {
+            (None, Some(n)) => n,
+            _ => self.size(x.count_key, EXPERTS)?,
+        };
+        let top_k = self.some("num_experts_per_tok", EXPERTS)?.unwrap_or(x.default_top_k);
+        if top_k > experts {
+            return Err(self.bad("num_experts_per_tok", format!("{top_k} of {experts} experts")));
+        }
+        let step = self.some("decoder_sparse_step", LAYERS)?.filter(|_| x.dense_layers).unwrap_or(1);
+        let dense: HashSet<usize> = match self.get("mlp_only_layers").filter(|_| x.dense_layers) {
+            None => HashSet::new(),
+            Some(v) => serde_json::from_value(v.clone()).map_err(|_| {
+                self.bad("mlp_only_layers", format!("{}; a list of layers is wanted", short(v)))
+            })?,
+        };
+        let sparse = (0..layers).map(|l| !dense.contains(&l) && (l + 1) % step == 0).collect();
+        Ok(Some(Moe {
+            experts,
+            top_k,
+            width: self.size(x.width_key, INNER)?,
+            normalise: x.always_normalise || self.flag("norm_topk_prob")?.unwrap_or(false),
+            sparse,
+            shared: x.shared_key.map_or(Ok(0), |key| self.size(key, INNER))?,
+        }))
+    }
+}

@@ -1,0 +1,216 @@
+//! A whole decoder: embedding, layers, head.
+
+use super::attention::Attention;
+use super::batch::{Batch, HostBatch};
+use super::config::Config;
+use super::embedding::{Embedding, EmbeddingLora};
+use super::head::Head;
+use super::layer::{FeedForward, Layer};
+use super::linear::{Linear, Lora, Weight};
+use super::mlp::Mlp;
+use super::modules::{FeedForwardTree, Kind, LayerTree, MlpTree, Module, Tree, modules};
+use super::moe::{Mixture, Shared};
+use super::norm::Norm;
+use super::rows::Rows;
+use super::sink::Slot;
+use ft_kernels::Tensor;
+use ft_kernels::tensor::Real;
+use candle_core::{DType, Device};
+
+/// Where a model gets its tensors from: files, random numbers, buffers of trained tensors.
+pub trait Weights {
+    /// The compute dtype.
+    fn dtype(&self) -> DType;
+    /// The weight of a module in the compute dtype (a frozen matrix may be kept in half precision: [`kept`]), and where its
+    /// gradient goes if it trains in full.
+    ///
+    /// [`kept`]: ft_kernels::gemm::kept
+    fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)>;
+    /// The matrix of a linear: as [`Weights::weight`] gives it, or 4-bit.
+    fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
+        let (weight, slot) = self.weight(m)?;
+        Ok((Weight::Dense(weight), slot))
+    }
+    /// The bias of a module that has one.
+    fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)>;
+    /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
+    fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>>;
+    /// Rows of a module's weight that train alone, if there are some.
+    fn rows(&mut self, _: &Module) -> ft_base::Result<Option<Rows>> {
+        Ok(None)
+    }
+    /// How many experts in a row each one that is built stands for, of a layer's: one, but in a plan.
+    fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
+        vec![1; experts.len()]
+    }
+    /// The low-rank update of the embedding.
+    fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>>;
+}
+
+/// A decoder with its weights.
+#[derive(Debug)]
+pub struct Decoder {
+    /// Config.
+    pub config: Config,
+    /// Token embedding.
+    pub embedding: Embedding,
+    /// Layers, from the bottom.
+    pub layers: Vec<Layer>,
+    /// Final norm, head and loss.
+    pub head: Head,
+}
+
+impl Decoder {
+    /// Builds a model, asking `weights` for one tensor after the other in the order of the forward pass.
+    pub fn build(config: &Config, weights: &mut dyn Weights) -> ft_base::Result<Self> {
+        let tree = Tree::of(config);
+        let mut b = Builder::new(config, weights);
+        let (embedding, table) = b.embedding(&tree.embedding)?;
+        let layers =
+            tree.layers.iter().enumerate().map(|(l, t)| b.layer(l, t)).collect::<ft_base::Result<_>>()?;
+        let head = b.head(&tree.norm, &tree.head, Some(table))?;
+        Ok(Self { config: config.clone(), embedding, layers, head })
+    }
+
+    /// Logits of a few tokens of one document, [t, v] in f32, with one layer of the model in memory at a time:
+    /// to compare models that need not fit.
+    pub fn logits_by_layer(
+        config: &Config,
+        weights: &mut dyn Weights,
+        ids: &[u32],
+        device: &Device,
+    ) -> ft_base::Result<Real> {
+        let positions: Vec<u32> = (0..ids.len() as u32).collect();
+        let host = HostBatch { ids, positions: &positions, docs: &[ids.len()], targets: &[] };
+        let batch = Batch::new(config, host, (0, 0), None, device)?;
+        let tree = Tree::of(config);
+        let mut b = Builder::new(config, weights);
+        let mut x_td = b.embedding(&tree.embedding)?.0.forward(&batch.ids)?;
+        for (l, t) in tree.layers.iter().enumerate() {
+            x_td = b.layer(l, t)?.forward(&x_td, &batch.context, None, None)?.0;
+        }
+        // a tied head's table is loaded again: it would take memory all the time
+        let table = if config.tied { Some(b.table(&tree.embedding)?) } else { None };
+        Ok(b.head(&tree.norm, &tree.head, table)?.logits(&x_td, &batch.context)?.real()?.clone())
+    }
+}
+
+impl Decoder {
+    /// Every linear with its module, in the order of the forward pass.
+    pub fn linears(&self) -> Vec<(Module, &Linear)> {
+        let own = self.layers.iter().flat_map(Layer::linears).chain([&self.head.linear]);
+        let linears = modules(&self.config).into_iter().filter(|m| matches!(m.kind, Kind::Linear { .. }));
+        linears.zip(own).collect()
+    }
+}
+
+/// Builds the parts of a model from its modules, which are to be asked for in the order of the forward pass.
+pub struct Builder<'a> {
+    config: &'a Config,
+    weights: &'a mut dyn Weights,
+}
+
+/// The embedding's table, where its gradient goes, and its rows that train alone.
+type Table = (Tensor, Option<Slot>, Option<Rows>);
+
+impl<'a> Builder<'a> {
+    /// A builder with these weights.
+    pub fn new(config: &'a Config, weights: &'a mut dyn Weights) -> Self {
+        Self { config, weights }
+    }
+
+    /// Final norm and head; a tied one is `table`.
+    pub fn head(&mut self, norm: &Module, head: &Module, table: Option<Table>) -> ft_base::Result<Head> {
+        let norm = self.norm(norm)?;
+        let linear = match table.filter(|_| self.config.tied) {
+            Some((table, weight_slot, rows)) => {
+                let weight = Weight::Dense(table);
+                let lora = self.weights.lora(head, &weight)?;
+                Linear { weight, bias: None, weight_slot, bias_slot: None, lora, rows }
+            }
+            None => self.linear(head)?,
+        };
+        Ok(Head { norm, linear, vocab: self.config.vocab })
+    }
+
+    /// The embedding, and its table for a tied head.
+    pub fn embedding(&mut self, m: &Module) -> ft_base::Result<(Embedding, Table)> {
+        let (table, slot, rows) = self.table(m)?;
+        let lora = self.weights.embedding_lora(m)?;
+        let dtype = self.weights.dtype();
+        Ok((Embedding { table: table.clone(), dtype, slot, lora, rows: rows.clone() }, (table, slot, rows)))
+    }
+
+    fn table(&mut self, m: &Module) -> ft_base::Result<Table> {
+        let (table, slot) = self.weights.weight(m)?;
+        Ok((table, slot, self.weights.rows(m)?))
+    }
+
+    fn norm(&mut self, m: &Module) -> ft_base::Result<Norm> {
+        let (weight, slot) = self.weights.weight(m)?;
+        Ok(Norm { weight, slot, eps: self.config.eps })
+    }
+
+    fn linear(&mut self, m: &Module) -> ft_base::Result<Linear> {
+        let (weight, weight_slot) = self.weights.matrix(m)?;
+        let (bias, bias_slot) = match m.bias() {
+            Some(_) => {
+                let (b, slot) = self.weights.bias(m)?;
+                (Some(b), slot)
+            }
+            None => (None, None),
+        };
+        let lora = self.weights.lora(m, &weight)?;
+        let rows = self.weights.rows(m)?;
+        Ok(Linear { weight, bias, weight_slot, bias_slot, lora, rows })
+    }
+
+    /// Layer `l`.
+    pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
+        let c = self.config;
+        let attn_norm = self.norm(&t.attn_norm)?;
+        let attn = Attention {
+            q: self.linear(&t.q)?,
+            k: self.linear(&t.k)?,
+            v: self.linear(&t.v)?,
+            o: self.linear(&t.o)?,
+            qk_norm: match &t.qk_norm {
+                Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
+                None => None,
+            },
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            window: c.windows[l],
+        };
+        let mlp_norm = self.norm(&t.mlp_norm)?;
+        let mlp = match (&t.mlp, &c.moe) {
+            (FeedForwardTree::Mixture { router, experts, shared }, Some(moe)) => {
+                let router = self.linear(router)?;
+                let alike = self.weights.alike(experts);
+                let (mut built, mut from) = (Vec::new(), 0);
+                for n in &alike {
+                    built.push(self.mlp(&experts[from])?);
+                    from += n;
+                }
+                let shared = match shared {
+                    Some((mlp, gate)) => Some(Shared { mlp: self.mlp(mlp)?, gate: self.linear(gate)? }),
+                    None => None,
+                };
+                let mixture = Mixture::new(router, (built, alike), shared, moe.top_k, moe.normalise);
+                FeedForward::Mixture(Box::new(mixture))
+            }
+            (FeedForwardTree::Mixture { .. }, None) => {
+                return Err(
+                    candle_core::Error::Msg(format!("layer {l} has experts and its config none")).into()
+                );
+            }
+            (FeedForwardTree::Dense(mlp), _) => FeedForward::Dense(Box::new(self.mlp(mlp)?)),
+        };
+        Ok(Layer { attn_norm, attn, mlp_norm, mlp })
+    }
+
+    fn mlp(&mut self, t: &MlpTree) -> ft_base::Result<Mlp> {
+        Ok(Mlp { gate: self.linear(&t.gate)?, up: self.linear(&t.up)?, down: self.linear(&t.down)? })
+    }
+}

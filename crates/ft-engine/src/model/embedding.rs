@@ -1,0 +1,78 @@
+//! The token embedding as a module: frozen, trained in full or in some rows, or with LoRA.
+
+use super::batch::Batch;
+use super::rows::Rows;
+use super::sink::{Sink, Slot};
+use ft_kernels::{Tensor, embed, gemm, upcast};
+use candle_core::{DType, Result};
+
+/// The embedding.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    /// Table [v, d], in the compute dtype, or kept in half precision.
+    pub table: Tensor,
+    /// The compute dtype.
+    pub dtype: DType,
+    /// Where its gradient goes, when it trains in full.
+    pub slot: Option<Slot>,
+    /// A low-rank update.
+    pub lora: Option<EmbeddingLora>,
+    /// Rows that train alone.
+    pub rows: Option<Rows>,
+}
+
+/// LoRA on the table: `table + s (B A)^T`, A [r, v], B [d, r].
+#[derive(Clone, Debug)]
+pub struct EmbeddingLora {
+    /// A [r, v].
+    pub a: Tensor,
+    /// B [d, r].
+    pub b: Tensor,
+    /// Where their gradients go.
+    pub slots: Option<(Slot, Slot)>,
+    /// Factor on the update.
+    pub scale: f64,
+}
+
+impl Embedding {
+    /// Whether anything here trains.
+    pub fn trains(&self) -> bool {
+        self.slot.is_some()
+            || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
+            || self.rows.as_ref().is_some_and(|r| r.slot.is_some())
+    }
+
+    /// Rows for `ids` `[t]`: [t, d].
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.rows.iter().try_for_each(|r| r.write(&self.table))?;
+        let y = embed::forward_in(&self.table, ids, self.dtype)?;
+        if let Some(l) = &self.lora {
+            gemm::matmul_acc(&y, &l.rows(ids)?, false, &l.b, true, l.scale)?;
+        }
+        Ok(y)
+    }
+
+    /// Sends the gradients of what trains to the sink.
+    pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
+        let ids = &batch.ids;
+        if let Some(slot) = self.slot {
+            sink.rows(slot, ids, batch.by_id.as_ref(), None, dy)?;
+        }
+        if let Some((rows, slot)) = self.rows.as_ref().and_then(|r| Some((r, r.slot?))) {
+            sink.rows(slot, ids, batch.by_id.as_ref(), Some(&rows.ids), dy)?;
+        }
+        if let Some((l, (a_slot, b_slot))) = self.lora.as_ref().and_then(|l| Some((l, l.slots?))) {
+            sink.product(b_slot, dy, &l.rows(ids)?, l.scale)?;
+            let du = (upcast(&gemm::matmul(dy, false, &l.b, false)?)? * l.scale)?;
+            sink.columns(a_slot, ids, &du)?;
+        }
+        Ok(())
+    }
+}
+
+impl EmbeddingLora {
+    /// A's columns for `ids`, as rows [t, r].
+    fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+        self.a.index_select(ids, 1)?.t()?.contiguous()
+    }
+}

@@ -1,0 +1,287 @@
+//! The experts of a mixture on CUDA: each product one launch for all of them, by lists that stay on the device.
+//!
+//! What is computed is what `Mixture` computes expert by expert; the tests of `tests/gpu` hold one to the other.
+
+use super::batch::Context;
+use super::linear::{self, Linear, Weight};
+use super::mlp::Mlp;
+use super::moe::{self, Experts, Mixture, OTHER};
+use super::sink::Sink;
+use ft_kernels::Tensor;
+use ft_kernels::group::{Groups, Sorted};
+use ft_kernels::grouped::{self, Adapter, Drops, Entry, Gradient, Side, Table, table};
+use ft_kernels::route::cuda::Routed;
+use ft_kernels::route::{self, Balance};
+use ft_kernels::swiglu;
+use ft_kernels::tensor::On;
+use ft_kernels::vacant::moves;
+use candle_core::{DType, Result};
+use std::sync::{Arc, PoisonError};
+
+/// One of the three linears of all experts.
+#[derive(Debug)]
+struct Bank {
+    table: Table,
+    /// Whether anything here trains, so that its input is kept.
+    needs_input: bool,
+    /// The unit in whose buffer the gradients are.
+    unit: Option<usize>,
+}
+
+/// The three linears of all experts.
+#[derive(Debug)]
+pub struct Banks {
+    gate: Bank,
+    up: Bank,
+    down: Bank,
+}
+
+/// What the backward pass needs.
+#[derive(Debug)]
+pub struct Saved {
+    /// Rows that enter the experts [n, d], where something trains.
+    pub(super) x: Option<Tensor>,
+    gate: Tensor,
+    up: Tensor,
+    /// `s x A^T` of the three linears [n, ranks], where they have adapters.
+    low: [Option<Tensor>; 3],
+    /// Outputs of the experts [n, d], before the gates.
+    pub out: Tensor,
+}
+
+/// Whether the grouped products compute a linear as it is.
+fn takes(l: &Linear, dtype: DType) -> bool {
+    let weight = match &l.weight {
+        Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
+        Weight::Nf4(w) => w.dtype() == dtype && table::takes(w),
+        Weight::Padded(_) | Weight::Dequantized(_) => false,
+    };
+    let adapter =
+        l.lora.as_ref().is_none_or(|l| l.dora.is_none() && l.a.dtype() == dtype && l.b.dtype() == dtype);
+    weight && adapter && l.bias.is_none() && l.bias_slot.is_none()
+}
+
+/// Whether the grouped products compute these experts of rows in `dtype`.
+fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+        && experts.iter().flat_map(Mlp::linears).all(|l| takes(l, dtype))
+}
+
+impl Bank {
+    fn new<'a>(linears: impl Iterator<Item = (&'a Linear, usize)> + Clone, dtype: DType) -> Result<Self> {
+        let entry = |(l, alike): (&'a Linear, usize)| {
+            let weight = match &l.weight {
+                Weight::Nf4(q) => Side::Codes(q),
+                Weight::Dense(w) => Side::Values(w),
+                Weight::Padded(_) | Weight::Dequantized(_) => {
+                    candle_core::bail!("an expert whose matrix is another's: takes() was not asked")
+                }
+            };
+            let adapter = l.lora.as_ref().map(|l| Adapter {
+                a: &l.a,
+                b: &l.b,
+                scale: l.scale,
+                gradients: l.slots.map(|(a, b)| (a.offset, b.offset)),
+                dropout: (l.dropout, l.stream),
+            });
+            Ok(Entry { weight, gradient: l.weight_slot.map(|s| s.offset), adapter, alike })
+        };
+        let entries = linears.clone().map(entry).collect::<Result<Vec<_>>>()?;
+        let mut units = linears.clone().flat_map(|(l, _)| l.slots()).map(|s| s.unit);
+        let unit = units.next();
+        if units.any(|u| Some(u) != unit) {
+            candle_core::bail!("experts of a layer whose gradients are in several buffers");
+        }
+        let needs_input = linears.clone().any(|(l, _)| l.needs_input());
+        Ok(Self { table: Table::new(&entries, dtype)?, needs_input, unit })
+    }
+
+    /// Dropout's numbers, where there is dropout.
+    fn drops(&self, ctx: &Context) -> Option<Drops> {
+        let d = ctx.dropout.filter(|_| self.table.drops)?;
+        Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
+    }
+
+    /// Forward of rows `x`, and `s drop(x) A^T`.
+    fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
+        let u = match self.drops(ctx) {
+            Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
+            None => grouped::low(&self.table, x, s),
+        }?;
+        Ok((grouped::forward((&self.table, x, u.as_ref()), s)?, u))
+    }
+
+    /// The gradient of its input, added to `dx` if given, from `dy` and `du`.
+    fn backward(
+        &self,
+        (dy, du): (&Tensor, Option<&Tensor>),
+        dx: Option<Tensor>,
+        ctx: &Context,
+        s: &Sorted,
+    ) -> Result<Tensor> {
+        let of = (&self.table, dy, du);
+        let Some(key) = self.drops(ctx) else {
+            let own = grouped::backward(of, None, s)?;
+            return dx.map_or(Ok(own.clone()), |dx| dx + own);
+        };
+        let own = grouped::values_back(of, s)?;
+        let dx = dx.map_or(Ok(own.clone()), |dx| dx + own)?;
+        grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
+    }
+
+    /// Gradients of what trains, from rows: `dy`, `x`, and those of low rank.
+    fn gradients(
+        &self,
+        (dy, du): (&Tensor, Option<&Tensor>),
+        (x, u): (Option<&Tensor>, Option<&Tensor>),
+        ctx: &Context,
+        s: &Sorted,
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        let Some(unit) = self.unit else { return Ok(()) };
+        let grads = sink.flat(unit)?;
+        let dropped = match (self.drops(ctx), x) {
+            (Some(key), Some(x)) => Some(grouped::drop_out(&self.table, x, None, key, s)?),
+            _ => None,
+        };
+        let xd = dropped.as_ref().or(x);
+        for (which, a, b) in
+            [(Gradient::Weight, Some(dy), x), (Gradient::A, du, xd), (Gradient::B, Some(dy), u)]
+        {
+            if !self.table.trains(which) {
+                continue;
+            }
+            match (a, b) {
+                (Some(a), Some(b)) => grouped::gradients(&self.table, which, a, b, s, &grads)?,
+                _ => candle_core::bail!("backward through experts whose input was not kept"),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Banks {
+    /// Of experts, each of which stands for some.
+    ///
+    /// # Errors
+    /// Experts that `takes_all` does not take.
+    pub fn new(experts: &[Mlp], alike: &[usize], dtype: DType) -> Result<Self> {
+        let of = |which: usize| {
+            let linears = experts.iter().zip(alike).map(move |(e, n)| (e.linears()[which], *n));
+            Bank::new(linears, dtype)
+        };
+        Ok(Self { gate: of(0)?, up: of(1)?, down: of(2)? })
+    }
+
+    /// Forward of rows `x` [n, d].
+    pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
+        let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
+        let (up, low_up) = self.up.forward(&x, ctx, s)?;
+        let x = (self.gate.needs_input || self.up.needs_input).then_some(x);
+        let (out, low_down) = self.down.forward(&swiglu::forward(&gate, &up)?, ctx, s)?;
+        Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], out })
+    }
+
+    /// Backward: the gradient of the rows that went in [n, d], given that of the outputs, in whose place it is.
+    pub fn backward(&self, saved: Saved, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
+        let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
+        let dh = {
+            let du = grouped::low_back(&self.down.table, &dout, s)?;
+            let h = self.down.needs_input.then(|| swiglu::forward(&gate, &up)).transpose()?;
+            self.down.gradients((&dout, du.as_ref()), (h.as_ref(), low_down.as_ref()), ctx, s, sink)?;
+            drop(h);
+            self.down.backward((&dout, du.as_ref()), None, ctx, s)?
+        };
+        drop((dout, low_down));
+        let (dg, du) = swiglu::backward(&gate, &up, &dh)?;
+        drop((dh, gate, up));
+        let low_dg = grouped::low_back(&self.gate.table, &dg, s)?;
+        let low_du = grouped::low_back(&self.up.table, &du, s)?;
+        self.gate.gradients((&dg, low_dg.as_ref()), (x.as_ref(), low_gate.as_ref()), ctx, s, sink)?;
+        self.up.gradients((&du, low_du.as_ref()), (x.as_ref(), low_up.as_ref()), ctx, s, sink)?;
+        drop((x, low_gate, low_up));
+        if self.gate.drops(ctx).is_some() || self.up.drops(ctx).is_some() {
+            let dx = self.gate.backward((&dg, low_dg.as_ref()), None, ctx, s)?;
+            return self.up.backward((&du, low_du.as_ref()), Some(dx), ctx, s);
+        }
+        let up = (&self.up.table, &du, low_du.as_ref());
+        grouped::backward((&self.gate.table, &dg, low_dg.as_ref()), Some(up), s)
+    }
+}
+
+impl Mixture {
+    /// Whether the experts are computed together.
+    pub(super) fn together(&self, on: On<'_>, dtype: DType) -> bool {
+        !on.is_cpu() && self.top_k <= route::cuda::MOST && takes_all(&self.experts, dtype)
+    }
+
+    /// Whether products take the 4-bit codes of the experts as they are, however the rest of the layer is dequantized.
+    pub fn reads_codes(&self, on: On<'_>, dtype: DType) -> bool {
+        self.together(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
+    }
+
+    fn banks(&self, dtype: DType) -> Result<Arc<Banks>> {
+        let mut banks = self.banks.lock().unwrap_or_else(PoisonError::into_inner);
+        // weights that come and go come to other addresses
+        let moves = moves();
+        match &*banks {
+            Some((at, banks)) if *at == moves => Ok(Arc::clone(banks)),
+            _ => {
+                let new = Arc::new(Banks::new(&self.experts, &self.alike, dtype)?);
+                *banks = Some((moves, Arc::clone(&new)));
+                Ok(new)
+            }
+        }
+    }
+
+    pub(super) fn recompute_together(
+        &self,
+        x: &Tensor,
+        ctx: &Context,
+        logits: &Tensor,
+        router: linear::Saved,
+        replay: Option<Arc<Groups>>,
+    ) -> Result<moe::Saved> {
+        let chosen = replay.as_ref().and_then(|g| g.sorted()).map(|s| &s.chosen);
+        let Routed { chosen, probs, lse, gates } =
+            route::cuda::forward(logits, self.top_k, chosen, self.normalise)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => Arc::new(Groups::on_device(Sorted::new(&chosen, logits.dim(1)?, x.dtype())?)),
+        };
+        let Some(sorted) = groups.sorted() else { candle_core::bail!("{OTHER}") };
+        let out = self.banks(x.dtype())?.forward(sorted.gather(x)?, ctx, sorted)?;
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        let experts = Experts::Together(Box::new(out));
+        Ok(moe::Saved { groups, probs, lse, gates, router, experts, shared })
+    }
+
+    pub(super) fn backward_together(
+        &self,
+        s: moe::Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        let routed = s.routed().map(|r| r.1);
+        let (Some(routed), Some(sorted), Experts::Together(saved)) = (routed, s.groups.sorted(), s.experts)
+        else {
+            candle_core::bail!("{OTHER}")
+        };
+        self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        // outputs become their gradients, in place
+        let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
+        let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
+        let shared = match (&self.shared, s.shared) {
+            (Some(shared), Some(saved)) => Some(shared.backward(saved, dy, ctx, sink)?),
+            _ => None,
+        };
+        let dx = sorted.combine(&dx, None, shared.as_ref())?;
+        let extra = balance.and_then(|b| b.on_device.as_ref());
+        let z = balance.map_or(0.0, |b| b.z);
+        let dlogits = route::cuda::backward(&routed, &dgates, extra, z, self.normalise)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
+    }
+}

@@ -1,0 +1,127 @@
+//! The end of the model: final norm, output head and loss, some token rows at a time.
+//!
+//! Logits never exist whole, and only for tokens that predict a supervised target.
+
+use super::batch::{Batch, Context};
+use super::linear::Linear;
+use super::norm::Norm;
+use super::sink::Sink;
+use ft_kernels::Tensor;
+use ft_kernels::spread::Spread;
+use ft_kernels::{Role, embed, loss};
+use candle_core::Result;
+use std::ops::Range;
+
+/// Bytes of f32 logits that a chunk of the usual size holds at the most.
+pub const CHUNK_BYTES: usize = 64 << 20;
+/// Targets of such a chunk on CUDA, where a product with fewer rows takes as long: it reads the whole matrix.
+const CHUNK_CUDA: usize = 1024;
+
+/// Final norm and output head.
+#[derive(Clone, Debug)]
+pub struct Head {
+    /// Final norm.
+    pub norm: Norm,
+    /// `[d]` -> `[v]`.
+    pub linear: Linear,
+    /// Vocabulary.
+    pub vocab: usize,
+}
+
+/// What the head gives for a micro-batch.
+#[derive(Debug)]
+pub struct Output {
+    /// Losses of the targets, in chunks, on the device (f32).
+    pub losses: Vec<Tensor>,
+    /// Gradient of the head's input [t, d], if it was wanted.
+    pub dx: Option<Tensor>,
+}
+
+/// `n` targets in as few chunks of at most `rows` as there can be, as even as can be: a last chunk of one row would
+/// be a product of another kind (matrix by vector), with other bits.
+pub fn chunks(n: usize, rows: usize) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone {
+    let count = n.div_ceil(rows.max(1));
+    (0..count).map(move |i| chunk_start(n, count, i)..chunk_start(n, count, i + 1))
+}
+
+fn chunk_start(n: usize, count: usize, i: usize) -> usize {
+    // n * i / count, of which the product may not fit
+    n / count * i + n % count * i / count
+}
+
+impl Head {
+    /// Rows of a chunk of the usual size, on CUDA or the CPU.
+    pub fn chunk_rows(vocab: usize, cuda: bool) -> usize {
+        (CHUNK_BYTES / (4 * vocab.max(1))).max(if cuda { CHUNK_CUDA } else { 16 })
+    }
+
+    /// Whether anything here trains.
+    pub fn trains(&self) -> bool {
+        self.norm.slot.is_some() || self.linear.needs_input()
+    }
+
+    /// Logits of all rows of `x` [n, d]: [n, v] in f32 (f64 for f64). For generation and tests.
+    pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        self.linear.write_rows()?;
+        Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
+    }
+
+    /// Losses of the batch's targets, at most `rows` of them at a time; with a sink, also the gradients of
+    /// `scale * sum(losses)`.
+    ///
+    /// Losses and the input's gradient have the same bits for any `rows` (see [`chunks`]); gradients of what trains
+    /// here are sums over the chunks.
+    pub fn loss(
+        &self,
+        x: &Tensor,
+        batch: &Batch,
+        rows: usize,
+        backward: Option<(f64, &Sink<'_>)>,
+    ) -> Result<Output> {
+        self.linear.write_rows()?;
+        let mut losses = Vec::new();
+        let mut dx = backward.map(|_| Spread::new(x)).transpose()?;
+        x.each(chunks(batch.target_count, rows), Range::len, |chunk| {
+            let (from, rows) = (chunk.start, chunk.len());
+            let ctx = batch.context.for_targets(batch.first_target + from);
+            let index = batch.target_rows.narrow(0, from, rows)?;
+            let targets = batch.targets.narrow(0, from, rows)?;
+            let hx = embed::forward(x, &index)?;
+            let normed = self.norm.forward(&hx)?;
+            let (saved, loss, dlogits) = x.role(Role::Logits, || -> Result<_> {
+                let (logits, saved) = self.linear.forward_wide(&normed, &ctx)?;
+                drop(normed);
+                let gradient = backward.map(|(scale, _)| (scale, x.dtype()));
+                let (loss, dl) = loss::cross_entropy(logits, &targets, gradient)?;
+                Ok((saved, loss, dl))
+            })?;
+            losses.push(loss);
+            if let (Some(dl), Some((_, sink)), Some(dx)) = (dlogits, backward, &mut dx) {
+                let dn = self.linear.backward(&saved, &dl, &ctx, sink, None)?;
+                drop(dl);
+                dx.put(&index, self.norm.backward(&hx, &dn, sink)?)?;
+            }
+            Ok(())
+        })?;
+        let dx = dx.map(|dx| dx.whole(&batch.target_rows)).transpose()?;
+        Ok(Output { losses, dx })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_few_and_even() {
+        for (n, rows) in [(0, 16), (1, 16), (16, 16), (17, 16), (511, 110), (100, 1000), (33, 1)] {
+            let all: Vec<Range<usize>> = chunks(n, rows).collect();
+            assert_eq!(all.len(), n.div_ceil(rows));
+            assert_eq!(all.iter().map(|c| c.len()).sum::<usize>(), n);
+            assert!(all.windows(2).all(|w| w[0].end == w[1].start), "{all:?}");
+            let (least, most) = (all.iter().map(|c| c.len()).min(), all.iter().map(|c| c.len()).max());
+            assert!(most <= Some(rows) || n == 0, "{all:?}");
+            assert!(most.zip(least).is_none_or(|(a, b)| a - b <= 1), "{all:?}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! The dense feed-forward block, also one expert of a mixture: `down(silu(gate(x)) * up(x))`.
+
+use super::batch::Context;
+use super::linear::{self, Linear};
+use super::sink::Sink;
+use ft_kernels::Tensor;
+use ft_kernels::padded::Padded;
+use ft_kernels::swiglu;
+use candle_core::Result;
+
+/// One SwiGLU block.
+#[derive(Clone, Debug)]
+pub struct Mlp {
+    /// `[d]` -> `[f]`.
+    pub gate: Linear,
+    /// `[d]` -> `[f]`.
+    pub up: Linear,
+    /// `[f]` -> `[d]`.
+    pub down: Linear,
+}
+
+/// What the backward pass needs. The product of gate and up is not kept: it is one pass to make again.
+#[derive(Debug)]
+pub struct Saved {
+    linears: [linear::Saved; 3],
+    gate: Tensor,
+    up: Tensor,
+}
+
+impl Saved {
+    /// Without what [`Mlp::again`] makes again.
+    pub fn without_input(&mut self) {
+        self.linears[..2].iter_mut().for_each(|l| l.x = None);
+    }
+}
+
+impl Mlp {
+    /// Gate, up and down.
+    pub fn linears(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// The same block with its 4-bit matrices dequantized.
+    pub fn dequantized(&self) -> Result<Self> {
+        Ok(Self {
+            gate: self.gate.dequantized()?,
+            up: self.up.dequantized()?,
+            down: self.down.dequantized()?,
+        })
+    }
+
+    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    pub fn room(&self, x: &Tensor) -> usize {
+        self.gate.room(x).max(self.up.room(x))
+    }
+
+    /// What forward saves, without its last product.
+    pub fn recompute(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
+        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
+        let (up, us) = self.up.forward_padded(x, ctx)?;
+        let mut ds = linear::Saved::default();
+        if self.down.lora.is_some() {
+            ds = self.down.recompute(&swiglu::forward(&gate, &up)?, ctx)?;
+            ds.x = None;
+        }
+        Ok(Saved { linears: [gs, us, ds], gate, up })
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.gate.needs_input() || self.up.needs_input()
+    }
+
+    /// Gives `s` the input that it was without.
+    pub fn again(&self, s: &mut Saved, x: &Tensor) {
+        for (l, s) in [&self.gate, &self.up].into_iter().zip(&mut s.linears) {
+            s.x = l.input(x);
+        }
+    }
+
+    /// Forward: [t, d] -> [t, d].
+    pub fn forward(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
+        let (gate, gs) = self.gate.forward_padded(x, ctx)?;
+        let (up, us) = self.up.forward_padded(x, ctx)?;
+        let h = swiglu::forward_padded(&gate, &up, self.down.room(&gate))?;
+        let (y, mut ds) = self.down.forward_padded(&h, ctx)?;
+        ds.x = None;
+        Ok((y, Saved { linears: [gs, us, ds], gate, up }))
+    }
+
+    /// Backward: the gradient of the input. What entered the down projection is made again beside the gradients of gate and
+    /// up, so that projection's own gradients come after that of its input.
+    pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
+        let [gs, us, ds] = s.linears;
+        let (dh, later) = self.down.backward_input(&ds, &s.gate, dy, ctx, sink, None)?;
+        drop(ds);
+        let ranks = [&self.gate, &self.up].map(|l| l.room_back(&dh, ctx));
+        let (dg, du) = match later {
+            None => swiglu::backward_padded(&s.gate, &s.up, &dh, ranks)?,
+            Some(later) => {
+                let (dg, du, h) = swiglu::backward_again(&s.gate, &s.up, dh, ranks)?;
+                later.add(&h, sink)?;
+                (dg, du)
+            }
+        };
+        drop((s.gate, s.up));
+        let dx = self.gate.backward_padded(&gs, &dg, ctx, sink, None)?;
+        self.up.backward_padded(&us, &du, ctx, sink, Some(dx))
+    }
+}

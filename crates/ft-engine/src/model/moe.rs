@@ -1,0 +1,347 @@
+//! A mixture of experts: a router chooses `k` experts for each token, and their outputs are added, each times
+//! its gate.
+//!
+//! The router computes in f32 whatever the compute dtype. Experts are ordinary SwiGLU blocks on the rows that
+//! they were chosen for; an expert without tokens costs nothing. On the CPU, many experts run side by side, one
+//! thread each; with few, one after the other with all threads in each product.
+//!
+//! What was decided is a value ([`Groups`]): a layer that is computed again takes it over.
+//!
+//! On CUDA routing stays on the device, and the experts are computed together ([`super::experts`]); those that have no such
+//! products one after the other, by lists of the host.
+//!
+//! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
+
+use super::batch::Context;
+use super::experts::{self, Banks};
+use super::linear::{self, Linear};
+use super::mlp::{self, Mlp};
+use super::sink::Sink;
+use ft_kernels::Tensor;
+use ft_kernels::group::{self, ExpertRows, Groups, Sorted};
+use ft_kernels::padded::Padded;
+use ft_kernels::route::cuda::Routed;
+use ft_kernels::route::{self, Balance, RouterOutput};
+use ft_kernels::swiglu;
+use ft_kernels::tensor::On;
+use ft_kernels::upcast;
+use candle_core::Result;
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex};
+
+/// Router and experts of one layer.
+#[derive(Clone, Debug)]
+pub struct Mixture {
+    /// `[d]` -> `[e]`.
+    pub router: Linear,
+    /// Experts. They stay the same: `banks` is made of them, and of where their weights are.
+    pub(super) experts: Vec<Mlp>,
+    /// How many experts each of them stands for: one, but in a plan.
+    pub(super) alike: Vec<usize>,
+    /// The expert of every token.
+    pub shared: Option<Shared>,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Whether a token's gates are scaled to sum to one.
+    pub normalise: bool,
+    /// The experts for products of all of them together: made when they are first needed.
+    pub(super) banks: Arc<Mutex<Made>>,
+}
+
+/// The experts together, and the visit that their weights came for.
+pub(super) type Made = Option<(u64, Arc<Banks>)>;
+
+/// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// `[d]` -> `[d]`.
+    pub mlp: Mlp,
+    /// `[d]` -> `[1]`.
+    pub gate: Linear,
+}
+
+/// What the backward pass of a shared expert needs.
+#[derive(Debug)]
+pub(super) struct SharedSaved {
+    mlp: mlp::Saved,
+    gate: linear::Saved,
+    /// Output of the block [t, d], before its gate.
+    out: Tensor,
+    /// `sigmoid(gate(x))` [t, 1], in f32.
+    open: Tensor,
+}
+
+impl Shared {
+    /// What forward saves.
+    pub(super) fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
+        let (out, mlp) = self.mlp.forward(&Padded::of(x)?, ctx)?;
+        let (logit, gate) = self.gate.forward(x, ctx)?;
+        let open = swiglu::sigmoid(&upcast(&logit)?)?;
+        Ok(SharedSaved { mlp, gate, out, open })
+    }
+
+    /// Backward: the gradient of the input.
+    pub(super) fn backward(
+        &self,
+        s: SharedSaved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+    ) -> Result<Tensor> {
+        let slope = (&s.open * (1.0 - &s.open)?)?;
+        let dlogit = ((upcast(dy)? * upcast(&s.out)?)?.sum_keepdim(1)? * slope)?.to_dtype(dy.dtype())?;
+        drop(s.out);
+        let dout = dy.broadcast_mul(&s.open.to_dtype(dy.dtype())?)?;
+        let dx = self.mlp.backward(s.mlp, &Padded::of(&dout)?, ctx, sink)?;
+        self.gate.backward(&s.gate, &dlogit, ctx, sink, Some(dx))
+    }
+}
+
+/// What a bug of the walk would be.
+pub(super) const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
+
+/// What the backward pass needs, and what the losses on the router are computed from.
+#[derive(Debug)]
+pub struct Saved {
+    /// Who goes where.
+    pub groups: Arc<Groups>,
+    /// Probabilities [t, e], f32.
+    pub probs: Tensor,
+    /// logsumexp of the router's logits `[t]`, f32.
+    pub lse: Tensor,
+    pub(super) gates: Tensor,
+    pub(super) router: linear::Saved,
+    pub(super) experts: Experts,
+    pub(super) shared: Option<SharedSaved>,
+}
+
+/// What the backward pass of the experts needs.
+#[derive(Debug)]
+pub(super) enum Experts {
+    /// Of those that have tokens, and their outputs, [rows, d] each, before the gates.
+    Each(Vec<mlp::Saved>, Vec<Tensor>),
+    /// Of all of them together.
+    Together(Box<experts::Saved>),
+}
+
+impl Saved {
+    /// Without what [`Mixture::again`] makes again.
+    pub fn without_input(&mut self) {
+        self.router.x = None;
+        match &mut self.experts {
+            Experts::Each(saved, _) => saved.iter_mut().for_each(mlp::Saved::without_input),
+            Experts::Together(saved) => saved.x = None,
+        }
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.without_input();
+            shared.gate.x = None;
+        }
+    }
+
+    /// What routing decided, where that is on the device.
+    pub fn routed(&self) -> Option<(&Sorted, Routed)> {
+        let sorted = self.groups.sorted()?;
+        let (chosen, probs) = (sorted.chosen.clone(), self.probs.clone());
+        Some((sorted, Routed { chosen, probs, lse: self.lse.clone(), gates: self.gates.clone() }))
+    }
+}
+
+impl Mixture {
+    /// Of a router and experts; `alike` says how many each of these stands for: one, but in a plan.
+    pub fn new(
+        router: Linear,
+        (experts, alike): (Vec<Mlp>, Vec<usize>),
+        shared: Option<Shared>,
+        top_k: usize,
+        normalise: bool,
+    ) -> Self {
+        Self { router, experts, alike, shared, top_k, normalise, banks: Arc::default() }
+    }
+
+    /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
+    pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
+        // those that are computed together are dequantized where they are multiplied
+        let (mut experts, mut banks) = (self.experts.clone(), Arc::clone(&self.banks));
+        for run in groups.runs() {
+            experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
+            banks = Arc::default();
+        }
+        let shared = self.shared.as_ref().map(|s| {
+            Ok::<_, candle_core::Error>(Shared { mlp: s.mlp.dequantized()?, gate: s.gate.dequantized()? })
+        });
+        Ok(Self {
+            router: self.router.dequantized()?,
+            experts,
+            shared: shared.transpose()?,
+            alike: self.alike.clone(),
+            banks,
+            ..*self
+        })
+    }
+
+    /// Its experts.
+    pub fn experts(&self) -> &[Mlp] {
+        &self.experts
+    }
+
+    /// Its linears, in the order of the forward pass.
+    pub fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
+        [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
+    }
+
+    /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
+    pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
+        let s = self.recompute(x, ctx, replay)?;
+        let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
+        let shared = s.shared.as_ref().map(open).transpose()?;
+        let y = match (&s.experts, s.groups.sorted()) {
+            (Experts::Together(e), Some(sorted)) => {
+                sorted.combine(&e.out, Some(&s.gates), shared.as_ref())?
+            }
+            (Experts::Each(_, out), None) => {
+                let y = s.groups.combine(out, Some(&s.gates), x.dtype())?;
+                shared.map_or(Ok(y.clone()), |shared| y + shared)?
+            }
+            _ => candle_core::bail!("{OTHER}"),
+        };
+        Ok((y, s))
+    }
+
+    /// What forward saves: all but the sum over the experts.
+    pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
+        let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
+        if self.together(x.device(), x.dtype()) {
+            return self.recompute_together(x, ctx, &logits, router, replay);
+        }
+        let (probs, lse) = route::softmax(&logits)?;
+        let groups = match replay {
+            Some(g) => g,
+            None => {
+                let of = |l: &Linear| {
+                    let rank = l.lora.as_ref().and_then(|l| l.a.dim(0).ok()).unwrap_or(0);
+                    rank + l.weight.dims().map_or(0, |(o, i)| if l.needs_input() { o + i } else { 0 })
+                };
+                let kept = |e: usize| self.experts[e].linears().into_iter().map(of).sum();
+                Arc::new(Groups::choose(&probs, self.top_k, &self.alike, kept)?)
+            }
+        };
+        let gates = route::gates(&probs, &groups.expert, self.top_k, self.normalise)?;
+        let rows = groups.gather(x)?;
+        let one = |run: ExpertRows| -> Result<_> {
+            let ctx = self.context(ctx, &groups, &run);
+            self.experts[run.expert].forward(&Padded::of(&rows.narrow(0, run.start, run.rows)?)?, &ctx)
+        };
+        let (runs, on) = (groups.runs(), x.device());
+        let one = |run: ExpertRows| groups.times(&run, on, || one(run));
+        let done: Vec<(Tensor, mlp::Saved)> = if group::side_by_side(groups.busy(), on) {
+            group::each(on, runs, |r| r.rows, one)?
+        } else {
+            runs.into_iter().map(one).collect::<Result<_>>()?
+        };
+        let (out, experts): (Vec<Tensor>, Vec<mlp::Saved>) = done.into_iter().unzip();
+        let shared = self.shared.as_ref().map(|s| s.saved(x, ctx)).transpose()?;
+        Ok(Saved { groups, probs, lse, gates, router, experts: Experts::Each(experts, out), shared })
+    }
+
+    /// Whether the backward pass needs the input.
+    pub fn needs_input(&self) -> bool {
+        self.linears().any(Linear::needs_input)
+    }
+
+    /// Gives `s` the input `x` that it was without, and the rows of it that enter the experts.
+    pub fn again(&self, s: &mut Saved, x: &Tensor) -> Result<()> {
+        if self.router.needs_input() {
+            s.router.x = Some(upcast(x)?);
+        }
+        if self.experts.iter().any(Mlp::needs_input) {
+            match (&mut s.experts, s.groups.sorted()) {
+                (Experts::Together(saved), Some(sorted)) => saved.x = Some(sorted.gather(x)?),
+                (Experts::Each(saved, _), None) => {
+                    let rows = s.groups.gather(x)?;
+                    for (run, s) in s.groups.runs().iter().zip(saved) {
+                        let x = rows.narrow(0, run.start, run.rows)?;
+                        self.experts[run.expert].again(s, &x);
+                    }
+                }
+                _ => candle_core::bail!("{OTHER}"),
+            }
+        }
+        if let (Some(shared), Some(s)) = (&self.shared, &mut s.shared) {
+            shared.mlp.again(&mut s.mlp, x);
+            s.gate.x = shared.gate.input(x);
+        }
+        Ok(())
+    }
+
+    /// Backward: the gradient of the input. `balance` is what losses on the router add.
+    pub fn backward(
+        &self,
+        s: Saved,
+        dy: &Tensor,
+        ctx: &Context,
+        sink: &Sink<'_>,
+        balance: Option<&Balance>,
+    ) -> Result<Tensor> {
+        if matches!(s.experts, Experts::Together(_)) {
+            return self.backward_together(s, dy, ctx, sink, balance);
+        }
+        let Experts::Each(saved, out) = s.experts else { candle_core::bail!("{OTHER}") };
+        let groups = &s.groups;
+        let dgates = groups.dots(&out, dy)?;
+        drop(out);
+        let runs = groups.runs();
+        for (e, _) in groups.counts().enumerate().filter(|(_, n)| *n == 0) {
+            self.experts[e].linears().into_iter().flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
+        }
+        let work: Vec<(ExpertRows, mlp::Saved)> = runs.into_iter().zip(saved).collect();
+        let on = dy.device();
+        let one = |(run, saved): (ExpertRows, mlp::Saved), sink: &Sink<'_>| -> Result<Tensor> {
+            groups.times(&run, on, || {
+                let ctx = self.context(ctx, groups, &run);
+                let dout = groups.gather_scaled(dy, &s.gates, &run)?;
+                self.experts[run.expert].backward(saved, &Padded::of(&dout)?, &ctx, sink)
+            })
+        };
+        let dx: Vec<Tensor> = if group::side_by_side(groups.busy(), on) {
+            let one = |w| {
+                let own = Sink::collecting();
+                Ok((one(w, &own)?, own.collected()))
+            };
+            let done = group::each(on, work, |(r, _)| r.rows, one)?;
+            let (dx, later): (Vec<Tensor>, Vec<_>) = done.into_iter().unzip();
+            sink.add_all(later.into_iter().flatten())?;
+            dx
+        } else {
+            work.into_iter().map(|w| one(w, sink)).collect::<Result<_>>()?
+        };
+        let mut dx = groups.combine(&dx, None, dy.dtype())?;
+        if let (Some(shared), Some(saved)) = (&self.shared, s.shared) {
+            dx = (dx + shared.backward(saved, dy, ctx, sink)?)?;
+        }
+        let routed = RouterOutput {
+            probs: &s.probs,
+            lse: &s.lse,
+            gates: &s.gates,
+            chosen: &groups.expert,
+            normalise: self.normalise,
+        };
+        let dlogits = route::backward(&routed, &dgates, balance)?;
+        let own = self.router.backward(&s.router, &dlogits, ctx, sink, None)?;
+        dx + own.to_dtype(dy.dtype())?
+    }
+
+    /// The context of one expert's rows: its dropout goes by token.
+    fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context> {
+        let linears = self.experts[run.expert].linears();
+        let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));
+        match ctx.dropout {
+            Some(_) if drops && run.alike == 1.0 => Cow::Owned(ctx.for_tokens(groups.tokens_of(run))),
+            _ => Cow::Borrowed(ctx),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "moe_tests.rs"]
+mod tests;

@@ -1,0 +1,83 @@
+//! GaLore's update of a matrix, as its authors' `galore_torch` does it: AdamW on the projection of the gradient, whose step is
+//! projected back and multiplied by a scale; every so many updates the directions are found anew. The signs of singular vectors,
+//! which the algorithm leaves open, matter from then on, for moments stay: of each vector the largest value is positive.
+
+use crate::adapt::buffer::Held;
+use crate::adapt::moments::Of;
+use crate::adapt::params::{Params, Unit};
+use crate::adapt::projected::Projected;
+use ft_kernels::decompose::Matrix;
+use ft_kernels::optimizer::{AdamW, adamw, adamw8bit, round};
+use ft_kernels::{Real, Tensor, to_host};
+use ft_base::rng::{Purpose, Stream};
+use candle_core::{DType, Device, Result};
+
+/// What stays the same over the updates.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GaLore {
+    /// Updates between two looks for directions.
+    pub gap: u64,
+    /// Factor on the step.
+    pub scale: f64,
+}
+
+impl GaLore {
+    /// Updates a matrix of a unit; `k` has the learning rate and decay that are the matrix's.
+    pub fn step(
+        &self,
+        params: &Params,
+        (unit, p): (&Unit, &Projected),
+        grads: &Held,
+        k: &AdamW,
+    ) -> Result<()> {
+        let slot = &params.slots[p.index];
+        let g = grads.of(slot.range())?.reshape(p.dims)?;
+        if (k.t - 1).is_multiple_of(self.gap) {
+            look(params, p, &g, k.t)?;
+        }
+        let (rows, cols) = p.low();
+        let low = p.project(&g)?.reshape(rows * cols)?;
+        let delta = Tensor::zeros(rows * cols, DType::F32, g.device())?;
+        let inner = AdamW { weight_decay: 0.0, ..*k };
+        for range in p.moments.parts(&(0..rows * cols)).into_iter().filter(|r| !r.is_empty()) {
+            match p.moments.of(range)? {
+                Of::Wide([m, v]) => adamw(&delta, &m, &v, &low, None, &inner)?,
+                Of::Coded(all) => adamw8bit(&delta, &all, &low, None, &inner)?,
+            }
+        }
+        drop(low);
+        let keeps = unit.keeps(&slot.range());
+        // where there are none, f32 values of this matrix alone
+        let master = unit.values(slot.range())?.to_dtype(DType::F32)?;
+        p.add_back(&master.reshape(p.dims)?, &delta.reshape((rows, cols))?, self.scale)?;
+        if k.weight_decay != 0.0 {
+            let less = (&master * (1.0 - k.lr * k.weight_decay))?;
+            master.slice_set(&less, 0, 0)?;
+        }
+        match keeps {
+            true => unit.refresh(slot.range()),
+            false => round(&master, &unit.values(slot.range())?, unit.draws(k.t, slot.offset)),
+        }
+    }
+}
+
+/// Sets the basis to the largest singular vectors of a gradient, on the host.
+fn look(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()> {
+    let (short, rank) = p.basis.dims2()?;
+    let name = &params.tensors[p.index].name;
+    let values: Vec<f32> = to_host(g.real()?)?.flatten_all()?.to_vec1()?;
+    let stream = Stream::new(0, Purpose::Projection, t, p.index as u64);
+    let Some(found) = Matrix::new(&values, p.dims).and_then(|m| m.largest(rank, stream)) else {
+        candle_core::bail!("{name}: the singular values of its gradient cannot be found");
+    };
+    let vectors = if p.is_right() { found.right } else { found.left };
+    let mut basis = vec![0f32; short * rank];
+    for (k, v) in vectors.column_iter().enumerate() {
+        // of two signs that are as good, the one in which the largest value is positive
+        let largest = v.iter().copied().fold(0f64, |m, x| if x.abs() > m.abs() { x } else { m });
+        let sign = if largest < 0.0 { -1.0 } else { 1.0 };
+        v.iter().enumerate().for_each(|(r, x)| basis[r * rank + k] = (sign * x) as f32);
+    }
+    let basis = Real::from_vec(basis, (short, rank), &Device::Cpu)?.to_device(g.real()?.device())?;
+    p.basis.slice_set(&basis.into(), 0, 0)
+}

@@ -1,0 +1,199 @@
+//! Values to NF4 codes and scales, with the arithmetic of bitsandbytes' CPU version.
+
+use super::code::{CodeBooks, Type, dynamic_map};
+use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
+use ft_kernels::quantized::{QuantizedMatrix, Scales};
+use ft_kernels::{Real, Tensor};
+use candle_core::{DType, Device, Result};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Values a block.
+pub const BLOCK: usize = 64;
+/// Scales a group of double quantization.
+pub const GROUP: usize = 256;
+
+/// The middle between each code and the next.
+fn bounds() -> [f32; 15] {
+    let code = Type::Nf4.table();
+    std::array::from_fn(|i| (code[i] + code[i + 1]) / 2.0)
+}
+
+/// Encodes values from the start of a block on: two codes a byte into `packed`, a scale a block into
+/// `scales`; with `codes` false, scales alone. Gives whether every value was finite.
+pub(super) fn encode(values: &[f32], packed: &mut [u8], scales: &mut [f32], codes: bool) -> bool {
+    let bounds = bounds();
+    let code = |x: f32| bounds.iter().map(|b| u8::from(x > *b)).sum::<u8>();
+    let mut finite = true;
+    for ((block, packed), scale) in values.chunks(BLOCK).zip(packed.chunks_mut(BLOCK / 2)).zip(scales) {
+        finite &= block.iter().all(|x| x.is_finite());
+        let largest = block.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let floor = largest.max(1e-38);
+        // bitsandbytes multiplies whole blocks by the inverse and divides a last short one
+        let short = block.len() < BLOCK;
+        let inverse = 1.0 / floor;
+        *scale = if short { floor } else { largest };
+        if !codes {
+            continue;
+        }
+        let unit = |x: f32| (if short { x / floor } else { x * inverse }).clamp(-1.0, 1.0);
+        for (pair, byte) in block.chunks(2).zip(packed) {
+            let second = pair.get(1).map_or(0.0, |x| unit(*x));
+            *byte = (code(unit(pair[0])) << 4) | code(second);
+        }
+    }
+    finite
+}
+
+/// A matrix in NF4 on the host.
+#[derive(Clone, Debug)]
+pub struct Encoded {
+    /// Rows and columns.
+    pub dims: (usize, usize),
+    /// Two codes a byte.
+    pub packed: Vec<u8>,
+    /// The scale of each block.
+    pub scales: Vec<f32>,
+    /// Dtype of the tensor that was quantized; dequantized values are rounded to it.
+    pub source: DType,
+}
+
+impl Encoded {
+    /// Quantizes a matrix. `source` is the dtype that its values had.
+    ///
+    /// # Errors
+    /// [`super::Error::NotFinite`] with `name`.
+    pub fn new(
+        name: &str,
+        values: &[f32],
+        dims: (usize, usize),
+        source: DType,
+    ) -> std::result::Result<Self, super::Error> {
+        let mut e = Self::empty(dims, source);
+        let piece = 256 * BLOCK;
+        let finite = e
+            .packed
+            .par_chunks_mut(piece / 2)
+            .zip(e.scales.par_chunks_mut(piece / BLOCK))
+            .zip(values.par_chunks(piece))
+            .map(|((p, s), v)| encode(v, p, s, true))
+            .reduce(|| true, |a, b| a && b);
+        if finite { Ok(e) } else { Err(super::Error::NotFinite { name: name.into() }) }
+    }
+
+    pub(super) fn empty(dims: (usize, usize), source: DType) -> Self {
+        let n = dims.0 * dims.1;
+        // bitsandbytes knows these dtypes; f64 has been narrowed on the way
+        let source = if source == DType::F64 { DType::F32 } else { source };
+        Self { dims, packed: vec![0; n.div_ceil(2)], scales: vec![0.0; n.div_ceil(BLOCK)], source }
+    }
+
+    /// The matrix for products in `compute` on the device of `books`; its scales in 8 bits with `double`.
+    pub fn into_matrix(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<QuantizedMatrix> {
+        let device = books.device().clone();
+        let scales = if double {
+            let n = Nested::new(&self.scales);
+            Scales::Nested {
+                map: books.map(&dynamic_map())?,
+                codes: Tensor::new(n.codes, &device)?,
+                absmax: Tensor::new(n.absmax, &device)?,
+                group: GROUP,
+                offset: n.offset,
+            }
+        } else {
+            Scales::Plain(Tensor::new(self.scales, &device)?)
+        };
+        let packed = Tensor::new(self.packed, &device)?;
+        QuantizedMatrix::new(self.dims, BLOCK, packed, scales, books.book(Type::Nf4), self.source, compute)
+    }
+}
+
+/// Values of a matrix by their numbers, f32.
+pub type Values<'a> = Box<dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>> + 'a>;
+
+/// The scales of the blocks that some values are.
+///
+/// # Errors
+/// [`super::Error::NotFinite`] with `name`.
+pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, super::Error> {
+    let mut scales = vec![0.0; values.len().div_ceil(BLOCK)];
+    let mut none: Vec<u8> = vec![0; values.len().div_ceil(2)];
+    match encode(values, &mut none, &mut scales, false) {
+        true => Ok(scales),
+        false => Err(super::Error::NotFinite { name: name.into() }),
+    }
+}
+
+/// A matrix that is encoded a range at a time, from `values` of dtype `source` whose `scales` are known; these are in
+/// 8 bits.
+pub fn unread<'a>(
+    name: &str,
+    dims: (usize, usize),
+    source: DType,
+    scales: &[f32],
+    values: Values<'a>,
+) -> UnreadMatrix<'a> {
+    let (n, name) = (dims.0 * dims.1, name.to_string());
+    let read: Read<'a> = Box::new(move |bytes| {
+        // whole blocks, of which the asked bytes are a part
+        let first = bytes.start * 2 / BLOCK * BLOCK;
+        let end = (bytes.end * 2).next_multiple_of(BLOCK).min(n);
+        let e = Encoded::new(&name, &values(first..end.max(first))?, (1, end.saturating_sub(first)), source)?;
+        let at = bytes.start - first / 2;
+        Ok(Real::new(&e.packed[at..at + bytes.len()], &Device::Cpu)?)
+    });
+    let nested = Nested::new(scales);
+    UnreadMatrix {
+        dims,
+        block: BLOCK,
+        kind: Type::Nf4,
+        source: if source == DType::F64 { DType::F32 } else { source },
+        packed: Unread { dtype: DType::U8, len: n.div_ceil(2), read },
+        scales: UnreadScales::Nested {
+            codes: Unread::of(nested.codes),
+            factors: Unread::of(nested.absmax),
+            map: dynamic_map().to_vec(),
+            group: GROUP,
+            offset: nested.offset,
+        },
+    }
+}
+
+/// Scales in 8 bits: their difference from the mean, in groups with a factor each.
+#[derive(Clone, Debug)]
+pub struct Nested {
+    /// A code a scale.
+    pub codes: Vec<u8>,
+    /// A factor a group.
+    pub absmax: Vec<f32>,
+    /// The mean.
+    pub offset: f32,
+}
+
+impl Nested {
+    /// Quantizes scales.
+    pub fn new(scales: &[f32]) -> Self {
+        let map = dynamic_map();
+        let sum: f64 = scales.iter().map(|s| f64::from(*s)).sum();
+        let offset = (sum / scales.len().max(1) as f64) as f32;
+        let mut absmax = Vec::with_capacity(scales.len().div_ceil(GROUP));
+        let mut codes = Vec::with_capacity(scales.len());
+        for group in scales.chunks(GROUP) {
+            let largest = group.iter().fold(0f32, |m, s| m.max((s - offset).abs()));
+            absmax.push(largest);
+            codes.extend(group.iter().map(|s| {
+                let unit = if largest > 0.0 { ((s - offset) / largest).clamp(-1.0, 1.0) } else { 0.0 };
+                nearest(&map, unit)
+            }));
+        }
+        Self { codes, absmax, offset }
+    }
+}
+
+/// The value of the sorted map that is nearest to `x`; of two, the lower.
+fn nearest(map: &[f32; 256], x: f32) -> u8 {
+    let above = map.partition_point(|m| *m <= x);
+    let left = above.saturating_sub(1);
+    let right = above.min(255);
+    (if (map[right] - x).abs() < (x - map[left]).abs() { right } else { left }) as u8
+}

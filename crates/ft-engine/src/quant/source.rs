@@ -1,0 +1,93 @@
+//! Quantization of a checkpoint's tensor while it is read: a piece a task, so that it is never whole in memory.
+
+use super::Error;
+use super::encode::{self, BLOCK, Encoded};
+use crate::files::TensorFiles;
+use candle_core::DType;
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+/// Values that one task reads and encodes at a time.
+const PIECE: usize = 1 << 20;
+
+/// Quantizes the matrix `name`, reading it in pieces of whole rows.
+///
+/// # Errors
+/// A tensor that is missing, not a matrix, in a format that cannot be quantized, or not finite.
+pub fn from_files(files: &TensorFiles, name: &str) -> ft_base::Result<Encoded> {
+    pass(files, name, true)
+}
+
+/// The scales alone of [`from_files`]: the codes of what it gives are zero.
+///
+/// # Errors
+/// As [`from_files`].
+pub fn scales(files: &TensorFiles, name: &str) -> ft_base::Result<Encoded> {
+    pass(files, name, false)
+}
+
+/// The dtype of a tensor that can be quantized.
+///
+/// # Errors
+/// A tensor that is missing, or in a format that cannot be quantized.
+pub fn dtype_of(files: &TensorFiles, name: &str) -> ft_base::Result<DType> {
+    match files.get(name)?.dtype {
+        Dtype::F64 => Ok(DType::F64),
+        Dtype::F32 => Ok(DType::F32),
+        Dtype::F16 => Ok(DType::F16),
+        Dtype::BF16 => Ok(DType::BF16),
+        other => Err(Error::Dtype { name: name.into(), dtype: other.to_string() }.into()),
+    }
+}
+
+fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded> {
+    let (info, source) = (files.get(name)?, dtype_of(files, name)?);
+    let refuse = |dtype: String| Error::Dtype { name: name.into(), dtype };
+    let &[rows, cols] = info.shape.as_slice() else {
+        return Err(refuse(format!("shape {:?}", info.shape)).into());
+    };
+    if rows == 0 || cols == 0 {
+        return Err(refuse(format!("shape {:?}", info.shape)).into());
+    }
+    let mut e = Encoded::empty((rows, cols), source);
+    // pieces of whole rows that are whole blocks too
+    let unit = BLOCK / gcd(BLOCK, cols);
+    let rows_a_piece = unit * (PIECE / (unit * cols)).max(1);
+    let values = rows_a_piece * cols;
+    let finite = e
+        .packed
+        .par_chunks_mut(values / 2)
+        .zip(e.scales.par_chunks_mut(values / BLOCK))
+        .enumerate()
+        .map(|(i, (packed, scales))| {
+            let first = i * rows_a_piece;
+            let bytes = files.read_rows(name, first..(first + rows_a_piece).min(rows))?;
+            Ok(encode::encode(&widen(&bytes, source), packed, scales, codes))
+        })
+        .collect::<Result<Vec<bool>, ft_base::store::Error>>()?;
+    match finite.into_iter().all(|f| f) {
+        true => Ok(e),
+        false => {
+            let path = files.path_of(name).map_or(String::new(), |p| format!("{}: ", p.display()));
+            Err(Error::NotFinite { name: format!("{path}{name}") }.into())
+        }
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Little-endian numbers as f32.
+fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F64 => bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect(),
+        DType::F16 => {
+            bytes.as_chunks::<2>().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect()
+        }
+        DType::BF16 => {
+            bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+        }
+        _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+    }
+}

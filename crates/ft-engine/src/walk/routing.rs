@@ -1,0 +1,272 @@
+//! What the routers of a micro-batch decided, the losses on them, and the load that a user sees.
+
+use ft_kernels::Tensor;
+use ft_kernels::route::{self, Balance};
+use crate::model::moe;
+use candle_core::{DType, Result};
+
+/// Coefficients of the losses on routers, for one micro-batch: the recipe's over the step's micro-batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RouterLosses {
+    /// Of the load-balancing loss.
+    pub aux: f64,
+    /// Of the z-loss.
+    pub z: f64,
+}
+
+impl RouterLosses {
+    fn any(&self) -> bool {
+        self.aux != 0.0 || self.z != 0.0
+    }
+}
+
+/// What the routers decided in one pass over the layers. What they decided on a device stays there until [`Routing::read`].
+#[derive(Debug, Default)]
+pub struct Routing {
+    tokens: usize,
+    layers: Vec<RouterOutput>,
+}
+
+#[derive(Debug)]
+struct RouterOutput {
+    layer: usize,
+    experts: usize,
+    noted: Noted,
+}
+
+#[derive(Debug)]
+enum Noted {
+    /// Tokens of each expert; the sum of the tokens' probabilities [e], and of `logsumexp^2`, where a loss needs them.
+    Host(Vec<u64>, Option<(Tensor, Tensor)>),
+    /// The same, [2 e + 1] in f64.
+    Device(Tensor),
+}
+
+/// What the routers decided, on the host.
+#[derive(Clone, Debug, Default)]
+pub struct Decided {
+    tokens: usize,
+    layers: Vec<Layer>,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    layer: usize,
+    counts: Vec<u64>,
+    sums: Option<(Vec<f64>, f64)>,
+}
+
+impl Routing {
+    /// Takes down how one layer's router decided.
+    pub fn note(&mut self, layer: usize, s: &moe::Saved, losses: RouterLosses) -> Result<()> {
+        self.tokens = s.groups.tokens;
+        let experts = s.probs.dim(1)?;
+        let noted = match s.routed() {
+            Some((sorted, routed)) => {
+                Noted::Device(route::cuda::sums(&routed, &sorted.starts, losses.any())?)
+            }
+            None => {
+                let exact =
+                    |t: &Tensor| if t.device().is_cpu() { t.to_dtype(DType::F64) } else { Ok(t.clone()) };
+                let sums = match losses.any() {
+                    true => Some((exact(&s.probs)?.sum(0)?, exact(&s.lse)?.sqr()?.sum_all()?)),
+                    false => None,
+                };
+                Noted::Host(s.groups.counts().map(|n| n as u64).collect(), sums)
+            }
+        };
+        self.layers.push(RouterOutput { layer, experts, noted });
+        Ok(())
+    }
+
+    /// The numbers of those layers that are on a device, [layers, 2 e + 1].
+    fn on_device(&self) -> Result<Option<Tensor>> {
+        let rows = self.layers.iter().filter_map(|l| match &l.noted {
+            Noted::Device(t) => Some(t.unsqueeze(0)),
+            Noted::Host(..) => None,
+        });
+        let rows = rows.collect::<Result<Vec<_>>>()?;
+        if rows.is_empty() { Ok(None) } else { Tensor::cat(&rows, 0).map(Some) }
+    }
+
+    /// What was decided; one wait for a device.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn read(&self) -> Result<Decided> {
+        let rows = match self.on_device()? {
+            Some(t) => t.to_vec2::<f64>()?,
+            None => Vec::new(),
+        };
+        let mut rows = rows.into_iter();
+        let one = |l: &RouterOutput| {
+            let (counts, sums) = match &l.noted {
+                Noted::Host(counts, None) => (counts.clone(), None),
+                Noted::Host(counts, Some((p, z))) => {
+                    let p = p.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+                    (counts.clone(), Some((p, z.to_dtype(DType::F64)?.to_scalar::<f64>()?)))
+                }
+                Noted::Device(_) => {
+                    let row = rows.next().unwrap_or_default();
+                    let [counts, p, z] = [0..l.experts, l.experts..2 * l.experts, 2 * l.experts..row.len()]
+                        .map(|r| row.get(r).unwrap_or_default());
+                    let counts = counts.iter().map(|n| *n as u64).collect();
+                    (counts, Some((p.to_vec(), z.first().copied().unwrap_or_default())))
+                }
+            };
+            Ok(Layer { layer: l.layer, counts, sums })
+        };
+        Ok(Decided { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
+    }
+
+    /// What the losses add to the gradients of every sparse layer; nothing without coefficients.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn balance(&self, losses: RouterLosses) -> Result<Option<Balance>> {
+        if !losses.any() || self.layers.is_empty() {
+            return Ok(None);
+        }
+        let mut balance = Balance { z: losses.z / self.tokens as f64, ..Balance::default() };
+        if losses.aux == 0.0 {
+            return Ok(Some(balance));
+        }
+        let all_tokens = (self.tokens * self.layers.len()) as f64;
+        let sums = self.on_device()?;
+        if let Some(sums) = sums.as_ref().filter(|s| s.dim(0).is_ok_and(|n| n == self.layers.len())) {
+            let experts = sums.dim(1)? / 2;
+            let factor = losses.aux * experts as f64 / (all_tokens * all_tokens);
+            balance.on_device = Some(route::cuda::share(sums, factor)?);
+            return Ok(Some(balance));
+        }
+        let mut dp = self.read()?.share();
+        let factor = losses.aux * dp.len() as f64 / all_tokens;
+        dp.iter_mut().for_each(|f| *f *= factor);
+        if let Some(sums) = sums {
+            // some layers route on the host, and others on the device
+            let list: Vec<f32> = dp.iter().map(|f| *f as f32).collect();
+            balance.on_device = Some(Tensor::from_vec(list, dp.len(), sums.device())?);
+        }
+        balance.dp = dp;
+        Ok(Some(balance))
+    }
+}
+
+impl Decided {
+    /// Layer and pairs of each expert, by sparse layer from the bottom.
+    pub fn counts(&self) -> impl Iterator<Item = (usize, &[u64])> {
+        self.layers.iter().map(|r| (r.layer, r.counts.as_slice()))
+    }
+
+    /// Tokens of all sparse layers.
+    fn all_tokens(&self) -> f64 {
+        (self.tokens * self.layers.len()) as f64
+    }
+
+    /// Pairs of each expert a token, over all sparse layers: f of the load-balancing loss.
+    fn share(&self) -> Vec<f64> {
+        let experts = self.layers.first().map_or(0, |r| r.counts.len());
+        (0..experts)
+            .map(|e| self.layers.iter().map(|r| r.counts[e] as f64).sum::<f64>() / self.all_tokens())
+            .collect()
+    }
+
+    /// The load-balancing loss and the z-loss, before their coefficients; zero where there are no routers.
+    ///
+    /// # Errors
+    /// The pass was made without coefficients.
+    pub fn losses(&self) -> Result<(f64, f64)> {
+        let share = self.share();
+        let (mut aux, mut z) = (0.0, 0.0);
+        for r in &self.layers {
+            let Some((p, lse2)) = &r.sums else { candle_core::bail!("routing: no sums were taken") };
+            aux += share.iter().zip(p).map(|(f, p)| f * p).sum::<f64>() / self.all_tokens();
+            z += lse2 / self.tokens as f64;
+        }
+        Ok((aux * share.len() as f64, z))
+    }
+}
+
+/// How often each expert was chosen, over any number of micro-batches.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Load {
+    /// By sparse layer from the bottom: its number, and the pairs of each expert.
+    pub layers: Vec<(usize, Vec<u64>)>,
+}
+
+impl Load {
+    /// Adds what one pass decided.
+    pub fn add(&mut self, decided: &Decided) {
+        self.add_counts(decided.counts());
+    }
+
+    /// Adds another load.
+    pub fn merge(&mut self, other: &Load) {
+        self.add_counts(other.layers.iter().map(|(l, c)| (*l, c.as_slice())));
+    }
+
+    fn add_counts<'a>(&mut self, counts: impl Iterator<Item = (usize, &'a [u64])>) {
+        for (i, (layer, counts)) in counts.enumerate() {
+            match self.layers.get_mut(i) {
+                Some((_, sum)) => sum.iter_mut().zip(counts).for_each(|(s, c)| *s += c),
+                None => self.layers.push((layer, counts.to_vec())),
+            }
+        }
+    }
+
+    /// Experts, over all layers, that no token chose.
+    pub fn dead(&self) -> usize {
+        self.layers.iter().map(|(_, c)| dead(c)).sum()
+    }
+
+    /// The mean over layers of [`entropy`]; none without layers.
+    pub fn entropy(&self) -> Option<f64> {
+        let sum: f64 = self.layers.iter().map(|(_, c)| entropy(c)).sum();
+        (!self.layers.is_empty()).then(|| sum / self.layers.len() as f64)
+    }
+
+    /// The highest [`peak`] of all layers; none without layers.
+    pub fn peak(&self) -> Option<f64> {
+        self.layers.iter().map(|(_, c)| peak(c)).reduce(f64::max)
+    }
+}
+
+/// Experts that no token chose.
+pub fn dead(counts: &[u64]) -> usize {
+    counts.iter().filter(|c| **c == 0).count()
+}
+
+/// Entropy of the load over its highest value, ln(experts): 1 is even, 0 is one expert for all.
+pub fn entropy(counts: &[u64]) -> f64 {
+    let sum = counts.iter().sum::<u64>() as f64;
+    if counts.len() < 2 || sum == 0.0 {
+        return 1.0;
+    }
+    let shares = counts.iter().filter(|c| **c > 0).map(|c| *c as f64 / sum);
+    // the sum of one share of 1 would be -0
+    (-shares.map(|p| p * p.ln()).sum::<f64>() / (counts.len() as f64).ln()).max(0.0)
+}
+
+/// Load of the busiest expert, as a multiple of the even load.
+pub fn peak(counts: &[u64]) -> f64 {
+    let (sum, max) = (counts.iter().sum::<u64>(), counts.iter().max().copied().unwrap_or(0));
+    if sum == 0 { 1.0 } else { max as f64 * counts.len() as f64 / sum as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn load_of_known_counts() {
+        assert_eq!((entropy(&[5, 5, 5, 5]), peak(&[5, 5, 5, 5]), dead(&[5, 5, 5, 5])), (1.0, 1.0, 0));
+        assert_eq!((entropy(&[0, 8, 0, 0]), peak(&[0, 8, 0, 0]), dead(&[0, 8, 0, 0])), (0.0, 4.0, 3));
+        assert!((entropy(&[1, 1, 0, 0]) - 0.5).abs() < 1e-15);
+        let mut l = Load::default();
+        assert_eq!((l.entropy(), l.peak(), l.dead()), (None, None, 0));
+        l.merge(&Load { layers: vec![(1, vec![1, 0]), (3, vec![0, 2])] });
+        l.merge(&Load { layers: vec![(1, vec![1, 0]), (3, vec![1, 1])] });
+        assert_eq!(l.layers, [(1, vec![2, 0]), (3, vec![1, 3])]);
+        assert_eq!((l.dead(), l.peak()), (1, Some(2.0)));
+    }
+}

@@ -1,0 +1,533 @@
+//! The engine against PyTorch: logits, losses and every gradient of the cases in `tests/fixtures/reference`.
+
+use super::{Dequantize, Execution, Inputs, Recomputed, RouterLosses, Walk};
+use crate::adapt::adapter::Adapter;
+use crate::adapt::build::Build;
+use crate::adapt::export::{Export, Target, read_fused};
+use crate::adapt::params::Allocate;
+use crate::adapt::{Choice, Params, Selection};
+use crate::base::Base;
+use ft_kernels::Tensor;
+use ft_kernels::check::{distance, values};
+use ft_kernels::loss;
+use ft_base::memory::place::Phase;
+use crate::model::batch::HostBatch;
+use crate::model::layer::{FeedForward, Level};
+use crate::model::linear::{Linear, Weight};
+use crate::model::modules::{Group, modules};
+use crate::model::sink::Sink;
+use crate::model::{Batch, Config, Decoder};
+use ft_recipe::LoraSpec;
+use crate::files::TensorFiles;
+use anyhow::{Context as _, Result};
+use candle_core::{DType, Device};
+use serde_json::Map;
+use std::path::PathBuf;
+
+mod composed;
+mod four_bit;
+mod four_bit_full;
+mod levels;
+mod rows;
+mod stored;
+mod timed;
+
+/// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
+const BAR: f64 = 1e-5;
+const CPU: &Device = &Device::Cpu;
+/// Every layer at one level.
+const FEED_FORWARD: Recomputed = Recomputed { all: 0, feed_forward: usize::MAX, norms: 0 };
+const NORMS: Recomputed = Recomputed { all: 0, feed_forward: 0, norms: usize::MAX };
+
+struct Case {
+    dir: PathBuf,
+    config: Config,
+    base: Base,
+}
+
+/// Every case folder.
+fn cases() -> Result<Vec<Case>> {
+    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/reference"));
+    let mut dirs: Vec<PathBuf> = std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
+    dirs.sort();
+    dirs.into_iter()
+        .map(|dir| {
+            let config = Config::load(&dir.join("model"), &Map::new())?;
+            let base = Base::open(config.clone(), &dir.join("model"))?;
+            Ok(Case { dir, config, base })
+        })
+        .collect()
+}
+
+impl Case {
+    fn name(&self) -> String {
+        self.dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned())
+    }
+
+    fn open(&self, file: &str) -> Result<TensorFiles> {
+        TensorFiles::open_file(&self.dir.join(file)).with_context(|| format!("{} of {}", file, self.name()))
+    }
+
+    fn build(&self, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
+        build(&self.base, selection, adapter)
+    }
+
+    /// The same in NF4.
+    fn build_nf4(&self, selection: &Selection) -> Result<(Decoder, Params)> {
+        build(&self.nf4(), selection, None)
+    }
+
+    fn nf4(&self) -> Base {
+        self.base.clone().in_nf4(true)
+    }
+
+    fn files(&self) -> Result<&TensorFiles> {
+        self.base.files().context("files")
+    }
+
+    /// Adapter folders by the prefix of their names.
+    fn adapters(&self) -> Result<Vec<String>> {
+        let mut out: Vec<String> = std::fs::read_dir(&self.dir)?
+            .filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix("adapter_init").map(String::from))
+            .collect();
+        out.sort();
+        Ok(out)
+    }
+}
+
+fn build(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Result<(Decoder, Params)> {
+    let allocate = Allocate { train: true, ..Allocate::default() };
+    Ok(Build::new(base, selection).adapter(adapter).allocate(allocate).run()?)
+}
+
+/// Everything trains.
+fn everything(config: &Config) -> Selection {
+    let mut s = Selection::frozen(config);
+    s.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
+    s
+}
+
+fn ints(t: &TensorFiles, name: &str) -> Result<Vec<i64>> {
+    Ok(t.tensor(name, DType::I64, CPU)?.flatten_all()?.to_vec1()?)
+}
+
+/// A micro-batch of the reference, its padding left out, and which rows of its [rows * 24] tokens are real.
+struct Rows {
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    docs: Vec<usize>,
+    targets: Vec<(u32, u32)>,
+    real: Vec<u32>,
+}
+
+impl Rows {
+    fn padded(case: &Case) -> Result<Self> {
+        let b = case.open("batches.safetensors")?;
+        let at = |what: &str| ints(&b, &format!("batch0.micro0.{what}"));
+        let (ids, labels, mask) = (at("input_ids")?, at("labels")?, at("attention_mask")?);
+        let width = b.info("batch0.micro0.input_ids").context("batch")?.shape[1];
+        let lengths: Vec<usize> = mask.chunks(width).map(|r| r.iter().sum::<i64>() as usize).collect();
+        Ok(Self::new(&ids, &labels, &lengths, width))
+    }
+
+    fn packed(case: &Case) -> Result<Self> {
+        let e = case.open("expected.safetensors")?;
+        let (ids, labels) = (ints(&e, "packed.input_ids")?, ints(&e, "packed.labels")?);
+        let positions = ints(&e, "packed.position_ids")?;
+        let mut lengths: Vec<usize> = Vec::new();
+        for p in positions {
+            if p == 0 {
+                lengths.push(0);
+            }
+            *lengths.last_mut().context("a first document")? += 1;
+        }
+        // one row of documents: as rows of their own they have other starts
+        let mut out = Self { ids: vec![], positions: vec![], docs: vec![], targets: vec![], real: vec![] };
+        let mut start = 0;
+        for n in lengths {
+            out.document(&ids[start..start + n], &labels[start..start + n], start);
+            start += n;
+        }
+        Ok(out)
+    }
+
+    fn new(ids: &[i64], labels: &[i64], lengths: &[usize], width: usize) -> Self {
+        let mut out = Self { ids: vec![], positions: vec![], docs: vec![], targets: vec![], real: vec![] };
+        for (row, &n) in lengths.iter().enumerate() {
+            let at = row * width;
+            out.document(&ids[at..at + n], &labels[at..at + n], at);
+        }
+        out
+    }
+
+    fn document(&mut self, ids: &[i64], labels: &[i64], at: usize) {
+        let base = self.ids.len();
+        for (i, label) in labels.iter().enumerate().skip(1) {
+            if *label >= 0 {
+                self.targets.push(((base + i - 1) as u32, *label as u32));
+            }
+        }
+        self.ids.extend(ids.iter().map(|i| *i as u32));
+        self.positions.extend(0..ids.len() as u32);
+        self.real.extend((at..at + ids.len()).map(|i| i as u32));
+        self.docs.push(ids.len());
+    }
+
+    fn batch(&self, config: &Config) -> Result<Batch> {
+        let host = HostBatch {
+            ids: &self.ids,
+            positions: &self.positions,
+            docs: &self.docs,
+            targets: &self.targets,
+        };
+        Ok(Batch::new(config, host, (0, 0), None, CPU)?)
+    }
+
+    /// The logits of real tokens of an expected [1.., rows, width, v].
+    fn select(&self, logits: &Tensor) -> Result<Tensor> {
+        let v = logits.dims()[logits.dims().len() - 1];
+        let index = Tensor::new(self.real.as_slice(), CPU)?;
+        Ok(logits.reshape(((), v))?.index_select(&index, 0)?)
+    }
+}
+
+/// Forward and backward: the loss, and which tensors were reached. Gradients are in `params`.
+fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
+    let grads = p.grads();
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+    let scale = 1.0 / batch.target_count as f64;
+    let losses = Walk::new(d, p.lowest_unit(), recompute).train(batch, scale, &sink)?;
+    sink.settle(None)?;
+    Ok((loss::total(&losses)? * scale, sink.reached()))
+}
+
+/// Loss and gradients of a step, by tensor.
+fn step(
+    d: &Decoder,
+    p: &Params,
+    batch: &Batch,
+    e: &Execution,
+    losses: RouterLosses,
+) -> Result<(f64, Vec<Vec<f64>>)> {
+    let grads = p.grads();
+    let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+    let sums = Walk::chosen(d, p.lowest_unit(), e).router_losses(losses).train(batch, 1.0, &sink)?;
+    sink.settle(None)?;
+    let grad = |i| Ok(values(&p.grad(i)?.context("a gradient")?));
+    Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
+}
+
+/// Adapters of rank 4 with dropout on the linears of these groups.
+fn adapters(config: &Config, dora: bool, groups: &[Group]) -> Selection {
+    let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora };
+    let mut s = Selection::frozen(config);
+    for (m, choice) in &mut s.modules {
+        if groups.contains(&m.group) {
+            *choice = Choice::Lora { spec, lr_scale: 1.0 };
+        }
+    }
+    s
+}
+
+/// Compares logits, loss and gradients with the tensors of a file under a prefix.
+fn compare(
+    what: &str,
+    d: &Decoder,
+    p: &Params,
+    rows: &Rows,
+    expected: &TensorFiles,
+    prefix: &str,
+) -> Result<usize> {
+    let get = |n: &str| expected.tensor(n, DType::F32, CPU).map(Tensor::Real);
+    let batch = rows.batch(&d.config)?;
+    let logits = Walk::new(d, None, 0).logits(&batch)?;
+    let want = rows.select(&get(&format!("{prefix}logits"))?)?;
+    let apart = distance(&values(&logits), &values(&want));
+    assert!(apart <= BAR, "{what}: logits {apart:.1e} apart");
+    let (loss, reached) = backward(d, p, &batch, 0)?;
+    let want = values(&get(&format!("{prefix}loss"))?)[0];
+    assert!((loss - want).abs() <= 1e-6 * want, "{what}: loss {loss}, PyTorch {want}");
+    assert!(reached.iter().all(|r| *r), "{what}: not every tensor was reached");
+    let mut compared = 0;
+    for (i, t) in p.tensors.iter().enumerate() {
+        let last = t.name.strip_prefix(&t.module).unwrap_or_default();
+        let spellings = [
+            format!("{prefix}grad.{}", t.name),
+            format!("{prefix}grad.base_model.model.{}", t.name),
+            format!("{prefix}grad.base_model.model.{}.weight", t.name),
+            format!("{prefix}grad.base_model.model.{}.modules_to_save{last}", t.module),
+        ];
+        let Some(name) = spellings.iter().find(|n| expected.info(n).is_some()) else {
+            // PyTorch has no gradient for an expert that no token chose
+            if t.name.contains(".experts.")
+                && values(&p.grad(i)?.context("gradient")?).iter().all(|g| *g == 0.0)
+            {
+                compared += 1;
+            }
+            continue;
+        };
+        let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(name)?));
+        let bar = if t.name.ends_with("k_proj.bias") { 10.0 * BAR } else { BAR };
+        assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
+        compared += 1;
+    }
+    Ok(compared)
+}
+
+#[test]
+fn full_training_has_pytorchs_gradients() -> Result<()> {
+    let cases = cases()?;
+    assert!(cases.len() >= 12, "only {} cases", cases.len());
+    for c in &cases {
+        let (d, p) = c.build(&everything(&c.config), None)?;
+        let expected = c.open("expected.safetensors")?;
+        let n = compare(&c.name(), &d, &p, &Rows::padded(c)?, &expected, "")?;
+        assert_eq!(n, p.tensors.len(), "{}: every gradient has a counterpart", c.name());
+        let packed = format!("{}, packed", c.name());
+        let n = compare(&packed, &d, &p, &Rows::packed(c)?, &expected, "packed.")?;
+        assert!(n > 8, "{packed}: only {n} gradients");
+    }
+    Ok(())
+}
+
+/// Compares the gradients of a loss on the routers with the tensors of a file under a prefix; gives how many.
+fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str) -> Result<usize> {
+    let what = format!("{} {prefix}", c.name());
+    let (d, p) = c.build(&everything(&c.config), None)?;
+    let expected = c.open("expected.safetensors")?;
+    let get = |n: &str| expected.tensor(n, DType::F32, CPU).map(Tensor::Real);
+    let want = values(&get(&format!("{prefix}_loss"))?)[0];
+    assert!((value - want).abs() <= 1e-6 * want, "{what}: {value}, PyTorch {want}");
+    let batch = Rows::padded(c)?.batch(&c.config)?;
+    let grads = p.grads();
+    let mut compared = 0;
+    for recompute in [0, usize::MAX] {
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        Walk::new(&d, p.lowest_unit(), recompute).router_losses(losses).train(&batch, 0.0, &sink)?;
+        sink.settle(None)?;
+        for (i, t) in p.tensors.iter().enumerate() {
+            let name = format!("{prefix}_grad.{}", t.name);
+            if expected.info(&name).is_none() {
+                continue;
+            }
+            let apart = distance(&values(&p.grad(i)?.context("gradient")?), &values(&get(&name)?));
+            let bar = if t.name.ends_with("k_proj.bias") { 10.0 * BAR } else { BAR };
+            assert!(apart <= bar, "{what}: gradient of {} is {apart:.1e} from PyTorch's", t.name);
+            compared += 1;
+        }
+    }
+    Ok(compared)
+}
+
+#[test]
+fn losses_on_routers_have_pytorchs_values_and_gradients() -> Result<()> {
+    let mut mixtures = 0;
+    for c in cases()?.iter().filter(|c| c.config.moe.is_some()) {
+        let (d, p) = c.build(&everything(&c.config), None)?;
+        let batch = Rows::padded(c)?.batch(&c.config)?;
+        let grads = p.grads();
+        let both = RouterLosses { aux: 0.01, z: 0.001 };
+        let mut walk = Walk::new(&d, p.lowest_unit(), 0).router_losses(both);
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        walk.train(&batch, 1.0, &sink)?;
+        sink.settle(None)?;
+        let (aux, z) = walk.routing().read()?.losses()?;
+        let n = compare_router_loss(c, RouterLosses { aux: 1.0, z: 0.0 }, aux, "aux")?;
+        assert!(n > 10, "{}: only {n} gradients", c.name());
+        let n = compare_router_loss(c, RouterLosses { aux: 0.0, z: 1.0 }, z, "z")?;
+        assert!(n > 10, "{}: only {n} gradients", c.name());
+        mixtures += 1;
+    }
+    assert!(mixtures >= 5, "only {mixtures} mixtures");
+    Ok(())
+}
+
+#[test]
+fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
+    let mut adapters = 0;
+    for c in &cases()? {
+        for prefix in c.adapters()? {
+            let what = format!("{} {prefix}adapter", c.name());
+            let init = Adapter::open(&c.dir.join(format!("{prefix}adapter_init")))?;
+            let selection = Selection::from_peft(&c.config, &init.config)?;
+            let (d, p) = c.build(&selection, Some(&init))?;
+            let rows = Rows::padded(c)?;
+            let expected = c.open(&format!("{prefix}lora_expected.safetensors"))?;
+            assert_eq!(compare(&what, &d, &p, &rows, &expected, "")?, p.tensors.len(), "{what}");
+            // the trained adapter, unmerged, against PEFT's merged model
+            let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;
+            let (d, _) = c.build(&selection, Some(&end))?;
+            let logits = Walk::new(&d, None, 0).logits(&rows.batch(&c.config)?)?;
+            let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
+            let want = rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?;
+            let apart = distance(&values(&logits), &values(&want));
+            assert!(apart <= BAR, "{what}: merged logits {apart:.1e} apart");
+            adapters += 1;
+        }
+    }
+    assert!(adapters >= 16, "only {adapters} adapters");
+    Ok(())
+}
+
+/// What `ft export` writes, read back, computes what the merged model computes.
+#[test]
+fn exports_have_pytorchs_logits() -> Result<()> {
+    let (mut fused, mut vllm, mut refused) = (0, 0, 0);
+    for c in cases()?.iter().filter(|c| c.config.moe.is_some()) {
+        for prefix in c.adapters()? {
+            let what = format!("{} {prefix}adapter", c.name());
+            let end = Adapter::open(&c.dir.join(format!("{prefix}adapter_final")))?;
+            let selection = Selection::from_peft(&c.config, &end.config)?;
+            let export = Export::new(&c.config, &end, &selection)?;
+            let rows = Rows::padded(c)?;
+            let merged = c.open(&format!("{prefix}merged_logits.safetensors"))?;
+            let want = values(&rows.select(&merged.tensor("logits", DType::F32, CPU)?.into())?);
+            let logits = |d: &Decoder| -> Result<Vec<f64>> {
+                Ok(values(&Walk::new(d, None, 0).logits(&rows.batch(&c.config)?)?))
+            };
+            let out = tempfile::tempdir()?;
+            match export.write(Target::PeftFused, out.path()) {
+                Err(e) if prefix == "dora_" => {
+                    assert!(e.to_string().contains("DoRA"), "{e}");
+                    refused += 1;
+                }
+                written => {
+                    written?;
+                    let (selection, read) = read_fused(&c.config, out.path())?;
+                    let (d, p) = c.build(&selection, None)?;
+                    for (i, t) in p.tensors.iter().enumerate() {
+                        p.set(i, read.get(&t.name).with_context(|| t.name.clone())?)?;
+                    }
+                    let apart = distance(&logits(&d)?, &want);
+                    assert!(apart <= BAR, "{what}: fused logits {apart:.1e} apart");
+                    fused += 1;
+                }
+            }
+            let out = tempfile::tempdir()?;
+            match export.write(Target::Vllm, out.path()) {
+                Err(e) if !prefix.is_empty() => {
+                    assert!(e.to_string().contains("vLLM"), "{e}");
+                    refused += 1;
+                }
+                written => {
+                    written?;
+                    let read = Adapter::open(out.path())?;
+                    let (d, _) = c.build(&Selection::from_peft(&c.config, &read.config)?, Some(&read))?;
+                    let apart = distance(&logits(&d)?, &want);
+                    assert!(apart <= BAR, "{what}: vLLM's logits {apart:.1e} apart");
+                    vllm += 1;
+                }
+            }
+        }
+    }
+    assert_eq!((fused, vllm, refused), (6, 3, 5));
+    Ok(())
+}
+
+#[test]
+fn recomputing_changes_no_bit() -> Result<()> {
+    for c in &cases()? {
+        let (d, p) = c.build(&everything(&c.config), None)?;
+        let batch = Rows::padded(c)?.batch(&c.config)?;
+        let run = |n| -> Result<_> {
+            let (loss, _) = backward(&d, &p, &batch, n)?;
+            let grads: Vec<Vec<f64>> = p.grads().iter().flatten().map(values).collect();
+            Ok((loss.to_bits(), grads))
+        };
+        let none = run(0)?;
+        assert!(none == run(1)? && none == run(usize::MAX)?, "{}", c.name());
+        // nor does the number of threads, which also decides whether experts run side by side
+        for threads in [1, 2, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+            assert!(pool.install(|| run(0))? == none, "{}: {threads} threads", c.name());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn configs_of_transformers_5_mean_the_same() -> Result<()> {
+    let mut compared = 0;
+    for c in &cases()? {
+        let path = c.dir.join("config.transformers5.json");
+        if !path.exists() {
+            continue;
+        }
+        let mut raw: Map<String, serde_json::Value> = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
+        let strip = |c: &Config| format!("{:?}", Config { raw: Map::new(), unknown: vec![], ..c.clone() });
+        // as 5.17 writes it, and as 5.19 does
+        for _ in 0..2 {
+            let five = Config::parse("config.json", raw.clone())?;
+            assert_eq!(strip(&five), strip(&c.config), "{}", c.name());
+            assert!(five.unknown.is_empty(), "{:?}", five.unknown);
+            if let Some(experts) = raw.remove("num_experts") {
+                raw.insert("num_local_experts".into(), experts);
+            }
+        }
+        compared += 1;
+    }
+    assert!(compared >= 10, "only {compared} configs");
+    Ok(())
+}
+
+/// Units are 0 embedding, 1.. layers, last head; no layer below the lowest that trains is walked backward.
+#[test]
+fn order_of_the_walk() -> Result<()> {
+    let written = |phase: Option<Phase>, unit: usize| match phase {
+        Some(Phase::Forward) => format!("f{unit} "),
+        Some(_) => format!("b{unit} "),
+        None => format!("{unit} "),
+    };
+    let c = cases()?.into_iter().find(|c| c.config.layers == 2).context("a case of two layers")?;
+    let batch = Rows::padded(&c)?.batch(&c.config)?;
+    let trace = |choose: &dyn Fn(Option<usize>, Group) -> bool| -> Result<String> {
+        let mut s = Selection::frozen(&c.config);
+        for (m, choice) in &mut s.modules {
+            if choose(m.layer, m.group) {
+                *choice = Choice::Full { lr_scale: 1.0 };
+            }
+        }
+        let (d, p) = c.build(&s, None)?;
+        let grads = p.grads();
+        let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
+        let mut seen = String::new();
+        let mut watch = |phase, unit| seen += &written(phase, unit);
+        Walk::new(&d, p.lowest_unit(), 2).watched(&mut watch).train(&batch, 1.0, &sink)?;
+        sink.settle(None)?;
+        Ok(seen)
+    };
+    let up = "f0 f1 f2 ";
+    assert_eq!(trace(&|_, _| true)?, format!("{up}b3 b2 b1 b0 "));
+    assert_eq!(trace(&|_, g| g == Group::Attention)?, format!("{up}b3 b2 b1 "));
+    assert_eq!(trace(&|l, _| l == Some(1))?, format!("{up}b3 b2 "));
+    assert_eq!(trace(&|l, g| l.is_none() && g == Group::Norms)?, format!("{up}b3 "));
+    let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
+    let mut seen = String::new();
+    let mut watch = |phase, unit| seen += &written(phase, unit);
+    Walk::new(&d, None, 0).watched(&mut watch).eval(&batch)?;
+    assert_eq!(seen, "0 1 2 3 ");
+    Ok(())
+}
+
+/// Generation with cached keys gives the logits of the whole sequence.
+#[test]
+fn cached_generation_is_the_whole_sequence() -> Result<()> {
+    for c in &cases()? {
+        let (d, _) = c.build(&Selection::frozen(&c.config), None)?;
+        let ids: Vec<u32> = (0..11).map(|i| (7 * i + 3) % c.config.vocab as u32).collect();
+        let positions: Vec<u32> = (0..11).collect();
+        let host = HostBatch { ids: &ids, positions: &positions, docs: &[11], targets: &[] };
+        let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
+        let mut reader = super::generate::Reader::new(&d, CPU);
+        // another document first, of which only the beginning stays
+        reader.read_document(&[&ids[..5], &[9, 9, 9]].concat())?;
+        reader.read_document(&ids[..7])?;
+        assert_eq!(reader.len(), 7);
+        for (i, id) in ids.iter().enumerate().skip(7) {
+            let step = values(&reader.read(&[*id])?.into());
+            let apart = distance(&step, &values(&whole.real()?.get(i)?.into()));
+            assert!(apart <= BAR, "{}: token {i} is {apart:.1e} apart", c.name());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! Tensors that train in full beside a 4-bit base: against PyTorch on what bitsandbytes' bytes dequantize to.
+
+use super::*;
+use crate::adapt::params::Allocate;
+use crate::quant;
+use ft::train::quantize::quantize;
+
+/// The cases of `tests/fixtures/nf4-full`: the model's, the folder, and what trains in full.
+fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
+    let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nf4-full"));
+    let mut out = Vec::new();
+    for c in cases()? {
+        let dir = root.join(c.name());
+        if !dir.is_dir() {
+            continue;
+        }
+        let log: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("trajectory.json"))?)?;
+        let trains: Vec<&str> =
+            log["trains"].as_array().into_iter().flatten().filter_map(|t| t.as_str()).collect();
+        let mut s = Selection::frozen(&c.config);
+        for (m, choice) in &mut s.modules {
+            if trains.contains(&format!("{}.weight", m.name).as_str()) {
+                *choice = Choice::Full { lr_scale: 1.0 };
+            }
+        }
+        let mut ours: Vec<String> = s.trained().into_iter().map(|t| t.name).collect();
+        ours.sort();
+        let mut theirs: Vec<String> = trains.iter().map(|t| t.to_string()).collect();
+        theirs.sort();
+        assert_eq!(ours, theirs, "{}", c.name());
+        out.push((c, dir, s));
+    }
+    assert!(out.len() >= 5, "only {} cases", out.len());
+    Ok(out)
+}
+
+/// All gradients, by tensor.
+fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
+    (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("gradient")?))).collect()
+}
+
+/// Every linear of the decoder but routers and what trains is 4-bit, and the gradients are PyTorch's; with the copy that
+/// `model.cache` keeps, and with states on the host, they are the same bits.
+#[test]
+fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
+    for (c, dir, s) in cases_in_full()? {
+        let (d, p) = c.build_nf4(&s)?;
+        for (m, l) in d.linears() {
+            let choice = s.modules.iter().find(|(n, _)| n.name == m.name).map(|(_, c)| c);
+            let four_bit = matches!(l.weight, Weight::Nf4(_));
+            assert_eq!(
+                four_bit,
+                quant::takes(&m) && choice == Some(&Choice::Freeze),
+                "{} {}",
+                c.name(),
+                m.name
+            );
+        }
+        let expected = TensorFiles::open_file(&dir.join("expected.safetensors"))?;
+        let rows = Rows::padded(&c)?;
+        assert_eq!(compare(&c.name(), &d, &p, &rows, &expected, "")?, p.tensors.len(), "{}", c.name());
+
+        let batch = rows.batch(&c.config)?;
+        let (loss, _) = backward(&d, &p, &batch, usize::MAX)?;
+        let want = gradients(&p)?;
+        let folder = tempfile::tempdir()?;
+        let out = folder.path().join("four-bit");
+        quantize(&c.config, &c.dir.join("model"), &out, true)?;
+        let copy = Base::open(Config::load(&out, &Map::new())?, &out)?;
+        let cached = c.nf4().with_copy(copy.config.clone(), TensorFiles::open_model(&out)?);
+        let (nf4, allocate) = (c.nf4(), Allocate { train: true, offload: true, ..Allocate::default() });
+        for (what, built) in [
+            ("cached", build(&cached, &s, None)),
+            ("offloaded", Ok(Build::new(&nf4, &s).allocate(allocate).run()?)),
+        ] {
+            let (d, p) = built?;
+            assert_eq!(backward(&d, &p, &batch, 0)?.0, loss, "{} {what}", c.name());
+            assert!(gradients(&p)? == want, "{} {what}", c.name());
+        }
+        // the copy alone has no weights that could train
+        let alone = build(&copy, &s, None);
+        let is_linear = |(m, c): &&(_, Choice)| quant::takes(m) && *c != Choice::Freeze;
+        let first = s.modules.iter().find(is_linear).context("a linear")?;
+        let error = alone.err().context("it was built")?.to_string();
+        assert!(
+            error.starts_with(&format!("{}: its weight is 4-bit and cannot train in full", first.0.name)),
+            "{error}"
+        );
+        assert!(error.contains("original weights"), "{error}");
+    }
+    Ok(())
+}
+
+/// Where every linear of the decoder trains in full nothing is left for `model.quantize`.
+#[test]
+fn nothing_left_to_quantize_is_an_error() -> Result<()> {
+    let c = cases()?.into_iter().find(|c| c.name() == "mixtral").context("a case")?;
+    let mut s = everything(&c.config);
+    let nf4 = c.nf4();
+    let error = Build::new(&nf4, &s).run().err().context("it was built")?;
+    assert!(error.to_string().contains("nothing is left to quantize"), "{error}");
+    assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
+    let one = modules(&c.config).iter().position(quant::takes).context("a linear")?;
+    s.modules[one].1 = Choice::Freeze;
+    let (d, _) = c.build_nf4(&s)?;
+    assert!(
+        d.linears()
+            .iter()
+            .any(|(m, l)| m.name == s.modules[one].0.name && matches!(l.weight, Weight::Nf4(_)))
+    );
+    Ok(())
+}

@@ -1,0 +1,53 @@
+//! Rows of single tokens that train.
+
+use super::*;
+use ft_recipe::Recipe;
+
+const IDS: [u32; 5] = [77, 9, 3, 4, 127];
+
+/// Their gradients are those rows of their tables' gradients, and of a tied head's both uses; the logits follow them.
+#[test]
+fn rows_have_the_gradients_of_their_tables() -> Result<()> {
+    let text = format!(
+        "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"new_tokens\"]\ntokens = {IDS:?}\n[[data.train]]\n\
+         source = \"d\"\nformat = \"text\"\n"
+    );
+    let rules = Recipe::parse(&text, "r.toml", &[])?.train;
+    for c in &cases()? {
+        let mut rows = Selection::from_rules(&c.config, &rules)?;
+        rows.look_up(&c.config, None)?;
+        let mut ends = Selection::frozen(&c.config);
+        for (m, choice) in &mut ends.modules {
+            if matches!(m.group, Group::Embedding | Group::Head) {
+                *choice = Choice::Full { lr_scale: 1.0 };
+            }
+        }
+        let batch = Rows::padded(c)?.batch(&c.config)?;
+        let (d, p) = c.build(&rows, None)?;
+        let (whole, all) = c.build(&ends, None)?;
+        let ((loss, reached), (want, _)) = (backward(&d, &p, &batch, 1)?, backward(&whole, &all, &batch, 1)?);
+        assert_eq!(loss, want, "{}", c.name());
+        assert!(reached.iter().all(|r| *r) && reached.len() == if c.config.tied { 1 } else { 2 });
+        let index = Tensor::new(IDS.as_slice(), CPU)?;
+        for (i, t) in p.tensors.iter().enumerate() {
+            let table = all.find(&format!("{}.weight", t.module)).context("a table")?;
+            let grad = |p: &Params, i| p.grad(i)?.context("a gradient");
+            let apart =
+                distance(&values(&grad(&p, i)?), &values(&grad(&all, table)?.index_select(&index, 0)?));
+            assert!(apart <= BAR, "{}, {}: {apart:.1e}", c.name(), t.name);
+            // other values, in both
+            let moved = (p.master(i)?.real()? * 1.5)?;
+            p.set(i, &moved)?;
+            let table_values = all.master(table)?.copy()?;
+            for (row, id) in IDS.iter().enumerate() {
+                table_values.slice_set(&moved.narrow(0, row, 1)?.into(), 0, *id as usize)?;
+            }
+            all.set(table, table_values.real()?)?;
+        }
+        let losses = |d: &Decoder| -> Result<f64> { Ok(loss::total(&Walk::new(d, None, 0).eval(&batch)?)?) };
+        let (ours, want) = (losses(&d)?, losses(&whole)?);
+        assert!((ours - want).abs() <= 1e-9 * want, "{}: {ours} and {want}", c.name());
+        assert!((ours - loss * batch.target_count as f64).abs() > 1e-6 * want, "{}: the same loss", c.name());
+    }
+    Ok(())
+}

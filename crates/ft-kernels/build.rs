@@ -1,0 +1,169 @@
+//! Compiles every CUDA source in src with nvcc, under the `cuda` feature.
+//!
+//! Each source becomes PTX for the compute capability in `CUDA_COMPUTE_CAP` (80, unless it is said otherwise; devices of
+//! that and all later ones run it), and machine code made from that very PTX for the cards that are at hand: those of
+//! `FT_CUDA_CODE` (`80,86,89,90,120`, as far as the compiler has them; empty for none, which compiles faster). Both go
+//! into one fat binary, of which the driver takes what suits the device. What CI runs on an emulated device, which reads
+//! PTX, is so what the machine code was made from.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "cuda")]
+    if let Err(why) = cuda::compile() {
+        eprintln!(
+            "the `cuda` feature compiles crates/ft-kernels/src/**/*.cu with nvcc: {why}\n\
+             hint: eval \"$(.ci/cuda-toolchain)\" installs a compiler and sets CUDA_COMPUTE_CAP; without the \
+             feature none is needed"
+        );
+        std::process::exit(1);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use std::error::Error;
+    use std::fmt::Write;
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+    use std::time::SystemTime;
+
+    type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+    const SOURCES: &str = "src";
+    /// Compute capability of the PTX: the first with bf16, and the oldest of the cards that ft is for.
+    const OLDEST: u32 = 80;
+    const CODE: &str = "80,86,89,90,120";
+
+    /// Writes OUT_DIR/NAME.fatbin for each source NAME.cu, and OUT_DIR/modules.rs with a constant for each.
+    pub fn compile() -> Result<()> {
+        let out = PathBuf::from(std::env::var("OUT_DIR")?);
+        for name in ["CUDA_COMPUTE_CAP", "FT_CUDA_CODE", "NVCC", "CUDA_HOME"] {
+            println!("cargo:rerun-if-env-changed={name}");
+        }
+        let (mut sources, mut newest) = (Vec::new(), modified(Path::new("build.rs"))?);
+        for path in files(Path::new(SOURCES))? {
+            match path.extension().and_then(|e| e.to_str()) {
+                Some("cu") => sources.push(path),
+                Some("cuh") => newest = newest.max(modified(&path)?),
+                _ => {}
+            }
+        }
+        sources.sort();
+        let nvcc = Compiler::find()?;
+        let next = std::sync::atomic::AtomicUsize::new(0);
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(sources.len());
+        let work = || -> std::result::Result<(), String> {
+            loop {
+                let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                let Some(source) = sources.get(i) else { return Ok(()) };
+                nvcc.fatbin(source, &out, newest).map_err(|e| format!("{}: {e}", source.display()))?;
+            }
+        };
+        std::thread::scope(|s| {
+            let all: Vec<_> = (0..threads).map(|_| s.spawn(work)).collect();
+            all.into_iter().try_for_each(|t| t.join().unwrap_or_else(|_| Err("a thread failed".into())))
+        })?;
+        let mut text = String::new();
+        for source in &sources {
+            let name = stem(source)?;
+            let file = |end| format!("(concat!(env!(\"OUT_DIR\"), \"/{name}.{end}\"))");
+            writeln!(
+                text,
+                "/// `{}`.\npub const {}: Module = Module {{ name: {name:?}, image: include_bytes!{}, \
+                 #[cfg(test)] ptx: include_str!{} }};",
+                source.display(),
+                name.to_uppercase(),
+                file("fatbin"),
+                file("ptx"),
+            )?;
+        }
+        let names = sources.iter().map(|s| stem(s).map(str::to_uppercase)).collect::<Result<Vec<_>>>()?;
+        writeln!(text, "/// All of them.\npub const ALL: &[Module] = &[{}];", names.join(", "))?;
+        std::fs::write(out.join("modules.rs"), text)?;
+        Ok(())
+    }
+
+    fn stem(source: &Path) -> Result<&str> {
+        source.file_stem().and_then(|s| s.to_str()).ok_or_else(|| "a source without a name".into())
+    }
+
+    fn modified(path: &Path) -> Result<SystemTime> {
+        Ok(std::fs::metadata(path)?.modified()?)
+    }
+
+    struct Compiler {
+        nvcc: PathBuf,
+        ptx: u32,
+        code: Vec<u32>,
+    }
+
+    impl Compiler {
+        fn find() -> Result<Self> {
+            let home = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(std::env::var_os);
+            let beside = home.map(|h| PathBuf::from(h).join("bin/nvcc")).filter(|p| p.exists());
+            let nvcc =
+                std::env::var_os("NVCC").map(PathBuf::from).or(beside).unwrap_or_else(|| "nvcc".into());
+            let ptx = match std::env::var("CUDA_COMPUTE_CAP") {
+                Ok(cap) => cap.replace('.', "").parse().map_err(|_| format!("CUDA_COMPUTE_CAP = {cap:?}"))?,
+                Err(_) => OLDEST,
+            };
+            let listed = run(Command::new(&nvcc).arg("--list-gpu-code"))?;
+            let has = |n: &u32| listed.split_whitespace().any(|l| l == format!("sm_{n}"));
+            let wanted = std::env::var("FT_CUDA_CODE").unwrap_or_else(|_| CODE.into());
+            let number = |n: &str| n.trim().parse::<u32>().map_err(|_| format!("FT_CUDA_CODE = {wanted:?}"));
+            let code: Vec<u32> = wanted
+                .split(',')
+                .filter(|n| !n.trim().is_empty())
+                .map(number)
+                .collect::<std::result::Result<_, _>>()?;
+            Ok(Self { nvcc, ptx, code: code.into_iter().filter(|n| *n >= ptx && has(n)).collect() })
+        }
+
+        /// Compiles a source that is newer than what was made of it, or whose settings changed.
+        fn fatbin(&self, source: &Path, out: &Path, headers: SystemTime) -> Result<()> {
+            let name = stem(source)?;
+            let at = |end: &str| out.join(format!("{name}.{end}"));
+            let settings = format!("{} {:?} {}", self.ptx, self.code, self.nvcc.display());
+            let made = modified(&at("fatbin")).and(modified(&at("made")));
+            let same = std::fs::read_to_string(at("made")).is_ok_and(|s| s == settings);
+            if same && made.is_ok_and(|t| t > headers && modified(source).is_ok_and(|s| t > s)) {
+                return Ok(());
+            }
+            let _ = std::fs::remove_file(at("made"));
+            let virtual_ = format!("compute_{}", self.ptx);
+            let mut ptx = Command::new(&self.nvcc);
+            ptx.args(["-ptx", "-O3", "-std=c++17"]).arg(format!("-arch={virtual_}"));
+            run(ptx.arg("-I").arg(SOURCES).arg("-o").arg(at("ptx")).arg(source))?;
+            let code: String = self.code.iter().map(|n| format!(",sm_{n}")).collect();
+            let mut fat = Command::new(&self.nvcc);
+            fat.args(["-fatbin", "-no-compress"])
+                .arg(format!("-gencode=arch={virtual_},code=[{virtual_}{code}]"));
+            run(fat.arg("-o").arg(at("fatbin")).arg(at("ptx")))?;
+            Ok(std::fs::write(at("made"), settings)?)
+        }
+    }
+
+    /// What a command prints.
+    fn run(command: &mut Command) -> Result<String> {
+        let out = command.output().map_err(|e| format!("{:?}: {e}", command.get_program()))?;
+        if !out.status.success() {
+            return Err(format!("{command:?}\n{}", String::from_utf8_lossy(&out.stderr)).into());
+        }
+        Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+    }
+
+    /// All files below a folder, told to cargo together with the folders.
+    fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+        println!("cargo:rerun-if-changed={}", dir.display());
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(dir)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                found.extend(files(&path)?);
+            } else {
+                found.push(path);
+            }
+        }
+        Ok(found)
+    }
+}

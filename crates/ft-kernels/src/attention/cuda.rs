@@ -1,0 +1,282 @@
+//! CUDA's attention: one launch forward and two backward, whatever the documents; two forward for one query of many keys.
+//!
+//! Tensor cores take 16-bit values and the head sizes that they have kernels for; everything else is a plain kernel's
+//! (attention_plain.cu), with the same arguments. The log-sum-exp is [h, t] here, in which a tile's is one stretch.
+
+use super::cache::Cache;
+use super::split::{self, Parts};
+use super::tiles::{ROWS, Tiles};
+use super::{Causal, Saved, Shape};
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, ghost_products, started};
+use crate::padded::{Padded, stride};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in attention.cuh.
+pub const THREADS: u32 = 128;
+/// Head sizes with kernels for tensor cores.
+const SIZES: [usize; 4] = [64, 96, 128, 256];
+/// Channels up to which heads fit; more than that take two blocks where dk and dv are summed.
+const WIDE: usize = 128;
+/// Most channels of a head: a block of the plain kernels has shared memory for so many.
+const MOST: usize = 3000;
+
+/// The kernels that take a call, and the shared memory of a block of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kernels {
+    tensor_cores: bool,
+    forward: usize,
+    backward_q: usize,
+    backward_kv: usize,
+    /// Blocks that share out the channels of a tile of keys.
+    parts: usize,
+}
+
+impl Kernels {
+    fn of(dtype: DType, channels: usize, aligned: bool) -> Self {
+        let half = matches!(dtype, DType::BF16 | DType::F16);
+        if half && aligned && SIZES.contains(&channels) {
+            // rows of tiles, and of what is taken at a time: see the sources
+            let (row, wide) = (2 * channels, channels > WIDE);
+            let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
+            Self {
+                tensor_cores: true,
+                forward: tiles(1, if wide { 32 } else { 64 }),
+                backward_q: tiles(2, if wide { 16 } else { 32 }) + 4 * ROWS,
+                backward_kv: tiles(2, 32) + 4 * ROWS,
+                parts: channels.div_ceil(WIDE),
+            }
+        } else {
+            // sums of the channels and a weight a lane, for each warp
+            let one = THREADS as usize / 32 * (channels + 32) * 4;
+            Self { tensor_cores: false, forward: one, backward_q: one, backward_kv: 2 * one, parts: 1 }
+        }
+    }
+
+    fn name(self, role: &str, channels: usize, dtype: DType) -> String {
+        let size = if self.tensor_cores { format!("_{channels}") } else { String::new() };
+        format!("attention_{role}_{}{size}", dtype.as_str())
+    }
+}
+
+/// Shared memory that a kernel of this name is launched with; of the plain ones with 128 channels.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    if let Some(bytes) = split::shared_memory(kernel) {
+        return bytes;
+    }
+    let Some(rest) = kernel.strip_prefix("attention_") else { return 0 };
+    let size = rest.rsplit('_').next().and_then(|c| c.parse().ok());
+    let k = Kernels::of(DType::BF16, size.unwrap_or(128), size.is_some());
+    if rest.starts_with("forward") || rest.starts_with("cached") {
+        k.forward
+    } else if rest.starts_with("backward_q") {
+        k.backward_q
+    } else {
+        k.backward_kv
+    }
+}
+
+/// Whether 16 bytes at a time can be copied from a tensor's beginning; its rows are whole numbers of those.
+fn is_aligned(t: &Tensor) -> Result<bool> {
+    let t = t.real()?;
+    Ok((t.layout().start_offset() * t.dtype().size_in_bytes()).is_multiple_of(16))
+}
+
+/// Checks what a launch's safety rests on beside [`Shape::of`]: types, and numbers in 31 bits.
+fn tiles<'a>(all: &[&Tensor], shape: Shape, how: &Causal<'a>) -> Result<&'a Tiles> {
+    let keys = how.seqs.keys();
+    if all.iter().any(|t| t.dtype() != all[0].dtype()) || shape.c == 0 || shape.c > MOST || keys >= 1 << 31 {
+        candle_core::bail!(
+            "attention on CUDA: {keys} keys, heads of {} channels (at most {MOST}), {:?}",
+            shape.c,
+            all.iter().map(|t| t.dtype()).collect::<Vec<_>>()
+        );
+    }
+    match &how.seqs.tiles {
+        Some(tiles) => Ok(tiles),
+        None => candle_core::bail!("attention on CUDA: documents of another device"),
+    }
+}
+
+impl Shape {
+    /// `SHAPE` of attention.cuh.
+    fn push<'a>(self, launch: Launch<'a>, how: &Causal<'_>, apart: usize) -> Result<Launch<'a>> {
+        let window = how.window.map_or(i32::MAX as usize, |w| w.min(i32::MAX as usize));
+        let launch = launch.count(self.t)?.count(self.h)?.count(self.g)?.count(self.c)?;
+        launch.count(how.seqs.first_query)?.count(window)?.number(how.scale as f32).count(apart)
+    }
+}
+
+/// [`super::forward`].
+pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
+    let shape = Shape::of(q, k, v, how.seqs)?;
+    let (lse_shape, rows) = ((shape.h, shape.t), (shape.t, shape.h * shape.c));
+    let apart = stride(rows.1, rank);
+    let out = [((shape.t, apart).into(), q.dtype()), (lse_shape.into(), DType::F32)];
+    if let Some([o, lse]) = ghost_products(&[q, k, v], out, |_| ()) {
+        return Ok(Saved { o: Padded::within(o, rows)?, lse });
+    }
+    let tiles = tiles(&[q, k, v], shape, how)?;
+    let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
+    let aligned = is_aligned(&q)? && is_aligned(&k)? && is_aligned(&v)?;
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, lse_shape, DType::F32)?);
+    let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = Launch::named(&q, source, kernels.name("forward", shape.c, q.dtype()))?;
+    let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
+    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
+    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
+    // SAFETY: q and o have t queries of h heads, those of o as far apart as is said, k and v the keys of g heads
+    // (Shape::of), lse a number a query and head; tiles are of these queries and keys, and cover them.
+    unsafe { launch.run(grid) }?;
+    Ok(Saved { o: Padded::within(o, rows)?, lse })
+}
+
+/// [`super::forward_cached`].
+pub fn forward_cached(
+    q: &Tensor,
+    cache: &Cache,
+    shape: Shape,
+    how: &Causal<'_>,
+    rank: usize,
+) -> Result<Saved> {
+    let rows = (shape.t, shape.h * shape.c);
+    let apart = stride(rows.1, rank);
+    let tiles = tiles(&[q, cache.first()?], shape, how)?;
+    let (q, table) = (q.contiguous()?, cache.table()?);
+    // blocks are allocations of their own
+    let aligned = is_aligned(&q)?;
+    let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
+    if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
+        split::forward(&q, table, shape, how, parts, &o, &lse)?;
+        return Ok(Saved { o: Padded::within(o, rows)?, lse });
+    }
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let source = if kernels.tensor_cores { compiled!(ATTENTION_FORWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = Launch::named(&q, source, kernels.name("cached", shape.c, q.dtype()))?;
+    let launch = launch.tensor(&q)?.tensor(table)?.tensor(&tiles.queries)?;
+    let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
+    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
+    // SAFETY: as forward; the table has the blocks of the cache, whose keys and values of g heads are all there.
+    unsafe { launch.run(grid) }?;
+    Ok(Saved { o: Padded::within(o, rows)?, lse })
+}
+
+/// [`super::backward`].
+pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    saved: &Saved,
+    d_o: &Tensor,
+    how: &Causal<'_>,
+    rank: usize,
+) -> Result<(Tensor, Tensor, Padded)> {
+    let shape = Shape::of(q, k, v, how.seqs)?;
+    let (o, lse) = (saved.o.all(), &saved.lse);
+    let rows = (how.seqs.keys(), shape.g * shape.c);
+    let apart = stride(rows.1, rank);
+    let of_v = || ((rows.0, apart).into(), v.dtype());
+    let own = |t: &Tensor| (t.shape().clone(), t.dtype());
+    let during = |l: &crate::Ledger| {
+        l.touch((4 * shape.h * shape.t) as u64);
+        started(l);
+    };
+    if let Some([dq, dk, dv]) = ghost_products(&[q, k, v, o, lse, d_o], [own(q), own(k), of_v()], during) {
+        return Ok((dq, dk, Padded::within(dv, rows)?));
+    }
+    let tiles = tiles(&[q, k, v, o, d_o], shape, how)?;
+    if saved.o.dims() != (shape.t, shape.h * shape.c)
+        || d_o.shape() != q.shape()
+        || lse.dims() != [shape.h, shape.t]
+    {
+        candle_core::bail!(
+            "attention: q {:?}, output {:?}, its gradient {:?}, log-sum-exp {:?}",
+            q.shape(),
+            o.shape(),
+            d_o.shape(),
+            lse.shape()
+        );
+    }
+    let (q, k, v, d_o) = (q.contiguous()?, k.contiguous()?, v.contiguous()?, d_o.contiguous()?);
+    let mut aligned = true;
+    for t in [&q, &k, &v, &d_o, o] {
+        aligned &= is_aligned(t)?;
+    }
+    let kernels = Kernels::of(q.dtype(), shape.c, aligned);
+    let delta = empty(&q, (shape.h, shape.t), DType::F32)?;
+    let like = |t: &Tensor| empty(&q, t.shape(), t.dtype());
+    let (dq, dk, dv) = (like(&q)?, like(&k)?, empty(&q, of_v().0, v.dtype())?);
+    let source =
+        if kernels.tensor_cores { compiled!(ATTENTION_BACKWARD) } else { compiled!(ATTENTION_PLAIN) };
+    let launch = |role| Launch::named(&q, source, kernels.name(role, shape.c, q.dtype()));
+
+    let of_q = launch("backward_q")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(o)?.tensor(&d_o)?;
+    let of_q = shape.push(of_q.tensor(lse)?.tensor(&tiles.queries)?, how, saved.o.stride())?;
+    let of_q = of_q.tensor(&delta)?.tensor(&dq)?;
+    let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.backward_q);
+    // SAFETY: as forward; o, d_o and dq have q's shape, o with the stride that is said, delta that of lse.
+    unsafe { of_q.run(grid) }?;
+    let of_kv = launch("backward_kv")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&d_o)?;
+    let of_kv = of_kv.tensor(lse)?.tensor(&delta)?.tensor(&tiles.keys)?;
+    let of_kv = shape.push(of_kv, how, apart)?.tensor(&dk)?.tensor(&dv)?;
+    let grid = Grid::new(tiles.keys.dim(0)?, THREADS).by(shape.g).shared(kernels.backward_kv);
+    let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], kernels.parts], ..grid };
+    // SAFETY: as before; dk and dv have the shape of k and v, tokens of dv as far apart as is said.
+    unsafe { of_kv.run(grid) }?;
+    Ok((dq, dk, Padded::within(dv, rows)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A block of a card with 100 KiB of shared memory (8.6, 8.9) has 99 KiB, and two fit up to 128 channels.
+    #[test]
+    fn shared_memory_fits_every_card() {
+        for c in SIZES {
+            let k = Kernels::of(DType::BF16, c, true);
+            for bytes in [k.forward, k.backward_q, k.backward_kv] {
+                let blocks = if c <= WIDE { 2 } else { 1 };
+                assert!(blocks * (bytes + 1024) <= 100 << 10, "{c}: {bytes}");
+            }
+        }
+        assert!(Kernels::of(DType::F32, MOST, true).backward_kv <= 99 << 10);
+    }
+
+    #[test]
+    fn tensor_cores_take_half_precision_of_their_sizes() {
+        let name = |dtype, c, aligned| Kernels::of(dtype, c, aligned).name("forward", c, dtype);
+        assert_eq!(name(DType::BF16, 128, true), "attention_forward_bf16_128");
+        assert_eq!(name(DType::F16, 96, true), "attention_forward_f16_96");
+        assert_eq!(name(DType::F16, 80, true), "attention_forward_f16");
+        assert_eq!(name(DType::BF16, 128, false), "attention_forward_bf16");
+        assert_eq!(name(DType::F32, 128, true), "attention_forward_f32");
+    }
+
+    /// Names that exist in the sources.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn every_kernel_is_compiled() {
+        use crate::cuda::module;
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for role in ["split", "join"] {
+                let name = format!("attention_{role}_{}", dtype.as_str());
+                assert!(module::ATTENTION_SPLIT.ptx.contains(&format!(".entry {name}(")), "{name}");
+            }
+            for c in SIZES.into_iter().chain([80]) {
+                let k = Kernels::of(dtype, c, true);
+                for role in ["forward", "cached", "backward_q", "backward_kv"] {
+                    let source = match (k.tensor_cores, role) {
+                        (false, _) => module::ATTENTION_PLAIN,
+                        (true, "forward" | "cached") => module::ATTENTION_FORWARD,
+                        (true, _) => module::ATTENTION_BACKWARD,
+                    };
+                    let name = k.name(role, c, dtype);
+                    assert!(source.ptx.contains(&format!(".entry {name}(")), "{name}");
+                }
+            }
+        }
+    }
+}

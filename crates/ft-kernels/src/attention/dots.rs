@@ -1,0 +1,238 @@
+//! The CPU's attention in bf16, by dot products: blocks as in `cpu`, with scores and sums in f32, and probabilities and their
+//! gradients rounded to bf16, as kernels of GPUs have them.
+
+use super::cpu::{AT_ONCE, BLOCK, Block, Item, KEYS};
+use super::{Causal, Saved, Shape};
+use crate::Tensor;
+use crate::cast::{narrow, wide};
+use crate::cpu::{Halves, Real, dot, ghost_products_in, max, sum, tensor, vectorised, view};
+use crate::gemm::pairs::{Onto, Right, packing, product_onto};
+use crate::gemm::{Mat, serial};
+use crate::ledger::Ledger;
+use crate::padded::Padded;
+use candle_core::{DType, Device, Result};
+use half::bf16;
+use rayon::prelude::*;
+
+/// Keys whose scores a thread has at a time in the backward pass.
+const CHUNK: usize = 4 * BLOCK;
+
+/// As [`super::cpu::forward`].
+pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
+    let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
+    let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+    // scores, probabilities and output of one block and head on each thread
+    let blocks = |l: &Ledger| {
+        let (rows, keys) = (BLOCK.min(t), how.most_keys());
+        let packed = packing((rows, c, keys), 1, (false, false), false).max(packing(
+            (rows, keys, c),
+            1,
+            (false, false),
+            false,
+        ));
+        let each = (rows * (6 * keys + 4 * c)) as u64 + packed;
+        l.touch(t.div_ceil(BLOCK).min(l.machine().threads as usize) as u64 * each);
+    };
+    let out = [((t, h * c).into(), DType::BF16), ((t, h).into(), DType::F32)];
+    if let Some([o, lse]) = ghost_products_in::<f32, 2>(is_half, &[&q, &k, &v], out, blocks) {
+        return Ok(Saved { o: Padded::of(&o)?, lse });
+    }
+    let (qv, kv, vv) = (Halves::of(&q)?, Halves::of(&k)?, Halves::of(&v)?);
+    let (qv, kv, vv): (&[bf16], &[bf16], &[bf16]) = (&qv, &kv, &vv);
+    let (mut o, mut lse) = (vec![bf16::ZERO; t * h * c], vec![0f32; t * h]);
+    let block = |(b, (o, lse)): (usize, (&mut [bf16], &mut [f32]))| {
+        let i0 = b * BLOCK;
+        let rows = lse.len() / h;
+        let block = Block::of(how, i0, rows);
+        let Block { k0, n } = block;
+        let (mut scores, mut p) = (vec![0f32; rows * n], vec![bf16::ZERO; rows * n]);
+        let mut own = vec![0f32; rows * c];
+        for head in 0..h {
+            let qm = of_head(qv, (i0 * h + head) * c, (rows, c), h);
+            let at = (k0 * g + head / (h / g)) * c;
+            let [km, vm] = [kv, vv].map(|x| of_head(x, at, (n, c), g));
+            product(&mut scores, n, false, (qm, km.t()), how.scale);
+            let mut totals = [0f32; BLOCK];
+            for (r, (scores, p)) in scores.chunks_mut(n).zip(p.chunks_mut(n)).enumerate() {
+                let (a, z) = block.seen(how, i0, r);
+                p[..a].fill(bf16::ZERO);
+                p[z..].fill(bf16::ZERO);
+                let (largest, total) = vectorised(|| exponentials(&mut scores[a..z], &mut p[a..z]));
+                totals[r] = total;
+                lse[r * h + head] = largest + total.ln();
+            }
+            product(&mut own, c, false, (Mat::new(&p, rows, n, n), vm), 1.0);
+            for (r, (own, total)) in own.chunks(c).zip(totals).enumerate() {
+                let to = &mut o[(r * h + head) * c..][..c];
+                vectorised(|| to.iter_mut().zip(own).for_each(|(o, x)| *o = narrow(*x / total)));
+            }
+        }
+    };
+    o.par_chunks_mut(BLOCK * h * c).zip(lse.par_chunks_mut(BLOCK * h)).enumerate().for_each(block);
+    let o = Tensor::from_vec(o, (t, h * c), &Device::Cpu)?;
+    Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), DType::F32)? })
+}
+
+/// Rows of one head of so many, from a value on.
+fn of_head(x: &[bf16], at: usize, (rows, c): (usize, usize), heads: usize) -> Mat<'_, bf16> {
+    Mat::new(&x[at..], rows, c, heads * c)
+}
+
+fn is_half(dtype: DType) -> bool {
+    dtype == DType::BF16
+}
+
+/// `dst (+)= alpha a b`, on this thread.
+fn product(dst: &mut [f32], stride: usize, add: bool, (a, b): (Mat<'_, bf16>, Mat<'_, bf16>), alpha: f64) {
+    serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Of(b), alpha as f32));
+}
+
+/// `p = e^(scores - the largest)`, rounded; gives the largest and the sum of those that were not.
+#[inline(always)]
+fn exponentials(scores: &mut [f32], p: &mut [bf16]) -> (f32, f32) {
+    let largest = max(scores);
+    scores.iter_mut().for_each(|x| *x = Real::exp(*x - largest));
+    p.iter_mut().zip(&*scores).for_each(|(p, x)| *p = narrow(*x));
+    (largest, sum(scores))
+}
+
+/// What the backward pass keeps of an item: its probabilities and their gradient [rows, n], and that of its queries.
+struct Kept {
+    p: Vec<bf16>,
+    dp: Vec<bf16>,
+    dq: Vec<bf16>,
+}
+
+/// As [`super::cpu::backward`].
+pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    (o, lse): (&Tensor, &Tensor),
+    d_o: &Tensor,
+    how: &Causal<'_>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let shape = Shape::of(q, k, v, how.seqs)?;
+    let Shape { t, h, g, c } = shape;
+    let [q, k, v, o, d_o] =
+        [q.contiguous()?, k.contiguous()?, v.contiguous()?, o.contiguous()?, d_o.contiguous()?];
+    let keys = how.seqs.keys();
+    let during = |l: &Ledger| {
+        let (rows, most, threads) = (BLOCK.min(t), how.most_keys(), l.machine().threads as usize);
+        let items = h * t.div_ceil(BLOCK);
+        let kept = items.min(AT_ONCE * threads) * rows * 2 * (2 * most + c);
+        let packed = |sizes, turned| packing(sizes, 1, (turned, false), false) as usize;
+        let chunk = CHUNK.min(most);
+        let first = 8 * rows * chunk + packed((rows, c, chunk), false).max(packed((rows, most, c), false));
+        let then = packed((KEYS.min(keys), rows, c), true);
+        let at_work = (items.min(threads) * first).max(keys.div_ceil(KEYS).min(threads) * then);
+        // gradients of keys and values are in f32 until all are added
+        let wider = 2 * keys * g * c;
+        l.touch((2 * wider + wider.max(kept + at_work)) as u64);
+    };
+    let out = [&q, &k, &v].map(|x| (x.shape().clone(), DType::BF16));
+    if let Some([dq, dk, dv]) =
+        ghost_products_in::<f32, 3>(is_half, &[&q, &k, &v, &o, lse, &d_o], out, during)
+    {
+        return Ok((dq, dk, dv));
+    }
+    let (qv, kv, vv) = (Halves::of(&q)?, Halves::of(&k)?, Halves::of(&v)?);
+    let (ov, lv, dv) = (Halves::of(&o)?, view::<f32>(lse)?, Halves::of(&d_o)?);
+    let (qv, kv, vv): (&[bf16], &[bf16], &[bf16]) = (&qv, &kv, &vv);
+    let (ov, lv, dv): (&[bf16], &[f32], &[bf16]) = (&ov, &lv, &dv);
+    let items = Item::all(shape, how);
+    // as large as any item needs, at once: a vector that grows holds twice what it needs
+    let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
+    let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
+    let zeros = |n: usize| vec![bf16::ZERO; n];
+    let mut kept: Vec<Kept> = (0..at_once.min(items.len()))
+        .map(|_| Kept { p: zeros(rows * most), dp: zeros(rows * most), dq: zeros(rows * c) })
+        .collect();
+    let (mut dq, mut dk, mut dval) = (zeros(t * h * c), vec![0f32; keys * g * c], vec![0f32; keys * g * c]);
+    for now in items.chunks(at_once) {
+        kept.par_iter_mut().zip(now).with_max_len(1).for_each(|(kept, of)| {
+            let Item { head, kvh, i0, rows, block: Block { k0, n } } = *of;
+            let (qm, gm) = (of_head(qv, of.at(h, c), (rows, c), h), of_head(dv, of.at(h, c), (rows, c), h));
+            let mut of_rows = [0f32; BLOCK];
+            for (r, delta) in of_rows.iter_mut().enumerate().take(rows) {
+                let own = of.at(h, c) + r * h * c..of.at(h, c) + r * h * c + c;
+                *delta = vectorised(|| wide_dot(&dv[own.clone()], &ov[own]));
+            }
+            let mut room = vec![0f32; 2 * rows * CHUNK.min(n)];
+            for from in (0..n).step_by(CHUNK) {
+                let some = CHUNK.min(n - from);
+                let at = ((k0 + from) * g + kvh) * c;
+                let (scores, d_scores) = room.split_at_mut(rows * some);
+                product(scores, some, false, (qm, of_head(kv, at, (some, c), g).t()), how.scale);
+                product(d_scores, some, false, (gm, of_head(vv, at, (some, c), g).t()), 1.0);
+                for r in 0..rows {
+                    let (a, z) = of.block.seen(how, i0, r);
+                    let (a, z) = (a.clamp(from, from + some) - from, z.clamp(from, from + some) - from);
+                    let to = r * n + from..r * n + from + some;
+                    let (p, dp) = (&mut kept.p[to.clone()], &mut kept.dp[to]);
+                    for part in [0..a, z..some] {
+                        p[part.clone()].fill(bf16::ZERO);
+                        dp[part].fill(bf16::ZERO);
+                    }
+                    let (lse, delta, scale) = (lv[(i0 + r) * h + head], of_rows[r], how.scale as f32);
+                    let (scores, d_scores) = (&mut scores[r * some..][a..z], &mut d_scores[r * some..][a..z]);
+                    vectorised(|| {
+                        for (x, dx) in scores.iter_mut().zip(d_scores.iter_mut()) {
+                            *x = Real::exp(*x - lse);
+                            *dx = *x * (*dx - delta) * scale;
+                        }
+                        for (half, x) in [(&mut p[a..z], scores), (&mut dp[a..z], d_scores)] {
+                            half.iter_mut().zip(x).for_each(|(h, x)| *h = narrow(*x));
+                        }
+                    });
+                }
+            }
+            let (dpm, km) = (Mat::new(&kept.dp, rows, n, n), of_head(kv, (k0 * g + kvh) * c, (n, c), g));
+            serial(|| product_onto(Onto::Half(&mut kept.dq), c, false, dpm, Right::Of(km), 1.0));
+        });
+        for (kept, of) in kept.iter().zip(now) {
+            for (r, row) in kept.dq.chunks(c).take(of.rows).enumerate() {
+                dq[of.at(h, c) + r * h * c..][..c].copy_from_slice(row);
+            }
+        }
+        let blocks = dk.par_chunks_mut(KEYS * g * c).zip(dval.par_chunks_mut(KEYS * g * c));
+        blocks.enumerate().for_each(|(b, (dk, dval))| {
+            let (first, end) = (b * KEYS, keys.min((b + 1) * KEYS));
+            for (kept, of) in kept.iter().zip(now) {
+                let Item { kvh, rows, block: Block { k0, n }, .. } = *of;
+                let (from, to) = (first.max(k0), end.min(k0 + n));
+                if from >= to {
+                    continue;
+                }
+                let seen = |x| Mat::new(x, rows, to - from, n).t();
+                let (p, dp) = (&kept.p[from - k0..rows * n], &kept.dp[from - k0..rows * n]);
+                let (qm, gm) =
+                    (of_head(qv, of.at(h, c), (rows, c), h), of_head(dv, of.at(h, c), (rows, c), h));
+                let into = ((from - first) * g + kvh) * c;
+                product(&mut dval[into..], g * c, true, (seen(p), gm), 1.0);
+                product(&mut dk[into..], g * c, true, (seen(dp), qm), 1.0);
+            }
+        });
+    }
+    drop(kept);
+    Ok((
+        Tensor::from_vec(dq, (t, h, c), &Device::Cpu)?,
+        tensor(dk, (keys, g, c), DType::BF16)?,
+        tensor(dval, (keys, g, c), DType::BF16)?,
+    ))
+}
+
+/// The sum of products of widened values.
+#[inline(always)]
+fn wide_dot(a: &[bf16], b: &[bf16]) -> f32 {
+    const SOME: usize = 64;
+    let (mut x, mut y) = ([0f32; SOME], [0f32; SOME]);
+    let mut sum = 0.0;
+    for (a, b) in a.chunks(SOME).zip(b.chunks(SOME)) {
+        for (to, from) in [(&mut x, a), (&mut y, b)] {
+            to.iter_mut().zip(from).for_each(|(t, v)| *t = wide(*v));
+        }
+        sum += dot(&x[..a.len()], &y[..b.len()]);
+    }
+    sum
+}

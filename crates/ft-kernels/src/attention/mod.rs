@@ -1,0 +1,453 @@
+//! Causal attention over documents laid end to end, with grouped queries and sliding windows.
+//!
+//! Rows of a micro-batch are not padded: all documents stand one after the other in one sequence, and token
+//! `i` sees the keys from the start of its own document to itself. So packed and padded batches are one
+//! case, and nothing is computed for padding.
+//!
+//! The forward pass keeps, beside the output, the logarithm of each row's softmax sum; the backward pass
+//! computes the probabilities again from it, block by block, so that memory grows with tokens and not with
+//! their square (Dao et al., "FlashAttention", 2022).
+//!
+//! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
+
+mod cache;
+mod cpu;
+mod cuda;
+mod dots;
+mod split;
+mod tiles;
+
+pub use self::cache::Cache;
+pub use self::cpu::BLOCK;
+#[cfg(test)]
+pub use self::cuda::shared_memory;
+use self::tiles::Tiles;
+use super::cpu::{is_cpu, on_real};
+use super::gemm::pairs;
+use super::ledger::Cost;
+use crate::Tensor;
+use crate::cuda::upload::{Lists, Place, Sent};
+use crate::padded::Padded;
+use candle_core::{Device, Result};
+
+/// Who sees whom.
+#[derive(Clone, Debug)]
+pub struct Sequences {
+    /// Lengths of the documents, in order; their sum is the number of keys.
+    pub docs: Vec<usize>,
+    /// Index of the first query among the keys: 0 in training, the length of the cache when decoding.
+    pub first_query: usize,
+    /// First token of the document of each key, for the CPU.
+    lo: Vec<u32>,
+    /// What CUDA's kernels are told.
+    tiles: Option<Tiles>,
+    sizes: Sizes,
+}
+
+/// How much attention there is to compute: all that a plan knows of documents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Tokens of all documents.
+    pub keys: usize,
+    /// Longest document.
+    pub longest: usize,
+    /// Most keys that [`BLOCK`] queries in a row see: theirs and those of documents between.
+    pub reach: usize,
+}
+
+impl Sizes {
+    /// Of documents end to end.
+    pub fn of(docs: &[usize]) -> Self {
+        let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
+        let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
+        for from in (0..keys).step_by(BLOCK) {
+            while rest.peek().is_some_and(|n| start + **n <= from) {
+                start += rest.next().copied().unwrap_or(0);
+            }
+            reach = reach.max((from + BLOCK).min(keys) - start);
+        }
+        Self { keys, longest, reach }
+    }
+}
+
+impl Sequences {
+    /// Documents of these lengths; queries from `first_query` on.
+    pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
+        let (mut lo, mut tiles) = (Vec::new(), None);
+        if device.is_cpu() {
+            lo.reserve_exact(docs.iter().sum());
+            for &n in docs {
+                let start = lo.len() as u32;
+                lo.extend(std::iter::repeat_n(start, n));
+            }
+        } else {
+            let mut lists = Lists::default();
+            let places = Self::list(docs, first_query, &mut lists);
+            tiles = Some(Tiles::sent(places, &lists.send(device)?)?);
+        }
+        Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
+    }
+
+    /// Adds what another device than the CPU is told of documents to lists that are sent there.
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
+        Tiles::list(docs, first_query, to)
+    }
+
+    /// Documents of these lengths, that were sent.
+    pub fn sent(docs: &[usize], first_query: usize, places: [Place; 2], sent: &Sent) -> Result<Self> {
+        let tiles = Some(Tiles::sent(places, sent)?);
+        Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
+    }
+
+    /// Those of a plan.
+    pub fn ghost(sizes: Sizes) -> Self {
+        Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
+    }
+
+    /// Bytes that they take on the device, of documents that are all as long as the longest.
+    pub fn bytes(sizes: Sizes, cuda: bool) -> usize {
+        if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
+    }
+
+    /// Number of keys.
+    pub fn keys(&self) -> usize {
+        self.sizes.keys
+    }
+}
+
+/// Which keys a query sees, and what its scores are multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub struct Causal<'a> {
+    /// Documents.
+    pub seqs: &'a Sequences,
+    /// Keys that a query sees at the most, itself among them.
+    pub window: Option<usize>,
+    /// Factor on the scores.
+    pub scale: f64,
+}
+
+impl Causal<'_> {
+    /// Most keys that a block of queries sees.
+    fn most_keys(&self) -> usize {
+        self.window.map_or(self.seqs.sizes.reach, |w| self.seqs.sizes.reach.min(w + BLOCK))
+    }
+
+    /// Pairs of a query and a key that it sees, the diagonal counted half: `n^2 / 2` of a document of `n` tokens. A plan
+    /// takes all documents to be as long as the longest.
+    fn pairs(&self) -> f64 {
+        let n = self.seqs.sizes.longest as f64;
+        let w = self.window.map_or(n, |w| n.min(w as f64));
+        if n == 0.0 { 0.0 } else { self.seqs.sizes.keys as f64 * w * (1.0 - w / 2.0 / n) }
+    }
+
+    /// Writes the arithmetic of `products` products of scores down, for ghosts.
+    fn work(&self, q: &Tensor, products: f64) {
+        if let Some(g) = q.ghost() {
+            let flops =
+                2.0 * products * self.pairs() * (g.shape().elem_count() / self.seqs.keys().max(1)) as f64;
+            g.ledger().work(Cost { flops, attention: flops, ..Cost::default() });
+        }
+    }
+
+    /// First key that the query with key index `i` sees.
+    fn first_key(&self, i: usize) -> usize {
+        let lo = self.seqs.lo[i] as usize;
+        self.window.map_or(lo, |w| lo.max((i + 1).saturating_sub(w)))
+    }
+}
+
+/// What the backward pass needs beside q, k and v.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// Output [t, h c].
+    pub o: Padded,
+    /// Logarithm of the softmax's sum, f32 (f64 for f64): [t, h], on CUDA [h, t].
+    pub lse: Tensor,
+}
+
+/// Forward.
+///
+/// # Shapes
+/// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g; the output is [t, h c], on CUDA with room for `rank` columns
+/// beside it.
+pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
+    Shape::of(q, k, v, how.seqs)?;
+    how.work(q, 2.0);
+    if is_cpu(q) && pairs::takes(&[q, k, v])? {
+        dots::forward(q, k, v, how)
+    } else if is_cpu(q) {
+        on_real!(q.dtype(), cpu::forward(q, k, v, how))
+    } else {
+        cuda::forward(q, k, v, how, rank)
+    }
+}
+
+/// Forward of the last tokens of a cache, which has their keys and values.
+///
+/// # Shapes
+/// `q` [t, h, c]; the cache's keys [g, c] a token; the output as in [`forward`].
+pub fn forward_cached(q: &Tensor, cache: &Cache, how: &Causal<'_>, rank: usize) -> Result<Saved> {
+    let (first, (t, h, c)) = (cache.first()?, q.dims3()?);
+    let (_, g, kc) = first.dims3()?;
+    let keys = cache.len();
+    if kc != c || g == 0 || h % g != 0 || keys != how.seqs.keys() || t + how.seqs.first_query != keys {
+        candle_core::bail!("attention: q {:?}, {keys} keys of {:?} in a cache", q.shape(), first.shape());
+    }
+    let shape = Shape { t, h, g, c };
+    if is_cpu(q) {
+        on_real!(q.dtype(), cpu::forward_cached(q, cache, shape, how))
+    } else {
+        cuda::forward_cached(q, cache, shape, how, rank)
+    }
+}
+
+/// The gradients of q, k and v, given that of the output [t, h, c]; that of v is [keys, g c], on CUDA with room for `rank`
+/// columns beside it.
+pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    saved: &Saved,
+    d_o: &Tensor,
+    how: &Causal<'_>,
+    rank: usize,
+) -> Result<(Tensor, Tensor, Padded)> {
+    Shape::of(q, k, v, how.seqs)?;
+    how.work(q, 5.0);
+    if !is_cpu(q) {
+        return cuda::backward(q, k, v, saved, d_o, how, rank);
+    }
+    let o = saved.o.values()?.reshape(q.shape())?;
+    let (dq, dk, dv) = match pairs::takes(&[q, k, v, &o, d_o])? {
+        true => dots::backward(q, k, v, (&o, &saved.lse), d_o, how)?,
+        false => on_real!(q.dtype(), cpu::backward(q, k, v, (&o, &saved.lse), d_o, how))?,
+    };
+    let (keys, g, c) = dv.dims3()?;
+    Ok((dq, dk, Padded::of(&dv.reshape((keys, g * c))?)?))
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    t: usize,
+    h: usize,
+    g: usize,
+    c: usize,
+}
+
+impl Shape {
+    fn of(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Sequences) -> Result<Self> {
+        let (t, h, c) = q.dims3()?;
+        let (keys, g, kc) = k.dims3()?;
+        if kc != c
+            || k.dims() != v.dims()
+            || g == 0
+            || h % g != 0
+            || keys != seqs.keys()
+            || t + seqs.first_query != keys
+        {
+            candle_core::bail!(
+                "attention: q {:?}, k {:?}, v {:?}, {} keys, first query {}",
+                q.shape(),
+                k.shape(),
+                v.shape(),
+                seqs.keys(),
+                seqs.first_query
+            );
+        }
+        Ok(Self { t, h, g, c })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{close, gradient, randn, values};
+    use candle_core::DType;
+
+    struct Case {
+        docs: &'static [usize],
+        h: usize,
+        g: usize,
+        c: usize,
+        window: Option<usize>,
+    }
+
+    impl Case {
+        fn how<'a>(&self, seqs: &'a Sequences, scale: f64) -> Causal<'a> {
+            Causal { seqs, window: self.window, scale }
+        }
+    }
+
+    const CASES: &[Case] = &[
+        Case { docs: &[5], h: 2, g: 1, c: 4, window: None },
+        Case { docs: &[1], h: 1, g: 1, c: 1, window: None },
+        Case { docs: &[3, 4, 1], h: 4, g: 2, c: 2, window: None },
+        Case { docs: &[7, 2], h: 2, g: 2, c: 3, window: Some(3) },
+        Case { docs: &[6], h: 3, g: 1, c: 2, window: Some(1) },
+    ];
+
+    fn inputs(case: &Case, dtype: DType) -> Result<(Tensor, Tensor, Tensor, Tensor, Sequences)> {
+        let t = case.docs.iter().sum::<usize>();
+        Ok((
+            randn(1, (t, case.h, case.c), dtype)?,
+            randn(2, (t, case.g, case.c), dtype)?,
+            randn(3, (t, case.g, case.c), dtype)?,
+            randn(4, (t, case.h, case.c), dtype)?,
+            Sequences::new(case.docs, 0, &Device::Cpu)?,
+        ))
+    }
+
+    fn output(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Tensor> {
+        forward(q, k, v, how, 0)?.o.values()?.reshape(q.shape())
+    }
+
+    #[test]
+    fn gradients() -> Result<()> {
+        for case in CASES {
+            let (q, k, v, dy, s) = inputs(case, DType::F64)?;
+            let how = case.how(&s, 0.7);
+            let saved = forward(&q, &k, &v, &how, 0)?;
+            let (dq, dk, dv) = backward(&q, &k, &v, &saved, &dy, &how, 0)?;
+            let dv = dv.values()?.reshape(v.shape())?;
+            gradient("q", &q, &dq, &dy, |q| output(q, &k, &v, &how));
+            gradient("k", &k, &dk, &dy, |k| output(&q, k, &v, &how));
+            gradient("v", &v, &dv, &dy, |v| output(&q, &k, v, &how));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_block_reaches_back_to_the_start_of_its_first_document() {
+        let reach = |docs: &[usize]| Sizes::of(docs).reach;
+        assert_eq!((reach(&[128]), reach(&[100]), reach(&[])), (128, 100, 0));
+        // the block of tokens 64..128 begins in the first document and ends in the second
+        assert_eq!((reach(&[100, 28]), reach(&[64, 64])), (128, 64));
+    }
+
+    /// A window of w keys leaves w (n - w / 2) of n^2 / 2 pairs.
+    #[test]
+    fn a_window_hides_keys() -> Result<()> {
+        let pairs = |n: usize, window| -> Result<f64> {
+            let seqs = Sequences::ghost(Sizes { keys: 2 * n, longest: n, reach: n });
+            Ok(Causal { seqs: &seqs, window, scale: 1.0 }.pairs() / (2 * n).max(1) as f64)
+        };
+        assert_eq!((pairs(100, None)?, pairs(100, Some(100))?, pairs(100, Some(400))?), (50.0, 50.0, 50.0));
+        assert_eq!((pairs(100, Some(20))?, pairs(0, Some(20))?), (18.0, 0.0));
+        Ok(())
+    }
+
+    /// Several blocks of queries and of keys: the gradients of softmax written out for whole matrices, and the same bits on any
+    /// number of threads, which decides how many blocks are at work at once.
+    #[test]
+    fn gradients_over_many_blocks() -> Result<()> {
+        let case = Case { docs: &[200, 30, 61], h: 4, g: 2, c: 3, window: Some(150) };
+        let (q, k, v, dy, s) = inputs(&case, DType::F64)?;
+        let how = case.how(&s, 0.6);
+        let saved = forward(&q, &k, &v, &how, 0)?;
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+            pool.install(|| backward(&q, &k, &v, &saved, &dy, &how, 0))
+        };
+        let (dq, dk, dv) = on(1)?;
+        let dv = dv.values()?;
+        for threads in [2, 3, 9] {
+            let (q, k, v) = on(threads)?;
+            close(&q, &dq, 0.0);
+            close(&k, &dk, 0.0);
+            close(&v.values()?, &dv, 0.0);
+        }
+        let t = 291;
+        let seen: Vec<f64> = (0..t * t)
+            .map(|at| {
+                let (i, j): (usize, usize) = (at / t, at % t);
+                let first = [0, 200, 230]
+                    .into_iter()
+                    .rfind(|d| *d <= i)
+                    .unwrap_or(0)
+                    .max((i + 1).saturating_sub(150));
+                f64::from(u8::from(j >= first && j <= i))
+            })
+            .collect();
+        let seen = Tensor::from_vec(seen, (t, t), &Device::Cpu)?;
+        let head = |x: &Tensor, n: usize| x.narrow(1, n, 1)?.squeeze(1)?.contiguous();
+        for kvh in 0..2 {
+            let (k, v) = (head(&k, kvh)?, head(&v, kvh)?);
+            let (mut want_k, mut want_v) = (k.zeros_like()?, v.zeros_like()?);
+            for h in [2 * kvh, 2 * kvh + 1] {
+                let (q, dy) = (head(&q, h)?, head(&dy, h)?);
+                let e = ((q.matmul(&k.t()?)? * 0.6)?.exp()? * &seen)?;
+                let p = e.broadcast_div(&e.sum_keepdim(1)?)?;
+                let dp = dy.matmul(&v.t()?)?;
+                let delta = (&p * &dp)?.sum_keepdim(1)?;
+                let ds = ((p.clone() * dp.broadcast_sub(&delta)?)? * 0.6)?;
+                close(&head(&dq, h)?, &ds.matmul(&k)?, 1e-10);
+                want_k = (want_k + ds.t()?.matmul(&q)?)?;
+                want_v = (want_v + p.t()?.matmul(&dy)?)?;
+            }
+            close(&head(&dk, kvh)?, &want_k, 1e-10);
+            close(&head(&dv.reshape((t, 2, 3))?, kvh)?, &want_v, 1e-10);
+        }
+        Ok(())
+    }
+
+    /// In bf16: near what the same values give in f64, over many blocks, with heads of odd and even sizes; and the same bits on
+    /// any number of threads.
+    #[test]
+    fn bf16_is_near_the_widened() -> Result<()> {
+        for (case, bar) in [
+            (Case { docs: &[200, 30, 461], h: 4, g: 2, c: 32, window: None }, 0.01),
+            (Case { docs: &[130, 31], h: 3, g: 1, c: 5, window: Some(70) }, 0.01),
+            (Case { docs: &[1, 1], h: 1, g: 1, c: 2, window: None }, 0.01),
+        ] {
+            let (q, k, v, dy, s) = inputs(&case, DType::BF16)?;
+            let how = case.how(&s, 0.3);
+            let run = |dtype: DType| -> Result<Vec<Tensor>> {
+                let [q, k, v, dy] = [&q, &k, &v, &dy].map(|x| x.to_dtype(dtype));
+                let (q, k, v, dy) = (q?, k?, v?, dy?);
+                let saved = forward(&q, &k, &v, &how, 0)?;
+                let (dq, dk, dv) = backward(&q, &k, &v, &saved, &dy, &how, 0)?;
+                Ok(vec![saved.o.values()?, saved.lse, dq, dk, dv.values()?])
+            };
+            let (got, want) = (run(DType::BF16)?, run(DType::F64)?);
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                let [got, want] = [values(got), values(want)];
+                let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
+                let off = got.iter().zip(&want).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+                let off = (off / want.len() as f64).sqrt();
+                assert!(off <= bar * size + 1e-6, "result {i}: {off:e} off, of {size:e}");
+            }
+            for threads in [1, 3] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+                for (a, b) in pool.install(|| run(DType::BF16))?.iter().zip(&got) {
+                    assert_eq!(values(a), values(b), "on {threads} threads");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Another document's tokens must not move a bit of this one's output.
+    #[test]
+    fn documents_do_not_see_one_another() -> Result<()> {
+        let case = Case { docs: &[9, 70, 5], h: 2, g: 1, c: 4, window: None };
+        let (q, k, v, _, s) = inputs(&case, DType::F32)?;
+        let a = output(&q, &k, &v, &case.how(&s, 0.5))?.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?;
+        let noise = randn(77, (9, 1, 4), DType::F32)?;
+        let swap = |x: &Tensor| Tensor::cat(&[noise.clone(), x.narrow(0, 9, 75)?], 0);
+        let b = output(&q, &swap(&k)?, &swap(&v)?, &case.how(&s, 0.5))?;
+        assert_eq!(a, b.narrow(0, 9, 70)?.flatten_all()?.to_vec1::<f32>()?);
+        Ok(())
+    }
+
+    /// Decoding with cached keys gives what the whole sequence gives.
+    #[test]
+    fn later_queries_alone() -> Result<()> {
+        let case = Case { docs: &[80], h: 4, g: 2, c: 4, window: Some(30) };
+        let (q, k, v, _, s) = inputs(&case, DType::F32)?;
+        let whole = output(&q, &k, &v, &case.how(&s, 0.5))?.narrow(0, 77, 3)?;
+        let tail = Sequences::new(&[80], 77, &Device::Cpu)?;
+        let q3 = q.narrow(0, 77, 3)?.contiguous()?;
+        close(&output(&q3, &k, &v, &case.how(&tail, 0.5))?, &whole, 1e-6);
+        Ok(())
+    }
+}

@@ -1,0 +1,131 @@
+//! Attention of one query on CUDA: keys shared out to blocks, whose sums a second launch joins (attention_split.cu).
+//!
+//! A token of a reply has one query a head, and one block a head would read a whole cache: 32 blocks of a card's 132. From
+//! [`LEAST`] keys on they are shared out, so that as many blocks as can be have some.
+
+use super::cuda::THREADS;
+use super::{Causal, Shape};
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty};
+use candle_core::{DType, Result};
+
+/// Keys from which on they are shared out, and of a block at the least and at the most; so many blocks, as in the source.
+const LEAST: usize = 128;
+const EACH: (usize, usize) = (64, 256);
+const PARTS: usize = 1024;
+/// Blocks that are to have some: there is nothing to gain from more.
+const BLOCKS: usize = 64;
+/// Lanes of a key, and most shared memory of a block that needs no leave.
+const LANES: usize = 8;
+const SHARED: usize = 48 << 10;
+
+/// How the keys of a query are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    first: usize,
+    each: usize,
+    count: usize,
+    shared: usize,
+}
+
+impl Parts {
+    /// For a call whose tensors begin at whole vectors; none where it is not worth it, or not of one document.
+    pub fn of(shape: Shape, how: &Causal<'_>, dtype: DType) -> Option<Self> {
+        let vector = match dtype {
+            DType::F32 => 4,
+            DType::BF16 | DType::F16 => 8,
+            _ => return None,
+        };
+        if shape.t != 1 || how.seqs.docs.len() != 1 || !shape.c.is_multiple_of(vector) {
+            return None;
+        }
+        let keys = how.seqs.keys();
+        let first = keys.saturating_sub(how.window.unwrap_or(keys));
+        let seen = keys - first;
+        let each = (seen / BLOCKS).clamp(EACH.0, EACH.1).next_multiple_of(32);
+        let (count, line) = (seen.div_ceil(each), LANES * vector);
+        let shared = 4 * (shape.h / shape.g.max(1)) * (shape.c.next_multiple_of(line) + each + 4);
+        (seen >= LEAST && count <= PARTS && shared <= SHARED).then_some(Self { first, each, count, shared })
+    }
+}
+
+/// Shared memory of a kernel of this name, with 8 heads of 128 channels a group of keys.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> Option<usize> {
+    match kernel.strip_prefix("attention_")?.split('_').next()? {
+        "split" => Some(4 * 8 * (128 + EACH.0 + 4)),
+        "join" => Some(0),
+        _ => None,
+    }
+}
+
+/// The output of a query [1, h, c] and its log-sum-exp into `o` and `lse`, of a cache by its table. All are contiguous.
+pub fn forward(
+    q: &Tensor,
+    table: &Tensor,
+    shape: Shape,
+    how: &Causal<'_>,
+    parts: Parts,
+    o: &Tensor,
+    lse: &Tensor,
+) -> Result<()> {
+    let name = |role: &str| format!("attention_{role}_{}", q.dtype().as_str());
+    let sums = empty(q, (shape.h, parts.count, shape.c), DType::F32)?;
+    let stats = empty(q, (shape.h, parts.count, 2), DType::F32)?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("split"))?
+        .tensor(q)?
+        .tensor(table)?
+        .count(shape.h)?
+        .count(shape.g)?
+        .count(shape.c)?
+        .count(parts.first)?
+        .count(how.seqs.keys())?
+        .count(parts.each)?
+        .number(how.scale as f32)
+        .tensor(&sums)?
+        .tensor(&stats)?;
+    // SAFETY: the cache has the keys of g heads (super::forward_cached), those from the first on are shared out to as many blocks as
+    // sums and stats have parts.
+    unsafe { launch.run(Grid::new(parts.count, THREADS).by(shape.g).shared(parts.shared)) }?;
+    let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?
+        .tensor(&sums)?
+        .tensor(&stats)?
+        .count(parts.count)?
+        .count(shape.c)?
+        .tensor(o)?
+        .tensor(lse)?;
+    // SAFETY: a block a head, of as many parts as were written; o has the query's row, lse a number a head.
+    unsafe { launch.run(Grid::new(shape.h, THREADS)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::Sequences;
+    use candle_core::Device;
+
+    #[test]
+    fn keys_are_shared_out_once_each() -> Result<()> {
+        for (keys, window, want) in [
+            (127, None, None),
+            (128, None, Some((0, 64, 2))),
+            (2048, None, Some((0, 64, 32))),
+            (8192, None, Some((0, 128, 64))),
+            (40_000, None, Some((0, 256, 157))),
+            (8192, Some(1000), Some((7192, 64, 16))),
+            (300_000, None, None),
+        ] {
+            let seqs = Sequences::new(&[keys], keys - 1, &Device::Cpu)?;
+            let how = Causal { seqs: &seqs, window, scale: 1.0 };
+            let shape = Shape { t: 1, h: 32, g: 4, c: 128 };
+            let parts = Parts::of(shape, &how, DType::BF16);
+            assert_eq!(parts.map(|p| (p.first, p.each, p.count)), want, "{keys} keys");
+            assert!(
+                parts.is_none_or(|p| p.first + p.each * p.count >= keys && p.each * (p.count - 1) < keys)
+            );
+            assert_eq!(Parts::of(Shape { t: 2, ..shape }, &how, DType::BF16), None);
+            assert_eq!(Parts::of(Shape { c: 20, ..shape }, &how, DType::BF16), None);
+        }
+        Ok(())
+    }
+}

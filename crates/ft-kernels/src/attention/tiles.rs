@@ -1,0 +1,106 @@
+//! What CUDA's attention kernels are told of documents: tiles of tokens, made once a micro-batch for all of its layers.
+//!
+//! A block of threads takes a tile of one head. It has up to [`ROWS`] tokens of one document; those with the most
+//! partners come first, so that what ends last is small.
+
+use super::Sizes;
+use crate::Tensor;
+use crate::cuda::upload::{Lists, Place, Sent};
+use candle_core::Result;
+
+/// Tokens of a tile, as in attention.cuh.
+pub const ROWS: usize = 64;
+/// Numbers of a tile: its first token, its tokens, its document's first and end.
+const WIDTH: usize = 4;
+
+/// The two lists of tiles on the device, u32.
+#[derive(Clone, Debug)]
+pub struct Tiles {
+    /// Of queries, [tiles, 4].
+    pub queries: Tensor,
+    /// Of keys, [tiles, 4].
+    pub keys: Tensor,
+}
+
+/// Of documents of these lengths: tiles of queries, then those of keys.
+fn lists(docs: &[usize], first_query: usize) -> [Vec<[u32; WIDTH]>; 2] {
+    let (mut queries, mut keys, mut begin) = (Vec::new(), Vec::new(), 0);
+    for &n in docs {
+        let end = begin + n;
+        for (list, from) in [(&mut queries, begin.max(first_query)), (&mut keys, begin)] {
+            for first in (from..end).step_by(ROWS) {
+                let rows = ROWS.min(end - first);
+                list.push([first, rows, begin, end].map(|n| n as u32));
+            }
+        }
+        begin = end;
+    }
+    queries.sort_by_key(|[first, rows, begin, _]| std::cmp::Reverse(first + rows - begin));
+    keys.sort_by_key(|[first, _, _, end]| std::cmp::Reverse(end - first));
+    [queries, keys]
+}
+
+impl Tiles {
+    /// Adds them to lists that are sent to a device.
+    pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
+        lists(docs, first_query).map(|list| to.ints(&list.concat()))
+    }
+
+    /// Those that were sent.
+    pub fn sent(places: [Place; 2], sent: &Sent) -> Result<Self> {
+        let [queries, keys] = places.map(|p| sent.ints(p)?.reshape(((), WIDTH)));
+        Ok(Self { queries: queries?, keys: keys? })
+    }
+}
+
+/// Bytes of tiles of documents that are all as long as the longest.
+pub fn bytes(sizes: Sizes) -> usize {
+    let docs = sizes.keys.div_ceil(sizes.longest.max(1));
+    2 * 4 * WIDTH * docs * sizes.longest.div_ceil(ROWS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_every_token_once_and_stay_in_their_document() {
+        for (docs, first_query) in [(&[200, 3, 0, 64, 65][..], 0), (&[130], 129), (&[130], 70), (&[], 0)] {
+            let all: usize = docs.iter().sum();
+            for (list, from) in lists(docs, first_query).into_iter().zip([first_query, 0]) {
+                let mut seen = vec![0; all];
+                for [first, rows, begin, end] in list {
+                    assert!(rows > 0 && rows <= ROWS as u32 && begin <= first && first + rows <= end);
+                    let whole: u32 = docs
+                        .iter()
+                        .map(|n| *n as u32)
+                        .take_while({
+                            let mut at = 0;
+                            move |n| {
+                                at += n;
+                                at <= begin
+                            }
+                        })
+                        .sum();
+                    assert_eq!(whole, begin);
+                    (first..first + rows).for_each(|t| seen[t as usize] += 1);
+                }
+                assert!(seen.iter().enumerate().all(|(t, n)| *n == usize::from(t >= from)), "{docs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_heaviest_tiles_come_first() {
+        let [queries, keys] = lists(&[70, 200], 0);
+        assert_eq!(queries[0], [262, 8, 70, 270]);
+        assert_eq!(keys[0], [70, 64, 70, 270]);
+    }
+
+    #[test]
+    fn a_plan_counts_what_is_copied() {
+        let docs = [100; 7];
+        let [queries, keys] = lists(&docs, 0);
+        assert_eq!(bytes(Sizes::of(&docs)), 16 * (queries.len() + keys.len()));
+    }
+}

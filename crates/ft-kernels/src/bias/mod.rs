@@ -1,0 +1,103 @@
+//! A bias: added to every row, and its gradient, the sum of rows.
+
+use super::cast::{narrow, wide};
+use super::cpu::{Halves, ROWS, in_place, is_cpu, view};
+use super::cuda::launch::{Grid, Launch, compiled, ghosts};
+use super::gemm;
+use super::upcast;
+use crate::Tensor;
+use candle_core::{DType, Result};
+use half::bf16;
+use rayon::prelude::*;
+
+/// Threads of a block, as in bias.cu.
+const THREADS: u32 = 256;
+/// Columns that a block of the sum takes, as in bias.cu.
+const COLUMNS: usize = 32;
+
+/// `y + b`, row by row: `y` [t, o], `b` `[o]` -> [t, o] in `y`'s dtype. `y` itself is changed: it is the output of a product
+/// that nobody else has.
+pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
+    let (t, o) = y.dims2()?;
+    if b.dims() != [o] || b.dtype() != y.dtype() {
+        candle_core::bail!("bias: {:?} on {:?}", b.shape(), y.shape());
+    }
+    if is_cpu(&y) {
+        match y.dtype() {
+            _ if y.ghost().is_some() => {}
+            DType::F32 => in_place::<f32>("bias", &y, each_row(&view::<f32>(b)?, |y, b| *y += b))?,
+            DType::BF16 => {
+                let sum = |y: &mut bf16, b: bf16| *y = narrow(wide(*y) + wide(b));
+                in_place("bias", &y, each_row(&Halves::of(&b.contiguous()?)?, sum))?;
+            }
+            _ => return y.broadcast_add(b),
+        }
+        return Ok(y);
+    }
+    if ghosts(&[&y], [], |_| ()).is_some() {
+        return Ok(y);
+    }
+    let launch = Launch::of(&y, compiled!(BIAS), "bias_add")?
+        .tensor(b)?
+        .number(t as u64)
+        .number(o as u64)
+        .tensor(&y)?;
+    // SAFETY: the kernel reads and writes t rows of o values, and reads o of the bias.
+    unsafe { launch.run(Grid::new(t, THREADS)) }?;
+    Ok(y)
+}
+
+/// Changes rows like `b`, some at a time on each thread.
+fn each_row<T: Copy + Send + Sync>(b: &[T], f: impl Fn(&mut T, T) + Sync) -> impl Fn(&mut [T]) -> Result<()> {
+    move |y| {
+        let o = b.len().max(1);
+        y.par_chunks_mut(ROWS * o).for_each(|rows| {
+            rows.chunks_mut(o).for_each(|y| y.iter_mut().zip(b).for_each(|(y, b)| f(y, *b)));
+        });
+        Ok(())
+    }
+}
+
+/// `grad[c] += the sum of dy[.., c]`, in f32: `grad` [1, o] or `[o]` f32, `dy` [t, o].
+pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
+    if is_cpu(dy) || grad.dtype() != DType::F32 {
+        return gemm::acc(grad, &upcast(dy)?.sum_keepdim(0)?);
+    }
+    let (t, o) = dy.dims2()?;
+    if grad.elem_count() != o {
+        candle_core::bail!("bias: the gradient {:?} of {:?}", grad.shape(), dy.shape());
+    }
+    if ghosts(&[dy], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let dy = dy.contiguous()?;
+    let launch = Launch::of(&dy, compiled!(BIAS), "bias_sum")?
+        .tensor(&dy)?
+        .number(t as u64)
+        .number(o as u64)
+        .tensor(grad)?;
+    // SAFETY: the kernel reads t rows of o values, and reads and writes o values of the gradient, a block 32 of them.
+    unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{close, randn};
+    use candle_core::Device;
+
+    #[test]
+    fn a_bias_and_its_gradient() -> Result<()> {
+        let (y, b) = (randn(1, (5, 3), DType::F32)?, randn(2, 3, DType::F32)?);
+        let sum = add(y.copy()?, &b)?;
+        close(&sum, &y.broadcast_add(&b)?, 0.0);
+        for dtype in [DType::BF16, DType::F16] {
+            let (y, b) = (randn(1, (70, 33), dtype)?, randn(2, 33, dtype)?);
+            close(&add(y.copy()?, &b)?, &y.broadcast_add(&b)?, 0.0);
+        }
+        let grad = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        add_sum(&grad, &y)?;
+        close(&grad, &(y.sum_keepdim(0)? + 1.0)?, 1e-6);
+        Ok(())
+    }
+}

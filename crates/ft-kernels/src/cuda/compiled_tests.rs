@@ -1,0 +1,182 @@
+//! The CUDA kernels as the compiler makes them, held to the table tests/cuda/kernels.txt: registers, and blocks of threads
+//! that a multiprocessor runs side by side, on the cards that ft is for. A spill fails at once, and so does a kernel that
+//! takes memory for local arrays.
+//!
+//! ```text
+//! cargo test --release --lib -- --ignored as_compiled            with nvcc of CUDA 13.0 in PATH or CUDA_HOME
+//! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the table
+//! ```
+//!
+//! As build.rs: PTX for 8.0 first, and machine code from that.
+
+use crate::{attention, grouped};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A card: compute capability, warps and blocks of a multiprocessor, its shared memory in KiB.
+const CARDS: [(u32, usize, usize, usize); 4] =
+    [(80, 64, 32, 164), (86, 48, 16, 100), (89, 48, 24, 100), (90, 64, 32, 228)];
+/// Shared memory that the driver takes of each block.
+const RESERVED: usize = 1024;
+
+/// What a kernel needs, as the compiler says.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kernel {
+    threads: usize,
+    /// Of arrays whose size is known.
+    shared: usize,
+    registers: [usize; CARDS.len()],
+}
+
+impl Kernel {
+    /// Blocks that fit a multiprocessor.
+    fn blocks(&self, card: usize, dynamic: usize) -> usize {
+        let (_, warps, blocks, shared) = CARDS[card];
+        let own = self.threads / 32;
+        // registers go to warps by 256, in four partitions of 16,384
+        let of_registers = 16_384 / (self.registers[card] * 32).next_multiple_of(256) * 4 / own;
+        let of_shared = (shared << 10) / (self.shared + dynamic + RESERVED);
+        (warps / own).min(blocks).min(of_registers).min(of_shared)
+    }
+}
+
+fn run(c: &mut Command) -> String {
+    let out = c.output().unwrap_or_else(|e| panic!("{c:?}: {e}"));
+    assert!(out.status.success(), "{c:?}\n{}", String::from_utf8_lossy(&out.stderr));
+    format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr))
+}
+
+fn tool(name: &str) -> Command {
+    let beside = std::env::var_os("CUDA_HOME").map(|h| PathBuf::from(h).join("bin").join(name));
+    Command::new(beside.filter(|p| p.exists()).unwrap_or_else(|| name.into()))
+}
+
+/// The sources below a folder.
+fn sources(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).expect("a folder") {
+        let path = entry.expect("a file").path();
+        match path.is_dir() {
+            true => found.extend(sources(&path)),
+            false if path.extension().is_some_and(|e| e == "cu") => found.push(path),
+            false => (),
+        }
+    }
+    found.sort();
+    found
+}
+
+/// The number before a word of a line of ptxas.
+fn before(line: &str, word: &str) -> usize {
+    let head = line.split(word).next().filter(|_| line.contains(word)).unwrap_or_default();
+    head.split_whitespace().last().and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+/// Adds what ptxas says of a source for one card.
+fn read(text: &str, card: usize, kernels: &mut BTreeMap<String, Kernel>) {
+    let mut name = "";
+    for line in text.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            name = rest.split('\'').next().unwrap_or_default();
+        } else if line.contains("bytes stack frame") {
+            let lost =
+                ["stack frame", "spill stores", "spill loads"].map(|w| before(line, &format!(" bytes {w}")));
+            assert_eq!(lost, [0; 3], "{name} on {}: {line}", CARDS[card].0);
+        } else if line.contains("Used ") && line.contains(" registers") {
+            let k = kernels.entry(name.to_string()).or_default();
+            k.registers[card] = before(line, " registers");
+            k.shared = before(line, " bytes smem");
+        }
+    }
+}
+
+fn table() -> String {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("crates/ft-kernels/src");
+    let dir = tempfile::tempdir().expect("a folder");
+    let ptx = dir.path().join("kernels.ptx");
+    let mut kernels = BTreeMap::new();
+    for source in sources(&root) {
+        let mut nvcc = tool("nvcc");
+        nvcc.args(["-ptx", "-O3", "-std=c++17", "-arch=compute_80", "-I"]).arg(&root);
+        run(nvcc.arg("-o").arg(&ptx).arg(&source));
+        for (i, (card, ..)) in CARDS.iter().enumerate() {
+            let mut ptxas = tool("ptxas");
+            ptxas.args(["-v", "-O3", &format!("-arch=sm_{card}"), "-o"]).arg(dir.path().join("out"));
+            read(&run(ptxas.arg(&ptx)), i, &mut kernels);
+        }
+        let text = std::fs::read_to_string(&ptx).expect("PTX");
+        for entry in text.split(".entry ").skip(1) {
+            let name = entry.split('(').next().unwrap_or_default();
+            let bound = entry.split(".maxntid").nth(1).and_then(|b| b.split([',', '\n']).next());
+            let threads = bound.and_then(|b| b.trim().parse().ok()).expect("launch bounds");
+            kernels.get_mut(name).expect("a kernel that ptxas has seen").threads = threads;
+        }
+    }
+    let mut out = String::from(
+        "# kernel, threads of a block, its shared memory in bytes; registers/blocks of a multiprocessor on 8.0, 8.6, 8.9, 9.0\n\
+         # (CUDA 13.0; no kernel spills; written by crates/ft-kernels/src/cuda/compiled_tests.rs)\n",
+    );
+    for (name, k) in kernels {
+        let dynamic = attention::shared_memory(&name) + grouped::shared_memory(&name);
+        write!(out, "{name} {} {}", k.threads, k.shared + dynamic).expect("a string");
+        for (card, (on, registers)) in CARDS.iter().zip(k.registers).enumerate() {
+            let blocks = k.blocks(card, dynamic);
+            assert!(blocks > 0, "{name} does not fit {}", on.0);
+            write!(out, " {registers}/{blocks}").expect("a string");
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Decoding of 4-bit codes is bound by memory if as many bytes are on the way as arrive while one is: here for each card what that
+/// takes, with its bandwidth in GB/s, its multiprocessors, and a latency under load of 800 ns. Codes and scales are a fifth of the
+/// bytes that move (0.53 of 2.53 a value; stores wait for nothing), a lane has 16 bytes of codes on the way, and blocks are those of
+/// the table. A shuffle a value, 32 a cycle, gives 18 TB/s on 132 multiprocessors at 1.7 GHz: no bound.
+#[test]
+fn decoding_has_enough_on_the_way() {
+    let cards =
+        [("A100", 2039.0, 108.0), ("A6000", 768.0, 84.0), ("L40S", 864.0, 142.0), ("H200", 4800.0, 132.0)];
+    let table = include_str!("../../../../tests/cuda/kernels.txt");
+    let mut kernels = 0;
+    for line in table.lines().filter(|l| l.starts_with("dequantize_")) {
+        let words: Vec<_> = line.split(' ').collect();
+        if !words[0].ends_with("16") {
+            continue;
+        }
+        kernels += 1;
+        let threads: f64 = words[1].parse().expect("threads");
+        for ((card, bandwidth, processors), of) in cards.iter().zip(&words[3..]) {
+            let blocks: f64 = of.split('/').nth(1).and_then(|b| b.parse().ok()).expect("registers/blocks");
+            let (have, want) = (blocks * threads * 16.0, bandwidth / processors * 800.0 * 0.53 / 2.53);
+            assert!(
+                have >= want,
+                "{} on {card}: {have:.0} bytes on the way, {want:.0} arrive meanwhile",
+                words[0]
+            );
+        }
+    }
+    assert_eq!(kernels, 4, "of the table");
+}
+
+#[test]
+#[ignore = "needs nvcc; .ci/run runs it"]
+fn kernels_as_compiled_are_those_of_the_table() {
+    let version = run(tool("nvcc").arg("--version"));
+    let made = table();
+    let at = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/cuda/kernels.txt");
+    if std::env::var_os("FT_TABLES").is_some_and(|v| v == "write") {
+        std::fs::write(&at, &made).expect("the table");
+    }
+    let kept = std::fs::read_to_string(&at).unwrap_or_default();
+    if version.contains("release 13.0") {
+        let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
+        assert!(
+            made == kept,
+            "tests/cuda/kernels.txt: FT_TABLES=write writes it again; new are\n{}",
+            differs.join("\n")
+        );
+    }
+}

@@ -1,0 +1,103 @@
+//! Matrix products by cuBLAS that accumulate, or that read and write parts of wider matrices: what candle's do not.
+//!
+//! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
+
+use super::launch::at;
+use crate::gemm::row_stride;
+use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+use candle_core::cuda_backend::gemm_reduced_precision_f32;
+use candle_core::{DType, Result, Tensor};
+
+/// A row-major matrix on the device, read as it is or transposed.
+struct Mat {
+    at: u64,
+    kind: sys::cudaDataType_t,
+    /// Rows and columns of the operand: those of what is stored, exchanged if `transposed`.
+    rows: usize,
+    cols: usize,
+    /// Values from row to row of what is stored.
+    stride: usize,
+    transposed: bool,
+}
+
+impl Mat {
+    fn of(t: &Tensor, transposed: bool) -> Result<Self> {
+        let ((rows, cols), Some(stride)) = (t.dims2()?, row_stride(t.layout())) else {
+            candle_core::bail!("matmul: a matrix whose rows are not contiguous: {:?}", t.layout());
+        };
+        let kind = match t.dtype() {
+            DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+            DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+            DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            other => candle_core::bail!("matmul: no product of {other:?} on CUDA"),
+        };
+        let (rows, cols) = if transposed { (cols, rows) } else { (rows, cols) };
+        Ok(Self { at: at(t)?, kind, rows, cols, stride, transposed })
+    }
+
+    fn operation(&self) -> sys::cublasOperation_t {
+        match self.transposed {
+            true => sys::cublasOperation_t::CUBLAS_OP_T,
+            false => sys::cublasOperation_t::CUBLAS_OP_N,
+        }
+    }
+}
+
+/// `c = alpha op(a) op(b)`, or `+=` with `add`: of matrices whose rows are contiguous, `c` in f32 or in the type of both
+/// operands. Values of `c` that are the operands' too are not set to anything in particular.
+///
+/// # Errors
+/// Shapes that do not fit, sizes beyond 31 bits, another device, what cuBLAS says.
+pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, n) = c.dims2()?;
+    let device = c.device().as_cuda_device()?;
+    let of_device = [a, b].iter().all(|t| t.device().same_device(c.device()));
+    if !of_device || a.dtype() != b.dtype() || (c.dtype() != a.dtype() && c.dtype() != DType::F32) {
+        candle_core::bail!("matmul: {:?} and {:?} into {:?}", a.dtype(), b.dtype(), c.dtype());
+    }
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    let (of_a, of_b, of_c) = (Mat::of(a, ta)?, Mat::of(b, tb)?, Mat::of(c, false)?);
+    let k = of_a.cols;
+    if (of_a.rows, of_b.rows, of_b.cols) != (m, k, n) {
+        candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+    }
+    let int =
+        |n: usize| i32::try_from(n).map_err(|_| candle_core::Error::msg(format!("matmul: a size of {n}")));
+    let compute = match a.dtype() {
+        DType::F32 if gemm_reduced_precision_f32() => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+    };
+    let (alpha, beta) = (alpha as f32, if add { 1f32 } else { 0f32 });
+    let (m, n, k) = (int(m)?, int(n)?, int(k)?);
+    // what is stored by rows is, to cuBLAS, the transpose stored by columns: c^T = b^T a^T
+    let (lda, ldb, ldc) = (int(of_a.stride)?, int(of_b.stride)?, int(of_c.stride)?);
+    let blas = device.cublas_handle();
+    // SAFETY: sizes and strides are those of the tensors' layouts, which lie inside of their memory, and types are theirs;
+    // the tensors live, and their memory is freed in the order of the stream that cuBLAS works on.
+    unsafe {
+        result::gemm_ex(
+            *blas.handle(),
+            of_b.operation(),
+            of_a.operation(),
+            n,
+            m,
+            k,
+            (&raw const alpha).cast(),
+            of_b.at as *const _,
+            of_b.kind,
+            ldb,
+            of_a.at as *const _,
+            of_a.kind,
+            lda,
+            (&raw const beta).cast(),
+            of_c.at as *mut _,
+            of_c.kind,
+            ldc,
+            compute,
+            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+        )
+    }
+    .map_err(|e| candle_core::Error::msg(format!("matmul: {e}")))
+}

@@ -1,0 +1,372 @@
+//! The CUDA sources on the host: compiled as plain C++ with `tests/cuda/host.h` in place of CUDA's headers, and run by
+//! `tests/cuda/host.cpp`, which says what is checked.
+//!
+//! ```text
+//! cargo test --release --lib -- --ignored on_the_host
+//! ```
+//!
+//! A source has a program of its tests in `tests/cuda`, a file that this finds by itself; and with [`Served`] a test in
+//! Rust launches its kernels, to compare them with the CPU's versions.
+//!
+//! Needs a C++17 compiler (`CXX`, or `c++`) with its sanitizers, on x86-64. What this cannot find is what only a GPU does:
+//! its speed, and a kernel that its driver or its memory rules refuse.
+
+use std::ffi::OsStr;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+/// What a program is compiled with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watched {
+    /// The address sanitizer and the one of undefined behaviour: bounds, alignment, arithmetic.
+    Bounds,
+    /// Calls before every load and store: races, memory that nothing has written, sectors and bank conflicts.
+    Accesses,
+}
+
+/// Compiles programs into a folder that goes with it.
+pub struct Compiler {
+    dir: tempfile::TempDir,
+    root: PathBuf,
+}
+
+fn command() -> Command {
+    let mut c = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()));
+    c.args(["-std=c++17", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi", "-ffp-contract=off"]);
+    c
+}
+
+fn run(mut c: Command) {
+    let done = c.output();
+    let done = done.unwrap_or_else(|e| panic!("{c:?}: {e}"));
+    assert!(done.status.success(), "{c:?}\n{}", String::from_utf8_lossy(&done.stderr));
+}
+
+impl Compiler {
+    /// One of the repository's sources.
+    pub fn new() -> Self {
+        Self::of(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")))
+    }
+
+    /// One of the sources in `root`.
+    fn of(root: &Path) -> Self {
+        let dir = tempfile::tempdir().expect("a folder");
+        let mut c = command();
+        c.args(["-O2", "-c"]).arg(root.join("tests/cuda/host.cpp")).arg("-o").arg(dir.path().join("host.o"));
+        run(c);
+        Self { dir, root: root.to_path_buf() }
+    }
+
+    /// Compiles tests/cuda/`program`.
+    pub fn compile<S: AsRef<OsStr>>(&self, program: &str, watched: Watched, more: &[S]) -> PathBuf {
+        let out = self.dir.path().join(format!("{program}.{watched:?}"));
+        let object = out.with_extension("o");
+        let sanitizer: &[&str] = match watched {
+            Watched::Bounds => &["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+            Watched::Accesses => &["-fsanitize=thread", "-fno-threadsafe-statics"],
+        };
+        let mut c = command();
+        c.args(["-O1", "-I"]).arg(self.root.join("tests/cuda")).args(sanitizer).args(more);
+        c.arg("-c").arg(self.root.join("tests/cuda").join(program)).arg("-o").arg(&object);
+        run(c);
+        let mut link = command();
+        // the thread sanitizer's own library is not wanted: host.cpp answers
+        link.args(if watched == Watched::Bounds { sanitizer } else { &[] });
+        link.arg(&object).arg(self.dir.path().join("host.o")).arg("-o").arg(&out);
+        run(link);
+        out
+    }
+}
+
+/// An argument of a kernel.
+pub enum Argument<'a> {
+    /// What it reads, and the bytes from an aligned address to its beginning.
+    In(&'a [u8], usize),
+    /// What it writes: bytes.
+    Out(usize),
+    /// A number, by its bytes.
+    Value(Vec<u8>),
+    /// No buffer.
+    Null,
+}
+
+impl From<u32> for Argument<'_> {
+    fn from(n: u32) -> Self {
+        Argument::Value(n.to_le_bytes().to_vec())
+    }
+}
+
+impl From<u64> for Argument<'_> {
+    fn from(n: u64) -> Self {
+        Argument::Value(n.to_le_bytes().to_vec())
+    }
+}
+
+impl From<f32> for Argument<'_> {
+    fn from(x: f32) -> Self {
+        Argument::Value(x.to_le_bytes().to_vec())
+    }
+}
+
+/// The kernels of one source, ready to be launched.
+pub struct Served {
+    child: Child,
+    // removed when this is dropped
+    _compiler: Compiler,
+}
+
+impl Served {
+    /// Compiles a source, given by its path in the repository.
+    pub fn new(source: &str, watched: Watched) -> Self {
+        let compiler = Compiler::new();
+        let source = compiler.root.join(source);
+        let program = compiler.compile("serve.cpp", watched, &["-include".as_ref(), source.as_os_str()]);
+        let child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        Self { child: child.expect("the program that was compiled"), _compiler: compiler }
+    }
+
+    /// Launches a kernel on so many blocks (each of as many threads as it is made for), with bytes of shared memory; gives
+    /// what it has written, end to end.
+    pub fn launch(
+        &mut self,
+        kernel: &str,
+        grid: [usize; 3],
+        shared: usize,
+        arguments: &[Argument<'_>],
+    ) -> Vec<u8> {
+        let mut line = format!("{kernel} {} {} {} {shared}", grid[0], grid[1], grid[2]);
+        let (mut sent, mut answer) = (Vec::new(), 0);
+        for a in arguments {
+            line += &match a {
+                Argument::In(b, skew) => format!(" in:{}:{skew}", b.len()),
+                Argument::Out(n) => format!(" out:{n}:0"),
+                Argument::Value(b) => format!(" value:{}", b.len()),
+                Argument::Null => " null".into(),
+            };
+            match a {
+                Argument::In(b, _) => sent.extend_from_slice(b),
+                Argument::Value(b) => sent.extend_from_slice(b),
+                Argument::Out(_) | Argument::Null => (),
+            }
+            answer += if let Argument::Out(n) = a { *n } else { 0 };
+        }
+        let input = self.child.stdin.as_mut().expect("a pipe");
+        input.write_all((line + "\n").as_bytes()).expect("the program takes its job");
+        input.write_all(&sent).expect("the program takes its job");
+        input.flush().expect("sent");
+        let mut out = vec![0; answer];
+        self.child.stdout.as_mut().expect("a pipe").read_exact(&mut out).expect("the program's answer");
+        out
+    }
+
+    /// Waits for the program's end, which finds what was not given back.
+    pub fn finish(mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.child.wait().expect("the program's end").success());
+    }
+}
+
+/// The programs of tests/cuda: all but what they are made with, and the faults.
+fn programs() -> Vec<String> {
+    let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/cuda");
+    let names = std::fs::read_dir(dir).expect("tests/cuda").map(|e| e.expect("a file").file_name());
+    let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
+    names.retain(|n| n.ends_with(".cpp") && !["host.cpp", "serve.cpp", "faults.cpp"].contains(&n.as_str()));
+    names.sort();
+    names
+}
+
+fn words(o: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
+}
+
+/// What the programs print of kernels: `kernel NAME SECTORS PASSES`.
+fn each_program(watched: Watched) -> Vec<String> {
+    let compiler = Compiler::new();
+    let mut kernels = Vec::new();
+    for name in programs() {
+        let done = Command::new(compiler.compile::<&str>(&name, watched, &[])).output().expect("a program");
+        let out = words(&done);
+        assert!(
+            done.status.success() && out.contains("ok: "),
+            "{name}, {watched:?}, {}:\n{out}",
+            done.status
+        );
+        kernels.extend(out.lines().filter_map(|l| l.strip_prefix("kernel ")).map(String::from));
+    }
+    kernels.sort();
+    kernels
+}
+
+#[test]
+#[ignore = "needs a C++ compiler; .ci/run runs it"]
+fn kernels_stay_within_bounds_on_the_host() {
+    each_program(Watched::Bounds);
+}
+
+/// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
+#[test]
+#[ignore = "needs a C++ compiler; .ci/run runs it"]
+fn kernels_have_no_races_on_the_host() {
+    let kernels = each_program(Watched::Accesses);
+    for k in &kernels {
+        let numbers: Vec<f64> = k.split_whitespace().skip(1).map(|n| n.parse().expect("a number")).collect();
+        let [sectors, passes] = numbers[..] else { panic!("{k}") };
+        assert!(sectors >= 90.0, "{k}: less than 90% of the sectors that it touches was asked for");
+        assert!(passes <= 1.05, "{k}: bank conflicts");
+    }
+    let made = "# kernel, bytes asked for in % of the 32-byte sectors touched, passes of shared memory in relation to its width\n\
+                # (of sizes without tails; written by crates/ft-kernels/src/cuda/host_tests.rs)\n"
+        .to_string()
+        + &kernels.join("\n")
+        + "\n";
+    let at = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/cuda/accesses.txt");
+    if std::env::var_os("FT_TABLES").is_some_and(|v| v == "write") {
+        std::fs::write(&at, &made).expect("the table");
+    }
+    let kept = std::fs::read_to_string(&at).unwrap_or_default();
+    let differs: Vec<_> = made.lines().filter(|l| !kept.lines().any(|k| k == *l)).collect();
+    assert!(
+        made == kept,
+        "tests/cuda/accesses.txt: FT_TABLES=write writes it again; new are\n{}",
+        differs.join("\n")
+    );
+}
+
+/// A fault of tests/cuda/faults.cpp, who finds it, and what is said of it.
+const FAULTS: &[(&str, Watched, &str)] = &[
+    ("barrier_left_out", Watched::Accesses, "no barrier between"),
+    ("barrier_in_a_branch", Watched::Bounds, "lanes of a warp wait for different things"),
+    ("warp_leaves_before_a_barrier", Watched::Accesses, "warps are done while others wait at a barrier"),
+    ("shuffle_in_a_branch", Watched::Accesses, "lanes of a warp wait for different things"),
+    ("lanes_exchange_without_syncwarp", Watched::Accesses, "no barrier between"),
+    ("copy_is_not_waited_for", Watched::Accesses, "cp.async has not delivered"),
+    ("copy_is_read_by_others_without_a_barrier", Watched::Accesses, "no barrier between"),
+    ("shared_memory_is_too_small", Watched::Accesses, "beyond shared memory"),
+    ("shared_array_is_too_small", Watched::Accesses, "beyond shared memory"),
+    ("shared_memory_is_not_written", Watched::Accesses, "nothing has written"),
+    ("two_blocks_write_one_value", Watched::Accesses, "has written in this launch"),
+    ("tail_is_stored", Watched::Bounds, "heap-buffer-overflow"),
+    ("vector_is_misaligned", Watched::Bounds, "misaligned"),
+    ("index_overflows", Watched::Bounds, "overflow"),
+    ("value_is_wrong", Watched::Bounds, "y: 4.20e-01"),
+];
+
+#[test]
+#[ignore = "needs a C++ compiler; .ci/run runs it"]
+fn planted_faults_are_found_on_the_host() {
+    let compiler = Compiler::new();
+    for watched in [Watched::Bounds, Watched::Accesses] {
+        let program = compiler.compile::<&str>("faults.cpp", watched, &[]);
+        for (name, _, message) in FAULTS.iter().filter(|f| f.1 == watched) {
+            let done = Command::new(&program).arg(name).output().expect("a program");
+            let out = words(&done);
+            assert!(
+                !done.status.success() && out.contains(message),
+                "{name}, {watched:?}: {}\n{out}",
+                done.status
+            );
+        }
+        let done = Command::new(&program).arg("nothing_is_wrong").output().expect("a program");
+        assert!(done.status.success(), "{}", words(&done));
+    }
+}
+
+/// A source of attention changed in one place, the program that must find it, its test, and what it says.
+const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
+    (
+        "attention_forward.cu",
+        "    __syncthreads();\n    if (j + KEYS < end) copy_rows",
+        "    if (j + KEYS < end) copy_rows",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "shared byte",
+    ),
+    (
+        "attention_forward.cu",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (works) add_product",
+        "    cp_async_wait<2>();\n    __syncthreads();\n    if (works) add_product",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
+        "attention_backward.cu",
+        "    __syncthreads();\n    if (more) copy(sg",
+        "    if (more) copy(sg",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
+        "attention_backward.cu",
+        "    cp_async_wait<0>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "    cp_async_wait<1>();\n    __syncthreads();\n    if (next < end) copy_rows",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "cp.async has not delivered",
+    ),
+    (
+        "attention.cuh",
+        "  __syncwarp();\n#pragma unroll\n  for (int i = lane",
+        "#pragma unroll\n  for (int i = lane",
+        "bf16_of_64_channels",
+        Watched::Accesses,
+        "no barrier between",
+    ),
+    (
+        "../cuda/matrix.cuh",
+        "(piece ^ (PIECES % 8 == 0 ? row & 7 : row >> 1 & 3))",
+        "piece",
+        "measured",
+        Watched::Accesses,
+        "kernel attention_backward_kv_bf16_128 100.0 6.",
+    ),
+    (
+        "attention.cuh",
+        "    if (row < static_cast<int>(rows))\n      store_16",
+        "    store_16",
+        "bf16_of_64_channels",
+        Watched::Bounds,
+        "heap-buffer-overflow",
+    ),
+    (
+        "attention.cuh",
+        "return query - key < window;",
+        "return query - key <= window;",
+        "bf16_of_64_channels",
+        Watched::Bounds,
+        "bar",
+    ),
+];
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("a file").path();
+        if path.is_file() {
+            std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("a copy");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler; .ci/run runs it"]
+fn changes_of_attention_are_found_on_the_host() {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    for (file, from, to, test, watched, message) in CHANGES {
+        let dir = tempfile::tempdir().expect("a folder");
+        for folder in ["tests/cuda", "crates/ft-kernels/src/attention", "crates/ft-kernels/src/cuda"] {
+            copy_folder(&root.join(folder), &dir.path().join(folder));
+        }
+        let at = dir.path().join("crates/ft-kernels/src/attention").join(file);
+        let text = std::fs::read_to_string(&at).expect("a source");
+        assert_eq!(text.matches(from).count(), 1, "{file} has no {from:?} any more");
+        std::fs::write(&at, text.replace(from, to)).expect("a source");
+        let compiler = Compiler::of(dir.path());
+        let program = compiler.compile::<&str>("attention.cpp", *watched, &[]);
+        let done = Command::new(program).arg(test).output().expect("a program");
+        assert!(words(&done).contains(message), "{file} with {to:?}: {}\n{}", done.status, words(&done));
+    }
+}

@@ -1,0 +1,91 @@
+//! Lists of numbers that a device needs of a micro-batch, sent at once: see `staging`.
+
+use crate::Tensor;
+use candle_core::{Device, Result};
+
+/// Values that a list begins at a multiple of: 16 bytes.
+const ALIGN: usize = 4;
+
+/// Lists of whole numbers and of floats, end to end.
+#[derive(Debug, Default)]
+pub struct Lists {
+    ints: Vec<u32>,
+    floats: Vec<f32>,
+}
+
+/// Where a list stands.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    at: usize,
+    len: usize,
+}
+
+/// Adds a list, with a gap behind it that the next one needs; none takes a place too, for a device gives no address to
+/// nothing.
+fn push<T: Copy + Default>(all: &mut Vec<T>, list: &[T]) -> Place {
+    let at = all.len();
+    all.extend(list);
+    all.resize((at + list.len().max(1)).next_multiple_of(ALIGN), T::default());
+    Place { at, len: list.len() }
+}
+
+impl Lists {
+    /// Adds whole numbers.
+    pub fn ints(&mut self, list: &[u32]) -> Place {
+        push(&mut self.ints, list)
+    }
+
+    /// Adds floats.
+    pub fn floats(&mut self, list: &[f32]) -> Place {
+        push(&mut self.floats, list)
+    }
+
+    /// Sends them.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn send(self, device: &Device) -> Result<Sent> {
+        #[cfg(feature = "cuda")]
+        let [ints, floats] = super::staging::upload(device, &self.ints, &self.floats)?.map(Tensor::Real);
+        #[cfg(not(feature = "cuda"))]
+        let (ints, floats) = (Tensor::new(self.ints, device)?, Tensor::new(self.floats, device)?);
+        Ok(Sent { ints, floats })
+    }
+}
+
+/// Lists on the device.
+#[derive(Debug)]
+pub struct Sent {
+    ints: Tensor,
+    floats: Tensor,
+}
+
+impl Sent {
+    /// A list of whole numbers `[n]`.
+    pub fn ints(&self, p: Place) -> Result<Tensor> {
+        self.ints.narrow(0, p.at, p.len)
+    }
+
+    /// A list of floats `[n]`.
+    pub fn floats(&self, p: Place) -> Result<Tensor> {
+        self.floats.narrow(0, p.at, p.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_stand_apart_and_aligned() -> Result<()> {
+        let mut lists = Lists::default();
+        let (a, none, b) = (lists.ints(&[1, 2, 3, 4, 5]), lists.ints(&[]), lists.ints(&[6]));
+        let (c, d) = (lists.floats(&[0.5]), lists.floats(&[1.5, 2.5]));
+        assert!([a, none, b, c, d].iter().all(|p| p.at % ALIGN == 0) && none.at < b.at);
+        let sent = lists.send(&Device::Cpu)?;
+        assert_eq!(sent.ints(a)?.to_vec1::<u32>()?, [1, 2, 3, 4, 5]);
+        assert_eq!((sent.ints(none)?.dims(), sent.ints(b)?.to_vec1::<u32>()?), ([0].as_slice(), vec![6]));
+        assert_eq!(sent.floats(d)?.to_vec1::<f32>()?, [1.5, 2.5]);
+        Ok(())
+    }
+}

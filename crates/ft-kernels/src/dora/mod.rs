@@ -1,0 +1,177 @@
+//! DoRA's elementwise parts: the factor of each output, outputs times it, and the gradient of its magnitude.
+//!
+//! With A [r, i], B [o, r], `s` LoRA's scale and m the magnitude: `g = m / |W + s B A|` by row. What stays in f32 is g and
+//! `1 / |W + s B A|`, both [1, o].
+
+use super::cpu::is_cpu;
+use super::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use super::{gemm, scaled, upcast};
+use crate::Tensor;
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in dora.cu.
+const THREADS: u32 = 256;
+/// Rows of W that a block takes, one a warp.
+const ROWS: usize = 8;
+/// Columns that a block of a sum takes, as in dora.cu.
+const COLUMNS: usize = 32;
+
+/// What the row norms of `W + s B A` are made of, without forming that matrix: `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
+#[derive(Clone, Copy, Debug)]
+pub struct Norms<'a> {
+    /// A [r, i].
+    pub a: &'a Tensor,
+    /// B [o, r].
+    pub b: &'a Tensor,
+    /// `W A^T` [o, r], in B's dtype.
+    pub times: &'a Tensor,
+    /// `|W|^2` by row, `[o]`, f32.
+    pub squares: &'a Tensor,
+    /// s.
+    pub scale: f64,
+}
+
+impl Norms<'_> {
+    fn composed(&self) -> Result<Tensor> {
+        let (a, b) = (upcast(self.a)?, upcast(self.b)?);
+        let cross = (upcast(self.times)? * &b)?.sum(1)?;
+        let gram = gemm::matmul(&a, false, &a, true)?;
+        let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
+        let sum = ((self.squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
+        // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
+        (&sum + sum.affine(0.0, 0.0)?)?.sqrt()
+    }
+
+    /// The norms `[o]`, f32 (f64 for f64).
+    pub fn values(&self) -> Result<Tensor> {
+        if self.on_cuda() { self.launch(None).map(|[norms, _]| norms) } else { self.composed() }
+    }
+
+    fn on_cuda(&self) -> bool {
+        !is_cpu(self.b) && self.times.dtype() == self.b.dtype() && self.squares.dtype() == DType::F32
+    }
+
+    /// g and `1 / norm`, both [1, o], in f32 (f64 for f64), for a magnitude [1, o].
+    pub fn factors(&self, magnitude: &Tensor) -> Result<[Tensor; 2]> {
+        if self.on_cuda() {
+            return self.launch(Some(magnitude));
+        }
+        let inverse = self.composed()?.recip()?.unsqueeze(0)?;
+        Ok([(upcast(magnitude)? * &inverse)?, inverse])
+    }
+
+    /// The norms, and nothing; or with a magnitude g and their inverses.
+    fn launch(&self, magnitude: Option<&Tensor>) -> Result<[Tensor; 2]> {
+        let (o, r) = self.b.dims2()?;
+        if self.times.dims() != [o, r] || self.a.dim(0)? != r || self.squares.elem_count() != o {
+            candle_core::bail!("DoRA: norms of {:?} and {:?}", self.a.shape(), self.b.shape());
+        }
+        let shape = || if magnitude.is_some() { (1, o).into() } else { candle_core::Shape::from(o) };
+        // it is in f32 where the master weights are on the device
+        let magnitude = magnitude.map(upcast).transpose()?;
+        let gram = gemm::matmul_wide(self.a, false, self.a, true)?;
+        if let Some(two) = ghosts(&[self.b], [(shape(), DType::F32), (shape(), DType::F32)], |_| ()) {
+            return Ok(two);
+        }
+        let (b, times) = (self.b.contiguous()?, self.times.contiguous()?);
+        let out = [empty(&b, shape(), DType::F32)?, empty(&b, shape(), DType::F32)?];
+        let launch = Launch::of(&b, compiled!(DORA), "dora_norms")?
+            .tensor(&times)?
+            .tensor(&b)?
+            .tensor(&gram)?
+            .tensor(self.squares)?
+            .maybe(magnitude.as_ref())?
+            .number(self.scale as f32)
+            .number(o as u64)
+            .count(r)?
+            .tensor(&out[0])?
+            .tensor(&out[1])?;
+        // SAFETY: the kernel reads o rows of r values twice, r x r of the third, o of the others, and writes o values
+        // twice; a warp a row.
+        unsafe { launch.run(Grid::new(o.div_ceil(ROWS), THREADS)) }?;
+        Ok(out)
+    }
+}
+
+/// `k (g + add) x`, column by column, and to it what dropout asks for: `other - k base`.
+#[derive(Clone, Copy, Debug)]
+pub struct Scaling<'a> {
+    /// g [1, o], f32.
+    pub g: &'a Tensor,
+    /// What is added to it.
+    pub add: f64,
+    /// k.
+    pub k: f64,
+    /// Both [t, o].
+    pub others: Option<(&'a Tensor, &'a Tensor)>,
+}
+
+impl Scaling<'_> {
+    /// For `x` [t, o], in its dtype, rounded once.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        if is_cpu(x) || self.g.dtype() != DType::F32 {
+            return self.composed(x);
+        }
+        let (t, o) = x.dims2()?;
+        let same = |t: &Tensor| t.dims() == x.dims() && t.dtype() == x.dtype();
+        if self.g.elem_count() != o || self.others.is_some_and(|(a, b)| !same(a) || !same(b)) {
+            candle_core::bail!("DoRA: factors {:?} of {:?}", self.g.shape(), x.shape());
+        }
+        if let Some([y]) = ghosts(&[x], [((t, o).into(), x.dtype())], |_| ()) {
+            return Ok(y);
+        }
+        let x = x.contiguous()?;
+        let y = empty(&x, (t, o), x.dtype())?;
+        let launch = Launch::of(&x, compiled!(DORA), "dora_scale")?
+            .tensor(&x)?
+            .tensor(self.g)?
+            .number(self.add as f32)
+            .number(self.k as f32)
+            .maybe(self.others.map(|o| o.0))?
+            .maybe(self.others.map(|o| o.1))?
+            .number(t as u64)
+            .number(o as u64)
+            .tensor(&y)?;
+        // SAFETY: the kernel reads t rows of o values up to three times and o factors, and writes t rows: a block each.
+        unsafe { launch.run(Grid::new(t, THREADS)) }?;
+        Ok(y)
+    }
+
+    fn composed(&self, x: &Tensor) -> Result<Tensor> {
+        let g = if self.add == 0.0 { self.g.clone() } else { (self.g + self.add)? };
+        let mut y = upcast(x)?.broadcast_mul(&scaled(&g, self.k)?)?;
+        if let Some((other, base)) = self.others {
+            y = ((y + upcast(other)?)? - scaled(&upcast(base)?, self.k)?)?;
+        }
+        y.to_dtype(x.dtype())
+    }
+}
+
+/// `grad += inverse * (the sum of dy's rows times z's)`: `grad` and `inverse` [1, o], f32; `dy`, `z` [t, o].
+pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
+    if is_cpu(dy) || grad.dtype() != DType::F32 || dy.dtype() != z.dtype() {
+        return gemm::acc(grad, &magnitude(inverse, dy, z)?);
+    }
+    let (t, o) = dy.dims2()?;
+    if z.dims() != [t, o] || grad.elem_count() != o || inverse.elem_count() != o {
+        candle_core::bail!("DoRA: the gradient {:?} of {:?}", grad.shape(), dy.shape());
+    }
+    if ghosts(&[dy, z], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let (dy, z) = (dy.contiguous()?, z.contiguous()?);
+    let launch = Launch::of(&dy, compiled!(DORA), "dora_sum")?
+        .tensor(&dy)?
+        .tensor(&z)?
+        .tensor(inverse)?
+        .number(t as u64)
+        .number(o as u64)
+        .tensor(grad)?;
+    // SAFETY: the kernel reads t rows of o values twice and o factors, and reads and writes o values of the gradient.
+    unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
+}
+
+/// What [`add_magnitude`] adds, composed of candle's operations.
+pub fn magnitude(inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
+    (upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse
+}

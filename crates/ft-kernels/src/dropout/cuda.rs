@@ -1,0 +1,88 @@
+//! Dropout on CUDA: numbers are drawn where they are used, and no mask is kept.
+
+use super::Rows;
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, hold_copies, moves, started};
+use crate::gemm::row_stride;
+use crate::tensor::Ghost;
+use ft_base::rng::Stream;
+use candle_core::Result;
+
+/// Threads of a block, as in dropout.cu.
+const THREADS: usize = 256;
+
+/// What a mask is drawn from.
+#[derive(Debug)]
+pub struct Drawn {
+    stream: Stream,
+    first: usize,
+    /// Rows by number, where they do not follow each other: [rows] u32.
+    list: Option<Tensor>,
+    /// Numbers of 24 bits below this are dropped.
+    threshold: u32,
+    /// The factor on what is kept.
+    keep: f32,
+}
+
+/// Numbers of 24 bits below this are dropped: a number n / 2^24 is less than p where n is less than p 2^24, rounded up.
+pub fn threshold(p: f64) -> u32 {
+    (p * 16_777_216.0).ceil() as u32
+}
+
+impl Drawn {
+    /// That of some rows of `x`, each dropped with probability `p`.
+    pub fn new(stream: Stream, rows: Rows<'_>, p: f64, keep: f32, x: &Tensor) -> Result<Self> {
+        let (first, list) = match rows {
+            Rows::From { first } => (first, None),
+            Rows::These { first, list } => (first, Some(Tensor::from_slice(list, list.len(), x.device())?)),
+        };
+        Ok(Self { stream, first, list, threshold: threshold(p), keep })
+    }
+
+    /// `x` [rows, width] times the mask, and `add` to it.
+    pub fn apply(&self, x: &Tensor, add: Option<&Tensor>) -> Result<Tensor> {
+        let (rows, width) = x.dims2()?;
+        if self.list.as_ref().is_some_and(|l| l.elem_count() != rows)
+            || add.is_some_and(|a| a.shape() != x.shape() || a.dtype() != x.dtype())
+        {
+            candle_core::bail!(
+                "dropout: {:?} with {:?} and {:?}",
+                x.shape(),
+                self.list,
+                add.map(Tensor::shape)
+            );
+        }
+        // rows may stand apart: those of a matrix with room beside it
+        let apart = row_stride(x.layout());
+        let reads: Vec<&Tensor> = apart.is_none().then_some(x).into_iter().chain(add).collect();
+        if let Some(g) = x.ghost() {
+            let _copies = hold_copies(g.ledger(), &reads);
+            started(g.ledger());
+            let y = Ghost::new(g.ledger(), x.shape().clone(), x.dtype()).into();
+            moves([x, &y].into_iter().chain(add));
+            return Ok(y);
+        }
+        let x = if apart.is_some() { x.clone() } else { x.contiguous()? };
+        let (apart, add) = (apart.unwrap_or(width), add.map(Tensor::contiguous).transpose()?);
+        let y = empty(&x, x.shape(), x.dtype())?;
+        let [key0, key1, high0, high1] = self.stream.words();
+        let launch = Launch::of(&x, compiled!(DROPOUT), "dropout")?
+            .rows(&x)?
+            .maybe(add.as_ref())?
+            .maybe(self.list.as_ref())?
+            .tensor(&y)?
+            .count(width)?
+            .count(apart)?
+            .number(self.first as u64)
+            .number(self.keep)
+            .number(key0)
+            .number(key1)
+            .number(high0)
+            .number(high1)
+            .number(self.threshold);
+        let parts = (width * x.dtype().size_in_bytes()).div_ceil(16 * THREADS);
+        // SAFETY: x, what is added and y have `rows` rows of `width` values, those of x `apart`; the list as many numbers.
+        unsafe { launch.run(Grid::new(rows, THREADS as u32).by(parts)) }?;
+        Ok(y)
+    }
+}

@@ -1,0 +1,123 @@
+//! Dropout masks by index from the counter-based generator: the same for any split into micro-batches.
+
+mod cuda;
+
+pub use self::cuda::{Drawn, threshold};
+use super::cpu::is_cpu;
+use super::tensor::Ghost;
+use crate::Tensor;
+use ft_base::rng::Stream;
+use candle_core::{DType, Result};
+use rayon::prelude::*;
+
+/// Which rows a mask is for, counted over the step.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// Those from `first` on.
+    From {
+        /// The first.
+        first: usize,
+    },
+    /// Those that the list names, counted from `first` on: the tokens of an expert.
+    These {
+        /// What the list counts from.
+        first: usize,
+        /// The rows.
+        list: &'a [u32],
+    },
+}
+
+impl Rows<'_> {
+    fn number(&self, i: usize) -> usize {
+        match self {
+            Rows::From { first } => first + i,
+            Rows::These { first, list } => first + list[i] as usize,
+        }
+    }
+}
+
+/// What of a matrix [rows, width] is dropped: made on the CPU, drawn anew on CUDA by each kernel that needs it.
+#[derive(Debug)]
+pub enum Mask {
+    /// 0 and one other value.
+    Made(Tensor),
+    /// Drawn by element.
+    Drawn(cuda::Drawn),
+}
+
+impl Mask {
+    /// `x` times the mask.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Made(m) => x * m,
+            Mask::Drawn(d) => d.apply(x, None),
+        }
+    }
+
+    /// `sum + x` times the mask.
+    pub fn add(&self, x: Tensor, sum: Tensor) -> Result<Tensor> {
+        match self {
+            Mask::Made(m) => sum + (x * m)?,
+            Mask::Drawn(d) => d.apply(&x, Some(&sum)),
+        }
+    }
+}
+
+/// A mask for `x` [rows, width], in its dtype, of 0 and one other value, and a factor: their product is 0 or
+/// `1 / (1 - p)`. Element (r, c) depends on the stream and `number of row r * width + c` alone.
+///
+/// The factor is 1, but for half precision: there the mask is 0 or 1, for `1 / (1 - p)` would be rounded to it.
+pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask, f64)> {
+    let (count, width) = x.dims2()?;
+    let keep = 1.0 / (1.0 - p);
+    let (keep, factor) = match x.dtype() {
+        DType::BF16 | DType::F16 => (1.0, keep),
+        _ => (keep as f32, 1.0),
+    };
+    if !is_cpu(x) {
+        return Ok((Mask::Drawn(cuda::Drawn::new(stream, rows, p, keep, x)?), factor));
+    }
+    if let Some(g) = x.ghost() {
+        let wide = Tensor::from(Ghost::new(g.ledger(), (count, width), DType::F32));
+        return Ok((Mask::Made(wide.to_dtype(x.dtype())?), factor));
+    }
+    let mut m = vec![0f32; count * width];
+    m.par_chunks_mut(width.max(1)).enumerate().for_each(|(r, row)| {
+        let base = rows.number(r) as u64 * width as u64;
+        stream.uniforms(base, width, |c, u| row[c] = if f64::from(u) < p { 0.0 } else { keep });
+    });
+    Ok((Mask::Made(Tensor::from_vec(m, (count, width), x.device())?.to_dtype(x.dtype())?), factor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_base::rng::Purpose;
+    use candle_core::Device;
+
+    #[test]
+    fn rate_scale_and_split() -> Result<()> {
+        let s = Stream::new(5, Purpose::Dropout, 3, 1);
+        let x = |rows, dtype| Tensor::ones((rows, 50), dtype, &Device::Cpu);
+        let mask = |s, rows, p, x: &Tensor| -> Result<(Tensor, f64)> {
+            let (m, factor) = super::mask(s, rows, p, x)?;
+            Ok((m.of(x)?, factor))
+        };
+        let all = Rows::From { first: 0 };
+        let (whole, factor) = mask(s, all, 0.3, &x(200, DType::F32)?)?;
+        assert_eq!(factor, 1.0);
+        let v = whole.flatten_all()?.to_vec1::<f32>()?;
+        let zeros = v.iter().filter(|x| **x == 0.0).count() as f64 / v.len() as f64;
+        assert!((zeros - 0.3).abs() < 0.02, "{zeros}");
+        assert!(v.iter().all(|x| *x == 0.0 || (*x - 1.0 / 0.7).abs() < 1e-6));
+        let (half, factor) = mask(s, all, 0.3, &x(200, DType::BF16)?)?;
+        let ones: Vec<f32> = v.iter().map(|x| f32::from(*x > 0.0)).collect();
+        assert_eq!((half.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, factor), (ones, 1.0 / 0.7));
+        let (tail, _) = mask(s, Rows::From { first: 150 }, 0.3, &x(50, DType::F32)?)?;
+        assert_eq!(v[150 * 50..], tail.flatten_all()?.to_vec1::<f32>()?[..]);
+        let these = Rows::These { first: 100, list: &[7, 3] };
+        let picked = mask(s, these, 0.3, &x(2, DType::F32)?)?.0.to_vec2::<f32>()?;
+        assert_eq!((&v[107 * 50..][..50], &v[103 * 50..][..50]), (&picked[0][..], &picked[1][..]));
+        Ok(())
+    }
+}

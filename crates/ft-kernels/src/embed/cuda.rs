@@ -1,0 +1,72 @@
+//! Rows by number on CUDA, and the gradient of a table.
+
+use super::ById;
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in embed.cu.
+const THREADS: usize = 128;
+
+/// A block a row, and as many times that as it takes for a thread to have 16 bytes.
+fn grid(rows: usize, columns: usize, dtype: DType) -> Grid {
+    Grid::new(rows, THREADS as u32).by((columns * dtype.size_in_bytes()).div_ceil(16 * THREADS))
+}
+
+/// Rows of `table` [v, d] for `ids` `[t]`.
+pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let ((v, d), t) = (table.dims2()?, ids.elem_count());
+    if let Some([y]) = ghosts(&[table, ids], [((t, d).into(), table.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let (table, ids) = (table.contiguous()?, ids.contiguous()?);
+    if ids.dtype() != DType::U32 {
+        candle_core::bail!("embedding: ids in {:?}", ids.dtype());
+    }
+    let y = empty(&table, (t, d), table.dtype())?;
+    let launch = Launch::of(&table, compiled!(EMBED), "embed_rows")?
+        .tensor(&table)?
+        .tensor(&ids)?
+        .tensor(&y)?
+        .count(v)?
+        .count(d)?;
+    // SAFETY: y has a row of d values for each of the ids; those of v or more read nothing.
+    unsafe { launch.run(grid(t, d, table.dtype())) }?;
+    Ok(y)
+}
+
+/// `grad[ids[i]] += scale * dy[i]` for every token.
+pub fn backward(grad: &Tensor, by_id: Option<&ById>, dy: &Tensor, scale: f64) -> Result<()> {
+    let ((v, d), (t, _)) = (grad.dims2()?, dy.dims2()?);
+    // at the most: as many ids as tokens
+    if ghosts(&[dy], [], |l| l.touch(4 * (3 * t as u64 + 1))).is_some() {
+        return Ok(());
+    }
+    let Some(by_id) = by_id else { candle_core::bail!("embedding: tokens that are not sorted by id") };
+    let ById { list, ids } = by_id;
+    let ordered = list.len() - 2 * ids - 1;
+    if by_id.is_outside(v) || ordered > t || dy.dims() != [t, d] || grad.dtype() != DType::F32 {
+        candle_core::bail!(
+            "embedding: an id outside the table of {v} rows, or {:?} rows of gradient",
+            dy.shape()
+        );
+    }
+    if *ids == 0 {
+        return Ok(());
+    }
+    let dy = dy.contiguous()?;
+    let list = Tensor::from_slice(list, list.len(), dy.device())?;
+    let (unique, starts) = (list.narrow(0, 0, *ids)?, list.narrow(0, *ids, ids + 1)?);
+    let order = list.narrow(0, 2 * ids + 1, ordered)?;
+    let launch = Launch::of(&dy, compiled!(EMBED), "embed_gradient")?
+        .tensor(grad)?
+        .tensor(&unique)?
+        .tensor(&starts)?
+        .tensor(&order)?
+        .tensor(&dy)?
+        .count(d)?
+        .number(scale as f32);
+    // SAFETY: ids are below v, the order's numbers below t, and starts within the order: ById made them so; rows of the
+    // gradient and of dy have d values, and each id has a block of its own.
+    unsafe { launch.run(grid(*ids, d, DType::F32)) }
+}

@@ -1,0 +1,269 @@
+//! Token embedding: rows of a table by id, and the gradient of the table.
+
+mod cuda;
+
+use super::cast;
+use super::cpu::{Halves, ROWS, Real, ghosts, in_place, is_cpu, vectorised, view};
+use crate::tensor::Ghost;
+use crate::{Ledger, Tensor};
+use candle_core::{DType, Device, Result, WithDType};
+use rayon::prelude::*;
+use std::collections::HashMap;
+
+/// Rows of `table` [v, d] for `ids` `[t]` (u32) -> [t, d].
+pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    if !is_cpu(table) {
+        return cuda::forward(table, ids);
+    }
+    match (table, table.dtype()) {
+        (Tensor::Real(_), DType::F32) if table.is_contiguous() => {
+            let ids = ids.to_vec1::<u32>()?;
+            rows(&view::<f32>(table)?, table.dims2()?, &ids)
+        }
+        (Tensor::Real(_), DType::BF16) if table.is_contiguous() => {
+            let ids = ids.to_vec1::<u32>()?;
+            rows(&Halves::of(table)?, table.dims2()?, &ids)
+        }
+        _ => table.index_select(ids, 0),
+    }
+}
+
+/// As [`forward`], in `dtype`: rows of a table that is kept in half precision are widened.
+pub fn forward_in(table: &Tensor, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+    if let (Tensor::Real(_), DType::BF16, DType::F32, true) =
+        (table, table.dtype(), dtype, is_cpu(table) && table.is_contiguous())
+    {
+        return gathered(&Halves::of(table)?, table.dims2()?, &ids.to_vec1::<u32>()?, |x| cast::wide(*x));
+    }
+    if let (Some(g), true) = (table.ghost(), is_cpu(table)) {
+        return Ok(Ghost::new(g.ledger(), (ids.elem_count(), table.dim(1)?), dtype).into());
+    }
+    forward(table, ids)?.to_dtype(dtype)
+}
+
+/// Rows of a table [v, d].
+fn rows<T: WithDType + Send + Sync>(table: &[T], sizes: (usize, usize), ids: &[u32]) -> Result<Tensor> {
+    gathered(table, sizes, ids, |x| *x)
+}
+
+/// `f` of the values of rows of a table [v, d], some of them on each thread.
+fn gathered<T: Sync, U: WithDType + Send>(
+    table: &[T],
+    (v, d): (usize, usize),
+    ids: &[u32],
+    f: impl Fn(&T) -> U + Sync,
+) -> Result<Tensor> {
+    if let Some(id) = ids.iter().find(|id| **id as usize >= v) {
+        candle_core::bail!("embedding: id {id} of a table of {v} rows");
+    }
+    let mut out = vec![U::zero(); ids.len() * d];
+    out.par_chunks_mut(ROWS * d.max(1)).zip(ids.par_chunks(ROWS)).for_each(|(out, ids)| {
+        vectorised(|| {
+            for (to, id) in out.chunks_mut(d.max(1)).zip(ids) {
+                let from = &table[*id as usize * d..][..d];
+                to.iter_mut().zip(from).for_each(|(t, x)| *t = f(x));
+            }
+        });
+    });
+    Tensor::from_vec(out, (ids.len(), d), &Device::Cpu)
+}
+
+/// The tokens of a micro-batch sorted by id, those of one id in their order.
+#[derive(Clone, Debug)]
+pub struct ById {
+    /// The ids that there are, rising; where the tokens of each begin in the order, and the end; the order.
+    list: Vec<u32>,
+    ids: usize,
+}
+
+impl ById {
+    /// Sorts tokens.
+    pub fn new(ids: &[u32]) -> Self {
+        let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+        order.sort_by_key(|i| ids[*i as usize]);
+        let (mut list, mut starts) = (Vec::new(), Vec::new());
+        for (at, i) in order.iter().enumerate() {
+            let id = ids[*i as usize];
+            if list.last() != Some(&id) {
+                list.push(id);
+                starts.push(at as u32);
+            }
+        }
+        starts.push(ids.len() as u32);
+        let count = list.len();
+        list.extend(starts.into_iter().chain(order));
+        Self { list, ids: count }
+    }
+
+    /// Whether an id is no row of a table of `rows`.
+    fn is_outside(&self, rows: usize) -> bool {
+        self.list[..self.ids].last().is_some_and(|last| *last as usize >= rows)
+    }
+
+    /// The tokens of some ids alone, each by its place among `of`.
+    fn only(&self, of: &[u32]) -> Self {
+        let places: HashMap<usize, u32> = of.iter().zip(0..).map(|(id, at)| (*id as usize, at)).collect();
+        let mut kept: Vec<(u32, &[u32])> =
+            self.each().filter_map(|(id, tokens)| Some((*places.get(&id)?, tokens))).collect();
+        kept.sort_unstable_by_key(|(at, _)| *at);
+        let (mut list, mut starts, mut order) = (Vec::new(), vec![0], Vec::new());
+        for (at, tokens) in &kept {
+            list.push(*at);
+            order.extend_from_slice(tokens);
+            starts.push(order.len() as u32);
+        }
+        list.extend(starts.into_iter().chain(order));
+        Self { list, ids: kept.len() }
+    }
+
+    /// Each id, rising, and its tokens.
+    fn each(&self) -> impl Iterator<Item = (usize, &[u32])> {
+        let (ids, rest) = self.list.split_at(self.ids);
+        let (starts, order) = rest.split_at(self.ids + 1);
+        ids.iter().zip(starts.windows(2)).map(|(id, w)| (*id as usize, &order[w[0] as usize..w[1] as usize]))
+    }
+}
+
+/// `grad[ids[i]] += scale * dy[i]` for every token, in place; `by_id` are the same tokens, for CUDA. Where `grad` has the
+/// rows `of` some ids alone, for the tokens with these.
+///
+/// # Shapes
+/// `grad` [v, d] (or a row for each of `of`), f32 (f64 in tests) and contiguous; `ids` `[t]` u32; `dy` [t, d].
+pub fn backward(
+    grad: &Tensor,
+    (ids, by_id, of): (&Tensor, Option<&ById>, Option<&[u32]>),
+    dy: &Tensor,
+    scale: f64,
+) -> Result<()> {
+    if !is_cpu(grad) {
+        let only = by_id.zip(of).map(|(all, of)| all.only(of));
+        return cuda::backward(grad, only.as_ref().or(by_id), dy, scale);
+    }
+    // ids, and the same sorted: order, and at the most as many ids and starts
+    let list = |l: &Ledger| l.touch(16 * ids.elem_count() as u64);
+    if ghosts::<f32, 0>(&[dy], [], list).is_some() {
+        return Ok(());
+    }
+    let ids = ids.to_vec1::<u32>()?;
+    let all = ById::new(&ids);
+    let by_id = match of {
+        None => all,
+        Some(of) => all.only(of),
+    };
+    match grad.dtype() {
+        DType::F64 => scatter_cpu::<f64>(grad, ids.len(), &by_id, dy, scale),
+        _ => scatter_cpu::<f32>(grad, ids.len(), &by_id, dy, scale),
+    }
+}
+
+fn scatter_cpu<T: Real>(grad: &Tensor, tokens: usize, by_id: &ById, dy: &Tensor, scale: f64) -> Result<()> {
+    let (v, d) = grad.dims2()?;
+    let g = view::<T>(dy)?;
+    if by_id.is_outside(v) || g.len() != tokens * d {
+        candle_core::bail!(
+            "embedding: an id outside the table of {v} rows, or {:?} rows of gradient",
+            dy.shape()
+        );
+    }
+    let g = &*g;
+    in_place::<T>("embedding-backward", grad, |mut rest| {
+        // the rows that tokens have, each with those tokens in their order
+        let (mut work, mut at) = (Vec::with_capacity(by_id.ids), 0);
+        for (id, tokens) in by_id.each() {
+            let (row, tail) = std::mem::take(&mut rest)[(id - at) * d..].split_at_mut(d);
+            (rest, at) = (tail, id + 1);
+            work.push((row, tokens));
+        }
+        work.into_par_iter().with_min_len(ROWS).for_each(|(row, tokens)| {
+            for i in tokens {
+                let g = &g[*i as usize * d..][..d];
+                row.iter_mut().zip(g).for_each(|(r, g)| *r += *g * T::of(scale));
+            }
+        });
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{close, gradient, randn};
+    use candle_core::Device;
+
+    #[test]
+    fn gradient_with_repeated_ids() -> Result<()> {
+        let table = randn(1, (6, 3), DType::F64)?;
+        let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;
+        let dy = randn(2, (5, 3), DType::F64)?;
+        let grad = Tensor::zeros((6, 3), DType::F64, &Device::Cpu)?;
+        backward(&grad, (&ids, None, None), &dy, 1.0)?;
+        gradient("table", &table, &grad, &dy, |t| forward(t, &ids));
+        Ok(())
+    }
+
+    /// More tokens than one task takes: rows as candle gathers them, and the sums of adding one token after the other.
+    #[test]
+    fn rows_on_all_threads() -> Result<()> {
+        let list: Vec<u32> = (0..300u32).map(|i| i * i % 37).collect();
+        let ids = Tensor::from_slice(&list, 300, &Device::Cpu)?;
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let table = randn(1, (40, 5), dtype)?;
+            let whole = table.index_select(&ids, 0)?;
+            close(&forward(&table, &ids)?, &whole, 0.0);
+            close(
+                &forward(&table.narrow(0, 2, 38)?, &ids)?,
+                &table.narrow(0, 2, 38)?.index_select(&ids, 0)?,
+                0.0,
+            );
+        }
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let table = randn(4, (40, 5), dtype)?;
+            let whole = table.to_dtype(DType::F32)?.index_select(&ids, 0)?;
+            close(&forward_in(&table, &ids, DType::F32)?, &whole, 0.0);
+        }
+        let (dy, grad) = (randn(2, (300, 5), DType::F32)?, randn(3, (40, 5), DType::F32)?);
+        let mut want = grad.to_vec2::<f32>()?;
+        for (id, g) in list.iter().zip(dy.to_vec2::<f32>()?) {
+            want[*id as usize].iter_mut().zip(g).for_each(|(w, g)| *w += g * 0.5);
+        }
+        backward(&grad, (&ids, None, None), &dy, 0.5)?;
+        assert_eq!(grad.to_vec2::<f32>()?, want);
+        Ok(())
+    }
+
+    #[test]
+    fn an_id_outside_the_table_is_an_error() -> Result<()> {
+        let table = randn(1, (6, 3), DType::F32)?;
+        assert!(forward(&table, &Tensor::new(&[6u32], &Device::Cpu)?).is_err());
+        let grad = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
+        let ids = Tensor::new(&[6u32], &Device::Cpu)?;
+        assert!(backward(&grad, (&ids, None, None), &randn(1, (1, 3), DType::F32)?, 1.0).is_err());
+        Ok(())
+    }
+
+    /// Of some rows, in any order, the gradient is that of the table.
+    #[test]
+    fn the_gradient_of_some_rows() -> Result<()> {
+        let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;
+        let dy = randn(2, (5, 3), DType::F32)?;
+        let table = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
+        backward(&table, (&ids, None, None), &dy, 2.0)?;
+        for of in [&[5u32, 1, 4][..], &[2], &[3, 1]] {
+            let grad = Tensor::zeros((of.len(), 3), DType::F32, &Device::Cpu)?;
+            backward(&grad, (&ids, None, Some(of)), &dy, 2.0)?;
+            let index = Tensor::from_slice(of, of.len(), &Device::Cpu)?;
+            close(&grad, &table.index_select(&index, 0)?, 0.0);
+        }
+        let only = ById::new(&[4, 0, 4, 5, 4]).only(&[5, 1, 4]);
+        assert_eq!((only.ids, only.list), (2, vec![0, 2, 0, 1, 4, 3, 0, 2, 4]));
+        Ok(())
+    }
+
+    #[test]
+    fn tokens_sorted_by_id() {
+        let by_id = ById::new(&[4, 0, 4, 5, 4]);
+        assert_eq!((by_id.ids, by_id.list), (3, vec![0, 4, 5, 0, 1, 4, 5, 1, 0, 2, 4, 3]));
+        let none = ById::new(&[]);
+        assert_eq!((none.ids, none.list), (0, vec![0]));
+    }
+}

@@ -1,0 +1,152 @@
+//! Products of a few rows with lines of a matrix, as chat has them for each token, where there are no dot products of bf16: the
+//! matrix is read once, as it is stored, and nothing is packed. The bits are the same for a matrix in half precision and for the same values in f32.
+
+use super::cpu::{is_serial, threads};
+use super::sizes;
+use super::stored::{Bits, Half};
+use crate::cpu::{dot, ghost_products, is_native, sum, tensor, vectorised, view};
+use crate::is_half;
+use crate::tensor::Tensor;
+use candle_core::{DType, Result};
+use rayon::prelude::*;
+
+/// Rows at the most: with more, dot products read the widened values more often than a panel of columns would.
+const ROWS: usize = 4;
+/// Values of a line that are widened at a time.
+const BLOCK: usize = 512;
+/// Columns that a thread takes at a time.
+const COLUMNS: usize = 32;
+
+/// Whether a product is of a few rows with lines of a matrix, in f32 or in half precision, on the CPU.
+pub(super) fn takes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> bool {
+    !ta && tb
+        && is_native(a)
+        && a.dims().first().is_some_and(|rows| *rows <= ROWS)
+        && (is_half(b) || b.dtype() == DType::F32)
+        && b.is_contiguous()
+        && (a.dtype() == DType::F32 || a.dtype() == b.dtype())
+}
+
+/// The values of a matrix, line after line.
+#[derive(Clone, Copy)]
+enum Lines<'a> {
+    Half(Half<'a>),
+    Wide(&'a [f32]),
+}
+
+impl Lines<'_> {
+    /// As many values as there is room for, from value `at` on.
+    #[inline(always)]
+    fn read<'b>(&'b self, at: usize, room: &'b mut [f32]) -> &'b [f32] {
+        match self {
+            Self::Half(v) => {
+                v.widen(at, room);
+                room
+            }
+            Self::Wide(v) => &v[at..at + room.len()],
+        }
+    }
+}
+
+/// `alpha a b^T` in `dtype`, of what this [takes], with its work written down already.
+pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result<Tensor> {
+    let (m, k, n) = sizes(a, false, b, true)?;
+    if let Some([y]) =
+        ghost_products::<f32, 1>(&[a], [((m, n).into(), dtype)], |l| l.touch(4 * (m * n) as u64))
+    {
+        return Ok(y);
+    }
+    let (half, wide);
+    let x = view::<f32>(a)?;
+    let lines = if is_half(b) {
+        half = Bits::of(b)?;
+        Lines::Half(half.half())
+    } else {
+        wide = view::<f32>(b)?;
+        Lines::Wide(&wide)
+    };
+    // by column, so that a task's are side by side
+    let mut sums = vec![0f32; n * m];
+    let task = |(i, sums): (usize, &mut [f32])| {
+        vectorised(|| columns(&x, lines, k, i * COLUMNS, sums.chunks_mut(m.max(1))));
+    };
+    let width = (COLUMNS * m).max(1);
+    match is_serial() || threads() == 1 {
+        true => sums.chunks_mut(width).enumerate().for_each(task),
+        false => sums.par_chunks_mut(width).enumerate().for_each(task),
+    }
+    let alpha = alpha as f32;
+    let by_row = (0..m).flat_map(|row| sums.iter().skip(row).step_by(m.max(1)));
+    tensor(by_row.map(|x| x * alpha).collect(), (m, n), dtype)
+}
+
+/// Sums of columns from `first` on, of each for every row of `x`.
+#[inline(always)]
+fn columns<'s>(
+    x: &[f32],
+    lines: Lines<'_>,
+    k: usize,
+    first: usize,
+    sums: impl Iterator<Item = &'s mut [f32]>,
+) {
+    let mut wide = [0f32; BLOCK];
+    for (column, sums) in (first..).zip(sums) {
+        for at in (0..k).step_by(BLOCK) {
+            let wide = lines.read(column * k + at, &mut wide[..BLOCK.min(k - at)]);
+            for (row, to) in sums.iter_mut().enumerate() {
+                *to += long_dot(&x[row * k + at..][..wide.len()], wide);
+            }
+        }
+    }
+}
+
+/// As [`dot`], in so many lanes that no sum waits for the one before.
+#[inline(always)]
+fn long_dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 64;
+    let mut lanes = [0f32; LANES];
+    let (ac, bc) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let tail = dot(ac.remainder(), bc.remainder());
+    for (x, y) in ac.zip(bc) {
+        for i in 0..LANES {
+            lanes[i] += x[i] * y[i];
+        }
+    }
+    sum(&lanes) + tail
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{close, randn};
+    use crate::gemm::{matmul, matmul_scaled, matmul_wide, serial};
+
+    #[test]
+    fn few_rows_are_those_of_the_widened_matrix() -> Result<()> {
+        let wide = |t: &Tensor| t.to_dtype(DType::F64);
+        for (m, k, n) in
+            [(1, 1, 1), (1, BLOCK, COLUMNS), (2, BLOCK + 1, 70), (ROWS, 3 * BLOCK - 7, 33), (0, 5, 3)]
+        {
+            for (of_x, of_w) in
+                [(DType::BF16, DType::BF16), (DType::F32, DType::BF16), (DType::F32, DType::F16)]
+            {
+                let x = randn(1, (m, k), DType::F32)?.to_dtype(of_x)?;
+                let w = randn(2, (n, k), DType::F32)?.to_dtype(of_w)?;
+                assert!(takes(&x, false, &w, true));
+                let want = matmul(&wide(&x)?, false, &wide(&w)?, true)?;
+                let far = 1e-5 * (k as f64).sqrt();
+                close(&wide(&matmul_wide(&x, false, &w, true)?)?, &want, far);
+                close(
+                    &wide(&matmul_scaled(&x, false, &w, true, 0.5)?)?,
+                    &(&want * 0.5)?,
+                    if of_x == DType::F32 { far } else { 0.3 },
+                );
+                let y = matmul(&x, false, &w, true)?;
+                assert_eq!(y.dtype(), of_x);
+                let alone = serial(|| matmul(&x, false, &w, true))?;
+                close(&wide(&alone)?, &wide(&y)?, 0.0);
+            }
+        }
+        Ok(())
+    }
+}

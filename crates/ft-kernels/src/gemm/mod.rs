@@ -1,0 +1,306 @@
+//! Matrix products, with and without accumulation into an existing tensor.
+//!
+//! On the CPU everything goes through the `gemm` crate, which candle uses too, but with accumulation
+//! (`c += alpha a b`) and without candle's zero-filled output; bf16 by instructions of its own where there are (`pairs`). On CUDA it is cuBLAS (`super::cuda::gemm`), of matrices whose
+//! rows may stand apart (see [`super::padded`]).
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `cpu` | products of slices, and of tiles that are made when they are needed |
+//! | `pairs` | products of bf16 by the processor's dot products |
+//! | `few` | products of a few rows with the lines of a matrix, but for those of `pairs` |
+//! | `stored` | products of f32 with a matrix that stays in half precision |
+//! | `gradients` | products that accumulate in parts of one flat buffer |
+
+mod cpu;
+mod few;
+mod gradients;
+pub mod pairs;
+mod stored;
+
+pub use self::cpu::{Mat, by_columns, by_tiles, gemm, serial};
+pub use self::gradients::{GradProduct, accumulate};
+pub use self::stored::kept;
+pub use super::packing::{ghost_tiles, make_slabs, read_caches_ahead, slabs, work};
+
+use super::cpu::{Real, View, ghost_products, in_place, is_native, on_real, tensor, view};
+use super::ghost::Ghost;
+use super::ledger::Cost;
+use super::packing::packing;
+use super::upcast;
+use crate::Tensor;
+use candle_core::{DType, Layout, Result};
+
+/// Values from row to row of a matrix whose rows are contiguous, and do not overlap.
+pub fn row_stride(layout: &Layout) -> Option<usize> {
+    let (&[rows, cols], &[stride, step]) = (layout.dims(), layout.stride()) else { return None };
+    match (cols <= 1 || step == 1, rows <= 1) {
+        (true, true) => Some(cols.max(1)),
+        (true, false) if stride >= cols.max(1) => Some(stride),
+        _ => None,
+    }
+}
+
+fn mat<'a, T: Real>(v: &'a View<'_, T>, t: &Tensor, transposed: bool) -> Result<Mat<'a, T>> {
+    let (rows, cols) = t.dims2()?;
+    let m = Mat::new(v, rows, cols, cols);
+    Ok(if transposed { m.t() } else { m })
+}
+
+fn sizes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, usize)> {
+    let ((ar, ac), (br, bc)) = (a.dims2()?, b.dims2()?);
+    let ((m, k), (kb, n)) = (if ta { (ac, ar) } else { (ar, ac) }, if tb { (bc, br) } else { (br, bc) });
+    if k != kb {
+        candle_core::bail!("matmul: {:?} (transposed: {ta}) x {:?} (transposed: {tb})", a.shape(), b.shape());
+    }
+    Ok((m, k, n))
+}
+
+fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if let Some([y]) =
+        ghost_products::<T, 1>(&[a, b], [((m, n).into(), a.dtype())], |l| l.touch(packing((m, k, n), ta, tb)))
+    {
+        return Ok(y);
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+    let mut out = vec![T::zero(); m * n];
+    gemm(&mut out, n, false, am, bm, T::one(), true);
+    tensor(out, (m, n), a.dtype())
+}
+
+/// `op(a) op(b)` of two matrices, `op` the transpose where the flag says so.
+///
+/// # Shapes
+/// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
+pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    work(a, ta, b, None)?;
+    if pairs::takes(&[a, b])? {
+        return pairs::matmul(a, ta, b, tb, 1.0, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        return few::matmul(a, b, 1.0, a.dtype());
+    }
+    if stored::takes(a, b) {
+        return stored::matmul(a, ta, b, tb);
+    }
+    if is_native(a) {
+        return on_real!(a.dtype(), matmul_cpu(a, ta, b, tb));
+    }
+    product(a, ta, b, tb)
+}
+
+/// As [`matmul`], times `alpha`, which is applied to the sums: in f32 on CUDA and by dot products.
+pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, alpha, true);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, alpha, a.dtype());
+    }
+    if is_native(a) {
+        return super::scaled(&matmul(a, ta, b, tb)?, alpha);
+    }
+    work(a, ta, b, None)?;
+    product_of(a, ta, b, tb, alpha, a.dtype())
+}
+
+/// As [`matmul`], in the dtype of sums: on CUDA and by dot products the sums of half-precision values are given as they are,
+/// unrounded.
+pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    if pairs::takes(&[a, b])? {
+        work(a, ta, b, None)?;
+        return pairs::matmul(a, ta, b, tb, 1.0, false);
+    }
+    if few::takes(a, ta, b, tb) {
+        work(a, ta, b, None)?;
+        return few::matmul(a, b, 1.0, DType::F32);
+    }
+    if is_native(a) || !super::is_half(a) || a.dtype() != b.dtype() {
+        return upcast(&matmul(a, ta, b, tb)?);
+    }
+    work(a, ta, b, None)?;
+    product_of(a, ta, b, tb, 1.0, DType::F32)
+}
+
+/// [`matmul`] on another device than the CPU, with its work written down already.
+pub(super) fn product(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    product_of(a, ta, b, tb, 1.0, a.dtype())
+}
+
+/// As [`product`], added to `c` if that is there.
+pub(super) fn product_onto(c: Option<Tensor>, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
+    let Some(c) = c else { return product(a, ta, b, tb) };
+    add(&c, a, ta, b, tb, 1.0)?;
+    Ok(c)
+}
+
+fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DType) -> Result<Tensor> {
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    let b = b.to_dtype(a.dtype())?;
+    if let Some(g) = a.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        return Ok(Ghost::new(g.ledger(), (m, n), dtype).into());
+    }
+    #[cfg(feature = "cuda")]
+    if !a.device().is_cpu() {
+        let out = super::cuda::launch::empty(a, (m, n), dtype)?;
+        let [a, b] = [contiguous_rows(a)?, contiguous_rows(&b)?];
+        super::cuda::gemm::gemm(out.real()?, false, a.real()?, ta, b.real()?, tb, alpha)?;
+        return Ok(out);
+    }
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b });
+    super::scaled(&a.matmul(&b)?, alpha)?.to_dtype(dtype)
+}
+
+/// The matrix itself where its rows are contiguous, else a copy.
+#[cfg(feature = "cuda")]
+fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
+    if row_stride(t.layout()).is_some() { Ok(t.clone()) } else { t.contiguous() }
+}
+
+/// `c = alpha op(a) op(b)`, in place, on CUDA: a part of a wider matrix, whose rows are contiguous, in the dtype of both
+/// operands.
+///
+/// # Errors
+/// Shapes that do not fit; another device.
+pub fn matmul_into(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    work(a, ta, b, None)?;
+    put(c, false, a, ta, b, tb, alpha)
+}
+
+/// A product that is written or added to `c`, on CUDA, with its work written down already.
+fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, _, n) = sizes(a, ta, b, tb)?;
+    if c.dims2()? != (m, n) {
+        candle_core::bail!("matmul: {:?} = {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+    }
+    if let Some(g) = c.ghost() {
+        g.ledger().work(Cost { started: 1.0, ..Cost::default() });
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    return super::cuda::gemm::gemm(c.real()?, add, a.real()?, ta, b.real()?, tb, alpha);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!("matmul: {add} {alpha} [{m}, {n}] on a device that this build does not have")
+}
+
+/// The sizes [m, k, n] of a product that goes to `c`.
+fn sizes_onto(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, usize)> {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    if c.dims2()? != (m, n) {
+        candle_core::bail!("matmul: {:?} += {:?} ({ta}) x {:?} ({tb})", c.shape(), a.shape(), b.shape());
+    }
+    Ok((m, k, n))
+}
+
+fn onto_cpu<T: Real>(
+    (c, add): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
+    if ghost_products::<T, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb))).is_some() {
+        return Ok(());
+    }
+    let (av, bv) = (view::<T>(a)?, view::<T>(b)?);
+    let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+    in_place::<T>("matmul", c, |dst| {
+        gemm(dst, n, add, am, bm, T::of(alpha), true);
+        Ok(())
+    })
+}
+
+/// As [`onto_cpu`] into half precision: added in f32, rounded once.
+fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
+    if let Some(g) = c.ghost() {
+        let _sum = g.ledger().hold(4 * (m * n) as u64);
+        ghost_products::<f32, 0>(&[a, b], [], |l| l.touch(packing((m, k, n), ta, tb)));
+        g.ledger().touch(g.bytes());
+        return Ok(());
+    }
+    let mut sum = match view::<f32>(c)? {
+        View::Owned(values) => values,
+        borrowed => borrowed.to_vec(),
+    };
+    {
+        let (av, bv) = (view::<f32>(a)?, view::<f32>(b)?);
+        let (am, bm) = (mat(&av, a, ta)?, mat(&bv, b, tb)?);
+        gemm(&mut sum, n, true, am, bm, alpha as f32, true);
+    }
+    c.slice_set(&tensor(sum, (m, n), c.dtype())?, 0, 0)
+}
+
+/// `c += alpha op(a) op(b)`, in place.
+///
+/// `c` is contiguous and may be a view into a larger buffer; it is f32 where gradients accumulate, whatever
+/// the dtype of the operands.
+pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    matmul_onto((c, true), a, ta, b, tb, alpha)
+}
+
+/// As [`matmul_acc`]; without `add` what is in `c` is written over.
+pub fn matmul_onto(
+    (c, add_to): (&Tensor, bool),
+    a: &Tensor,
+    ta: bool,
+    b: &Tensor,
+    tb: bool,
+    alpha: f64,
+) -> Result<()> {
+    work(a, ta, b, Some(c))?;
+    if pairs::takes(&[a, b])? && matches!(c.dtype(), DType::BF16 | DType::F32) {
+        return pairs::onto((c, add_to), a, ta, b, tb, alpha);
+    }
+    if stored::takes(a, b) && c.dtype() == DType::F32 {
+        return stored::onto((c, add_to), a, ta, b, tb, alpha);
+    }
+    if is_native(c) && matches!(c.dtype(), DType::F32 | DType::F64) {
+        return on_real!(c.dtype(), onto_cpu((c, add_to), a, ta, b, tb, alpha));
+    }
+    if !add_to {
+        c.zero_set()?;
+    }
+    if is_native(c) { acc_half(c, a, ta, b, tb, alpha) } else { add(c, a, ta, b, tb, alpha) }
+}
+
+/// [`matmul_acc`] on another device than the CPU, with its work written down already.
+fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    // before it is transposed, so that whole lines are read
+    let same;
+    let b = if b.dtype() == a.dtype() {
+        b
+    } else {
+        same = b.to_dtype(a.dtype())?;
+        &same
+    };
+    // cuBLAS adds to what is there
+    let takes = [a, b, c].into_iter().all(|t| row_stride(t.layout()).is_some())
+        && (c.dtype() == a.dtype() || c.dtype() == DType::F32);
+    if takes && !c.device().is_cpu() {
+        return put(c, true, a, ta, b, tb, alpha);
+    }
+    acc_composed(c, a, ta, b, tb, alpha)
+}
+
+fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let (a, b) = (if ta { a.t()? } else { a.clone() }, if tb { b.t()? } else { b.clone() });
+    let p = (upcast(&a.matmul(&b)?)? * alpha)?;
+    c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
+}
+
+/// `c += x`, in place and in `c`'s dtype.
+pub fn acc(c: &Tensor, x: &Tensor) -> Result<()> {
+    let sum = (c + x.to_dtype(c.dtype())?.reshape(c.shape())?)?;
+    c.slice_set(&sum, 0, 0)
+}
+
+#[cfg(test)]
+mod tests;

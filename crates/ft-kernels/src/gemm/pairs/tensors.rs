@@ -1,0 +1,107 @@
+//! Products of tensors, and of their ghosts.
+
+use super::{Make, Onto, Path, Right, packing, path, product_onto, rounded, wide};
+use crate::Tensor;
+use crate::cpu::{Halves, in_place, is_native};
+use crate::gemm::cpu::{Mat, is_serial};
+use crate::gemm::{sizes, sizes_onto};
+use crate::ledger::{Cost, Ledger, Role};
+use crate::tensor::Ghost;
+use candle_core::{DType, Device, Result};
+use half::bf16;
+
+/// Whether tensors are multiplied by dot products: all are bf16, on a CPU that has them.
+///
+/// # Errors
+/// The environment asks for a path that is not here.
+pub fn takes(operands: &[&Tensor]) -> Result<bool> {
+    let here = operands.iter().all(|t| t.dtype() == DType::BF16 && is_native(t));
+    Ok(here && path()? == Path::Dots)
+}
+
+fn mat<'a>(v: &'a Halves<'_>, t: &Tensor, transposed: bool) -> Result<Mat<'a, bf16>> {
+    let (rows, cols) = t.dims2()?;
+    let m = Mat::new(v, rows, cols, cols);
+    Ok(if transposed { m.t() } else { m })
+}
+
+/// What a product of ghosts takes while it works.
+fn work(l: &Ledger, sizes: (usize, usize, usize), (transposed, made): (bool, bool), to_half: bool) {
+    let threads = if is_serial() { 1 } else { l.machine().threads as usize };
+    let bytes = packing(sizes, threads, (transposed, made), to_half);
+    l.role(if made { Role::InFlight } else { Role::Workspace }, || l.touch(bytes));
+    l.work(Cost { started: 1.0, ..Cost::default() });
+}
+
+/// `alpha op(a) op(b)`, rounded once, or as it was summed, in f32.
+///
+/// # Errors
+/// Shapes that do not fit.
+pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: bool) -> Result<Tensor> {
+    let (m, k, n) = sizes(a, ta, b, tb)?;
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    if let Some(g) = a.ghost() {
+        let y = Ghost::new(g.ledger(), (m, n), if to_half { DType::BF16 } else { DType::F32 });
+        work(g.ledger(), (m, k, n), (ta, false), to_half);
+        return Ok(y.into());
+    }
+    let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
+    let (am, bm, alpha) = (mat(&av, &a, ta)?, Right::Of(mat(&bv, &b, tb)?), alpha as f32);
+    match to_half {
+        true => Tensor::from_vec(rounded(am, bm, alpha), (m, n), &Device::Cpu),
+        false => Tensor::from_vec(wide(am, bm, alpha), (m, n), &Device::Cpu),
+    }
+}
+
+/// `c = alpha op(a) op(b)` or `c += ..`, in place, rounded once where `c` is bf16; else it is f32.
+///
+/// # Errors
+/// Shapes that do not fit; a destination that is not contiguous or of another type.
+pub fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
+    let sizes = sizes_onto(c, a, ta, b, tb)?;
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    if let Some(g) = c.ghost() {
+        work(g.ledger(), sizes, (ta, false), c.dtype() == DType::BF16);
+        return Ok(());
+    }
+    let (av, bv) = (Halves::of(&a)?, Halves::of(&b)?);
+    let (am, bm) = (mat(&av, &a, ta)?, Right::Of(mat(&bv, &b, tb)?));
+    put((c, add), am, bm, alpha as f32)
+}
+
+fn put((c, add): (&Tensor, bool), a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Result<()> {
+    let stride = c.dim(1)?;
+    if c.dtype() == DType::BF16 {
+        return in_place::<bf16>("matmul", c, |c| {
+            product_onto(Onto::Half(c), stride, add, a, b, alpha);
+            Ok(())
+        });
+    }
+    in_place::<f32>("matmul", c, |c| {
+        product_onto(Onto::Wide(c), stride, add, a, b, alpha);
+        Ok(())
+    })
+}
+
+/// `x B`, added to `sum` if given, for a B [k, n] that is made: [`Right::Made`].
+///
+/// # Errors
+/// A destination that is not contiguous.
+pub fn made(x: &Tensor, n: usize, transposed: bool, make: &Make<'_>, sum: Option<Tensor>) -> Result<Tensor> {
+    let (m, k) = x.dims2()?;
+    let x = x.contiguous()?;
+    if let Some(g) = x.ghost() {
+        let y = sum.unwrap_or_else(|| Ghost::new(g.ledger(), (m, n), DType::BF16).into());
+        work(g.ledger(), (m, k, n), (false, true), true);
+        return Ok(y);
+    }
+    let v = Halves::of(&x)?;
+    let (a, b) = (mat(&v, &x, false)?, Right::Made { make, columns: n, transposed });
+    match sum {
+        None => Tensor::from_vec(rounded(a, b, 1.0), (m, n), &Device::Cpu),
+        Some(sum) => {
+            put((&sum, true), a, b, 1.0)?;
+            Ok(sum)
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Products of rows sorted by expert with the experts' own matrices, on CUDA: those of all experts in one launch.
+//!
+//! ```text
+//! u = low(table, x)           s x A^T     [n, ranks]    of experts that have an adapter
+//! y = forward(table, x, u)    x W^T + u B^T
+//! du = low_back(table, dy)    s dy B
+//! dx = backward(table, dy, du)            dy W + du A
+//! gradients                   dW += dy^T x, dA += du^T x, dB += dy^T u
+//! ```
+//!
+//! What an expert has (values or codes of 4 bits, an adapter of some rank, gradients) stands in a [`Table`] on the device, made
+//! once. `grouped_half.cu` has tensor cores for 16-bit values, `grouped_plain.cu` is f32's.
+
+pub mod table;
+
+pub use self::table::{Adapter, Entry, Side, Table};
+
+use super::Tensor;
+use super::cuda::launch::{Grid, Launch, Source, compiled, empty, ghost_products, ghosts};
+use super::group::Sorted;
+use super::ledger::Cost;
+use ft_base::rng::{Purpose, Stream};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in grouped.cuh.
+const THREADS: u32 = 256;
+/// Columns of a tile: by tensor cores, and in f32.
+const COLUMNS: usize = 128;
+const PLAIN: usize = 64;
+/// Tiles side by side that a block takes backward with few rows, and at least with tiles that are half full: see grouped_half.cu.
+const WIDE: usize = 6;
+const HALF_FULL: usize = 2;
+/// Columns of a block for a single token, and blocks by tiles that would be too few for a card: see grouped_one.cu.
+const ONE: usize = 32;
+const TOO_FEW: usize = 128;
+/// Most bytes of that token's values in shared memory.
+const STAGED: usize = 40 << 10;
+/// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
+const DEEP: usize = 4 * 32 * 2;
+/// Bytes of the expert of each table, its code book and its map, and 32 of the scales of each column.
+const CODES: usize = 2 * (table::BYTES + (16 + 256) * 4) + 32 * COLUMNS;
+
+/// Which gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradient {
+    /// Of W, from dy and x.
+    Weight,
+    /// Of A, from du and x.
+    A,
+    /// Of B, from dy and u.
+    B,
+}
+
+/// The source of the kernels for a type, and columns of a tile.
+fn source(dtype: DType) -> (Source, usize) {
+    match dtype {
+        DType::F32 => (compiled!(GROUPED_PLAIN), PLAIN),
+        _ => (compiled!(GROUPED_HALF), COLUMNS),
+    }
+}
+
+/// Shared memory of a block with tiles of `rows` rows; that of products beside.
+fn shared(dtype: DType, rows: usize) -> usize {
+    if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
+}
+
+fn shared_of_products(dtype: DType, rows: usize) -> usize {
+    shared(dtype, rows) + if dtype == DType::F32 { 0 } else { CODES }
+}
+
+/// Shared memory that a kernel of this name is launched with.
+#[cfg(test)]
+pub fn shared_memory(kernel: &str) -> usize {
+    match kernel.strip_prefix("grouped_") {
+        Some(rest) if rest.starts_with("one") => 2 * 2048,
+        Some(rest) if rest.ends_with("f32") || rest.starts_with("dropout") => 0,
+        Some(rest) if rest.starts_with("gradient") => shared(DType::BF16, COLUMNS),
+        Some(rest) => shared_of_products(DType::BF16, if rest.starts_with("few") { 32 } else { COLUMNS }),
+        _ => 0,
+    }
+}
+
+/// What is multiplied with one matrix of each expert: rows [n, inner], and those of low rank [n, ranks].
+pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
+
+/// Which products a launch sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    /// With W, and of low rank.
+    Whole,
+    /// With A forward, B backward: [n, ranks].
+    Low,
+    /// With W alone.
+    Values,
+    /// Of low rank alone.
+    Adapter,
+}
+
+/// Writes the work of a product down.
+fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
+    let Some(g) = x.ghost() else { return };
+    let (n, busy) = (s.rows() as f64, s.busy());
+    let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
+    // as if o and i were one size
+    let low_flops = n * table.mean_rank * (i + o);
+    let cost = match what {
+        What::Low | What::Adapter => Cost { flops: low_flops, ..Cost::default() },
+        What::Whole | What::Values => Cost {
+            flops: 2.0 * n * o * i + if what == What::Whole { low_flops } else { 0.0 },
+            dequantized: busy * table.coded,
+            read: busy * table.bytes,
+            ..Cost::default()
+        },
+    };
+    g.ledger().work(cost);
+}
+
+/// A launch of products: `name` is forward or backward, `outer` the columns of the result.
+fn products(
+    name: &str,
+    (table, x, u): Operand<'_>,
+    more: Option<Operand<'_>>,
+    (inner, outer): (usize, usize),
+    what: What,
+    s: &Sorted,
+) -> Result<Tensor> {
+    let (n, low) = (s.rows(), what == What::Low);
+    let width = if low { table.ranks } else { outer };
+    let fits = |(t, x, u): &Operand<'_>| {
+        t.dims == table.dims
+            && t.ranks == table.ranks
+            && t.experts == s.experts
+            && x.dims() == [n, inner]
+            && x.dtype() == t.dtype
+            && (low
+                || what == What::Values
+                || (u.is_some() == (t.ranks > 0) && u.is_none_or(|u| u.dims() == [n, t.ranks])))
+    };
+    if !fits(&(table, x, u)) || more.as_ref().is_some_and(|m| !fits(m)) {
+        candle_core::bail!(
+            "grouped {name}: {:?}, {:?} with {:?}",
+            x.shape(),
+            u.map(Tensor::shape),
+            table.dims
+        );
+    }
+    work(table, s, x, what);
+    more.iter().for_each(|(t, x, _)| work(t, s, x, what));
+    if let Some([y]) = ghost_products(&[x], [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let x = x.contiguous()?;
+    let more = more.map(|(t, x, u)| Ok::<_, candle_core::Error>((t, x.contiguous()?, u))).transpose()?;
+    let out = empty(&x, (n, width), x.dtype())?;
+    let (source, columns) = source(x.dtype());
+    let tiles = s.tiles.dim(0)?;
+    let staged = inner * x.dtype().size_in_bytes();
+    // a token of a reply: experts would leave most of a card without work
+    let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
+    let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
+    let (source, name, columns, bytes) = if one {
+        (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
+    } else {
+        // backward a block takes some tiles where codes, and not rows, are most of what it reads
+        let (kind, beside) = match (s.few(), name) {
+            (true, "backward") => ("few_", WIDE),
+            (true, _) => ("few_", 1),
+            (false, "backward") if s.half_full() => ("wide_", HALF_FULL),
+            (false, _) => ("", 1),
+        };
+        (source, format!("grouped_{kind}{name}"), beside * columns, shared_of_products(x.dtype(), s.side))
+    };
+    let launch = Launch::of(&x, source, &name)?
+        .tensor(&table.experts_words)?
+        .maybe((what != What::Adapter).then_some(&x))?
+        .maybe(u.filter(|_| what != What::Values))?
+        .maybe(more.as_ref().map(|m| &m.0.experts_words))?
+        .maybe(more.as_ref().map(|m| &m.1))?
+        .maybe(more.as_ref().and_then(|m| m.2))?
+        .count(inner)?
+        .count(outer)?
+        .count(table.ranks)?
+        .number(u32::from(low))
+        .tensor(&s.starts)?
+        .tensor(&s.tiles)?
+        .tensor(&out)?;
+    let grid = Grid::new(tiles, THREADS).by(width.div_ceil(columns)).shared(bytes);
+    // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the
+    // schedule is for; rows of x, u and the result were compared with it above.
+    unsafe { launch.run(grid) }?;
+    Ok(out)
+}
+
+/// `s x A^T` [n, ranks] of rows `x` [n, i]; none where no expert has an adapter.
+pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), What::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `s dy B` [n, ranks] of rows `dy` [n, o]; none where no expert has an adapter.
+pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
+    let run = || products("backward", (table, dy, None), None, table.dims, What::Low, s);
+    (table.ranks > 0).then(run).transpose()
+}
+
+/// `x W^T + u B^T` [n, o] of rows `x` [n, i].
+pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("forward", of, None, (of.0.dims.1, of.0.dims.0), What::Whole, s)
+}
+
+/// `dy W + du A` [n, i] of rows `dy` [n, o], and the same of a second matrix added to it.
+pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
+    // one launch for two where they have one shape: ranks may differ
+    match more {
+        Some(m) if m.0.ranks != of.0.ranks => {
+            let first = products("backward", of, None, of.0.dims, What::Whole, s)?;
+            first + products("backward", m, None, m.0.dims, What::Whole, s)?
+        }
+        more => products("backward", of, more, of.0.dims, What::Whole, s),
+    }
+}
+
+/// `dy W` [n, i] alone, of rows `dy` [n, o].
+pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Values, s)
+}
+
+/// `du A` [n, i] alone, for rows `dy` [n, o].
+pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
+    products("backward", of, None, of.0.dims, What::Adapter, s)
+}
+
+/// Dropout's key: a step's numbers; tokens count from `first`.
+#[derive(Clone, Copy, Debug)]
+pub struct Drops {
+    /// Seed of the run.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// Number of the first token.
+    pub first: usize,
+}
+
+/// What dropout leaves of rows `x` [n, width], by the probability and stream of each expert, times its factor; `add` to it.
+pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: &Sorted) -> Result<Tensor> {
+    let (n, width) = x.dims2()?;
+    if n != s.rows() || add.is_some_and(|a| a.dims() != [n, width] || a.dtype() != x.dtype()) {
+        candle_core::bail!("dropout of experts: {:?} and {:?}", x.shape(), add.map(Tensor::shape));
+    }
+    let reads: Vec<&Tensor> = [x].into_iter().chain(add).collect();
+    if let Some([y]) = ghosts(&reads, [((n, width).into(), x.dtype())], |_| ()) {
+        return Ok(y);
+    }
+    let (x, add) = (x.contiguous()?, add.map(Tensor::contiguous).transpose()?);
+    let y = empty(&x, (n, width), x.dtype())?;
+    let [key0, key1, step, _] = Stream::new(key.seed, Purpose::Dropout, key.step, 0).words();
+    let launch = Launch::of(&x, compiled!(GROUPED_DROPOUT), "grouped_dropout")?
+        .tensor(&table.experts_words)?
+        .tensor(&s.chosen)?
+        .tensor(&s.pair)?
+        .count(s.top_k)?
+        .tensor(&x)?
+        .maybe(add.as_ref())?
+        .count(width)?
+        .number(key.first as u64)
+        .number(key0)
+        .number(key1)
+        .number(step)
+        .tensor(&y)?;
+    // SAFETY: n rows of `width` values each, n pairs with experts of the table: a block a row.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok(y)
+}
+
+/// Adds the gradients of one kind to `grads`, the flat f32 buffer that the table's places are in: from `a` (dy or du) and `b`
+/// (x or u).
+pub fn gradients(
+    table: &Table,
+    which: Gradient,
+    a: &Tensor,
+    b: &Tensor,
+    s: &Sorted,
+    grads: &Tensor,
+) -> Result<()> {
+    let (o, i) = table.dims;
+    let (rows, cols, own) = match which {
+        Gradient::Weight => (o, i, (o, i)),
+        Gradient::A => (table.ranks, i, (table.ranks, i)),
+        Gradient::B => (o, table.ranks, (o, table.ranks)),
+    };
+    let n = s.rows();
+    if a.dims() != [n, own.0]
+        || b.dims() != [n, own.1]
+        || grads.dtype() != DType::F32
+        || grads.elem_count() < table.ends
+    {
+        candle_core::bail!("grouped gradients: {:?} and {:?} for {:?}", a.shape(), b.shape(), table.dims);
+    }
+    if let Some(g) = a.ghost() {
+        let flops = 2.0 * n as f64 * table.gradient_values(which) / s.experts.max(1) as f64;
+        let read = 8.0 * s.busy() * table.gradient_values(which);
+        g.ledger().work(Cost { flops, read, ..Cost::default() });
+    }
+    if ghost_products(&[a, b], [], |_| ()).is_some() {
+        return Ok(());
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let (source, columns) = source(a.dtype());
+    let launch = Launch::of(&a, source, "grouped_gradient")?
+        .tensor(&table.experts_words)?
+        .number(which as u32)
+        .tensor(&a)?
+        .count(own.0)?
+        .tensor(&b)?
+        .count(own.1)?
+        .count(rows)?
+        .count(cols)?
+        .tensor(&s.starts)?
+        .tensor(grads)?;
+    let grid = Grid::new(cols.div_ceil(columns), THREADS).by(rows.div_ceil(columns));
+    let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
+    // SAFETY: as the products; the table's places lie inside of the buffer, and each of its values belongs to one block.
+    unsafe { launch.run(grid.shared(shared(a.dtype(), COLUMNS))) }
+}

@@ -1,0 +1,53 @@
+//! Cross-entropy on CUDA: one launch for losses and gradient.
+
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in loss.cu: a block a row.
+const THREADS: u32 = 512;
+
+/// Losses `[n]` of logits [n, v] in f32, and the gradient of `scale * sum(losses)` if it is wanted: over the logits if it
+/// is in f32 too.
+pub fn cross_entropy(
+    logits: Tensor,
+    targets: &Tensor,
+    gradient: Option<(f64, DType)>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let (n, v) = logits.dims2()?;
+    if targets.dims() != [n] || logits.dtype() != DType::F32 {
+        candle_core::bail!(
+            "cross-entropy: {:?} targets for {:?} {:?}",
+            targets.shape(),
+            logits.shape(),
+            logits.dtype()
+        );
+    }
+    let losses = (n.into(), DType::F32);
+    let (scale, dtype) = gradient.unwrap_or((0.0, DType::F32));
+    if gradient.is_some() && dtype != DType::F32 {
+        if let Some([losses, d]) = ghosts(&[&logits], [losses, ((n, v).into(), dtype)], |_| ()) {
+            return Ok((losses, Some(d)));
+        }
+    } else if let Some([losses]) = ghosts(&[&logits], [losses], |_| ()) {
+        return Ok((losses, gradient.map(|_| logits)));
+    }
+    let (logits, targets) = (logits.contiguous()?, targets.contiguous()?);
+    let losses = empty(&logits, n, DType::F32)?;
+    let out = match gradient {
+        None => None,
+        Some((_, DType::F32)) => Some(logits.clone()),
+        Some((_, dtype)) => Some(empty(&logits, (n, v), dtype)?),
+    };
+    let launch = Launch::of(out.as_ref().unwrap_or(&logits), compiled!(LOSS), "loss")?
+        .tensor(&logits)?
+        .tensor(&targets)?
+        .tensor(&losses)?
+        .maybe(out.as_ref())?
+        .count(v)?
+        .number(scale as f32);
+    // SAFETY: logits and gradient have n rows of v values, a block each; targets and losses have n. A gradient over the
+    // logits is written where the same thread has read.
+    unsafe { launch.run(Grid::new(n, THREADS)) }?;
+    Ok((losses, out))
+}

@@ -1,0 +1,321 @@
+//! Dequantizing and products on the CPU.
+//!
+//! A product dequantizes a tile of the matrix that fits a core's second-level cache, multiplies, and goes on: forward
+//! takes tiles of rows of W, backward tiles of columns, so that each is one product over the whole inner
+//! dimension and nothing is summed across tiles.
+
+use super::tiles::FEW;
+use super::{QuantizedMatrix, Scales};
+use crate::Tensor;
+use crate::cast;
+use crate::cpu::{Real, View, dot, ghost_products, onto, tensor, view};
+use crate::gemm::{self, Mat, pairs};
+use crate::tensor::Ghost;
+use candle_core::{DType, Result, Storage, StorageRef};
+use half::bf16;
+use rayon::prelude::*;
+use std::ops::{Deref, Range};
+
+/// Values of a tile: 512 KiB of f32, so that it stays in a core's cache beside what it is multiplied with.
+const TILE: usize = 1 << 17;
+/// Fewest columns of a product that one tile makes; a multiple of 64 keeps backward's tiles on whole blocks.
+const NARROWEST: usize = 64;
+
+/// The bytes of a contiguous u8 tensor on the CPU.
+struct Bytes<'a>(StorageRef<'a>, Range<usize>);
+
+impl<'a> Bytes<'a> {
+    fn of(t: &'a Tensor) -> Result<Self> {
+        let (s, l) = t.real()?.storage_and_layout();
+        let Some((start, end)) = l.contiguous_offsets() else {
+            candle_core::bail!("4-bit blocks: codes that are not contiguous");
+        };
+        match &*s {
+            Storage::Cpu(c) => {
+                c.as_slice::<u8>()?;
+            }
+            _ => candle_core::bail!("4-bit blocks: codes that are not on the CPU"),
+        }
+        Ok(Self(s, start..end))
+    }
+}
+
+impl Deref for Bytes<'_> {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match &*self.0 {
+            Storage::Cpu(s) => s.as_slice::<u8>().map(|s| &s[self.1.clone()]).unwrap_or(&[]),
+            _ => &[],
+        }
+    }
+}
+
+/// Scales as slices.
+enum HostScales<'a> {
+    Plain(View<'a, f32>),
+    Nested { codes: Bytes<'a>, map: View<'a, f32>, absmax: View<'a, f32>, group: usize, offset: f32 },
+}
+
+/// A matrix's parts as slices.
+struct Host<'a> {
+    packed: Bytes<'a>,
+    scales: HostScales<'a>,
+    w: &'a QuantizedMatrix,
+}
+
+impl<'a> Host<'a> {
+    fn of(w: &'a QuantizedMatrix) -> Result<Self> {
+        let scales = match &w.scales {
+            Scales::Plain(s) => HostScales::Plain(view(s)?),
+            Scales::Nested { codes, map, absmax, group, offset } => HostScales::Nested {
+                codes: Bytes::of(codes)?,
+                map: view(map)?,
+                absmax: view(absmax)?,
+                group: *group,
+                offset: *offset,
+            },
+        };
+        Ok(Self { packed: Bytes::of(&w.packed)?, scales, w })
+    }
+
+    fn slices(&self) -> Slices<'_> {
+        Slices {
+            packed: &self.packed,
+            scales: match &self.scales {
+                HostScales::Plain(s) => ScaleSlices::Plain(s),
+                HostScales::Nested { codes, map, absmax, group, offset } => {
+                    ScaleSlices::Nested { codes, map, absmax, group: *group, offset: *offset }
+                }
+            },
+            code: &self.w.book.code,
+            block: self.w.block,
+            round: [self.w.source, self.w.compute],
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum ScaleSlices<'a> {
+    Plain(&'a [f32]),
+    Nested { codes: &'a [u8], map: &'a [f32], absmax: &'a [f32], group: usize, offset: f32 },
+}
+
+/// What threads dequantize from.
+#[derive(Clone, Copy)]
+struct Slices<'a> {
+    packed: &'a [u8],
+    scales: ScaleSlices<'a>,
+    code: &'a [f32; 16],
+    block: usize,
+    round: [DType; 2],
+}
+
+impl Slices<'_> {
+    #[inline]
+    fn scale(&self, b: usize) -> f32 {
+        match self.scales {
+            ScaleSlices::Plain(s) => s[b],
+            ScaleSlices::Nested { codes, map, absmax, group, offset } => {
+                map[codes[b] as usize] * absmax[b / group] + offset
+            }
+        }
+    }
+
+    /// The 16 values that the codes of a block stand for.
+    #[inline]
+    fn values<T: Real>(&self, b: usize) -> [T; 16] {
+        let s = self.scale(b);
+        let mut v = self.code.map(|c| c * s);
+        for dtype in self.round {
+            match dtype {
+                DType::BF16 => v = v.map(|x| half::bf16::from_f32(x).to_f32()),
+                DType::F16 => v = v.map(|x| half::f16::from_f32(x).to_f32()),
+                _ => {}
+            }
+        }
+        v.map(T::widened)
+    }
+
+    /// Dequantizes `out.len()` values from value `at` on.
+    fn dequantize<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
+        while !out.is_empty() {
+            let b = at / self.block;
+            let n = ((b + 1) * self.block - at).min(out.len());
+            let (now, rest) = out.split_at_mut(n);
+            unpack(&self.packed[at / 2..(at + n).div_ceil(2)], at % 2 == 1, &self.values(b), now);
+            (at, out) = (at + n, rest);
+        }
+    }
+}
+
+impl Slices<'_> {
+    /// Dequantizes some columns of some rows of a matrix with `cols` of them, which was rounded to bf16.
+    fn tile(&self, cols: usize, rows: Range<usize>, columns: Range<usize>, tile: &mut [bf16]) {
+        let mut wide = vec![0f32; columns.len()];
+        for (r, tile) in rows.zip(tile.chunks_mut(columns.len().max(1))) {
+            self.dequantize(r * cols + columns.start, &mut wide);
+            tile.iter_mut().zip(&wide).for_each(|(t, x)| *t = cast::narrow(*x));
+        }
+    }
+}
+
+/// Looks codes up; with `odd` the first one is in the lower half of its byte.
+#[inline]
+fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
+    let (packed, out) = match (odd, packed, out) {
+        (true, [first, packed @ ..], [o, out @ ..]) => {
+            *o = values[(first & 15) as usize];
+            (packed, out)
+        }
+        (_, packed, out) => (packed, out),
+    };
+    let done = T::look_up(packed, values, out);
+    let (packed, out) = (&packed[done / 2..], &mut out[done..]);
+    let mut pairs = out.chunks_exact_mut(2);
+    for (o, p) in pairs.by_ref().zip(packed) {
+        o[0] = values[(p >> 4) as usize];
+        o[1] = values[(p & 15) as usize];
+    }
+    if let ([o], Some(p)) = (pairs.into_remainder(), packed.last()) {
+        *o = values[(p >> 4) as usize];
+    }
+}
+
+/// Columns of a product that one tile makes, for an inner dimension `k`: fixed by the shapes, so that
+/// results do not depend on the number of threads.
+pub fn tile_width(k: usize) -> usize {
+    (TILE / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
+}
+
+/// `x W^T` [t, rows] for a few tokens `x` [t, cols]: a row of W at a time, which stays in a core's first cache, so that
+/// generation does not pack tiles for a single product. `row` writes one.
+pub fn few_tokens<T: Real>(
+    x: &[T],
+    t: usize,
+    (rows, cols): (usize, usize),
+    row: impl Fn(usize, &mut [T]) + Sync,
+) -> Vec<T> {
+    let mut y_rt = vec![T::zero(); rows * t];
+    y_rt.par_chunks_mut(t.max(1)).with_min_len(32).enumerate().for_each_init(
+        || vec![T::zero(); cols],
+        |buffer, (r, y)| {
+            row(r, buffer);
+            y.iter_mut().zip(x.chunks(cols.max(1))).for_each(|(y, x)| *y = dot(x, buffer));
+        },
+    );
+    if t <= 1 {
+        return y_rt;
+    }
+    (0..t * rows).map(|i| y_rt[i % rows * t + i / rows]).collect()
+}
+
+/// [`QuantizedMatrix::forward`].
+pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
+    let (t, k) = x.dims2()?;
+    if k != w.cols {
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T", x.shape(), w.rows, w.cols);
+    }
+    if t > FEW && w.compute == x.dtype() && pairs::takes(&[x])? {
+        let host = x.real().ok().map(|_| Host::of(w)).transpose()?;
+        let s = host.as_ref().map(Host::slices);
+        let make = |columns: Range<usize>, inner: Range<usize>, tile: &mut [bf16]| {
+            s.iter().for_each(|s| s.tile(w.cols, columns.clone(), inner.clone(), tile));
+        };
+        return pairs::made(x, w.rows, true, &make, None);
+    }
+    let tiles = gemm::ghost_tiles((t, k, w.rows), tile_width(k), true, true);
+    if let Some([y]) = ghost_products::<T, 1>(&[x], [((t, w.rows).into(), x.dtype())], tiles) {
+        return Ok(y);
+    }
+    let xv = view::<T>(x)?;
+    let host = Host::of(w)?;
+    let s = host.slices();
+    if t <= FEW {
+        let out = few_tokens(&xv, t, (w.rows, k), |r, row| s.dequantize(r * k, row));
+        return tensor(out, (t, w.rows), x.dtype());
+    }
+    let mut out = vec![T::zero(); t * w.rows];
+    let a = Mat::new(&xv, t, k, k);
+    gemm::by_tiles(
+        &mut out,
+        w.rows,
+        false,
+        a,
+        tile_width(k),
+        true,
+        &|columns: Range<usize>, tile: &mut [T]| {
+            s.dequantize(columns.start * k, tile);
+        },
+    );
+    tensor(out, (t, w.rows), x.dtype())
+}
+
+/// [`QuantizedMatrix::backward`].
+pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
+    let (t, k) = dy.dims2()?;
+    if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]", dy.shape(), w.rows, w.cols);
+    }
+    if w.compute == dy.dtype() && pairs::takes(&[dy])? {
+        let host = dy.real().ok().map(|_| Host::of(w)).transpose()?;
+        let s = host.as_ref().map(Host::slices);
+        let make = |columns: Range<usize>, inner: Range<usize>, tile: &mut [bf16]| {
+            s.iter().for_each(|s| s.tile(w.cols, inner.clone(), columns.clone(), tile));
+        };
+        return pairs::made(dy, w.cols, false, &make, dx);
+    }
+    let tiles = gemm::ghost_tiles((t, k, w.cols), tile_width(k), true, false);
+    if dy.ghost().is_some() {
+        return onto::<T>("4-bit backward", dy, dx, (t, w.cols), |_, _| (), tiles);
+    }
+    let dyv = view::<T>(dy)?;
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let a = Mat::new(&dyv, t, k, k);
+    let product = |dst: &mut [T], add| {
+        gemm::by_tiles(
+            dst,
+            w.cols,
+            add,
+            a,
+            tile_width(k),
+            false,
+            &|columns: Range<usize>, tile: &mut [T]| {
+                for (r, row) in tile.chunks_mut(columns.len()).enumerate() {
+                    s.dequantize(r * w.cols + columns.start, row);
+                }
+            },
+        );
+    };
+    onto("4-bit backward", dy, dx, (t, w.cols), product, tiles)
+}
+
+/// [`QuantizedMatrix::row_squares`].
+pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let mut out = vec![T::zero(); w.rows];
+    out.par_iter_mut().enumerate().for_each_init(
+        || vec![T::zero(); w.cols],
+        |row, (r, o)| {
+            s.dequantize(r * w.cols, row);
+            *o = dot(row, row);
+        },
+    );
+    tensor(out, w.rows, T::DTYPE)
+}
+
+/// [`QuantizedMatrix::dequantize_rows`].
+pub fn dequantize_cpu<T: Real>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
+    if let Some(g) = w.packed.ghost() {
+        let wide = Ghost::new(g.ledger(), (rows.len(), w.cols), T::DTYPE);
+        return Tensor::from(wide).to_dtype(w.compute);
+    }
+    let host = Host::of(w)?;
+    let s = host.slices();
+    let mut out = vec![T::zero(); rows.len() * w.cols];
+    out.par_chunks_mut(w.cols.max(1)).enumerate().for_each(|(r, row)| {
+        s.dequantize((rows.start + r) * w.cols, row);
+    });
+    tensor(out, (rows.len(), w.cols), w.compute)
+}

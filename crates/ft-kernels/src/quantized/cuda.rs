@@ -1,0 +1,250 @@
+//! Dequantizing and products on CUDA.
+//!
+//! A product dequantizes a tile of the matrix into one buffer that all its tiles use, and multiplies it by cuBLAS
+//! before the next one is dequantized: forward takes tiles of rows of W, backward tiles of columns, so that each is a
+//! product over the whole inner dimension, written where it belongs, and nothing is summed across tiles. What an adapter
+//! adds to the inner dimension stands in the tile, beside its rows or below its columns (`kernel::padded`). A few
+//! tokens need no tile: `rows.cu` multiplies from the codes.
+//!
+//! **None of this has run on a GPU.** `tests/cuda` runs the kernels' sources on the host, `examples/gpu_check` is
+//! what a machine with a GPU is to run.
+
+use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
+use super::{QuantizedMatrix, Scales};
+use crate::Tensor;
+use crate::cuda::gemm::gemm;
+use crate::cuda::launch::{Grid, Launch, address_of, compiled, empty};
+use crate::gemm::row_stride;
+use crate::padded;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
+use candle_core::{DType, Result};
+use std::ops::Range;
+
+/// Values of a matrix from which the number of a block would need more than 32 bits.
+const TOO_MANY: usize = 1 << 37;
+
+/// Whether the kernels dequantize this matrix; candle's operations do otherwise.
+pub fn dequantizes(w: &QuantizedMatrix) -> bool {
+    w.packed.real().is_ok_and(|p| p.device().is_cuda())
+        && matches!(w.compute, DType::F32 | DType::BF16 | DType::F16)
+        && w.block.is_power_of_two()
+        && w.block >= 32
+        && w.rows * w.cols < TOO_MANY
+}
+
+/// Whether the kernels multiply `x` and this matrix.
+pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
+    dequantizes(w) && x.dtype() == w.compute
+}
+
+/// What stands with a tile for the product: nothing, a part of B beside its rows, or a part of A below them.
+#[derive(Clone, Copy)]
+enum Low<'a> {
+    None,
+    Beside(&'a Tensor),
+    Below(&'a Tensor),
+}
+
+/// A launch whose first arguments are the matrix: `struct Matrix` of codes.cuh.
+fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
+    let launch = launch.tensor(&w.packed)?.tensor(&w.book.pairs)?;
+    let (launch, group, offset) = match &w.scales {
+        Scales::Plain(s) => (launch.tensor(s)?.maybe(None)?.maybe(None)?, 1, 0.0),
+        Scales::Nested { codes, map, absmax, group, offset } => {
+            (launch.tensor(absmax)?.tensor(codes)?.tensor(map)?, *group, *offset)
+        }
+    };
+    Ok(launch.count(group)?.number(offset).number(w.block.trailing_zeros()).number((w.rows * w.cols) as u64))
+}
+
+/// Dequantizes a tile into the beginning of `out`, its runs `apart` values apart.
+fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, out: &Tensor) -> Result<()> {
+    if tile.is_empty() {
+        return Ok(());
+    }
+    // where it stands, from which of its values on, and rows, columns and stride of that
+    let (m, from, [rows, cols, stride, to]) = match low {
+        Low::None => (None, 0, [0; 4]),
+        Low::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
+        Low::Below(a) => (Some(a), tile.first, [a.dim(0)?, tile.width, a.dim(1)?, tile.runs * apart]),
+    };
+    let fits = match low {
+        Low::None => true,
+        Low::Beside(_) => rows == tile.runs && apart >= tile.width + cols,
+        Low::Below(_) => stride == tile.stride && from + cols <= stride,
+    };
+    let values = ((tile.runs - 1) * apart + tile.width).max(match rows {
+        0 => 0,
+        rows => to + (rows - 1) * apart + cols,
+    });
+    if tile.end() > w.rows * w.cols || apart < tile.width || !fits || values > out.elem_count() {
+        candle_core::bail!("4-bit blocks: {tile:?} of {:?} into {:?}", w.dims(), out.shape());
+    }
+    if m.is_some_and(|m| m.dtype() != w.compute) {
+        candle_core::bail!("4-bit blocks in {:?} with an adapter of another type", w.compute);
+    }
+    let m = m.map(|m| m.flatten_all()?.narrow(0, from, m.elem_count() - from)).transpose()?;
+    let kernel = name("dequantize", w.source, w.compute);
+    let launch = launch(w, Launch::named(out, compiled!(DEQUANTIZE), kernel)?)?
+        .number(tile.first as u64)
+        .number(tile.stride as u64)
+        .number(tile.width as u64)
+        .count(tile.runs)?
+        .count(tile.chunks())?
+        .number(apart as u64)
+        .maybe(m.as_ref())?
+        .count(rows)?
+        .count(cols)?
+        .number(stride as u64)
+        .number(to as u64)
+        .tensor(out)?;
+    // SAFETY: the tile was found to lie inside of the matrix, whose parts QuantizedMatrix::new has found to belong
+    // together, and with what stands beside or below it inside of `out`.
+    unsafe { launch.run(Grid::new(tile.blocks(rows * cols), THREADS)) }
+}
+
+/// Some dequantized rows, in the compute dtype, `apart` values from row to row and with `below` rows more of which nothing is set.
+pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>, (below, apart): (usize, usize)) -> Result<Tensor> {
+    let out = empty(&w.packed, (rows.len() + below, apart), w.compute)?;
+    let tile = if apart == w.cols { Tile::rows(w.dims(), rows) } else { Tile::rows_apart(w.dims(), rows) };
+    dequantize_tile(w, tile, apart.max(tile.width), Low::None, &out)?;
+    Ok(out)
+}
+
+/// Most bytes of a tile on this device.
+fn tile_bytes(w: &QuantizedMatrix, tokens: usize) -> Result<usize> {
+    let what = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
+    let device = w.packed.real()?.device().as_cuda_device()?;
+    let cache = device.cuda_stream().context().attribute(what).w()?;
+    Ok(tiles::bytes(tokens, Some(usize::try_from(cache).unwrap_or(0))))
+}
+
+/// The tiles of `count` rows (or columns) of `size` values each, and a buffer for the widest.
+fn tiles(
+    w: &QuantizedMatrix,
+    tokens: usize,
+    count: usize,
+    size: usize,
+) -> Result<(Vec<Range<usize>>, Tensor)> {
+    let most = tile_bytes(w, tokens)?;
+    let ranges: Vec<_> = tiles::split(count, size * w.compute.size_in_bytes(), most).collect();
+    let widest = ranges.iter().map(|r| r.len()).max().unwrap_or(0);
+    Ok((ranges, empty(&w.packed, widest * size, w.compute)?))
+}
+
+/// The matrix itself where its rows are contiguous, else a copy.
+fn by_rows(x: &Tensor) -> Result<Tensor> {
+    if row_stride(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
+}
+
+/// [`QuantizedMatrix::forward_with`].
+pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Tensor> {
+    let ((t, k), rank) = (x.dims2()?, b.map_or(Ok(0), |b| b.dim(1))?);
+    if k != w.cols + rank || b.is_some_and(|b| b.dims() != [w.rows, rank]) {
+        let of = b.map(Tensor::shape);
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T with {of:?}", x.shape(), w.rows, w.cols);
+    }
+    let x = by_rows(x)?;
+    // the kernel, or the products of all tiles together, write every value
+    let y = empty(&x, (t, w.rows), x.dtype())?;
+    if t == 0 || (t <= FEW && rank == 0 && few_tokens(w, &x, &y)?) {
+        return Ok(y);
+    }
+    let apart = padded::stride(w.cols, rank);
+    let (ranges, buffer) = tiles(w, t, w.rows, apart)?;
+    for rows in ranges {
+        let part = b.map(|b| b.narrow(0, rows.start, rows.len())).transpose()?;
+        let (tile, low) = match &part {
+            None => (Tile::rows(w.dims(), rows.clone()), Low::None),
+            Some(b) => (Tile::rows_apart(w.dims(), rows.clone()), Low::Beside(b)),
+        };
+        dequantize_tile(w, tile, if rank == 0 { tile.width } else { apart }, low, &buffer)?;
+        let values = buffer.narrow(0, 0, rows.len() * apart)?.reshape((rows.len(), apart))?;
+        let values = values.narrow(1, 0, k)?;
+        let to = y.narrow(1, rows.start, rows.len())?;
+        gemm(to.real()?, false, x.real()?, false, values.real()?, true, 1.0)?;
+    }
+    Ok(y)
+}
+
+/// `y = x W^T` straight from the codes; `false` if rows.cu does not take these shapes, and nothing was done.
+fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
+    let tokens = x.dim(0)?;
+    let Some((upto, rows)) = ROWS.into_iter().find(|(upto, _)| tokens <= *upto) else { return Ok(false) };
+    if !x.is_contiguous() || !w.cols.is_multiple_of(32) {
+        return Ok(false);
+    }
+    if !address_of(x)?.is_multiple_of(16) || !address_of(&w.packed)?.is_multiple_of(4) {
+        return Ok(false);
+    }
+    let kernel = format!("{}_{upto}", name("rows", w.source, w.compute));
+    let launch = launch(w, Launch::named(x, compiled!(ROWS), kernel)?)?
+        .tensor(x)?
+        .count(tokens)?
+        .number(w.rows as u64)
+        .number(w.cols as u64)
+        .tensor(y)?;
+    // SAFETY: x has `tokens` rows of the matrix's columns, y of its rows; what rows.cu demands of sizes and addresses was
+    // checked above, and QuantizedMatrix::new has found that the matrix's parts belong together.
+    unsafe { launch.run(Grid::new(w.rows.div_ceil(rows), ROWS_THREADS)) }?;
+    Ok(true)
+}
+
+/// [`QuantizedMatrix::backward_with`].
+pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option<Tensor>) -> Result<Tensor> {
+    let ((t, k), rank) = (dy.dims2()?, a.map_or(Ok(0), |a| a.dim(0))?);
+    if k != w.rows + rank
+        || a.is_some_and(|a| a.dims() != [rank, w.cols])
+        || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols])
+    {
+        let of = a.map(Tensor::shape);
+        candle_core::bail!("4-bit blocks: {:?} x [{}, {}] with {of:?}", dy.shape(), w.rows, w.cols);
+    }
+    let dy = by_rows(dy)?;
+    let own = |dx: &Tensor| dx.dtype() == w.compute && row_stride(dx.layout()).is_some();
+    let (out, add, more) = match dx {
+        Some(dx) if own(&dx) => (dx, true, None),
+        // the products of all tiles together write every value
+        dx => (empty(&dy, (t, w.cols), w.compute)?, false, dx),
+    };
+    if t > 0 {
+        let (ranges, buffer) = tiles(w, t, w.cols, k)?;
+        for columns in ranges {
+            let (width, to) = (columns.len(), out.narrow(1, columns.start, columns.len())?);
+            let (tile, low) = match a {
+                None => (Tile::columns(w.dims(), columns), Low::None),
+                Some(a) => (Tile::columns_apart(w.dims(), columns), Low::Below(a)),
+            };
+            dequantize_tile(w, tile, tile.width, low, &buffer)?;
+            let values = buffer.narrow(0, 0, k * width)?.reshape((k, width))?;
+            gemm(to.real()?, add, dy.real()?, false, values.real()?, false, 1.0)?;
+        }
+    }
+    match more {
+        None => Ok(out),
+        Some(dx) => dx + out,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::module;
+
+    /// Names that exist in the sources, for every pair of dtypes.
+    #[test]
+    fn every_kernel_is_compiled() {
+        let floats = [DType::F32, DType::BF16, DType::F16];
+        for source in [DType::F64, DType::F32, DType::BF16, DType::F16] {
+            for compute in floats {
+                let dequantize = name("dequantize", source, compute);
+                assert!(module::DEQUANTIZE.ptx.contains(&format!(".entry {dequantize}(")), "{dequantize}");
+                for (upto, _) in ROWS {
+                    let rows = format!("{}_{upto}", name("rows", source, compute));
+                    assert!(module::ROWS.ptx.contains(&format!(".entry {rows}(")), "{rows}");
+                }
+            }
+        }
+    }
+}

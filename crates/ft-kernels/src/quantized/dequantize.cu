@@ -1,0 +1,94 @@
+// Dequantizes a tile of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
+// `first` on, to a tile whose runs are `apart` values apart. Whole rows are one run; a tile of columns has a run a row.
+//
+// With `low`, a second matrix [low_rows, low_cols], `low_stride` apart, stands in the same buffer from value `low_to` on, rows as
+// far apart: beside the tile or below it, to be multiplied in one product with it (crates/ft-kernels/src/padded.rs). Warps behind those
+// of the tile copy it.
+//
+// Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
+// `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
+//
+// By bytes: 8192 values in bf16, the work of a block, are 4096 bytes of codes and 16,384 of values. With double quantization in
+// blocks of 64 there are 128 bytes of scales' codes, in 8 sectors of which each warp uses half, and 8 sectors of absmax; the map
+// is 1024 bytes, and so are the code books of the warps. So 20,610 of 23,040 bytes are needed: 89%. That a copy's bandwidth is reached takes loads on the way:
+// crates/ft-kernels/src/cuda/compiled_tests.rs has the registers.
+#include "codes.cuh"
+
+template <typename Out> struct Low {
+  const Out *from;
+  uint32_t rows, cols;
+  uint64_t stride, to;
+
+  // The elements of warp number `warp`: as many as a chunk has values.
+  DEVICE void copy(Out *out, uint64_t apart, uint32_t warp, unsigned lane) const {
+    if (from == nullptr) return;
+    const uint64_t all = static_cast<uint64_t>(rows) * cols, begin = warp * static_cast<uint64_t>(CHUNK);
+    for (uint64_t i = begin + lane; i < all && i < begin + CHUNK; i += WARP)
+      out[to + i / cols * apart + i % cols] = from[i / cols * stride + i % cols];
+  }
+};
+
+constexpr int BLOCK = 256;
+
+template <typename Source, typename Out>
+DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,
+                       uint64_t apart, const Low<Out> &low, Out *out) {
+  constexpr int N = VECTOR<Out>;
+  constexpr int STEPS = CHUNK / (WARP * N);
+  static_assert(BLOCK == 256, "a thread an entry of the map");
+  SHARED_ARRAY(float, map, BLOCK * COPIES);
+  const Matrix m = bring_map(from, map);
+  const unsigned lane = threadIdx.x % WARP;
+  const uint32_t warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
+  const uint32_t run = warp / chunks;
+  const uint64_t begin = first + run * stride, end = begin + width;
+  const uint64_t base = begin / 32 * 32 + warp % chunks * static_cast<uint64_t>(CHUNK);
+  const bool some = run < runs && base < end;
+
+  // all loads of a lane before what waits for them
+  uint32_t word[STEPS];
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    const uint64_t at = base + (s * WARP + lane) * N;
+    word[s] = some && at < end && at + N > begin ? m.codes<N>(at) : 0;
+  }
+  __syncthreads();
+  if (!some) {
+    if (run >= runs) low.copy(out, apart, warp - runs * chunks, lane);
+    return;
+  }
+  const float scales = lane_scale(m, base, end, lane), entry = m.entry(lane);
+  const uint64_t place = run * apart; // in the tile
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    if (base + s * WARP * N >= end) break; // the whole warp
+    const uint64_t at = base + (s * WARP + lane) * N;
+    float v[N];
+    values<Source, N>(m, word[s], at, base, scales, entry, v);
+    if (at >= begin && at + N <= end && (place + at - begin) % N == 0) {
+      store_16_global(out + (place + at - begin), packed<Out>(v));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (at + i >= begin && at + i < end) out[place + at + i - begin] = Number<Out>::from(v[i]);
+    }
+  }
+}
+
+#define DEQUANTIZE(NAME, SOURCE, OUT)                                                                                  \
+  KERNEL(NAME, SIDE_BY_SIDE(3, BLOCK), MATRIX, uint64_t first, uint64_t stride, uint64_t width, uint32_t runs, uint32_t chunks,           \
+         uint64_t apart, const OUT *low, uint32_t low_rows, uint32_t low_cols, uint64_t low_stride, uint64_t low_to,   \
+         OUT *out) {                                                                                                   \
+    const Matrix m = MATRIX_OF;                                                                                        \
+    const Low<OUT> beside = {low, low_rows, low_cols, low_stride, low_to};                                             \
+    dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, apart, beside, out);                                \
+  }
+
+// By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.
+DEQUANTIZE(dequantize_f32_f32, float, float)
+DEQUANTIZE(dequantize_bf16_f32, __nv_bfloat16, float)
+DEQUANTIZE(dequantize_f16_f32, __half, float)
+DEQUANTIZE(dequantize_f32_bf16, float, __nv_bfloat16)
+DEQUANTIZE(dequantize_f16_bf16, __half, __nv_bfloat16)
+DEQUANTIZE(dequantize_f32_f16, float, __half)
+DEQUANTIZE(dequantize_bf16_f16, __nv_bfloat16, __half)

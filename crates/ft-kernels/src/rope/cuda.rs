@@ -1,0 +1,179 @@
+//! Norms of heads and the rotary embedding on CUDA: a launch each way for queries and keys together.
+
+use super::Norms;
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use crate::padded::{Padded, stride};
+use candle_core::{DType, Result, Shape};
+
+/// Values of half a head that a lane holds, and warps of a block, as in rope.cu.
+const N: usize = 4;
+const WARPS: usize = 4;
+const WARP: usize = 32;
+/// Most parts of the weights' gradients.
+const PARTS: usize = 256;
+/// Most tokens that a warp takes where weights do not train.
+const TOKENS: usize = 4;
+
+/// What is rotated.
+struct Sizes {
+    tokens: usize,
+    heads: usize,
+    kv_heads: usize,
+    half: usize,
+    lanes: usize,
+}
+
+impl Sizes {
+    fn of(q: &Tensor, k: &Tensor, cos: &Tensor, sin: &Tensor, norms: Option<&Norms<'_>>) -> Result<Self> {
+        let ((tokens, heads, c), (other, kv_heads, kc)) = (q.dims3()?, k.dims3()?);
+        let half = c / 2;
+        let weights =
+            norms.is_none_or(|n| [n.q.0, n.k.0].iter().all(|w| w.dims() == [c] && w.dtype() == q.dtype()));
+        let tables = [cos, sin].iter().all(|t| t.dims() == [tokens, half] && t.dtype() == DType::F32);
+        let fits = c == kc && c == 2 * half && half > 0 && half <= N * WARP;
+        if !fits || tokens != other || q.dtype() != k.dtype() || !weights || !tables {
+            candle_core::bail!(
+                "rope: {:?} and {:?} with tables {:?} and {:?}",
+                q.shape(),
+                k.shape(),
+                cos.shape(),
+                sin.shape()
+            );
+        }
+        Ok(Self { tokens, heads, kv_heads, half, lanes: half.div_ceil(N).next_power_of_two() })
+    }
+
+    fn counts<'a>(&self, launch: Launch<'a>) -> Result<Launch<'a>> {
+        launch
+            .count(self.tokens)?
+            .count(self.heads)?
+            .count(self.kv_heads)?
+            .count(self.half)?
+            .count(self.lanes)
+    }
+}
+
+/// Of a result: rows [t, h c] with room for `rank` columns more.
+struct Out {
+    dims: (usize, usize),
+    apart: usize,
+    dtype: DType,
+}
+
+impl Out {
+    fn of(t: &Tensor, rank: usize) -> Result<Self> {
+        let (tokens, h, c) = t.dims3()?;
+        Ok(Self { dims: (tokens, h * c), apart: stride(h * c, rank), dtype: t.dtype() })
+    }
+
+    fn shape(&self) -> (Shape, DType) {
+        ((self.dims.0, self.apart).into(), self.dtype)
+    }
+
+    fn empty(&self, on: &Tensor) -> Result<Tensor> {
+        empty(on, self.shape().0, self.dtype)
+    }
+}
+
+/// Results of two kinds.
+fn pair(of: &[Out; 2], [a, b]: [Tensor; 2]) -> Result<[Padded; 2]> {
+    Ok([Padded::within(a, of[0].dims)?, Padded::within(b, of[1].dims)?])
+}
+
+/// Queries and keys, normed and rotated; rotated back with `sign` -1: rows [t, h c], with room for `ranks` columns more.
+pub fn forward(
+    [q, k]: [&Tensor; 2],
+    norms: Option<&Norms<'_>>,
+    cos: &Tensor,
+    sin: &Tensor,
+    sign: f32,
+    ranks: [usize; 2],
+) -> Result<[Padded; 2]> {
+    let sizes = Sizes::of(q, k, cos, sin, norms)?;
+    let of = [Out::of(q, ranks[0])?, Out::of(k, ranks[1])?];
+    if let Some(out) = ghosts(&[q, k, cos, sin], [of[0].shape(), of[1].shape()], |_| ()) {
+        return pair(&of, out);
+    }
+    let (q, k, cos, sin) = (q.contiguous()?, k.contiguous()?, cos.contiguous()?, sin.contiguous()?);
+    let out = [of[0].empty(&q)?, of[1].empty(&k)?];
+    let launch = Launch::of(&q, compiled!(ROPE), "rope_forward")?
+        .tensor(&q)?
+        .tensor(&k)?
+        .maybe(norms.map(|n| n.q.0))?
+        .maybe(norms.map(|n| n.k.0))?
+        .tensor(&cos)?
+        .tensor(&sin)?
+        .tensor(&out[0])?
+        .tensor(&out[1])?;
+    let launch = sizes
+        .counts(launch)?
+        .number(sign)
+        .number(norms.map_or(0.0, |n| n.q.1 as f32))
+        .number(norms.map_or(0.0, |n| n.k.1 as f32))
+        .count(of[0].apart)?
+        .count(of[1].apart)?;
+    // SAFETY: Sizes::of has found the shapes to fit; outputs have those of the inputs, tokens as far apart as is said; a
+    // warp takes a token, below `tokens`.
+    unsafe { launch.run(Grid::new(sizes.tokens.div_ceil(WARPS), (WARPS * WARP) as u32).by(2)) }?;
+    pair(&of, out)
+}
+
+/// The gradients of queries and keys before their norms, rows [t, h c] with room for `ranks` columns more, given those of
+/// what [`forward`] gave; if they are wanted those of the two weights, in parts [p, c] in f32.
+pub fn backward(
+    [q, k]: [&Tensor; 2],
+    norms: &Norms<'_>,
+    cos: &Tensor,
+    sin: &Tensor,
+    [dyq, dyk]: [&Tensor; 2],
+    want_dw: bool,
+    ranks: [usize; 2],
+) -> Result<([Padded; 2], Option<[Tensor; 2]>)> {
+    let sizes = Sizes::of(q, k, cos, sin, Some(norms))?;
+    let of = [Out::of(q, ranks[0])?, Out::of(k, ranks[1])?];
+    let [of_q, of_k] = [of[0].shape(), of[1].shape()];
+    if dyq.shape() != q.shape()
+        || dyk.shape() != k.shape()
+        || [dyq, dyk].iter().any(|d| d.dtype() != q.dtype())
+    {
+        candle_core::bail!("rope: {:?} with a gradient {:?}", q.shape(), dyq.shape());
+    }
+    let most = if want_dw { sizes.tokens.div_ceil(PARTS).max(WARPS) } else { TOKENS * WARPS };
+    let per = most.min(sizes.tokens.max(1));
+    let (parts, c) = (sizes.tokens.div_ceil(per), 2 * sizes.half);
+    let of_w = (Shape::from((2, parts, c)), DType::F32);
+    let split = |dw: &Tensor| -> Result<[Tensor; 2]> {
+        let one = |i| dw.narrow(0, i, 1)?.reshape((parts, c));
+        Ok([one(0)?, one(1)?])
+    };
+    let reads = [q, k, cos, sin, dyq, dyk];
+    if want_dw {
+        if let Some([dq, dk, dw]) = ghosts(&reads, [of_q, of_k, of_w.clone()], |_| ()) {
+            return Ok((pair(&of, [dq, dk])?, Some(split(&dw)?)));
+        }
+    } else if let Some(out) = ghosts(&reads, [of_q, of_k], |_| ()) {
+        return Ok((pair(&of, out)?, None));
+    }
+    let [q, k, cos, sin, dyq, dyk] = reads.map(Tensor::contiguous);
+    let (q, k, cos, sin, dyq, dyk) = (q?, k?, cos?, sin?, dyq?, dyk?);
+    let out = [of[0].empty(&q)?, of[1].empty(&k)?];
+    let dw = if want_dw { Some(empty(&q, of_w.0, of_w.1)?) } else { None };
+    let launch = Launch::of(&q, compiled!(ROPE), "rope_backward")?
+        .tensor(&q)?
+        .tensor(&k)?
+        .tensor(norms.q.0)?
+        .tensor(norms.k.0)?
+        .tensor(&cos)?
+        .tensor(&sin)?
+        .tensor(&dyq)?
+        .tensor(&dyk)?
+        .tensor(&out[0])?
+        .tensor(&out[1])?
+        .maybe(dw.as_ref())?;
+    let launch = sizes.counts(launch)?.count(per)?.number(norms.q.1 as f32).number(norms.k.1 as f32);
+    let launch = launch.count(of[0].apart)?.count(of[1].apart)?;
+    // SAFETY: as in `forward`; the parts of the weights' gradients are one a block, of c values.
+    unsafe { launch.run(Grid::new(parts, (WARPS * WARP) as u32).by(2)) }?;
+    Ok((pair(&of, out)?, dw.as_ref().map(split).transpose()?))
+}

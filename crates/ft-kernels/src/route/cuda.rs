@@ -1,0 +1,137 @@
+//! The router on CUDA: what it decides stays on the device.
+
+use crate::Tensor;
+use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
+use candle_core::{DType, Result};
+
+/// Threads of a block, as in route.cu: a warp a token.
+const THREADS: u32 = 256;
+/// Tokens that a block takes.
+const TOKENS: usize = 8;
+/// Threads of a block of the sums.
+const SUM_THREADS: u32 = 1024;
+/// Most experts that a token chooses: a lane has what belongs to one.
+pub const MOST: usize = 32;
+
+/// How tokens were routed.
+#[derive(Clone, Debug)]
+pub struct Routed {
+    /// The `k` most likely experts of each token, the most likely first, [t, k] u32.
+    pub chosen: Tensor,
+    /// Probabilities of all experts [t, e], f32.
+    pub probs: Tensor,
+    /// logsumexp of the logits `[t]`, f32.
+    pub lse: Tensor,
+    /// Gates of the chosen experts [t, k], f32.
+    pub gates: Tensor,
+}
+
+/// Routes tokens by their logits [t, e] f32; `replay` are the choices of an earlier pass, which are taken over.
+pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bool) -> Result<Routed> {
+    let (t, e) = logits.dims2()?;
+    if k == 0 || k > e.min(MOST) || logits.dtype() != DType::F32 || replay.is_some_and(|r| r.dims() != [t, k])
+    {
+        candle_core::bail!("routing on CUDA: {k} of {e} experts, {:?}, {replay:?}", logits.dtype());
+    }
+    let f32s = |shape: candle_core::Shape| (shape, DType::F32);
+    let out = [f32s((t, e).into()), f32s(t.into()), f32s((t, k).into())];
+    if let Some([probs, lse, gates]) = ghosts(&[logits], out, |_| ()) {
+        let chosen = match replay {
+            Some(c) => c.clone(),
+            None => Tensor::zeros((t, k), DType::U32, logits.device())?,
+        };
+        return Ok(Routed { chosen, probs, lse, gates });
+    }
+    let logits = logits.contiguous()?;
+    let chosen = replay.map_or_else(|| empty(&logits, (t, k), DType::U32), |c| Ok(c.clone()))?;
+    let new = |shape: candle_core::Shape| empty(&logits, shape, DType::F32);
+    let (probs, lse, gates) = (new((t, e).into())?, new(t.into())?, new((t, k).into())?);
+    let launch = Launch::named(&logits, compiled!(ROUTE), "route_forward")?
+        .tensor(&logits)?
+        .count(t)?
+        .count(e)?
+        .count(k)?
+        .number(u32::from(replay.is_some()))
+        .number(u32::from(normalise))
+        .tensor(&chosen)?
+        .tensor(&probs)?
+        .tensor(&lse)?
+        .tensor(&gates)?;
+    // SAFETY: logits and probabilities have t rows of e values, choices and gates t of k, and k is at most 32.
+    unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
+    Ok(Routed { chosen, probs, lse, gates })
+}
+
+/// The gradient of the logits [t, e], given that of the gates [t, k] and what losses on routers add: `extra` `[e]` f32 to
+/// that of each token's probabilities, and `z` to that of `logsumexp^2`.
+pub fn backward(
+    r: &Routed,
+    dgates: &Tensor,
+    extra: Option<&Tensor>,
+    z: f64,
+    normalise: bool,
+) -> Result<Tensor> {
+    let ((t, e), k) = (r.probs.dims2()?, r.gates.dim(1)?);
+    if dgates.dims() != [t, k] || extra.is_some_and(|x| x.dims() != [e]) {
+        candle_core::bail!("routing: gradients {:?} and {extra:?} of {t} tokens, {k} of {e}", dgates.shape());
+    }
+    if let Some([dx]) = ghosts(&[&r.probs, dgates], [((t, e).into(), DType::F32)], |_| ()) {
+        return Ok(dx);
+    }
+    let dgates = dgates.contiguous()?;
+    let dx = empty(&r.probs, (t, e), DType::F32)?;
+    let launch = Launch::named(&r.probs, compiled!(ROUTE), "route_backward")?
+        .tensor(&r.probs)?
+        .tensor(&r.lse)?
+        .tensor(&r.gates)?
+        .tensor(&r.chosen)?
+        .tensor(&dgates)?
+        .maybe(extra)?
+        .number(2.0 * z as f32)
+        .count(t)?
+        .count(e)?
+        .count(k)?
+        .number(u32::from(normalise))
+        .tensor(&dx)?;
+    // SAFETY: as forward, whose output `r` is; `extra` has e values.
+    unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
+    Ok(dx)
+}
+
+/// Of a layer [2 e + 1] f64: tokens of each expert, the sum of each expert's probabilities, that of `logsumexp^2`; the
+/// sums are 0 unless `losses` want them. `starts` [e + 1] are the first rows of the experts.
+pub fn sums(r: &Routed, starts: &Tensor, losses: bool) -> Result<Tensor> {
+    let (t, e) = r.probs.dims2()?;
+    if starts.dims() != [e + 1] {
+        candle_core::bail!("routing: {:?} for {e} experts", starts.shape());
+    }
+    if let Some([out]) = ghosts(&[&r.probs], [((2 * e + 1).into(), DType::F64)], |_| ()) {
+        return Ok(out);
+    }
+    let out = empty(&r.probs, 2 * e + 1, DType::F64)?;
+    let launch = Launch::named(&r.probs, compiled!(ROUTE), "route_sums")?
+        .maybe(losses.then_some(&r.probs))?
+        .maybe(losses.then_some(&r.lse))?
+        .tensor(starts)?
+        .count(t)?
+        .count(e)?
+        .tensor(&out)?;
+    // SAFETY: t rows of e probabilities, e + 1 starts, 2 e + 1 numbers; a block has 32 of the last e + 1.
+    unsafe { launch.run(Grid::new((e + 1).div_ceil(32), SUM_THREADS)) }?;
+    Ok(out)
+}
+
+/// `factor` times the tokens of each expert `[e]` f32, over the `sums` [layers, 2 e + 1] of layers.
+pub fn share(sums: &Tensor, factor: f64) -> Result<Tensor> {
+    let (layers, e) = (sums.dim(0)?, sums.dim(1)? / 2);
+    let out = empty(sums, e, DType::F32)?;
+    let launch = Launch::named(sums, compiled!(ROUTE), "route_balance")?
+        .tensor(sums)?
+        .count(layers)?
+        .count(e)?
+        .number(factor as f32)
+        .tensor(&out)?;
+    // SAFETY: `layers` rows of 2 e + 1 numbers, and e values.
+    unsafe { launch.run(Grid::new(e.div_ceil(THREADS as usize), THREADS)) }?;
+    Ok(out)
+}

@@ -1,0 +1,84 @@
+//! Rows of a matrix that are computed some at a time, and the zeros between them.
+
+use super::cpu::is_cpu;
+use super::cuda::launch::{Grid, Launch, compiled, ghosts};
+use crate::Tensor;
+use candle_core::Result;
+
+/// A matrix [t, d] of zeros, but for rows that come in parts. On CUDA each part is copied to its place as it comes.
+#[derive(Debug)]
+pub struct Spread {
+    like: Tensor,
+    /// On CUDA.
+    whole: Option<Tensor>,
+    /// Elsewhere.
+    parts: Vec<Tensor>,
+}
+
+impl Spread {
+    /// For a matrix of the shape, type and device of `like`.
+    pub fn new(like: &Tensor) -> Result<Self> {
+        let whole = if is_cpu(like) { None } else { Some(like.zeros_like()?) };
+        Ok(Self { like: like.clone(), whole, parts: Vec::new() })
+    }
+
+    /// The next `part` [n, d]: its rows belong to the rows `index` `[n]`, u32, each of which comes once.
+    pub fn put(&mut self, index: &Tensor, part: Tensor) -> Result<()> {
+        let Some(whole) = &self.whole else {
+            self.parts.push(part);
+            return Ok(());
+        };
+        let ((t, width), (n, d)) = (whole.dims2()?, part.dims2()?);
+        if width != d || index.dims() != [n] || whole.dtype() != part.dtype() {
+            candle_core::bail!("rows: {:?} into {:?} by {:?}", part.shape(), whole.shape(), index.shape());
+        }
+        if ghosts(&[&part], [], |_| ()).is_some() {
+            return Ok(());
+        }
+        let launch = Launch::of(&part, compiled!(SPREAD), "spread")?
+            .tensor(index)?
+            .tensor(&part)?
+            .number(t as u64)
+            .number(d as u64)
+            .tensor(whole)?;
+        // SAFETY: the kernel writes rows below t, of d values, and reads n numbers and n rows: a block each.
+        unsafe { launch.run(Grid::new(n, THREADS)) }
+    }
+
+    /// The matrix; `index` `[n]` are the rows of all parts, in order.
+    pub fn whole(self, index: &Tensor) -> Result<Tensor> {
+        match self.whole {
+            Some(whole) => Ok(whole),
+            None if self.parts.is_empty() => self.like.zeros_like(),
+            None => {
+                let zeros = self.like.zeros_like()?;
+                zeros.index_add(index, &Tensor::end_to_end(&self.parts, index.dim(0)?)?, 0)
+            }
+        }
+    }
+}
+
+/// Threads of a block, as in spread.cu.
+const THREADS: u32 = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{randn, values};
+    use candle_core::{DType, Device};
+
+    #[test]
+    fn parts_come_to_their_rows() -> Result<()> {
+        let like = randn(1, (5, 3), DType::F32)?;
+        let index = Tensor::new(&[4u32, 0, 3], &Device::Cpu)?;
+        let rows = randn(2, (3, 3), DType::F32)?;
+        let mut s = Spread::new(&like)?;
+        s.put(&index.narrow(0, 0, 2)?, rows.narrow(0, 0, 2)?)?;
+        s.put(&index.narrow(0, 2, 1)?, rows.narrow(0, 2, 1)?)?;
+        let (all, r) = (s.whole(&index)?.to_vec2::<f32>()?, rows.to_vec2::<f32>()?);
+        assert_eq!(all, [r[1].clone(), vec![0.0; 3], vec![0.0; 3], r[2].clone(), r[0].clone()]);
+        let none = Spread::new(&like)?.whole(&index.narrow(0, 0, 0)?)?;
+        assert!(values(&none).iter().all(|x| *x == 0.0));
+        Ok(())
+    }
+}

@@ -1,0 +1,56 @@
+// silu(gate) * up, and its gradients; backward writes the product again where the down projection's input is needed, which
+// may be over dy.
+// A thread takes a vector of 16 bytes of each; those that a vector does not divide, or that do not begin at one, go by
+// one value. Each value is read and written once. A row of `width` values is a block, or some of them (in the grid's second
+// dimension): rows of what is written may stand farther `apart` than they are long.
+#include "../cuda/rows.cuh"
+
+constexpr int THREADS = 256; // in crates/ft-kernels/src/swiglu/cuda.rs too
+
+DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+template <typename T, int V> DEVICE void forward(const T *gate, const T *up, T *y, uint32_t at) {
+  float g[V], u[V];
+  get(gate + at, g), get(up + at, u);
+#pragma unroll
+  for (int i = 0; i < V; i++) g[i] = g[i] * logistic(g[i]) * u[i];
+  put(y + at, g);
+}
+
+template <typename T, int V>
+DEVICE void backward(const T *gate, const T *up, const T *dy, T *dgate, T *dup, T *h, uint32_t at) {
+  float g[V], u[V], d[V], out[V];
+  get(gate + at, g), get(up + at, u), get(dy + at, d);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float s = logistic(g[i]);
+    out[i] = g[i] * s * u[i];
+    u[i] = d[i] * u[i] * s * (1.0f + g[i] * (1.0f - s));
+    g[i] = d[i] * g[i] * s;
+  }
+  put(dgate + at, u), put(dup + at, g);
+  if (h != nullptr) put(h + at, out);
+}
+
+#define SWIGLU(NAME, T)                                                                                                \
+  KERNEL(swiglu_forward_##NAME, THREADS, const T *gate, const T *up, T *y, uint32_t width, uint32_t apart) {           \
+    const size_t row = blockIdx.x, at = row * width;                                                                   \
+    gate += at, up += at, y += row * apart;                                                                            \
+    const bool vectors = (width | apart) % VECTOR<T> == 0 && is_aligned(gate) && is_aligned(up) && is_aligned(y);      \
+    each<VECTOR<T>>(vectors, width, [&](uint32_t i) { forward<T, VECTOR<T>>(gate, up, y, i); },                        \
+                    [&](uint32_t i) { forward<T, 1>(gate, up, y, i); }, blockIdx.y);                                   \
+  }                                                                                                                    \
+  KERNEL(swiglu_backward_##NAME, THREADS, const T *gate, const T *up, const T *dy, T *dgate, T *dup, T *h,             \
+         uint32_t width, uint32_t gate_apart, uint32_t up_apart) {                                                     \
+    const size_t row = blockIdx.x, at = row * width;                                                                   \
+    gate += at, up += at, dy += at, dgate += row * gate_apart, dup += row * up_apart;                                  \
+    h = h == nullptr ? nullptr : h + at;                                                                               \
+    const bool vectors = (width | gate_apart | up_apart) % VECTOR<T> == 0 && is_aligned(gate) && is_aligned(up) &&     \
+                         is_aligned(dy) && is_aligned(dgate) && is_aligned(dup) && is_aligned(h);                      \
+    each<VECTOR<T>>(vectors, width, [&](uint32_t i) { backward<T, VECTOR<T>>(gate, up, dy, dgate, dup, h, i); },       \
+                    [&](uint32_t i) { backward<T, 1>(gate, up, dy, dgate, dup, h, i); }, blockIdx.y);                  \
+  }
+
+SWIGLU(f32, float)
+SWIGLU(bf16, bf16)
+SWIGLU(f16, f16)

@@ -1,0 +1,78 @@
+//! How fast this machine is: measured by `ft bench`, kept for plans.
+
+use super::Machine;
+use ft_base::store;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// How far a step's time may be from what the measured rate says, either way: the range that plans give.
+const SPREAD: f64 = 0.3;
+
+/// What `ft bench` measured on one kind of device and dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rate {
+    /// Floating-point operations a second of a large matrix product.
+    pub matmul: f64,
+    /// Work ([`super::work`]) of a whole training step a second.
+    pub step: f64,
+    /// Bytes a second that a large copy reads and writes together.
+    #[serde(default)]
+    pub copy: f64,
+}
+
+/// Seconds, from and to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Range {
+    /// At the best.
+    pub low: f64,
+    /// At the worst.
+    pub high: f64,
+}
+
+/// The file of measured rates, in `ft`'s cache folder.
+pub fn path() -> Option<PathBuf> {
+    Some(store::cache_folder()?.join("rates.json"))
+}
+
+fn key(m: Machine) -> String {
+    let width = if m.computes_in_f32() { "f32" } else { "half" };
+    if m.cuda { format!("cuda-{width}") } else { format!("cpu-{width}-{}-threads", m.threads) }
+}
+
+fn read(path: &std::path::Path) -> BTreeMap<String, Rate> {
+    ft_base::store::read_plain_text(path, ft_base::store::LARGEST)
+        .ok()
+        .and_then(|t| serde_json::from_str(&t).ok())
+        .unwrap_or_default()
+}
+
+/// The rate that was measured on a machine like this one.
+pub fn find(m: Machine) -> Option<Rate> {
+    read(&path()?).remove(&key(m))
+}
+
+/// Keeps a measured rate.
+///
+/// # Errors
+/// A cache that cannot be written.
+pub fn save(m: Machine, rate: Rate) -> Result<Option<PathBuf>, store::Error> {
+    let Some(path) = path() else { return Ok(None) };
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(|e| store::Error::write("make the folder", dir, None, e))?;
+    }
+    let mut all = read(&path);
+    all.insert(key(m), rate);
+    let text = serde_json::to_string_pretty(&all).unwrap_or_default() + "\n";
+    store::write_atomic(&path, text.as_bytes())?;
+    Ok(Some(path))
+}
+
+/// Seconds for `work` at a measured rate.
+pub fn range(rate: Rate, work: f64) -> Option<Range> {
+    if !(rate.step.is_finite() && rate.step > 0.0) {
+        return None;
+    }
+    let middle = work / rate.step;
+    Some(Range { low: middle * (1.0 - SPREAD), high: middle * (1.0 + SPREAD) })
+}

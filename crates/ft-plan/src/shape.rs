@@ -1,0 +1,141 @@
+//! The model that a plan runs: the engine's own modules with ghosts for weights, one layer of each kind.
+
+use ft_engine::adapt::ghost::Ghosts;
+use ft_engine::adapt::{Choice, Selection};
+use ft_kernels::{Ledger, Machine, Tensor};
+use ft_engine::model::Config;
+use ft_engine::model::decoder::Builder;
+use ft_engine::model::embedding::Embedding;
+use ft_engine::model::head::Head;
+use ft_engine::model::layer::Layer;
+use ft_engine::model::modules::{Group, LayerTree, Module, Tree};
+use ft_recipe::Quantize;
+use ft_engine::walk::Outline;
+use candle_core::DType;
+
+/// A model of ghosts.
+#[derive(Debug)]
+pub struct Shape {
+    /// Where all of them are written down.
+    pub ledger: Ledger,
+    /// Compute dtype.
+    pub dtype: DType,
+    /// Width.
+    pub d: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// The embedding.
+    pub embedding: Embedding,
+    /// A layer of each kind.
+    pub kinds: Vec<Layer>,
+    /// Kind of each layer.
+    pub of: Vec<usize>,
+    /// Final norm and head.
+    pub head: Head,
+    /// Whether the head has the embedding's table.
+    pub tied: bool,
+    /// Gradient buffers, as a sink takes them.
+    pub grads: Vec<Option<Tensor>>,
+    /// Lowest unit that trains.
+    pub lowest: Option<usize>,
+}
+
+/// What makes layers of one kind: their modules' choices, experts and window.
+type Kind<'a> = (Vec<&'a Choice>, bool, Option<usize>);
+
+impl Shape {
+    /// From a config and a selection of its modules, of which linears become 4-bit or not, and weights stay on the device or
+    /// not, for a rank of `tensor` that share each linear and of `stages`
+    /// that share the layers.
+    pub fn new(
+        config: &Config,
+        selection: &Selection,
+        weights: (Quantize, bool),
+        machine: Machine,
+        (tensor, stages): (usize, usize),
+    ) -> ft_base::Result<Self> {
+        let ledger = Ledger::new(machine);
+        let dtype = if machine.computes_in_f32() { DType::F32 } else { DType::BF16 };
+        let split = (tensor > 1).then(|| part(config, tensor));
+        let c = split.as_ref().unwrap_or(config);
+        let mut layers: Vec<Vec<usize>> = vec![Vec::new(); c.layers];
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        for (i, (m, _)) in selection.modules.iter().enumerate() {
+            match (m.layer, m.group) {
+                (Some(l), _) => layers[l].push(i),
+                (None, Group::Embedding) => first.push(i),
+                (None, _) => last.push(i),
+            }
+        }
+        let ghosts = |list: &[usize]| {
+            let execution = list.iter().map(|i| &selection.modules[*i]).map(|(m, c)| (m.name.as_str(), *c));
+            Ghosts::new(&ledger, dtype, execution, weights)
+        };
+        let (mut kinds, mut known, mut of): (Vec<Layer>, Vec<Kind<'_>>, _) =
+            (Vec::new(), Vec::new(), Vec::new());
+        for (l, list) in layers.iter().enumerate() {
+            let execution = list.iter().map(|i| &selection.modules[*i].1).collect();
+            let kind = (execution, c.moe.as_ref().is_some_and(|m| m.sparse[l]), c.windows[l]);
+            let at = known.iter().position(|k| *k == kind).unwrap_or(known.len());
+            if at == known.len() {
+                kinds.push(Builder::new(c, &mut ghosts(list)).layer(l, &LayerTree::of(c, l))?);
+                known.push(kind);
+            }
+            of.push(at);
+        }
+        // the modules of a part have the names of those of the whole
+        let (table, norm, head) = Tree::ends(c);
+        let (embedding, table) = Builder::new(c, &mut ghosts(&first)).embedding(&table)?;
+        let head = Builder::new(c, &mut ghosts(&last)).head(&norm, &head, Some(table))?;
+        let trains = |(_, choice): &&(Module, Choice)| *choice != Choice::Freeze;
+        let mut lowest = selection.modules.iter().filter(trains).map(|(m, _)| m.unit(c.layers)).min();
+        if stages > 1 {
+            let mine = of.len().div_ceil(stages);
+            // backward walks a stage's layers from its lowest that trains: counted from the top
+            let walked = walked(lowest, of.len()).min(mine);
+            of.drain(..of.len() - mine);
+            lowest = lowest.map(|u| if u == 0 { 0 } else { mine + 1 - walked });
+        }
+        let grads = Ghosts::grads(&ledger);
+        Ok(Self {
+            ledger,
+            dtype,
+            d: c.hidden,
+            head_dim: c.head_dim,
+            embedding,
+            kinds,
+            of,
+            head,
+            tied: config.tied,
+            grads,
+            lowest,
+        })
+    }
+
+    /// What decides the visits of its passes.
+    pub fn outline(&self) -> Outline {
+        let e = &self.embedding;
+        Outline { layers: self.of.len(), tied: self.tied, embedding: e.trains(), lora: e.lora.is_some() }
+    }
+
+    /// Layers that backward walks through.
+    pub fn walked(&self) -> usize {
+        walked(self.lowest, self.of.len())
+    }
+}
+
+fn walked(lowest: Option<usize>, layers: usize) -> usize {
+    lowest.map_or(0, |u| (layers + 1).saturating_sub(u.max(1)))
+}
+
+/// The part of one of `ranks` that share each linear.
+fn part(config: &Config, ranks: usize) -> Config {
+    let mut c = config.clone();
+    c.heads = config.heads / config.kv_heads.max(1) * config.kv_heads.div_ceil(ranks);
+    let own = [&mut c.kv_heads, &mut c.intermediate, &mut c.vocab];
+    own.into_iter().for_each(|n| *n = n.div_ceil(ranks));
+    if let Some(moe) = &mut c.moe {
+        (moe.width, moe.shared) = (moe.width.div_ceil(ranks), moe.shared.div_ceil(ranks));
+    }
+    c
+}

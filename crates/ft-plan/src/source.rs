@@ -1,0 +1,130 @@
+//! A model's config without its weights: a local folder, the hub's cache, or one that is built in.
+
+use ft_data::hub::{self, Settings, Want};
+use ft_engine::model::{self, Config};
+use ft_recipe::{Recipe};
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+
+macro_rules! builtin {
+    ($($ids:expr => $file:literal),* $(,)?) => {
+        &[$(($ids, concat!($file, ".json"), include_str!(concat!("configs/", $file, ".json")))),*]
+    };
+}
+
+/// Published configs of models that recipes name, so that they plan without a network. What does not change
+/// memory (initialisation, dropout of 0) is left out; names of one line share their sizes.
+const BUILTIN: &[(&[&str], &str, &str)] = builtin![
+    &["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"] => "qwen3-0.6b",
+    &["Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"] => "qwen3-1.7b",
+    &["Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B-Instruct-2507"] => "qwen3-4b",
+    &["Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"] => "qwen3-8b",
+    &["Qwen/Qwen3-14B", "Qwen/Qwen3-14B-Base"] => "qwen3-14b",
+    &["Qwen/Qwen3-32B"] => "qwen3-32b",
+    &["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507"] => "qwen3-30b-a3b",
+    &["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"] => "qwen2.5-7b",
+    &["Qwen/Qwen2-72B", "Qwen/Qwen2-72B-Instruct"] => "qwen2-72b",
+    &["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B",
+      "meta-llama/Meta-Llama-3.1-8B-Instruct"] => "llama-3.1-8b",
+    &["meta-llama/Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-70B-Instruct"] => "llama-3-70b",
+    &["meta-llama/Llama-3.3-70B-Instruct"] => "llama-3.3-70b",
+    &["mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"] => "mixtral-8x7b",
+];
+
+/// The text of a built-in config.
+pub fn builtin(id: &str) -> Option<(&'static str, &'static str)> {
+    BUILTIN.iter().find(|(ids, ..)| ids.contains(&id)).map(|(_, file, text)| (*file, *text))
+}
+
+/// The built-in config of a recipe's model, the recipe's overrides applied, and its name; `None` of a model that has none.
+///
+/// # Errors
+/// Overrides that do not fit.
+pub fn built_in(m: &ft_recipe::Model) -> Result<Option<(Config, String)>, model::Error> {
+    let Some((file, text)) = builtin(&m.source) else { return Ok(None) };
+    let name = format!("built-in {file}");
+    let raw: Map<String, Value> = serde_json::from_str(text)
+        .map_err(|e| model::Error::Syntax { file: name.clone(), why: e.to_string() })?;
+    Ok(Some((Config::overridden(&name, raw, &m.overrides)?, name)))
+}
+
+/// A config, and where it came from in words.
+#[derive(Debug)]
+pub struct Found {
+    /// The config, the recipe's overrides applied.
+    pub config: Config,
+    /// "the folder ..", "built in".
+    pub from: String,
+    /// The folder that it is in.
+    pub dir: Option<PathBuf>,
+    /// Whether the weights are on this machine already.
+    pub weights: bool,
+    /// What the recipe's rules name and the model does not have.
+    pub notes: Vec<String>,
+}
+
+/// Finds the config of a recipe's model. Asks the hub for it only when nothing here has it.
+///
+/// # Errors
+/// A model that is nowhere; a config that is not supported.
+pub fn find(recipe: &Recipe) -> ft_base::Result<Found> {
+    let m = &recipe.model;
+    let path = recipe.resolve(&m.source);
+    let source = if path.exists() { path.display().to_string() } else { m.source.clone() };
+    let settings = Settings { offline: true, ..Settings::from_env() };
+    match hub::fetch_model_with(&settings, &source, &m.revision, Want::Config, false) {
+        Ok(found) => {
+            let config = Config::load(&found.dir, &m.overrides)?;
+            let weights =
+                hub::fetch_model_with(&settings, &source, &m.revision, Want::Weights, false).is_ok();
+            return Ok(Found {
+                config,
+                from: found.dir.display().to_string(),
+                dir: Some(found.dir),
+                weights,
+                notes: Vec::new(),
+            });
+        }
+        Err(hub::Error::NotCached { .. } | hub::Error::WithoutHub { .. }) => {}
+        Err(e) => return Err(e.into()),
+    }
+    if let Some((config, from)) = built_in(m)? {
+        return Ok(Found { config, from, dir: None, weights: false, notes: Vec::new() });
+    }
+    let found = hub::fetch_model(&source, &m.revision, Want::Config, false)?;
+    let config = Config::load(&found.dir, &m.overrides)?;
+    let from = found.dir.display().to_string();
+    Ok(Found { config, from, dir: Some(found.dir), weights: false, notes: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ft_engine::model::modules::parameters;
+
+    /// The counts that the models' own pages give.
+    #[test]
+    fn built_in_configs_have_the_published_sizes() -> anyhow::Result<()> {
+        for (id, billions) in [
+            ("Qwen/Qwen3-0.6B", 0.596),
+            ("Qwen/Qwen3-1.7B", 1.72),
+            ("Qwen/Qwen3-4B", 4.02),
+            ("Qwen/Qwen3-8B", 8.19),
+            ("Qwen/Qwen3-14B", 14.77),
+            ("Qwen/Qwen3-32B", 32.76),
+            ("Qwen/Qwen3-30B-A3B", 30.53),
+            ("Qwen/Qwen2.5-7B-Instruct", 7.62),
+            ("Qwen/Qwen2-72B", 72.71),
+            ("meta-llama/Llama-3.1-8B", 8.03),
+            ("meta-llama/Meta-Llama-3-70B", 70.55),
+            ("meta-llama/Llama-3.3-70B-Instruct", 70.55),
+            ("mistralai/Mixtral-8x7B-v0.1", 46.70),
+        ] {
+            let Some((file, text)) = builtin(id) else { anyhow::bail!("{id} is not built in") };
+            let config = Config::parse(file, serde_json::from_str(text)?)?;
+            let n = parameters(&config) as f64 / 1e9;
+            assert!((n - billions).abs() < 0.006, "{id}: {n}");
+        }
+        Ok(())
+    }
+}

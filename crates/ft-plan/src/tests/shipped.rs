@@ -1,0 +1,125 @@
+//! The shipped recipes, and what their heads say.
+
+use super::*;
+
+/// Every shipped recipe plans from what is in the binary, for the CPU and for CUDA.
+#[test]
+fn shipped_recipes_plan_offline() -> anyhow::Result<()> {
+    for s in SHIPPED {
+        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes").join(format!("{}.toml", s.name));
+        let r = Recipe::load_for_plan(&path, &[])?;
+        for cuda in [false, true] {
+            let (p, _) = of_recipe(&r, cuda)?;
+            assert!(p.total() > 0 && p.parameters.1 > 0, "{}", s.name);
+            let json = p.json(1, None);
+            let parts: u64 = json["device"]
+                .as_object()
+                .into_iter()
+                .flatten()
+                .filter(|(k, _)| *k != "total" && *k != "budget")
+                .filter_map(|(_, v)| v.as_u64())
+                .sum();
+            assert_eq!(Some(parts), json["device"]["total"].as_u64(), "{}", s.name);
+        }
+    }
+    Ok(())
+}
+
+/// Cards that shipped recipes are for: what each is called, and what of it a run can have.
+const CARDS: [(&str, &str); 2] = [("48 GB", "44GiB"), ("24 GB", "22GiB")];
+
+/// What the head of a recipe says of its plan for each card.
+const HEADS: &[(&str, &[usize])] = &[
+    ("qwen3-8b-48gb-full", &[0]),
+    ("qwen3-8b-qlora", &[0, 1]),
+    ("llama-3.1-8b-qlora", &[0, 1]),
+    ("qwen3-14b-qlora", &[0, 1]),
+    ("qwen3-32b-qlora", &[0]),
+    ("llama-3.3-70b-qlora", &[0]),
+    ("qwen3-30b-a3b-qlora", &[0]),
+    ("qwen3-30b-a3b-24gb-qlora", &[1]),
+    ("mixtral-8x7b-qlora-experts", &[0]),
+];
+
+/// The figures in the heads of shipped recipes are the plan's, and each fits its card.
+#[test]
+fn heads_of_shipped_recipes_have_the_plan_s_figures() -> anyhow::Result<()> {
+    let mut wrong = String::new();
+    for (name, cards) in HEADS {
+        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes").join(format!("{name}.toml"));
+        let text = std::fs::read_to_string(&path)?;
+        for (card, budget) in cards.iter().map(|c| CARDS[*c]) {
+            let budget = format!("memory.budget={budget}");
+            // rows full to data.max_length
+            let rows = ["data.train.0.source=rows.jsonl", "data.eval.0.source=rows.jsonl"];
+            let set: Vec<String> =
+                [&budget, "run.device=cuda"].into_iter().chain(rows).map(String::from).collect();
+            let (p, _) = of_recipe_in(&Recipe::load_for_plan(&path, &set)?, true, &PLENTY)?;
+            assert!(p.fits_device(), "{name} on {card}: {}", p.total());
+            let rows = p.execution.micro_rows;
+            let want = format!(
+                "# Plan    {card} card: {} of its {}, recomputing {}, micro-batches of {rows} row{}\n",
+                report::bytes(p.total()),
+                report::bytes(p.budget.unwrap_or(0)),
+                p.execution.words(p.walked),
+                if rows == 1 { "" } else { "s" }
+            );
+            if !text.contains(&want) {
+                wrong += &format!("{name}: {want}");
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "heads should say\n{wrong}");
+    Ok(())
+}
+
+/// With states on the host and each layer updated in its backward pass, Qwen3-8B trains in full on one card: what is left
+/// there is weights, the largest unit's gradients and activations. In 8 bits moments are a quarter of what they are in f32.
+#[test]
+fn qwen3_8b_trains_in_full_on_one_card() -> anyhow::Result<()> {
+    let (name, offload) = ("optimizer.name=adamw8bit", "memory.offload=['optimizer']");
+    let set = ["memory.budget=38GiB", "run.batch_rows=1", "run.clip=0", "data.max_length=4096"];
+    let of = |more: &[&str]| plan("Qwen/Qwen3-8B", &full(), &[&set[..], more].concat(), true);
+    let kept = "optimizer.master=f32";
+    let p = of(&[name, offload, kept, "optimizer.in_backward=true"])?;
+    assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
+    let n = p.parameters.1;
+    // the head's, with the norm before it
+    let largest = 4 * (151_936 + 1) * 4096;
+    assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
+    let states =
+        |p: &Plan| p.space.host.iter().find(|(k, _)| *k == "offloaded_optimizer").map_or(0, |(_, b)| *b);
+    let rounded = |per_value: f64| (per_value * n as f64) as u64;
+    assert!(states(&p).abs_diff(rounded(6.0 + 8.0 / 256.0)) < n / 1000, "{}", states(&p));
+    // each of the three is needed
+    assert!(!of(&[name, offload])?.fits() && !of(&[name, kept, "optimizer.in_backward=true"])?.fits());
+    assert!(states(&of(&[offload, "optimizer.in_backward=true"])?) > states(&p) + 5 * n);
+    // without f32 master weights nothing is on the host: 4 bytes a value, and the scales
+    let p = of(&[name, "optimizer.in_backward=true"])?;
+    assert!(p.fits() && p.total() <= 38 << 30, "{}", p.total());
+    assert_eq!((states(&p), p.peak.bytes.get(Component::Master), p.theory.master), (0, 0, 0));
+    assert_eq!(p.peak.bytes.get(Component::Gradients), largest);
+    let held = p.peak.bytes.get(Component::Trained) + p.peak.bytes.get(Component::Moments);
+    assert!(held.abs_diff(rounded(4.0 + 8.0 / 256.0)) < n / 1000, "{held}");
+    assert!(p.text(1, None, &[]).contains("master      none of what trains in full"));
+    Ok(())
+}
+
+#[test]
+fn the_fixed_levels_are_what_the_recipe_says() -> anyhow::Result<()> {
+    let (all, none) = (Recomputed::from(28), Recomputed::default());
+    for (set, want) in [
+        ("all", all),
+        ("feed_forward", Recomputed { feed_forward: 28, ..none }),
+        ("norms", Recomputed { norms: 28, ..none }),
+        ("none", none),
+        ("5", 5.into()),
+    ] {
+        let set = &*format!("memory.recompute={set}");
+        let p = plan("Qwen/Qwen3-0.6B", &rule(LORA, ""), &[set, "memory.budget=1KiB"], false)?;
+        assert_eq!(p.execution.recompute, want);
+        assert!(!p.fits());
+    }
+    assert!(hints::is_built("memory.recompute=all") && !hints::is_built("parallel.tensor=2"));
+    Ok(())
+}

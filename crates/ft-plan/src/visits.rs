@@ -1,0 +1,212 @@
+//! The engine's visits on ghosts: what each kind of visit takes at its peak, gone through once.
+
+use super::ledger::{Bytes, Component};
+use super::step::StepInputs;
+use super::workload::Tokens;
+use ft_kernels::ledger::{Cost, Taken};
+use ft_kernels::optimizer::{AdamW, adamw};
+use ft_kernels::padded::Padded;
+use ft_kernels::tensor::Ghost;
+use ft_kernels::{Machine, Role, Tensor};
+use ft_engine::model::Batch;
+use ft_engine::model::layer::{Layer, Level};
+use ft_engine::model::sink::Sink;
+use ft_engine::walk::{self, Dequantize, Visit};
+use candle_core::{DType, Result};
+
+/// Bytes with their sum, the allocations that led there, and what takes time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Full {
+    pub(super) bytes: Bytes,
+    pub(super) total: u64,
+    pub(super) listed: Vec<(Component, u64)>,
+    pub(super) cost: Cost,
+}
+
+impl Full {
+    /// Counts what is of one component as another.
+    fn call(&mut self, from: Component, to: Component) {
+        let mut bytes = Bytes::default();
+        let name = |c: Component| if c == from { to } else { c };
+        self.bytes.iter().for_each(|(c, b)| bytes.add(name(c), b));
+        self.bytes = bytes;
+        self.listed.iter_mut().for_each(|(c, _)| *c = name(*c));
+    }
+}
+
+impl From<Bytes> for Full {
+    fn from(bytes: Bytes) -> Self {
+        Self { total: bytes.total(), bytes, ..Self::default() }
+    }
+}
+
+impl From<Taken> for Full {
+    fn from(t: Taken) -> Self {
+        let listed = t.listed.into_iter().map(|(role, bytes)| (role.into(), bytes)).collect();
+        Self { listed, cost: t.cost, ..Bytes::from(t.at_peak).into() }
+    }
+}
+
+/// The visits of one kind of layer, each at its peak with its own input, what it keeps and the gradient that
+/// comes in.
+#[derive(Clone, Debug)]
+pub(super) struct Kind {
+    /// Bytes of its own gradients that are in what its backward visits take.
+    pub(super) own: u64,
+    /// Forward.
+    pub(super) forward: Full,
+    /// From forward to backward, by [`Level`].
+    pub(super) ways: [Way; Level::EACH.len()],
+    /// Forward in evaluation.
+    pub(super) eval: Option<Full>,
+    /// Forward of a prompt that is answered.
+    pub(super) answer: Option<Full>,
+}
+
+/// From forward to backward, by what is computed again.
+#[derive(Clone, Debug)]
+pub(super) struct Way {
+    /// What is kept, the input among it.
+    pub(super) kept: Full,
+    /// The same without the input.
+    pub(super) beside: Full,
+    /// What is computed again, and backward: dequantized by tiles, and for the visit; with the work of the former.
+    pub(super) backward: [(Full, Cost); 2],
+}
+
+impl Way {
+    pub(super) fn backward(&self, d: Dequantize) -> &(Full, Cost) {
+        &self.backward[usize::from(d == Dequantize::PerLayer)]
+    }
+}
+
+impl StepInputs<'_> {
+    pub(super) fn machine(&self) -> Machine {
+        self.shape.ledger.machine()
+    }
+
+    /// What is gathered while each visit of a pass goes on, and after it.
+    pub(super) fn flights(&self, visits: &[Visit]) -> Vec<[u64; 2]> {
+        let (outline, s) = (self.shape.outline(), self.statics);
+        let of = |i: usize| {
+            let next = visits.get(i + 1).copied();
+            let both = outline.needs([visits[i]].into_iter().chain(next));
+            [s.gathered(both), s.gathered(outline.needs(next))]
+        };
+        (0..visits.len()).map(of).collect()
+    }
+
+    /// What `f` takes, on an empty ledger.
+    pub(super) fn visit(&self, f: impl FnOnce() -> Result<()>) -> Result<Full> {
+        self.shape.ledger.take();
+        f()?;
+        Ok(self.shape.ledger.take().into())
+    }
+
+    /// A micro-batch, in training or not.
+    pub(super) fn batch(&self, t: Tokens, train: bool) -> Result<Batch> {
+        let s = self.shape;
+        let targets = usize::try_from(t.targets).unwrap_or(usize::MAX);
+        Batch::ghost(&s.ledger, t.attended(), targets, s.head_dim, train.then_some((0, 0)))
+    }
+
+    /// Hidden states, or their gradient, of a micro-batch.
+    pub(super) fn states(&self, t: Tokens) -> Tensor {
+        let s = self.shape;
+        Ghost::new(&s.ledger, (t.tokens as usize, s.d), s.dtype).into()
+    }
+
+    pub(super) fn input(&self, t: Tokens) -> Tensor {
+        self.shape.ledger.role(Role::Activations, || self.states(t))
+    }
+
+    pub(super) fn embedding_backward(&self) -> Result<Full> {
+        let (s, batch) = (self.shape, self.batch(self.train, true)?);
+        self.visit(|| s.embedding.backward(&batch, &self.states(self.train), &Sink::new(&s.grads, 0)))
+    }
+
+    /// The optimizer's temporaries on the device.
+    pub(super) fn optimizer(&self) -> Result<u64> {
+        let (s, n) = (self.shape, self.statics.largest_group as usize);
+        let flat = |dtype| Tensor::from(Ghost::weight(&s.ledger, n, dtype));
+        let (f, copy) = (flat(DType::F32), if s.dtype == DType::F32 { None } else { Some(flat(s.dtype)) });
+        let k = AdamW { lr: 0.0, betas: [0.0; 2], eps: 0.0, weight_decay: 0.0, t: 1, grad_scale: 1.0 };
+        Ok(self.visit(|| adamw(&f, &f, &f, &f, copy.as_ref(), &k))?.total)
+    }
+
+    /// The visits of `Walk::train` and `Walk::eval` at a layer.
+    pub(super) fn kind(&self, layer: &Layer, unit: usize) -> Result<Kind> {
+        let (ledger, t) = (&self.shape.ledger, self.train);
+        let batch = self.batch(t, true)?;
+        let ctx = &batch.context;
+        let taken = || -> Full {
+            let mut full: Full = ledger.take().into();
+            full.call(Component::Gradients, self.statics.live_as);
+            full
+        };
+        let live = |roles| Full::from(Bytes::from(roles));
+
+        let forward = self.visit(|| layer.forward(&self.input(t), ctx, None, None).map(drop))?;
+        let own = self.statics.own_live(unit);
+        let sink = || Sink::ghost(&self.shape.grads, ledger, own);
+        let way = |level: Level| -> Result<Way> {
+            let (mut kept, mut beside) = (Full::default(), Full::default());
+            let mut backward = |dequantize| -> Result<(Full, Cost)> {
+                let x = self.input(t);
+                let rest = layer.forward(&x, ctx, None, None)?.1.keep(level);
+                kept = live(ledger.keep());
+                drop(x);
+                beside = live(ledger.keep());
+                let x = self.input(t);
+                let rank = layer.room_back(&x, ctx);
+                let dy = Padded::empty(&x, (t.tokens as usize, self.shape.d), rank, self.shape.dtype)?;
+                ledger.take();
+                let routing = rest.routing();
+                let dequantized = walk::dequantized_layer(layer, dequantize, level, routing.as_deref())?;
+                drop(routing);
+                let layer = dequantized.as_ref().unwrap_or(layer);
+                let saved = layer.recompute(&x, ctx, level, rest)?;
+                let again = ledger.cost();
+                drop(layer.backward((&x, saved), &dy, ctx, &sink(), None, rank)?);
+                Ok((taken(), again))
+            };
+            let tiles = backward(Dequantize::PerMatmul)?;
+            let visit = match level >= Level::FeedForward && layer.is_packed() {
+                true => backward(Dequantize::PerLayer)?,
+                false => tiles.clone(),
+            };
+            Ok(Way { kept, beside, backward: [tiles, visit] })
+        };
+        let [a, b, c, d] = Level::EACH.map(way);
+        let ways = [a?, b?, c?, d?];
+        let eval = |t| {
+            let batch = self.batch(t, false)?;
+            self.visit(|| layer.forward(&self.input(t), &batch.context, None, None).map(drop))
+        };
+        let answer = self.answers.map(|a| eval(a.part)).transpose()?;
+        let eval = self.eval.map(eval).transpose()?;
+        Ok(Kind { own, forward, ways, eval, answer })
+    }
+
+    /// The head with chunks of at most `rows`.
+    pub(super) fn head(&self, rows: usize) -> Result<(Full, Cost, Option<Full>)> {
+        let s = self.shape;
+        let live = self.statics.live_at(s.of.len() + 1);
+        let visit = |t: Tokens, backward: bool| {
+            let batch = self.batch(t, backward)?;
+            let mut full = self.visit(|| {
+                let x = self.input(t);
+                let sink = Sink::ghost(&s.grads, &s.ledger, live);
+                if t.targets > rows as u64 && backward {
+                    // all chunks but the first find it there
+                    sink.flat(0)?;
+                }
+                s.head.loss(&x, &batch, rows, backward.then_some((1.0, &sink))).map(drop)
+            })?;
+            full.call(Component::Gradients, self.statics.live_as);
+            Ok::<_, candle_core::Error>(full)
+        };
+        let forward = visit(self.train, false)?.cost;
+        Ok((visit(self.train, true)?, forward, self.eval.map(|t| visit(t, false)).transpose()?))
+    }
+}

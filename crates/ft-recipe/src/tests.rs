@@ -1,0 +1,456 @@
+//! What a recipe means, what is refused and how that looks.
+
+mod properties;
+
+use super::*;
+use ft_base::error::Failure;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+const SMALL: &str = r#"
+[model]
+source = "m"
+[[train]]
+modules = ["attention"]
+[[data.train]]
+source = "d.jsonl"
+format = "messages"
+"#;
+
+fn small(overrides: &[&str]) -> Result<Recipe, Error> {
+    let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
+    Recipe::parse(SMALL, "dir/small.toml", &overrides)
+}
+
+fn ok(overrides: &[&str]) -> Recipe {
+    small(overrides).unwrap_or_else(|e| panic!("{overrides:?}: {e}"))
+}
+
+fn message(overrides: &[&str]) -> String {
+    match small(overrides) {
+        Ok(_) => panic!("{overrides:?} was accepted"),
+        Err(e) => e.to_string(),
+    }
+}
+
+/// The defaults of the interface, each by name.
+#[test]
+fn defaults() {
+    let keys = ok(&[]).math_keys();
+    let all = ok(&[]);
+    assert_eq!(all.name, "small");
+    assert_eq!(all.run.output, Path::new("runs/small"));
+    insta::assert_snapshot!(all.to_toml());
+    assert_eq!(keys["optimizer.lr"], "(default)");
+    assert_eq!(all.optimizer.peak_lr(Method::Lora), 2e-4);
+    assert_eq!(all.optimizer.peak_lr(Method::Full), 1e-5);
+}
+
+/// Every broken recipe is refused, each problem with line and column; how all of them look is committed.
+#[test]
+fn broken_recipes() {
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.extension().is_some_and(|e| e == "toml"))
+        .collect();
+    files.sort();
+    assert_eq!(files.len(), BROKEN, "the corpus lost or won a recipe");
+    let mut all = String::new();
+    for file in &files {
+        let name = file.file_name().unwrap().to_string_lossy().into_owned();
+        let error = match Recipe::build(&std::fs::read(file).unwrap(), Path::new(&name), &[], false) {
+            Ok(_) => panic!("{name} was accepted"),
+            Err(e) => e,
+        };
+        assert!(!error.problems().is_empty(), "{name}");
+        for problem in error.problems() {
+            let p = &problem.place;
+            assert!(p.line > 0 && p.column > 0, "{name}: {} has no line and column", problem.message);
+        }
+        assert_eq!(error.exit_code(), ExitCode::Usage);
+        writeln!(all, "===== {name}\n{error}\n").unwrap();
+    }
+    insta::assert_snapshot!(all);
+}
+
+const BROKEN: usize = 181;
+
+/// One mistake is one message: a consequence of a mistake is not reported beside it.
+#[test]
+fn one_mistake_one_message() {
+    let several = [
+        "many",
+        "parallel-too-many-ranks",
+        "model-other-tools-name",
+        "toml-two-errors-and-a-typo",
+        "train-rank-with-full",
+        "crlf",
+        "empty",
+        "train-target-modules",
+    ];
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let stem = path.file_stem().unwrap().to_string_lossy().into_owned();
+        if path.extension().is_some_and(|e| e == "toml") && !several.contains(&stem.as_str()) {
+            let error = Recipe::load(&path, &[]).unwrap_err();
+            seen += 1;
+            assert_eq!(error.problems().len(), 1, "{stem}: {error}");
+        }
+    }
+    assert_eq!(seen + several.len(), BROKEN);
+}
+
+#[test]
+fn shipped_recipes_are_good_and_all_listed() {
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("recipes");
+    let in_folder: BTreeSet<String> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "toml"))
+        .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
+        .collect();
+    let listed: BTreeSet<String> = SHIPPED.iter().map(|s| s.name.to_string()).collect();
+    assert_eq!(in_folder, listed);
+    for s in SHIPPED {
+        let recipe =
+            Recipe::parse(s.text, &format!("{}.toml", s.name), &[]).unwrap_or_else(|e| panic!("{e}"));
+        assert!(!recipe.train.is_empty(), "{}", s.name);
+        let header = s.text.lines().take_while(|l| l.starts_with('#')).count();
+        assert!(header >= 3 && s.title().len() > 10, "{} says too little at its top", s.name);
+    }
+    let error = Shipped::find("qwen3-8b-lorra").unwrap_err().to_string();
+    assert!(error.contains("did you mean qwen3-8b-lora?"), "{error}");
+}
+
+#[test]
+fn the_command_line_wins() {
+    let r = ok(&[
+        "run.seed=7",
+        "train.0.rank=8",
+        "train.0.layers=-6:",
+        "data.train.0.source=other.jsonl",
+        "optimizer.betas=[0.8, 0.9]",
+        "model.override.rope_scaling.factor=2.0",
+        "model.source=org/name#1",
+        "run.output = \"a b/{name}\"",
+    ]);
+    assert_eq!((r.run.seed, r.train[0].spec().rank), (7, 8));
+    assert_eq!(r.train[0].layers, Some(LayerSet::Last(6)));
+    assert_eq!(r.data.train[0].source, "other.jsonl");
+    assert_eq!(r.optimizer.betas, [0.8, 0.9]);
+    assert_eq!(r.model.overrides["rope_scaling"]["factor"], 2.0);
+    assert_eq!(r.model.source, "org/name#1");
+    assert_eq!(r.run.output, Path::new("a b/small"));
+    assert_eq!(r.place("run.seed").to_string(), "command line: run.seed=7");
+    assert_eq!(r.place("train.0.modules").to_string(), "dir/small.toml:5:11");
+    assert_eq!(r.train[0].place.to_string(), "dir/small.toml:4:1");
+    assert_eq!(r.place("data.train.0.weight").to_string(), "dir/small.toml:6:1");
+    assert_eq!(r.place("optimizer.lr").to_string(), "command line: optimizer.betas=[0.8, 0.9]");
+    assert_eq!(r.place("memory.pin").to_string(), "dir/small.toml");
+}
+
+/// A key of the command line takes out the key of the file that would silence it.
+#[test]
+fn epochs_on_the_command_line_win_over_steps_in_the_file() {
+    let text = format!("{SMALL}[run]\nsteps = 5\n[optimizer]\nwarmup_ratio = 0.1\n");
+    let length = |o: &[&str]| {
+        let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
+        let r = Recipe::parse(&text, "x.toml", &o).unwrap_or_else(|e| panic!("{e}"));
+        (r.run.length(), r.optimizer.warmup(40))
+    };
+    assert_eq!(length(&[]), (Length::Steps(5), 4));
+    assert_eq!(length(&["run.epochs=2"]).0, Length::Epochs(2.0));
+    assert_eq!(length(&["run.epochs=2", "run.steps=3"]).0, Length::Steps(3));
+    assert_eq!(length(&["optimizer.warmup_steps=2"]).1, 2);
+}
+
+#[test]
+fn bad_overrides() {
+    let cases: &[&[&str]] = &[
+        &["run.sed=1"],
+        &["run.seed=x"],
+        &["run.seed"],
+        &["run.seed="],
+        &["=3"],
+        &["run..seed=3"],
+        &["train.3.rank=8"],
+        &["data.eval.0.source=x"],
+        &["train.0.modules.5=mlp"],
+        &["model.source.x=1"],
+        &["optimizer.betas=[0.9"],
+        &["run.seed=1\nkeep=3"],
+        &["run.seed=1", "run.seed=2"],
+        &["run.batch_rows=10", "run.micro_rows=4"],
+        &["parallel.tensor=2"],
+        &["optimizer.warmup_steps=1", "optimizer.warmup_ratio=0.1"],
+        &["lora=3"],
+    ];
+    let mut all = String::new();
+    for case in cases {
+        let text = message(case);
+        assert!(text.contains("command line: "), "{text}");
+        writeln!(all, "===== {case:?}\n{text}\n").unwrap();
+    }
+    insta::assert_snapshot!(all);
+}
+
+#[test]
+fn plans_see_what_runs_refuse() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("r.toml");
+    std::fs::write(&path, format!("{SMALL}[parallel]\ntensor = 2\n[memory]\nbudget = \"48GiB\"\n")).unwrap();
+    assert_eq!(Recipe::load(&path, &[]).unwrap_err().problems().len(), 1);
+    let plan = Recipe::load_for_plan(&path, &[]).unwrap();
+    assert_eq!(plan.memory.budget, Some(48 << 30));
+    let said: Vec<&str> = plan.not_built.iter().map(|d| d.message.as_str()).collect();
+    assert_eq!(said, ["not built yet: parallel.tensor = 2"]);
+    assert!(Recipe::load_for_plan(&path, &["run.micro_rows=auto".into()]).unwrap().run.micro_rows.is_auto());
+    // A key that is written with its default is built.
+    assert!(small(&["parallel.data=1", "router.aux_loss=0", "data.train.0.weight=1"]).is_ok());
+}
+
+/// A recipe of nothing but mistakes costs no more than one with a hundred.
+#[test]
+fn problems_are_bounded() {
+    let text: String = (0..20_000).fold(String::new(), |t, i| t + &format!("k{i} = 1\n"));
+    let error = Recipe::parse(&text, "x.toml", &[]).unwrap_err();
+    assert_eq!(error.problems().len(), report::MOST);
+    assert!(error.to_string().ends_with("100 or more problems in the recipe"));
+}
+
+#[test]
+fn colour_is_for_terminals_only() {
+    let error = small(&["run.sed=1"]).unwrap_err();
+    assert!(error.render(true).contains("\u{1b}["));
+    assert!(!error.render(false).contains('\u{1b}') && !error.to_string().contains('\u{1b}'));
+}
+
+/// The largest recipes that are read, of shapes that a check of quadratic cost would not come to an end on.
+#[test]
+fn large_recipes_are_answered() {
+    let n = LARGEST as usize;
+    let many = |part: &str, count: usize| part.repeat(count);
+    let shapes = [
+        format!("a = [{}]", many("1,", n / 2 - 10)),
+        format!("[model]\noverride = {{{}}}", (0..n / 9).map(|i| format!("k{i}=1,")).collect::<String>()),
+        format!("train = [{}]", many("{},", n / 3 - 10)),
+        format!("[[train]]\nmodules = [{}]", many("'a',", n / 4 - 10)),
+        format!("[[train]]\nlayers = [{}]", (0..n / 6).map(|i| format!("{i},")).collect::<String>()),
+        many("[[train]]\n", n / 10),
+        many("=\n", n / 2),
+    ];
+    for text in shapes {
+        let head: String = text.chars().take(30).collect();
+        let said = Recipe::parse(&text, "x.toml", &[]).unwrap_err().to_string();
+        assert!(said.contains("x.toml") && said.len() < 100_000, "{head}: {} bytes", said.len());
+    }
+}
+
+#[test]
+fn files() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("r.toml");
+    let missing = Recipe::load(&path, &[]).unwrap_err().to_string();
+    assert!(missing.contains("cannot read the recipe") && missing.contains("r.toml"), "{missing}");
+    std::fs::write(&path, format!("\u{feff}{SMALL}")).unwrap();
+    let recipe = Recipe::load(&path, &[]).unwrap();
+    assert_eq!(recipe.folder, folder.path());
+    std::fs::write(folder.path().join("only-here.jsonl"), "").unwrap();
+    assert_eq!(recipe.resolve("only-here.jsonl"), folder.path().join("only-here.jsonl"));
+    assert_eq!(recipe.resolve("Cargo.toml"), Path::new("Cargo.toml"));
+    assert_eq!(recipe.resolve("nowhere.jsonl"), Path::new("nowhere.jsonl"));
+    std::fs::write(&path, vec![b'#'; LARGEST as usize + 1]).unwrap();
+    assert!(matches!(Recipe::load(&path, &[]), Err(Error::TooLarge { .. })));
+    let shipped = Recipe::load(Path::new("qwen3-8b-lora"), &[]).unwrap();
+    assert_eq!((shipped.name.as_str(), shipped.folder.as_path()), ("qwen3-8b-lora", Path::new("")));
+    let near = Recipe::load(Path::new("qwen3-8b-lora.toml"), &[]).unwrap_err().to_string();
+    assert!(near.contains("a shipped recipe has this name: qwen3-8b-lora"), "{near}");
+}
+
+#[test]
+fn layers_and_experts() {
+    let layers = |s: &str| ok(&[&format!("train.0.layers={s}")]).train[0].layers.clone();
+    let within = |s: &str| match layers(s) {
+        None => (0..8).collect::<Vec<_>>(),
+        Some(set) => (0..8).filter(|i| set.contains(*i, 8)).collect(),
+    };
+    assert_eq!(layers("all"), None);
+    assert_eq!(within("0-5"), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(within("'3'"), [3]);
+    assert_eq!(within("3"), [3]);
+    assert_eq!(within("6-"), [6, 7]);
+    assert_eq!(within("-6:"), [2, 3, 4, 5, 6, 7]);
+    assert_eq!(within("-60:").len(), 8);
+    assert_eq!(within("[0, 3, 5]"), [0, 3, 5]);
+    let experts = |s: &str| ok(&[&format!("train.0.experts={s}")]).train[0].experts.clone();
+    assert_eq!(experts("all"), Some(IndexSet::Range(0, None)));
+    assert_eq!(experts("0-3"), Some(IndexSet::Range(0, Some(3))));
+    assert_eq!(experts("[0, 7]"), Some(IndexSet::List(vec![0, 7])));
+    assert_eq!(ok(&[]).train[0].experts, None);
+}
+
+#[test]
+fn sizes() {
+    for (text, bytes) in [
+        ("48GiB", 48u64 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("80GB", 80_000_000_000),
+        ("1048576", 1 << 20),
+        ("1024B", 1024),
+        ("2kB", 2000),
+    ] {
+        assert_eq!(values::bytes(&tree::Value::Text(text.into()), "b").unwrap(), bytes, "{text}");
+    }
+    for text in ["", "GiB", "1..5GiB", "-1GiB", "0B", "1024", "1e30TiB", "48gib", "9999999999TiB"] {
+        assert!(values::bytes(&tree::Value::Text(text.into()), "b").is_err(), "{text}");
+    }
+}
+
+#[test]
+fn regexes_match_whole_names() {
+    let re = module_regex("/model[.]layers[.]\\d+|head/").unwrap().unwrap();
+    assert!(re.is_match("model.layers.3") && re.is_match("head"));
+    assert!(!re.is_match("model.layers.3.mlp") && !re.is_match("lm_head"));
+    assert!(module_regex("/a)|(?:b/").unwrap().is_err(), "leaves the anchored group");
+    assert!(module_regex("attention").is_none() && module_regex("/").is_none());
+}
+
+#[test]
+fn rules_take_what_they_do_not_say_from_lora() {
+    let text = SMALL.replace("[[train]]", "[lora]\nrank = 4\nalpha = 5\ndora = true\n[[train]]\nrank = 64");
+    let spec = Recipe::parse(&text, "x", &[]).unwrap().train[0].spec();
+    assert_eq!(spec, LoraSpec { rank: 64, alpha: 5.0, dropout: 0.0, rslora: false, dora: true });
+    assert!(
+        Recipe::parse(&SMALL.replace("[[train]]\nmodules = [\"attention\"]", "[lora]\ninit = 'a'"), "x", &[])
+            .is_ok()
+    );
+}
+
+/// Keys of one recipe that uses all of them: table, writer, schema and checks know the same.
+#[test]
+fn every_part_knows_the_same_keys() {
+    let mut table = BTreeSet::new();
+    let mut defaults = 0;
+    kind::each(&mut |path, key| {
+        if !matches!(key.kind, kind::Kind::Table(_) | kind::Kind::Tables(_)) {
+            table.insert(path.to_string());
+        }
+        if let kind::Unset::Toml(text) = key.default {
+            let node = check::default_node(text).unwrap_or_else(|| panic!("{path}: {text}"));
+            // Written out, a default is accepted.
+            let required = ["train", "data"].contains(&path) || matches!(key.kind, kind::Kind::Tables(_));
+            if !required && !path.starts_with("data.eval") {
+                small(&[&format!("{path}={}", node.value)]).unwrap_or_else(|e| panic!("{path}: {e}"));
+                defaults += 1;
+            }
+        }
+    });
+    assert!(table.len() > 80 && defaults > 50, "{} {defaults}", table.len());
+
+    let text = format!("{SMALL}[[data.eval]]\nsource = \"e\"\nformat = \"messages\"\n");
+    let written = |o: &[&str]| -> BTreeSet<String> {
+        let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
+        let recipe = Recipe::parse(&text, "x.toml", &o).unwrap_or_else(|e| panic!("{e}"));
+        recipe.blocks().iter().flat_map(|b| b.paths()).collect()
+    };
+    let mut writer = written(&[]);
+    writer.extend(written(&["run.steps=1", "optimizer.warmup_ratio=0.1"]));
+    writer.extend(written(&["optimizer.name=galore", "train.0.method=full"]));
+    writer.extend(written(&["train.0.modules=['new_tokens']", "train.0.tokens=[1]"]));
+    assert_eq!(writer, table);
+
+    let mut in_schema = BTreeSet::new();
+    schema_keys(&schema(), "", &mut in_schema);
+    assert_eq!(in_schema, table);
+}
+
+fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<String>) {
+    if let Some(properties) = schema["properties"].as_object() {
+        assert_eq!(schema["additionalProperties"], false, "{path}");
+        for (name, property) in properties {
+            assert!(property["description"].as_str().is_some_and(|d| d.len() > 5), "{path}.{name}");
+            schema_keys(property, &tree::join(path, name), keys);
+        }
+    } else if schema["items"]["properties"].is_object() {
+        schema_keys(&schema["items"], &format!("{path}.0"), keys);
+    } else {
+        keys.insert(path.to_string());
+    }
+}
+
+/// Numbers that f32 does not hold are refused where they stand: updates are computed in it.
+#[test]
+fn numbers_that_f32_does_not_hold() {
+    for (set, key, says) in [
+        ("optimizer.eps=1e-46", "optimizer.eps", "is 0 in f32"),
+        ("optimizer.eps=1e39", "optimizer.eps", "is infinite in f32"),
+        ("optimizer.lr=1e-50", "optimizer.lr", "is 0 in f32"),
+        ("optimizer.lr=1e300", "optimizer.lr", "is infinite in f32"),
+        ("optimizer.betas=[0.9, 0.99999999999]", "optimizer.betas", "is 1 in f32"),
+        ("optimizer.betas=[0.999999999, 0.9]", "optimizer.betas", "is 1 in f32"),
+        ("optimizer.weight_decay=1e-60", "optimizer.weight_decay", "is 0 in f32"),
+        ("optimizer.min_lr=1e-60", "optimizer.min_lr", "is 0 in f32"),
+        ("run.clip=1e-60", "run.clip", "is 0 in f32"),
+        ("lora.dropout=0.999999999", "lora.dropout", "is 1 in f32"),
+        ("train.0.lr_scale=1e-44", "train.0.lr_scale", "in f32"),
+    ] {
+        let Err(Error::Problems(p)) = small(&[set]) else { panic!("{set} was accepted") };
+        let message = &p.list()[0].message;
+        assert!(
+            message.contains(key.rsplit('.').next().unwrap()) && message.contains(says),
+            "{set}: {message}"
+        );
+    }
+    for good in ["optimizer.eps=1e-44", "optimizer.betas=[0.0, 0.99999994]", "run.clip=0", "run.epochs=1e-60"]
+    {
+        ok(&[good]);
+    }
+}
+
+/// The schema is committed in the snapshot, so that a change of the interface is seen in review.
+#[test]
+fn schema_is_as_committed() {
+    insta::assert_snapshot!(serde_json::to_string_pretty(&schema()).unwrap());
+}
+
+#[test]
+fn mathematics() {
+    let base = ok(&[]).math_keys();
+    for same in [
+        "name=x",
+        "run.keep=9",
+        "run.save_every=5",
+        "run.output=x",
+        "run.device=cpu",
+        "memory.recompute=none",
+        "memory.dequantize=per_layer",
+        "lora.rank=16",
+        "parallel.data=2",
+        "parallel.zero=1",
+        "parallel.timeout=9",
+    ] {
+        assert_eq!(ok(&[same]).math_keys(), base, "{same}");
+    }
+    for (other, key, value) in [
+        ("run.seed=1", "run.seed", "1"),
+        ("run.micro_rows=2", "run.micro_rows", "2"),
+        ("run.micro_rows=auto", "run.micro_rows", "\"auto\""),
+        ("lora.rank=8", "train.0.rank", "8"),
+        ("lora.init=a", "lora.init", "\"a\""),
+        ("lora.init=pissa", "lora.init", "\"pissa\""),
+        ("data.neftune=5", "data.neftune", "5.0"),
+        ("model.dtype=bf16", "model.dtype", "\"bf16\""),
+        ("data.train.0.mask=none", "data.train.0.mask", "\"none\""),
+        ("train.0.layers=3", "train.0.layers", "[3]"),
+    ] {
+        let changed = ok(&[other]).math_keys();
+        let differ: Vec<&String> =
+            changed.iter().filter(|(k, v)| base.get(*k) != Some(v)).map(|(k, _)| k).collect();
+        assert_eq!(differ, [key], "{other}");
+        assert_eq!(changed[key], value);
+    }
+}
