@@ -1,7 +1,8 @@
 //! AdamW on flat buffers, with f32 or 8-bit moments, and sums of squares for the gradient norm.
 //!
 //! The update matches PyTorch (`torch.optim.AdamW`, Loshchilov and Hutter 2019):
-//! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2; p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
+//! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2;`
+//! `p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
 
 mod cuda;
 mod eight_bit;
