@@ -8,7 +8,7 @@
 //
 //   forward   y = x W^T + u B^T        u  = s x A^T        right operands in stored order, transposed
 //   backward  dx = dy W + du A         du = s dy B         right operands in stored order
-//   gradient  dW += dy^T x, dA += du^T x, dB += dy^T u     one block per gradient tile, over all rows: no atomics
+//   gradient  dW += dy^T x, dA += du^T x, dB += dy^T u     one block per tile, over all rows: no atomics
 //
 // A launch can sum the products of two tables of one shape: dx has a part from gate and a part from up.
 #pragma once

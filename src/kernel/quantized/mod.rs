@@ -8,9 +8,9 @@
 //! |---|---|
 //! | `cpu` | cache-sized tiles, dequantized and multiplied by each thread |
 //! | `lookup` | vectorized codebook lookup on the CPU |
-//! | `cuda` | tiles in the GPU's L2 cache, dequantized by `dequantize.cu` and multiplied by cuBLAS; `rows.cu` for few tokens |
+//! | `cuda` | L2-sized tiles, dequantized by `dequantize.cu`, multiplied by cuBLAS; `rows.cu` for few tokens |
 //! | `tiles` | tiling on a GPU |
-//! | `composed` | whole-matrix dequantization by candle operations, if there is no kernel: block sizes other than powers of two, f64 on a GPU |
+//! | `composed` | fallback by candle operations: block sizes other than powers of two, f64 on a GPU |
 
 mod composed;
 mod cpu;
