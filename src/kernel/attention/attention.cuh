@@ -7,8 +7,8 @@
 // key `first_query`, and token numbers here are key indices. Sums are f32 in a fixed order within one
 // block, without atomics, so results are bit-reproducible.
 //
-// Axes: t queries, h query heads, g key heads (g divides h), c channels. q, o and their gradients are [t,
-// h, c]; k, v and their gradients [keys, g, c]; log-sum-exp and delta [h, t].
+// Axes: t queries, h query heads, g key heads (g divides h), c channels. Shapes: q, o and their gradients
+// [t, h, c]; k, v and their gradients [keys, g, c]; log-sum-exp and delta [h, t].
 #pragma once
 #include "../cuda/matrix.cuh"
 

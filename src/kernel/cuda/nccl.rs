@@ -181,7 +181,7 @@ impl Handle {
         if self.aborted.swap(true, Ordering::AcqRel) {
             return;
         }
-        // this aborts calls never answered by other ranks
+        // the abort below also ends calls never answered by other ranks
         let end = Instant::now() + CALL;
         let held = loop {
             match self.calls.try_lock() {

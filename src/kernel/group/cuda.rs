@@ -27,17 +27,17 @@ pub struct Sorted {
     pub experts: usize,
     /// Rows per tile.
     pub side: usize,
-    /// Expert of each pair [t, k], u32.
+    /// Expert per pair [t, k], u32.
     pub chosen: Tensor,
     /// First row of each expert, and the end of the last [e + 1], u32.
     pub starts: Tensor,
-    /// Token of each row `[n]`, u32.
+    /// Token per row `[n]`, u32.
     token: Tensor,
-    /// Pair of each row `[n]`, u32.
+    /// Pair per row `[n]`, u32.
     pub pair: Tensor,
-    /// Row of each pair `[n]`, u32.
+    /// Row per pair `[n]`, u32.
     place: Tensor,
-    /// Expert and first row of each tile [tiles, 2], u32. Sized for the worst-case distribution.
+    /// Expert and first row per tile [tiles, 2], u32. Sized for the worst-case distribution.
     pub tiles: Tensor,
 }
 

@@ -1,7 +1,7 @@
 //! Grouping of tokens by expert, sorted once per layer for both forward and backward pass.
 //!
 //! A token with `k` experts is `k` pairs. Pairs sorted by expert, then by token, are the `n = t k` input
-//! rows of the experts; each expert owns a contiguous run of rows. No tensor has the size experts x
+//! rows of the experts; an expert owns a contiguous run of rows. No tensor has the size experts x
 //! tokens x width.
 //!
 //! The CPU sorts on the host, CUDA ([`Sorted`]) on the device, with one launch for all experts and no
@@ -43,13 +43,13 @@ pub struct Groups {
     pub tokens: usize,
     /// Experts per token.
     pub top_k: usize,
-    /// Expert of each pair [t * k].
+    /// Expert per pair [t * k].
     pub expert: Vec<u32>,
-    /// Token of each row `[n]`.
+    /// Token per row `[n]`.
     pub token: Vec<u32>,
-    /// Pair of each row `[n]`.
+    /// Pair per row `[n]`.
     pair: Vec<u32>,
-    /// Row of each pair [t * k].
+    /// Row per pair [t * k].
     place: Vec<u32>,
     /// First row of each expert, and the end of the last [e + 1].
     starts: Vec<usize>,
@@ -64,7 +64,7 @@ pub struct Groups {
 /// Planned routing of tokens to experts.
 #[derive(Debug)]
 struct Spread {
-    /// Number of experts with tokens represented by each run.
+    /// Number of experts represented per run.
     alike: Vec<f64>,
     /// Number of experts with tokens, used to choose between parallel and sequential experts. Real
     /// routing lies between an even spread and the most skewed one.
@@ -132,7 +132,7 @@ impl Groups {
         })
     }
 
-    /// Routes each token to its `top_k` most likely experts, given router probabilities [t, e].
+    /// Routes tokens to their `top_k` most likely experts, given router probabilities [t, e].
     ///
     /// Ghosts spread tokens evenly over the expected number of busy experts, or (see
     /// [`super::ledger::Ledger::route`]) send all of them to the experts with the largest saved
@@ -149,7 +149,7 @@ impl Groups {
             On::Real(device) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
             On::Ghost(ledger) => {
                 let n = tokens * top_k;
-                // (rows per expert, number of experts) for each planned expert
+                // (rows per expert, number of experts), per planned expert
                 let mut runs = vec![(0, 0.0); alike.len()];
                 if ledger.skewed() {
                     let mut order: Vec<usize> = (0..alike.len()).collect();
@@ -171,7 +171,7 @@ impl Groups {
                 }
                 let mut starts = vec![0; runs.len() + 1];
                 (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
-                // expert, token, pair and place of each pair
+                // expert, token, pair and place: four u32 per pair
                 let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
                 let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
                 let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);

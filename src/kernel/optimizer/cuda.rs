@@ -136,7 +136,7 @@ pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// Sum of squares over flat f32 buffers on one device. Returns a [1] f64 tensor on the same device.
+/// Sum of squares over flat f32 buffers on one device. Returns an f64 tensor `[1]` on the same device.
 pub fn squares(buffers: &[&Tensor]) -> Result<Tensor> {
     let blocks = |b: &Tensor| b.elem_count().div_ceil(EACH * THREADS).min(BLOCKS);
     let count: usize = buffers.iter().map(|b| blocks(b)).sum();

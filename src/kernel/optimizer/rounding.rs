@@ -35,7 +35,7 @@ impl Draws {
     }
 }
 
-/// Iterator over the words of a stream.
+/// Sequential reader of a stream's words.
 pub(super) struct Words {
     stream: Stream,
     next: u64,

@@ -10,7 +10,7 @@ use std::ops::Range;
 const CHUNK: usize = 1 << 24;
 
 impl QuantizedMatrix {
-    /// The scale of each block [blocks], f32.
+    /// Scales of all blocks, `[blocks]` f32.
     fn scales_composed(&self) -> Result<Tensor> {
         match &self.scales {
             Scales::Plain(s) => Ok(s.clone()),

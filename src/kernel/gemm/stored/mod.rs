@@ -152,8 +152,8 @@ struct Cut {
 
 impl Cut {
     fn new((m, k, n): (usize, usize, usize), transposed: bool, threads: usize) -> Self {
-        // The crate uses dot products for one row too. Strips of one row must exceed `FEW` values to stay
-        // on that path.
+        // the crate treats a single row separately from very few values, so strips of a single row must
+        // exceed `FEW` values
         let by_dots = transposed && (m == 1 || m * n <= FEW);
         if by_dots || n == 1 || k <= 2 {
             let strips = if m == 1 && transposed { (n / (2 * FEW)).max(1) } else { 1 };
