@@ -168,7 +168,8 @@ fn block<T: Stored>(
     }
 }
 
-/// Quantizes values and returns the scale. A non-finite value makes the scale non-finite.
+/// Quantizes values and returns the scale. An infinite value makes the scale infinite; a NaN reaches the
+/// scale only from the end of the block.
 fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
     let larger = |a: f32, x: &f32| if x.abs() <= a { a } else { x.abs() };
     let scale = values.iter().fold(0f32, larger);

@@ -152,7 +152,7 @@ DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, 
   magnitudes[i] = fabsf(x);
   __syncthreads();
   for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    // written so that NaN propagates into the scale
+    // a NaN in the upper half replaces the maximum (one in the lower half is replaced)
     if (i < half && !(magnitudes[i + half] <= magnitudes[i])) magnitudes[i] = magnitudes[i + half];
     __syncthreads();
   }
