@@ -1,4 +1,4 @@
-// Attention by tensor cores, all head sizes, in both types, against float64.
+// Tensor-core attention: all head sizes, both dtypes, compared with float64.
 #include "../../crates/ft-kernels/src/attention/attention_backward.cu"
 #include "../../crates/ft-kernels/src/attention/attention_forward.cu"
 #include "attention.h"

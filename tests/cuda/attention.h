@@ -1,4 +1,4 @@
-// Attention in float64, and the cases that both of its versions are held to.
+// Reference attention in float64, and test cases for all variants.
 #include <algorithm>
 #include <memory>
 #include "call.h"
@@ -13,7 +13,7 @@ struct Case {
   }
 };
 
-// As attention/tiles.rs makes them: the heaviest first.
+// As in attention/tiles.rs: the heaviest tiles first.
 inline std::vector<Tile> tiles_of(const Case &c, bool queries) {
   std::vector<Tile> out;
   uint32_t at = 0;
@@ -27,7 +27,7 @@ inline std::vector<Tile> tiles_of(const Case &c, bool queries) {
   return out;
 }
 
-// Keys and values [tokens, width] in the blocks of a cache (attention/cache.rs), the last as long as it has to be.
+// Keys and values [tokens, width] in cache blocks (attention/cache.rs); the last block may be shorter.
 template <typename T> struct Blocks {
   std::vector<std::unique_ptr<host::Buffer<T>>> held;
   host::Buffer<uint64_t> table;
@@ -75,7 +75,7 @@ Want attention(const Case &c, uint32_t n, double scale, const std::vector<T> &q,
         p[j] /= sum;
         for (uint32_t x = 0; x < n; x++) w.o[at + x] += p[j] * wide(v[key + x]);
       }
-      // as everywhere: of the output that was kept, which is rounded
+      // from the saved, rounded output, as in the kernels
       for (uint32_t x = 0; x < n; x++) delta += wide(d_o[at + x]) * wide(o[at + x]);
       for (size_t j = 0; j < p.size(); j++) {
         const size_t key = (size_t(first + j) * c.groups + g) * n;
@@ -88,7 +88,8 @@ Want attention(const Case &c, uint32_t n, double scale, const std::vector<T> &q,
   return w;
 }
 
-// Runs the kernels whose names end in `name` on a case: `shared` bytes of the three, blocks a group of keys in z.
+// Runs the kernels with suffix `name` on a case. `shared`: shared memory of the three kernels; `z`:
+// blocks per key tile in the third grid dimension.
 template <typename T>
 void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t> shared, unsigned z, double bar, unsigned seed) {
   const uint32_t keys = c.tokens(), t = keys - c.first_query;
@@ -96,7 +97,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
   const float scale = 1 / sqrtf(static_cast<float>(n));
   const auto q = check::randn<T>(nq, seed), k = check::randn<T>(nk, seed + 1), v = check::randn<T>(nk, seed + 2), d_o = check::randn<T>(nq, seed + 3);
   host::Buffer<T> bq(q), bk(k), bv(v), bg(d_o), dq(nq), dk(nk);
-  // with room beside the rows of o and dv
+  // with padded rows of o and dv
   const uint32_t of_o = c.heads * n, of_v = c.groups * n, room = 16;
   host::Buffer<T> far(size_t(t) * (of_o + room)), wide_v(size_t(keys) * (of_v + room));
   host::Buffer<float> lse(size_t(t) * c.heads), delta(size_t(t) * c.heads);
@@ -107,7 +108,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     const bool of_keys = full.find("_kv_") != std::string::npos;
     Shape s = {t, c.heads, c.groups, n, c.first_query, c.window, scale, (of_keys ? of_v : of_o) + room};
     std::vector<void *> arguments = {static_cast<void *>(&rest)...};
-    // the shape stands behind the tiles: the first that is no pointer
+    // the shape arguments follow the tiles: the first non-pointer
     const std::vector<size_t> &sizes = host::kernels().at(full).sizes;
     const size_t at = static_cast<size_t>(std::find(sizes.begin(), sizes.end(), 4u) - sizes.begin());
     void *shape[] = {&s.tokens, &s.heads, &s.groups, &s.channels, &s.first_query, &s.window, &s.scale, &s.apart};
@@ -116,7 +117,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
     host::launch(full.c_str(), grid, THREADS, bytes, arguments.data());
   };
   launch("attention_forward_", {unsigned(tq.size()), c.heads}, shared[0], bq.at(), bk.at(), bv.at(), tq.at(), far.at(), lse.at());
-  // from a cache it is the same, bit for bit
+  // reading from a cache gives the same bits
   Blocks<T> blocks(k, v, of_v);
   host::Buffer<T> again(size_t(t) * (of_o + room));
   host::Buffer<float> lse_again(lse.size());
@@ -130,7 +131,7 @@ void run(const Case &c, uint32_t n, const std::string &name, std::vector<size_t>
   const Want want = attention(c, n, scale, q, k, v, d_o, bo);
   check::close("o", bo, want.o, bar);
   check::close("log-sum-exp", lse, want.lse, 1e-5);
-  // where each query sees one key the first two are zero but for rounding
+  // if each query sees one key, the first two gradients are zero up to rounding
   const double least = sqrt(double(nk)) * 0.01;
   const auto grown = [&](std::vector<double> w, host::Buffer<T> &got, const char *what) {
     double length = 0, apart = 0;
@@ -155,7 +156,7 @@ inline std::vector<Case> cases() {
       {{90}, 2, 1, 0x7fffffff, 89},
       {{140}, 2, 1, 50, 100},
       {{150}, 1, 1, 20, 140},
-      // more than a block of a cache
+      // longer than one cache block
       {{1100}, 2, 1, 0x7fffffff, 1090},
       {{1600}, 1, 1, 300, 1530},
   };

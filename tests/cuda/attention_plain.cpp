@@ -1,4 +1,4 @@
-// Attention without tensor cores: f32, and head sizes that no tile fits, against float64.
+// Attention without tensor cores: f32, and head sizes without tensor-core kernels, compared with float64.
 #include "../../crates/ft-kernels/src/attention/attention_plain.cu"
 #include "attention.h"
 
@@ -6,7 +6,7 @@ template <typename T> void all(const char *type, std::vector<uint32_t> channels)
   unsigned seed = 1;
   for (uint32_t n : channels)
     for (Case c : cases()) {
-      // as for tiles, but a third of the tokens
+      // as for tensor cores, with a third of the tokens
       for (uint32_t &d : c.docs) d = (d + 2) / 3;
       c.first_query /= 3;
 

@@ -1,4 +1,4 @@
-// Attention of one query over many keys, shared out to blocks, against float64.
+// Single-query attention split over blocks, compared with float64.
 #include "../../crates/ft-kernels/src/attention/attention_split.cu"
 #include "attention.h"
 
@@ -40,7 +40,7 @@ TEST(f32_of_one_query) { all<float>("f32"); }
 TEST(bf16_of_one_query) { all<bf16>("bf16"); }
 TEST(f16_of_one_query) { all<f16>("f16"); }
 
-// Of 1024 keys, 4 heads a group.
+// 1024 keys, 4 query heads per key head.
 TEST(measured) {
   one<float>("f32", 1024, 8, 2, 128, 64, 0x7fffffff, 1);
   one<bf16>("bf16", 1024, 8, 2, 128, 64, 0x7fffffff, 1);

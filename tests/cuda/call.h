@@ -1,4 +1,4 @@
-// Launches by name with the threads that the launch code chooses, and what goes with it.
+// Launches by name, with the thread count of the launch code; and helpers.
 #pragma once
 #include "check.h"
 
@@ -8,7 +8,7 @@ inline Dim grid(size_t x, size_t y = 1) {
   return g;
 }
 
-// The arguments have the types of the kernel's parameters, or pointers for pointers.
+// Argument types must match the kernel's parameters, or be pointers for pointers.
 template <typename... A> void call(const std::string &name, Dim grid, unsigned threads, A... arguments) {
   void *pointers[] = {&arguments...};
   const size_t sizes[] = {sizeof arguments...};
@@ -17,7 +17,7 @@ template <typename... A> void call(const std::string &name, Dim grid, unsigned t
   host::launch(name.c_str(), grid, threads, 0, pointers);
 }
 
-// The rows of `width` values that stand `apart` values from each other.
+// Copies rows of `width` values with stride `apart` into a dense buffer.
 template <typename T> host::Buffer<T> compact(host::Buffer<T> &of, size_t width, size_t apart) {
   std::vector<T> v;
   for (size_t at = 0; at < of.size(); at += apart) v.insert(v.end(), of.at() + at, of.at() + at + width);

@@ -1,4 +1,4 @@
-// What the test programs share: tests by name, random values, comparisons with float64.
+// Shared code of the test programs: named tests, random values, comparison with float64.
 #pragma once
 #include <random>
 
@@ -23,7 +23,7 @@ inline const char *running = "";
   _Exit(1);
 }
 
-// A value that T holds.
+// Random values representable in T.
 template <typename T> std::vector<T> randn(size_t n, unsigned seed, float scale = 1.0f) {
   std::mt19937 r(seed);
   std::normal_distribution<float> d;
@@ -32,7 +32,7 @@ template <typename T> std::vector<T> randn(size_t n, unsigned seed, float scale 
   return v;
 }
 
-// Distance of two lists in relation to the second's length; what is not a number is infinitely far.
+// Relative L2 distance of two lists; infinite if any value is NaN.
 template <typename T> double distance(host::Buffer<T> &got, const std::vector<double> &want) {
   double apart = 0, length = 0;
   if (got.size() != want.size()) wrong("another number of values");
@@ -56,7 +56,7 @@ template <typename T> void close(const char *what, host::Buffer<T> &&got, const 
   close(what, got, want, bar);
 }
 
-// What rounding to T allows: half an ulp of a value, and as much again.
+// Tolerance for rounding to T: half an ulp of a value, doubled.
 template <typename T> constexpr double BAR = sizeof(T) == 4 ? 2e-6 : std::is_same<T, bf16>::value ? 4e-3 : 5e-4;
 
 } // namespace check
@@ -66,8 +66,8 @@ template <typename T> constexpr double BAR = sizeof(T) == 4 ? 2e-6 : std::is_sam
   static const check::Add NAME##_added(#NAME, NAME);                                                                   \
   static void NAME()
 
-// Runs all tests, or those that are named. Then prints what kernels' accesses cost in tests whose names begin with `measured`,
-// a line a kernel: sizes without tails belong there.
+// Runs all tests, or the named ones. Then prints access costs of the kernels in tests with the prefix
+// `measured`, one line per kernel. These tests must use sizes without tails.
 int main(int count, char **names) {
   std::map<std::string, host::Counts> measured;
   for (const check::Test &t : check::tests()) {

@@ -1,4 +1,4 @@
-// Dropout draws the numbers of src/rng.rs: the published answers of Philox, and each element by its own number.
+// Dropout uses the numbers of src/rng.rs: published Philox test vectors, and one number per element.
 #include "../../crates/ft-kernels/src/dropout/dropout.cu"
 #include "call.h"
 

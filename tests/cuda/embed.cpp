@@ -1,4 +1,4 @@
-// Rows by number, and the gradient of a table from sorted tokens, against float64.
+// Embedding lookup, and the table's gradient from sorted tokens, compared with float64.
 #include "../../crates/ft-kernels/src/embed/embed.cu"
 #include "call.h"
 
@@ -16,7 +16,7 @@ template <typename T> static void table(const std::string &type) {
         want.push_back(all[tokens[i] * columns + c]);
         grad[tokens[i] * columns + c] += 0.5 * ds[i * columns + c];
       }
-    // as many parts of a row as the launch code has, and one
+    // one part per row, and as many as in the launch code
     for (size_t parts : {size_t(1), (columns * sizeof(T) + 16 * THREADS - 1) / (16 * THREADS)}) {
       call("embed_rows_" + type, grid(t, parts), THREADS, rows.at(), ids.at(), y.at(), v, columns);
       check::close("rows", y, want, 0);

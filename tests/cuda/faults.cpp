@@ -1,8 +1,9 @@
-// Faults that must be found: crates/ft-kernels/src/cuda/host_tests.rs runs each of these tests by its name, and has what is said of it.
+// Deliberate faults. crates/ft-kernels/src/cuda/host_tests.rs runs each test by name and checks the reported
+// message.
 #include "../../crates/ft-kernels/src/cuda/device.cuh"
 #include "check.h"
 
-// Each value doubled by way of shared memory and another thread; `fault` is what goes wrong.
+// Doubles each value, passing it through shared memory to another thread; `fault` selects the error.
 enum Fault : int {
   NONE, NO_BARRIER, BARRIER_IN_BRANCH, WARP_LEAVES, SHUFFLE_IN_BRANCH, NO_SYNCWARP, NO_WAIT, WAIT_NO_BARRIER, ARRAY, UNWRITTEN,
   ONE_PLACE, TAIL, MISALIGNED, OVERFLOW_, VALUE

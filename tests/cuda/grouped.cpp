@@ -1,5 +1,5 @@
-// The grouped products against float64: dense matrices and codes of 4 bits side by side, adapters of different ranks and none,
-// experts without rows, sizes that are no whole tiles or pieces, matrices summed in one launch.
+// Grouped GEMMs compared with float64: dense and 4-bit matrices, mixed and missing adapters, experts
+// without rows, sizes that are no multiples of tiles or vectors, and sums of two tables in one launch.
 #include "../../crates/ft-kernels/src/grouped/grouped_half.cu"
 namespace plain {
 #include "../../crates/ft-kernels/src/grouped/grouped_plain.cu"
@@ -16,14 +16,14 @@ struct Sizes {
   std::vector<uint32_t> rows; // by expert
   uint32_t i, o;
   std::vector<uint32_t> ranks; // by expert
-  uint32_t codes;              // every so manieth expert has codes; 0 for none
+  uint32_t codes;              // every n-th expert has codes; 0 for none
   bool nested;
-  uint32_t skew = 0;           // of x
+  uint32_t skew = 0;           // misalignment of x
 };
 
 static const float CODE[16] = {-1.0f, -0.696f, -0.525f, -0.395f, -0.284f, -0.185f, -0.091f, 0.0f, 0.08f, 0.161f, 0.246f, 0.338f, 0.441f, 0.563f, 0.723f, 1.0f};
 
-// One bank of experts: what the kernels read, and the same in float64.
+// A table of experts: kernel inputs, and the same values in float64.
 template <typename T> struct Bank {
   std::vector<std::unique_ptr<host::Buffer<T>>> w, a, b;
   std::vector<std::unique_ptr<host::Buffer<uint8_t>>> packed, scale_codes;
@@ -97,7 +97,7 @@ template <typename... A> static void start(const std::string &name, Dim grid, si
   host::launch(name.c_str(), grid, k.threads, shared, pointers);
 }
 
-// Of products with tiles of so many rows, as crates/ft-kernels/src/grouped/mod.rs says.
+// Shared memory of products with tiles of `rows` rows, as in crates/ft-kernels/src/grouped/mod.rs.
 static size_t SHARED(size_t rows) { return 4 * (rows + 128) * 64 + 2 * (128 + (16 + 256) * 4) + 32 * 128; }
 
 static Dim blocks(size_t x, size_t y, size_t z = 1) {
@@ -121,14 +121,14 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   const Expert *none = nullptr;
   T *no = nullptr;
 
-  // rows of a tile, and tiles side by side backward; 1 both ways
+  // rows per tile, and adjacent tiles in backward; 1 in both directions
   struct Kind {
     const char *name;
     uint32_t rows, beside;
   };
   for (const Kind &kind : HALF ? std::vector<Kind>{{"", 128, 1}, {"wide_", 128, HALF_FULL}, {"few_", 32, WIDE}} : std::vector<Kind>{{"", 64, 1}}) {
     const uint32_t rows = kind.rows;
-    // the schedule, and a tile more than there are
+    // the schedule, plus one unused tile
     std::vector<uint2> list;
     for (uint32_t e = 0; e < experts; e++)
       for (uint32_t r = 0; r < s.rows[e]; r += rows) list.push_back(make_uint2(e, starts[e] + r));
@@ -139,7 +139,7 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     const auto shared_columns = [&](uint32_t c) { return (columns(c) + kind.beside - 1) / kind.beside; };
     const std::string few = rows == 32 ? "few_" : "", back = kind.name;
     const auto expert_of = [&](uint32_t row) { return static_cast<uint32_t>(std::upper_bound(starts.begin(), starts.end(), row) - starts.begin()) - 1; };
-    // of rows' ranks only
+    // compares only columns up to the expert's rank
     const auto low = [&](host::Buffer<T> &got, const std::vector<double> &in, uint32_t wide_in, const std::vector<std::vector<double>> &m, bool lies, Bank<T> &bank) {
       double apart = 0, length = 1e-30;
       for (uint32_t t = 0; t < n; t++) {
@@ -187,7 +187,7 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     }
     check::close("y", y, want, bar), check::close("dx", dx, want_x, bar);
     if (rows == 32) {
-      // by a warp a few values
+      // a few values per warp
       const auto some = [](uint32_t c) { return (c + 31) / 32; };
       if (most > 0) {
         host::Buffer<T> other(n * ranks);
@@ -202,7 +202,7 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
     }
   }
 
-  // gradients are added to what is there; the places between them stay
+  // gradients accumulate; gaps between them stay unchanged
   std::vector<float> old = check::randn<float>(bank.gradients + 1, seed + 4);
   host::Buffer<float> grads(old);
   std::vector<double> want(old.begin(), old.end());
@@ -225,7 +225,7 @@ template <typename T> static void grouped(const std::string &type, const Sizes &
   check::close("gradients", grads, want, 2e-6);
 }
 
-// Of rows sorted by expert, each with its own stream: the numbers are those of dropout.cpp.
+// Dropout on rows sorted by expert, one stream per expert, with the numbers checked in dropout.cpp.
 template <typename T> static void dropout(const std::string &type, uint32_t width, bool add) {
   const uint32_t tokens = 9, k = 2, n = tokens * k, experts = 3;
   std::vector<Expert> list(experts);
@@ -260,11 +260,11 @@ template <typename T> static void all(const std::string &type) {
       {{9, 2}, 50, 37, {3, 0}, 2, true},
       {{33, 7}, 72, 136, {0, 0}, 0, false, 1},
       {{70}, 32, 200, {40}, 1, true},
-      // more columns than a block takes, and more scales than it holds
+      // more columns than a block covers, and more scales than its window holds
       {{9, 0, 3}, 1600, 200, {8, 0, 3}, 1, true},
       {{20}, 896, 136, {16}, 1, true},
       {{4}, 896, 64, {0}, 1, false},
-      // each of the tiles for experts that fill none
+      // one case per tile shape for partly filled experts
       {{100, 90, 60}, 480, 72, {8, 0, 3}, 1, true},
   };
   unsigned seed = 1;
@@ -275,15 +275,15 @@ TEST(products_in_f32) { all<float>("f32"); }
 TEST(products_in_bf16) { all<bf16>("bf16"); }
 TEST(products_in_f16) { all<f16>("f16"); }
 
-// Bytes of the sectors that a product touches, against the codes and scales with the tokens: forward each is read once, but for
-// tokens, which each tile of columns reads, a few of the scales again for each of them.
+// Bytes of touched sectors, relative to codes, scales and tokens. In forward everything is read once,
+// except tokens (once per column tile) and some scales.
 TEST(bytes) {
   struct Case {
     const char *name;
     uint32_t tokens, i, o;
     bool nested = true;
   };
-  const uint32_t d = 2048, f = 768; // of Qwen3-30B-A3B; Mixtral's are 4096 and 14336
+  const uint32_t d = 2048, f = 768; // Qwen3-30B-A3B; Mixtral has 4096 and 14336
   for (const Case &c : {Case{"one", 1, d, f}, {"one", 1, 4096, 256}, {"one", 1, 14336, 128}, {"one", 1, d, f, false}, {"few_forward", 1, d, f}, {"few_forward", 1, f, d}, {"few_forward", 8, d, f}, {"few_forward", 8, f, d},
                         {"forward", 33, d, f}, {"forward", 33, f, d}, {"forward", 128, d, f}, {"forward", 128, f, d}, {"few_backward", 1, d, f}, {"few_backward", 1, f, d}, {"few_backward", 8, d, f},
                         {"few_backward", 8, f, d}, {"few_backward", 8, d, f, false}, {"few_backward", 8, f, d, false}, {"few_backward", 1, 4096, 1024},
@@ -293,7 +293,7 @@ TEST(bytes) {
     const std::string name = std::string("grouped_") + c.name + "_bf16";
     const bool one = name.find("one") != std::string::npos, forward = one || name.find("forward") != std::string::npos;
     const bool few = name.find("few_backward") != std::string::npos, wide = name.find("wide") != std::string::npos;
-    // columns of a block: those of a wide one by the rows that there are
+    // columns per block; in wide kernels they depend on the rows
     const uint32_t beside = few ? WIDE : !wide ? 1 : c.tokens <= 64 ? 2 * HALF_FULL : c.tokens <= 96 ? HALF_FULL + 1 : HALF_FULL;
     const uint32_t in = forward ? c.i : c.o, out = forward ? c.o : c.i, side = one ? 32 : 128 * beside, columns = (out + side - 1) / side;
     Bank<bf16> bank({{c.tokens}, c.i, c.o, {0}, 1, c.nested}, 7);
@@ -306,7 +306,7 @@ TEST(bytes) {
     start(name, blocks(1, columns), one ? 2 * in : SHARED(c.tokens > 32 ? 128 : 32), bank.table.at(), x.at(), no, static_cast<const Expert *>(nullptr), no, no, in, out, 0u,
           0u, starts.at(), tiles.at(), y.at());
     const auto found = host::counts().find(name);
-    if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched
+    if (found == host::counts().end() || found->second.sectors == 0) return; // built without access callbacks
     const double codes = c.i * c.o / 2.0 + c.i * c.o / 64.0 * (c.nested ? 1 + 4.0 / 256 : 4), tokens = 2.0 * c.tokens * (in * columns + out);
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
     printf("%s of [%u, %u], %u tokens: %.3f of codes and scales, %.3f with tokens\n", name.c_str(), c.o, c.i, c.tokens, moved / codes,

@@ -1,4 +1,4 @@
-// Runs kernels on the host: see host.h. Compiled without sanitizers, whatever the program is compiled with.
+// Runs kernels on the host; see host.h. Always compiled without sanitizers.
 #include "host.h"
 #include <algorithm>
 #include <deque>
@@ -10,7 +10,7 @@
 
 Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// Saves the registers that a callee keeps and changes stacks: ucontext's needs two system calls.
+// Saves callee-saved registers and switches stacks. (ucontext would need two system calls.)
 #ifdef __x86_64__
 extern "C" void host_switch(void **save, void *to);
 asm(R"(.text
@@ -55,22 +55,22 @@ struct Fiber {
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   unsigned warp_epoch = 1;
-  std::unordered_map<const void *, unsigned> times; // that each instruction was executed
+  std::unordered_map<const void *, unsigned> times; // executions of each instruction
 };
 
-// What a byte of shared memory has seen. Epochs count barriers; a warp's own count __syncwarp.
+// Access history of a byte of shared memory. Epochs count barriers; warp epochs count __syncwarp.
 struct Shadow {
   unsigned writer = NOBODY, write_epoch = 0, write_warp_epoch = 0;
   unsigned read_epoch = 0, read_warp_epoch = 0, warps = 0, lanes = 0, reader = NOBODY;
   bool exists = false, written = false, pending = false;
 };
 
-// A byte of a Buffer, in one launch.
+// Access history of a byte of a Buffer within one launch.
 struct GlobalShadow {
   unsigned launch = 0, writer = NOBODY, reader = NOBODY;
 };
 
-// One instruction of a warp: what its lanes access.
+// One instruction of a warp with the accesses of its lanes.
 struct Request {
   std::vector<std::pair<uintptr_t, unsigned>> lanes;
   std::vector<unsigned> lane;
@@ -80,9 +80,9 @@ constexpr size_t ARENA = 256 << 10;
 unsigned char *arena;
 std::vector<Shadow> shadow(ARENA);
 size_t dynamic_bytes, used;
-std::map<const void *, std::pair<size_t, size_t>> statics; // by their key: offset, bytes
+std::map<const void *, std::pair<size_t, size_t>> statics; // by key: offset, bytes
 
-std::map<uintptr_t, std::pair<size_t, std::vector<GlobalShadow>>> buffers; // by their beginning: bytes
+std::map<uintptr_t, std::pair<size_t, std::vector<GlobalShadow>>> buffers; // by start address: bytes
 std::vector<Fiber> fibers;
 unsigned char *stacks;
 size_t stack_count;
@@ -157,14 +157,14 @@ void note(const void *p, size_t n, const void *at) {
   of[time].lane.push_back(current % 32);
 }
 
-// What the block's requests cost, and none are left.
+// Adds up the cost of the block's requests and clears them.
 void settle() {
   Counts &c = counts()[name];
   for (auto &[key, list] : requests)
     for (Request &r : list) {
       if (r.lanes.empty()) continue;
       if (is_shared(reinterpret_cast<void *>(r.lanes[0].first))) {
-        // a phase takes as many lanes as fill 128 bytes; lanes with one address share it
+        // a phase serves as many lanes as fill 128 bytes; lanes with one address share it
         const unsigned together = 128 / std::max(4u, r.lanes[0].second);
         std::map<unsigned, std::map<unsigned, std::set<uintptr_t>>> banks;
         for (size_t i = 0; i < r.lanes.size(); i++)
@@ -252,7 +252,7 @@ void load_matrices(unsigned first, bool transposed) {
   }
 }
 
-// Gives every lane of a warp what all of them wait for.
+// Completes a warp operation once all lanes have arrived.
 void exchange(unsigned first) {
   const Meet &m0 = fibers[first].meet;
   switch (m0.op) {
@@ -296,7 +296,7 @@ void resume(unsigned i) {
   in_kernel = false;
 }
 
-// Runs a warp until all of its lanes are at a barrier or done.
+// Runs a warp until all lanes are at a barrier or done.
 Op run_warp(unsigned first) {
   for (;;) {
     const unsigned turn = random_() % 32;
@@ -380,7 +380,7 @@ void *static_shared(const void *key, size_t bytes) {
     if (used + bytes + 256 > ARENA) fail("too much shared memory");
     for (size_t i = used; i < used + bytes; i++) shadow[i].exists = true;
     memset(arena + used, 0xff, bytes);
-    // what follows it is no shared memory
+    // the gap afterwards is not shared memory
     used = (used + bytes + 255) / 128 * 128;
   }
   return arena + at->second.first;
@@ -413,9 +413,9 @@ void cp_async(void *to, const void *from, bool some) {
   if (some) {
     touch_global(reinterpret_cast<uintptr_t>(from), 16, false);
   }
-  // those that read nothing too, so that the others' turns stay beside each other
+  // record lanes without a read too, to keep the lanes' requests aligned
   note(from, some ? 16 : 0, static_cast<const char *>(__builtin_return_address(0)) + 1);
-  // not a number until it is there
+  // NaN until the copy is complete
   memset(to, 0xff, 16);
   for (size_t i = at; i < at + 16; i++) shadow[i].pending = true;
   fibers[current].open.push_back({to, from, some});
@@ -435,7 +435,7 @@ void cp_async_wait(int left) {
     for (const Copy &c : f.groups.front()) {
       const size_t at = static_cast<size_t>(static_cast<unsigned char *>(c.to) - arena);
       for (size_t i = at; i < at + 16; i++) shadow[i].pending = false;
-      // this thread's write, now: others need a barrier
+      // a write by this thread, now: other threads need a barrier
       touch_shared(at, 16, true);
       if (c.some) memcpy(c.to, c.from, 16);
       else memset(c.to, 0, 16);
@@ -446,7 +446,7 @@ void cp_async_wait(int left) {
 }
 
 void *allocate(size_t bytes, size_t skew) {
-  // the end of the last value is the end of what malloc gives: for the address sanitizer
+  // place the last value at the end of the allocation, for AddressSanitizer
   void *memory = nullptr;
   if (posix_memalign(&memory, 128, bytes + skew)) abort();
   unsigned char *p = static_cast<unsigned char *>(memory);
@@ -497,7 +497,7 @@ void launch(const char *kernel, Dim grid, unsigned threads, size_t shared_bytes,
 
 } // namespace host
 
-// What -fsanitize=thread calls before loads and stores.
+// Callbacks that -fsanitize=thread inserts before loads and stores.
 extern "C" {
 #define ACCESS(SIZE)                                                                                                   \
   void __tsan_read##SIZE(void *p) { host::access(p, SIZE, false, __builtin_return_address(0)); }                       \

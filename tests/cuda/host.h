@@ -1,21 +1,28 @@
-// CUDA on the host, as far as crates/ft-kernels/src/cuda/device.cuh needs it: kernels' sources are compiled as plain C++ with this
-// header in place of CUDA's, and run by host.cpp. Blocks run one after the other. The threads of a block are fibers, in a
-// random order that a seed fixes, each until it waits for others: in an instruction of its warp or at a barrier.
+// CUDA emulation on the host, as needed by crates/ft-kernels/src/cuda/device.cuh: kernel sources are compiled as
+// plain C++ with this header in place of the CUDA headers, and run by host.cpp. Blocks run one after
+// another. The threads of a block are fibers, scheduled in a seeded random order; each runs until a warp
+// instruction or a barrier.
 //
-// What ends a program (exit status 3) with the kernel, block and thread:
-//   - lanes of a warp that wait for different things, warps that are done while others wait at a barrier;
-//   - a byte of shared memory that nothing has written, that cp.async has not delivered, or beyond what there is;
-//   - two threads on one byte of shared memory, one of them writing, without a barrier (or __syncwarp) between;
-//   - two blocks on one byte of a Buffer, one of them writing.
-// Loads and stores that are plain C++ are seen where the program is compiled with -fsanitize=thread: the calls that it
-// puts before them are answered by host.cpp. Compiled with -fsanitize=address,undefined instead, reads and writes beyond
-// a Buffer, misaligned ones and undefined arithmetic are found.
+// The program ends (exit status 3, reporting kernel, block and thread) on:
+// - lanes of a warp waiting at different instructions, or warps done while others wait at a barrier;
+// - a read of shared memory that is uninitialized, not yet delivered by cp.async, or out of bounds;
+// - conflicting accesses of two threads to a byte of shared memory without a barrier (or __syncwarp) in
+//   between;
+// - conflicting accesses of two blocks to a byte of a Buffer.
 //
-// crates/ft-kernels/src/cuda/host_tests.rs compiles and runs the programs here, both ways. A test of a source is a file in this folder:
+// Plain C++ loads and stores are observed if compiled with -fsanitize=thread, through the inserted
+// callbacks, which host.cpp implements. With -fsanitize=address,undefined instead, out-of-bounds and
+// misaligned accesses to Buffers and undefined arithmetic are detected.
+//
+// crates/ft-kernels/src/cuda/host_tests.rs compiles and runs the programs in this folder, both ways. The test of a
+// source is a file here:
 //
 //   #include "../../crates/ft-kernels/src/scale.cu"
 //   #include "check.h"
-//   TEST(scales_every_value) { host::Buffer<bf16> x(n), y(n); ... LAUNCH(scale_bf16, ({blocks}), 0, x.at(), 2.0f, n, y.at()); ... }
+//   TEST(scales_every_value) {
+//     host::Buffer<bf16> x(n), y(n);
+//     LAUNCH(scale_bf16, ({blocks}), 0, x.at(), 2.0f, n, y.at());
+//   }
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -61,7 +68,7 @@ namespace host {
 enum class Op { None, Mma, Load, LoadTransposed, Shuffle, Vote, SyncWarp, Barrier, Done };
 enum class Lane { Index, Xor, Up, Down };
 
-// What a thread waits for: its registers, by address.
+// A thread's pending operation, with the addresses of its registers.
 struct Meet {
   Op op = Op::None;
   void *out = nullptr;
@@ -70,10 +77,10 @@ struct Meet {
   uint32_t value = 0;
 };
 
-// A kernel as KERNEL makes it known.
+// A kernel registered by KERNEL.
 struct Kernel {
   unsigned threads;
-  std::vector<size_t> sizes; // of its arguments
+  std::vector<size_t> sizes; // argument sizes
   std::function<void(void **)> call;
 };
 std::map<std::string, Kernel> &kernels();
@@ -90,9 +97,9 @@ struct Known {
 
 void launch(const char *name, Dim grid, unsigned threads, size_t shared_bytes, const std::function<void()> &body);
 void launch(const char *name, Dim grid, unsigned threads, size_t shared_bytes, void **arguments);
-// Orders of threads from now on.
+// Seeds the thread order.
 void seed(unsigned n);
-// Ends the program.
+// Reports a failure and exits.
 [[noreturn]] void fail(const std::string &why);
 
 unsigned char *dynamic_shared();
@@ -103,12 +110,12 @@ void cp_async(void *to, const void *from, bool some);
 void cp_async_commit();
 void cp_async_wait(int left);
 
-// Memory of the device that host.cpp knows the bounds of; a Buffer's.
+// Device memory with bounds known to host.cpp, used by Buffer.
 void *allocate(size_t bytes, size_t skew);
 void release(void *p, size_t skew);
 
-// Values on the device: their exact number, not numbers (0xff in every byte) until they are written; `skew` values from
-// an aligned address.
+// Device values: exactly `n`, initialized to NaN (0xff bytes), starting `skew` values past an aligned
+// address.
 template <typename T> class Buffer {
   T *p;
   size_t n, skew;
@@ -126,11 +133,12 @@ public:
   T &operator[](size_t i) { return p[i]; }
 };
 
-// Of a kernel's accesses since the last call of `forget`.
+// Access costs of a kernel since the last call of `forget`.
 struct Counts {
   uint64_t launches = 0;
-  uint64_t sectors = 0, asked = 0;  // 32-byte sectors of global memory that warps touched, bytes of them that they asked for
-  uint64_t phases = 0, passes = 0;  // of shared memory: passes that its width demands, and passes with bank conflicts
+  // 32-byte sectors of global memory touched by warps, bytes requested from them
+  uint64_t sectors = 0, asked = 0;
+  uint64_t phases = 0, passes = 0;  // shared memory: minimum passes by width, and passes with bank conflicts
   uint64_t mma = 0;
 };
 std::map<std::string, Counts> &counts();
@@ -148,8 +156,8 @@ void forget();
   static const char NAME##_key = 0;                                                                                    \
   TYPE *const NAME = static_cast<TYPE *>(host::static_shared(&NAME##_key, sizeof(TYPE) * (COUNT)))
 
-// Runs a kernel as a launch does, on blocks of as many threads as it is made for, or of THREADS: `GRID` is a Dim in braces,
-// which a macro wants in parentheses where it has more than one number.
+// Launches a kernel with the thread count of its definition, or with THREADS. `GRID` is a Dim in braces;
+// with more than one number, macros require parentheses around it.
 #define LAUNCH_OF(NAME, GRID, THREADS, SHARED, ...)                                                                    \
   host::launch(#NAME, Dim GRID, THREADS, SHARED, [&] { NAME(__VA_ARGS__); })
 #define LAUNCH(NAME, GRID, SHARED, ...) LAUNCH_OF(NAME, GRID, host::kernels().at(#NAME).threads, SHARED, __VA_ARGS__)
@@ -198,7 +206,7 @@ template <typename T> T __ldg(const T *p) { return *p; }
 template <typename T> T __ldcs(const T *p) { return *p; }
 template <typename T> void __stcs(T *p, T x) { *p = x; }
 
-// ---- instructions of a warp or block ----
+// ---- warp and block instructions ----
 
 inline void __syncthreads() { host::meet({host::Op::Barrier}); }
 inline void __syncwarp(unsigned = 0xffffffffu) { host::meet({host::Op::SyncWarp}); }
@@ -237,7 +245,7 @@ inline unsigned __ballot_sync(unsigned mask, bool v) {
 inline bool __any_sync(unsigned mask, bool v) { return __ballot_sync(mask, v) != 0; }
 inline bool __all_sync(unsigned mask, bool v) { return __ballot_sync(mask, v) == 0xffffffffu; }
 
-// ---- device.cuh's functions ----
+// ---- functions of device.cuh ----
 
 template <typename T> uint32_t pack(float low, float high);
 template <> inline uint32_t pack<__nv_bfloat16>(float low, float high) {
@@ -261,7 +269,7 @@ template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], const void *row) { host::meet({host::Op::Load, r, row}); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) { host::meet({host::Op::LoadTransposed, r, row}); }
-// For the address sanitizer, which does not see host.cpp.
+// Touches 16 bytes on behalf of AddressSanitizer, since host.cpp is not instrumented.
 NOT_WATCHED inline void read_16(const void *p) {
   volatile char first = *static_cast<const volatile char *>(p), last = static_cast<const volatile char *>(p)[15];
   (void)first, (void)last;

@@ -1,8 +1,8 @@
-// Each instruction that device.cuh spells in asm, alone, on one fragment a block: what a GPU gives beside what the twin on the
-// host gives. `.ci/gpu bundle` compiles this both ways, `gpu_check instructions` compares.
+// Runs each asm instruction of device.cuh on its own, one fragment per block, to compare a GPU with the
+// host emulation. `.ci/gpu bundle` compiles this for both, `gpu_check instructions` compares.
 #include "../../crates/ft-kernels/src/cuda/device.cuh"
 
-// The words of this lane, of `n` a lane in a block of one warp.
+// This lane's `n` words, in blocks of one warp.
 DEVICE const uint32_t *mine(const uint32_t *in, int n) { return in + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n; }
 DEVICE uint32_t *mine(uint32_t *out, int n) { return out + (static_cast<size_t>(blockIdx.x) * WARP + threadIdx.x) * n; }
 
@@ -37,7 +37,7 @@ KERNEL(one_ldmatrix_trans, 32, const uint32_t *in, uint32_t *out) {
   for (int i = 0; i < 4; i++) mine(out, 4)[i] = r[i];
 }
 
-// Two groups; the second is of the lanes whose first word is odd, zeros for the others.
+// Two groups; the second copies only for lanes with an odd first word, and zeros otherwise.
 KERNEL(one_cp_async, 32, const uint32_t *in, uint32_t *out) {
   SHARED_ARRAY(uint4, first, 32);
   SHARED_ARRAY(uint4, second, 32);

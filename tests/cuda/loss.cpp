@@ -1,5 +1,6 @@
-// Cross-entropy and its gradient against float64: in place, and rounded to another matrix; columns that are whole vectors
-// and not, more than one round of the block, large logits, a target that is no column.
+// Cross-entropy and gradient compared with float64: in place, and rounded into another matrix; aligned
+// and unaligned columns, more than one iteration per block, large logits, and a target outside the
+// columns.
 #include "../../crates/ft-kernels/src/loss/loss.cu"
 #include "call.h"
 

@@ -1,5 +1,5 @@
-// What accesses cost of kernels that work by rows or elements, at sizes without tails; and the numbers of those that are too
-// small for a program of their own.
+// Access costs of row-wise and elementwise kernels, at sizes without tails; also checks the results of
+// kernels too small for their own program.
 #include "../../crates/ft-kernels/src/cuda/device.cuh"
 #include "../../crates/ft-kernels/src/cuda/rows.cuh"
 #include "../../crates/ft-kernels/src/dropout/stream.cuh"
@@ -47,7 +47,7 @@ namespace swiglu {
 #include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
 }
 
-constexpr uint32_t R = 16, D = 1024; // rows, and values of a row
+constexpr uint32_t R = 16, D = 1024; // rows, and values per row
 
 template <typename T> static void measure(const std::string &type) {
   const size_t n = R * D;
@@ -74,7 +74,7 @@ template <typename T> static void measure(const std::string &type) {
   call("rope_backward_" + type, grid(R / 4, 2), 128, a.at(), b.at(), w.at(), w.at(), cos.at(), sin.at(), c.at(), a.at(), d.at(), e.at(), partial.at(), R, 8u, 8u,
        64u, 16u, 4u, 1e-5f, 1e-5f, D, D);
 
-  // rows to where they belong
+  // scatter rows
   call("spread_" + type, grid(R), 256, list.at(), a.at(), rows, width, d.at());
   std::vector<double> want(n), as = values(a), cs = values(c), ws = values(w), gs = values(g);
   for (size_t i = 0; i < n; i++) want[list[i / D] * D + i % D] = as[i];
@@ -87,7 +87,7 @@ template <typename T> static void measure(const std::string &type) {
   for (size_t i = 0; i < n; i++) sums[i % D] += as[i];
   call("bias_sum_" + type, grid(D / 32), 256, a.at(), rows, width, g.at());
   check::close("gradient of a bias", g, sums, 1e-5);
-  // DoRA's
+  // DoRA kernels
   const std::vector<double> fs = values(g), bs = values(b), cs2 = values(c);
   for (size_t i = 0; i < n; i++) want[i] = 0.5 * (fs[i % D] + 1.0) * as[i] + bs[i] - 0.5 * cs2[i];
   call("dora_scale_" + type, grid(R), 256, a.at(), g.at(), 1.0f, 0.5f, b.at(), c.at(), rows, width, d.at());
@@ -117,7 +117,7 @@ TEST(measured_in_f32) { measure<float>("f32"); }
 TEST(measured_in_bf16) { measure<bf16>("bf16"); }
 TEST(measured_in_f16) { measure<f16>("f16"); }
 
-// To another type and back: what fits it does not change.
+// Casts to another type and back; representable values don't change.
 template <typename T> static void casts(const std::string &type) {
   for (size_t n : {4096, 1027}) {
     host::Buffer<T> x(check::randn<T>(n, 1)), back(n);
@@ -149,7 +149,7 @@ TEST(measured_sums) {
   if (sum[0] != 512.0) check::wrong("a sum");
 }
 
-// What ranks give, added part after part: this rank's own between, before or behind the others', or not at all.
+// Sums parts of several ranks in order: this rank's own part in the middle, first or last, or absent.
 TEST(sums_of_parts_in_order) {
   for (const size_t n : {4096, 1003, 1})
     for (const uint32_t others : {0u, 1u, 3u})
@@ -175,8 +175,8 @@ TEST(measured_sums_of_parts) {
   call("sum_parts_f32", grid(16), 256, static_cast<const float *>(mine.at()), 1u, static_cast<const float *>(rest.at()), 4u, static_cast<uint64_t>(4096), to.at());
 }
 
-// Decoding double-quantized codes: bytes that it must read and write in relation to those of the sectors that it touches, which is
-// what is left of a copy's bandwidth.
+// Dequantization with double quantization: necessary bytes relative to bytes of touched sectors, i.e. the
+// achievable fraction of copy bandwidth.
 TEST(bytes_of_nested_codes) {
   const uint64_t rows = 512, cols = 1024, total = rows * cols, blocks = total / 64;
   std::mt19937 random(1);
@@ -189,7 +189,7 @@ TEST(bytes_of_nested_codes) {
   const bf16 *none = nullptr;
   const auto share = [&](const std::string &name, double needed, double least) {
     const auto found = host::counts().find(name);
-    if (found == host::counts().end() || found->second.sectors == 0) return; // accesses are not watched
+    if (found == host::counts().end() || found->second.sectors == 0) return; // built without access callbacks
     const double moved = 32.0 * static_cast<double>(found->second.sectors);
     printf("%s: %.1f%% of what moves is needed\n", name.c_str(), 100 * needed / moved);
     if (!(needed >= least * moved)) check::wrong(name + ": " + std::to_string(needed / moved));
@@ -207,7 +207,7 @@ TEST(bytes_of_nested_codes) {
   }
 }
 
-// Codes of 64 by 1024 values in blocks of 64.
+// Codes of 64 x 1024 values in blocks of 64.
 TEST(measured_codes) {
   const uint64_t rows = 64, cols = 1024, total = rows * cols;
   host::Buffer<uint8_t> codes(std::vector<uint8_t>(total / 2, 0x5a));
@@ -217,7 +217,7 @@ TEST(measured_codes) {
   const auto each = [&](const std::string &source, const std::string &type, auto kind) {
     using T = decltype(kind);
     host::Buffer<T> x(check::randn<T>(8 * cols, 3)), y(8 * rows);
-    // with an adapter of rank 16 beside it
+    // with an adapter of rank 16 to the right
     const uint64_t apart = cols + 16;
     host::Buffer<T> b(check::randn<T>(rows * 16, 4)), out(rows * apart);
     call("dequantize_" + source + "_" + type, grid(rows / 8 + 1), 256, codes.at(), pairs.at(), scales.at(), none, map, 1u, 0.0f, 6u, total, uint64_t(0), cols, cols,

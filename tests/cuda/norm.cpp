@@ -1,22 +1,23 @@
-// RMSNorm against float64: rows that are whole vectors and rows that are not, more than a block holds, tails of blocks.
+// RMSNorm compared with float64: aligned and unaligned rows, rows longer than a block covers, partly
+// filled blocks.
 #include "../../crates/ft-kernels/src/norm/norm.cu"
 #include "call.h"
 
 struct Norms {
   uint32_t rows, d, per;
-  unsigned threads; // as crates/ft-kernels/src/norm/cuda.rs has them
+  unsigned threads; // as in crates/ft-kernels/src/norm/cuda.rs
   size_t skew;
-  uint32_t room = 0; // values between the rows of what is written, and of what is added to dx
+  uint32_t room = 0; // padding of output rows, and of the rows added to dx
 };
 
 static const std::vector<Norms> CASES = {
     {3, 96, 1, 32, 0}, {5, 33, 2, 32, 0}, {9, 256, 8, 32, 0}, {2, 1500, 1, 96, 0}, {4, 512, 3, 32, 1},
-    {1, 1, 1, 32, 0},  {3, 1100, 2, 32, 0}, // more than the threads hold
+    {1, 1, 1, 32, 0},  {3, 1100, 2, 32, 0}, // more values than the threads hold
     {5, 96, 2, 32, 0, 16}, {3, 40, 1, 32, 0, 3},
 };
 
 template <typename T> static void norms(const std::string &type) {
-  const double eps = 0.1; // so that a row of one value does not nearly cancel
+  const double eps = 0.1; // large enough that rows of one value don't nearly cancel
   unsigned seed = 1;
   for (const Norms &c : CASES)
     for (bool add : {false, true}) {

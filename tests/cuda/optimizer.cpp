@@ -1,5 +1,5 @@
-// AdamW, with moments in 8 bits too, and its copy against float64, whole vectors, tails and buffers that begin at none; sums of squares that f32 does
-// not hold.
+// AdamW with f32 and 8-bit moments and with a compute copy, compared with float64: aligned buffers,
+// tails, unaligned buffers. Also sums of squares beyond the range of f32.
 #include "../../crates/ft-kernels/src/optimizer/optimizer.cu"
 #include "call.h"
 
@@ -34,12 +34,13 @@ TEST(updates_in_f32) { update<float>("f32", false); }
 TEST(updates_with_a_copy_in_bf16) { update<bf16>("bf16", true); }
 TEST(updates_with_a_copy_in_f16) { update<f16>("f16", true); }
 
-// Which value of 16 bits x becomes by a word, in exact arithmetic; `near` says that a hair would make it the other one.
+// The 16-bit value x rounds to for a given word, in exact arithmetic; `near` marks a tie within float
+// error.
 template <typename T> static double by_word(double x, uint32_t word, bool &near) {
   const bool half = sizeof(T) == 2 && rounded<T>(1.0f + 1.0f / 512) != 1.0f;
   int exponent;
   frexp(x, &exponent);
-  // 8 bits of a bf16, 11 of an f16 but below 2^-14
+  // 8 significant bits for bf16; 11 for f16, fewer below 2^-14
   const double unit = half ? ldexp(1.0, std::max(exponent - 11, -24)) : ldexp(1.0, exponent - 8);
   const double steps = std::abs(x) / unit, low = floor(steps);
   const double share = half ? (exponent - 11 < -24 ? (word >> 8) / 16777216.0 : (word >> 19) / 8192.0) : (word >> 16) / 65536.0;
@@ -56,7 +57,7 @@ static uint32_t word_of(const Stream &s, uint64_t number) {
   return w[number % 4];
 }
 
-// Values that are rounded by random numbers, whole vectors, tails and places that begin at none.
+// Stochastic rounding: aligned values, tails, unaligned starts.
 template <typename T> static void rounds(const std::string &type, float scale) {
   const Stream s = {1, 2, 3, 4, 0};
   for (auto [n, first] : std::vector<std::pair<size_t, uint64_t>>{{4096, 1ull << 33}, {1, 256}, {777, 3}}) {
@@ -77,7 +78,7 @@ template <typename T> static void rounds(const std::string &type, float scale) {
 TEST(rounds_to_bf16) { rounds<bf16>("bf16", 1.0f); }
 TEST(rounds_to_f16) { rounds<f16>("f16", 1.0f), rounds<f16>("f16", 1e-5f); }
 
-// Updates of weights that have no f32 copy: in f32, then rounded by their words.
+// Updates of 16-bit weights without an f32 master copy: in f32, then stochastically rounded.
 template <typename T> static void update_rounded(const std::string &type) {
   const Stream s = {1, 2, 3, 4, 0};
   unsigned seed = 1;
@@ -108,7 +109,7 @@ template <typename T> static void update_rounded(const std::string &type) {
 TEST(updates_without_a_copy_in_bf16) { update_rounded<bf16>("bf16"); }
 TEST(updates_without_a_copy_in_f16) { update_rounded<f16>("f16"); }
 
-// The maps of crates/ft-kernels/src/optimizer/eight_bit.rs: of the mean, and of the mean square.
+// The maps in crates/ft-kernels/src/optimizer/eight_bit.rs, of the first and the second moment.
 static std::vector<float> maps() {
   std::vector<float> all;
   for (const bool sign : {true, false}) {
@@ -127,7 +128,8 @@ static std::vector<float> maps() {
   return all;
 }
 
-// Two updates with moments in 8 bits, whole blocks and a part of one, against float64 with what the codes say.
+// Two updates with 8-bit moments, on whole and partial blocks, compared with float64 on the dequantized
+// moments.
 template <typename T> static void eight_bit(const std::string &type, bool with) {
   unsigned seed = 1;
   const std::vector<float> map = maps();
@@ -158,7 +160,7 @@ template <typename T> static void eight_bit(const std::string &type, bool with) 
         if (std::abs(ms[b] - most[0]) > 1e-6 * most[0] || std::abs(vs[b] - most[1]) > 1e-6 * most[1]) check::wrong("a scale");
       }
       for (size_t i = 0; i < n; i++) {
-        // no code is nearer than the one that was chosen
+        // no other code is nearer
         const double x = mean[i] / ms[i / 256], y = square[i] / vs[i / 256];
         double near[2] = {9, 9};
         for (int c = 0; c < 256; c++) near[0] = std::min(near[0], std::abs(map[c] - x)), near[1] = std::min(near[1], std::abs(map[256 + c] - y));
@@ -170,7 +172,7 @@ template <typename T> static void eight_bit(const std::string &type, bool with) 
   }
 }
 
-// With moments in 8 bits the update is that of an f32 weight, rounded by its word.
+// With 8-bit moments, an update equals that of an f32 weight, rounded with the same word.
 template <typename T> static void eight_bit_rounded(const std::string &type) {
   const Stream s = {1, 2, 3, 4, 0};
   const std::vector<float> map = maps();

@@ -1,5 +1,5 @@
-// Norms of heads and the rotary embedding against float64, and back: heads of whole vectors and not, more heads than a warp
-// takes at once, tokens that no warp has.
+// Head norms and rotary embedding, forward and backward, compared with float64: aligned and unaligned
+// heads, more heads than a warp handles at once, and warps without tokens.
 #include "../../crates/ft-kernels/src/rope/rope.cu"
 #include "call.h"
 
@@ -12,7 +12,7 @@ struct Part2 {
   std::vector<double> y, dx, dw;
 };
 
-// Of queries or keys: forward (with the norm if w is there), and back.
+// Reference for queries or keys: forward (with a norm if w is set) and backward.
 static Part2 reference(const std::vector<double> &x, const std::vector<double> *w, const std::vector<double> &cos, const std::vector<double> &sin,
                        const std::vector<double> &dy, const Rotation &r, uint32_t heads, double eps) {
   const uint32_t half = r.c / 2;
@@ -56,7 +56,7 @@ template <typename T> static void rotations(const std::string &type) {
       host::Buffer<float> cos(cosines), sin(sines);
       host::Buffer<T> q(check::randn<T>(nq, seed++)), k(check::randn<T>(nk, seed++)), wq(check::randn<T>(r.c, seed++)), wk(check::randn<T>(r.c, seed++)),
           dyq(check::randn<T>(nq, seed++)), dyk(check::randn<T>(nk, seed++)), yq(nq), yk(nk);
-      // gradients of queries with room beside them
+      // gradients of queries in padded rows
       const uint32_t wide = r.heads * r.c, far = wide + (norms ? 8 : 3), narrow = r.kv_heads * r.c;
       host::Buffer<T> dq(static_cast<size_t>(r.tokens) * far), dk(nk);
       const std::vector<double> cs = values(cos), ss = values(sin), wqs = values(wq), wks = values(wk);

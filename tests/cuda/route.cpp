@@ -1,4 +1,5 @@
-// The router and the sorting of tokens by expert: choices, gates, gradients, sums and schedules against what the host makes.
+// Router and sorting of tokens by expert: choices, gates, gradients, sums and schedules, compared with
+// host results.
 #include "../../crates/ft-kernels/src/route/route.cu"
 namespace group {
 #include "../../crates/ft-kernels/src/group/group.cu"
@@ -35,7 +36,7 @@ static void route(const Router &r, unsigned seed) {
     for (uint32_t j = 0; j < r.k; j++) g[t * r.k + j] = p[t * r.e + order[j]] / (r.normalise ? all : 1);
   }
   check::close("probabilities", probs, p, 1e-6), check::close("logsumexp", lse, l, 1e-6), check::close("gates", gates, g, 1e-6);
-  // the same choices, given
+  // replays the same choices
   call("route_forward", blocks, THREADS, logits.at(), r.t, r.e, r.k, 1u, uint32_t(r.normalise), chosen.at(), probs.at(), lse.at(), again.at());
   check::close("gates again", again, values(gates), 0);
 
@@ -80,7 +81,7 @@ static void route(const Router &r, unsigned seed) {
   for (uint32_t i = 0; i < most; i++)
     if (tiles[i].x != want[i].x || tiles[i].y != want[i].y) check::wrong("another schedule");
 
-  // sums over tokens, and what they give
+  // sums over tokens, and results computed from them
   host::Buffer<double> sums(2 * r.e + 1);
   for (bool losses : {false, true}) {
     call("route_sums", grid((r.e + 32) / 32), SUM_THREADS, losses ? probs.at() : no, losses ? lse.at() : no, starts.at(), r.t, r.e, sums.at());
@@ -112,11 +113,11 @@ TEST(rows_without_numbers_are_routed_somewhere) {
   if (chosen[0] != 0 || chosen[1] != 1) check::wrong("other experts");
 }
 
-// Rows to experts and back.
+// Gathers rows into expert order and back.
 template <typename T> static void rows(const std::string &type, uint32_t tokens, uint32_t k, uint32_t width, unsigned seed) {
   const uint32_t n = tokens * k;
   std::vector<uint32_t> pairs(n), where(n), of(n);
-  for (uint32_t i = 0; i < n; i++) pairs[i] = (i * 7 + 3) % n; // 7 divides none of the numbers of rows
+  for (uint32_t i = 0; i < n; i++) pairs[i] = (i * 7 + 3) % n; // 7 divides none of the row counts
   for (uint32_t i = 0; i < n; i++) where[pairs[i]] = i, of[i] = pairs[i] / k;
   host::Buffer<uint32_t> pair(pairs), place(where), token(of);
   host::Buffer<T> x(check::randn<T>(tokens * width, seed)), y(n * width), z(tokens * width), add(check::randn<T>(tokens * width, seed + 1));
@@ -137,7 +138,7 @@ template <typename T> static void rows(const std::string &type, uint32_t tokens,
     call("group_combine_" + type, grid(tokens), 128, y.at(), place.at(), gated ? gates.at() : none, gated ? add.at() : no, k, width, z.at());
     check::close("combined", z, sum, check::BAR<T>);
   }
-  // outputs become their gradients
+  // outputs are replaced by their gradients
   std::vector<double> dots(n), ys = values(y);
   for (uint32_t i = 0; i < n; i++)
     for (uint32_t c = 0; c < width; c++) {

@@ -1,10 +1,10 @@
-// Launches the kernels of one source for crates/ft-kernels/src/cuda/host_tests.rs, which compiles this with that source before it
-// (-include SOURCE): jobs come in on the standard input, results go to the standard output.
+// Launches the kernels of one source for crates/ft-kernels/src/cuda/host_tests.rs, which compiles this file together
+// with the source (-include SOURCE). Jobs arrive on standard input, results go to standard output.
 //
-// A job is a line of words: the kernel's name, three dimensions of the grid, bytes of shared memory, and a word an
-// argument: `in:BYTES:SKEW` and `out:BYTES:SKEW` for a buffer (SKEW bytes from an aligned address), `value:BYTES`, or
-// `null`. After it the bytes of what is in and value, end to end. The answer are the bytes of what is out. Every buffer has
-// exactly its size.
+// A job is a line of words: kernel name, three grid dimensions, bytes of shared memory, and one word per
+// argument: `in:BYTES:SKEW` or `out:BYTES:SKEW` for a buffer (SKEW bytes from an aligned address),
+// `value:BYTES`, or `null`. The bytes of all `in` and `value` arguments follow, concatenated. The answer
+// is the concatenated bytes of all `out` arguments. Buffers have exactly the requested size.
 #include "host.h"
 #include <iostream>
 #include <memory>

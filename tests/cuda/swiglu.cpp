@@ -1,4 +1,4 @@
-// silu(gate) * up and its gradients against float64: whole vectors, tails, values that begin at no vector.
+// silu(gate) * up and gradients compared with float64: aligned values, tails, unaligned starts.
 #include "../../crates/ft-kernels/src/swiglu/swiglu.cu"
 #include "call.h"
 
@@ -26,7 +26,7 @@ template <typename T> static void swiglu(const std::string &type) {
       check::close("dgate", compact(dg, width, apart), wg, check::BAR<T>), check::close("dup", du, wu, check::BAR<T>);
     }
     check::close("h", h, want, check::BAR<T>);
-    // over dy, and with room beside dup
+    // in place over dy, and with padded rows of dup
     call("swiglu_backward_" + type, blocks, THREADS, g.at(), u.at(), dy.at(), du.at(), dg.at(), dy.at(), width, width, apart);
     check::close("dgate", du, wg, check::BAR<T>), check::close("dup", compact(dg, width, apart), wu, check::BAR<T>), check::close("h", dy, want, check::BAR<T>);
   }
@@ -36,7 +36,7 @@ TEST(swiglu_in_f32) { swiglu<float>("f32"); }
 TEST(swiglu_in_bf16) { swiglu<bf16>("bf16"); }
 TEST(swiglu_in_f16) { swiglu<f16>("f16"); }
 
-// Where e^-x overflows, silu is 0 and no NaN.
+// silu is 0, not NaN, if e^-x overflows.
 TEST(large_gates_stay_numbers) {
   host::Buffer<float> g(std::vector<float>{-200, 200, 0, -1e30f}), u(std::vector<float>{1, 1, 1, 1}), y(4);
   LAUNCH(swiglu_forward_f32, {1}, 0, g.at(), u.at(), y.at(), 4, 4);

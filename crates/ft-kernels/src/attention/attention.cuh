@@ -1,12 +1,14 @@
-// What the attention kernels share: tiles of documents end to end, and 16-bit matrices [rows, D] in shared memory.
+// Shared parts of the attention kernels: tiles of packed documents, and 16-bit matrices [rows, D] in
+// shared memory.
 //
-// Token i of a document sees the keys from the document's first to itself, and with a window no more than that many. A
-// block takes a tile: up to ROWS tokens of one document, of one head. Tiles come from the host (attention/tiles.rs), once
-// for all layers. Queries are the last tokens of the keys: query 0 is key `first_query`; all numbers of tokens here count
-// keys. Sums are in f32, each in one order and by one block: no atomics, the same bits every time.
+// Token i of a document attends from the document's first token up to itself, limited by the window. A
+// thread block handles one tile: up to ROWS tokens of one document, for one head. The host builds the
+// tiles once per micro-batch (attention/tiles.rs). Queries are the last tokens of the keys: query 0 is
+// key `first_query`, and token numbers here are key indices. Sums are f32 in a fixed order within one
+// block, without atomics, so results are bit-reproducible.
 //
-// Axes: t tokens, h query heads, g key heads (h is a multiple), c channels. Of q, o and their gradients [t, h, c], of k, v
-// and theirs [keys, g, c]; of log-sum-exp and delta [h, t].
+// Axes: t queries, h query heads, g key heads (g divides h), c channels. Shapes: q, o and their gradients
+// [t, h, c]; k, v and their gradients [keys, g, c]; log-sum-exp and delta [h, t].
 #pragma once
 #include "../cuda/matrix.cuh"
 
@@ -16,8 +18,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
 struct alignas(16) Tile {
-  uint32_t first, rows; // its tokens
-  uint32_t begin, end;  // its document
+  uint32_t first, rows; // first token, number of tokens
+  uint32_t begin, end;  // start and end of the document
 };
 
 DEVICE Tile tile_at(const Tile *tiles, uint32_t i) {
@@ -28,19 +30,19 @@ DEVICE Tile tile_at(const Tile *tiles, uint32_t i) {
 DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 DEVICE uint32_t most(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
-// The arguments of all kernels beside what they read and write.
+// Shape arguments common to all kernels.
 struct Shape {
-  uint32_t tokens, heads, groups, channels; // tokens: queries
+  uint32_t tokens, heads, groups, channels; // tokens: number of queries
   uint32_t first_query, window;
   float scale;
-  uint32_t apart; // values from token to token of o, or of dv: they may stand farther apart than they are long
+  uint32_t apart; // row stride of o, or of dv, in values; rows may be padded
 
-  // First key that a query sees, and one more than the last query that sees a key.
+  // First key visible to a query, and one past the last query that sees a key.
   DEVICE uint32_t first_key(uint32_t query, uint32_t begin) const {
     return query + 1 > window ? most(begin, query + 1 - window) : begin;
   }
   DEVICE uint32_t last_query(uint32_t key, uint32_t end) const { return window < end - key ? key + window : end; }
-  // One comparison for both: a key behind the query makes a large number.
+  // One unsigned comparison covers both bounds: for a later key the difference wraps around.
   DEVICE bool sees(uint32_t query, uint32_t key) const { return query - key < window; }
 };
 
@@ -50,9 +52,9 @@ struct Shape {
 #define SHAPE_OF                                                                                                       \
   { tokens, heads, groups, channels, first_query, window, scale, apart }
 
-// ---- keys and values of a group: end to end, or in the blocks of a cache ----
+// ---- keys and values of a key head: contiguous, or in the blocks of a cache ----
 
-// `count` of them from a token on.
+// A range of `count` tokens.
 template <typename T> struct Stretch {
   const T *first;
   uint32_t stride;
@@ -64,20 +66,20 @@ template <typename T> struct Whole {
   DEVICE Stretch<T> some(uint32_t token, uint32_t) const { return {first + static_cast<uint64_t>(token) * stride, stride}; }
 };
 
-// Tokens of a block, as in cache.rs; a table has the addresses of the blocks of keys and of values by turns.
+// Tokens per cache block; must match cache.rs. The address table alternates between key and value blocks.
 constexpr uint32_t BLOCK = 512;
 
-// No more than a block has: in two blocks at the most.
+// A range of at most BLOCK tokens, so it touches at most two cache blocks.
 template <typename T> struct Parts {
   const T *first, *second;
-  uint32_t stride, edge; // the second's first
+  uint32_t stride, edge; // edge: first row in the second block
   DEVICE const T *operator[](uint32_t row) const {
     return row < edge ? first + static_cast<uint64_t>(row) * stride : second + static_cast<uint64_t>(row - edge) * stride;
   }
 };
 template <typename T> struct Cached {
-  const uint64_t *table; // from keys or values on
-  uint32_t stride, at;   // of the group in a row
+  const uint64_t *table; // offset by one for values
+  uint32_t stride, at;   // stride per token; offset of the key head within a token
   DEVICE const T *block(uint32_t i) const { return reinterpret_cast<const T *>(table[2 * i]) + at; }
   DEVICE Parts<T> some(uint32_t token, uint32_t count) const {
     const uint32_t i = token / BLOCK, edge = BLOCK - token % BLOCK;
@@ -88,7 +90,7 @@ template <typename T> struct Cached {
 
 // ---- matrices [rows, D] of 16-bit values in shared memory ----
 
-// Begins to copy N rows, of which `rows` are there: the rest become zeros.
+// Starts an async copy of N rows. Rows from `rows` on are filled with zeros.
 template <int D, int N, typename Rows>
 DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows) {
   constexpr int PIECES = D / 8;
@@ -100,13 +102,13 @@ DEVICE void copy_rows(unsigned char *to, const Rows &from, uint32_t rows) {
   }
 }
 
-// The same of rows that are `stride` values apart.
+// The same for rows with a fixed stride.
 template <int D, int N, typename T>
 DEVICE void copy_rows(unsigned char *to, const T *from, uint32_t rows, uint32_t stride) {
   copy_rows<D, N>(to, Stretch<T>{from, stride}, rows);
 }
 
-// c [16, N] += rows `row` to row + 16 of `a` times the transpose of N rows of `b`, both [.., D].
+// c [16, N] += a[row .. row + 16] b^T, where b has N rows; both are [.., D].
 template <typename T, int D, int N>
 DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const unsigned char *b, int lane) {
 #pragma unroll
@@ -123,7 +125,7 @@ DEVICE void product(float (&c)[N / 8][4], const unsigned char *a, int row, const
   }
 }
 
-// acc [16, W] += c [16, N], rounded to T in registers, times columns `col` to col + W of N rows of `b` [N, D].
+// acc [16, W] += c [16, N] (rounded to T in registers) times columns col .. col + W of b [N, D].
 template <typename T, int D, int W, int N>
 DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], const unsigned char *b, int col, int lane) {
 #pragma unroll
@@ -140,8 +142,8 @@ DEVICE void add_product(float (&acc)[W / 8][4], const float (&c)[N / 8][4], cons
   }
 }
 
-// Stores a warp's rows, [16, W] from value `to` on in rows of `stride`: those of `rows` that are there, times factors by
-// row. By way of the warp's own 16 rows of shared memory `m` [64, W], so that whole lines are stored.
+// Stores the warp's 16 x W accumulators to `to`, scaled per row, skipping rows from `rows` on. Goes
+// through the warp's 16 rows of shared memory `m` [64, W] to write whole lines.
 template <typename T, int W>
 DEVICE void store_rows(T *to, const float (&acc)[W / 8][4], const float (&factor)[2], unsigned char *m, uint32_t rows,
                        uint32_t stride, int warp, int lane) {

@@ -1,17 +1,19 @@
-// Attention, backward, by tensor cores and without atomics: probabilities are computed again from the log-sum-exp, once by
-// blocks that own queries (dq, and delta on the way) and once by blocks that own keys (dk, dv): 7 products where a
-// shared sum would need 5, but each sum is made by one block in one order.
+// Attention backward pass on tensor cores, without atomics. Probabilities are recomputed from the
+// log-sum-exp twice: in blocks owning queries (dq and delta) and in blocks owning keys (dk, dv). This
+// takes 7 products instead of 5, but each sum is made by one block in a fixed order.
 //
-// p = exp(scale q k - lse), delta = sum of o d_o over channels, ds = p (d_o v - delta); dq = scale ds k, dk = scale ds q,
-// dv = p d_o. A block owns ROWS rows of one kind, and takes STEP at a time of the other. Of the two matrices of a step each is
-// copied while a product with the other one is at work: that needs no second buffer, so two blocks fit side by side.
+// p = exp(scale q k - lse), delta = sum over channels of o d_o, ds = p (d_o v - delta); dq = scale ds k,
+// dk = scale ds q, dv = p d_o. A block owns ROWS rows and iterates over STEP rows of the opposite kind.
+// While one of the two matrices of an iteration is being multiplied, the next copy of the other one is in
+// flight. No double buffering is needed, so two blocks fit on an SM.
 #include "attention.cuh"
 
-// delta of the warp's 16 rows, to `to` and to global memory; d_o lies in shared memory, o does not.
+// Computes delta for the warp's 16 rows into `to` and global memory. d_o is in shared memory, o in global
+// memory.
 template <typename T, int D>
 DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t stride, float *to, float *global, int warp,
                    int lane) {
-  constexpr int PIECES = D / 8, LANES = PIECES % 8 == 0 ? 8 : 4; // a row
+  constexpr int PIECES = D / 8, LANES = PIECES % 8 == 0 ? 8 : 4; // LANES: lanes per row
 #pragma unroll
   for (int first = 0; first < 16; first += WARP / LANES) {
     const int row = warp * 16 + first + lane / LANES;
@@ -36,11 +38,11 @@ DEVICE void deltas(const T *o, const unsigned char *sg, uint32_t rows, uint32_t 
   __syncwarp();
 }
 
-// dq: a block owns 64 queries of one head, and takes the keys that they see.
+// dq: a block owns 64 queries of one head and iterates over their visible keys.
 template <typename T, int D>
 DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *d_o, const float *lse, const Tile *tiles,
                        const Shape &shape, float *delta, T *dq) {
-  constexpr int STEP = D <= 128 ? 32 : 16; // with more, some of 256 channels would spill
+  constexpr int STEP = D <= 128 ? 32 : 16; // larger steps spill registers at D = 256
   SHARED_BYTES(shared);
   unsigned char *const sq = shared, *const sg = sq + ROWS * D * 2, *const sk = sg + ROWS * D * 2,
                 *const sv = sk + STEP * D * 2;
@@ -72,7 +74,7 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const uint32_t row = warp * 16 + lane / 4 + r * 8;
-      // rows that are not there get probabilities of 0
+      // missing rows get probability 0
       base[r] = row < tile.rows ? lse[stat + row] * LOG2E : INFINITY;
       dl[r] = sd[row];
     }
@@ -109,8 +111,9 @@ DEVICE void backward_q(const T *q, const T *k, const T *v, const T *o, const T *
   store_rows<T, D>(dq + at, acc, factor, sq, tile.rows, qs, warp, lane);
 }
 
-// dk and dv: a block owns 64 keys of one key head, and takes all queries of its heads that see them. It sums the W channels
-// from blockIdx.z W on: for D = 256 all would need more registers than a thread has.
+// dk and dv: a block owns 64 keys of one key head and iterates over all queries that see them, for every
+// query head of the group. It sums W channels starting at blockIdx.z W: for D = 256 the full sums exceed
+// the register file.
 template <typename T, int D, int W>
 DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta,
                         const Tile *tiles, const Shape &shape, T *dk, T *dv) {
@@ -128,7 +131,7 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   const bool works = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
 
-  // queries from i on of a head; those that are not there get probabilities of 0
+  // copies STEP queries of a head starting at i; missing queries get probability 0
   const auto copy = [&](unsigned char *to, const T *from, uint32_t head, uint32_t i) {
     copy_rows<D, STEP>(to, from + static_cast<uint64_t>(i - shape.first_query) * qs + head * D, end - i, qs);
   };
@@ -149,7 +152,7 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
   float ak[W / 8][4] = {}, av[W / 8][4] = {};
   while (begin < end && head < (of + 1) * per) {
     const uint32_t query = i + lane % 4 * 2, key = tile.first + warp * 16 + lane / 4;
-    const bool turn = i + STEP >= end; // to the next head
+    const bool turn = i + STEP >= end; // advance to the next head
     i = turn ? begin : i + STEP, head += turn;
     const bool more = head < (of + 1) * per;
     float p[STEP / 8][4] = {}, dp[STEP / 8][4] = {};
@@ -180,8 +183,8 @@ DEVICE void backward_kv(const T *q, const T *k, const T *v, const T *d_o, const 
     cp_async_commit();
   }
   if (W != D || begin >= end) {
-    // rows that stores go through are other warps' where their width is another; and where nobody sees these keys, the
-    // copies of keys and values are still on their way
+    // The staging rows of the stores may overlap rows of other warps if W != D. If no query sees these
+    // keys, the initial copies are still in flight.
     cp_async_wait<0>();
     __syncthreads();
   }

@@ -1,7 +1,7 @@
-// Attention, forward, by tensor cores: a block of four warps takes 64 queries of one head, 16 a warp, and the keys that they
-// see, 64 at a time, with a running maximum and sum (Dao et al., "FlashAttention-2", 2023). Scores and probabilities are
-// f32 in registers; only the product with V takes rounded probabilities. Keys are copied while the softmax is at work,
-// values while scores are.
+// Attention forward pass on tensor cores. A block of four warps handles 64 queries of one head, 16 per
+// warp, and iterates over visible keys, 64 (or 32) at a time, with a running maximum and sum (Dao et al.,
+// "FlashAttention-2", 2023). Scores and probabilities are f32 in registers; probabilities are rounded
+// only for the product with V. Copies of K overlap with the softmax, copies of V with the scores.
 #include "attention.cuh"
 
 template <typename T, int D, typename Keys>
@@ -14,7 +14,7 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint32_t qs = shape.heads * D;
   const uint32_t begin = shape.first_key(tile.first, tile.begin), end = tile.first + tile.rows;
-  const uint32_t row0 = tile.first - shape.first_query; // of q
+  const uint32_t row0 = tile.first - shape.first_query; // row within q
   // warps without rows only copy
   const bool works = warp * 16 < static_cast<int>(tile.rows);
   const float scale_log2 = shape.scale * LOG2E;
@@ -24,8 +24,8 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
   cp_async_commit();
 
   float acc[D / 8][4] = {};
-  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}; // of two rows, this lane's part of the sums
-  constexpr bool HELD = D <= 128; // whether a warp's queries stay in registers
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}; // per lane: two rows, partial sums
+  constexpr bool HELD = D <= 128; // whether the queries of a warp stay in registers
   uint32_t fq[HELD ? D / 16 : 1][4];
   for (uint32_t j = begin; j < end; j += KEYS) {
     copy_rows<D, KEYS>(sv, v.some(j, least(KEYS, end - j)), end - j);
@@ -55,7 +55,7 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
     if (j + KEYS < end) copy_rows<D, KEYS>(sk, k.some(j + KEYS, least(KEYS, end - j - KEYS)), end - j - KEYS);
     cp_async_commit();
     if (works) {
-      // not where all of these keys are seen by all rows
+      // mask, unless every row sees all of these keys
       if (j + KEYS > tile.first || tile.first + ROWS - j > shape.window) {
         const uint32_t query = tile.first + warp * 16 + lane / 4, key = j + lane % 4 * 2;
 #pragma unroll
@@ -71,7 +71,7 @@ DEVICE void forward(const T *q, const Keys &k, const Keys &v, const Tile *tiles,
         for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(p[n][2 * r], p[n][2 * r + 1]));
         x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
         x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
-        // nothing seen yet: all are exp2(-inf)
+        // no visible key yet: every term is exp2(-inf)
         const float base = x == -INFINITY ? 0.0f : x * scale_log2, old = exp2_fast(fmaf(top[r], scale_log2, -base));
         float add = 0;
 #pragma unroll

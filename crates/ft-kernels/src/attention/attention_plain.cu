@@ -1,18 +1,19 @@
-// Attention without tensor cores, for f32, and for any number of channels: a warp takes a query (or, for dk and dv, a key),
-// 32 partners at a time. Its lanes share out the channels, so that any number of them will do, and keep a partner's score
-// each. Arguments and results are those of attention_forward.cu and attention_backward.cu.
+// Attention without tensor cores, for f32 and for any head size. A warp handles one query (or one key,
+// for dk and dv) and iterates over 32 partner tokens at a time. Lanes split the channels; each lane also
+// holds the score of one partner. Arguments and results match attention_forward.cu and
+// attention_backward.cu.
 #include "attention.cuh"
 
 constexpr int WARPS = THREADS / WARP;
 
-// Of a warp's two rows x and y of n channels.
+// Dot product of two rows of n channels, by one warp.
 template <typename T> DEVICE float dot(const T *x, const T *y, uint32_t n, int lane) {
   float sum = 0;
   for (uint32_t c = lane; c < n; c += WARP) sum = fmaf(load(x + c), load(y + c), sum);
   return warp_sum(sum);
 }
 
-// acc [n] = acc times `old` + the sum over `partners` of weight[i] rows[i]; a lane has the same channels each time.
+// acc [n] = old acc + sum over `partners` of weight[i] rows[i]. The channels of a lane are fixed.
 template <typename T>
 DEVICE void add_rows(float *acc, float old, const float *weight, const T *rows, uint64_t stride, uint32_t partners, uint32_t n,
                      int lane) {
@@ -43,7 +44,8 @@ DEVICE void store_row(T *to, const float *acc, float factor, uint32_t n, int lan
   for (uint32_t c = lane; c < n; c += WARP) store(to + c, acc[c] * factor);
 }
 
-// Calls `work` for the tokens of a tile that are this warp's, with the floats of shared memory that are, `each` of them.
+// Calls `work` for each token of the tile assigned to this warp, with the warp's `each` floats of shared
+// memory.
 template <typename Work> DEVICE void each_token(const Tile &tile, uint32_t each, const Work &work) {
   SHARED_BYTES(shared);
   const uint32_t warp = threadIdx.x / WARP;

@@ -1,15 +1,17 @@
-// Attention of one query, over all keys that a cache has: a token of a reply. Keys are shared out to blocks, `each` of them a block,
-// which takes all query heads that see a group of keys, so that each key and value is read once (as in "Flash-Decoding", Dao et al.,
-// 2023); what the blocks have is joined by a second kernel, in order. Sums are in f32.
+// Attention of a single query over a cache, for decoding. The keys are split into ranges of `each` keys,
+// one per block. A block handles all query heads of a key head, so keys and values are read once
+// ("Flash-Decoding", Dao et al., 2023). A second kernel combines the partial results in order. Sums are
+// f32.
 //
-// A key is 8 lanes' in the first product, a channel a thread's in the second. Heads have whole vectors of channels.
+// In the score product 8 lanes share a key; in the value product a thread owns a channel. The head size
+// is a multiple of the vector size.
 #include "attention.cuh"
 
 constexpr int WARPS = THREADS / WARP, LANES = 8, LINES = WARP / LANES;
-// Heads that are multiplied with a key or value at a time, and most blocks that share out the keys of one.
+// HEADS: query heads multiplied at a time with a key or value. PARTS: maximum number of key ranges.
 constexpr uint32_t HEADS = 8, PARTS = 1024;
 
-// The scores of a block stand `each` + 4 apart.
+// Score rows have a pitch of `each` + 4.
 #define SPLIT(T)                                                                                                       \
   const T *q, const uint64_t *table, uint32_t heads, uint32_t groups, uint32_t channels, uint32_t first, uint32_t end,\
       uint32_t each, float scale, float *sums, float2 *stats
@@ -23,7 +25,7 @@ DEVICE void split(SPLIT(T)) {
   const uint32_t begin = first + blockIdx.x * each, count = least(each, end - begin), stride = groups * channels;
   const Parts<T> k = Cached<T>{table, stride, of * channels}.some(begin, count), v = Cached<T>{table + 1, stride, of * channels}.some(begin, count);
   float *const queries = reinterpret_cast<float *>(shared), *const scores = queries + per * pieces * LINE;
-  // the fours of a vector lie a line apart, so that 8 lanes load from all banks
+  // groups of four values of a vector are stored LANES * 4 apart, so 8 lanes load without bank conflicts
   for (uint32_t i = threadIdx.x; i < per * pieces * LINE; i += THREADS) {
     const uint32_t h = i / (pieces * LINE), at = i % (pieces * LINE), four = at / (LANES * 4), c = four / (V / 4) * LINE + at / 4 % LANES * V + four % (V / 4) * 4 + at % 4;
     const float x = c < channels ? load(q + static_cast<uint64_t>(head0 + h) * channels + c) * scale : 0.0f;
@@ -64,7 +66,7 @@ DEVICE void split(SPLIT(T)) {
   }
   __syncthreads();
 
-  // weights, relative to the largest of this block; fours are filled up with zeros
+  // softmax weights relative to this block's maximum, zero-padded to a multiple of four
   for (uint32_t h = warp; h < per; h += WARPS) {
     float *const own = scores + h * pitch;
     float top = -INFINITY, sum = 0;
@@ -103,7 +105,7 @@ DEVICE void split(SPLIT(T)) {
   }
 }
 
-// A block a head, of `parts` blocks' sums.
+// Combines the `parts` partial results of one head per block.
 template <typename T> DEVICE void join(const float *sums, const float2 *stats, uint32_t parts, uint32_t channels, T *o, float *lse) {
   SHARED_ARRAY(float, factor, PARTS);
   SHARED_ARRAY(float, scratch, WARPS);

@@ -1,60 +1,62 @@
-//! Keys and values of what a model has read, in blocks: memory is taken a block at a time, and nothing that is there is moved.
+//! The KV cache, allocated block by block: memory grows with the tokens, and stored blocks never move.
 
 use crate::Tensor;
 use crate::cpu::is_cpu;
 use crate::cuda::launch::address_of;
 use candle_core::{DType, Result};
 
-/// Tokens of a block, as in attention.cuh.
+/// Tokens per block; must match `BLOCK` in attention.cuh.
 pub const BLOCK: usize = 512;
 
-/// Keys and values of earlier tokens, for generation. Tokens are written where they stay; attention reads the blocks, on CUDA
-/// by a table of their addresses.
+/// Keys and values of earlier tokens, for generation. Each token is written once. Attention reads the
+/// blocks in place, on CUDA through a table of block addresses.
 #[derive(Debug)]
 pub struct Cache {
     room: usize,
     len: usize,
-    /// Keys and values [tokens, g, c], of [`BLOCK`] tokens each; fewer in the last that there is room for.
+    /// Keys and values, [tokens, g, c] per block of [`BLOCK`] tokens; the last block is shorter if `room`
+    /// ends inside it.
     blocks: Vec<[Tensor; 2]>,
-    /// Their addresses [blocks, 2] on a device that is not the CPU, i64.
+    /// Device addresses of the blocks, i64 [blocks, 2] (keys, values). `None` on the CPU.
     table: Option<Tensor>,
 }
 
 impl Cache {
-    /// Room for so many tokens at the most, none of which takes memory yet.
+    /// An empty cache for at most `room` tokens. Allocates nothing yet.
     pub fn new(room: usize) -> Self {
         Self { room, len: 0, blocks: Vec::new(), table: None }
     }
 
-    /// Bytes that a token takes in one layer whose keys have so many values a token.
+    /// Bytes per token and layer, if the keys of a token have `values` values.
     pub fn bytes_of_a_token(values: usize, dtype: DType) -> usize {
         2 * values * dtype.size_in_bytes()
     }
 
-    /// Tokens that it takes memory for once it has so many: whole blocks, but for the last that there is `room` for.
+    /// Tokens allocated once `tokens` are stored: whole blocks, limited to `room`.
     pub fn held(tokens: u64, room: u64) -> u64 {
         tokens.next_multiple_of(BLOCK as u64).min(room)
     }
 
-    /// Tokens that it has.
+    /// Number of cached tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has none.
+    /// Whether the cache holds no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Forgets all but the first `n` tokens.
+    /// Drops all but the first `n` tokens. Keeps the memory.
     pub fn truncate(&mut self, n: usize) {
         self.len = self.len.min(n);
     }
 
-    /// Adds the keys and values [t, g, c] of more tokens.
+    /// Appends the keys and values [t, g, c] of `t` tokens.
     ///
     /// # Errors
-    /// More than there is room for; keys and values that are not like those before; of the device.
+    /// The tokens exceed the capacity, their shape or dtype differs from the cached ones, or the device
+    /// fails.
     pub fn add(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
         let (t, g, c) = k.dims3()?;
         let all = self.len + t;
@@ -84,12 +86,13 @@ impl Cache {
         Ok(())
     }
 
-    /// Its blocks: keys and values of [`BLOCK`] tokens each, the last of which may be others' or none's.
+    /// Blocks of [`BLOCK`] tokens, (keys, values). Slots past [`len`](Self::len) hold zeros or dropped
+    /// tokens.
     pub(super) fn blocks(&self) -> &[[Tensor; 2]] {
         &self.blocks
     }
 
-    /// A block's keys, for their type and shape.
+    /// Keys of the first block, for dtype and shape.
     pub(super) fn first(&self) -> Result<&Tensor> {
         match self.blocks.first() {
             Some([k, _]) => Ok(k),
@@ -97,7 +100,7 @@ impl Cache {
         }
     }
 
-    /// Addresses of the blocks on the device.
+    /// Block addresses on the device.
     pub(super) fn table(&self) -> Result<&Tensor> {
         match &self.table {
             Some(t) => Ok(t),
@@ -113,8 +116,8 @@ mod tests {
     use crate::check::{close, randn};
     use candle_core::Device;
 
-    /// Whatever pieces tokens come in, and where they stand in blocks, their attention is that of the whole; what is
-    /// forgotten is written over, and there is no more than the room.
+    /// Appending tokens in pieces of any size matches attention over the whole sequence; truncated tokens
+    /// are overwritten, and tokens beyond the capacity are an error.
     #[test]
     fn attention_of_a_cache_is_that_of_the_whole() -> Result<()> {
         let n = 2 * BLOCK + 77;
@@ -146,7 +149,7 @@ mod tests {
         Ok(())
     }
 
-    /// A block is taken when a token needs it, and stays where it is.
+    /// Blocks are allocated on demand and never move.
     #[test]
     fn memory_is_taken_a_block_at_a_time() -> Result<()> {
         let tokens = |t| randn(1, (t, 1, 4), DType::F32);
@@ -158,7 +161,7 @@ mod tests {
         cache.add(&tokens(1)?, &tokens(1)?)?;
         let sizes: Vec<usize> = cache.blocks().iter().map(|[k, _]| k.dims()[0]).collect();
         assert_eq!(sizes, [BLOCK, 3]);
-        // the same memory still
+        // still the same memory
         first.slice_set(&tokens(1)?, 0, 7)?;
         close(&cache.first()?.narrow(0, 7, 1)?, &tokens(1)?, 0.0);
         Ok(())

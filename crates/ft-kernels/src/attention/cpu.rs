@@ -1,4 +1,4 @@
-//! The CPU's attention: blocks of queries against the keys that any of them sees.
+//! CPU attention: blocks of queries against all keys visible to the block.
 
 use super::cache::{BLOCK as TOKENS, Cache};
 use super::{Causal, Saved, Shape};
@@ -12,14 +12,12 @@ use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Query rows that one block takes.
+/// Queries per block.
 pub const BLOCK: usize = 64;
 
-/// One block of queries of one head: the keys that any of them sees, and which of those each sees.
+/// Keys visible to one block of queries of one head.
 pub(super) struct Block {
-    /// First key.
     pub k0: usize,
-    /// Number of keys.
     pub n: usize,
 }
 
@@ -30,18 +28,18 @@ impl Block {
         Self { k0, n: first + rows - k0 }
     }
 
-    /// Columns of the block that its row `r` sees.
+    /// Range of visible keys of row `r`, relative to `k0`.
     pub fn seen(&self, how: &Causal<'_>, i0: usize, r: usize) -> (usize, usize) {
         let i = how.seqs.first_query + i0 + r;
         (how.first_key(i) - self.k0, i + 1 - self.k0)
     }
 }
 
-/// Forward: a task takes [`BLOCK`] queries, head after head.
+/// Forward pass. Each task handles [`BLOCK`] queries, one head after another.
 pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
     let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
     let size = T::DTYPE.size_in_bytes();
-    // the probabilities of one block and head on each thread
+    // each thread holds the probabilities of one block and head
     let blocks = |l: &Ledger| {
         let running = t.div_ceil(BLOCK).min(l.machine().threads as usize);
         l.touch((size * running * BLOCK.min(t) * how.most_keys()) as u64);
@@ -79,11 +77,11 @@ pub fn forward<T: Real>(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) ->
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
 
-/// Keys or values of a stretch of a cache, [tokens, g, c].
+/// Keys or values of one cache block, [tokens, g, c].
 enum Stretch<'a, T> {
-    /// As they are computed with.
+    /// In the compute dtype.
     Wide(View<'a, T>),
-    /// In bf16: what is needed of them is widened when it is.
+    /// In bf16, widened on access.
     Half(Halves<'a>),
 }
 
@@ -92,7 +90,8 @@ impl<'a, T: Real> Stretch<'a, T> {
         Ok(if t.dtype() == DType::BF16 { Self::Half(Halves::of(t)?) } else { Self::Wide(view(t)?) })
     }
 
-    /// Those of one head of some tokens, [tokens, c]; `room` is for them if they are widened.
+    /// The keys or values of head `kvh` for the tokens `own`, [tokens, c]. `room` receives widened
+    /// values.
     fn head<'r>(
         &'r self,
         own: Range<usize>,
@@ -116,8 +115,8 @@ impl<'a, T: Real> Stretch<'a, T> {
     }
 }
 
-/// Forward, of the keys and values of a cache: a task takes some queries of all heads of a key/value head, for a token that
-/// comes alone too.
+/// Forward pass over a cache. Each task handles all query heads of one key/value head for a few queries,
+/// so that even a single token splits into `g` tasks.
 pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Causal<'_>) -> Result<Saved> {
     let Shape { t, h, g, c } = shape;
     let used = cache.blocks()[..cache.len().div_ceil(TOKENS)].iter().enumerate().map(|(b, of)| {
@@ -134,7 +133,7 @@ pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Ca
         let (i0, kvh) = (i / g * rows, i % g);
         let count = rows.min(t - i0);
         let (block, m) = (Block::of(how, i0, count), count * each);
-        // of the keys from the first on: a stretch, which of its tokens, and how many there are before
+        // (cache block, token range in the block, number of visible keys before it)
         let parts = || {
             let Block { k0, n } = block;
             (k0 / TOKENS..(k0 + n).div_ceil(TOKENS)).map(move |s| {
@@ -181,7 +180,7 @@ pub fn forward_cached<T: Real>(q: &Tensor, cache: &Cache, shape: Shape, how: &Ca
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), T::DTYPE)? })
 }
 
-/// The softmax of scores, in place, and the logarithm of its sum.
+/// Applies softmax in place and returns the log-sum-exp.
 #[inline(always)]
 fn softmax<T: Real>(row: &mut [T]) -> T {
     let largest = max(row);
@@ -195,7 +194,7 @@ fn softmax<T: Real>(row: &mut [T]) -> T {
 /// A block of queries of one head, in the backward pass.
 pub(super) struct Item {
     pub head: usize,
-    /// Its key/value head.
+    /// Key/value head.
     pub kvh: usize,
     /// First query.
     pub i0: usize,
@@ -204,7 +203,7 @@ pub(super) struct Item {
 }
 
 impl Item {
-    /// All, those of a key/value head together.
+    /// All items, grouped by key/value head.
     pub fn all(Shape { t, h, g, .. }: Shape, how: &Causal<'_>) -> Vec<Self> {
         let item = |kvh: usize, i0: usize, head: usize| {
             let rows = BLOCK.min(t - i0);
@@ -217,27 +216,28 @@ impl Item {
             .collect()
     }
 
-    /// Where its queries begin among all, of so many heads and channels.
+    /// Index of the first query in [t, h, c].
     pub fn at(&self, h: usize, c: usize) -> usize {
         (self.i0 * h + self.head) * c
     }
 }
 
-/// What the backward pass keeps of an item: its probabilities and their gradient [rows, n], and that of its queries.
+/// Backward buffers of an item: probabilities and score gradients [rows, n], query gradients [rows, c].
 struct Kept<T> {
     p: Vec<T>,
     dp: Vec<T>,
     dq: Vec<T>,
 }
 
-/// Keys that a thread adds gradients of at a time.
+/// Keys per task when summing key and value gradients.
 pub(super) const KEYS: usize = 2 * BLOCK;
 
-/// Items that are at work at once, a thread.
+/// Items in flight per thread.
 pub(super) const AT_ONCE: usize = 4;
 
-/// Backward, some blocks of queries at a time: threads take them first, and then blocks of keys, to whose gradients each of
-/// those adds in its order. So what is kept depends on the threads and the keys, not on the heads, and the sums on neither.
+/// Backward pass, `AT_ONCE` items per thread at a time: threads first compute the items, then sum the
+/// gradients of disjoint key blocks, adding the items in order. Memory depends on the number of threads
+/// and keys, not on heads; results depend on neither.
 pub fn backward<T: Real>(
     q: &Tensor,
     k: &Tensor,
@@ -264,7 +264,7 @@ pub fn backward<T: Real>(
     let (ov, lv, dv) = (view::<T>(o)?, view::<T>(lse)?, view::<T>(d_o)?);
     let (qv, kv, vv, ov, lv, dv) = (&*qv, &*kv, &*vv, &*ov, &*lv, &*dv);
     let items = Item::all(shape, how);
-    // as large as any item needs, at once: a vector that grows holds twice what it needs
+    // allocate the maximum up front: a growing vector could reserve twice as much
     let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
     let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
     let zeros = |n: usize| vec![T::zero(); n];

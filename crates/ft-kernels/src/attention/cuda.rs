@@ -1,7 +1,8 @@
-//! CUDA's attention: one launch forward and two backward, whatever the documents; two forward for one query of many keys.
+//! CUDA attention: one launch forward and two backward for any set of documents. A single query over many
+//! keys takes two launches forward.
 //!
-//! Tensor cores take 16-bit values and the head sizes that they have kernels for; everything else is a plain kernel's
-//! (attention_plain.cu), with the same arguments. The log-sum-exp is [h, t] here, in which a tile's is one stretch.
+//! Tensor-core kernels cover 16-bit values and selected head sizes. Plain kernels (attention_plain.cu)
+//! with the same arguments cover the rest. The log-sum-exp is [h, t], contiguous per tile.
 
 use super::cache::Cache;
 use super::split::{self, Parts};
@@ -12,23 +13,23 @@ use crate::cuda::launch::{Grid, Launch, compiled, empty, ghost_products, started
 use crate::padded::{Padded, stride};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in attention.cuh.
+/// Threads per block; must match attention.cuh.
 pub const THREADS: u32 = 128;
-/// Head sizes with kernels for tensor cores.
+/// Head sizes with tensor-core kernels.
 const SIZES: [usize; 4] = [64, 96, 128, 256];
-/// Channels up to which heads fit; more than that take two blocks where dk and dv are summed.
+/// Largest head size handled by one block of the dk/dv kernel; larger heads are split in two.
 const WIDE: usize = 128;
-/// Most channels of a head: a block of the plain kernels has shared memory for so many.
+/// Largest head size, limited by the shared memory of the plain kernels.
 const MOST: usize = 3000;
 
-/// The kernels that take a call, and the shared memory of a block of each.
+/// The kernel variant for a call, with the shared memory per block of each kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kernels {
     tensor_cores: bool,
     forward: usize,
     backward_q: usize,
     backward_kv: usize,
-    /// Blocks that share out the channels of a tile of keys.
+    /// Blocks per tile of keys, each summing some of the channels.
     parts: usize,
 }
 
@@ -36,7 +37,8 @@ impl Kernels {
     fn of(dtype: DType, channels: usize, aligned: bool) -> Self {
         let half = matches!(dtype, DType::BF16 | DType::F16);
         if half && aligned && SIZES.contains(&channels) {
-            // rows of tiles, and of what is taken at a time: see the sources
+            // own rows plus one step of keys and values (or queries and gradients), in bytes; step sizes
+            // as in the kernels
             let (row, wide) = (2 * channels, channels > WIDE);
             let tiles = |own: usize, others: usize| (own * ROWS + 2 * others) * row;
             Self {
@@ -47,7 +49,7 @@ impl Kernels {
                 parts: channels.div_ceil(WIDE),
             }
         } else {
-            // sums of the channels and a weight a lane, for each warp
+            // per warp: channel sums and one weight per lane
             let one = THREADS as usize / 32 * (channels + 32) * 4;
             Self { tensor_cores: false, forward: one, backward_q: one, backward_kv: 2 * one, parts: 1 }
         }
@@ -59,7 +61,7 @@ impl Kernels {
     }
 }
 
-/// Shared memory that a kernel of this name is launched with; of the plain ones with 128 channels.
+/// Shared memory at launch of the kernel `kernel`; for plain kernels, with 128 channels.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
     if let Some(bytes) = split::shared_memory(kernel) {
@@ -77,13 +79,15 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
 }
 
-/// Whether 16 bytes at a time can be copied from a tensor's beginning; its rows are whole numbers of those.
+/// Whether 16-byte copies can start at the tensor's first value. Row lengths are multiples of 16 bytes
+/// for all head sizes in `SIZES`.
 fn is_aligned(t: &Tensor) -> Result<bool> {
     let t = t.real()?;
     Ok((t.layout().start_offset() * t.dtype().size_in_bytes()).is_multiple_of(16))
 }
 
-/// Checks what a launch's safety rests on beside [`Shape::of`]: types, and numbers in 31 bits.
+/// Checks the preconditions of a launch not covered by [`Shape::of`]: equal dtypes, head size, fewer than
+/// 2^31 keys.
 fn tiles<'a>(all: &[&Tensor], shape: Shape, how: &Causal<'a>) -> Result<&'a Tiles> {
     let keys = how.seqs.keys();
     if all.iter().any(|t| t.dtype() != all[0].dtype()) || shape.c == 0 || shape.c > MOST || keys >= 1 << 31 {
@@ -100,7 +104,7 @@ fn tiles<'a>(all: &[&Tensor], shape: Shape, how: &Causal<'a>) -> Result<&'a Tile
 }
 
 impl Shape {
-    /// `SHAPE` of attention.cuh.
+    /// Pushes the arguments of the `SHAPE` macro in attention.cuh.
     fn push<'a>(self, launch: Launch<'a>, how: &Causal<'_>, apart: usize) -> Result<Launch<'a>> {
         let window = how.window.map_or(i32::MAX as usize, |w| w.min(i32::MAX as usize));
         let launch = launch.count(self.t)?.count(self.h)?.count(self.g)?.count(self.c)?;
@@ -108,7 +112,7 @@ impl Shape {
     }
 }
 
-/// [`super::forward`].
+/// See [`super::forward`].
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
     let shape = Shape::of(q, k, v, how.seqs)?;
     let (lse_shape, rows) = ((shape.h, shape.t), (shape.t, shape.h * shape.c));
@@ -127,13 +131,13 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     let launch = launch.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&tiles.queries)?;
     let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
-    // SAFETY: q and o have t queries of h heads, those of o as far apart as is said, k and v the keys of g heads
-    // (Shape::of), lse a number a query and head; tiles are of these queries and keys, and cover them.
+    // SAFETY: `Shape::of` checked q [t, h, c] and k, v [keys, g, c]; o has t rows with stride `apart`,
+    // lse is [h, t]; the tiles were built from these documents and cover every query.
     unsafe { launch.run(grid) }?;
     Ok(Saved { o: Padded::within(o, rows)?, lse })
 }
 
-/// [`super::forward_cached`].
+/// See [`super::forward_cached`].
 pub fn forward_cached(
     q: &Tensor,
     cache: &Cache,
@@ -145,7 +149,7 @@ pub fn forward_cached(
     let apart = stride(rows.1, rank);
     let tiles = tiles(&[q, cache.first()?], shape, how)?;
     let (q, table) = (q.contiguous()?, cache.table()?);
-    // blocks are allocations of their own
+    // blocks are separate allocations, thus aligned
     let aligned = is_aligned(&q)?;
     let (o, lse) = (empty(&q, (shape.t, apart), q.dtype())?, empty(&q, (shape.h, shape.t), DType::F32)?);
     if let (true, Some(parts)) = (aligned, Parts::of(shape, how, q.dtype())) {
@@ -158,12 +162,13 @@ pub fn forward_cached(
     let launch = launch.tensor(&q)?.tensor(table)?.tensor(&tiles.queries)?;
     let launch = shape.push(launch, how, apart)?.tensor(&o)?.tensor(&lse)?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.forward);
-    // SAFETY: as forward; the table has the blocks of the cache, whose keys and values of g heads are all there.
+    // SAFETY: as in `forward`; the table lists all blocks of the cache, which hold every key and value of
+    // the g heads.
     unsafe { launch.run(grid) }?;
     Ok(Saved { o: Padded::within(o, rows)?, lse })
 }
 
-/// [`super::backward`].
+/// See [`super::backward`].
 pub fn backward(
     q: &Tensor,
     k: &Tensor,
@@ -216,14 +221,15 @@ pub fn backward(
     let of_q = shape.push(of_q.tensor(lse)?.tensor(&tiles.queries)?, how, saved.o.stride())?;
     let of_q = of_q.tensor(&delta)?.tensor(&dq)?;
     let grid = Grid::new(tiles.queries.dim(0)?, THREADS).by(shape.h).shared(kernels.backward_q);
-    // SAFETY: as forward; o, d_o and dq have q's shape, o with the stride that is said, delta that of lse.
+    // SAFETY: as in `forward`; o (with its stride), d_o and dq have the shape of q, delta has the shape
+    // of lse.
     unsafe { of_q.run(grid) }?;
     let of_kv = launch("backward_kv")?.tensor(&q)?.tensor(&k)?.tensor(&v)?.tensor(&d_o)?;
     let of_kv = of_kv.tensor(lse)?.tensor(&delta)?.tensor(&tiles.keys)?;
     let of_kv = shape.push(of_kv, how, apart)?.tensor(&dk)?.tensor(&dv)?;
     let grid = Grid::new(tiles.keys.dim(0)?, THREADS).by(shape.g).shared(kernels.backward_kv);
     let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], kernels.parts], ..grid };
-    // SAFETY: as before; dk and dv have the shape of k and v, tokens of dv as far apart as is said.
+    // SAFETY: as above; dk and dv have the shapes of k and v, dv with row stride `apart`.
     unsafe { of_kv.run(grid) }?;
     Ok((dq, dk, Padded::within(dv, rows)?))
 }
@@ -232,7 +238,8 @@ pub fn backward(
 mod tests {
     use super::*;
 
-    /// A block of a card with 100 KiB of shared memory (8.6, 8.9) has 99 KiB, and two fit up to 128 channels.
+    /// GPUs with 100 KiB of shared memory per SM (8.6, 8.9) allow 99 KiB per block; two blocks fit up to
+    /// 128 channels.
     #[test]
     fn shared_memory_fits_every_card() {
         for c in SIZES {
@@ -255,7 +262,7 @@ mod tests {
         assert_eq!(name(DType::F32, 128, true), "attention_forward_f32");
     }
 
-    /// Names that exist in the sources.
+    /// Every kernel name exists in the compiled sources.
     #[cfg(feature = "cuda")]
     #[test]
     fn every_kernel_is_compiled() {

@@ -1,5 +1,5 @@
-//! The CPU's attention in bf16, by dot products: blocks as in `cpu`, with scores and sums in f32, and probabilities and their
-//! gradients rounded to bf16, as kernels of GPUs have them.
+//! CPU attention in bf16 by dot-product instructions. Same blocking as `cpu`; scores and sums are f32,
+//! probabilities and their gradients are rounded to bf16 as in GPU kernels.
 
 use super::cpu::{AT_ONCE, BLOCK, Block, Item, KEYS};
 use super::{Causal, Saved, Shape};
@@ -14,14 +14,14 @@ use candle_core::{DType, Device, Result};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Keys whose scores a thread has at a time in the backward pass.
+/// Keys per step of the backward pass; bounds the f32 scores of a thread.
 const CHUNK: usize = 4 * BLOCK;
 
-/// As [`super::cpu::forward`].
+/// See [`super::cpu::forward`].
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<Saved> {
     let Shape { t, h, g, c } = Shape::of(q, k, v, how.seqs)?;
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
-    // scores, probabilities and output of one block and head on each thread
+    // each thread holds scores, probabilities and output of one block and head
     let blocks = |l: &Ledger| {
         let (rows, keys) = (BLOCK.min(t), how.most_keys());
         let packed = packing((rows, c, keys), 1, (false, false), false).max(packing(
@@ -73,7 +73,7 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>) -> Result<S
     Ok(Saved { o: Padded::of(&o)?, lse: tensor(lse, (t, h), DType::F32)? })
 }
 
-/// Rows of one head of so many, from a value on.
+/// Matrix [rows, c] of one of `heads` heads, starting at value `at`.
 fn of_head(x: &[bf16], at: usize, (rows, c): (usize, usize), heads: usize) -> Mat<'_, bf16> {
     Mat::new(&x[at..], rows, c, heads * c)
 }
@@ -82,12 +82,13 @@ fn is_half(dtype: DType) -> bool {
     dtype == DType::BF16
 }
 
-/// `dst (+)= alpha a b`, on this thread.
+/// `dst (+)= alpha a b` on the current thread.
 fn product(dst: &mut [f32], stride: usize, add: bool, (a, b): (Mat<'_, bf16>, Mat<'_, bf16>), alpha: f64) {
     serial(|| product_onto(Onto::Wide(dst), stride, add, a, Right::Of(b), alpha as f32));
 }
 
-/// `p = e^(scores - the largest)`, rounded; gives the largest and the sum of those that were not.
+/// `p = exp(scores - max)`, rounded to bf16. Returns the maximum and the sum of the unrounded
+/// exponentials.
 #[inline(always)]
 fn exponentials(scores: &mut [f32], p: &mut [bf16]) -> (f32, f32) {
     let largest = max(scores);
@@ -96,14 +97,14 @@ fn exponentials(scores: &mut [f32], p: &mut [bf16]) -> (f32, f32) {
     (largest, sum(scores))
 }
 
-/// What the backward pass keeps of an item: its probabilities and their gradient [rows, n], and that of its queries.
+/// Backward buffers of an item: probabilities and score gradients [rows, n], query gradients [rows, c].
 struct Kept {
     p: Vec<bf16>,
     dp: Vec<bf16>,
     dq: Vec<bf16>,
 }
 
-/// As [`super::cpu::backward`].
+/// See [`super::cpu::backward`].
 pub fn backward(
     q: &Tensor,
     k: &Tensor,
@@ -126,7 +127,7 @@ pub fn backward(
         let first = 8 * rows * chunk + packed((rows, c, chunk), false).max(packed((rows, most, c), false));
         let then = packed((KEYS.min(keys), rows, c), true);
         let at_work = (items.min(threads) * first).max(keys.div_ceil(KEYS).min(threads) * then);
-        // gradients of keys and values are in f32 until all are added
+        // key and value gradients accumulate in f32
         let wider = 2 * keys * g * c;
         l.touch((2 * wider + wider.max(kept + at_work)) as u64);
     };
@@ -141,7 +142,7 @@ pub fn backward(
     let (qv, kv, vv): (&[bf16], &[bf16], &[bf16]) = (&qv, &kv, &vv);
     let (ov, lv, dv): (&[bf16], &[f32], &[bf16]) = (&ov, &lv, &dv);
     let items = Item::all(shape, how);
-    // as large as any item needs, at once: a vector that grows holds twice what it needs
+    // allocate the maximum up front: a growing vector could reserve twice as much
     let most = items.iter().map(|i| i.block.n).max().unwrap_or(0);
     let (rows, at_once) = (BLOCK.min(t), AT_ONCE * rayon::current_num_threads());
     let zeros = |n: usize| vec![bf16::ZERO; n];
@@ -222,7 +223,7 @@ pub fn backward(
     ))
 }
 
-/// The sum of products of widened values.
+/// Dot product in f32.
 #[inline(always)]
 fn wide_dot(a: &[bf16], b: &[bf16]) -> f32 {
     const SOME: usize = 64;

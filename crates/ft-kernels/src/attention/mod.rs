@@ -1,14 +1,12 @@
-//! Causal attention over documents laid end to end, with grouped queries and sliding windows.
+//! Causal attention over packed documents, with grouped-query heads and sliding windows.
 //!
-//! Rows of a micro-batch are not padded: all documents stand one after the other in one sequence, and token
-//! `i` sees the keys from the start of its own document to itself. So packed and padded batches are one
-//! case, and nothing is computed for padding.
+//! Micro-batches have no padding: documents are concatenated, and token `i` attends from the first token
+//! of its document up to itself.
 //!
-//! The forward pass keeps, beside the output, the logarithm of each row's softmax sum; the backward pass
-//! computes the probabilities again from it, block by block, so that memory grows with tokens and not with
-//! their square (Dao et al., "FlashAttention", 2022).
+//! The forward pass saves the log-sum-exp of each query. The backward pass recomputes the probabilities
+//! from it block by block, so memory is linear in tokens (Dao et al., "FlashAttention", 2022).
 //!
-//! Axes: `t` tokens, `h` query heads, `g` key/value heads, `c` channels of a head.
+//! Axes: `t` tokens (queries), `h` query heads, `g` key/value heads, `c` channels per head.
 
 mod cache;
 mod cpu;
@@ -30,33 +28,33 @@ use crate::cuda::upload::{Lists, Place, Sent};
 use crate::padded::Padded;
 use candle_core::{Device, Result};
 
-/// Who sees whom.
+/// Document boundaries: the attention mask in compact form.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// Lengths of the documents, in order; their sum is the number of keys.
+    /// Document lengths, in order. They sum to the number of keys.
     pub docs: Vec<usize>,
-    /// Index of the first query among the keys: 0 in training, the length of the cache when decoding.
+    /// Key index of the first query: 0 in training, the number of cached tokens in decoding.
     pub first_query: usize,
-    /// First token of the document of each key, for the CPU.
+    /// First token of the document of each key (CPU only).
     lo: Vec<u32>,
-    /// What CUDA's kernels are told.
+    /// Work lists of the CUDA kernels.
     tiles: Option<Tiles>,
     sizes: Sizes,
 }
 
-/// How much attention there is to compute: all that a plan knows of documents.
+/// Size of the attention problem, all a plan needs to know about documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
-    /// Tokens of all documents.
+    /// Total tokens.
     pub keys: usize,
-    /// Longest document.
+    /// Tokens of the longest document.
     pub longest: usize,
-    /// Most keys that [`BLOCK`] queries in a row see: theirs and those of documents between.
+    /// Largest number of keys from the first key visible to a block of [`BLOCK`] queries up to the last.
     pub reach: usize,
 }
 
 impl Sizes {
-    /// Of documents end to end.
+    /// Sizes for concatenated documents of the given lengths.
     pub fn of(docs: &[usize]) -> Self {
         let (keys, longest) = (docs.iter().sum(), docs.iter().copied().max().unwrap_or(0));
         let (mut reach, mut start, mut rest) = (0, 0, docs.iter().peekable());
@@ -71,7 +69,7 @@ impl Sizes {
 }
 
 impl Sequences {
-    /// Documents of these lengths; queries from `first_query` on.
+    /// Documents of the given lengths, with queries from `first_query` on.
     pub fn new(docs: &[usize], first_query: usize, device: &Device) -> Result<Self> {
         let (mut lo, mut tiles) = (Vec::new(), None);
         if device.is_cpu() {
@@ -88,23 +86,23 @@ impl Sequences {
         Ok(Self { docs: docs.to_vec(), first_query, lo, tiles, sizes: Sizes::of(docs) })
     }
 
-    /// Adds what another device than the CPU is told of documents to lists that are sent there.
+    /// Appends the work lists of the CUDA kernels to a pending upload.
     pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
         Tiles::list(docs, first_query, to)
     }
 
-    /// Documents of these lengths, that were sent.
+    /// Documents with work lists already uploaded by [`list`](Self::list).
     pub fn sent(docs: &[usize], first_query: usize, places: [Place; 2], sent: &Sent) -> Result<Self> {
         let tiles = Some(Tiles::sent(places, sent)?);
         Ok(Self { docs: docs.to_vec(), first_query, lo: Vec::new(), tiles, sizes: Sizes::of(docs) })
     }
 
-    /// Those of a plan.
+    /// A plan's sequences: sizes only.
     pub fn ghost(sizes: Sizes) -> Self {
         Self { docs: Vec::new(), first_query: 0, lo: Vec::new(), tiles: None, sizes }
     }
 
-    /// Bytes that they take on the device, of documents that are all as long as the longest.
+    /// Device bytes, if all documents are as long as the longest.
     pub fn bytes(sizes: Sizes, cuda: bool) -> usize {
         if cuda { tiles::bytes(sizes) } else { 4 * sizes.keys }
     }
@@ -115,32 +113,32 @@ impl Sequences {
     }
 }
 
-/// Which keys a query sees, and what its scores are multiplied with.
+/// Attention mask and score scale.
 #[derive(Clone, Copy, Debug)]
 pub struct Causal<'a> {
-    /// Documents.
+    /// Packed documents.
     pub seqs: &'a Sequences,
-    /// Keys that a query sees at the most, itself among them.
+    /// Sliding window in keys, including the query's own.
     pub window: Option<usize>,
     /// Factor on the scores.
     pub scale: f64,
 }
 
 impl Causal<'_> {
-    /// Most keys that a block of queries sees.
+    /// Upper bound on the keys visible to a block of queries.
     fn most_keys(&self) -> usize {
         self.window.map_or(self.seqs.sizes.reach, |w| self.seqs.sizes.reach.min(w + BLOCK))
     }
 
-    /// Pairs of a query and a key that it sees, the diagonal counted half: `n^2 / 2` of a document of `n` tokens. A plan
-    /// takes all documents to be as long as the longest.
+    /// Visible (query, key) pairs, counting the diagonal half: `n^2 / 2` for a document of `n` tokens.
+    /// Assumes that all documents are as long as the longest.
     fn pairs(&self) -> f64 {
         let n = self.seqs.sizes.longest as f64;
         let w = self.window.map_or(n, |w| n.min(w as f64));
         if n == 0.0 { 0.0 } else { self.seqs.sizes.keys as f64 * w * (1.0 - w / 2.0 / n) }
     }
 
-    /// Writes the arithmetic of `products` products of scores down, for ghosts.
+    /// Records the FLOPs of `products` score-sized products in the ledger (ghosts only).
     fn work(&self, q: &Tensor, products: f64) {
         if let Some(g) = q.ghost() {
             let flops =
@@ -149,27 +147,27 @@ impl Causal<'_> {
         }
     }
 
-    /// First key that the query with key index `i` sees.
+    /// First key visible to the query at key index `i`.
     fn first_key(&self, i: usize) -> usize {
         let lo = self.seqs.lo[i] as usize;
         self.window.map_or(lo, |w| lo.max((i + 1).saturating_sub(w)))
     }
 }
 
-/// What the backward pass needs beside q, k and v.
+/// Forward results saved for the backward pass.
 #[derive(Clone, Debug)]
 pub struct Saved {
     /// Output [t, h c].
     pub o: Padded,
-    /// Logarithm of the softmax's sum, f32 (f64 for f64): [t, h], on CUDA [h, t].
+    /// Log-sum-exp in f32 (f64 for f64): [t, h] on the CPU, [h, t] on CUDA.
     pub lse: Tensor,
 }
 
-/// Forward.
+/// Computes attention.
 ///
 /// # Shapes
-/// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g; the output is [t, h c], on CUDA with room for `rank` columns
-/// beside it.
+/// `q` [t, h, c]; `k`, `v` [keys, g, c] with h a multiple of g. The output is [t, h c]; on CUDA, rows are
+/// padded for `rank` (LoRA) extra columns.
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize) -> Result<Saved> {
     Shape::of(q, k, v, how.seqs)?;
     how.work(q, 2.0);
@@ -182,10 +180,10 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, how: &Causal<'_>, rank: usize
     }
 }
 
-/// Forward of the last tokens of a cache, which has their keys and values.
+/// Computes attention of the last `t` tokens over a cache already holding their keys and values.
 ///
 /// # Shapes
-/// `q` [t, h, c]; the cache's keys [g, c] a token; the output as in [`forward`].
+/// `q` [t, h, c]; cached keys [keys, g, c]; output as in [`forward`].
 pub fn forward_cached(q: &Tensor, cache: &Cache, how: &Causal<'_>, rank: usize) -> Result<Saved> {
     let (first, (t, h, c)) = (cache.first()?, q.dims3()?);
     let (_, g, kc) = first.dims3()?;
@@ -201,8 +199,8 @@ pub fn forward_cached(q: &Tensor, cache: &Cache, how: &Causal<'_>, rank: usize) 
     }
 }
 
-/// The gradients of q, k and v, given that of the output [t, h, c]; that of v is [keys, g c], on CUDA with room for `rank`
-/// columns beside it.
+/// Gradients of q, k and v, given the output gradient `d_o` [t, h, c]. The gradient of v is [keys, g c];
+/// on CUDA, rows are padded for `rank` (LoRA) extra columns.
 pub fn backward(
     q: &Tensor,
     k: &Tensor,
@@ -320,7 +318,7 @@ mod tests {
     fn a_block_reaches_back_to_the_start_of_its_first_document() {
         let reach = |docs: &[usize]| Sizes::of(docs).reach;
         assert_eq!((reach(&[128]), reach(&[100]), reach(&[])), (128, 100, 0));
-        // the block of tokens 64..128 begins in the first document and ends in the second
+        // the block of tokens 64..128 starts in the first document and ends in the second
         assert_eq!((reach(&[100, 28]), reach(&[64, 64])), (128, 64));
     }
 
@@ -336,8 +334,8 @@ mod tests {
         Ok(())
     }
 
-    /// Several blocks of queries and of keys: the gradients of softmax written out for whole matrices, and the same bits on any
-    /// number of threads, which decides how many blocks are at work at once.
+    /// Over several blocks of queries and keys, gradients match softmax written out for full matrices,
+    /// and are bit-identical for any number of threads (and thus of blocks in flight).
     #[test]
     fn gradients_over_many_blocks() -> Result<()> {
         let case = Case { docs: &[200, 30, 61], h: 4, g: 2, c: 3, window: Some(150) };
@@ -390,8 +388,8 @@ mod tests {
         Ok(())
     }
 
-    /// In bf16: near what the same values give in f64, over many blocks, with heads of odd and even sizes; and the same bits on
-    /// any number of threads.
+    /// bf16 results are close to f64 results for the same inputs, for odd and even head sizes, and
+    /// bit-identical for any number of threads.
     #[test]
     fn bf16_is_near_the_widened() -> Result<()> {
         for (case, bar) in [
@@ -426,7 +424,7 @@ mod tests {
         Ok(())
     }
 
-    /// Another document's tokens must not move a bit of this one's output.
+    /// Changing other documents does not change a single bit of the output.
     #[test]
     fn documents_do_not_see_one_another() -> Result<()> {
         let case = Case { docs: &[9, 70, 5], h: 2, g: 1, c: 4, window: None };
@@ -439,7 +437,7 @@ mod tests {
         Ok(())
     }
 
-    /// Decoding with cached keys gives what the whole sequence gives.
+    /// Queries at the end of a sequence give the same output alone as in the full pass.
     #[test]
     fn later_queries_alone() -> Result<()> {
         let case = Case { docs: &[80], h: 4, g: 2, c: 4, window: Some(30) };

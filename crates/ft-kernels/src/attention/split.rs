@@ -1,7 +1,8 @@
-//! Attention of one query on CUDA: keys shared out to blocks, whose sums a second launch joins (attention_split.cu).
+//! Single-query attention on CUDA ("Flash-Decoding"): blocks process separate ranges of keys, and a
+//! second launch combines the partial sums (attention_split.cu).
 //!
-//! A token of a reply has one query a head, and one block a head would read a whole cache: 32 blocks of a card's 132. From
-//! [`LEAST`] keys on they are shared out, so that as many blocks as can be have some.
+//! When decoding, each head has one query. One block per head would occupy 32 of 132 SMs and read the
+//! whole cache, so caches of at least [`LEAST`] keys are split across blocks.
 
 use super::cuda::THREADS;
 use super::{Causal, Shape};
@@ -9,17 +10,18 @@ use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty};
 use candle_core::{DType, Result};
 
-/// Keys from which on they are shared out, and of a block at the least and at the most; so many blocks, as in the source.
+/// Smallest number of keys worth splitting, minimum and maximum keys per block, and maximum number of
+/// blocks. `PARTS` must match attention_split.cu.
 const LEAST: usize = 128;
 const EACH: (usize, usize) = (64, 256);
 const PARTS: usize = 1024;
-/// Blocks that are to have some: there is nothing to gain from more.
+/// Target number of blocks; more bring no gain.
 const BLOCKS: usize = 64;
-/// Lanes of a key, and most shared memory of a block that needs no leave.
+/// Lanes per key, and shared memory per block available without opting in.
 const LANES: usize = 8;
 const SHARED: usize = 48 << 10;
 
-/// How the keys of a query are shared out.
+/// Split of a query's keys into `count` ranges of `each` keys, starting at key `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
     first: usize,
@@ -29,7 +31,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// For a call whose tensors begin at whole vectors; none where it is not worth it, or not of one document.
+    /// The split for a call with vector-aligned tensors. `None` if splitting does not pay off, or if
+    /// there is more than one document or query.
     pub fn of(shape: Shape, how: &Causal<'_>, dtype: DType) -> Option<Self> {
         let vector = match dtype {
             DType::F32 => 4,
@@ -49,7 +52,7 @@ impl Parts {
     }
 }
 
-/// Shared memory of a kernel of this name, with 8 heads of 128 channels a group of keys.
+/// Shared memory of the kernel `kernel`, with 8 query heads of 128 channels per key head.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> Option<usize> {
     match kernel.strip_prefix("attention_")?.split('_').next()? {
@@ -59,7 +62,8 @@ pub fn shared_memory(kernel: &str) -> Option<usize> {
     }
 }
 
-/// The output of a query [1, h, c] and its log-sum-exp into `o` and `lse`, of a cache by its table. All are contiguous.
+/// Computes the output and log-sum-exp of one query `q` [1, h, c] over the cache blocks in `table`. All
+/// tensors are contiguous.
 pub fn forward(
     q: &Tensor,
     table: &Tensor,
@@ -84,8 +88,8 @@ pub fn forward(
         .number(how.scale as f32)
         .tensor(&sums)?
         .tensor(&stats)?;
-    // SAFETY: the cache has the keys of g heads (super::forward_cached), those from the first on are shared out to as many blocks as
-    // sums and stats have parts.
+    // SAFETY: `forward_cached` checked the cache against g heads; the launch has `count` blocks per key
+    // head, `sums` and `stats` have one entry per block and head, and the last range ends at `keys`.
     unsafe { launch.run(Grid::new(parts.count, THREADS).by(shape.g).shared(parts.shared)) }?;
     let launch = Launch::named(q, compiled!(ATTENTION_SPLIT), name("join"))?
         .tensor(&sums)?
@@ -94,7 +98,8 @@ pub fn forward(
         .count(shape.c)?
         .tensor(o)?
         .tensor(lse)?;
-    // SAFETY: a block a head, of as many parts as were written; o has the query's row, lse a number a head.
+    // SAFETY: one block per head reads the `count` parts written above; o holds one row of h c values,
+    // lse one value per head.
     unsafe { launch.run(Grid::new(shape.h, THREADS)) }
 }
 

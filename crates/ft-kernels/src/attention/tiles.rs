@@ -1,28 +1,30 @@
-//! What CUDA's attention kernels are told of documents: tiles of tokens, made once a micro-batch for all of its layers.
+//! Work lists of the CUDA attention kernels: tiles of tokens, built once per micro-batch and shared by
+//! all layers.
 //!
-//! A block of threads takes a tile of one head. It has up to [`ROWS`] tokens of one document; those with the most
-//! partners come first, so that what ends last is small.
+//! A thread block processes one tile for one head. A tile has up to [`ROWS`] tokens of one document.
+//! Tiles with the most visible keys (or queries) come first, so that short ones fill the tail of the
+//! launch.
 
 use super::Sizes;
 use crate::Tensor;
 use crate::cuda::upload::{Lists, Place, Sent};
 use candle_core::Result;
 
-/// Tokens of a tile, as in attention.cuh.
+/// Tokens per tile; must match attention.cuh.
 pub const ROWS: usize = 64;
-/// Numbers of a tile: its first token, its tokens, its document's first and end.
+/// Values per tile: first token, number of tokens, start and end of the document.
 const WIDTH: usize = 4;
 
-/// The two lists of tiles on the device, u32.
+/// The two work lists on the device, u32.
 #[derive(Clone, Debug)]
 pub struct Tiles {
-    /// Of queries, [tiles, 4].
+    /// Tiles of queries, [tiles, 4].
     pub queries: Tensor,
-    /// Of keys, [tiles, 4].
+    /// Tiles of keys, [tiles, 4].
     pub keys: Tensor,
 }
 
-/// Of documents of these lengths: tiles of queries, then those of keys.
+/// Builds the query tiles and key tiles of documents with the given lengths.
 fn lists(docs: &[usize], first_query: usize) -> [Vec<[u32; WIDTH]>; 2] {
     let (mut queries, mut keys, mut begin) = (Vec::new(), Vec::new(), 0);
     for &n in docs {
@@ -41,19 +43,19 @@ fn lists(docs: &[usize], first_query: usize) -> [Vec<[u32; WIDTH]>; 2] {
 }
 
 impl Tiles {
-    /// Adds them to lists that are sent to a device.
+    /// Appends the lists to a pending upload.
     pub fn list(docs: &[usize], first_query: usize, to: &mut Lists) -> [Place; 2] {
         lists(docs, first_query).map(|list| to.ints(&list.concat()))
     }
 
-    /// Those that were sent.
+    /// The lists after the upload.
     pub fn sent(places: [Place; 2], sent: &Sent) -> Result<Self> {
         let [queries, keys] = places.map(|p| sent.ints(p)?.reshape(((), WIDTH)));
         Ok(Self { queries: queries?, keys: keys? })
     }
 }
 
-/// Bytes of tiles of documents that are all as long as the longest.
+/// Bytes of the lists, if all documents are as long as the longest.
 pub fn bytes(sizes: Sizes) -> usize {
     let docs = sizes.keys.div_ceil(sizes.longest.max(1));
     2 * 4 * WIDTH * docs * sizes.longest.div_ceil(ROWS)

@@ -1,13 +1,13 @@
-//! The CUDA kernels as the compiler makes them, held to the table tests/cuda/kernels.txt: registers, and blocks of threads
-//! that a multiprocessor runs side by side, on the cards that ft is for. A spill fails at once, and so does a kernel that
-//! takes memory for local arrays.
+//! Compares compiler statistics of the CUDA kernels with the table tests/cuda/kernels.txt: registers, and
+//! resident blocks per SM, on the supported GPU architectures. Register spills and local-memory arrays
+//! fail immediately.
 //!
 //! ```text
 //! cargo test --release --lib -- --ignored as_compiled            with nvcc of CUDA 13.0 in PATH or CUDA_HOME
 //! FT_TABLES=write cargo test --release --lib -- --ignored as_compiled      writes the table
 //! ```
 //!
-//! As build.rs: PTX for 8.0 first, and machine code from that.
+//! As in build.rs: first PTX for 8.0, then machine code from the PTX.
 
 use crate::{attention, grouped};
 use std::collections::BTreeMap;
@@ -15,27 +15,27 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A card: compute capability, warps and blocks of a multiprocessor, its shared memory in KiB.
+/// GPU architectures: compute capability, warps per SM, blocks per SM, shared memory per SM in KiB.
 const CARDS: [(u32, usize, usize, usize); 4] =
     [(80, 64, 32, 164), (86, 48, 16, 100), (89, 48, 24, 100), (90, 64, 32, 228)];
-/// Shared memory that the driver takes of each block.
+/// Shared memory reserved by the driver per block.
 const RESERVED: usize = 1024;
 
-/// What a kernel needs, as the compiler says.
+/// Resource usage of a kernel, from ptxas.
 #[derive(Clone, Copy, Debug, Default)]
 struct Kernel {
     threads: usize,
-    /// Of arrays whose size is known.
+    /// Static shared memory.
     shared: usize,
     registers: [usize; CARDS.len()],
 }
 
 impl Kernel {
-    /// Blocks that fit a multiprocessor.
+    /// Resident blocks per SM.
     fn blocks(&self, card: usize, dynamic: usize) -> usize {
         let (_, warps, blocks, shared) = CARDS[card];
         let own = self.threads / 32;
-        // registers go to warps by 256, in four partitions of 16,384
+        // registers are allocated per warp in units of 256, in four partitions of 16,384
         let of_registers = 16_384 / (self.registers[card] * 32).next_multiple_of(256) * 4 / own;
         let of_shared = (shared << 10) / (self.shared + dynamic + RESERVED);
         (warps / own).min(blocks).min(of_registers).min(of_shared)
@@ -53,7 +53,7 @@ fn tool(name: &str) -> Command {
     Command::new(beside.filter(|p| p.exists()).unwrap_or_else(|| name.into()))
 }
 
-/// The sources below a folder.
+/// All sources in a folder, recursively.
 fn sources(dir: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).expect("a folder") {
@@ -68,13 +68,13 @@ fn sources(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The number before a word of a line of ptxas.
+/// The number before a word in a line of ptxas output.
 fn before(line: &str, word: &str) -> usize {
     let head = line.split(word).next().filter(|_| line.contains(word)).unwrap_or_default();
     head.split_whitespace().last().and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
-/// Adds what ptxas says of a source for one card.
+/// Parses the ptxas output of a source for one architecture.
 fn read(text: &str, card: usize, kernels: &mut BTreeMap<String, Kernel>) {
     let mut name = "";
     for line in text.lines() {
@@ -131,10 +131,11 @@ fn table() -> String {
     out
 }
 
-/// Decoding of 4-bit codes is bound by memory if as many bytes are on the way as arrive while one is: here for each card what that
-/// takes, with its bandwidth in GB/s, its multiprocessors, and a latency under load of 800 ns. Codes and scales are a fifth of the
-/// bytes that move (0.53 of 2.53 a value; stores wait for nothing), a lane has 16 bytes of codes on the way, and blocks are those of
-/// the table. A shuffle a value, 32 a cycle, gives 18 TB/s on 132 multiprocessors at 1.7 GHz: no bound.
+/// Checks by Little's law whether 4-bit dequantization has enough bytes in flight to reach memory
+/// bandwidth: for each GPU, bandwidth in GB/s per SM times a loaded latency of 800 ns. Reads of codes and
+/// scales are a fifth of the traffic (0.53 of 2.53 bytes per value; stores do not stall). Each lane has
+/// 16 bytes of codes in flight, and the table gives the resident blocks. Shuffles (one per value, 32 per
+/// cycle) allow 18 TB/s on 132 SMs at 1.7 GHz, so they are no bottleneck.
 #[test]
 fn decoding_has_enough_on_the_way() {
     let cards =

@@ -1,8 +1,9 @@
-//! cuRAND's names without cuRAND: ft's random numbers are its own (`ft_base::rng`), but candle makes a generator for each
-//! device, and a binary that names cuRAND's functions needs its library (100 MB) to start.
+//! Stubs of the cuRAND functions referenced by candle. ft has its own random numbers (`ft_base::rng`), but
+//! candle creates a cuRAND generator per device, and a binary linked with cuRAND needs the library (100
+//! MB) to start.
 //!
-//! A program resolves a name by what it defines itself before it looks into libraries, and the linker leaves a library out
-//! from which nothing is needed. A generator can be made and destroyed; to draw from one is an error.
+//! Definitions in the program take precedence over libraries, and the linker drops libraries without used
+//! symbols. Creating and destroying a generator succeeds; drawing numbers is an error.
 
 use std::ffi::{c_int, c_void};
 
@@ -12,10 +13,10 @@ const DONE: c_int = 0;
 const NOT_THERE: c_int = 101;
 
 /// # Safety
-/// `generator` points to a pointer.
+/// `generator` points to a writable pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn curandCreateGenerator(generator: *mut *mut c_void, _kind: c_int) -> c_int {
-    // SAFETY: the caller's promise. The pointer is never followed.
+    // SAFETY: `generator` is writable by contract. The stored dangling pointer is never dereferenced.
     unsafe { generator.write(std::ptr::dangling_mut::<u64>().cast()) };
     DONE
 }

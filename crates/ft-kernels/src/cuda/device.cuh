@@ -1,12 +1,13 @@
-// What the CUDA sources share. Instructions that C++ has no words for are small functions here, in two versions: asm for
-// nvcc, and for a C++ compiler a twin that tests/cuda/host.h carries out on the CPU. Kernels themselves hold no asm.
+// Shared header of the CUDA sources. Instructions without a C++ equivalent are small functions with two
+// versions: inline asm for nvcc, and a host version for C++ compilers, emulated by tests/cuda/host.h.
+// Kernels contain no asm.
 //
 // A kernel is written once:
 //
 //   KERNEL(scale_bf16, 256, const bf16 *x, float factor, uint64_t n, bf16 *y) { scale(x, factor, n, y); }
 //
-// 256 are the threads of a block. With nvcc this is a __global__ function with C linkage and launch bounds; on the
-// host a function that tests/cuda launches by name.
+// 256 is the number of threads per block. With nvcc this defines a __global__ function with C linkage and
+// launch bounds; on the host, a function launched by name in tests/cuda.
 #pragma once
 #include <stdint.h>
 
@@ -15,9 +16,9 @@
 #include <cuda_fp16.h>
 
 #define KERNEL(NAME, THREADS, ...) extern "C" __global__ void __launch_bounds__(THREADS) NAME(__VA_ARGS__)
-// Threads of a block, and blocks that a multiprocessor is to run side by side: in KERNEL in place of the threads alone.
+// For KERNEL, in place of THREADS: also requests BLOCKS resident blocks per SM.
 #define SIDE_BY_SIDE(BLOCKS, THREADS) THREADS, BLOCKS
-// Shared memory whose size the launch says, and an array whose size is known here.
+// Dynamic shared memory, and a static array.
 #define SHARED_BYTES(NAME) extern __shared__ __align__(128) unsigned char NAME[]
 #define SHARED_ARRAY(TYPE, NAME, COUNT) __shared__ __align__(16) TYPE NAME[COUNT]
 #else
@@ -32,9 +33,9 @@ using f16 = __half;
 constexpr int WARP = 32;
 constexpr unsigned ALL = 0xffffffffu;
 
-// ---- numbers: f32 inside, rounded once on the way out ----
+// ---- numbers: f32 arithmetic, rounded once when stored ----
 
-// The types that values are stored in.
+// Storage types.
 template <typename T> struct Number;
 
 template <> struct Number<float> {
@@ -52,10 +53,10 @@ template <> struct Number<f16> {
   static DEVICE float widen(f16 x) { return __half2float(x); }
 };
 
-// To the nearest value of T, as f32.
+// Rounds to the nearest value of T; the result is f32.
 template <typename T> DEVICE float rounded(float x) { return Number<T>::widen(Number<T>::from(x)); }
 
-// Two values in one register, the first in its lower half.
+// Two values in one register, the first in the low half.
 template <typename T> DEVICE uint32_t pack(float low, float high);
 
 #ifdef __CUDACC__
@@ -72,18 +73,18 @@ template <> DEVICE uint32_t pack<f16>(float low, float high) {
 
 // ---- memory ----
 
-// Values of T that one load or store of 16 bytes takes.
+// Values of T per 16-byte access.
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 
 #ifdef __CUDACC__
-// 16, 8 or 4 bytes, loaded and stored at once.
+// Accesses of 16, 8 or 4 bytes in one instruction.
 DEVICE void store_4(void *p, uint32_t v) { *static_cast<uint32_t *>(p) = v; }
 DEVICE uint2 load_8(const void *p) { return *static_cast<const uint2 *>(p); }
 DEVICE void store_8(void *p, uint2 v) { *static_cast<uint2 *>(p) = v; }
 DEVICE uint4 load_16(const void *p) { return *static_cast<const uint4 *>(p); }
 DEVICE void store_16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
 
-// 16 bytes to global memory, which the compiler may not take apart.
+// A 16-byte store to global memory; volatile asm keeps the compiler from splitting it.
 DEVICE void store_16_global(void *p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -97,7 +98,7 @@ DEVICE bool is_aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 
 template <typename T> DEVICE float load(const T *p) { return Number<T>::widen(*p); }
 template <typename T> DEVICE void store(T *p, float x) { *p = Number<T>::from(x); }
 
-// VECTOR<T> values at a multiple of 16 bytes, as f32, by one load or store.
+// VECTOR<T> values as f32, in one access. The address is 16-byte aligned.
 template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>]) {
   union {
     uint4 bits;
@@ -107,7 +108,7 @@ template <typename T> DEVICE void load_vector(const T *p, float (&out)[VECTOR<T>
   for (int i = 0; i < VECTOR<T>; i++) out[i] = Number<T>::widen(of.value[i]);
 }
 
-// VECTOR<T> values as the 16 bytes that are stored.
+// VECTOR<T> values packed into 16 bytes.
 template <typename T> DEVICE uint4 packed(const float (&in)[VECTOR<T>]) {
   uint32_t word[4];
 #pragma unroll
@@ -120,7 +121,7 @@ template <typename T> DEVICE uint4 packed(const float (&in)[VECTOR<T>]) {
 
 template <typename T> DEVICE void store_vector(T *p, const float (&in)[VECTOR<T>]) { store_16(p, packed<T>(in)); }
 
-// ---- sums and maxima, in an order that does not change; every lane gets the result ----
+// ---- sums and maxima in a fixed order; every lane gets the result ----
 
 DEVICE float warp_sum(float x) {
 #pragma unroll
@@ -134,7 +135,8 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
-// Of a block of THREADS threads, all of which call; `scratch` has a float a warp, free for the next call.
+// Reductions over a block of THREADS threads, called by all of them. `scratch` holds one float per warp,
+// and can be reused by the next call.
 template <int THREADS> DEVICE float block_sum(float x, float *scratch) {
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
@@ -161,7 +163,7 @@ template <int THREADS> DEVICE float block_max(float x, float *scratch) {
 
 #ifdef __CUDACC__
 
-// 2^x to about 2 ulp; results below the smallest normal number are 0.
+// 2^x, accurate to about 2 ulp; subnormal results are flushed to 0.
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -170,7 +172,7 @@ DEVICE float exp2_fast(float x) {
 
 DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// d += a b by a warp: a [16, 16] by rows, b [16, 8] by columns, d [16, 8] in f32.
+// d += a b, per warp: a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in f32.
 template <typename T> DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 template <> DEVICE void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -185,7 +187,8 @@ template <> DEVICE void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices [8, 8] of 16-bit values from shared memory: lane i gives the address of row i % 8 of matrix i / 8.
+// Loads four [8, 8] matrices of 16-bit values from shared memory; lane i supplies the address of row i %
+// 8 of matrix i / 8.
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -193,7 +196,7 @@ DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
                : "memory");
 }
 
-// The same, each transposed.
+// The same, transposing each matrix.
 DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -201,14 +204,16 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row) {
                : "memory");
 }
 
-// 16 bytes to shared memory, there after cp_async_wait; zeros, and nothing is read, unless `some`.
+// Async copy of 16 bytes to shared memory, complete after cp_async_wait. Without `some`, writes zeros and
+// reads nothing.
 DEVICE void cp_async_16(void *to, const void *from, bool some) {
   const int bytes = some ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");
 }
 
-// Ends a group of copies; waits until at most N of this thread's groups are open. Other threads' copies: a barrier.
+// Closes a group of copies; waits until at most N groups of this thread are pending. Copies of other
+// threads need a barrier too.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 

@@ -1,6 +1,7 @@
-//! Matrix products by cuBLAS that accumulate, or that read and write parts of wider matrices: what candle's do not.
+//! cuBLAS products missing in candle: accumulating, or on slices of wider matrices.
 //!
-//! Sums are in f32 whatever the types: a gradient in f32 takes products of bf16 without their rounding to bf16.
+//! Sums are f32 for all dtypes, so an f32 gradient accumulates bf16 products without rounding them to
+//! bf16.
 
 use super::launch::at;
 use crate::gemm::row_stride;
@@ -8,14 +9,14 @@ use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{DType, Result, Tensor};
 
-/// A row-major matrix on the device, read as it is or transposed.
+/// A row-major matrix on the device, optionally transposed.
 struct Mat {
     at: u64,
     kind: sys::cudaDataType_t,
-    /// Rows and columns of the operand: those of what is stored, exchanged if `transposed`.
+    /// Dimensions of the operand, after transposition.
     rows: usize,
     cols: usize,
-    /// Values from row to row of what is stored.
+    /// Row stride of the stored matrix.
     stride: usize,
     transposed: bool,
 }
@@ -43,11 +44,11 @@ impl Mat {
     }
 }
 
-/// `c = alpha op(a) op(b)`, or `+=` with `add`: of matrices whose rows are contiguous, `c` in f32 or in the type of both
-/// operands. Values of `c` that are the operands' too are not set to anything in particular.
+/// `c = alpha op(a) op(b)`, or `+=` with `add`, for matrices with contiguous rows. `c` is f32 or has the
+/// dtype of both operands. If `c` overlaps an operand, the result is unspecified.
 ///
 /// # Errors
-/// Shapes that do not fit, sizes beyond 31 bits, another device, what cuBLAS says.
+/// Shapes don't match, sizes exceed 31 bits, devices differ, or cuBLAS fails.
 pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (m, n) = c.dims2()?;
     let device = c.device().as_cuda_device()?;
@@ -71,11 +72,11 @@ pub fn gemm(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, a
     };
     let (alpha, beta) = (alpha as f32, if add { 1f32 } else { 0f32 });
     let (m, n, k) = (int(m)?, int(n)?, int(k)?);
-    // what is stored by rows is, to cuBLAS, the transpose stored by columns: c^T = b^T a^T
+    // cuBLAS is column-major: a row-major matrix is the transpose, so compute c^T = b^T a^T
     let (lda, ldb, ldc) = (int(of_a.stride)?, int(of_b.stride)?, int(of_c.stride)?);
     let blas = device.cublas_handle();
-    // SAFETY: sizes and strides are those of the tensors' layouts, which lie inside of their memory, and types are theirs;
-    // the tensors live, and their memory is freed in the order of the stream that cuBLAS works on.
+    // SAFETY: sizes, strides and types come from the layouts of live tensors and stay inside their
+    // memory; memory is freed in order of the stream used by cuBLAS.
     unsafe {
         result::gemm_ex(
             *blas.handle(),

@@ -1,31 +1,31 @@
-//! The CUDA sources on the host: compiled as plain C++ with `tests/cuda/host.h` in place of CUDA's headers, and run by
-//! `tests/cuda/host.cpp`, which says what is checked.
+//! Runs the CUDA sources on the host: compiled as plain C++ with `tests/cuda/host.h` in place of the CUDA
+//! headers, and executed by `tests/cuda/host.cpp`, which documents the checks.
 //!
 //! ```text
 //! cargo test --release --lib -- --ignored on_the_host
 //! ```
 //!
-//! A source has a program of its tests in `tests/cuda`, a file that this finds by itself; and with [`Served`] a test in
-//! Rust launches its kernels, to compare them with the CPU's versions.
+//! Each source has a test program in `tests/cuda`, discovered automatically. In addition, Rust tests
+//! launch kernels through [`Served`] and compare them with the CPU implementation.
 //!
-//! Needs a C++17 compiler (`CXX`, or `c++`) with its sanitizers, on x86-64. What this cannot find is what only a GPU does:
-//! its speed, and a kernel that its driver or its memory rules refuse.
+//! Requires a C++17 compiler (`CXX`, or `c++`) with sanitizers, on x86-64. Not covered: performance, and
+//! kernels rejected by a real driver or memory model.
 
 use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-/// What a program is compiled with.
+/// Instrumentation of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Watched {
-    /// The address sanitizer and the one of undefined behaviour: bounds, alignment, arithmetic.
+    /// AddressSanitizer and UndefinedBehaviorSanitizer: bounds, alignment, arithmetic.
     Bounds,
-    /// Calls before every load and store: races, memory that nothing has written, sectors and bank conflicts.
+    /// Callbacks on every load and store: races, uninitialized memory, sectors, bank conflicts.
     Accesses,
 }
 
-/// Compiles programs into a folder that goes with it.
+/// Compiles programs into a temporary folder, removed on drop.
 pub struct Compiler {
     dir: tempfile::TempDir,
     root: PathBuf,
@@ -44,12 +44,12 @@ fn run(mut c: Command) {
 }
 
 impl Compiler {
-    /// One of the repository's sources.
+    /// For the sources of this repository.
     pub fn new() -> Self {
         Self::of(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")))
     }
 
-    /// One of the sources in `root`.
+    /// For the sources in `root`.
     fn of(root: &Path) -> Self {
         let dir = tempfile::tempdir().expect("a folder");
         let mut c = command();
@@ -71,7 +71,7 @@ impl Compiler {
         c.arg("-c").arg(self.root.join("tests/cuda").join(program)).arg("-o").arg(&object);
         run(c);
         let mut link = command();
-        // the thread sanitizer's own library is not wanted: host.cpp answers
+        // don't link the ThreadSanitizer runtime: host.cpp implements the callbacks
         link.args(if watched == Watched::Bounds { sanitizer } else { &[] });
         link.arg(&object).arg(self.dir.path().join("host.o")).arg("-o").arg(&out);
         run(link);
@@ -79,15 +79,15 @@ impl Compiler {
     }
 }
 
-/// An argument of a kernel.
+/// A kernel argument.
 pub enum Argument<'a> {
-    /// What it reads, and the bytes from an aligned address to its beginning.
+    /// An input buffer, and the offset in bytes from an aligned address.
     In(&'a [u8], usize),
-    /// What it writes: bytes.
+    /// An output buffer of the given size in bytes.
     Out(usize),
-    /// A number, by its bytes.
+    /// A scalar, as raw bytes.
     Value(Vec<u8>),
-    /// No buffer.
+    /// A null pointer.
     Null,
 }
 
@@ -109,15 +109,15 @@ impl From<f32> for Argument<'_> {
     }
 }
 
-/// The kernels of one source, ready to be launched.
+/// The kernels of one source, ready to launch.
 pub struct Served {
     child: Child,
-    // removed when this is dropped
+    // removed on drop
     _compiler: Compiler,
 }
 
 impl Served {
-    /// Compiles a source, given by its path in the repository.
+    /// Compiles a source, given as a path in the repository.
     pub fn new(source: &str, watched: Watched) -> Self {
         let compiler = Compiler::new();
         let source = compiler.root.join(source);
@@ -126,8 +126,8 @@ impl Served {
         Self { child: child.expect("the program that was compiled"), _compiler: compiler }
     }
 
-    /// Launches a kernel on so many blocks (each of as many threads as it is made for), with bytes of shared memory; gives
-    /// what it has written, end to end.
+    /// Launches a kernel with `grid` blocks (threads per block are fixed by the kernel) and `shared`
+    /// bytes of dynamic shared memory. Returns the concatenated outputs.
     pub fn launch(
         &mut self,
         kernel: &str,
@@ -160,14 +160,14 @@ impl Served {
         out
     }
 
-    /// Waits for the program's end, which finds what was not given back.
+    /// Waits for the program to exit; leaks are reported at exit.
     pub fn finish(mut self) {
         drop(self.child.stdin.take());
         assert!(self.child.wait().expect("the program's end").success());
     }
 }
 
-/// The programs of tests/cuda: all but what they are made with, and the faults.
+/// The test programs in tests/cuda, except helpers and faults.cpp.
 fn programs() -> Vec<String> {
     let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/cuda");
     let names = std::fs::read_dir(dir).expect("tests/cuda").map(|e| e.expect("a file").file_name());
@@ -181,7 +181,7 @@ fn words(o: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
 }
 
-/// What the programs print of kernels: `kernel NAME SECTORS PASSES`.
+/// Kernel statistics printed by the programs: `kernel NAME SECTORS PASSES`.
 fn each_program(watched: Watched) -> Vec<String> {
     let compiler = Compiler::new();
     let mut kernels = Vec::new();
@@ -205,7 +205,8 @@ fn kernels_stay_within_bounds_on_the_host() {
     each_program(Watched::Bounds);
 }
 
-/// Races; and what accesses of memory cost, held to the table tests/cuda/accesses.txt (`FT_TABLES=write` writes it).
+/// Checks for races, and compares memory access costs with the table tests/cuda/accesses.txt
+/// (`FT_TABLES=write` writes it).
 #[test]
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn kernels_have_no_races_on_the_host() {
@@ -234,7 +235,7 @@ fn kernels_have_no_races_on_the_host() {
     );
 }
 
-/// A fault of tests/cuda/faults.cpp, who finds it, and what is said of it.
+/// Each fault in tests/cuda/faults.cpp, the instrumentation able to detect it, and the expected message.
 const FAULTS: &[(&str, Watched, &str)] = &[
     ("barrier_left_out", Watched::Accesses, "no barrier between"),
     ("barrier_in_a_branch", Watched::Bounds, "lanes of a warp wait for different things"),
@@ -273,7 +274,8 @@ fn planted_faults_are_found_on_the_host() {
     }
 }
 
-/// A source of attention changed in one place, the program that must find it, its test, and what it says.
+/// Mutations of the attention sources: file, original and replacement, then the test and instrumentation
+/// able to detect it, and the expected message.
 const CHANGES: &[(&str, &str, &str, &str, Watched, &str)] = &[
     (
         "attention_forward.cu",

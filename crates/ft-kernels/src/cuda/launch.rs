@@ -1,4 +1,4 @@
-//! What the launches of our own kernels share.
+//! Launching our own kernels.
 //!
 //! ```text
 //! let y = empty(x, shape, dtype)?;
@@ -6,12 +6,11 @@
 //! unsafe { launch.run(Grid::new(rows, 256)) }
 //! ```
 //!
-//! The launch code of a kernel is Rust that compiles in every build: plans run it on ghosts ([`ghosts`]), and only a build
-//! with the `cuda` feature has something to launch. A kernel's name is the file's, what it does and the type that it
-//! works in: `norm_forward_bf16`.
+//! Launch code compiles in every build, since plans run it on ghosts ([`ghosts`]); only builds with the
+//! `cuda` feature can launch. Kernel names consist of file, function and dtype: `norm_forward_bf16`.
 //!
-//! All work of a device is in the order of one stream: what is launched sees what was launched before, and memory that is
-//! freed is used again only behind what was launched before that.
+//! Each device has a single stream. A launch sees the results of earlier launches, and freed memory is
+//! reused only after earlier launches are done.
 
 use crate::Tensor;
 use crate::gemm::row_stride;
@@ -19,7 +18,7 @@ use crate::ledger::{Allocation, Cost, Ledger};
 use crate::tensor::{Ghost, Real};
 use candle_core::{DType, Result, Shape};
 
-/// A source that build.rs compiled, by the name of its file in capitals: what [`Launch::of`] takes.
+/// A source compiled by build.rs, by file name in capitals; an argument of [`Launch::of`].
 macro_rules! compiled {
     ($name:ident) => {{
         #[cfg(feature = "cuda")]
@@ -34,15 +33,15 @@ pub(crate) use compiled;
 #[cfg(feature = "cuda")]
 pub use super::module::Module as Source;
 
-/// A source that this build did not compile: its name.
+/// Name of a source not compiled in this build.
 #[cfg(not(feature = "cuda"))]
 #[derive(Clone, Copy, Debug)]
 pub struct Source(pub &'static str);
 
-/// What a kernel on CUDA takes for ghosts; `None` for tensors.
+/// Ghost results of a CUDA kernel; `None` if `reads` are real tensors.
 ///
-/// Of what it `reads`, copies where that is not in row-major order; its results `out`; and what `during` takes while it
-/// works. It counts as one launch, which moves what it reads and gives: `during` writes down the others.
+/// Records copies of non-contiguous inputs (`reads`), results (`out`), and one launch with the traffic of
+/// both. `during` records anything else.
 pub fn ghosts<const N: usize>(
     reads: &[&Tensor],
     out: [(Shape, DType); N],
@@ -53,12 +52,12 @@ pub fn ghosts<const N: usize>(
     Some(out)
 }
 
-/// Writes down that an operation reads or writes these, if they are ghosts.
+/// Records memory traffic for all ghosts in `all`.
 pub fn moves<'a>(all: impl IntoIterator<Item = &'a Tensor>) {
     all.into_iter().filter_map(Tensor::ghost).for_each(Ghost::is_moved);
 }
 
-/// As [`ghosts`], of a kernel that moves what it reads and gives while it multiplies.
+/// Like [`ghosts`] for compute-bound kernels: records no separate memory traffic.
 pub fn ghost_products<const N: usize>(
     reads: &[&Tensor],
     out: [(Shape, DType); N],
@@ -72,36 +71,36 @@ pub fn ghost_products<const N: usize>(
     Some(out)
 }
 
-/// The copies of what is not in row-major order.
+/// Holds the memory of contiguous copies of non-contiguous inputs.
 pub fn hold_copies(ledger: &Ledger, reads: &[&Tensor]) -> Allocation {
     let bytes = |t: &&Tensor| (t.dtype().size_in_bytes() * t.elem_count()) as u64;
     ledger.hold(reads.iter().filter(|t| !t.is_contiguous()).map(bytes).sum())
 }
 
-/// A launch more than the one that [`ghosts`] counts.
+/// Records a launch beyond the one counted by [`ghosts`].
 pub fn started(ledger: &Ledger) {
     ledger.work(Cost { started: 1.0, ..Cost::default() });
 }
 
-/// A tensor on the device of `on` whose values are not set: a kernel writes all of them.
+/// An uninitialized tensor on the device of `on`. The caller launches a kernel writing every value.
 ///
 /// # Errors
-/// No memory; a ghost.
+/// Out of memory, or `on` is a ghost.
 pub fn empty(on: &Tensor, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     device::empty(on.real()?.device(), shape.into(), dtype).map(Tensor::Real)
 }
 
-/// As [`empty`], on a device.
+/// [`empty`], given a device.
 #[cfg(feature = "cuda")]
 pub(super) fn empty_on(device: &candle_core::Device, n: usize, dtype: DType) -> Result<Real> {
     device::empty(device, n.into(), dtype)
 }
 
-/// Where a tensor's values begin on its device. What reads them there has to be launched while the tensor lives, in the order of
-/// the device's one stream.
+/// Device address of a tensor's values. Kernels using the address must be launched on the device's single
+/// stream while the tensor is alive.
 ///
 /// # Errors
-/// A tensor that is not on a CUDA device, or a view with gaps; a ghost.
+/// The tensor is not on a CUDA device, not contiguous, or a ghost.
 pub fn address_of(t: &Tensor) -> Result<u64> {
     if !t.is_contiguous() {
         candle_core::bail!("the address of a tensor that is not contiguous: {:?}", t.shape());
@@ -109,37 +108,37 @@ pub fn address_of(t: &Tensor) -> Result<u64> {
     device::at(t.real()?)
 }
 
-/// Blocks, threads of a block, and bytes of shared memory that a block asks for when it is launched.
+/// Launch dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Blocks by dimension; none in one of them launches nothing.
+    /// Blocks per dimension; with a zero, nothing is launched.
     pub blocks: [usize; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory.
+    /// Bytes of dynamic shared memory per block.
     pub shared: u32,
 }
 
 impl Grid {
-    /// One dimension, no dynamic shared memory.
+    /// A 1-D grid without dynamic shared memory.
     pub fn new(blocks: usize, threads: u32) -> Self {
         Self { blocks: [blocks, 1, 1], threads, shared: 0 }
     }
 
-    /// The same with `y` times as many blocks, in the second dimension.
+    /// Sets the second dimension to `y` blocks.
     pub fn by(self, y: usize) -> Self {
         Self { blocks: [self.blocks[0], y, self.blocks[2]], ..self }
     }
 
-    /// The same with dynamic shared memory.
+    /// Sets the dynamic shared memory.
     pub fn shared(self, bytes: usize) -> Self {
         Self { shared: u32::try_from(bytes).unwrap_or(u32::MAX), ..self }
     }
 }
 
-/// A number as a kernel's parameter.
+/// A scalar kernel parameter.
 pub trait Number {
-    /// Its bits, the low ones first.
+    /// Bit pattern, in the low bits.
     fn bits(self) -> u64;
 }
 
@@ -161,17 +160,17 @@ numbers! {
     f32: x => x.to_bits().into();
 }
 
-/// A parameter of a launch.
+/// A kernel argument.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nothing is launched"))]
 enum Argument<'a> {
     Tensor(&'a Real),
-    /// No tensor: a null pointer.
+    /// A null pointer.
     Null,
     Number(u64),
 }
 
-/// A launch that is being put together.
+/// Builder for a kernel launch.
 #[derive(Debug)]
 pub struct Launch<'a> {
     on: &'a Real,
@@ -181,10 +180,10 @@ pub struct Launch<'a> {
 }
 
 impl<'a> Launch<'a> {
-    /// The kernel `name` of a source (see `compiled`) for values of the type of `on`, on its device.
+    /// The kernel `name` of a source (see `compiled`), for the dtype and device of `on`.
     ///
     /// # Errors
-    /// A type that has no kernels; a ghost.
+    /// No kernel for the dtype, or `on` is a ghost.
     pub fn of(on: &'a Tensor, source: Source, name: &str) -> Result<Self> {
         let suffix = match on.dtype() {
             DType::F32 => "f32",
@@ -195,18 +194,18 @@ impl<'a> Launch<'a> {
         Self::named(on, source, format!("{name}_{suffix}"))
     }
 
-    /// The kernel with this whole name, on the device of `on`.
+    /// The kernel with the full name `name`, on the device of `on`.
     ///
     /// # Errors
-    /// A ghost.
+    /// `on` is a ghost.
     pub fn named(on: &'a Tensor, source: Source, name: impl Into<String>) -> Result<Self> {
         Ok(Self { on: on.real()?, source, name: name.into(), arguments: Vec::new() })
     }
 
-    /// A tensor that the kernel reads or writes, in row-major order.
+    /// Pushes a contiguous tensor.
     ///
     /// # Errors
-    /// Another order; a ghost.
+    /// The tensor is not contiguous, or a ghost.
     pub fn tensor(mut self, t: &'a Tensor) -> Result<Self> {
         if !t.is_contiguous() {
             candle_core::bail!("{}: a tensor that is not contiguous: {:?}", self.name, t.shape());
@@ -215,10 +214,10 @@ impl<'a> Launch<'a> {
         Ok(self)
     }
 
-    /// A matrix that the kernel reads, whose rows may stand apart: it is told how far.
+    /// Pushes a matrix with contiguous rows, followed by the row stride.
     ///
     /// # Errors
-    /// Rows that are not contiguous; a ghost.
+    /// Rows are not contiguous, or the matrix is a ghost.
     pub fn rows(mut self, t: &'a Tensor) -> Result<Self> {
         if row_stride(t.layout()).is_none() {
             candle_core::bail!("{}: a matrix whose rows are not contiguous: {:?}", self.name, t.shape());
@@ -227,7 +226,7 @@ impl<'a> Launch<'a> {
         Ok(self)
     }
 
-    /// A tensor, or a null pointer.
+    /// Pushes a tensor or a null pointer.
     ///
     /// # Errors
     /// As [`Launch::tensor`].
@@ -241,16 +240,16 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// A number.
+    /// Pushes a scalar.
     pub fn number(mut self, x: impl Number) -> Self {
         self.arguments.push(Argument::Number(x.bits()));
         self
     }
 
-    /// A count, as the 32-bit number that kernels take.
+    /// Pushes a count as u32.
     ///
     /// # Errors
-    /// It does not fit.
+    /// The count exceeds 32 bits.
     pub fn count(self, n: usize) -> Result<Self> {
         match u32::try_from(n) {
             Ok(n) => Ok(self.number(n)),
@@ -258,18 +257,19 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// Launches it; a grid without blocks launches nothing.
+    /// Launches the kernel, unless the grid is empty.
     ///
     /// # Errors
-    /// What the driver says; a build without CUDA.
+    /// The driver fails, or this build has no CUDA.
     ///
     /// # Safety
-    /// The arguments are the kernel's parameters in order and type, and for them it stays inside of its tensors.
+    /// The arguments match the kernel's parameters in order and type, and with them all accesses of the
+    /// kernel are in bounds.
     pub unsafe fn run(self, grid: Grid) -> Result<()> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
-        // SAFETY: the caller's.
+        // SAFETY: the contract of this function.
         unsafe { device::run(&self, grid) }
     }
 }
@@ -288,18 +288,18 @@ mod device {
     use candle_core::op::BackpropOp;
     use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
 
-    /// Bytes of dynamic shared memory that a kernel gets without asking.
+    /// Dynamic shared memory available without opting in, in bytes.
     const SHARED: u32 = 48 << 10;
 
     pub fn empty(device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
-        // no bytes are no address: the driver refuses
+        // zero-sized allocations have no address; the driver rejects them
         let some = if shape.elem_count() == 0 { Shape::from(1) } else { shape.clone() };
-        // SAFETY: whoever asks writes every value before anything reads it.
+        // SAFETY: by the contract of `empty`, a kernel writes every value before any read.
         let storage = unsafe { device.as_cuda_device()?.alloc_uninit(&some, dtype) }?;
         Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
     }
 
-    /// Where a tensor's values begin.
+    /// Device address of a tensor's values, in the order of `stream`.
     pub fn address(t: &Tensor, on: &CudaDevice, stream: &CudaStream) -> Result<u64> {
         fn of<T>(s: &CudaSlice<T>, stream: &CudaStream) -> (u64, usize) {
             (s.device_ptr(stream).0, size_of::<T>())
@@ -324,7 +324,7 @@ mod device {
         Ok(begin + (layout.start_offset() * size) as u64)
     }
 
-    /// Where a tensor's values begin on its own device.
+    /// Address of a tensor's values on its own device.
     pub fn at(t: &Tensor) -> Result<u64> {
         let device = t.device().as_cuda_device()?;
         address(t, device, &device.cuda_stream())
@@ -341,7 +341,7 @@ mod device {
             Argument::Null => Ok(0),
             Argument::Number(bits) => Ok(*bits),
         };
-        // the driver reads as many bytes of each as the parameter has, the low ones
+        // the driver reads the parameter's size in bytes, from the low end
         let cells = launch.arguments.iter().map(cell).collect::<Result<Vec<u64>>>().map_err(what)?;
         let [x, y, z] = grid.blocks.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
         let config = LaunchConfig {
@@ -358,7 +358,8 @@ mod device {
         cells.iter().for_each(|c| {
             builder.arg(c);
         });
-        // SAFETY: the caller's; the tensors live as long as the launch, and their memory is freed in the stream's order.
+        // SAFETY: arguments are valid by contract; tensors outlive the launch call, and memory is freed
+        // in stream order.
         unsafe { builder.launch(config) }.w().map_err(what)?;
         Ok(())
     }

@@ -1,22 +1,23 @@
-//! NVIDIA's libraries, found when a device is opened and not when the program starts.
+//! Loads the NVIDIA libraries when a device is opened instead of at program start.
 //!
-//! candle links the driver, cuBLAS and the CUDA runtime, so that a program of its own words does not start where one of
-//! them is missing: not for `ft check`, not on the CPU. Here each of their functions that the program calls is defined by
-//! a jump to an address that [`load`] fills in; the linker leaves a library out from which nothing is needed, and a program
-//! takes its own definition before a library's (as in `curand`). Until it is loaded, a function returns an error. Libraries
-//! do not see these definitions (`.hidden`): they take their own.
+//! candle links the driver, cuBLAS and the CUDA runtime, so a normal binary would not start without them,
+//! not even for `ft check` or on the CPU. This module defines every library function used by the program
+//! as a jump through an address, filled in by `load_driver` and `load_cublas`. Definitions in the program
+//! take precedence over libraries, and the linker drops libraries without used symbols (as in `curand`).
+//! Before loading, the functions return an error. The definitions are hidden from the libraries
+//! (`.hidden`), which keep calling their own.
 //!
-//! Of the CUDA runtime there is nothing to load: only kernels of candle that ft has no use for (GGUF's) call it, and what
-//! they do when the program starts, to say that they exist, is nothing.
+//! The CUDA runtime is not loaded at all: only candle kernels unused by ft (GGUF) call it, and their
+//! registration at program start becomes a no-op.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The major version of CUDA that this program was built for, which is that of its cuBLAS.
+/// Major CUDA version of this build, and thus of cuBLAS.
 const MAJOR: u32 = candle_core::cuda_backend::cudarc::driver::sys::CUDA_VERSION / 1000;
 
-/// CUDA_ERROR_NOT_INITIALIZED; to cuBLAS, that no memory could be had.
+/// CUDA_ERROR_NOT_INITIALIZED; cuBLAS reads it as an allocation failure.
 const NOT_LOADED: c_int = 3;
 /// cudaErrorNotSupported.
 const NOT_SUPPORTED: c_int = 801;
@@ -25,10 +26,10 @@ extern "C" fn not_loaded() -> c_int {
     NOT_LOADED
 }
 
-/// The address of one function.
+/// Address of one function.
 type Address = AtomicPtr<c_void>;
 
-/// Defines functions of a library as jumps, and a list of their names and addresses.
+/// Defines library functions as jumps, and a list of names and addresses.
 macro_rules! jumps {
     ($list:ident: $($name:ident)*) => {
         $(
@@ -38,7 +39,7 @@ macro_rules! jumps {
                     super::Address::new(super::not_loaded as extern "C" fn() -> std::ffi::c_int as *mut _);
 
                 /// # Safety
-                /// Of the library's function.
+                /// As for the library function.
                 #[unsafe(no_mangle)]
                 #[unsafe(naked)]
                 unsafe extern "C" fn $name() {
@@ -74,7 +75,7 @@ jumps! { CUBLAS:
     cublasSetStream_v2
 }
 
-/// Defines functions of the CUDA runtime that do nothing and return `$result`.
+/// Defines no-op CUDA runtime functions returning `$result`.
 macro_rules! nothing {
     ($result:expr => $t:ty: $($name:ident)*) => { $(
         std::arch::global_asm!(concat!(".hidden ", stringify!($name)));
@@ -99,30 +100,30 @@ nothing! { NOT_SUPPORTED => c_int:
     cudaStreamSynchronize_ptsz
 }
 
-/// Why a library is not there, as the loader says it.
+/// The loader's error message for a missing library.
 fn reason() -> String {
-    // SAFETY: what dlerror gives is null or a text that stands until this thread's next call; it is copied.
+    // SAFETY: dlerror returns null or a string valid until the thread's next call; the string is copied.
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
         return "the loader does not say why".into();
     }
-    // SAFETY: as above: a text that ends with a zero.
+    // SAFETY: as above; the string is null-terminated.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Loads a library and fills the addresses in.
+/// Loads a library and resolves the addresses.
 fn fill(library: &str, functions: &[(&str, &Address)]) -> Result<(), String> {
     let name = CString::new(library).map_err(|e| e.to_string())?;
-    // SAFETY: loading runs the library's own initialization, as it would when the program started.
+    // SAFETY: loading runs the library's initializers, as at a normal program start.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if handle.is_null() {
         return Err(reason());
     }
     for (function, address) in functions {
         let symbol = CString::new(*function).map_err(|e| e.to_string())?;
-        // SAFETY: the handle is that of a library which is never unloaded.
+        // SAFETY: the handle belongs to a library never unloaded.
         let at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
-        // what an older or newer library has not stays an error where it is called
+        // functions missing in this library version fail when called
         if !at.is_null() {
             address.store(at, Ordering::Release);
         }
@@ -130,10 +131,10 @@ fn fill(library: &str, functions: &[(&str, &Address)]) -> Result<(), String> {
     Ok(())
 }
 
-/// Loads the driver's library; a second call does nothing.
+/// Loads the driver library. Repeated calls do nothing.
 ///
 /// # Errors
-/// It is not there, with what to do.
+/// The library is missing; the message includes a hint.
 pub fn load_driver() -> Result<(), String> {
     static DONE: Mutex<bool> = Mutex::new(false);
     once(&DONE, || {
@@ -146,10 +147,10 @@ pub fn load_driver() -> Result<(), String> {
     })
 }
 
-/// Loads cuBLAS; a second call does nothing.
+/// Loads cuBLAS. Repeated calls do nothing.
 ///
 /// # Errors
-/// It is not there, with what to do.
+/// The library is missing; the message includes a hint.
 pub fn load_cublas() -> Result<(), String> {
     static DONE: Mutex<bool> = Mutex::new(false);
     once(&DONE, || {
@@ -164,22 +165,22 @@ pub fn load_cublas() -> Result<(), String> {
     })
 }
 
-/// The functions of NCCL, by name, in the order in which they are asked for.
+/// Loads NCCL and returns the addresses of the functions `names`, in order.
 ///
 /// # Errors
-/// It is not there, with what to do.
+/// The library is missing; the message includes a hint.
 pub fn nccl<const N: usize>(names: [&str; N]) -> Result<[*mut c_void; N], String> {
     let mut all = [std::ptr::null_mut(); N];
     let mut load = || -> Result<(), String> {
         let library = c"libnccl.so.2";
-        // SAFETY: loading runs the library's own initialization, as it would when the program started.
+        // SAFETY: loading runs the library's initializers, as at a normal program start.
         let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             return Err(reason());
         }
         for (at, name) in all.iter_mut().zip(names) {
             let symbol = CString::new(name).map_err(|e| e.to_string())?;
-            // SAFETY: the handle is that of a library which is never unloaded.
+            // SAFETY: the handle belongs to a library never unloaded.
             *at = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
             if at.is_null() {
                 return Err(format!("libnccl.so.2 has no {name}"));

@@ -1,8 +1,8 @@
-//! CUDA devices: opened with a stream of their own, memory kept by the driver's pool, and how much of it is used.
-//! What kernels share there: launches (`launch`) and products that accumulate (`gemm`).
+//! CUDA devices: one stream each, memory from the driver's pool, and memory statistics. Also kernel
+//! launches (`launch`) and accumulating products (`gemm`).
 //!
-//! Kernels of our own are CUDA sources beside their operation, compiled by build.rs. **None has run on a GPU yet**;
-//! `examples/gpu_check` compares each with its CPU version where there is one.
+//! Our own kernels are CUDA sources next to the operation's Rust code, compiled by build.rs. **None has
+//! run on a GPU yet**; `examples/gpu_check` compares kernels with the CPU versions.
 
 #[cfg(test)]
 mod compiled_tests;
@@ -28,7 +28,7 @@ pub use memory::{cuda_memory, device_bytes};
 
 use candle_core::Device;
 
-/// Elsewhere the loader finds them when the program starts.
+/// On other platforms, the loader resolves the libraries at program start.
 #[cfg(all(
     feature = "cuda",
     not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))
@@ -47,31 +47,31 @@ mod libraries {
 
 /// Opens a CUDA device.
 ///
-/// The driver's memory pool keeps what is freed: with its default threshold of 0 every wait for the device
-/// would give all free memory back to the system and the next step would ask for it again.
+/// Configures the driver's memory pool to keep freed memory. With the default threshold of 0, every
+/// synchronization would return free memory to the system, and the next step would allocate it again.
 ///
-/// All work goes to one stream, in the order in which it is asked for, so that no tensor needs events that say when it may
-/// be read or freed: with them an operation by element is 14 calls of the driver instead of 4.
+/// A single stream executes all work in order, so tensors need no events to track reads and frees: with
+/// events, an elementwise operation takes 14 driver calls instead of 4.
 ///
 /// # Errors
-/// Why there is no usable device, in words: a library that is missing is named, with the command that installs it.
+/// Why no device is usable. For a missing library, the message names the command to install it.
 #[cfg(feature = "cuda")]
 pub fn open(ordinal: usize) -> Result<Device, String> {
     libraries::load_driver()?;
     libraries::load_cublas()?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| format!("no usable CUDA device: {e}"))?;
     let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
-    // SAFETY: tensors of this device are made, used and freed on its one stream alone. What copies on another one
-    // orders the two by events of its own.
+    // SAFETY: tensors of this device are created, used and freed on its only compute stream; copies on
+    // other streams synchronize with explicit events.
     unsafe { cuda.disable_event_tracking() };
     pool::keep(&device)?;
     Ok(device)
 }
 
-/// Makes a device the one in use on this thread, as every operation on it does; the CPU always is.
+/// Makes a device current on this thread, as every device operation does. No-op for the CPU.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver fails.
 #[cfg(feature = "cuda")]
 pub fn enter(device: &Device) -> candle_core::Result<()> {
     use candle_core::cuda_backend::WrapErr;
@@ -81,7 +81,7 @@ pub fn enter(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// Makes a device the one in use on this thread: this build has the CPU alone.
+/// Makes a device current on this thread: a no-op in this CPU-only build.
 ///
 /// # Errors
 /// Never.
@@ -90,7 +90,7 @@ pub fn enter(_device: &Device) -> candle_core::Result<()> {
     Ok(())
 }
 
-/// How many CUDA devices there are: none without a driver.
+/// Number of CUDA devices; 0 without a driver.
 #[cfg(feature = "cuda")]
 pub fn count() -> usize {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -98,13 +98,13 @@ pub fn count() -> usize {
     devices.and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
 }
 
-/// How many CUDA devices there are: to this build none.
+/// Number of CUDA devices: 0 in this CPU-only build.
 #[cfg(not(feature = "cuda"))]
 pub fn count() -> usize {
     0
 }
 
-/// Opens a CUDA device: this build has none.
+/// Opens a CUDA device: fails in this CPU-only build.
 ///
 /// # Errors
 /// Always.
@@ -113,16 +113,16 @@ pub fn open(_ordinal: usize) -> Result<Device, String> {
     Err("this ft was built without CUDA (cargo build --release --features cuda)".into())
 }
 
-/// Whether several devices can work together.
+/// Checks that NCCL is available, as required for multiple devices.
 ///
 /// # Errors
-/// NCCL is not there, with what to do.
+/// NCCL is missing; the message includes a hint.
 #[cfg(feature = "cuda")]
 pub fn nccl_is_here() -> Result<(), String> {
     nccl::load()
 }
 
-/// Whether several devices can work together: this build has none.
+/// Checks that NCCL is available: fails in this CPU-only build.
 ///
 /// # Errors
 /// Always.
@@ -131,13 +131,13 @@ pub fn nccl_is_here() -> Result<(), String> {
     open(0).map(drop)
 }
 
-/// Bytes of the pool that are in use, and the most that ever were; `None` for other devices.
+/// Current and peak bytes in use in the memory pool; `None` for other devices.
 #[cfg(feature = "cuda")]
 pub fn pool_bytes(device: &Device) -> Option<(u64, u64)> {
     pool::used(device)
 }
 
-/// Bytes of the pool that are in use: this build has none.
+/// Bytes in use in the memory pool: `None` in this CPU-only build.
 #[cfg(not(feature = "cuda"))]
 pub fn pool_bytes(_device: &Device) -> Option<(u64, u64)> {
     None
@@ -152,14 +152,14 @@ mod pool {
     fn handle(device: &Device) -> Result<sys::CUmemoryPool, String> {
         let cuda = device.as_cuda_device().map_err(|e| e.to_string())?;
         let ordinal = cuda.cuda_stream().context().cu_device();
-        // SAFETY: the device is one that candle opened, so its context is alive.
+        // SAFETY: candle opened the device, so the context is alive.
         unsafe { result::device::get_default_mem_pool(ordinal) }.map_err(|e| format!("memory pool: {e}"))
     }
 
     pub fn keep(device: &Device) -> Result<(), String> {
         let mut threshold = u64::MAX;
         let at = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        // SAFETY: the attribute is a 64-bit number, and the pointer is to one.
+        // SAFETY: the attribute is a u64, and the pointer points to one.
         unsafe { result::mem_pool::set_attribute(handle(device)?, at, (&raw mut threshold).cast::<c_void>()) }
             .map_err(|e| format!("memory pool: {e}"))
     }
@@ -168,7 +168,7 @@ mod pool {
         let pool = handle(device).ok()?;
         let read = |at| {
             let mut bytes = 0u64;
-            // SAFETY: the attribute is a 64-bit number, and the pointer is to one.
+            // SAFETY: the attribute is a u64, and the pointer points to one.
             unsafe { result::mem_pool::get_attribute(pool, at, (&raw mut bytes).cast::<c_void>()) }.ok()?;
             Some(bytes)
         };

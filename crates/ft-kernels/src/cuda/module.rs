@@ -1,4 +1,4 @@
-//! The compiled kernels: what build.rs made of each CUDA source, loaded once a device.
+//! Compiled kernels: the output of build.rs for each CUDA source, loaded once per device.
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
@@ -7,14 +7,14 @@ use candle_core::cuda_backend::{CudaDevice, DeviceId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What was made of one source: machine code for some devices, and PTX for all others.
+/// A compiled source: machine code for some architectures, and PTX for all others.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
-    /// The source's name.
+    /// Name of the source.
     pub name: &'static str,
-    /// A fat binary.
+    /// Fat binary.
     image: &'static [u8],
-    /// The PTX alone.
+    /// PTX only.
     #[cfg(test)]
     pub ptx: &'static str,
 }
@@ -27,14 +27,14 @@ struct Loaded {
     functions: HashMap<&'static str, HashMap<String, CudaFunction>>,
 }
 
-/// By device: loading may wait for what a device does, which may wait for another device's rank.
+/// One lock per device: loading may wait for the device, which may wait for another device's rank.
 static LOADED: Mutex<Option<HashMap<DeviceId, Arc<Mutex<Loaded>>>>> = Mutex::new(None);
 
 impl Module {
-    /// A kernel of it.
+    /// Loads a kernel.
     ///
     /// # Errors
-    /// No such kernel, or a device and driver that run neither the machine code nor the PTX.
+    /// No such kernel, or device and driver support neither the machine code nor the PTX.
     pub fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
         let at = self.name;
         let loaded = {

@@ -1,8 +1,8 @@
-//! NCCL: values between the devices of ranks, on a stream beside that which computes.
+//! NCCL: communication between the devices of ranks, on a stream separate from the compute stream.
 //!
-//! It is loaded when several devices are to work together. Here it carries bytes; what is added is added by a kernel of
-//! our own (`kernel::sum`), in the order of the ranks. A communicator never blocks the host: what it is in is asked for, so
-//! that a rank that is lost can be given up, by another thread too.
+//! The library is loaded only for multi-device runs. NCCL only moves bytes; our own kernel
+//! (`kernel::sum`) adds values, in rank order. Communicators are non-blocking: the host polls their
+//! state, so any thread can abort after the loss of a rank.
 
 use super::launch::at;
 use super::libraries;
@@ -15,19 +15,19 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// Bytes of what ranks find one another by.
+/// Bytes of a unique ID.
 pub const ID: usize = 128;
 /// ncclSuccess, ncclInProgress.
 const DONE: c_int = 0;
 const GOES_ON: c_int = 7;
-/// ncclUint8: what goes are bytes.
+/// ncclUint8: transfers are untyped.
 const BYTE: c_int = 1;
-/// NCCL_API_MAGIC, and the version whose configuration is `Config`: 2.17, which later ones take too.
+/// NCCL_API_MAGIC, and the version matching `Config`: 2.17, also accepted by later versions.
 const MAGIC: c_uint = 0xcafe_beef;
 const VERSION: c_int = 21_700;
 /// NCCL_CONFIG_UNDEF_INT.
 const UNSAID: c_int = c_int::MIN;
-/// How long another thread's call is waited for before its communicator is aborted all the same.
+/// How long `abort` waits for a call of another thread before aborting anyway.
 const CALL: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_micros(50);
 
@@ -52,7 +52,7 @@ struct Config {
     net: *const c_char,
 }
 
-/// NCCL's functions.
+/// NCCL functions.
 struct Api {
     version: unsafe extern "C" fn(*mut c_int) -> c_int,
     id: unsafe extern "C" fn(*mut Id) -> c_int,
@@ -83,12 +83,13 @@ const NAMES: [&str; 12] = [
     "ncclGetLastError",
 ];
 
-/// The library; a second call does nothing.
+/// The loaded library. Repeated calls do nothing.
 fn api() -> std::result::Result<&'static Api, String> {
     static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
     let load = || {
         let [a, b, c, d, e, f, g, h, i, j, k, l] = libraries::nccl(NAMES)?;
-        // SAFETY: the addresses are of NCCL's functions of these names, whose parameters nccl.h has since 2.14.
+        // SAFETY: the addresses are NCCL's functions of these names, with signatures stable since nccl.h
+        // 2.14.
         #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
         let api = unsafe {
             use std::mem::transmute as of;
@@ -108,7 +109,7 @@ fn api() -> std::result::Result<&'static Api, String> {
             }
         };
         let mut version = 0;
-        // SAFETY: the pointer is to a number.
+        // SAFETY: the pointer points to a c_int.
         match unsafe { (api.version)(&raw mut version) } {
             DONE if version >= VERSION => Ok(api),
             _ => Err(format!(
@@ -123,19 +124,19 @@ fn api() -> std::result::Result<&'static Api, String> {
 /// Loads the library.
 ///
 /// # Errors
-/// It is not there, or too old; with what to do.
+/// The library is missing or too old; the message includes a hint.
 pub fn load() -> std::result::Result<(), String> {
     api().map(drop)
 }
 
-/// A number that ranks find one another by: one of them makes it for all.
+/// A unique ID for a communicator, created by one rank for all.
 ///
 /// # Errors
-/// What NCCL says.
+/// NCCL fails.
 pub fn id() -> Result<[u8; ID]> {
     let api = api().map_err(candle_core::Error::msg)?;
     let mut id = Id([0; ID]);
-    // SAFETY: the pointer is to as many bytes as NCCL writes.
+    // SAFETY: the pointer points to an ID of the size written by NCCL.
     match unsafe { (api.id)(&raw mut id) } {
         DONE => Ok(id.0),
         e => Err(said(api, std::ptr::null_mut(), e)),
@@ -145,29 +146,29 @@ pub fn id() -> Result<[u8; ID]> {
 fn said(api: &Api, c: Communicator, e: c_int) -> candle_core::Error {
     let text = |p: *const c_char| match p.is_null() {
         true => String::new(),
-        // SAFETY: a text of NCCL's that ends with a zero; it is copied.
+        // SAFETY: a null-terminated string from NCCL; it is copied.
         false => unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned(),
     };
-    // SAFETY: both give texts of NCCL's; no communicator is one too.
+    // SAFETY: both functions return NCCL strings, and accept a null communicator.
     let (what, last) = unsafe { (text((api.words)(e)), text((api.last)(c))) };
     let last = if last.is_empty() { last } else { format!(" ({last})") };
     candle_core::Error::msg(format!("NCCL: {what}{last}"))
 }
 
-/// What goes on on the device.
+/// A pending operation on the device.
 struct Open {
     what: String,
     begun: CudaEvent,
     done: CudaEvent,
-    /// When it was seen to have begun.
+    /// When the start was first observed.
     since: Option<Instant>,
 }
 
-/// What other threads may do with a communicator: look at it, and give it up.
+/// Thread-safe handle of a communicator, to poll and abort it.
 pub struct Handle {
     api: &'static Api,
     communicator: AtomicPtr<c_void>,
-    /// Held in every call but that which aborts.
+    /// Held during every call except abort.
     calls: Mutex<()>,
     aborted: AtomicBool,
     open: Mutex<VecDeque<Open>>,
@@ -175,12 +176,12 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Gives everything up that goes on; whoever waits for the device goes on. A second call does nothing.
+    /// Aborts all pending operations and releases waiting threads. Repeated calls do nothing.
     pub fn abort(&self) {
         if self.aborted.swap(true, Ordering::AcqRel) {
             return;
         }
-        // a call that others never answer to is ended by this one
+        // the abort below also ends calls never answered by other ranks
         let end = Instant::now() + CALL;
         let held = loop {
             match self.calls.try_lock() {
@@ -192,23 +193,25 @@ impl Handle {
         };
         let communicator = self.communicator.swap(std::ptr::null_mut(), Ordering::AcqRel);
         if !communicator.is_null() {
-            // SAFETY: it is one, and this is its last use but by a call that does not come back by itself.
+            // SAFETY: the pointer is a live communicator; this is its last use, except for a call blocked
+            // forever.
             let _ = unsafe { (self.api.abort)(communicator) };
         }
         drop(held);
     }
 
-    /// What went wrong, if anything did; and then nothing goes on any more.
+    /// The first error, if any. After an error, the communicator is aborted.
     pub fn trouble(&self) -> Option<String> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether it was given up.
+    /// Whether the communicator was aborted.
     pub fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::Acquire)
     }
 
-    /// Looks whether something went wrong, or takes longer than `timeout` once it has begun; then all is given up.
+    /// Polls for errors, and for operations running longer than `timeout` since their start; aborts in
+    /// both cases.
     pub fn look(&self, timeout: Duration) {
         let found = self.error().or_else(|| self.late(timeout));
         if let Some(why) = found {
@@ -224,7 +227,7 @@ impl Handle {
             return None;
         }
         let mut state = DONE;
-        // SAFETY: the communicator lives while its calls are held; the pointer is to a number.
+        // SAFETY: the communicator is alive while `calls` is held; the pointer points to a c_int.
         let e = unsafe { (self.api.look)(communicator, &raw mut state) };
         let e = if e == DONE { state } else { e };
         (e != DONE && e != GOES_ON).then(|| said(self.api, communicator, e).to_string())
@@ -247,7 +250,7 @@ impl Handle {
         })
     }
 
-    /// A call of NCCL's, and all that it begins on the host.
+    /// Runs an NCCL call and waits until the host side has completed.
     fn call(&self, f: impl FnOnce(&Api, Communicator) -> c_int) -> Result<()> {
         let held = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         let communicator = self.communicator.load(Ordering::Acquire);
@@ -262,7 +265,7 @@ impl Handle {
         self.settle(&|| false)
     }
 
-    /// Waits until the host's part of a call is over.
+    /// Waits until the host side of a call has completed.
     fn settle(&self, give_up: &dyn Fn() -> bool) -> Result<()> {
         loop {
             let held = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
@@ -286,21 +289,21 @@ impl Handle {
     }
 }
 
-/// A rank's end of what goes between devices.
+/// A rank's endpoint of the communicator.
 pub struct Link {
     handle: Arc<Handle>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
 }
 
-/// The bytes of a vector that go to a rank, or come from it.
+/// A peer rank, and the vector to send or receive.
 pub type Piece<'a> = (usize, &'a Tensor);
 
 impl Link {
-    /// Meets the other ranks; `give_up` is asked whether to wait on.
+    /// Joins the communicator, waiting for all ranks; stops waiting once `give_up` returns true.
     ///
     /// # Errors
-    /// What NCCL says; it was given up.
+    /// NCCL fails, or waiting was given up.
     pub fn join(
         device: &Device,
         id: [u8; ID],
@@ -324,7 +327,7 @@ impl Link {
         };
         let (rank, world) = (number(rank)?, number(world)?);
         let mut communicator = std::ptr::null_mut();
-        // SAFETY: the device's context is current; the pointers are to what NCCL reads and writes meanwhile.
+        // SAFETY: the device's context is current; the pointers stay valid while NCCL accesses them.
         let e = unsafe { (api.init)(&raw mut communicator, world, Id(id), rank, &raw mut config) };
         if e != DONE && e != GOES_ON {
             return Err(said(api, std::ptr::null_mut(), e));
@@ -342,15 +345,15 @@ impl Link {
         Ok(link)
     }
 
-    /// What other threads may do with it.
+    /// Handle for other threads.
     pub fn handle(&self) -> Arc<Handle> {
         Arc::clone(&self.handle)
     }
 
-    /// Sends and receives, after what was computed so far and what `after` brings.
+    /// Sends and receives, after all work queued on the compute stream and the events in `after`.
     ///
     /// # Errors
-    /// Of NCCL and the driver.
+    /// NCCL or the driver fails.
     pub fn exchange(
         &self,
         what: &str,
@@ -363,8 +366,8 @@ impl Link {
         let into = into.iter().map(address).collect::<Result<Vec<_>>>()?;
         let stream = self.stream.cu_stream().cast::<c_void>();
         self.begin(what, after, |api, communicator| {
-            // SAFETY: the addresses are of as many bytes on this device, which stay until the flight was waited for; nothing that
-            // is computed meanwhile writes them.
+            // SAFETY: the addresses and sizes belong to tensors on this device, alive until the flight
+            // has completed; no computation writes them meanwhile.
             unsafe {
                 let mut e = (api.begin)();
                 for (rank, at, bytes) in &out {
@@ -383,7 +386,7 @@ impl Link {
         })
     }
 
-    /// Gathers parts of one length, `mine` among them where it stands in `to`.
+    /// All-gathers parts of equal length; `mine` is this rank's slice of `to`.
     ///
     /// # Errors
     /// As [`Link::exchange`].
@@ -397,7 +400,8 @@ impl Link {
         let (from, into, bytes) = (at(mine)?, at(to)?, bytes(mine));
         let stream = self.stream.cu_stream().cast::<c_void>();
         self.begin(what, after, |api, communicator| {
-            // SAFETY: as in `exchange`; `to` has as many bytes for each rank, and this one's stand where they belong.
+            // SAFETY: as in `exchange`; `to` has room for every rank's part, and `mine` is at this rank's
+            // offset.
             unsafe {
                 (api.gather)(from as *const c_void, into as *mut c_void, bytes, BYTE, communicator, stream)
             }
@@ -422,25 +426,25 @@ impl Link {
         Ok(Flight { compute: Arc::clone(&self.compute), done })
     }
 
-    /// Waits until nothing goes on.
+    /// Waits for all pending operations.
     ///
     /// # Errors
-    /// Of the driver.
+    /// The driver fails.
     pub fn synchronize(&self) -> Result<()> {
         self.stream.synchronize().w()
     }
 }
 
-/// A rank that goes gives up what goes on.
+/// Aborts pending operations.
 impl Drop for Link {
     fn drop(&mut self) {
         self.handle.abort();
-        // its memory may go when the stream is done with it
+        // memory may be freed once the stream is idle
         let _ = self.stream.synchronize();
     }
 }
 
-/// What goes on between devices.
+/// A pending operation between devices.
 #[derive(Debug)]
 pub struct Flight {
     compute: Arc<CudaStream>,
@@ -448,10 +452,10 @@ pub struct Flight {
 }
 
 impl Flight {
-    /// Lets what is computed from now on wait for it.
+    /// Makes the compute stream wait for the operation.
     ///
     /// # Errors
-    /// Of the driver.
+    /// The driver fails.
     pub fn wait(&self) -> Result<()> {
         self.compute.wait(&self.done).w()
     }
@@ -461,10 +465,10 @@ fn bytes(t: &Tensor) -> usize {
     t.elem_count() * t.dtype().size_in_bytes()
 }
 
-/// Room for so many values of f32 on a device, which are not set.
+/// An uninitialized f32 tensor of `n` values on a device.
 ///
 /// # Errors
-/// No memory.
+/// Out of memory.
 pub fn room(device: &Device, n: usize) -> Result<Tensor> {
     super::launch::empty_on(device, n, DType::F32)
 }

@@ -1,5 +1,5 @@
-// What kernels that go over rows share: V values at a time (a vector of 16 bytes, or one where rows do not begin at one),
-// and sums over a block of any number of whole warps.
+// Shared parts of row-wise kernels: access to V values at a time (a 16-byte vector, or a single value for
+// unaligned rows), and sums over a block of whole warps.
 #pragma once
 #include "device.cuh"
 
@@ -23,7 +23,7 @@ template <typename T, int V> DEVICE void put(T *p, const float (&in)[V]) {
   else store_8(p, make_uint2(pack<T>(in[0], in[1]), pack<T>(in[2], in[3])));
 }
 
-// V floats, also where that is two vectors.
+// Stores V floats, in two vectors if V is 8.
 template <int V> DEVICE void put_floats(float *p, const float (&in)[V]) {
   if constexpr (V == 8) {
     const float low[4] = {in[0], in[1], in[2], in[3]}, high[4] = {in[4], in[5], in[6], in[7]};
@@ -31,7 +31,8 @@ template <int V> DEVICE void put_floats(float *p, const float (&in)[V]) {
   } else put(p, in);
 }
 
-// The sums of x and y over the block, for every thread; `scratch` has two floats a warp, free for the next call.
+// Sums of x and y over the block, for all threads. `scratch` holds two floats per warp, and can be reused
+// by the next call.
 DEVICE void block_sums(float &x, float &y, float *scratch) {
   const unsigned warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   x = warp_sum(x), y = warp_sum(y);
@@ -43,9 +44,9 @@ DEVICE void block_sums(float &x, float &y, float *scratch) {
   __syncthreads();
 }
 
-// Calls `vector` with the first of each V values that this thread takes, of `count` in all, and `one` with what is left
-// over; without `vectors` all values go one by one, a warp's next to each other. A block takes V values a thread; this is
-// number `block` of them.
+// Calls `vector` with the start of each full group of V values, and `one` for remaining values. Without
+// `vectors`, all values go to `one`, adjacent threads taking adjacent values. A block covers V values per
+// thread; `block` is its index, `count` the total number of values.
 template <int V, typename Vector, typename One>
 DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &one, uint32_t block) {
   const size_t begin = static_cast<size_t>(block) * blockDim.x * V;
@@ -62,8 +63,9 @@ DEVICE void each(bool vectors, size_t count, const Vector &vector, const One &on
   }
 }
 
-// grad[c] += factor(c) times the sum over rows of what `value` adds to it, for the place of (row, c). A block takes 32 columns; its WARPS warps the rows in turn,
-// each in order, and their sums are added in order.
+// grad[c] += factor(c) times a sum over rows; `value` adds the term at (row, c) to a running sum. A block
+// covers 32 columns. Its WARPS warps take turns over the rows, and partial sums are added in a fixed
+// order.
 template <int WARPS, typename Value, typename Factor>
 DEVICE void column_sums(uint64_t rows, uint64_t width, float *grad, const Value &value, const Factor &factor) {
   SHARED_ARRAY(float, part, WARPS * WARP);

@@ -1,8 +1,8 @@
-//! Values that cross between the host and a device beside its computing: buffers in page-locked memory, and a stream each
-//! way. A copy from or to memory that is not page-locked goes through a buffer of the driver's, and the host waits for it.
+//! Host-device transfers overlapped with compute: page-locked buffers, and one stream per direction.
+//! Without page-locked memory, the driver copies through its own buffer, and the host blocks.
 //!
-//! Order is made by events alone: what is fetched waits for what the device was asked to compute before, what it is asked
-//! afterwards waits for what was sent, and the host waits for a buffer before it reads or writes there.
+//! Only events order the work: a fetch waits for compute queued before it, compute queued later waits for
+//! uploads, and the host waits for a buffer before accessing it.
 
 use super::launch::{at, empty_on};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
@@ -13,10 +13,10 @@ use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// `CU_MEMHOSTREGISTER_PORTABLE`: locked for all devices.
+/// `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for all devices.
 const PORTABLE: u32 = 1;
 
-/// Where the values of a contiguous tensor on the host begin.
+/// Host address of a contiguous tensor.
 fn host_address(t: &Tensor) -> Result<*mut u8> {
     if !t.is_contiguous() {
         candle_core::bail!("staging: a tensor that is not contiguous: {:?}", t.shape());
@@ -38,27 +38,28 @@ fn bytes_of(t: &Tensor) -> usize {
     t.elem_count() * t.dtype().size_in_bytes()
 }
 
-/// Page-locked memory of a tensor on the host, while it lives.
+/// Page-locks the memory of a host tensor until dropped.
 #[derive(Debug)]
 pub struct Locked {
     _tensor: Tensor,
     at: *mut u8,
 }
 
-// SAFETY: the pointer is into the tensor's own memory; who holds the buffer exclusively may use it from any thread.
+// SAFETY: the pointer points to the tensor's own memory, usable from any thread by the exclusive owner of
+// the buffer.
 unsafe impl Send for Locked {}
-// SAFETY: it is read, and given to the driver, but for nothing else.
+// SAFETY: shared references only read the pointer or pass it to the driver.
 unsafe impl Sync for Locked {}
 
 impl Locked {
-    /// Locks all values of a tensor, for `device`.
+    /// Page-locks a tensor for `device`.
     ///
     /// # Errors
-    /// Memory that the system does not lock.
+    /// The system refuses to lock the memory.
     pub fn new(t: &Tensor, device: &Device) -> Result<Self> {
         device.as_cuda_device()?.cuda_stream().context().bind_to_thread().w()?;
         let (at, bytes) = (host_address(t)?, bytes_of(t));
-        // SAFETY: the memory is the tensor's, which is dropped after it is unlocked.
+        // SAFETY: the memory belongs to the tensor, dropped only after unlocking.
         let locked = unsafe { sys::cuMemHostRegister_v2(at.cast::<c_void>(), bytes, PORTABLE).result() };
         locked.map_err(|e| {
             let hint = "\n  hint: memory.pin = false, or a higher limit of locked memory (`ulimit -l`)";
@@ -70,22 +71,23 @@ impl Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: it was locked by `new`. A failure leaves it locked until the process ends, which harms nobody.
+        // SAFETY: locked by `new`. On failure the memory stays locked until the process exits, which is
+        // harmless.
         let _ = unsafe { sys::cuMemHostUnregister(self.at.cast::<c_void>()).result() };
     }
 }
 
-/// A buffer on the host `[n]`, page-locked where that is asked for.
+/// A host buffer of `n` values, optionally page-locked.
 #[derive(Debug)]
 struct Pinned {
-    /// When the last copy from or to it is done.
+    /// Completion of the last copy from or to the buffer.
     busy: Option<CudaEvent>,
     locked: Option<Locked>,
     tensor: Tensor,
     at: *mut u8,
 }
 
-// SAFETY: as of what locks it.
+// SAFETY: as for `Locked`.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
@@ -95,9 +97,9 @@ impl Pinned {
         Ok(Self { at: host_address(&tensor)?, tensor, locked, busy: None })
     }
 
-    /// The first `len` values, once no copy uses them.
+    /// The first `len` values, after waiting for pending copies.
     fn free(&mut self, len: usize) -> Result<Tensor> {
-        // most copies are done long before: to ask is no wait
+        // most copies are complete by now, so poll before blocking
         if let Some(event) = self.busy.take()
             && !event.try_is_complete().w()?
         {
@@ -106,21 +108,23 @@ impl Pinned {
         self.tensor.narrow(0, 0, len)
     }
 
-    /// As many bytes as `like` has.
+    /// As many bytes as in `like`.
     fn bytes(&mut self, like: &Tensor) -> Result<&mut [u8]> {
         if like.dtype() != self.tensor.dtype() || like.elem_count() > self.tensor.elem_count() {
             candle_core::bail!("staging: {:?} {:?} by way of {:?}", like.shape(), like.dtype(), self.tensor);
         }
         let len = like.elem_count() * like.dtype().size_in_bytes();
-        // SAFETY: the tensor holds as many, and nothing else reads or writes them: `free` came before, by the callers.
+        // SAFETY: the length was checked; callers have called `free`, so nothing else accesses the
+        // memory.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
     }
 
-    /// All of its bytes, once no copy uses them.
+    /// All bytes, after waiting for pending copies.
     fn all(&mut self) -> Result<&mut [u8]> {
         self.free(0)?;
         let len = self.tensor.elem_count() * self.tensor.dtype().size_in_bytes();
-        // SAFETY: the tensor holds as many, and nothing else reads or writes them: the last copy is done.
+        // SAFETY: this is the tensor's whole memory; the last copy is complete, so nothing else accesses
+        // it.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.at, len) })
     }
 }
@@ -132,7 +136,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Two buffers and a stream each way.
+/// Double buffers and one stream per direction.
 #[derive(Debug)]
 pub struct Staging {
     compute: Arc<CudaStream>,
@@ -143,10 +147,11 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// For pieces of `n` values: of f32 from the device, and of `dtype` to it; page-locked or not.
+    /// Creates buffers for pieces of `n` values: f32 from the device, `dtype` to the device; page-locked
+    /// if `pin`.
     ///
     /// # Errors
-    /// No memory; another device than CUDA.
+    /// Out of memory, or not a CUDA device.
     pub fn new(device: &Device, n: usize, dtype: DType, pin: bool) -> Result<Self> {
         let compute = device.as_cuda_device()?.cuda_stream();
         let stream = || compute.context().new_stream().w();
@@ -156,12 +161,12 @@ impl Staging {
         Ok(Self { out, into, fetched: pair(DType::F32)?, sent: pair(dtype)?, compute })
     }
 
-    /// What is fetched from now on is what the device was asked to compute until now.
+    /// Makes subsequent fetches wait for all compute queued so far.
     pub fn begin(&self) -> Result<()> {
         self.out.wait(&self.compute.record_event(None).w()?).w()
     }
 
-    /// What the device is asked to compute from now on sees what was sent.
+    /// Makes subsequent compute wait for all pieces sent so far.
     pub fn end(&self) -> Result<()> {
         self.compute.wait(&self.into.record_event(None).w()?).w()
     }
@@ -173,46 +178,49 @@ impl Staging {
         at(t)
     }
 
-    /// Begins to copy `from` `[len]` to the host, for the `i`th piece.
+    /// Starts copying `from` `[len]` to the host, as piece `i`.
     ///
     /// # Errors
-    /// Of the driver; more values than a piece has.
+    /// The driver fails, or the piece is larger than a buffer.
     pub fn fetch(&mut self, i: usize, from: &Tensor) -> Result<()> {
         let at = Self::address(from)?;
         let buffer = &mut self.fetched[i % 2];
         buffer.free(0)?;
-        // SAFETY: `from` lives as long as the copy, for which its owner waits; the buffer is free and large enough.
+        // SAFETY: the caller keeps `from` alive until the copy has completed; the buffer is free and
+        // large enough.
         unsafe { result::memcpy_dtoh_async(buffer.bytes(from)?, at, self.out.cu_stream()) }.w()?;
         buffer.busy = Some(self.out.record_event(None).w()?);
         Ok(())
     }
 
-    /// The `i`th piece, of `len` values, once it is here.
+    /// Piece `i` of `len` values, after waiting for the copy.
     pub fn fetched(&mut self, i: usize, len: usize) -> Result<Tensor> {
         self.fetched[i % 2].free(len)
     }
 
-    /// Where the `i`th piece that is sent, of `len` values, is to be written.
+    /// Host buffer for piece `i` of `len` values to send.
     pub fn to_send(&mut self, i: usize, len: usize) -> Result<Tensor> {
         self.sent[i % 2].free(len)
     }
 
-    /// Begins to copy it into `to` `[len]`. Whoever asks has waited for all that the device computes with `to`.
+    /// Starts copying piece `i` into `to` `[len]`. The caller must have waited for all compute using
+    /// `to`.
     ///
     /// # Errors
-    /// Of the driver; more values than a piece has.
+    /// The driver fails, or the piece is larger than a buffer.
     pub fn send(&mut self, i: usize, to: &Tensor) -> Result<()> {
         let at = Self::address(to)?;
         let buffer = &mut self.sent[i % 2];
-        // SAFETY: `to` stays, being what the layers compute with; nobody writes the buffer before the event.
+        // SAFETY: `to` is a compute buffer that outlives the copy; the host does not write the buffer
+        // before the event.
         unsafe { result::memcpy_htod_async(at, buffer.bytes(to)?, self.into.cu_stream()) }.w()?;
         buffer.busy = Some(self.into.record_event(None).w()?);
         Ok(())
     }
 }
 
-/// Numbers of a micro-batch on their way to a device: two buffers and a stream. The host writes and goes on; what the device
-/// is asked to compute afterwards waits for the copy.
+/// Uploads the lists of a micro-batch through double buffers on a separate stream. The host does not
+/// block; compute queued later waits for the copy.
 struct Upload {
     compute: Arc<CudaStream>,
     into: Arc<CudaStream>,
@@ -220,8 +228,8 @@ struct Upload {
     next: usize,
 }
 
-/// What each device has, made when it is first needed. What one of them waits for may be another's to do: it is not waited
-/// for with all of them locked.
+/// One value per device, created on first use. The map is locked only for the lookup, since work on one
+/// device may wait for another.
 struct Each<T>(Mutex<Option<HashMap<DeviceId, Arc<T>>>>);
 
 impl<T> Each<T> {
@@ -259,15 +267,15 @@ impl Upload {
         let words = ints.iter().map(|x| x.to_ne_bytes()).chain(floats.iter().map(|x| x.to_ne_bytes()));
         bytes.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word));
         let out = [empty_on(device, ints.len(), DType::U32)?, empty_on(device, floats.len(), DType::F32)?];
-        // memory comes in the order of the computing
+        // the allocation above is ordered on the compute stream
         self.into.wait(&self.compute.record_event(None).w()?).w()?;
         let (first, second) = bytes.split_at(4 * ints.len());
         for (from, to) in [(first, &out[0]), (&second[..4 * floats.len()], &out[1])] {
             if from.is_empty() {
                 continue;
             }
-            // SAFETY: `to` has as many bytes; its memory is freed in the order of the computing, which waits for the copy;
-            // nobody writes the buffer before its event.
+            // SAFETY: sizes match; `to` is freed in order of the compute stream, which waits for the
+            // copy; the host does not write the buffer before its event.
             unsafe { result::memcpy_htod_async(at(to)?, from, self.into.cu_stream()) }.w()?;
         }
         let done = self.into.record_event(None).w()?;
@@ -277,10 +285,10 @@ impl Upload {
     }
 }
 
-/// Numbers on a CUDA device, in one go: `[n]` of each kind.
+/// Uploads both lists to a CUDA device in one step, `[n]` each.
 ///
 /// # Errors
-/// Of the driver; another device.
+/// The driver fails, or not a CUDA device.
 pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 2]> {
     let cuda = device.as_cuda_device()?;
     let upload = UPLOADS.of(cuda.id(), || Ok(Mutex::new(Upload::new(device)?)))?;
@@ -288,7 +296,7 @@ pub fn upload(device: &Device, ints: &[u32], floats: &[f32]) -> Result<[Tensor; 
     upload.send(device, ints, floats)
 }
 
-/// The streams that whole tensors cross by, beside that which computes.
+/// Streams for whole-tensor copies, next to the compute stream.
 #[derive(Debug)]
 struct Ways {
     compute: Arc<CudaStream>,
@@ -310,7 +318,7 @@ impl Ways {
     }
 }
 
-/// A copy that goes on.
+/// A pending copy.
 #[derive(Debug)]
 pub struct Crossing {
     ways: Arc<Ways>,
@@ -318,25 +326,25 @@ pub struct Crossing {
 }
 
 impl Crossing {
-    /// Lets what is computed from now on wait for it.
+    /// Makes the compute stream wait for the copy.
     ///
     /// # Errors
-    /// Of the driver.
+    /// The driver fails.
     pub fn wait(&self) -> Result<()> {
         self.ways.compute.wait(&self.done).w()
     }
 
-    /// When it is done.
+    /// Completion event.
     pub fn event(&self) -> &CudaEvent {
         &self.done
     }
 }
 
-/// Begins to copy a vector between the host and a device, after what the device was asked to compute; `None` where both
-/// are the host. Both tensors stay until the copy was waited for.
+/// Starts copying a vector between host and device, after all compute queued so far; `None` if both are
+/// on the host. The caller keeps both tensors alive until the copy has completed.
 ///
 /// # Errors
-/// Of the driver; vectors of different kinds.
+/// The driver fails, or the vectors differ in length or dtype.
 pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
     let (device, out) = match (from.device(), to.device()) {
         (Device::Cuda(_), Device::Cpu) => (from.device(), true),
@@ -353,8 +361,8 @@ pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
     let stream = if out { &ways.out } else { &ways.into };
     stream.wait(&ways.compute.record_event(None).w()?).w()?;
     let bytes = bytes_of(from);
-    // SAFETY: both tensors have as many bytes, and stay until the copy was waited for, by the callers. What is computed
-    // meanwhile writes neither.
+    // SAFETY: sizes match; by contract both tensors outlive the copy, and no computation writes them
+    // meanwhile.
     unsafe {
         if out {
             let host = std::slice::from_raw_parts_mut(host_address(to)?, bytes);
@@ -368,10 +376,10 @@ pub fn copy(from: &Tensor, to: &Tensor) -> Result<Option<Crossing>> {
     Ok(Some(Crossing { ways, done }))
 }
 
-/// Memory of the host that nobody uses: it is not given back, for copies may still go on.
+/// Free list of host buffers. Returned buffers stay allocated, since copies may still be pending.
 static ROOMS: Each<Mutex<Vec<Pinned>>> = Each::new();
 
-/// Memory of the host for as long as somebody has it.
+/// A host buffer borrowed from the free list, returned on drop.
 #[derive(Debug)]
 pub struct Lent {
     rooms: Arc<Mutex<Vec<Pinned>>>,
@@ -379,10 +387,10 @@ pub struct Lent {
 }
 
 impl Lent {
-    /// For as many values as a tensor of a device has.
+    /// Borrows a buffer with room for the values of `like`, a device tensor.
     ///
     /// # Errors
-    /// No memory, or none that can be locked.
+    /// Out of memory, or the memory cannot be page-locked.
     pub fn take(like: &Tensor, pin: bool) -> Result<Self> {
         let rooms = ROOMS.of(like.device().as_cuda_device()?.id(), || Ok(Mutex::default()))?;
         let mut free = rooms.lock().unwrap_or_else(PoisonError::into_inner);
@@ -391,7 +399,7 @@ impl Lent {
         let room = match free.iter().position(fits) {
             Some(at) => free.swap_remove(at),
             None => {
-                // one that is too small makes room for it, once no copy uses it
+                // drop a buffer that is too small, after pending copies
                 if let Some(at) = free.iter().position(mine) {
                     let ways = Ways::of(like.device())?;
                     ways.into.synchronize().w()?;
@@ -405,10 +413,10 @@ impl Lent {
         Ok(Self { rooms, room: Some(room) })
     }
 
-    /// Its first `n` values.
+    /// The first `n` values.
     ///
     /// # Errors
-    /// More than there are.
+    /// The buffer is smaller.
     pub fn vector(&self, n: usize) -> Result<Tensor> {
         match &self.room {
             Some(room) => room.tensor.narrow(0, 0, n),

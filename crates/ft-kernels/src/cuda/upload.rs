@@ -1,27 +1,27 @@
-//! Lists of numbers that a device needs of a micro-batch, sent at once: see `staging`.
+//! Collects the per-micro-batch lists needed on a device, and uploads them in one step; see `staging`.
 
 use crate::Tensor;
 use candle_core::{Device, Result};
 
-/// Values that a list begins at a multiple of: 16 bytes.
+/// Alignment of lists in values: 16 bytes.
 const ALIGN: usize = 4;
 
-/// Lists of whole numbers and of floats, end to end.
+/// Lists of integers and floats, concatenated.
 #[derive(Debug, Default)]
 pub struct Lists {
     ints: Vec<u32>,
     floats: Vec<f32>,
 }
 
-/// Where a list stands.
+/// Position of a list.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     at: usize,
     len: usize,
 }
 
-/// Adds a list, with a gap behind it that the next one needs; none takes a place too, for a device gives no address to
-/// nothing.
+/// Appends a list, padded for alignment. Empty lists take a slot too, since zero-sized memory has no
+/// address.
 fn push<T: Copy + Default>(all: &mut Vec<T>, list: &[T]) -> Place {
     let at = all.len();
     all.extend(list);
@@ -30,20 +30,20 @@ fn push<T: Copy + Default>(all: &mut Vec<T>, list: &[T]) -> Place {
 }
 
 impl Lists {
-    /// Adds whole numbers.
+    /// Appends integers.
     pub fn ints(&mut self, list: &[u32]) -> Place {
         push(&mut self.ints, list)
     }
 
-    /// Adds floats.
+    /// Appends floats.
     pub fn floats(&mut self, list: &[f32]) -> Place {
         push(&mut self.floats, list)
     }
 
-    /// Sends them.
+    /// Uploads all lists.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device failure.
     pub fn send(self, device: &Device) -> Result<Sent> {
         #[cfg(feature = "cuda")]
         let [ints, floats] = super::staging::upload(device, &self.ints, &self.floats)?.map(Tensor::Real);
@@ -61,7 +61,7 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// A list of whole numbers `[n]`.
+    /// A list of integers `[n]`.
     pub fn ints(&self, p: Place) -> Result<Tensor> {
         self.ints.narrow(0, p.at, p.len)
     }

@@ -1,4 +1,5 @@
-//! Products on the CPU: the `gemm` crate's, which candle uses too, on slices; and of matrices that are made tile by tile.
+//! CPU products on slices by the `gemm` crate (also used by candle), and products with an operand
+//! generated tile by tile.
 
 use super::super::cpu::Real;
 use rayon::prelude::*;
@@ -10,8 +11,8 @@ thread_local! {
     static SERIAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f` with every product of this thread on this thread alone: for callers that share out independent
-/// products themselves. The products' bits do not change.
+/// Runs `f` with single-threaded products, for callers that parallelize over independent products.
+/// Results are bit-identical.
 pub fn serial<R>(f: impl FnOnce() -> R) -> R {
     struct Restore(bool);
     impl Drop for Restore {
@@ -23,12 +24,12 @@ pub fn serial<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Whether products of this thread are on this thread alone.
+/// Whether products called from this thread are single-threaded.
 pub fn is_serial() -> bool {
     SERIAL.get()
 }
 
-/// Threads of a product of this thread.
+/// Number of threads for a product called from this thread.
 pub fn threads() -> usize {
     if is_serial() { 1 } else { rayon::current_num_threads() }
 }
@@ -37,19 +38,19 @@ pub fn threads() -> usize {
 #[derive(Clone, Copy)]
 pub struct Mat<'a, T> {
     pub(super) data: &'a [T],
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     pub(super) rs: usize,
     pub(super) cs: usize,
 }
 
 impl<'a, T> Mat<'a, T> {
-    /// Row-major `rows` x `cols` with `stride` elements from row to row.
+    /// A row-major `rows` x `cols` matrix with row stride `stride`.
     ///
     /// # Panics
-    /// If the slice is too short: a bug of the caller.
+    /// If the slice is too short (caller bug).
     pub fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(
             rows == 0 || cols == 0 || data.len() >= (rows - 1) * stride + cols,
@@ -58,26 +59,26 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, rs: stride, cs: 1 }
     }
 
-    /// Some of the columns.
+    /// A range of columns.
     ///
     /// # Panics
-    /// If they are not inside: a bug of the caller.
+    /// If the range is out of bounds (caller bug).
     pub(super) fn columns(self, own: Range<usize>) -> Self {
         assert!(own.start <= own.end && own.end <= self.cols, "columns outside a matrix");
         let from = if own.is_empty() { 0 } else { own.start * self.cs };
         Self { data: &self.data[from..], cols: own.len(), ..self }
     }
 
-    /// The transpose, without moving anything.
+    /// The transpose, without a copy.
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, rs: self.cs, cs: self.rs, ..self }
     }
 }
 
-/// `dst = alpha a b`, or `dst += alpha a b` with `add`; `dst` is row-major with `stride`.
+/// `dst = alpha a b`, or `dst += alpha a b` with `add`. `dst` is row-major with row stride `stride`.
 ///
 /// # Panics
-/// If the shapes don't fit: a bug of the caller.
+/// If the shapes don't match (caller bug).
 pub fn gemm<T: Real>(
     dst: &mut [T],
     stride: usize,
@@ -101,15 +102,16 @@ pub fn gemm<T: Real>(
     }
     let threads =
         if parallel && !is_serial() { gemm::Parallelism::Rayon(0) } else { gemm::Parallelism::None };
-    // SAFETY: Mat::new and the assertion above keep every element that is read or written inside its slice,
-    // and `dst` is borrowed mutably, so that it overlaps neither operand.
+    // SAFETY: Mat::new and the assertion above keep all reads and writes inside their slices, and `dst`
+    // is borrowed mutably, so it overlaps neither operand.
     unsafe { raw(dst.as_mut_ptr(), stride, add, a, b, alpha, threads) }
 }
 
 /// `dst (+)= alpha a b`.
 ///
 /// # Safety
-/// `dst` points to `a.rows` rows of `b.cols` values, `stride` apart, that nothing else reads or writes.
+/// `dst` points to `a.rows` rows of `b.cols` values with row stride `stride`, which nothing else accesses
+/// during the call.
 pub(super) unsafe fn raw<T: Real>(
     dst: *mut T,
     stride: usize,
@@ -120,7 +122,7 @@ pub(super) unsafe fn raw<T: Real>(
     threads: gemm::Parallelism,
 ) {
     let (m, n, k) = (a.rows, b.cols, a.cols);
-    // SAFETY: the caller's for `dst`; Mat::new keeps what is read inside its slice.
+    // SAFETY: `dst` is valid by the contract of this function; Mat::new keeps reads inside the slices.
     unsafe {
         gemm::gemm(
             m,
@@ -146,45 +148,44 @@ pub(super) unsafe fn raw<T: Real>(
     }
 }
 
-/// A destination that threads share, each writing columns of its own.
+/// A destination shared by threads writing disjoint columns.
 pub(super) struct Columns<T>(pub(super) *mut T);
 
-// SAFETY: the pointer is used by `by_tiles` and by products of what is stored in half precision, which give each thread other
-// columns.
+// SAFETY: `by_tiles`, `by_columns` and the products in `stored` give each thread disjoint columns.
 unsafe impl<T: Send> Send for Columns<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Columns<T> {}
 
 impl<T> Columns<T> {
-    /// From column `c` on.
+    /// Pointer to column `c`.
     ///
     /// # Safety
     /// Column `c` is inside the destination.
     pub(super) unsafe fn from(&self, c: usize) -> *mut T {
-        // SAFETY: the caller's.
+        // SAFETY: `c` is in bounds by the contract of this function.
         unsafe { self.0.add(c) }
     }
 }
 
-/// Fills a tile: its columns, and where their values go.
+/// Fills the tile of the given columns.
 type Make<'s, T> = dyn Fn(Range<usize>, &mut [T]) + Sync + 's;
 
-/// Where the tiles of a product come from.
+/// Origin of the right operand's tiles.
 enum Source<'s, T> {
-    /// Made when they are needed, transposed or not.
+    /// Generated on demand; the flag means transposed.
     Made(&'s Make<'s, T>, bool),
-    /// Columns of a matrix.
+    /// Columns of a stored matrix.
     Of(Mat<'s, T>),
 }
 
-/// `dst [m, n] = a B` (`+=` with `add`) for a B [k, n] that is made a tile of columns at a time.
+/// `dst [m, n] = a B` (`+=` with `add`), where B [k, n] is generated one tile of columns at a time.
 ///
-/// `make(columns, tile)` fills the tile of `columns`: row-major [k, columns], or with `transposed`
-/// [columns, k]. Threads make and multiply tiles of `width` columns side by side, each product by one
-/// thread: the result does not depend on their number. Beside the destination there is one tile a thread.
+/// `make(columns, tile)` fills the tile of `columns`: row-major [k, columns], or [columns, k] if
+/// `transposed`. Threads generate and multiply tiles of `width` columns in parallel, one thread per tile,
+/// so the result does not depend on the number of threads. Extra memory: one tile per thread.
 ///
 /// # Panics
-/// If the shapes don't fit: a bug of the caller.
+/// If the shapes don't match (caller bug).
 pub fn by_tiles<T: Real>(
     dst: &mut [T],
     n: usize,
@@ -197,11 +198,11 @@ pub fn by_tiles<T: Real>(
     tiles(dst, n, add, a, width, Source::Made(make, transposed));
 }
 
-/// `dst [m, n] = a b` (`+=` with `add`) for a `b` [k, n] that is there, the same tiles of `width` columns at a
-/// time as [`by_tiles`] takes: the same bits.
+/// `dst [m, n] = a b` (`+=` with `add`) for a stored `b` [k, n], in the tiling of [`by_tiles`], with
+/// bit-identical results.
 ///
 /// # Panics
-/// If the shapes don't fit: a bug of the caller.
+/// If the shapes don't match (caller bug).
 pub fn by_columns<T: Real>(dst: &mut [T], add: bool, a: Mat<'_, T>, width: usize, b: Mat<'_, T>) {
     assert_eq!(a.cols, b.rows, "inner sizes of a product");
     tiles(dst, b.cols, add, a, width, Source::Of(b));
@@ -239,8 +240,8 @@ fn tiles<T: Real>(dst: &mut [T], n: usize, add: bool, a: Mat<'_, T>, width: usiz
                     }
                 }
             };
-            // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and,
-            // each number being drawn once, of this thread alone.
+            // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds, and
+            // belong to this thread alone, since each tile index is drawn once.
             unsafe { raw(columns.from(start), n, add, a, b, T::one(), gemm::Parallelism::None) }
         }
     };

@@ -1,5 +1,6 @@
-//! Products of a few rows with lines of a matrix, as chat has them for each token, where there are no dot products of bf16: the
-//! matrix is read once, as it is stored, and nothing is packed. The bits are the same for a matrix in half precision and for the same values in f32.
+//! Products `a b^T` for a few rows of `a`, as in decoding, on CPUs without bf16 dot-product instructions.
+//! Reads `b` once in its stored dtype, without packing. Half-precision `b` gives the same bits as its
+//! values in f32.
 
 use super::cpu::{is_serial, threads};
 use super::sizes;
@@ -10,14 +11,15 @@ use crate::tensor::Tensor;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-/// Rows at the most: with more, dot products read the widened values more often than a panel of columns would.
+/// Maximum number of rows. Beyond this, dot products re-read the widened values more often than a panel
+/// kernel would.
 const ROWS: usize = 4;
-/// Values of a line that are widened at a time.
+/// Values of a row of `b` widened at a time.
 const BLOCK: usize = 512;
-/// Columns that a thread takes at a time.
+/// Columns of the result per task.
 const COLUMNS: usize = 32;
 
-/// Whether a product is of a few rows with lines of a matrix, in f32 or in half precision, on the CPU.
+/// Whether the product is `a b^T` on the CPU with at most [`ROWS`] rows and an f32 or half-precision `b`.
 pub(super) fn takes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> bool {
     !ta && tb
         && is_native(a)
@@ -27,7 +29,7 @@ pub(super) fn takes(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> bool {
         && (a.dtype() == DType::F32 || a.dtype() == b.dtype())
 }
 
-/// The values of a matrix, line after line.
+/// Values of a row-major matrix.
 #[derive(Clone, Copy)]
 enum Lines<'a> {
     Half(Half<'a>),
@@ -35,7 +37,7 @@ enum Lines<'a> {
 }
 
 impl Lines<'_> {
-    /// As many values as there is room for, from value `at` on.
+    /// Values from index `at` on, enough to fill `room`. Half-precision values are widened into `room`.
     #[inline(always)]
     fn read<'b>(&'b self, at: usize, room: &'b mut [f32]) -> &'b [f32] {
         match self {
@@ -48,7 +50,7 @@ impl Lines<'_> {
     }
 }
 
-/// `alpha a b^T` in `dtype`, of what this [takes], with its work written down already.
+/// `alpha a b^T` in `dtype`, for products accepted by [takes]. The caller has recorded the FLOPs.
 pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result<Tensor> {
     let (m, k, n) = sizes(a, false, b, true)?;
     if let Some([y]) =
@@ -65,7 +67,7 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result
         wide = view::<f32>(b)?;
         Lines::Wide(&wide)
     };
-    // by column, so that a task's are side by side
+    // transposed [n, m], so the sums of a task are contiguous
     let mut sums = vec![0f32; n * m];
     let task = |(i, sums): (usize, &mut [f32])| {
         vectorised(|| columns(&x, lines, k, i * COLUMNS, sums.chunks_mut(m.max(1))));
@@ -80,7 +82,7 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor, alpha: f64, dtype: DType) -> Result
     tensor(by_row.map(|x| x * alpha).collect(), (m, n), dtype)
 }
 
-/// Sums of columns from `first` on, of each for every row of `x`.
+/// Computes all rows of `x` times the columns from `first` on.
 #[inline(always)]
 fn columns<'s>(
     x: &[f32],
@@ -100,7 +102,7 @@ fn columns<'s>(
     }
 }
 
-/// As [`dot`], in so many lanes that no sum waits for the one before.
+/// Like [`dot`], with enough lanes to hide the latency of dependent additions.
 #[inline(always)]
 fn long_dot(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 64;

@@ -1,4 +1,4 @@
-//! Gradients that accumulate in parts of one flat buffer.
+//! Gradient products that accumulate into slices of one flat buffer.
 
 use super::cpu::{Mat, gemm, serial};
 use super::pairs::{Onto, Right};
@@ -9,29 +9,29 @@ use candle_core::{DType, Result};
 use half::bf16;
 use rayon::prelude::*;
 
-/// One product to accumulate into a part of a flat buffer: see [`accumulate`].
+/// One `a^T b` product for [`accumulate`].
 #[derive(Clone, Debug)]
 pub struct GradProduct {
-    /// First element of the part.
+    /// First element of the slice.
     pub offset: usize,
-    /// Its rows.
+    /// Rows of the slice.
     pub rows: usize,
-    /// Its columns.
+    /// Columns of the slice.
     pub cols: usize,
-    /// [t, rows].
+    /// Left operand [t, rows].
     pub a: Tensor,
-    /// [t, cols].
+    /// Right operand [t, cols].
     pub b: Tensor,
     /// Factor on the product.
     pub alpha: f64,
-    /// Whether it is added to what is there, or written over it.
+    /// Whether to add to the slice instead of overwriting it.
     pub add: bool,
-    /// How many parts it stands for: one, but in a plan.
+    /// Number of identical products represented by this one: 1, except in plans.
     pub alike: f64,
 }
 
 impl GradProduct {
-    /// Its operands, `a` transposed.
+    /// Both operands, `a` transposed.
     fn mats<'a, T>(&self, a: &'a [T], b: &'a [T]) -> Result<(Mat<'a, T>, Mat<'a, T>)> {
         let ((ta, rows), (tb, cols)) = (self.a.dims2()?, self.b.dims2()?);
         if ta != tb || (rows, cols) != (self.rows, self.cols) {
@@ -42,17 +42,18 @@ impl GradProduct {
     }
 }
 
-/// `flat[part] += alpha a^T b`, or `=`, for parts that do not overlap.
+/// `flat[slice] += alpha a^T b` (or `=`) for disjoint slices of a contiguous 1-D `flat`.
 ///
-/// On the CPU the parts are computed side by side, each by one thread, where there are many of them: the
-/// gradients of many small experts. `flat` is one contiguous dimension.
+/// On the CPU, a large number of products (gradients of many small experts) runs in parallel, one thread
+/// per product.
 pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
     let mut by_dots = flat.dtype() == DType::F32;
     for p in &parts {
         by_dots &= pairs::takes(&[&p.a, &p.b])?;
     }
     if let Some(g) = flat.ghost() {
-        // operands of another type are copied, all at once, or packed by each thread; the work was counted with the expert
+        // Operands of another dtype are all copied at once, or packed by each thread. The FLOPs are
+        // recorded with the expert.
         let copies = |p: &GradProduct| match p.a.dtype() == flat.dtype() {
             true => 0.0,
             false => p.alike * (4 * (p.a.elem_count() + p.b.elem_count())) as f64,
@@ -82,7 +83,7 @@ pub fn accumulate(flat: &Tensor, mut parts: Vec<GradProduct>) -> Result<()> {
     }
 }
 
-/// Both operands of each part.
+/// Views of both operands of all products.
 fn views<'a, V>(parts: &'a [GradProduct], of: impl Fn(&'a Tensor) -> Result<V>) -> Result<Vec<(V, V)>> {
     parts.iter().map(|p| Ok((of(&p.a)?, of(&p.b)?))).collect()
 }
@@ -109,8 +110,8 @@ fn accumulate_cpu<T: Real>(flat: &Tensor, parts: &[GradProduct]) -> Result<()> {
     })
 }
 
-/// Calls `add` for every part, with its values in `flat` and its number, each on one thread; parts are in the order of the
-/// buffer.
+/// Runs `add(slice, product, index)` for every product, each on one thread. `parts` must be sorted by
+/// offset.
 fn side_by_side<T: Real>(
     flat: &Tensor,
     parts: &[GradProduct],

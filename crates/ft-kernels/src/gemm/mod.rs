@@ -1,16 +1,16 @@
 //! Matrix products, with and without accumulation into an existing tensor.
 //!
-//! On the CPU everything goes through the `gemm` crate, which candle uses too, but with accumulation
-//! (`c += alpha a b`) and without candle's zero-filled output; bf16 by instructions of its own where there are (`pairs`). On CUDA it is cuBLAS (`super::cuda::gemm`), of matrices whose
-//! rows may stand apart (see [`super::padded`]).
+//! CPU products use the `gemm` crate (as candle does), with accumulation (`c += alpha a b`) and without
+//! candle's zero-filled output; bf16 uses dot-product instructions if available (`pairs`). CUDA products
+//! use cuBLAS (`super::cuda::gemm`) on matrices with arbitrary row stride (see [`super::padded`]).
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `cpu` | products of slices, and of tiles that are made when they are needed |
-//! | `pairs` | products of bf16 by the processor's dot products |
-//! | `few` | products of a few rows with the lines of a matrix, but for those of `pairs` |
-//! | `stored` | products of f32 with a matrix that stays in half precision |
-//! | `gradients` | products that accumulate in parts of one flat buffer |
+//! | `cpu` | products on slices, and with generated tiles |
+//! | `pairs` | bf16 products by the CPU's dot-product instructions |
+//! | `few` | products with few rows, if `pairs` does not apply |
+//! | `stored` | f32 times a matrix kept in half precision |
+//! | `gradients` | products accumulating into slices of one flat buffer |
 
 mod cpu;
 mod few;
@@ -31,7 +31,7 @@ use super::upcast;
 use crate::Tensor;
 use candle_core::{DType, Layout, Result};
 
-/// Values from row to row of a matrix whose rows are contiguous, and do not overlap.
+/// Row stride of a matrix with contiguous, non-overlapping rows; `None` for other layouts.
 pub fn row_stride(layout: &Layout) -> Option<usize> {
     let (&[rows, cols], &[stride, step]) = (layout.dims(), layout.stride()) else { return None };
     match (cols <= 1 || step == 1, rows <= 1) {
@@ -70,7 +70,7 @@ fn matmul_cpu<T: Real>(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Ten
     tensor(out, (m, n), a.dtype())
 }
 
-/// `op(a) op(b)` of two matrices, `op` the transpose where the flag says so.
+/// `op(a) op(b)`, where `op` transposes if the flag is set.
 ///
 /// # Shapes
 /// `a` [m, k] (or [k, m] transposed), `b` [k, n] (or [n, k]) -> [m, n], in `a`'s dtype.
@@ -91,7 +91,8 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     product(a, ta, b, tb)
 }
 
-/// As [`matmul`], times `alpha`, which is applied to the sums: in f32 on CUDA and by dot products.
+/// [`matmul`] times `alpha`. CUDA and the dot-product path apply `alpha` to the f32 sums, before
+/// rounding.
 pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<Tensor> {
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
@@ -108,8 +109,8 @@ pub fn matmul_scaled(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> 
     product_of(a, ta, b, tb, alpha, a.dtype())
 }
 
-/// As [`matmul`], in the dtype of sums: on CUDA and by dot products the sums of half-precision values are given as they are,
-/// unrounded.
+/// [`matmul`] in the accumulation dtype: on CUDA and the dot-product path, half-precision inputs give
+/// unrounded f32 sums.
 pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     if pairs::takes(&[a, b])? {
         work(a, ta, b, None)?;
@@ -126,12 +127,12 @@ pub fn matmul_wide(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor>
     product_of(a, ta, b, tb, 1.0, DType::F32)
 }
 
-/// [`matmul`] on another device than the CPU, with its work written down already.
+/// [`matmul`] off the CPU. The caller has recorded the FLOPs.
 pub(super) fn product(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     product_of(a, ta, b, tb, 1.0, a.dtype())
 }
 
-/// As [`product`], added to `c` if that is there.
+/// [`product`], added to `c` if given.
 pub(super) fn product_onto(c: Option<Tensor>, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     let Some(c) = c else { return product(a, ta, b, tb) };
     add(&c, a, ta, b, tb, 1.0)?;
@@ -156,23 +157,23 @@ fn product_of(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, dtype: DTy
     super::scaled(&a.matmul(&b)?, alpha)?.to_dtype(dtype)
 }
 
-/// The matrix itself where its rows are contiguous, else a copy.
+/// The matrix if its rows are contiguous, else a copy.
 #[cfg(feature = "cuda")]
 fn contiguous_rows(t: &Tensor) -> Result<Tensor> {
     if row_stride(t.layout()).is_some() { Ok(t.clone()) } else { t.contiguous() }
 }
 
-/// `c = alpha op(a) op(b)`, in place, on CUDA: a part of a wider matrix, whose rows are contiguous, in the dtype of both
-/// operands.
+/// `c = alpha op(a) op(b)` in place, on CUDA. `c` may be a slice of a wider matrix, has contiguous rows
+/// and the dtype of both operands.
 ///
 /// # Errors
-/// Shapes that do not fit; another device.
+/// Shapes don't match, or the device is not CUDA.
 pub fn matmul_into(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     work(a, ta, b, None)?;
     put(c, false, a, ta, b, tb, alpha)
 }
 
-/// A product that is written or added to `c`, on CUDA, with its work written down already.
+/// Writes the product to `c` or adds it, on CUDA. The caller has recorded the FLOPs.
 fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (m, _, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
@@ -188,7 +189,7 @@ fn put(c: &Tensor, add: bool, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha:
     candle_core::bail!("matmul: {add} {alpha} [{m}, {n}] on a device that this build does not have")
 }
 
-/// The sizes [m, k, n] of a product that goes to `c`.
+/// Sizes (m, k, n), checked against `c`.
 fn sizes_onto(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<(usize, usize, usize)> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if c.dims2()? != (m, n) {
@@ -217,7 +218,7 @@ fn onto_cpu<T: Real>(
     })
 }
 
-/// As [`onto_cpu`] into half precision: added in f32, rounded once.
+/// Like [`onto_cpu`] for a half-precision `c`: adds in f32 and rounds once.
 fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let (m, k, n) = sizes_onto(c, a, ta, b, tb)?;
     if let Some(g) = c.ghost() {
@@ -240,13 +241,13 @@ fn acc_half(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) 
 
 /// `c += alpha op(a) op(b)`, in place.
 ///
-/// `c` is contiguous and may be a view into a larger buffer; it is f32 where gradients accumulate, whatever
-/// the dtype of the operands.
+/// `c` is contiguous and may be a view into a larger buffer. Gradients accumulate in f32, whatever the
+/// dtype of the operands.
 pub fn matmul_acc(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     matmul_onto((c, true), a, ta, b, tb, alpha)
 }
 
-/// As [`matmul_acc`]; without `add` what is in `c` is written over.
+/// Like [`matmul_acc`]; overwrites `c` unless `add` is set.
 pub fn matmul_onto(
     (c, add_to): (&Tensor, bool),
     a: &Tensor,
@@ -271,9 +272,9 @@ pub fn matmul_onto(
     if is_native(c) { acc_half(c, a, ta, b, tb, alpha) } else { add(c, a, ta, b, tb, alpha) }
 }
 
-/// [`matmul_acc`] on another device than the CPU, with its work written down already.
+/// [`matmul_acc`] off the CPU. The caller has recorded the FLOPs.
 fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
-    // before it is transposed, so that whole lines are read
+    // before transposing, to read whole rows
     let same;
     let b = if b.dtype() == a.dtype() {
         b
@@ -281,7 +282,7 @@ fn add(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Re
         same = b.to_dtype(a.dtype())?;
         &same
     };
-    // cuBLAS adds to what is there
+    // cuBLAS accumulates into c directly
     let takes = [a, b, c].into_iter().all(|t| row_stride(t.layout()).is_some())
         && (c.dtype() == a.dtype() || c.dtype() == DType::F32);
     if takes && !c.device().is_cpu() {
@@ -296,7 +297,7 @@ fn acc_composed(c: &Tensor, a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f
     c.slice_set(&(upcast(c)? + p)?.to_dtype(c.dtype())?, 0, 0)
 }
 
-/// `c += x`, in place and in `c`'s dtype.
+/// `c += x`, in place, in `c`'s dtype.
 pub fn acc(c: &Tensor, x: &Tensor) -> Result<()> {
     let sum = (c + x.to_dtype(c.dtype())?.reshape(c.shape())?)?;
     c.slice_set(&sum, 0, 0)

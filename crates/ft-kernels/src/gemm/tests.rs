@@ -36,12 +36,12 @@ fn parts_are_accumulated_as_one_by_one() -> Result<()> {
 fn parts_of(dtype: DType) -> Result<()> {
     let flat = Tensor::ones(4 * 64, DType::F32, &candle_core::Device::Cpu)?;
     let one_by_one = flat.copy()?;
-    // enough parts for any machine, out of order, with gaps
+    // enough products for any machine, out of order, with gaps
     let count = 64.min(4 * rayon::current_num_threads());
     let mut parts = Vec::new();
     for i in (0..count).rev() {
         let (a, b) = (randn(i as u64, (3, 1), dtype)?, randn(i as u64 + 99, (3, 3), dtype)?);
-        // every third is written over what was there
+        // every third overwrites its slice
         let add = i % 3 > 0;
         let p = GradProduct { offset: 4 * i, rows: 1, cols: 3, a, b, alpha: 0.5, add, alike: 1.0 };
         let c = one_by_one.narrow(0, p.offset, 3)?.reshape((1, 3))?;
@@ -83,7 +83,7 @@ fn a_factor_is_not_rounded_to_half_precision() -> Result<()> {
     let c = start.copy()?;
     matmul_acc(&c, &a, false, &b, false, 4.0 / 3.0)?;
     assert_eq!(upcast(&c)?.to_vec2::<f32>()?, upcast(&exact)?.to_vec2::<f32>()?);
-    // the composition rounds the product, never the factor: within one rounding of it
+    // the reference rounds the product, never the factor: results agree within one rounding
     let c = start.copy()?;
     acc_composed(&c, &a, false, &b, false, 4.0 / 3.0)?;
     close(&upcast(&c)?, &upcast(&exact)?, 1e-2);

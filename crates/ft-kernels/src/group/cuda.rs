@@ -1,41 +1,43 @@
-//! Tokens sorted by expert on CUDA: the lists stay on the device, and no size comes to the host.
+//! Tokens sorted by expert on CUDA, without a host synchronization: index lists and sizes stay on the
+//! device.
 
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts, started};
 use crate::ledger::Role;
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in group.cu.
+/// Threads per block; must match group.cu.
 const THREADS: u32 = 128;
 const SORT_THREADS: u32 = 512;
 const TILE_THREADS: u32 = 256;
-/// Rows of a tile of the grouped products: for few rows an expert, for many, in f32.
+/// Rows per tile of the grouped products: few rows per expert, many, and f32.
 const FEW: usize = 32;
 const MANY: usize = 128;
 const PLAIN: usize = 64;
 
-/// The pairs of tokens and experts sorted by expert: the rows that experts work on, and the schedule of their products.
+/// (token, expert) pairs sorted by expert: the experts' input rows, and the tile schedule of the grouped
+/// products.
 #[derive(Clone, Debug)]
 pub struct Sorted {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
-    /// Experts.
+    /// Number of experts.
     pub experts: usize,
-    /// Rows of a tile.
+    /// Rows per tile.
     pub side: usize,
-    /// Expert of each pair [t, k], u32.
+    /// Expert per pair [t, k], u32.
     pub chosen: Tensor,
     /// First row of each expert, and the end of the last [e + 1], u32.
     pub starts: Tensor,
-    /// Token of each row `[n]`, u32.
+    /// Token per row `[n]`, u32.
     token: Tensor,
-    /// Pair of each row `[n]`, u32.
+    /// Pair per row `[n]`, u32.
     pub pair: Tensor,
-    /// Row of each pair `[n]`, u32.
+    /// Row per pair `[n]`, u32.
     place: Tensor,
-    /// Expert and first row of each tile [tiles, 2], u32: the most that there may be, in any distribution.
+    /// Expert and first row per tile [tiles, 2], u32. Sized for the worst-case distribution.
     pub tiles: Tensor,
 }
 
@@ -46,7 +48,7 @@ impl Sorted {
         let n = tokens * top_k;
         let side = match dtype {
             DType::F32 => PLAIN,
-            // on average they fit one: each tile reads the expert's whole matrix
+            // average rows per expert fit one small tile; every tile reads the expert's whole matrix
             _ if n < experts * FEW => FEW,
             _ => MANY,
         };
@@ -79,7 +81,8 @@ impl Sorted {
             .tensor(&self.token)?
             .tensor(&self.pair)?
             .tensor(&self.place)?;
-        // SAFETY: n pairs, whose experts route.cu has chosen among those that there are; a block an expert.
+        // SAFETY: `chosen` has n pairs with expert indices below `experts` (checked by route.cu); one
+        // block per expert; all outputs have the sizes above.
         unsafe { launch.run(Grid::new(self.experts, SORT_THREADS)) }?;
         let launch = Launch::named(&self.chosen, compiled!(GROUP), "group_tiles")?
             .tensor(&self.starts)?
@@ -88,26 +91,26 @@ impl Sorted {
             .count(tiles)?
             .tensor(&self.tiles)?;
         let grid = Grid::new(tiles.div_ceil(TILE_THREADS as usize), TILE_THREADS).shared(4 * self.experts);
-        // SAFETY: a number of shared memory for each expert, and as many tiles as the list has.
+        // SAFETY: shared memory holds one u32 per expert; the list has `tiles` entries.
         unsafe { launch.run(grid) }
     }
 
-    /// Rows of all experts.
+    /// Total rows of all experts, n.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k
     }
 
-    /// Whether the tiles are those for few rows an expert.
+    /// Whether tiles are sized for few rows per expert.
     pub fn few(&self) -> bool {
         self.side == FEW
     }
 
-    /// Whether the tiles are those for many rows, and experts have less than one tile on average.
+    /// Whether tiles are sized for many rows, but experts have less than one tile on average.
     pub fn half_full(&self) -> bool {
         self.side == MANY && self.rows() < self.experts * MANY
     }
 
-    /// The share of experts that have tokens, where tokens are spread evenly.
+    /// Expected share of experts with tokens, under uniform routing.
     pub fn busy(&self) -> f64 {
         1.0 - (1.0 - self.top_k as f64 / self.experts.max(1) as f64).max(0.0).powf(self.tokens as f64)
     }
@@ -120,7 +123,7 @@ impl Sorted {
         Ok(d)
     }
 
-    /// Rows of `x` [t, d] sorted by expert: [n, d].
+    /// Rows of `x` [t, d] in expert order: [n, d].
     pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
         let (n, d) = (self.rows(), self.width(x, self.tokens)?);
         if let Some([y]) = ghosts(&[x], [((n, d).into(), x.dtype())], |_| ()) {
@@ -133,13 +136,13 @@ impl Sorted {
             .tensor(&self.token)?
             .count(d)?
             .tensor(&y)?;
-        // SAFETY: t rows of d values, n numbers of tokens, n rows of d values: a block each.
+        // SAFETY: x is [t, d], y is [n, d], the list has n token indices; one block per row.
         unsafe { launch.run(Grid::new(n, THREADS)) }?;
         Ok(y)
     }
 
-    /// The gradient of gates [t, k] f32, given that of what [`Sorted::combine`] made of `rows` [n, d] and `gates`; `rows` become
-    /// their own gradient.
+    /// Backward pass of [`Sorted::combine`]. Returns the gradient of the gates [t, k] in f32, and
+    /// overwrites `rows` [n, d] with the gradient of `rows`.
     pub fn scale(&self, rows: &Tensor, gates: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (n, d) = (self.rows(), self.width(dy, self.tokens)?);
         if rows.dims() != [n, d] || rows.dtype() != dy.dtype() || gates.elem_count() != n {
@@ -159,12 +162,13 @@ impl Sorted {
             .count(d)?
             .tensor(rows)?
             .tensor(&dgates)?;
-        // SAFETY: as gather; n gates and their gradients.
+        // SAFETY: as in `gather`; gates and gate gradients have n values.
         unsafe { launch.run(Grid::new(n, THREADS)) }?;
         Ok(dgates)
     }
 
-    /// `y[t] = add[t] + sum over j of gates[t, j] * row(t, j)` in the order of j, of `rows` [n, d]; without gates the plain sum.
+    /// `y[t] = add[t] + sum over j of gates[t, j] * row(t, j)`, in the order of j, for `rows` [n, d]; a
+    /// plain sum without gates.
     pub fn combine(&self, rows: &Tensor, gates: Option<&Tensor>, add: Option<&Tensor>) -> Result<Tensor> {
         let (t, d) = (self.tokens, self.width(rows, self.rows())?);
         if add.is_some_and(|a| a.dims() != [t, d] || a.dtype() != rows.dtype())
@@ -186,7 +190,8 @@ impl Sorted {
             .count(self.top_k)?
             .count(d)?
             .tensor(&y)?;
-        // SAFETY: n rows of d values, n places and gates; t rows of d values of what is added and of the sum.
+        // SAFETY: rows is [n, d], `place` and gates have n values, `add` and y are [t, d]; one block per
+        // token.
         unsafe { launch.run(Grid::new(t, THREADS)) }?;
         Ok(y)
     }

@@ -1,4 +1,4 @@
-//! Experts side by side on the threads of the CPU.
+//! Parallel execution of experts on the CPU.
 
 use crate::gemm;
 use crate::tensor::On;
@@ -7,8 +7,8 @@ use rayon::prelude::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Whether `runs` experts are better computed side by side, one thread each, than one after the other with all
-/// threads in each product. The result is the same.
+/// Whether to run the `runs` experts in parallel, one thread each, instead of sequentially with
+/// multi-threaded products. Results are identical.
 pub fn side_by_side<'a>(runs: usize, on: impl Into<On<'a>>) -> bool {
     let threads = match on.into() {
         on if !on.is_native() => return false,
@@ -18,11 +18,11 @@ pub fn side_by_side<'a>(runs: usize, on: impl Into<On<'a>>) -> bool {
     runs >= 2 * threads && threads > 1
 }
 
-/// Applies `f` to every item, the large ones first, each on one thread; results in the items' order. Ghosts (`on`) go one
-/// after the other.
+/// Applies `f` to every item in parallel, one thread per item, large items first. Results are in item
+/// order. Ghosts (`on`) run sequentially.
 ///
 /// # Errors
-/// The first error by the items' order.
+/// The first error in item order.
 pub fn each<'a, I: Send, R: Send>(
     on: impl Into<On<'a>>,
     items: Vec<I>,
@@ -37,7 +37,8 @@ pub fn each<'a, I: Send, R: Send>(
     let work: Vec<Mutex<Option<I>>> = items.into_iter().map(|i| Mutex::new(Some(i))).collect();
     let done: Vec<Mutex<Option<Result<R>>>> = work.iter().map(|_| Mutex::new(None)).collect();
     let next = AtomicUsize::new(0);
-    // one task a thread, each taking items from one queue: stacks stay shallow whatever the number of items
+    // one task per thread, drawing from a shared queue: stack depth does not grow with the number of
+    // items
     (0..rayon::current_num_threads()).into_par_iter().with_max_len(1).for_each(|_| {
         while let Some(i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
             let item = work[*i].lock().ok().and_then(|mut w| w.take());

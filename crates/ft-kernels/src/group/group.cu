@@ -1,5 +1,6 @@
-// Tokens sorted by expert, on the device: a token with k experts is k pairs, and pairs sorted by expert, then by number, are
-// the rows that experts work on. No atomics: every number is where it is by counting, the same each time.
+// Sorts tokens by expert on the device. A token with k experts is k pairs; pairs sorted by expert, then
+// by index, are the experts' input rows. Positions come from counting, without atomics, so the order is
+// deterministic.
 #include "../cuda/rows.cuh"
 
 constexpr int SORT_THREADS = 512;
@@ -11,8 +12,8 @@ DEVICE uint32_t warp_count(uint32_t x) {
   return x;
 }
 
-// A block an expert: it counts the pairs of those before it, and then places its own in order.
-// starts [experts + 1]: first row of each; token and pair of each row, and row of each pair, [pairs].
+// One block per expert counts the pairs of lower experts, then places its own in order. starts [experts +
+// 1]: first row of each expert. token and pair of each row, place (row) of each pair: [pairs].
 KERNEL(group_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint32_t top_k, uint32_t *starts, uint32_t *token,
        uint32_t *pair, uint32_t *place) {
   constexpr int WARPS = SORT_THREADS / WARP;
@@ -52,12 +53,12 @@ KERNEL(group_sort, SORT_THREADS, const uint32_t *chosen, uint32_t pairs, uint32_
   }
 }
 
-// What the grouped products go by: tiles of up to `rows` rows of one expert, as (expert, first row); behind the last one
-// (NONE, 0). As many as `tiles` are written.
+// Tile schedule of the grouped products: (expert, first row) per tile of up to `rows` rows, padded with
+// (NONE, 0) up to `tiles` entries.
 constexpr int TILE_THREADS = 256;
 KERNEL(group_tiles, TILE_THREADS, const uint32_t *starts, uint32_t experts, uint32_t rows, uint32_t tiles, uint2 *out) {
   SHARED_BYTES(shared);
-  uint32_t *const ends = reinterpret_cast<uint32_t *>(shared); // tiles of experts up to each
+  uint32_t *const ends = reinterpret_cast<uint32_t *>(shared); // inclusive prefix sum of tiles per expert
   if (threadIdx.x < WARP) {
     uint32_t all = 0;
     for (uint32_t first = 0; first < experts; first += WARP) {
@@ -75,7 +76,7 @@ KERNEL(group_tiles, TILE_THREADS, const uint32_t *starts, uint32_t experts, uint
   __syncthreads();
   const uint32_t i = blockIdx.x * TILE_THREADS + threadIdx.x;
   if (i >= tiles) return;
-  // the first expert whose tiles end behind this one; all threads look at the same number
+  // the expert of tile i: the number of experts ending at or before it; all threads read the same address
   uint32_t low = 0;
   for (uint32_t e = 0; e < experts; e++) low += ends[e] <= i;
   uint2 tile = make_uint2(NONE, 0);
@@ -83,9 +84,9 @@ KERNEL(group_tiles, TILE_THREADS, const uint32_t *starts, uint32_t experts, uint
   store_8(out + i, tile);
 }
 
-// ---- rows to where experts find them, and back: a block a row ----
+// ---- gather rows into expert order, and back: one block per row ----
 
-constexpr int THREADS = 128; // in crates/ft-kernels/src/group/cuda.rs too
+constexpr int THREADS = 128; // must match crates/ft-kernels/src/group/cuda.rs
 
 template <typename T, int V> DEVICE void gather(const T *x, uint32_t token, uint32_t width, T *y) {
   for (uint32_t c = threadIdx.x * V; c < width; c += THREADS * V) {
@@ -95,7 +96,7 @@ template <typename T, int V> DEVICE void gather(const T *x, uint32_t token, uint
   }
 }
 
-// `rows` is the output of an expert for a pair and becomes its gradient, gate times dy; gives the gradient of the gate.
+// Overwrites an expert's output row with the gradient gate * dy, and returns the gradient of the gate.
 template <typename T, int V> DEVICE float scale(const T *dy, float gate, uint32_t width, T *rows) {
   float dot = 0;
   for (uint32_t c = threadIdx.x * V; c < width; c += THREADS * V) {
@@ -108,7 +109,7 @@ template <typename T, int V> DEVICE float scale(const T *dy, float gate, uint32_
   return dot;
 }
 
-// The sum of a token's rows in the order of its choices, each times its gate, and `add` to it.
+// y = add + sum of a token's rows in the order of its experts, weighted by the gates.
 template <typename T, int V>
 DEVICE void combine(const T *rows, const uint32_t *place, const float *gates, const T *add, uint32_t top_k, uint32_t width,
                     T *y) {

@@ -1,17 +1,18 @@
-//! Grouping tokens by expert: sorted once a layer, used by the forward and the backward pass.
+//! Grouping of tokens by expert, sorted once per layer for both forward and backward pass.
 //!
-//! A token with `k` experts is `k` pairs; pairs sorted by expert (then by token) are the `n = t k` rows that
-//! experts work on, each expert on a run of rows. Nothing here has the size experts x tokens x width.
+//! A token with `k` experts is `k` pairs. Pairs sorted by expert, then by token, are the `n = t k` input
+//! rows of the experts; an expert owns a contiguous run of rows. No tensor has the size experts x
+//! tokens x width.
 //!
-//! Which token goes where is decided on the host, or on CUDA ([`Sorted`]) on the device, where all experts are one launch and
-//! no size is asked for. What has no grouped products (DoRA of experts, dropout in them) is computed on CUDA too by lists of
-//! the host: one small copy a layer (4 bytes a pair) from the device and three back.
+//! The CPU sorts on the host, CUDA ([`Sorted`]) on the device, with one launch for all experts and no
+//! synchronization. Layers without grouped products (DoRA or dropout in experts) use host lists on CUDA
+//! too: per layer, one small copy (4 bytes per pair) to the host and three back.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `mod` | the lists of the host, and what goes by them: on CPU slices, and composed for other devices |
-//! | `each` | experts side by side on the CPU's threads |
-//! | `cuda` | the lists of a device |
+//! | `mod` | host lists and operations on them: on CPU slices, and composed for other devices |
+//! | `each` | experts in parallel on CPU threads |
+//! | `cuda` | device lists |
 
 mod cuda;
 mod each;
@@ -38,50 +39,50 @@ use std::sync::Arc;
 /// Tokens sorted by expert.
 #[derive(Debug)]
 pub struct Groups {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
-    /// Expert of each pair [t * k].
+    /// Expert per pair [t * k].
     pub expert: Vec<u32>,
-    /// Token of each row `[n]`.
+    /// Token per row `[n]`.
     pub token: Vec<u32>,
-    /// Pair of each row [n].
+    /// Pair per row `[n]`.
     pair: Vec<u32>,
-    /// Row of each pair [t * k].
+    /// Row per pair [t * k].
     place: Vec<u32>,
     /// First row of each expert, and the end of the last [e + 1].
     starts: Vec<usize>,
-    /// token, pair and place on a device that is not the CPU.
+    /// `token`, `pair` and `place` on a device other than the CPU.
     index: Option<[Tensor; 3]>,
-    /// Of ghosts.
+    /// Planned routing (ghosts only).
     spread: Option<Spread>,
-    /// Lists of a device, instead of all of those here.
+    /// Device lists; if set, the host lists are empty.
     sorted: Option<Sorted>,
 }
 
-/// How a plan routes.
+/// Planned routing of tokens to experts.
 #[derive(Debug)]
 struct Spread {
-    /// How many experts with tokens each of those here stands for.
+    /// Number of experts represented per run.
     alike: Vec<f64>,
-    /// Experts with tokens, as far as it decides how they are computed: between an even spread and the most uneven one
-    /// there are all numbers.
+    /// Number of experts with tokens, used to choose between parallel and sequential experts. Real
+    /// routing lies between an even spread and the most skewed one.
     busy: usize,
-    /// The bytes of the lists.
+    /// Memory of the lists.
     _lists: Arc<Allocation>,
 }
 
-/// One expert's rows.
+/// Rows of one expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertRows {
-    /// The expert.
+    /// Expert index.
     pub expert: usize,
-    /// Its first row.
+    /// First row.
     pub start: usize,
-    /// How many.
+    /// Number of rows.
     pub rows: usize,
-    /// How many runs this one stands for: one, but in a plan.
+    /// Number of experts represented by this run: 1, except in plans.
     pub alike: f64,
 }
 
@@ -89,7 +90,7 @@ impl Groups {
     /// Sorts the pairs of `expert` [t * k] by expert, then by token.
     ///
     /// # Errors
-    /// An expert outside of `experts`.
+    /// An expert index is out of range.
     pub fn new(expert: Vec<u32>, top_k: usize, experts: usize, device: &Device) -> Result<Self> {
         let mut starts = vec![0usize; experts + 1];
         for e in &expert {
@@ -131,10 +132,12 @@ impl Groups {
         })
     }
 
-    /// Of the router's probabilities [t, e]: each token's `top_k` most likely experts.
+    /// Routes tokens to their `top_k` most likely experts, given router probabilities [t, e].
     ///
-    /// For ghosts the tokens are spread evenly over those experts that such a spread reaches, or (see [`super::ledger::Ledger::route`]) all
-    /// go where most is kept of a row, by `kept`; `alike` says how many experts each of a plan's stands for.
+    /// Ghosts spread tokens evenly over the expected number of busy experts, or (see
+    /// [`super::ledger::Ledger::route`]) send all of them to the experts with the largest saved
+    /// activations per row, given by `kept`. `alike` lists the number of identical experts behind each
+    /// planned one.
     pub fn choose(
         probs: &Tensor,
         top_k: usize,
@@ -146,20 +149,20 @@ impl Groups {
             On::Real(device) => Self::new(route::choose(probs, top_k)?, top_k, experts, device),
             On::Ghost(ledger) => {
                 let n = tokens * top_k;
-                // rows of each, and how many have as many
+                // (rows per expert, number of experts), per planned expert
                 let mut runs = vec![(0, 0.0); alike.len()];
                 if ledger.skewed() {
                     let mut order: Vec<usize> = (0..alike.len()).collect();
                     order.sort_by_key(|e| std::cmp::Reverse(kept(*e)));
                     let mut left = n;
                     for e in order {
-                        // no token chooses an expert twice
+                        // a token never chooses an expert twice
                         let own = left.min(alike[e] * tokens);
                         left -= own;
                         runs[e] = (tokens.min(own), own as f64 / tokens.max(1) as f64);
                     }
                 } else {
-                    // the chance that no token chose an expert
+                    // probability of an expert without tokens
                     let idle = (1.0 - top_k as f64 / experts as f64).max(0.0).powf(tokens as f64);
                     let each = n as f64 / experts as f64;
                     let rows = (each / (1.0 - idle)).ceil() as usize;
@@ -168,7 +171,7 @@ impl Groups {
                 }
                 let mut starts = vec![0; runs.len() + 1];
                 (0..runs.len()).for_each(|i| starts[i + 1] = starts[i] + runs[i].0);
-                // expert, token, pair and place of each
+                // expert, token, pair and place: four u32 per pair
                 let held = Arc::new(ledger.role(Role::Activations, || ledger.hold(16 * n as u64)));
                 let list = || Tensor::from(Ghost::new(ledger, n, DType::U32));
                 let index = (!On::Ghost(ledger).is_native()).then(|| [list(), list(), list()]);
@@ -193,7 +196,7 @@ impl Groups {
         }
     }
 
-    /// Of lists that are on a device.
+    /// Wraps lists sorted on a device.
     pub fn on_device(sorted: Sorted) -> Self {
         let none = Vec::new;
         Self {
@@ -210,12 +213,12 @@ impl Groups {
         }
     }
 
-    /// The lists, where they are on a device.
+    /// The device lists, if any.
     pub fn sorted(&self) -> Option<&Sorted> {
         self.sorted.as_ref()
     }
 
-    /// What `f` does for one expert's rows; for ghosts on behalf of all that the run stands for.
+    /// Runs `f` for one expert's rows; ghosts record the cost `alike` times.
     pub fn times<R>(&self, run: &ExpertRows, on: On<'_>, f: impl FnOnce() -> R) -> R {
         match on {
             On::Real(_) => f(),
@@ -226,17 +229,17 @@ impl Groups {
         }
     }
 
-    /// Experts that have tokens.
+    /// Number of experts with tokens.
     pub fn busy(&self) -> usize {
         self.spread.as_ref().map_or_else(|| self.runs().len(), |s| s.busy)
     }
 
-    /// Tokens of each expert.
+    /// Number of tokens of each expert.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         self.starts.windows(2).map(|w| w[1] - w[0])
     }
 
-    /// The experts that have tokens.
+    /// Row ranges of all experts with tokens.
     pub fn runs(&self) -> Vec<ExpertRows> {
         let all = self.tokens * self.top_k;
         self.counts()
@@ -244,14 +247,14 @@ impl Groups {
             .filter(|(_, rows)| *rows > 0)
             .map(|(expert, rows)| {
                 let alike = self.spread.as_ref().map_or(1.0, |s| s.alike[expert]);
-                // an even spread is rounded up, and its last experts would begin too late
+                // even spreads round up, so the last experts would start past the end
                 let start = self.starts[expert].min(all.saturating_sub(rows));
                 ExpertRows { expert, start, rows, alike }
             })
             .collect()
     }
 
-    /// Tokens of one expert's rows.
+    /// Token indices of one expert's rows.
     pub fn tokens_of(&self, run: &ExpertRows) -> &[u32] {
         self.token.get(run.start..run.start + run.rows).unwrap_or_default()
     }
@@ -263,7 +266,7 @@ impl Groups {
         }
     }
 
-    /// Rows of `x` [t, d] sorted by expert: [n, d].
+    /// Rows of `x` [t, d] in expert order: [n, d].
     pub fn gather(&self, x: &Tensor) -> Result<Tensor> {
         if is_native(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, None, &self.whole()));
@@ -271,7 +274,8 @@ impl Groups {
         x.index_select(&self.index()?[0], 0)
     }
 
-    /// One expert's rows of `x` [t, d], each times its gate of `gates` [t, k]: [rows, d] in `x`'s dtype.
+    /// Rows of `x` [t, d] routed to one expert, times their gates from `gates` [t, k]: [rows, d] in `x`'s
+    /// dtype.
     pub fn gather_scaled(&self, x: &Tensor, gates: &Tensor, run: &ExpertRows) -> Result<Tensor> {
         if is_native(x) {
             return on_real!(x.dtype(), self.gather_cpu(x, Some(gates), run));
@@ -291,7 +295,7 @@ impl Groups {
         let reads: Vec<&Tensor> = [x].into_iter().chain(gates).collect();
         let shape = || (run.rows, d).into();
         if let Some([y]) = cpu::ghost_products::<T, 1>(&reads, [(shape(), x.dtype())], |_| ()) {
-            // of what it is given, its own rows
+            // count the read of this expert's rows only
             launch::moves([&y, &y]);
             return Ok(y);
         }
@@ -312,7 +316,7 @@ impl Groups {
                 }
             }
         };
-        // an expert's share is made by the thread that works on the expert
+        // a single expert is gathered on its own thread
         match gates {
             None => out.par_chunks_mut(ROWS * d).enumerate().for_each(fill),
             Some(_) => out.chunks_mut(ROWS * d).enumerate().for_each(fill),
@@ -320,7 +324,8 @@ impl Groups {
         tensor(out, (run.rows, d), x.dtype())
     }
 
-    /// As [`Groups::gather_cpu`], of bf16: its rows alone are read, each gate's factor rounded with them once.
+    /// [`Groups::gather_cpu`] for bf16: reads only the needed rows, and rounds the product with the gate
+    /// once.
     fn gather_halves(&self, x: &Tensor, gates: Option<&Tensor>, run: &ExpertRows) -> Result<Tensor> {
         let d = self.width(x)?;
         let x = x.contiguous()?;
@@ -362,10 +367,10 @@ impl Groups {
         upcast(&rows)?.broadcast_mul(&g)?.to_dtype(x.dtype())
     }
 
-    /// `y[t] = sum over j of gates[t, j] * row(t, j)` in the order of j; without gates, the plain sum.
+    /// `y[t] = sum over j of gates[t, j] * row(t, j)`, in the order of j; a plain sum without gates.
     ///
     /// # Shapes
-    /// `parts`: the rows of each of [`Groups::runs`], [rows, d] -> [t, d] in `dtype`.
+    /// `parts`: the rows [rows, d] of each of [`Groups::runs`]. Result: [t, d] in `dtype`.
     pub fn combine(&self, parts: &[Tensor], gates: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
         match parts.first() {
             Some(p) if is_native(p) => on_real!(p.dtype(), self.combine_cpu(parts, gates, dtype)),
@@ -382,13 +387,14 @@ impl Groups {
         self.dots_composed(parts, x, self.index()?)
     }
 
-    /// Copies of all rows in the type of the arithmetic, for ghosts that are not widened row by row: `part` is one expert's.
+    /// Memory of widened copies of all rows, for ghosts not widened row by row. `part` is the output of
+    /// any one expert.
     fn ghost_views<T: Real>(&self, part: &Tensor) -> Option<Allocation> {
         let g = part.ghost().filter(|_| part.dtype() != T::DTYPE && !by_blocks::<T>(part.dtype()))?;
         Some(g.ledger().hold((T::DTYPE.size_in_bytes() * self.whole().rows * part.dim(1).ok()?) as u64))
     }
 
-    /// The tensors' values, and for each expert where its rows lie among them.
+    /// Values of each expert's rows.
     fn views<'a, T: Real>(&self, parts: &'a [Tensor]) -> Result<Vec<Values<'a, T>>> {
         let runs = self.runs();
         if runs.len() != parts.len()
@@ -403,14 +409,14 @@ impl Groups {
         parts.iter().map(Values::of).collect()
     }
 
-    /// Where the row of a pair lies: in which of the tensors of [`Groups::runs`], and its place there.
+    /// Position of a pair's row: index into [`Groups::runs`], and value range within the run.
     fn row(&self, run_of: &[usize], pair: usize, d: usize) -> (usize, Range<usize>) {
         let e = self.expert[pair] as usize;
         let first = (self.place[pair] as usize - self.starts[e]) * d;
         (run_of[e], first..first + d)
     }
 
-    /// The number of each expert's run.
+    /// Run index of each expert.
     fn run_of(&self) -> Vec<usize> {
         let mut out = vec![0; self.starts.len() - 1];
         self.runs().iter().enumerate().for_each(|(i, run)| out[run.expert] = i);
@@ -462,7 +468,7 @@ impl Groups {
         .to_dtype(dtype)
     }
 
-    /// [t, k, d]
+    /// All rows in pair order, [t, k, d].
     fn by_pair(&self, parts: &[Tensor], index: &[Tensor; 3]) -> Result<Tensor> {
         let parts = if self.spread.is_some() { &parts[..1] } else { parts };
         let all = Tensor::end_to_end(parts, self.whole().rows)?;

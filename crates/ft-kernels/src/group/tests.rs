@@ -1,4 +1,4 @@
-//! Grouping against finite differences, and compositions against the CPU.
+//! Checks gradients of grouping against finite differences, and composed operations against the CPU.
 
 use super::*;
 use crate::check::{close, gradient, randn};
@@ -7,7 +7,7 @@ const T: usize = 70;
 const E: usize = 5;
 const K: usize = 2;
 
-/// Expert 3 stays idle.
+/// No token is routed to expert 3.
 fn groups() -> Result<Groups> {
     let chosen: Vec<u32> = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
     Groups::new(chosen, K, E, &Device::Cpu)
@@ -76,7 +76,7 @@ fn compositions_agree() -> Result<()> {
     Ok(())
 }
 
-/// Rows of bf16, and their products with gates, rounded once.
+/// bf16 rows, and their products with gates, are rounded once.
 #[test]
 fn rows_of_half_precision() -> Result<()> {
     let g = groups()?;
@@ -90,7 +90,7 @@ fn rows_of_half_precision() -> Result<()> {
     Ok(())
 }
 
-/// A plan gives each expert rows that are there, also where its share is rounded up.
+/// In a plan, row ranges of experts stay in bounds, also if shares are rounded up.
 #[test]
 fn planned_experts_have_rows_of_those_that_are_there() -> Result<()> {
     use crate::ghost::Ghost;

@@ -1,14 +1,16 @@
-// Products of rows sorted by expert with the experts' own matrices: all experts of a layer in one launch, by a schedule of
-// tiles that lies on the device (group.cu). What the host gives is a table of experts, made once.
+// Grouped GEMMs: rows sorted by expert times the experts' own matrices, all experts of a layer in one
+// launch. A tile schedule on the device (group.cu) drives the launch; the host supplies a table of
+// experts, built once.
 //
-// Axes: n rows sorted by expert, o and i the sides of an expert's matrix W [o, i], r the rank of its adapter A [r, i] and
-// B [o, r]; ranks differ by expert, rows of rank's length are `ranks` values apart.
+// Axes: n rows sorted by expert; o and i, the dimensions of an expert's matrix W [o, i]; r, the LoRA rank
+// of its adapter A [r, i], B [o, r]. Ranks differ by expert, so rows of u and du have a fixed stride
+// `ranks`.
 //
-//   forward   y = x W^T + u B^T        u  = s x A^T        right operands as they lie, transposed
-//   backward  dx = dy W + du A         du = s dy B         right operands as they lie
-//   gradient  dW += dy^T x, dA += du^T x, dB += dy^T u     a block a tile of the gradient, over all rows: no atomics
+//   forward   y = x W^T + u B^T        u  = s x A^T        right operands in stored order, transposed
+//   backward  dx = dy W + du A         du = s dy B         right operands in stored order
+//   gradient  dW += dy^T x, dA += du^T x, dB += dy^T u     one block per tile, over all rows: no atomics
 //
-// Two matrices of one shape may be summed: gate's and up's part of dx.
+// A launch can sum the products of two tables of one shape: dx has a part from gate and a part from up.
 #pragma once
 #include "../cuda/matrix.cuh"
 #include "../quantized/codes.cuh"
@@ -17,21 +19,21 @@ constexpr int THREADS = 256;
 constexpr uint32_t NONE = 0xffffffffu;
 constexpr uint64_t NOWHERE = ~0ull;
 
-// As crates/ft-kernels/src/grouped/table.rs writes it: 16 words of 64 bits.
+// Written by crates/ft-kernels/src/grouped/table.rs: 16 words of 64 bits.
 struct alignas(16) Expert {
-  const void *weight, *a, *b;       // W (null: codes), A and B (null: no adapter)
-  const uint8_t *packed;            // codes: see codes.cuh
+  const void *weight, *a, *b;       // W (null: use codes), A and B (null: no adapter)
+  const uint8_t *packed;            // 4-bit codes; see codes.cuh
   const float *pairs, *scales;
   const uint8_t *scale_codes;
   const float *map;
   uint32_t group, shift;
   float offset;
-  uint32_t source;                  // what dequantized values are rounded to first: 0 f32, 1 bf16, 2 f16
+  uint32_t source;                  // first rounding of dequantized values: 0 f32, 1 bf16, 2 f16
   uint32_t rank;
   float scale;
-  uint64_t grad_weight, grad_a, grad_b; // first values in the buffer of gradients, or NOWHERE
-  uint32_t stream, threshold;       // of dropout: see stream.cuh
-  float keep;                       // its factor
+  uint64_t grad_weight, grad_a, grad_b; // offsets in the gradient buffer, or NOWHERE
+  uint32_t stream, threshold;       // dropout; see stream.cuh
+  float keep;                       // dropout's scale
   uint32_t unused;
 };
 
@@ -39,14 +41,15 @@ DEVICE float rounded_to(uint32_t source, float x) {
   return source == 0 ? x : source == 1 ? rounded<bf16>(x) : rounded<f16>(x);
 }
 
-// What is read again and again, in shared memory: an expert with the code book and the map of scales of its matrix.
+// Per-expert constants in shared memory: the entry, and the codebook and scale map of W.
 struct Constants {
   Expert expert;
   float book[16], map[THREADS];
 };
 static_assert(THREADS == 256, "a thread an entry of the map");
 
-// Loads an expert, and the second where there is one, with their constants; `codes` says whether books and maps are wanted.
+// Loads the constants of one or two experts (the second may be null); codebooks and maps only with
+// `codes`.
 DEVICE void load_constants(Constants *to, const Expert *first, const Expert *second, bool codes) {
   constexpr int WORDS = sizeof(Expert) / 8;
   const Expert *const from[2] = {first, second};
@@ -66,19 +69,20 @@ DEVICE void load_constants(Constants *to, const Expert *first, const Expert *sec
   __syncthreads();
 }
 
-// What a launch of products multiplies.
+// Operands of a launch.
 template <typename T> struct Products {
-  const Expert *experts, *more; // the second may be null
-  const T *x, *more_x;          // [n, inner]; null: only what adapters give
+  const Expert *experts, *more; // `more` may be null
+  const T *x, *more_x;          // [n, inner]; null: adapter products only
   const T *u, *more_u;          // [n, ranks]
   uint32_t inner, outer, ranks;
-  bool low;                     // u or du instead of y or dx: [n, ranks], of which an expert's rank counts
+  // compute u or du [n, ranks] instead of y or dx; columns up to the expert's rank are valid
+  bool low;
 };
 
-// One product of those that are summed: left [rows, depth] with its own stride, right [outer, depth] or, not transposed,
-// [depth, outer].
+// One summand: left [rows, depth] with row stride `stride`, times right: [outer, depth] if TRANSPOSED,
+// else [depth, outer].
 template <typename T> struct Factors {
-  const T *left, *right; // no right: the codes of `expert`
+  const T *left, *right; // right null: use the codes of `expert`
   uint32_t stride, depth;
   const Expert *expert;
 };
@@ -87,7 +91,7 @@ DEVICE Matrix codes_of(const Expert &e) {
   return {e.packed, e.pairs, e.scales, e.scale_codes, e.map, e.group, e.offset, e.shift, 0, 0};
 }
 
-// How deep product `at` of four is, with the expert of its table: 0 where there is none.
+// Inner dimension of summand `at` (0 to 3) for expert `e` of the respective table; 0 if absent.
 template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, const Expert &e, int at) {
   if (p.low) return at == 0 ? p.inner : 0;
   const T *const left = at % 2 == 1 ? (at < 2 ? p.u : p.more_u) : (at < 2 ? p.x : p.more_x);
@@ -95,7 +99,7 @@ template <typename T> DEVICE uint32_t depth_of(const Products<T> &p, const Exper
   return at % 2 == 1 ? e.rank : p.inner;
 }
 
-// That product, of a tile that begins at row `first`.
+// Operands of summand `at`, for a tile starting at row `first`.
 template <typename T, bool TRANSPOSED>
 DEVICE Factors<T> factors(const Products<T> &p, const Expert &e, uint32_t first, int at) {
   Factors<T> f = {};
@@ -109,7 +113,7 @@ DEVICE Factors<T> factors(const Products<T> &p, const Expert &e, uint32_t first,
   return f;
 }
 
-// One value of a right operand, whatever it is.
+// One value of a right operand, stored or dequantized.
 template <typename T> DEVICE float right_value(const Factors<T> &f, uint64_t at) {
   if (f.right != nullptr) return load(f.right + at);
   const Matrix m = codes_of(*f.expert);
@@ -117,7 +121,7 @@ template <typename T> DEVICE float right_value(const Factors<T> &f, uint64_t at)
   return rounded_to(f.expert->source, __fmul_rn(m.pairs[2 * code + 1], m.scale(at >> m.shift)));
 }
 
-// A tile of the schedule: its expert, first row and rows.
+// A tile of the schedule: expert, first row, number of rows.
 struct Rows {
   uint32_t expert, first, count;
 };
@@ -129,10 +133,10 @@ DEVICE Rows rows_at(const uint2 *tiles, const uint32_t *starts, uint32_t i, uint
   return {t.x, t.y, left < most ? left : most};
 }
 
-// Which gradient a launch sums.
+// Gradient computed by a launch.
 enum Gradient : uint32_t { OF_WEIGHT, OF_A, OF_B };
 
-// The gradient of one expert: where it is, [rows, cols]; nowhere without one.
+// Gradient buffer offset (or NOWHERE) and shape of one expert's gradient.
 struct Destination {
   uint64_t at;
   uint32_t rows, cols;
@@ -149,7 +153,7 @@ DEVICE Destination destination(const Expert &e, uint32_t which, uint32_t rows, u
       uint32_t outer, uint32_t ranks, uint32_t low, const uint32_t *starts, const uint2 *tiles, T *out
 #define PRODUCTS_OF                                                                                                    \
   { experts, more, x, more_x, u, more_u, inner, outer, ranks, low != 0 }
-// `a` [n, a_stride] and `b` [n, b_stride]: dy or du, and x or u.
+// `a` [n, a_stride] is dy or du, `b` [n, b_stride] is x or u.
 #define GRADIENT(T)                                                                                                    \
   const Expert *experts, uint32_t which, const T *a, uint32_t a_stride, const T *b, uint32_t b_stride, uint32_t rows,  \
       uint32_t cols, const uint32_t *starts, float *grads

@@ -1,8 +1,9 @@
-// Dropout of rows sorted by expert: each expert's linear draws from its own stream, by the token of a row. A block a row.
+// Dropout on rows sorted by expert. Each expert's linear layer has its own random stream, indexed by
+// token. One block per row.
 #include "../dropout/stream.cuh"
 #include "grouped.cuh"
 
-// `tokens` are counted from `first` on; `pair` [n] and `chosen` [pairs] say whose a row is.
+// Token numbers start at `first`; `pair` [n] and `chosen` [pairs] give the token and expert of a row.
 #define DROPOUT(NAME, T)                                                                                               \
   KERNEL(grouped_dropout_##NAME, THREADS, const Expert *experts, const uint32_t *chosen, const uint32_t *pair,         \
          uint32_t top_k, const T *x, const T *add, uint32_t width, uint64_t first, uint32_t key0, uint32_t key1,       \

@@ -1,20 +1,26 @@
-// The grouped products of 16-bit values by tensor cores: a block of eight warps a tile of ROWS x 128, 32 deep at a time, in
-// four stages of shared memory. Values come by cp.async two stages ahead. Codes of 4 bits are loaded ahead of the stage that
-// they are of, and dequantized into shared memory behind the tensor cores' work, by the threads that loaded them: whole sectors
-// of codes, which are 64 deep where rows of W are in the inner dimension's direction, so that every second stage has none to load.
+// Grouped GEMMs of 16-bit values on tensor cores: eight warps per ROWS x 128 tile, inner steps of 32,
+// four stages of shared memory. Values arrive by cp.async two stages ahead. 4-bit codes are loaded into
+// registers several stages ahead and dequantized into shared memory by the loading threads, overlapping
+// with tensor core work. Codes are loaded in whole sectors. With W transposed, a sector spans 64 inner
+// values, so every second stage loads no codes.
 #include "grouped.cuh"
 
 constexpr int COLS = 128, DEPTH = 32, STAGES = 4;
 constexpr int STAGE_RIGHT = COLS * DEPTH * 2; // bytes
 
-// Behind the stages lies what is read again and again: the constants of both tables, and a window of scales. Forward, that is of each warp the scales of the ROW_BLOCK rows of W whose codes it loads,
-// WINDOW bytes of a row at a time, as they lie. Backward a row of W gives a tile two scales, of a sector of 32: so with few rows
-// a block takes WIDE tiles side by side, one after the other at each depth, as many as registers have sums for. Where experts do not
-// fill tiles of 128 rows it takes as many as an expert's rows leave registers for, HALF_FULL at least; where they do, rows are most of
-// what is read. Scales are loaded with the first of these tiles, and the window has the GROUPS absmax that come next.
+// Shared memory after the stages holds the constants of both tables and a window of scales.
+//
+// Forward: each warp has a window of WINDOW bytes of scales for each of the ROW_BLOCK rows of W it loads,
+// in stored order.
+//
+// Backward: a tile needs two scales per row of W, out of a sector of 32. With few rows, a block therefore
+// processes WIDE adjacent column tiles at each inner step (as many as the registers hold accumulators
+// for), and loads the scales with the first tile. If 128-row tiles are partly filled, it processes as
+// many tiles as registers allow, at least HALF_FULL; with full tiles, rows dominate the traffic and one
+// tile is enough. The window caches the next GROUPS absmax values.
 constexpr int WINDOW = 32, ROW_BLOCK = COLS / (THREADS / WARP), WIDE = 6, HALF_FULL = 2, GROUPS = WINDOW * COLS / 4;
 
-// Stores 8 values that are read one by one.
+// Stores 8 values read one by one.
 template <typename T, typename F> DEVICE void store_eight(unsigned char *to, const F &value) {
   uint64_t low = 0, high = 0;
 #pragma unroll 1
@@ -26,38 +32,39 @@ template <typename T, typename F> DEVICE void store_eight(unsigned char *to, con
                           static_cast<uint32_t>(high >> 32)));
 }
 
-// The tile of a right operand: [128, 32] as it lies, transposed, or [32, 128].
+// Layout of a right tile: [128, 32] if TRANSPOSED, else [32, 128].
 template <bool TRANSPOSED> DEVICE int right_place(int row, int piece) {
   if constexpr (TRANSPOSED) return place<DEPTH>(row, piece);
   else return place<COLS>(row, piece);
 }
 
-// Codes that a thread has loaded; forward with their scale, which is factor * absmax + offset, or the factor itself.
+// Codes in flight in registers; in forward with their scale: factor * absmax + offset, or just factor.
 struct Codes {
   uint4 words;
   float factor, absmax;
 };
 
-// Brings the stages of a tile, one after the other: those of all products that are summed, and at each depth those of all tiles
-// side by side. Codes come AHEAD loads before they are dequantized: with few rows a product is as fast as its codes come, and
-// that many bytes have to be on the way.
+// Loads the stages of a tile in order: for each summand and inner step, the right tiles of all adjacent
+// columns. Codes are loaded AHEAD loads before dequantization: with few rows the kernel is bound by
+// memory latency, so enough bytes must be in flight.
 template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct Loader {
   const Products<T> &p;
   const Rows tile;
   const uint32_t outer, col0;
-  const uint32_t beside; // tiles side by side, of BESIDE
+  const uint32_t beside; // adjacent column tiles, at most BESIDE
   unsigned char *const left, *const right; // [STAGES] each
   const Constants *const constants;        // of both tables
-  unsigned char *const window;             // scales: forward this warp's
+  unsigned char *const window;             // scales; in forward, this warp's part
   Factors<T> f;
   int at, stage, left_stage;
-  uint32_t k0, column; // of the product: the depth, and which of the tiles side by side
+  uint32_t k0, column; // inner index and column tile of the current stage
   bool whole_left, whole_right, shared_scales;
   Codes codes[AHEAD];
-  uint32_t next_k, next_column; // of the codes that are loaded next
-  bool pending; // whether the first of them are to be dequantized
-  // forward the last group of scales of this thread, which stays long where it has one row, and its factor; backward the first
-  // group of the window, and what this thread shares with the others of its row: scales at k0, and what is loaded of the next
+  uint32_t next_k, next_column; // position of the next code load
+  bool pending; // whether codes[0] awaits dequantization
+  // Forward: the last group of scales of this thread (stable along a row) and its absmax. Backward: the
+  // first group in the window, the scales shared within a row at k0, and the raw scales loaded for the
+  // next step.
   uint32_t held_group;
   float held[2];
   uint32_t raw[2];
@@ -73,7 +80,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
 
   DEVICE const Expert &expert(int at) const { return constants[at / 2].expert; }
 
-  // Stages of all products.
+  // Number of stages of all summands.
   DEVICE uint32_t stages() const {
     uint32_t all = 0;
 #pragma unroll 1
@@ -81,7 +88,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     return all * beside;
   }
 
-  // To the next product that there is.
+  // Advances to the next summand present.
   DEVICE void next() {
     do {
       if (++at == 4) return;
@@ -102,7 +109,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
 
   DEVICE bool done() const { return at == 4; }
 
-  // Begins to bring the next stage.
+  // Starts loading the next stage.
   DEVICE void begin() {
     if (done()) return;
     if (BESIDE == 1 || column == 0) bring_left();
@@ -111,7 +118,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     else bring_slowly();
   }
 
-  // Ends what `begin` began: other threads see it behind a barrier (and wait for copies).
+  // Completes the stage. A barrier (and a wait for async copies) makes it visible to other threads.
   DEVICE void end() {
     if (done()) return;
     if (pending) dequantize();
@@ -139,7 +146,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // Row and piece of 8 values that thread `i` takes of a tile, and the number of its first value in the operand.
+  // Row, piece, inner index and column of the 8 values loaded by thread `i`; returns their offset in the
+  // operand.
   DEVICE uint64_t piece_of(int i, uint32_t &row, uint32_t &piece, uint32_t &deep, uint32_t &col) const {
     constexpr int PIECES = TRANSPOSED ? DEPTH / 8 : COLS / 8;
     row = i / PIECES, piece = i % PIECES;
@@ -159,7 +167,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // One value after the other, where rows are no whole pieces.
+  // Scalar fallback for unaligned rows.
   DEVICE void bring_slowly() {
     unsigned char *to = right + stage * STAGE_RIGHT;
 #pragma unroll 1
@@ -173,7 +181,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // Begins a stage of codes, if that has loads of its own: transposed, a load is of two stages.
+  // Starts loading codes. If TRANSPOSED, one load covers two stages.
   DEVICE void fetch_codes() {
     constexpr uint32_t STEP = TRANSPOSED ? 2 * DEPTH : DEPTH;
     if (k0 % STEP != 0) return;
@@ -189,7 +197,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     codes[AHEAD - 1] = fetch_next(AHEAD - 1, STEP);
   }
 
-  // The codes that are `ahead` loads before those that are dequantized now.
+  // The codes `ahead` loads after the ones to dequantize now.
   DEVICE Codes fetch_next(uint32_t ahead, uint32_t step) {
     if constexpr (BESIDE == 1) return fetch(k0 + ahead * step, col0);
     const Codes c = fetch(next_k, col0 + next_column * COLS);
@@ -197,8 +205,9 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     return c;
   }
 
-  // Codes of this thread from `k` on: transposed 32 of two stages (threads 2j and 2j + 1 have row j); else 16 of row j for
-  // threads 8j to 8j + 7, of the tile that begins at column `col`.
+  // This thread's codes from inner index `k` on. TRANSPOSED: 32 codes spanning two stages (threads 2j and
+  // 2j + 1 handle row j). Otherwise: 16 codes of row j for threads 8j to 8j + 7, in the tile starting at
+  // column `col`.
   DEVICE Codes fetch(uint32_t k, uint32_t col) {
     const uint32_t row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
     const uint32_t deep = k + (TRANSPOSED ? part * DEPTH : row);
@@ -212,7 +221,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
       c.words.x = w.x, c.words.y = w.y;
       return c;
     }
-    // rows of whole blocks: a warp brings the scales of its rows some blocks at a time
+    // if rows consist of whole quantization blocks, a warp loads the scales of its rows for several
+    // blocks at once
     const bool nested = m.scale_codes != nullptr;
     const uint32_t span = (nested ? WINDOW : WINDOW / 4) << m.shift, blocks = f.depth >> m.shift;
     const bool windows = blocks << m.shift == f.depth;
@@ -231,10 +241,10 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     return c;
   }
 
-  // The scale of 16 codes of this thread that are dequantized now.
+  // The scale of this thread's codes to dequantize now.
   DEVICE float scale() {
     const Matrix m = codes_of(*f.expert);
-    // rounded after the product and after the sum: see codes.cuh
+    // rounded after the product and after the sum; see codes.cuh
     if constexpr (TRANSPOSED) {
       return m.scale_codes == nullptr ? codes[0].factor : __fadd_rn(__fmul_rn(codes[0].factor, codes[0].absmax), m.offset);
     } else {
@@ -252,8 +262,8 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // The block whose scale this thread gives to the others of its row at depth `k`, of 64 columns: thread j of the row has those of
-  // tile j of those side by side.
+  // Index of the i-th block (of 64 columns) whose scale this thread supplies to its row at inner index
+  // `k`: thread j of a row covers column tile j. Returns whether the block exists.
   DEVICE bool shared_block(const Matrix &m, uint32_t k, uint32_t i, uint32_t &block) const {
     static_assert(BESIDE <= 8 && COLS == 128, "two scales a thread");
     const uint32_t deep = k + threadIdx.x / 8, part = threadIdx.x % 8, col = col0 + part * COLS + i * 64;
@@ -261,7 +271,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     return deep < f.depth && col < outer && part < beside;
   }
 
-  // Begins to load these scales: both at once where they lie so.
+  // Starts loading these scales, both in one load if contiguous and aligned.
   DEVICE void load_scales(uint32_t k) {
     const Matrix m = codes_of(*f.expert);
     raw[0] = 0, raw[1] = 0;
@@ -284,7 +294,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // Those at k0, of what was loaded.
+  // Converts the raw scales loaded for k0.
   DEVICE void share(const Matrix &m) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; i++) {
@@ -296,7 +306,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     }
   }
 
-  // Brings absmax for the rows at k0, and as many as the window has from there on, if they are not there.
+  // Ensures that the window holds the absmax values of the rows at k0, refilling it from there on.
   DEVICE void bring_absmax(const Matrix &m) {
     const uint32_t end = k0 + DEPTH < f.depth ? k0 + DEPTH : f.depth;
     const auto group = [&](uint64_t value) { return static_cast<uint32_t>(value >> m.shift) / m.group; };
@@ -311,10 +321,11 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     __syncthreads();
   }
 
-  // Where a word of a line of the window lies: one word of 16 lines in 16 banks.
+  // Offset of a word in a line of the window; swizzled, so one word of 16 lines spans 16 banks.
   DEVICE static int spot(uint32_t line, uint32_t word) { return static_cast<int>(line * WINDOW + (word ^ (line / 4)) * 4); }
 
-  // The scales from `k` on of the rows whose codes this warp loads; `blocks` are those of a row.
+  // Loads the scales from inner index `k` on for the rows of this warp; `blocks` is the number of blocks
+  // per row.
   DEVICE void bring_scales(const Matrix &m, uint32_t k, uint32_t blocks) {
     const uint32_t size = m.scale_codes != nullptr ? 1 : 4, first = (k >> m.shift) * size, lane = threadIdx.x % WARP;
     const unsigned char *const from = size == 1 ? m.scale_codes : reinterpret_cast<const unsigned char *>(m.scales);
@@ -336,7 +347,7 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     __syncwarp();
   }
 
-  // The 8 values of a word of codes; called by whole warps.
+  // Dequantizes the 8 codes of a word. All lanes must participate.
   DEVICE uint4 dequantized(uint32_t word, float entry, float scale, uint32_t source) const {
     float v[8];
 #pragma unroll
@@ -354,10 +365,10 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
     const uint4 words = codes[0].words;
     const float scale = this->scale();
     const int row = threadIdx.x / (TRANSPOSED ? 2 : 8), part = threadIdx.x % (TRANSPOSED ? 2 : 8);
-    // neighbours store their pieces in another order, so that they are in other banks
+    // neighboring threads store pieces in swapped order to avoid bank conflicts
     if constexpr (TRANSPOSED) {
       unsigned char *to = right + (stage + part) % STAGES * STAGE_RIGHT;
-      // behind the last stage of this product may be the first one of the next
+      // the stage after the last one of this summand may belong to the next
       const bool turned = part == 1, some = k0 + part * DEPTH < f.depth;
       const uint32_t w[4] = {turned ? words.z : words.x, turned ? words.w : words.y, turned ? words.x : words.z,
                              turned ? words.y : words.w};
@@ -376,10 +387,10 @@ template <typename T, bool TRANSPOSED, int ROWS, int AHEAD, int BESIDE> struct L
   }
 };
 
-// ROWS rows by 128 columns, and BESIDE of these tiles side by side; warps stand DOWN below each other.
+// Computes ROWS rows by up to BESIDE adjacent tiles of 128 columns, with DOWN warps along the rows.
 template <typename T, bool TRANSPOSED, int ROWS, int DOWN, int AHEAD, int BESIDE>
 DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
-  constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // of a warp
+  constexpr int H = ROWS / DOWN, W = COLS / (THREADS / WARP / DOWN); // per warp
   SHARED_BYTES(shared);
   const Rows tile = rows_at(tiles, starts, blockIdx.x, ROWS);
   if (tile.expert == NONE) return;
@@ -390,7 +401,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   load_constants(held, p.experts + tile.expert, p.more != nullptr ? p.more + tile.expert : nullptr, !p.low);
   const Expert &e = held[0].expert;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp, in the tile
+  const int row = warp % DOWN * H, col = warp / DOWN * W; // of the warp within the tile
   const int some_rows = static_cast<int>(tile.count) - row, some_cols = static_cast<int>(outer - col0) - col;
 
   Loader<T, TRANSPOSED, ROWS, AHEAD, BESIDE> loader(p, tile, outer, col0, beside, shared);
@@ -408,7 +419,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
     cp_async_commit();
     if (step >= 0) {
       const unsigned char *const a = left_tiles + (BESIDE == 1 ? step % STAGES : static_cast<int>(left_stage)) * ROWS * DEPTH * 2, *const b = right_tiles + step % STAGES * STAGE_RIGHT;
-      // sums are in registers, whose numbers are known here only
+      // accumulators need compile-time indices to stay in registers
 #pragma unroll
       for (uint32_t c = 0; c < BESIDE; c++)
         if (BESIDE == 1 || column == c) {
@@ -439,7 +450,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
     loader.end();
   }
 
-  // by way of shared memory, so that whole lines are stored
+  // through shared memory, to store whole lines
   cp_async_wait<0>();
   __syncthreads();
   unsigned char *const own = shared + warp * H * W * 2;
@@ -472,7 +483,7 @@ DEVICE void products(const Products<T> &p, const uint32_t *starts, const uint2 *
   }
 }
 
-// The gradient of one expert's matrix: a tile of 128 x 128, over the expert's rows.
+// Loads a stage for the gradient of one expert's matrix: 128 x 128 tiles, summed over the expert's rows.
 template <typename T> DEVICE void bring(unsigned char *to, const T *from, uint32_t stride, uint32_t rows, uint32_t cols, bool whole) {
 #pragma unroll
   for (int i = threadIdx.x; i < DEPTH * COLS / 8; i += THREADS) {
@@ -564,7 +575,7 @@ DEVICE void gradient(const Expert *experts, uint32_t which, const T *a, uint32_t
   KERNEL(grouped_##NAME##_##T, SIDE_BY_SIDE(BESIDE == 1 ? 2 : 1, THREADS), PRODUCTS(T)) {                                                \
     products<T, TRANSPOSED, ROWS, DOWN, AHEAD, BESIDE>(PRODUCTS_OF, starts, tiles, out);                               \
   }
-// Of tiles that may be half full: the fewer rows, the more columns.
+// For tiles possibly half full: the fewer rows, the more columns.
 template <typename T> DEVICE void wide_products(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   const uint32_t rows = rows_at(tiles, starts, blockIdx.x, 128).count;
   if (rows <= 64) products<T, false, 64, 2, 4, 2 * HALF_FULL>(p, starts, tiles, out);

@@ -1,12 +1,14 @@
-// The grouped products forward of a single token: a row an expert, 16-bit values. A tile of 128 columns would leave most of the card
-// without work (48 blocks for 8 experts of 768), and tensor cores without rows; here a warp makes ROWS values of y straight from
-// as many rows of W, as quantized/rows.cu does, and a block WARPS times that. Arguments are those of grouped_half.cu's `few_forward`, and
-// any number of rows will do.
+// Grouped forward GEMM for a single token: one row per expert, 16-bit values. Tiles of 128 columns would
+// leave most SMs idle (48 blocks for 8 experts of 768) and tensor cores mostly empty. Instead each warp
+// computes ROWS values of y directly from as many rows of W (as in quantized/rows.cu), and a block WARPS
+// times as many. The arguments are those of `few_forward` in grouped_half.cu; any number of rows is
+// valid.
 #include "grouped.cuh"
 
-constexpr int WARPS = THREADS / WARP, ROWS = 4, SIDE = 32; // SIDE: rows of a tile of the schedule
+constexpr int WARPS = THREADS / WARP, ROWS = 4, SIDE = 32; // SIDE: rows per schedule tile
 
-// sum[r] += left . row r of a right operand [outer, depth], by a warp, a lane's share of it. `whole`: rows begin at whole vectors.
+// sum[r] += left . row r of a right operand [outer, depth], split across the lanes of a warp. `whole`:
+// rows are vector-aligned.
 template <typename T>
 DEVICE void add_values(float (&sum)[ROWS], const Factors<T> &f, uint32_t first, uint32_t outer, bool whole, uint32_t lane) {
   if (!whole) {
@@ -30,7 +32,8 @@ DEVICE void add_values(float (&sum)[ROWS], const Factors<T> &f, uint32_t first, 
   }
 }
 
-// The same of codes: rows are whole pieces of 32. Values are rounded as everywhere: by their source, and to T.
+// The same for 4-bit codes. Row lengths are multiples of 32. Values are rounded to their source dtype,
+// then to T.
 template <typename T>
 DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &constants, uint32_t first, uint32_t outer, uint32_t lane) {
   constexpr int STEPS = CHUNK / (WARP * 8);
@@ -38,13 +41,14 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
   m.map = constants.map;
   const float entry = constants.book[lane % 16];
   const uint32_t source = constants.expert.source;
-  // a lane has the scale of one block of as many values of each row, where rows are whole blocks; its group's absmax stays long
+  // each lane holds the scale of one block per row, refreshed every `span` values; the group's absmax is
+  // cached
   const uint32_t span = (f.depth >> m.shift) << m.shift == f.depth ? WARP << m.shift : CHUNK;
   float scales[ROWS] = {}, absmax = 0.0f;
   uint32_t held = NONE;
 #pragma unroll 1
   for (uint32_t start = 0; start < f.depth; start += CHUNK) {
-    // the loads of all rows before what waits for them
+    // issue the loads of all rows before using any
     uint32_t word[ROWS][STEPS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -67,7 +71,7 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
     }
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      if (start + s * WARP * 8 >= f.depth) break; // the whole warp
+      if (start + s * WARP * 8 >= f.depth) break; // uniform across the warp
       const uint32_t k = start + (s * WARP + lane) * 8;
       float x[8] = {};
       if (k < f.depth) load_vector(f.left + k, x);
@@ -85,7 +89,7 @@ DEVICE void add_codes(float (&sum)[ROWS], const Factors<T> &f, const Constants &
 
 template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *starts, const uint2 *tiles, T *out) {
   SHARED_ARRAY(Constants, constants, 1);
-  SHARED_BYTES(shared); // a row of `inner` values
+  SHARED_BYTES(shared); // one row of `inner` values
   const Rows tile = rows_at(tiles, starts, blockIdx.x, SIDE);
   if (tile.expert == NONE) return;
   const uint32_t outer = p.low ? p.experts[tile.expert].rank : p.outer, stride = p.low ? p.ranks : p.outer;
@@ -113,7 +117,7 @@ template <typename T> DEVICE void one(const Products<T> &p, const uint32_t *star
         if (f.right == nullptr && left && f.depth % 32 == 0 && is_aligned(e.packed)) add_codes(sum, f, constants[0], first, outer, lane);
         else add_values(sum, f, first, outer, left && f.right != nullptr && f.depth % 8 == 0 && is_aligned(f.right), lane);
       }
-      // side by side
+      // lanes 0 to ROWS - 1 store adjacent values
       float own = 0.0f;
 #pragma unroll
       for (uint32_t r = 0; r < ROWS; r++) {

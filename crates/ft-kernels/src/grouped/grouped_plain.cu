@@ -1,12 +1,13 @@
-// The grouped products in f32: a block a tile of 64 x 64, 16 deep at a time.
+// Grouped GEMMs in f32: one block per 64 x 64 tile, inner steps of 16.
 #include "grouped.cuh"
 
 constexpr int SIDE = 64, DEPTH = 16, EACH = SIDE / 16;
 
-// Where value `at` of a side lies in line `k` of shared memory: copies and sums both touch 32 banks.
+// Swizzled offset of value `at` in line `k` of shared memory: copies and products are free of bank
+// conflicts.
 DEVICE int spot(int k, int at) { return k * SIDE + (at ^ (2 * k)); }
 
-// acc [EACH, EACH] += what two pieces of 16 lines give for this thread.
+// acc [EACH, EACH] += this thread's part of the product of two 16-deep pieces.
 DEVICE void add(float (&acc)[EACH][EACH], const float *a, const float *b, int y, int x) {
 #pragma unroll 4
   for (int k = 0; k < DEPTH; k++) {
@@ -20,18 +21,19 @@ DEVICE void add(float (&acc)[EACH][EACH], const float *a, const float *b, int y,
   }
 }
 
-// Copies SIDE x DEPTH values: `value(k, at)` for each line and place.
+// Fills SIDE x DEPTH values with `value(k, at)`. DEEP: memory is contiguous along k.
 template <bool DEEP, typename F> DEVICE void fill(float *to, const F &value) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < SIDE * DEPTH; i += THREADS) {
-    // the direction in which the values lie side by side comes first
+    // consecutive threads follow the contiguous direction
     const int k = DEEP ? i % DEPTH : i / SIDE, at = DEEP ? i / DEPTH : i % SIDE;
     to[spot(k, at)] = value(k, at);
   }
 }
 
-// Codes of 4 bits, where they lie so that whole sectors are loaded: transposed 16 codes a thread of 64 depths, of which every
-// fourth thread has those of a piece of 16 lines; else 4 codes of a line.
+// 4-bit codes loaded in whole sectors, if the layout allows it. TRANSPOSED: each thread loads 16 codes of
+// a span of 64 inner values, and every fourth thread stores its codes in a given 16-deep step. Otherwise:
+// 4 codes of one row.
 template <bool TRANSPOSED> struct Codes {
   uint2 words;
   float scale;
@@ -64,7 +66,7 @@ template <bool TRANSPOSED> struct Codes {
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] = value(constants, words.x, i);
-      // a piece of four lies together, its pairs turned in odd lines: see `spot`
+      // four values stay together, with pairs swapped in odd lines; see `spot`
       const bool turned = k % 2 == 1;
       const float stored[4] = {turned ? v[2] : v[0], turned ? v[3] : v[1], turned ? v[0] : v[2], turned ? v[1] : v[3]};
       store_vector(to + (spot(k, col) & ~3), stored);

@@ -1,15 +1,17 @@
-//! Products of rows sorted by expert with the experts' own matrices, on CUDA: those of all experts in one launch.
+//! Grouped GEMMs on CUDA: rows sorted by expert times the experts' own matrices, all experts in one
+//! launch.
 //!
 //! ```text
-//! u = low(table, x)           s x A^T     [n, ranks]    of experts that have an adapter
+//! u = low(table, x)           s x A^T     [n, ranks]    for experts with an adapter
 //! y = forward(table, x, u)    x W^T + u B^T
 //! du = low_back(table, dy)    s dy B
 //! dx = backward(table, dy, du)            dy W + du A
 //! gradients                   dW += dy^T x, dA += du^T x, dB += dy^T u
 //! ```
 //!
-//! What an expert has (values or codes of 4 bits, an adapter of some rank, gradients) stands in a [`Table`] on the device, made
-//! once. `grouped_half.cu` has tensor cores for 16-bit values, `grouped_plain.cu` is f32's.
+//! A [`Table`] on the device, built once, describes the experts: weights or 4-bit codes, adapters of
+//! individual ranks, gradient offsets. `grouped_half.cu` covers 16-bit values (tensor cores),
+//! `grouped_plain.cu` f32.
 
 pub mod table;
 
@@ -22,36 +24,39 @@ use super::ledger::Cost;
 use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in grouped.cuh.
+/// Threads per block; must match grouped.cuh.
 const THREADS: u32 = 256;
-/// Columns of a tile: by tensor cores, and in f32.
+/// Columns per tile: tensor cores, and f32.
 const COLUMNS: usize = 128;
 const PLAIN: usize = 64;
-/// Tiles side by side that a block takes backward with few rows, and at least with tiles that are half full: see grouped_half.cu.
+/// Adjacent column tiles per block in backward: with few rows, and the minimum with half-full tiles; must
+/// match grouped_half.cu.
 const WIDE: usize = 6;
 const HALF_FULL: usize = 2;
-/// Columns of a block for a single token, and blocks by tiles that would be too few for a card: see grouped_one.cu.
+/// Columns per block in the single-token kernel, and the number of tiled blocks below which it is used;
+/// see grouped_one.cu.
 const ONE: usize = 32;
 const TOO_FEW: usize = 128;
-/// Most bytes of that token's values in shared memory.
+/// Maximum bytes of the token's values staged in shared memory.
 const STAGED: usize = 40 << 10;
-/// Bytes of a tile's row or column in shared memory: four stages of 32 values of 16 bits.
+/// Shared memory per row or column of a tile: four stages of 32 16-bit values.
 const DEEP: usize = 4 * 32 * 2;
-/// Bytes of the expert of each table, its code book and its map, and 32 of the scales of each column.
+/// Shared memory for the constants of two tables (expert, codebook, map) and 32 bytes of scales per
+/// column.
 const CODES: usize = 2 * (table::BYTES + (16 + 256) * 4) + 32 * COLUMNS;
 
-/// Which gradient.
+/// Operand receiving a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradient {
-    /// Of W, from dy and x.
+    /// W, from dy and x.
     Weight,
-    /// Of A, from du and x.
+    /// A, from du and x.
     A,
-    /// Of B, from dy and u.
+    /// B, from dy and u.
     B,
 }
 
-/// The source of the kernels for a type, and columns of a tile.
+/// Kernel source and columns per tile for a dtype.
 fn source(dtype: DType) -> (Source, usize) {
     match dtype {
         DType::F32 => (compiled!(GROUPED_PLAIN), PLAIN),
@@ -59,7 +64,7 @@ fn source(dtype: DType) -> (Source, usize) {
     }
 }
 
-/// Shared memory of a block with tiles of `rows` rows; that of products beside.
+/// Shared memory of a gradient block with tiles of `rows` rows; products add constants and scales.
 fn shared(dtype: DType, rows: usize) -> usize {
     if dtype == DType::F32 { 0 } else { DEEP * (rows + COLUMNS) }
 }
@@ -68,7 +73,7 @@ fn shared_of_products(dtype: DType, rows: usize) -> usize {
     shared(dtype, rows) + if dtype == DType::F32 { 0 } else { CODES }
 }
 
-/// Shared memory that a kernel of this name is launched with.
+/// Shared memory at launch of the kernel `kernel`.
 #[cfg(test)]
 pub fn shared_memory(kernel: &str) -> usize {
     match kernel.strip_prefix("grouped_") {
@@ -80,28 +85,28 @@ pub fn shared_memory(kernel: &str) -> usize {
     }
 }
 
-/// What is multiplied with one matrix of each expert: rows [n, inner], and those of low rank [n, ranks].
+/// Table, rows [n, inner], and optionally the low-rank rows (u or du) [n, ranks].
 pub type Operand<'a> = (&'a Table, &'a Tensor, Option<&'a Tensor>);
 
-/// Which products a launch sums.
+/// Products summed by a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
-    /// With W, and of low rank.
+    /// With W and the adapter.
     Whole,
-    /// With A forward, B backward: [n, ranks].
+    /// With A (forward) or B (backward): [n, ranks].
     Low,
-    /// With W alone.
+    /// With W only.
     Values,
-    /// Of low rank alone.
+    /// With the adapter only.
     Adapter,
 }
 
-/// Writes the work of a product down.
+/// Records the FLOPs and traffic of a product (ghosts only).
 fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
     let Some(g) = x.ghost() else { return };
     let (n, busy) = (s.rows() as f64, s.busy());
     let (o, i) = (table.dims.0 as f64, table.dims.1 as f64);
-    // as if o and i were one size
+    // exact for o = i
     let low_flops = n * table.mean_rank * (i + o);
     let cost = match what {
         What::Low | What::Adapter => Cost { flops: low_flops, ..Cost::default() },
@@ -115,7 +120,7 @@ fn work(table: &Table, s: &Sorted, x: &Tensor, what: What) {
     g.ledger().work(cost);
 }
 
-/// A launch of products: `name` is forward or backward, `outer` the columns of the result.
+/// Launches the kernel `name` (forward or backward). `outer` is the width of the result.
 fn products(
     name: &str,
     (table, x, u): Operand<'_>,
@@ -155,13 +160,13 @@ fn products(
     let (source, columns) = source(x.dtype());
     let tiles = s.tiles.dim(0)?;
     let staged = inner * x.dtype().size_in_bytes();
-    // a token of a reply: experts would leave most of a card without work
+    // single token: tiles would leave most SMs idle
     let one = name == "forward" && s.few() && s.tokens == 1 && staged <= STAGED;
     let one = one && tiles * width.div_ceil(columns) < TOO_FEW;
     let (source, name, columns, bytes) = if one {
         (compiled!(GROUPED_ONE), "grouped_one".to_string(), ONE, staged)
     } else {
-        // backward a block takes some tiles where codes, and not rows, are most of what it reads
+        // in backward, a block takes several column tiles if codes dominate its traffic
         let (kind, beside) = match (s.few(), name) {
             (true, "backward") => ("few_", WIDE),
             (true, _) => ("few_", 1),
@@ -185,32 +190,32 @@ fn products(
         .tensor(&s.tiles)?
         .tensor(&out)?;
     let grid = Grid::new(tiles, THREADS).by(width.div_ceil(columns)).shared(bytes);
-    // SAFETY: tables have the addresses of matrices of these sizes, which their tensors keep, of as many experts as the
-    // schedule is for; rows of x, u and the result were compared with it above.
+    // SAFETY: the table holds addresses of matrices with these dimensions, and keeps the tensors alive;
+    // it has as many experts as the schedule; the rows of x, u and the result were checked above.
     unsafe { launch.run(grid) }?;
     Ok(out)
 }
 
-/// `s x A^T` [n, ranks] of rows `x` [n, i]; none where no expert has an adapter.
+/// `s x A^T` [n, ranks] for rows `x` [n, i]; `None` if no expert has an adapter.
 pub fn low(table: &Table, x: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
     let run = || products("forward", (table, x, None), None, (table.dims.1, table.dims.0), What::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
-/// `s dy B` [n, ranks] of rows `dy` [n, o]; none where no expert has an adapter.
+/// `s dy B` [n, ranks] for rows `dy` [n, o]; `None` if no expert has an adapter.
 pub fn low_back(table: &Table, dy: &Tensor, s: &Sorted) -> Result<Option<Tensor>> {
     let run = || products("backward", (table, dy, None), None, table.dims, What::Low, s);
     (table.ranks > 0).then(run).transpose()
 }
 
-/// `x W^T + u B^T` [n, o] of rows `x` [n, i].
+/// `x W^T + u B^T` [n, o] for rows `x` [n, i].
 pub fn forward(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
     products("forward", of, None, (of.0.dims.1, of.0.dims.0), What::Whole, s)
 }
 
-/// `dy W + du A` [n, i] of rows `dy` [n, o], and the same of a second matrix added to it.
+/// `dy W + du A` [n, i] for rows `dy` [n, o], plus the same for a second table.
 pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Result<Tensor> {
-    // one launch for two where they have one shape: ranks may differ
+    // a single launch requires equal rank strides
     match more {
         Some(m) if m.0.ranks != of.0.ranks => {
             let first = products("backward", of, None, of.0.dims, What::Whole, s)?;
@@ -220,28 +225,28 @@ pub fn backward(of: Operand<'_>, more: Option<Operand<'_>>, s: &Sorted) -> Resul
     }
 }
 
-/// `dy W` [n, i] alone, of rows `dy` [n, o].
+/// Only `dy W` [n, i], for rows `dy` [n, o].
 pub fn values_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
     products("backward", of, None, of.0.dims, What::Values, s)
 }
 
-/// `du A` [n, i] alone, for rows `dy` [n, o].
+/// Only `du A` [n, i], for rows `dy` [n, o].
 pub fn adapter_back(of: Operand<'_>, s: &Sorted) -> Result<Tensor> {
     products("backward", of, None, of.0.dims, What::Adapter, s)
 }
 
-/// Dropout's key: a step's numbers; tokens count from `first`.
+/// Seed of dropout in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Drops {
     /// Seed of the run.
     pub seed: u64,
-    /// The step.
+    /// Step number.
     pub step: u64,
     /// Number of the first token.
     pub first: usize,
 }
 
-/// What dropout leaves of rows `x` [n, width], by the probability and stream of each expert, times its factor; `add` to it.
+/// Dropout of rows `x` [n, width] with each expert's own probability and stream, rescaled, plus `add`.
 pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: &Sorted) -> Result<Tensor> {
     let (n, width) = x.dims2()?;
     if n != s.rows() || add.is_some_and(|a| a.dims() != [n, width] || a.dtype() != x.dtype()) {
@@ -267,13 +272,14 @@ pub fn drop_out(table: &Table, x: &Tensor, add: Option<&Tensor>, key: Drops, s: 
         .number(key1)
         .number(step)
         .tensor(&y)?;
-    // SAFETY: n rows of `width` values each, n pairs with experts of the table: a block a row.
+    // SAFETY: x, `add` and y have n rows of `width` values; the n pairs refer to experts of the table;
+    // one block per row.
     unsafe { launch.run(Grid::new(n, THREADS)) }?;
     Ok(y)
 }
 
-/// Adds the gradients of one kind to `grads`, the flat f32 buffer that the table's places are in: from `a` (dy or du) and `b`
-/// (x or u).
+/// Accumulates one kind of gradient into `grads`, the flat f32 buffer addressed by the table's offsets,
+/// from `a` (dy or du) and `b` (x or u).
 pub fn gradients(
     table: &Table,
     which: Gradient,
@@ -319,6 +325,7 @@ pub fn gradients(
         .tensor(grads)?;
     let grid = Grid::new(cols.div_ceil(columns), THREADS).by(rows.div_ceil(columns));
     let grid = Grid { blocks: [grid.blocks[0], grid.blocks[1], s.experts], ..grid };
-    // SAFETY: as the products; the table's places lie inside of the buffer, and each of its values belongs to one block.
+    // SAFETY: as for products; the offsets lie inside the buffer (`ends` was checked), and each value is
+    // written by one block.
     unsafe { launch.run(grid.shared(shared(a.dtype(), COLUMNS))) }
 }

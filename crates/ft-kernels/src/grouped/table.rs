@@ -1,4 +1,4 @@
-//! What the grouped products know of experts: one matrix of each, on the device.
+//! Device table of experts for grouped GEMMs: one matrix per expert.
 
 use super::Gradient;
 use crate::Tensor;
@@ -9,89 +9,89 @@ use crate::quantized::{QuantizedMatrix, Scales};
 use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Result};
 
-/// 64-bit words of an expert, as `struct Expert` of grouped.cuh.
+/// 64-bit words per expert; must match `struct Expert` in grouped.cuh.
 const WORDS: usize = 16;
-/// Bytes that an expert takes on the device in the table of one of its matrices.
+/// Bytes per expert and matrix on the device.
 pub const BYTES: usize = 8 * WORDS;
-/// In place of a gradient's place.
+/// Gradient offset of frozen parameters.
 const NOWHERE: u64 = u64::MAX;
-/// Rows of low rank begin at whole vectors.
+/// Row strides of u and du are a multiple of this, for vector alignment.
 const RANKS: usize = 8;
 
-/// The matrix of an expert, [o, i].
+/// The matrix W of an expert, [o, i].
 #[derive(Clone, Copy, Debug)]
 pub enum Side<'a> {
-    /// Values.
+    /// Stored values.
     Values(&'a Tensor),
-    /// Codes of 4 bits.
+    /// 4-bit codes.
     Codes(&'a QuantizedMatrix),
 }
 
-/// The low-rank update of an expert.
+/// The LoRA adapter of an expert.
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter<'a> {
     /// A [r, i].
     pub a: &'a Tensor,
     /// B [o, r].
     pub b: &'a Tensor,
-    /// Factor on the update.
+    /// Factor on the update (alpha / r, or the rsLoRA variant).
     pub scale: f64,
-    /// Where the gradients of A and B begin in the buffer.
+    /// Offsets of A and B in the gradient buffer.
     pub gradients: Option<(usize, usize)>,
-    /// Probability that an input is zeroed in training, and the number of its stream.
+    /// Dropout probability, and number of the random stream.
     pub dropout: (f64, u64),
 }
 
-/// What the table has of an expert.
+/// One expert's entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry<'a> {
-    /// W.
+    /// Weight matrix W.
     pub weight: Side<'a>,
-    /// Where its gradient begins in the buffer.
+    /// Offset of W in the gradient buffer; `None` if frozen.
     pub gradient: Option<usize>,
-    /// Its adapter.
+    /// LoRA adapter.
     pub adapter: Option<Adapter<'a>>,
-    /// How many experts it stands for: one, but in a plan.
+    /// Number of experts represented by this entry: 1, except in plans.
     pub alike: usize,
 }
 
 /// One matrix of each expert of a layer.
 ///
-/// It has addresses, and it holds the tensors that are there: their memory is given back behind the table's.
+/// Stores device addresses, and keeps the tensors alive as long as the table.
 #[derive(Clone, Debug)]
 pub struct Table {
-    /// [e, 16] i64.
+    /// Table words [e, 16], i64.
     pub(super) experts_words: Tensor,
-    /// What the addresses are of.
+    /// Tensors behind the addresses.
     _held: Vec<Tensor>,
     pub(super) experts: usize,
-    /// o and i.
+    /// (o, i).
     pub(super) dims: (usize, usize),
     pub(super) dtype: DType,
-    /// Values of a row of low rank; 0 without adapters.
+    /// Row stride of u and du, in values; 0 without adapters.
     pub(super) ranks: usize,
-    /// One more than the last value of a gradient.
+    /// End of the last gradient in the buffer.
     pub(super) ends: usize,
-    /// Values that train, by [`Gradient`].
+    /// Trainable values by [`Gradient`].
     trains: [usize; 3],
     /// Whether any expert has dropout.
     pub drops: bool,
-    /// For plans: the mean of ranks, codes, bytes of values and codes.
+    /// For plans: mean LoRA rank, number of quantized values, bytes of weights and codes.
     pub(super) mean_rank: f64,
     pub(super) coded: f64,
     pub(super) bytes: f64,
 }
 
-/// Whether the kernels take the codes of a matrix.
+/// Whether the kernels support a matrix's quantization block.
 pub fn takes(w: &QuantizedMatrix) -> bool {
     w.block().is_power_of_two() && w.block() >= 32 && w.dims().0 * w.dims().1 < 1 << 37
 }
 
 impl Table {
-    /// Of the experts in order, for products in `dtype`.
+    /// Builds the table for products in `dtype`, with `entries` in expert order.
     ///
     /// # Errors
-    /// Shapes or types that do not go together; a tensor of another device.
+    /// Shapes or dtypes don't match, or a tensor is on another device.
     pub fn new(entries: &[Entry<'_>], dtype: DType) -> Result<Self> {
         let Some(first) = entries.first() else { candle_core::bail!("a layer without experts") };
         let dims_of = |e: &Entry<'_>| match e.weight {
@@ -173,18 +173,18 @@ impl Table {
         self.trains[which as usize] > 0
     }
 
-    /// Values that train, of all experts.
+    /// Trainable values of all experts.
     pub(super) fn gradient_values(&self, which: Gradient) -> f64 {
         self.trains[which as usize] as f64
     }
 }
 
-/// Two numbers of 32 bits in a word, the first in its lower half.
+/// Packs two 32-bit numbers into a word, `low` in the lower half.
 fn pair(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
-/// `struct Expert` of grouped.cuh; `held` gets the tensors whose addresses it has.
+/// Encodes `struct Expert` of grouped.cuh. Tensors behind addresses are pushed to `held`.
 fn words(e: &Entry<'_>, held: &mut Vec<Tensor>) -> Result<[u64; WORDS]> {
     let mut w = [0; WORDS];
     let mut at = |t: &Tensor| {

@@ -6,20 +6,20 @@ use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in optimizer.cu.
+/// Threads per block; must match optimizer.cu.
 const THREADS: usize = 256;
-/// Values that a thread of the update takes.
+/// Values per thread of an update.
 const VECTOR: usize = 4;
-/// Blocks that one sum is shared out to at the most, and values that a thread takes at the least.
+/// Maximum blocks per partial sum, and minimum values per thread.
 const BLOCKS: usize = 1024;
 const EACH: usize = 16;
 
-/// Adds the numbers of an update.
+/// Pushes the hyperparameters of an update.
 fn numbers<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
     rest(launch.number(k.grad_scale as f32), k)
 }
 
-/// As [`numbers`], for moments in 8 bits.
+/// Like [`numbers`], for 8-bit moments.
 fn numbers8<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
     rest(launch.number(k.grad_scale as f32).number(k.betas[0] as f32), k)
 }
@@ -35,17 +35,17 @@ fn rest<'a>(launch: Launch<'a>, k: &AdamW) -> Launch<'a> {
         .number(k.eps as f32)
 }
 
-/// Adds codes and scales of both moments.
+/// Pushes codes and scales of both moments.
 fn coded<'a>(launch: Launch<'a>, m: &'a EightBit) -> Result<Launch<'a>> {
     launch.tensor(&m.codes[0])?.tensor(&m.scales[0])?.tensor(&m.codes[1])?.tensor(&m.scales[1])
 }
 
-/// Adds the random numbers that round.
+/// Pushes the random stream for stochastic rounding.
 fn drawn(launch: Launch<'_>, draws: Draws) -> Launch<'_> {
     draws.stream.words().into_iter().fold(launch.number(draws.first), Launch::number)
 }
 
-/// One update of weights, moments and the weights' copy; the gradient is zero then.
+/// Updates weights, moments and the optional compute copy, and zeroes the gradient.
 pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     let flat = |t: &Tensor| t.dims() == [n] && t.dtype() == DType::F32;
@@ -63,11 +63,12 @@ pub fn adamw([p, m, v, g]: [&Tensor; 4], copy: Option<&Tensor>, k: &AdamW) -> Re
         .maybe(copy)?
         .number(n as u64);
     let launch = numbers(launch, k);
-    // SAFETY: all buffers have n values, of f32 but for the copy, whose type names the kernel.
+    // SAFETY: all buffers have n values; they are f32, except for the copy, whose dtype selects the
+    // kernel.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// As [`adamw`], with moments in 8 bits: a thread block takes a block of them.
+/// Like [`adamw`] with 8-bit moments: one thread block per quantization block.
 pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     if p.dtype() != DType::F32 || g.dtype() != DType::F32 || copy.is_some_and(|c| c.dims() != [n]) {
@@ -79,12 +80,12 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     let launch = Launch::of(copy.unwrap_or(p), compiled!(OPTIMIZER), "optimizer_adamw8bit")?.tensor(p)?;
     let launch = coded(launch, m)?.tensor(g)?.maybe(copy)?.tensor(&m.maps)?.number(n as u64);
     let launch = numbers8(launch, k);
-    // SAFETY: all buffers have n values, codes of a byte, scales one a block, the maps 256 each; a launch has a block of
-    // threads for each of the values' blocks.
+    // SAFETY: all buffers have n values; codes are u8, with one scale per block; the two maps have 256
+    // entries each; one thread block per quantization block.
     unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
 }
 
-/// As [`adamw`], of weights of 16 bits without an f32 copy.
+/// Like [`adamw`] for 16-bit weights without an f32 master copy.
 pub fn adamw_rounded([p, m, v, g]: [&Tensor; 4], draws: Draws, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     if [m, v, g].into_iter().any(|t| t.dims() != [n] || t.dtype() != DType::F32) {
@@ -100,11 +101,12 @@ pub fn adamw_rounded([p, m, v, g]: [&Tensor; 4], draws: Draws, k: &AdamW) -> Res
         .tensor(g)?
         .number(n as u64);
     let launch = numbers(drawn(launch, draws), k);
-    // SAFETY: all buffers have n values, the weights' type names the kernel, the others are of f32.
+    // SAFETY: all buffers have n values; the weights' dtype selects the kernel, moments and gradients are
+    // f32.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// As [`adamw8bit`], of weights of 16 bits without an f32 copy.
+/// Like [`adamw8bit`] for 16-bit weights without an f32 master copy.
 pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
     let n = p.elem_count();
     if g.dtype() != DType::F32 {
@@ -116,12 +118,13 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
     let launch = Launch::of(p, compiled!(OPTIMIZER), "optimizer_adamw8bit_rounded")?.tensor(p)?;
     let launch = coded(launch, m)?.tensor(g)?.tensor(&m.maps)?.number(n as u64);
     let launch = numbers8(drawn(launch, draws), k);
-    // SAFETY: all buffers have n values, of the weights' type that names the kernel and f32 gradients, codes of a byte, scales
-    // one a block, the maps 256 each; a launch has a block of threads for each of the values' blocks.
+    // SAFETY: all buffers have n values; the weights' dtype selects the kernel, gradients are f32, codes
+    // u8 with one scale per block; the two maps have 256 entries each; one thread block per quantization
+    // block.
     unsafe { launch.run(Grid::new(n.div_ceil(BLOCK), THREADS as u32)) }
 }
 
-/// Rounds f32 values to 16 bits by random numbers.
+/// Rounds f32 values stochastically to 16 bits.
 pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
     let n = to.elem_count();
     if ghosts(&[to], [], |_| ()).is_some() {
@@ -129,11 +132,11 @@ pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
     }
     let launch = Launch::of(to, compiled!(OPTIMIZER), "optimizer_round")?;
     let launch = drawn(launch.tensor(values)?.tensor(to)?.number(n as u64), draws);
-    // SAFETY: both have n values, f32 and of the type that names the kernel.
+    // SAFETY: both buffers have n values; the source is f32, the target's dtype selects the kernel.
     unsafe { launch.run(Grid::new(n.div_ceil(VECTOR * THREADS), THREADS as u32)) }
 }
 
-/// The sum of squares of all values of flat f32 buffers on one device, [1] in f64 there.
+/// Sum of squares over flat f32 buffers on one device. Returns an f64 tensor `[1]` on the same device.
 pub fn squares(buffers: &[&Tensor]) -> Result<Tensor> {
     let blocks = |b: &Tensor| b.elem_count().div_ceil(EACH * THREADS).min(BLOCKS);
     let count: usize = buffers.iter().map(|b| blocks(b)).sum();
@@ -150,14 +153,14 @@ pub fn squares(buffers: &[&Tensor]) -> Result<Tensor> {
             .tensor(b)?
             .number(b.elem_count() as u64)
             .tensor(&own)?;
-        // SAFETY: the kernel reads the buffer's values, and each block writes one sum.
+        // SAFETY: the kernel reads the buffer's `count` values, and each block writes one sum.
         unsafe { launch.run(Grid::new(blocks(b), THREADS as u32)) }?;
     }
     let launch = Launch::named(&partial, compiled!(OPTIMIZER), "optimizer_total")?
         .tensor(&partial)?
         .count(count)?
         .tensor(&total)?;
-    // SAFETY: the kernel reads `count` sums, and writes one.
+    // SAFETY: the kernel reads `count` partial sums and writes one value.
     unsafe { launch.run(Grid::new(1, THREADS as u32)) }?;
     Ok(total)
 }

@@ -1,8 +1,9 @@
-//! AdamW with moments in 8 bits: blocks of 256 values, each with its largest magnitude as scale, and codes into a dynamic
-//! map (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022), as bitsandbytes computes it.
+//! AdamW with 8-bit moments: blocks of 256 values with one scale (absmax), and codes of a dynamic map
+//! (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022), as in bitsandbytes.
 //!
-//! The update itself is [`super::adamw`]'s, in f32 with the moments before they are rounded. Rounding is to the nearest
-//! code, as in bitsandbytes' CUDA kernels and its plain PyTorch ones; its CPU library looks codes up in a coarser table.
+//! The update equals [`super::adamw`] in f32, applied to the moments before re-quantization. Codes are
+//! rounded to nearest, as in the CUDA and PyTorch kernels of bitsandbytes; the CPU library of
+//! bitsandbytes uses a coarser lookup table.
 
 use super::rounding::{Draws, Stored, Words, on_stored};
 use super::{AdamW, cuda, put_copy};
@@ -12,22 +13,22 @@ use candle_core::{Device, Result};
 use rayon::prelude::*;
 use std::sync::LazyLock;
 
-/// Values of a quantization block.
+/// Values per quantization block.
 pub const BLOCK: usize = 256;
-/// Values of the smallest tensor whose moments are in 8 bits.
+/// Smallest tensor, in values, with 8-bit moments.
 pub const SMALLEST: usize = 4096;
-/// The codes of zero, of the mean and of the mean square.
+/// Codes of zero for the first and second moment.
 pub const ZERO: [u8; 2] = [127, 0];
-/// Codes of a map.
+/// Codes per map.
 const CODES: usize = 256;
-/// Blocks that one task takes at the least.
+/// Minimum blocks per task.
 const EACH: usize = 64;
 
-/// What codes stand for, in ascending order: of the mean with signs, of the mean square without.
+/// Ascending code values of the first moment (signed) and the second moment (unsigned).
 static MAPS: LazyLock<[[f32; CODES]; 2]> = LazyLock::new(|| [map(true), map(false)]);
 
-/// The dynamic map: for each of seven decades up to 1, fractions between 0.1 and 1, twice as many as in the decade below;
-/// 0, and 1.
+/// The dynamic map: seven decades up to 1, each with twice as many fractions between 0.1 and 1 as the
+/// decade below, plus 0 and 1.
 fn map(signed: bool) -> [f32; CODES] {
     let mut values = vec![0.0, 1.0];
     for decade in 0..7 {
@@ -46,29 +47,29 @@ fn map(signed: bool) -> [f32; CODES] {
     map
 }
 
-/// Both maps [2, 256], as the kernels take them.
+/// Both maps [2, 256], for the kernels.
 ///
 /// # Errors
-/// Of the device.
+/// Device failure.
 pub fn maps(device: &Device) -> Result<Tensor> {
     Tensor::from_vec(MAPS.concat(), (2, CODES), device)
 }
 
-/// Moments of a range of values: codes `[n]` and scales `[n / 256]` of the mean, and of the mean square.
+/// Quantized moments of n values: codes `[n]` and scales `[n / 256]` of the first and the second moment.
 #[derive(Clone, Debug)]
 pub struct EightBit {
-    /// Codes.
+    /// Codes, u8.
     pub codes: [Tensor; 2],
-    /// Scales of blocks.
+    /// Scales per block, f32.
     pub scales: [Tensor; 2],
-    /// What codes stand for: [`maps`].
+    /// Code values: [`maps`].
     pub maps: Tensor,
 }
 
-/// As [`super::adamw`], with moments in 8 bits; the values begin with a block.
+/// [`super::adamw`] with 8-bit moments. The values must start at a block boundary.
 ///
 /// # Errors
-/// Buffers of other lengths.
+/// Buffer lengths differ.
 pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     m.check(p, g)?;
     if !is_cpu(p) {
@@ -78,10 +79,10 @@ pub fn adamw8bit(p: &Tensor, m: &EightBit, g: &Tensor, copy: Option<&Tensor>, k:
     put_copy(p, copy)
 }
 
-/// As [`super::adamw_rounded`], with moments in 8 bits; the values begin with a block.
+/// [`super::adamw_rounded`] with 8-bit moments. The values must start at a block boundary.
 ///
 /// # Errors
-/// Buffers of other lengths.
+/// Buffer lengths differ.
 pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: &AdamW) -> Result<()> {
     m.check(p, g)?;
     if !is_cpu(p) {
@@ -91,7 +92,7 @@ pub fn adamw8bit_rounded(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, k: 
 }
 
 impl EightBit {
-    /// Whether they are those of weights `p` with gradients `g`.
+    /// Checks the moments' sizes against weights `p` and gradients `g`.
     fn check(&self, p: &Tensor, g: &Tensor) -> Result<()> {
         let n = p.elem_count();
         let fits = |t: &[Tensor; 2], len: usize| t.iter().all(|t| t.dims() == [len]);
@@ -118,10 +119,10 @@ fn adamw8bit_cpu<T: Stored>(p: &Tensor, m: &EightBit, g: &Tensor, draws: Draws, 
     })
 }
 
-/// What is done with the values, the codes and the scales.
+/// A function of the weights, and of codes and scales of both moments.
 type All<'a, T> = dyn Fn(&mut [T], [&mut [u8]; 2], [&mut [f32]; 2]) + 'a;
 
-/// Calls `f` with all of them.
+/// Borrows all buffers mutably and calls `f`.
 fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<()> {
     const NAME: &str = "adamw8bit";
     in_place::<T>(NAME, p, |p| {
@@ -138,7 +139,7 @@ fn all_in_place<T: Stored>(p: &Tensor, m: &EightBit, f: &All<'_, T>) -> Result<(
     })
 }
 
-/// One block of the update.
+/// Updates one quantization block.
 fn block<T: Stored>(
     p: &mut [T],
     g: &[f32],
@@ -167,14 +168,15 @@ fn block<T: Stored>(
     }
 }
 
-/// Rounds values to codes; gives their scale. A value that is not finite makes a scale that is not.
+/// Quantizes values and returns the scale. An infinite value makes the scale infinite; a NaN reaches the
+/// scale only from the end of the block.
 fn encode(values: &[f32], map: &[f32; CODES], codes: &mut [u8]) -> f32 {
     let larger = |a: f32, x: &f32| if x.abs() <= a { a } else { x.abs() };
     let scale = values.iter().fold(0f32, larger);
     let inverse = 1.0 / scale.max(1e-38);
     for (code, x) in codes.iter_mut().zip(values) {
         let x = (x * inverse).clamp(-1.0, 1.0);
-        // the first whose upper bound is no lower than x
+        // first code with upper bound >= x
         let (mut low, mut high) = (0, CODES - 1);
         while low < high {
             let at = (low + high) / 2;
@@ -201,7 +203,7 @@ mod tests {
         Ok(EightBit { codes, scales, maps: maps(device)? })
     }
 
-    /// bitsandbytes 0.50.2's `create_dynamic_map`: codes 0, 1, 127, 128, 200, 254, 255.
+    /// Matches `create_dynamic_map` of bitsandbytes 0.50.2 at codes 0, 1, 127, 128, 200, 254, 255.
     #[test]
     fn maps_are_those_of_bitsandbytes() {
         for (map, want) in MAPS.iter().zip(BITSANDBYTES) {
@@ -216,7 +218,7 @@ mod tests {
         [0.0, 3.250_000_3e-7, 0.103_515_625, 0.110_546_87, 0.616_796_85, 0.996_484_4, 1.0],
     ];
 
-    /// Each value becomes the nearest code of its block, the largest magnitude the scale.
+    /// Each value maps to the nearest code of its block, and the scale is the largest magnitude.
     #[test]
     fn codes_are_the_nearest() -> Result<()> {
         let x = values(&randn(1, 200, DType::F32)?);
@@ -239,7 +241,8 @@ mod tests {
         Ok(())
     }
 
-    /// While moments are exactly codes, the update is that of f32 moments: the first one, whose gradients are so.
+    /// While moments are exactly representable, updates equal those with f32 moments. The first update
+    /// has such gradients.
     #[test]
     fn the_first_update_is_adamw_s() -> Result<()> {
         let d = &Device::Cpu;
@@ -257,7 +260,7 @@ mod tests {
                 assert!((a - b).abs() <= 1e-6, "{a} {b}");
             }
             assert_eq!(values(&copy), values(&p.to_dtype(DType::BF16)?));
-            // what was rounded is within half a step of the coarsest fraction
+            // quantization error: at most half the spacing of the coarsest fractions
             let codes: Vec<u8> = states.codes[0].real()?.to_vec1()?;
             let scales = values(&states.scales[0]);
             for (i, m) in values(&m).iter().enumerate() {

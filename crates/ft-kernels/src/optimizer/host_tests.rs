@@ -1,4 +1,5 @@
-//! optimizer.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
+//! optimizer.cu compiled for the host, compared with the CPU implementation; see
+//! `kernel::cuda::host_tests`.
 
 use super::*;
 use crate::check::{randn, values};

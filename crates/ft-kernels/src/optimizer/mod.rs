@@ -1,7 +1,8 @@
-//! AdamW on flat buffers, with moments in f32 or in 8 bits, and sums of squares for the gradient norm.
+//! AdamW on flat buffers, with f32 or 8-bit moments, and sums of squares for the gradient norm.
 //!
-//! The update is PyTorch's (`torch.optim.AdamW`, Loshchilov and Hutter 2019):
-//! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2; p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
+//! The update matches PyTorch (`torch.optim.AdamW`, Loshchilov and Hutter 2019):
+//! `p -= lr wd p; m += (g - m)(1 - b1); v = b2 v + (1 - b2) g^2;`
+//! `p -= lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)`.
 
 mod cuda;
 mod eight_bit;
@@ -20,13 +21,13 @@ use half::bf16;
 use rayon::prelude::*;
 use rounding::{Stored, on_stored};
 
-/// Elements that one task takes: fixed, so that sums have one order.
+/// Elements per task. Constant, to fix the order of sums.
 const CHUNK: usize = 16 * 1024;
 
-/// Values that are rounded at once on the CPU.
+/// Values rounded at once on the CPU.
 pub const PIECE: usize = 16 << 20;
 
-/// The numbers of one update.
+/// Hyperparameters of one update.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW {
     /// Learning rate of this step.
@@ -37,7 +38,7 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// Number of this update, from 1.
+    /// Update number, starting at 1.
     pub t: u64,
     /// Factor on the gradient (clipping).
     pub grad_scale: f64,
@@ -52,9 +53,9 @@ impl AdamW {
     }
 }
 
-/// One update of master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place; then `copy` `[n]`
-/// holds the new weights in its dtype, if it is there. On CUDA that is one pass, takes no memory, and leaves the gradient
-/// zero.
+/// Updates master weights `p` and moments `m`, `v` from the gradient `g`, all f32 `[n]`, in place. If
+/// given, `copy` `[n]` receives the new weights in its own dtype. On CUDA this is a single pass without
+/// extra memory, and also zeroes the gradient.
 pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tensor>, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
         return cuda::adamw([p, m, v, g], copy, k);
@@ -64,8 +65,8 @@ pub fn adamw(p: &Tensor, m: &Tensor, v: &Tensor, g: &Tensor, copy: Option<&Tenso
     put_copy(p, other)
 }
 
-/// As [`adamw`], of weights `p` of 16 bits of which there is no f32 copy: the update is in f32, and what it gives is rounded
-/// by random numbers.
+/// [`adamw`] for 16-bit weights `p` without an f32 master copy: computes the update in f32 and rounds it
+/// stochastically.
 pub fn adamw_rounded(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &AdamW) -> Result<()> {
     if !is_cpu(p) {
         return cuda::adamw_rounded([p, m, v, g], draws, k);
@@ -73,7 +74,7 @@ pub fn adamw_rounded(p: &Tensor, [m, v, g]: [&Tensor; 3], draws: Draws, k: &Adam
     on_stored!(p, adamw_cpu(p, [m, v, g], None, draws, k))
 }
 
-/// Rounds new weights to `copy`, if it is there.
+/// Copies the new weights to `copy`, if given.
 fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     let Some(copy) = copy else { return Ok(()) };
     by_pieces(p.elem_count(), PIECE, &|start, len| {
@@ -81,7 +82,7 @@ fn put_copy(p: &Tensor, copy: Option<&Tensor>) -> Result<()> {
     })
 }
 
-/// One pass over all of them: memory is what an update waits for.
+/// A single fused pass, since updates are memory-bound.
 fn adamw_cpu<T: Stored>(
     p: &Tensor,
     [m, v, g]: [&Tensor; 3],
@@ -110,7 +111,7 @@ fn adamw_cpu<T: Stored>(
     })
 }
 
-/// The update of values and, where it has as many, of their rounded copy.
+/// Updates a chunk of values and, if not empty, of the rounded copy.
 fn pass<T: Stored>(
     p: &mut [T],
     [m, v]: [&mut [f32]; 2],
@@ -147,7 +148,8 @@ pub fn by_pieces(n: usize, piece: usize, f: &dyn Fn(usize, usize) -> Result<()>)
     (0..n).step_by(piece.max(1)).try_for_each(|start| f(start, piece.max(1).min(n - start)))
 }
 
-/// The sum of squares of all values of some flat f32 buffers, in f64. On CUDA one number comes to the host, and one wait.
+/// Sum of squares over flat f32 buffers, in f64. On CUDA, one synchronization copies one number to the
+/// host.
 pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     let mut sum = 0.0;
     for b in buffers.iter().filter(|b| is_cpu(b)) {
@@ -159,7 +161,7 @@ pub fn sum_squares(buffers: &[Tensor]) -> Result<f64> {
     Ok(sum + if elsewhere.is_empty() { 0.0 } else { Squares(cuda::squares(&elsewhere)?).read()? })
 }
 
-/// The sum of squares, in lanes.
+/// Sum of squares, with independent lanes.
 #[inline(always)]
 fn squares(x: &[f32]) -> f64 {
     let mut lanes = [0f64; 16];
@@ -173,15 +175,15 @@ fn squares(x: &[f32]) -> f64 {
     lanes.into_iter().sum::<f64>() + tail
 }
 
-/// The sum of squares of a flat f32 buffer's values, as it was: on CUDA it is read when somebody asks.
+/// Sum of squares of a flat f32 buffer at the time of the call, read lazily from CUDA.
 #[derive(Debug)]
 pub struct Squares(Tensor);
 
 impl Squares {
-    /// Of a buffer.
+    /// Launches the sum over `buffer`.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device failure.
     pub fn of(buffer: &Tensor) -> Result<Self> {
         Ok(Self(match is_cpu(buffer) {
             true => Tensor::new(&[sum_squares(std::slice::from_ref(buffer))?], &candle_core::Device::Cpu)?,
@@ -189,19 +191,19 @@ impl Squares {
         }))
     }
 
-    /// The sum.
+    /// Waits for the sum.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device failure.
     pub fn read(&self) -> Result<f64> {
         self.0.real()?.to_device(&candle_core::Device::Cpu)?.squeeze(0)?.to_scalar()
     }
 }
 
-/// Values of 16 bits that are widened at once, to look at them.
+/// 16-bit values widened at once by [`finite`].
 const LOOK: usize = 1 << 20;
 
-/// Whether all values of a contiguous tensor of floats are finite.
+/// Whether all values of a contiguous float tensor are finite.
 pub fn finite(x: &Tensor) -> Result<bool> {
     if x.dtype() != DType::F32 {
         let (x, mut all) = (x.flatten_all()?, true);
@@ -215,7 +217,7 @@ pub fn finite(x: &Tensor) -> Result<bool> {
         let x = view::<f32>(x)?;
         return Ok(x.par_chunks(CHUNK).all(|c| c.iter().all(|x| x.is_finite())));
     }
-    // in f64 no square of a number overflows
+    // squares of finite f32 values never overflow in f64
     Ok(sum_squares(&[x.flatten_all()?])?.is_finite())
 }
 
@@ -225,8 +227,8 @@ mod tests {
     use crate::check::{close, randn};
     use candle_core::Device;
 
-    /// Three steps of torch.optim.AdamW (2.11) on p = [1, -2, 3], g = [0.1 k, -0.2, 0.3 / k],
-    /// lr 0.1, betas 0.9 0.99, eps 1e-8, weight decay 0.05.
+    /// Three steps of torch.optim.AdamW (2.11) on p = [1, -2, 3], g = [0.1 k, -0.2, 0.3 / k], lr 0.1,
+    /// betas 0.9 0.99, eps 1e-8, weight decay 0.05.
     #[test]
     fn steps_of_pytorch() -> Result<()> {
         let d = &Device::Cpu;
@@ -248,7 +250,7 @@ mod tests {
     }
     const TORCH: &[f32] = &[0.694_613_4, -1.671_647_2, 2.675_769];
 
-    /// In the copy are the new weights, rounded once; and with one or without, the update has the same bits.
+    /// The copy holds the new weights, rounded once, and does not affect the update.
     #[test]
     fn the_copy_is_the_rounded_weights() -> Result<()> {
         let make = || -> Result<[Tensor; 4]> {
@@ -267,8 +269,8 @@ mod tests {
         Ok(())
     }
 
-    /// Without an f32 copy the update is that of an f32 weight that begins with the same value, rounded by the same words;
-    /// so it is with moments in 8 bits.
+    /// Updates of 16-bit weights equal those of f32 weights with the same initial values, rounded with
+    /// the same random words; also with 8-bit moments.
     #[test]
     fn weights_of_16_bits_are_updated_in_f32() -> Result<()> {
         let (n, d) = (CHUNK + 700, &Device::Cpu);

@@ -1,18 +1,19 @@
-// AdamW over flat f32 buffers, with clipping, the copy that the layers compute with and zeros in the gradient, in one pass of
-// 32 bytes a value and those of the copy; the same where weights of 16 bits are all there is, in 28 bytes; and the sum of squares
-// for the gradient norm, in two steps of a fixed order.
+// AdamW over flat buffers in one pass: clipping, update, compute copy and zeroing of the gradient. Memory
+// traffic is 32 bytes per value plus the copy, or 28 bytes for 16-bit weights without an f32 master copy.
+// Also the sum of squares for the gradient norm, in two steps of fixed order.
 //
-// Buffers begin at a multiple of 16 bytes, or all values go one by one.
+// Vector accesses require all buffers to be 16-byte aligned; otherwise values are processed one by one.
 #include "../dropout/stream.cuh"
 
-constexpr int THREADS = 256; // in crates/ft-kernels/src/optimizer/cuda.rs too
+constexpr int THREADS = 256; // must match crates/ft-kernels/src/optimizer/cuda.rs
 
-// The numbers of an update: crates/ft-kernels/src/optimizer/mod.rs says what they are.
+// Hyperparameters of an update; see crates/ft-kernels/src/optimizer/mod.rs.
 struct Update {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps;
 };
 
-// A value of T beside x, below or above by the random `word`, so that the mean is x: as in crates/ft-kernels/src/optimizer/rounding.rs.
+// Rounds x stochastically to one of the two adjacent values of T, with expected value x, using the random
+// `word`; as in crates/ft-kernels/src/optimizer/rounding.rs.
 template <typename T> DEVICE float rounded_by(float x, uint32_t word);
 
 template <> DEVICE float rounded_by<bf16>(float x, uint32_t word) {
@@ -25,18 +26,18 @@ template <> DEVICE float rounded_by<f16>(float x, uint32_t word) {
   const uint32_t bits = __float_as_uint(x);
   if ((bits & 0x7f800000u) == 0x7f800000u) return x;
   if (fabsf(x) >= 6.103515625e-05f) return __uint_as_float((bits + (word >> 19)) & 0xffffe000u);
-  // below the smallest normal number of f16 its values are 2^-24 apart
+  // subnormals of f16 have a spacing of 2^-24
   const float steps = fabsf(x) * 16777216.0f, low = floorf(steps);
   const float up = static_cast<float>(word >> 8) / 16777216.0f < steps - low ? 1.0f : 0.0f;
   return copysignf((low + up) / 16777216.0f, x);
 }
 
-// Which random numbers: word `first` + i of the stream rounds value i.
+// Random words for rounding: word `first` + i of the stream rounds value i.
 struct Draws {
   Stream stream;
   uint64_t first;
 
-  // Rounds V values from `at` on; V is 1, or both it and `first` are multiples of 4.
+  // Rounds V values starting at `at`. Either V is 1, or V is 4 and `first` and `at` are multiples of 4.
   template <typename T, int V> DEVICE void round(size_t at, float (&x)[V]) const {
     static_assert(V == 1 || V == 4, "of a block of the stream");
     const uint64_t number = first + at;
@@ -52,11 +53,12 @@ struct Draws {
   }
 };
 
-// The numbers of a stream from `first` on, as a kernel's parameters.
+// Kernel parameters of a `Draws`.
 #define DRAWS uint64_t first, uint32_t key0, uint32_t key1, uint32_t high0, uint32_t high1
 #define DRAWN {{key0, key1, high0, high1, 0}, first}
 
-// The update of V values, moments and gradient in place; the new weights stay in `ps`.
+// Updates V values, moments and gradients. Moments and gradients are written back; the new weights are
+// returned in `ps`.
 template <int V>
 DEVICE void update(float (&ps)[V], float *m, float *v, float *g, const Update &k, size_t at) {
   float ms[V], vs[V], gs[V];
@@ -90,8 +92,8 @@ DEVICE void adamw_rounded(T *p, float *m, float *v, float *g, const Draws &draws
   put(p + at, ps);
 }
 
-// By the type of the copy, which there is none of where the layers compute with `p`. A thread takes a vector of each f32
-// buffer, and half of one of a copy of 16 bits: so that a warp's accesses are each one range.
+// Named by the dtype of the copy; without a copy, the layers compute with `p`. Each thread handles one
+// vector per f32 buffer, and half a vector of a 16-bit copy, so accesses of a warp are contiguous.
 #define ADAMW(NAME, T)                                                                                                 \
   KERNEL(optimizer_adamw_##NAME, THREADS, float *p, float *m, float *v, float *g, T *copy, uint64_t count,             \
          float grad_scale, float one_minus_b1, float b2, float one_minus_b2, float decay, float rate, float root,      \
@@ -106,7 +108,7 @@ ADAMW(f32, float)
 ADAMW(bf16, bf16)
 ADAMW(f16, f16)
 
-// The same where weights of 16 bits are all there is: new ones are rounded by random numbers.
+// The same for 16-bit weights without an f32 master copy, with stochastic rounding.
 #define ADAMW_ROUNDED(NAME, T)                                                                                         \
   KERNEL(optimizer_adamw_rounded_##NAME, THREADS, T *p, float *m, float *v, float *g, uint64_t count, DRAWS,           \
          float grad_scale, float one_minus_b1, float b2, float one_minus_b2, float decay, float rate, float root,      \
@@ -121,7 +123,7 @@ ADAMW(f16, f16)
 ADAMW_ROUNDED(bf16, bf16)
 ADAMW_ROUNDED(f16, f16)
 
-// y = x rounded by random numbers.
+// y = x, stochastically rounded.
 #define ROUND(NAME, T)                                                                                                 \
   KERNEL(optimizer_round_##NAME, THREADS, const float *x, T *y, uint64_t count, DRAWS) {                               \
     const Draws draws = DRAWN;                                                                                         \
@@ -143,14 +145,14 @@ ADAMW_ROUNDED(f16, f16)
 ROUND(bf16, bf16)
 ROUND(f16, f16)
 
-// Rounds x to a code of the ascending `map`, by a scale that is the largest magnitude of the block's `count` values; all threads
-// of the block come here.
+// Quantizes x to a code of the ascending `map`, with the absmax of the block's `count` values as scale.
+// All threads of the block must call this.
 DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, float *scale, bool in) {
   const unsigned i = threadIdx.x;
   magnitudes[i] = fabsf(x);
   __syncthreads();
   for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    // a value that is not finite makes a scale that is not
+    // a NaN in the upper half replaces the maximum (one in the lower half is replaced)
     if (i < half && !(magnitudes[i + half] <= magnitudes[i])) magnitudes[i] = magnitudes[i + half];
     __syncthreads();
   }
@@ -168,13 +170,14 @@ DEVICE void encode(float x, const float *map, float *magnitudes, uint8_t *code, 
   if (i == 0) *scale = most;
 }
 
-// The numbers of an update with moments in 8 bits.
+// Hyperparameters of an update with 8-bit moments.
 struct Update8 {
   float grad_scale, b1, one_minus_b1, b2, one_minus_b2, decay, rate, root, eps;
 };
 
-// The update with moments in 8 bits: a block of threads takes a block of 256 values, which share two scales. What codes stand
-// for, 256 numbers of the mean and as many of the mean square, is in `maps`. `weight` and `keep` read and write a weight.
+// Update with 8-bit moments: one thread block per quantization block of 256 values with two scales.
+// `maps` holds 256 code values each for the first and second moment. `weight` and `keep` read and write a
+// weight.
 template <typename Weight, typename Keep>
 DEVICE void adamw8bit(const Weight &weight, const Keep &keep, uint8_t *m, float *m_scale, uint8_t *v, float *v_scale,
                       float *g, const float *maps, uint64_t count, const Update8 &k) {
@@ -216,7 +219,7 @@ ADAMW_8BIT(f32, float)
 ADAMW_8BIT(bf16, bf16)
 ADAMW_8BIT(f16, f16)
 
-// The same where weights of 16 bits are all there is.
+// The same for 16-bit weights without an f32 master copy.
 #define ADAMW_8BIT_ROUNDED(NAME, T)                                                                                    \
   KERNEL(optimizer_adamw8bit_rounded_##NAME, THREADS, T *p, MOMENTS, float *g, const float *maps, uint64_t count,      \
          DRAWS, NUMBERS) {                                                                                             \
@@ -233,7 +236,7 @@ ADAMW_8BIT(f16, f16)
 ADAMW_8BIT_ROUNDED(bf16, bf16)
 ADAMW_8BIT_ROUNDED(f16, f16)
 
-// The sum of x over the block, in order, for thread 0 alone.
+// Sum of x over the block in a fixed order; valid in thread 0.
 DEVICE double total(double x) {
   SHARED_ARRAY(double, sums, THREADS);
   sums[threadIdx.x] = x;
@@ -244,7 +247,7 @@ DEVICE double total(double x) {
   return threadIdx.x == 0 ? sums[0] : 0.0;
 }
 
-// A partial sum of squares a block: in f64, as on the CPU, so that no square overflows.
+// One partial sum of squares per block, in f64 as on the CPU, so squares cannot overflow.
 KERNEL(optimizer_squares_f32, THREADS, const float *x, uint64_t count, double *partial) {
   double sum = 0.0;
   const bool vectors = is_aligned(x);
@@ -262,7 +265,7 @@ KERNEL(optimizer_squares_f32, THREADS, const float *x, uint64_t count, double *p
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// The sum of all partial sums: one block.
+// Sums the partial sums in one block.
 KERNEL(optimizer_total, THREADS, const double *partial, uint32_t count, double *out) {
   double sum = 0.0;
   for (uint32_t i = threadIdx.x; i < count; i += THREADS) sum += partial[i];

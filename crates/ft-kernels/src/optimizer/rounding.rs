@@ -1,9 +1,9 @@
-//! Rounding to 16 bits by random numbers: up or down so that the mean is what is rounded (Gupta et al., "Deep learning with
-//! limited numerical precision", 2015).
+//! Stochastic rounding to 16 bits: up or down at random, with the exact value as the mean (Gupta et al.,
+//! "Deep learning with limited numerical precision", 2015).
 //!
-//! Where a weight of 16 bits is all there is, rounding to the nearest value loses every update below half the distance of
-//! two values: nearly all of them at the learning rates of fine-tuning. The random numbers are a function of seed, step,
-//! unit and place, so that whoever rounds a weight rounds it alike.
+//! Without f32 master weights, round-to-nearest loses every update below half the spacing of the weight's
+//! dtype: nearly all updates at fine-tuning learning rates. The random numbers depend only on seed, step,
+//! unit and index, so all ranks round a weight identically.
 
 use super::{CHUNK, cuda};
 use crate::Tensor;
@@ -13,7 +13,7 @@ use candle_core::{DType, Result};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// Which random numbers: word `first + i` of a stream rounds value i.
+/// Random words for rounding: word `first + i` of the stream rounds value i.
 #[derive(Clone, Copy, Debug)]
 pub struct Draws {
     pub(super) stream: Stream,
@@ -21,10 +21,10 @@ pub struct Draws {
 }
 
 impl Draws {
-    /// Of what is not rounded.
+    /// Placeholder if nothing is rounded.
     pub(super) const NONE: Self = Self { stream: Stream::NONE, first: 0 };
 
-    /// Those of an update (from 1) of the values of a unit's buffer from `first` on.
+    /// The words of update `update` (from 1) for the values of a unit's buffer from index `first` on.
     pub fn new(seed: u64, update: u64, unit: usize, first: usize) -> Self {
         Self { stream: Stream::new(seed, Purpose::Rounding, update, unit as u64), first: first as u64 }
     }
@@ -35,7 +35,7 @@ impl Draws {
     }
 }
 
-/// The words of a stream, one after the other.
+/// Sequential reader of a stream's words.
 pub(super) struct Words {
     stream: Stream,
     next: u64,
@@ -55,11 +55,11 @@ impl Words {
     }
 }
 
-/// What weights are stored in.
+/// Storage dtype of weights.
 pub(super) trait Stored: Value {
-    /// The same number.
+    /// Exact value in f32.
     fn widen(self) -> f32;
-    /// A new value: rounded by random numbers where this type is narrower than f32.
+    /// Converts a new value; stochastic if the dtype is narrower than f32.
     fn of(x: f32, words: &mut Words) -> Self;
 }
 
@@ -79,7 +79,8 @@ impl Stored for bf16 {
     fn widen(self) -> f32 {
         self.to_f32()
     }
-    /// The lower half of an f32's bits counts the 65,536th parts of the way to the next bf16 away from 0.
+    /// The low 16 bits of an f32 are the fraction, in 1/65536, of the way to the next bf16 away from
+    /// zero.
     #[inline]
     fn of(x: f32, words: &mut Words) -> Self {
         let word = words.take();
@@ -106,14 +107,14 @@ impl Stored for f16 {
         if size >= SMALLEST_NORMAL {
             return f16::from_f32(f32::from_bits((x.to_bits() + (word >> 19)) & !0x1fff));
         }
-        // its values are 2^-24 apart here
+        // values below the normal range have a spacing of 2^-24
         let (steps, low) = (size * STEPS, (size * STEPS).floor());
         let up = ft_base::rng::unit(word) < steps - low;
         f16::from_f32(((low + f32::from(u8::from(up))) / STEPS).copysign(x))
     }
 }
 
-/// Calls `$f::<T>(..)` for the type of 16 bits that a tensor has.
+/// Calls `$f::<T>(..)` for a tensor's 16-bit dtype.
 macro_rules! on_stored {
     ($t:expr, $f:ident($($arg:expr),* $(,)?)) => {
         match $t.dtype() {
@@ -125,10 +126,10 @@ macro_rules! on_stored {
 }
 pub(super) use on_stored;
 
-/// Rounds f32 values `[n]` to `to` `[n]` of 16 bits.
+/// Rounds f32 values `[n]` stochastically into `to` `[n]` of 16 bits.
 ///
 /// # Errors
-/// Other dtypes or lengths; of the device.
+/// Other dtypes or lengths, or a device failure.
 pub fn round(values: &Tensor, to: &Tensor, draws: Draws) -> Result<()> {
     if values.dtype() != DType::F32 || values.elem_count() != to.elem_count() {
         candle_core::bail!("{:?} {:?} rounded to {:?}", values.shape(), values.dtype(), to.shape());
@@ -160,14 +161,15 @@ mod tests {
     use crate::check::{randn, values};
     use candle_core::Device;
 
-    /// The values of 16 bits below and above a number, and how far up it is between them, by exact arithmetic.
+    /// The adjacent 16-bit values below and above a number, and its relative position between them, in
+    /// exact arithmetic.
     fn between(x: f32, all: &[f64]) -> (f64, f64, f64) {
         let at = all.partition_point(|v| *v <= f64::from(x));
         let (low, high) = (all[at - 1], all[at.min(all.len() - 1)]);
         (low, high, if high > low { (f64::from(x) - low) / (high - low) } else { 0.0 })
     }
 
-    /// Every finite value of a type, in order.
+    /// All finite values of a dtype in ascending order.
     fn every(of: impl Fn(u16) -> f64) -> Vec<f64> {
         let mut all: Vec<f64> = (0..=u16::MAX).map(of).filter(|v| v.is_finite()).collect();
         all.sort_by(f64::total_cmp);
@@ -175,8 +177,8 @@ mod tests {
         all
     }
 
-    /// What is rounded is one of the two values beside it, and how often it is the upper one is exactly how near that is:
-    /// of all words (of which the upper 16 bits count), so that the mean over them is the number itself.
+    /// Results are one of the two adjacent values, and over all words (only the upper 16 bits matter) the
+    /// mean equals the input exactly.
     #[test]
     fn the_mean_over_all_words_is_the_number() {
         let bf16s = every(|b| bf16::from_bits(b).to_f64());
@@ -194,7 +196,7 @@ mod tests {
                 let (low, high, share) = between(x, all);
                 let mut ups = 0u64;
                 for w in 0..1u32 << 16 {
-                    // low bits of a word decide nothing beyond a 65,536th
+                    // low bits of a word have no effect beyond 1/65536
                     let got = draw(w << 16 | 0x8000 & bits);
                     assert!(got == low || got == high, "{x:e}: {got:e}, not {low:e} or {high:e}");
                     ups += u64::from(got == high && high > low);
@@ -211,13 +213,13 @@ mod tests {
         }
     }
 
-    /// Words that are all one.
+    /// A source of identical words.
     fn one(word: u32) -> Words {
         Words { stream: Stream::new(0, Purpose::Test, 0, 0), next: 1, block: Some([word; 4]) }
     }
 
-    /// Updates far below the distance of two values arrive, each weight's at some time and all of them on average, where
-    /// rounding to the nearest moves none.
+    /// Updates far below the spacing of the dtype take effect on average; with round-to-nearest no weight
+    /// moves.
     #[test]
     fn small_updates_arrive_on_average() -> Result<()> {
         let (n, steps, lr) = (1 << 16, 20, 1e-6);
@@ -246,14 +248,15 @@ mod tests {
         };
         let want = -lr * steps as f64;
         let ((mean, _), (stuck, still)) = (moved(&p), moved(&nearest));
-        // a weight's error has at most half a step of the largest weights, 2.4e-4, as deviation at each step
+        // the error per weight and step has a standard deviation of at most half the largest spacing,
+        // 2.4e-4
         let bound = 4.0 * 2.4e-4 * (steps as f64 / n as f64).sqrt();
         assert!((mean - want).abs() < bound.min(0.5 * want.abs()), "{mean:e} {want:e}");
         assert!(still > 0.9 && stuck.abs() < 0.1 * want.abs(), "{stuck:e} {still}");
         Ok(())
     }
 
-    /// Each value by its own word, wherever a call begins and however many threads share it.
+    /// Each value uses its own word, independent of the start of a call and the number of threads.
     #[test]
     fn pieces_and_threads_change_no_bit() -> Result<()> {
         let n = 2 * CHUNK + 37;
@@ -276,7 +279,7 @@ mod tests {
             let want = rounded(&[n], 1)?;
             assert_eq!(rounded(&[n], 3)?, want);
             assert_eq!(rounded(&[1, 255, CHUNK, n - 256 - CHUNK], 2)?, want);
-            // and it is not the rounding to the nearest
+            // differs from round-to-nearest
             let nearest = values(&x.to_dtype(dtype)?);
             let moved = want.iter().zip(&nearest).filter(|(a, b)| a != b).count();
             assert!((n / 5..n / 3).contains(&moved), "{moved} of {n}");

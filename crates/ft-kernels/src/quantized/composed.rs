@@ -1,15 +1,16 @@
-//! Dequantizing by candle's operations, which run on any device: for what no kernel of ours takes, and the kernels' check.
+//! Dequantization composed of candle operations, for any device: the fallback for cases without a kernel,
+//! and the reference in tests.
 
 use super::{QuantizedMatrix, Scales};
 use crate::Tensor;
 use candle_core::{DType, Result};
 use std::ops::Range;
 
-/// Values that a dequantize takes at a time: 64 MiB of f32 for each temporary.
+/// Values dequantized at a time: 64 MiB of f32 per temporary.
 const CHUNK: usize = 1 << 24;
 
 impl QuantizedMatrix {
-    /// The scale of each block [blocks], f32, by candle's operations.
+    /// Scales of all blocks, `[blocks]` f32.
     fn scales_composed(&self) -> Result<Tensor> {
         match &self.scales {
             Scales::Plain(s) => Ok(s.clone()),
@@ -20,7 +21,7 @@ impl QuantizedMatrix {
         }
     }
 
-    /// [`QuantizedMatrix::dequantize_rows`].
+    /// See [`QuantizedMatrix::dequantize_rows`].
     pub(super) fn dequantize_composed(&self, rows: Range<usize>) -> Result<Tensor> {
         let scales = self.scales_composed()?;
         let (start, end) = (rows.start * self.cols, rows.end * self.cols);
@@ -28,7 +29,7 @@ impl QuantizedMatrix {
         let mut parts = Vec::new();
         let mut b = start / self.block;
         while b * self.block < end {
-            // whole blocks, the last of the matrix perhaps a short one
+            // whole blocks; only the matrix's last block may be shorter
             let stop = (b + step).min(end.div_ceil(self.block));
             let (from, to) = (b * self.block, (stop * self.block).min(self.rows * self.cols));
             let bytes = self.packed.narrow(0, from / 2, to.div_ceil(2) - from / 2)?;
@@ -47,12 +48,12 @@ impl QuantizedMatrix {
     }
 }
 
-/// `table[codes]`. Not with the codes as they are: candle takes the largest index of a type for "none".
+/// `table[codes]`. The codes are converted first: candle treats the largest index of a dtype as "none".
 fn look_up(table: &Tensor, codes: &Tensor) -> Result<Tensor> {
     table.index_select(&codes.to_dtype(DType::U32)?, 0)
 }
 
-/// `values[n] * factors[n / size]`, the last group perhaps a short one.
+/// `values[n] * factors[n / size]`; the last group may be shorter.
 fn by_group(values: &Tensor, factors: &Tensor, size: usize) -> Result<Tensor> {
     let n = values.elem_count();
     let whole = n / size;

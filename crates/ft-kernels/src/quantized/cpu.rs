@@ -1,8 +1,8 @@
-//! Dequantizing and products on the CPU.
+//! Dequantization and products on the CPU.
 //!
-//! A product dequantizes a tile of the matrix that fits a core's second-level cache, multiplies, and goes on: forward
-//! takes tiles of rows of W, backward tiles of columns, so that each is one product over the whole inner
-//! dimension and nothing is summed across tiles.
+//! A product dequantizes and multiplies one cache-sized (L2) tile of the matrix after another: tiles of
+//! rows of W in forward, tiles of columns in backward. Each tile spans the full inner dimension, so
+//! nothing is summed across tiles.
 
 use super::tiles::FEW;
 use super::{QuantizedMatrix, Scales};
@@ -16,9 +16,9 @@ use half::bf16;
 use rayon::prelude::*;
 use std::ops::{Deref, Range};
 
-/// Values of a tile: 512 KiB of f32, so that it stays in a core's cache beside what it is multiplied with.
+/// Values per tile: 512 KiB of f32, to fit a core's L2 cache along with the other operand.
 const TILE: usize = 1 << 17;
-/// Fewest columns of a product that one tile makes; a multiple of 64 keeps backward's tiles on whole blocks.
+/// Minimum result columns per tile; multiples of 64 keep the tiles of backward on block boundaries.
 const NARROWEST: usize = 64;
 
 /// The bytes of a contiguous u8 tensor on the CPU.
@@ -50,13 +50,13 @@ impl Deref for Bytes<'_> {
     }
 }
 
-/// Scales as slices.
+/// Scales as CPU views.
 enum HostScales<'a> {
     Plain(View<'a, f32>),
     Nested { codes: Bytes<'a>, map: View<'a, f32>, absmax: View<'a, f32>, group: usize, offset: f32 },
 }
 
-/// A matrix's parts as slices.
+/// A matrix as CPU views.
 struct Host<'a> {
     packed: Bytes<'a>,
     scales: HostScales<'a>,
@@ -100,7 +100,7 @@ enum ScaleSlices<'a> {
     Nested { codes: &'a [u8], map: &'a [f32], absmax: &'a [f32], group: usize, offset: f32 },
 }
 
-/// What threads dequantize from.
+/// Borrowed slices for worker threads.
 #[derive(Clone, Copy)]
 struct Slices<'a> {
     packed: &'a [u8],
@@ -121,7 +121,7 @@ impl Slices<'_> {
         }
     }
 
-    /// The 16 values that the codes of a block stand for.
+    /// The 16 dequantized code values of a block.
     #[inline]
     fn values<T: Real>(&self, b: usize) -> [T; 16] {
         let s = self.scale(b);
@@ -136,7 +136,7 @@ impl Slices<'_> {
         v.map(T::widened)
     }
 
-    /// Dequantizes `out.len()` values from value `at` on.
+    /// Dequantizes `out.len()` values, starting at `at`.
     fn dequantize<T: Real>(&self, mut at: usize, mut out: &mut [T]) {
         while !out.is_empty() {
             let b = at / self.block;
@@ -149,7 +149,8 @@ impl Slices<'_> {
 }
 
 impl Slices<'_> {
-    /// Dequantizes some columns of some rows of a matrix with `cols` of them, which was rounded to bf16.
+    /// Dequantizes a tile of a matrix with `cols` columns to bf16. The source dtype is bf16, so the
+    /// conversion is exact.
     fn tile(&self, cols: usize, rows: Range<usize>, columns: Range<usize>, tile: &mut [bf16]) {
         let mut wide = vec![0f32; columns.len()];
         for (r, tile) in rows.zip(tile.chunks_mut(columns.len().max(1))) {
@@ -159,7 +160,7 @@ impl Slices<'_> {
     }
 }
 
-/// Looks codes up; with `odd` the first one is in the lower half of its byte.
+/// Looks up codes. With `odd`, the first code is in the low half of its byte.
 #[inline]
 fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
     let (packed, out) = match (odd, packed, out) {
@@ -181,14 +182,14 @@ fn unpack<T: Real>(packed: &[u8], odd: bool, values: &[T; 16], out: &mut [T]) {
     }
 }
 
-/// Columns of a product that one tile makes, for an inner dimension `k`: fixed by the shapes, so that
-/// results do not depend on the number of threads.
+/// Result columns per tile for an inner dimension of `k`. Depends only on shapes, so results do not
+/// depend on the number of threads.
 pub fn tile_width(k: usize) -> usize {
     (TILE / k.max(1) / NARROWEST * NARROWEST).clamp(NARROWEST, 4 * NARROWEST)
 }
 
-/// `x W^T` [t, rows] for a few tokens `x` [t, cols]: a row of W at a time, which stays in a core's first cache, so that
-/// generation does not pack tiles for a single product. `row` writes one.
+/// `x W^T` [t, rows] for a few tokens `x` [t, cols], for decoding: processes one row of W at a time
+/// within the L1 cache, without packing. `row` dequantizes a row.
 pub fn few_tokens<T: Real>(
     x: &[T],
     t: usize,
@@ -209,7 +210,7 @@ pub fn few_tokens<T: Real>(
     (0..t * rows).map(|i| y_rt[i % rows * t + i / rows]).collect()
 }
 
-/// [`QuantizedMatrix::forward`].
+/// See [`QuantizedMatrix::forward`].
 pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     let (t, k) = x.dims2()?;
     if k != w.cols {
@@ -250,7 +251,7 @@ pub fn forward_cpu<T: Real>(w: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
     tensor(out, (t, w.rows), x.dtype())
 }
 
-/// [`QuantizedMatrix::backward`].
+/// See [`QuantizedMatrix::backward`].
 pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
     let (t, k) = dy.dims2()?;
     if k != w.rows || dx.as_ref().is_some_and(|dx| dx.dims() != [t, w.cols]) {
@@ -290,7 +291,7 @@ pub fn backward_cpu<T: Real>(w: &QuantizedMatrix, dy: &Tensor, dx: Option<Tensor
     onto("4-bit backward", dy, dx, (t, w.cols), product, tiles)
 }
 
-/// [`QuantizedMatrix::row_squares`].
+/// See [`QuantizedMatrix::row_squares`].
 pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
     let host = Host::of(w)?;
     let s = host.slices();
@@ -305,7 +306,7 @@ pub fn row_squares_cpu<T: Real>(w: &QuantizedMatrix) -> Result<Tensor> {
     tensor(out, w.rows, T::DTYPE)
 }
 
-/// [`QuantizedMatrix::dequantize_rows`].
+/// See [`QuantizedMatrix::dequantize_rows`].
 pub fn dequantize_cpu<T: Real>(w: &QuantizedMatrix, rows: Range<usize>) -> Result<Tensor> {
     if let Some(g) = w.packed.ghost() {
         let wide = Ghost::new(g.ledger(), (rows.len(), w.cols), T::DTYPE);

@@ -1,13 +1,13 @@
-//! Dequantizing and products on CUDA.
+//! Dequantization and products on CUDA.
 //!
-//! A product dequantizes a tile of the matrix into one buffer that all its tiles use, and multiplies it by cuBLAS
-//! before the next one is dequantized: forward takes tiles of rows of W, backward tiles of columns, so that each is a
-//! product over the whole inner dimension, written where it belongs, and nothing is summed across tiles. What an adapter
-//! adds to the inner dimension stands in the tile, beside its rows or below its columns (`kernel::padded`). A few
-//! tokens need no tile: `rows.cu` multiplies from the codes.
+//! A product alternates between dequantizing a tile of the matrix into a reused buffer and multiplying it
+//! by cuBLAS: tiles of rows of W in forward, tiles of columns in backward. Each tile spans the full inner
+//! dimension and is written to its final place, so nothing is summed across tiles. Adapter matrices
+//! extend the inner dimension: they are copied to the right of the tile's rows or below its columns
+//! (`kernel::padded`). For a few tokens, `rows.cu` multiplies directly from the codes.
 //!
-//! **None of this has run on a GPU.** `tests/cuda` runs the kernels' sources on the host, `examples/gpu_check` is
-//! what a machine with a GPU is to run.
+//! **None of this has run on a GPU.** `tests/cuda` runs the kernels on the host; `examples/gpu_check` is
+//! the check to run on a GPU.
 
 use super::tiles::{self, FEW, ROWS, ROWS_THREADS, THREADS, Tile, name};
 use super::{QuantizedMatrix, Scales};
@@ -21,10 +21,10 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{DType, Result};
 use std::ops::Range;
 
-/// Values of a matrix from which the number of a block would need more than 32 bits.
+/// Matrix size, in values, at which block indices overflow 32 bits.
 const TOO_MANY: usize = 1 << 37;
 
-/// Whether the kernels dequantize this matrix; candle's operations do otherwise.
+/// Whether the kernels support this matrix; otherwise candle operations dequantize it.
 pub fn dequantizes(w: &QuantizedMatrix) -> bool {
     w.packed.real().is_ok_and(|p| p.device().is_cuda())
         && matches!(w.compute, DType::F32 | DType::BF16 | DType::F16)
@@ -33,12 +33,12 @@ pub fn dequantizes(w: &QuantizedMatrix) -> bool {
         && w.rows * w.cols < TOO_MANY
 }
 
-/// Whether the kernels multiply `x` and this matrix.
+/// Whether the kernels multiply `x` with this matrix.
 pub fn multiplies(w: &QuantizedMatrix, x: &Tensor) -> bool {
     dequantizes(w) && x.dtype() == w.compute
 }
 
-/// What stands with a tile for the product: nothing, a part of B beside its rows, or a part of A below them.
+/// Adapter part appended to a tile: none, a slice of B to the right, or a slice of A below.
 #[derive(Clone, Copy)]
 enum Low<'a> {
     None,
@@ -46,7 +46,7 @@ enum Low<'a> {
     Below(&'a Tensor),
 }
 
-/// A launch whose first arguments are the matrix: `struct Matrix` of codes.cuh.
+/// Pushes the fields of `struct Matrix` in codes.cuh as the first arguments.
 fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> {
     let launch = launch.tensor(&w.packed)?.tensor(&w.book.pairs)?;
     let (launch, group, offset) = match &w.scales {
@@ -58,12 +58,12 @@ fn launch<'a>(w: &'a QuantizedMatrix, launch: Launch<'a>) -> Result<Launch<'a>> 
     Ok(launch.count(group)?.number(offset).number(w.block.trailing_zeros()).number((w.rows * w.cols) as u64))
 }
 
-/// Dequantizes a tile into the beginning of `out`, its runs `apart` values apart.
+/// Dequantizes a tile to the start of `out`, with a run stride of `apart` values.
 fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, out: &Tensor) -> Result<()> {
     if tile.is_empty() {
         return Ok(());
     }
-    // where it stands, from which of its values on, and rows, columns and stride of that
+    // the adapter matrix, the offset of the slice, and (rows, columns, stride, destination)
     let (m, from, [rows, cols, stride, to]) = match low {
         Low::None => (None, 0, [0; 4]),
         Low::Beside(b) => (Some(b), 0, [b.dim(0)?, b.dim(1)?, b.dim(1)?, tile.width]),
@@ -99,12 +99,13 @@ fn dequantize_tile(w: &QuantizedMatrix, tile: Tile, apart: usize, low: Low<'_>, 
         .number(stride as u64)
         .number(to as u64)
         .tensor(out)?;
-    // SAFETY: the tile was found to lie inside of the matrix, whose parts QuantizedMatrix::new has found to belong
-    // together, and with what stands beside or below it inside of `out`.
+    // SAFETY: the tile was checked to lie inside the matrix, and with the adapter part inside `out`;
+    // QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(tile.blocks(rows * cols), THREADS)) }
 }
 
-/// Some dequantized rows, in the compute dtype, `apart` values from row to row and with `below` rows more of which nothing is set.
+/// Dequantizes rows in the compute dtype, with a row stride of `apart` values and `below` extra
+/// uninitialized rows.
 pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>, (below, apart): (usize, usize)) -> Result<Tensor> {
     let out = empty(&w.packed, (rows.len() + below, apart), w.compute)?;
     let tile = if apart == w.cols { Tile::rows(w.dims(), rows) } else { Tile::rows_apart(w.dims(), rows) };
@@ -112,7 +113,7 @@ pub fn dequantize(w: &QuantizedMatrix, rows: Range<usize>, (below, apart): (usiz
     Ok(out)
 }
 
-/// Most bytes of a tile on this device.
+/// Maximum bytes of a tile on this device.
 fn tile_bytes(w: &QuantizedMatrix, tokens: usize) -> Result<usize> {
     let what = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
     let device = w.packed.real()?.device().as_cuda_device()?;
@@ -120,7 +121,7 @@ fn tile_bytes(w: &QuantizedMatrix, tokens: usize) -> Result<usize> {
     Ok(tiles::bytes(tokens, Some(usize::try_from(cache).unwrap_or(0))))
 }
 
-/// The tiles of `count` rows (or columns) of `size` values each, and a buffer for the widest.
+/// Tiles over `count` rows (or columns) of `size` values each, and a buffer for the widest.
 fn tiles(
     w: &QuantizedMatrix,
     tokens: usize,
@@ -133,12 +134,12 @@ fn tiles(
     Ok((ranges, empty(&w.packed, widest * size, w.compute)?))
 }
 
-/// The matrix itself where its rows are contiguous, else a copy.
+/// The matrix if its rows are contiguous, else a copy.
 fn by_rows(x: &Tensor) -> Result<Tensor> {
     if row_stride(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
 }
 
-/// [`QuantizedMatrix::forward_with`].
+/// See [`QuantizedMatrix::forward_with`].
 pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Tensor> {
     let ((t, k), rank) = (x.dims2()?, b.map_or(Ok(0), |b| b.dim(1))?);
     if k != w.cols + rank || b.is_some_and(|b| b.dims() != [w.rows, rank]) {
@@ -146,7 +147,7 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
         candle_core::bail!("4-bit blocks: {:?} x [{}, {}]^T with {of:?}", x.shape(), w.rows, w.cols);
     }
     let x = by_rows(x)?;
-    // the kernel, or the products of all tiles together, write every value
+    // the kernel, or the tiles together, write every value
     let y = empty(&x, (t, w.rows), x.dtype())?;
     if t == 0 || (t <= FEW && rank == 0 && few_tokens(w, &x, &y)?) {
         return Ok(y);
@@ -168,7 +169,8 @@ pub fn forward(w: &QuantizedMatrix, x: &Tensor, b: Option<&Tensor>) -> Result<Te
     Ok(y)
 }
 
-/// `y = x W^T` straight from the codes; `false` if rows.cu does not take these shapes, and nothing was done.
+/// `y = x W^T` directly from the codes. Returns `false`, without doing anything, if rows.cu does not
+/// support the shapes.
 fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
     let tokens = x.dim(0)?;
     let Some((upto, rows)) = ROWS.into_iter().find(|(upto, _)| tokens <= *upto) else { return Ok(false) };
@@ -185,13 +187,13 @@ fn few_tokens(w: &QuantizedMatrix, x: &Tensor, y: &Tensor) -> Result<bool> {
         .number(w.rows as u64)
         .number(w.cols as u64)
         .tensor(y)?;
-    // SAFETY: x has `tokens` rows of the matrix's columns, y of its rows; what rows.cu demands of sizes and addresses was
-    // checked above, and QuantizedMatrix::new has found that the matrix's parts belong together.
+    // SAFETY: x is [tokens, cols], y is [tokens, rows]; sizes and alignment required by rows.cu were
+    // checked above; QuantizedMatrix::new has checked the sizes of the matrix's parts.
     unsafe { launch.run(Grid::new(w.rows.div_ceil(rows), ROWS_THREADS)) }?;
     Ok(true)
 }
 
-/// [`QuantizedMatrix::backward_with`].
+/// See [`QuantizedMatrix::backward_with`].
 pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option<Tensor>) -> Result<Tensor> {
     let ((t, k), rank) = (dy.dims2()?, a.map_or(Ok(0), |a| a.dim(0))?);
     if k != w.rows + rank
@@ -205,7 +207,7 @@ pub fn backward(w: &QuantizedMatrix, dy: &Tensor, a: Option<&Tensor>, dx: Option
     let own = |dx: &Tensor| dx.dtype() == w.compute && row_stride(dx.layout()).is_some();
     let (out, add, more) = match dx {
         Some(dx) if own(&dx) => (dx, true, None),
-        // the products of all tiles together write every value
+        // the tiles together write every value
         dx => (empty(&dy, (t, w.cols), w.compute)?, false, dx),
     };
     if t > 0 {
@@ -232,7 +234,7 @@ mod tests {
     use super::*;
     use crate::cuda::module;
 
-    /// Names that exist in the sources, for every pair of dtypes.
+    /// Kernel names exist in the compiled sources for every pair of dtypes.
     #[test]
     fn every_kernel_is_compiled() {
         let floats = [DType::F32, DType::BF16, DType::F16];

@@ -1,17 +1,20 @@
-// Dequantizes a tile of a matrix of 4-bit codes: `runs` runs of `width` values, `stride` apart in the matrix from value
-// `first` on, to a tile whose runs are `apart` values apart. Whole rows are one run; a tile of columns has a run a row.
+// Dequantizes a tile of a 4-bit matrix: `runs` runs of `width` values, with stride `stride` in the matrix
+// (from value `first` on) and stride `apart` in the output. Whole rows form a single run; a tile of
+// columns has one run per row.
 //
-// With `low`, a second matrix [low_rows, low_cols], `low_stride` apart, stands in the same buffer from value `low_to` on, rows as
-// far apart: beside the tile or below it, to be multiplied in one product with it (crates/ft-kernels/src/padded.rs). Warps behind those
-// of the tile copy it.
+// With `low`, a second matrix [low_rows, low_cols] with row stride `low_stride` is copied into the same
+// buffer at `low_to`, with row stride `apart`: to the right of the tile or below it, so one GEMM
+// multiplies both (crates/ft-kernels/src/padded.rs). Extra warps do the copy.
 //
-// Reads half a byte a value and writes two or four: it is bound by memory. A warp a chunk of a run (see codes.cuh), and
-// `chunks` of them a run: enough for one that begins up to 31 values after its first chunk does.
+// The kernel is memory-bound: it reads half a byte per value and writes two or four. Each warp handles a
+// chunk of a run (see codes.cuh); `chunks` warps per run are enough for a run starting up to 31 values
+// after its first chunk.
 //
-// By bytes: 8192 values in bf16, the work of a block, are 4096 bytes of codes and 16,384 of values. With double quantization in
-// blocks of 64 there are 128 bytes of scales' codes, in 8 sectors of which each warp uses half, and 8 sectors of absmax; the map
-// is 1024 bytes, and so are the code books of the warps. So 20,610 of 23,040 bytes are needed: 89%. That a copy's bandwidth is reached takes loads on the way:
-// crates/ft-kernels/src/cuda/compiled_tests.rs has the registers.
+// Traffic of a block with 8192 bf16 values: 4096 bytes of codes and 16,384 bytes of output. Double
+// quantization in blocks of 64 adds 128 bytes of scale codes, in 8 half-used sectors, and 8 sectors of
+// absmax; the map takes 1024 bytes, as do the codebooks. So 20,610 of 23,040 bytes are useful: 89%.
+// Reaching copy bandwidth requires enough loads in flight; crates/ft-kernels/src/cuda/compiled_tests.rs checks
+// registers.
 #include "codes.cuh"
 
 template <typename Out> struct Low {
@@ -19,7 +22,7 @@ template <typename Out> struct Low {
   uint32_t rows, cols;
   uint64_t stride, to;
 
-  // The elements of warp number `warp`: as many as a chunk has values.
+  // Copies the elements assigned to warp `warp`: one chunk.
   DEVICE void copy(Out *out, uint64_t apart, uint32_t warp, unsigned lane) const {
     if (from == nullptr) return;
     const uint64_t all = static_cast<uint64_t>(rows) * cols, begin = warp * static_cast<uint64_t>(CHUNK);
@@ -45,7 +48,7 @@ DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint
   const uint64_t base = begin / 32 * 32 + warp % chunks * static_cast<uint64_t>(CHUNK);
   const bool some = run < runs && base < end;
 
-  // all loads of a lane before what waits for them
+  // issue all loads of a lane before using any
   uint32_t word[STEPS];
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
@@ -61,7 +64,7 @@ DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint
   const uint64_t place = run * apart; // in the tile
 #pragma unroll
   for (int s = 0; s < STEPS; s++) {
-    if (base + s * WARP * N >= end) break; // the whole warp
+    if (base + s * WARP * N >= end) break; // uniform across the warp
     const uint64_t at = base + (s * WARP + lane) * N;
     float v[N];
     values<Source, N>(m, word[s], at, base, scales, entry, v);
@@ -84,7 +87,7 @@ DEVICE void dequantize(const Matrix &from, uint64_t first, uint64_t stride, uint
     dequantize<SOURCE, OUT>(m, first, stride, width, runs, chunks, apart, beside, out);                                \
   }
 
-// By what values are rounded to first (f32: not at all, or to the type of the output anyway) and the output.
+// dequantize_SOURCE_OUT: the first rounding (f32: none, or the output dtype) and the output dtype.
 DEQUANTIZE(dequantize_f32_f32, float, float)
 DEQUANTIZE(dequantize_bf16_f32, __nv_bfloat16, float)
 DEQUANTIZE(dequantize_f16_f32, __half, float)

@@ -1,4 +1,5 @@
-//! dequantize.cu and rows.cu on the host, held to the CPU version: see `kernel::cuda::host_tests`.
+//! dequantize.cu and rows.cu compiled for the host, compared with the CPU implementation; see
+//! `kernel::cuda::host_tests`.
 
 use super::tests::{Made, bits, made};
 use super::tiles::{FEW, ROWS, Tile, name};
@@ -8,7 +9,7 @@ use crate::cuda::host_tests::{Argument, Served, Watched};
 use crate::gemm;
 use half::{bf16, f16};
 
-/// Both sources, each watched in its own way.
+/// The two kinds of checks on memory accesses.
 const HOW: [Watched; 2] = [Watched::Bounds, Watched::Accesses];
 
 fn floats(t: &Tensor) -> Vec<u8> {
@@ -16,7 +17,7 @@ fn floats(t: &Tensor) -> Vec<u8> {
     v.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// Launches a kernel: the matrix's arguments, then `rest`.
+/// Launches a kernel with the matrix's arguments, then `rest`.
 fn launch(
     to: &mut Served,
     m: &Made,
@@ -44,7 +45,7 @@ fn launch(
     to.launch(kernel, [blocks, 1, 1], 0, &all)
 }
 
-/// Of an adapter beside or below the tile: its bytes, and rank.
+/// Adapter part to the right of a tile or below it: bytes and rank.
 #[derive(Clone, Copy)]
 enum Low<'a> {
     None,
@@ -65,7 +66,7 @@ fn dequantize(
         [tile.first, tile.stride, tile.width].iter().map(|n| Argument::from(*n as u64)).collect();
     rest.extend([Argument::from(tile.runs as u32), Argument::from(tile.chunks() as u32)]);
     rest.push(Argument::from(apart as u64));
-    // where it stands, and its rows, columns and stride
+    // the adapter slice: source, rows, columns, stride, destination
     let size = m.w.compute.size_in_bytes();
     let (from, n, cols, stride, at) = match low {
         Low::None => (Argument::Null, 0, 0, 0, 0),
@@ -80,7 +81,7 @@ fn dequantize(
     launch(to, m, &kernel, tile.blocks(n * cols), skew, rest)
 }
 
-/// A tensor's values as they lie in memory.
+/// A tensor's values as raw bytes.
 fn bytes(t: &Tensor) -> Result<Vec<u8>> {
     let t = t.flatten_all()?;
     Ok(match t.dtype() {
@@ -100,7 +101,7 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 #[ignore = "needs a C++ compiler; .ci/run runs it"]
 fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
     let mut hosts = HOW.map(|w| Served::new("crates/ft-kernels/src/quantized/dequantize.cu", w));
-    // whole chunks, short ones, blocks across rows, odd numbers of values and of columns, a single value
+    // whole chunks, short chunks, blocks across rows, odd numbers of values and columns, a single value
     let shapes = [
         ((8, 1024), 64, Some(256)),
         ((9, 48), 64, Some(3)),
@@ -132,9 +133,9 @@ fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
                     }
                 }
                 for (i, (tile, want)) in tiles.into_iter().enumerate() {
-                    // the last one from an odd address
+                    // the last shape starts at an odd address
                     let skew = if i == 3 { 1 } else { 0 };
-                    // every one with bounds checked, one in five with its accesses watched
+                    // all with bounds checks, one in five also with access checks
                     for host in &mut hosts[..if checked % 5 == 0 { 2 } else { 1 }] {
                         let out = dequantize(host, &m, tile, skew, (tile.width, tile.runs), Low::None);
                         let got = tensor(&out, want.dims2()?, compute)?;
@@ -143,7 +144,8 @@ fn dequantize_cu_on_the_host_gives_the_same_bits() -> Result<()> {
                     }
                     checked += 1;
                 }
-                // with an adapter: beside whole rows, with a gap that nothing writes, and below some columns
+                // with an adapter: to the right of whole rows, with an untouched gap, and below a range
+                // of columns
                 let rank = 3;
                 let (b, a) = (randn(1, (rows, rank), compute)?, randn(2, (rank, cols), compute)?);
                 let apart = padded::stride(cols, rank);

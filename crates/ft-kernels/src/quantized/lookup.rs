@@ -1,11 +1,12 @@
-//! Looking 4-bit codes up in a table of sixteen f32, many at a time: a permutation of a register, where the CPU has one.
-//! What is copied are the table's values, so that the bits do not depend on the CPU.
+//! Vectorized lookup of 4-bit codes in a table of sixteen f32, by register permutation if the CPU
+//! supports it. Table values are copied, so results do not depend on the CPU.
 
-/// Writes the values of as many codes as come in whole steps, each byte's upper half first, and says how many.
+/// Looks up the codes of `packed`, high half of each byte first, in whole vector steps. Returns the
+/// number of values written.
 #[cfg(target_arch = "x86_64")]
 pub fn f32s(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
     if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the CPU has what the function is compiled for.
+        // SAFETY: the CPU feature was detected.
         unsafe { x86::by_sixteen(packed, values, out) }
     } else if is_x86_feature_detected!("avx2") {
         // SAFETY: as above.
@@ -15,7 +16,7 @@ pub fn f32s(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
     }
 }
 
-/// Writes nothing: no permutation is known for this CPU.
+/// Returns 0: no vectorized lookup for this architecture.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn f32s(_packed: &[u8], _values: &[f32; 16], _out: &mut [f32]) -> usize {
     0
@@ -27,16 +28,16 @@ mod x86 {
 
     #[target_feature(enable = "avx512f")]
     pub fn by_sixteen(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
-        // SAFETY: sixteen values are read.
+        // SAFETY: reads 16 of 16 values.
         let table = unsafe { _mm512_loadu_ps(values.as_ptr()) };
         let shift = _mm512_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0);
         let mut done = 0;
         for (o, p) in out.as_chunks_mut::<16>().0.iter_mut().zip(packed.as_chunks::<8>().0) {
-            // each byte twice, then the half that is wanted lowest: the permutation looks at four bits
+            // duplicate each byte and shift the wanted half down; the permutation uses the low four bits
             let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(*p));
             let twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
             let v = _mm512_permutexvar_ps(_mm512_srlv_epi32(twice, shift), table);
-            // SAFETY: sixteen values are written to sixteen.
+            // SAFETY: writes 16 of 16 values.
             unsafe { _mm512_storeu_ps(o.as_mut_ptr(), v) };
             done += 16;
         }
@@ -45,7 +46,7 @@ mod x86 {
 
     #[target_feature(enable = "avx2")]
     pub fn by_eight(packed: &[u8], values: &[f32; 16], out: &mut [f32]) -> usize {
-        // SAFETY: eight values are read twice, of sixteen.
+        // SAFETY: reads two halves of 16 values.
         let (low, high) =
             unsafe { (_mm256_loadu_ps(values.as_ptr()), _mm256_loadu_ps(values.as_ptr().add(8))) };
         let shift = _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0);
@@ -54,10 +55,11 @@ mod x86 {
             let bytes = _mm_cvtsi32_si128(i32::from_le_bytes(*p));
             let twice = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
             let code = _mm256_srlv_epi32(twice, shift);
-            // the permutation looks at three bits; the fourth, moved to the sign, chooses the half of the table
+            // the permutation uses three bits; the fourth, moved to the sign bit, selects the half of the
+            // table
             let upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));
             let (a, b) = (_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code));
-            // SAFETY: eight values are written to eight.
+            // SAFETY: writes 8 of 8 values.
             unsafe { _mm256_storeu_ps(o.as_mut_ptr(), _mm256_blendv_ps(a, b, upper)) };
             done += 8;
         }
@@ -87,11 +89,11 @@ mod tests {
             };
             check(&f32s, 0);
             if is_x86_feature_detected!("avx2") {
-                // SAFETY: the CPU has it.
+                // SAFETY: the CPU feature was detected.
                 check(&|p, v, o| unsafe { x86::by_eight(p, v, o) }, 8);
             }
             if is_x86_feature_detected!("avx512f") {
-                // SAFETY: the CPU has it.
+                // SAFETY: the CPU feature was detected.
                 check(&|p, v, o| unsafe { x86::by_sixteen(p, v, o) }, 16);
             }
         }

@@ -1,16 +1,16 @@
-//! A matrix of 4-bit codes in blocks, and products with it that never hold the dequantized matrix.
+//! Matrices in 4-bit quantization blocks, and products without ever holding the full dequantized matrix.
 //!
-//! Value `n` (row-major) is `code[c_n] * scale[n / block]`, rounded to the dtype that the matrix had before it
-//! was quantized and then to the compute dtype: what bitsandbytes dequantizes, bit for bit. Scales are f32, or
-//! (double quantization) 8-bit codes of a map, times a factor a group of scales, plus an offset.
+//! Value `n` (row-major) is `code[c_n] * scale[n / block]`, rounded to the dtype of the original matrix
+//! and then to the compute dtype: bit-identical to bitsandbytes. Scales are f32, or with double
+//! quantization 8-bit codes of a map, times an absmax per group of scales, plus an offset.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `cpu` | tiles that fit a core's cache, dequantized and multiplied by each thread |
-//! | `lookup` | many codes at a time on the CPU |
-//! | `cuda` | tiles that stay in the GPU's cache, dequantized by `dequantize.cu` and multiplied by cuBLAS; few tokens by `rows.cu`, straight from the codes |
-//! | `tiles` | how the tiles on a GPU are cut |
-//! | `composed` | dequantizing by candle's operations, whole, for what has no kernel: a block that is no power of two, f64 on a GPU |
+//! | `cpu` | cache-sized tiles, dequantized and multiplied by each thread |
+//! | `lookup` | vectorized codebook lookup on the CPU |
+//! | `cuda` | L2-sized tiles, dequantized by `dequantize.cu`, multiplied by cuBLAS; `rows.cu` for few tokens |
+//! | `tiles` | tiling on a GPU |
+//! | `composed` | fallback by candle operations: block sizes other than powers of two, f64 on a GPU |
 
 mod composed;
 mod cpu;
@@ -31,7 +31,7 @@ use candle_core::{DType, Device, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the 16 codes stand for, shared by all matrices of a model.
+/// The 16 code values, shared by all matrices of a model.
 #[derive(Debug)]
 pub struct Codebook {
     code: [f32; 16],
@@ -40,19 +40,19 @@ pub struct Codebook {
 }
 
 impl Codebook {
-    /// The codebook of 16 values, on `device`.
+    /// A codebook of 16 values on `device`.
     pub fn new(code: [f32; 16], device: &Device) -> Result<Self> {
         let pairs: Vec<f32> = (0..256usize).flat_map(|b| [code[b >> 4], code[b & 15]]).collect();
         Ok(Self { code, pairs: Tensor::from_vec(pairs, (256, 2), device)? })
     }
 }
 
-/// The scale of each block.
+/// Scales of the quantization blocks.
 #[derive(Clone, Debug)]
 pub enum Scales {
     /// `[blocks]`, f32.
     Plain(Tensor),
-    /// `map[codes[b]] * absmax[b / group] + offset`.
+    /// Double quantization: `map[codes[b]] * absmax[b / group] + offset`.
     Nested {
         /// `[blocks]`, u8.
         codes: Tensor,
@@ -60,7 +60,7 @@ pub enum Scales {
         map: Tensor,
         /// `[groups]`, f32.
         absmax: Tensor,
-        /// Scales a group.
+        /// Scales per group.
         group: usize,
         /// Mean of the scales.
         offset: f32,
@@ -68,7 +68,7 @@ pub enum Scales {
 }
 
 impl QuantizedMatrix {
-    /// That of a matrix in a plan: `source` is rounded to `compute`, which products take.
+    /// A shape-only matrix for a plan. Dequantized values have dtype `source`, then `compute`.
     pub fn ghost(ledger: &Ledger, (rows, cols): (usize, usize), source: DType, compute: DType) -> Self {
         let weight = |n: usize, dtype| Tensor::from(Ghost::weight(ledger, n, dtype));
         let (block, code) = (64, [0.0; 16]);
@@ -84,7 +84,8 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Writes the work of a product with `rows` rows down, for ghosts: `dequantized` says whether it dequantizes.
+    /// Records the FLOPs and traffic of a product with `x` (ghosts only); `dequantized` tells whether the
+    /// product dequantizes.
     pub fn work(&self, x: &Tensor, dequantizes: bool) {
         let Some(g) = x.ghost() else { return };
         let n = (self.rows * self.cols) as f64;
@@ -94,8 +95,8 @@ impl QuantizedMatrix {
         g.ledger().work(Cost { flops: 2.0 * rows * n, dequantized, read, ..Cost::default() });
     }
 
-    /// On CUDA, the products of ghosts [t, from] -> [t, to] by tiles: the tile, of `size` values for all of them, and the
-    /// result if there is none to add to.
+    /// On CUDA, records a tiled product [t, from] -> [t, to]: the tile buffer (`size` is the matrix's
+    /// number of values) and, without `sum`, the result.
     fn ghost_cuda(&self, x: &Tensor, to: usize, size: usize, sum: Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(g) = x.ghost().filter(|g| g.ledger().machine().cuda) else { return Ok(None) };
         let tile = (size * self.compute.size_in_bytes()).min(tiles::bytes(x.dim(0)?, None));
@@ -108,27 +109,27 @@ impl QuantizedMatrix {
     }
 }
 
-/// A matrix [rows, cols] in blocks of 4-bit codes.
+/// A matrix [rows, cols] in 4-bit quantization blocks.
 #[derive(Clone, Debug)]
 pub struct QuantizedMatrix {
     rows: usize,
     cols: usize,
     block: usize,
-    /// Two codes a byte, the first in its upper half: [values / 2, rounded up], u8.
+    /// Two codes per byte, the first in the high half: [values / 2, rounded up], u8.
     packed: Tensor,
     scales: Scales,
     book: Arc<Codebook>,
-    /// Dequantized values are rounded to this first ...
+    /// Dtype of the first rounding.
     source: DType,
-    /// ... and then to this.
+    /// Dtype of the second rounding, used by products.
     compute: DType,
 }
 
 impl QuantizedMatrix {
-    /// A matrix from its parts, on the device where they are.
+    /// Assembles a matrix from its parts, on their device.
     ///
     /// # Errors
-    /// Parts whose sizes do not belong together: a bug of the caller, who has checked what files say.
+    /// Part sizes don't match (caller bug: file contents are validated earlier).
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         (rows, cols): (usize, usize),
@@ -156,22 +157,22 @@ impl QuantizedMatrix {
         Ok(Self { rows, cols, block, packed, scales, book, source, compute })
     }
 
-    /// [rows, cols].
+    /// (rows, cols).
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    /// Values a block.
+    /// Values per quantization block.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// The dtype that dequantized values are rounded to first: that of the tensor that was quantized.
+    /// Dtype of the matrix before quantization; dequantized values are rounded to it first.
     pub fn source_dtype(&self) -> DType {
         self.source
     }
 
-    /// The dtype of dequantized values.
+    /// Dtype of dequantized values.
     pub fn dtype(&self) -> DType {
         self.compute
     }
@@ -181,12 +182,12 @@ impl QuantizedMatrix {
         (&self.packed, &self.scales)
     }
 
-    /// The two values of each byte [256, 2], f32; those of 0 to 15 end with what the 16 codes stand for.
+    /// The two values of each byte [256, 2], f32. The second values of bytes 0 to 15 form the codebook.
     pub fn pairs(&self) -> &Tensor {
         &self.book.pairs
     }
 
-    /// Bytes of codes and scales, the maps apart: those are shared by all matrices of a model.
+    /// Bytes of codes and scales, without the maps shared by all matrices of a model.
     pub fn bytes(&self) -> usize {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         size(&self.packed)
@@ -196,7 +197,7 @@ impl QuantizedMatrix {
             }
     }
 
-    /// Whether one product sums those with this matrix and with an adapter's, in the dtype of `x`.
+    /// Whether a single product can sum over this matrix and an adapter, given the dtype of `x`.
     pub fn merges(&self, x: &Tensor) -> bool {
         if let Some(g) = x.ghost() {
             return g.ledger().machine().cuda && x.dtype() == self.compute;
@@ -223,7 +224,8 @@ impl QuantizedMatrix {
         x.matmul(&self.dequantize()?.to_dtype(x.dtype())?.t()?)
     }
 
-    /// `x W^T + u B^T` of rows `[x | u]` [t, cols + r] and `b` [rows, r], in one product: where it [merges](Self::merges).
+    /// `x W^T + u B^T` in one product, for rows `[x | u]` [t, cols + r] and `b` [rows, r]. Requires
+    /// [merges](Self::merges).
     pub fn forward_with(&self, xu: &Tensor, b: &Tensor) -> Result<Tensor> {
         self.work(xu, true);
         gemm::work(&xu.narrow(1, self.cols, b.dim(1)?)?, false, b, None)?;
@@ -237,8 +239,8 @@ impl QuantizedMatrix {
         candle_core::bail!("4-bit blocks: a product of another device")
     }
 
-    /// `dy W + du A` of rows `[dy | du]` [t, rows + r] and `a` [r, cols], added to `dx` if given, in one product: where it
-    /// [merges](Self::merges).
+    /// `dy W + du A` in one product, for rows `[dy | du]` [t, rows + r] and `a` [r, cols], added to `dx`
+    /// if given. Requires [merges](Self::merges).
     pub fn backward_with(&self, dydu: &Tensor, a: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.work(dydu, true);
         gemm::work(&dydu.narrow(1, self.rows, a.dim(0)?)?, false, a, None)?;
@@ -279,7 +281,7 @@ impl QuantizedMatrix {
         self.forward(a)?.t()?.contiguous()
     }
 
-    /// Squared norm of each row `[rows]`, in f32 (f64 where that is the compute dtype).
+    /// Squared norm of each row `[rows]`, in f32 (f64 if the compute dtype is f64).
     pub fn row_squares(&self) -> Result<Tensor> {
         if is_native(&self.packed) {
             return on_real!(self.compute, row_squares_cpu(self));
@@ -295,7 +297,7 @@ impl QuantizedMatrix {
         self.dequantize_rows(0..self.rows)
     }
 
-    /// Some dequantized rows, in the compute dtype.
+    /// Dequantized rows, in the compute dtype.
     pub fn dequantize_rows(&self, rows: Range<usize>) -> Result<Tensor> {
         if rows.start > rows.end || rows.end > self.rows {
             candle_core::bail!("4-bit blocks: rows {rows:?} of {}", self.rows);
@@ -313,7 +315,8 @@ impl QuantizedMatrix {
         self.dequantize_composed(rows)
     }
 
-    /// The dequantized matrix, with room for an adapter of `rank`: none where nothing multiplies both in one product.
+    /// The dequantized matrix, padded for an adapter of LoRA rank `rank` if a single product can multiply
+    /// both.
     pub fn dequantize_padded(&self, rank: usize) -> Result<Padded> {
         let (shape, dims) = (Padded::shape((self.rows, self.cols), rank), (self.rows, self.cols));
         if let Some(g) = self.packed.ghost().filter(|g| g.ledger().machine().cuda) {

@@ -1,11 +1,13 @@
-// y [tokens, rows] = x [tokens, cols] W^T for a few tokens, straight from the 4-bit codes of W: nothing is dequantized to
-// memory, the matrix is read once. For generation, and for experts that have few tokens.
+// y [tokens, rows] = x [tokens, cols] W^T for a few tokens, directly from the 4-bit codes of W. The
+// matrix is read once, and dequantized values stay in registers. For decoding, and for experts with few
+// tokens.
 //
-// A block of four warps makes ROWS columns of y. Its warps share out the chunks of those rows of W (see codes.cuh), so
-// that a piece of x that a lane has loaded is used ROWS times, and a value of W that it has dequantized TOKENS times; sums
-// are in f32, in an order that the shapes fix. Values of W are rounded to Source and then to T, as dequantize.cu does.
+// A block of four warps computes ROWS columns of y. The warps split the chunks of those rows of W (see
+// codes.cuh), so each loaded piece of x is used ROWS times, and each dequantized value of W TOKENS times.
+// Sums are f32, in an order fixed by the shapes. Values of W are rounded to Source, then to T, as in
+// dequantize.cu.
 //
-// `cols` is a multiple of 32; x and the codes begin at addresses of whole loads. The caller sees to both.
+// The caller guarantees that `cols` is a multiple of 32, and that x and the codes are vector-aligned.
 #include "codes.cuh"
 
 constexpr int WARPS = 4;
@@ -13,7 +15,7 @@ constexpr int WARPS = 4;
 template <typename Source, typename T, int TOKENS, int ROWS>
 DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, uint64_t cols,
                                      T *y) {
-  constexpr int N = VECTOR<T>; // a load of x is one range of a warp too
+  constexpr int N = VECTOR<T>; // a warp's loads of x are contiguous too
   constexpr int STEPS = CHUNK / (WARP * N);
   SHARED_ARRAY(float, partial, WARPS * ROWS * TOKENS);
   const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -21,7 +23,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
   const float entry = m.entry(lane);
   float sum[ROWS][TOKENS] = {};
   for (uint64_t start = warp * CHUNK; start < cols; start += WARPS * CHUNK) {
-    // the loads of all rows before what waits for them
+    // issue the loads of all rows before using any
     uint32_t word[ROWS][STEPS];
     float scales[ROWS];
 #pragma unroll
@@ -36,7 +38,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
     }
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      if (start + s * WARP * N >= cols) break; // the whole warp
+      if (start + s * WARP * N >= cols) break; // uniform across the warp
       const uint64_t c = start + (s * WARP + lane) * N;
       float w[ROWS][N];
 #pragma unroll
@@ -46,7 +48,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
 #pragma unroll
         for (int i = 0; i < N; i++) w[r][i] = rounded<T>(w[r][i]);
       }
-      if (c >= cols) continue; // these lanes, after the shuffles
+      if (c >= cols) continue; // these lanes only, after the shuffles
 #pragma unroll
       for (int t = 0; t < TOKENS; t++) {
         if (static_cast<uint32_t>(t) >= tokens) break;
@@ -83,7 +85,7 @@ DEVICE void rows(const Matrix &m, const T *x, uint32_t tokens, uint64_t count, u
     rows<SOURCE, T, TOKENS, ROWS>(m, x, tokens, count, cols, y);                                                       \
   }
 
-// For one token, and for up to eight; the numbers are in crates/ft-kernels/src/quantized/tiles.rs too.
+// Variants for one token and for up to eight; must match crates/ft-kernels/src/quantized/tiles.rs.
 #define ROWS_OF_ANY(NAME, SOURCE, T)                                                                                   \
   ROWS_OF(NAME##_1, SOURCE, T, 1, 4)                                                                                   \
   ROWS_OF(NAME##_8, SOURCE, T, 8, 2)

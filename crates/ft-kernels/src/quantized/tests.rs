@@ -1,11 +1,11 @@
-//! Dequantizing against its definition, products against those of the dequantized matrix.
+//! Tests dequantization against the definition, and products against those of the dequantized matrix.
 
 use super::tiles::FEW;
 use super::*;
 use crate::check::{close, randn};
 use crate::gemm;
 
-/// Pseudo-random bytes, scales and all: a matrix that no encoder made.
+/// A matrix of pseudo-random codes and scales, beyond the range of any encoder.
 pub(super) struct Made {
     pub w: QuantizedMatrix,
     pub packed: Vec<u8>,
@@ -57,8 +57,8 @@ pub(super) fn made(
     })
 }
 
-/// Every shape that matters: whole blocks, blocks across rows, a short last block, an odd number of values, many
-/// groups of scales, more columns than one tile has.
+/// All relevant shapes: whole blocks, blocks across rows, a short last block, an odd number of values,
+/// many groups of scales, more columns than a tile.
 fn all() -> Result<Vec<Made>> {
     let (f32s, f64s) = (DType::F32, DType::F64);
     Ok(vec![
@@ -76,7 +76,7 @@ pub(super) fn bits(t: &Tensor) -> Result<Vec<u64>> {
     Ok(t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?.into_iter().map(f64::to_bits).collect())
 }
 
-/// Asserts equal bits, and says how many differ.
+/// Asserts bit equality, and reports the number of differences.
 #[track_caller]
 fn same(what: &QuantizedMatrix, a: &Tensor, b: &Tensor) -> Result<()> {
     let (a, b) = (bits(a)?, bits(b)?);
@@ -109,7 +109,7 @@ fn decoding_is_code_times_scale_rounded_twice() -> Result<()> {
     Ok(())
 }
 
-/// What other devices run, on this one.
+/// The fallback for other devices, run on the CPU.
 #[test]
 fn composed_decoding_gives_the_same_bits() -> Result<()> {
     for m in all()? {

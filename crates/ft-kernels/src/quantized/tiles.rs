@@ -1,39 +1,38 @@
-//! How a product on a GPU cuts a 4-bit matrix into tiles that are dequantized one after the other, and what the kernels
-//! that do it are launched with: all of it that needs no GPU.
+//! Tiling of 4-bit matrices for products on a GPU, and launch parameters of the kernels. Needs no GPU.
 //!
-//! A tile is written by the dequantize kernel and read by the product right after: if it is half of the second-level
-//! cache, both happen there, with the other half for what it is multiplied with. Smaller tiles would give
-//! products too small to fill the device. (The share is by reasoning; it has not been measured.) With many tokens the cache
-//! gives nothing, for what is multiplied with the matrix is larger than it and is read again for each tile: then the whole
-//! matrix is one tile, and a product two launches whatever its size.
+//! The dequantization kernel writes a tile, and the product reads it right after. If a tile takes half of
+//! the L2 cache, both happen in cache, with the other half for the remaining operands. Smaller tiles
+//! would make products too small to fill the device. (This share is an estimate, not measured.) With many
+//! tokens the cache does not help, since the other operand exceeds it and is read again for each tile:
+//! then the whole matrix is one tile, and a product takes two launches.
 
 use candle_core::DType;
 use std::ops::Range;
 
-/// Threads of a block of dequantize.cu: eight warps.
+/// Threads per block of dequantize.cu: eight warps.
 pub const THREADS: u32 = 256;
-/// Values that a warp dequantizes.
+/// Values dequantized per warp.
 const CHUNK: usize = 1024;
-/// Most tokens that are multiplied straight from the codes, by rows.cu and on the CPU.
+/// Maximum tokens multiplied directly from the codes, by rows.cu and on the CPU.
 pub const FEW: usize = 8;
-/// Its kernels: tokens up to, and rows of W that a block of threads takes.
+/// Variants of rows.cu: maximum tokens, and rows of W per block.
 pub const ROWS: [(usize, usize); 2] = [(1, 4), (FEW, 2)];
-/// Threads of a block of rows.cu.
+/// Threads per block of rows.cu.
 pub const ROWS_THREADS: u32 = 128;
 
-/// Rows (or columns) of a tile come in multiples of this: whole tiles of a product, whole blocks of codes.
+/// Granularity of tiles in rows (or columns): whole GEMM tiles, whole quantization blocks.
 const UNIT: usize = 64;
-/// Fewest bytes of a tile, for devices with a small cache or that do not say.
+/// Minimum bytes of a tile, for devices with a small or unknown cache.
 const LEAST: usize = 4 << 20;
-/// Most bytes of a tile for the cache.
+/// Maximum bytes of a cache-sized tile.
 pub const MOST: usize = 32 << 20;
-/// Tokens from which on a tile need not fit the cache, and its most bytes then: any matrix of a model of 32 billion
-/// parameters in bf16.
+/// Number of tokens at which tiles may exceed the cache, and their maximum bytes then: enough for any
+/// matrix of a 32B-parameter model in bf16.
 const MANY: usize = 1024;
 const WHOLE: usize = 512 << 20;
 
-/// Most bytes of a tile in a product with `tokens` tokens, on a device with `cache` bytes of second-level cache; a plan,
-/// which knows no device, counts with the most that it can be.
+/// Maximum bytes of a tile in a product with `tokens` tokens, for a device with `cache` bytes of L2
+/// cache. A plan, without a device, assumes the largest.
 pub fn bytes(tokens: usize, cache: Option<usize>) -> usize {
     match cache {
         _ if tokens >= MANY => WHOLE,
@@ -42,8 +41,8 @@ pub fn bytes(tokens: usize, cache: Option<usize>) -> usize {
     }
 }
 
-/// Cuts `count` rows (or columns) of `size` bytes each into tiles of about one size and of `most` bytes at the
-/// most, or of 64 rows where these are more.
+/// Splits `count` rows (or columns) of `size` bytes into tiles of similar size, at most `most` bytes each
+/// (but at least 64 rows).
 pub fn split(count: usize, size: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     let widest = (most / size.max(1) / UNIT * UNIT).max(UNIT);
     let tiles = count.div_ceil(widest).max(1);
@@ -51,37 +50,37 @@ pub fn split(count: usize, size: usize, most: usize) -> impl Iterator<Item = Ran
     (0..count).step_by(width.max(1)).map(move |start| start..(start + width).min(count))
 }
 
-/// Values of a matrix that make a tile: `runs` runs of `width`, `stride` apart from value `first` on.
+/// A tile of a matrix: `runs` runs of `width` values with stride `stride`, starting at value `first`.
 #[derive(Clone, Copy, Debug)]
 pub struct Tile {
-    /// The first value.
+    /// First value.
     pub first: usize,
-    /// Values from the beginning of a run to that of the next.
+    /// Values from the start of a run to the start of the next.
     pub stride: usize,
-    /// Values of a run.
+    /// Values per run.
     pub width: usize,
-    /// Runs.
+    /// Number of runs.
     pub runs: usize,
 }
 
 impl Tile {
-    /// Whole rows of a matrix [rows, cols]: one run.
+    /// Whole rows of a matrix [rows, cols], as a single run.
     pub fn rows((_, cols): (usize, usize), rows: Range<usize>) -> Self {
         let width = rows.len() * cols;
         Self { first: rows.start * cols, stride: width, width, runs: 1 }
     }
 
-    /// The same, a run a row.
+    /// Whole rows, one run per row.
     pub fn rows_apart((_, cols): (usize, usize), rows: Range<usize>) -> Self {
         Self { first: rows.start * cols, stride: cols, width: cols, runs: rows.len() }
     }
 
-    /// Columns of a matrix [rows, cols], a run a row.
+    /// Columns of a matrix [rows, cols], one run per row.
     pub fn columns_apart((rows, cols): (usize, usize), columns: Range<usize>) -> Self {
         Self { first: columns.start, stride: cols, width: columns.len(), runs: rows }
     }
 
-    /// Columns of a matrix [rows, cols]: a run a row, or one run of all.
+    /// Columns of a matrix [rows, cols]: one run per row, or a single run if all columns are included.
     pub fn columns((rows, cols): (usize, usize), columns: Range<usize>) -> Self {
         if columns == (0..cols) {
             return Self::rows((rows, cols), 0..rows);
@@ -89,35 +88,35 @@ impl Tile {
         Self::columns_apart((rows, cols), columns)
     }
 
-    /// Values of the tile.
+    /// Number of values in the tile.
     pub fn len(&self) -> usize {
         self.width * self.runs
     }
 
-    /// Whether there are none.
+    /// Whether the tile has no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// One more than the last value's number in the matrix.
+    /// One past the index of the last value in the matrix.
     pub fn end(&self) -> usize {
         self.first + self.runs.saturating_sub(1) * self.stride + self.width
     }
 
-    /// Chunks that cover any of the runs: chunks begin at multiples of 32.
+    /// Chunks needed to cover any of the runs. Chunks start at multiples of 32.
     pub fn chunks(&self) -> usize {
         let whole = self.first.is_multiple_of(32) && (self.runs == 1 || self.stride.is_multiple_of(32));
         (self.width + if whole { 0 } else { 31 }).div_ceil(CHUNK)
     }
 
-    /// Blocks of [`THREADS`] threads, with a warp for each chunk, and for so many of `more` values.
+    /// Number of blocks of [`THREADS`] threads, with one warp per chunk of the tile and of `more`
+    /// additional values.
     pub fn blocks(&self, more: usize) -> usize {
         (self.chunks() * self.runs + more.div_ceil(CHUNK)).div_ceil(THREADS as usize / 32)
     }
 }
 
-/// The name of a kernel: by what values are rounded to first, if that is not what they end in anyway, and what they
-/// end in.
+/// Kernel name from the dtype of the first rounding (f32 if it equals the second) and of the output.
 pub fn name(kernel: &str, source: DType, compute: DType) -> String {
     let source = match source {
         DType::BF16 | DType::F16 if source != compute => source,
@@ -142,7 +141,7 @@ mod tests {
                 let widest = all[0].len();
                 assert!(widest * size <= most || widest <= UNIT, "{count} of {size}: {widest}");
                 assert!(all.iter().all(|p| p.start % UNIT == 0));
-                // no more than it takes
+                // no more than necessary
                 let least = (count * size).div_ceil(most);
                 assert!(all.len() <= 2 * least || widest <= UNIT, "{count} of {size}: {} tiles", all.len());
             }

@@ -1,4 +1,4 @@
-//! In place of `strips` and `panels` on processors without the instructions, where no product comes here.
+//! Stubs of `strips` and `panels` for other architectures. [`super::takes`] rejects every product there.
 
 use super::{Onto, Right};
 use crate::gemm::cpu::Mat;

@@ -1,20 +1,21 @@
-//! Products of bf16 with sums in f32, by the processor's dot products of pairs.
+//! bf16 products with f32 sums, by the CPU's dot-product instructions on pairs of values.
 //!
 //! ```text
-//! left operand      as it is where a row's values are side by side and even in number, else packed whole: panels of 12 rows
-//! right operand     few columns: packed whole, and threads take rows;  else threads take strips of columns, and pack
-//!                   (or make) each as they come to it, so that it stays in a core's cache while all rows pass by
-//! inner dimension   in blocks of [`block`] values, whose sums are added in order
+//! left operand      in place if rows are contiguous and even in length, else packed whole: panels of 12 rows
+//! right operand     few columns: packed whole, parallel over rows; else parallel over strips of columns,
+//!                   each packed (or generated) by its thread, to stay in the core's cache for all rows
+//! inner dimension   in blocks of [`block`] values, summed in order
 //! ```
 //!
-//! Which thread takes what changes no bit: every sum runs over the inner dimension in the same order.
+//! Results do not depend on the number of threads: every sum runs over the inner dimension in the same
+//! order.
 //!
-//! | path | where |
+//! | path | CPUs |
 //! |---|---|
 //! | dots | x86-64 with AVX-512 BF16 |
-//! | widened | all others: operands are widened to f32, and the `gemm` crate multiplies |
+//! | widened | all others: operands are widened to f32 for the `gemm` crate |
 //!
-//! `FT_BF16=widened` or `dots` in the environment chooses one.
+//! The environment variable `FT_BF16=widened` (or `dots`) overrides the choice.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod panels;
@@ -32,23 +33,23 @@ use half::bf16;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// How products of bf16 are computed.
+/// Implementation of bf16 products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
-    /// By dot products of pairs.
+    /// Dot-product instructions.
     Dots,
-    /// Widened to f32.
+    /// Operands widened to f32.
     Widened,
 }
 
-/// The environment variable that chooses a path.
+/// Environment variable selecting the path.
 const VARIABLE: &str = "FT_BF16";
 
 impl Path {
-    /// The fastest first.
+    /// Fastest first.
     const ALL: [Self; 2] = [Path::Dots, Path::Widened];
 
-    /// The word that chooses it in the environment.
+    /// Value of the environment variable.
     pub fn word(self) -> &'static str {
         match self {
             Path::Dots => "dots",
@@ -56,7 +57,7 @@ impl Path {
         }
     }
 
-    /// What it is, in words.
+    /// Description for users.
     pub fn text(self) -> &'static str {
         match self {
             Path::Dots => "AVX-512 BF16",
@@ -64,7 +65,7 @@ impl Path {
         }
     }
 
-    /// Whether this processor has it.
+    /// Whether this CPU supports the path.
     pub fn is_here(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -75,7 +76,7 @@ impl Path {
         }
     }
 
-    /// What the environment asks for, if this processor has it; by default the fastest that it has.
+    /// The requested path if supported; by default the fastest supported one.
     fn choose(wanted: Option<&str>) -> Result<Self, String> {
         let chosen = match wanted {
             None | Some("") => Self::ALL.into_iter().find(|p| p.is_here()),
@@ -100,66 +101,67 @@ impl Path {
 /// The path of this process.
 ///
 /// # Errors
-/// The environment asks for one that is not here.
+/// The path requested in the environment is not supported by this CPU.
 pub fn path() -> candle_core::Result<Path> {
     static PATH: OnceLock<Result<Path, String>> = OnceLock::new();
     let chosen = PATH.get_or_init(|| Path::choose(std::env::var(VARIABLE).ok().as_deref()));
     chosen.clone().map_err(candle_core::Error::msg)
 }
 
-/// Where a product goes, row-major.
+/// Row-major destination of a product.
 pub enum Onto<'a> {
-    /// Rounded once.
+    /// bf16, rounded once.
     Half(&'a mut [bf16]),
-    /// As it was summed.
+    /// f32, unrounded.
     Wide(&'a mut [f32]),
 }
 
-/// Fills a tile with the values of some columns (first) and inner indices of the right operand.
+/// Fills a tile of the right operand, given its columns and inner indices, in this order.
 pub type Make<'s> = dyn Fn(Range<usize>, Range<usize>, &mut [bf16]) + Sync + 's;
 
 /// The right operand [k, n].
 #[derive(Clone, Copy)]
 pub enum Right<'s> {
-    /// A matrix.
+    /// A stored matrix.
     Of(Mat<'s, bf16>),
-    /// One that is made a tile at a time, of so many columns: row-major [inner, columns], or `transposed` [columns, inner].
+    /// Generated in tiles of `columns` columns: row-major [inner, columns], or [columns, inner] if
+    /// `transposed`.
     Made {
-        /// What makes them.
+        /// Generator.
         make: &'s Make<'s>,
-        /// Columns.
+        /// Columns per tile.
         columns: usize,
-        /// Whether the inner values of a column are side by side.
+        /// Whether tiles are [columns, inner].
         transposed: bool,
     },
 }
 
-/// `alpha a b`, rounded once, on all threads unless this one is [`serial`](super::serial).
+/// `alpha a b`, rounded once. Uses all threads unless inside [`serial`](super::serial).
 ///
 /// # Panics
-/// If the shapes don't fit, or [`Path::Dots`] is not here: bugs of the caller.
+/// If the shapes don't match, or [`Path::Dots`] is not supported (caller bugs).
 pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
     strips::rounded(a, b, alpha)
 }
 
-/// As [`rounded`], the sums as they are.
+/// [`rounded`] without rounding.
 ///
 /// # Panics
-/// As there.
+/// As [`rounded`].
 pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     strips::wide(a, b, alpha)
 }
 
-/// `c = alpha a b`, or with `add` `c += alpha a b`, for a `c` with so many values from row to row.
+/// `c = alpha a b`, or `c += alpha a b` with `add`; `c` has row stride `stride`.
 ///
 /// # Panics
-/// As there.
+/// As [`rounded`].
 pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     strips::product_onto(c, stride, add, a, b, alpha);
 }
 
-/// Bytes that a product [m, k] x [k, n] takes beside its operands and its result on so many threads, the left operand
-/// `transposed` or not, the right one `made` or not, the result rounded or not.
+/// Bytes of scratch memory for a product [m, k] x [k, n] on `threads` threads, depending on whether the
+/// left operand is `transposed`, the right one generated (`made`), and the result rounded (`to_half`).
 pub fn packing(
     sizes: (usize, usize, usize),
     threads: usize,
@@ -169,29 +171,30 @@ pub fn packing(
     Cut::new(sizes, threads, (transposed, made)).bytes(to_half)
 }
 
-/// Rows and columns of the products that are computed at once; see `panels`.
+/// Rows and columns of the register tile; see `panels`.
 const ROWS: usize = 12;
 const COLUMNS: usize = 32;
-/// Inner values of a block, whose products are summed before they are added to others', and of one among many.
+/// Values of the inner dimension per block: if the dimension fits two blocks, and if it is longer.
 const BLOCK: usize = 2048;
 const SHORT_BLOCK: usize = BLOCK / 2;
 
-/// Values of a block of so many inner ones.
+/// Block length for an inner dimension of `k`.
 ///
-/// Short blocks have wider strips. A right operand of many rows, as a head has backward, is read a strip of all its rows at
-/// a time from memory, and so in longer pieces.
+/// Short blocks allow wider strips. A row-major right operand with many rows, as in the head's backward
+/// pass, is read strip by strip over all its rows, so wider strips mean longer reads.
 fn block(k: usize) -> usize {
     if k > 2 * BLOCK { SHORT_BLOCK } else { BLOCK }
 }
 
-/// Values of the right operand that a thread packs at a time: half a megabyte, about half of a core's second cache.
+/// Values of the right operand packed per thread at a time: half a megabyte, about half of a core's L2
+/// cache.
 const STRIP: usize = 1 << 18;
-/// Columns of a strip at the most.
+/// Maximum columns per strip.
 const WIDEST: usize = 256;
-/// Panels of rows that a thread takes at a time where the right operand is packed whole.
+/// Panels of rows per task, if the right operand is packed whole.
 const PANELS: usize = 4;
 
-/// How a product is shared out.
+/// Partition of a product among threads.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     m: usize,
@@ -200,20 +203,20 @@ struct Cut {
     threads: usize,
     /// Whether the left operand is packed.
     packed: bool,
-    /// Whether the right operand is made.
+    /// Whether the right operand is generated.
     made: bool,
-    /// Columns of a strip; `None` where threads take rows.
+    /// Columns per strip; `None` if threads split rows.
     strip: Option<usize>,
 }
 
 impl Cut {
     fn new((m, k, n): (usize, usize, usize), threads: usize, (transposed, made): (bool, bool)) -> Self {
         let down = |x: usize| (x / COLUMNS * COLUMNS).clamp(COLUMNS, WIDEST);
-        // as wide as leaves each thread some of them
+        // as wide as possible with about three strips per thread
         let width = down(STRIP / k.clamp(1, block(k))).min(down(n / (3 * threads)));
         let more_rows = m.div_ceil(PANELS * ROWS) > n.div_ceil(width);
         let strip = (made || threads == 1 || n.div_ceil(width) >= 2 * threads || !more_rows).then_some(width);
-        // a pair is read as one word
+        // pairs are read as 32-bit words
         let packed = transposed || !k.is_multiple_of(2);
         Self { m, k, n, threads, packed, made, strip }
     }
@@ -224,7 +227,7 @@ impl Cut {
         (0..k).step_by(block).map(move |from| from..(from + block).min(k))
     }
 
-    /// Tasks that threads take, and rows and columns of the largest.
+    /// Number of tasks, and rows and columns of the largest.
     fn tasks(&self) -> (usize, [usize; 2]) {
         match self.strip {
             Some(width) => (self.n.div_ceil(width), [self.m, width.min(self.n)]),
@@ -232,7 +235,7 @@ impl Cut {
         }
     }
 
-    /// Threads that have something to do.
+    /// Threads with work.
     fn workers(&self) -> usize {
         self.threads.min(self.tasks().0).max(1)
     }
@@ -260,18 +263,18 @@ impl Cut {
     }
 }
 
-/// What a product takes.
+/// Scratch sizes of a product.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     /// Words of the left operand's panels.
     left: usize,
-    /// Of the right one's, where it is packed whole.
+    /// Words of the right operand's panels, if packed whole.
     right: usize,
-    /// On each thread: of those of a strip.
+    /// Words of a strip's panels, per thread.
     strip: usize,
-    /// Values that are made of it.
+    /// Generated values, per thread.
     tile: usize,
-    /// Sums that are not complete.
+    /// Incomplete sums, per thread.
     sums: usize,
 }
 

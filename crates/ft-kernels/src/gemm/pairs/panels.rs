@@ -1,15 +1,16 @@
-//! The packed format of products of bf16, and what packs and multiplies it: AVX-512 BF16.
+//! Packing format and micro-kernels of bf16 products with AVX-512 BF16.
 //!
-//! A panel is some lines (rows of the left operand, columns of the right one) of some inner values, which lie two by two:
-//! word `p * width + l` is values `2 p` (its lower half) and `2 p + 1` of line `l`; what there is none of is zero. So the
-//! lines of a pair are one vector, and a pair of one line is one word that fills a vector:
+//! A panel holds a few lines (rows of the left operand, columns of the right one) over a range of the
+//! inner dimension, in pairs of inner values: word `p * width + l` is the pair `2 p` (low half),
+//! `2 p + 1` of line `l`; missing values are zero. All lines of a pair form vectors, and one word is
+//! broadcast from a single line:
 //!
 //! ```text
 //! sums[row][column] += pair of row * pair of column      vdpbf16ps, 16 columns at a time, in f32
 //! ```
 //!
-//! The instruction takes numbers below the smallest normal one for zero and rounds the sum of both products into the sum
-//! as it is, to the nearest.
+//! The instruction flushes subnormal inputs to zero, and adds the sum of both products with
+//! round-to-nearest, whatever the MXCSR rounding mode.
 
 use crate::gemm::cpu::Mat;
 use half::bf16;
@@ -24,18 +25,19 @@ use std::arch::x86_64::{
 use std::mem::transmute;
 use std::ops::Range;
 
-/// Rows that are multiplied at once: with two vectors of columns 24 sums, 2 vectors and a filled one are in registers.
+/// Rows per micro-kernel: two vectors of columns use 24 registers for sums, 2 for columns and 1 for the
+/// broadcast.
 pub const ROWS: usize = 12;
-/// Columns that are multiplied at once; of a product's last ones half as many where these are enough.
+/// Columns per micro-kernel; the last panel may be half as wide.
 pub const COLUMNS: usize = 2 * LANES;
-/// Columns of a vector.
+/// Columns per vector.
 pub const LANES: usize = 16;
-/// How far ahead memory is asked for, where inner values are apart and where they are side by side: a weight comes from
-/// memory, and the processor does not see by itself where a panel goes on.
+/// Prefetch distance, with strided and with contiguous inner values. Weights come from memory, and the
+/// hardware prefetcher does not follow from panel to panel.
 const ROWS_AHEAD: usize = 16;
 pub const VALUES_AHEAD: usize = 128;
 
-/// Whether this processor has the instructions.
+/// Whether the CPU supports the instructions used here.
 pub fn are_here() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
@@ -43,47 +45,47 @@ pub fn are_here() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// How lines are cut into panels.
+/// Partition of lines into panels.
 #[derive(Clone, Copy)]
 pub struct Shape {
-    /// Lines of a panel.
+    /// Lines per panel.
     most: usize,
-    /// What the lines of the last one are a multiple of.
+    /// Granularity of the last panel's width.
     multiple: usize,
 }
 
 impl Shape {
-    /// Of rows of the left operand.
+    /// Rows of the left operand.
     pub const LEFT: Self = Self { most: ROWS, multiple: 1 };
-    /// Of columns of the right one.
+    /// Columns of the right operand.
     pub const RIGHT: Self = Self { most: COLUMNS, multiple: LANES };
 
-    /// The first line of each panel of so many, and its width.
+    /// First line and width of each panel over `count` lines.
     pub fn panels(self, count: usize) -> impl Iterator<Item = (usize, usize)> {
         let width = move |c: usize| (count - c).next_multiple_of(self.multiple).min(self.most);
         (0..count).step_by(self.most).map(move |c| (c, width(c)))
     }
 }
 
-/// Columns of the panels that so many columns take.
+/// Total width of the panels of `columns` columns.
 pub fn width(columns: usize) -> usize {
     columns.next_multiple_of(LANES)
 }
 
-/// Packs the inner values `own` of some rows of `m` into panels, one after the other.
+/// Packs the inner values `own` of rows `rows` of `m` into consecutive panels.
 ///
 /// # Safety
-/// [`are_here`]; `out` points to as many words of the caller's as `own.len() / 2` (rounded up) times the panels' widths;
-/// `rows` and `own` are inside `m`.
+/// [`are_here`]; `out` points to `own.len() / 2` (rounded up) words per line of panel width, exclusive to
+/// the caller; `rows` and `own` are inside `m`.
 pub unsafe fn pack(out: *mut u32, shape: Shape, m: Mat<'_, bf16>, rows: Range<usize>, own: Range<usize>) {
     assert!(rows.end <= m.rows && own.end <= m.cols, "a panel outside of its matrix");
     let (line, step, k) = (m.rs, m.cs, own.len());
     let pairs = k.div_ceil(2);
-    // SAFETY: the first value is inside, or none is read.
+    // SAFETY: asserted to be in bounds; if a range is empty, the pointer may dangle but nothing is read.
     let from = unsafe { m.data.as_ptr().cast::<u16>().add(rows.start * line + own.start * step) };
     for (first, width) in shape.panels(rows.len()) {
         let lines = width.min(rows.len() - first);
-        // SAFETY: the caller's; Mat::new keeps all values of the matrix inside its slice.
+        // SAFETY: `out` is valid by contract; Mat::new keeps all values of the matrix inside its slice.
         unsafe {
             let (out, from) = (out.add(first * pairs), from.add(first * line));
             match (step, line) {
@@ -95,12 +97,12 @@ pub unsafe fn pack(out: *mut u32, shape: Shape, m: Mat<'_, bf16>, rows: Range<us
     }
 }
 
-/// The lowest bits.
+/// A mask of the `n` lowest bits, at most 16.
 pub fn ones(n: usize) -> u16 {
     (u32::MAX >> (32 - n.min(16) as u32).min(31)) as u16 * u16::from(n > 0)
 }
 
-/// Of lines with any strides.
+/// Packs lines with arbitrary strides.
 unsafe fn one_by_one(
     out: *mut u32,
     width: usize,
@@ -109,19 +111,19 @@ unsafe fn one_by_one(
     (k, step): (usize, usize),
 ) {
     let value = |l: usize, k_: usize| match l < lines && k_ < k {
-        // SAFETY: the caller's: value `k_` of line `l` is there.
+        // SAFETY: by contract, line `l` has value `k_`.
         true => u32::from(unsafe { *from.add(l * line + k_ * step) }),
         false => 0,
     };
     for p in 0..k.div_ceil(2) {
         for l in 0..width {
-            // SAFETY: the caller's: the panel has so many words.
+            // SAFETY: by contract, the panel has `width` words per pair.
             unsafe { *out.add(p * width + l) = value(l, 2 * p) | value(l, 2 * p + 1) << 16 };
         }
     }
 }
 
-/// Of lines whose inner values are side by side: 16 pairs of 16 lines at a time.
+/// Packs lines with contiguous inner values, 16 pairs of 16 lines at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn transpose(out: *mut u32, width: usize, from: *const u16, lines: usize, line: usize, k: usize) {
     let pairs = k.div_ceil(2);
@@ -135,14 +137,14 @@ unsafe fn transpose(out: *mut u32, width: usize, from: *const u16, lines: usize,
                 _mm_prefetch::<_MM_HINT_T0>(
                     from.wrapping_add((l0 + r) * line + 2 * p0 + VALUES_AHEAD).cast(),
                 );
-                // SAFETY: the caller's; the mask leaves out what is beyond the line.
+                // SAFETY: in bounds by contract; the mask excludes values past the end of the line.
                 *v = unsafe {
                     _mm512_maskz_loadu_epi16(mask, from.add((l0 + r) * line + 2 * p0).cast::<i16>())
                 };
             }
             let t = transposed(v);
             for (p, t) in t.iter().enumerate().take(pairs - p0) {
-                // SAFETY: the caller's; the mask leaves out what is beyond the panel's width.
+                // SAFETY: in bounds by contract; the mask excludes words past the panel's width.
                 unsafe {
                     _mm512_mask_storeu_epi32(out.add((p0 + p) * width + l0).cast::<i32>(), kept, *t);
                 }
@@ -151,12 +153,12 @@ unsafe fn transpose(out: *mut u32, width: usize, from: *const u16, lines: usize,
     }
 }
 
-/// A matrix of 16 x 16 words, transposed.
+/// Transposes 16 x 16 words.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn transposed(v: [__m512i; LANES]) -> [__m512i; LANES] {
     let mut a = v;
-    // words, then pairs of words, within each quarter of a vector
+    // words, then pairs of words, within each 128-bit lane
     for i in (0..LANES).step_by(2) {
         (a[i], a[i + 1]) = (_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
     }
@@ -167,7 +169,7 @@ pub fn transposed(v: [__m512i; LANES]) -> [__m512i; LANES] {
         b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
         b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
     }
-    // then the quarters: b[4 g + c] has columns c, 4 + c, 8 + c, 12 + c of rows 4 g and on
+    // then the lanes: b[4 g + c] has columns c, 4 + c, 8 + c, 12 + c of rows 4 g and on
     let mut out = b;
     for c in 0..4 {
         let low = _mm512_shuffle_i32x4::<0b1000_1000>(b[c], b[4 + c]);
@@ -182,15 +184,15 @@ pub fn transposed(v: [__m512i; LANES]) -> [__m512i; LANES] {
     out
 }
 
-/// Of lines that are side by side, their inner values `step` apart. (All panels of a pair together would read longer rows, and
-/// write to places that share lines of the cache: that is slower.)
+/// Packs adjacent lines with inner stride `step`. (Handling all panels of a pair together would read
+/// longer rows, but is slower: the writes conflict in the cache.)
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn interleave(out: *mut u32, width: usize, from: *const u16, lines: usize, step: usize, k: usize) {
     for p in 0..k.div_ceil(2) {
         for l0 in (0..width).step_by(LANES) {
             let (there, kept) = (ones(lines.saturating_sub(l0)), ones(width - l0));
             let value = |k_: usize| match k_ < k && there != 0 {
-                // SAFETY: the caller's; the mask leaves out what is beyond the lines.
+                // SAFETY: in bounds by contract; the mask excludes missing lines.
                 true => _mm512_cvtepu16_epi32(unsafe {
                     _mm256_maskz_loadu_epi16(there, from.add(k_ * step + l0).cast::<i16>())
                 }),
@@ -200,49 +202,49 @@ unsafe fn interleave(out: *mut u32, width: usize, from: *const u16, lines: usize
                 _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(k_ * step + l0).cast());
             }
             let word = _mm512_or_si512(value(2 * p), _mm512_slli_epi32::<16>(value(2 * p + 1)));
-            // SAFETY: the caller's; the mask leaves out what is beyond the panel's width.
+            // SAFETY: in bounds by contract; the mask excludes words past the panel's width.
             unsafe { _mm512_mask_storeu_epi32(out.add(p * width + l0).cast::<i32>(), kept, word) };
         }
     }
 }
 
-/// What becomes of a tile of sums: `sums = alpha sums`, with what `wide` and `half` have added, and where they go.
+/// Epilogue of a tile: `alpha sums`, plus the destination's previous values if requested.
 #[derive(Clone, Copy)]
 pub struct Out {
-    /// f32, `wide_stride` from row to row.
+    /// f32 destination.
     pub wide: *mut f32,
-    /// Values from row to row.
+    /// Row stride of `wide`.
     pub wide_stride: usize,
-    /// bf16, `half_stride` from row to row.
+    /// bf16 destination.
     pub half: *mut bf16,
-    /// Values from row to row.
+    /// Row stride of `half`.
     pub half_stride: usize,
     /// Factor on the sums.
     pub alpha: f32,
-    /// Whether what is in `wide` is added.
+    /// Whether to add the values in `wide`.
     pub add_wide: bool,
-    /// Whether what is in `half` is added.
+    /// Whether to add the values in `half`.
     pub add_half: bool,
-    /// Whether the result goes to `half`, rounded once; else it goes to `wide`.
+    /// Whether to store to `half`, rounded once, instead of `wide`.
     pub to_half: bool,
 }
 
-/// Some rows of the left operand.
+/// A few rows of the left operand.
 #[derive(Clone, Copy)]
 pub struct Left {
-    /// The first pair of the first row.
+    /// First pair of the first row.
     pub at: *const u32,
-    /// How many rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Values from row to row where they are as the matrix has them; `None` of a panel.
+    /// Row stride in values, for unpacked rows; `None` for a panel.
     pub stride: Option<usize>,
 }
 
-/// The product of `rows` rows and a panel of `columns` columns, `width` wide, of so many pairs.
+/// Multiplies `rows` rows with a panel of `columns` columns (padded to `width`), over `pairs` pairs.
 ///
 /// # Safety
-/// [`are_here`]; the rows have `pairs` pairs each, and panels `pairs` times their widths of words; what `out` says of `rows` x
-/// `columns` values is the caller's to read and write.
+/// [`are_here`]; each row has `pairs` pairs, each panel `pairs` times its width in words; the caller has
+/// exclusive access to the `rows` x `columns` values `out` refers to.
 pub unsafe fn multiply(
     pairs: usize,
     Left { at, rows, stride }: Left,
@@ -251,7 +253,7 @@ pub unsafe fn multiply(
 ) {
     macro_rules! rows {
         ($($m:literal)*) => {
-            // SAFETY: the caller's.
+            // SAFETY: the contract of this function.
             unsafe {
                 match (rows, width, stride) {
                     $(($m, COLUMNS, None) => tile::<$m, 2, true>(pairs, (at, 0), b, columns, out),
@@ -278,11 +280,12 @@ unsafe fn tile<const M: usize, const V: usize, const PANEL: bool>(
     for _ in 0..pairs {
         let mut right = [_mm512_setzero_si512(); V];
         for (v, right) in right.iter_mut().enumerate() {
-            // SAFETY: the caller's: the panel of columns has V vectors a pair.
+            // SAFETY: by contract, the column panel has V vectors per pair.
             *right = unsafe { _mm512_loadu_si512(b.add(LANES * v).cast()) };
         }
         for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's: a panel of rows has M words a pair, other rows are `stride` values apart.
+            // SAFETY: by contract, a row panel has M words per pair, and unpacked rows have stride
+            // `stride`.
             let left = unsafe {
                 match PANEL {
                     true => *a.add(r),
@@ -294,7 +297,7 @@ unsafe fn tile<const M: usize, const V: usize, const PANEL: bool>(
                 *sum = _mm512_dpbf16_ps(*sum, pairs_of(left), pairs_of(right));
             }
         }
-        // SAFETY: at most one past the ends.
+        // SAFETY: at most one past the end.
         (a, b) = unsafe { (a.add(if PANEL { M } else { 1 }), b.add(LANES * V)) };
     }
     let alpha = _mm512_set1_ps(out.alpha);
@@ -303,7 +306,8 @@ unsafe fn tile<const M: usize, const V: usize, const PANEL: bool>(
             let c = LANES * v;
             let mask = ones(columns.saturating_sub(c));
             let mut x = _mm512_mul_ps(alpha, *sum);
-            // SAFETY: the caller's; the mask leaves out what is beyond the columns, where a pointer may be anything.
+            // SAFETY: valid by contract; the mask excludes missing columns, so pointers there are never
+            // dereferenced.
             unsafe {
                 let wide = out.wide.wrapping_add(r * out.wide_stride + c);
                 let half = out.half.wrapping_add(r * out.half_stride + c).cast::<i16>();
@@ -327,10 +331,10 @@ unsafe fn tile<const M: usize, const V: usize, const PANEL: bool>(
     }
 }
 
-/// The same bits, as pairs.
+/// Reinterprets the vector as bf16 pairs.
 #[inline(always)]
 fn pairs_of(v: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes without any meaning of their own.
+    // SAFETY: both types are 64 bytes of plain data.
     unsafe { transmute(v) }
 }
 

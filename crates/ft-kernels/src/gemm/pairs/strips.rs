@@ -1,4 +1,4 @@
-//! Products of bf16, shared out among threads.
+//! Multi-threaded bf16 products.
 
 use super::{COLUMNS, Cut, Onto, PANELS, ROWS, Right, SHORT_BLOCK, Sizes, panels};
 use crate::gemm::cpu::{Mat, threads};
@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 const _: () = assert!(ROWS == panels::ROWS && COLUMNS == panels::COLUMNS && SHORT_BLOCK.is_multiple_of(2));
 
-/// Memory whose values are written before they are read.
+/// Uninitialized memory, written before it is read.
 struct Buffer<T>(Vec<MaybeUninit<T>>);
 
 impl<T: Copy> Buffer<T> {
     fn new(len: usize) -> Self {
         let mut values = Vec::with_capacity(len);
-        // SAFETY: values that may be uninitialised are valid without having been written.
+        // SAFETY: MaybeUninit values need no initialization.
         unsafe { values.set_len(len) };
         Self(values)
     }
@@ -26,22 +26,22 @@ impl<T: Copy> Buffer<T> {
         self.0.as_mut_ptr().cast()
     }
 
-    /// The values.
+    /// The initialized values.
     ///
     /// # Safety
-    /// All were written.
+    /// Every value was written.
     unsafe fn written(self) -> Vec<T> {
         let mut values = ManuallyDrop::new(self.0);
-        // SAFETY: the same memory, whose values are there, by the caller's promise.
+        // SAFETY: the same allocation, initialized by contract.
         unsafe { Vec::from_raw_parts(values.as_mut_ptr().cast(), values.len(), values.capacity()) }
     }
 }
 
-/// A place that threads share, each writing where no other reads or writes.
+/// A pointer shared by threads accessing disjoint parts.
 #[derive(Clone, Copy)]
 struct Shared<T>(*mut T);
 
-// SAFETY: see above: the functions here share it out by panels and strips.
+// SAFETY: the functions of this module give threads disjoint panels and strips.
 unsafe impl<T: Send> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Shared<T> {}
@@ -52,7 +52,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// Runs `f` for the numbers below `count` on so many threads.
+/// Runs `f` for all indices below `count` on `threads` threads.
 fn each(threads: usize, count: usize, f: impl Fn(usize) + Sync) {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -75,7 +75,7 @@ pub fn rounded(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<bf16> {
     let mut out = Buffer::new(a.rows * columns(a, b));
     let place = Place { half: Some(Shared(out.start())), wide: None, stride: columns(a, b) };
     product(place, false, a, b, alpha);
-    // SAFETY: the product wrote all of them.
+    // SAFETY: the product wrote every value.
     unsafe { out.written() }
 }
 
@@ -84,7 +84,7 @@ pub fn wide(a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) -> Vec<f32> {
     let mut out = Buffer::new(a.rows * columns(a, b));
     let place = Place { half: None, wide: Some(Shared(out.start())), stride: columns(a, b) };
     product(place, false, a, b, alpha);
-    // SAFETY: the product wrote all of them.
+    // SAFETY: the product wrote every value.
     unsafe { out.written() }
 }
 
@@ -99,7 +99,7 @@ pub fn product_onto(c: Onto<'_>, stride: usize, add: bool, a: Mat<'_, bf16>, b: 
     product(place, add, a, b, alpha);
 }
 
-/// Columns of a product.
+/// Number of columns of a product.
 fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
     match b {
         Right::Of(b) => {
@@ -110,7 +110,7 @@ fn columns(a: Mat<'_, bf16>, b: Right<'_>) -> usize {
     }
 }
 
-/// Where a product goes, one or the other, with so many values from row to row.
+/// Destination of a product, bf16 or f32, with row stride `stride`.
 #[derive(Clone, Copy)]
 struct Place {
     half: Option<Shared<bf16>>,
@@ -118,14 +118,15 @@ struct Place {
     stride: usize,
 }
 
-/// `out = alpha a b`, or `out += alpha a b`, for an `out` of as many rows and columns, which nothing else reads or writes.
+/// `out = alpha a b`, or `out += alpha a b` with `add`. `out` has the size of the product and is not
+/// accessed otherwise during the call.
 fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     assert!(panels::are_here(), "dot products that this processor does not have");
     let (m, k, n) = (a.rows, a.cols, columns(a, b));
     if m == 0 || n == 0 || k == 0 {
         if !add {
             for row in 0..m {
-                // SAFETY: zeros are values of both types, and there are so many.
+                // SAFETY: all-zero bytes are valid for both types, and each row has n values.
                 unsafe {
                     out.half.inspect(|o| o.from(row * out.stride).write_bytes(0, n));
                     out.wide.inspect(|o| o.from(row * out.stride).write_bytes(0, n));
@@ -148,28 +149,28 @@ fn product(out: Place, add: bool, a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) {
     }
 }
 
-/// A product that is under way.
+/// State of a running product.
 struct Work<'a> {
     cut: Cut,
     sizes: Sizes,
     out: Place,
     add: bool,
     alpha: f32,
-    /// The left operand.
+    /// Left operand.
     rows: Mat<'a, bf16>,
-    /// Its panels, block by block of the inner dimension, where it is packed.
+    /// Packed left operand, one block of the inner dimension after another.
     panels: Option<Shared<u32>>,
-    /// The same of the right one, where threads take rows.
+    /// Packed right operand, in the same order, if threads split rows.
     b: Shared<u32>,
 }
 
 impl Work<'_> {
-    /// Where the panels of rows from `row` on lie in a block.
+    /// Position of the panels from `row` on within a block.
     fn panel(&self, panels: Shared<u32>, block: &Range<usize>, row: usize) -> *mut u32 {
         panels.from(block.start / 2 * self.cut.m + row * block.len().div_ceil(2))
     }
 
-    /// So many rows from `row` on in a block.
+    /// `rows` rows of a block, starting at `row`.
     fn left(&self, block: &Range<usize>, row: usize, rows: usize) -> panels::Left {
         match self.panels {
             Some(p) => panels::Left { at: self.panel(p, block, row).cast_const(), rows, stride: None },
@@ -180,20 +181,20 @@ impl Work<'_> {
         }
     }
 
-    /// Where the panels of columns from `column` on lie in a block.
+    /// Position of the panels from `column` on within a block.
     fn right(&self, block: &Range<usize>, column: usize) -> *mut u32 {
         self.b.from(block.start / 2 * panels::width(self.cut.n) + column * block.len().div_ceil(2))
     }
 
     fn pack_left(&self, to: Shared<u32>) {
-        /// Panels that a thread packs at a time.
+        /// Panels packed per task.
         const MANY: usize = 16;
         let m = self.cut.m;
         each(self.cut.threads, m.div_ceil(MANY * ROWS), |task| {
             let rows = task * MANY * ROWS..m.min((task + 1) * MANY * ROWS);
             for block in self.cut.blocks() {
-                // SAFETY: the path is here; panels have their own words of the buffer, which has as many as all of them,
-                // and these are this thread's alone.
+                // SAFETY: the instructions are supported (asserted in `product`); each task packs its own
+                // panels, and the buffer has room for all of them.
                 unsafe {
                     let to = self.panel(to, &block, rows.start);
                     panels::pack(to, panels::Shape::LEFT, self.rows, rows.clone(), block);
@@ -259,8 +260,8 @@ impl Work<'_> {
         }
     }
 
-    /// Multiplies some rows and columns in a block; `right(c)` has the panel from the c-th of these columns on, and `sums`
-    /// room for what is not complete, if there is more than one block.
+    /// Multiplies rows `rows` and columns `own` over one block. `right(c)` returns the panel starting at
+    /// the c-th of these columns; `sums` holds incomplete sums if there is more than one block.
     fn multiply(
         &self,
         rows: Range<usize>,
@@ -299,18 +300,19 @@ impl Work<'_> {
                     },
                 };
                 let left = self.left(block, row, height);
-                // SAFETY: the path is here; panels were packed for this block by this thread, or by all before, and rows that
-                // were not have these values; of the
-                // destination these rows and columns are this thread's alone, and the room for sums is its own.
+                // SAFETY: the instructions are supported (asserted in `product`); panels were packed for
+                // this block, unpacked rows are read in place; this thread alone writes these rows and
+                // columns of the destination, and owns `sums`.
                 unsafe { panels::multiply(pairs, left, (right(c), width, count), &out) };
             }
         }
     }
 }
 
-/// Packs some columns and inner values of the right operand, panel after panel; `tile` has room for them if they are made.
+/// Packs the columns `own` of the right operand over one block, panel by panel. `tile` receives generated
+/// values.
 fn pack_right(to: Shared<u32>, b: Right<'_>, own: Range<usize>, block: Range<usize>, tile: &mut [bf16]) {
-    // the columns and inner values of the matrix that has them
+    // matrix to pack from, with the offset of the columns and the inner range in it
     let (lines, first, inner) = match b {
         Right::Of(b) => (b.t(), own.start, block),
         Right::Made { make, transposed, .. } => {
@@ -324,6 +326,7 @@ fn pack_right(to: Shared<u32>, b: Right<'_>, own: Range<usize>, block: Range<usi
         }
     };
     let columns = first..first + own.len();
-    // SAFETY: the path is here; `to` has a strip's words, which are this thread's.
+    // SAFETY: the instructions are supported (asserted in `product`); `to` has room for the strip, and
+    // belongs to this thread.
     unsafe { panels::pack(to.0, panels::Shape::RIGHT, lines, columns, inner) };
 }

@@ -1,4 +1,4 @@
-//! Products of tensors, and of their ghosts.
+//! bf16 products of tensors and ghosts.
 
 use super::{Make, Onto, Path, Right, packing, path, product_onto, rounded, wide};
 use crate::Tensor;
@@ -10,10 +10,10 @@ use crate::tensor::Ghost;
 use candle_core::{DType, Device, Result};
 use half::bf16;
 
-/// Whether tensors are multiplied by dot products: all are bf16, on a CPU that has them.
+/// Whether the dot-product path applies: all operands are bf16 on a supporting CPU.
 ///
 /// # Errors
-/// The environment asks for a path that is not here.
+/// The path requested in the environment is not supported by this CPU.
 pub fn takes(operands: &[&Tensor]) -> Result<bool> {
     let here = operands.iter().all(|t| t.dtype() == DType::BF16 && is_native(t));
     Ok(here && path()? == Path::Dots)
@@ -25,7 +25,7 @@ fn mat<'a>(v: &'a Halves<'_>, t: &Tensor, transposed: bool) -> Result<Mat<'a, bf
     Ok(if transposed { m.t() } else { m })
 }
 
-/// What a product of ghosts takes while it works.
+/// Records the scratch memory of a product (ghosts only).
 fn work(l: &Ledger, sizes: (usize, usize, usize), (transposed, made): (bool, bool), to_half: bool) {
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
     let bytes = packing(sizes, threads, (transposed, made), to_half);
@@ -33,10 +33,10 @@ fn work(l: &Ledger, sizes: (usize, usize, usize), (transposed, made): (bool, boo
     l.work(Cost { started: 1.0, ..Cost::default() });
 }
 
-/// `alpha op(a) op(b)`, rounded once, or as it was summed, in f32.
+/// `alpha op(a) op(b)`, as bf16 rounded once if `to_half`, else as f32 sums.
 ///
 /// # Errors
-/// Shapes that do not fit.
+/// Shapes don't match.
 pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: bool) -> Result<Tensor> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     let (a, b) = (a.contiguous()?, b.contiguous()?);
@@ -53,10 +53,10 @@ pub fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64, to_half: b
     }
 }
 
-/// `c = alpha op(a) op(b)` or `c += ..`, in place, rounded once where `c` is bf16; else it is f32.
+/// `c = alpha op(a) op(b)` or `c += ..`, in place. `c` is f32, or bf16 with a single rounding.
 ///
 /// # Errors
-/// Shapes that do not fit; a destination that is not contiguous or of another type.
+/// Shapes don't match, or `c` is not contiguous or has another dtype.
 pub fn onto((c, add): (&Tensor, bool), a: &Tensor, ta: bool, b: &Tensor, tb: bool, alpha: f64) -> Result<()> {
     let sizes = sizes_onto(c, a, ta, b, tb)?;
     let (a, b) = (a.contiguous()?, b.contiguous()?);
@@ -83,10 +83,10 @@ fn put((c, add): (&Tensor, bool), a: Mat<'_, bf16>, b: Right<'_>, alpha: f32) ->
     })
 }
 
-/// `x B`, added to `sum` if given, for a B [k, n] that is made: [`Right::Made`].
+/// `x B`, added to `sum` if given, for a generated B [k, n]; see [`Right::Made`].
 ///
 /// # Errors
-/// A destination that is not contiguous.
+/// The destination is not contiguous.
 pub fn made(x: &Tensor, n: usize, transposed: bool, make: &Make<'_>, sum: Option<Tensor>) -> Result<Tensor> {
     let (m, k) = x.dims2()?;
     let x = x.contiguous()?;

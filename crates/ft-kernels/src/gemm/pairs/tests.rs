@@ -4,12 +4,12 @@ use crate::check::{randn, values};
 use crate::gemm::serial;
 use candle_core::{DType, Result};
 
-/// On so many threads.
+/// Runs `f` on a pool of `threads` threads.
 fn on<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
 }
 
-/// Sizes around those of panels, strips and blocks.
+/// Sizes around the limits of panels, strips and blocks.
 const SIZES: [(usize, usize, usize); 13] = [
     (1, 1, 1),
     (1, 7, 33),
@@ -26,7 +26,8 @@ const SIZES: [(usize, usize, usize); 13] = [
     (300, 20, 64),
 ];
 
-/// What a sum of `k` products may be apart from the exact one, for the sum of their magnitudes: an f32 rounding a product.
+/// Error bound of an f32 sum of `k` products, relative to the sum of their magnitudes: one rounding per
+/// product.
 fn bar(k: usize) -> f64 {
     (k as f64 + 2.0) * f64::from(f32::EPSILON) / 2.0
 }
@@ -35,7 +36,7 @@ fn transposed(t: &Tensor, really: bool) -> Result<Tensor> {
     if really { t.t()?.contiguous() } else { Ok(t.clone()) }
 }
 
-/// Asserts that values are apart from others by no more than each may be.
+/// Asserts values and expected values to agree within individual bounds.
 #[track_caller]
 fn near(what: &str, got: &Tensor, want: impl Iterator<Item = (f64, f64)>) {
     let got = values(got);
@@ -44,7 +45,7 @@ fn near(what: &str, got: &Tensor, want: impl Iterator<Item = (f64, f64)>) {
     }
 }
 
-/// Every layout and size, rounded and not, alone and added: within the bound of f32 sums of the exact result.
+/// Every layout and size, rounded and not, alone and accumulated, stays within the bound of f32 sums.
 #[test]
 fn products_are_within_the_bound_of_f32_sums() -> Result<()> {
     if !Path::Dots.is_here() {
@@ -85,8 +86,8 @@ fn products_are_within_the_bound_of_f32_sums() -> Result<()> {
     Ok(())
 }
 
-/// The bits do not depend on the number of threads, nor on who shares the work out; nor on whether the right operand is there
-/// or made.
+/// Results are bit-identical for any number of threads, inside and outside `serial`, and for stored and
+/// generated operands.
 #[test]
 fn threads_change_no_bit() -> Result<()> {
     if !Path::Dots.is_here() {
@@ -124,7 +125,7 @@ fn threads_change_no_bit() -> Result<()> {
     Ok(())
 }
 
-/// A number that is none, or is infinite, is so in its row or column, and nowhere else.
+/// NaN and infinity stay in their row or column.
 #[test]
 fn what_is_not_finite_stays_in_its_row() -> Result<()> {
     if !Path::Dots.is_here() {

@@ -1,13 +1,14 @@
-//! Products of f32 with a right operand that is stored in half precision, which is widened a panel at a time in a core's
-//! cache. Nothing is rounded, and every sum runs in the order in which the `gemm` crate takes a matrix that is widened whole: the
-//! bits are the same, whatever the number of threads.
+//! Products of f32 with a right operand kept in half precision, which is widened panel by panel in a
+//! core's cache. Nothing is rounded, and sums run in the `gemm` crate's order for the matrix widened
+//! whole: results are bit-identical to the latter, for any number of threads.
 //!
 //! ```text
-//! columns          in strips, which threads take one after the other
-//! inner dimension  in the blocks in which the crate sums, so that each panel is one of its own
+//! columns          in strips, processed by threads dynamically
+//! inner dimension  in the blocks of the crate's own summation, so each panel is one block
 //! ```
 //!
-//! A product that the crate sums otherwise (one row, very few values) has all of the inner dimension in a panel.
+//! If the crate sums differently (a single row, or very few values), one panel spans the whole inner
+//! dimension.
 
 mod turn;
 
@@ -25,27 +26,28 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Columns of a strip at the most: with the crate's blocks a panel is a quarter of a megabyte.
+/// Maximum columns per strip: with the crate's blocks, a panel takes a quarter of a megabyte.
 const WIDEST: usize = 128;
-/// What the number of columns of a strip is a multiple of: the crate's vectors.
+/// Granularity of strips: the crate's vector length.
 const LANES: usize = 16;
-/// The product of so few values the crate sums by dot products, where the inner values of both operands are side by side.
+/// Up to this many result values, the crate uses dot products if the inner values of both operands are
+/// contiguous.
 const FEW: usize = 256;
 
-/// The type that a frozen matrix of a checkpoint is kept in by a model that computes in `compute`: on the CPU half precision
-/// stays what it is where it would be widened, as products widen it in cache. On CUDA it is widened when it is loaded: cuBLAS
-/// has no product of f32 with half precision.
+/// Dtype of a frozen checkpoint matrix in a model computing in `compute`. On the CPU, half precision
+/// stays as stored if `compute` is f32, and products widen it in cache. On CUDA it is widened at load
+/// time, since cuBLAS has no mixed f32/half product.
 pub fn kept(stored: DType, compute: DType, cuda: bool) -> DType {
     let stays = compute == DType::F32 && matches!(stored, DType::BF16 | DType::F16) && !cuda;
     if stays { stored } else { compute }
 }
 
-/// Whether a product is of f32 with a matrix in half precision, on the CPU.
+/// Whether this is a CPU product of f32 with a contiguous half-precision matrix.
 pub(super) fn takes(a: &Tensor, b: &Tensor) -> bool {
     is_native(a) && a.dtype() == DType::F32 && is_half(b) && b.is_contiguous()
 }
 
-/// The bits of a contiguous matrix in half precision on the CPU.
+/// The raw bits of a contiguous half-precision matrix on the CPU.
 pub(super) struct Bits<'a> {
     storage: StorageRef<'a>,
     at: Range<usize>,
@@ -72,14 +74,14 @@ impl<'a> Bits<'a> {
     }
 }
 
-/// What bits mean.
+/// Interpretation of the bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
     Bf16,
     F16,
 }
 
-/// Values in half precision.
+/// Half-precision values.
 #[derive(Clone, Copy)]
 pub(super) struct Half<'a> {
     bits: &'a [u16],
@@ -87,7 +89,7 @@ pub(super) struct Half<'a> {
 }
 
 impl Half<'_> {
-    /// Widens as many values from value `at` on.
+    /// Widens values from index `at` on, as many as fit in `to`.
     #[inline(always)]
     pub(super) fn widen(&self, at: usize, to: &mut [f32]) {
         let bits = &self.bits[at..at + to.len()];
@@ -100,7 +102,7 @@ impl Half<'_> {
     }
 }
 
-/// The right operand [k, n] of a product: as it is stored, or `transposed` [n, k].
+/// The right operand [k, n] of a product, stored as such or as [n, k] if `transposed`.
 #[derive(Clone, Copy)]
 struct Right<'a> {
     values: Half<'a>,
@@ -110,7 +112,7 @@ struct Right<'a> {
 }
 
 impl Right<'_> {
-    /// A panel, widened as it is stored: some inner values of some columns.
+    /// Widens a panel (columns `own`, inner range `block`) in stored order.
     fn as_stored<'t>(&self, own: Range<usize>, block: Range<usize>, to: &'t mut [f32]) -> Mat<'t, f32> {
         let (lines, inner) = if self.transposed { (own, block) } else { (block, own) };
         let (stride, len) = (if self.transposed { self.k } else { self.n }, inner.len());
@@ -123,7 +125,8 @@ impl Right<'_> {
         if self.transposed { m.t() } else { m }
     }
 
-    /// As [`Right::as_stored`], the columns of an inner value side by side, as the crate multiplies them.
+    /// Like [`Right::as_stored`], but with the columns of each inner value contiguous, as the crate's
+    /// kernels read them.
     fn by_inner<'t>(&self, own: Range<usize>, block: Range<usize>, to: &'t mut [f32]) -> Mat<'t, f32> {
         if !self.transposed {
             return self.as_stored(own, block, to);
@@ -134,29 +137,30 @@ impl Right<'_> {
     }
 }
 
-/// How a product is shared out.
+/// Partition of a product among threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     k: usize,
     n: usize,
-    /// Strips of columns.
+    /// Number of strips.
     strips: usize,
-    /// Columns of each but the last; as even as can be where all of the inner dimension is in a panel.
+    /// Columns per strip, except the last; balanced if a panel spans the inner dimension.
     width: usize,
-    /// Inner values of a panel; `None` where all of them are in one, as they are stored.
+    /// Inner values per panel; `None` if one panel in stored order spans the inner dimension.
     block: Option<usize>,
 }
 
 impl Cut {
     fn new((m, k, n): (usize, usize, usize), transposed: bool, threads: usize) -> Self {
-        // one row goes by dot products too; so that its strips do not go by those of few values, they are wider
+        // the crate treats a single row separately from very few values, so strips of a single row must
+        // exceed `FEW` values
         let by_dots = transposed && (m == 1 || m * n <= FEW);
         if by_dots || n == 1 || k <= 2 {
             let strips = if m == 1 && transposed { (n / (2 * FEW)).max(1) } else { 1 };
             return Self { k, n, strips, width: n.div_ceil(strips), block: None };
         }
         let width = WIDEST.min(n / (3 * threads) / LANES * LANES).max(2 * LANES);
-        // what is left of them goes with the last, if it is little: the crate sums a single column in another way
+        // a small remainder joins the last strip: the crate sums single columns differently
         let strips = (n / width + usize::from(n % width >= LANES)).max(1);
         Self { k, n, strips, width, block: Some(inner_block((m, k, n))) }
     }
@@ -174,7 +178,7 @@ impl Cut {
         self.block.unwrap_or(self.k)
     }
 
-    /// Values of a panel at the most.
+    /// Maximum values per panel.
     fn panel(&self) -> usize {
         self.depth() * self.widest()
     }
@@ -190,7 +194,7 @@ impl Cut {
         threads.min(self.strips).max(1)
     }
 
-    /// What a product of `m` rows takes beside its operands and its result.
+    /// Scratch bytes of a product with `m` rows.
     fn bytes(&self, m: usize, threads: usize) -> u64 {
         let of = (m, self.depth(), self.widest());
         let transposed = self.block.is_none();
@@ -228,8 +232,8 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
                     None => b.as_stored(own.clone(), block.clone(), to),
                 };
                 let (add, left) = (add || from > 0, a.columns(block));
-                // SAFETY: `dst` has m rows of n values and outlives the loop; these columns are inside and, each number
-                // being drawn once, of this thread alone.
+                // SAFETY: `dst` has m rows of n values and outlives the loop; the columns are in bounds,
+                // and belong to this thread alone, since each strip index is drawn once.
                 unsafe {
                     let to = columns.from(own.start);
                     raw(to, n, add, left, right, alpha, ::gemm::Parallelism::None);
@@ -243,7 +247,7 @@ fn product(dst: &mut [f32], add: bool, a: Mat<'_, f32>, b: Right<'_>, alpha: f32
     }
 }
 
-/// What a product of ghosts takes while it works.
+/// Records the scratch memory of a product (ghosts only).
 fn work(l: &Ledger, a: &Tensor, of: (usize, usize, usize), transposed: bool) {
     let _contiguous = l.hold(if a.is_contiguous() { 0 } else { 4 * (of.0 * of.1) as u64 });
     let threads = if is_serial() { 1 } else { l.machine().threads as usize };
@@ -253,7 +257,7 @@ fn work(l: &Ledger, a: &Tensor, of: (usize, usize, usize), transposed: bool) {
     l.work(Cost { started: 1.0, ..Cost::default() });
 }
 
-/// [`super::matmul`] of what this [takes], with its work written down already.
+/// [`super::matmul`] for products accepted by [takes]. The caller has recorded the FLOPs.
 pub(super) fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tensor> {
     let (m, k, n) = sizes(a, ta, b, tb)?;
     if let Some(g) = a.ghost() {
@@ -266,7 +270,7 @@ pub(super) fn matmul(a: &Tensor, ta: bool, b: &Tensor, tb: bool) -> Result<Tenso
     Tensor::from_vec(out, (m, n), &Device::Cpu)
 }
 
-/// [`super::matmul_onto`] of what this [takes] into f32, with its work written down already.
+/// [`super::matmul_onto`] into f32, for products accepted by [takes]. The caller has recorded the FLOPs.
 pub(super) fn onto(
     (c, add): (&Tensor, bool),
     a: &Tensor,

@@ -3,13 +3,13 @@ use super::*;
 use crate::check::randn;
 use candle_core::DType;
 
-/// On so many threads.
+/// Runs `f` on a pool of `threads` threads.
 fn on<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(f)
 }
 
-/// Rows, inner values and columns: around what the crate treats in other ways (one row, few values, small matrices, long
-/// sums), and around panels and squares.
+/// Rows, inner values and columns: around the crate's special cases (one row, few values, small matrices,
+/// long sums), and around panels and squares.
 const SIZES: [(usize, usize, usize); 25] = [
     (1, 1, 1),
     (1, 40, 7),
@@ -42,8 +42,8 @@ fn values(t: &Tensor) -> Result<Vec<u32>> {
     Ok(t.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
 }
 
-/// Every layout and size, alone and added, in both types, on any number of threads: the bits of the product with the matrix
-/// that is widened whole.
+/// Every layout and size, alone and accumulated, in both dtypes and on any number of threads, matches the
+/// product with the widened matrix bit for bit.
 #[test]
 fn bits_are_those_of_the_widened_matrix() -> Result<()> {
     for (i, (m, k, n)) in SIZES.into_iter().enumerate() {
@@ -76,7 +76,7 @@ fn bits_are_those_of_the_widened_matrix() -> Result<()> {
     Ok(())
 }
 
-/// Numbers that are none, infinite or below the smallest normal one are widened to themselves, by either way of turning.
+/// NaN, infinity and subnormals widen exactly, on both transposition paths.
 #[test]
 fn every_number_is_widened_to_itself() {
     for how in [How::Bf16, How::F16] {
@@ -86,7 +86,7 @@ fn every_number_is_widened_to_itself() {
             How::Bf16 => bf16::from_bits(b).to_f32(),
             How::F16 => f16::from_bits(b).to_f32(),
         };
-        // of a number that is none, what kind of one it is does not count
+        // NaN payloads don't count
         let same = |x: f32, y: f32| x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
         let (lines, k) = (250, 256);
         let mut turned = vec![0f32; lines * 201];
@@ -101,7 +101,7 @@ fn every_number_is_widened_to_itself() {
     }
 }
 
-/// What a run keeps of a checkpoint: half precision where it would be widened, on the CPU.
+/// Frozen matrices stay in half precision only on the CPU with f32 compute.
 #[test]
 fn half_precision_is_kept_where_it_would_be_widened() {
     use DType::{BF16, F16, F32};

@@ -1,12 +1,13 @@
-//! Widening lines whose inner values are side by side into a panel in which the lines are.
+//! Widening with transposition: from lines with contiguous inner values to a panel with contiguous lines.
 
 use super::{Half, How};
 use std::ops::Range;
 
-/// Lines and inner values of a square.
+/// Lines and inner values per square.
 const SIDE: usize = 16;
 
-/// Widens some inner values of some lines of `k` values: value `p` of line `l` becomes that of place `p * lines + l`.
+/// Widens inner values `inner` of lines `lines`, each `k` values long, into `to`: value `p` of line `l`
+/// goes to `p * lines + l`.
 pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<usize>, to: &mut [f32]) {
     let width = lines.len();
     assert!(lines.end * k <= values.bits.len() && inner.end <= k && to.len() == width * inner.len());
@@ -15,7 +16,7 @@ pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<us
         let from = &values.bits[(lines.start + l0) * k + inner.start..];
         #[cfg(target_arch = "x86_64")]
         if wide::is_here() {
-            // SAFETY: the processor has the instructions; the lines and the panel are as long as asserted above.
+            // SAFETY: the CPU supports the instructions; lengths of lines and panel are asserted above.
             unsafe {
                 wide::lines((from.as_ptr(), values.how), (count, k), inner.len(), (&mut to[l0..], width))
             };
@@ -35,7 +36,7 @@ pub fn turn(values: Half<'_>, (lines, k): (Range<usize>, usize), inner: Range<us
     }
 }
 
-/// By AVX-512: a square at a time in registers.
+/// AVX-512: transposes squares in registers.
 #[cfg(target_arch = "x86_64")]
 mod wide {
     use super::{How, SIDE};
@@ -54,11 +55,11 @@ mod wide {
             && is_x86_feature_detected!("avx512vl")
     }
 
-    /// Some inner values of up to 16 lines, which are `k` values apart, to the columns of a panel.
+    /// Widens `inner` values of up to 16 lines (stride `k`) into columns of a panel.
     ///
     /// # Safety
-    /// [`is_here`]; `from` points to so many lines; `to` has `inner` rows, `width` values apart, of as many values as there are
-    /// lines.
+    /// [`is_here`]; `from` points to `lines` lines; `to` has `inner` rows with stride `width`, each with
+    /// room for `lines` values.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub unsafe fn lines(
         (from, how): (*const u16, How),
@@ -72,7 +73,7 @@ mod wide {
             let mut v = [_mm512_setzero_si512(); SIDE];
             for (l, v) in v.iter_mut().enumerate().take(lines) {
                 _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(l * k + p0 + VALUES_AHEAD).cast());
-                // SAFETY: the caller's; the mask leaves out what is beyond the inner values.
+                // SAFETY: in bounds by contract; the mask excludes values past `inner`.
                 let bits: __m256i =
                     unsafe { _mm256_maskz_loadu_epi16(there, from.add(l * k + p0).cast::<i16>()) };
                 *v = match how {
@@ -81,7 +82,7 @@ mod wide {
                 };
             }
             for (p, row) in transposed(v).into_iter().enumerate().take(inner - p0) {
-                // SAFETY: the caller's; the mask leaves out what is beyond the lines.
+                // SAFETY: in bounds by contract; the mask excludes missing lines.
                 unsafe {
                     let to = to.as_mut_ptr().add((p0 + p) * width).cast::<i32>();
                     _mm512_mask_storeu_epi32(to, kept, row);
