@@ -103,7 +103,7 @@ impl Optimizer {
     /// compute with is up to date afterwards, on every rank (where ranks split it, once it is gathered). On CUDA the gradients are then zero.
     ///
     /// # Errors
-    /// A rank that is lost; a tensor operation that fails.
+    /// A lost rank; a tensor operation that fails.
     pub fn step(
         &self,
         params: &Params,

@@ -75,7 +75,7 @@ pub trait Around {
     /// A pass begins.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// A lost rank.
     fn begin(&self) -> crate::Result<()> {
         Ok(())
     }
@@ -83,7 +83,7 @@ pub trait Around {
     /// Before a visit, after which `next` comes.
     ///
     /// # Errors
-    /// A rank that is lost; of the device.
+    /// A lost rank; of the device.
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> crate::Result<()>;
 
     /// After a visit. Backward, nothing more is added to the gradients of its unit and of those above, but to unit 0's
