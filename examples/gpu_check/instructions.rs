@@ -1,5 +1,5 @@
-//! Every inline asm instruction of the kernels on random fragments: the device against the host twin used by
-//! the tests.
+//! Every inline asm instruction of the kernels on random fragments: the device against
+//! the host twin used by the tests.
 //!
 //! `.ci/gpu bundle` compiles `tests/cuda/instructions.cu` for both: `instructions.fatbin`, and the program
 //! `instructions_twin`, driven by the protocol in `tests/cuda/serve.cpp`.

@@ -7,8 +7,8 @@
 //! gpu_check FIXTURES cpu              CPU against CPU: a check of this program
 //! ```
 //!
-//! Prints one line per check (relative L2 distance, tolerance) and exits with 1 if a distance exceeds the
-//! tolerance.
+//! Prints one line per check (relative L2 distance, tolerance) and exits with 1 if a
+//! distance exceeds the tolerance.
 
 mod four_bit;
 #[cfg(feature = "cuda")]
@@ -148,8 +148,8 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     }
 
     let dn = r(5, &[130, 96])?;
-    // rows aligned to 16 bytes, unaligned rows, many rows per block, and a row too long for the registers of
-    // a block
+    // rows aligned to 16 bytes, unaligned rows, many rows per block, and a row too
+    // long for the registers of a block
     for (i, (rows, d)) in [(130, 96), (1100, 33), (3, 2048), (2, 20_000)].into_iter().enumerate() {
         let seed = 100 + 10 * i as u64;
         let (x, w, a, dy) =

@@ -1,9 +1,9 @@
-//! Generates the data and model files of the quickstart, deterministically.
+//! Generates the data of the quickstart and the files of the shipped model, deterministically.
 //!
-//!     cargo run --release --example quickstart_data -- quickstart data/quickstart   training and evaluation rows
-//!     cargo run --release --example quickstart_data -- pretrain OUT_DIR             corpus of the shipped model
-//!     cargo run --release --example quickstart_data -- tokenizer data/model         tokenizer of the model
-//!     cargo run --release --example quickstart_data -- weights RUN/model data/model weights of the model, in bf16
+//!     cargo run --release --example quickstart_data -- quickstart data/quickstart  # training, evaluation
+//!     cargo run --release --example quickstart_data -- pretrain OUT_DIR            # corpus
+//!     cargo run --release --example quickstart_data -- tokenizer data/model        # tokenizer
+//!     cargo run --release --example quickstart_data -- weights RUN/model data/model  # weights in bf16
 
 mod styles;
 mod tables;
@@ -227,8 +227,8 @@ fn tokenizer(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Merges the safetensors of a model into one file, with every tensor in bf16 (rounded to nearest, ties to
-/// even).
+/// Merges the safetensors of a model into one file, with every tensor in bf16
+/// (rounded to nearest, ties to even).
 fn weights(from: &Path, out: &Path) -> Result<()> {
     let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
     for entry in std::fs::read_dir(from).with_context(|| format!("{}", from.display()))? {

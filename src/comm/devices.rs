@@ -85,7 +85,7 @@ fn meet(words: &dyn Comm, device: &Device) -> crate::Result<Link> {
     Ok(link)
 }
 
-/// Starts a thread that checks pending NCCL operations; the rank's own thread may block on them.
+/// Starts a thread to check pending NCCL operations; the rank's own thread may block on them.
 fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> crate::Result<()> {
     let look = move || {
         while !over.load(Relaxed) && !handle.is_aborted() {

@@ -107,8 +107,8 @@ pub trait Comm: Send + Sync {
     /// A lost rank.
     fn share(&self, at: At, mine: &[u64]) -> crate::Result<Vec<Vec<u64>>>;
 
-    /// Like [`Comm::share`] without a timeout, for steps of unknown length such as disk access or loading a
-    /// model.
+    /// Like [`Comm::share`] without a timeout, for steps of unknown length such as
+    /// disk access or loading a model.
     ///
     /// # Errors
     /// A lost rank.
@@ -136,11 +136,11 @@ pub trait Comm: Send + Sync {
     /// Aborts the group because of an error on this rank.
     fn fail(&self, e: &crate::Error);
 
-    /// The error that aborted the group, if any.
+    /// Cause of the abort, if any.
     fn lost(&self) -> Option<Error>;
 
-    /// Registers `f`, called on a separate thread when the group aborts, to release ranks blocked outside
-    /// of collectives.
+    /// Registers `f`, called on a separate thread when the group aborts, to release ranks
+    /// blocked outside of collectives.
     fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>);
 }
 
@@ -182,7 +182,7 @@ pub struct Error {
     pub at: At,
     /// Reason.
     pub why: String,
-    /// Exit code of the error on that rank; [`ExitCode::LostRank`] if unknown.
+    /// Exit code of the rank's own error; [`ExitCode::LostRank`] if unknown.
     pub code: ExitCode,
     /// The rank hangs and must not be joined.
     pub hangs: bool,

@@ -28,7 +28,7 @@ enum Given {
 struct State {
     /// Contributions to the current collective, by rank.
     given: Vec<Option<Given>>,
-    /// Current or last collective of each rank.
+    /// Current or last collective, by rank.
     at: Vec<At>,
     /// Number of completed collectives.
     over: u64,
@@ -62,7 +62,7 @@ struct Group {
     wake: Condvar,
 }
 
-/// A rank that runs as a thread.
+/// A rank running as a thread.
 pub struct Threads {
     group: Arc<Group>,
     rank: usize,
@@ -156,7 +156,7 @@ impl Threads {
         Ok(all)
     }
 
-    /// Aborts the group in the name of the first rank that has not arrived.
+    /// Aborts the group; blames the first rank not yet in the collective.
     fn hung(&self, s: &mut State, at: At) -> Error {
         let g = &*self.group;
         let late = s.given.iter().position(Option::is_none).unwrap_or(self.rank);
@@ -358,8 +358,8 @@ mod tests {
         }
     }
 
-    /// Failure, exit and panic of a rank release the other ranks, with an error naming the lost rank and
-    /// collective.
+    /// Failure, exit and panic of a rank release the other ranks, with an error
+    /// naming the lost rank and collective.
     #[test]
     fn a_rank_that_is_lost_releases_the_others() {
         type Goes = fn(&Threads);

@@ -60,8 +60,8 @@ pub enum Out<'a, T, const N: usize> {
 }
 
 impl<T: Real, const N: usize> Out<'_, T, N> {
-    /// Calls `f` for consecutive blocks of `block` values with the offset inside the task. `f` must write
-    /// every value.
+    /// Calls `f` for consecutive blocks of `block` values with the offset inside the
+    /// task. `f` must write every value.
     pub fn each(self, block: usize, mut f: impl FnMut(usize, [&mut [T]; N])) {
         let block = block.max(1);
         match self {

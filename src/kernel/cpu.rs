@@ -52,16 +52,16 @@ pub trait Real: Value + std::iter::Sum + std::ops::Neg<Output = Self> {
     }
     /// Negative infinity.
     fn lowest() -> Self;
-    /// Looks up 4-bit codes in a table of 16 values, as far as a fast path exists; returns the number of
-    /// values written.
+    /// Looks up 4-bit codes in a table of 16 values, as far as a fast path exists;
+    /// returns the number of values written.
     fn look_up(_packed: &[u8], _values: &[Self; 16], _out: &mut [Self]) -> usize {
         0
     }
 }
 
-/// e^x in f32 within 2 ulp, in a form that compilers vectorize: range reduction by ln 2 and the polynomial of
-/// Cephes' `expf`. Results below the smallest normal number are clamped near it; infinities and NaN
-/// propagate.
+/// e^x in f32 within 2 ulp, in a form that compilers vectorize: range reduction by ln 2 and
+/// the polynomial of Cephes' `expf`. Results below the smallest normal number are clamped near
+/// it; infinities and NaN propagate.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     /// 1.5 * 2^23: adding it rounds to an integer, stored in the low bits.
@@ -328,12 +328,12 @@ pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     lanes.into_iter().sum::<T>() + tail
 }
 
-/// Rows per task of a row-wise kernel. Fixed, so that sums over rows have the same order for any number of
-/// threads.
+/// Rows per task of a row-wise kernel. Fixed, so that sums over rows have the same
+/// order for any number of threads.
 pub const ROWS: usize = 32;
 
-/// Runs `f` compiled for AVX-512 if the CPU supports it and `f` is inlined. The arithmetic and the bits stay
-/// the same.
+/// Runs `f` compiled for AVX-512 if the CPU supports it and `f` is inlined. The
+/// arithmetic and the bits stay the same.
 #[inline]
 pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]

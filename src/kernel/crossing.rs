@@ -19,8 +19,8 @@ pub struct Arrival {
 #[derive(Debug)]
 enum Way {
     Copy(super::cuda::staging::Crossing),
-    /// Transfer from other ranks. The tensors in `_stay` live until the transfer completes; `sum` is added
-    /// afterwards.
+    /// Transfer from other ranks. The tensors in `_stay` live until the transfer
+    /// completes; `sum` is added afterwards.
     Flight {
         flight: super::cuda::nccl::Flight,
         _stay: Stays,
@@ -116,8 +116,8 @@ fn cross(from: &Real, to: &Real) -> Result<Arrival> {
     Ok(Arrival::over())
 }
 
-/// Page-locks host memory of a tensor while this value lives. Copies from and to a device become faster and
-/// asynchronous.
+/// Page-locks host memory of a tensor while this value lives. Copies from and to a device
+/// become faster and asynchronous.
 #[derive(Debug)]
 pub struct Locked {
     #[cfg(feature = "cuda")]

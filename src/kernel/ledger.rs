@@ -312,8 +312,8 @@ impl Ledger {
         out
     }
 
-    /// Runs `f` once and counts remaining allocations and work `n` times, with `at_once` concurrent
-    /// repetitions.
+    /// Runs `f` once and counts remaining allocations and work `n` times, with
+    /// `at_once` concurrent repetitions.
     pub fn times<R>(&self, n: f64, at_once: f64, f: impl FnOnce() -> R) -> R {
         let before = {
             let mut s = self.state();

@@ -46,8 +46,8 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     4 * (right + left) as u64
 }
 
-/// Size of the inner blocks (kc) that the `gemm` crate accumulates separately in an f32 product `[m, k] x [k,
-/// n]`.
+/// Size of the inner blocks (kc) that the `gemm` crate accumulates separately in an
+/// f32 product `[m, k] x [k, n]`.
 pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
     if m <= SMALL && n <= SMALL {
         return k.min(SMALL_BLOCK);

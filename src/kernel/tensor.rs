@@ -235,8 +235,8 @@ impl Tensor {
         }
     }
 
-    /// Runs `f` for each item. On ghosts, runs it for the last item only and scales the record by the total
-    /// `size`.
+    /// Runs `f` for each item. On ghosts, runs it for the last item only and scales
+    /// the record by the total `size`.
     pub fn each<I>(
         &self,
         items: impl DoubleEndedIterator<Item = I> + Clone,
@@ -486,8 +486,8 @@ impl Tensor {
         if let Tensor::Real(t) = self { t.slice_set(source.real()?, dim, offset) } else { Ok(()) }
     }
 
-    /// Concatenates the parts of a loop by [`Tensor::each`] into `rows` rows; on ghosts, one part stands for
-    /// all.
+    /// Concatenates the parts of a loop by [`Tensor::each`] into `rows` rows; on
+    /// ghosts, one part stands for all.
     pub fn end_to_end(parts: &[Tensor], rows: usize) -> Result<Self> {
         match parts {
             [Tensor::Ghost(g)] if g.dims()[0] != rows => {

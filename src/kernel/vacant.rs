@@ -58,7 +58,7 @@ pub fn moves() -> u64 {
     OCCUPIED.load(Ordering::Acquire)
 }
 
-/// Allocates storage for a tensor that spans its whole storage, filled with zeros.
+/// Allocates storage for a tensor (not a view), filled with zeros.
 ///
 /// # Errors
 /// Errors of the device.
@@ -67,7 +67,7 @@ pub fn occupy(t: &Tensor) -> Result<()> {
     t.real()?.inplace_op1(&Resize(t.elem_count()))
 }
 
-/// Frees the storage of a tensor that spans its whole storage.
+/// Frees the storage of a tensor (not a view).
 ///
 /// # Errors
 /// Errors of the device.

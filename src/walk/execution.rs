@@ -10,7 +10,7 @@ pub enum Dequantize {
     /// Inside each matrix product, one tile at a time.
     #[default]
     PerMatmul,
-    /// All weights of the layer, once for its recomputation and backward pass.
+    /// All weights of the layer, once for recomputation and backward pass.
     PerLayer,
 }
 

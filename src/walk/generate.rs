@@ -37,7 +37,7 @@ impl<'a> Reader<'a> {
         Self { caches, seen: Vec::new(), ..self }
     }
 
-    /// Sets the hooks called around each visit to a unit.
+    /// Sets the hooks around visits to units.
     pub fn around(self, around: &'a dyn Around) -> Self {
         Self { around, ..self }
     }
@@ -123,7 +123,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A sampler that picks the most likely token.
+/// Greedy sampler: picks the most likely token.
 pub fn greedy() -> LogitsProcessor {
     LogitsProcessor::from_sampling(0, Sampling::ArgMax)
 }
@@ -143,7 +143,7 @@ pub struct Reply {
 /// and returns whether to continue.
 ///
 /// # Errors
-/// An empty prompt; a failed tensor operation; tokens that do not decode to text.
+/// An empty prompt; a failed tensor operation; tokens not decodable to text.
 pub fn answer(
     reader: &mut Reader<'_>,
     tokenizer: &Tokenizer,

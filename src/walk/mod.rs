@@ -1,7 +1,7 @@
 //! The walk: forward and backward passes over the units of a model, as two explicit loops.
 //!
 //! ```text
-//! forward,  layer l:  layer.forward(x) -> save x (on the device or the host) and the activations of its level
+//! forward,  layer l:  layer.forward(x) -> save x, on device or host, and activations of the level
 //! head:               loss and its gradient, one logit chunk at a time
 //! backward, layer l:  dequantize, recompute the activations not saved -> layer.backward
 //! ```
@@ -178,13 +178,13 @@ impl<'a> Walk<'a> {
         self
     }
 
-    /// Records the time of each part of a training walk in `times`.
+    /// Records the time of a training walk by part in `times`.
     pub fn timed(mut self, times: &'a mut Times) -> Self {
         self.times = Some(times);
         self
     }
 
-    /// Sets the hooks called around each visit.
+    /// Sets the hooks around visits.
     pub fn around(mut self, around: &'a dyn Around) -> Self {
         self.around = around;
         self
@@ -272,8 +272,8 @@ impl<'a> Walk<'a> {
         pass.leave()?;
         let Some(dy) = out.dx else { return Ok(out.losses) };
         let mut dy = Padded::of(&dy)?;
-        // available only after the whole forward pass: the load-balancing loss couples the routers of all
-        // layers
+        // available only after the whole forward pass: the load-balancing loss
+        // couples the routers of all layers
         let balance = self.routing.balance(self.router_losses)?;
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {

@@ -37,8 +37,8 @@ struct RouterOutput {
 
 #[derive(Debug)]
 enum Noted {
-    /// Tokens per expert; if a loss needs them, the sums over tokens of the probabilities `[e]` and of
-    /// `logsumexp^2`.
+    /// Tokens per expert; if a loss needs them, the sums over tokens of the
+    /// probabilities `[e]` and of `logsumexp^2`.
     Host(Vec<u64>, Option<(Tensor, Tensor)>),
     /// The same numbers as one vector, `[2 e + 1]` in f64.
     Device(Tensor),
@@ -121,8 +121,8 @@ impl Routing {
         Ok(Decided { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
     }
 
-    /// Terms that the router losses add to the gradient of every sparse layer; `None` if both coefficients
-    /// are zero.
+    /// Terms that the router losses add to the gradient of every sparse layer; `None`
+    /// if both coefficients are zero.
     ///
     /// # Errors
     /// Errors of the device.
@@ -190,10 +190,10 @@ impl Decided {
     }
 }
 
-/// Expert load: token-expert pairs of each expert, over any number of micro-batches.
+/// Expert load: token-expert pairs by expert, over any number of micro-batches.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// By sparse layer from the bottom: layer number and token-expert pairs of each expert.
+    /// By sparse layer from the bottom: layer number and token-expert pairs by expert.
     pub layers: Vec<(usize, Vec<u64>)>,
 }
 

@@ -473,8 +473,8 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Unit 0 is the embedding, then the layers, then the head; the backward pass stops at the lowest unit that
-/// trains.
+/// Unit 0 is the embedding, then the layers, then the head; the backward pass stops
+/// at the lowest unit that trains.
 #[test]
 fn order_of_the_walk() -> Result<()> {
     let written = |phase: Option<Phase>, unit: usize| match phase {

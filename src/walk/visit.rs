@@ -1,4 +1,4 @@
-//! The visits of a pass over the units, with hooks around each visit.
+//! The visits of a pass over the units, and hooks around visits.
 
 use crate::log::place::Phase;
 use crate::model::Decoder;
@@ -20,7 +20,7 @@ impl Visit {
     }
 }
 
-/// Properties of a model that determine the visits of a pass and the weights needed by each.
+/// Properties of a model: determine the visits of a pass and the weights used in a visit.
 #[derive(Clone, Copy, Debug)]
 pub struct Outline {
     /// Number of layers.
@@ -55,7 +55,7 @@ impl Outline {
         (0..=self.layers + 1).map(|unit| Visit { phase: None, unit }).collect()
     }
 
-    /// Units with weights that the visits compute with.
+    /// Units with weights used in the visits.
     pub fn needs(self, visits: impl IntoIterator<Item = Visit>) -> BTreeSet<usize> {
         let mut units = BTreeSet::new();
         for v in visits {

@@ -1,5 +1,5 @@
-//! Rendezvous of the processes: at a host and port from the launcher, or over MPI, with the address sent by
-//! rank 0.
+//! Rendezvous of the processes: at a host and port from the launcher, or over MPI,
+//! with the address sent by rank 0.
 
 use crate::log;
 use crate::recipe::Launch;
@@ -204,7 +204,7 @@ fn first(card: &Card, (to, one_machine): (SocketAddr, bool), end: Instant) -> Re
         }
         waits.look(who);
         let Some(mut line) = next(&listener)? else { continue };
-        // ignore connections that do not speak the protocol
+        // not a process of ft: ignore
         let (place, who) = match take::<Hello>(&mut line, SAYS) {
             Ok(Hello::Line(who)) => (&mut lines, who),
             Ok(Hello::Wire(who)) => (&mut wires, who),

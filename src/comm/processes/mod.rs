@@ -36,7 +36,7 @@ const WORDS: usize = 7;
 const MEET: Duration = Duration::from_secs(60);
 const START: At = At { what: "the start", unit: None };
 
-/// A rank that runs as a process.
+/// A rank running as a process.
 pub struct Processes {
     watch: Arc<Watch>,
     /// `None` after this rank has left.
@@ -58,7 +58,7 @@ pub struct Neighbours {
 /// Joins the process group of the launcher. A collective fails after `timeout`.
 ///
 /// # Errors
-/// MPI was initialized before; unreachable peers; a launcher that does not set an address.
+/// MPI was initialized before; unreachable peers; a launcher without an address to meet at.
 pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mine = format!("{host}\n{}", processors());
@@ -170,7 +170,7 @@ impl Processes {
         self.watch.wait(patient)
     }
 
-    /// Enters a collective with a few words; returns the words of each rank once all have arrived.
+    /// Enters a collective with a few words; returns the words by rank once all have arrived.
     fn come(&self, at: At, mine: &[u64], patient: bool) -> Result<Vec<[u64; WORDS]>, Error> {
         let (rank, world) = (self.watch.rank, self.watch.world);
         self.watch.come(self.number.fetch_add(1, Relaxed) + 1, at)?;

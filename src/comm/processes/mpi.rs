@@ -17,8 +17,7 @@ impl Wire {
     /// completed round.
     ///
     /// # Errors
-    /// MPI was initialized before, or no thread is available. MPI itself aborts the process on other
-    /// errors.
+    /// MPI was initialized before, or no thread is available. MPI itself aborts the process on other errors.
     pub fn start(done: impl Fn(Round) + Send + 'static) -> Result<(Self, usize, usize), String> {
         let (rounds, ask) = mpsc::channel();
         let (tell, told) = mpsc::channel();

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 
-/// Handle of the thread that sends and receives.
+/// Handle of the I/O thread.
 pub struct Wire {
     rounds: Sender<Round>,
     thread: JoinHandle<()>,

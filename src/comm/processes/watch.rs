@@ -20,13 +20,13 @@ use std::time::{Duration, Instant};
 const BEAT: Duration = Duration::from_millis(500);
 /// Interval between checks.
 const LOOK: Duration = Duration::from_millis(100);
-/// A gap between checks beyond this means that this process itself was stopped; silence during the gap is
-/// ignored.
+/// A gap between checks beyond this means that this process itself was stopped;
+/// silence during the gap is ignored.
 const STOPPED: Duration = Duration::from_secs(2);
 /// Time a process may continue after a failure: without and with a dead process. The second is shorter,
 /// because launchers kill the remaining processes one second later.
 const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
-/// Time to wait for data that a failed rank sent before the failure.
+/// Time to wait for data sent by a failed rank before the failure.
 const COMES: Duration = Duration::from_millis(500);
 /// Additional time for other ranks to wait for the report of rank 0.
 const AFTER_FIRST: Duration = Duration::from_millis(250);
@@ -70,7 +70,7 @@ struct State {
     peers: Vec<Peer>,
     /// A completed round, until it is taken.
     done: Option<Round>,
-    /// Time at which the current collective times out.
+    /// Deadline of the current collective.
     deadline: Option<Instant>,
     /// Cause of the failure, time of the failure, and whether a process died.
     failed: Option<(Error, Instant, bool)>,
@@ -116,8 +116,7 @@ impl Watch {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts one listener thread per connection and the monitor thread; `lines` are the connections by
-    /// rank.
+    /// Starts one listener thread per connection and the monitor thread; `lines` are the connections by rank.
     ///
     /// # Errors
     /// No thread or file descriptor available.
@@ -149,7 +148,7 @@ impl Watch {
         self.hosts.get().map_or(&[], Vec::as_slice)
     }
 
-    /// The error that ended the run, if any.
+    /// Cause of the failure, if any.
     pub fn failed(&self) -> Option<Error> {
         self.lock().failed.as_ref().map(|(e, ..)| e.clone())
     }
@@ -166,7 +165,7 @@ impl Watch {
     /// Announces that this rank enters a collective, with sequence number and name.
     ///
     /// # Errors
-    /// The error that ended the run.
+    /// The cause of the failure.
     pub fn come(&self, number: u64, at: At) -> Result<(), Error> {
         let words = at.to_string();
         let mut s = self.lock();
@@ -193,7 +192,7 @@ impl Watch {
     /// Waits for the current round to complete, without a timeout if `patient`.
     ///
     /// # Errors
-    /// The error that ended the run.
+    /// The cause of the failure.
     pub fn wait(&self, patient: bool) -> Result<Round, Error> {
         let mut s = self.lock();
         s.deadline = if patient { None } else { Instant::now().checked_add(self.timeout) };
@@ -339,8 +338,8 @@ impl Watch {
         self.fail(Error { hangs: true, ..self.error(rank, why, ExitCode::LostRank) }, false);
     }
 
-    /// Monitors the peers until this process leaves; after a failure, exits the process if it does not end
-    /// in time.
+    /// Monitors the peers until this process leaves; after a failure, exits the
+    /// process if it does not end in time.
     fn look(&self) {
         let (mut looked, mut beat) = (Instant::now(), Instant::now());
         loop {
@@ -398,8 +397,8 @@ impl Watch {
 mod tests {
     use super::*;
 
-    /// The blamed rank and the reason, for peers given as (current collective, seconds since the last
-    /// message).
+    /// The blamed rank and the reason, for peers given as (current collective,
+    /// seconds since the last message).
     fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
         let watch = Watch::new((0, peers.len()), Duration::from_secs(3));
         for (peer, (at, ago)) in watch.lock().peers.iter_mut().zip(peers) {

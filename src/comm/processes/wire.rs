@@ -58,7 +58,7 @@ impl Wire {
     }
 }
 
-/// Time during which a pending round is polled without sleeping.
+/// Time of busy polling before the first sleep.
 const EAGER: Duration = Duration::from_micros(200);
 /// Longest sleep between polls afterwards.
 const PAUSE: Duration = Duration::from_micros(100);

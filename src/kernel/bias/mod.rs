@@ -42,8 +42,8 @@ pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
         .number(t as u64)
         .number(o as u64)
         .tensor(&y)?;
-    // SAFETY: `y` has t rows of o values and `b` has o values of the same dtype, as checked above; one block
-    // per row.
+    // SAFETY: `y` has t rows of o values and `b` has o values of the same dtype, as
+    // checked above; one block per row.
     unsafe { launch.run(Grid::new(t, THREADS)) }?;
     Ok(y)
 }

@@ -2,8 +2,8 @@
 #pragma once
 #include "../cuda/rows.cuh"
 
-// A stream, defined in src/rng.rs. An element is kept if the upper 24 bits of its word are at least
-// `threshold`.
+// A stream, defined in src/rng.rs. An element is kept if the upper 24 bits of its
+// word are at least `threshold`.
 struct Stream {
   uint32_t key0, key1, high0, high1, threshold;
 

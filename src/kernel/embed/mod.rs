@@ -71,8 +71,8 @@ fn gathered<T: Sync, U: WithDType + Send>(
 /// Tokens of a micro-batch grouped by id, in token order within an id.
 #[derive(Clone, Debug)]
 pub struct ById {
-    /// Distinct ids in ascending order (`ids` values), start offsets of the groups (`ids + 1`), then token
-    /// indices.
+    /// Distinct ids in ascending order (`ids` values), start offsets of the groups
+    /// (`ids + 1`), then token indices.
     list: Vec<u32>,
     ids: usize,
 }

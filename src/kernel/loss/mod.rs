@@ -11,8 +11,8 @@ use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::sync::Mutex;
 
-/// Losses of the rows and, if `gradient` holds a scale and a dtype, the gradient of `scale * sum(losses)` in
-/// this dtype.
+/// Losses of the rows and, if `gradient` holds a scale and a dtype, the gradient of
+/// `scale * sum(losses)` in this dtype.
 ///
 /// `logits` are consumed: an f32 gradient on CUDA, and every gradient on the CPU, overwrites their storage. A
 /// target outside the vocabulary is an error on the CPU and a NaN loss on CUDA.

@@ -13,8 +13,8 @@ const THREADS: usize = 512;
 /// block processes several rows.
 const ROWS: usize = 8;
 const BLOCKS: usize = 128;
-/// Maximum number of partial sums of the weight gradient. In f32, they are small compared to the input of the
-/// backward pass.
+/// Maximum number of partial sums of the weight gradient. In f32, they are small compared to
+/// the input of the backward pass.
 const PARTS: usize = 256;
 
 /// Number of rows and row length.

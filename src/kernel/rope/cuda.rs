@@ -120,9 +120,9 @@ pub fn forward(
     pair(&of, out)
 }
 
-/// Gradients of queries and keys before the norms, as rows `[t, h c]` with room for `ranks` columns, from the
-/// gradients of the outputs of [`forward`]; if requested, partial sums `[p, c]` of the weight gradients in
-/// f32.
+/// Gradients of queries and keys before the norms, as rows `[t, h c]` with room for `ranks`
+/// columns, from the gradients of the outputs of [`forward`]; if requested, partial sums `[p, c]`
+/// of the weight gradients in f32.
 pub fn backward(
     [q, k]: [&Tensor; 2],
     norms: &Norms<'_>,

@@ -94,8 +94,8 @@ DEVICE void forward(const Heads<T> &of, const float *cos, const float *sin, uint
   }
 }
 
-// Backward pass of rotation and norm: dx, and the partial weight gradient [2 half] of the block if `partial`
-// is not null.
+// Backward pass of rotation and norm: dx, and the partial weight gradient [2 half] of the
+// block if `partial` is not null.
 template <typename T, int V>
 DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, float *partial, uint32_t tokens,
                      uint32_t half, uint32_t lanes, uint32_t per) {

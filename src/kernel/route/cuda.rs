@@ -63,9 +63,9 @@ pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bo
     Ok(Routed { chosen, probs, lse, gates })
 }
 
-/// Gradient of the logits `[t, e]` from the gradient of the gates `[t, k]` and the router losses: `extra`
-/// `[e]` in f32 is added to the gradient of the probabilities; `z` is the factor on the gradient of
-/// `logsumexp^2`.
+/// Gradient of the logits `[t, e]` from the gradient of the gates `[t, k]` and the router
+/// losses: `extra` `[e]` in f32 is added to the gradient of the probabilities; `z` is the factor
+/// on the gradient of `logsumexp^2`.
 pub fn backward(
     r: &Routed,
     dgates: &Tensor,
@@ -95,15 +95,15 @@ pub fn backward(
         .count(k)?
         .number(u32::from(normalise))
         .tensor(&dx)?;
-    // SAFETY: `r` has the shapes made by `forward`; `dgates` has t rows of k values and `extra` e values, as
-    // checked above.
+    // SAFETY: `r` has the shapes made by `forward`; `dgates` has t rows of k values and
+    // `extra` e values, as checked above.
     unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
     Ok(dx)
 }
 
-/// Sums of a layer, `[2 e + 1]` in f64: tokens of each expert, sum of the probabilities of each expert, sum
-/// of `logsumexp^2`. The last e + 1 sums are 0 unless `losses` is set. `starts` `[e + 1]` holds the first row
-/// of each expert.
+/// Sums of a layer, `[2 e + 1]` in f64: tokens of each expert, sum of the probabilities of each
+/// expert, sum of `logsumexp^2`. The last e + 1 sums are 0 unless `losses` is set. `starts` `[e + 1]`
+/// holds the first row of each expert.
 pub fn sums(r: &Routed, starts: &Tensor, losses: bool) -> Result<Tensor> {
     let (t, e) = r.probs.dims2()?;
     if starts.dims() != [e + 1] {

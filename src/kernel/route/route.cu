@@ -115,8 +115,8 @@ KERNEL(route_sums, SUM_THREADS, const float *probs, const float *lse, const uint
   if (e < experts) out[e] = starts[e + 1] - starts[e];
 }
 
-// Gradient of the load-balancing loss for each probability: `factor` times the tokens of the expert over all
-// layers.
+// Gradient of the load-balancing loss for each probability: `factor` times the tokens
+// of the expert over all layers.
 KERNEL(route_balance, THREADS, const double *sums, uint32_t layers, uint32_t experts, float factor, float *out) {
   const uint32_t e = blockIdx.x * THREADS + threadIdx.x;
   if (e >= experts) return;

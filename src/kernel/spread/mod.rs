@@ -41,8 +41,8 @@ impl Spread {
             .number(t as u64)
             .number(d as u64)
             .tensor(whole)?;
-        // SAFETY: the kernel reads n indices and n rows of d values, and skips indices of t or more; one
-        // block per row.
+        // SAFETY: the kernel reads n indices and n rows of d values, and skips indices
+        // of t or more; one block per row.
         unsafe { launch.run(Grid::new(n, THREADS)) }
     }
 

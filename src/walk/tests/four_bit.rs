@@ -1,5 +1,5 @@
-//! 4-bit bases: against PyTorch on weights dequantized by bitsandbytes, against dense runs, and from several
-//! quantizers.
+//! 4-bit bases: against PyTorch on weights dequantized by bitsandbytes, against dense
+//! runs, and from several quantizers.
 
 use super::*;
 use crate::kernel::check::{close, randn};
@@ -162,8 +162,8 @@ fn mixtures() -> Result<Vec<Case>> {
     Ok(all)
 }
 
-/// Every execution gives the same bits and leaves no dequantized matrix behind, for dense models and mixtures
-/// of experts.
+/// Every execution gives the same bits and leaves no dequantized matrix behind, for dense
+/// models and mixtures of experts.
 #[test]
 fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
     for c in four_bit_cases()?.into_iter().map(|c| c.0).chain(mixtures()?) {
@@ -304,8 +304,8 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     Ok(())
 }
 
-/// Merged weight `[o, i]` of a linear module with an adapter, in f32, and the base weight; `None` without an
-/// adapter.
+/// Merged weight `[o, i]` of a linear module with an adapter, in f32, and the base
+/// weight; `None` without an adapter.
 fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
     let Some(lora) = &linear.lora else { return Ok(None) };
     let base = upcast(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;

@@ -19,9 +19,9 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
     Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }
 
-/// Dense models and mixtures of experts with every kind of norm, bias and window; full training, LoRA and
-/// DoRA; dense and 4-bit bases; training attention only, feed-forward only, and either with norms and
-/// routers.
+/// Dense models and mixtures of experts with every kind of norm, bias and window; full
+/// training, LoRA and DoRA; dense and 4-bit bases; training attention only, feed-forward only,
+/// and either with norms and routers.
 #[test]
 fn no_level_changes_a_bit() -> Result<()> {
     let mut compared = 0;
