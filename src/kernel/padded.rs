@@ -1,4 +1,4 @@
-//! A matrix in a wider buffer, with room for the low-rank operand of an adapter.
+//! A matrix in a wider buffer; the padding (the "room") holds the low-rank operand of an adapter.
 //!
 //! A linear module with LoRA computes `y = x W^T + u B^T` with `u = s x A^T`. With two products, the second
 //! reads and rewrites `y` (`beta = 1`): 4 bytes of traffic per value in half precision, over the widest
