@@ -45,7 +45,8 @@ struct Devices<'a> {
 
 /// Implements [`super::on_device`] for CUDA.
 ///
-/// # Errors See [`super::on_device`].
+/// # Errors
+/// See [`super::on_device`].
 pub fn with<R>(
     words: &dyn Comm,
     device: &Device,

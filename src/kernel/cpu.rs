@@ -359,7 +359,8 @@ const CHUNK: usize = 1 << 15;
 
 /// Computes `len` values on all threads; `f` returns an iterator over the values of a range.
 ///
-/// # Panics If `f` yields too few values.
+/// # Panics
+/// If `f` yields too few values.
 pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
     len: usize,
     f: impl Fn(Range<usize>) -> I + Sync,

@@ -112,8 +112,8 @@ fn ints(t: &TensorFiles, name: &str) -> Result<Vec<i64>> {
     Ok(t.tensor(name, DType::I64, CPU)?.flatten_all()?.to_vec1()?)
 }
 
-/// A micro-batch of the reference without padding; `real` lists the indices of real tokens among the `rows *
-/// 24` padded ones.
+/// A micro-batch of the reference without padding; `real` lists the indices of real tokens
+/// among the `rows * 24` padded ones.
 struct Rows {
     ids: Vec<u32>,
     positions: Vec<u32>,

@@ -1,7 +1,7 @@
 //! DoRA without matrix products: scale factors of the outputs, scaling, and the gradient of the magnitude.
 //!
-//! With A `[r, i]`, B `[o, r]`, LoRA scale s and magnitude m: `g = m / |W + s B A|` by row. g and `1 / |W + s
-//! B A|`, both `[1, o]`, are f32.
+//! With A `[r, i]`, B `[o, r]`, LoRA scale s and magnitude m: `g = m / |W + s B A|` by row. g and
+//! `1 / |W + s B A|`, both `[1, o]`, are f32.
 
 use super::cpu::is_cpu;
 use super::cuda::launch::{Grid, Launch, compiled, empty, ghosts};

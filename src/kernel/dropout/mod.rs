@@ -64,8 +64,8 @@ impl Mask {
 }
 
 /// Creates a mask for `x` `[rows, width]` in the dtype of `x`, with values 0 and one other value, and a
-/// factor: the product is 0 or `1 / (1 - p)`. Element (r, c) depends only on the stream and on `(number of
-/// row r) * width + c`.
+/// factor: the product is 0 or `1 / (1 - p)`. Element (r, c) depends only on the stream and on
+/// `(number of row r) * width + c`.
 ///
 /// The factor is 1, except in half precision: there the mask is 0 or 1, because `1 / (1 - p)` would be
 /// rounded.

@@ -128,8 +128,9 @@ impl ById {
 /// `grad[ids[i]] += scale * dy[i]` for every token, in place. `by_id` holds the same tokens grouped, for
 /// CUDA. With `of`, `grad` has one row per id in `of`, and other tokens are skipped.
 ///
-/// # Shapes `grad` `[v, d]` (or one row per id in `of`), f32 (f64 in tests), contiguous; `ids` `[t]` u32;
-/// `dy` `[t, d]`.
+/// # Shapes
+/// `grad` `[v, d]` (or one row per id in `of`), f32 (f64 in tests), contiguous; `ids` `[t]` u32; `dy`
+/// `[t, d]`.
 pub fn backward(
     grad: &Tensor,
     (ids, by_id, of): (&Tensor, Option<&ById>, Option<&[u32]>),

@@ -7,8 +7,8 @@ use candle_core::{DType, Result};
 /// Threads per block, same as in loss.cu; one block per row.
 const THREADS: u32 = 512;
 
-/// Losses `[n]` of f32 logits `[n, v]` and, if requested, the gradient of `scale *
-/// sum(losses)`, in place if it is f32.
+/// Losses `[n]` of f32 logits `[n, v]` and, if requested, the gradient of
+/// `scale * sum(losses)`, in place if it is f32.
 pub fn cross_entropy(
     logits: Tensor,
     targets: &Tensor,

@@ -17,7 +17,8 @@ use std::sync::Mutex;
 /// `logits` are consumed: an f32 gradient on CUDA, and every gradient on the CPU, overwrites their storage. A
 /// target outside the vocabulary is an error on the CPU and a NaN loss on CUDA.
 ///
-/// # Shapes `logits` `[n, v]` in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient `[n, v]`.
+/// # Shapes
+/// `logits` `[n, v]` in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient `[n, v]`.
 pub fn cross_entropy(
     logits: Tensor,
     targets: &Tensor,

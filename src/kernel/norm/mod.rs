@@ -13,8 +13,8 @@ use candle_core::Result;
 
 /// Normalizes the last axis.
 ///
-/// # Shapes `x` `[.., d]`, `w` `[d]` -> `[.., d]` in the dtype of `x`; the mean is computed in f32 (f64 for
-/// f64).
+/// # Shapes
+/// `x` `[.., d]`, `w` `[d]` -> `[.., d]` in the dtype of `x`; the mean is computed in f32 (f64 for f64).
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     if is_cpu(x) {
         on_real!(x.dtype(), forward_cpu(x, w, eps))

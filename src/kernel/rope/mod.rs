@@ -1,8 +1,8 @@
-//! Rotary position embedding in the half-split layout of transformers (`rotate_half`), with optional norms of the
-//! heads (Su et al., "RoFormer", 2021).
+//! Rotary position embedding in the half-split layout of transformers (`rotate_half`), with optional norms of
+//! the heads (Su et al., "RoFormer", 2021).
 //!
-//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, with x1 and x2 the two halves of a head. The map is orthogonal,
-//! so the backward pass is the forward pass with `-sin`.
+//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, with x1 and x2 the two halves of a head. The map is
+//! orthogonal, so the backward pass is the forward pass with `-sin`.
 
 mod cuda;
 
@@ -25,7 +25,8 @@ pub struct Norms<'a> {
 /// Normalizes (if `norms` is given) and rotates the heads of queries and keys: in sequence on the CPU, in one
 /// launch on CUDA. The outputs keep dtype and shape.
 ///
-/// # Shapes `q` `[t, h, c]`, `k` `[t, g, c]`, `cos` and `sin` `[t, c / 2]` in f32.
+/// # Shapes
+/// `q` `[t, h, c]`, `k` `[t, g, c]`, `cos` and `sin` `[t, c / 2]` in f32.
 pub fn forward(
     mut q: Tensor,
     mut k: Tensor,

@@ -7,7 +7,7 @@
 // registers and reduce occupancy, with the same number of bytes in flight.
 #include "../cuda/rows.cuh"
 
-constexpr int N = 4; // same as in src/kernel/rope/cuda.rs
+constexpr int N = 4;     // same as in src/kernel/rope/cuda.rs
 constexpr int WARPS = 4; // per block
 constexpr int MOST = 2 * N * WARP;
 

@@ -16,9 +16,9 @@ use rayon::prelude::*;
 
 /// Gradient terms of the router losses, the same for all tokens of a layer.
 ///
-/// Load-balancing loss (Fedus et al., 2021, as in transformers, over the tokens of all sparse layers): `E
-/// sum_e f_e P_e`, with f_e the token-expert pairs of expert e per token, treated as a constant, and P_e the
-/// mean of p_e. z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): mean over the tokens of a layer of
+/// Load-balancing loss (Fedus et al., 2021, as in transformers, over the tokens of all sparse layers):
+/// `E sum_e f_e P_e`, with f_e the token-expert pairs of expert e per token, treated as a constant, and P_e
+/// the mean of p_e. z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): mean over the tokens of a layer of
 /// `logsumexp(x)^2`, summed over layers.
 #[derive(Clone, Debug, Default)]
 pub struct Balance {

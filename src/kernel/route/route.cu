@@ -57,8 +57,8 @@ KERNEL(route_forward, THREADS, const float *logits, uint32_t tokens, uint32_t ex
   if (lane < k) gates[own] = normalise ? gate / all : gate;
 }
 
-// Gradient of the logits. `extra` [experts], or null, is added to the gradient of the probabilities; the z-loss
-// adds z * lse * p, with the factor 2 of the square included in z.
+// Gradient of the logits. `extra` [experts], or null, is added to the gradient of the probabilities; the
+// z-loss adds z * lse * p, with the factor 2 of the square included in z.
 KERNEL(route_backward, THREADS, const float *probs, const float *lse, const float *gates, const uint32_t *chosen,
        const float *dgates, const float *extra, float z, uint32_t tokens, uint32_t experts, uint32_t k, uint32_t normalise,
        float *dlogits) {
