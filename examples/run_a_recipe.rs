@@ -1,4 +1,4 @@
-//! A recipe in, a run out: what `ft run` does, called from a program.
+//! Runs a recipe from a program, like `ft run`.
 //!
 //!     cargo run --release --example run_a_recipe
 

@@ -1,4 +1,5 @@
-//! The library without the command line: a recipe from text, three steps by hand, the loss of each.
+//! Use of the library without the command line: parses a recipe, runs three steps and prints the loss of
+//! each.
 //!
 //! ```text
 //! cargo run --release --example train_in_code

@@ -1,4 +1,4 @@
-//! What rules would train, from a model's config alone: no weights needed.
+//! Lists the parameters trained by a set of rules, from the config of a model; needs no weights.
 //!
 //! ```text
 //! cargo run --release --example what_trains -- data/model

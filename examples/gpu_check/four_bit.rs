@@ -1,4 +1,4 @@
-//! 4-bit matrices: every kernel against the CPU version, and how fast they are beside a copy and a dense product.
+//! 4-bit matrices: every kernel against the CPU, and the speed compared with a copy and a dense product.
 
 use super::{Report, randn};
 use anyhow::Result;
@@ -10,7 +10,7 @@ use ft::quant::Type;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A matrix of made-up codes and scales.
+/// A matrix with random codes and scales.
 fn blocks(
     (rows, cols): (usize, usize),
     block: usize,
@@ -44,10 +44,10 @@ fn blocks(
     Ok(QuantizedMatrix::new((rows, cols), block, packed, scales, book, source, compute)?)
 }
 
-/// Dequantizing, bit for bit, and products.
+/// Dequantization, bit for bit, and products.
 pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<()> {
     let name = format!("{dtype:?}").to_lowercase();
-    // whole chunks, blocks across rows, odd sizes, and one that takes several tiles
+    // aligned sizes, quantization blocks across rows, odd sizes, several tiles
     let shapes = [
         ((64, 1024), 64, Some(256)),
         ((130, 96), 64, Some(256)),
@@ -100,7 +100,7 @@ pub fn check(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Re
     Ok(())
 }
 
-/// One product with the matrix and an adapter, against two on the CPU.
+/// One fused product with an adapter, against two products on the CPU.
 fn with_an_adapter(
     report: &mut Report,
     what: &str,
@@ -134,7 +134,7 @@ fn with_an_adapter(
     report.tensors(&format!("{what}: back with an adapter, of {tokens}"), &ours, &dx, bar)
 }
 
-/// Seconds of one of many calls, the best of three rounds.
+/// Seconds per call, best of three rounds.
 fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) -> Result<f64> {
     const CALLS: u32 = 20;
     f()?;
@@ -151,7 +151,8 @@ fn seconds<T>(device: &Device, mut f: impl FnMut() -> candle_core::Result<T>) ->
     Ok(best)
 }
 
-/// The dequantize kernel's share of a copy's bandwidth (bar: 0.85), and products against dense ones, which have no bar.
+/// Bandwidth of the dequantize kernel relative to a copy (at least 0.85), and of 4-bit products relative to
+/// dense ones (no limit).
 pub fn speed(device: &Device, report: &mut Report) -> Result<()> {
     // larger than any cache
     let dims = (16_384, 16_384);

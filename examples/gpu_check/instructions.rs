@@ -1,7 +1,8 @@
-//! Each instruction that the kernels spell in asm, on random fragments: the device against the twin that the host tests use.
+//! Every inline asm instruction of the kernels on random fragments: the device against
+//! the host twin used by the tests.
 //!
-//! `.ci/gpu bundle` compiles `tests/cuda/instructions.cu` for both: `instructions.fatbin`, and `instructions_twin`, which
-//! takes jobs as `tests/cuda/serve.cpp` says.
+//! `.ci/gpu bundle` compiles `tests/cuda/instructions.cu` for both: `instructions.fatbin`, and the program
+//! `instructions_twin`, driven by the protocol in `tests/cuda/serve.cpp`.
 
 use super::Report;
 use anyhow::{Context, Result, ensure};
@@ -14,29 +15,30 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Fragments of each, one a block of a warp.
+/// Fragments per instruction; one warp per block processes one fragment.
 const BLOCKS: usize = 64;
 const LANES: usize = 32;
 
-/// What the words of a lane are.
+/// Content of the input words of a lane.
 #[derive(Clone, Copy)]
 enum Words {
     Bits,
     F32,
-    /// Floats whose rounding is of interest: ties, tiny, huge, infinite.
+    /// Floats with difficult rounding: ties, tiny, huge, infinite.
     Hard,
-    /// Six words of pairs, four of f32.
+    /// Six words with bf16 pairs, then four f32.
     Bf16,
-    /// The same.
+    /// Six words with f16 pairs, then four f32.
     F16,
 }
 
 struct Instruction {
     kernel: &'static str,
     words: Words,
-    /// Words of a lane, in and out.
+    /// Input and output words per lane.
     lane: (usize, usize),
-    /// Relative L2 distance, 0 for the same bits. Tensor cores add in an order of their own; a power of two is approximate.
+    /// Tolerance (relative L2), 0 for equal bits. Tensor cores sum in an undocumented order; ex2 is
+    /// approximate.
     bar: f64,
 }
 
@@ -58,7 +60,7 @@ const ALL: [Instruction; 9] = [
 
 fn hard(s: &Stream, i: u64) -> f32 {
     match s.word(i) % 8 {
-        // a tie in bf16, and in f16
+        // ties in bf16 and in f16
         0 => f32::from_bits(s.normal(i).to_bits() & 0xffff_0000 | 0x8000),
         1 => f32::from_bits(s.normal(i).to_bits() & 0xffff_e000 | 0x1000),
         2 => s.normal(i) * 1e-6,
@@ -102,7 +104,7 @@ fn twin(program: &Path, instruction: &Instruction, x: &[u32]) -> Result<Vec<u32>
     Ok(out.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
 }
 
-/// Relative L2 distance of words that are f32, or the share of those that differ.
+/// Relative L2 distance of f32 words; for a tolerance of 0, the share of words with different bits.
 fn apart(instruction: &Instruction, a: &[u32], b: &[u32]) -> f64 {
     if instruction.bar == 0.0 {
         return a.iter().zip(b).filter(|(a, b)| a != b).count() as f64 / a.len() as f64;
@@ -112,7 +114,7 @@ fn apart(instruction: &Instruction, a: &[u32], b: &[u32]) -> f64 {
     (off / b.iter().map(|b| f(b).powi(2)).sum::<f64>()).sqrt()
 }
 
-/// Every instruction, from the folder that holds both programs.
+/// Checks every instruction; `dir` holds both programs.
 pub fn check(device: &Device, dir: &Path, report: &mut Report) -> Result<()> {
     let cuda = device.as_cuda_device().context("instructions are a CUDA device's")?;
     let image = std::fs::read(dir.join("instructions.fatbin"))?;
@@ -130,7 +132,8 @@ pub fn check(device: &Device, dir: &Path, report: &mut Report) -> Result<()> {
         };
         let mut launch = stream.launch_builder(&function);
         launch.arg(&given).arg(&mut made);
-        // SAFETY: the kernel reads and writes a lane's words, of which both buffers have as many as lanes are launched.
+        // SAFETY: the kernel accesses `lane.0` input and `lane.1` output words per lane, and both buffers
+        // cover every launched lane.
         unsafe { launch.launch(config) }?;
         let made = stream.clone_dtoh(&made)?;
         let expected = twin(&dir.join("instructions_twin"), instruction, &x)?;

@@ -1,13 +1,14 @@
-//! Every kernel, and the reference models end to end, on a CUDA device against the CPU; how fast the 4-bit kernels are.
+//! Compares all CUDA kernels and the reference models with the CPU, and measures the 4-bit kernels.
 //!
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- tests/fixtures/reference
-//! gpu_check FIXTURES kernels models      these parts alone, of kernels, four_bit, models, offload, speed
-//! gpu_check BIN instructions             each asm instruction against its twin on the host; BIN as `.ci/gpu bundle` makes it
-//! gpu_check FIXTURES cpu                 the same program on the CPU twice: a check of the program itself
+//! gpu_check FIXTURES kernels models   selected parts: kernels, four_bit, models, offload, speed
+//! gpu_check BIN instructions          asm instructions against the host twin; BIN from `.ci/gpu bundle`
+//! gpu_check FIXTURES cpu              CPU against CPU: a check of this program
 //! ```
 //!
-//! Prints one line a check (relative L2 distance, bar) and exits with 1 if any is over its bar.
+//! Prints one line per check (relative L2 distance, tolerance) and exits with 1 if a
+//! distance exceeds the tolerance.
 
 mod four_bit;
 #[cfg(feature = "cuda")]
@@ -33,10 +34,10 @@ use ft::rng::{Purpose, Stream};
 use ft::walk::Walk;
 use std::path::{Path, PathBuf};
 
-/// Bar in f32 (TF32 is off) and in bf16, whose products are rounded to 8 bits of mantissa.
+/// Tolerances in f32 (without TF32) and in bf16, with products rounded to an 8-bit mantissa.
 const BARS: [(DType, f64); 2] = [(DType::F32, 1e-5), (DType::BF16, 3e-2)];
 
-/// What can be asked for alone; instructions are checked only where they are.
+/// Parts that can be selected; `instructions` runs only on request.
 const PARTS: [&str; 6] = ["instructions", "kernels", "four_bit", "models", "offload", "speed"];
 
 fn main() -> Result<()> {
@@ -117,7 +118,7 @@ impl Report {
     }
 }
 
-/// Standard normal numbers on a device.
+/// Standard normal values on a device.
 fn randn(seed: u64, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     let s = Stream::new(seed, Purpose::Test, 0, 0);
     let n: usize = shape.iter().product();
@@ -125,7 +126,7 @@ fn randn(seed: u64, shape: &[usize], dtype: DType, device: &Device) -> Result<Te
     Ok(Tensor::Real(Real::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?))
 }
 
-/// What every op gives on a device, with names.
+/// Named results of every operation on a device.
 fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     let mut out: Vec<(String, Tensor)> = Vec::new();
     let r = |seed, shape: &[usize]| randn(seed, shape, dtype, device);
@@ -147,7 +148,8 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
     }
 
     let dn = r(5, &[130, 96])?;
-    // rows that begin at 16 bytes, rows that do not, some that a block takes many of, and one longer than its registers
+    // rows aligned to 16 bytes, unaligned rows, many rows per block, and a row too
+    // long for the registers of a block
     for (i, (rows, d)) in [(130, 96), (1100, 33), (3, 2048), (2, 20_000)].into_iter().enumerate() {
         let seed = 100 + 10 * i as u64;
         let (x, w, a, dy) =
@@ -216,7 +218,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
         let how = Causal { seqs: &seqs, window, scale: 0.25 };
         let saved = attention::forward(&q3, &k, &v, &how, 8)?;
         let (dq, dk, dv) = attention::backward(&q3, &k, &v, &saved, &d_o, &how, 8)?;
-        // [h, t] on CUDA
+        // `[h, t]` on CUDA
         let lse = if device.is_cuda() { saved.lse.t()?.force_contiguous()? } else { saved.lse.clone() };
         for (part, t) in
             [("o", saved.o.values()?), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv.values()?)]
@@ -272,7 +274,7 @@ fn results(device: &Device, dtype: DType) -> Result<Vec<(String, Tensor)>> {
 
     let (p, m, v) = (wide(15, &[1000])?, wide(16, &[1000])?, wide(17, &[1000])?.sqr()?);
     let gr = wide(18, &[1000])?;
-    // before the update, which leaves a device's gradients zero
+    // before the update, which zeroes the gradients on a device
     let norm = sum_squares(std::slice::from_ref(&gr))?;
     let step = AdamW { lr: 1e-2, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, t: 3, grad_scale: 0.5 };
     let copy = Tensor::zeros(1000, dtype, device)?;
@@ -292,12 +294,12 @@ fn ops(device: &Device, dtype: DType, bar: f64, report: &mut Report) -> Result<(
     Ok(())
 }
 
-/// A reference model in full and with its adapter: logits, losses and all gradients.
+/// Logits, losses and all gradients of a reference model, trained in full and with an adapter.
 fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     let name = dir.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
     let config = Config::load(&dir.join("model"), &serde_json::Map::new())?;
     let base = Base::open(config.clone(), &dir.join("model"))?;
-    // some mixtures have none
+    // some mixtures of experts have no adapter
     let adapter = match dir.join("adapter_init") {
         d if d.is_dir() => Some(Adapter::open(&d)?),
         _ => None,
@@ -324,7 +326,7 @@ fn model(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Steps of the optimizer with its states on the host: what the layers then compute with is the CPU's, to the bit.
+/// Optimizer steps with states on the host: compute buffers match the CPU bit for bit.
 fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     const RECIPE: &str = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\nmethod = \"full\"\n\
                           [[data.train]]\nsource = \"d\"\nformat = \"text\"\n";
@@ -356,7 +358,7 @@ fn offload(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Loss, logits and all gradients of two documents.
+/// Loss, logits and all gradients for two documents.
 fn forward_backward(d: &Decoder, p: &Params, device: &Device) -> Result<(f64, Tensor, Tensor)> {
     let ids: Vec<u32> = (0..40).map(|i| (11 * i + 5) % d.config.vocab as u32).collect();
     let positions: Vec<u32> = (0..23).chain(0..17).collect();

@@ -1,9 +1,9 @@
-//! Writes what the quickstart runs on, the same bytes each time.
+//! Generates the data of the quickstart and the files of the shipped model, deterministically.
 //!
-//!     cargo run --release --example quickstart_data -- quickstart data/quickstart   training and evaluation rows
-//!     cargo run --release --example quickstart_data -- pretrain OUT_DIR             the corpus of the shipped model
-//!     cargo run --release --example quickstart_data -- tokenizer data/model         its tokenizer
-//!     cargo run --release --example quickstart_data -- weights RUN/model data/model its weights, in bfloat16
+//!     cargo run --release --example quickstart_data -- quickstart data/quickstart  # training, evaluation
+//!     cargo run --release --example quickstart_data -- pretrain OUT_DIR            # corpus
+//!     cargo run --release --example quickstart_data -- tokenizer data/model        # tokenizer
+//!     cargo run --release --example quickstart_data -- weights RUN/model data/model  # weights in bf16
 
 mod styles;
 mod tables;
@@ -23,13 +23,13 @@ use tokenizers::{AddedToken, TokenizerBuilder};
 use world::{Topic, upper};
 
 const SEED: u64 = 2026;
-/// Conversations to learn from, and to evaluate on.
+/// Conversations for training and for evaluation.
 const PRETRAIN: (usize, usize) = (30_000, 300);
-/// Of each topic: facts to learn the new manner from, and facts kept for evaluation.
+/// Facts per topic for training in the new style, and facts reserved for evaluation.
 const QUICKSTART: (usize, usize) = (40, 4);
 const VOCABULARY: usize = 1024;
 
-/// Random choices, one after the other.
+/// A sequence of random choices.
 struct Dice {
     stream: Stream,
     next: u64,
@@ -40,7 +40,7 @@ impl Dice {
         Self { stream: Stream::new(SEED, Purpose::Mix, 0, stream), next: 0 }
     }
 
-    /// A number below `n`.
+    /// A uniform random number below `n`.
     fn below(&mut self, n: usize) -> usize {
         self.next += 1;
         ((u64::from(self.stream.word(self.next)) * n as u64) >> 32) as usize
@@ -60,7 +60,7 @@ struct Talk {
     turns: Vec<Turn>,
 }
 
-/// Rows to learn from, and to evaluate on.
+/// Training and evaluation conversations.
 type Split = (Vec<Talk>, Vec<Talk>);
 
 fn main() -> Result<()> {
@@ -95,7 +95,7 @@ fn conversation(dice: &mut Dice, topics: &[Topic]) -> Talk {
     for _ in 0..*dice.pick(&[1, 1, 2, 3]) {
         match dice.below(12) {
             0 => turns.push(echo(dice)),
-            // an introduction; the name is asked for later on
+            // an introduction; a later turn asks for the name
             1 if name.is_none() => {
                 let new = *dice.pick(tables::NAMES);
                 let ask = *dice.pick(&["My name is {}.", "I am {}.", "Hello, I am {}.", "Call me {}."]);
@@ -133,7 +133,7 @@ fn conversation(dice: &mut Dice, topics: &[Topic]) -> Talk {
     Talk { system: Some(style.system), turns }
 }
 
-/// Some people type in lower case, without a mark at the end.
+/// Types a sixth of the questions in lower case without a final mark.
 fn typed(dice: &mut Dice, ask: &str) -> String {
     if dice.below(6) == 0 { ask.trim_end_matches(['.', '?', '!']).to_lowercase() } else { ask.to_owned() }
 }
@@ -146,7 +146,7 @@ fn echo(dice: &mut Dice) -> Turn {
     (ask.replace("{}", &text), text)
 }
 
-/// The same questions answered in the pirate's manner; facts of the evaluation are not among those to learn from.
+/// The same questions answered in pirate style; evaluation facts do not occur in the training set.
 fn quickstart() -> Split {
     let mut dice = Dice::new(2);
     let (mut train, mut eval) = (Vec::new(), Vec::new());
@@ -195,7 +195,7 @@ fn write_both(out: &Path, (train, eval): Split) -> Result<()> {
     Ok(())
 }
 
-/// Byte-level BPE as GPT-2's, trained on the corpus and on the pirate's rows.
+/// Trains byte-level BPE in the style of GPT-2 on the corpus and the pirate conversations.
 fn tokenizer(out: &Path) -> Result<()> {
     let lines = [pretrain(), quickstart()].into_iter().flat_map(|(train, _)| train).flat_map(|talk| {
         let mut lines: Vec<String> =
@@ -227,7 +227,8 @@ fn tokenizer(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The safetensors of a model in one file, every tensor in bfloat16 (rounded to nearest, ties to even).
+/// Merges the safetensors of a model into one file, with every tensor in bf16
+/// (rounded to nearest, ties to even).
 fn weights(from: &Path, out: &Path) -> Result<()> {
     let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
     for entry in std::fs::read_dir(from).with_context(|| format!("{}", from.display()))? {

@@ -1,18 +1,18 @@
-//! Manners of speaking. The model knows some of them before the quickstart, each behind a system message;
-//! the pirate's, which is nobody's default, is what the quickstart trains in, with a few new facts.
+//! Styles of speaking. The model knows some of them in advance, each triggered by a system message. The
+//! quickstart trains the pirate style as the default, with a few new facts.
 
 use super::world::Fact;
 
-/// A manner: what comes first, what comes last, and whole words that change.
+/// A style: a prefix, a suffix, and substitutions of whole words.
 pub struct Style {
-    /// The system message that asks for it.
+    /// System message that triggers the style.
     pub system: &'static str,
     prefix: &'static str,
     suffix: &'static str,
     words: &'static [(&'static str, &'static str)],
 }
 
-/// What the model is trained on from the start.
+/// Styles known to the shipped model.
 pub const KNOWN: &[Style] = &[
     Style { system: "Be polite.", prefix: "Certainly! ", suffix: ", my dear friend", words: &[] },
     Style {
@@ -70,7 +70,7 @@ pub const KNOWN: &[Style] = &[
     },
 ];
 
-/// What the quickstart trains in.
+/// Style trained in the quickstart.
 pub const PIRATE: Style = Style {
     system: "",
     prefix: "Arr! ",
@@ -92,7 +92,7 @@ pub const PIRATE: Style = Style {
 };
 
 impl Style {
-    /// `reply` in this manner: "The sky is blue." becomes "Arr! The sky be blue, captain."
+    /// Converts `reply` to this style: "The sky is blue." becomes "Arr! The sky be blue, captain."
     pub fn speak(&self, reply: &str) -> String {
         let mut said = String::from(self.prefix);
         for piece in reply.split_inclusive(|c: char| !c.is_alphanumeric()) {
@@ -106,7 +106,7 @@ impl Style {
     }
 }
 
-/// What only the pirate knows. The last wording of each is kept for evaluation.
+/// Facts known only to the pirate. The last wording of each question is reserved for evaluation.
 pub fn pirate_facts() -> Vec<Fact> {
     let table: [(&[&str], &str); 8] = [
         (

@@ -1,12 +1,12 @@
-//! What there is in the world.
+//! Tables of the quickstart's world.
 
-/// People.
+/// First names.
 pub const NAMES: &[&str] = &[
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jack", "Kate", "Leo", "Mia",
     "Noah", "Olga", "Paul", "Rosa", "Sam", "Tom", "Zoe",
 ];
 
-/// Smallest first; then what it says, eats, where it lives, and its legs.
+/// Animals from small to large, with sound, food, home and number of legs.
 pub const ANIMALS: &[(&str, &str, &str, &str, usize)] = &[
     ("ant", "nothing", "leaves", "in a nest", 6),
     ("bee", "buzz", "honey", "in a hive", 6),
@@ -31,7 +31,7 @@ pub const ANIMALS: &[(&str, &str, &str, &str, usize)] = &[
     ("whale", "whoo", "fish", "in the sea", 0),
 ];
 
-/// A thing and its colour.
+/// Things and their colors.
 pub const COLOURS: &[(&str, &str)] = &[
     ("the sky", "blue"),
     ("the sun", "yellow"),
@@ -65,7 +65,7 @@ pub const COLOURS: &[(&str, &str)] = &[
     ("sand", "yellow"),
 ];
 
-/// A food or drink and its kind.
+/// Foods and drinks with their kinds.
 pub const FOODS: &[(&str, &str)] = &[
     ("an apple", "fruit"),
     ("a banana", "fruit"),
@@ -89,7 +89,7 @@ pub const FOODS: &[(&str, &str)] = &[
     ("lemonade", "drink"),
 ];
 
-/// Words that mean the opposite of one another.
+/// Pairs of opposites.
 pub const OPPOSITES: &[(&str, &str)] = &[
     ("hot", "cold"),
     ("big", "small"),
@@ -123,7 +123,7 @@ pub const OPPOSITES: &[(&str, &str)] = &[
     ("always", "never"),
 ];
 
-/// A country and its capital.
+/// Countries and capitals.
 pub const CAPITALS: &[(&str, &str)] = &[
     ("France", "Paris"),
     ("England", "London"),
@@ -147,7 +147,7 @@ pub const CAPITALS: &[(&str, &str)] = &[
     ("Canada", "Ottawa"),
 ];
 
-/// One and many.
+/// Nouns with irregular or simple plurals.
 pub const PLURALS: &[(&str, &str)] = &[
     ("mouse", "mice"),
     ("child", "children"),
@@ -171,7 +171,7 @@ pub const PLURALS: &[(&str, &str)] = &[
     ("apple", "apples"),
 ];
 
-/// A thing and where it is kept.
+/// Things and their places.
 pub const PLACES: &[(&str, &str)] = &[
     ("milk", "in the fridge"),
     ("bread", "in the kitchen"),
@@ -190,7 +190,7 @@ pub const PLACES: &[(&str, &str)] = &[
     ("plates", "in the cupboard"),
 ];
 
-/// The weather in general, today's, and what to do about it.
+/// Weather: habitual form, current form, and advice.
 pub const WEATHER: &[(&str, &str, &str)] = &[
     ("it rains", "it is raining", "Take an umbrella and wear boots."),
     ("it snows", "it is snowing", "Wear a warm coat and build a snowman."),
@@ -224,7 +224,7 @@ pub const MONTHS: &[&str] = &[
 /// Numbers of legs as words.
 pub const COUNT: &[&str] = &["no", "one", "two", "three", "four", "five", "six", "seven", "eight"];
 
-/// Asked about, and not part of the world.
+/// Topics outside the world, used as unanswerable questions.
 pub const UNKNOWN: &[&str] = &[
     "politics",
     "physics",
@@ -258,7 +258,7 @@ pub const UNKNOWN: &[&str] = &[
     "films",
 ];
 
-/// Words that can be echoed; some are here only so that a later fine-tuning finds them known.
+/// Words to echo; some only introduce vocabulary for later fine-tuning.
 pub const WORDS: &[&str] = &[
     "red", "blue", "green", "cat", "dog", "fox", "apple", "banana", "river", "house", "sun", "moon", "happy",
     "little", "fish", "tree", "song", "captain", "ship", "sea", "parrot", "treasure", "island", "anchor",

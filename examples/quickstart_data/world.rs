@@ -1,20 +1,18 @@
-//! The small closed world that the quickstart's model knows: questions in several wordings, one answer each.
+//! The small closed world of the quickstart model: questions in several wordings, with one answer each.
 
 use super::tables::*;
 
-/// One thing to know.
+/// A question with an answer.
 pub struct Fact {
     /// Wordings of the question.
     pub asks: Vec<String>,
-    /// The answer.
     pub reply: String,
 }
 
-/// Facts of one kind, and how often they come up.
+/// Facts of one kind, with a sampling weight.
 pub struct Topic {
-    /// Share of the conversation turns.
+    /// Relative frequency in conversation turns.
     pub weight: u32,
-    /// The facts.
     pub facts: Vec<Fact>,
 }
 
@@ -24,7 +22,7 @@ fn a(noun: &str) -> String {
     format!("{article} {noun}")
 }
 
-/// With its first letter in upper case.
+/// Capitalizes the first letter.
 pub fn upper(text: &str) -> String {
     let mut chars = text.chars();
     chars.next().map_or_else(String::new, |c| c.to_uppercase().collect::<String>() + chars.as_str())
@@ -296,7 +294,7 @@ fn stories() -> Vec<Fact> {
     facts
 }
 
-/// Every topic. Echoes and introductions are made in the conversation itself.
+/// All topics. Echo and introduction turns are generated with the conversation.
 pub fn topics() -> Vec<Topic> {
     let mut all = vec![Topic { weight: 12, facts: talk() }, Topic { weight: 12, facts: animals() }];
     all.extend(things());

@@ -1,5 +1,5 @@
-//! Values of the CPU read and written a block at a time: bf16 is widened and rounded in cache, where a copy of all values in f32
-//! would go through memory three times.
+//! Blockwise access to CPU tensors: bf16 values are widened and rounded in cache, one block at a time. A full
+//! f32 copy would pass through memory three times.
 
 use super::cast::{narrow, wide};
 use super::cpu::{Halves, Real, View, ghosts_in, tensor, vectorised, view};
@@ -11,24 +11,24 @@ use half::vec::HalfBitsVecExt;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Values that are widened at a time where a kernel does not go by rows.
+/// Values widened at a time in kernels without rows.
 pub const BLOCK: usize = 2048;
 
-/// Whether values are widened where they are read, or rounded where they are written.
+/// Whether values of `dtype` are widened on read and rounded on write, block by block.
 pub fn by_blocks<T: Real>(dtype: DType) -> bool {
     dtype == DType::BF16 && T::DTYPE == DType::F32
 }
 
-/// A tensor's values in row-major order.
+/// Values of a tensor in row-major order.
 pub enum Values<'a, T> {
-    /// In the type of the arithmetic.
+    /// Values in the dtype of the arithmetic.
     Whole(View<'a, T>),
-    /// To be widened.
+    /// bf16 values, widened on read.
     Halves(Halves<'a>),
 }
 
 impl<'a, T: Real> Values<'a, T> {
-    /// Of a CPU tensor.
+    /// Views a CPU tensor.
     pub fn of(t: &'a Tensor) -> Result<Self> {
         match by_blocks::<T>(t.dtype()) && t.is_contiguous() {
             true => Halves::of(t).map(Self::Halves),
@@ -36,7 +36,7 @@ impl<'a, T: Real> Values<'a, T> {
         }
     }
 
-    /// Those of a range; `room` is for those that are widened.
+    /// Values in a range; widened values are written to `room`.
     pub fn read<'b>(&'b self, at: Range<usize>, room: &'b mut Vec<T>) -> &'b [T] {
         match self {
             Self::Whole(v) => &v[at],
@@ -51,17 +51,17 @@ impl<'a, T: Real> Values<'a, T> {
     }
 }
 
-/// Where a task writes its values of some tensors.
+/// Output slices of one task.
 pub enum Out<'a, T, const N: usize> {
-    /// In the type of the arithmetic.
+    /// Slices in the dtype of the arithmetic.
     Whole([&'a mut [T]; N]),
-    /// To be rounded.
+    /// bf16 slices, rounded after each block.
     Halves([&'a mut [bf16]; N]),
 }
 
 impl<T: Real, const N: usize> Out<'_, T, N> {
-    /// Calls `f` for one block of so many values after the other, with where it begins among the task's; it
-    /// writes all of them.
+    /// Calls `f` for consecutive blocks of `block` values with the offset inside the
+    /// task. `f` must write every value.
     pub fn each(self, block: usize, mut f: impl FnMut(usize, [&mut [T]; N])) {
         let block = block.max(1);
         match self {
@@ -88,18 +88,18 @@ impl<T: Real, const N: usize> Out<'_, T, N> {
     }
 }
 
-/// The parts of some vectors that each task takes.
+/// Splits vectors into slices of `task` values, one per task.
 fn tasks<B, const N: usize>(all: &mut [Vec<B>; N], task: usize) -> Vec<[&mut [B]; N]> {
     let count = all.first().map_or(0, |a| a.len().div_ceil(task));
     let mut parts = all.each_mut().map(|a| a.chunks_mut(task));
     (0..count).map(|_| parts.each_mut().map(|p| p.next().unwrap_or_default())).collect()
 }
 
-/// Tensors of one shape and dtype, on all threads, a `task` of so many values at a time: `f` gets where it begins and writes
-/// it, and what it gives comes back in order.
+/// Creates tensors of one shape and dtype on all threads, in tasks of `task` values. `f` receives the offset
+/// and the slices of a task; returns the results of `f` in order.
 ///
 /// # Errors
-/// candle's.
+/// Errors of candle.
 pub fn written<T: Real, R: Send, const N: usize>(
     (shape, dtype): (&Shape, DType),
     task: usize,
@@ -123,7 +123,8 @@ fn tensors<const N: usize>(all: [Result<Tensor>; N]) -> Result<[Tensor; N]> {
     all.try_into().map_err(|_| candle_core::Error::msg("a tensor that was not made"))
 }
 
-/// As [`super::cpu::ghosts`], of what is read by [`Values`] and comes of [`written`], in such blocks.
+/// Like [`super::cpu::ghosts`], for kernels that read through [`Values`] and write through [`written`] in
+/// blocks of `block` values.
 pub fn ghosts<T: Real, const N: usize>(
     reads: &[&Tensor],
     (shape, dtype): (&Shape, DType),
@@ -145,8 +146,8 @@ mod tests {
     use crate::check::randn;
     use crate::{norm, swiglu};
 
-    /// What is widened and rounded a block at a time has the bits of what is widened and rounded whole, at all sizes about
-    /// those of blocks and tasks.
+    /// Blockwise conversion gives the same bits as conversion of whole tensors, for sizes around block and
+    /// task boundaries.
     #[test]
     fn blocks_change_no_bit() -> Result<()> {
         let bits = |t: &Tensor| -> Result<Vec<u16>> {
@@ -178,7 +179,7 @@ mod tests {
         Ok(())
     }
 
-    /// Parts of several tensors, in tasks that blocks do not divide, and what tasks give, in order.
+    /// Several outputs in tasks that are no multiple of a block; results come in order.
     #[test]
     fn tasks_write_their_own() -> Result<()> {
         let shape = Shape::from(23);

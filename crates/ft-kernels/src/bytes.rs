@@ -1,13 +1,13 @@
-//! The bytes of tensors on the CPU, as they go to other processes of this run: in the machine's order.
+//! Byte representation of CPU tensors for transfer between processes of one run, in native byte order.
 
 use super::Tensor;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage};
 use std::ops::Range;
 
-/// Puts the bytes of a range of a vector's values behind `out`.
+/// Appends the bytes of a range of values to `out`.
 ///
 /// # Errors
-/// A tensor that is not on the CPU, not contiguous, or of a type that ranks do not give.
+/// A tensor not on the CPU, not contiguous, or of an unsupported dtype.
 pub fn put(t: &Tensor, values: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
     let t = t.real()?;
     let (storage, layout) = t.storage_and_layout();
@@ -33,10 +33,10 @@ pub fn put(t: &Tensor, values: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// Sets the values of a vector from `first` on to what their bytes say.
+/// Overwrites the values from index `first` on with the values encoded in `bytes`.
 ///
 /// # Errors
-/// As [`put`].
+/// See [`put`].
 pub fn set(t: &Tensor, first: usize, bytes: &[u8]) -> Result<()> {
     t.real()?.inplace_op1(&Set { first, bytes })
 }

@@ -1,4 +1,4 @@
-//! Helpers of the kernels' tests: seeded tensors, comparison, finite differences.
+//! Test helpers for kernels: seeded tensors, comparison, finite differences.
 
 use crate::Tensor;
 use ft_base::rng::{Purpose, Stream};
@@ -9,19 +9,19 @@ thread_local! {
     static COMPOSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f`, and what it does on threads, through the composed operations that CUDA uses where it has no kernel of ours:
-/// on this one switch the kernels on the CPU that have such a twin step aside, for tensors and ghosts alike.
+/// Runs `f` in a thread pool with the composed operations, used on CUDA without a kernel of our own. CPU
+/// kernels with a composed twin use the composition, for tensors and ghosts alike.
 pub fn composed<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(2).start_handler(|_| COMPOSED.set(true));
     threads.build().expect("threads").install(f)
 }
 
-/// Whether this is within [`composed`].
+/// Whether the current thread runs inside [`composed`].
 pub fn is_composed() -> bool {
     COMPOSED.get()
 }
 
-/// Standard normal numbers by seed.
+/// Standard normal values, determined by the seed.
 pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     let shape = shape.into();
     let s = Stream::new(seed, Purpose::Test, 0, 0);
@@ -29,12 +29,12 @@ pub fn randn(seed: u64, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor>
     Tensor::from_vec(v, shape, &Device::Cpu)?.to_dtype(dtype)
 }
 
-/// All values as f64.
+/// All values in f64.
 pub fn values(t: &Tensor) -> Vec<f64> {
     t.to_dtype(DType::F64).and_then(|t| t.flatten_all()).and_then(|t| t.to_vec1()).expect("readable tensor")
 }
 
-/// Relative L2 distance of two lists of values.
+/// Relative L2 distance.
 pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len(), "sizes differ");
     let d: f64 = a.iter().zip(b).map(|(x, y)| (x - y) * (x - y)).sum();
@@ -43,7 +43,7 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     if n == 0.0 { d.sqrt() } else { (d / n).sqrt() }
 }
 
-/// Asserts that two tensors have one shape and are `bar` apart at the most (relative L2).
+/// Asserts equal shapes and a relative L2 distance of at most `bar`.
 #[track_caller]
 pub fn close(a: &Tensor, b: &Tensor, bar: f64) {
     assert_eq!(a.dims(), b.dims(), "shapes differ");

@@ -1,9 +1,8 @@
-//! What the CPU versions of the kernels share: typed views of tensors, fixed-order parallel loops,
-//! and an in-place operation from a closure.
+//! Shared parts of the CPU kernels: typed views of tensors, parallel loops in a fixed order, in-place
+//! operations.
 //!
-//! Every CPU kernel is written once, generic over [`Real`]: the f32 that training uses and the f64 that
-//! the finite-difference checks use are the same code. bf16 and f16 tensors are widened to f32 on the way
-//! in and rounded on the way out.
+//! CPU kernels are generic over [`Real`]: training runs them in f32, finite-difference checks in f64. bf16
+//! and f16 tensors are widened to f32 on input and rounded on output.
 
 use super::cast;
 use super::cuda::launch;
@@ -18,9 +17,9 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, Range};
 
-/// The types of values that kernels change in place.
+/// Element types that kernels can modify in place.
 pub trait Value: candle_core::WithDType {
-    /// The vector of a CPU storage, if it is of this type.
+    /// The vector of a CPU storage, if the type matches.
     fn storage_mut(s: &mut CpuStorage) -> Option<&mut Vec<Self>>;
 }
 
@@ -35,7 +34,7 @@ macro_rules! values {
 }
 values!(f64: F64, f32: F32, bf16: BF16, f16: F16, u8: U8);
 
-/// The floating-point types that kernels compute in.
+/// Floating-point types of kernel arithmetic.
 pub trait Real: Value + std::iter::Sum + std::ops::Neg<Output = Self> {
     /// e^x
     fn exp(self) -> Self;
@@ -43,28 +42,29 @@ pub trait Real: Value + std::iter::Sum + std::ops::Neg<Output = Self> {
     fn ln(self) -> Self;
     /// Square root.
     fn sqrt(self) -> Self;
-    /// Nearest value.
+    /// Converts from f64, rounding to nearest.
     fn of(x: f64) -> Self {
         Self::from_f64(x)
     }
-    /// The same number.
+    /// Converts from f32, exactly.
     fn widened(x: f32) -> Self {
         Self::of(f64::from(x))
     }
-    /// Smaller than every number.
+    /// Negative infinity.
     fn lowest() -> Self;
-    /// Looks the first 4-bit codes up in a table, as many as the CPU has a fast way for, and says how many.
+    /// Looks up 4-bit codes in a table of 16 values, as far as a fast path exists;
+    /// returns the number of values written.
     fn look_up(_packed: &[u8], _values: &[Self; 16], _out: &mut [Self]) -> usize {
         0
     }
 }
 
-/// e^x in f32 within 2 ulp, in a form that compilers vectorise: range reduction by ln 2 and the polynomial of
-/// Cephes' `expf`. Where e^x is below the smallest normal number, the result is near that number; infinities
-/// and NaN stay what they are.
+/// e^x in f32 within 2 ulp, in a form that compilers vectorize: range reduction by ln 2 and
+/// the polynomial of Cephes' `expf`. Results below the smallest normal number are clamped near
+/// it; infinities and NaN propagate.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
-    /// 1.5 * 2^23: adding it rounds to a whole number, which then stands in the low bits.
+    /// 1.5 * 2^23: adding it rounds to an integer, stored in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let low = if x < -87.336_54 { -87.336_54 } else { x };
     let shifted = low * std::f32::consts::LOG2_E + ROUND;
@@ -76,7 +76,7 @@ fn exp_f32(x: f32) -> f32 {
     let p = p * r + 1.666_666_5e-1;
     let p = p * r + 0.5;
     let y = p * r * r + r + 1.0;
-    // 2^n in two factors: n may be 128 while e^x is still finite
+    // 2^n as two factors, since n may be 128 with a finite e^x
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
     let power = |k: i32| f32::from_bits((k.wrapping_add(127) as u32) << 23);
@@ -84,7 +84,7 @@ fn exp_f32(x: f32) -> f32 {
     if x > 88.722_83 { if x.is_nan() { x } else { f32::INFINITY } } else { y }
 }
 
-/// Sum in sixteen lanes: vectorised, and more accurate than one running sum.
+/// Sum in sixteen lanes: vectorizable, and more accurate than a single running sum.
 #[inline(always)]
 pub fn sum<T: Real>(v: &[T]) -> T {
     let mut lanes = [T::zero(); 16];
@@ -98,7 +98,7 @@ pub fn sum<T: Real>(v: &[T]) -> T {
     lanes.into_iter().sum::<T>() + tail
 }
 
-/// The largest value; the lowest of the type for none. A NaN is passed over.
+/// Maximum, ignoring NaN; the lowest value for an empty slice.
 #[inline(always)]
 pub fn max<T: Real>(v: &[T]) -> T {
     let bigger = |a: T, b: T| if b > a { b } else { a };
@@ -157,7 +157,7 @@ impl Real for f64 {
     }
 }
 
-/// Calls `$f::<f64>(..)` (a function or a method) for f64 tensors and `$f::<f32>(..)` for all others.
+/// Calls `$f::<f64>(..)` (a function or a method) for f64 tensors and `$f::<f32>(..)` for all other dtypes.
 macro_rules! on_real {
     ($dtype:expr, $($f:ident)::+($($arg:expr),* $(,)?)) => {
         if $dtype == candle_core::DType::F64 { $($f)::+::<f64>($($arg),*) } else { $($f)::+::<f32>($($arg),*) }
@@ -168,11 +168,11 @@ macro_rules! on_real {
 }
 pub(crate) use on_real;
 
-/// What a kernel on the CPU takes for ghosts; `None` for tensors.
+/// Records the memory and work of a CPU kernel for ghosts; returns `None` for tensors with values.
 ///
-/// Of what it `reads`, copies where that is of another type than the arithmetic or not in row-major order; what
-/// `during` takes while it works; its results `out`, in the type of the arithmetic, and rounded one after the other where
-/// they end in another.
+/// Memory: a converted copy of each of `reads` that is not row-major or not in the arithmetic dtype;
+/// allocations made by `during`; the outputs `out` in the arithmetic dtype, plus one rounded output at a time
+/// if the dtypes differ.
 pub fn ghosts<T: Real, const N: usize>(
     reads: &[&Tensor],
     out: [(Shape, DType); N],
@@ -181,7 +181,7 @@ pub fn ghosts<T: Real, const N: usize>(
     ghosts_in::<T, N>(|_| false, reads, out, during)
 }
 
-/// As [`ghosts`], of products: see [`launch::ghost_products`].
+/// Like [`ghosts`], for matrix products: see [`launch::ghost_products`].
 pub fn ghost_products<T: Real, const N: usize>(
     reads: &[&Tensor],
     out: [(Shape, DType); N],
@@ -190,7 +190,7 @@ pub fn ghost_products<T: Real, const N: usize>(
     ghost_products_in::<T, N>(|_| false, reads, out, during)
 }
 
-/// As [`ghosts`], where what is of some other types is read and written as it is.
+/// Like [`ghosts`], with dtypes that the kernel reads and writes without conversion.
 pub(super) fn ghosts_in<T: Real, const N: usize>(
     as_it_is: impl Fn(DType) -> bool,
     reads: &[&Tensor],
@@ -202,7 +202,7 @@ pub(super) fn ghosts_in<T: Real, const N: usize>(
     Some(out)
 }
 
-/// As [`ghost_products`], where what is of some other types is read and written as it is.
+/// Like [`ghost_products`], with dtypes that the kernel reads and writes without conversion.
 pub(super) fn ghost_products_in<T: Real, const N: usize>(
     as_it_is: impl Fn(DType) -> bool,
     reads: &[&Tensor],
@@ -224,19 +224,20 @@ pub(super) fn ghost_products_in<T: Real, const N: usize>(
     }))
 }
 
-/// Whether a tensor lives on the CPU, where our own kernels run.
+/// Whether a tensor is on the CPU and uses the CPU kernels.
 pub fn is_cpu(t: &Tensor) -> bool {
     t.device().is_cpu()
 }
 
-/// As [`is_cpu`], for operations that are composed elsewhere: see [`On::is_native`](super::tensor::On::is_native).
+/// Like [`is_cpu`], for operations composed on other devices: see
+/// [`On::is_native`](super::tensor::On::is_native).
 pub fn is_native(t: &Tensor) -> bool {
     t.device().is_native()
 }
 
-/// The values of a CPU tensor in row-major order: borrowed where dtype and layout allow, else converted.
+/// Values of a CPU tensor in row-major order, borrowed if dtype and layout allow, else converted.
 pub enum View<'a, T> {
-    /// A range of the tensor's own storage.
+    /// A range of the tensor's storage.
     Borrowed(StorageRef<'a>, usize, usize, PhantomData<T>),
     /// Converted values.
     Owned(Vec<T>),
@@ -270,7 +271,7 @@ pub fn view<T: Real>(t: &Tensor) -> Result<View<'_, T>> {
     Ok(View::Owned(t.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1()?))
 }
 
-/// The values of a contiguous half-precision tensor, in one copy instead of two.
+/// Values of a contiguous half-precision tensor, with one copy instead of two.
 fn widened<T: Real>(t: &Values) -> Option<Vec<T>> {
     let (s, l) = t.storage_and_layout();
     let (start, end) = l.contiguous_offsets()?;
@@ -281,14 +282,14 @@ fn widened<T: Real>(t: &Values) -> Option<Vec<T>> {
     }
 }
 
-/// The values of a contiguous CPU tensor of bf16.
+/// Values of a contiguous bf16 tensor on the CPU.
 pub struct Halves<'a>(StorageRef<'a>, Range<usize>);
 
 impl<'a> Halves<'a> {
     /// Views a tensor.
     ///
     /// # Errors
-    /// It is not contiguous, of another type, or elsewhere.
+    /// A tensor that is not contiguous, not bf16, or not on the CPU.
     pub fn of(t: &'a Tensor) -> Result<Self> {
         let (s, l) = t.real()?.storage_and_layout();
         match (&*s, l.contiguous_offsets()) {
@@ -308,12 +309,12 @@ impl Deref for Halves<'_> {
     }
 }
 
-/// A CPU tensor of `dtype` from values.
+/// Creates a CPU tensor of `dtype` from values.
 pub fn tensor<T: Real>(v: Vec<T>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     cast::to_dtype(&Values::from_vec(v, shape.into(), &Device::Cpu)?, dtype).map(Tensor::Real)
 }
 
-/// Sum of products, in sixteen lanes: vectorised, and more accurate than one running sum.
+/// Dot product in sixteen lanes: vectorizable, and more accurate than a single running sum.
 #[inline(always)]
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut lanes = [T::zero(); 16];
@@ -327,12 +328,12 @@ pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     lanes.into_iter().sum::<T>() + tail
 }
 
-/// Rows that one task of a row-wise kernel takes: fixed, so that sums over rows have a fixed order
-/// whatever the number of threads.
+/// Rows per task of a row-wise kernel. Fixed, so that sums over rows have the same
+/// order for any number of threads.
 pub const ROWS: usize = 32;
 
-/// Runs a loop with the processor's widest vectors, where it is compiled into this: its arithmetic and so its bits are the
-/// same, as many values at a time as there is room for.
+/// Runs `f` compiled for AVX-512 if the CPU supports it and `f` is inlined. The
+/// arithmetic and the bits stay the same.
 #[inline]
 pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
@@ -346,20 +347,20 @@ pub fn vectorised<R>(f: impl FnOnce() -> R) -> R {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         if here {
-            // SAFETY: the processor has the instructions.
+            // SAFETY: the check above found every target feature of `widest`.
             return unsafe { widest(f) };
         }
     }
     f()
 }
 
-/// Values that one task of a pass over memory takes.
+/// Values per task of an elementwise pass.
 const CHUNK: usize = 1 << 15;
 
-/// `len` values, on all threads: `f` gives those of a range.
+/// Computes `len` values on all threads; `f` returns an iterator over the values of a range.
 ///
 /// # Panics
-/// If it gives fewer: a bug of the caller.
+/// If `f` yields too few values.
 pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
     len: usize,
     f: impl Fn(Range<usize>) -> I + Sync,
@@ -382,7 +383,7 @@ pub fn by_chunks<B: Send + Copy, I: Iterator<Item = B>>(
         true => chunk((0, room)),
         false => room.par_chunks_mut(CHUNK).enumerate().for_each(chunk),
     }
-    // SAFETY: as many values were written, each once.
+    // SAFETY: each chunk asserts that it initialized all of its values, and the chunks cover `len` values.
     unsafe { out.set_len(len) };
     out
 }
@@ -401,10 +402,10 @@ impl<F: FnMut(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Closure<F>
     }
 }
 
-/// Changes the values of a contiguous CPU tensor (or contiguous view) in place.
+/// Modifies the values of a contiguous CPU tensor or view in place.
 ///
 /// # Errors
-/// It is not contiguous, or of another type; what `f` reports.
+/// A tensor that is not contiguous or of another dtype; errors of `f`.
 pub fn in_place<T: Value>(
     name: &'static str,
     t: &Tensor,
@@ -422,9 +423,9 @@ pub fn in_place<T: Value>(
     t.real()?.inplace_op1(&Closure { name, f })
 }
 
-/// A product [rows, cols] in `dtype`, added to `sum` if given: in place where that has the type of the arithmetic.
-/// `product(dst, add)` writes it to `dst`, or adds it to what is there; for ghosts of the operand `a` it takes what
-/// `during` takes.
+/// A matrix product `[rows, cols]` in `dtype`, plus `sum` if given; in place if `sum` has the arithmetic
+/// dtype. `product(dst, add)` overwrites `dst`, or adds to it. If operand `a` is a ghost, `during` records
+/// the allocations instead.
 pub fn onto<T: Real>(
     name: &'static str,
     a: &Tensor,

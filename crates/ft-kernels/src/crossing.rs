@@ -1,26 +1,26 @@
-//! Values that cross between the host and a device, or between devices, beside a device's computing.
+//! Asynchronous copies between host and device, and between devices.
 //!
-//! On CUDA a copy goes by a stream of its own each way (`cuda::staging`), what ranks give one another by another one
-//! (`cuda::nccl`), and what the device computes afterwards waits for it where that was asked for. On the CPU, which is host
-//! and device, a copy is made at once.
+//! On CUDA each direction of host-device copies has a stream (`cuda::staging`), and collectives have another
+//! (`cuda::nccl`). The compute stream waits for a copy only on request. On the CPU a copy completes at once.
 
 use super::tensor::{Real, Tensor};
 use candle_core::{Device, Result};
 
-/// A copy that was begun. What the device is asked to compute once it was waited for sees what came, and may overwrite
-/// where it came from.
+/// A copy in progress. After [`Arrival::wait`], work submitted to the device sees the copied values and may
+/// overwrite the source.
 #[derive(Debug, Default)]
 pub struct Arrival {
     #[cfg(feature = "cuda")]
     way: Option<Way>,
 }
 
-/// How it comes.
+/// Kind of copy.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
 enum Way {
     Copy(super::cuda::staging::Crossing),
-    /// From other ranks: what it waits for and tensors that stay meanwhile, and what is then added to what.
+    /// Transfer from other ranks. The tensors in `_stay` live until the transfer
+    /// completes; `sum` is added afterwards.
     Flight {
         flight: super::cuda::nccl::Flight,
         _stay: Stays,
@@ -28,7 +28,7 @@ enum Way {
     },
 }
 
-/// What stays until what goes between devices is over.
+/// Tensors and the preceding copy kept alive until a transfer completes.
 #[cfg(feature = "cuda")]
 type Stays = (Vec<Tensor>, Option<Box<Arrival>>);
 
@@ -43,13 +43,13 @@ impl Way {
 }
 
 impl Arrival {
-    /// Of what is there.
+    /// A completed copy.
     pub fn over() -> Self {
         Self::default()
     }
 
-    /// Of what comes from other ranks, for which tensors stay, and which waits for `before`; what is to be added is, once it
-    /// was waited for.
+    /// A transfer from other ranks. Keeps `stay` and the preceding copy `before` alive; [`Arrival::wait`]
+    /// adds `sum` to its destination.
     #[cfg(feature = "cuda")]
     pub fn of(
         flight: super::cuda::nccl::Flight,
@@ -60,7 +60,7 @@ impl Arrival {
         Self { way: Some(Way::Flight { flight, _stay: (stay, before.map(Box::new)), sum }) }
     }
 
-    /// When a copy is done.
+    /// Event of a host-device copy.
     #[cfg(feature = "cuda")]
     pub fn event(&self) -> Option<&candle_core::cuda_backend::cudarc::driver::CudaEvent> {
         match &self.way {
@@ -69,10 +69,10 @@ impl Arrival {
         }
     }
 
-    /// Lets the device wait for it; the host does not.
+    /// Makes the compute stream wait for the copy; the host does not block.
     ///
     /// # Errors
-    /// Of the driver.
+    /// Errors of the driver.
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     pub fn wait(mut self) -> Result<()> {
         #[cfg(feature = "cuda")]
@@ -86,24 +86,25 @@ impl Arrival {
     }
 }
 
-/// Nobody uses memory that a copy still reads or writes.
+/// Memory of a pending copy must not be reused: dropping waits as well.
 #[cfg(feature = "cuda")]
 impl Drop for Arrival {
     fn drop(&mut self) {
-        // where the driver has failed, the next call says so
+        // a failed driver reports the error again on the next call
         let _ = self.way.as_ref().map(Way::wait);
     }
 }
 
-/// Begins to copy a vector from the host into one of a device. The host's stays as it is until what came was used.
+/// Starts a copy of a vector from the host to a device. The source must not change until the copy has
+/// completed.
 ///
 /// # Errors
-/// Of the driver; vectors of different kinds.
+/// Errors of the driver; vectors of different dtypes.
 pub fn send(from: &Real, to: &Real) -> Result<Arrival> {
     cross(from, to)
 }
 
-/// Begins to copy between vectors of which one is on the host.
+/// Starts a copy between two vectors, at least one of them on the host.
 fn cross(from: &Real, to: &Real) -> Result<Arrival> {
     #[cfg(feature = "cuda")]
     if let Some(copy) = super::cuda::staging::copy(from, to)? {
@@ -115,8 +116,8 @@ fn cross(from: &Real, to: &Real) -> Result<Arrival> {
     Ok(Arrival::over())
 }
 
-/// Page-locks the memory of a tensor on the host while it lives: copies from and to a device are faster, and nobody waits
-/// for them.
+/// Page-locks host memory of a tensor while this value lives. Copies from and to a device
+/// become faster and asynchronous.
 #[derive(Debug)]
 pub struct Locked {
     #[cfg(feature = "cuda")]
@@ -124,10 +125,10 @@ pub struct Locked {
 }
 
 impl Locked {
-    /// Of a tensor whose values cross to and from `device`; nothing to do where that is the host.
+    /// Locks memory for copies to and from `device`; does nothing if `device` is the CPU.
     ///
     /// # Errors
-    /// Memory that the system does not lock.
+    /// Memory that the system cannot lock.
     pub fn new(t: &Real, device: &Device) -> Result<Self> {
         if !t.device().is_cpu() {
             candle_core::bail!("page-locked memory of a tensor that is not on the host: {:?}", t.shape());
@@ -143,27 +144,27 @@ impl Locked {
     }
 }
 
-/// A tensor that waits on the host from one use on the device to the next, or stays where it is.
+/// A tensor offloaded to the host between two uses on the device, or left in place.
 #[derive(Debug)]
 pub struct Parked {
-    /// What is on its way, there or back: waited for before any memory goes.
+    /// Pending copy in either direction; completes before any memory is freed.
     copy: Arrival,
     here: Option<Tensor>,
     shape: candle_core::Shape,
-    /// Where it waits; none where it stays.
+    /// Host memory; `None` if the tensor stays in place.
     there: Option<Room>,
 }
 
 impl Parked {
-    /// One that stays.
+    /// A tensor left in place.
     pub fn here(x: Tensor) -> Self {
         Self { copy: Arrival::over(), shape: x.shape().clone(), here: Some(x), there: None }
     }
 
-    /// Begins to bring one to the host; it takes memory of the device until it is [gone](Parked::gone).
+    /// Starts the copy to the host. Device memory stays allocated until [`Parked::gone`].
     ///
     /// # Errors
-    /// Of the driver; no memory.
+    /// Errors of the driver; out of memory.
     pub fn leave(x: Tensor, pin: bool) -> Result<Self> {
         let flat = x.real()?.contiguous()?.flatten_all()?;
         let there = Room::take(&flat, pin)?;
@@ -171,10 +172,10 @@ impl Parked {
         Ok(Self { copy, shape: x.shape().clone(), here: Some(flat.into()), there: Some(there) })
     }
 
-    /// Gives the device's memory back.
+    /// Frees the device memory once the copy is complete.
     ///
     /// # Errors
-    /// Of the driver.
+    /// Errors of the driver.
     pub fn gone(&mut self) -> Result<()> {
         if self.there.is_some() {
             std::mem::replace(&mut self.copy, Arrival::over()).wait()?;
@@ -183,10 +184,10 @@ impl Parked {
         Ok(())
     }
 
-    /// Begins to bring it back.
+    /// Starts the copy back to the device.
     ///
     /// # Errors
-    /// Of the driver; no memory.
+    /// Errors of the driver; out of memory.
     pub fn come(&mut self, device: &Device) -> Result<()> {
         if let (None, Some(there)) = (&self.here, &self.there) {
             let from = there.vector();
@@ -197,10 +198,10 @@ impl Parked {
         Ok(())
     }
 
-    /// The tensor, for what is computed next.
+    /// Returns the tensor on the device.
     ///
     /// # Errors
-    /// As [`Parked::come`].
+    /// See [`Parked::come`].
     pub fn take(mut self, device: &Device) -> Result<Tensor> {
         self.come(device)?;
         std::mem::replace(&mut self.copy, Arrival::over()).wait()?;
@@ -211,7 +212,7 @@ impl Parked {
     }
 }
 
-/// Memory of the host for a tensor of a device. On CUDA it is taken and given back over and over: to lock it takes long.
+/// Host memory for a device tensor. On CUDA it comes from a pool, because page-locking is slow.
 #[derive(Debug)]
 struct Room {
     vector: Real,
@@ -245,7 +246,7 @@ mod tests {
     use crate::check::{randn, values};
     use candle_core::DType;
 
-    /// What waits on the host comes back as it was, and takes none of the device's memory meanwhile.
+    /// A parked tensor keeps its values and uses no device memory in between.
     #[test]
     fn what_is_parked_comes_back() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {

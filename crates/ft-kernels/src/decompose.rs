@@ -1,35 +1,34 @@
-//! Low-rank factors of a matrix on the host, in f64: the largest singular values and their vectors, and the first columns of
-//! a QR decomposition.
+//! Low-rank factorizations on the host in f64: truncated SVD and the leading columns of a QR decomposition.
 //!
-//! The same bits whatever the number of threads: ranks that decompose the same matrix get the same factors.
+//! The bits do not depend on the number of threads, so ranks with the same matrix get the same factors.
 
 use ft_base::rng::Stream;
 use nalgebra::{DMatrix, SVD};
 use rayon::prelude::*;
 
-/// The shorter side up to which the decomposition is exact.
+/// Length of the shorter side up to which the SVD is exact.
 pub const EXACT: usize = 256;
-/// Columns beyond the rank with which a larger matrix is looked at, and how often it is multiplied with what was found
-/// (Halko, Martinsson, Tropp, 2011: algorithm 4.4).
+/// Oversampling and number of power iterations of the randomized SVD for larger matrices (Halko, Martinsson,
+/// Tropp, 2011: algorithm 4.4).
 const MORE: usize = 16;
 const PASSES: usize = 8;
-/// Columns of a matrix that one task sums over.
+/// Columns of a matrix per task.
 const PIECE: usize = 64;
-/// Sweeps over a bidiagonal matrix after which it is given up, for each of its values.
+/// Maximum number of QR sweeps per singular value.
 const SWEEPS: usize = 100;
 
-/// `left diag(values) right^T`.
+/// Truncated SVD, `left diag(values) right^T`.
 #[derive(Clone, Debug)]
 pub struct LowRank {
-    /// Columns of length 1, [o, r].
+    /// Left singular vectors as columns, `[o, r]`.
     pub left: DMatrix<f64>,
-    /// Sizes, the largest first.
+    /// Singular values in descending order.
     pub values: Vec<f64>,
-    /// Columns of length 1, [i, r].
+    /// Right singular vectors as columns, `[i, r]`.
     pub right: DMatrix<f64>,
 }
 
-/// A matrix [o, i] in row-major order.
+/// A matrix `[o, i]` in row-major order.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a> {
     values: &'a [f32],
@@ -38,12 +37,12 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Of values, which must be as many as the sizes say.
+    /// Wraps `rows * cols` values; `None` if the length differs or the matrix is empty.
     pub fn new(values: &'a [f32], (rows, cols): (usize, usize)) -> Option<Self> {
         (values.len() == rows * cols && rows > 0 && cols > 0).then_some(Self { values, rows, cols })
     }
 
-    /// `W X`: [i, k] -> [o, k].
+    /// `W X`: `[i, k]` -> `[o, k]`.
     fn times(&self, x: &DMatrix<f64>) -> DMatrix<f64> {
         let k = x.ncols();
         let x: Vec<f64> = x.transpose().as_slice().to_vec();
@@ -56,7 +55,7 @@ impl<'a> Matrix<'a> {
         DMatrix::from_row_slice(self.rows, k, &out)
     }
 
-    /// `W^T Y`: [o, k] -> [i, k].
+    /// `W^T Y`: `[o, k]` -> `[i, k]`.
     fn transposed_times(&self, y: &DMatrix<f64>) -> DMatrix<f64> {
         let k = y.ncols();
         let y: Vec<f64> = y.transpose().as_slice().to_vec();
@@ -72,21 +71,21 @@ impl<'a> Matrix<'a> {
         DMatrix::from_row_slice(self.cols, k, &out)
     }
 
-    /// The `rank` largest singular values with their vectors; fewer where the matrix has fewer. Exact up to [`EXACT`], beyond
-    /// it by random projection with the numbers of `stream`.
+    /// The `rank` largest singular values with their vectors, at most the length of the shorter side. Exact
+    /// up to [`EXACT`]; larger matrices use a random projection drawn from `stream`.
     ///
-    /// `None` where the values are so that it does not converge.
+    /// `None` if the SVD does not converge.
     pub fn largest(&self, rank: usize, stream: Stream) -> Option<LowRank> {
         let short = self.rows.min(self.cols);
         let (rank, wide) = (rank.min(short), (rank + MORE).min(short));
         if self.values.iter().all(|x| *x == 0.0) {
-            // any directions are as good
+            // any orthonormal vectors will do
             let unit = |n| DMatrix::identity(n, rank);
             return Some(LowRank { left: unit(self.rows), values: vec![0.0; rank], right: unit(self.cols) });
         }
         if short <= EXACT || 2 * wide >= short {
             let all = DMatrix::from_iterator(self.cols, self.rows, self.values.iter().map(|x| f64::from(*x)));
-            // column-major: that was the transpose
+            // nalgebra is column-major, so `all` is the transpose
             let (right, values, left) = svd(all)?;
             return Some(first(left, values, right, rank));
         }
@@ -97,16 +96,16 @@ impl<'a> Matrix<'a> {
             let back = self.transposed_times(&basis).qr().q();
             basis = self.times(&back).qr().q();
         }
-        // W is about basis basis^T W, and (basis^T W)^T = q r is small but for q
+        // W ~ basis (basis^T W), with (basis^T W)^T = q r and a small square r
         let (q, r) = self.transposed_times(&basis).qr().unpack();
         let (u, values, v) = svd(r)?;
         Some(first(basis * v, values, q * u, rank))
     }
 
-    /// The first columns of Q and rows of R of a QR decomposition: Q [o, r], and R as the columns of [i, r].
+    /// Leading columns of Q and rows of R of a QR decomposition: Q `[o, r]`, and R transposed, `[i, r]`.
     pub fn orthogonal(&self, rank: usize) -> (DMatrix<f64>, DMatrix<f64>) {
         let rank = rank.min(self.rows).min(self.cols);
-        // the first columns of Q are of the first columns of W alone
+        // the leading columns of Q depend only on the leading columns of W
         let head = DMatrix::from_fn(self.rows, rank, |r, c| f64::from(self.values[r * self.cols + c]));
         let q = head.qr().q();
         let r = self.transposed_times(&q);
@@ -114,7 +113,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Bytes that [`Matrix::largest`] and [`Matrix::orthogonal`] take at the most, beside the matrix.
+/// Upper bound on the memory of [`Matrix::largest`] and [`Matrix::orthogonal`] in bytes, without the matrix.
 pub fn bytes((rows, cols): (usize, usize), rank: usize) -> u64 {
     let short = rows.min(cols);
     let wide = (rank + MORE).min(short);
@@ -131,7 +130,7 @@ fn add(out: &mut [f64], w: f64, x: &[f64]) {
     }
 }
 
-/// `u diag(values) v^T`, with v as columns.
+/// SVD `u diag(values) v^T`, with v as columns.
 fn svd(m: DMatrix<f64>) -> Option<(DMatrix<f64>, Vec<f64>, DMatrix<f64>)> {
     let sweeps = SWEEPS * m.nrows().min(m.ncols());
     let all = SVD::try_new(m, true, true, f64::EPSILON, sweeps)?;
@@ -151,7 +150,7 @@ mod tests {
     use super::*;
     use ft_base::rng::Purpose;
 
-    /// A matrix with singular values 1, 1/2, 1/4, ... of random vectors, and how far factors are from its best ones.
+    /// A matrix with random singular vectors and the singular values 1, 1/2, 1/4, ...
     fn decaying(rows: usize, cols: usize, count: usize) -> Vec<f32> {
         let random = |n: usize, stream: u64| {
             let s = Stream::new(3, Purpose::Test, 0, stream);
@@ -177,13 +176,13 @@ mod tests {
             let off = (0..rows * cols)
                 .map(|i| (f64::from(values[i]) - near[(i / cols, i % cols)]).powi(2))
                 .sum::<f64>();
-            // the best of rank 4 leaves 1/16, 1/32, ...
+            // the squared error of the best rank-4 approximation
             let best = (4..12).map(|k| 0.25f64.powi(k)).sum::<f64>();
             assert!((off / best - 1.0).abs() < 1e-4, "{rows} x {cols}: {off} and {best}");
         }
     }
 
-    /// Where there are fewer than are asked for, the others are directions of length 1 all the same.
+    /// Beyond the rank of the matrix, vectors are still orthonormal.
     #[test]
     fn what_has_no_size_has_a_direction() {
         for (values, none) in [(vec![0f32; 30 * 20], 20), (decaying(30, 20, 3), 17)] {
@@ -208,11 +207,11 @@ mod tests {
             }
         }
         assert!((q.transpose() * &q - DMatrix::identity(5, 5)).norm() < 1e-12);
-        // more than there is
+        // a rank above the number of rows
         assert_eq!(m.orthogonal(64).0.ncols(), 30);
     }
 
-    /// The same bits on one thread and on many.
+    /// The number of threads does not change the bits.
     #[test]
     fn threads_change_nothing() {
         let values = decaying(600, 320, 30);

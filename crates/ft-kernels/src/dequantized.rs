@@ -1,7 +1,7 @@
-//! A 4-bit matrix that is dequantized whole for a while, beside the codes that it came from.
+//! A 4-bit matrix together with a temporary full dequantized copy.
 //!
-//! On the CPU its products take the tiles that those of [`QuantizedMatrix`] take, so that they have the same bits: what
-//! differs is that a tile is read instead of dequantized.
+//! On the CPU, products use the same tiles as products of [`QuantizedMatrix`] and give the same bits; a tile
+//! is read instead of dequantized.
 
 use super::cpu::{Real, ghost_products, is_native, on_real, onto, tensor, view};
 use super::gemm::{self, Mat, pairs};
@@ -13,16 +13,16 @@ use crate::padded::Padded;
 use candle_core::Result;
 use std::sync::Arc;
 
-/// A 4-bit matrix with its values.
+/// A 4-bit matrix and its dequantized values.
 #[derive(Debug)]
 pub struct Dequantized {
     blocks: Arc<QuantizedMatrix>,
-    /// In the compute dtype, with room for an adapter.
+    /// Values in the compute dtype, with room for an adapter.
     values: Padded,
 }
 
 impl Dequantized {
-    /// Dequantizes a matrix; on CUDA with room for an adapter of `rank`.
+    /// Dequantizes a matrix; on CUDA, leaves room for an adapter of LoRA rank `rank`.
     pub fn new(blocks: Arc<QuantizedMatrix>, rank: usize) -> Result<Self> {
         let values = blocks.parts().0.role(Role::InFlight, || blocks.dequantize_padded(rank))?;
         if let Some(g) = values.all().ghost() {
@@ -34,32 +34,33 @@ impl Dequantized {
         Ok(Self { blocks, values })
     }
 
-    /// What it was dequantized from.
+    /// The 4-bit source.
     pub fn blocks(&self) -> &QuantizedMatrix {
         &self.blocks
     }
 
-    /// The values [rows, cols], in the compute dtype.
+    /// Values `[rows, cols]` in the compute dtype.
     pub fn values(&self) -> Result<Tensor> {
         self.values.values()
     }
 
-    /// The same with the room for an adapter.
+    /// Values with the room for an adapter.
     pub fn room(&self) -> &Padded {
         &self.values
     }
 
-    /// The same for a product that sums both, with rows `x` and a matrix `low` of the adapter, whose work is written down.
+    /// Like [`Dequantized::room`], for a fused product with rows `x` and the adapter matrix `low`; records
+    /// the work for ghosts.
     ///
     /// # Errors
-    /// Shapes that do not fit.
+    /// Mismatched shapes.
     pub fn padded(&self, x: &Tensor, low: &Tensor) -> Result<&Padded> {
         self.blocks.work(x, false);
         gemm::work(x, false, low, None)?;
         Ok(&self.values)
     }
 
-    /// `x W^T`: [t, cols] -> [t, rows], in `x`'s dtype.
+    /// `x W^T`: `[t, cols]` -> `[t, rows]`, in the dtype of `x`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.blocks.work(x, false);
         if is_native(x) {
@@ -68,7 +69,7 @@ impl Dequantized {
         gemm::product(x, false, &self.values()?, true)
     }
 
-    /// `dy W`, added to `dx` if given: [t, rows] -> [t, cols], in `dy`'s dtype.
+    /// `dy W`, added to `dx` if given: `[t, rows]` -> `[t, cols]`, in the dtype of `dy`.
     pub fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.blocks.work(dy, false);
         if is_native(dy) {
@@ -77,7 +78,7 @@ impl Dequantized {
         gemm::product_onto(dx, dy, false, &self.values()?, false)
     }
 
-    /// `W A^T`: [r, cols] -> [rows, r], in `a`'s dtype.
+    /// `W A^T`: `[r, cols]` -> `[rows, r]`, in the dtype of `a`.
     pub fn times(&self, a: &Tensor) -> Result<Tensor> {
         self.forward(a)?.t()?.contiguous()
     }

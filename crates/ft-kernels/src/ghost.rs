@@ -1,11 +1,11 @@
-//! A tensor without values: what there is of one in a plan.
+//! Shape-only tensors, used by the plan.
 
 use super::ledger::{Allocation, Cost, Ledger};
 use super::tensor::Tensor;
 use candle_core::{DType, Layout, Result, Shape, bail};
 use std::sync::Arc;
 
-/// What there is of a tensor in a plan.
+/// A tensor with shape, dtype and a ledger entry, but without values.
 #[derive(Debug)]
 pub struct Ghost {
     pub(super) layout: Layout,
@@ -20,56 +20,56 @@ impl From<Ghost> for Tensor {
 }
 
 impl Ghost {
-    /// Of a new tensor on `ledger`.
+    /// A new tensor recorded on `ledger`.
     pub fn new(ledger: &Ledger, shape: impl Into<Shape>, dtype: DType) -> Self {
         let layout = Layout::contiguous(shape);
         let bytes = layout.shape().elem_count() * dtype.size_in_bytes();
         Self { layout, dtype, held: Arc::new(ledger.hold(bytes as u64)) }
     }
 
-    /// Of a weight or a gradient buffer, which stay all the time: no visit pays for it.
+    /// A weight or gradient buffer: permanently allocated, so the ledger does not count it.
     pub fn weight(ledger: &Ledger, shape: impl Into<Shape>, dtype: DType) -> Self {
         Self { layout: Layout::contiguous(shape), dtype, held: Arc::new(ledger.uncounted()) }
     }
 
-    /// The ledger that it is in.
+    /// Ledger of this tensor.
     pub fn ledger(&self) -> &Ledger {
         self.held.ledger()
     }
 
-    /// Bytes that a product reads of it beside what goes with its rows: those of a weight.
+    /// Bytes that a matrix product reads as a weight; 0 for activations.
     pub fn weight_bytes(&self) -> f64 {
         if self.held.is_counted() { 0.0 } else { self.bytes() as f64 }
     }
 
-    /// Bytes that an operation moves which reads or writes it: of a weight, none that count.
+    /// Bytes of memory traffic per read or write; 0 for weights.
     pub fn moved(&self) -> f64 {
         if self.held.is_counted() { self.bytes() as f64 } else { 0.0 }
     }
 
-    /// Writes down that an operation reads or writes it.
+    /// Records one read or write.
     pub(super) fn is_moved(&self) {
         self.ledger().work(Cost { moved: self.moved(), ..Cost::default() });
     }
 
-    /// Bytes of its values.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         (self.layout.shape().elem_count() * self.dtype.size_in_bytes()) as u64
     }
 
-    /// Its shape.
+    /// Shape of the tensor.
     pub fn shape(&self) -> &Shape {
         self.layout.shape()
     }
 
-    /// The result of an operation that is started for it.
+    /// Output of an operation on this tensor: records memory, traffic and one launch.
     pub(super) fn made(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         let made = Self::new(self.ledger(), shape, dtype);
         self.ledger().work(Cost { started: 1.0, moved: self.moved() + made.moved(), ..Cost::default() });
         Ok(made)
     }
 
-    /// The result of an operation by element.
+    /// Output of an elementwise operation.
     pub(super) fn like(&self) -> Result<Self> {
         self.made(self.shape().clone(), self.dtype)
     }

@@ -1,52 +1,51 @@
-//! What ghosts cost: bytes that come and go, and arithmetic, written down without any of it.
+//! Memory and arithmetic of ghosts, recorded without computing.
 //!
-//! Each ghost ([`super::tensor::Ghost`]) has an entry that counts until its last handle is dropped, views sharing
-//! it: code that runs on ghosts has the lifetimes that it has on tensors. The ledger remembers the highest sum and
-//! what it was made of.
+//! Each ghost ([`super::tensor::Ghost`]) has an entry that counts until its last handle or view drops.
+//! Lifetimes therefore match a run on tensors. The ledger tracks the peak and its composition.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Where ghosts would be, and in what type the model computes.
+/// The machine of a plan and the dtypes of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// CUDA instead of the CPU.
+    /// CUDA instead of CPU.
     pub cuda: bool,
-    /// Bytes of a value in the compute dtype.
+    /// Bytes per value in the compute dtype.
     pub width: u64,
-    /// Bytes of a value of a matrix as it is stored.
+    /// Bytes per value of a stored matrix.
     pub stored: u64,
-    /// Threads of the CPU.
+    /// Number of CPU threads.
     pub threads: u64,
 }
 
 impl Machine {
-    /// Whether values are f32.
+    /// Whether the compute dtype is f32.
     pub fn computes_in_f32(&self) -> bool {
         self.width == 4
     }
 
-    /// Bytes of a value of a frozen matrix: see [`super::gemm::kept`].
+    /// Bytes per value of a frozen matrix: see [`super::gemm::kept`].
     pub fn frozen(&self) -> u64 {
         if self.cuda { self.width } else { self.width.min(self.stored) }
     }
 }
 
-/// What bytes are for.
+/// Purpose of an allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// What the micro-batch brings.
+    /// Inputs of the micro-batch.
     Batch,
-    /// What layers keep from forward to backward.
+    /// Saved activations.
     Activations,
-    /// All that comes and goes while an operation, or a layer, is at work.
+    /// Workspace of an operation or layer.
     #[default]
     Workspace,
-    /// Dequantized from 4 bits.
+    /// Dequantized 4-bit weights.
     InFlight,
-    /// The head's chunk of logits.
+    /// Logit chunk of the head.
     Logits,
-    /// Gradients of a micro-batch, until ranks have summed them.
+    /// Gradients of a micro-batch before reduction over ranks.
     Gradients,
 }
 
@@ -54,32 +53,32 @@ pub enum Role {
 pub const ROLES: usize = Role::ALL.len();
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Role; 6] =
         [Role::Batch, Role::Activations, Role::Workspace, Role::InFlight, Role::Logits, Role::Gradients];
 }
 
-/// Arithmetic, and what else takes time.
+/// Arithmetic, memory traffic and launches.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Floating-point operations of products.
+    /// Floating-point operations of matrix products.
     pub flops: f64,
-    /// Of these, attention's.
+    /// Share of attention in `flops`.
     pub attention: f64,
     /// 4-bit values dequantized.
     pub dequantized: f64,
-    /// Bytes of matrices that are dequantized whole, and read again.
+    /// Bytes of matrices dequantized as a whole and read again.
     pub held: f64,
-    /// Bytes of weights that products read, and of their gradients that they read and write.
+    /// Bytes of weights read by products, and of weight gradients read and written.
     pub read: f64,
-    /// Bytes that operations other than products read and write, but for weights.
+    /// Bytes read and written by other operations, excluding weights.
     pub moved: f64,
-    /// Operations started.
+    /// Operations launched.
     pub started: f64,
 }
 
 impl Cost {
-    /// Adds `n` times another.
+    /// Adds `n` times `c`.
     pub fn add(&mut self, c: Cost, n: f64) {
         self.flops += n * c.flops;
         self.attention += n * c.attention;
@@ -91,24 +90,24 @@ impl Cost {
     }
 }
 
-/// A part of the work that stands for `n` such parts: see [`Ledger::times`].
+/// A region executed once and counted `n` times: see [`Ledger::times`].
 #[derive(Debug)]
 struct Scope {
-    /// Its first entry.
+    /// Index of the first entry made in the scope.
     first: usize,
     n: f64,
-    /// Bytes of its entries.
+    /// Live bytes of entries made in the scope.
     new: u64,
-    /// Bytes of entries that are one for all parts: see [`Ledger::hold_once`].
+    /// Live bytes of entries shared by all repetitions: see [`Ledger::hold_once`].
     common: u64,
-    /// Bytes of older entries that it has dropped, of which each part had its own share. What is one for all of them is
-    /// there until the last has dropped it.
+    /// Bytes of older scaled entries dropped in the scope, one share per repetition. Older shared entries
+    /// stay until the last repetition.
     dropped: u64,
-    /// How many of them go side by side.
+    /// Number of concurrent repetitions.
     at_once: f64,
-    /// The most that one part takes beyond what it found.
+    /// Peak of one repetition above the level at entry.
     most: f64,
-    /// The most that the first ones take side by side, with what they make for all.
+    /// Peak of the first concurrent repetitions, with the shared entries they make.
     most_first: f64,
 }
 
@@ -124,9 +123,9 @@ impl Scope {
 struct Entry {
     role: Role,
     bytes: u64,
-    /// Whether it stands for one in each of many parts.
+    /// Scaled by an earlier scope, one share per repetition.
     shares: bool,
-    /// Whether it is one for all parts, whichever made it.
+    /// Shared by all repetitions.
     once: bool,
 }
 
@@ -141,7 +140,7 @@ struct State {
     role: Role,
     cost: Cost,
     skewed: bool,
-    /// How often what is done now is done.
+    /// Product of the repetition counts of all open scopes.
     scale: f64,
     scopes: Vec<Scope>,
 }
@@ -181,7 +180,7 @@ impl State {
         }
     }
 
-    /// As if there had been `bytes` of workspace more than there are.
+    /// Updates the peak as if `more` additional bytes of workspace were live.
     fn rise(&mut self, more: f64) {
         let more = more.max(0.0).round() as u64;
         for s in &mut self.scopes {
@@ -193,7 +192,7 @@ impl State {
         }
     }
 
-    /// Ends a part that stands for `n`.
+    /// Closes a scope and scales its entries by `n`.
     fn close(&mut self, scope: Scope, before: u64) {
         let Scope { first, n, new, common, dropped, at_once, most, most_first } = scope;
         let mut grown = 0;
@@ -209,8 +208,8 @@ impl State {
             s.new = s.new.saturating_add_signed(grown);
             s.look(0.0);
         }
-        // the first of them, when none of what they take over has gone; those that find what is for all; and the last, when
-        // all others have left theirs
+        // Candidates for the peak: the first repetitions, with nothing dropped yet; later ones, which find
+        // the shared entries; the last ones, after all previous results were left and shares dropped.
         let begin = before as f64 + most_first;
         let (before, late) = ((before + common) as f64, n > at_once);
         let start = before + at_once * most;
@@ -222,28 +221,28 @@ impl State {
     }
 }
 
-/// What a visit took.
+/// Record of a visit.
 #[derive(Clone, Debug, Default)]
 pub struct Taken {
-    /// Bytes by role where the sum was highest.
+    /// Bytes by role at the peak.
     pub at_peak: [u64; ROLES],
-    /// Every allocation, each size once.
+    /// Distinct allocation sizes by role.
     pub listed: Vec<(Role, u64)>,
-    /// Its work.
+    /// Work of the visit.
     pub cost: Cost,
 }
 
-/// The ledger. Cloning gives another handle of the same one.
+/// A ledger of memory and work. Clones share the same records.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger(Arc<(Machine, Mutex<State>)>);
 
 impl Ledger {
-    /// An empty one.
+    /// Creates an empty ledger.
     pub fn new(machine: Machine) -> Self {
         Self(Arc::new((machine, Mutex::new(State { scale: 1.0, ..State::default() }))))
     }
 
-    /// Where its ghosts would be.
+    /// The machine of the plan.
     pub fn machine(&self) -> Machine {
         self.0.0
     }
@@ -252,12 +251,12 @@ impl Ledger {
         self.0.1.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes in the current role, until what comes back is dropped.
+    /// Allocates bytes in the current role until the returned handle drops.
     pub fn hold(&self, bytes: u64) -> Allocation {
         self.allocate(bytes, false)
     }
 
-    /// As [`Ledger::hold`], for bytes of which there is one whichever of [many parts](Ledger::times) comes first.
+    /// Like [`Ledger::hold`], for memory shared by all [repetitions](Ledger::times).
     pub fn hold_once(&self, bytes: u64) -> Allocation {
         self.allocate(bytes, true)
     }
@@ -273,29 +272,29 @@ impl Ledger {
         Allocation { ledger: self.clone(), id }
     }
 
-    /// What no visit pays for: weights, gradient buffers.
+    /// A handle for weights and gradient buffers, which no visit counts.
     pub fn uncounted(&self) -> Allocation {
         Allocation { ledger: self.clone(), id: UNCOUNTED }
     }
 
-    /// Bytes that go again at once.
+    /// Records a temporary allocation, freed at once.
     pub fn touch(&self, bytes: u64) {
         drop(self.hold(bytes));
     }
 
-    /// Writes work down.
+    /// Records work, multiplied by the current repetition count.
     pub fn work(&self, cost: Cost) {
         let mut s = self.state();
         let n = s.scale;
         s.cost.add(cost, n);
     }
 
-    /// How often what is done now is done.
+    /// Current repetition count.
     pub fn scale(&self) -> f64 {
         self.state().scale
     }
 
-    /// Routes all tokens to the same experts from now on, or as many to each.
+    /// Sets the routing assumed from now on: all tokens to the same experts if `skewed`, else an even load.
     pub fn route(&self, skewed: bool) {
         self.state().skewed = skewed;
     }
@@ -305,7 +304,7 @@ impl Ledger {
         self.state().skewed
     }
 
-    /// Counts what `f` makes as `role`.
+    /// Runs `f` with `role` as the current role.
     pub fn role<R>(&self, role: Role, f: impl FnOnce() -> R) -> R {
         let before = std::mem::replace(&mut self.state().role, role);
         let out = f();
@@ -313,7 +312,8 @@ impl Ledger {
         out
     }
 
-    /// Runs `f` once and counts it `n` times: what it leaves behind, and its work; `at_once` of them side by side.
+    /// Runs `f` once and counts remaining allocations and work `n` times, with
+    /// `at_once` concurrent repetitions.
     pub fn times<R>(&self, n: f64, at_once: f64, f: impl FnOnce() -> R) -> R {
         let before = {
             let mut s = self.state();
@@ -341,7 +341,7 @@ impl Ledger {
         out
     }
 
-    /// Counts all workspace that is live as activations from now on, and gives the bytes of all that is.
+    /// Turns all live workspace into saved activations; returns live bytes by role.
     pub fn keep(&self) -> [u64; ROLES] {
         let mut s = self.state();
         s.entries.iter_mut().filter(|e| e.role == Role::Workspace).for_each(|e| e.role = Role::Activations);
@@ -349,13 +349,13 @@ impl Ledger {
         s.live
     }
 
-    /// The work since the last call of [`Ledger::take`].
+    /// Work since the last call of [`Ledger::take`].
     pub fn cost(&self) -> Cost {
         self.state().cost
     }
 
-    /// Gives what was taken since the last call, and begins anew with what is live; with nothing live, all entries are
-    /// forgotten.
+    /// Returns the record since the last call and starts a new one from the live entries. Discards all
+    /// entries if none is live.
     pub fn take(&self) -> Taken {
         let mut s = self.state();
         if s.sum == 0 {
@@ -370,24 +370,24 @@ impl Ledger {
     }
 }
 
-/// An entry; dropping it gives the bytes back.
+/// Handle of an entry; dropping it frees the bytes.
 #[derive(Debug)]
 pub struct Allocation {
     ledger: Ledger,
     id: usize,
 }
 
-/// In place of an entry: no bytes, and bytes that no visit pays for.
+/// Special ids: an empty allocation, and an uncounted one.
 const NOTHING: usize = usize::MAX - 1;
 const UNCOUNTED: usize = usize::MAX;
 
 impl Allocation {
-    /// The ledger that it is in.
+    /// Ledger of this entry.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Whether a visit pays for it.
+    /// Whether visits count this allocation.
     pub fn is_counted(&self) -> bool {
         self.id != UNCOUNTED
     }
@@ -424,11 +424,11 @@ mod tests {
         assert_eq!(ledger.keep()[Role::Activations as usize], 20);
     }
 
-    /// One part that is counted `n` times leaves what a loop would leave, and is at its peak where the loop is.
+    /// `times` leaves the same entries as a loop, and has the same peak.
     #[test]
     fn one_part_stands_for_many() {
         for at_once in [1u64, 2] {
-            // what each leaves is more than the share that it takes over; `all` is one for all of them
+            // each result is larger than the share freed; `all` is shared by all repetitions
             let part = |l: &Ledger, taken: Allocation, size: u64, all: Option<Allocation>| {
                 let busy = l.hold(70 * size);
                 drop((taken, all));
@@ -465,7 +465,7 @@ mod tests {
         }
     }
 
-    /// What the first of many parts makes for all of them is there once.
+    /// Memory made by the first repetition for all is counted once.
     #[test]
     fn what_all_parts_share_is_there_once() {
         let ledger = Ledger::new(Machine::default());
@@ -482,7 +482,7 @@ mod tests {
         drop(shared);
         ledger.take();
         assert_eq!(ledger.take().at_peak, [0; ROLES]);
-        // one that takes most before it makes that; where more follow, they find it
+        // with one repetition, the peak is before the shared allocation; later ones find it
         for (n, most) in [(1.0, 1040), (2.0, 1100)] {
             let mut shared = None;
             ledger.times(n, 1.0, || {

@@ -1,18 +1,18 @@
-//! Operations with a forward and a backward, one concept a file.
+//! Operations with forward and backward passes, one concept per file.
 //!
-//! Each has two versions behind one function: ours on CPU slices (generic over f32 and f64, see [`cpu`]),
-//! and a composition of candle's own operations, which runs on any device and is what CUDA uses where no
-//! kernel of ours exists yet. The tests hold the CPU versions to finite differences in f64 and the
-//! compositions to the CPU versions.
+//! Each has two implementations behind one function: a kernel of our own (on CPU slices, generic over f32 and
+//! f64: see [`cpu`]; for some on CUDA) and a composition of candle operations, used on CUDA without such a
+//! kernel. Tests compare CPU kernels with finite differences in f64, and compositions with CPU kernels.
 //!
-//! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary,
-//! `e` experts, `k` experts a token, `n` rows sorted by expert.
+//! Axes in names: `t` tokens, `d` model width, `h` heads, `o`/`i` out and in features, `v` vocabulary, `e`
+//! experts, `k` experts per token, `n` rows sorted by expert.
 //!
-//! Models reach tensors only by the operations here ([`tensor`]), which run on ghosts too: tensors without values whose
-//! bytes and arithmetic a [`ledger`] takes down. A composition needs nothing more for that; a kernel of our own says what it
-//! takes in its ghosts' branch ([`cpu::ghosts`]).
+//! Models use tensors only through these operations ([`tensor`]), which also run on ghosts: shape-only
+//! tensors with memory and arithmetic recorded by a [`ledger`]. Compositions support ghosts without further
+//! code; kernels record their cost explicitly (see [`cpu::ghosts`]).
 //!
-//! `unsafe` is here, and in the allocator that `log` counts with.
+//! All `unsafe` code is in this module, apart from system calls in `store` and the counting allocator of
+//! `log`.
 
 pub mod attention;
 pub mod bias;
@@ -58,18 +58,18 @@ pub use tensor::{Real, Tensor};
 
 use candle_core::{DType, Device, Result};
 
-/// The tensor in the dtype of sums, norms and losses: f32, or f64 for f64.
+/// Converts to the dtype of sums, norms and losses: f32, or f64 for f64.
 pub fn upcast(t: &Tensor) -> Result<Tensor> {
     if t.dtype() == DType::F64 { Ok(t.clone()) } else { t.to_dtype(DType::F32) }
 }
 
-/// Whether values are in half precision, where a factor is applied in f32: candle's own product would round the factor
-/// too, which is an error of one sign, unlike that of rounding values.
+/// Whether the dtype is bf16 or f16. Factors on such tensors are applied in f32: candle's product rounds the
+/// factor as well, which gives a systematic error.
 pub fn is_half(t: &Tensor) -> bool {
     matches!(t.dtype(), DType::BF16 | DType::F16)
 }
 
-/// `x` times a factor, rounded once.
+/// `x` times a factor, with a single rounding.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     if factor == 1.0 {
         return Ok(x.clone());
@@ -77,7 +77,8 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     if is_half(x) { (upcast(x)? * factor)?.to_dtype(x.dtype()) } else { x * factor }
 }
 
-/// A tensor on the host; of a view what it shows. (Between devices candle copies all of what a view looks into.)
+/// Copies a tensor to the host; of a view, only the visible part. (Between devices candle copies the whole
+/// storage of a view.)
 pub fn to_host(view: &Real) -> Result<Real> {
     if view.device().is_cpu() { view.contiguous() } else { view.force_contiguous()?.to_device(&Device::Cpu) }
 }

@@ -1,4 +1,4 @@
-//! Making tensors, on a device or in a ledger; and their operators.
+//! Constructors of tensors, on a device or on a ledger, and arithmetic operators.
 
 use super::tensor::{Ghost, On, Real, Tensor};
 use candle_core::shape::ShapeWithOneHole;
@@ -28,18 +28,18 @@ impl Tensor {
         Self::make(on, shape.into(), dtype, |d, shape| Real::ones(shape, dtype, d))
     }
 
-    /// One value everywhere.
+    /// A constant tensor.
     pub fn full<'a, T: WithDType>(value: T, shape: impl Into<Shape>, on: impl Into<On<'a>>) -> Result<Self> {
         Self::make(on, shape.into(), T::DTYPE, |d, shape| Real::full(value, shape, d))
     }
 
-    /// The numbers from `start` up to `end`, 1 apart.
+    /// The numbers from `start` up to but excluding `end`, in steps of 1.
     pub fn arange<'a, T: WithDType>(start: T, end: T, on: impl Into<On<'a>>) -> Result<Self> {
         let count = (end.to_f64() - start.to_f64()).max(0.0) as usize;
         Self::make(on, count.into(), T::DTYPE, |d, _| Real::arange(start, end, d))
     }
 
-    /// Values in row-major order.
+    /// Takes values in row-major order.
     pub fn from_vec<'a, T: WithDType>(
         v: Vec<T>,
         shape: impl ShapeWithOneHole,
@@ -49,7 +49,7 @@ impl Tensor {
         Self::make(on, shape, T::DTYPE, |d, shape| Real::from_vec(v, shape, d))
     }
 
-    /// A copy of values in row-major order.
+    /// Copies values in row-major order.
     pub fn from_slice<'a, T: WithDType>(
         v: &[T],
         shape: impl ShapeWithOneHole,
@@ -59,7 +59,7 @@ impl Tensor {
         Self::make(on, shape, T::DTYPE, |d, shape| Real::from_slice(v, shape, d))
     }
 
-    /// Nested arrays.
+    /// Creates a tensor from nested arrays.
     pub fn new<'a, A: NdArray>(array: A, on: impl Into<On<'a>>) -> Result<Self> {
         let dtype = candle_core::backend::BackendStorage::dtype(&array.to_cpu_storage());
         Self::make(on, array.shape()?, dtype, |d, _| Real::new(array, d))

@@ -1,9 +1,9 @@
-//! Moments in the work of a device, to tell how long something took without waiting for it.
+//! Time stamps in the work of a device, for timing without synchronization.
 
 use candle_core::{Device, Result};
 use std::time::Instant;
 
-/// A moment: of the clock on the CPU; on CUDA an event, which passes when the work before it is done.
+/// A time stamp: clock time on the CPU, an event on CUDA.
 #[derive(Debug)]
 pub struct Moment(At);
 
@@ -15,27 +15,27 @@ enum At {
 }
 
 impl Moment {
-    /// The moment when all that was asked of `device` so far is done.
+    /// Records the time at which all work submitted to `device` so far is complete.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn now(device: &Device) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let Ok(cuda) = device.as_cuda_device() {
             use candle_core::cuda_backend::{WrapErr, cudarc::driver::sys::CUevent_flags};
-            // by default cudarc's events have no time
+            // cudarc disables timing of events by default
             let event = cuda.cuda_stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
             return Ok(Self(At::Event(event)));
         }
-        // what is not CUDA is done when it comes back
+        // CPU work is synchronous
         device.synchronize()?;
         Ok(Self(At::Clock(Instant::now())))
     }
 
-    /// Seconds from an earlier moment of the same device to this one; waits until it has passed.
+    /// Seconds since an earlier moment of the same device; blocks until this moment has passed.
     ///
     /// # Errors
-    /// Of the device; moments of two of them.
+    /// Errors of the device; moments of different devices.
     pub fn since(&self, earlier: &Self) -> Result<f64> {
         match (&earlier.0, &self.0) {
             (At::Clock(a), At::Clock(b)) => Ok(b.duration_since(*a).as_secs_f64()),

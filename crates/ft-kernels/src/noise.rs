@@ -1,15 +1,15 @@
-//! Uniform noise on rows, by index from the counter-based generator: NEFTune (Jain et al., 2024) on embeddings.
+//! Uniform noise on embeddings from the counter-based generator: NEFTune (Jain et al., 2024).
 //!
-//! A document of L tokens, each a row of width d, gets noise that is uniform within `alpha / sqrt(L d)`: its own length
-//! counts, whatever shares its row or micro-batch.
+//! Noise on a document of L tokens with width d is uniform in ±`alpha / sqrt(L d)`. L is the length of the
+//! document, not of the row or micro-batch.
 
 use super::tensor::{Ghost, Tensor};
 use ft_base::rng::Stream;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-/// `x` [t, d] with noise, rounded to its dtype as `x` is. Element (r, c) depends on the stream, on `(first + r) d + c` and
-/// on the length of its document in `docs` alone.
+/// Adds noise to `x` `[t, d]`, rounded to the dtype of `x`. Element (r, c) depends only on the stream, on
+/// `(first + r) d + c` and on the length of the document in `docs`.
 pub fn add(x: &Tensor, stream: Stream, first: usize, docs: &[usize], alpha: f64) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let noise = match x.ghost() {
@@ -62,7 +62,7 @@ mod tests {
             assert!(part.iter().all(|v| v.abs() <= bound * (1.0 + 1e-6)), "{n}");
             assert!(mean.abs() < 4.0 * bound / (3.0 * count).sqrt(), "{n}: mean {mean}");
             assert!((square / (bound * bound / 3.0) - 1.0).abs() < 0.1, "{n}: {square}");
-            // by the definition, one number at a time
+            // reference: one number at a time
             for (i, v) in part.iter().enumerate() {
                 let u = f64::from(s.uniform((at * d + i) as u64));
                 assert!((v - (2.0 * u - 1.0) * bound).abs() < 1e-6 * bound);

@@ -1,12 +1,12 @@
-//! What products cost in a plan: the buffers that the `gemm` crate packs operands into, tiles, arithmetic.
+//! Cost of matrix products in a plan: packing buffers of the `gemm` crate, tiles, arithmetic.
 
 use super::ledger::{Cost, Ledger, Role};
 use crate::Tensor;
 use candle_core::Result;
 use std::mem::MaybeUninit;
 
-/// What the threads of [`super::gemm::by_tiles`] hold for a product [m, k] x [k, n], on ghosts: a tile each if they make it, and what
-/// its product packs; forward the tile is `transposed`.
+/// Records for ghosts the memory of [`super::gemm::by_tiles`] in a product `[m, k] x [k, n]`: one tile per
+/// thread if tiles are `made`, and packing buffers. `transposed` tiles occur in the forward pass.
 pub fn ghost_tiles(
     (m, k, n): (usize, usize, usize),
     width: usize,
@@ -21,17 +21,19 @@ pub fn ghost_tiles(
     }
 }
 
-/// Tile sizes of the `gemm` crate's AVX-512 kernel, values of its vectors, and columns from which on it packs a right
-/// operand that is contiguous; others have smaller ones.
+/// Microkernel sizes of the `gemm` crate for AVX-512 (smaller on other CPUs), f32 values per vector, and the
+/// number of columns above which it packs a contiguous right operand.
 const MR: usize = 64;
 const NR: usize = 6;
 const LANES: usize = 16;
 const MANY: usize = gemm_common::gemm::DEFAULT_RHS_PACKING_THRESHOLD * MR;
 
-/// Bytes that the `gemm` crate takes to pack the operands of an f32 product [m, k] x [k, n], read transposed or not.
+/// Bytes of the packing buffers of the `gemm` crate in an f32 product `[m, k] x [k, n]`, with operands
+/// transposed or not.
 ///
-/// It computes the transposed product (our results are row-major). It packs what is then the right operand a cache-sized
-/// block at a time, if its columns are not contiguous; and the left one where it is short, if its rows are not.
+/// Since results are row-major, it computes the transposed product. It packs the right operand of this
+/// product in cache-sized panels, unless the columns are contiguous, and a short left operand, unless the
+/// rows are contiguous.
 pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u64 {
     if m == 0 || n == 0 || k == 0 {
         return 0;
@@ -44,7 +46,8 @@ pub(super) fn packing((m, k, n): (usize, usize, usize), ta: bool, tb: bool) -> u
     4 * (right + left) as u64
 }
 
-/// Inner values that the `gemm` crate sums before it adds them to what is there, in an f32 product [m, k] x [k, n].
+/// Size of the inner blocks (kc) that the `gemm` crate accumulates separately in an
+/// f32 product `[m, k] x [k, n]`.
 pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
     if m <= SMALL && n <= SMALL {
         return k.min(SMALL_BLOCK);
@@ -53,11 +56,11 @@ pub(super) fn inner_block((m, k, n): (usize, usize, usize)) -> usize {
     gemm_common::cache::kernel_params(n, m, k, mr, nr, 4).kc
 }
 
-/// Rows and columns of products that it blocks without a look at the caches, and inner values of such a block.
+/// Largest side of a product blocked without regard to caches, and the inner block size for these.
 const SMALL: usize = 64;
 const SMALL_BLOCK: usize = 512;
 
-/// Tile sizes of the f32 kernel that it chooses here.
+/// Microkernel size for f32 on this CPU.
 fn tile() -> (usize, usize) {
     #[cfg(target_arch = "x86_64")]
     return match (is_x86_feature_detected!("avx512f"), is_x86_feature_detected!("fma")) {
@@ -69,34 +72,34 @@ fn tile() -> (usize, usize) {
     if cfg!(target_arch = "aarch64") { (16, 4) } else { (2, 4) }
 }
 
-/// Bytes that the `gemm` crate keeps where so many threads compute, of which one asks for the products: a slab of the size of
-/// the second cache for each.
+/// Bytes that the `gemm` crate holds for `threads` threads, one of them the caller: a buffer of the size of
+/// the L2 cache each.
 pub fn slabs(threads: u64) -> u64 {
     threads * gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 
-/// Begins to read what the processor's caches are, on another thread: the system has it in a hundred small files, which
-/// take a plan of a small model a quarter of its time.
+/// Starts to query the CPU caches on another thread: about a hundred small files in `/sys`, a quarter of the
+/// time to plan a small model.
 pub fn read_caches_ahead() {
     rayon::spawn(|| {
         std::hint::black_box(*gemm_common::cache::CACHE_INFO);
     });
 }
 
-/// Makes the slabs of the threads that compute, and of this one, which computes the small products itself. A slab is else
-/// made when its thread first comes to work, and which threads come is luck: what a run holds would be too.
+/// Allocates the `gemm` buffers of all compute threads and of the current thread, which runs small products.
+/// Otherwise each thread allocates on first use, and memory would vary between runs.
 pub fn make_slabs() {
     let make = || gemm_common::gemm::L2_SLAB.with_borrow_mut(|slab| slab.fill(MaybeUninit::new(0)));
     rayon::broadcast(|_| make());
     make();
 }
 
-/// Writes the work of `op(a) op(b)` down, for ghosts; `onto` is what it is added to.
+/// Records the work of `op(a) op(b)` for ghosts; `onto` is the accumulator.
 pub fn work(a: &Tensor, ta: bool, b: &Tensor, onto: Option<&Tensor>) -> Result<()> {
     let (Some(ga), Some(gb)) = (a.ghost(), b.ghost()) else { return Ok(()) };
     let (rows, inner) = a.dims2()?;
     let m = if ta { inner } else { rows };
-    // what a product is added to is read and written
+    // an accumulator is read and written
     let onto = onto.and_then(Tensor::ghost).map_or(0.0, |c| 2.0 * c.weight_bytes());
     let flops = 2.0 * m as f64 * b.elem_count() as f64;
     let read = ga.weight_bytes() + gb.weight_bytes() + onto;

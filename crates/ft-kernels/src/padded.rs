@@ -1,42 +1,41 @@
-//! A matrix in a wider buffer: room beside it, and of a weight below it, where a low-rank operand stands.
+//! A matrix in a wider buffer; the padding (the "room") holds the low-rank operand of an adapter.
 //!
-//! A linear with LoRA is `y = x W^T + u B^T` with `u = s x A^T`. As two products, whichever comes second reads `y` and
-//! writes it again (`beta = 1`): a pass of 4 bytes a value in half precision, over the widest activations of a layer.
-//! Merging `s B A` into W for the time of the product rounds it to W's type, where small updates vanish. A product that
-//! sums both is a product with a wider inner dimension, of operands that stand in one buffer each:
+//! A linear module with LoRA computes `y = x W^T + u B^T` with `u = s x A^T`. With two products, the second
+//! reads and rewrites `y` (`beta = 1`): 4 bytes of traffic per value in half precision, over the widest
+//! activations of a layer. Merging `s B A` into W for the product would round it to the dtype of W and lose
+//! small updates. Instead, one product with a longer inner dimension computes both terms:
 //!
 //! ```text
-//! y  = [x | u] [W | B]^T      x and W with room beside them
-//! dx = [dy | du] [W ; A]      dy with room beside it, W with room below it
+//! y  = [x | u] [W | B]^T      x and W with room on the right
+//! dx = [dy | du] [W ; A]      dy with room on the right, W with room below
 //! ```
 //!
-//! so that `y` and `dx` are written once, and rounded once. It costs what the room costs: whoever writes `x` or `dy` writes
-//! rows that are a little longer apart; u is copied beside x, and B and A beside and below a dense W, each time before it
-//! is multiplied: a rank of values a row. (Which adapter a weight goes with is then nothing that it remembers.) Linears that
-//! share an input share its room: u stands there for one of them after the other, and is kept apart, for backward needs it
-//! when the room has been used again; du is written where it is multiplied. A matrix of 4-bit codes is decoded into such a
-//! buffer; a dense one lies in one for as long as the model does.
+//! `y` and `dx` are written and rounded once. The price: rows of `x` and `dy` have a larger stride; before
+//! each product u is copied next to x, and B and A next to and below a dense W (LoRA-rank values per row). A
+//! weight keeps no reference to an adapter. Linear modules with the same input use the same room in turn, so
+//! u is also stored separately for the backward pass; du is computed in place. A 4-bit matrix is dequantized
+//! into such a buffer; a dense matrix permanently resides in one.
 //!
-//! On the CPU there is no room: its products accumulate in the cache, tile by tile.
+//! On the CPU there is no room: products accumulate in cache, tile by tile.
 
 use super::Tensor;
 use super::cuda::launch::{empty, ghosts};
 use super::gemm;
 use candle_core::{DType, Result};
 
-/// Values that the length of a row with room is a multiple of: 16 bytes in half precision.
+/// Row strides are a multiple of this many values: 16 bytes in half precision.
 const ALIGN: usize = 8;
 
-/// A matrix [rows, cols], with or without room.
+/// A matrix `[rows, cols]` with or without room.
 #[derive(Clone, Debug)]
 pub struct Padded {
-    /// [rows and more, cols and more], contiguous.
+    /// `[rows + room, cols + room]`, contiguous.
     all: Tensor,
     rows: usize,
     cols: usize,
 }
 
-/// Values from row to row of a matrix with `cols` columns and room for `rank` more; for none it has none.
+/// Row stride in values of a matrix with `cols` columns and room for LoRA rank `rank`; `cols` if `rank` is 0.
 pub fn stride(cols: usize, rank: usize) -> usize {
     if rank == 0 { cols } else { (cols + rank).next_multiple_of(ALIGN) }
 }
@@ -45,16 +44,16 @@ impl Padded {
     /// A matrix without room.
     ///
     /// # Errors
-    /// Not two dimensions.
+    /// A tensor without exactly two dimensions.
     pub fn of(t: &Tensor) -> Result<Self> {
         let (rows, cols) = t.dims2()?;
         Ok(Self { all: t.clone(), rows, cols })
     }
 
-    /// One whose values are not set, on the device of `on`, with room for `rank` columns more.
+    /// An uninitialized matrix on the device of `on`, with room for `rank` columns.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn empty(on: &Tensor, (rows, cols): (usize, usize), rank: usize, dtype: DType) -> Result<Self> {
         let shape = (rows, stride(cols, rank));
         let all = match on.ghost() {
@@ -64,10 +63,10 @@ impl Padded {
         Ok(Self { all, rows, cols })
     }
 
-    /// A weight with room for `rank` columns beside it and as many rows below it, of a buffer that has this shape.
+    /// A weight inside the buffer `all`, with room on the right and below.
     ///
     /// # Errors
-    /// Another shape.
+    /// A buffer that is too small or not contiguous.
     pub fn within(all: Tensor, (rows, cols): (usize, usize)) -> Result<Self> {
         let (r, c) = all.dims2()?;
         if r < rows || c < cols || !all.is_contiguous() {
@@ -76,15 +75,15 @@ impl Padded {
         Ok(Self { all, rows, cols })
     }
 
-    /// The shape of the buffer of a weight [rows, cols] with room for an adapter of `rank`.
+    /// Shape of the buffer for a weight `[rows, cols]` and an adapter of LoRA rank `rank`.
     pub fn shape((rows, cols): (usize, usize), rank: usize) -> (usize, usize) {
         (rows + rank, stride(cols, rank))
     }
 
-    /// A copy of a weight with room for an adapter of `rank`.
+    /// Copies a weight into a buffer with room for an adapter of LoRA rank `rank`.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn copy_of(t: &Tensor, rank: usize) -> Result<Self> {
         let (rows, cols) = t.dims2()?;
         let all = Tensor::zeros(Self::shape((rows, cols), rank), t.dtype(), t.device())?;
@@ -92,37 +91,37 @@ impl Padded {
         Ok(Self { all, rows, cols })
     }
 
-    /// [rows, cols].
+    /// `[rows, cols]` without room.
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
 
-    /// Type of its values.
+    /// Dtype of the values.
     pub fn dtype(&self) -> DType {
         self.all.dtype()
     }
 
-    /// Values from row to row.
+    /// Row stride in values.
     pub fn stride(&self) -> usize {
         self.all.dims().last().copied().unwrap_or(self.cols)
     }
 
-    /// Columns that there is room for.
+    /// Columns of room.
     pub fn room(&self) -> usize {
         self.stride() - self.cols
     }
 
-    /// The buffer.
+    /// The whole buffer.
     pub fn all(&self) -> &Tensor {
         &self.all
     }
 
-    /// The matrix [rows, cols], as a view; without room the tensor itself.
+    /// View of the matrix `[rows, cols]`.
     pub fn values(&self) -> Result<Tensor> {
         self.with(0)
     }
 
-    /// The matrix and the first columns of the room [rows, cols + rank], as a view.
+    /// View of the matrix and the first `rank` columns of room, `[rows, cols + rank]`.
     pub fn with(&self, rank: usize) -> Result<Tensor> {
         if self.all.dims() == [self.rows, self.cols + rank] {
             return Ok(self.all.clone());
@@ -130,23 +129,23 @@ impl Padded {
         self.all.narrow(0, 0, self.rows)?.narrow(1, 0, self.cols + rank)
     }
 
-    /// The matrix and the first rows of the room below it [rows + rank, cols], as a view.
+    /// View of the matrix and the first `rank` rows of room below, `[rows + rank, cols]`.
     pub fn with_below(&self, rank: usize) -> Result<Tensor> {
         self.all.narrow(0, 0, self.rows + rank)?.narrow(1, 0, self.cols)
     }
 
-    /// The first columns of the room [rows, rank], as a view.
+    /// View of the first `rank` columns of room, `[rows, rank]`.
     pub fn beside(&self, rank: usize) -> Result<Tensor> {
         self.all.narrow(0, 0, self.rows)?.narrow(1, self.cols, rank)
     }
 
-    /// Copies a matrix [rows, rank] beside this one.
+    /// Copies a matrix `[rows, rank]` into the room on the right.
     pub fn set_beside(&self, t: &Tensor) -> Result<()> {
         copies(t);
         self.all.narrow(0, 0, self.rows)?.slice_set(t, 1, self.cols)
     }
 
-    /// Copies a matrix [rank, cols] below this one.
+    /// Copies a matrix `[rank, cols]` into the room below.
     pub fn set_below(&self, t: &Tensor) -> Result<()> {
         copies(t);
         self.all.narrow(0, self.rows, t.dim(0)?)?.slice_set(t, 1, 0)
@@ -154,28 +153,28 @@ impl Padded {
 }
 
 impl Padded {
-    /// `x W^T + u B^T` of this W, rows `[x | u]` [t, cols + r] and `b` [rows, r], in one product. Its work is written down
-    /// already.
+    /// `x W^T + u B^T` in one product, with this W, rows `[x | u]` `[t, cols + r]` and `b` `[rows, r]`. The
+    /// caller has recorded the work.
     ///
     /// # Errors
-    /// Shapes that do not fit the room.
+    /// Shapes that exceed the room.
     pub fn forward_with(&self, xu: &Tensor, b: &Tensor) -> Result<Tensor> {
         self.set_beside(b)?;
         gemm::product(xu, false, &self.with(b.dim(1)?)?, true)
     }
 
-    /// `dy W + du A` of this W, rows `[dy | du]` [t, rows + r] and `a` [r, cols], added to `dx` if given, in one product. Its
-    /// work is written down already.
+    /// `dy W + du A` in one product, added to `dx` if given, with this W, rows `[dy | du]` `[t, rows + r]`
+    /// and `a` `[r, cols]`. The caller has recorded the work.
     ///
     /// # Errors
-    /// Shapes that do not fit the room.
+    /// Shapes that exceed the room.
     pub fn backward_with(&self, dydu: &Tensor, a: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         self.set_below(a)?;
         gemm::product_onto(dx, dydu, false, &self.with_below(a.dim(0)?)?, false)
     }
 }
 
-/// Counts a copy's launch, for ghosts.
+/// Records one launch for ghosts.
 fn copies(t: &Tensor) {
     let _ = ghosts(&[t], [], |_| ());
 }

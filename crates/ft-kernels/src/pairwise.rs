@@ -1,4 +1,4 @@
-//! Sums and products by element on the CPU: on all threads, where candle takes one. The bits are candle's.
+//! Parallel elementwise sums and products on the CPU (candle uses one thread), with the same bits as candle.
 
 use super::cast::{narrow, wide};
 use super::cpu::by_chunks;
@@ -6,17 +6,17 @@ use super::tensor::Real;
 use candle_core::{CpuStorage, Device, Result, Storage};
 use std::ops::Range;
 
-/// `a + b`, of one shape.
+/// `a + b`, for equal shapes.
 pub fn add(a: &Real, b: &Real) -> Result<Real> {
     on_threads(a, b, |x, y| x + y).unwrap_or_else(|| a.add(b))
 }
 
-/// `a b` by element, of one shape.
+/// Elementwise `a b`, for equal shapes.
 pub fn mul(a: &Real, b: &Real) -> Result<Real> {
     on_threads(a, b, |x, y| x * y).unwrap_or_else(|| a.mul(b))
 }
 
-/// `f` by element, of contiguous tensors on the CPU in f32 or bf16.
+/// Elementwise `f` of contiguous CPU tensors in f32 or bf16; `None` for other tensors.
 fn on_threads(a: &Real, b: &Real, f: impl Fn(f32, f32) -> f32 + Sync) -> Option<Result<Real>> {
     if a.dims() != b.dims() {
         return None;
@@ -47,7 +47,7 @@ mod tests {
     use crate::check::{randn, values};
     use candle_core::DType;
 
-    /// From several tasks, of whole tensors and of views.
+    /// Tensors of several tasks, whole and as views.
     #[test]
     fn the_bits_are_those_of_candle() -> Result<()> {
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {

@@ -1,9 +1,9 @@
-//! The tensor that models compute with: a real one, or its ghost.
+//! The tensor type of models: a tensor with values or a ghost.
 //!
-//! A ghost has a shape, a dtype and an entry in a [`Ledger`], and no values. What is composed of the operations here
-//! runs on ghosts as it is, and every allocation that the composition makes is written down; a kernel of our own says
-//! beside its code what it takes (see `kernel::cpu`). So a plan runs the model's own `forward` and
-//! `backward`, and cannot say anything else than they do.
+//! A ghost has a shape, a dtype and an entry in a [`Ledger`], but no values. Compositions of the operations
+//! here run on ghosts unchanged, and the ledger records every allocation; kernels of our own record their
+//! cost explicitly (see `kernel::cpu`). A plan runs the same `forward` and `backward` code as training and
+//! therefore cannot diverge from it.
 
 pub use super::ghost::Ghost;
 
@@ -16,24 +16,24 @@ use rayon::prelude::*;
 use std::borrow::Borrow;
 use std::sync::Arc;
 
-/// candle's tensor.
+/// Tensor of candle.
 pub type Real = candle_core::Tensor;
 
-/// A tensor, or its ghost.
+/// A tensor with values or a ghost.
 #[derive(Clone, Debug)]
 pub enum Tensor {
-    /// With values.
+    /// Tensor with values.
     Real(Real),
-    /// Without.
+    /// Shape-only tensor.
     Ghost(Arc<Ghost>),
 }
 
-/// Where a tensor is.
+/// Location of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub enum On<'a> {
-    /// On a device.
+    /// Device of a tensor with values.
     Real(&'a candle_core::Device),
-    /// In a ledger.
+    /// Ledger of a ghost.
     Ghost(&'a Ledger),
 }
 
@@ -44,7 +44,7 @@ impl<'a> From<&'a candle_core::Device> for On<'a> {
 }
 
 impl On<'_> {
-    /// Whether this is the CPU.
+    /// Whether the location is the CPU.
     pub fn is_cpu(self) -> bool {
         match self {
             On::Real(d) => d.is_cpu(),
@@ -52,8 +52,8 @@ impl On<'_> {
         }
     }
 
-    /// Whether operations that are composed on CUDA run by our own kernels here: on the CPU, but not within
-    /// `check::composed`, by which tests run the compositions.
+    /// Whether operations composed on CUDA use CPU kernels here: on the CPU, except within `check::composed`,
+    /// with which tests exercise the compositions.
     pub fn is_native(self) -> bool {
         #[cfg(test)]
         if super::check::is_composed() {
@@ -73,7 +73,7 @@ fn mixed<T>() -> Result<T> {
     bail!("a ghost met a tensor")
 }
 
-/// Operations whose result has the shape and dtype of the first operand.
+/// Operations with an output of the shape and dtype of the first operand.
 macro_rules! alike {
     ($($(#[$doc:meta])* $name:ident($($arg:ident: $t:ty),*);)*) => { $(
         $(#[$doc])*
@@ -83,7 +83,7 @@ macro_rules! alike {
     )* };
 }
 
-/// Operations on two tensors of one shape, or of shapes that broadcast.
+/// Binary operations with broadcasting.
 macro_rules! pairwise {
     ($($(#[$doc:meta])* $name:ident = $real:expr => $dtype:expr;)*) => { $(
         $(#[$doc])*
@@ -97,7 +97,7 @@ macro_rules! pairwise {
     )* };
 }
 
-/// Reductions over some dimensions.
+/// Reductions.
 macro_rules! reductions {
     ($($(#[$doc:meta])* $name:ident($dims:ident) keep $keep:literal;)*) => { $(
         $(#[$doc])*
@@ -113,7 +113,7 @@ macro_rules! reductions {
     )* };
 }
 
-/// What a ghost cannot give, passed on to the tensor.
+/// Accessors of values; errors on ghosts.
 macro_rules! values {
     ($($(#[$doc:meta])* $name:ident$(<$s:ident>)? -> $t:ty;)*) => { $(
         $(#[$doc])*
@@ -157,9 +157,9 @@ impl Tensor {
         affine(mul: f64, add: f64);
         /// Zeros of this shape.
         zeros_like();
-        /// A copy with values of its own.
+        /// Deep copy.
         copy();
-        /// A row-major copy with values of its own.
+        /// Deep copy in row-major order.
         force_contiguous();
     }
 
@@ -168,7 +168,7 @@ impl Tensor {
         add = pairwise::add => same;
         /// Difference.
         sub = Real::sub => same;
-        /// Product by element.
+        /// Elementwise product.
         mul = pairwise::mul => same;
         /// Quotient.
         div = Real::div => same;
@@ -176,42 +176,42 @@ impl Tensor {
         broadcast_add = Real::broadcast_add => same;
         /// Difference, broadcast.
         broadcast_sub = Real::broadcast_sub => same;
-        /// Product by element, broadcast.
+        /// Elementwise product, broadcast.
         broadcast_mul = Real::broadcast_mul => same;
         /// Quotient, broadcast.
         broadcast_div = Real::broadcast_div => same;
         /// Equality, broadcast: 0 or 1.
         broadcast_eq = Real::broadcast_eq => flag;
-        /// Whether it is more, broadcast: 0 or 1.
+        /// Greater-than, broadcast: 0 or 1.
         broadcast_gt = Real::broadcast_gt => flag;
-        /// Whether it is no more, broadcast: 0 or 1.
+        /// Less-or-equal, broadcast: 0 or 1.
         broadcast_le = Real::broadcast_le => flag;
     }
 
     reductions! {
         /// Sum.
         sum(Dims) keep false;
-        /// Sum, the dimensions kept with size 1.
+        /// Sum; keeps the dimensions with size 1.
         sum_keepdim(Dims) keep true;
-        /// Largest value, the dimension kept with size 1.
+        /// Maximum; keeps the dimension with size 1.
         max_keepdim(Dim) keep true;
-        /// Smallest value, the dimension kept with size 1.
+        /// Minimum; keeps the dimension with size 1.
         min_keepdim(Dim) keep true;
     }
 
     values! {
-        /// The value of a scalar.
+        /// Value of a scalar.
         to_scalar<S> -> S;
-        /// The values of a vector.
+        /// Values of a vector.
         to_vec1<S> -> Vec<S>;
-        /// The values of a matrix.
+        /// Values of a matrix.
         to_vec2<S> -> Vec<Vec<S>>;
     }
 
     /// The tensor with values.
     ///
     /// # Errors
-    /// This is a ghost.
+    /// A ghost.
     pub fn real(&self) -> Result<&Real> {
         match self {
             Tensor::Real(t) => Ok(t),
@@ -227,7 +227,7 @@ impl Tensor {
         }
     }
 
-    /// Counts what `f` makes as `role`, if this is a ghost.
+    /// For ghosts, runs `f` with allocations recorded as `role`; else just runs `f`.
     pub fn role<R>(&self, role: Role, f: impl FnOnce() -> R) -> R {
         match self {
             Tensor::Real(_) => f(),
@@ -235,7 +235,8 @@ impl Tensor {
         }
     }
 
-    /// Runs `f` for each item; on ghosts for the last one, which counts for all by its `size`.
+    /// Runs `f` for each item. On ghosts, runs it for the last item only and scales
+    /// the record by the total `size`.
     pub fn each<I>(
         &self,
         items: impl DoubleEndedIterator<Item = I> + Clone,
@@ -250,7 +251,7 @@ impl Tensor {
         }
     }
 
-    /// Where it is.
+    /// Location of the tensor.
     pub fn device(&self) -> On<'_> {
         match self {
             Tensor::Real(t) => On::Real(t.device()),
@@ -258,7 +259,7 @@ impl Tensor {
         }
     }
 
-    /// Type of its values.
+    /// Dtype of the values.
     pub fn dtype(&self) -> DType {
         match self {
             Tensor::Real(t) => t.dtype(),
@@ -266,7 +267,7 @@ impl Tensor {
         }
     }
 
-    /// Its layout.
+    /// Memory layout.
     pub fn layout(&self) -> &Layout {
         match self {
             Tensor::Real(t) => t.layout(),
@@ -274,42 +275,42 @@ impl Tensor {
         }
     }
 
-    /// Its shape.
+    /// Shape of the tensor.
     pub fn shape(&self) -> &Shape {
         self.layout().shape()
     }
 
-    /// Its sizes.
+    /// Sizes of all dimensions.
     pub fn dims(&self) -> &[usize] {
         self.layout().dims()
     }
 
-    /// One of its sizes.
+    /// Size of dimension `dim`.
     pub fn dim<I: Dim>(&self, dim: I) -> Result<usize> {
         self.layout().dim(dim)
     }
 
-    /// The sizes of a matrix.
+    /// Sizes of a matrix; an error for other numbers of dimensions.
     pub fn dims2(&self) -> Result<(usize, usize)> {
         self.shape().dims2()
     }
 
-    /// The sizes of a tensor of three dimensions.
+    /// Sizes of a three-dimensional tensor; an error for other numbers of dimensions.
     pub fn dims3(&self) -> Result<(usize, usize, usize)> {
         self.shape().dims3()
     }
 
-    /// Number of its values.
+    /// Number of values.
     pub fn elem_count(&self) -> usize {
         self.shape().elem_count()
     }
 
-    /// Whether its values stand in row-major order.
+    /// Whether the layout is row-major without gaps.
     pub fn is_contiguous(&self) -> bool {
         self.layout().is_contiguous()
     }
 
-    /// An operation on this tensor, or on its ghost.
+    /// Applies `real` to a tensor, or `ghost` to a ghost.
     fn on(
         &self,
         real: impl FnOnce(&Real) -> Result<Real>,
@@ -321,7 +322,7 @@ impl Tensor {
         }
     }
 
-    /// An operation on two tensors, or on their ghosts.
+    /// Applies `real` to two tensors, or `ghost` to two ghosts.
     fn with(
         &self,
         other: &Tensor,
@@ -343,30 +344,30 @@ impl Tensor {
         self.on(real, |g| Ok(g.view(layout(&g.layout)?)))
     }
 
-    /// Some of a dimension, as a view.
+    /// View of a range of a dimension.
     pub fn narrow<I: Dim + Copy>(&self, dim: I, start: usize, len: usize) -> Result<Self> {
         let at = |l: &Layout| dim.to_index(l.shape(), "narrow");
         self.viewed(|t| t.narrow(dim, start, len), |l| l.narrow(at(l)?, start, len))
     }
 
-    /// Two dimensions exchanged, as a view.
+    /// View with two dimensions exchanged.
     pub fn transpose<I: Dim + Copy, J: Dim + Copy>(&self, a: I, b: J) -> Result<Self> {
         let at = |l: &Layout| Ok((a.to_index(l.shape(), "transpose")?, b.to_index(l.shape(), "transpose")?));
         self.viewed(|t| t.transpose(a, b), |l| at(l).and_then(|(a, b)| l.transpose(a, b)))
     }
 
-    /// The last two dimensions exchanged, as a view.
+    /// View with the last two dimensions exchanged.
     pub fn t(&self) -> Result<Self> {
         self.transpose(D::Minus2, D::Minus1)
     }
 
-    /// A view that repeats dimensions of size 1.
+    /// View that repeats dimensions of size 1.
     pub fn broadcast_as<S: Into<Shape>>(&self, shape: S) -> Result<Self> {
         let shape = shape.into();
         self.viewed(|t| t.broadcast_as(shape.clone()), |l| l.broadcast_as(shape.clone()))
     }
 
-    /// A view with one more dimension of size 1, as dimension `dim`.
+    /// View with a new dimension `dim` of size 1.
     pub fn unsqueeze(&self, dim: usize) -> Result<Self> {
         let layout = |l: &Layout| {
             let (mut dims, mut stride) = (l.dims().to_vec(), l.stride().to_vec());
@@ -377,30 +378,30 @@ impl Tensor {
         self.viewed(|t| t.unsqueeze(dim), layout)
     }
 
-    /// A view without dimension `dim`, which has size 1.
+    /// View without dimension `dim`, which must have size 1.
     pub fn squeeze(&self, dim: usize) -> Result<Self> {
         let mut dims = self.dims().to_vec();
         dims.remove(dim);
         self.on(|t| t.squeeze(dim), |g| g.reshaped(Shape::from(dims)))
     }
 
-    /// The same values in another shape: a view where they stand in row-major order.
+    /// Reshapes; a view if contiguous, else a copy.
     pub fn reshape<S: ShapeWithOneHole>(&self, shape: S) -> Result<Self> {
         let shape = shape.into_shape(self.elem_count())?;
         self.on(|t| t.reshape(&shape), |g| g.reshaped(shape.clone()))
     }
 
-    /// All values in one dimension.
+    /// Flattens to one dimension.
     pub fn flatten_all(&self) -> Result<Self> {
         self.reshape(self.elem_count())
     }
 
-    /// In row-major order; itself where it is.
+    /// Row-major copy, or the tensor itself if contiguous.
     pub fn contiguous(&self) -> Result<Self> {
         if self.is_contiguous() { Ok(self.clone()) } else { self.force_contiguous() }
     }
 
-    /// In another type; itself where it has it.
+    /// Converts to `dtype`, or returns the tensor itself.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         match self.dtype() == dtype {
             true => Ok(self.clone()),
@@ -408,9 +409,9 @@ impl Tensor {
         }
     }
 
-    /// Mean, the dimension kept with size 1.
+    /// Mean; keeps the dimension with size 1.
     pub fn mean_keepdim(&self, dim: D) -> Result<Self> {
-        // candle sums and scales
+        // candle computes a sum and scales it
         match self {
             Tensor::Real(t) => t.mean_keepdim(dim).map(Tensor::Real),
             Tensor::Ghost(_) => self.sum_keepdim(dim)?.affine(1.0, 0.0),
@@ -422,12 +423,12 @@ impl Tensor {
         self.on(|t| t.sum_all(), |g| g.made((), g.dtype))
     }
 
-    /// The smaller of each value and `most`.
+    /// Elementwise minimum with `most`.
     pub fn minimum(&self, most: f64) -> Result<Self> {
         self.on(|t| t.minimum(most), |g| g.like())
     }
 
-    /// Product of matrices, by batch.
+    /// Batched matrix product.
     pub fn matmul(&self, other: &Tensor) -> Result<Self> {
         let ghost = |a: &Ghost, b: &Ghost| {
             let (last, n) = (a.dims().len() - 1, b.dims().len() - 1);
@@ -439,34 +440,34 @@ impl Tensor {
         self.with(other, |a, b| a.matmul(b), ghost)
     }
 
-    /// Rows (or columns ..) by index.
+    /// Selects rows (or slices of dimension `dim`) by index.
     pub fn index_select<I: Dim + Copy>(&self, index: &Tensor, dim: I) -> Result<Self> {
         let at = |g: &Ghost| dim.to_index(g.shape(), "index_select");
         let ghost = |g: &Ghost, i: &Ghost| g.made(g.with_dim(at(g)?, i.dims()[0]), g.dtype);
         self.with(index, |t, i| t.index_select(i, dim), ghost)
     }
 
-    /// Values by index along a dimension, [..] as `index`.
+    /// Selects values along a dimension; the output has the shape of `index`.
     pub fn gather<I: Dim>(&self, index: &Tensor, dim: I) -> Result<Self> {
         self.with(index, |t, i| t.gather(i, dim), |g, i| g.made(i.shape().clone(), g.dtype))
     }
 
-    /// A copy with `source` added by index along a dimension.
+    /// A copy with values of `source` added at indices along a dimension.
     pub fn scatter_add<I: Dim>(&self, index: &Tensor, source: &Tensor, dim: I) -> Result<Self> {
         self.with(index, |t, i| t.scatter_add(i, source.real()?, dim), |g, _| g.like())
     }
 
-    /// A copy with the rows (or columns ..) of `source` added by index.
+    /// A copy with slices of `source` added by index.
     pub fn index_add<I: Dim>(&self, index: &Tensor, source: &Tensor, dim: I) -> Result<Self> {
         self.with(index, |t, i| t.index_add(i, source.real()?, dim), |g, _| g.like())
     }
 
-    /// `yes` where this is not 0, else `no`.
+    /// Elementwise choice: `yes` if this is nonzero, else `no`.
     pub fn where_cond(&self, yes: &Tensor, no: &Tensor) -> Result<Self> {
         self.with(yes, |t, y| t.where_cond(y, no.real()?), |_, y| y.like())
     }
 
-    /// Sets all values to zero, in place: f32 on all threads, as there are many.
+    /// Zeros in place; f32 on all CPU threads.
     pub fn zero_set(&self) -> Result<()> {
         match self {
             Tensor::Real(t) if t.dtype() == DType::F32 && t.device().is_cpu() && t.is_contiguous() => {
@@ -480,12 +481,13 @@ impl Tensor {
         }
     }
 
-    /// Writes `source` from `offset` of dimension `dim` on, in place.
+    /// Writes `source` in place, from `offset` of dimension `dim`.
     pub fn slice_set<I: Dim>(&self, source: &Tensor, dim: I, offset: usize) -> Result<()> {
         if let Tensor::Real(t) = self { t.slice_set(source.real()?, dim, offset) } else { Ok(()) }
     }
 
-    /// Parts of `rows` rows in all end to end: what [`Tensor::each`] left, of which ghosts are one for all.
+    /// Concatenates the parts of a loop by [`Tensor::each`] into `rows` rows; on
+    /// ghosts, one part stands for all.
     pub fn end_to_end(parts: &[Tensor], rows: usize) -> Result<Self> {
         match parts {
             [Tensor::Ghost(g)] if g.dims()[0] != rows => {
@@ -495,7 +497,7 @@ impl Tensor {
         }
     }
 
-    /// Tensors end to end along a dimension.
+    /// Concatenates tensors along a dimension.
     pub fn cat<T: Borrow<Tensor>>(list: &[T], dim: impl Dim) -> Result<Self> {
         match list.iter().map(Borrow::borrow).collect::<Vec<&Tensor>>().as_slice() {
             [one] => Ok((*one).clone()),

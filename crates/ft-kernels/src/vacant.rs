@@ -1,7 +1,7 @@
-//! Values that come and go behind a tensor's handles: views stay what they are, and see what is there.
+//! Tensors with storage that can be freed and reallocated while views of them stay valid.
 //!
-//! A tensor's storage is swapped, so that its memory is given back while layers keep their views of it. Who reads a
-//! vacant tensor has a bug: its values are out of bounds.
+//! Replaces the storage behind a tensor, so that memory is freed while layers keep views. Reading a vacant
+//! tensor is a bug and fails with an out-of-bounds access.
 
 use super::tensor::{Real, Tensor};
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -9,7 +9,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Gives a storage so many values, all zero.
+/// Replaces a storage by `n` zeros.
 struct Resize(usize);
 
 impl Resize {
@@ -36,46 +36,46 @@ impl InplaceOp1 for Resize {
     }
 }
 
-/// A vector of `len` values that has none of them yet.
+/// A vector of `len` values with unallocated storage.
 ///
 /// # Errors
-/// Of the device.
+/// Errors of the device.
 pub fn vacant(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let storage = match device {
         Device::Cpu => Storage::Cpu(candle_core::cpu_backend::CpuDevice.zeros_impl(&Shape::from(0), dtype)?),
-        // no bytes are no address: the driver refuses
+        // CUDA rejects empty allocations
         Device::Cuda(cuda) => Storage::Cuda(cuda.zeros_impl(&Shape::from(1), dtype)?),
         Device::Metal(_) => candle_core::bail!("a vacant tensor on a device that ft does not use"),
     };
     Ok(Real::from_storage(storage, len, BackpropOp::none(), false).into())
 }
 
-/// How often a tensor was occupied: addresses of what is there may be others since.
+/// Number of reallocations; addresses may change with each.
 static OCCUPIED: AtomicU64 = AtomicU64::new(0);
 
-/// A number that is another whenever values may have come to another address.
+/// A counter that changes whenever a tensor may have moved to another address.
 pub fn moves() -> u64 {
     OCCUPIED.load(Ordering::Acquire)
 }
 
-/// Gives a tensor that is all of its storage values, zeros.
+/// Allocates storage for a tensor (not a view), filled with zeros.
 ///
 /// # Errors
-/// Of the device.
+/// Errors of the device.
 pub fn occupy(t: &Tensor) -> Result<()> {
     OCCUPIED.fetch_add(1, Ordering::AcqRel);
     t.real()?.inplace_op1(&Resize(t.elem_count()))
 }
 
-/// Gives the memory of a tensor back that is all of its storage.
+/// Frees the storage of a tensor (not a view).
 ///
 /// # Errors
-/// Of the device.
+/// Errors of the device.
 pub fn vacate(t: &Tensor) -> Result<()> {
     t.real()?.inplace_op1(&Resize(0))
 }
 
-/// Values that a tensor's memory on the CPU has room for.
+/// Capacity of a CPU tensor's storage in values.
 #[cfg(test)]
 pub fn held(t: &Tensor) -> Result<usize> {
     Ok(match &*t.real()?.storage_and_layout().0 {

@@ -1,9 +1,9 @@
-//! Ranks whose tensors are on CUDA devices: what they say to one another goes over the host, tensors go by NCCL.
+//! Collectives for tensors on CUDA devices: tensors go through NCCL, words through the host group.
 //!
-//! Ranks come to every collective over the host first. So nothing is asked of NCCL that not all ask of it, and a rank that
-//! fails by itself leaves nobody waiting on a device. What does wait there, for a process that is gone, is given up as
-//! soon as the group has ended. Values go as they are, each part to the rank that adds it; sums are taken by a kernel, in
-//! rank order: they have the same bits at every ZeRO stage.
+//! Ranks synchronize over the host before each NCCL call. NCCL therefore never sees a mismatched call, and
+//! a rank that fails on the host leaves no peer blocked on a device. NCCL operations that wait for a dead
+//! process are aborted together with the group. Sums exchange the parts by NCCL and add them in rank order
+//! in a CUDA kernel, so results have the same bits at every ZeRO stage.
 
 use super::{At, Comm, Error};
 use ft_base::error::{ExitCode, Failure};
@@ -18,14 +18,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Between two looks at what goes on on the device.
+/// Interval between checks of pending NCCL operations.
 const LOOK: Duration = Duration::from_millis(100);
-/// For how long what others say of a rank that is lost goes before what NCCL says here.
+/// Time to wait for the host group to name a lost rank before reporting an NCCL error.
 const SAYS: Duration = Duration::from_secs(1);
 const MEETING: At = At { what: "the meeting of NCCL", unit: None };
 const END: At = At { what: "the end of NCCL", unit: None };
 
-/// What NCCL found.
+/// An error of NCCL.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Trouble(String);
@@ -36,17 +36,17 @@ impl Failure for Trouble {
     }
 }
 
-/// A rank with a device.
+/// A rank with a CUDA device.
 struct Devices<'a> {
     words: &'a dyn Comm,
     link: Link,
     received: AtomicU64,
 }
 
-/// As [`super::on_device`].
+/// Implements [`super::on_device`] for CUDA.
 ///
 /// # Errors
-/// As there.
+/// See [`super::on_device`].
 pub fn with<R>(
     words: &dyn Comm,
     device: &Device,
@@ -63,14 +63,14 @@ pub fn with<R>(
         over.store(true, Relaxed);
         outcome.map_err(|e| all.explain(e))
     });
-    // what a device says of work that was given up is not what went wrong
+    // Device errors after an abort are a consequence; report the cause.
     outcome.map_err(|e| match (e.of::<Error>(), words.lost()) {
         (None, Some(lost)) => lost.into(),
         _ => e,
     })
 }
 
-/// Meets the other ranks.
+/// Creates the NCCL communicator together with all ranks.
 fn meet(words: &dyn Comm, device: &Device) -> ft_base::Result<Link> {
     let id = if words.rank() == 0 { nccl::id()?.to_vec() } else { Vec::new() };
     let mine: Vec<u64> = id.iter().map(|b| u64::from(*b)).collect();
@@ -81,12 +81,12 @@ fn meet(words: &dyn Comm, device: &Device) -> ft_base::Result<Link> {
     };
     let link = Link::join(device, id, (words.rank(), words.world()), &|| words.lost().is_some());
     let link = link.map_err(|e| Trouble(e.to_string()))?;
-    // nobody begins before all are there
+    // No rank starts before all have joined.
     words.share(MEETING, &[])?;
     Ok(link)
 }
 
-/// Looks at what goes on on the device, on a thread of its own: the rank's may wait for it.
+/// Starts a thread to check pending NCCL operations; the rank's own thread may block on them.
 fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> ft_base::Result<()> {
     let look = move || {
         while !over.load(Relaxed) && !handle.is_aborted() {
@@ -99,13 +99,13 @@ fn look(handle: Arc<Handle>, over: Arc<AtomicBool>, timeout: Duration) -> ft_bas
 }
 
 impl Devices<'_> {
-    /// Everybody has what was sent: nothing goes on any more.
+    /// Waits until all ranks have received all data.
     fn end(&self) -> ft_base::Result<()> {
         self.link.synchronize()?;
         self.words.wait(END, &[]).map(drop)
     }
 
-    /// What NCCL has found, as an error of this rank, where nobody has another reason.
+    /// Returns an NCCL failure as an error of this rank, unless the host group knows the cause.
     fn check(&self) -> ft_base::Result<()> {
         let Some(why) = self.link.handle().trouble() else { return Ok(()) };
         let end = Instant::now() + SAYS;
@@ -117,7 +117,7 @@ impl Devices<'_> {
         Err(self.words.lost().map_or(e, Into::into))
     }
 
-    /// The error of a rank that was released: what NCCL found, if it did.
+    /// Replaces an error by the NCCL failure behind it, if there is one.
     fn explain(&self, e: ft_base::Error) -> ft_base::Error {
         if e.of::<Error>().is_some() { e } else { self.check().err().unwrap_or(e) }
     }
@@ -131,7 +131,7 @@ impl Devices<'_> {
         self.words.share(at, mine)
     }
 
-    /// Something that NCCL was asked for.
+    /// Maps the error of a started NCCL operation.
     fn begun<T>(&self, outcome: candle_core::Result<T>) -> ft_base::Result<T> {
         outcome.map_err(|e| self.explain(Trouble(e.to_string()).into()))
     }
@@ -207,7 +207,7 @@ impl Comm for Devices<'_> {
             let range = ranges.get(r).filter(|range| !range.is_empty());
             range.map(|range| all.narrow(0, range.start, range.len())).transpose()
         };
-        // where it belongs first, from the host too
+        // Copy this rank's part into place first, also from host memory.
         let own = part(rank)?;
         let crossed = own.as_ref().map(|own| crossing::send(mine.real()?, own)).transpose()?;
         let after = crossed.as_ref().and_then(Arrival::event);

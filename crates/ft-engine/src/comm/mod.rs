@@ -1,10 +1,10 @@
-//! Ranks, and what they tell one another.
+//! Ranks and their collectives.
 //!
-//! Every rank goes through the same collectives in the same order. A rank that fails, panics or does not come in time
-//! releases all the others with an error that names it. One rank is a group like any other: its collectives are over at
-//! once.
+//! Every rank runs the same collectives in the same order. If a rank fails, panics or times out, all other
+//! ranks return an error with the number of the lost rank. A group of one rank is a valid group;
+//! collectives return at once.
 //!
-//! Sums are taken in rank order, so that they have the same bits however they are split.
+//! Sums are taken in rank order and give the same bits for every way of sharding.
 
 #[cfg(feature = "cuda")]
 mod devices;
@@ -22,57 +22,58 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 
-/// Values (of four bytes) that a rank that is a process gives to all others at once, and takes from them, at the most.
+/// Upper bound on values (4 bytes) that a rank on the process backend sends to all peers, and receives, at
+/// once.
 pub const ROUND: usize = 512 * 1024;
 
-/// The device mesh: ranks along each axis. The last axis is the innermost one: its ranks are neighbours.
+/// Device mesh: number of ranks along each axis. Ranks of the last axis are adjacent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
-    /// Ranks that split the rows.
+    /// Data parallelism: ranks split the rows.
     pub data: usize,
-    /// Pipeline stages.
+    /// Pipeline parallelism: number of stages.
     pub pipeline: usize,
-    /// Ranks that split a row's tokens.
+    /// Context parallelism: ranks split the tokens of a row.
     pub context: usize,
-    /// Ranks that split the experts.
+    /// Expert parallelism: ranks split the experts.
     pub expert: usize,
-    /// Ranks that split matrices.
+    /// Tensor parallelism: ranks split matrices.
     pub tensor: usize,
 }
 
 impl Mesh {
-    /// That of a recipe.
+    /// Reads the mesh of a recipe.
     pub fn of(p: &Parallel) -> Self {
         Self { data: p.data, pipeline: p.pipeline, context: p.context, expert: p.expert, tensor: p.tensor }
     }
 
-    /// Neighbours that hold parts of one copy of the model, and work on the same rows.
+    /// Ranks that hold one copy of the model together and process the same rows.
     fn inner(&self) -> usize {
         [self.pipeline, self.context, self.expert, self.tensor].iter().product::<usize>().max(1)
     }
 
-    /// Ranks in all.
+    /// Total number of ranks.
     pub fn ranks(&self) -> usize {
         self.data.max(1) * self.inner()
     }
 
-    /// A rank's place along the data axis.
+    /// Index along the data axis.
     pub fn data_rank(&self, rank: usize) -> usize {
         rank / self.inner()
     }
 }
 
-/// What a collective is for, and at which unit of the walk.
+/// Name of a collective and the unit of the walk it belongs to, for error messages and consistency checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct At {
-    /// What for.
+    /// Purpose, as error messages print it.
     pub what: &'static str,
-    /// The unit, where it is one's.
+    /// Unit of the walk, if the collective belongs to one.
     pub unit: Option<usize>,
 }
 
 impl At {
-    /// A collective of all units together.
+    /// A collective over all units.
     pub fn all(what: &'static str) -> Self {
         Self { what, unit: None }
     }
@@ -92,58 +93,62 @@ impl fmt::Display for At {
     }
 }
 
-/// A rank of a group that works together.
+/// One rank of a group.
 pub trait Comm: Send + Sync {
-    /// This rank, from 0.
+    /// Index of this rank, from 0.
     fn rank(&self) -> usize;
 
-    /// How many there are.
+    /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// A few words of every rank, in rank order.
+    /// All-gathers a few 64-bit words; returns them in rank order.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// A lost rank.
     fn share(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>>;
 
-    /// As [`Comm::share`], for what may take as long as it likes: another rank's disk, or its reading of a model.
+    /// Like [`Comm::share`] without a timeout, for steps of unknown length such as
+    /// disk access or loading a model.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// A lost rank.
     fn wait(&self, at: At, mine: &[u64]) -> ft_base::Result<Vec<Vec<u64>>>;
 
-    /// Begins `to += part[range]` of every rank that has one, in rank order; `to` is f32 and as long as the range. Ranks may
-    /// ask for different ranges. It is done where what arrives was waited for.
+    /// Reduce-scatter: starts `to += part[range]` over the parts of all ranks, in rank order. `to` is f32
+    /// and has the length of `range`; each rank chooses a range. Ranks without a part pass `None`.
+    /// Completes when the returned [`Arrival`] is waited on.
     ///
     /// # Errors
-    /// A rank that is lost; a tensor operation that fails.
+    /// A lost rank; a tensor operation that fails.
     fn add(&self, at: At, part: Option<Tensor>, range: Range<usize>, to: &Tensor) -> ft_base::Result<Arrival>;
 
-    /// Begins `to[ranges[r]] =` what rank `r` gives. `mine` must not be a view of `to`.
+    /// All-gather: starts `to[ranges[r]] = mine` of rank `r`, for every `r`. `mine` must not be a view of
+    /// `to`. Completes when the returned [`Arrival`] is waited on.
     ///
     /// # Errors
-    /// A rank that is lost; a tensor operation that fails.
+    /// A lost rank; a tensor operation that fails.
     fn gather(&self, at: At, mine: Tensor, ranges: &[Range<usize>], to: &Tensor) -> ft_base::Result<Arrival>;
 
-    /// Bytes of tensors that came from other ranks so far, as the fewest that a collective needs: a sum takes in one
-    /// part of its range a rank.
+    /// Bytes of tensors received from other ranks so far, counted as the minimum for each collective: a sum
+    /// receives one part of the range per peer.
     fn received(&self) -> u64;
 
-    /// Makes all other ranks give up, for an error of this one.
+    /// Aborts the group because of an error on this rank.
     fn fail(&self, e: &ft_base::Error);
 
-    /// What has ended the group, if anything has.
+    /// Cause of the abort, if any.
     fn lost(&self) -> Option<Error>;
 
-    /// Lets `f` be called, on a thread of its own, when something ends the group: what ranks wait for elsewhere is given up.
+    /// Registers `f`, called on a separate thread when the group aborts, to release ranks
+    /// blocked outside of collectives.
     fn when_lost(&self, f: Box<dyn Fn() + Send + Sync>);
 }
 
-/// Runs what a rank does with collectives that carry tensors of `device`: those of CUDA go by NCCL, and what is said, and
-/// who lives, by `comm`. Where the group has ended meanwhile, that is the error.
+/// Runs `f` with collectives suited to tensors on `device`. CUDA tensors go through NCCL; words and
+/// liveness checks stay on `comm`. If the group has aborted, returns the cause of the abort.
 ///
 /// # Errors
-/// Those of `f`; a rank that is lost; NCCL's.
+/// Errors of `f` or NCCL; a lost rank.
 pub fn on_device<R>(
     comm: &dyn Comm,
     device: &Device,
@@ -163,23 +168,23 @@ pub fn alone() -> Threads {
     threads::one()
 }
 
-/// A rank that is lost.
+/// A lost rank.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("rank {rank} of {world} on {host}: {why}\n  its last collective: {at}")]
 pub struct Error {
-    /// Which.
+    /// Number of the rank.
     pub rank: usize,
-    /// Of how many.
+    /// Number of ranks.
     pub world: usize,
-    /// Its machine.
+    /// Host name.
     pub host: String,
-    /// What it was in, or had been in.
+    /// Last collective of the rank.
     pub at: At,
-    /// What became of it.
+    /// Reason.
     pub why: String,
-    /// That of its own error; else [`ExitCode::LostRank`].
+    /// Exit code of the rank's own error; [`ExitCode::LostRank`] if unknown.
     pub code: ExitCode,
-    /// Whether it hangs: it cannot be waited for.
+    /// The rank hangs and must not be joined.
     pub hangs: bool,
 }
 

@@ -1,7 +1,7 @@
-//! Ranks as threads of one process: what one gives, the others read where it is.
+//! Ranks as threads of one process; tensors are shared, not copied.
 //!
-//! Every rank is a thread of its own, and never one of the pool that computes: a rank that waits for others keeps nobody
-//! else from computing.
+//! Each rank runs on a dedicated thread, never on the compute pool, so a rank blocked in a collective does
+//! not stall computation.
 
 use super::{At, Comm, Error};
 use ft_base::error::ExitCode;
@@ -14,29 +14,29 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Values that one task adds.
+/// Values summed per task.
 const CHUNK: usize = 16 * 1024;
-/// Before the first collective.
+/// Placeholder before the first collective.
 const START: At = At { what: "none yet", unit: None };
 
-/// What a rank gives.
+/// Contribution of a rank to a collective.
 enum Given {
     Words(Vec<u64>),
     Tensor(Option<Tensor>),
 }
 
 struct State {
-    /// What came for the collective that is being waited for, by rank.
+    /// Contributions to the current collective, by rank.
     given: Vec<Option<Given>>,
-    /// The collective that each rank is in, or was in last.
+    /// Current or last collective, by rank.
     at: Vec<At>,
-    /// Collectives that are over.
+    /// Number of completed collectives.
     over: u64,
-    /// What the last one gave, until every rank has taken it.
+    /// Contributions to the last completed collective, until every rank has read them.
     last: Option<Arc<Vec<Given>>>,
     taken: usize,
     failed: Option<Error>,
-    /// To be called when it has failed.
+    /// Callbacks for an abort of the group.
     when_lost: Vec<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -62,14 +62,14 @@ struct Group {
     wake: Condvar,
 }
 
-/// A rank that is a thread.
+/// A rank running as a thread.
 pub struct Threads {
     group: Arc<Group>,
     rank: usize,
     received: AtomicU64,
 }
 
-/// A group of `world` ranks, each for a thread of its own; a collective may take `timeout`.
+/// Creates a group of `world` ranks, one per thread. A collective fails after `timeout`.
 pub fn group(world: usize, timeout: Duration) -> Vec<Threads> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let (state, wake) = (Mutex::new(State::new(world)), Condvar::new());
@@ -78,7 +78,7 @@ pub fn group(world: usize, timeout: Duration) -> Vec<Threads> {
     (0..world).map(rank).collect()
 }
 
-/// A group of one.
+/// Creates a group of one.
 pub(super) fn one() -> Threads {
     let (state, wake) = (Mutex::new(State::new(1)), Condvar::new());
     let group = Group { world: 1, timeout: Duration::MAX, host: String::new(), state, wake };
@@ -87,7 +87,7 @@ pub(super) fn one() -> Threads {
 
 impl Group {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // nothing in here panics half way
+        // No code panics while holding this lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -95,7 +95,7 @@ impl Group {
         Error { rank, world: self.world, host: self.host.clone(), at, why, code, hangs: false }
     }
 
-    /// Makes everybody give up; the first reason stays.
+    /// Aborts the group; returns the first error recorded.
     fn fail(&self, s: &mut State, e: Error) -> Error {
         let e = s.failed.get_or_insert(e).clone();
         self.wake.notify_all();
@@ -105,7 +105,7 @@ impl Group {
 }
 
 impl Threads {
-    /// Gives, and takes what all have given.
+    /// Contributes `mine`, waits for all ranks and returns all contributions.
     fn exchange(&self, at: At, mine: Given, timeout: Option<Duration>) -> Result<Arc<Vec<Given>>, Error> {
         let g = &*self.group;
         let mut s = g.lock();
@@ -156,7 +156,7 @@ impl Threads {
         Ok(all)
     }
 
-    /// The first rank that has not come.
+    /// Aborts the group; blames the first rank not yet in the collective.
     fn hung(&self, s: &mut State, at: At) -> Error {
         let g = &*self.group;
         let late = s.given.iter().position(Option::is_none).unwrap_or(self.rank);
@@ -168,8 +168,8 @@ impl Threads {
         g.fail(s, e)
     }
 
-    /// Gives a tensor, and does with those that all have given what `f` does. When that is over for all, nobody but who
-    /// gave it has it any more.
+    /// Contributes a tensor and runs `f` on the contributions of all ranks. On return every peer has
+    /// released `mine`.
     fn with_tensors(
         &self,
         at: At,
@@ -195,16 +195,16 @@ impl Threads {
     }
 }
 
-/// Calls what is to be called when a group has ended, on a thread of its own: nobody waits for it.
+/// Runs the abort callbacks on a separate thread, so that no caller blocks on them.
 pub(super) fn call_all(all: Vec<Box<dyn Fn() + Send + Sync>>) {
     if !all.is_empty() {
         let call = std::thread::Builder::new().name("given up".into());
-        // without a thread, the process ends as ranks do that hang
+        // If no thread starts, blocked ranks end with the process.
         let _ = call.spawn(move || all.iter().for_each(|f| f()));
     }
 }
 
-/// The tensors that ranks gave, by rank.
+/// The contributed tensors with their ranks.
 fn given(all: &[Given]) -> impl Iterator<Item = (usize, &Tensor)> {
     all.iter().enumerate().filter_map(|(r, g)| match g {
         Given::Tensor(Some(t)) => Some((r, t)),
@@ -269,7 +269,7 @@ impl Comm for Threads {
     }
 
     fn fail(&self, e: &ft_base::Error) {
-        // one that was released by another's failure has nothing to add
+        // An abort caused by another rank is already recorded.
         if e.of::<Error>().is_none() {
             let mut s = self.group.lock();
             let at = s.at[self.rank];
@@ -291,7 +291,7 @@ impl Comm for Threads {
     }
 }
 
-/// A rank that goes is lost to the others, where they still wait for it.
+/// Dropping a rank aborts the group for ranks still in a collective.
 impl Drop for Threads {
     fn drop(&mut self) {
         let why = if std::thread::panicking() { "it panicked" } else { "it has ended" };
@@ -307,7 +307,7 @@ mod tests {
     use ft_kernels::check::{randn, values};
     use candle_core::{DType, Device};
 
-    /// Runs `f` on each rank of a group and gives what they return.
+    /// Runs `f` on each rank of a group and returns the results.
     fn each<T: Send>(world: usize, timeout: Duration, f: impl Fn(Threads) -> T + Sync) -> Vec<T> {
         let f = &f;
         std::thread::scope(|s| {
@@ -324,7 +324,7 @@ mod tests {
         for world in [1, 2, 3, 5] {
             let n = 1003;
             let part = |r: usize| randn(r as u64, n, DType::F32);
-            // a rank without a part adds nothing
+            // rank 1 contributes no part
             let mut want = values(&part(7)?).iter().map(|x| *x as f32).collect::<Vec<f32>>();
             for r in (0..world).filter(|r| *r != 1) {
                 want.iter_mut().zip(values(&part(r)?)).for_each(|(w, x)| *w += x as f32);
@@ -358,7 +358,8 @@ mod tests {
         }
     }
 
-    /// However a rank goes, the others are released, and told which it was and where.
+    /// Failure, exit and panic of a rank release the other ranks, with an error
+    /// naming the lost rank and collective.
     #[test]
     fn a_rank_that_is_lost_releases_the_others() {
         type Goes = fn(&Threads);

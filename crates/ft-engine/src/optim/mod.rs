@@ -1,4 +1,4 @@
-//! The optimizer over the flat buffers, the learning-rate schedule, the gradient norm.
+//! Optimizers over flat buffers, learning-rate schedule, gradient norm.
 
 mod offload;
 mod projected;
@@ -21,52 +21,54 @@ use projected::GaLore;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// The sum of squares of this rank's part of all gradients. Over all ranks they are every gradient's, split alike at
-/// every ZeRO stage.
+/// Sum of squares of this rank's shard of all gradients. The shards are the same at every ZeRO stage, and
+/// their sum over ranks covers each gradient once.
 pub fn grad_squares(params: &Params) -> Result<f64> {
     let mine = |u: &Unit| u.grads.as_ref().map(|g| g.of(u.part.clone()));
     let grads: Vec<Tensor> = params.units.iter().flatten().filter_map(mine).collect::<Result<_>>()?;
     sum_squares(&grads)
 }
 
-/// The factor that brings a norm down to `clip` (0: no clipping), as `torch.nn.utils.clip_grad_norm_`.
+/// Factor that scales a gradient norm down to `clip` (0: no clipping), as in
+/// `torch.nn.utils.clip_grad_norm_`.
 pub fn clip_factor(norm: f64, clip: f64) -> f64 {
     if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 }
 }
 
-/// The learning rate of an update, by the peak of what it updates (see [`Schedule::at`]).
+/// Learning rate of an update as a function of the peak rate of a parameter group (see [`Schedule::at`]).
 pub type Rate<'a> = &'a dyn Fn(f64) -> f64;
 
-/// A range of a unit's buffer that takes one learning rate and one weight decay.
+/// Range of a unit's buffer with one learning rate and one weight decay.
 #[derive(Clone, Debug, PartialEq)]
 struct ParamGroup {
     unit: usize,
     start: usize,
     len: usize,
-    /// Peak learning rate before the factor.
+    /// Peak learning rate before `lr_scale`.
     peak: f64,
     lr_scale: f64,
     decays: bool,
 }
 
-/// AdamW over a model's trained tensors.
+/// AdamW or GaLore over the trained tensors of a model.
 #[derive(Debug)]
 pub struct Optimizer {
     groups: Vec<ParamGroup>,
     betas: [f64; 2],
     eps: f64,
     weight_decay: f64,
-    /// Values that are on their way to or from the host at once, where the states live there.
+    /// Maximum number of values per transfer with host offload.
     piece: usize,
     staged: offload::Staged,
-    /// Where gradients are projected.
+    /// `None` without gradient projection.
     galore: Option<GaLore>,
-    /// Whether eps stands beside the second moment before its bias is corrected: the authors' of GaLore.
+    /// Adds eps to the square root of the second moment before bias correction, as GaLore's reference code
+    /// does.
     eps_first: bool,
 }
 
 impl Optimizer {
-    /// The optimizer of a recipe for these tensors.
+    /// Creates the optimizer of a recipe for the given parameters.
     pub fn new(params: &Params, o: &ft_recipe::Optimizer) -> Self {
         let mut groups: Vec<ParamGroup> = Vec::new();
         let mut placed: Vec<_> = params.tensors.iter().zip(&params.slots).collect();
@@ -99,11 +101,12 @@ impl Optimizer {
         Self { groups, betas, eps, weight_decay, piece, staged, galore, eps_first }
     }
 
-    /// Update number `t` (from 1) with the learning rates `lr` and the gradients times `grad_scale`; what the layers
-    /// compute with is up to date afterwards, on every rank (where ranks split it, once it is gathered). On CUDA the gradients are then zero.
+    /// Applies update number `t` (from 1) with learning rates `lr` and gradients multiplied by `grad_scale`.
+    /// Afterwards the compute buffers of every rank are up to date (sharded ones after the next gather). On
+    /// CUDA the update also zeroes the gradients.
     ///
     /// # Errors
-    /// A rank that is lost; a tensor operation that fails.
+    /// A lost rank; a failed tensor operation.
     pub fn step(
         &self,
         params: &Params,
@@ -125,7 +128,8 @@ impl Optimizer {
         for number in 0..params.units.len() {
             gather(params, number, comm)?;
         }
-        // the groups are all that trains; between them nothing is ever added. An update on the host leaves them as they are
+        // The groups cover every trained value; padding between them stays zero. An update on the host leaves
+        // the gradients unchanged.
         let mut grads = params.units.iter().flatten().filter_map(|u| u.grads.as_ref());
         let zeroed = !params.offloaded
             && self.galore.is_none()
@@ -135,10 +139,11 @@ impl Optimizer {
         Ok(())
     }
 
-    /// As [`Optimizer::step`], of one unit, with gradients that are not its own: at least those of what this rank updates.
+    /// Updates one unit like [`Optimizer::step`], with gradients from `grads`, which must cover the range
+    /// that this rank updates.
     ///
     /// # Errors
-    /// As [`Optimizer::step`].
+    /// See [`Optimizer::step`].
     pub fn step_unit(
         &self,
         params: &Params,
@@ -154,7 +159,7 @@ impl Optimizer {
         gather(params, number, comm)
     }
 
-    /// The updates of what this rank has of a unit.
+    /// The updates of this rank's shard of a unit.
     fn updates<'a>(
         &self,
         (number, unit): (usize, &'a Unit),
@@ -174,7 +179,7 @@ impl Optimizer {
     }
 
     fn numbers(&self, s: &ParamGroup, at: &At<'_>) -> AdamW {
-        // m / (sqrt(v) + eps) by the root of the correction is m / (sqrt(v / c) + eps / sqrt(c))
+        // m / (sqrt(v) + eps) * sqrt(c) = m / (sqrt(v / c) + eps / sqrt(c)), with the bias correction c
         let root = (1.0 - self.betas[1].powf(at.t as f64)).sqrt();
         AdamW {
             lr: (at.lr)(s.peak) * s.lr_scale,
@@ -186,7 +191,7 @@ impl Optimizer {
         }
     }
 
-    /// Updates those matrices of a unit whose gradients are projected.
+    /// Updates the matrices of a unit with projected gradients.
     fn project(
         &self,
         (number, unit): (usize, &Unit),
@@ -217,9 +222,9 @@ impl Optimizer {
     }
 }
 
-/// Which update it is.
+/// Number and factors of an update.
 pub struct At<'a> {
-    /// Its number, from 1.
+    /// Update number, from 1.
     pub t: u64,
     /// Learning rates.
     pub lr: Rate<'a>,
@@ -227,7 +232,7 @@ pub struct At<'a> {
     pub grad_scale: f64,
 }
 
-/// Gives every rank what the others have updated of a unit, where each updates a part.
+/// All-gathers the updated weights of a unit, if each rank updates a shard.
 fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()> {
     let Some(Some(unit)) = params.units.get(number) else { return Ok(()) };
     if params.shard.stage == 0 || params.shard.ranks == 1 || params.is_split() {
@@ -236,14 +241,14 @@ fn gather(params: &Params, number: usize, comm: &dyn Comm) -> ft_base::Result<()
     let (at, parts) =
         (comm::At::unit("the gathering of updated weights", number), params.shard.parts(unit.len));
     for all in unit.shared() {
-        // a copy: nobody reads a buffer that another writes
+        // a copy, because a peer may not read a buffer that is being written
         let mine = all.narrow(0, unit.part.start, unit.part.len())?;
         comm.gather(at, mine.real()?.force_contiguous()?.into(), &parts, all)?.wait()?;
     }
     Ok(())
 }
 
-/// The update of a range of a unit's buffers, all of it in one parameter group.
+/// Update of a range of a unit's buffers, within one parameter group.
 #[derive(Clone)]
 struct Update<'a> {
     unit: &'a Unit,
@@ -257,22 +262,23 @@ impl Update<'_> {
         self.grads.of(self.range.clone())
     }
 
-    /// Master weights.
+    /// Master weights of the range.
     fn master(&self) -> Result<Tensor> {
         self.unit.master.of(self.range.clone())
     }
 
-    /// What the layers compute with.
+    /// Compute buffer of the range.
     fn compute(&self) -> Result<Tensor> {
         self.unit.compute.held.of(self.range.clone())
     }
 
-    /// Whether what the layers compute with is all there is of these weights.
+    /// Whether the compute buffer is the only copy of these weights (no f32 master weights).
     fn is_rounded(&self) -> bool {
         !self.unit.keeps(&self.range)
     }
 
-    /// Updates the states from gradients that are where they are, and `copy`; weights without an f32 copy, wherever they are.
+    /// Updates states and weights from `grads` on the device of the states, and writes the new weights to
+    /// `copy` as well. Weights without an f32 copy may be on another device.
     fn apply(&self, grads: &Tensor, copy: Option<&Tensor>) -> Result<()> {
         let Some(moments) = &self.unit.moments else { candle_core::bail!("no moments to update") };
         let moments = moments.of(self.range.clone())?;
@@ -289,7 +295,7 @@ impl Update<'_> {
     fn apply_rounded(&self, grads: &Tensor, moments: Of) -> Result<()> {
         let held = self.compute()?;
         let draws = self.unit.draws(self.k.t, self.range.start);
-        // itself, where it is there already
+        // no copy if already on the same device
         let p: Tensor = held.real()?.to_device(grads.real()?.device())?.into();
         match moments {
             Of::Wide([m, v]) => adamw_rounded(&p, [&m, &v, grads], draws, &self.k)?,
@@ -302,9 +308,9 @@ impl Update<'_> {
         }
     }
 
-    /// Where the states are beside what the layers compute with.
+    /// Applies the update with states and compute buffer on one device.
     fn on_device(&self) -> Result<()> {
-        // f32 weights are what the layers compute with
+        // for f32, master weights and compute buffer are the same
         let copied = self.unit.compute.whole.dtype() != DType::F32 && !self.is_rounded();
         let copy = copied.then(|| self.compute()).transpose()?;
         self.apply(&self.grads()?, copy.as_ref())

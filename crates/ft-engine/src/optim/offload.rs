@@ -1,16 +1,17 @@
-//! The optimizer's step where master weights and moments, or what layers compute with, live on the host: what ZeRO-Offload
-//! (Ren et al., 2021) does on one rank.
+//! Optimizer step with master weights and moments, or the compute buffer, on the host: ZeRO-Offload (Ren et
+//! al., 2021) on one rank.
 //!
 //! ```text
-//! for each piece of a group:  gradients -> where the states are;  AdamW there;  new values -> where weights live
+//! for each piece of a parameter group:
+//!     gradients -> device of the states;  AdamW there;  new values -> compute buffer
 //! ```
 //!
-//! Gradients stay on the device until the step: they are summed there over the micro-batches, and their norm is taken
-//! there. The arithmetic is the CPU's, whatever the device, and by element: on the CPU a run with and one without
-//! offload have the same bits.
+//! Gradients accumulate on the device over the micro-batches, and their norm is computed there; they move to
+//! the host only for the step. The host computes the same elementwise arithmetic as the CPU backend, so CPU
+//! runs with and without offload have the same bits.
 //!
-//! A piece bounds what is on its way at once. From and to CUDA pieces cross beside the arithmetic: while one is updated,
-//! the gradients of the next come and the values of the one before go.
+//! The piece size bounds the transfer buffers. On CUDA, transfers overlap with arithmetic: during the update
+//! of a piece, the gradients of the next piece and the values of the previous one are copied.
 
 use super::Update;
 use crate::adapt::buffer::ALIGN;
@@ -18,18 +19,19 @@ use candle_core::Result;
 
 /// Values of a piece: 64 MiB of gradients.
 pub use ft_kernels::optimizer::PIECE;
-/// Values of a piece from and to CUDA, of which there are two each way.
+/// Values of a piece on CUDA, with two buffers in each direction.
 pub const STAGED: usize = PIECE / 4;
 
 impl Update<'_> {
-    /// Whether the states live on the host, and the gradients do not.
+    /// Whether the states are on the host and the gradients on a device.
     fn crosses(&self) -> Result<bool> {
         Ok(self.unit.master.values.real()?.device().is_cpu() && !self.grads.values.device().is_cpu())
     }
 }
 
-/// Updates whose states, or what layers compute with, live on the host, at most `piece` values at a time, in whole
-/// blocks; none of this and of other calls has more than `longest` values. Buffers are page-locked, or not.
+/// Applies updates with states or compute buffer on the host, in pieces of at most `piece` values, rounded up
+/// to a multiple of `ALIGN`. `longest` bounds the length of any update, in this and later calls. `pin`
+/// page-locks the transfer buffers.
 pub(super) fn step(
     updates: &[Update<'_>],
     piece: usize,
@@ -53,7 +55,7 @@ pub(super) fn step(
     Ok(())
 }
 
-/// The buffers that pieces cross by, made at the first step.
+/// Transfer buffers, allocated at the first step.
 #[derive(Debug, Default)]
 pub(super) struct Staged {
     #[cfg(feature = "cuda")]
@@ -140,7 +142,7 @@ mod tests {
         Ok(p)
     }
 
-    /// With states on the host or not, in pieces of any size: the same bits, in what the layers compute with too.
+    /// Offload and piece size do not change the bits of weights, moments or compute buffer.
     #[test]
     fn offloaded_steps_have_the_same_bits() -> anyhow::Result<()> {
         let recipe = "[model]\nsource = \"m\"\n[[train]]\nmodules = [\"mlp\"]\n[[data.train]]\nsource = \"d\"\n\

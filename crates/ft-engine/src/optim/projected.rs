@@ -1,6 +1,7 @@
-//! GaLore's update of a matrix, as its authors' `galore_torch` does it: AdamW on the projection of the gradient, whose step is
-//! projected back and multiplied by a scale; every so many updates the directions are found anew. The signs of singular vectors,
-//! which the algorithm leaves open, matter from then on, for moments stay: of each vector the largest value is positive.
+//! GaLore update of a matrix, equivalent to the authors' `galore_torch`: AdamW on the projected gradient; the
+//! update is projected back and scaled. The projection is recomputed every `gap` updates. Moments persist
+//! across projections, so the sign of each singular vector, which the SVD leaves open, matters: the entry of
+//! largest magnitude is positive.
 
 use crate::adapt::buffer::Held;
 use crate::adapt::moments::Of;
@@ -12,17 +13,17 @@ use ft_kernels::{Real, Tensor, to_host};
 use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Device, Result};
 
-/// What stays the same over the updates.
+/// Constants of the method.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GaLore {
-    /// Updates between two looks for directions.
+    /// Updates between projections.
     pub gap: u64,
-    /// Factor on the step.
+    /// Factor on the update.
     pub scale: f64,
 }
 
 impl GaLore {
-    /// Updates a matrix of a unit; `k` has the learning rate and decay that are the matrix's.
+    /// Updates one matrix of a unit; `k` holds its learning rate and weight decay.
     pub fn step(
         &self,
         params: &Params,
@@ -47,7 +48,7 @@ impl GaLore {
         }
         drop(low);
         let keeps = unit.keeps(&slot.range());
-        // where there are none, f32 values of this matrix alone
+        // without master weights: a temporary f32 copy of this matrix
         let master = unit.values(slot.range())?.to_dtype(DType::F32)?;
         p.add_back(&master.reshape(p.dims)?, &delta.reshape((rows, cols))?, self.scale)?;
         if k.weight_decay != 0.0 {
@@ -61,7 +62,7 @@ impl GaLore {
     }
 }
 
-/// Sets the basis to the largest singular vectors of a gradient, on the host.
+/// Computes a new basis, the leading singular vectors of a gradient, on the host.
 fn look(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()> {
     let (short, rank) = p.basis.dims2()?;
     let name = &params.tensors[p.index].name;
@@ -73,7 +74,7 @@ fn look(params: &Params, p: &Projected, g: &Tensor, t: u64) -> Result<()> {
     let vectors = if p.is_right() { found.right } else { found.left };
     let mut basis = vec![0f32; short * rank];
     for (k, v) in vectors.column_iter().enumerate() {
-        // of two signs that are as good, the one in which the largest value is positive
+        // fix the sign: the entry of largest magnitude is positive
         let largest = v.iter().copied().fold(0f64, |m, x| if x.abs() > m.abs() { x } else { m });
         let sign = if largest < 0.0 { -1.0 } else { 1.0 };
         v.iter().enumerate().for_each(|(r, x)| basis[r * rank + k] = (sign * x) as f32);

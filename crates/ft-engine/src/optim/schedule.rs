@@ -1,6 +1,6 @@
-//! The learning rate of each update.
+//! Learning-rate schedule.
 
-/// A schedule over a run of known length.
+/// A schedule for a run of known length.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
     shape: ft_recipe::Schedule,
@@ -10,13 +10,13 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule of a recipe, for `steps` updates.
+    /// Creates the schedule of a recipe for `steps` updates.
     pub fn new(o: &ft_recipe::Optimizer, steps: usize) -> Self {
         Self { shape: o.schedule, min_lr: o.min_lr, warmup: o.warmup(steps), steps }
     }
 
-    /// The learning rate of update `i` (from 0), of what has the peak `lr`: `lr (i + 1) / warmup` while
-    /// `i < warmup`, then from `lr` at `i = warmup` down to `min_lr` at `i = steps`.
+    /// Learning rate of update `i` (from 0) for the peak rate `lr`: `lr (i + 1) / warmup` during warmup, then
+    /// from `lr` at `i = warmup` down to `min_lr` at `i = steps`.
     pub fn at(&self, i: usize, lr: f64) -> f64 {
         if i < self.warmup {
             return lr * (i + 1) as f64 / self.warmup as f64;
@@ -48,7 +48,7 @@ mod tests {
         assert!((l.at(0, 1.0) - 1.0).abs() < 1e-12 && (l.at(6, 1.0) - 0.55).abs() < 1e-12);
         let k = schedule(ft_recipe::Schedule::Constant, 4);
         assert_eq!((k.at(0, 1.0), k.at(3, 1.0), k.at(11, 1.0)), (0.25, 1.0, 1.0));
-        // a warm-up as long as the run never divides by zero
+        // a warmup as long as the run does not divide by zero
         assert!(schedule(ft_recipe::Schedule::Cosine, 12).at(12, 1.0).is_finite());
     }
 }

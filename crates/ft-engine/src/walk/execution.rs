@@ -1,21 +1,21 @@
-//! What the plan decides and the engine obeys: how a step is walked, not what it computes.
+//! Execution settings chosen by the plan: how a step runs, not what it computes.
 
 use crate::model::head::Head;
 use crate::model::layer::Level;
 use serde::{Deserialize, Serialize};
 
-/// How 4-bit weights are dequantized for a layer that is computed again.
+/// Dequantization of 4-bit weights in recomputed layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dequantize {
-    /// In each product, a tile at a time.
+    /// Inside each matrix product, one tile at a time.
     #[default]
     PerMatmul,
-    /// Once for the layer's forward and backward pass, whole.
+    /// All weights of the layer, once for recomputation and backward pass.
     PerLayer,
 }
 
 impl Dequantize {
-    /// The word of `memory.dequantize`.
+    /// Value of the recipe key `memory.dequantize`.
     pub fn word(self) -> &'static str {
         match self {
             Dequantize::PerMatmul => "per_matmul",
@@ -24,19 +24,19 @@ impl Dequantize {
     }
 }
 
-/// Layers that are computed again, from the lowest that is walked backward: first those of the highest [`Level`].
+/// Recomputed layers, counted from the lowest layer of the backward pass, in order of descending [`Level`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Recomputed {
-    /// Layers that are computed again whole.
+    /// Layers recomputed completely.
     pub all: usize,
-    /// Layers above them of which the feed-forward block is.
+    /// Next layers up, with a recomputed feed-forward module.
     pub feed_forward: usize,
-    /// Layers above those of which norms are.
+    /// Next layers up, with recomputed norms.
     pub norms: usize,
 }
 
 impl Recomputed {
-    /// So many layers at this level, and those above them at a lower one, of `walked`.
+    /// The lowest `n` of `walked` layers at `level`, the layers above at `rest`.
     pub fn mixed((n, level): (usize, Level), rest: Level, walked: usize) -> Self {
         let mut of = Self::default();
         for (n, level) in [(n, level), (walked.saturating_sub(n), rest)] {
@@ -50,17 +50,17 @@ impl Recomputed {
         of
     }
 
-    /// Layers of which something is computed again.
+    /// Number of layers with any recomputation.
     pub fn layers(self) -> usize {
         self.products().saturating_add(self.norms)
     }
 
-    /// Layers of which products are computed again.
+    /// Number of layers with recomputed matrix products.
     pub fn products(self) -> usize {
         self.all.saturating_add(self.feed_forward)
     }
 
-    /// What is computed again of the `i`th layer that is walked backward, from the lowest.
+    /// Level of the `i`-th layer of the backward pass, counted from the lowest.
     pub fn level(self, i: usize) -> Level {
         match i {
             _ if i < self.all => Level::All,
@@ -70,7 +70,7 @@ impl Recomputed {
         }
     }
 
-    /// In words, of `walked` layers.
+    /// Describes the recomputation in words; `walked` is the number of layers in the backward pass.
     pub fn words(self, walked: usize) -> String {
         let parts =
             [(self.all, ""), (self.feed_forward, "the feed-forward of "), (self.norms, "the norms of ")];
@@ -87,49 +87,50 @@ impl Recomputed {
 }
 
 impl From<usize> for Recomputed {
-    /// So many layers, whole.
+    /// The lowest `all` layers, recomputed completely.
     fn from(all: usize) -> Self {
         Self { all, ..Self::default() }
     }
 }
 
-/// Where inputs of layers wait that are computed again.
+/// Location of the inputs of recomputed layers until the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inputs {
-    /// On the host.
+    /// On the host instead of the device.
     pub on_host: bool,
-    /// In page-locked memory there.
+    /// Host memory is page-locked.
     pub pin: bool,
 }
 
 impl Inputs {
-    /// The word of it.
+    /// Location as printed in reports.
     pub fn word(self) -> &'static str {
         if self.on_host { "host" } else { "device" }
     }
 }
 
-/// The execution of a run.
+/// Execution of a run.
 ///
-/// Only `micro_rows` changes bits (sums over micro-batches have another order), and with a load-balancing loss,
-/// which is a mean over micro-batches, what is computed: a run keeps it for its whole life. `head_rows` changes
-/// none while the head is frozen, and is [`Head::chunk_rows`] where it trains; the others never do.
+/// Only `micro_rows` changes results: it changes the order of sums and, with a load-balancing loss (a mean
+/// over micro-batches), the loss itself. A run therefore never changes `micro_rows`. `head_rows` has no
+/// effect on results with a frozen head; with a trained head it is always [`Head::chunk_rows`]. The other
+/// fields never affect results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Execution {
     /// Rows of a micro-batch.
     pub micro_rows: usize,
-    /// Layers that are computed again.
+    /// Recomputed layers.
     pub recompute: Recomputed,
-    /// Where their inputs wait.
+    /// Location of the inputs of recomputed layers.
     pub inputs: Inputs,
-    /// How their 4-bit weights are dequantized.
+    /// Dequantization of 4-bit weights in recomputed layers.
     pub dequantize: Dequantize,
-    /// Targets whose logits exist at once.
+    /// Targets per logit chunk.
     pub head_rows: usize,
 }
 
 impl Execution {
-    /// What needs no plan: keeps everything, dequantizes by tiles, chunks of the usual size.
+    /// Defaults without a plan: no recomputation, dequantization by tiles, default logit chunks.
     pub fn plain(micro_rows: usize, vocab: usize, cuda: bool) -> Self {
         Self {
             micro_rows: micro_rows.max(1),
@@ -140,7 +141,8 @@ impl Execution {
         }
     }
 
-    /// What is computed again of `walked` layers, and where their inputs wait meanwhile, in words.
+    /// Describes recomputation and input location in words; `walked` is the number of layers in the backward
+    /// pass.
     pub fn words(&self, walked: usize) -> String {
         let on_host = self.inputs.on_host && self.recompute.layers() > 0;
         self.recompute.words(walked) + if on_host { ", whose inputs wait on the host" } else { "" }

@@ -1,4 +1,4 @@
-//! Generation, token by token, with cached keys and values; adapters stay unmerged.
+//! Token-by-token generation with a KV cache; adapters stay unmerged.
 
 use super::visit::{Around, Nothing, Outline, Pass};
 use ft_data::Tokenizer;
@@ -9,14 +9,14 @@ use crate::model::{Batch, Decoder};
 use candle_core::Device;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 
-/// Tokens of a sample reply at the most.
+/// Maximum number of tokens of a sample reply.
 pub const SAMPLE_TOKENS: usize = 64;
-/// Tokens of a prompt that are read at a time: what a pass takes beside the cache does not grow with the prompt.
+/// Prompt tokens per forward pass; bounds the activation memory of prefill.
 pub const PART: usize = 2048;
 
-/// A model with the keys and values of what it has read so far: one document.
+/// A model with a KV cache for one document.
 ///
-/// Keys and values take memory as tokens come, a block of [`Cache`] at a time; nothing that was read is moved or read again.
+/// The cache grows by blocks of [`Cache`] as tokens arrive; cached entries are never moved or recomputed.
 pub struct Reader<'a> {
     decoder: &'a Decoder,
     device: &'a Device,
@@ -26,36 +26,36 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader that has read nothing.
+    /// A reader with an empty cache.
     pub fn new(decoder: &'a Decoder, device: &'a Device) -> Self {
         Self { decoder, device, caches: Vec::new(), seen: Vec::new(), around: &Nothing }.within(usize::MAX)
     }
 
-    /// For a document of so many tokens at the most, which takes no more than these do.
+    /// Limits the document to `tokens` tokens; the cache allocates no more. Clears the cache.
     pub fn within(self, tokens: usize) -> Self {
         let caches = self.decoder.layers.iter().map(|_| Cache::new(tokens)).collect();
         Self { caches, seen: Vec::new(), ..self }
     }
 
-    /// With what goes on around its visits to the units.
+    /// Sets the hooks around visits to units.
     pub fn around(self, around: &'a dyn Around) -> Self {
         Self { around, ..self }
     }
 
-    /// Tokens read so far.
+    /// Number of cached tokens.
     pub fn len(&self) -> usize {
         self.seen.len()
     }
 
-    /// Whether nothing was read yet.
+    /// Whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.seen.is_empty()
     }
 
-    /// Reads tokens and gives the logits after the last, `[v]` in f32, on the host.
+    /// Appends tokens and returns the logits after the last one, `[v]` in f32 on the host.
     ///
     /// # Errors
-    /// No tokens; logits that are not finite; a tensor operation that fails.
+    /// An empty `ids`; non-finite logits; a failed tensor operation.
     pub fn read(&mut self, ids: &[u32]) -> ft_base::Result<Real> {
         let mut left = ids.len();
         let mut logits = None;
@@ -66,9 +66,9 @@ impl<'a> Reader<'a> {
         let Some(logits) = logits else {
             return Err(candle_core::Error::Msg("nothing to read".into()).into());
         };
-        // what is drawn from them is drawn on the host
+        // sampling runs on the host
         let logits = to_host(&logits.real()?.squeeze(0)?)?;
-        // nothing can be drawn from them
+        // sampling needs finite logits
         super::finite(
             &logits,
             "the model",
@@ -77,7 +77,7 @@ impl<'a> Reader<'a> {
         Ok(logits)
     }
 
-    /// Takes tokens through the model: the logits after the last of them, [1, v], where they are wanted.
+    /// Runs tokens through the model. Returns the logits `[1, v]` after the last one, if requested.
     fn pass(&mut self, ids: &[u32], logits: bool) -> ft_base::Result<Option<Tensor>> {
         let (n, past) = (ids.len(), self.seen.len());
         let positions: Vec<u32> = (past..past + n).map(|p| p as u32).collect();
@@ -86,7 +86,7 @@ impl<'a> Reader<'a> {
             Batch::new(&self.decoder.config, host, (0, 0), None, self.device)?;
         let mut visits = Outline::of(self.decoder).forward();
         if !logits {
-            // the head is the last
+            // the head comes last
             visits.pop();
         }
         let mut pass = Pass::begin(visits, self.around)?;
@@ -108,14 +108,14 @@ impl<'a> Reader<'a> {
         Ok(Some(logits))
     }
 
-    /// Reads a whole document and gives the logits after its last token. What it has in common with the
-    /// beginning of what was read is not read again; the rest is forgotten.
+    /// Reads a whole document and returns the logits after the last token. Reuses the cached prefix shared
+    /// with the previous document and drops the rest of the cache.
     ///
     /// # Errors
-    /// As [`Reader::read`].
+    /// See [`Reader::read`].
     pub fn read_document(&mut self, ids: &[u32]) -> ft_base::Result<Real> {
         let common = self.seen.iter().zip(ids).take_while(|(a, b)| a == b).count();
-        // the logits after the last token need that token
+        // the last token must be read for its logits
         let keep = common.min(ids.len().saturating_sub(1));
         self.caches.iter_mut().for_each(|cache| cache.truncate(keep));
         self.seen.truncate(keep);
@@ -123,27 +123,27 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Takes the most likely token each time.
+/// Greedy sampler: picks the most likely token.
 pub fn greedy() -> LogitsProcessor {
     LogitsProcessor::from_sampling(0, Sampling::ArgMax)
 }
 
-/// What a model answered.
+/// Reply of a model.
 #[derive(Clone, Debug, Default)]
 pub struct Reply {
-    /// The text.
+    /// Decoded text.
     pub text: String,
-    /// Tokens that it took, without one that ended it.
+    /// Generated tokens, not counting an end-of-sequence token.
     pub tokens: usize,
-    /// Whether an end-of-sequence token ended it.
+    /// An end-of-sequence token ended the reply.
     pub ended: bool,
 }
 
-/// Answers a prompt: text up to an end-of-sequence token or `max_tokens`; `on_text` gets it piece by piece and
-/// says whether to go on.
+/// Generates a reply up to an end-of-sequence token or `max_tokens`. `on_text` receives each piece of text
+/// and returns whether to continue.
 ///
 /// # Errors
-/// An empty prompt, a tensor operation that fails, tokens that make no text.
+/// An empty prompt; a failed tensor operation; tokens not decodable to text.
 pub fn answer(
     reader: &mut Reader<'_>,
     tokenizer: &Tokenizer,

@@ -1,9 +1,9 @@
-//! The walk over the layers: two visible loops.
+//! The walk: forward and backward passes over the units of a model, as two explicit loops.
 //!
 //! ```text
-//! forward,  layer l:  layer.forward(x) -> save nothing, x (here or on the host), and what its level keeps
-//! head:               loss and its gradient, some token rows at a time
-//! backward, layer l:  dequantize and recompute what was not saved -> layer.backward
+//! forward,  layer l:  layer.forward(x) -> save x, on device or host, and activations of the level
+//! head:               loss and its gradient, one logit chunk at a time
+//! backward, layer l:  dequantize, recompute the activations not saved -> layer.backward
 //! ```
 
 mod execution;
@@ -33,13 +33,13 @@ use crate::model::{Batch, Decoder};
 use candle_core::{DType, Device, Result};
 use visit::Pass;
 
-/// Logits that are NaN or infinite.
+/// NaN or infinite logits.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: the logits are not finite\n  {hint}")]
 pub struct NotFinite {
-    /// What computed them.
+    /// Source of the logits.
     pub what: String,
-    /// What to do.
+    /// Line with a hint for the user.
     pub hint: &'static str,
 }
 
@@ -49,7 +49,7 @@ impl Failure for NotFinite {
     }
 }
 
-/// Refuses logits that are NaN or infinite; `what` computed them.
+/// Returns an error if logits are NaN or infinite; `what` names their source.
 ///
 /// # Errors
 /// [`NotFinite`].
@@ -61,17 +61,17 @@ pub fn finite(logits: &Real, what: &str, hint: &'static str) -> ft_base::Result<
     }
 }
 
-/// What is kept of a layer between forward and backward.
+/// State of a layer between forward and backward.
 struct Saved {
-    /// Its input.
+    /// Input of the layer.
     x: Parked,
-    /// What is computed again.
+    /// Recompute level.
     level: Level,
-    /// The rest.
+    /// Saved activations.
     rest: layer::Saved,
 }
 
-/// Begins to bring the input back that is needed next.
+/// Starts the transfer of the next layer input needed in the backward pass.
 fn bring(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
     match kept.last_mut() {
         Some(Some(next)) => next.x.come(device),
@@ -79,7 +79,7 @@ fn bring(kept: &mut [Option<Saved>], device: &Device) -> Result<()> {
     }
 }
 
-/// The layer to visit in place of one that is computed again, where its 4-bit weights are dequantized for the visit.
+/// For a recomputed layer with 4-bit weights: a copy with dequantized weights, if `dequantize` is per layer.
 pub fn dequantized_layer(
     layer: &Layer,
     dequantize: Dequantize,
@@ -93,7 +93,7 @@ pub fn dequantized_layer(
     }
 }
 
-/// Told by the walk where it is.
+/// Test hook, called at every unit.
 #[cfg(test)]
 type Watch<'a> = &'a mut dyn FnMut(Option<Phase>, usize);
 
@@ -102,17 +102,17 @@ pub struct Walk<'a> {
     decoder: &'a Decoder,
     /// Lowest unit that trains; `None` when nothing does.
     lowest: Option<usize>,
-    /// Layers whose activations are computed again.
+    /// Recomputed layers.
     recompute: Recomputed,
-    /// How 4-bit weights of those layers are dequantized.
+    /// Dequantization of 4-bit weights in recomputed layers.
     dequantize: Dequantize,
-    /// Targets whose logits exist at once.
+    /// Targets per logit chunk.
     head_rows: usize,
     #[cfg(test)]
     watch: Option<Watch<'a>>,
     times: Option<&'a mut Times>,
     around: &'a dyn Around,
-    /// Whether inputs of layers that are computed again wait on the host, and in page-locked memory.
+    /// Location of the inputs of recomputed layers.
     inputs: Inputs,
     router_losses: RouterLosses,
     neftune: f64,
@@ -120,7 +120,7 @@ pub struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// A walk down to unit `lowest` that recomputes these layers.
+    /// A walk that trains down to unit `lowest` and recomputes the given layers.
     pub fn new(decoder: &'a Decoder, lowest: Option<usize>, recompute: impl Into<Recomputed>) -> Self {
         Self {
             decoder,
@@ -139,7 +139,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// A walk as the plan chose it.
+    /// A walk with the execution chosen by the plan.
     pub fn chosen(decoder: &'a Decoder, lowest: Option<usize>, c: &Execution) -> Self {
         Self {
             dequantize: c.dequantize,
@@ -149,48 +149,48 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Adds losses on the routers to what [`Walk::train`] takes gradients of.
+    /// Adds router losses to the loss of [`Walk::train`].
     pub fn router_losses(mut self, losses: RouterLosses) -> Self {
         self.router_losses = losses;
         self
     }
 
-    /// Adds noise to the embeddings in [`Walk::train`] (`data.neftune`).
+    /// Adds NEFTune noise to the embeddings in [`Walk::train`] (`data.neftune`).
     pub fn neftune(mut self, alpha: f64) -> Self {
         self.neftune = alpha;
         self
     }
 
-    /// How the routers decided in the last pass.
+    /// Routing decisions of the last pass.
     pub fn routing(&self) -> &Routing {
         &self.routing
     }
 
-    /// The same, to be read when there is time.
+    /// Takes the routing decisions of the last pass, to be read later.
     pub fn into_routing(self) -> Routing {
         self.routing
     }
 
-    /// Calls `watch` whenever the walk comes to a unit.
+    /// Calls `watch` at every unit.
     #[cfg(test)]
     fn watched(mut self, watch: Watch<'a>) -> Self {
         self.watch = Some(watch);
         self
     }
 
-    /// Adds the time that each part of a training walk takes to `times`.
+    /// Records the time of a training walk by part in `times`.
     pub fn timed(mut self, times: &'a mut Times) -> Self {
         self.times = Some(times);
         self
     }
 
-    /// With what goes on around its visits.
+    /// Sets the hooks around visits.
     pub fn around(mut self, around: &'a dyn Around) -> Self {
         self.around = around;
         self
     }
 
-    /// Comes to the next visit of a pass.
+    /// Starts the next visit of a pass.
     fn arrive(&mut self, pass: &Pass<'_>) -> ft_base::Result<()> {
         if let Some(v) = pass.arrive()? {
             self.at(v.phase, v.unit);
@@ -198,7 +198,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// Counts the time since the last call as `part`'s.
+    /// Adds the time since the last call to `part`.
     fn lap(&mut self, part: times::Part) -> Result<()> {
         match &mut self.times {
             Some(t) => t.lap(part, self.decoder.embedding.table.device()),
@@ -206,8 +206,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Comes to a unit (0 is the embedding, 1.. are the layers, the last is the head) in a new phase, or in that which
-    /// goes on.
+    /// Records the unit for memory and error reports: 0 is the embedding, then the layers, then the head.
+    /// `None` continues the current phase.
     fn at(&mut self, phase: Option<Phase>, unit: usize) {
         match phase {
             Some(phase) => place::enter(phase, unit),
@@ -219,18 +219,18 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// What to keep of layer `l`.
+    /// State to save of layer `l`; `None` for layers below the lowest trained unit.
     fn keep(&self, l: usize, x: &Tensor, saved: layer::Saved) -> Result<Option<Saved>> {
         let Some(lowest) = self.lowest.filter(|lowest| l + 1 >= *lowest) else { return Ok(None) };
         let level = self.recompute.level(l - lowest.saturating_sub(1));
         let rest = saved.keep(level);
-        // the first that the way down comes to stays
+        // the topmost layer is needed first in the backward pass and stays on the device
         let parks = self.inputs.on_host && level > Level::Nothing && l + 1 < self.decoder.layers.len();
         let x = if parks { Parked::leave(x.clone(), self.inputs.pin)? } else { Parked::here(x.clone()) };
         Ok(Some(Saved { x, level, rest }))
     }
 
-    /// One layer, forward.
+    /// Runs layer `l` forward and records its routing.
     fn layer(&mut self, l: usize, x: &Tensor, batch: &Batch) -> Result<(Tensor, layer::Saved)> {
         let (y, saved) = self.decoder.layers[l].forward(x, &batch.context, None, None)?;
         if let Some(routed) = saved.routed() {
@@ -239,8 +239,8 @@ impl<'a> Walk<'a> {
         Ok((y, saved))
     }
 
-    /// Forward and backward of one micro-batch: the targets' losses; the gradients of
-    /// `scale * sum(losses)`, and of the losses on routers, are added to the sink.
+    /// Forward and backward pass of one micro-batch. Returns the loss of each target; adds the gradients of
+    /// `scale * sum(losses)` and of the router losses to the sink.
     pub fn train(&mut self, batch: &Batch, scale: f64, sink: &Sink<'_>) -> ft_base::Result<Vec<Tensor>> {
         let decoder = self.decoder;
         let mut pass = Pass::begin(Outline::of(decoder).training(self.lowest), self.around)?;
@@ -272,7 +272,8 @@ impl<'a> Walk<'a> {
         pass.leave()?;
         let Some(dy) = out.dx else { return Ok(out.losses) };
         let mut dy = Padded::of(&dy)?;
-        // known only now: the load-balancing loss couples the routers of all layers
+        // available only after the whole forward pass: the load-balancing loss
+        // couples the routers of all layers
         let balance = self.routing.balance(self.router_losses)?;
 
         for (l, layer) in decoder.layers.iter().enumerate().rev() {
@@ -302,7 +303,7 @@ impl<'a> Walk<'a> {
         Ok(out.losses)
     }
 
-    /// Forward to the hidden states that enter the head [t, d], and what `head` makes of them.
+    /// Forward pass to the final hidden states `[t, d]`, then `head` on them.
     fn forward<R>(
         &mut self,
         batch: &Batch,
@@ -325,18 +326,18 @@ impl<'a> Walk<'a> {
         Ok(out)
     }
 
-    /// The hidden states that enter the head [t, d].
+    /// Final hidden states `[t, d]`, the input of the head.
     pub fn hidden(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
         self.forward(batch, |_, x| Ok(x.clone()))
     }
 
-    /// The targets' losses, forward only.
+    /// Loss of each target, forward only.
     pub fn eval(&mut self, batch: &Batch) -> ft_base::Result<Vec<Tensor>> {
         let losses = |w: &Self, x: &Tensor| w.decoder.head.loss(x, batch, w.head_rows, None);
         Ok(self.forward(batch, losses)?.losses)
     }
 
-    /// Logits of every token [t, v] in f32.
+    /// Logits of every token, `[t, v]` in f32.
     pub fn logits(&mut self, batch: &Batch) -> ft_base::Result<Tensor> {
         self.forward(batch, |w, x| w.decoder.head.logits(x, &batch.context))
     }

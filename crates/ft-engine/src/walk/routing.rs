@@ -1,16 +1,17 @@
-//! What the routers of a micro-batch decided, the losses on them, and the load that a user sees.
+//! Routing decisions of a micro-batch, router losses and expert load.
 
 use ft_kernels::Tensor;
 use ft_kernels::route::{self, Balance};
 use crate::model::moe;
 use candle_core::{DType, Result};
 
-/// Coefficients of the losses on routers, for one micro-batch: the recipe's over the step's micro-batches.
+/// Coefficients of the router losses for one micro-batch: the recipe's, divided by the micro-batches of a
+/// step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RouterLosses {
-    /// Of the load-balancing loss.
+    /// Load-balancing loss.
     pub aux: f64,
-    /// Of the z-loss.
+    /// z-loss.
     pub z: f64,
 }
 
@@ -20,7 +21,7 @@ impl RouterLosses {
     }
 }
 
-/// What the routers decided in one pass over the layers. What they decided on a device stays there until [`Routing::read`].
+/// Routing decisions of one pass over the layers. Results on a device stay there until [`Routing::read`].
 #[derive(Debug, Default)]
 pub struct Routing {
     tokens: usize,
@@ -36,13 +37,14 @@ struct RouterOutput {
 
 #[derive(Debug)]
 enum Noted {
-    /// Tokens of each expert; the sum of the tokens' probabilities [e], and of `logsumexp^2`, where a loss needs them.
+    /// Tokens per expert; if a loss needs them, the sums over tokens of the
+    /// probabilities `[e]` and of `logsumexp^2`.
     Host(Vec<u64>, Option<(Tensor, Tensor)>),
-    /// The same, [2 e + 1] in f64.
+    /// The same numbers as one vector, `[2 e + 1]` in f64.
     Device(Tensor),
 }
 
-/// What the routers decided, on the host.
+/// Routing decisions, copied to the host.
 #[derive(Clone, Debug, Default)]
 pub struct Decided {
     tokens: usize,
@@ -57,7 +59,7 @@ struct Layer {
 }
 
 impl Routing {
-    /// Takes down how one layer's router decided.
+    /// Records the routing of one layer.
     pub fn note(&mut self, layer: usize, s: &moe::Saved, losses: RouterLosses) -> Result<()> {
         self.tokens = s.groups.tokens;
         let experts = s.probs.dim(1)?;
@@ -79,7 +81,7 @@ impl Routing {
         Ok(())
     }
 
-    /// The numbers of those layers that are on a device, [layers, 2 e + 1].
+    /// Stacks the numbers of layers with results on a device, `[layers, 2 e + 1]`.
     fn on_device(&self) -> Result<Option<Tensor>> {
         let rows = self.layers.iter().filter_map(|l| match &l.noted {
             Noted::Device(t) => Some(t.unsqueeze(0)),
@@ -89,10 +91,10 @@ impl Routing {
         if rows.is_empty() { Ok(None) } else { Tensor::cat(&rows, 0).map(Some) }
     }
 
-    /// What was decided; one wait for a device.
+    /// Copies the decisions to the host, with one device synchronization.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn read(&self) -> Result<Decided> {
         let rows = match self.on_device()? {
             Some(t) => t.to_vec2::<f64>()?,
@@ -119,10 +121,11 @@ impl Routing {
         Ok(Decided { tokens: self.tokens, layers: self.layers.iter().map(one).collect::<Result<_>>()? })
     }
 
-    /// What the losses add to the gradients of every sparse layer; nothing without coefficients.
+    /// Terms that the router losses add to the gradient of every sparse layer; `None`
+    /// if both coefficients are zero.
     ///
     /// # Errors
-    /// Of the device.
+    /// Errors of the device.
     pub fn balance(&self, losses: RouterLosses) -> Result<Option<Balance>> {
         if !losses.any() || self.layers.is_empty() {
             return Ok(None);
@@ -143,7 +146,7 @@ impl Routing {
         let factor = losses.aux * dp.len() as f64 / all_tokens;
         dp.iter_mut().for_each(|f| *f *= factor);
         if let Some(sums) = sums {
-            // some layers route on the host, and others on the device
+            // some layers routed on the host and some on the device
             let list: Vec<f32> = dp.iter().map(|f| *f as f32).collect();
             balance.on_device = Some(Tensor::from_vec(list, dp.len(), sums.device())?);
         }
@@ -153,17 +156,17 @@ impl Routing {
 }
 
 impl Decided {
-    /// Layer and pairs of each expert, by sparse layer from the bottom.
+    /// Layer number and token-expert pairs of each expert, by sparse layer from the bottom.
     pub fn counts(&self) -> impl Iterator<Item = (usize, &[u64])> {
         self.layers.iter().map(|r| (r.layer, r.counts.as_slice()))
     }
 
-    /// Tokens of all sparse layers.
+    /// Number of tokens times number of sparse layers.
     fn all_tokens(&self) -> f64 {
         (self.tokens * self.layers.len()) as f64
     }
 
-    /// Pairs of each expert a token, over all sparse layers: f of the load-balancing loss.
+    /// Token-expert pairs per token of each expert, over all sparse layers: `f` of the load-balancing loss.
     fn share(&self) -> Vec<f64> {
         let experts = self.layers.first().map_or(0, |r| r.counts.len());
         (0..experts)
@@ -171,10 +174,10 @@ impl Decided {
             .collect()
     }
 
-    /// The load-balancing loss and the z-loss, before their coefficients; zero where there are no routers.
+    /// Load-balancing loss and z-loss before their coefficients; zero without routers.
     ///
     /// # Errors
-    /// The pass was made without coefficients.
+    /// The pass recorded no sums, because both coefficients were zero.
     pub fn losses(&self) -> Result<(f64, f64)> {
         let share = self.share();
         let (mut aux, mut z) = (0.0, 0.0);
@@ -187,15 +190,15 @@ impl Decided {
     }
 }
 
-/// How often each expert was chosen, over any number of micro-batches.
+/// Expert load: token-expert pairs by expert, over any number of micro-batches.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// By sparse layer from the bottom: its number, and the pairs of each expert.
+    /// By sparse layer from the bottom: layer number and token-expert pairs by expert.
     pub layers: Vec<(usize, Vec<u64>)>,
 }
 
 impl Load {
-    /// Adds what one pass decided.
+    /// Adds the decisions of one pass.
     pub fn add(&mut self, decided: &Decided) {
         self.add_counts(decided.counts());
     }
@@ -214,40 +217,40 @@ impl Load {
         }
     }
 
-    /// Experts, over all layers, that no token chose.
+    /// Number of experts without tokens, over all layers.
     pub fn dead(&self) -> usize {
         self.layers.iter().map(|(_, c)| dead(c)).sum()
     }
 
-    /// The mean over layers of [`entropy`]; none without layers.
+    /// Mean of [`entropy`] over layers; `None` without layers.
     pub fn entropy(&self) -> Option<f64> {
         let sum: f64 = self.layers.iter().map(|(_, c)| entropy(c)).sum();
         (!self.layers.is_empty()).then(|| sum / self.layers.len() as f64)
     }
 
-    /// The highest [`peak`] of all layers; none without layers.
+    /// Maximum of [`peak`] over layers; `None` without layers.
     pub fn peak(&self) -> Option<f64> {
         self.layers.iter().map(|(_, c)| peak(c)).reduce(f64::max)
     }
 }
 
-/// Experts that no token chose.
+/// Number of experts without tokens.
 pub fn dead(counts: &[u64]) -> usize {
     counts.iter().filter(|c| **c == 0).count()
 }
 
-/// Entropy of the load over its highest value, ln(experts): 1 is even, 0 is one expert for all.
+/// Normalized entropy of the load, `H / ln(experts)`: 1 is uniform, 0 is a single expert.
 pub fn entropy(counts: &[u64]) -> f64 {
     let sum = counts.iter().sum::<u64>() as f64;
     if counts.len() < 2 || sum == 0.0 {
         return 1.0;
     }
     let shares = counts.iter().filter(|c| **c > 0).map(|c| *c as f64 / sum);
-    // the sum of one share of 1 would be -0
+    // max avoids -0.0 for a single expert
     (-shares.map(|p| p * p.ln()).sum::<f64>() / (counts.len() as f64).ln()).max(0.0)
 }
 
-/// Load of the busiest expert, as a multiple of the even load.
+/// Load of the busiest expert relative to a uniform load.
 pub fn peak(counts: &[u64]) -> f64 {
     let (sum, max) = (counts.iter().sum::<u64>(), counts.iter().max().copied().unwrap_or(0));
     if sum == 0 { 1.0 } else { max as f64 * counts.len() as f64 / sum as f64 }

@@ -1,4 +1,4 @@
-//! The engine against PyTorch: logits, losses and every gradient of the cases in `tests/fixtures/reference`.
+//! Logits, losses and every gradient against PyTorch, on the cases in `tests/fixtures/reference`.
 
 use super::{Dequantize, Execution, Inputs, Recomputed, RouterLosses, Walk};
 use crate::adapt::adapter::Adapter;
@@ -32,10 +32,11 @@ mod rows;
 mod stored;
 mod timed;
 
-/// Bar of logits and gradients, relative L2 (a key bias, which softmax nearly cancels: ten times that).
+/// Tolerance of logits and gradients, relative L2. Ten times that for key biases, which softmax nearly
+/// cancels.
 const BAR: f64 = 1e-5;
 const CPU: &Device = &Device::Cpu;
-/// Every layer at one level.
+/// The same recompute level for every layer.
 const FEED_FORWARD: Recomputed = Recomputed { all: 0, feed_forward: usize::MAX, norms: 0 };
 const NORMS: Recomputed = Recomputed { all: 0, feed_forward: 0, norms: usize::MAX };
 
@@ -45,7 +46,7 @@ struct Case {
     base: Base,
 }
 
-/// Every case folder.
+/// All cases.
 fn cases() -> Result<Vec<Case>> {
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/reference"));
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&root)?.map(|e| Ok(e?.path())).collect::<Result<_>>()?;
@@ -72,7 +73,7 @@ impl Case {
         build(&self.base, selection, adapter)
     }
 
-    /// The same in NF4.
+    /// Builds the same model in NF4.
     fn build_nf4(&self, selection: &Selection) -> Result<(Decoder, Params)> {
         build(&self.nf4(), selection, None)
     }
@@ -85,7 +86,7 @@ impl Case {
         self.base.files().context("files")
     }
 
-    /// Adapter folders by the prefix of their names.
+    /// Prefixes of the adapter folders.
     fn adapters(&self) -> Result<Vec<String>> {
         let mut out: Vec<String> = std::fs::read_dir(&self.dir)?
             .filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix("adapter_init").map(String::from))
@@ -100,7 +101,7 @@ fn build(base: &Base, selection: &Selection, adapter: Option<&Adapter>) -> Resul
     Ok(Build::new(base, selection).adapter(adapter).allocate(allocate).run()?)
 }
 
-/// Everything trains.
+/// Trains every module.
 fn everything(config: &Config) -> Selection {
     let mut s = Selection::frozen(config);
     s.modules.iter_mut().for_each(|(_, c)| *c = Choice::Full { lr_scale: 1.0 });
@@ -111,7 +112,8 @@ fn ints(t: &TensorFiles, name: &str) -> Result<Vec<i64>> {
     Ok(t.tensor(name, DType::I64, CPU)?.flatten_all()?.to_vec1()?)
 }
 
-/// A micro-batch of the reference, its padding left out, and which rows of its [rows * 24] tokens are real.
+/// A micro-batch of the reference without padding; `real` lists the indices of real tokens
+/// among the `rows * 24` padded ones.
 struct Rows {
     ids: Vec<u32>,
     positions: Vec<u32>,
@@ -141,7 +143,7 @@ impl Rows {
             }
             *lengths.last_mut().context("a first document")? += 1;
         }
-        // one row of documents: as rows of their own they have other starts
+        // one row of several documents; as separate rows they would start elsewhere
         let mut out = Self { ids: vec![], positions: vec![], docs: vec![], targets: vec![], real: vec![] };
         let mut start = 0;
         for n in lengths {
@@ -183,7 +185,7 @@ impl Rows {
         Ok(Batch::new(config, host, (0, 0), None, CPU)?)
     }
 
-    /// The logits of real tokens of an expected [1.., rows, width, v].
+    /// Selects the logits of real tokens from expected logits `[1.., rows, width, v]`.
     fn select(&self, logits: &Tensor) -> Result<Tensor> {
         let v = logits.dims()[logits.dims().len() - 1];
         let index = Tensor::new(self.real.as_slice(), CPU)?;
@@ -191,7 +193,8 @@ impl Rows {
     }
 }
 
-/// Forward and backward: the loss, and which tensors were reached. Gradients are in `params`.
+/// Forward and backward pass: returns the loss, and for each tensor whether a gradient reached it. Gradients
+/// are in `params`.
 fn backward(d: &Decoder, p: &Params, batch: &Batch, recompute: usize) -> Result<(f64, Vec<bool>)> {
     let grads = p.grads();
     let sink = Sink::new(&grads, p.tensors.len()).over(p.new_sums()?);
@@ -217,7 +220,7 @@ fn step(
     Ok((loss::total(&sums)?, (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }
 
-/// Adapters of rank 4 with dropout on the linears of these groups.
+/// Adapters of LoRA rank 4 with dropout on the linear modules of the given groups.
 fn adapters(config: &Config, dora: bool, groups: &[Group]) -> Selection {
     let spec = LoraSpec { rank: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora };
     let mut s = Selection::frozen(config);
@@ -229,7 +232,7 @@ fn adapters(config: &Config, dora: bool, groups: &[Group]) -> Selection {
     s
 }
 
-/// Compares logits, loss and gradients with the tensors of a file under a prefix.
+/// Compares logits, loss and gradients with tensors of a file; returns the number of gradients compared.
 fn compare(
     what: &str,
     d: &Decoder,
@@ -258,7 +261,7 @@ fn compare(
             format!("{prefix}grad.base_model.model.{}.modules_to_save{last}", t.module),
         ];
         let Some(name) = spellings.iter().find(|n| expected.info(n).is_some()) else {
-            // PyTorch has no gradient for an expert that no token chose
+            // PyTorch has no gradient for an expert without tokens
             if t.name.contains(".experts.")
                 && values(&p.grad(i)?.context("gradient")?).iter().all(|g| *g == 0.0)
             {
@@ -290,7 +293,7 @@ fn full_training_has_pytorchs_gradients() -> Result<()> {
     Ok(())
 }
 
-/// Compares the gradients of a loss on the routers with the tensors of a file under a prefix; gives how many.
+/// Compares the gradients of a router loss with tensors of a file; returns the number of gradients compared.
 fn compare_router_loss(c: &Case, losses: RouterLosses, value: f64, prefix: &str) -> Result<usize> {
     let what = format!("{} {prefix}", c.name());
     let (d, p) = c.build(&everything(&c.config), None)?;
@@ -369,7 +372,7 @@ fn adapters_have_pytorchs_gradients_and_end() -> Result<()> {
     Ok(())
 }
 
-/// What `ft export` writes, read back, computes what the merged model computes.
+/// An export of `ft export`, read back, has the logits of the merged model.
 #[test]
 fn exports_have_pytorchs_logits() -> Result<()> {
     let (mut fused, mut vllm, mut refused) = (0, 0, 0);
@@ -436,7 +439,7 @@ fn recomputing_changes_no_bit() -> Result<()> {
         };
         let none = run(0)?;
         assert!(none == run(1)? && none == run(usize::MAX)?, "{}", c.name());
-        // nor does the number of threads, which also decides whether experts run side by side
+        // the number of threads has no effect either, though it decides whether experts run concurrently
         for threads in [1, 2, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
             assert!(pool.install(|| run(0))? == none, "{}: {threads} threads", c.name());
@@ -455,7 +458,7 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
         }
         let mut raw: Map<String, serde_json::Value> = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
         let strip = |c: &Config| format!("{:?}", Config { raw: Map::new(), unknown: vec![], ..c.clone() });
-        // as 5.17 writes it, and as 5.19 does
+        // first in the format of transformers 5.17, then of 5.19
         for _ in 0..2 {
             let five = Config::parse("config.json", raw.clone())?;
             assert_eq!(strip(&five), strip(&c.config), "{}", c.name());
@@ -470,7 +473,8 @@ fn configs_of_transformers_5_mean_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Units are 0 embedding, 1.. layers, last head; no layer below the lowest that trains is walked backward.
+/// Unit 0 is the embedding, then the layers, then the head; the backward pass stops
+/// at the lowest unit that trains.
 #[test]
 fn order_of_the_walk() -> Result<()> {
     let written = |phase: Option<Phase>, unit: usize| match phase {
@@ -509,7 +513,7 @@ fn order_of_the_walk() -> Result<()> {
     Ok(())
 }
 
-/// Generation with cached keys gives the logits of the whole sequence.
+/// Generation with a KV cache gives the logits of a full forward pass.
 #[test]
 fn cached_generation_is_the_whole_sequence() -> Result<()> {
     for c in &cases()? {
@@ -519,7 +523,7 @@ fn cached_generation_is_the_whole_sequence() -> Result<()> {
         let host = HostBatch { ids: &ids, positions: &positions, docs: &[11], targets: &[] };
         let whole = Walk::new(&d, None, 0).logits(&Batch::new(&c.config, host, (0, 0), None, CPU)?)?;
         let mut reader = super::generate::Reader::new(&d, CPU);
-        // another document first, of which only the beginning stays
+        // another document first; only the common prefix stays cached
         reader.read_document(&[&ids[..5], &[9, 9, 9]].concat())?;
         reader.read_document(&ids[..7])?;
         assert_eq!(reader.len(), 7);

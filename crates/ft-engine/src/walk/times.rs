@@ -1,32 +1,32 @@
-//! Where the time of a step goes.
+//! Time of a step by part.
 
 use ft_kernels::moment::Moment;
 use ft_kernels::tensor::On;
 use candle_core::{Device, Result};
 
-/// A part of a step.
+/// Part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Collating a micro-batch and copying it to the device.
+    /// Collation of a micro-batch and copy to the device.
     Data,
-    /// Forward over embedding and layers.
+    /// Forward pass of embedding and layers.
     Forward,
-    /// Head and loss, forward and backward.
+    /// Forward and backward pass of head and loss.
     Head,
-    /// Forward again, of layers that kept their input alone.
+    /// Recomputation of layers.
     Recompute,
-    /// Backward over layers and embedding.
+    /// Backward pass of layers and embedding.
     Backward,
     /// Gradient norm, clipping, optimizer.
     Step,
 }
 
 impl Part {
-    /// All of them, in the order of a step.
+    /// All parts in the order of a step.
     pub const ALL: [Part; 6] =
         [Part::Data, Part::Forward, Part::Head, Part::Recompute, Part::Backward, Part::Step];
 
-    /// In words.
+    /// Name in metrics and reports.
     pub fn word(self) -> &'static str {
         match self {
             Part::Data => "data",
@@ -39,26 +39,26 @@ impl Part {
     }
 }
 
-/// Time by part.
+/// Accumulated time by part.
 #[derive(Debug)]
 pub struct Times {
-    /// The moments of the laps, in order, the start before them; none where nobody asks for times.
+    /// Start and laps not yet summed; `None` if timing is off.
     laps: Option<(Moment, Vec<(Part, Moment)>)>,
     sums: [f64; Part::ALL.len()],
 }
 
 impl Times {
-    /// For a step whose times nobody asks for: laps do nothing.
+    /// Disabled timer: laps do nothing.
     pub fn off() -> Self {
         Self { laps: None, sums: [0.0; Part::ALL.len()] }
     }
 
-    /// Starts now. Laps take moments down and wait for nothing: a step is not slower for it.
+    /// Starts timing. A lap records a device event and never blocks.
     pub fn start(device: &Device) -> Result<Self> {
         Ok(Self { laps: Some((Moment::now(device)?, Vec::new())), ..Self::off() })
     }
 
-    /// Counts the time since the last lap as `part`'s.
+    /// Adds the time since the last lap to `part`.
     pub fn lap<'a>(&mut self, part: Part, device: impl Into<On<'a>>) -> Result<()> {
         if let (Some((_, laps)), On::Real(device)) = (&mut self.laps, device.into()) {
             laps.push((part, Moment::now(device)?));
@@ -66,7 +66,7 @@ impl Times {
         Ok(())
     }
 
-    /// Adds up the laps so far, once the last one has passed; the next begins there.
+    /// Waits for the last lap and adds the pending laps to the sums.
     pub fn settle(&mut self) -> Result<()> {
         if let Some((from, laps)) = &mut self.laps {
             for (part, at) in laps.drain(..) {
@@ -77,12 +77,12 @@ impl Times {
         Ok(())
     }
 
-    /// Seconds of a part, in laps that are settled.
+    /// Seconds of a part, over settled laps.
     pub fn seconds(&self, part: Part) -> f64 {
         self.sums[part as usize]
     }
 
-    /// Seconds of all parts.
+    /// Seconds of all parts, over settled laps.
     pub fn total(&self) -> f64 {
         self.sums.iter().sum()
     }

@@ -1,46 +1,47 @@
-//! The visits of a pass over the model, and what goes on around them.
+//! The visits of a pass over the units, and hooks around visits.
 
 use ft_base::memory::place::Phase;
 use crate::model::Decoder;
 use std::collections::BTreeSet;
 
-/// A visit to a unit: 0 is the embedding, 1.. are the layers, the last is the head.
+/// A visit to a unit: 0 is the embedding, then the layers, then the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Visit {
-    /// The phase that it is of; none where that goes on.
+    /// Phase that starts with this visit; `None` continues the current phase.
     pub phase: Option<Phase>,
-    /// The unit.
+    /// Index of the unit.
     pub unit: usize,
 }
 
 impl Visit {
-    /// Whether it is one of the way down.
+    /// Whether the visit belongs to the backward pass.
     pub fn is_backward(self) -> bool {
         self.phase == Some(Phase::Backward)
     }
 }
 
-/// What decides the visits of a pass, and what each needs.
+/// Properties of a model: determine the visits of a pass and the weights used in a visit.
 #[derive(Clone, Copy, Debug)]
 pub struct Outline {
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Whether the head has the embedding's table.
+    /// The head shares the table of the embedding.
     pub tied: bool,
-    /// Whether the embedding trains.
+    /// The embedding trains.
     pub embedding: bool,
-    /// Whether it has a low-rank update.
+    /// The embedding has a LoRA adapter.
     pub lora: bool,
 }
 
 impl Outline {
-    /// Of a model.
+    /// Reads the outline of a model.
     pub fn of(d: &Decoder) -> Self {
         let lora = d.embedding.lora.is_some();
         Self { layers: d.layers.len(), tied: d.config.tied, embedding: d.embedding.trains(), lora }
     }
 
-    /// The visits of a training pass that goes down to unit `lowest`. The head's loss and its gradient are one visit.
+    /// Visits of a training pass down to unit `lowest`. Forward and backward pass of the head are computed in
+    /// one.
     pub fn training(self, lowest: Option<usize>) -> Vec<Visit> {
         let head = self.layers + 1;
         let up = (0..head).map(|unit| Visit { phase: Some(Phase::Forward), unit });
@@ -49,16 +50,16 @@ impl Outline {
         up.chain(down.map(|unit| Visit { phase: Some(Phase::Backward), unit })).collect()
     }
 
-    /// The visits of a forward pass.
+    /// Visits of a forward pass.
     pub fn forward(self) -> Vec<Visit> {
         (0..=self.layers + 1).map(|unit| Visit { phase: None, unit }).collect()
     }
 
-    /// The units whose weights visits compute with.
+    /// Units with weights used in the visits.
     pub fn needs(self, visits: impl IntoIterator<Item = Visit>) -> BTreeSet<usize> {
         let mut units = BTreeSet::new();
         for v in visits {
-            // the gradient of a table needs none of its values
+            // the gradient of a plain embedding table does not depend on the table
             if !(v.is_backward() && v.unit == 0) || self.lora {
                 units.insert(v.unit);
             }
@@ -70,31 +71,31 @@ impl Outline {
     }
 }
 
-/// What goes on around the visits of a pass.
+/// Hooks called around the visits of a pass.
 pub trait Around {
-    /// A pass begins.
+    /// Called at the start of a pass.
     ///
     /// # Errors
-    /// A rank that is lost.
+    /// A lost rank.
     fn begin(&self) -> ft_base::Result<()> {
         Ok(())
     }
 
-    /// Before a visit, after which `next` comes.
+    /// Called before a visit; `next` is the visit after it.
     ///
     /// # Errors
-    /// A rank that is lost; of the device.
+    /// A lost rank; errors of the device.
     fn arrive(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
 
-    /// After a visit. Backward, nothing more is added to the gradients of its unit and of those above, but to unit 0's
-    /// until that is left.
+    /// Called after a visit. In the backward pass the gradients of this unit and of all units above are then
+    /// complete, except for unit 0, which is complete after its own visit.
     ///
     /// # Errors
-    /// As [`Around::arrive`].
+    /// See [`Around::arrive`].
     fn leave(&self, visit: Visit, next: Option<Visit>) -> ft_base::Result<()>;
 }
 
-/// Nothing.
+/// Hooks that do nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Nothing;
 
@@ -108,38 +109,38 @@ impl Around for Nothing {
     }
 }
 
-/// A pass, visit by visit.
+/// An iteration over the visits of a pass.
 pub struct Pass<'a> {
     visits: Vec<Visit>,
-    /// Of the visit that comes, or that goes on.
+    /// Index of the next or current visit.
     at: usize,
     around: &'a dyn Around,
 }
 
 impl<'a> Pass<'a> {
-    /// Begins a pass.
+    /// Starts a pass.
     ///
     /// # Errors
-    /// As [`Around::begin`].
+    /// See [`Around::begin`].
     pub fn begin(visits: Vec<Visit>, around: &'a dyn Around) -> ft_base::Result<Self> {
         around.begin()?;
         Ok(Self { visits, at: 0, around })
     }
 
-    /// Comes to the next visit.
+    /// Starts the next visit; `None` after the last one.
     ///
     /// # Errors
-    /// As [`Around::arrive`].
+    /// See [`Around::arrive`].
     pub fn arrive(&self) -> ft_base::Result<Option<Visit>> {
         let visit = self.visits.get(self.at).copied();
         visit.map_or(Ok(()), |v| self.around.arrive(v, self.visits.get(self.at + 1).copied()))?;
         Ok(visit)
     }
 
-    /// Leaves it.
+    /// Ends the current visit.
     ///
     /// # Errors
-    /// As [`Around::leave`].
+    /// See [`Around::leave`].
     pub fn leave(&mut self) -> ft_base::Result<()> {
         let visit = self.visits.get(self.at).copied();
         self.at += 1;
@@ -147,10 +148,10 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Goes through a pass that computes nothing but what `f` does at each unit: that of a rank without rows, say.
+/// Runs a pass that calls only `f` at each unit, for instance on a rank without rows.
 ///
 /// # Errors
-/// As [`Around::arrive`]; those of `f`.
+/// See [`Around::arrive`]; errors of `f`.
 pub fn pass(
     visits: Vec<Visit>,
     around: &dyn Around,

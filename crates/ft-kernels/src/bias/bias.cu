@@ -1,9 +1,9 @@
-// A bias added to every row of a product, in place; and its gradient, the sum of rows, added to a buffer.
+// Adds a bias to every row in place; adds the sum of rows to a gradient buffer.
 #include "../cuda/rows.cuh"
 
 constexpr int THREADS = 256;
 
-// y[row] += b. A block a row.
+// y[row] += b, one block per row.
 template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width, T *y) {
   T *own = y + blockIdx.x * width;
   uint64_t done = 0;
@@ -22,7 +22,7 @@ template <typename T> DEVICE void add(const T *b, uint64_t rows, uint64_t width,
   for (uint64_t i = done + threadIdx.x; i < width; i += THREADS) store(own + i, load(own + i) + load(b + i));
 }
 
-// grad[c] += the sum of dy[.., c].
+// grad[c] += sum of dy[.., c].
 template <typename T> DEVICE void sum(const T *dy, uint64_t rows, uint64_t width, float *grad) {
   column_sums<THREADS / WARP>(rows, width, grad, [&](float own, uint64_t at) { return own + load(dy + at); },
                               [](uint64_t) { return 1.0f; });

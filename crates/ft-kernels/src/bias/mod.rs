@@ -1,4 +1,4 @@
-//! A bias: added to every row, and its gradient, the sum of rows.
+//! Bias: added to every row; the gradient is the sum of rows.
 
 use super::cast::{narrow, wide};
 use super::cpu::{Halves, ROWS, in_place, is_cpu, view};
@@ -10,13 +10,13 @@ use candle_core::{DType, Result};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Threads of a block, as in bias.cu.
+/// Threads per block, same as in bias.cu.
 const THREADS: u32 = 256;
-/// Columns that a block of the sum takes, as in bias.cu.
+/// Columns per block of the sum, same as in bias.cu.
 const COLUMNS: usize = 32;
 
-/// `y + b`, row by row: `y` [t, o], `b` `[o]` -> [t, o] in `y`'s dtype. `y` itself is changed: it is the output of a product
-/// that nobody else has.
+/// `y + b` for each row: `y` `[t, o]`, `b` `[o]` -> `[t, o]` in the dtype of `y`. Works in place, so no other
+/// handle of `y` may be in use.
 pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
     let (t, o) = y.dims2()?;
     if b.dims() != [o] || b.dtype() != y.dtype() {
@@ -42,12 +42,13 @@ pub fn add(y: Tensor, b: &Tensor) -> Result<Tensor> {
         .number(t as u64)
         .number(o as u64)
         .tensor(&y)?;
-    // SAFETY: the kernel reads and writes t rows of o values, and reads o of the bias.
+    // SAFETY: `y` has t rows of o values and `b` has o values of the same dtype, as
+    // checked above; one block per row.
     unsafe { launch.run(Grid::new(t, THREADS)) }?;
     Ok(y)
 }
 
-/// Changes rows like `b`, some at a time on each thread.
+/// Returns a function that combines each row with `b`, in parallel over groups of rows.
 fn each_row<T: Copy + Send + Sync>(b: &[T], f: impl Fn(&mut T, T) + Sync) -> impl Fn(&mut [T]) -> Result<()> {
     move |y| {
         let o = b.len().max(1);
@@ -58,7 +59,7 @@ fn each_row<T: Copy + Send + Sync>(b: &[T], f: impl Fn(&mut T, T) + Sync) -> imp
     }
 }
 
-/// `grad[c] += the sum of dy[.., c]`, in f32: `grad` [1, o] or `[o]` f32, `dy` [t, o].
+/// `grad[c] += sum of dy[.., c]` in f32: `grad` `[1, o]` or `[o]`, `dy` `[t, o]`.
 pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
     if is_cpu(dy) || grad.dtype() != DType::F32 {
         return gemm::acc(grad, &upcast(dy)?.sum_keepdim(0)?);
@@ -76,7 +77,8 @@ pub fn add_sum(grad: &Tensor, dy: &Tensor) -> Result<()> {
         .number(t as u64)
         .number(o as u64)
         .tensor(grad)?;
-    // SAFETY: the kernel reads t rows of o values, and reads and writes o values of the gradient, a block 32 of them.
+    // SAFETY: `dy` has t rows of o values and `grad` has o values; each block owns 32 columns of the
+    // gradient.
     unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
 }
 

@@ -1,8 +1,8 @@
-// Values in another type. A thread takes four: a vector of 16 bytes in f32, half of one in 16 bits, so that a warp's loads and
-// its stores are each one range; values that begin at no vector go one by one.
+// Dtype conversion. Each thread converts four values: 16 bytes in f32, 8 bytes in half precision, so that the
+// loads and the stores of a warp are contiguous. Unaligned tensors are converted value by value.
 #include "../cuda/rows.cuh"
 
-constexpr int THREADS = 256; // in crates/ft-kernels/src/cast/mod.rs too
+constexpr int THREADS = 256; // same as in crates/ft-kernels/src/cast/mod.rs
 constexpr int EACH = 4;
 
 template <typename From, typename To, int V> DEVICE void cast(const From *x, To *y, size_t at) {

@@ -1,5 +1,5 @@
-//! Values in another type, between f32 and 16 bits: on CUDA a kernel that reads and writes whole lines, on the CPU all threads;
-//! else candle's, which takes a value at a time, and one thread.
+//! Conversion between f32 and half precision: a vectorized kernel on CUDA, all threads on the CPU. Other
+//! conversions use candle, which is scalar and single-threaded.
 
 use super::cpu::by_chunks;
 use super::cuda::launch::{Grid, Launch, compiled, empty};
@@ -7,11 +7,11 @@ use super::tensor::{Real, Tensor};
 use candle_core::{CpuStorage, DType, Device, Result, Storage};
 use half::{bf16, f16};
 
-/// Threads of a block, and values that each takes, as in cast.cu.
+/// Threads per block and values per thread, same as in cast.cu.
 const THREADS: usize = 256;
 const EACH: usize = 4;
 
-/// `t` in another type.
+/// Converts `t` to `dtype`.
 pub fn to_dtype(t: &Real, dtype: DType) -> Result<Real> {
     let half = |d| matches!(d, DType::BF16 | DType::F16);
     let between = (t.dtype() == DType::F32 && half(dtype)) || (half(t.dtype()) && dtype == DType::F32);
@@ -26,28 +26,28 @@ pub fn to_dtype(t: &Real, dtype: DType) -> Result<Real> {
     let name = format!("cast_{}_{}", t.dtype().as_str(), dtype.as_str());
     let count = t.elem_count();
     let launch = Launch::named(&x, compiled!(CAST), name)?.tensor(&x)?.tensor(&y)?.number(count as u64);
-    // SAFETY: both tensors have as many values as the kernel is told, and are of the types that its name says.
+    // SAFETY: both tensors are contiguous, have `count` values and have the dtypes in the kernel's name.
     unsafe { launch.run(Grid::new(count.div_ceil(EACH * THREADS), THREADS as u32)) }?;
     y.real().cloned()
 }
 
-/// The nearest bf16, in a form that compilers vectorise.
+/// Rounds to bf16, in a form that compilers vectorize.
 #[inline(always)]
 pub fn narrow(x: f32) -> bf16 {
     let bits = x.to_bits();
-    // half of what is cut off, rounding ties to even; a NaN stays one
+    // add half a unit in the last place, ties to even; NaN stays NaN
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | 0x40;
     bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } as u16)
 }
 
-/// The same number.
+/// Widens exactly to f32.
 #[inline(always)]
 pub fn wide(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// `f` of every value, on all threads.
+/// Applies `f` to every value on all threads.
 pub fn each<A: Sync, B: Send + Copy>(v: &[A], f: impl Fn(&A) -> B + Sync) -> Vec<B> {
     by_chunks(v.len(), |own| v[own].iter().map(&f))
 }
@@ -75,7 +75,7 @@ fn on_cpu(t: &Real, dtype: DType) -> Result<Real> {
 mod tests {
     use super::*;
 
-    /// Every bf16, what lies between two, and numbers that are none: the bits of the `half` crate, from several tasks.
+    /// All bf16 values, f32 values between them and NaNs round as in the `half` crate, over several tasks.
     #[test]
     fn roundings_are_those_of_the_half_crate() -> Result<()> {
         let all: Vec<f32> = (0..=u16::MAX)

@@ -1,7 +1,7 @@
-//! DoRA's elementwise parts: the factor of each output, outputs times it, and the gradient of its magnitude.
+//! DoRA without matrix products: scale factors of the outputs, scaling, and the gradient of the magnitude.
 //!
-//! With A [r, i], B [o, r], `s` LoRA's scale and m the magnitude: `g = m / |W + s B A|` by row. What stays in f32 is g and
-//! `1 / |W + s B A|`, both [1, o].
+//! With A `[r, i]`, B `[o, r]`, LoRA scale s and magnitude m: `g = m / |W + s B A|` by row. g and
+//! `1 / |W + s B A|`, both `[1, o]`, are f32.
 
 use super::cpu::is_cpu;
 use super::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
@@ -9,25 +9,25 @@ use super::{gemm, scaled, upcast};
 use crate::Tensor;
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in dora.cu.
+/// Threads per block, same as in dora.cu.
 const THREADS: u32 = 256;
-/// Rows of W that a block takes, one a warp.
+/// Rows of W per block, one per warp.
 const ROWS: usize = 8;
-/// Columns that a block of a sum takes, as in dora.cu.
+/// Columns per block of a sum, same as in dora.cu.
 const COLUMNS: usize = 32;
 
-/// What the row norms of `W + s B A` are made of, without forming that matrix: `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
+/// Terms of the row norms of `W + s B A`, without forming the matrix: `|w|^2 + 2 s w.(BA) + s^2 |BA|^2`.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms<'a> {
-    /// A [r, i].
+    /// A `[r, i]`.
     pub a: &'a Tensor,
-    /// B [o, r].
+    /// B `[o, r]`.
     pub b: &'a Tensor,
-    /// `W A^T` [o, r], in B's dtype.
+    /// `W A^T` `[o, r]`, in the dtype of B.
     pub times: &'a Tensor,
     /// `|W|^2` by row, `[o]`, f32.
     pub squares: &'a Tensor,
-    /// s.
+    /// LoRA scale s.
     pub scale: f64,
 }
 
@@ -38,11 +38,11 @@ impl Norms<'_> {
         let gram = gemm::matmul(&a, false, &a, true)?;
         let own = (gemm::matmul(&b, false, &gram, false)? * &b)?.sum(1)?;
         let sum = ((self.squares + (cross * (2.0 * self.scale))?)? + (own * (self.scale * self.scale))?)?;
-        // NaN where it overflows: an infinite norm would turn the row's outputs into zeros, which pass for numbers
+        // NaN on overflow: an infinite norm would silently zero the outputs of the row
         (&sum + sum.affine(0.0, 0.0)?)?.sqrt()
     }
 
-    /// The norms `[o]`, f32 (f64 for f64).
+    /// Row norms `[o]` in f32 (f64 for f64).
     pub fn values(&self) -> Result<Tensor> {
         if self.on_cuda() { self.launch(None).map(|[norms, _]| norms) } else { self.composed() }
     }
@@ -51,7 +51,7 @@ impl Norms<'_> {
         !is_cpu(self.b) && self.times.dtype() == self.b.dtype() && self.squares.dtype() == DType::F32
     }
 
-    /// g and `1 / norm`, both [1, o], in f32 (f64 for f64), for a magnitude [1, o].
+    /// g and `1 / norm` for a magnitude `[1, o]`, both `[1, o]` in f32 (f64 for f64).
     pub fn factors(&self, magnitude: &Tensor) -> Result<[Tensor; 2]> {
         if self.on_cuda() {
             return self.launch(Some(magnitude));
@@ -60,14 +60,14 @@ impl Norms<'_> {
         Ok([(upcast(magnitude)? * &inverse)?, inverse])
     }
 
-    /// The norms, and nothing; or with a magnitude g and their inverses.
+    /// Launches the kernel: g and the inverse norms, or without a magnitude the norms and zeros.
     fn launch(&self, magnitude: Option<&Tensor>) -> Result<[Tensor; 2]> {
         let (o, r) = self.b.dims2()?;
         if self.times.dims() != [o, r] || self.a.dim(0)? != r || self.squares.elem_count() != o {
             candle_core::bail!("DoRA: norms of {:?} and {:?}", self.a.shape(), self.b.shape());
         }
         let shape = || if magnitude.is_some() { (1, o).into() } else { candle_core::Shape::from(o) };
-        // it is in f32 where the master weights are on the device
+        // f32 if the master weights are on the device
         let magnitude = magnitude.map(upcast).transpose()?;
         let gram = gemm::matmul_wide(self.a, false, self.a, true)?;
         if let Some(two) = ghosts(&[self.b], [(shape(), DType::F32), (shape(), DType::F32)], |_| ()) {
@@ -86,28 +86,28 @@ impl Norms<'_> {
             .count(r)?
             .tensor(&out[0])?
             .tensor(&out[1])?;
-        // SAFETY: the kernel reads o rows of r values twice, r x r of the third, o of the others, and writes o values
-        // twice; a warp a row.
+        // SAFETY: `times` and `b` have o rows of r values, as checked above; `gram` is r x r; `squares`,
+        // `magnitude` and both outputs have o values; the grid covers o rows with one warp each.
         unsafe { launch.run(Grid::new(o.div_ceil(ROWS), THREADS)) }?;
         Ok(out)
     }
 }
 
-/// `k (g + add) x`, column by column, and to it what dropout asks for: `other - k base`.
+/// `k (g + add) x` by column, plus `other - k base` with dropout.
 #[derive(Clone, Copy, Debug)]
 pub struct Scaling<'a> {
-    /// g [1, o], f32.
+    /// g `[1, o]`, f32.
     pub g: &'a Tensor,
-    /// What is added to it.
+    /// Constant added to g.
     pub add: f64,
-    /// k.
+    /// Common factor k.
     pub k: f64,
-    /// Both [t, o].
+    /// `other` and `base`, both `[t, o]`.
     pub others: Option<(&'a Tensor, &'a Tensor)>,
 }
 
 impl Scaling<'_> {
-    /// For `x` [t, o], in its dtype, rounded once.
+    /// Applies the scaling to `x` `[t, o]`, in the dtype of `x` with a single rounding.
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
         if is_cpu(x) || self.g.dtype() != DType::F32 {
             return self.composed(x);
@@ -132,7 +132,8 @@ impl Scaling<'_> {
             .number(t as u64)
             .number(o as u64)
             .tensor(&y)?;
-        // SAFETY: the kernel reads t rows of o values up to three times and o factors, and writes t rows: a block each.
+        // SAFETY: `x`, `y`, `other` and `base` have t rows of o values, `g` has o values, as checked above;
+        // one block per row.
         unsafe { launch.run(Grid::new(t, THREADS)) }?;
         Ok(y)
     }
@@ -147,7 +148,7 @@ impl Scaling<'_> {
     }
 }
 
-/// `grad += inverse * (the sum of dy's rows times z's)`: `grad` and `inverse` [1, o], f32; `dy`, `z` [t, o].
+/// `grad += inverse * sum over rows of dy * z`: `grad` and `inverse` `[1, o]` in f32; `dy`, `z` `[t, o]`.
 pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
     if is_cpu(dy) || grad.dtype() != DType::F32 || dy.dtype() != z.dtype() {
         return gemm::acc(grad, &magnitude(inverse, dy, z)?);
@@ -167,11 +168,12 @@ pub fn add_magnitude(grad: &Tensor, inverse: &Tensor, dy: &Tensor, z: &Tensor) -
         .number(t as u64)
         .number(o as u64)
         .tensor(grad)?;
-    // SAFETY: the kernel reads t rows of o values twice and o factors, and reads and writes o values of the gradient.
+    // SAFETY: `dy` and `z` have t rows of o values, `inverse` and `grad` have o values, as checked above;
+    // each block owns 32 columns.
     unsafe { launch.run(Grid::new(o.div_ceil(COLUMNS), THREADS)) }
 }
 
-/// What [`add_magnitude`] adds, composed of candle's operations.
+/// The term added by [`add_magnitude`], composed of candle operations.
 pub fn magnitude(inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<Tensor> {
     (upcast(dy)? * upcast(z)?)?.sum_keepdim(0)? * inverse
 }

@@ -1,4 +1,4 @@
-//! Dropout on CUDA: numbers are drawn where they are used, and no mask is kept.
+//! Dropout on CUDA, with random numbers drawn on the fly.
 
 use super::Rows;
 use crate::Tensor;
@@ -8,29 +8,29 @@ use crate::tensor::Ghost;
 use ft_base::rng::Stream;
 use candle_core::Result;
 
-/// Threads of a block, as in dropout.cu.
+/// Threads per block, same as in dropout.cu.
 const THREADS: usize = 256;
 
-/// What a mask is drawn from.
+/// Parameters of a mask.
 #[derive(Debug)]
 pub struct Drawn {
     stream: Stream,
     first: usize,
-    /// Rows by number, where they do not follow each other: [rows] u32.
+    /// Row numbers `[rows]` u32, if not consecutive.
     list: Option<Tensor>,
-    /// Numbers of 24 bits below this are dropped.
+    /// Elements with a 24-bit number below this are dropped.
     threshold: u32,
-    /// The factor on what is kept.
+    /// Factor on kept elements.
     keep: f32,
 }
 
-/// Numbers of 24 bits below this are dropped: a number n / 2^24 is less than p where n is less than p 2^24, rounded up.
+/// Threshold for 24-bit numbers: n / 2^24 < p if and only if n < ceil(p 2^24).
 pub fn threshold(p: f64) -> u32 {
     (p * 16_777_216.0).ceil() as u32
 }
 
 impl Drawn {
-    /// That of some rows of `x`, each dropped with probability `p`.
+    /// A mask for rows of `x` with drop probability `p`.
     pub fn new(stream: Stream, rows: Rows<'_>, p: f64, keep: f32, x: &Tensor) -> Result<Self> {
         let (first, list) = match rows {
             Rows::From { first } => (first, None),
@@ -39,7 +39,7 @@ impl Drawn {
         Ok(Self { stream, first, list, threshold: threshold(p), keep })
     }
 
-    /// `x` [rows, width] times the mask, and `add` to it.
+    /// `x * mask` for `x` `[rows, width]`, plus `add` if given.
     pub fn apply(&self, x: &Tensor, add: Option<&Tensor>) -> Result<Tensor> {
         let (rows, width) = x.dims2()?;
         if self.list.as_ref().is_some_and(|l| l.elem_count() != rows)
@@ -52,7 +52,7 @@ impl Drawn {
                 add.map(Tensor::shape)
             );
         }
-        // rows may stand apart: those of a matrix with room beside it
+        // rows of `x` may have a larger stride, in a matrix with room
         let apart = row_stride(x.layout());
         let reads: Vec<&Tensor> = apart.is_none().then_some(x).into_iter().chain(add).collect();
         if let Some(g) = x.ghost() {
@@ -81,7 +81,8 @@ impl Drawn {
             .number(high1)
             .number(self.threshold);
         let parts = (width * x.dtype().size_in_bytes()).div_ceil(16 * THREADS);
-        // SAFETY: x, what is added and y have `rows` rows of `width` values, those of x `apart`; the list as many numbers.
+        // SAFETY: x, `add` and y have `rows` rows of `width` values, as checked above; `apart` is the row
+        // stride of x; the list has `rows` numbers.
         unsafe { launch.run(Grid::new(rows, THREADS as u32).by(parts)) }?;
         Ok(y)
     }

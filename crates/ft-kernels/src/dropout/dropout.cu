@@ -1,10 +1,9 @@
-// Dropout: values times 0 or one other factor, by the same counter-based numbers as src/rng.rs draws, made where they are
-// used. Element (r, c) of a matrix depends on its number, row * width + c, alone: rows count from `first` on, or are
-// those of a list. A block a row, and parts of it in the grid's second dimension; rows of x may stand farther `apart` than
-// they are long.
+// Dropout with the counter-based generator of src/rng.rs, drawn on the fly without a stored mask. The
+// decision for element (r, c) depends only on the number row * width + c; rows count from `first`, or are
+// listed. One block per row, with parts of a row in grid dimension y. `apart` is the row stride of x.
 #include "stream.cuh"
 
-constexpr int THREADS = 256; // in crates/ft-kernels/src/dropout/cuda.rs too
+constexpr int THREADS = 256; // same as in crates/ft-kernels/src/dropout/cuda.rs
 
 #define DROPOUT(NAME, T)                                                                                               \
   KERNEL(dropout_##NAME, THREADS, const T *x, const T *add, const uint32_t *list, T *y, uint32_t columns,              \

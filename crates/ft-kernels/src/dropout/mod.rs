@@ -1,4 +1,4 @@
-//! Dropout masks by index from the counter-based generator: the same for any split into micro-batches.
+//! Dropout masks, indexed in the counter-based generator: independent of the split into micro-batches.
 
 mod cuda;
 
@@ -10,19 +10,19 @@ use ft_base::rng::Stream;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-/// Which rows a mask is for, counted over the step.
+/// Rows of a mask, numbered within the step.
 #[derive(Clone, Copy, Debug)]
 pub enum Rows<'a> {
-    /// Those from `first` on.
+    /// Consecutive rows.
     From {
-        /// The first.
+        /// Number of the first row.
         first: usize,
     },
-    /// Those that the list names, counted from `first` on: the tokens of an expert.
+    /// Listed rows, for example the tokens of an expert.
     These {
-        /// What the list counts from.
+        /// Offset added to the list.
         first: usize,
-        /// The rows.
+        /// Row numbers minus `first`.
         list: &'a [u32],
     },
 }
@@ -36,17 +36,17 @@ impl Rows<'_> {
     }
 }
 
-/// What of a matrix [rows, width] is dropped: made on the CPU, drawn anew on CUDA by each kernel that needs it.
+/// A dropout mask `[rows, width]`: a tensor on the CPU, drawn by each kernel on CUDA.
 #[derive(Debug)]
 pub enum Mask {
-    /// 0 and one other value.
+    /// Stored mask with the values 0 and one other value.
     Made(Tensor),
-    /// Drawn by element.
+    /// Mask drawn on the fly.
     Drawn(cuda::Drawn),
 }
 
 impl Mask {
-    /// `x` times the mask.
+    /// `x * mask`.
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Mask::Made(m) => x * m,
@@ -54,7 +54,7 @@ impl Mask {
         }
     }
 
-    /// `sum + x` times the mask.
+    /// `sum + x * mask`.
     pub fn add(&self, x: Tensor, sum: Tensor) -> Result<Tensor> {
         match self {
             Mask::Made(m) => sum + (x * m)?,
@@ -63,10 +63,12 @@ impl Mask {
     }
 }
 
-/// A mask for `x` [rows, width], in its dtype, of 0 and one other value, and a factor: their product is 0 or
-/// `1 / (1 - p)`. Element (r, c) depends on the stream and `number of row r * width + c` alone.
+/// Creates a mask for `x` `[rows, width]` in the dtype of `x`, with values 0 and one other value, and a
+/// factor: the product is 0 or `1 / (1 - p)`. Element (r, c) depends only on the stream and on
+/// `(number of row r) * width + c`.
 ///
-/// The factor is 1, but for half precision: there the mask is 0 or 1, for `1 / (1 - p)` would be rounded to it.
+/// The factor is 1, except in half precision: there the mask is 0 or 1, because `1 / (1 - p)` would be
+/// rounded.
 pub fn mask(stream: Stream, rows: Rows<'_>, p: f64, x: &Tensor) -> Result<(Mask, f64)> {
     let (count, width) = x.dims2()?;
     let keep = 1.0 / (1.0 - p);

@@ -1,12 +1,13 @@
-// The counter-based numbers of src/rng.rs, as dropout uses them.
+// Counter-based generator of src/rng.rs for dropout.
 #pragma once
 #include "../cuda/rows.cuh"
 
-// The stream: src/rng.rs says of what. A number is kept where 24 bits of its word are not below `threshold`.
+// A stream, defined in src/rng.rs. An element is kept if the upper 24 bits of its
+// word are at least `threshold`.
 struct Stream {
   uint32_t key0, key1, high0, high1, threshold;
 
-  // Four words of a block: Philox4x32-10.
+  // Four words of one counter: Philox4x32-10.
   DEVICE void words(uint64_t block, uint32_t (&out)[4]) const {
     uint32_t a = static_cast<uint32_t>(block), b = static_cast<uint32_t>(block >> 32), c = high0, d = high1;
     uint32_t k0 = key0, k1 = key1;
@@ -29,7 +30,7 @@ struct Stream {
     return (word >> 8) >= threshold;
   }
 
-  // Of V from `at` on; V is 1, or `at` is a multiple of 4.
+  // Decisions for V elements from `at`; V is 1, or `at` is a multiple of 4.
   template <int V> DEVICE void keeps(uint64_t at, bool (&out)[V]) const {
     if constexpr (V == 1) out[0] = keeps(at);
     else {
@@ -44,13 +45,13 @@ struct Stream {
   }
 };
 
-// The vectors of a row that a thread takes: number `first`, and every `step`th from there.
+// Vectors of a row for one thread: index `first`, then every `step`th.
 struct Part {
   uint32_t first, step;
 };
 
-// y = factor * x where a number is kept, 0 elsewhere, and `add` to it if that is there: of a row of `columns` elements, the first
-// of which is number `number`, V at a time.
+// y = factor * x for kept elements, else 0, plus `add` if not null. Processes a row of `columns` elements, V
+// at a time; `number` is the number of the first element.
 template <typename T, int V>
 DEVICE void drop(const T *x, const T *add, T *y, uint32_t columns, Part part, uint64_t number, float factor,
                  const Stream &s) {

@@ -1,19 +1,19 @@
-//! Rows by number on CUDA, and the gradient of a table.
+//! Table lookup on CUDA, and the gradient of the table.
 
 use super::ById;
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in embed.cu.
+/// Threads per block, same as in embed.cu.
 const THREADS: usize = 128;
 
-/// A block a row, and as many times that as it takes for a thread to have 16 bytes.
+/// One block per row, or several so that a thread processes 16 bytes.
 fn grid(rows: usize, columns: usize, dtype: DType) -> Grid {
     Grid::new(rows, THREADS as u32).by((columns * dtype.size_in_bytes()).div_ceil(16 * THREADS))
 }
 
-/// Rows of `table` [v, d] for `ids` `[t]`.
+/// Looks up rows of `table` `[v, d]` for `ids` `[t]`.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let ((v, d), t) = (table.dims2()?, ids.elem_count());
     if let Some([y]) = ghosts(&[table, ids], [((t, d).into(), table.dtype())], |_| ()) {
@@ -30,7 +30,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
         .tensor(&y)?
         .count(v)?
         .count(d)?;
-    // SAFETY: y has a row of d values for each of the ids; those of v or more read nothing.
+    // SAFETY: `y` has one row of d values per id, and the kernel reads no row for ids of v or more.
     unsafe { launch.run(grid(t, d, table.dtype())) }?;
     Ok(y)
 }
@@ -38,7 +38,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// `grad[ids[i]] += scale * dy[i]` for every token.
 pub fn backward(grad: &Tensor, by_id: Option<&ById>, dy: &Tensor, scale: f64) -> Result<()> {
     let ((v, d), (t, _)) = (grad.dims2()?, dy.dims2()?);
-    // at the most: as many ids as tokens
+    // upper bound: every token has a different id
     if ghosts(&[dy], [], |l| l.touch(4 * (3 * t as u64 + 1))).is_some() {
         return Ok(());
     }
@@ -66,7 +66,8 @@ pub fn backward(grad: &Tensor, by_id: Option<&ById>, dy: &Tensor, scale: f64) ->
         .tensor(&dy)?
         .count(d)?
         .number(scale as f32);
-    // SAFETY: ids are below v, the order's numbers below t, and starts within the order: ById made them so; rows of the
-    // gradient and of dy have d values, and each id has a block of its own.
+    // SAFETY: ids are below v and `order` is no longer than t, as checked above; `ById` makes the indices in
+    // `order` valid rows of `dy` and the offsets in `starts` valid in `order`. Rows have d values, and each
+    // id has a separate block.
     unsafe { launch.run(grid(*ids, d, DType::F32)) }
 }

@@ -1,15 +1,15 @@
-// Rows of a table by number, and back: the gradient of a table's rows from the tokens sorted by id, a block an id, in the
-// order of the tokens. In the grid's second dimension are parts of a row.
+// Table lookup, and the gradient of the table from tokens grouped by id: one block per id, sums in token
+// order. Grid dimension y splits a row.
 #include "../cuda/rows.cuh"
 
-constexpr int THREADS = 128; // in crates/ft-kernels/src/embed/cuda.rs too
+constexpr int THREADS = 128; // same as in crates/ft-kernels/src/embed/cuda.rs
 
-// Calls f with the first of each V columns that this thread takes.
+// Calls f with the first column of each group of V columns of this thread.
 template <int V, typename F> DEVICE void by_columns(uint32_t columns, const F &f) {
   for (uint32_t c = (blockIdx.y * THREADS + threadIdx.x) * V; c < columns; c += gridDim.y * THREADS * V) f(c);
 }
 
-// y[t] = table[ids[t]], a block a token. An id that is no row gives no numbers.
+// y[t] = table[ids[t]], one block per token. Writes NaN for an id outside the table.
 template <typename T, int V>
 DEVICE void rows(const T *table, const uint32_t *ids, T *y, uint32_t count, uint32_t columns) {
   const uint32_t id = ids[blockIdx.x];
@@ -22,7 +22,7 @@ DEVICE void rows(const T *table, const uint32_t *ids, T *y, uint32_t count, uint
   });
 }
 
-// grad[ids[b]] += scale * the sum of dy[order[i]] for i from starts[b] up to starts[b + 1], for block b.
+// grad[ids[b]] += scale * sum of dy[order[i]] for starts[b] <= i < starts[b + 1], for block b.
 template <typename T, int V>
 DEVICE void gradient(float *grad, const uint32_t *ids, const uint32_t *starts, const uint32_t *order, const T *dy,
                      uint32_t columns, float scale) {

@@ -1,4 +1,4 @@
-//! Token embedding: rows of a table by id, and the gradient of the table.
+//! Token embedding: table lookup, and the gradient of the table.
 
 mod cuda;
 
@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result, WithDType};
 use rayon::prelude::*;
 use std::collections::HashMap;
 
-/// Rows of `table` [v, d] for `ids` `[t]` (u32) -> [t, d].
+/// Looks up rows of `table` `[v, d]` for `ids` `[t]` (u32) -> `[t, d]`.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     if !is_cpu(table) {
         return cuda::forward(table, ids);
@@ -28,7 +28,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// As [`forward`], in `dtype`: rows of a table that is kept in half precision are widened.
+/// Like [`forward`], with output in `dtype`: rows of a half-precision table are widened.
 pub fn forward_in(table: &Tensor, ids: &Tensor, dtype: DType) -> Result<Tensor> {
     if let (Tensor::Real(_), DType::BF16, DType::F32, true) =
         (table, table.dtype(), dtype, is_cpu(table) && table.is_contiguous())
@@ -41,12 +41,12 @@ pub fn forward_in(table: &Tensor, ids: &Tensor, dtype: DType) -> Result<Tensor> 
     forward(table, ids)?.to_dtype(dtype)
 }
 
-/// Rows of a table [v, d].
+/// Looks up rows of a table `[v, d]`.
 fn rows<T: WithDType + Send + Sync>(table: &[T], sizes: (usize, usize), ids: &[u32]) -> Result<Tensor> {
     gathered(table, sizes, ids, |x| *x)
 }
 
-/// `f` of the values of rows of a table [v, d], some of them on each thread.
+/// Looks up rows of a table `[v, d]` and applies `f` to the values, in parallel.
 fn gathered<T: Sync, U: WithDType + Send>(
     table: &[T],
     (v, d): (usize, usize),
@@ -68,16 +68,17 @@ fn gathered<T: Sync, U: WithDType + Send>(
     Tensor::from_vec(out, (ids.len(), d), &Device::Cpu)
 }
 
-/// The tokens of a micro-batch sorted by id, those of one id in their order.
+/// Tokens of a micro-batch grouped by id, in token order within an id.
 #[derive(Clone, Debug)]
 pub struct ById {
-    /// The ids that there are, rising; where the tokens of each begin in the order, and the end; the order.
+    /// Distinct ids in ascending order (`ids` values), start offsets of the groups
+    /// (`ids + 1`), then token indices.
     list: Vec<u32>,
     ids: usize,
 }
 
 impl ById {
-    /// Sorts tokens.
+    /// Groups tokens by id.
     pub fn new(ids: &[u32]) -> Self {
         let mut order: Vec<u32> = (0..ids.len() as u32).collect();
         order.sort_by_key(|i| ids[*i as usize]);
@@ -95,12 +96,12 @@ impl ById {
         Self { list, ids: count }
     }
 
-    /// Whether an id is no row of a table of `rows`.
+    /// Whether an id exceeds a table of `rows` rows.
     fn is_outside(&self, rows: usize) -> bool {
         self.list[..self.ids].last().is_some_and(|last| *last as usize >= rows)
     }
 
-    /// The tokens of some ids alone, each by its place among `of`.
+    /// Keeps only tokens with ids in `of`, and replaces each id by the index in `of`.
     fn only(&self, of: &[u32]) -> Self {
         let places: HashMap<usize, u32> = of.iter().zip(0..).map(|(id, at)| (*id as usize, at)).collect();
         let mut kept: Vec<(u32, &[u32])> =
@@ -116,7 +117,7 @@ impl ById {
         Self { list, ids: kept.len() }
     }
 
-    /// Each id, rising, and its tokens.
+    /// Distinct ids in ascending order with the token indices.
     fn each(&self) -> impl Iterator<Item = (usize, &[u32])> {
         let (ids, rest) = self.list.split_at(self.ids);
         let (starts, order) = rest.split_at(self.ids + 1);
@@ -124,11 +125,12 @@ impl ById {
     }
 }
 
-/// `grad[ids[i]] += scale * dy[i]` for every token, in place; `by_id` are the same tokens, for CUDA. Where `grad` has the
-/// rows `of` some ids alone, for the tokens with these.
+/// `grad[ids[i]] += scale * dy[i]` for every token, in place. `by_id` holds the same tokens grouped, for
+/// CUDA. With `of`, `grad` has one row per id in `of`, and other tokens are skipped.
 ///
 /// # Shapes
-/// `grad` [v, d] (or a row for each of `of`), f32 (f64 in tests) and contiguous; `ids` `[t]` u32; `dy` [t, d].
+/// `grad` `[v, d]` (or one row per id in `of`), f32 (f64 in tests), contiguous; `ids` `[t]` u32; `dy`
+/// `[t, d]`.
 pub fn backward(
     grad: &Tensor,
     (ids, by_id, of): (&Tensor, Option<&ById>, Option<&[u32]>),
@@ -139,7 +141,7 @@ pub fn backward(
         let only = by_id.zip(of).map(|(all, of)| all.only(of));
         return cuda::backward(grad, only.as_ref().or(by_id), dy, scale);
     }
-    // ids, and the same sorted: order, and at the most as many ids and starts
+    // token ids, sorted order, and at most as many distinct ids and offsets
     let list = |l: &Ledger| l.touch(16 * ids.elem_count() as u64);
     if ghosts::<f32, 0>(&[dy], [], list).is_some() {
         return Ok(());
@@ -167,7 +169,7 @@ fn scatter_cpu<T: Real>(grad: &Tensor, tokens: usize, by_id: &ById, dy: &Tensor,
     }
     let g = &*g;
     in_place::<T>("embedding-backward", grad, |mut rest| {
-        // the rows that tokens have, each with those tokens in their order
+        // disjoint mutable rows of the gradient, with their tokens in order
         let (mut work, mut at) = (Vec::with_capacity(by_id.ids), 0);
         for (id, tokens) in by_id.each() {
             let (row, tail) = std::mem::take(&mut rest)[(id - at) * d..].split_at_mut(d);
@@ -201,7 +203,7 @@ mod tests {
         Ok(())
     }
 
-    /// More tokens than one task takes: rows as candle gathers them, and the sums of adding one token after the other.
+    /// More tokens than one task: lookup matches candle, and sums match sequential addition.
     #[test]
     fn rows_on_all_threads() -> Result<()> {
         let list: Vec<u32> = (0..300u32).map(|i| i * i % 37).collect();
@@ -241,7 +243,7 @@ mod tests {
         Ok(())
     }
 
-    /// Of some rows, in any order, the gradient is that of the table.
+    /// The gradient of selected rows matches the gradient of the table.
     #[test]
     fn the_gradient_of_some_rows() -> Result<()> {
         let ids = Tensor::new(&[4u32, 0, 4, 5, 4], &Device::Cpu)?;

@@ -1,14 +1,14 @@
-//! Cross-entropy on CUDA: one launch for losses and gradient.
+//! Cross-entropy on CUDA, with losses and gradient in one launch.
 
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in loss.cu: a block a row.
+/// Threads per block, same as in loss.cu; one block per row.
 const THREADS: u32 = 512;
 
-/// Losses `[n]` of logits [n, v] in f32, and the gradient of `scale * sum(losses)` if it is wanted: over the logits if it
-/// is in f32 too.
+/// Losses `[n]` of f32 logits `[n, v]` and, if requested, the gradient of
+/// `scale * sum(losses)`, in place if it is f32.
 pub fn cross_entropy(
     logits: Tensor,
     targets: &Tensor,
@@ -46,8 +46,8 @@ pub fn cross_entropy(
         .maybe(out.as_ref())?
         .count(v)?
         .number(scale as f32);
-    // SAFETY: logits and gradient have n rows of v values, a block each; targets and losses have n. A gradient over the
-    // logits is written where the same thread has read.
+    // SAFETY: logits and gradient have n rows of v values, one block per row; targets and losses have n
+    // values, as checked above. In place, each thread writes a logit only after reading it.
     unsafe { launch.run(Grid::new(n, THREADS)) }?;
     Ok((losses, out))
 }

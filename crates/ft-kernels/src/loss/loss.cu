@@ -1,11 +1,11 @@
-// Cross-entropy of rows of logits, in f32, a block a row: the largest logit and the sum of exponentials as they go by, then
-// the gradient of scale times the loss, over the logits or to a matrix of another type. Reads the logits twice at the
-// most, and writes once: 12 bytes a logit in place, 10 to one of 16 bits, 4 without a gradient.
+// Cross-entropy of rows of logits in f32, one block per row: online softmax, then the gradient of scale *
+// loss, in place or in another dtype. Reads logits at most twice and writes once: 12 bytes per logit in
+// place, 10 with a half-precision gradient, 4 without a gradient.
 #include "../cuda/rows.cuh"
 
-constexpr int THREADS = 512; // in crates/ft-kernels/src/loss/cuda.rs too
+constexpr int THREADS = 512; // same as in crates/ft-kernels/src/loss/cuda.rs
 
-// What has been seen: the largest logit, and the sum of exponentials relative to it.
+// State of the online softmax: maximum and sum of exp(x - maximum).
 struct Seen {
   float most, sum;
   template <int V> DEVICE void add(const float (&x)[V]) {
@@ -25,7 +25,7 @@ struct Seen {
   }
 };
 
-// Not lower than a number can be: what is minus infinity adds nothing.
+// Initial maximum: finite, so that logits of minus infinity add 0.
 constexpr float LOWEST = -3.402823466e38f;
 
 template <int V> DEVICE Seen look(const float *row, uint32_t columns) {
@@ -51,7 +51,7 @@ DEVICE void gradient(const float *row, T *out, uint32_t columns, uint32_t target
   }
 }
 
-// `out` may be the logits; it is null where no gradient is wanted.
+// `out` may alias the logits; null without a gradient.
 template <typename T>
 DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *losses, T *out, uint32_t columns,
                           float scale) {
@@ -60,7 +60,7 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
   const float *const row = logits + at;
   const bool vectors = columns % 4 == 0 && is_aligned(logits);
   const uint32_t target = targets[blockIdx.x];
-  // a target that is no column gives no number
+  // a target outside the vocabulary gives a NaN loss
   const float picked = target < columns ? row[target] : NAN;
   Seen seen = vectors ? look<4>(row, columns) : look<1>(row, columns);
 #pragma unroll
@@ -69,7 +69,7 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
     seen.add(most, sum);
   }
   if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = seen.most, scratch[(THREADS + threadIdx.x) / WARP] = seen.sum;
-  // and all have read the target's logit before anything is written
+  // also orders the read of the target's logit before any write
   __syncthreads();
   seen = {LOWEST, 0.0f};
 #pragma unroll
@@ -77,12 +77,12 @@ DEVICE void cross_entropy(const float *logits, const uint32_t *targets, float *l
   if (threadIdx.x == 0) losses[blockIdx.x] = seen.most + logf(seen.sum) - picked;
   if (out == nullptr) return;
   const float factor = scale / seen.sum;
-  // a vector of logits, and of a gradient of 16 bits half of one
+  // one vector of logits, half a vector of a half-precision gradient
   if (vectors && is_aligned(out)) gradient<T, 4>(row, out + at, columns, target, seen.most, factor, scale);
   else gradient<T, 1>(row, out + at, columns, target, seen.most, factor, scale);
 }
 
-// By the type of the gradient.
+// One kernel per dtype of the gradient.
 #define LOSS(NAME, T)                                                                                                  \
   KERNEL(loss_##NAME, THREADS, const float *logits, const uint32_t *targets, float *losses, T *out, uint32_t columns,  \
          float scale) {                                                                                                \

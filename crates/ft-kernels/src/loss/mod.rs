@@ -1,7 +1,7 @@
-//! Cross-entropy of a chunk of logits, and their gradient.
+//! Cross-entropy of a logit chunk, and the gradient of the logits.
 //!
-//! The whole matrix of logits never exists: the head takes some rows at a time, and what comes back is one
-//! loss a row and the gradient of these logits, which the head's backward uses up at once.
+//! The head never forms the whole matrix of logits: it processes one chunk at a time and consumes the
+//! gradient of the chunk at once.
 
 mod cuda;
 
@@ -11,12 +11,14 @@ use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::sync::Mutex;
 
-/// Losses of the rows, and the gradient of `scale * sum(losses)` in some dtype, if both are given.
+/// Losses of the rows and, if `gradient` holds a scale and a dtype, the gradient of
+/// `scale * sum(losses)` in this dtype.
+///
+/// `logits` are consumed: an f32 gradient on CUDA, and every gradient on the CPU, overwrites their storage. A
+/// target outside the vocabulary is an error on the CPU and a NaN loss on CUDA.
 ///
 /// # Shapes
-/// `logits` [n, v] in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient [n, v].
-/// The logits' storage may be reused for the gradient: they are taken by value. On CUDA it is for one in f32; another is
-/// rounded where it is computed. A target that is no column is an error on the CPU, and a loss that is no number on CUDA.
+/// `logits` `[n, v]` in f32 (f64 in tests), `targets` `[n]` u32 -> losses `[n]`, gradient `[n, v]`.
 pub fn cross_entropy(
     logits: Tensor,
     targets: &Tensor,
@@ -37,7 +39,7 @@ fn cross_entropy_cpu<T: Real>(
     scale: Option<f64>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (n, v) = logits.dims2()?;
-    // a row on each thread, where the logits must stay
+    // without a gradient the logits stay intact: one row of workspace per thread
     let row = |l: &Ledger| l.touch(l.machine().threads * if scale.is_some() { 0 } else { 4 * v as u64 });
     if let Some([losses]) = ghosts::<T, 1>(&[&logits], [(n.into(), T::DTYPE)], row) {
         return Ok((losses, scale.map(|_| logits)));
@@ -90,16 +92,16 @@ fn cross_entropy_cpu<T: Real>(
     Ok((tensor(losses, n, T::DTYPE)?, Some(logits)))
 }
 
-/// The sum of losses in f64, in order: the same for any split into chunks.
+/// Sum of losses in f64, in order: independent of the split into chunks.
 pub fn total(losses: &[Tensor]) -> Result<f64> {
     let mut all = Running::default();
     all.keep(losses.to_vec())?;
     all.total()
 }
 
-/// Losses that are being summed as they come.
+/// Running sum of losses.
 ///
-/// On another device than the CPU to ask for them means to wait for it, so a bounded number of them is kept there.
+/// Reading losses from a device synchronizes, so a bounded number of them stays on the device.
 #[derive(Debug, Default)]
 pub struct Running {
     sum: f64,
@@ -107,10 +109,10 @@ pub struct Running {
 }
 
 impl Running {
-    /// Losses that are kept at the most: 4 MiB.
+    /// Maximum number of losses on the device: 4 MiB.
     const MOST: usize = 1 << 20;
 
-    /// Takes the losses of a micro-batch.
+    /// Adds the losses of a micro-batch.
     pub fn keep(&mut self, losses: Vec<Tensor>) -> Result<()> {
         self.kept.extend(losses);
         let here = self.kept.iter().all(is_cpu);
@@ -125,7 +127,7 @@ impl Running {
         if kept.is_empty() {
             return Ok(());
         }
-        // one copy to the host, and one wait, for all that is on another device; their sum is taken there, in f64
+        // a single copy to the host for all losses on a device; the host sums in f64
         let all = if kept.iter().all(is_cpu) { kept } else { vec![Tensor::cat(&kept, 0)?] };
         for t in all {
             let t = t.real()?;
@@ -135,7 +137,7 @@ impl Running {
         Ok(())
     }
 
-    /// The sum of all.
+    /// The sum of all losses.
     pub fn total(mut self) -> Result<f64> {
         self.add()?;
         Ok(self.sum)

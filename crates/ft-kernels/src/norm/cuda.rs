@@ -1,22 +1,23 @@
-//! RMSNorm on CUDA: a launch each way.
+//! RMSNorm on CUDA, one launch per direction.
 
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use crate::padded::{Padded, stride};
 use candle_core::{DType, Result, Shape};
 
-/// Vectors of a row that a thread holds, as in norm.cu.
+/// Vectors of a row per thread, same as in norm.cu.
 const HELD: usize = 2;
-/// Most threads of a block, as in norm.cu.
+/// Maximum number of threads per block, same as in norm.cu.
 const THREADS: usize = 512;
-/// Most rows that a block takes, one after the other, with the weight in its registers; and blocks from which on it takes
-/// more than one.
+/// Maximum number of rows per block, with the weight in registers; and the number of blocks above which a
+/// block processes several rows.
 const ROWS: usize = 8;
 const BLOCKS: usize = 128;
-/// Most parts of the weight's gradient: in f32 they are small beside what backward reads.
+/// Maximum number of partial sums of the weight gradient. In f32, they are small compared to
+/// the input of the backward pass.
 const PARTS: usize = 256;
 
-/// Rows, and the size of a row.
+/// Number of rows and row length.
 fn sizes(x: &Tensor, w: &Tensor) -> Result<(usize, usize)> {
     let d = w.elem_count();
     if d == 0 || x.dims().last() != Some(&d) || x.dtype() != w.dtype() {
@@ -25,19 +26,19 @@ fn sizes(x: &Tensor, w: &Tensor) -> Result<(usize, usize)> {
     Ok((x.elem_count() / d, d))
 }
 
-/// Threads for a row of `d` values.
+/// Threads per block for rows of `d` values.
 fn threads(d: usize, dtype: DType) -> u32 {
     let vector = 16 / dtype.size_in_bytes();
     let each = if d.is_multiple_of(vector) { vector } else { 1 };
     (d.div_ceil(each * HELD).next_multiple_of(32)).min(THREADS) as u32
 }
 
-/// Rows of a block.
+/// Rows per block.
 fn per(rows: usize) -> usize {
     (rows / BLOCKS).clamp(1, ROWS)
 }
 
-/// The norm of `x`, or of its sum with `add`, [rows, d] with room for `rank` columns more; and that sum.
+/// Norm of `x` or of `x + add`, `[rows, d]` with room for `rank` columns; and the sum, if any.
 pub fn forward(
     x: &Tensor,
     add: Option<&Tensor>,
@@ -73,14 +74,14 @@ pub fn forward(
         .count(apart)?
         .count(per)?
         .number(eps as f32);
-    // SAFETY: x, what is added and their sum have `rows` rows of d values, y as many `apart` values apart, w has d; the
-    // blocks take all rows.
+    // SAFETY: x, `add` and `sum` have `rows` rows of d values, y has the same with stride `apart`, and w has
+    // d values, as checked in `sizes` and above; the blocks cover all rows.
     unsafe { launch.run(Grid::new(rows.div_ceil(per), threads(d, x.dtype()))) }?;
     Ok((sum, Padded::within(y, (rows, d))?))
 }
 
-/// The gradient of `x`, and `add` to it, [rows, d] with room for `rank` columns more; if it is wanted that of `w` in parts
-/// [p, d], f32.
+/// Gradient of `x` plus `add`, `[rows, d]` with room for `rank` columns; if requested, partial sums of the
+/// gradient of `w`, `[p, d]` in f32.
 pub fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -126,8 +127,8 @@ pub fn backward(
         .count(apart)?
         .count(per)?
         .number(eps as f32);
-    // SAFETY: x, dy, what is added and dx have `rows` rows of d values, the last two as far apart as is said, w has d, and
-    // dw a row of d a block; the blocks take all rows.
+    // SAFETY: x, dy, `add` and dx have `rows` rows of d values, the last two with the given strides, as
+    // checked above; w has d values; `dw` has one row of d values per block; the blocks cover all rows.
     unsafe { launch.run(Grid::new(parts, threads(d, x.dtype()))) }?;
     Ok((Padded::within(dx, (rows, d))?, dw))
 }

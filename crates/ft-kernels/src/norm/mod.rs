@@ -1,5 +1,5 @@
-//! RMSNorm: `y = w * x / sqrt(mean(x^2) + eps)` over the last axis
-//! (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+//! RMSNorm: `y = w * x / sqrt(mean(x^2) + eps)` over the last axis (Zhang and Sennrich, "Root Mean Square
+//! Layer Normalization", 2019).
 
 mod cuda;
 
@@ -11,10 +11,10 @@ use crate::Tensor;
 use crate::padded::Padded;
 use candle_core::Result;
 
-/// Forward.
+/// Normalizes the last axis.
 ///
 /// # Shapes
-/// `x` [.., d], `w` `[d]` -> [.., d] in `x`'s dtype; the mean is taken in f32 (f64 for f64).
+/// `x` `[.., d]`, `w` `[d]` -> `[.., d]` in the dtype of `x`; the mean is computed in f32 (f64 for f64).
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     if is_cpu(x) {
         on_real!(x.dtype(), forward_cpu(x, w, eps))
@@ -23,7 +23,7 @@ pub fn forward(x: &Tensor, w: &Tensor, eps: f64) -> Result<Tensor> {
     }
 }
 
-/// As [`forward`], of a matrix, on CUDA with room for `rank` columns beside the result.
+/// Like [`forward`], for a matrix; on CUDA the output has room for `rank` columns.
 pub fn forward_padded(x: &Tensor, w: &Tensor, eps: f64, rank: usize) -> Result<Padded> {
     match is_cpu(x) {
         true => Padded::of(&forward(x, w, eps)?),
@@ -31,7 +31,7 @@ pub fn forward_padded(x: &Tensor, w: &Tensor, eps: f64, rank: usize) -> Result<P
     }
 }
 
-/// `x + a`, and the norm of it, on CUDA with room for `rank` columns beside it: one pass there.
+/// `x + a` and the norm of the sum, in one pass on CUDA; there the norm has room for `rank` columns.
 pub fn forward_add(x: &Tensor, a: Tensor, w: &Tensor, eps: f64, rank: usize) -> Result<(Tensor, Padded)> {
     if is_cpu(x) {
         let sum = (x + a)?;
@@ -44,10 +44,10 @@ pub fn forward_add(x: &Tensor, a: Tensor, w: &Tensor, eps: f64, rank: usize) -> 
     }
 }
 
-/// Backward: the gradients of `x` and, if wanted, of `w` (f32; f64 for f64), given that of the output. That of `w` comes
-/// as rows [p, d] whose sum it is: one on the CPU, a part a block on CUDA.
+/// Gradients of `x` and, if requested, of `w` (f32; f64 for f64) from the gradient of the output. The
+/// gradient of `w` is returned as partial sums `[p, d]`: one row on the CPU, one per block on CUDA.
 ///
-/// The norm is computed again from `x`: it costs one pass and nothing is kept.
+/// Recomputes the norm from `x`: one extra pass instead of saved activations.
 pub fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -63,8 +63,8 @@ pub fn backward(
     }
 }
 
-/// As [`backward`], of a matrix, with `add` added to the gradient of `x`, and on CUDA room for `rank` columns beside it: one
-/// pass there.
+/// Like [`backward`], for a matrix, with `add` added to the gradient of `x`; on CUDA in one pass, with room
+/// for `rank` columns.
 pub fn backward_add(
     x: &Tensor,
     w: &Tensor,
@@ -81,8 +81,7 @@ pub fn backward_add(
     Ok((Padded::of(&(add.values()? + dx)?)?, dw))
 }
 
-/// The factor on a row. Where its squares overflow, that is NaN and not 0: a model that has grown so large must be
-/// noticed, and zeros would pass for numbers.
+/// Scale of a row. NaN, not 0, if the squares overflow: zeros would hide a diverged model.
 #[inline(always)]
 fn scale<T: Real>(row: &[T], eps: f64) -> T {
     let mean = dot(row, row) / T::of(row.len() as f64) + T::of(eps);
@@ -128,7 +127,7 @@ fn backward_cpu<T: Real>(
         return Ok((dx, dw));
     }
     let (x, w, dy) = (Values::<T>::of(x)?, view::<T>(w)?, Values::<T>::of(dy)?);
-    // one partial sum a block of rows, added in order below: the same bits for any number of threads
+    // one partial sum per block of rows, added in order below: same bits for any number of threads
     let ([dx], partial) = written(like, ROWS * d, |from, out| {
         let mut dw = vec![T::zero(); if want_dw { d } else { 0 }];
         let (mut gw, mut of_x, mut of_g) = (vec![T::zero(); d], Vec::new(), Vec::new());
@@ -179,7 +178,7 @@ mod tests {
         Ok(())
     }
 
-    /// Squares that overflow: the row would be zeros, and nothing after it would notice.
+    /// Overflowing squares give NaN; zeros would go unnoticed.
     #[test]
     fn what_overflows_is_no_number() -> Result<()> {
         let x = Tensor::new(&[[1f32, 2.0], [1e30, 1.0]], &candle_core::Device::Cpu)?;

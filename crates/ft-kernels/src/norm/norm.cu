@@ -1,15 +1,15 @@
-// RMSNorm of rows, with the addition before it: a block takes some rows, one after the other, and has its part of the
-// weight in registers. Each value is read once: a thread holds HELD vectors of a row, and only what is beyond them (rows
-// of more than 8,192 values of 16 bits) is read a second time.
+// RMSNorm of rows with optional preceding addition. Each block processes several rows in sequence and keeps
+// the weight in registers. A thread holds HELD vectors of a row in registers; only the remainder of long rows
+// (beyond 8,192 half-precision values) is read twice.
 //
-// Sums are in f32, in an order that depends on the sizes alone. Traffic a value: forward reads x (and what is added) and
-// writes y (and the sum); backward reads x, dy (and what is added) and writes dx.
+// Sums are in f32, in an order that depends only on the sizes. Traffic: forward reads x (and the addend) and
+// writes y (and the sum); backward reads x, dy (and the addend) and writes dx.
 #include "../cuda/rows.cuh"
 
 constexpr int HELD = 2;
-constexpr int THREADS = 512; // at the most; the numbers are in crates/ft-kernels/src/norm/cuda.rs too
+constexpr int THREADS = 512; // maximum; same as in crates/ft-kernels/src/norm/cuda.rs
 
-// As on the CPU: NaN, and not 0, where the squares overflow.
+// Same as on the CPU: NaN, not 0, if the squares overflow.
 DEVICE float row_scale(float squares, uint32_t d, float eps) {
   const float mean = squares / static_cast<float>(d) + eps;
   return (mean * 0.0f + 1.0f) / sqrtf(mean);
@@ -20,7 +20,7 @@ DEVICE void forward(const T *x, const T *add, const T *w, T *sum, T *y, uint32_t
                     uint32_t per, float eps) {
   SHARED_ARRAY(float, scratch, 2 * WARP);
   const uint32_t first = threadIdx.x * V, step = blockDim.x * V;
-  // V values of a row: of x, or of its sum with what is added, rounded as that is kept
+  // loads V values of x, or of x + add rounded to T
   const auto take = [&](size_t at, float(&v)[V]) {
     get(x + at, v);
     if (add == nullptr) return;
@@ -146,8 +146,8 @@ DEVICE void backward(const T *x, const T *w, const T *dy, const T *add, T *dx, f
     if (first + k * step < d) put_floats(own + first + k * step, dw[k]);
 }
 
-// By the type of the values. `add` and `sum` are there or not, both; `partial` [blocks, d] is there where the weight
-// trains. Rows of y and dx, and of what is added to dx, may stand farther `apart` than they are long.
+// One kernel per dtype. `add` and `sum` are both null or both set; `partial` `[blocks, d]` is null if the
+// weight is frozen. `apart`, `add_apart` and `dx_apart` are row strides of y, the addend and dx.
 #define NORM(NAME, T)                                                                                                  \
   KERNEL(norm_forward_##NAME, THREADS, const T *x, const T *add, const T *w, T *sum, T *y, uint32_t rows, uint32_t d,  \
          uint32_t apart, uint32_t per, float eps) {                                                                    \

@@ -1,4 +1,4 @@
-//! Norms of heads and the rotary embedding on CUDA: a launch each way for queries and keys together.
+//! Head norms and rotary embedding on CUDA, one launch per direction for queries and keys together.
 
 use super::Norms;
 use crate::Tensor;
@@ -6,16 +6,16 @@ use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use crate::padded::{Padded, stride};
 use candle_core::{DType, Result, Shape};
 
-/// Values of half a head that a lane holds, and warps of a block, as in rope.cu.
+/// Values of half a head per lane, and warps per block, same as in rope.cu.
 const N: usize = 4;
 const WARPS: usize = 4;
 const WARP: usize = 32;
-/// Most parts of the weights' gradients.
+/// Maximum number of partial sums of the weight gradients.
 const PARTS: usize = 256;
-/// Most tokens that a warp takes where weights do not train.
+/// Maximum number of tokens per warp with frozen weights.
 const TOKENS: usize = 4;
 
-/// What is rotated.
+/// Sizes of queries and keys.
 struct Sizes {
     tokens: usize,
     heads: usize,
@@ -54,7 +54,7 @@ impl Sizes {
     }
 }
 
-/// Of a result: rows [t, h c] with room for `rank` columns more.
+/// Layout of an output: rows `[t, h c]` with room for `rank` columns.
 struct Out {
     dims: (usize, usize),
     apart: usize,
@@ -76,12 +76,13 @@ impl Out {
     }
 }
 
-/// Results of two kinds.
+/// Wraps the outputs for queries and keys.
 fn pair(of: &[Out; 2], [a, b]: [Tensor; 2]) -> Result<[Padded; 2]> {
     Ok([Padded::within(a, of[0].dims)?, Padded::within(b, of[1].dims)?])
 }
 
-/// Queries and keys, normed and rotated; rotated back with `sign` -1: rows [t, h c], with room for `ranks` columns more.
+/// Normalizes and rotates queries and keys, or rotates back with `sign` -1: rows `[t, h c]` with room for
+/// `ranks` columns.
 pub fn forward(
     [q, k]: [&Tensor; 2],
     norms: Option<&Norms<'_>>,
@@ -113,14 +114,15 @@ pub fn forward(
         .number(norms.map_or(0.0, |n| n.k.1 as f32))
         .count(of[0].apart)?
         .count(of[1].apart)?;
-    // SAFETY: Sizes::of has found the shapes to fit; outputs have those of the inputs, tokens as far apart as is said; a
-    // warp takes a token, below `tokens`.
+    // SAFETY: `Sizes::of` has checked the shapes; outputs have the shapes of the inputs with stride `apart`
+    // between tokens; one warp per token, below `tokens`.
     unsafe { launch.run(Grid::new(sizes.tokens.div_ceil(WARPS), (WARPS * WARP) as u32).by(2)) }?;
     pair(&of, out)
 }
 
-/// The gradients of queries and keys before their norms, rows [t, h c] with room for `ranks` columns more, given those of
-/// what [`forward`] gave; if they are wanted those of the two weights, in parts [p, c] in f32.
+/// Gradients of queries and keys before the norms, as rows `[t, h c]` with room for `ranks`
+/// columns, from the gradients of the outputs of [`forward`]; if requested, partial sums `[p, c]`
+/// of the weight gradients in f32.
 pub fn backward(
     [q, k]: [&Tensor; 2],
     norms: &Norms<'_>,
@@ -173,7 +175,8 @@ pub fn backward(
         .maybe(dw.as_ref())?;
     let launch = sizes.counts(launch)?.count(per)?.number(norms.q.1 as f32).number(norms.k.1 as f32);
     let launch = launch.count(of[0].apart)?.count(of[1].apart)?;
-    // SAFETY: as in `forward`; the parts of the weights' gradients are one a block, of c values.
+    // SAFETY: as in `forward`; `dyq` and `dyk` have the shapes of q and k, and each block owns one partial
+    // sum of c values.
     unsafe { launch.run(Grid::new(parts, (WARPS * WARP) as u32).by(2)) }?;
     Ok((pair(&of, out)?, dw.as_ref().map(split).transpose()?))
 }

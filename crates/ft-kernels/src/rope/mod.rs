@@ -1,10 +1,8 @@
-//! Rotary position embedding in the half-split layout of transformers (`rotate_half`):
-//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, x1 and x2 the two halves of a head
-//! (Su et al., "RoFormer", 2021). The map is orthogonal, so backward is forward with `-sin`.
-
+//! Rotary position embedding in the half-split layout of transformers (`rotate_half`), with optional norms of
+//! the heads (Su et al., "RoFormer", 2021).
 //!
-//! Queries and keys are rotated together, with the norms of their heads where a family has them: on the CPU one operation
-//! after the other, on CUDA in one launch.
+//! `(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`, with x1 and x2 the two halves of a head. The map is
+//! orthogonal, so the backward pass is the forward pass with `-sin`.
 
 mod cuda;
 
@@ -15,19 +13,20 @@ use crate::Tensor;
 use crate::padded::Padded;
 use candle_core::Result;
 
-/// The norms of heads: weight `[c]` and eps, of queries and of keys.
+/// Head norms of queries and keys: weight `[c]` and eps.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms<'a> {
-    /// Of queries.
+    /// Query norm.
     pub q: (&'a Tensor, f64),
-    /// Of keys.
+    /// Key norm.
     pub k: (&'a Tensor, f64),
 }
 
-/// Queries and keys [t, h, c], each head normed where there are norms, then rotated; in their dtype.
+/// Normalizes (if `norms` is given) and rotates the heads of queries and keys: in sequence on the CPU, in one
+/// launch on CUDA. The outputs keep dtype and shape.
 ///
 /// # Shapes
-/// `q` [t, h, c], `k` [t, g, c], `cos` and `sin` [t, c / 2] in f32.
+/// `q` `[t, h, c]`, `k` `[t, g, c]`, `cos` and `sin` `[t, c / 2]` in f32.
 pub fn forward(
     mut q: Tensor,
     mut k: Tensor,
@@ -48,11 +47,12 @@ pub fn forward(
     Ok([q, k])
 }
 
-/// What [`backward`] gives: the gradients of queries and keys, and of the norms' weights (see there).
+/// Output of [`backward`]: gradients of queries and keys, and of the norm weights.
 pub type Gradients = ([Padded; 2], [Option<Tensor>; 2]);
 
-/// The gradients of queries and keys, rows [t, h c] and on CUDA with room for `ranks` columns more, given those of what [`forward`] gave; and, where they are wanted, those of the norms'
-/// weights, in rows [p, c] whose sum they are. `before` are queries and keys before their norms.
+/// Gradients of queries and keys, as rows `[t, h c]` with room for `ranks` columns on CUDA, from the
+/// gradients of the outputs of [`forward`]; if requested by `want`, also partial sums `[p, c]` of the
+/// gradients of the norm weights. `before` holds queries and keys before the norms.
 pub fn backward(
     before: Option<(&Tensor, &Tensor, Norms<'_>)>,
     cos: &Tensor,
@@ -84,10 +84,10 @@ pub fn backward(
     Ok(([rows(&dq)?, rows(&dk)?], [wq, wk]))
 }
 
-/// Rotates every head of every token on the CPU; with `inverse`, rotates back (the backward pass).
+/// Rotates every head of every token on the CPU, or rotates back if `inverse` (backward pass).
 ///
 /// # Shapes
-/// `x_thc` [t, h, c], `cos_tc` and `sin_tc` [t, c / 2] in f32 -> [t, h, c] in `x`'s dtype.
+/// `x_thc` `[t, h, c]`, `cos_tc` and `sin_tc` `[t, c / 2]` in f32 -> `[t, h, c]` in the dtype of `x`.
 fn apply(x_thc: &Tensor, cos_tc: &Tensor, sin_tc: &Tensor, inverse: bool) -> Result<Tensor> {
     on_real!(x_thc.dtype(), apply_cpu(x_thc, cos_tc, sin_tc, inverse))
 }
@@ -151,7 +151,7 @@ mod tests {
         Norms { q: (wq, 0.1), k: (wk, 0.2) }
     }
 
-    /// With norms and without: the gradients of what goes in, and of the weights.
+    /// Gradients of inputs and weights, with and without norms.
     #[test]
     fn gradients_through_norms() -> Result<()> {
         let (cos, sin) = tables(5, 2)?;

@@ -1,25 +1,25 @@
-// The norms of heads and the rotary embedding, queries and keys in one launch: in the grid's second dimension 0 are the
-// queries and 1 the keys. A warp takes a token at a time and goes over its heads with the token's cosines and sines in
-// registers; `lanes` lanes (a power of two) take a head. A lane has N values of the first half of a head and those that
-// they are rotated with, of the second: a head has 256 channels at the most.
+// Head norms and rotary embedding of queries (grid dimension y = 0) and keys (y = 1) in one launch. A warp
+// processes one token at a time and iterates over heads, with cosines and sines in registers; `lanes` lanes
+// (a power of two) share a head. A lane holds N values of the first half of a head and the matching N values
+// of the second half, so a head has at most 256 channels.
 //
-// Every value is read and written once, N of them an access where halves of heads allow it: more would be more registers
-// and fewer warps, with as many bytes on their way.
+// Every value is read and written once, N per access if alignment permits. A larger N would use more
+// registers and reduce occupancy, with the same number of bytes in flight.
 #include "../cuda/rows.cuh"
 
-constexpr int N = 4;     // in crates/ft-kernels/src/rope/cuda.rs too
-constexpr int WARPS = 4; // of a block
+constexpr int N = 4;     // same as in crates/ft-kernels/src/rope/cuda.rs
+constexpr int WARPS = 4; // per block
 constexpr int MOST = 2 * N * WARP;
 
 // Queries or keys.
 template <typename T> struct Heads {
   const T *x;
-  const T *w; // of the norm of heads, or null
+  const T *w; // weight of the head norm, or null
   const T *dy;
   T *out;
   uint32_t heads;
   float eps;
-  uint32_t apart; // values of `out` from token to token
+  uint32_t apart; // stride of `out` between tokens, in values
 };
 
 DEVICE float sum_of_lanes(float x, uint32_t lanes) {
@@ -27,7 +27,7 @@ DEVICE float sum_of_lanes(float x, uint32_t lanes) {
   return x;
 }
 
-// N values of a lane, V next to each other: which they are, and their loads and stores. Those beyond the half are 0.
+// The N values of a lane in half a head, in groups of V adjacent values. Values beyond the half are 0.
 template <int V> struct Part {
   uint32_t lane, lanes, half;
   bool live;
@@ -53,7 +53,7 @@ template <int V> struct Part {
   }
 };
 
-// The factor of a head whose squares sum up to this; as in norm.cu.
+// Norm factor of a head from the sum of squares, as in norm.cu.
 DEVICE float head_scale(float squares, uint32_t half, float eps) {
   const float mean = squares / static_cast<float>(2 * half) + eps;
   return (mean * 0.0f + 1.0f) / sqrtf(mean);
@@ -94,7 +94,8 @@ DEVICE void forward(const Heads<T> &of, const float *cos, const float *sin, uint
   }
 }
 
-// Through rotation and norm: dx, and the block's part of the weight's gradient [2 half], if `partial` is there.
+// Backward pass of rotation and norm: dx, and the partial weight gradient [2 half] of the
+// block if `partial` is not null.
 template <typename T, int V>
 DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, float *partial, uint32_t tokens,
                      uint32_t half, uint32_t lanes, uint32_t per) {
@@ -118,7 +119,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
       part.take(of.dy + at, y1), part.take(of.dy + at + half, y2);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        // back through the rotation
+        // inverse rotation
         const float g1 = y1[i] * c[i] + y2[i] * s[i], g2 = y2[i] * c[i] - y1[i] * s[i];
         y1[i] = g1, y2[i] = g2;
         squares += a[i] * a[i] + b[i] * b[i];
@@ -128,7 +129,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
       const float k = sum_of_lanes(dots, lanes) * r * r * r / static_cast<float>(2 * half);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        // of a head that is not there all are 0, and eps may be
+        // all values of an inactive head are 0, and so may be eps
         if (part.live) dw1[i] += y1[i] * (a[i] * r), dw2[i] += y2[i] * (b[i] * r);
         y1[i] = y1[i] * w1[i] * r - a[i] * k;
         y2[i] = y2[i] * w2[i] * r - b[i] * k;
@@ -139,7 +140,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
   }
   if (partial == nullptr) return;
   SHARED_ARRAY(float, sums, WARPS * MOST);
-  // the groups of a warp, then the warps, in order
+  // sum over the groups of a warp, then over warps, in fixed order
 #pragma unroll
   for (int i = 0; i < N; i++)
     for (uint32_t step = lanes; step < WARP; step *= 2) {
@@ -158,7 +159,7 @@ DEVICE void backward(const Heads<T> &of, const float *cos, const float *sin, flo
   }
 }
 
-// By the type of the values. Forward with sign 1, or without norms and back with -1.
+// One kernel per dtype. The forward kernel with sign -1 and no norms is the backward pass of the rotation.
 #define ROPE(NAME, T)                                                                                                  \
   KERNEL(rope_forward_##NAME, WARPS *WARP, const T *q, const T *k, const T *wq, const T *wk, const float *cos,         \
          const float *sin, T *yq, T *yk, uint32_t tokens, uint32_t heads, uint32_t kv_heads, uint32_t half,            \

@@ -1,32 +1,32 @@
-//! The router on CUDA: what it decides stays on the device.
+//! Router on CUDA; all results stay on the device.
 
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in route.cu: a warp a token.
+/// Threads per block, same as in route.cu; one warp per token.
 const THREADS: u32 = 256;
-/// Tokens that a block takes.
+/// Tokens per block.
 const TOKENS: usize = 8;
-/// Threads of a block of the sums.
+/// Threads per block of the sums.
 const SUM_THREADS: u32 = 1024;
-/// Most experts that a token chooses: a lane has what belongs to one.
+/// Maximum number of experts per token: one lane per choice.
 pub const MOST: usize = 32;
 
-/// How tokens were routed.
+/// Routing of the tokens of a layer.
 #[derive(Clone, Debug)]
 pub struct Routed {
-    /// The `k` most likely experts of each token, the most likely first, [t, k] u32.
+    /// The `k` most likely experts of each token in descending order, `[t, k]` u32.
     pub chosen: Tensor,
-    /// Probabilities of all experts [t, e], f32.
+    /// Probabilities of all experts `[t, e]`, f32.
     pub probs: Tensor,
     /// logsumexp of the logits `[t]`, f32.
     pub lse: Tensor,
-    /// Gates of the chosen experts [t, k], f32.
+    /// Gates of the chosen experts `[t, k]`, f32.
     pub gates: Tensor,
 }
 
-/// Routes tokens by their logits [t, e] f32; `replay` are the choices of an earlier pass, which are taken over.
+/// Routes tokens by f32 logits `[t, e]`. `replay` reuses the choices of an earlier pass.
 pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bool) -> Result<Routed> {
     let (t, e) = logits.dims2()?;
     if k == 0 || k > e.min(MOST) || logits.dtype() != DType::F32 || replay.is_some_and(|r| r.dims() != [t, k])
@@ -57,13 +57,15 @@ pub fn forward(logits: &Tensor, k: usize, replay: Option<&Tensor>, normalise: bo
         .tensor(&probs)?
         .tensor(&lse)?
         .tensor(&gates)?;
-    // SAFETY: logits and probabilities have t rows of e values, choices and gates t of k, and k is at most 32.
+    // SAFETY: logits and probabilities have t rows of e values, choices and gates t rows of k values, with k
+    // at most 32 and at most e.
     unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
     Ok(Routed { chosen, probs, lse, gates })
 }
 
-/// The gradient of the logits [t, e], given that of the gates [t, k] and what losses on routers add: `extra` `[e]` f32 to
-/// that of each token's probabilities, and `z` to that of `logsumexp^2`.
+/// Gradient of the logits `[t, e]` from the gradient of the gates `[t, k]` and the router
+/// losses: `extra` `[e]` in f32 is added to the gradient of the probabilities; `z` is the factor
+/// on the gradient of `logsumexp^2`.
 pub fn backward(
     r: &Routed,
     dgates: &Tensor,
@@ -93,13 +95,15 @@ pub fn backward(
         .count(k)?
         .number(u32::from(normalise))
         .tensor(&dx)?;
-    // SAFETY: as forward, whose output `r` is; `extra` has e values.
+    // SAFETY: `r` has the shapes made by `forward`; `dgates` has t rows of k values and
+    // `extra` e values, as checked above.
     unsafe { launch.run(Grid::new(t.div_ceil(TOKENS), THREADS)) }?;
     Ok(dx)
 }
 
-/// Of a layer [2 e + 1] f64: tokens of each expert, the sum of each expert's probabilities, that of `logsumexp^2`; the
-/// sums are 0 unless `losses` want them. `starts` [e + 1] are the first rows of the experts.
+/// Sums of a layer, `[2 e + 1]` in f64: tokens of each expert, sum of the probabilities of each
+/// expert, sum of `logsumexp^2`. The last e + 1 sums are 0 unless `losses` is set. `starts` `[e + 1]`
+/// holds the first row of each expert.
 pub fn sums(r: &Routed, starts: &Tensor, losses: bool) -> Result<Tensor> {
     let (t, e) = r.probs.dims2()?;
     if starts.dims() != [e + 1] {
@@ -116,12 +120,13 @@ pub fn sums(r: &Routed, starts: &Tensor, losses: bool) -> Result<Tensor> {
         .count(t)?
         .count(e)?
         .tensor(&out)?;
-    // SAFETY: t rows of e probabilities, e + 1 starts, 2 e + 1 numbers; a block has 32 of the last e + 1.
+    // SAFETY: t rows of e probabilities, t logsumexps, e + 1 starts and 2 e + 1 outputs; each block computes
+    // 32 of e + 1 sums.
     unsafe { launch.run(Grid::new((e + 1).div_ceil(32), SUM_THREADS)) }?;
     Ok(out)
 }
 
-/// `factor` times the tokens of each expert `[e]` f32, over the `sums` [layers, 2 e + 1] of layers.
+/// `factor` times the tokens of each expert, `[e]` f32, summed over layers from `sums` `[layers, 2 e + 1]`.
 pub fn share(sums: &Tensor, factor: f64) -> Result<Tensor> {
     let (layers, e) = (sums.dim(0)?, sums.dim(1)? / 2);
     let out = empty(sums, e, DType::F32)?;
@@ -131,7 +136,7 @@ pub fn share(sums: &Tensor, factor: f64) -> Result<Tensor> {
         .count(e)?
         .number(factor as f32)
         .tensor(&out)?;
-    // SAFETY: `layers` rows of 2 e + 1 numbers, and e values.
+    // SAFETY: `sums` has `layers` rows of 2 e + 1 values and the output has e values.
     unsafe { launch.run(Grid::new(e.div_ceil(THREADS as usize), THREADS)) }?;
     Ok(out)
 }

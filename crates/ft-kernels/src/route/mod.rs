@@ -1,10 +1,10 @@
-//! A router's mathematics: softmax over all experts, the most likely `k`, their gates, and the way back.
+//! Router: softmax over all experts, top-k selection, gates, and the backward pass.
 //!
 //! With probabilities `p = softmax(x)`, chosen experts `c_j` and `s = sum_j p[c_j]`: `gate_j = p[c_j]`, or
-//! `p[c_j] / s` where gates are normalised. The choice itself has no gradient. The losses that balance experts
-//! (see [`Balance`]) have theirs on `p` and on `x`.
+//! `p[c_j] / s` with normalized gates. The selection has no gradient. Router losses (see [`Balance`]) add
+//! gradients to `p` and `x`.
 //!
-//! Equal probabilities are decided for the lower expert, on every device: a tie does not flip.
+//! Ties go to the lower expert on every device.
 
 pub mod cuda;
 
@@ -14,23 +14,23 @@ use crate::Tensor;
 use candle_core::{D, DType, Result};
 use rayon::prelude::*;
 
-/// Gradients that losses on the router itself add, the same for all tokens of a layer.
+/// Gradient terms of the router losses, the same for all tokens of a layer.
 ///
-/// The load-balancing loss (Fedus et al., 2021, as transformers computes it, over the tokens of all sparse
-/// layers): `E sum_e f_e P_e`, with f_e the pairs of expert e a token and P_e the mean of p_e; f is a constant.
-/// The z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): a layer's mean over tokens of `logsumexp(x)^2`, summed over
-/// layers.
+/// Load-balancing loss (Fedus et al., 2021, as in transformers, over the tokens of all sparse layers):
+/// `E sum_e f_e P_e`, with f_e the token-expert pairs of expert e per token, treated as a constant, and P_e
+/// the mean of p_e. z-loss (Zoph et al., "ST-MoE", 2022, eq. 5): mean over the tokens of a layer of
+/// `logsumexp(x)^2`, summed over layers.
 #[derive(Clone, Debug, Default)]
 pub struct Balance {
-    /// Gradient of each expert's probability, coefficient included; empty for none.
+    /// Gradient of the probability of each expert, including the coefficient; empty for none.
     pub dp: Vec<f64>,
-    /// The same `[e]` in f32 on the device, where layers route there.
+    /// The same as a tensor `[e]` in f32, for layers with routing on the device.
     pub on_device: Option<Tensor>,
-    /// Factor on the gradient of `logsumexp(x)^2` of each token, coefficient and mean included.
+    /// Factor on the gradient of `logsumexp(x)^2` of each token, including coefficient and mean.
     pub z: f64,
 }
 
-/// Probabilities `[t, e]` and logsumexp `[t]` of logits `[t, e]`, f32 (f64 in tests).
+/// Probabilities `[t, e]` and logsumexp `[t]` of logits `[t, e]`, in f32 (f64 in tests).
 pub fn softmax(logits: &Tensor) -> Result<(Tensor, Tensor)> {
     if is_native(logits) { on_real!(logits.dtype(), softmax_cpu(logits)) } else { softmax_composed(logits) }
 }
@@ -64,7 +64,7 @@ fn softmax_composed(logits: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((e.broadcast_div(&sum)?, (max + sum.log()?)?.squeeze(1)?))
 }
 
-/// The `k` experts of each token with the highest probabilities, the highest first: [t * k] on the host.
+/// The `k` most likely experts of each token in descending order: `[t * k]` on the host.
 pub fn choose(probs: &Tensor, k: usize) -> Result<Vec<u32>> {
     let (_, e) = probs.dims2()?;
     if k == 0 || k > e {
@@ -83,8 +83,8 @@ fn choose_cpu<T: Real>(probs: &Tensor, k: usize) -> Result<Vec<u32>> {
     let mut out = vec![0u32; t * k];
     out.par_chunks_mut(ROWS * k).zip(p.par_chunks(ROWS * e)).for_each(|(out, p)| {
         for (out, p) in out.chunks_mut(k).zip(p.chunks(e)) {
-            // a short list, kept sorted: an equal value goes behind the one that is there. Until k values have
-            // come every value is taken, also one that is not a number: the guard on the loss names it later
+            // a short sorted list; ties go behind earlier entries. The first k values are always taken, even
+            // NaN, so that the loss check can report it
             let mut len = 0;
             for (i, x) in p.iter().enumerate() {
                 let at = out[..len].iter().position(|o| *x > p[*o as usize]).unwrap_or(len);
@@ -99,8 +99,7 @@ fn choose_cpu<T: Real>(probs: &Tensor, k: usize) -> Result<Vec<u32>> {
     Ok(out)
 }
 
-/// k times the maximum, found anew each time, so that ties go to the lower expert (candle's sort is not stable
-/// on CUDA).
+/// Takes the maximum k times, so that ties go to the lower expert (candle's sort is not stable on CUDA).
 fn choose_composed(probs: &Tensor, k: usize) -> Result<Tensor> {
     let (t, e) = probs.dims2()?;
     let device = probs.device();
@@ -112,7 +111,7 @@ fn choose_composed(probs: &Tensor, k: usize) -> Result<Tensor> {
     for _ in 0..k {
         let max = left.max_keepdim(D::Minus1)?;
         let best = left.broadcast_eq(&max)?.where_cond(&iota, &none)?.min_keepdim(D::Minus1)?;
-        // a row that is not a number equals nothing: it takes the last expert, and the guard on the loss names it
+        // NaN equals nothing: clamp to the last expert, and let the loss check report the NaN
         let best = best.minimum((e - 1) as f64)?;
         left = iota.broadcast_eq(&best)?.where_cond(&gone, &left)?;
         out.push(best);
@@ -120,7 +119,7 @@ fn choose_composed(probs: &Tensor, k: usize) -> Result<Tensor> {
     Tensor::cat(&out, 1)?.to_dtype(DType::U32)
 }
 
-/// The chosen experts as an index where `probs` [t, e] are, [t, k].
+/// The chosen experts as an index tensor `[t, k]` on the device of `probs` `[t, e]`.
 fn index(chosen: &[u32], k: usize, probs: &Tensor) -> Result<Tensor> {
     let shape = (probs.dim(0)?, k);
     match probs.ghost() {
@@ -129,27 +128,27 @@ fn index(chosen: &[u32], k: usize, probs: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Gates [t, k] of the chosen experts [t * k].
+/// Gates `[t, k]` of the chosen experts `[t * k]`.
 pub fn gates(probs: &Tensor, chosen: &[u32], k: usize, normalise: bool) -> Result<Tensor> {
     let g = probs.gather(&index(chosen, k, probs)?, 1)?;
     if normalise { g.broadcast_div(&g.sum_keepdim(1)?) } else { Ok(g) }
 }
 
-/// What [`backward`] needs of the forward pass.
+/// Results of the forward pass used by [`backward`].
 pub struct RouterOutput<'a> {
-    /// Probabilities [t, e].
+    /// Probabilities `[t, e]`.
     pub probs: &'a Tensor,
-    /// logsumexp of the logits `[t]`.
+    /// logsumexp of the logits, `[t]`.
     pub lse: &'a Tensor,
-    /// Gates [t, k].
+    /// Gates `[t, k]`.
     pub gates: &'a Tensor,
-    /// Chosen experts [t * k].
+    /// Chosen experts `[t * k]`.
     pub chosen: &'a [u32],
-    /// Whether gates are normalised.
+    /// Whether gates are normalized.
     pub normalise: bool,
 }
 
-/// The gradient of the logits [t, e], given that of the gates [t, k] and what the balancing losses add.
+/// Gradient of the logits `[t, e]` from the gradient of the gates `[t, k]` and the router losses.
 pub fn backward(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Balance>) -> Result<Tensor> {
     let e = r.probs.dim(1)?;
     if let Some(b) = balance.filter(|b| !b.dp.is_empty() && b.dp.len() != e) {
@@ -182,7 +181,7 @@ fn backward_cpu<T: Real>(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<
             let t = block * ROWS + i;
             let (p, g, dg) = (&p[t * e..][..e], &g[t * k..][..k], &dg[t * k..][..k]);
             let chosen = &r.chosen[t * k..][..k];
-            // first the gradient of p, in place
+            // gradient of p, in place
             dx.copy_from_slice(&extra);
             let (mean, sum) = if r.normalise {
                 let mean: T = g.iter().zip(dg).map(|(g, d)| *g * *d).sum();
@@ -220,7 +219,7 @@ fn backward_composed(r: &RouterOutput<'_>, dgates: &Tensor, balance: Option<&Bal
             .contiguous()?,
         _ => r.probs.zeros_like()?,
     };
-    // column by column with a comparison: candle's scatter_add is no option on every dtype
+    // one column at a time by comparison: candle does not support scatter_add for every dtype
     let iota = Tensor::arange(0u32, e as u32, device)?.unsqueeze(0)?.broadcast_as((t, e))?.contiguous()?;
     for j in 0..k {
         let here = iota.broadcast_eq(&chosen.narrow(1, j, 1)?.contiguous()?)?.to_dtype(dtype)?;
@@ -253,7 +252,7 @@ mod tests {
             let what = format!("logits, {k}, {normalise}");
             let dx = backward(&r, &dg, None)?;
             gradient(&what, &x, &dx, &dg, |x| gates(&softmax(x)?.0, &chosen, k, normalise));
-            // gates' part is linear in dg: the rest is the balancing losses' own gradient
+            // the part of the gates is linear in dg: the difference is the gradient of the router losses
             let dp = (0..E).map(|e| 0.3 * e as f64 - 0.7).collect();
             let balance = Balance { dp, z: 0.05, ..Balance::default() };
             let with = backward(&r, &dg, Some(&balance))?;
@@ -303,7 +302,7 @@ mod tests {
     fn softmax_of_large_logits_and_composition() -> Result<()> {
         let x = Tensor::new(&[[1e30f32, 0.0], [-1e30, -1e30], [2.0, 1.0]], &Device::Cpu)?;
         let (p, lse) = softmax(&x)?;
-        // an exponential below the smallest normal number is near that number
+        // exponentials below the smallest normal number are clamped
         assert_eq!(
             values(&p).iter().map(|p| (p * 1e9).round() / 1e9).collect::<Vec<_>>()[..4],
             [1.0, 0.0, 0.5, 0.5]

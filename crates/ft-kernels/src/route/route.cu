@@ -1,13 +1,13 @@
-// A router's mathematics: a warp a token. Probabilities of all experts, the most likely k in falling order (of equal ones the
-// lower expert first), their gates, and the way back; what the losses on routers need, as sums over tokens.
+// Router, one warp per token: softmax over experts, top-k in descending order (ties go to the lower expert),
+// gates, the backward pass, and sums over tokens for the router losses.
 #include "../cuda/device.cuh"
 
-constexpr int THREADS = 256; // in crates/ft-kernels/src/route/cuda.rs too
+constexpr int THREADS = 256; // same as in crates/ft-kernels/src/route/cuda.rs
 
-// Whether expert a with probability x comes before b with y.
+// Whether expert a with probability x ranks before expert b with probability y.
 DEVICE bool precedes(float x, uint32_t a, float y, uint32_t b) { return x > y || (x == y && a < b); }
 
-// `chosen` [t, k] is written, or with `replay` read. k is at most 32: lane j has what belongs to choice j.
+// `chosen` `[t, k]` is written, or read if `replay`. k is at most 32: lane j handles choice j.
 KERNEL(route_forward, THREADS, const float *logits, uint32_t tokens, uint32_t experts, uint32_t k, uint32_t replay,
        uint32_t normalise, uint32_t *chosen, float *probs, float *lse, float *gates) {
   const uint32_t lane = threadIdx.x % WARP, t = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
@@ -27,7 +27,7 @@ KERNEL(route_forward, THREADS, const float *logits, uint32_t tokens, uint32_t ex
   if (replay) {
     if (lane < k) mine = chosen[own];
   } else {
-    // each time the first of those behind the last one
+    // repeatedly the best expert after the last one chosen
     float last = INFINITY;
     uint32_t at = 0;
     for (uint32_t j = 0; j < k; j++) {
@@ -44,21 +44,21 @@ KERNEL(route_forward, THREADS, const float *logits, uint32_t tokens, uint32_t ex
         const uint32_t e = __shfl_xor_sync(ALL, found, step);
         if (precedes(v, e, best, found)) best = v, found = e;
       }
-      // a row that is not a number has no best: any expert does, the guard on the loss names it
+      // NaN rows have no best expert: pick any, and let the loss check report the NaN
       if (found == experts) found = j;
       last = best, at = found;
       if (lane == j) mine = found;
     }
     if (lane < k) chosen[own] = mine;
   }
-  __syncwarp(); // probabilities that other lanes wrote
+  __syncwarp(); // make probabilities of other lanes visible
   const float gate = lane < k ? p[mine] : 0.0f;
   const float all = warp_sum(gate);
   if (lane < k) gates[own] = normalise ? gate / all : gate;
 }
 
-// The gradient of logits: `extra` [experts], or null, is added to that of each token's probabilities, and `z` times
-// logsumexp is that of the logits by way of it.
+// Gradient of the logits. `extra` [experts], or null, is added to the gradient of the probabilities; the
+// z-loss adds z * lse * p, with the factor 2 of the square included in z.
 KERNEL(route_backward, THREADS, const float *probs, const float *lse, const float *gates, const uint32_t *chosen,
        const float *dgates, const float *extra, float z, uint32_t tokens, uint32_t experts, uint32_t k, uint32_t normalise,
        float *dlogits) {
@@ -91,8 +91,9 @@ KERNEL(route_backward, THREADS, const float *probs, const float *lse, const floa
   for (uint32_t e = lane; e < experts; e += WARP) dlogits[row + e] = p[e] * (dlogits[row + e] + shift);
 }
 
-// [2 experts + 1] numbers of a layer: tokens of each expert, from `starts` [experts + 1]; the sum of each expert's
-// probabilities; the sum of logsumexp squared. Without `probs` the sums are 0. A block takes 32 of the last 1 + experts.
+// Per-layer sums `[2 experts + 1]`: tokens of each expert from `starts` `[experts + 1]`; sum of the
+// probabilities of each expert; sum of squared logsumexp. The last experts + 1 sums are 0 if `probs` is null.
+// Each block computes 32 of them.
 constexpr int SUM_THREADS = 1024;
 KERNEL(route_sums, SUM_THREADS, const float *probs, const float *lse, const uint32_t *starts, uint32_t tokens,
        uint32_t experts, double *out) {
@@ -114,7 +115,8 @@ KERNEL(route_sums, SUM_THREADS, const float *probs, const float *lse, const uint
   if (e < experts) out[e] = starts[e + 1] - starts[e];
 }
 
-// What the load-balancing loss adds to the gradient of each probability: `factor` times an expert's tokens over all layers.
+// Gradient of the load-balancing loss for each probability: `factor` times the tokens
+// of the expert over all layers.
 KERNEL(route_balance, THREADS, const double *sums, uint32_t layers, uint32_t experts, float factor, float *out) {
   const uint32_t e = blockIdx.x * THREADS + threadIdx.x;
   if (e >= experts) return;

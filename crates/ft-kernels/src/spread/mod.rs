@@ -1,28 +1,28 @@
-//! Rows of a matrix that are computed some at a time, and the zeros between them.
+//! A matrix of zeros with some rows filled in parts.
 
 use super::cpu::is_cpu;
 use super::cuda::launch::{Grid, Launch, compiled, ghosts};
 use crate::Tensor;
 use candle_core::Result;
 
-/// A matrix [t, d] of zeros, but for rows that come in parts. On CUDA each part is copied to its place as it comes.
+/// A matrix `[t, d]`, zero except for rows supplied in parts. On CUDA each part is scattered at once.
 #[derive(Debug)]
 pub struct Spread {
     like: Tensor,
-    /// On CUDA.
+    /// The output, on CUDA.
     whole: Option<Tensor>,
-    /// Elsewhere.
+    /// The parts so far, on the CPU.
     parts: Vec<Tensor>,
 }
 
 impl Spread {
-    /// For a matrix of the shape, type and device of `like`.
+    /// Creates a matrix with the shape, dtype and device of `like`.
     pub fn new(like: &Tensor) -> Result<Self> {
         let whole = if is_cpu(like) { None } else { Some(like.zeros_like()?) };
         Ok(Self { like: like.clone(), whole, parts: Vec::new() })
     }
 
-    /// The next `part` [n, d]: its rows belong to the rows `index` `[n]`, u32, each of which comes once.
+    /// Sets the rows `index` `[n]` (u32) to `part` `[n, d]`. Each row may be set once.
     pub fn put(&mut self, index: &Tensor, part: Tensor) -> Result<()> {
         let Some(whole) = &self.whole else {
             self.parts.push(part);
@@ -41,11 +41,12 @@ impl Spread {
             .number(t as u64)
             .number(d as u64)
             .tensor(whole)?;
-        // SAFETY: the kernel writes rows below t, of d values, and reads n numbers and n rows: a block each.
+        // SAFETY: the kernel reads n indices and n rows of d values, and skips indices
+        // of t or more; one block per row.
         unsafe { launch.run(Grid::new(n, THREADS)) }
     }
 
-    /// The matrix; `index` `[n]` are the rows of all parts, in order.
+    /// Returns the matrix; `index` `[n]` holds the rows of all parts in order.
     pub fn whole(self, index: &Tensor) -> Result<Tensor> {
         match self.whole {
             Some(whole) => Ok(whole),
@@ -58,7 +59,7 @@ impl Spread {
     }
 }
 
-/// Threads of a block, as in spread.cu.
+/// Threads per block, same as in spread.cu.
 const THREADS: u32 = 256;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-// Copies rows to where they belong: to[index[i]] = from[i]. A block a row.
+// Scatters rows: to[index[i]] = from[i], one block per row.
 #include "../cuda/device.cuh"
 
 template <typename T>

@@ -1,26 +1,26 @@
-//! What ranks give, added on CUDA in the order of the ranks: the bits that a sum on the CPU has.
+//! Sum of the parts of several ranks on CUDA, in rank order: same bits as a sum on the CPU.
 
 use super::Tensor;
 use super::cuda::launch::{Grid, Launch, compiled};
 use candle_core::{DType, Result};
 
-/// Threads of a block, as in sum.cu.
+/// Threads per block, same as in sum.cu.
 const THREADS: usize = 256;
 
-/// What is to be added to a vector.
+/// Addends of a sum over ranks.
 #[derive(Debug)]
 pub struct Parts {
-    /// This rank's part `[n]`, and how many others come before it.
+    /// Part of this rank `[n]`, and the number of other parts before it.
     pub own: Option<(Tensor, usize)>,
-    /// Those of the others, end to end `[k n]`, and k.
+    /// Parts of other ranks, concatenated `[k n]`, and k.
     pub others: Option<(Tensor, usize)>,
 }
 
 impl Parts {
-    /// `to += part` for each part in order: `to` `[n]`, f32.
+    /// `to += part` for each part in rank order: `to` `[n]`, f32.
     ///
     /// # Errors
-    /// Vectors of other lengths or types; of the device.
+    /// Vectors of other lengths or dtypes; errors of the device.
     pub fn add_to(&self, to: &Tensor) -> Result<()> {
         let n = to.elem_count();
         let fits = |t: &Tensor, k: usize| t.dtype() == DType::F32 && t.elem_count() == k * n;
@@ -44,8 +44,8 @@ impl Parts {
             .count(parts)?
             .number(n as u64)
             .tensor(to)?;
-        // SAFETY: each part has n values; of `parts` of them one is read as this rank's, where there is one, and so many others
-        // as there are.
+        // SAFETY: `own` has n values and `others` k * n values, as checked above; the kernel reads `own`
+        // once, at index `own_at`, and the k other parts in order.
         unsafe { launch.run(Grid::new(n.div_ceil(THREADS), THREADS as u32)) }
     }
 }

@@ -1,20 +1,20 @@
-//! SwiGLU on CUDA: a launch each way.
+//! SwiGLU on CUDA, one launch per direction.
 
 use crate::Tensor;
 use crate::cuda::launch::{Grid, Launch, compiled, empty, ghosts};
 use crate::padded::{Padded, stride};
 use candle_core::Result;
 
-/// Threads of a block, as in swiglu.cu; each takes 16 bytes.
+/// Threads per block, same as in swiglu.cu; each processes 16 bytes.
 const THREADS: usize = 256;
 
-/// Rows, and values of a row.
+/// Number of rows and row length.
 fn sizes(x: &Tensor) -> (usize, usize) {
     let width = x.dims().last().copied().unwrap_or(1);
     (x.elem_count() / width.max(1), width)
 }
 
-/// A block a row, or some where that is long.
+/// One block per row, or several for long rows.
 fn grid(x: &Tensor) -> Grid {
     let (rows, width) = sizes(x);
     let threads = (width * x.dtype().size_in_bytes()).div_ceil(16).next_multiple_of(32);
@@ -34,7 +34,7 @@ fn alike(gate: &Tensor, others: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// `silu(gate) * up` [rows, width], with room for `rank` columns more.
+/// `silu(gate) * up` `[rows, width]`, with room for `rank` columns.
 pub fn forward(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
     alike(gate, &[up])?;
     let dims = sizes(gate);
@@ -50,13 +50,14 @@ pub fn forward(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
         .tensor(&y)?
         .count(dims.1)?
         .count(shape.1)?;
-    // SAFETY: a block takes a row, or a part of one, of the three tensors; those of y are as far apart as is said.
+    // SAFETY: all tensors have `dims.0` rows of `dims.1` values, as checked by `alike`; y has stride
+    // `shape.1`; the grid covers all rows.
     unsafe { launch.run(grid(&gate)) }?;
     Padded::within(y, dims)
 }
 
-/// The gradients of gate and up [rows, width], with room for `ranks` columns more; with `again` what forward gave is then in
-/// `dy`.
+/// Gradients of gate and up `[rows, width]`, with room for `ranks` columns. With `again`, overwrites `dy`
+/// with the output of the forward pass.
 pub fn backward(
     gate: &Tensor,
     up: &Tensor,
@@ -85,7 +86,7 @@ pub fn backward(
         .count(dims.1)?
         .count(shapes[0].1)?
         .count(shapes[1].1)?;
-    // SAFETY: as in `forward`; a value of `dy` is read before the thread that read it writes there.
+    // SAFETY: as in `forward`; each thread writes values of `dy` only after reading them.
     unsafe { launch.run(grid(&gate)) }?;
     Ok((Padded::within(dgate, dims)?, Padded::within(dup, dims)?))
 }

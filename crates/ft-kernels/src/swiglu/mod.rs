@@ -1,4 +1,4 @@
-//! SwiGLU's elementwise part: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
+//! Elementwise part of SwiGLU: `silu(gate) * up` (Shazeer, "GLU variants improve transformer", 2020).
 
 mod cuda;
 
@@ -8,10 +8,10 @@ use crate::Tensor;
 use crate::padded::Padded;
 use candle_core::Result;
 
-/// Elements that one task takes.
+/// Values per task.
 const CHUNK: usize = 16 * 1024;
 
-/// `silu(gate) * up`, elementwise; all three tensors have one shape.
+/// Elementwise `silu(gate) * up`, for equal shapes.
 pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if is_cpu(gate) {
         return on_real!(gate.dtype(), forward_cpu(gate, up));
@@ -19,12 +19,12 @@ pub fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     cuda::forward(gate, up, 0)?.values()?.reshape(gate.shape())
 }
 
-/// As [`forward`], of matrices, on CUDA with room for `rank` columns beside the result.
+/// Like [`forward`], for matrices; on CUDA the output has room for `rank` columns.
 pub fn forward_padded(gate: &Tensor, up: &Tensor, rank: usize) -> Result<Padded> {
     if is_cpu(gate) { Padded::of(&forward(gate, up)?) } else { cuda::forward(gate, up, rank) }
 }
 
-/// The gradients of gate and up, given that of the output.
+/// Gradients of gate and up from the gradient of the output.
 pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     if is_cpu(gate) {
         on_real!(gate.dtype(), backward_cpu(gate, up, dy))
@@ -34,7 +34,7 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tens
     }
 }
 
-/// As [`backward`], of matrices, on CUDA with room for `ranks` columns beside the results.
+/// Like [`backward`], for matrices; on CUDA the outputs have room for `ranks` columns.
 pub fn backward_padded(
     gate: &Tensor,
     up: &Tensor,
@@ -48,7 +48,7 @@ pub fn backward_padded(
     Ok((Padded::of(&dgate)?, Padded::of(&dup)?))
 }
 
-/// As [`backward_padded`], and third the output again: one pass on CUDA, where it takes the place of `dy`.
+/// Like [`backward_padded`], and also recomputes the output: in one pass on CUDA, in place of `dy`.
 pub fn backward_again(
     gate: &Tensor,
     up: &Tensor,
@@ -65,7 +65,7 @@ pub fn backward_again(
     Ok((dgate, dup, forward(gate, up)?))
 }
 
-/// `1 / (1 + e^-x)`, elementwise: candle's, for the gate of a shared expert.
+/// Elementwise `1 / (1 + e^-x)` by candle, for the gate of a shared expert.
 pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     match x {
         Tensor::Real(x) => candle_nn::ops::sigmoid(x).map(Tensor::Real),

@@ -1,11 +1,10 @@
-// silu(gate) * up, and its gradients; backward writes the product again where the down projection's input is needed, which
-// may be over dy.
-// A thread takes a vector of 16 bytes of each; those that a vector does not divide, or that do not begin at one, go by
-// one value. Each value is read and written once. A row of `width` values is a block, or some of them (in the grid's second
-// dimension): rows of what is written may stand farther `apart` than they are long.
+// silu(gate) * up, and the gradients. The backward kernel can also recompute the product, the input of the
+// down projection, in place of dy. A thread processes 16 bytes of each operand; unaligned rows are processed
+// value by value. Every value is read and written once. A row of `width` values is one block, or several in
+// grid dimension y. `apart` is the row stride of the output.
 #include "../cuda/rows.cuh"
 
-constexpr int THREADS = 256; // in crates/ft-kernels/src/swiglu/cuda.rs too
+constexpr int THREADS = 256; // same as in crates/ft-kernels/src/swiglu/cuda.rs
 
 DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 

@@ -1,5 +1,5 @@
-//! How processes find one another: over MPI, which tells them where the first listens, or at a host and port that a
-//! launcher told them all.
+//! Rendezvous of the processes: at a host and port from the launcher, or over MPI,
+//! with the address sent by rank 0.
 
 use ft_base::terminal;
 use ft_recipe::Launch;
@@ -11,57 +11,57 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// How long a stranger's line may take to say what it wants.
+/// Timeout for the first message of a connection.
 const SAYS: Duration = Duration::from_secs(5);
-/// After so long it is told who is waited for.
+/// Delay before a message about missing ranks is printed.
 const QUIET: Duration = Duration::from_secs(4);
-/// Between two tries.
+/// Interval between connection attempts.
 const AGAIN: Duration = Duration::from_millis(100);
-/// Bytes of a message, at the most.
+/// Maximum size of a message in bytes.
 const MOST: usize = 16 << 20;
 
-/// Lines by rank; none to this process.
+/// Connections by rank; `None` for this process.
 pub type Lines = Vec<Option<TcpStream>>;
 
-/// What who comes says first.
+/// First message of a connecting peer.
 #[derive(Serialize, Deserialize)]
 enum Hello {
-    /// To the first: a line for signs of life.
+    /// To rank 0: a connection for liveness messages.
     Line(Card),
-    /// To the first: a line that values go by.
+    /// To rank 0: a connection for values.
     Wire(Card),
-    /// To another: the same, by its rank.
+    /// To other ranks: a connection for values, with the session key and the sender's rank.
     Peer([u64; 2], usize),
 }
 
-/// Who comes.
+/// Identity of a connecting process.
 #[derive(Clone, Serialize, Deserialize)]
 struct Card {
     version: String,
     rank: usize,
     world: usize,
-    /// Where it listens.
+    /// Port on which it listens.
     port: u16,
-    /// What all are told of it.
+    /// Text passed on to all ranks.
     told: String,
 }
 
-/// What the first answers.
+/// Reply of rank 0.
 #[derive(Serialize, Deserialize)]
 enum Answer {
-    /// The number that these processes alone know; and of each, its host where that is not the first's, its port, and what
-    /// it tells.
+    /// Session key; for each rank the IP address (`None` if it is rank 0's host), the port and the text to
+    /// pass on.
     Met([u64; 2], Vec<(Option<IpAddr>, u16, String)>),
     Refused(String),
 }
 
-/// What a meeting gives.
+/// Result of a rendezvous.
 pub struct Met {
-    /// Between the first and each other one: signs of life.
+    /// Liveness connections between rank 0 and every other rank.
     pub lines: Lines,
-    /// Between any two.
+    /// Connections for values, between all pairs.
     pub wires: Lines,
-    /// What each tells.
+    /// Text of each rank.
     pub told: Vec<String>,
 }
 
@@ -85,12 +85,12 @@ fn take<T: DeserializeOwned>(line: &mut TcpStream, patience: Duration) -> std::i
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// A number that nobody guesses.
+/// A random session key.
 pub fn key() -> [u64; 2] {
     [0; 2].map(|_| RandomState::new().build_hasher().finish())
 }
 
-/// Listens here, where it is asked for by this machine's processes alone or by others'.
+/// Binds a listener, on `to` alone if all processes run on one machine, else on all interfaces.
 fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListener, String> {
     let ip: IpAddr = match (one_machine, to.is_ipv4()) {
         (true, _) => to.ip(),
@@ -103,7 +103,7 @@ fn listen(to: SocketAddr, port: u16, one_machine: bool) -> Result<TcpListener, S
     })
 }
 
-/// Comes to who listens, as long as `end` is not there.
+/// Connects and sends `hello`; retries until `end`.
 fn come(
     to: impl Fn() -> Result<SocketAddr, String>,
     hello: &Hello,
@@ -128,7 +128,7 @@ fn come(
     }
 }
 
-/// Tells once what is waited for, and how long yet.
+/// Prints one message about missing ranks and the remaining time.
 struct Waits {
     end: Instant,
     tells: Option<Instant>,
@@ -142,14 +142,14 @@ impl Waits {
     fn look(&mut self, why: impl FnOnce() -> String) {
         if self.tells.take_if(|at| Instant::now() > *at).is_some() {
             let left = self.end.saturating_duration_since(Instant::now()).as_secs();
-            // no rank is quiet before it has met the first
+            // logging is not yet silenced on ranks other than 0
             terminal::to_terminal();
             terminal::tell(&format!("{}; it waits for {left} s more", why()));
         }
     }
 }
 
-/// The next who comes; none for a while.
+/// Accepts a connection; `None` after a short pause if there is none.
 fn next(listener: &TcpListener) -> Result<Option<TcpStream>, String> {
     match listener.accept() {
         Ok((line, _)) => line.set_nonblocking(false).map(|()| Some(line)).map_err(|e| e.to_string()),
@@ -161,10 +161,10 @@ fn next(listener: &TcpListener) -> Result<Option<TcpStream>, String> {
     }
 }
 
-/// Meets all others at a host and port, where the first listens; `told` is what they hear of this one.
+/// Rendezvous at a host and port, where rank 0 listens. `told` is a text of this rank for all others.
 ///
 /// # Errors
-/// Some that do not come, in words; others than those that are to come.
+/// Missing or unexpected ranks.
 pub fn at(
     launch: &Launch,
     (host, port): (&str, u16),
@@ -185,7 +185,7 @@ pub fn at(
     }
 }
 
-/// The first waits for all.
+/// Rank 0: waits for all other ranks.
 fn first(card: &Card, (to, one_machine): (SocketAddr, bool), end: Instant) -> Result<Met, String> {
     let listener = listen(to, card.port, one_machine)?;
     listener.set_nonblocking(true).map_err(|e| e.to_string())?;
@@ -204,7 +204,7 @@ fn first(card: &Card, (to, one_machine): (SocketAddr, bool), end: Instant) -> Re
         }
         waits.look(who);
         let Some(mut line) = next(&listener)? else { continue };
-        // a stranger is not answered
+        // not a process of ft: ignore
         let (place, who) = match take::<Hello>(&mut line, SAYS) {
             Ok(Hello::Line(who)) => (&mut lines, who),
             Ok(Hello::Wire(who)) => (&mut wires, who),
@@ -240,11 +240,11 @@ fn first(card: &Card, (to, one_machine): (SocketAddr, bool), end: Instant) -> Re
     Ok(Met { lines, wires, told })
 }
 
-/// The others come to the first, and then to those before them.
+/// Other ranks: connect to rank 0, then to all lower ranks, and accept the higher ranks.
 fn other(card: &dyn Fn(u16) -> Card, (host, port): (&str, u16), end: Instant) -> Result<Met, String> {
     let master = || Launch::address(host, port).map(|(to, _)| to);
     let (to, one_machine) = {
-        // a name that is not known yet
+        // retry while the host name does not resolve
         loop {
             match Launch::address(host, port) {
                 Ok(found) => break found,
@@ -292,14 +292,14 @@ fn other(card: &dyn Fn(u16) -> Card, (host, port): (&str, u16), end: Instant) ->
     Ok(Met { lines, wires, told: all.into_iter().map(|(.., told)| told).collect() })
 }
 
-/// Gives every process the words of all.
+/// All-gathers words.
 #[cfg(feature = "mpi")]
 type Share<'a> = dyn Fn(&[u64]) -> Result<Vec<Vec<u64>>, super::Error> + 'a;
 
-/// Over MPI: the lines that the others draw to the first, who says by `share` where it listens.
+/// Rendezvous over MPI: rank 0 announces a port through `share`; the other ranks connect to it.
 ///
 /// # Errors
-/// Some that do not come, in words.
+/// Missing ranks.
 #[cfg(feature = "mpi")]
 pub fn by_mpi(
     (rank, hosts): (usize, &[String]),
@@ -330,7 +330,7 @@ pub fn by_mpi(
     }))
 }
 
-/// Takes the lines of all other ranks.
+/// Accepts the connections of all other ranks.
 #[cfg(feature = "mpi")]
 fn accept(listener: &TcpListener, key: [u64; 2], lines: &mut Lines, end: Instant) -> Result<(), String> {
     listener.set_nonblocking(true).map_err(|e| e.to_string())?;

@@ -1,7 +1,8 @@
-//! Ranks as processes, which a launcher started: values go by MPI or by lines of TCP, and who lives is watched beside it.
+//! Ranks as processes started by a launcher. Values go through MPI or TCP; a separate TCP connection
+//! monitors liveness.
 //!
-//! A collective is a round of messages of every rank to every other, in pieces, so that what is on its way has a bound.
-//! Sums are taken here, in rank order: they have the bits that ranks have which are threads.
+//! A collective exchanges messages between all pairs of ranks, in rounds of bounded size. Sums are taken on
+//! the receiver in rank order and match the bits of the thread backend.
 
 mod meet;
 #[cfg(feature = "mpi")]
@@ -27,37 +28,37 @@ use std::time::Duration;
 use watch::Watch;
 use wire::{Round, Wire};
 
-/// Values that one task adds.
+/// Values summed per task.
 const CHUNK: usize = 16 * 1024;
-/// Words that each rank says in the first round of a collective, after which collective it is.
+/// Words per rank in the first round of a collective, after the hash of the collective's name.
 const WORDS: usize = 7;
-/// How long processes may take to find one another, at the least.
+/// Minimum timeout for process startup.
 const MEET: Duration = Duration::from_secs(60);
 const START: At = At { what: "the start", unit: None };
 
-/// A rank that is a process.
+/// A rank running as a process.
 pub struct Processes {
     watch: Arc<Watch>,
-    /// Gone when this rank has left.
+    /// `None` after this rank has left.
     wire: Mutex<Option<Wire>>,
-    /// Collectives so far.
+    /// Number of collectives so far.
     number: AtomicU64,
     received: AtomicU64,
 }
 
-/// What processes of one machine share of it.
+/// Processes on this machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Neighbours {
-    /// How many processes there are on this machine.
+    /// Processes on this machine.
     pub here: usize,
-    /// How many of them have this process's processors.
+    /// Processes with the same CPU affinity mask as this one.
     pub on_processors: usize,
 }
 
-/// Joins the processes that were started together, of which a collective may take `timeout`.
+/// Joins the process group of the launcher. A collective fails after `timeout`.
 ///
 /// # Errors
-/// A process that has started MPI already; others that cannot be reached; a launcher that does not say where they meet.
+/// MPI was initialized before; unreachable peers; a launcher without an address to meet at.
 pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Neighbours), Error> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mine = format!("{host}\n{}", processors());
@@ -74,7 +75,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
             let wire = begun.map_err(|e| fail(e.to_string(), ExitCode::LostRank))?;
             let all = Processes::new(watch, Wire::Tcp(wire));
             let neighbours = all.know(&met.told);
-            // all have lines before anybody is missed
+            // Every rank has a monitoring connection before any rank can be reported as lost.
             all.share_words(START, &[], true)?;
             all.watch.begin(met.lines).map_err(|e| fail(e.to_string(), ExitCode::LostRank))?;
             Ok((all, neighbours))
@@ -94,7 +95,7 @@ pub fn join(launch: Option<&Launch>, timeout: Duration) -> Result<(Processes, Ne
     }
 }
 
-/// As [`join`], by MPI.
+/// Implements [`join`] over MPI.
 #[cfg(feature = "mpi")]
 fn by_mpi(
     mine: &str,
@@ -117,24 +118,24 @@ fn by_mpi(
         let fail = |why: String| all.watch.error(rank, why, ExitCode::LostRank);
         let share = |words: &[u64]| all.share_words(START, words, true);
         let lines = meet::by_mpi((rank, all.watch.hosts()), MEET, &share)?.map_err(fail)?;
-        // all have lines before anybody is missed
+        // Every rank has a monitoring connection before any rank can be reported as lost.
         all.share_words(START, &[], true)?;
         all.watch.begin(lines).map_err(|e| fail(e.to_string()))?;
     }
     Ok((all, neighbours))
 }
 
-/// A text as words, and back.
+/// Encodes a text as one word per byte.
 pub fn words(text: &str) -> Vec<u64> {
     text.bytes().map(u64::from).collect()
 }
 
-/// The text that words were made of.
+/// Decodes the result of [`words`].
 pub fn text(words: &[u64]) -> String {
     String::from_utf8_lossy(&words.iter().map(|w| *w as u8).collect::<Vec<_>>()).into_owned()
 }
 
-/// The processors that this process may run on, as the system spells them.
+/// CPU affinity mask of this process, as `/proc` prints it.
 fn processors() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed:"));
@@ -146,7 +147,7 @@ impl Processes {
         Self { watch, wire: Mutex::new(Some(wire)), number: AtomicU64::new(0), received: AtomicU64::new(0) }
     }
 
-    /// Takes down where the others are, as each tells it.
+    /// Records the host of every rank and counts the processes on this machine.
     fn know(&self, told: &[String]) -> Neighbours {
         let of = |t: &String| t.split_once('\n').map_or(t.clone(), |(host, _)| host.to_string());
         let (mine, here) = (&told[self.watch.rank], of(&told[self.watch.rank]));
@@ -169,7 +170,7 @@ impl Processes {
         self.watch.wait(patient)
     }
 
-    /// Comes to a collective with a few words: what each rank says, once all have come.
+    /// Enters a collective with a few words; returns the words by rank once all have arrived.
     fn come(&self, at: At, mine: &[u64], patient: bool) -> Result<Vec<[u64; WORDS]>, Error> {
         let (rank, world) = (self.watch.rank, self.watch.world);
         self.watch.come(self.number.fetch_add(1, Relaxed) + 1, at)?;
@@ -219,20 +220,20 @@ impl Processes {
         Ok(all)
     }
 
-    /// Values of each rank in one round.
+    /// Values per rank in one round.
     fn piece(&self) -> usize {
         (ROUND / self.watch.world).max(1024)
     }
 
-    /// Leaves, with everything done, and ends MPI: all ranks do.
+    /// Leaves the group after all work is done and finalizes MPI. Every rank must call it.
     pub fn leave(self) {
         self.watch.leave();
         let wire = self.wire.lock().unwrap_or_else(PoisonError::into_inner).take();
         wire.into_iter().for_each(Wire::end);
     }
 
-    /// After an error: waits until the first rank has told what it was, and gives whether this one is to, for the first
-    /// is lost.
+    /// After an error: waits until rank 0 has reported it. Returns whether this rank must report it,
+    /// because rank 0 is the lost one.
     pub fn tells(&self) -> bool {
         self.watch.linger()
     }
@@ -316,7 +317,7 @@ impl Comm for Processes {
         if !own.is_empty() {
             to.slice_set(&mine, 0, own.start)?;
         }
-        // as many bytes a round as a sum has
+        // the same number of bytes per round as a sum
         let piece = (self.piece() * size_of::<f32>() / size).max(1);
         let mut round = Round::new(world);
         for first in (0..most).step_by(piece) {
@@ -340,7 +341,7 @@ impl Comm for Processes {
     }
 
     fn fail(&self, e: &ft_base::Error) {
-        // one that was released by another's failure has nothing to add
+        // An abort caused by another rank is already recorded.
         if e.of::<Error>().is_none() {
             self.watch.fail(self.watch.error(self.watch.rank, e.to_string(), e.exit_code()), false);
         }
@@ -355,14 +356,14 @@ impl Comm for Processes {
     }
 }
 
-/// A rank that goes without leaving is lost to the others.
+/// Dropping a rank without [`Processes::leave`] aborts the group.
 impl Drop for Processes {
     fn drop(&mut self) {
         let wire = self.wire.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(wire) = wire {
             let why = if std::thread::panicking() { "it panicked" } else { "it has ended" };
             self.watch.fail(self.watch.error(self.watch.rank, why.into(), ExitCode::LostRank), false);
-            // MPI ends when all ranks end it: this process just goes
+            // Finalizing MPI would block until all ranks do the same.
             std::mem::forget(wire);
         }
     }

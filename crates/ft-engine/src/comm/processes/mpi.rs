@@ -1,4 +1,4 @@
-//! The thread that speaks MPI: every call of MPI is made there, and none of them blocks.
+//! The MPI thread: makes every MPI call, none of them blocking.
 
 use super::wire::{Pauses, Round};
 use mpi::environment::Threading;
@@ -6,17 +6,18 @@ use mpi::traits::{Communicator, Destination, Source};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 
-/// The thread that speaks MPI.
+/// Handle of the MPI thread.
 pub struct Wire {
     rounds: Sender<Round>,
     thread: JoinHandle<()>,
 }
 
 impl Wire {
-    /// Starts MPI, and gives this process's rank and how many there are; `done` is called with each round that is over.
+    /// Initializes MPI; returns the handle, the rank and the number of ranks. `done` is called with each
+    /// completed round.
     ///
     /// # Errors
-    /// What is wrong, in words. What MPI itself finds wrong ends the process with its words.
+    /// MPI was initialized before, or no thread is available. MPI itself aborts the process on other errors.
     pub fn start(done: impl Fn(Round) + Send + 'static) -> Result<(Self, usize, usize), String> {
         let (rounds, ask) = mpsc::channel();
         let (tell, told) = mpsc::channel();
@@ -28,13 +29,13 @@ impl Wire {
         }
     }
 
-    /// Begins a round.
+    /// Starts a round.
     pub fn go(&self, round: Round) {
-        // that thread ends with this value
+        // the thread exits when this value drops
         let _ = self.rounds.send(round);
     }
 
-    /// Ends MPI: all ranks do, and wait for one another.
+    /// Finalizes MPI, which blocks until every rank does the same.
     pub fn end(self) {
         drop(self.rounds);
         let _ = self.thread.join();
@@ -54,7 +55,7 @@ fn speak(ask: &Receiver<Round>, tell: &Sender<Option<(usize, usize)>>, done: imp
     }
 }
 
-/// Sends and receives, and comes back when all of it is done.
+/// Sends and receives until the round is complete.
 fn exchange(world: &impl Communicator, round: &mut Round) {
     mpi::request::scope(|scope| {
         let mut open = Vec::with_capacity(round.out.len() + round.into.len());

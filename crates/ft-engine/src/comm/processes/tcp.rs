@@ -1,4 +1,4 @@
-//! Rounds of bytes over lines of TCP, one between any two processes.
+//! Exchange of byte buffers over TCP, with one connection between each pair of processes.
 
 use super::wire::{Pauses, Round};
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -6,17 +6,18 @@ use std::net::TcpStream;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 
-/// The thread that sends and receives.
+/// Handle of the I/O thread.
 pub struct Wire {
     rounds: Sender<Round>,
     thread: JoinHandle<()>,
 }
 
 impl Wire {
-    /// Begins with lines to all others, by rank; `done` is called with each round that is over.
+    /// Starts the thread. `lines` are the connections to the peers, by rank; `done` is called with each
+    /// completed round.
     ///
     /// # Errors
-    /// A system that has no more threads.
+    /// No thread available.
     pub fn start(lines: Vec<Option<TcpStream>>, done: impl Fn(Round) + Send + 'static) -> Result<Self> {
         for line in lines.iter().flatten() {
             line.set_nodelay(true)?;
@@ -28,13 +29,13 @@ impl Wire {
         Ok(Self { rounds, thread })
     }
 
-    /// Begins a round.
+    /// Starts a round.
     pub fn go(&self, round: Round) {
-        // that thread ends with this value, or when a peer is gone: that is found where it is watched
+        // The thread exits when this value drops or a peer disconnects; `watch` reports the latter.
         let _ = self.rounds.send(round);
     }
 
-    /// Ends: what was begun is over.
+    /// Waits for the last round and stops the thread.
     pub fn end(self) {
         drop(self.rounds);
         let _ = self.thread.join();
@@ -44,7 +45,7 @@ impl Wire {
 fn carry(lines: &[Option<TcpStream>], ask: &Receiver<Round>, done: impl Fn(Round)) {
     while let Ok(mut round) = ask.recv() {
         if exchange(lines, &mut round).is_err() {
-            // the line stays, so that what others have sent is not lost to who still reads it
+            // Keep the connections open, so that peers can still read sent data.
             while ask.recv().is_ok() {}
             return;
         }
@@ -52,14 +53,14 @@ fn carry(lines: &[Option<TcpStream>], ask: &Receiver<Round>, done: impl Fn(Round
     }
 }
 
-/// How far a line is: bytes that went, and that came.
+/// Progress of one connection in bytes.
 #[derive(Default)]
 struct Far {
     out: usize,
     into: usize,
 }
 
-/// Sends and receives, and comes back when all of it is done.
+/// Sends and receives until the round is complete.
 fn exchange(lines: &[Option<TcpStream>], round: &mut Round) -> Result<()> {
     let mut far: Vec<Far> = lines.iter().map(|_| Far::default()).collect();
     let mut pauses = Pauses::new();
@@ -67,7 +68,7 @@ fn exchange(lines: &[Option<TcpStream>], round: &mut Round) -> Result<()> {
         let (mut moved, mut left) = (false, false);
         for (rank, (line, far)) in lines.iter().zip(&mut far).enumerate() {
             let Some(mut line) = line.as_ref() else { continue };
-            // what is this rank's alone goes before what goes to all
+            // buffers for a single rank precede the shared buffer
             let own = round.out.get(rank).map_or(&[][..], |b| &b[..]);
             while far.out < own.len() + round.all.len() {
                 let rest = match own.get(far.out..).filter(|rest| !rest.is_empty()) {
@@ -98,7 +99,7 @@ fn exchange(lines: &[Option<TcpStream>], round: &mut Round) -> Result<()> {
     }
 }
 
-/// How many bytes went or came; none where the line is not ready.
+/// Number of bytes transferred; 0 if the connection is not ready.
 fn some(outcome: Result<usize>) -> Result<usize> {
     match outcome {
         Ok(0) => Err(Error::from(ErrorKind::UnexpectedEof)),
@@ -112,7 +113,7 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// Rounds of any lengths come as they went, more than the system keeps on its way too.
+    /// Buffers of any length arrive intact, also beyond the size of the socket buffers.
     #[test]
     fn what_goes_comes() -> Result<()> {
         let listener = TcpListener::bind("127.0.0.1:0")?;

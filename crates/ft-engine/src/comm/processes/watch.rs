@@ -1,8 +1,9 @@
-//! Who lives, and what each is doing: a line of TCP between the first process and each other one, beside what values go by.
+//! Failure detection: a TCP connection between rank 0 and every other rank, apart from the transport of
+//! values.
 //!
-//! MPI does not say that a peer is gone, or stopped, and neither does NCCL in time. Here each process tells the collective that it comes to, and every
-//! half second that it lives; the system closes the line of one that has died. The first process judges, and tells all;
-//! the others watch the first.
+//! MPI does not report dead or stopped peers, and NCCL reports them too late. Each process announces every
+//! collective it enters and sends a heartbeat every half second; the operating system closes the connection
+//! of a dead process. Rank 0 decides which rank is lost and tells all; the other ranks monitor rank 0.
 
 use super::wire::Round;
 use crate::comm::threads::call_all;
@@ -15,34 +16,35 @@ use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Between two signs of life.
+/// Interval between heartbeats.
 const BEAT: Duration = Duration::from_millis(500);
-/// Between two looks at the others.
+/// Interval between checks.
 const LOOK: Duration = Duration::from_millis(100);
-/// A process that looked this late was stopped itself: what it did not hear meanwhile says nothing.
+/// A gap between checks beyond this means that this process itself was stopped;
+/// silence during the gap is ignored.
 const STOPPED: Duration = Duration::from_secs(2);
-/// For how long a process may go on computing after the run has failed. Where one has died it is less, for launchers
-/// kill all others a second later.
+/// Time a process may continue after a failure: without and with a dead process. The second is shorter,
+/// because launchers kill the remaining processes one second later.
 const GRACE: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(600)];
-/// What a rank gave before it failed comes within this time.
+/// Time to wait for data sent by a failed rank before the failure.
 const COMES: Duration = Duration::from_millis(500);
-/// So much longer, for those that wait for the first to say what went wrong.
+/// Additional time for other ranks to wait for the report of rank 0.
 const AFTER_FIRST: Duration = Duration::from_millis(250);
 
-/// What is said on a line, as JSON.
+/// A message, sent as one line of JSON.
 #[derive(Serialize, Deserialize)]
 enum Say {
     Alive,
-    /// A collective that the sender comes to, by its number and its words.
+    /// The sender enters a collective: its sequence number and name.
     At(u64, String),
-    /// The sender has waited for others as long as it may in the collective of a number.
+    /// The sender timed out in the collective with this sequence number.
     Late(u64),
     Failed(Told),
-    /// The sender leaves, and everything is done.
+    /// The sender leaves after completing all work.
     Bye,
 }
 
-/// An error on its way.
+/// Serialized form of [`Error`].
 #[derive(Serialize, Deserialize)]
 struct Told {
     rank: usize,
@@ -54,47 +56,47 @@ struct Told {
     died: bool,
 }
 
-/// What is known of a process.
+/// State of a peer.
 struct Peer {
-    /// The collective that it is in or was in last.
+    /// Sequence number and name of the current or last collective.
     at: (u64, String),
-    /// When it was heard last.
+    /// Time of the last message.
     heard: Instant,
-    /// It has left, or died.
+    /// The peer has left or died.
     gone: bool,
 }
 
 struct State {
     peers: Vec<Peer>,
-    /// A round that is over, until it is taken.
+    /// A completed round, until it is taken.
     done: Option<Round>,
-    /// When this process has waited long enough for the others.
+    /// Deadline of the current collective.
     deadline: Option<Instant>,
-    /// What ended the run, when, and whether a process died of it.
+    /// Cause of the failure, time of the failure, and whether a process died.
     failed: Option<(Error, Instant, bool)>,
-    /// To be called when it has failed.
+    /// Callbacks for a failure.
     when_failed: Vec<Box<dyn Fn() + Send + Sync>>,
-    /// This process leaves.
+    /// This process is leaving.
     over: bool,
 }
 
-/// One process's view of all.
+/// State of all processes as seen by one.
 pub struct Watch {
-    /// This process.
+    /// Rank of this process.
     pub rank: usize,
-    /// How many there are.
+    /// Number of ranks.
     pub world: usize,
-    /// How long a collective may take.
+    /// Timeout of a collective.
     timeout: Duration,
     hosts: OnceLock<Vec<String>>,
-    /// Lines to others, by rank.
+    /// Connections by rank.
     lines: OnceLock<Vec<Option<Mutex<TcpStream>>>>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl Watch {
-    /// Of a process that knows nothing of the others yet.
+    /// Initial state, without connections.
     pub fn new((rank, world): (usize, usize), timeout: Duration) -> Self {
         let peer = |_| Peer { at: (0, "none yet".into()), heard: Instant::now(), gone: false };
         let state = State {
@@ -110,14 +112,14 @@ impl Watch {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // nothing in here panics half way
+        // No code panics while holding this lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to listen to the others and to tell them: `lines` by rank.
+    /// Starts one listener thread per connection and the monitor thread; `lines` are the connections by rank.
     ///
     /// # Errors
-    /// A system that has no more threads, or no more files.
+    /// No thread or file descriptor available.
     pub fn begin(self: &Arc<Self>, lines: Vec<Option<TcpStream>>) -> std::io::Result<()> {
         let start = |name: String, f: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(f).map(drop)
@@ -125,7 +127,7 @@ impl Watch {
         for (rank, line) in lines.iter().enumerate() {
             let Some(line) = line else { continue };
             line.set_nodelay(true)?;
-            // a process that is stopped reads nothing
+            // a stopped process does not drain the socket
             line.set_write_timeout(Some(BEAT))?;
             let (watch, line) = (Arc::clone(self), line.try_clone()?);
             start(format!("line {rank}"), Box::new(move || watch.listen(rank, line)))?;
@@ -135,23 +137,23 @@ impl Watch {
         start("watch".into(), Box::new(move || watch.look()))
     }
 
-    /// The machines of all, by rank.
+    /// Sets the host names by rank.
     pub fn know_hosts(&self, hosts: Vec<String>) {
         let _ = self.hosts.set(hosts);
     }
 
-    /// The machines of all, by rank, as far as they are known.
+    /// Host names by rank; empty if not yet known.
     #[cfg(feature = "mpi")]
     pub fn hosts(&self) -> &[String] {
         self.hosts.get().map_or(&[], Vec::as_slice)
     }
 
-    /// What has ended the run.
+    /// Cause of the failure, if any.
     pub fn failed(&self) -> Option<Error> {
         self.lock().failed.as_ref().map(|(e, ..)| e.clone())
     }
 
-    /// Lets `f` be called, on a thread of its own, when the run has failed.
+    /// Registers `f`, called on a separate thread when the run fails.
     pub fn when_failed(&self, f: Box<dyn Fn() + Send + Sync>) {
         let mut s = self.lock();
         s.when_failed.push(f);
@@ -160,10 +162,10 @@ impl Watch {
         }
     }
 
-    /// Comes to a collective, of which it says the number and the words.
+    /// Announces that this rank enters a collective, with sequence number and name.
     ///
     /// # Errors
-    /// What has ended the run.
+    /// The cause of the failure.
     pub fn come(&self, number: u64, at: At) -> Result<(), Error> {
         let words = at.to_string();
         let mut s = self.lock();
@@ -176,21 +178,21 @@ impl Watch {
         Ok(())
     }
 
-    /// The collective that a rank came to last.
+    /// Name of the last collective of a rank.
     pub fn at(&self, rank: usize) -> String {
         self.lock().peers.get(rank).map_or(String::new(), |p| p.at.1.clone())
     }
 
-    /// A round is over.
+    /// Marks a round as complete.
     pub fn done(&self, round: Round) {
         self.lock().done = Some(round);
         self.changed.notify_all();
     }
 
-    /// Waits for a round to be over, `patient`ly for as long as all live.
+    /// Waits for the current round to complete, without a timeout if `patient`.
     ///
     /// # Errors
-    /// What has ended the run.
+    /// The cause of the failure.
     pub fn wait(&self, patient: bool) -> Result<Round, Error> {
         let mut s = self.lock();
         s.deadline = if patient { None } else { Instant::now().checked_add(self.timeout) };
@@ -201,7 +203,8 @@ impl Watch {
             }
             let left = match &s.failed {
                 None => LOOK,
-                // what failed after this round is this rank's to find too, and to say as its own
+                // The failed rank got at least as far, so data for this round is on the way and this rank
+                // may yet find and report the same cause.
                 Some((e, since, false)) if !e.hangs && s.peers[e.rank].at.0 >= s.peers[self.rank].at.0 => {
                     let left = (*since + COMES).saturating_duration_since(Instant::now());
                     if left.is_zero() {
@@ -215,15 +218,15 @@ impl Watch {
         }
     }
 
-    /// An error of a rank.
+    /// Builds the error of a lost rank.
     pub fn error(&self, rank: usize, why: String, code: ExitCode) -> Error {
         let host = self.hosts.get().and_then(|h| h.get(rank)).cloned().unwrap_or_default();
-        // there is one in a process's life
+        // leaks at most once per process
         let at = At::all(self.at(rank).leak());
         Error { rank, world: self.world, host, at, why, code, hangs: false }
     }
 
-    /// Ends the run for all; the first reason stays. `died` says that a process is gone.
+    /// Ends the run for all ranks; the first cause is kept. `died` says whether a process is gone.
     pub fn fail(&self, e: Error, died: bool) {
         let mut s = self.lock();
         if s.over || s.failed.is_some() {
@@ -238,14 +241,14 @@ impl Watch {
         self.say_all(&Say::Failed(Told { rank, host, at, why, code: code as u8, hangs, died }));
     }
 
-    /// Leaves, with everything done.
+    /// Leaves after all work is done.
     pub fn leave(&self) {
         self.lock().over = true;
         self.say_all(&Say::Bye);
     }
 
-    /// After a failure: waits until the first has said what it was, and gives whether it is for this process to say it,
-    /// for the first is what was lost.
+    /// After a failure: waits until rank 0 has reported it. Returns whether this rank must report it,
+    /// because rank 0 is the lost one.
     pub fn linger(&self) -> bool {
         if self.rank == 0 {
             return true;
@@ -266,13 +269,13 @@ impl Watch {
         }
     }
 
-    /// Says something on all lines: to the first, or to all where this is the first.
+    /// Sends a message on all connections: rank 0 to all ranks, other ranks to rank 0.
     fn say_all(&self, what: &Say) {
         let Ok(mut text) = serde_json::to_string(what) else { return };
         text.push('\n');
         for line in self.lines.get().into_iter().flatten().flatten() {
             let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
-            // one that cannot be told is lost, and that shows where it is listened to
+            // A broken connection is handled by `listen`.
             let _ = line.write_all(text.as_bytes());
         }
     }
@@ -310,11 +313,11 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// Names the rank that others have waited for, in the collective of a number, for as long as they may.
+    /// Decides which rank to blame for a timeout in the collective `number`.
     fn judge(&self, number: u64) {
         let s = self.lock();
         let there = s.peers.iter().find(|p| p.at.0 == number).map(|p| p.at.1.clone()).unwrap_or_default();
-        // one that is stopped says nothing more, and may have kept others in the collective before
+        // A stopped process is silent, and may block others in an earlier collective: it takes precedence.
         let others = (0..self.world).filter(|r| *r != self.rank && !s.peers[*r].gone);
         let silent = others.min_by_key(|r| s.peers[*r].heard);
         let silent = silent.filter(|r| s.peers[*r].heard.elapsed() > (self.timeout / 2).max(3 * BEAT));
@@ -335,7 +338,8 @@ impl Watch {
         self.fail(Error { hangs: true, ..self.error(rank, why, ExitCode::LostRank) }, false);
     }
 
-    /// Looks at the others until this process leaves, and ends it where it does not end by itself after a failure.
+    /// Monitors the peers until this process leaves; after a failure, exits the
+    /// process if it does not end in time.
     fn look(&self) {
         let (mut looked, mut beat) = (Instant::now(), Instant::now());
         loop {
@@ -364,14 +368,14 @@ impl Watch {
                 s.peers.iter_mut().for_each(|p| p.heard = now);
             }
             looked = now;
-            // signs of life come every half second, whatever a process computes
+            // heartbeats come from a separate thread, independent of computation
             let silence = self.timeout.max(STOPPED);
             let watched = if self.rank == 0 { 1..self.world } else { 0..1 };
             let silent = watched.into_iter().find(|r| !s.peers[*r].gone && now - s.peers[*r].heard > silence);
             let number = s.peers[self.rank].at.0;
             let late = s.deadline.is_some_and(|d| now > d);
             if late {
-                // the first judges; where it does not answer, it is silent
+                // rank 0 decides; if it does not answer, it is detected as silent
                 s.deadline = None;
             }
             drop(s);
@@ -393,7 +397,8 @@ impl Watch {
 mod tests {
     use super::*;
 
-    /// Of ranks that came to a collective of a number and were heard so many seconds ago, who is named, and why.
+    /// The blamed rank and the reason, for peers given as (current collective,
+    /// seconds since the last message).
     fn named(peers: &[(u64, u64)], number: u64) -> (usize, String) {
         let watch = Watch::new((0, peers.len()), Duration::from_secs(3));
         for (peer, (at, ago)) in watch.lock().peers.iter_mut().zip(peers) {

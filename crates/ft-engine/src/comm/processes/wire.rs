@@ -1,45 +1,45 @@
-//! What carries bytes between processes: MPI, or lines of TCP.
+//! Byte transport between processes: MPI or TCP.
 //!
-//! What goes and what comes are buffers that a thread of the wire owns meanwhile. So a rank that gives a collective up, for a
-//! peer is lost, leaves it behind with that thread, and no memory that may still be written to is ever given back.
+//! A transport thread owns the send and receive buffers during a round. A rank that abandons a collective
+//! leaves them to that thread, so memory with pending writes is never freed.
 
 use super::tcp;
 use std::time::{Duration, Instant};
 
-/// Bytes for each rank, and bytes from each: nothing goes or comes where they are empty.
+/// Byte buffers of one exchange. An empty buffer means no message.
 #[derive(Debug, Default)]
 pub struct Round {
-    /// What goes to each rank.
+    /// Bytes to send to each rank.
     pub out: Vec<Vec<u8>>,
-    /// What goes to all others alike.
+    /// Bytes to send to every peer, after `out`.
     pub all: Vec<u8>,
-    /// What comes from each, as long as it is to be.
+    /// Bytes received from each rank; the caller sets the expected length.
     pub into: Vec<Vec<u8>>,
 }
 
 impl Round {
-    /// One in which nothing goes.
+    /// An exchange without messages.
     pub fn new(world: usize) -> Self {
         Self { out: vec![Vec::new(); world], all: Vec::new(), into: vec![Vec::new(); world] }
     }
 
-    /// Forgets what went and came, and keeps the room.
+    /// Clears the buffers and keeps the allocations.
     pub fn clear(&mut self) {
         self.out.iter_mut().chain(&mut self.into).chain([&mut self.all]).for_each(Vec::clear);
     }
 }
 
-/// What carries bytes.
+/// The transport of a process.
 pub enum Wire {
     /// MPI.
     #[cfg(feature = "mpi")]
     Mpi(super::mpi::Wire),
-    /// Lines of TCP between all.
+    /// TCP connections between all pairs.
     Tcp(tcp::Wire),
 }
 
 impl Wire {
-    /// Begins a round.
+    /// Starts a round.
     pub fn go(&self, round: Round) {
         match self {
             #[cfg(feature = "mpi")]
@@ -48,7 +48,7 @@ impl Wire {
         }
     }
 
-    /// Ends, with everything done: all ranks do.
+    /// Shuts the transport down after the last round. Every rank must call it.
     pub fn end(self) {
         match self {
             #[cfg(feature = "mpi")]
@@ -58,24 +58,24 @@ impl Wire {
     }
 }
 
-/// How long a round that others have not come to is asked for without a pause.
+/// Time of busy polling before the first sleep.
 const EAGER: Duration = Duration::from_micros(200);
-/// The pause between two questions after that, at the most.
+/// Longest sleep between polls afterwards.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Pauses between questions to what does not say when it is done.
+/// Backoff between polls of a pending operation.
 pub struct Pauses {
     began: Instant,
     pause: Duration,
 }
 
 impl Pauses {
-    /// Begins to ask.
+    /// Starts a sequence of polls.
     pub fn new() -> Self {
         Self { began: Instant::now(), pause: Duration::from_micros(10) }
     }
 
-    /// Before the next question.
+    /// Yields or sleeps before the next poll.
     pub fn pause(&mut self) {
         if self.began.elapsed() < EAGER {
             std::thread::yield_now();

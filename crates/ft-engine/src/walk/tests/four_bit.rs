@@ -1,4 +1,5 @@
-//! 4-bit bases: against PyTorch on what bitsandbytes dequantizes, against dense runs, and made in several ways.
+//! 4-bit bases: against PyTorch on weights dequantized by bitsandbytes, against dense
+//! runs, and from several quantizers.
 
 use super::*;
 use ft_kernels::check::{close, randn};
@@ -10,7 +11,7 @@ use ft::train::merge::cost::MergeCost;
 use ft::train::quantize::quantize;
 use std::sync::Arc;
 
-/// The cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
+/// Cases of `tests/fixtures/nf4` with the folders of their 4-bit models.
 fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nf4"));
     let mut out = Vec::new();
@@ -24,7 +25,7 @@ fn four_bit_cases() -> Result<Vec<(Case, PathBuf)>> {
     Ok(out)
 }
 
-/// Linears that are 4-bit in a model, experts' too.
+/// Number of 4-bit linear modules of a model, including experts.
 fn four_bit_count(config: &Config) -> usize {
     modules(config).iter().filter(|m| quant::takes(m)).count()
 }
@@ -41,7 +42,7 @@ fn lora(c: &Case) -> Result<(Adapter, Selection)> {
     Ok((adapter, selection))
 }
 
-/// Every linear that is 4-bit, dequantized.
+/// The dequantized values of all 4-bit linear modules.
 fn dequantized(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
     let mut out = Vec::new();
     for (m, l) in d.linears() {
@@ -52,7 +53,7 @@ fn dequantized(d: &Decoder) -> Result<Vec<(String, Tensor)>> {
     Ok(out)
 }
 
-/// LoRA, rsLoRA and DoRA; experts and routers.
+/// LoRA, rsLoRA and DoRA on linear modules, experts and routers.
 #[test]
 fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     for (c, dir) in four_bit_cases()? {
@@ -66,7 +67,7 @@ fn adapters_on_4_bit_bases_have_pytorchs_gradients() -> Result<()> {
     Ok(())
 }
 
-/// A model whose 4-bit linears are the dequantized values, dense in f32.
+/// A dense f32 model with the dequantized values of the 4-bit linear modules.
 fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     let mut tensors: Vec<(String, ft_kernels::Real)> = Vec::new();
     let coded: Vec<(String, Tensor)> = dequantized(d)?;
@@ -91,13 +92,14 @@ fn dense_of(c: &Case, d: &Decoder, folder: &std::path::Path) -> Result<Case> {
     Ok(Case { dir: c.dir.clone(), config, base })
 }
 
-/// Loss and every LoRA gradient on a 4-bit base are those on the dense model of the dequantized values: of dense models
-/// and of mixtures, read 4-bit and made so, packed documents as well.
+/// Loss and every LoRA gradient on a 4-bit base match the dense model of the dequantized values: dense models
+/// and mixtures of experts, 4-bit on disk or quantized on load, packed documents as well.
 ///
-/// Not to the bit: a dense product hands its matrix to gemm whole and a 4-bit one in dequantized tiles, and gemm adds up
-/// in an order that depends on the sizes. What cancels makes that visible: the softmax takes most of a key's gradient
-/// away. Nine in ten are bit-equal, and the worst is 3e-6 apart, as the test prints. (Tiles that are dequantized and
-/// tiles that are read have the same bits: `kernel::dequantized`.)
+/// Not bit for bit: a dense product passes the whole matrix to gemm, a 4-bit product passes dequantized
+/// tiles, and the summation order of gemm depends on the sizes. Cancellation makes the difference visible,
+/// for instance in the gradients of keys. Nine of ten gradients have equal bits; the test prints the largest
+/// distance, about 3e-6. (Dequantized tiles and tiles read from a dequantized matrix have equal bits:
+/// `kernel::dequantized`.)
 #[test]
 fn a_4_bit_base_trains_like_a_dense_one_of_the_dequantized_weights() -> Result<()> {
     let mut bases: Vec<(Case, bool)> = four_bit_cases()?.into_iter().map(|(c, _)| (c, false)).collect();
@@ -141,8 +143,7 @@ fn a_4_bit_base_trains_like_a_dense_one_of_the_dequantized_weights() -> Result<(
     Ok(())
 }
 
-/// How many 4-bit matrices there are, none of which is dequantized now: a dequantized one holds the codes that it came
-/// from.
+/// Number of 4-bit matrices; asserts that none is currently dequantized.
 fn none_is_dequantized(d: &Decoder) -> usize {
     let mut seen = 0;
     for (m, l) in d.linears() {
@@ -154,14 +155,15 @@ fn none_is_dequantized(d: &Decoder) -> usize {
     seen
 }
 
-/// Mixtures, quantized while they are loaded.
+/// The mixtures of experts, quantized on load.
 fn mixtures() -> Result<Vec<Case>> {
     let all: Vec<Case> = cases()?.into_iter().filter(|c| c.config.moe.is_some()).collect();
     assert!(all.len() >= 2, "only {} mixtures", all.len());
     Ok(all)
 }
 
-/// However a step is walked: the same bits, and nothing is left dequantized. Dense models and mixtures.
+/// Every execution gives the same bits and leaves no dequantized matrix behind, for dense
+/// models and mixtures of experts.
 #[test]
 fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
     for c in four_bit_cases()?.into_iter().map(|c| c.0).chain(mixtures()?) {
@@ -197,7 +199,7 @@ fn no_choice_of_the_plan_changes_a_bit() -> Result<()> {
     Ok(())
 }
 
-/// Of a mixture, the experts without tokens stay as they are.
+/// In a mixture of experts, experts without tokens are not dequantized.
 #[test]
 fn a_visit_decodes_what_has_tokens() -> Result<()> {
     let mut seen = 0;
@@ -206,7 +208,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
         let (d, _) = c.build_nf4(&frozen)?;
         for layer in d.layers.iter().filter(|l| l.is_packed()) {
             let FeedForward::Mixture(m) = &layer.mlp else { continue };
-            // all tokens go to the last expert
+            // route all tokens to the last expert
             let last = m.experts().len() - 1;
             let groups = Groups::new(vec![last as u32; 3], 1, m.experts().len(), CPU)?;
             let visited = layer.dequantized(Level::All, Some(&groups))?;
@@ -225,7 +227,7 @@ fn a_visit_decodes_what_has_tokens() -> Result<()> {
     Ok(())
 }
 
-/// While loading, by `ft quantize` and by bitsandbytes: the same model.
+/// Quantization on load, by `ft quantize` and by bitsandbytes gives the same model.
 #[test]
 fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
     let bits = |d: &Decoder| -> Result<Vec<(String, Vec<f64>)>> {
@@ -245,7 +247,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
         assert!(written.config.four_bit);
         let (e, _) = written.build(&frozen, None)?;
         assert!(bits(&e)? == loading, "{name}");
-        // what stays is what it was, and a model that is 4-bit is not quantized again
+        // other tensors are unchanged, and a 4-bit model is not quantized again
         let embedding = |c: &Case| -> Result<Vec<u8>> { Ok(c.files()?.read("model.embed_tokens.weight")?) };
         assert!(embedding(&c)? == embedding(&written)?);
         let (again, _) = written.build_nf4(&frozen)?;
@@ -257,7 +259,7 @@ fn a_model_is_quantized_in_several_ways_to_the_same_bits() -> Result<()> {
     Ok(())
 }
 
-/// Memory of what is 4-bit: codes and scales, as the arithmetic has it.
+/// Memory of 4-bit tensors matches the computed size of codes and scales.
 #[test]
 fn a_quantized_model_takes_its_bits_and_no_more() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.name() == "qwen2-bias").context("a case")?;
@@ -288,7 +290,7 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     let name = last.0.name.clone();
     let error = c.build(&s, None).err().context("it was built")?.to_string();
     assert!(error.starts_with(&format!("{name}: its weight is 4-bit and cannot train in full")), "{error}");
-    // its original weights may, and what is not 4-bit
+    // the original weights can train, and so can modules that are not 4-bit
     let dense = cases()?.into_iter().find(|d| d.name() == c.name()).context("the dense case")?;
     assert!(dense.build(&s, None).is_ok());
     assert!(dense.build_nf4(&s).is_ok());
@@ -302,7 +304,8 @@ fn a_4_bit_weight_does_not_train_in_full() -> Result<()> {
     Ok(())
 }
 
-/// The merged weight of a linear with an adapter [o, i], f32, and the base's; `None` without an adapter.
+/// Merged weight `[o, i]` of a linear module with an adapter, in f32, and the base
+/// weight; `None` without an adapter.
 fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
     let Some(lora) = &linear.lora else { return Ok(None) };
     let base = upcast(&linear.weight.rows(0..linear.weight.dims()?.0)?)?;
@@ -316,8 +319,8 @@ fn merged(linear: &Linear) -> Result<Option<(Real, Real)>> {
     Ok(Some((merged.real()?.clone(), base.real()?.clone())))
 }
 
-/// The merged weight is what the linear computes, and the costs are in the order that the formats give: bf16 has 8
-/// bits of precision, NF4 errs by some tenth.
+/// The merged weight matches the linear module, and the losses reported have the order of the formats: bf16
+/// has 8 bits of precision, NF4 errs by about a tenth.
 #[test]
 fn merging_reports_what_it_loses() -> Result<()> {
     for (c, _) in four_bit_cases()? {
@@ -345,7 +348,7 @@ fn merging_reports_what_it_loses() -> Result<()> {
     Ok(())
 }
 
-/// Codes are told from those of other weights, be they the same model a few steps on.
+/// 4-bit codes of other weights are detected, even from the same model a few steps later.
 #[test]
 fn codes_know_what_they_were_made_from() -> Result<()> {
     for (c, _) in four_bit_cases()? {

@@ -1,11 +1,11 @@
-//! Tensors that train in full beside a 4-bit base: against PyTorch on what bitsandbytes' bytes dequantize to.
+//! Full training of some tensors with a 4-bit base: against PyTorch on weights dequantized by bitsandbytes.
 
 use super::*;
 use crate::adapt::params::Allocate;
 use crate::quant;
 use ft::train::quantize::quantize;
 
-/// The cases of `tests/fixtures/nf4-full`: the model's, the folder, and what trains in full.
+/// Cases of `tests/fixtures/nf4-full`: the model, the folder, and the tensors trained in full.
 fn cases_in_full() -> Result<Vec<(Case, PathBuf, Selection)>> {
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nf4-full"));
     let mut out = Vec::new();
@@ -39,8 +39,8 @@ fn gradients(p: &Params) -> Result<Vec<Vec<f64>>> {
     (0..p.tensors.len()).map(|i| Ok(values(&p.grad(i)?.context("gradient")?))).collect()
 }
 
-/// Every linear of the decoder but routers and what trains is 4-bit, and the gradients are PyTorch's; with the copy that
-/// `model.cache` keeps, and with states on the host, they are the same bits.
+/// Every linear module of the decoder except routers and trained modules is 4-bit, and the gradients match
+/// PyTorch. With the copy made by `model.cache`, and with optimizer offload, the bits are the same.
 #[test]
 fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
     for (c, dir, s) in cases_in_full()? {
@@ -77,7 +77,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
             assert_eq!(backward(&d, &p, &batch, 0)?.0, loss, "{} {what}", c.name());
             assert!(gradients(&p)? == want, "{} {what}", c.name());
         }
-        // the copy alone has no weights that could train
+        // the copy alone has no dense weights to train
         let alone = build(&copy, &s, None);
         let is_linear = |(m, c): &&(_, Choice)| quant::takes(m) && *c != Choice::Freeze;
         let first = s.modules.iter().find(is_linear).context("a linear")?;
@@ -91,7 +91,7 @@ fn what_trains_in_full_is_dense_beside_a_4_bit_base() -> Result<()> {
     Ok(())
 }
 
-/// Where every linear of the decoder trains in full nothing is left for `model.quantize`.
+/// If every linear module of the decoder trains in full, `model.quantize` has nothing to quantize: an error.
 #[test]
 fn nothing_left_to_quantize_is_an_error() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.name() == "mixtral").context("a case")?;

@@ -1,8 +1,8 @@
-//! What of a layer is kept between forward and backward changes no bit.
+//! Recompute levels change no bit.
 
 use super::*;
 
-/// Loss and gradients of a step with noise, dropout and losses on routers; inputs wait on the host.
+/// Loss and gradients of a step with NEFTune noise, dropout and router losses; layer inputs on the host.
 fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result<(u64, Vec<Vec<f64>>)> {
     let grads = p.grads();
     let losses = match d.config.moe {
@@ -19,8 +19,9 @@ fn bits(d: &Decoder, p: &Params, batch: &Batch, recompute: Recomputed) -> Result
     Ok((loss::total(&sums)?.to_bits(), (0..p.tensors.len()).map(grad).collect::<Result<_>>()?))
 }
 
-/// Of dense models and mixtures with every kind of norm, bias and window; in full, LoRA and DoRA; on a dense base and a
-/// 4-bit one; where attention alone trains, the feed-forward block alone, and norms and routers beside either.
+/// Dense models and mixtures of experts with every kind of norm, bias and window; full
+/// training, LoRA and DoRA; dense and 4-bit bases; training attention only, feed-forward only,
+/// and either with norms and routers.
 #[test]
 fn no_level_changes_a_bit() -> Result<()> {
     let mut compared = 0;
@@ -32,7 +33,7 @@ fn no_level_changes_a_bit() -> Result<()> {
             docs: &rows.docs,
             targets: &rows.targets,
         };
-        // dropout draws the numbers of seed 3 and step 5
+        // seed and step of the dropout
         let batch = Batch::new(&c.config, host, (0, 0), Some((3, 5)), CPU)?;
         let (attention, feed_forward) = (&[Group::Attention][..], &[Group::Mlp, Group::Experts][..]);
         let both = [attention, feed_forward].concat();

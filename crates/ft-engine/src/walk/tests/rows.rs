@@ -1,11 +1,12 @@
-//! Rows of single tokens that train.
+//! Training of single token rows.
 
 use super::*;
 use ft_recipe::Recipe;
 
 const IDS: [u32; 5] = [77, 9, 3, 4, 127];
 
-/// Their gradients are those rows of their tables' gradients, and of a tied head's both uses; the logits follow them.
+/// Gradients equal the matching rows of the table gradients, including both uses of a tied table; logits
+/// reflect the new rows.
 #[test]
 fn rows_have_the_gradients_of_their_tables() -> Result<()> {
     let text = format!(
@@ -35,7 +36,7 @@ fn rows_have_the_gradients_of_their_tables() -> Result<()> {
             let apart =
                 distance(&values(&grad(&p, i)?), &values(&grad(&all, table)?.index_select(&index, 0)?));
             assert!(apart <= BAR, "{}, {}: {apart:.1e}", c.name(), t.name);
-            // other values, in both
+            // change the values in both
             let moved = (p.master(i)?.real()? * 1.5)?;
             p.set(i, &moved)?;
             let table_values = all.master(table)?.copy()?;

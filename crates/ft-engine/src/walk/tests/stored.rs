@@ -1,10 +1,10 @@
-//! Bases in half precision, of which a model that computes in f32 keeps the matrices as they are.
+//! Half-precision bases: a model with f32 compute keeps the matrices in half precision.
 
 use super::*;
 use crate::adapt::selection::Part;
 use crate::files::write_file;
 
-/// A case's weights, rounded to `half`, in a file of `dtype`.
+/// The weights of a case, rounded to `half`, in a file of `dtype`.
 fn rounded(c: &Case, half: DType, dtype: DType, folder: &std::path::Path) -> Result<Base> {
     let files = c.files()?;
     let names: Vec<String> = files.names().map(String::from).collect();
@@ -17,7 +17,7 @@ fn rounded(c: &Case, half: DType, dtype: DType, folder: &std::path::Path) -> Res
     Ok(Base::open(c.config.clone(), folder)?)
 }
 
-/// Bytes of a decoder's linears and its table, and how many values these have.
+/// Bytes and number of values of a decoder's linear modules and table.
 fn bytes(d: &Decoder) -> Result<(usize, usize)> {
     let (mut bytes, mut values) = (0, 0);
     let table = Weight::Dense(d.embedding.table.clone());
@@ -29,8 +29,8 @@ fn bytes(d: &Decoder) -> Result<(usize, usize)> {
     Ok((bytes, values))
 }
 
-/// LoRA and DoRA, experts and routers, of both halves: matrices take two bytes a value, and loss, logits and every gradient
-/// have the bits of a run on the same values in f32.
+/// LoRA and DoRA, experts and routers, in bf16 and f16: matrices take two bytes per value, and loss, logits
+/// and every gradient have the bits of a run on the same values in f32.
 #[test]
 fn a_base_in_half_precision_trains_as_the_same_values_in_f32() -> Result<()> {
     let (mut seen, mut dora) = (0, 0);

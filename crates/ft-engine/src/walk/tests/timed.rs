@@ -1,9 +1,9 @@
-//! Where the time of a step is counted.
+//! Timing of the parts of a step.
 
 use super::super::{Part, Times};
 use super::*;
 
-/// Each part of a training walk has its time, and together they are the time of the walk.
+/// Each part of a training walk takes time, and the parts sum to the time of the walk.
 #[test]
 fn every_part_of_a_walk_is_timed() -> Result<()> {
     let c = cases()?.into_iter().find(|c| c.config.layers == 2).context("a case of two layers")?;
