@@ -12,9 +12,11 @@ const SHOWN: usize = 5;
 /// Counts over a dataset.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
+    /// Rows read.
     pub rows_read: usize,
     /// Rows that became samples.
     pub examples: usize,
+    /// Dropped rows.
     pub drops: Drops,
     /// Samples cut to `max_length`.
     pub truncated: usize,
@@ -61,11 +63,13 @@ impl Drops {
 /// Distribution of sample lengths, in tokens; all 0 without samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
+    /// Shortest.
     pub min: usize,
     /// 50th percentile, by nearest rank.
     pub median: usize,
     /// 95th percentile, by nearest rank.
     pub p95: usize,
+    /// Longest.
     pub max: usize,
 }
 
