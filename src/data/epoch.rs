@@ -137,7 +137,7 @@ impl<'a> Made<'a> {
     fn finish(mut self, mix: Mix, shuffled: bool) -> Result<Epoch, Error> {
         let rows = self.rows.finish(mix)?;
         if shuffled && rows.len() > HELD {
-            // differs from the order of earlier versions without computed permutations
+            // earlier versions held permutations of any length, and so order these rows differently
             self.hasher.update(b"computed order");
         }
         let hash = self.hasher.finalize().to_hex().to_string();

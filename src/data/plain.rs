@@ -76,7 +76,7 @@ mod tests {
         json!({ "messages": list })
     }
 
-    /// Runs the full check, and reports whether the fast proof succeeds; asserts agreement.
+    /// Reads a row, and reports whether a single rendering sufficed, as the fast proof succeeded.
     fn both(other: &str, row: &Value) -> (Result<String, String>, bool) {
         let t = with_template(&format!("{HEAD}{other}{TAIL}"));
         let (plain, count) = super::super::template::renderings(|| read(&t, row, &Map::new()));
