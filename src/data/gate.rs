@@ -1,9 +1,10 @@
 //! Checks rendered text for completeness: every string of the conversation must appear in the text.
 //!
 //! Templates drop content: unknown roles, calls, tools, text next to a call. A row with dropped content
-//! would train something the author did not write, so it is refused. A mark follows every string of the row
-//! through the rendering. Before the mark, the text must contain the string, verbatim or JSON-escaped,
-//! outer white space aside. Other occurrences of the same characters do not count.
+//! would train something the author did not write, so it is refused. The check renders the row with an
+//! invisible mark after every string. In the text, the string must precede the mark, verbatim or
+//! JSON-escaped; leading and trailing white space may differ. Other occurrences of the same characters do
+//! not count.
 //!
 //! Two kinds of dropped content are legitimate, and are reported instead of refused:
 //!

@@ -10,9 +10,9 @@ const ROUNDS: usize = 8;
 /// A random permutation of `0..n`.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Short: Fisher-Yates.
+    /// A short permutation, by Fisher-Yates.
     Held(Vec<u32>),
-    /// Long: computed on access.
+    /// A long permutation, computed on access.
     Computed(Rounds),
 }
 

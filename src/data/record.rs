@@ -3,7 +3,7 @@
 use super::encode::{Example, UNSUPERVISED};
 use std::ops::Range;
 
-/// Highest bit: in a token, the label equals the id; in a length, labels are stored separately.
+/// The highest bit. In a token: supervised, with the id as label. In a length: labels are stored after the ids.
 pub(super) const MARK: u32 = 1 << 31;
 /// Index record of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! Tokenized samples: a token file and an index file per source, or the same bytes in memory.
 //!
-//! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit
-//! set if the token is a target of the mask (label equals id). If labels differ from ids, both are stored,
-//! ids first. The index file contains one [`Record`] per sample. Both are read by position: memory use
-//! grows neither with tokens nor with samples, and any access order costs the same.
+//! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit set
+//! if the token is supervised. For labels other than the ids, the file contains all ids of the sample, then
+//! all labels. The index file contains one [`Record`] per sample. Both files are read by position: memory
+//! use grows neither with tokens nor with samples, and any access order costs the same.
 
 use super::bytes::{Bytes, FEW, List, Scratch, Window, cannot};
 use super::encode::{Example, UNSUPERVISED};
