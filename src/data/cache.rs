@@ -2,9 +2,9 @@
 //! absent.
 //!
 //! The file name is a hash of all inputs of tokenization: the bytes of the data files, of the tokenizer and
-//! of the chat template, and the recipe's keys. If `data.max_length` cut nothing, larger limits share the
-//! entry. One file contains the tokens. The other is written last and contains the index of samples, the
-//! counts of the pass, and hashes of both files.
+//! of the chat template, and the recipe's keys. If `data.max_length` cut nothing, all limits of at least the
+//! longest sample share the entry. One file contains the tokens. The other is written last and contains the
+//! index of samples, the counts of the pass, and hashes of both files.
 //!
 //! Rows that stop a run are never cached. Counts and notes are stored with the tokens, so a command prints
 //! the same with and without a cache hit.

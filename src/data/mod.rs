@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! files       data files of a source
-//! reader      rows of a file, with line and column;   array: a single JSON array;   strict: strict JSON parsing
+//! reader      rows of a file, with line and column;   array: one JSON array;   strict: strict JSON parsing
 //! tables      rows of CSV, TSV and plain-text files
 //! columns     rows of Parquet files
 //! guess       format detection, if the recipe sets no format

@@ -19,9 +19,9 @@ const CHUNK: (usize, usize) = (4096, 16 << 20);
 
 /// Error that ends a pass.
 pub(super) enum Stopped {
-    /// In the data.
+    /// The data cannot be used.
     Data(Error),
-    /// While writing samples.
+    /// The samples cannot be written.
     Write(store::Error),
 }
 

@@ -3,7 +3,8 @@
 use super::encode::{Example, UNSUPERVISED};
 use std::ops::Range;
 
-/// The highest bit. In a token: supervised, with the id as label. In a length: labels are stored after the ids.
+/// The highest bit of a word. In a token, it means supervised (label equals id); in a length, labels follow
+/// the ids.
 pub(super) const MARK: u32 = 1 << 31;
 /// Index record of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
