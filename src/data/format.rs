@@ -199,7 +199,7 @@ impl Shape {
         list.iter().enumerate().map(turn).collect()
     }
 
-    /// Refuses an `attention_mask` with zeros.
+    /// Refuses an `attention_mask` other than a 1 for every token.
     fn attends(&self, row: &Map<String, Value>, tokens: usize) -> Result<(), String> {
         if row.get(self.name("attention_mask")).is_none_or(Value::is_null) {
             return Ok(());

@@ -99,7 +99,7 @@ impl Notes {
         self.more += later.more;
     }
 
-    /// All places in the file names of messages.
+    /// All recorded places, for updating file names.
     pub(super) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
         self.kinds.values_mut().map(|(_, place)| place)
     }

@@ -46,7 +46,7 @@ pub struct Scores {
     pub samples: usize,
     /// Generated tokens.
     pub tokens: usize,
-    /// Share of answers equal to the reference, outer white space aside.
+    /// Share of answers equal to the reference, ignoring leading and trailing white space.
     pub exact_match: f64,
     /// Mean of [`rouge_l`].
     pub rouge_l: f64,

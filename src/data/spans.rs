@@ -66,7 +66,7 @@ fn unclear(i: usize, why: &str) -> String {
     )
 }
 
-/// The text after a mark inside the marked string, trailing white space removed.
+/// The text after a mark inside the marked string, without trailing white space.
 fn rest(message: &Value, spot: &Spot) -> String {
     let field = field(message, &spot.pointer).and_then(Value::as_str).unwrap_or_default();
     field[spot.at..].trim_end().to_string()
@@ -245,7 +245,7 @@ impl Marked {
     /// Start of the turn of message `i`, with its mark at `own`.
     fn start(&self, i: usize, own: usize, render: &Render<'_>) -> Result<usize, String> {
         let text = &self.whole.text;
-        // with the recipe's variables, and without them for turns not written under them
+        // first with the recipe's variables, then without, since earlier turns may not reflect them
         for variables in [true, false] {
             let Ok(prompt) = render(&self.messages[..i], &self.tools, true, variables) else { continue };
             let prompt = Rendered::new(&prompt);

@@ -153,7 +153,7 @@ impl Found {
         self.truncated + self.drops.too_long + self.drops.empty_after_truncation
     }
 
-    /// All places in the file names of messages.
+    /// All recorded places, for updating file names.
     pub fn places(&mut self) -> impl Iterator<Item = &mut Place> {
         self.left_out.iter_mut().map(|(place, _)| place).chain(self.notes.places())
     }
