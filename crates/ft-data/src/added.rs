@@ -1,23 +1,23 @@
-//! Tokens that a tokenizer gets beside its own: those that a recipe trains and it does not have, and those of an adapter.
+//! Tokens added to a tokenizer: new tokens trained by a recipe, and tokens of an adapter.
 
 use super::beside::read;
 use super::error::Error;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Tokens to add where they are missing, as entries of `added_tokens`: with their number where that is known; else it is the
-/// next, as transformers' `add_tokens` numbers them.
+/// Tokens to add if missing, as entries of `added_tokens`. Tokens without an id get the next free one, like
+/// transformers' `add_tokens`.
 #[derive(Clone, Debug, Default)]
 pub struct Added(Vec<Value>);
 
-/// A `tokenizer.json` with more tokens, and which these are.
+/// An extended `tokenizer.json`, and the new tokens with ids.
 pub type Extended = (Vec<u8>, Vec<(String, u32)>);
 
 impl Added {
-    /// Those that an adapter's own tokenizer has, if it has one.
+    /// The added tokens of an adapter's own tokenizer, if any.
     ///
     /// # Errors
-    /// A `tokenizer.json` that is none.
+    /// An invalid `tokenizer.json`.
     pub fn of_adapter(dir: &Path) -> Result<Self, Error> {
         let path = dir.join("tokenizer.json");
         let Some(bytes) = read(&path)? else { return Ok(Self::default()) };
@@ -28,9 +28,9 @@ impl Added {
         Ok(Self(all))
     }
 
-    /// With these too.
+    /// Appends new tokens without ids.
     pub fn and<'a>(mut self, texts: impl IntoIterator<Item = &'a str>) -> Self {
-        // as Qwen's own <think> is: found as it is written, and shown
+        // same flags as Qwen's own <think>: matched verbatim, visible in decoded text
         let entry = |text: &str| {
             json!({"id": null, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
                    "normalized": false, "special": false})
@@ -39,10 +39,10 @@ impl Added {
         self
     }
 
-    /// A `tokenizer.json` with them; nothing where it has them all.
+    /// Extends a `tokenizer.json`; `None` if no token is missing.
     ///
     /// # Errors
-    /// A file that is none; a token that has another number there.
+    /// An invalid file, or a token with a conflicting id.
     pub(super) fn to(&self, bytes: &[u8]) -> Result<Option<Extended>, String> {
         if self.0.is_empty() {
             return Ok(None);
@@ -74,18 +74,18 @@ impl Added {
     }
 }
 
-/// The number of an entry.
+/// The id of an entry.
 fn id(entry: &Value) -> Option<u32> {
     entry["id"].as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
-/// Tokens beside the model's own.
+/// Added tokens of a tokenizer file.
 fn entries(file: &Value) -> impl Iterator<Item = (&str, Option<u32>)> {
     let list = file["added_tokens"].as_array().into_iter().flatten();
     list.filter_map(|t| Some((t["content"].as_str()?, id(t))))
 }
 
-/// The number of a token, if it is there.
+/// The id of a token, if present.
 fn number(file: &Value, text: &str) -> Option<u32> {
     if let Some((_, id)) = entries(file).find(|(t, _)| *t == text) {
         return id;
@@ -98,7 +98,7 @@ fn number(file: &Value, text: &str) -> Option<u32> {
     at.and_then(|id| u32::try_from(id).ok())
 }
 
-/// The number that comes next, as the library counts.
+/// The next free id, by the library's rule.
 fn next(file: &Value) -> u32 {
     let vocab = match &file["model"]["vocab"] {
         Value::Object(map) => map.len(),

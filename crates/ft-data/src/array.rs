@@ -1,5 +1,5 @@
-//! Rows of a file that is one JSON array, cut at the commas between items as the file is read: each item is parsed alone,
-//! one bad item does not take the others with it, and no more than one is in memory.
+//! Rows of a file with a single JSON array. The reader splits at commas between items while streaming and
+//! parses items one by one: a bad item does not affect its neighbors, and only one item is in memory.
 
 use super::error::Error;
 use super::reader::{LONGEST_ROW, RawRow, too_long};
@@ -9,11 +9,11 @@ use std::path::PathBuf;
 const BOM: [u8; 3] = *b"\xEF\xBB\xBF";
 const UNCLOSED: &str = "the file ends before the array's closing bracket";
 
-/// The items of one array.
+/// Items of an array.
 pub(super) struct Array {
     file: Box<dyn BufRead>,
     path: PathBuf,
-    /// Where the next byte stands, both from 1; columns are of bytes.
+    /// Position of the next byte, counted from 1; columns in bytes.
     line: usize,
     column: usize,
     state: State,
@@ -26,12 +26,12 @@ enum State {
     Done,
 }
 
-/// What stands behind an item.
+/// The delimiter after an item.
 #[derive(Clone, Copy, PartialEq)]
 enum End {
     Comma,
     Bracket,
-    /// Nothing more.
+    /// End of file.
     File,
 }
 
@@ -40,7 +40,7 @@ impl Array {
         Self { file, path, line: 1, column: 1, state: State::Before }
     }
 
-    /// The next item. Behind one that tells of the file, or an error of reading, there are no more.
+    /// Returns the next item. A structural error of the array or a read error ends the iteration.
     pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         let next = match self.state {
             State::Done => Ok(None),
@@ -56,7 +56,7 @@ impl Array {
         }
     }
 
-    /// Comes to the array, and gives its first item.
+    /// Skips to the array, and returns the first item.
     fn first(&mut self) -> io::Result<Option<RawRow>> {
         if self.peek()? == Some(BOM[0]) {
             for byte in BOM {
@@ -98,7 +98,7 @@ impl Array {
                     let why = "the file ends where a row should begin".to_string();
                     return Ok(RawRow { bytes: Err(why), ..whole });
                 }
-                // A whole value without the closing bracket would parse: the file is cut all the same.
+                // A complete value without the closing bracket would parse, but the file is truncated.
                 if whole.parse().is_ok() {
                     return Ok(self.broken(UNCLOSED));
                 }
@@ -107,7 +107,7 @@ impl Array {
         Ok(whole)
     }
 
-    /// The bytes up to the comma or bracket that ends an item; of one that is too long none are kept.
+    /// Reads up to the comma or bracket after an item. Discards the bytes of an item that is too long.
     fn cut(&mut self) -> io::Result<(Result<Vec<u8>, String>, End)> {
         let (mut depth, mut quoted, mut escaped) = (0usize, false, false);
         let mut item = Ok(Vec::new());
@@ -146,7 +146,7 @@ impl Array {
         }
     }
 
-    /// Behind the last item: nothing may follow the bracket.
+    /// Consumes the closing bracket; only white space may follow.
     fn close(&mut self) -> io::Result<Option<RawRow>> {
         self.step(1)?;
         let more = self.skip_space()?.is_some();
@@ -163,7 +163,7 @@ impl Array {
         Ok(self.file.fill_buf()?.first().copied())
     }
 
-    /// Goes to the next byte that is no white space.
+    /// Skips white space, and returns the next byte.
     fn skip_space(&mut self) -> io::Result<Option<u8>> {
         loop {
             let buffer = self.file.fill_buf()?;
@@ -179,7 +179,7 @@ impl Array {
         }
     }
 
-    /// Goes on by so many bytes of what is buffered.
+    /// Consumes buffered bytes, and updates line and column.
     fn step(&mut self, bytes: usize) -> io::Result<()> {
         let part = &self.file.fill_buf()?[..bytes];
         self.line += part.iter().filter(|b| **b == b'\n').count();
@@ -200,7 +200,7 @@ mod tests {
 
     type Rows = Vec<(usize, usize, Result<Vec<u8>, String>)>;
 
-    /// The rows of a file that is read so many bytes at a time.
+    /// The rows of a file, read with a limited buffer size.
     fn rows(bytes: &[u8], at_a_time: usize) -> Rows {
         let file = BufReader::with_capacity(at_a_time, Cursor::new(bytes.to_vec()));
         let mut array = Array::new(Box::new(file), "a.json".into());
@@ -244,7 +244,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Where what is read ends changes nothing.
+        /// The buffer size has no effect on the rows.
         #[test]
         fn pieces_of_any_size_make_the_same_rows(
             pieces in prop::collection::vec(prop::sample::select(vec!["[", "]", "{", "}", ",", "\"", "\\", "\n", " ", "a", "é"]), 0..60),

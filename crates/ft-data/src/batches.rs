@@ -1,39 +1,40 @@
-//! Which rows a step takes.
+//! Rows of every step.
 
 use super::order::{HELD, Order};
 use ft_recipe::{Length, Run};
 use ft_base::rng::{Purpose, Stream};
 use std::sync::{Mutex, PoisonError};
 
-/// The rows of each step of a run: a pure function of the step, so that where a resumed run stands is its step
-/// number and nothing else.
+/// The rows of every step of a run: a pure function of the step number, so a resumed run needs no other
+/// state.
 ///
-/// Step `s` takes the rows `s * batch_rows ..` of an endless sequence of epochs, each of which holds every row
-/// once: in file order, or in an order of its own when shuffled.
+/// Step `s` takes rows `s * batch_rows ..` of an endless sequence of epochs. An epoch contains every row
+/// once, in file order or, if shuffled, in a new random order.
 pub struct Batches {
     rows: usize,
     batch: usize,
     steps: usize,
-    /// Rows of all steps together.
+    /// Rows of all steps.
     total: u128,
     shuffle: bool,
     seed: u64,
-    /// The orders of the last two epochs asked for: a batch may reach over an edge. Holds no state, only time.
+    /// Cached permutations of the last two epochs, since a batch may cross an epoch boundary.
     orders: Mutex<Vec<(u64, Order)>>,
 }
 
 impl Batches {
-    /// For a dataset of `rows` rows, `run.batch_rows` a step, as long as `run` says.
+    /// Batches for a dataset of `rows` rows, with `run.batch_rows` rows per step and the length set by
+    /// `run`.
     ///
-    /// With `epochs`, the last batch is smaller when the rows do not divide; a fraction of an epoch counts its rows
-    /// to the nearest, and at least one. Without rows there are no steps.
+    /// With `epochs`, the last batch may be smaller. A fractional number of epochs is rounded to the
+    /// nearest row, at least one. Without rows, the run has no steps.
     pub fn new(rows: usize, run: &Run, shuffle: bool) -> Self {
         let batch = run.batch_rows.max(1);
         let (steps, total) = match run.length() {
             _ if rows == 0 => (0, 0),
             Length::Steps(steps) => (steps, steps as u128 * batch as u128),
             Length::Epochs(epochs) => {
-                // saturates: from NaN and below to 0, from infinity to the largest
+                // the cast saturates: NaN and negative numbers to 0, infinity to the maximum
                 let total = ((epochs * rows as f64).round() as u64).max(1) as u128;
                 (usize::try_from(total.div_ceil(batch as u128)).unwrap_or(usize::MAX), total)
             }
@@ -46,7 +47,7 @@ impl Batches {
         self.steps
     }
 
-    /// The rows of `step`, from 0; none behind the last step.
+    /// The rows of `step`, counted from 0; empty after the last step.
     pub fn rows(&self, step: usize) -> Vec<usize> {
         let first = step as u128 * self.batch as u128;
         let last = (first + self.batch as u128).min(self.total);
@@ -72,7 +73,7 @@ impl Batches {
         row
     }
 
-    /// Bytes of the orders of `rows` rows that stay in memory, of a run that takes `all` of them.
+    /// Memory of the permutations of `rows` rows, in bytes, for a run of `all` rows in total.
     pub fn resident(rows: u64, all: u64) -> u64 {
         Order::bytes(rows) * all.div_ceil(rows.max(1)).min(2)
     }

@@ -1,4 +1,4 @@
-//! What files beside `tokenizer.json` say: the chat template, special tokens, ids that end a text.
+//! Files next to `tokenizer.json`: chat template, special tokens, end-of-sequence ids.
 
 use super::error::Error;
 use ft_base::store;
@@ -7,24 +7,24 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A chat template, and where it is from.
+/// Text and origin of a chat template.
 pub(super) struct TemplateSource {
     pub origin: String,
     pub default: String,
-    /// The one for conversations with tools, where there is one of its own.
+    /// A separate template for conversations with tools, if any.
     pub tool_use: Option<String>,
 }
 
-/// The chat template of a model's folder, as text.
+/// The chat template of a model folder, as text.
 ///
 /// # Errors
-/// A file that is there and cannot be used.
+/// Existing files that are invalid.
 pub fn template_of(dir: &Path) -> Result<Option<String>, Error> {
     let path = dir.join("tokenizer_config.json");
     Ok(find_template(dir, None, &read_object(&path)?, &path)?.map(|t| t.default))
 }
 
-/// The chat template: the file that is given, a file of its own, or a key of the config.
+/// Finds the chat template: the explicit file, a template file of the folder, or a config key.
 pub(super) fn find_template(
     dir: &Path,
     given: Option<&Path>,
@@ -55,7 +55,7 @@ pub(super) fn find_template(
     template_key(config, config_path)
 }
 
-/// The key `chat_template`: a template, or a list of named ones.
+/// Reads the key `chat_template`: a template, or a list of named templates.
 fn template_key(object: &Map<String, Value>, path: &Path) -> Result<Option<TemplateSource>, Error> {
     let origin = path.display().to_string();
     match object.get("chat_template") {
@@ -79,7 +79,7 @@ fn template_key(object: &Map<String, Value>, path: &Path) -> Result<Option<Templ
     }
 }
 
-/// `bos_token`, `eos_token` and their like, which templates use by name.
+/// Collects `bos_token`, `eos_token` etc. as template variables.
 pub(super) fn collect_specials(object: &Map<String, Value>, out: &mut BTreeMap<String, Jinja>) {
     for (key, value) in object {
         let text = match value {
@@ -95,7 +95,7 @@ pub(super) fn collect_specials(object: &Map<String, Value>, out: &mut BTreeMap<S
     }
 }
 
-/// Ids, be it one or a list.
+/// Ids from a single number or a list.
 pub(super) fn ids(value: Option<&Value>) -> Vec<u32> {
     let one = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
     match value {
@@ -105,7 +105,7 @@ pub(super) fn ids(value: Option<&Value>) -> Vec<u32> {
     }
 }
 
-/// A file's bytes; none where there is no file.
+/// Reads a file; `None` if missing.
 pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     match store::read_plain(path, store::LARGEST) {
         Ok(bytes) => Ok(Some(bytes)),
@@ -114,7 +114,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     }
 }
 
-/// A JSON object from a file; empty when there is no file.
+/// Reads a JSON object from a file; empty if missing.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
     let Some(bytes) = read(path)? else { return Ok(Map::new()) };
     match serde_json::from_slice(&bytes) {

@@ -1,5 +1,5 @@
-//! Bytes that are read by place, in memory or in a file, and lists of numbers that grow with the samples: in memory while
-//! they are few, in a file without a name where they are many.
+//! Positioned reads from memory or a file, and append-only lists of integers that spill to an unnamed file
+//! when long.
 
 use super::error::Error;
 use ft_base::terminal::warn;
@@ -11,14 +11,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes of a file that may stay in memory, because they are few.
+/// Largest file in bytes to hold in memory.
 pub(super) const FEW: usize = 1 << 20;
-/// Bytes that are read at once where places follow one another.
+/// Read-ahead of sequential access, in bytes.
 const AT_ONCE: u64 = 1 << 15;
-/// As far from the place before, the next still follows it.
+/// Largest gap in bytes between two reads that still counts as sequential.
 const NEAR: u64 = AT_ONCE / 16;
 
-/// Where bytes are.
+/// Bytes in memory or in a file.
 #[derive(Debug)]
 pub(super) enum Bytes {
     Memory(Vec<u8>),
@@ -32,15 +32,15 @@ impl Default for Bytes {
 }
 
 impl Bytes {
-    /// Of a file that has so many.
+    /// `len` bytes in a file.
     pub fn file(file: File, path: PathBuf, len: u64) -> Self {
         Bytes::File { file, path, len }
     }
 
-    /// Fills a buffer from byte `at` on.
+    /// Fills a buffer from offset `at`.
     ///
     /// # Errors
-    /// A file that cannot be read any more.
+    /// A file that can no longer be read.
     pub fn read(&self, at: u64, buffer: &mut [u8]) -> Result<(), Error> {
         match self {
             Bytes::Memory(bytes) => {
@@ -57,7 +57,7 @@ impl Bytes {
         }
     }
 
-    /// Bytes that they take in memory.
+    /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
         match self {
             Bytes::Memory(bytes) => bytes.len() as u64,
@@ -70,7 +70,7 @@ pub(super) fn cannot(path: &Path, cause: io::Error) -> Error {
     Error::Read { path: path.into(), cause }
 }
 
-/// A part of a file that was read: places that follow one another are read many at a time, others alone.
+/// Read-ahead buffer: sequential reads are batched, random reads are not.
 #[derive(Default)]
 pub(super) struct Window {
     at: u64,
@@ -79,7 +79,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// The bytes from `at` on. A window is of one file alone.
+    /// Reads `N` bytes at offset `at`. A window serves a single file.
     ///
     /// # Errors
     /// As [`Bytes::read`].
@@ -116,28 +116,28 @@ impl Window {
     }
 }
 
-/// Where lists go that are long.
+/// Storage for long lists.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
-    /// A folder for files without a name; without one, lists stay in memory.
+    /// Folder for unnamed files; without one, lists stay in memory.
     folder: Option<PathBuf>,
-    /// Bytes of a list that stay in memory.
+    /// Bytes of a list buffered in memory before a write.
     pub few: usize,
 }
 
 impl Scratch {
-    /// In this folder, if there is one.
+    /// Uses `folder`, if given.
     pub fn new(folder: Option<PathBuf>) -> Self {
         Self { folder, few: FEW / 4 }
     }
 
-    /// Begins a list.
+    /// Starts a list.
     pub fn list(&self) -> Spool {
         Spool { scratch: self.clone(), part: Vec::new(), file: None, written: 0 }
     }
 }
 
-/// A list that is being written.
+/// A list under construction.
 pub(super) struct Spool {
     scratch: Scratch,
     part: Vec<u8>,
@@ -146,10 +146,10 @@ pub(super) struct Spool {
 }
 
 impl Spool {
-    /// Appends a number. What there is no room for on the disk comes back to memory.
+    /// Appends a number. If the disk is full, the list moves back to memory.
     ///
     /// # Errors
-    /// A file that cannot be read any more.
+    /// A file that can no longer be read.
     pub fn push(&mut self, number: u32) -> Result<(), Error> {
         self.part.extend(number.to_le_bytes());
         if self.part.len() >= self.scratch.few && self.scratch.folder.is_some() {
@@ -163,7 +163,7 @@ impl Spool {
             && let Some(folder) = self.scratch.folder.take()
         {
             let path = folder.join("list");
-            // a folder that cannot be written leaves it in memory, as it leaves the tokens
+            // an unwritable folder keeps the list in memory, as for tokens
             self.file = Pending::create(&path, None).ok().map(|p| (p.unnamed(), path));
             self.scratch.folder = self.file.as_ref().map(|_| folder);
         }
@@ -188,7 +188,7 @@ impl Spool {
         Ok(())
     }
 
-    /// The list.
+    /// Finishes the list.
     ///
     /// # Errors
     /// As [`Spool::push`].
@@ -208,7 +208,7 @@ impl Spool {
     }
 }
 
-/// Numbers of four bytes.
+/// A read-only list of `u32`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct List {
     len: usize,
@@ -216,12 +216,12 @@ pub(super) struct List {
 }
 
 impl List {
-    /// How many there are.
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Number `i`.
+    /// Entry `i`.
     ///
     /// # Errors
     /// As [`Bytes::read`].
@@ -229,7 +229,7 @@ impl List {
         Ok(u32::from_le_bytes(window.read(&self.bytes, 4 * i as u64)?))
     }
 
-    /// Those of a range.
+    /// The entries of a range.
     ///
     /// # Errors
     /// As [`Bytes::read`].
@@ -239,7 +239,7 @@ impl List {
         Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// Bytes that they take in memory.
+    /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
         self.bytes.resident()
     }
@@ -247,7 +247,7 @@ impl List {
 
 #[cfg(test)]
 impl Scratch {
-    /// With lists in files from so many bytes on.
+    /// Spills lists longer than `few` bytes to files.
     pub fn holding(folder: &Path, few: usize) -> Self {
         Self { folder: Some(folder.into()), few }
     }
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn a_full_disk_leaves_a_list_in_memory() {
         let Some(disk) = SmallDisk::new() else { return };
-        // 256 KiB have room for 65,536 numbers at the most
+        // 256 KiB hold at most 65,536 numbers
         for n in [60_000, 70_000, 200_000] {
             let mut spool = Scratch::holding(disk.path(), 1000).list();
             (0..n).try_for_each(|i| spool.push(i * 3)).unwrap();
@@ -273,7 +273,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever stays in memory, and in whatever order it is asked.
+        /// Lists round-trip for any spill threshold and any access order.
         #[test]
         fn lists_come_back(
             numbers in prop::collection::vec(any::<u32>(), 1..30_000), few in 1usize..200_000,

@@ -1,11 +1,13 @@
-//! Tokens that are kept between commands: what a pass over a source makes, in two files that are whole or absent.
+//! Token cache: encoded samples of a source, kept between commands in two files that are either complete or
+//! absent.
 //!
-//! Their name is a hash of all that decides tokens: the bytes of the data files, of the tokenizer and the chat template,
-//! and the recipe's keys. Where `data.max_length` cut nothing, any larger one finds them too. The one file has the tokens;
-//! the other, which is written last, an index of the samples, what the pass found, and the hashes of both.
+//! The file name is a hash of all inputs of tokenization: the bytes of the data files, of the tokenizer and
+//! of the chat template, and the recipe's keys. If `data.max_length` cut nothing, all limits of at least the
+//! longest sample share the entry. One file contains the tokens. The other is written last and contains the
+//! index of samples, the counts of the pass, and hashes of both files.
 //!
-//! A row that stops a run is never kept, and what a pass counted and told is kept with its tokens: a command says the same
-//! with them and without.
+//! Rows that stop a run are never cached. Counts and notes are stored with the tokens, so a command prints
+//! the same with and without a cache hit.
 
 use super::files::kind;
 use super::format::Shape;
@@ -26,9 +28,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Version of tokens and of their files: raised by any change in either (`tests::cached` compares a corpus).
+/// Version of the tokens and of the cache format; raised by any change of either.
 const VERSION: u32 = 1;
-/// Files of a model's folder that decide how text becomes tokens.
+/// Files of a model folder that affect tokenization.
 const TOKENIZER: &[&str] = &[
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,31 +40,31 @@ const TOKENIZER: &[&str] = &[
     "generation_config.json",
     "config.json",
 ];
-/// Sources that are kept, and bytes of all of them together; those that were not used for longest go.
+/// Cache limits: number of sources, and total bytes. Least recently used entries are removed first.
 const KEPT: (usize, u64) = (256, 64 << 30);
-/// Larger ones are told of.
+/// Entries above this size are reported, in bytes.
 const TOLD: u64 = 1 << 30;
-/// Bytes behind an index: the length of its header, and the hash of all before.
+/// Bytes at the end of an index file: header length and hash of everything before.
 const TAIL: usize = 8 + 32;
-/// Bytes of a header, at the most.
+/// Largest header, in bytes.
 const LONGEST_HEADER: u64 = 1 << 28;
 
-/// What of a model's folder decides tokens.
+/// Hash of the model files that determine tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ModelKey {
     hash: String,
-    /// Whether a template may write the date.
+    /// Whether the template may render the current date.
     dated: bool,
 }
 
 impl ModelKey {
-    /// Of the model folder `dir`, and of a template that is given; `None` where a template may write the time of day.
+    /// Hashes model folder `dir` and an explicit template; `None` if a template may render the time of day.
     pub fn of(dir: &Path, template: Option<&Path>) -> Option<Self> {
         let (mut h, mut dated) = (blake3::Hasher::new(), false);
         for path in TOKENIZER.iter().map(|f| dir.join(f)).chain(template.map(PathBuf::from)) {
             match store::read_plain(&path, store::LARGEST) {
                 Ok(bytes) => {
-                    // the one without a template, and the largest
+                    // the largest file; contains no template
                     if !path.ends_with(TOKENIZER[0]) {
                         let text = String::from_utf8_lossy(&bytes);
                         let now = text.contains("strftime_now");
@@ -81,7 +83,7 @@ impl ModelKey {
         Some(Self { hash: h.finalize().to_hex().to_string(), dated })
     }
 
-    /// With tokens that the folder's tokenizer does not have.
+    /// Adds tokens missing from the folder's tokenizer.
     pub fn with(self, more: Option<&Vec<(String, u32)>>) -> Self {
         match more {
             None => self,
@@ -89,7 +91,7 @@ impl ModelKey {
         }
     }
 
-    /// With the date, where that counts.
+    /// The key, with the current date if the template may render it.
     fn today(&self) -> String {
         match self.dated {
             true => format!("{} {}", self.hash, strftime::now("%Y-%m-%d").unwrap_or_default()),
@@ -98,19 +100,19 @@ impl ModelKey {
     }
 }
 
-/// What decides the tokens of a source.
+/// Inputs that determine the tokens of a source.
 pub(super) struct Key<'a> {
     pub shape: &'a Shape,
     pub source: &'a ft_recipe::Source,
     pub data: &'a ft_recipe::Data,
-    /// Of the model, where one is known.
+    /// Key of the model, if known.
     pub model: Option<&'a ModelKey>,
     pub vocab_size: usize,
     pub files: &'a [PathBuf],
 }
 
 impl Key<'_> {
-    /// As a name; `None` where it cannot be told.
+    /// The cache name; `None` without a model key or with unreadable files.
     fn name(&self) -> Option<String> {
         let text = self.shape.format != Format::Tokens;
         let model = if text { Some(self.model?.today()) } else { None };
@@ -128,36 +130,36 @@ impl Key<'_> {
     }
 }
 
-/// What an index ends with.
+/// Trailer of an index file.
 #[derive(Serialize, Deserialize)]
 struct Header {
     samples: usize,
-    /// Bytes and hash of the tokens' file.
+    /// Size of the token file in bytes.
     bytes: u64,
     hash: String,
     found: Found,
-    /// The data files, as the places in `found` name them.
+    /// The data files, named as in the places of `found`.
     files: Vec<String>,
 }
 
-/// The folder of a cache that tokens are kept in.
+/// The token folder of a cache.
 pub(super) fn tokens_in(cache: &Path) -> PathBuf {
     cache.join("tokens")
 }
 
-/// The place of a source's tokens.
+/// Cache entry of a source.
 pub(super) struct Entry<'a> {
     folder: PathBuf,
     name: String,
     key: Key<'a>,
 }
 
-/// Whether a problem of a row would stop the command.
+/// Whether a bad row stops the command.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Strict(pub bool);
 
 impl<'a> Entry<'a> {
-    /// Of a source in a cache folder.
+    /// The entry of a source in a cache folder.
     pub fn of(cache: &Path, key: Key<'a>) -> Option<Self> {
         Some(Self { folder: tokens_in(cache), name: key.name()?, key })
     }
@@ -170,7 +172,7 @@ impl<'a> Entry<'a> {
         self.folder.join(format!("{}-{limit}.{what}", self.name))
     }
 
-    /// The tokens, if they are there and hold under the recipe's `max_length`; with `whole`, after a look at all of them.
+    /// Looks up tokens valid under the recipe's `max_length`. With `whole`, also verifies all bytes.
     pub fn find(&self, strict: Strict, whole: bool) -> Option<(Store, Found)> {
         for limit in ["all", &self.limit()] {
             let path = self.path(limit, "index");
@@ -179,7 +181,7 @@ impl<'a> Entry<'a> {
             }
             match self.open(limit, strict, whole) {
                 Ok(Some(found)) => {
-                    // best effort: it says which was not used for longest
+                    // best effort: the modification time records the last use
                     let _ = File::open(&path).and_then(|f| f.set_modified(SystemTime::now()));
                     return Some(found);
                 }
@@ -221,7 +223,7 @@ impl<'a> Entry<'a> {
         }
         let (mut found, data) = (parsed.found, self.key.data);
         let bad = found.drops.bad + found.drops.empty_mask > 0;
-        // the first row that is bad would be an error; nothing was cut, and something would be
+        // strict mode must report the bad row, and a lower limit would cut samples
         if (strict && bad) || (limit == "all" && found.whole.longest() > data.max_length) {
             return Ok(None);
         }
@@ -238,7 +240,7 @@ impl<'a> Entry<'a> {
         if !known || h.finalize().as_bytes() != sum || store.bytes() != parsed.bytes {
             return Err(damaged());
         }
-        // the files may have other names now
+        // data files may have been renamed
         let now: BTreeMap<&String, String> =
             parsed.files.iter().zip(self.key.files).map(|(was, f)| (was, f.display().to_string())).collect();
         for Place { file, .. } in found.places() {
@@ -249,7 +251,7 @@ impl<'a> Entry<'a> {
         Ok(Some((store, found)))
     }
 
-    /// One process at a time makes the tokens of a source: waits for its turn. `None` where the file system has no locks.
+    /// Locks the entry, so only one process tokenizes a source. `None` without file locks.
     pub fn turn(&self) -> Option<File> {
         std::fs::create_dir_all(&self.folder).ok()?;
         let path = self.folder.join(format!("{}.lock", self.name));
@@ -265,19 +267,19 @@ impl<'a> Entry<'a> {
         Some(file)
     }
 
-    /// Where the tokens are written before it is known what their name is.
+    /// Creates a writer with temporary names; the final name is known after the pass.
     pub fn writer(&self) -> Result<Writer, store::Error> {
         let _ = store::sweep_temporary(&self.folder);
         let pending = || Pending::create(&self.folder.join(&self.name), None);
         Ok(Writer::files(pending()?, pending()?))
     }
 
-    /// Whether data, tokenizer and date are still what the name says.
+    /// Whether data, tokenizer and date still match the name.
     pub fn holds(&self) -> bool {
         self.key.name().as_ref() == Some(&self.name)
     }
 
-    /// Gives what was written its name.
+    /// Commits the written files under the final name.
     ///
     /// # Errors
     /// Files that cannot be written.
@@ -298,7 +300,7 @@ impl<'a> Entry<'a> {
         let sum = records.hash();
         records.write(sum.as_bytes())?;
         let bytes = writer.bytes + (writer.count * RECORD) as u64;
-        // an index is of the tokens that are there
+        // an index must never refer to other tokens
         let [index, tokens] = ["index", "tokens"].map(|what| self.path(&limit, what));
         let _ = std::fs::remove_file(&index);
         writer.tokens.commit_as(&tokens)?;
@@ -316,7 +318,7 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Removes what was not used for longest, where there is more than `most`; `newest` stays.
+/// Removes least recently used entries beyond the limits `most`, but never `newest`.
 fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
     let mut all: BTreeMap<String, (SystemTime, u64)> = BTreeMap::new();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -337,7 +339,7 @@ fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
         if left.0 <= most.0 && left.1 <= most.1 {
             return;
         }
-        // the index first: tokens without one are nothing. A process that has them open goes on with them
+        // index first, since tokens without one are ignored; processes with open files can continue
         for what in ["index", "tokens", "lock"] {
             let _ = std::fs::remove_file(folder.join(format!("{stem}.{what}")));
         }
@@ -345,7 +347,7 @@ fn sweep(folder: &Path, newest: &str, most: (usize, u64)) {
     }
 }
 
-/// What a pass says where tokens cannot be kept.
+/// Warns about tokens that cannot be cached.
 pub(super) fn not_kept(why: &store::Error) {
     warn(&format!(
         "the tokens cannot be kept, and stay in memory: {why}\n  hint: FT_CACHE names another folder; data.cache = false \
@@ -377,7 +379,7 @@ mod tests {
             all.sort();
             all.join(" ")
         };
-        // d is the one that was just written
+        // d was just written
         sweep(dir.path(), "d", (3, 1000));
         assert_eq!(left(), "b.index b.tokens c.index c.tokens d.index d.tokens");
         sweep(dir.path(), "d", (99, 45));

@@ -20,17 +20,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The rows of a file, one after the other: a page of each column is in memory.
+/// Rows of a file, read in order with one page per column in memory.
 pub(super) struct Columns {
     rows: RowIter<'static>,
     path: PathBuf,
     row: usize,
-    /// Of each column, whether the format reads it.
+    /// For every column, whether the format reads it.
     read: Vec<bool>,
 }
 
 impl Columns {
-    /// Opens a file and reads what it says of itself.
+    /// Opens a file and reads the metadata.
     pub fn open(path: &Path, shape: &Shape) -> Result<Self, Error> {
         let file = store::open_plain(path).map_err(|cause| Error::Read { path: path.into(), cause })?;
         let reader = said(path, || reader(file))?;
@@ -39,7 +39,7 @@ impl Columns {
         Ok(Self { rows: RowIter::from_file_into(Box::new(reader)), path: path.into(), row: 0, read })
     }
 
-    /// The next row.
+    /// Returns the next row.
     pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         let row = match said(&self.path, || self.rows.next().transpose()) {
             Ok(row) => row?,
@@ -55,7 +55,8 @@ impl Columns {
     }
 }
 
-/// A reader that gives texts as their bytes: as texts, one that is not UTF-8 would take the rows behind it along.
+/// Opens a reader that returns strings as bytes. Read as strings, invalid UTF-8 in one row would lose the
+/// following rows.
 fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     let about = ParquetMetaDataReader::new().parse_and_finish(&file)?;
     let schema = SchemaDescriptor::new(Arc::new(plain(about.file_metadata().schema())?));
@@ -63,7 +64,7 @@ fn reader(file: File) -> parquet::errors::Result<SerializedFileReader<File>> {
     SerializedFileReader::new_with_options(file, options)
 }
 
-/// A type in which texts are bytes.
+/// Replaces string types by bytes.
 fn plain(of: &Type) -> parquet::errors::Result<Type> {
     let about = of.get_basic_info();
     if let Type::GroupType { basic_info, fields } = of {
@@ -81,7 +82,7 @@ fn plain(of: &Type) -> parquet::errors::Result<Type> {
     }
 }
 
-/// What the library says of a call; a panic of it is an error of the file too.
+/// Calls the library, and turns errors and panics into [`Error::Read`].
 fn said<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, Error> {
     let why = match caught(f) {
         Ok(Ok(out)) => return Ok(out),
@@ -92,7 +93,7 @@ fn said<T>(path: &Path, f: impl FnOnce() -> parquet::errors::Result<T>) -> Resul
     Err(Error::Read { path: path.into(), cause })
 }
 
-/// Fields as an object, each with whether it is read; the error begins with the path to what is wrong.
+/// Converts fields (with a flag for used ones) to an object. Errors start with the path.
 fn object<'a>(
     fields: impl Iterator<Item = (&'a String, &'a Field, bool)>,
 ) -> Result<Map<String, Value>, String> {
@@ -112,8 +113,8 @@ fn put(object: &mut Map<String, Value>, key: String, value: Value) -> Result<(),
     Ok(())
 }
 
-/// A field as JSON; what no format reads (times, decimals) as its text, and bytes where nothing is `read` as far as they
-/// are one.
+/// Converts a field to JSON. Unsupported types (times, decimals) become text. Invalid UTF-8 is an error if
+/// the field is `read`, else replaced.
 fn value(field: &Field, read: bool) -> Result<Value, String> {
     let float = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
     Ok(match field {

@@ -1,4 +1,4 @@
-//! A conversation as text, held against what it says, with the part of it that the assistant wrote.
+//! Renders a conversation, checks the text for completeness, and finds the assistant spans.
 
 use super::Tokenizer;
 use super::error::Error;
@@ -14,11 +14,12 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 impl Tokenizer {
-    /// The text of a conversation, and, with `supervise`, the byte ranges of it that the assistant wrote, each with its
-    /// end-of-turn token. What the text says otherwise than the conversation, and may, comes into `notes`.
+    /// Renders a conversation. With `supervise`, also returns the byte ranges written by the assistant,
+    /// including the end-of-turn tokens. Tolerated differences between text and conversation are added to
+    /// `notes`.
     ///
     /// # Errors
-    /// What the template raises; what its text lacks; a template that does not let the turns be told.
+    /// An error raised by the template, content missing from the text, or turns that cannot be told apart.
     pub(super) fn conversation(
         &self,
         chat: &Chat,
@@ -31,7 +32,7 @@ impl Tokenizer {
         let variables = [self.variables(None), self.variables(Some(vars))];
         let messages: Vec<Jinja> = chat.messages.iter().map(jinja).collect();
         let tools = chat.tools.as_ref().map_or(Jinja::from(()), jinja);
-        // the template's own words, with its line, when it is the conversation itself that fails
+        // the template's own error message and line, if rendering the conversation itself fails
         let raised = RefCell::new(None);
         let render = |messages: &[Jinja], tools: &Jinja, prompt: bool, with: bool| {
             let out = template.render(messages, tools, prompt, &variables[usize::from(with)]);
@@ -45,7 +46,7 @@ impl Tokenizer {
         let (text, generation) = first;
         let pieces = gate::pieces(chat);
         let parts = (chat.messages.as_slice(), chat.tools.as_ref());
-        // where the template says itself what is supervised, marks are for the gate alone
+        // if the template marks the supervised text itself, only the gate needs marks
         let by_itself = !supervise || template.has_generation() && chat.unsupervised.is_empty();
         let proven = by_itself && plain::proven(chat, &pieces, &text, template, &variables[1]);
         let marked = match proven {
@@ -73,7 +74,7 @@ impl Tokenizer {
     }
 }
 
-/// A message about `messages[i]` as rendered, with what the row calls it.
+/// Replaces `messages[i]` (rendered index) in an error message by the row's name for the message.
 fn by_name(chat: &Chat, message: String) -> String {
     let named = message.strip_prefix("messages[").and_then(|m| m.split_once(']'));
     match named.and_then(|(i, rest)| Some((i.parse().ok()?, rest))) {
@@ -82,7 +83,7 @@ fn by_name(chat: &Chat, message: String) -> String {
     }
 }
 
-/// The spans that a template marks itself, without those of messages that the row takes out of the loss.
+/// The spans marked by the template (`{% generation %}`), minus messages excluded from the loss by the row.
 fn without(
     chat: &Chat,
     spans: Vec<Range<usize>>,

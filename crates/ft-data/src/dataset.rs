@@ -1,4 +1,4 @@
-//! All sources of a recipe as one dataset.
+//! All sources of a recipe, as one dataset.
 
 use super::cache::{Entry, Key, ModelKey, Strict, not_kept};
 use super::encode::{Encoder, Example};
@@ -19,40 +19,40 @@ use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Tokenized samples, and the rows that they make.
+/// Tokenized samples, packed into rows.
 #[derive(Clone, Debug)]
 pub struct Dataset {
     /// Samples, in the order of sources and files.
     pub samples: Samples,
-    /// Rows of an epoch: which samples each holds; one each when nothing is packed. A sample whose source has a
-    /// weight above 1 is in more than one.
+    /// Rows of an epoch. Without packing, one sample per row. Samples of sources with a weight above 1
+    /// occur several times.
     pub rows: Rows,
-    /// What was read and left out.
+    /// Counts of rows read and dropped.
     pub stats: Stats,
-    /// BLAKE3, in hexadecimal, of the samples' tokens and of what all rows hold, in order.
+    /// BLAKE3 hash of the sample tokens and the row contents in order, in hexadecimal.
     pub hash: String,
 }
 
-/// What [`Dataset::check`] found.
+/// Result of [`Dataset::check`].
 #[derive(Debug)]
 pub struct Checked {
-    /// Problems, in order, as many as asked for.
+    /// The first problems, in order, up to the limit.
     pub problems: Vec<Error>,
-    /// How many more there are.
+    /// Number of further problems.
     pub more: usize,
-    /// The dataset without the rows that have problems; `None` when nothing is left of it.
+    /// The dataset without bad rows; `None` if empty.
     pub dataset: Option<Dataset>,
 }
 
-/// What a load needs beside its sources.
+/// State of loading a list of sources.
 pub(super) struct Loader<'a> {
     data: &'a ft_recipe::Data,
     resolve: &'a dyn Fn(&str) -> PathBuf,
     tokenizer: Option<&'a Tokenizer>,
     vocab_size: usize,
-    /// Where tokens are kept.
+    /// The token cache, if enabled.
     cache: Option<PathBuf>,
-    /// How many problems are collected; `None` stops at the first.
+    /// Maximum number of problems to collect; `None` stops at the first.
     collect: Option<usize>,
     problems: Vec<Error>,
     more: usize,
@@ -60,30 +60,31 @@ pub(super) struct Loader<'a> {
     stats: Stats,
     bar: ProgressBar,
     space: Space,
-    /// What it kept.
+    /// Cache files written by this load.
     written: Vec<Written>,
 }
 
 impl Dataset {
-    /// Of samples in memory, and rows of them by their numbers; with nothing counted.
+    /// Builds a dataset from samples in memory, with rows as lists of sample numbers. Leaves the counts
+    /// empty.
     ///
     /// # Errors
-    /// None, of memory.
+    /// None in practice, for samples in memory.
     pub fn of(examples: &[Example], rows: &[Vec<usize>]) -> Result<Dataset, Error> {
         let samples = Samples::of(examples)?;
         let rows = Rows::of(rows, &samples)?;
         Ok(Dataset { samples, rows, stats: Stats::default(), hash: String::new() })
     }
 
-    /// Reads, tokenizes, mixes and packs a part of a recipe's data; what is evaluated on stays in file order.
+    /// Reads, tokenizes, mixes and packs a part of a recipe's data. Evaluation data stays in file order.
     ///
-    /// `resolve` gives the path of a source's file or folder. `vocab_size` is the number of rows of the model's
-    /// embedding. A source's `weight` is how often an epoch holds each of its samples; of a fraction, a part that
-    /// `seed` chooses. Tokens that an earlier command kept are taken (`data.cache`).
+    /// `resolve` returns the path of a source's file or folder. `vocab_size` is the number of rows of the
+    /// model's embedding. A source's `weight` is the number of repetitions per epoch; a fractional weight
+    /// selects a random subset by `seed`. Cached tokens are reused (`data.cache`).
     ///
     /// # Errors
-    /// The first row that cannot be used (unless `on_bad_row = "skip"`), a file without rows, a source that leaves
-    /// no sample, and sources that cannot be read.
+    /// The first bad row (unless `on_bad_row = "skip"`), files without rows, sources without usable rows,
+    /// and unreadable sources.
     pub fn load(
         part: Part,
         cfg: &ft_recipe::Data,
@@ -95,7 +96,7 @@ impl Dataset {
         Loader::new(cfg, resolve, tokenizer, vocab_size).load(part, seed)
     }
 
-    /// Both parts of a recipe's data, as [`Dataset::load`] gives them; each row is read once.
+    /// Loads both parts of a recipe's data, as by [`Dataset::load`]; reads every row once.
     ///
     /// # Errors
     /// As [`Dataset::load`].
@@ -121,11 +122,11 @@ impl Dataset {
         Ok((train, Some(eval)))
     }
 
-    /// What a run goes on with and its author should know, a sentence each: what texts lost or changed, what of folders and
-    /// rows is not read, and documents that are longer than the model's `positions`.
+    /// Warnings for the user, one sentence per entry: text lost or changed, unread files and keys, and
+    /// documents longer than the model's `positions`.
     ///
     /// # Errors
-    /// A file of tokens that cannot be read any more.
+    /// A token file that can no longer be read.
     pub fn warnings(&self, positions: usize) -> Result<Vec<String>, Error> {
         let mut out = self.stats.not_read.clone();
         out.extend(self.stats.notes.told());
@@ -147,16 +148,16 @@ impl Dataset {
         Ok(out)
     }
 
-    /// How many samples of another dataset are in this one too.
+    /// Number of samples of another dataset also present in this one.
     ///
     /// # Errors
-    /// A file of tokens that cannot be read any more.
+    /// A token file that can no longer be read.
     pub fn shared_with(&self, other: &Dataset) -> Result<usize, Error> {
         self.samples.shared_with(&other.samples)
     }
 
-    /// All problems of a part of the data instead of the first: every bad row counts, whatever `on_bad_row` says. At
-    /// most `limit` are kept.
+    /// Collects all problems of a part of the data, at most `limit` of them. Bad rows count regardless of
+    /// `on_bad_row`.
     pub fn check(
         part: Part,
         cfg: &ft_recipe::Data,
@@ -172,9 +173,8 @@ impl Dataset {
     }
 }
 
-/// What an earlier command kept of a part of a recipe's data: its samples, and the rows of an epoch. Neither data nor
-/// tokens are read, and no tokenizer is loaded; `dir` is the model's folder, if it is here. `None` where not all of it is
-/// kept, or the data are others now.
+/// Cached samples and rows of a part of a recipe's data, without reading data or loading a tokenizer. `dir`
+/// is the model folder, if local. `None` if the cache is incomplete or out of date.
 pub fn kept(r: &Recipe, dir: Option<&Path>, vocab: usize, part: Part) -> Option<(Samples, Rows)> {
     kept_in(&store::cache_folder()?, r, dir, vocab, part)
 }
@@ -232,21 +232,21 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// With tokens kept in another folder than the user's.
+    /// Uses another cache folder.
     #[cfg(test)]
     pub fn keeping(self, cache: &Path) -> Self {
         let cache = Some(cache.to_path_buf()).filter(|_| self.data.cache);
         Self { space: Space::new(cache.as_deref()), cache, ..self }
     }
 
-    /// With lists on disk from so many bytes on, and so many samples in an order at a time.
+    /// Spills lists above `few` bytes, and limits in-memory permutations to `held` samples.
     #[cfg(test)]
     pub fn holding(mut self, few: usize, held: usize) -> Self {
         self.space.holding(few, held);
         self
     }
 
-    /// With all problems, at most so many of them kept, instead of the first.
+    /// Collects up to `limit` problems instead of stopping at the first.
     pub fn listing(&mut self, limit: usize) {
         self.collect = Some(limit);
     }
@@ -271,7 +271,7 @@ impl<'a> Loader<'a> {
             true => None,
             false => of_part(self.samples, part, self.data, seed, &space)
                 .and_then(|samples| dataset(samples, part, self.data, self.stats, seed, &space))
-                // what follows from other problems is none of its own
+                // a consequence of earlier problems is not reported
                 .map_err(|e| problems.is_empty().then(|| problems.push(e)))
                 .ok(),
         };
@@ -290,7 +290,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Takes one source's samples from where they are kept, or reads it.
+    /// Loads one source, from the cache if possible.
     fn source(&mut self, index: usize, source: &ft_recipe::Source) -> Result<(), Error> {
         let shape = Shape::new(source, self.data.mask)?;
         if !(source.weight.is_finite() && source.weight > 0.0) {
@@ -314,7 +314,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// What is kept of a source; else reads it and keeps that.
+    /// Loads a source from the cache; on a miss, reads the source and writes the cache.
     fn kept(
         &mut self,
         entry: &Entry<'_>,
@@ -341,7 +341,7 @@ impl<'a> Loader<'a> {
                 },
                 Err(e) => Some(e),
             },
-            // a command that stops at bad rows would not stop at these
+            // not cached: a command that stops at bad rows would miss these
             Ok(Passed { writer, found, .. }) => return Ok((writer.finish()?, found)),
             Err(Stopped::Write(e)) => Some(e),
             Err(Stopped::Data(e)) => return Err(e),
@@ -378,7 +378,7 @@ impl<'a> Loader<'a> {
         Ok(Passed { writer, found, clean })
     }
 
-    /// What a format asks of the model's folder.
+    /// Checks the model folder for files required by a format.
     fn needs(&self, format: Format) -> Result<(), Error> {
         let name = format!("{format:?}").to_lowercase();
         let Some(tokenizer) = self.tokenizer else {
@@ -406,15 +406,15 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// What a pass made.
+/// Result of a pass.
 struct Passed {
     writer: Writer,
     found: Found,
-    /// Whether there were no problems.
+    /// Whether the pass had no problems.
     clean: bool,
 }
 
-/// What of the samples of a part's sources is the part's.
+/// Selects the samples of `part`, if an `eval_share` is set.
 fn of_part(
     samples: Samples,
     part: Part,
@@ -429,7 +429,8 @@ fn of_part(
     Ok(if part == Part::Train { train } else { held_out })
 }
 
-/// Takes a share of each source's samples out, rounded, but all of none: what is left, and what was taken.
+/// Holds out a rounded share of every source, at least one sample but never all. Returns kept and held-out
+/// samples.
 fn split(samples: Samples, share: f64, seed: u64, space: &Space) -> Result<(Samples, Samples), Error> {
     samples.split(&space.scratch, &|source, n| {
         let count = ((share * n as f64).round() as usize).max(1).min(n.saturating_sub(1));
@@ -437,7 +438,7 @@ fn split(samples: Samples, share: f64, seed: u64, space: &Space) -> Result<(Samp
     })
 }
 
-/// Mixes and packs.
+/// Mixes and packs the samples of a part.
 fn dataset(
     samples: Samples,
     part: Part,

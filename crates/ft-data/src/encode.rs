@@ -1,4 +1,5 @@
-//! A sample as ids and labels, no longer than allowed, or the reason why it is left out.
+//! Encodes a sample as token ids and labels, limited to `max_length`, or returns the reason for dropping
+//! it.
 
 use super::error::{Error, Problem};
 use super::format::{Sample, Shape};
@@ -9,7 +10,7 @@ use super::tokenizer::{Encoded, Tokenizer};
 use ft_recipe::{Mask, OverLength};
 use std::ops::Range;
 
-/// The label of a token that is not supervised.
+/// Label of an unsupervised token.
 pub const UNSUPERVISED: i32 = -100;
 
 /// A tokenized sample.
@@ -17,31 +18,30 @@ pub const UNSUPERVISED: i32 = -100;
 pub struct Example {
     /// Token ids, at least one.
     pub ids: Vec<u32>,
-    /// For each id, itself where it is supervised, else [`UNSUPERVISED`]; not shifted.
+    /// One label per id, not shifted: the id if supervised, else [`UNSUPERVISED`].
     pub labels: Vec<i32>,
-    /// Which source of the list it comes from.
+    /// Index of the source in the recipe.
     pub source: usize,
-    /// Its line in the file.
+    /// Line in the data file.
     pub line: usize,
 }
 
 impl Example {
-    /// Targets of the loss: supervised tokens that another token stands before.
+    /// Number of targets: supervised tokens except the first of the sample.
     pub fn targets(&self) -> usize {
         self.labels.iter().skip(1).filter(|l| **l != UNSUPERVISED).count()
     }
 }
 
-/// A row that was read.
+/// An encoded row.
 pub(super) struct Read {
     pub example: Example,
-    /// Tokens before it was cut.
+    /// Number of tokens before truncation.
     pub whole: usize,
-    /// What to tell about it.
     pub notes: Vec<Note>,
 }
 
-/// What samples of one source are encoded with.
+/// Settings for encoding the samples of one source.
 pub(super) struct Encoder<'a> {
     pub shape: &'a Shape,
     pub data: &'a ft_recipe::Data,
@@ -50,19 +50,19 @@ pub(super) struct Encoder<'a> {
     pub source: usize,
 }
 
-/// The first tokens of a sample, and what is known of the rest.
+/// The first tokens of a sample, and a summary of the rest.
 #[derive(Default)]
 struct Tokens {
     ids: Vec<u32>,
     labels: Vec<i32>,
-    /// How many there are in all.
+    /// Number of tokens, including the rest.
     total: usize,
-    /// Whether one of the rest is supervised.
+    /// Whether the rest contains a supervised token.
     more_targets: bool,
 }
 
 impl Encoder<'_> {
-    /// The row's example.
+    /// Encodes a row.
     pub fn encode(&self, row: serde_json::Value, line: usize) -> Result<Read, Problem> {
         let mut notes = Vec::new();
         let sample = self.shape.sample(row, &mut notes).map_err(Problem::Bad)?;
@@ -111,7 +111,7 @@ impl Encoder<'_> {
         let tokenizer = self.tokenizer.ok_or_else(no_tokenizer)?;
         let no_end = || Problem::Bad("the tokenizer has no end-of-sequence token".into());
         let eos = tokenizer.text_end().ok_or_else(no_end)?;
-        // What the tokenizer itself puts before a text is there as in pre-training, and nothing predicts it.
+        // Tokens the tokenizer puts before a text are kept as in pre-training, but never become targets.
         let whole = self.shape.mask == Mask::None;
         let start = tokenizer.text_start();
         let labels = start.iter().map(|i| if whole { label(*i) } else { UNSUPERVISED }).collect();
@@ -144,8 +144,8 @@ impl Encoder<'_> {
         Ok(out)
     }
 
-    /// Appends the tokens of a text, supervised where they lie in one of `spans`: no more of them than one beyond
-    /// `max_length`, because more are never used.
+    /// Appends the tokens of a text, supervised inside `spans`. Stops one token beyond `max_length`; later
+    /// tokens are only counted.
     fn encoded(
         &self,
         tokenizer: &Tokenizer,
@@ -181,7 +181,7 @@ impl Encoder<'_> {
     }
 }
 
-/// Ids beyond `i32` are refused by the check of the vocabulary, which comes after.
+/// Converts an id to a label. Ids beyond `i32` are refused later by the vocabulary check.
 fn label(id: u32) -> i32 {
     i32::try_from(id).unwrap_or(i32::MAX)
 }
@@ -190,7 +190,7 @@ fn no_tokenizer() -> Problem {
     Problem::Bad("there is no tokenizer".into())
 }
 
-/// A row whose text the tokenizer or the template does not take.
+/// Error for a text refused by the tokenizer or template.
 fn problem(e: Error) -> Problem {
     match e {
         Error::Tokenizer { .. } => Problem::Tokenizer(e.to_string()),
@@ -198,8 +198,8 @@ fn problem(e: Error) -> Problem {
     }
 }
 
-/// For each token whether it lies in one of the spans, which are in order: a token that reaches over an edge holds text
-/// that is not to be learnt.
+/// Whether every token lies entirely inside one of the sorted spans. A token crossing an edge contains text
+/// not to be trained on.
 pub(super) fn mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<bool> {
     let within = |start: usize, end: usize| {
         let next = spans.partition_point(|s| s.end <= start);

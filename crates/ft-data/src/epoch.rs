@@ -1,4 +1,4 @@
-//! The rows of an epoch: which samples it holds, and which of them share a row.
+//! Builds the rows of an epoch: selects samples and packs them.
 
 use super::bytes::Scratch;
 use super::cache::tokens_in;
@@ -13,17 +13,18 @@ use ft_recipe::{Part};
 use ft_base::rng::{Purpose, Stream};
 use std::path::Path;
 
-/// More samples than can be held in an order are packed a fourth as many at a time, which takes less memory.
+/// If samples exceed the in-memory limit, packing proceeds in parts of a fourth of the limit, to save
+/// memory.
 const PARTS: usize = 4;
 
-/// Where its lists go, and how many samples are brought into an order at a time.
+/// Storage for lists, and the largest number of samples permuted in memory.
 pub(super) struct Space {
     pub scratch: Scratch,
     pub held: usize,
 }
 
 impl Space {
-    /// With lists beside the tokens that this cache keeps; else in memory.
+    /// Stores lists next to the cached tokens, or in memory without a cache.
     pub fn new(cache: Option<&Path>) -> Self {
         Self { scratch: Scratch::new(cache.map(tokens_in)), held: HELD }
     }
@@ -38,9 +39,9 @@ impl Space {
 /// The rows of an epoch.
 pub(super) struct Epoch {
     pub rows: Rows,
-    /// Of its samples.
+    /// Sample lengths of the epoch.
     pub lengths: Counts,
-    /// BLAKE3 of the samples' tokens and of what all rows hold, in order.
+    /// BLAKE3 hash of the sample tokens and the row contents in order.
     pub hash: String,
 }
 
@@ -48,7 +49,7 @@ impl Epoch {
     /// Mixes and packs samples.
     ///
     /// # Errors
-    /// Weights by which no samples are left, or too many; lists that cannot be read any more.
+    /// Weights that leave too few or too many samples, and lists that can no longer be read.
     pub fn new(
         part: Part,
         samples: &Samples,
@@ -86,7 +87,7 @@ impl Epoch {
             (true, true) => {
                 let parts = if n <= space.held { 1 } else { n.div_ceil((space.held / PARTS).max(1)) };
                 let mut items = Vec::with_capacity(n.div_ceil(parts));
-                // each part is drawn from all of the data alike
+                // strided, so every part is a uniform draw from all data
                 for part in 0..parts {
                     items.clear();
                     for at in (part..n).step_by(parts) {
@@ -101,7 +102,7 @@ impl Epoch {
     }
 }
 
-/// Rows that are being made.
+/// Rows under construction.
 struct Made<'a> {
     rows: RowsWriter,
     lengths: Counts,
@@ -136,7 +137,7 @@ impl<'a> Made<'a> {
     fn finish(mut self, mix: Mix, shuffled: bool) -> Result<Epoch, Error> {
         let rows = self.rows.finish(mix)?;
         if shuffled && rows.len() > HELD {
-            // steps take them in another order than by versions that held one of any length
+            // earlier versions held permutations of any length, and so order these rows differently
             self.hasher.update(b"computed order");
         }
         let hash = self.hasher.finalize().to_hex().to_string();
@@ -148,7 +149,7 @@ impl<'a> Made<'a> {
 mod tests {
     use super::*;
 
-    /// Where the order is computed, a run that began in one that was held is not resumed; all others are.
+    /// A run started with a held permutation is not resumed with a computed one; all other runs are.
     #[test]
     fn a_computed_order_has_a_hash_of_its_own() -> Result<(), Error> {
         let samples = Samples::default();

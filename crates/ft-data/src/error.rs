@@ -1,89 +1,89 @@
-//! What can go wrong between a recipe's `[data]` and a batch.
+//! Errors of the data pipeline.
 
 use ft_base::error::{ExitCode, Failure, Place};
 use std::path::PathBuf;
 
-/// Problems of data, tokenizers and chat templates.
+/// Errors of data files, tokenizers and chat templates.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A part of the interface that does not exist yet, as `KEY = VALUE`.
+    /// An unimplemented feature, as `KEY = VALUE`.
     #[error("not built yet: {0}")]
     NotBuilt(String),
-    /// The recipe asks for something that its data cannot give.
+    /// A setting that does not match the data.
     #[error("{place}: {message}")]
     Recipe {
-        /// The source's place in the recipe.
+        /// Place of the source in the recipe.
         place: Place,
-        /// What, and what to write instead.
+        /// The problem and a remedy.
         message: String,
     },
-    /// A data file or folder that is not there.
+    /// A missing data file or folder.
     #[error("data source {source_name:?}: {} is not there", path.display())]
     Missing {
-        /// The source as the recipe spells it.
+        /// The source as written in the recipe.
         source_name: String,
-        /// Where it was looked for.
+        /// The resolved path.
         path: PathBuf,
     },
-    /// Neither a file or folder of this machine nor a dataset of the hub.
+    /// Neither a local path nor a hub dataset.
     #[error("data source {source_name:?}: {} is not there, and as a dataset {cause}", path.display())]
     NoDataset {
-        /// The source as the recipe spells it.
+        /// The source as written in the recipe.
         source_name: String,
-        /// Where it was looked for.
+        /// The resolved path.
         path: PathBuf,
-        /// What the hub said.
+        /// The error from the hub.
         cause: String,
     },
-    /// A data file that cannot be read.
+    /// An unreadable data file.
     #[error("cannot read {}: {cause}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's reason.
+        /// The I/O error.
         cause: std::io::Error,
     },
-    /// A row that cannot be used.
+    /// A bad row.
     #[error("{place}: {problem}")]
     Row {
-        /// File, line, and the byte column where there is one.
+        /// File, line, and byte column if known.
         place: Place,
-        /// Why.
+        /// The problem.
         problem: Problem,
     },
-    /// A file or a source that leaves nothing to train on.
+    /// A file or source without usable rows.
     #[error("{file}: {message}")]
     Empty {
-        /// The file, or the source.
+        /// The file or source.
         file: String,
         /// What is missing.
         message: String,
     },
-    /// A file of the model's tokenizer that cannot be used.
+    /// An invalid tokenizer file.
     #[error("{}: {message}", path.display())]
     Tokenizer {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why, and what to do.
+        /// The problem and a remedy.
         message: String,
     },
-    /// Tokens that cannot be written.
+    /// A failure to write tokens.
     #[error(transparent)]
     Write(#[from] ft_base::store::Error),
-    /// A text that is too long to be tokenized in bounded memory.
+    /// A text too long to tokenize in bounded memory.
     #[error("{0}")]
     TooLong(String),
-    /// The data needs something that the model folder does not have.
+    /// Something missing from the model folder.
     #[error("{0}")]
     ModelLacks(String),
-    /// A chat template that does not parse, or that stops with an error.
+    /// A chat template that does not parse or raises an error.
     #[error("chat template {origin}{}: {message}", at_line(*line))]
     Template {
-        /// The file that it comes from.
+        /// The template file.
         origin: String,
-        /// The template's line, from 1; 0 when the error has none.
+        /// Line of the template, from 1; 0 if unknown.
         line: usize,
-        /// What happened.
+        /// The error message.
         message: String,
     },
 }
@@ -92,39 +92,39 @@ fn at_line(line: usize) -> String {
     if line == 0 { String::new() } else { format!(", line {line}") }
 }
 
-/// Why a row is not used.
+/// Reason for dropping a row.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
-    /// It is not what its format asks for.
+    /// Invalid for the format.
     #[error("{0}")]
     Bad(String),
-    /// The tokenizer breaks on its text; the message names the tokenizer's file.
+    /// A tokenizer failure; the message names the tokenizer file.
     #[error("{0}")]
     Tokenizer(String),
-    /// It is longer than `data.max_length` (with `over_length` = `"error"`, or dropped by `"drop"`).
+    /// Longer than `data.max_length` (`over_length` is `"error"`, or `"drop"`).
     #[error(
         "{tokens} tokens are more than data.max_length = {max}{}",
         if *dropped { "" } else { "; raise it, or set data.over_length to \"truncate\" or \"drop\"" }
     )]
     TooLong {
-        /// Its length.
+        /// Length in tokens.
         tokens: usize,
-        /// The limit.
+        /// The limit, in tokens.
         max: usize,
-        /// Whether the recipe asks for it to be left out.
+        /// Whether the recipe asks to drop long samples.
         dropped: bool,
     },
-    /// No token of it is supervised.
+    /// No targets.
     #[error("nothing in this row is supervised: {0}")]
     EmptyMask(String),
-    /// Cutting it to `data.max_length` left no supervised token.
+    /// No targets left after truncation to `data.max_length`.
     #[error(
         "empty mask after truncation: the first {max} of {tokens} tokens hold nothing that is supervised"
     )]
     EmptyAfterTruncation {
-        /// Its length.
+        /// Length in tokens.
         tokens: usize,
-        /// The limit.
+        /// The limit, in tokens.
         max: usize,
     },
 }

@@ -1,34 +1,33 @@
-//! The files of a source, and how each holds rows.
+//! Data files of a source, and file types.
 
 use super::error::Error;
 use std::path::{Path, PathBuf};
 
-/// How a file holds rows.
+/// Row layout of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// JSON Lines: an object a line.
+    /// JSON Lines: one object per line.
     Lines,
     /// One JSON array of objects.
     Array,
-    /// A table of text with names in its first line, and the byte between its cells.
+    /// A text table with a header line, and the separator byte.
     Cells(u8),
-    /// A text a line.
+    /// One text per line.
     Text,
-    /// Parquet.
     Parquet,
 }
 
-/// How a file is compressed.
+/// Compression of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Packed {
     Gzip,
     Zstd,
 }
 
-/// The names of files that rows are read from, for messages.
+/// Supported file names, for error messages.
 const KINDS: &str = ".jsonl, .json, .csv, .tsv, .txt (each also with .gz or .zst) and .parquet";
 
-/// How a file holds rows, by its name; none where the name does not say.
+/// The type of a file by name; `None` if unknown.
 pub(super) fn kind(path: &Path) -> Option<(Kind, Option<Packed>)> {
     let extension = |p: &Path| p.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default();
     let packed = match extension(path).as_str() {
@@ -43,19 +42,19 @@ pub(super) fn kind(path: &Path) -> Option<(Kind, Option<Packed>)> {
         "csv" => Kind::Cells(b','),
         "tsv" => Kind::Cells(b'\t'),
         "txt" => Kind::Text,
-        // it packs its columns itself
+        // Parquet is compressed internally
         "parquet" if packed.is_none() => Kind::Parquet,
         _ => return None,
     };
     Some((kind, packed))
 }
 
-/// Whether a file's name says that it holds rows.
+/// Whether a file name has a supported type.
 pub fn holds_rows(path: &Path) -> bool {
     kind(path).is_some()
 }
 
-/// Bytes that a file of rows unpacks to for each that it has, about: texts are packed to a third or a fourth.
+/// Approximate decompression ratio of a data file.
 pub fn unpacks_to(path: &Path) -> u64 {
     match kind(path) {
         Some((Kind::Parquet, _) | (_, Some(_))) => 4,
@@ -63,16 +62,16 @@ pub fn unpacks_to(path: &Path) -> u64 {
     }
 }
 
-/// The files of a source, sorted by name: of a file itself, of a folder those that hold rows, and of a pattern
-/// (`data/*.jsonl`, `data/**/part-?.parquet`) all that it matches.
+/// The data files of a source, sorted by name: a file itself, supported files of a folder, or matches of a
+/// pattern (`data/*.jsonl`, `data/**/part-?.parquet`).
 ///
 /// # Errors
-/// A source that is not there, or that holds no files of rows.
+/// A missing source, or one without data files.
 pub fn files(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
     files_and_rest(source, resolve).map(|(files, _)| files)
 }
 
-/// The files of a source, and what to tell of the others that its folder has.
+/// As [`files`], with a message about ignored entries of a folder.
 ///
 /// # Errors
 /// As [`files`].
@@ -124,7 +123,7 @@ pub(super) fn files_and_rest(
     Ok((found, rest.told(&source.source)))
 }
 
-/// Names of what a folder has beside files of rows.
+/// Ignored entries of a folder.
 #[derive(Default)]
 struct Rest {
     folders: Vec<String>,
@@ -133,7 +132,7 @@ struct Rest {
 }
 
 impl Rest {
-    /// A sentence, if there is anything; a recipe calls the folder `source`.
+    /// Describes the ignored entries, if any; `source` is the folder's name in the recipe.
     fn told(self, source: &str) -> Option<String> {
         let hint = match self.folders.is_empty() {
             true => String::new(),
@@ -161,14 +160,14 @@ impl Rest {
     }
 }
 
-/// The id of a dataset of the hub that a source's name can be: it is one where nothing of this name is here.
+/// The id of a hub dataset spelled by a source name. Applies only if no local path of this name exists.
 pub fn is_hub_id(source: &str) -> Option<&str> {
     let id = source.strip_prefix("hf://datasets/").unwrap_or(source);
     let spelled = id.split('/').count() == 2 && !id.starts_with(['.', '/', '~']) && !id.ends_with('/');
     (spelled && !id.contains(['*', '?', '[']) && kind(Path::new(id)).is_none()).then_some(id)
 }
 
-/// The files that a pattern matches; its folders up to the first wildcard are taken as they are.
+/// Files matching a pattern. Folders before the first wildcard are literal.
 fn matching(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Vec<PathBuf>, Error> {
     let fail = |message: String| Error::Recipe { place: source.place.clone(), message };
     let text = source.source.as_str();

@@ -1,4 +1,4 @@
-//! The form of a training text, and a prompt in that form: a model is to be asked as it was trained.
+//! Prompt format of a trained model, so that inference prompts match the training text.
 
 use super::error::Error;
 use super::{Tokenizer, format};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// How a prompt becomes the text that a model goes on from.
+/// Conversion of a prompt to model input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
@@ -16,30 +16,30 @@ pub enum Form {
     Chat,
     /// As the instruction of an Alpaca prompt.
     Alpaca,
-    /// As it is: the model continues the text.
+    /// Verbatim, as text to continue.
     Text,
 }
 
 impl Form {
-    /// The words for the forms.
+    /// Names and descriptions of the forms.
     pub const WORDS: &'static [(&'static str, &'static str)] = &[
         ("chat", "the chat template"),
         ("alpaca", "the instruction of an Alpaca prompt"),
         ("text", "a text to continue"),
     ];
 
-    /// The form that a word names.
+    /// Parses the name of a form.
     pub fn from_word(word: &str) -> Option<Self> {
         [Self::Chat, Self::Alpaca, Self::Text].into_iter().find(|f| f.word() == word)
     }
 
-    /// Its word.
+    /// Name of the form.
     pub fn word(self) -> &'static str {
         Self::WORDS[self as usize].0
     }
 
-    /// The form that a list of sources trains. Of several it is the first of chat, Alpaca and text that is among them; of
-    /// ready tokens, which do not show theirs, it is chat where there is a chat template.
+    /// The form trained by a list of sources: the first of chat, Alpaca and text found among the formats.
+    /// Sources of tokens do not show a form; they default to chat if a chat template exists.
     pub fn of(sources: &[Source], tokenizer: Option<&Tokenizer>) -> Self {
         let any = |formats: &[Format]| sources.iter().any(|s| s.format.is_some_and(|f| formats.contains(&f)));
         let template = tokenizer.is_some_and(Tokenizer::has_template);
@@ -54,10 +54,10 @@ impl Form {
         }
     }
 
-    /// The tokens of a single prompt, up to where the model goes on. `system` is left out of plain continuation.
+    /// Token ids of a single prompt, up to the start of the answer. Plain text ignores `system`.
     ///
     /// # Errors
-    /// What the chat template raises.
+    /// An error raised by the chat template.
     pub fn prompt(
         self,
         tokenizer: &Tokenizer,
@@ -82,32 +82,31 @@ impl Form {
     }
 }
 
-/// The file in an adapter's or a model's folder that says how it was trained. PEFT and transformers leave files that
-/// they do not know alone.
+/// File in an adapter or model folder with the prompt format. PEFT and transformers ignore unknown files.
 const FILE: &str = "ft.json";
-/// The chat template of a folder, where transformers looks first.
+/// File name of the chat template, checked first by transformers.
 const TEMPLATE: &str = "chat_template.jinja";
 
-/// Whether a file lies in a folder, or is the hub cache's link to its content: a link to anywhere else must not carry a
-/// private file into a folder that may be published.
+/// Whether a file is in a folder, or is a link of the hub cache to a blob. Any other link could copy a
+/// private file into a published folder.
 fn is_of(file: &Path, dir: &Path) -> bool {
     let (Ok(real), Ok(dir)) = (file.canonicalize(), dir.canonicalize()) else { return false };
     let blobs = dir.parent().and_then(Path::parent).map(|p| p.join("blobs"));
     real.is_file() && (real.parent() == Some(&dir) || real.parent() == blobs.as_deref())
 }
 
-/// How an adapter or a model was trained, as far as it has to be asked in the same way.
+/// Prompt format of a trained adapter or model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trained {
-    /// The form of the training texts.
+    /// Form of the training texts.
     pub form: Form,
-    /// Variables that the chat template had.
+    /// Variables passed to the chat template.
     #[serde(default)]
     pub template: Map<String, Value>,
 }
 
 impl Trained {
-    /// Writes it into a folder, with the chat template that the recipe gave.
+    /// Writes the prompt format to a folder, with the recipe's chat template.
     ///
     /// # Errors
     /// A file that cannot be written.
@@ -120,10 +119,10 @@ impl Trained {
         }
     }
 
-    /// Reads it from a folder; none where the folder does not say.
+    /// Reads the prompt format from a folder; `None` if absent.
     ///
     /// # Errors
-    /// A file that cannot be used.
+    /// An invalid file.
     pub fn open(dir: &Path) -> Result<Option<Self>, Error> {
         let path = dir.join(FILE);
         let bytes = match std::fs::read(&path) {
@@ -137,7 +136,7 @@ impl Trained {
         })
     }
 
-    /// Copies what one folder says into another.
+    /// Copies the prompt format between folders.
     ///
     /// # Errors
     /// Files that cannot be read or written.

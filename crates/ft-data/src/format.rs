@@ -1,4 +1,4 @@
-//! The shapes of rows: what each format asks for, and a row as a sample.
+//! Row formats: the keys of every format, and conversion of a row to a sample.
 
 use super::error::Error;
 use super::messages::Chat;
@@ -7,7 +7,7 @@ use super::row_keys::{of_row, read_by};
 use ft_recipe::{Format, Mask};
 use serde_json::{Map, Value};
 
-/// What Alpaca's prompts begin with, without an input and with one.
+/// Preambles of the Alpaca prompt, without and with input.
 const PREAMBLE: [&str; 2] = [
     "Below is an instruction that describes a task. \
      Write a response that appropriately completes the request.",
@@ -15,28 +15,28 @@ const PREAMBLE: [&str; 2] = [
      Write a response that appropriately completes the request.",
 ];
 
-/// The beginning of an Alpaca prompt: the row's own system text, or what the first models were tuned with.
+/// Start of an Alpaca prompt: the row's system text or the default preamble.
 fn preamble(system: Option<&str>, input: &str) -> String {
     let text = system.map_or(PREAMBLE[usize::from(!input.is_empty())], str::trim_end);
     format!("{text}\n\n")
 }
 
-/// One turn of an Alpaca prompt, up to where the response begins.
+/// One turn of an Alpaca prompt, up to the response.
 fn alpaca_turn(instruction: &str, input: &str) -> String {
     let input = if input.is_empty() { String::new() } else { format!("\n\n### Input:\n{input}") };
     format!("### Instruction:\n{instruction}{input}\n\n### Response:\n")
 }
 
-/// The prompt that Alpaca's models were tuned with.
+/// The prompt format of the Alpaca models.
 pub(super) fn alpaca_prompt(system: Option<&str>, instruction: &str) -> String {
     preamble(system, "") + &alpaca_turn(instruction, "")
 }
 
-/// What is read from a row, before it is tokenized.
+/// A parsed row, before tokenization.
 pub(super) enum Sample {
-    /// A conversation, for the chat template.
+    /// A conversation, to be rendered by the chat template.
     Chat(Chat),
-    /// Texts that the end-of-sequence token follows, each supervised from a byte on.
+    /// Texts followed by an end-of-sequence token, supervised from a byte offset.
     Text(Vec<(String, usize)>),
     Tokens {
         ids: Vec<u32>,
@@ -44,20 +44,20 @@ pub(super) enum Sample {
     },
 }
 
-/// One source's format, its names of fields, and its mask.
+/// Format, field names and mask of a source.
 pub(super) struct Shape {
     pub format: Format,
     pub mask: Mask,
     fields: std::collections::BTreeMap<String, String>,
-    /// Keys of a row that are read, as the file names them.
+    /// Keys read from a row, as named in the file.
     reads: Vec<String>,
 }
 
 impl Shape {
-    /// The shape of a source; `mask` is `data.mask`.
+    /// Builds the shape of a source; `mask` is `data.mask`.
     ///
     /// # Errors
-    /// A mask that the format cannot do, and names that it does not have.
+    /// A mask or field unknown to the format.
     pub fn new(source: &ft_recipe::Source, mask: Option<Mask>) -> Result<Self, Error> {
         let fail = |message| Err(Error::Recipe { place: source.place.clone(), message });
         let Some(format) = source.format else {
@@ -85,12 +85,12 @@ impl Shape {
         Ok(shape)
     }
 
-    /// A shape to look at a row with, whatever it is.
+    /// A shape for inspecting a row of unknown format.
     pub fn of_any() -> Self {
         Self { format: Format::Text, mask: Mask::None, fields: Default::default(), reads: Vec::new() }
     }
 
-    /// Whether a field, as the file names it, is a list or an object and no text.
+    /// Whether a field, as named in the file, contains a list or object instead of text.
     pub(super) fn holds_json(&self, field: &str) -> bool {
         let lists: &[&str] = match self.format {
             Format::Messages => &["messages", "conversations", "tools"],
@@ -101,7 +101,7 @@ impl Shape {
         lists.iter().any(|name| self.name(name) == field)
     }
 
-    /// Whether a field of a row, as the file names it, is read.
+    /// Whether a field, as named in the file, is read.
     pub(super) fn reads(&self, field: &str) -> bool {
         self.reads.iter().any(|n| n == field)
     }
@@ -110,13 +110,12 @@ impl Shape {
         self.fields.get(name).map_or(name, String::as_str)
     }
 
-    /// A row as a sample, and what about it is worth telling; the error says what is wrong with it, by the path inside
-    /// it.
+    /// Converts a row to a sample, and adds notes. Errors start with the path inside the row.
     pub fn sample(&self, row: Value, notes: &mut Vec<Note>) -> Result<Sample, String> {
         let Value::Object(mut row) = row else {
             return Err(format!("expected an object, found {}", kind(&row)));
         };
-        // of the two names for a list of messages only one is read
+        // if both names of the message list occur, only one is read
         let list = self.list_of(&row);
         let other = |key: &str| self.format == Format::Messages && self.is_list(key) && key != list;
         let read = |key: &str| self.reads(key) && !other(key);
@@ -158,7 +157,7 @@ impl Shape {
         [self.name("messages"), self.name("conversations")].contains(&name)
     }
 
-    /// A row of instruction and output, after the turns of its `history`. All outputs are completions.
+    /// Converts an instruction row, with earlier turns from `history`. All outputs are completions.
     fn alpaca(&self, row: &Map<String, Value>) -> Result<Sample, String> {
         let optional = |name: &str| match row.get(self.name(name)) {
             None | Some(Value::Null) => Ok(""),
@@ -175,7 +174,7 @@ impl Shape {
         turns.push(self.joined(alpaca_turn(instruction, input), output));
         for (i, (text, from)) in turns.iter_mut().enumerate() {
             let before = if i == 0 { preamble(system, input) } else { "\n\n".into() };
-            // mask "none" supervises from the first byte on
+            // mask "none" supervises from the first byte
             *from = if *from == 0 { 0 } else { *from + before.len() };
             text.insert_str(0, &before);
         }
@@ -200,7 +199,7 @@ impl Shape {
         list.iter().enumerate().map(turn).collect()
     }
 
-    /// Refuses an `attention_mask` that leaves tokens out.
+    /// Refuses an `attention_mask` other than a 1 for every token.
     fn attends(&self, row: &Map<String, Value>, tokens: usize) -> Result<(), String> {
         if row.get(self.name("attention_mask")).is_none_or(Value::is_null) {
             return Ok(());
@@ -241,7 +240,7 @@ impl Shape {
         let unsupervised = i64::from(super::UNSUPERVISED);
         let number = |(i, v): (usize, &Value)| {
             let n = v.as_i64().and_then(|n| i32::try_from(n).ok());
-            // between -100 and 0 there is nothing that a label may be
+            // negative labels other than -100 are invalid
             n.filter(|n| i64::from(*n) >= 0 || (least < 0 && i64::from(*n) == unsupervised))
                 .ok_or_else(|| format!("{name}[{i}]: {} is not a token id", brief(v)))
         };
@@ -271,7 +270,7 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// A value for a message: at most 40 characters of it, control characters spelled.
+/// A value for an error message: at most 40 characters, control characters escaped.
 pub(super) fn brief(value: &Value) -> String {
     let text = match value {
         Value::String(s) => s.clone(),

@@ -1,18 +1,19 @@
-//! Whether a conversation's text holds what the conversation says.
+//! Checks rendered text for completeness: every string of the conversation must appear in the text.
 //!
-//! Templates leave things out: a role that they do not know, calls, tools, the text beside a call. A row whose text
-//! lost something would train something else than its author wrote, so it is refused. Each string of the row is
-//! followed by a mark through the rendering; where the mark comes out, the string must stand before it, white space at
-//! its ends aside, as it is or as JSON spells it. Another place that happens to hold the same characters does not count.
+//! Templates drop content: unknown roles, calls, tools, text next to a call. A row with dropped content
+//! would train something the author did not write, so it is refused. The check renders the row with an
+//! invisible mark after every string. In the text, the string must precede the mark, verbatim or
+//! JSON-escaped; leading and trailing white space may differ. Other occurrences of the same characters do
+//! not count.
 //!
-//! Two things are left out by good templates, and are told, not refused:
+//! Two kinds of dropped content are legitimate, and are reported instead of refused:
 //!
-//! * What the assistant thought before it answered (`reasoning_content`, or what stands before `</think>`): reasoning
-//!   models read earlier turns without it, and some templates never write it.
-//! * A system message, or the assistant's text beside a call, that the template writes while the conversation goes on
-//!   from there: Mistral's writes the system message only where the user spoke last.
+//! - Reasoning of the assistant (`reasoning_content`, or text before `</think>`): reasoning models read
+//!   earlier turns without it, and some templates never render it.
+//! - A system message, or assistant text next to a call, if rendered in a shorter conversation: Mistral's
+//!   template renders the system message only if the last message is from the user.
 //!
-//! Names and ids that link messages (`tool_call_id`, the `id` of a call) are no text.
+//! Names and ids that link messages (`tool_call_id`, the `id` of a call) do not count as text.
 
 use super::json::escaped;
 use super::marks::{Rendered, Spot, field, jinja, mark, with_marks};
@@ -24,7 +25,7 @@ use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// What ends the assistant's thoughts in its text.
+/// Delimiters after the reasoning in assistant text.
 const CLOSING: &[&str] = &[
     "</think>",
     "</thinking>",
@@ -35,18 +36,18 @@ const CLOSING: &[&str] = &[
     "◁/think▷",
     "<|END_THINKING|>",
 ];
-/// The last byte of each of them.
+/// Last bytes of the delimiters.
 const LAST_BYTES: &[u8] = b">]\xB7";
-/// Renderings that look for a message in a shorter conversation.
+/// Maximum number of shorter conversations to render.
 const SHORTER: usize = 4;
 
-/// A string of the conversation that its text must hold.
+/// A string of the conversation required in the text.
 pub(super) struct Piece {
-    /// The message, or none for the list of tools.
+    /// Index of the message; `None` for the tool list.
     pub message: Option<usize>,
-    /// Its end.
+    /// End of the string.
     pub spot: Spot,
-    /// Where it begins in its field.
+    /// Start offset in the field.
     start: usize,
     kind: Kind,
 }
@@ -60,12 +61,12 @@ enum Kind {
 }
 
 impl Piece {
-    /// Whether it is what a message says, and no thought before it.
+    /// Whether this is message content other than reasoning.
     pub fn is_content(&self) -> bool {
         self.kind == Kind::Content
     }
 
-    /// The string.
+    /// The text of the piece.
     pub fn of<'a>(&self, chat: &'a Chat) -> &'a str {
         let value = match self.message {
             Some(i) => chat.messages.get(i),
@@ -75,14 +76,14 @@ impl Piece {
         text.and_then(|f| f.get(self.start..self.spot.at)).unwrap_or_default()
     }
 
-    /// The path of the piece inside its row.
+    /// Path of the piece inside the row.
     fn path(&self, chat: &Chat) -> String {
         let list = self.message.map_or("tools".to_string(), |i| chat.name(i));
         list + &path(&self.spot.pointer)
     }
 }
 
-/// A pointer as a path: `/tool_calls/0/function` is `.tool_calls[0].function`.
+/// Converts a JSON pointer to a path: `/tool_calls/0/function` to `.tool_calls[0].function`.
 fn path(pointer: &str) -> String {
     let mut out = String::new();
     for part in pointer.split('/').skip(1) {
@@ -94,7 +95,7 @@ fn path(pointer: &str) -> String {
     out
 }
 
-/// The strings of a conversation that its text must hold.
+/// The strings of a conversation required in the text.
 pub(super) fn pieces(chat: &Chat) -> Vec<Piece> {
     let mut out = Vec::new();
     for (i, message) in chat.messages.iter().enumerate() {
@@ -114,7 +115,7 @@ pub(super) fn pieces(chat: &Chat) -> Vec<Piece> {
                 add("/content".into(), content, answer, content.len(), Kind::Content);
             }
         }
-        // each has a role and a content, and most have nothing else
+        // every message has role and content, most have no other keys
         if message.as_object().is_some_and(|m| m.len() <= 2) {
             continue;
         }
@@ -152,7 +153,7 @@ pub(super) fn pieces(chat: &Chat) -> Vec<Piece> {
     out
 }
 
-/// Where the thoughts in an assistant's text begin and end, and where its answer begins.
+/// Offsets of the reasoning in assistant text: start, end, start of the answer.
 fn thoughts(content: &str) -> Option<(usize, usize, usize)> {
     if !content.bytes().any(|b| LAST_BYTES.contains(&b)) {
         return None;
@@ -168,7 +169,7 @@ fn thoughts(content: &str) -> Option<(usize, usize, usize)> {
     Some((from, end, end + closing.len()))
 }
 
-/// What the calls of a message hold, ids and types aside.
+/// Visits the contents of a message's calls, except ids and types.
 fn leaves<'a>(message: &'a Value, found: &mut dyn FnMut(&str, &'a Value)) {
     for (k, call) in message.get("tool_calls").and_then(Value::as_array).into_iter().flatten().enumerate() {
         for (key, value) in call.as_object().into_iter().flatten() {
@@ -193,7 +194,7 @@ fn step(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
-/// Whether what stands before and behind a place of the text is this, as it is or as JSON spells it.
+/// Whether `text` around offset `at` equals `before` and `behind`, verbatim or JSON-escaped.
 fn stands(text: &str, at: usize, before: &str, behind: &str) -> bool {
     let (head, tail) = text.split_at(at);
     (head.ends_with(before) && tail.starts_with(behind))
@@ -202,7 +203,7 @@ fn stands(text: &str, at: usize, before: &str, behind: &str) -> bool {
             .any(|ascii| head.ends_with(&escaped(before, ascii)) && tail.starts_with(&escaped(behind, ascii)))
 }
 
-/// A conversation and how it is rendered.
+/// A conversation, the rendered text, and the renderer.
 pub(super) struct Gate<'a> {
     pub chat: &'a Chat,
     pub text: &'a str,
@@ -212,11 +213,11 @@ pub(super) struct Gate<'a> {
 }
 
 impl Gate<'_> {
-    /// Holds the text against the conversation. `marked` is the rendering with a mark at the end of each piece, if the
-    /// template writes the same text with them.
+    /// Checks the text against the conversation. `marked` is the rendering with a mark at the end of every
+    /// piece, if marks leave the text unchanged.
     ///
     /// # Errors
-    /// What the text lacks, by its path.
+    /// Missing content, by path.
     pub fn check(
         &self,
         pieces: &[Piece],
@@ -240,8 +241,8 @@ impl Gate<'_> {
         Ok(())
     }
 
-    /// Where marks in all pieces change the text: this piece alone, with its mark at the end or in the middle. Where
-    /// those change it too, the text must hold the piece and change with it.
+    /// Checks one piece if marks in all pieces change the text: with a single mark, at the end or in the
+    /// middle. If these also change the text, requires the text to contain the piece and to change with it.
     fn found_alone(&self, piece: &Piece, whole: &str) -> bool {
         let mut middle = whole.len() / 2;
         while !whole.is_char_boundary(middle) {
@@ -266,7 +267,8 @@ impl Gate<'_> {
         holds && self.with(piece.message, &other).is_none_or(|seen| seen.text != self.text)
     }
 
-    /// The conversation rendered with another message, or other tools; none if the template refuses it.
+    /// Renders the conversation with a modified message or tool list; `None` if the template raises an
+    /// error.
     fn with(&self, message: Option<usize>, other: &dyn Fn(&Value) -> Value) -> Option<Rendered> {
         let mut messages = self.plain.to_vec();
         let mut tools = self.tools.clone();
@@ -277,8 +279,8 @@ impl Gate<'_> {
         Some(Rendered::new(&(self.render)(&messages, &tools, false, true).ok()?))
     }
 
-    /// A piece that the text does not hold: told, or an error. `says_more` is whether its message has more than thoughts;
-    /// without them nothing would be left of one that has not.
+    /// Handles a missing piece: adds a note or returns an error. `says_more` means the message contains
+    /// more than reasoning; otherwise dropping the reasoning would empty the message.
     fn lacks(&self, piece: &Piece, says_more: bool, notes: &mut Vec<Note>) -> Result<(), String> {
         let path = piece.path(self.chat);
         let Some(i) = piece.message else {
@@ -306,7 +308,7 @@ impl Gate<'_> {
         ))
     }
 
-    /// Whether the template writes a piece of message `i` while the conversation is shorter.
+    /// Whether the template renders a piece of message `i` in a shorter conversation.
     fn in_shorter(&self, i: usize, piece: &Piece) -> bool {
         let n = self.chat.messages.len();
         let marked = with_marks(&self.chat.messages[i], std::iter::once((0, &piece.spot)));
@@ -320,8 +322,8 @@ impl Gate<'_> {
         })
     }
 
-    /// Numbers and booleans of calls: put marks in their places, and they must come out. Where a template takes no
-    /// strings there, the text must change with them.
+    /// Checks numbers and booleans in calls: replaces them with marks, expected in the text. If the
+    /// template rejects strings there, modified values must change the text.
     fn numbers(&self) -> Result<(), String> {
         let mut found: Vec<(usize, String, &Value)> = Vec::new();
         for (i, message) in self.chat.messages.iter().enumerate() {
@@ -372,7 +374,7 @@ impl Gate<'_> {
         Ok(())
     }
 
-    /// Notes the keys of messages without which the text is the same.
+    /// Adds a note for every message key without effect on the text.
     fn other_keys(&self, notes: &mut Vec<Note>) {
         let mut keys: BTreeSet<&str> = BTreeSet::new();
         for (i, message) in self.chat.messages.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The format of rows that a recipe does not name: what their first row fits.
+//! Format detection for sources without a format, from the first row.
 
 use super::error::{Error, Problem};
 use super::files::files;
@@ -9,7 +9,7 @@ use ft_recipe::{Format};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// The fields that show a format, the most telling first.
+/// Fields that identify a format, most specific first.
 const SIGNS: &[(Format, &[&str])] = &[
     (Format::Messages, &["messages"]),
     (Format::Messages, &["conversations"]),
@@ -18,7 +18,7 @@ const SIGNS: &[(Format, &[&str])] = &[
     (Format::Completion, &["prompt", "completion"]),
     (Format::Text, &["text"]),
 ];
-/// Fields that people have for a prompt and its completion.
+/// Common names for prompt and completion.
 const PAIRS: &[[&str; 2]] = &[
     ["prompt", "response"],
     ["prompt", "output"],
@@ -33,19 +33,19 @@ const PAIRS: &[[&str; 2]] = &[
     ["instruction", "answer"],
     ["source", "target"],
 ];
-/// Fields that people have for a text.
+/// Common names for text.
 const TEXTS: &[&str] = &["content", "body", "document", "sentence", "article"];
 
-/// The format that the first row of a source fits.
+/// Detects the format from the first row of a source.
 ///
 /// # Errors
-/// Files that are not there or hold no row, and a row that fits none, with what to write then.
+/// Missing or empty files, and a row of unknown format, with a hint for the recipe.
 pub fn guess(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Format, Error> {
     fits(source, &row_of(source, resolve)?)
 }
 
-/// What to write behind a source so that its rows, by the first, are read as what people mean by their names: its keys as
-/// TOML. None where it is read as it stands, or nothing fits.
+/// Suggests TOML keys for a source with common but unmapped field names in the first row. `None` if a
+/// format is detected or no names match.
 pub fn to_write(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Option<String> {
     match row_of(source, resolve) {
         Ok(Value::Object(row)) if format_of(source, &row).is_none() => by_names(&row),
@@ -53,7 +53,7 @@ pub fn to_write(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -
     }
 }
 
-/// The first row of the first file that has one.
+/// The first row of the first non-empty file.
 fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Result<Value, Error> {
     let mut last = None;
     for path in files(source, resolve)? {
@@ -66,13 +66,13 @@ fn row_of(source: &ft_recipe::Source, resolve: &dyn Fn(&str) -> PathBuf) -> Resu
     Err(Error::Empty { file, message: "the file holds no rows".into() })
 }
 
-/// The format whose fields a row has.
+/// The format matching the fields of a row.
 fn format_of(source: &ft_recipe::Source, row: &Map<String, Value>) -> Option<Format> {
     let has = |name: &&str| row.contains_key(source.fields.get(*name).map_or(*name, String::as_str));
     SIGNS.iter().find(|(_, names)| names.iter().all(has)).map(|(format, _)| *format)
 }
 
-/// The keys of a source whose rows have these names.
+/// Suggested keys for a row with common field names.
 fn by_names(row: &Map<String, Value>) -> Option<String> {
     let has = |name: &&str| row.contains_key(*name);
     let pair = PAIRS.iter().find(|p| p.iter().all(has)).map(|[a, b]| {

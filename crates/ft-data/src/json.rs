@@ -1,32 +1,32 @@
-//! JSON as Python's `json.dumps` writes it: chat templates put tool schemas and calls into the text through it,
-//! and a model has seen exactly that spelling.
+//! JSON in the exact format of Python's `json.dumps`, as used by chat templates for tool schemas and calls;
+//! models are trained on this exact spelling.
 
 use super::template::{spend, spend_product, weigh};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
 
-/// How `json.dumps` was asked to write.
+/// Options of `json.dumps`.
 pub(super) struct Style {
-    /// Escape everything outside ASCII.
+    /// Escapes all non-ASCII characters.
     pub ensure_ascii: bool,
-    /// What one level is indented by; `None` writes one line.
+    /// Indentation per level; `None` writes a single line.
     pub indent: Option<String>,
-    /// Between items; Python's default is ", ", or "," when indented.
+    /// Separator of items: by default ", ", or "," when indented.
     pub item_separator: String,
-    /// Between key and value.
+    /// Separator of key and value.
     pub key_separator: String,
-    /// Keys in order of their characters instead of their own.
+    /// Sorts keys by code point.
     pub sort_keys: bool,
 }
 
-/// `value` as JSON.
+/// Serializes `value` to JSON.
 ///
 /// # Errors
-/// A value that JSON cannot hold (undefined, a function), and nesting beyond 200 levels.
+/// Values without a JSON form (undefined, functions), and nesting deeper than 200 levels.
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::new();
-    // an escape may take six bytes for one
+    // budget: an escape takes up to six bytes per byte
     (0..4).try_for_each(|_| weigh(value))?;
     write(&mut out, value, style, 0)?;
     Ok(out)
@@ -94,7 +94,7 @@ fn write(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result
     Ok(())
 }
 
-/// What stands before an item or a closing bracket.
+/// Writes separator and indentation before an item or a closing bracket.
 fn gap(out: &mut String, style: &Style, depth: usize, separator: bool) -> Result<(), Error> {
     if separator {
         spend(style.item_separator.len())?;
@@ -118,7 +118,7 @@ fn number(out: &mut String, value: &Value) {
     }
 }
 
-/// A float as Python's `repr` writes it: the shortest digits, an exponent below 1e-4 and from 1e16 on.
+/// Formats a float like Python's `repr`: shortest digits, with an exponent below 1e-4 and from 1e16.
 fn float(x: f64) -> String {
     if x.is_nan() {
         return "NaN".into();
@@ -137,7 +137,7 @@ fn float(x: f64) -> String {
     if plain.contains('.') { plain } else { format!("{plain}.0") }
 }
 
-/// `text` as it stands between the quotes of a JSON string.
+/// Escapes `text` for use between the quotes of a JSON string.
 pub(super) fn escaped(text: &str, ensure_ascii: bool) -> String {
     let mut out = String::with_capacity(text.len() + 2);
     string(&mut out, text, ensure_ascii);
@@ -155,7 +155,7 @@ fn string(out: &mut String, text: &str, ensure_ascii: bool) {
             '\t' => out.push_str("\\t"),
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
-            // our own marks travel through as they are, and are taken out of the text afterwards
+            // marks pass through unescaped, and are removed from the text afterwards
             c if (c as u32) < 0x20 || (ensure_ascii && !c.is_ascii() && !super::template::is_reserved(c)) => {
                 let mut units = [0u16; 2];
                 for unit in c.encode_utf16(&mut units) {

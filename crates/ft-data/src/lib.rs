@@ -1,42 +1,42 @@
-//! Rows -> messages -> text -> tokens and mask -> packed batches.
+//! Data pipeline: rows -> messages -> text -> token ids and labels -> packed batches.
 //!
-//! The way of a sample, one file a station:
+//! Modules, in the order a sample passes through them:
 //!
 //! ```text
-//! files       a source as its files
-//! reader      a file's bytes as rows, with line and column;   array: those of one JSON list;   strict: one as a value
-//! tables      rows of tables of text, and of plain texts
+//! files       data files of a source
+//! reader      rows of a file, with line and column;   array: one JSON array;   strict: strict JSON parsing
+//! tables      rows of CSV, TSV and plain-text files
 //! columns     rows of Parquet files
-//! guess       the format, where the recipe does not name it
-//! format      a row as a sample: a conversation, a text, or ready tokens
-//! row_keys    which keys of a row are read, and what becomes of others
-//! messages    a row's messages as a conversation
-//! template    a conversation as text, by the model's chat template
-//! marks       where the strings of a conversation stand in that text
-//! plain       whether it is clear without marks that all of them do
-//! gate        whether they do, by the marks
-//! spans       which part of it the assistant wrote
-//! tokenizer   text as token ids;   beside: what the files beside tokenizer.json say;   added: tokens that it gets
-//! pipeline    what a tokenizer.json may do, and where texts can be cut
-//! markers     markers of the template that the tokenizer has no token for
-//! encode      ids and labels, cut to length, or the reason why not
-//! pass        one source, read once: counting, refusing
-//! samples     what it made: tokens and an index in files;   record: one as it is written
-//! cache       those files, kept between commands
-//! bytes       what is read by place, and lists that go to disk where they are long
-//! dataset     all of a recipe's sources;   mix: what an epoch holds of each, by its weight
-//! order       random orders, also of more samples than memory should hold
-//! pack        which samples share a row;   epoch: those of all sources
-//! rows        the rows of an epoch
-//! batches     which rows a step takes: a pure function of the step
-//! micro       what enters the model: documents end to end, and the targets
-//! score       samples as questions, and answers against theirs
-//! form        a prompt in the form that was trained
+//! guess       format detection, if the recipe sets no format
+//! format      row -> conversation, text, or token ids
+//! row_keys    unread keys of a row: refused or noted
+//! messages    messages of a row -> conversation
+//! template    conversation -> text, by the chat template
+//! marks       invisible marks that locate strings in the rendered text
+//! plain       fast proof of completeness, without marks
+//! gate        full check for completeness, with marks
+//! spans       byte ranges written by the assistant
+//! tokenizer   text -> token ids;   beside: files next to tokenizer.json;   added: new tokens
+//! pipeline    supported features of tokenizer.json, and safe places to cut a text
+//! markers     template markers unknown to the tokenizer
+//! encode      token ids and labels, cut to length, or the reason for a dropped row
+//! pass        reads one source once; counts and refuses rows
+//! samples     encoded samples: token and index files;   record: on-disk layout
+//! cache       token and index files kept between commands
+//! bytes       positioned reads, and integer lists that spill to disk
+//! dataset     all sources of a recipe;   mix: samples per source and epoch, by weight
+//! order       random permutations, in memory or computed
+//! pack        packing of samples into rows;   epoch: over all sources
+//! rows        rows of an epoch
+//! batches     rows of a step, a pure function of the step number
+//! micro       model input: concatenated documents and targets
+//! score       evaluation questions, and scores of answers
+//! form        prompts in the format used in training
 //! ```
 //!
-//! A row that cannot be used is never passed over in silence: it stops the run with its file, line and column,
-//! or it is counted under its reason (`data.on_bad_row`), and `ft data` shows the counts. What a text lost or changed
-//! where a row is used all the same is counted too, and told (`notes`).
+//! An unusable row is never skipped silently: either the run stops with file, line and column, or the row
+//! is counted by reason (`data.on_bad_row`) and `ft data` prints the counts. Text lost or changed in a
+//! usable row is also counted and reported (`notes`).
 
 mod added;
 mod array;

@@ -1,7 +1,7 @@
-//! Markers that a chat template writes and the tokenizer has no token for.
+//! Markers of a chat template unknown to the tokenizer.
 //!
-//! A template that belongs to another tokenizer spells its markers in pieces: a model never learns where a turn ends,
-//! and a piece may reach into the text beside it.
+//! A template made for a different tokenizer yields markers split into several tokens: the model cannot
+//! learn the end of a turn, and a token may extend into the adjacent text.
 
 use super::messages::Chat;
 use super::notes::Note;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// The marker that `text` begins with, as its number of bytes: `<|im_end|>`, `<｜User｜>`, `</s>`, `<start_of_turn>`,
+/// Length in bytes of a marker at the start of `text`: `<|im_end|>`, `<｜User｜>`, `</s>`, `<start_of_turn>`,
 /// `[INST]`.
 fn marker(text: &str) -> Option<usize> {
     let len = |rest: &str| text.len() - rest.len();
@@ -35,7 +35,7 @@ fn marker(text: &str) -> Option<usize> {
     ((2..=31).contains(&stop) && !rest.starts_with('_')).then_some(len(end))
 }
 
-/// Whether it is what markers between `<` and `>` are called.
+/// Whether a name is typical for markers between `<` and `>`.
 fn is_name(name: &str) -> bool {
     let word =
         |w: Option<&str>| w.is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_lowercase()));
@@ -46,7 +46,7 @@ fn is_name(name: &str) -> bool {
         || name.strip_prefix("extra_id_").is_some_and(number)
 }
 
-/// Where the markers of a text stand.
+/// Finds all markers of a text.
 fn look(text: &str) -> Vec<Range<usize>> {
     let (mut out, mut at) = (Vec::new(), 0);
     while let Some(next) = text.as_bytes()[at..].iter().position(|b| matches!(b, b'<' | b'[')) {
@@ -62,8 +62,8 @@ fn look(text: &str) -> Vec<Range<usize>> {
     out
 }
 
-/// Notes the markers of a text that are more tokens than one, where the template wrote them and not the conversation.
-/// `specials` are the tokens that the model's folder names.
+/// Adds a note for every marker split into several tokens, if written by the template and not by the
+/// conversation. `specials` are the special tokens named in the model folder.
 pub(super) fn note<'a>(
     text: &str,
     encoded: &Encoded,
@@ -76,7 +76,7 @@ pub(super) fn note<'a>(
         found.extend(text.match_indices(special).map(|(at, s)| at..at + s.len()));
     }
     let mut pieces: HashMap<&str, usize> = HashMap::new();
-    // of a text that is cut, the first tokens are known
+    // for a truncated text, only the first tokens are known
     if encoded.total > encoded.ids.len() {
         let known = encoded.offsets.last().map_or(0, |o| o.1);
         found.retain(|r| r.end <= known);
@@ -99,7 +99,7 @@ pub(super) fn note<'a>(
     }
 }
 
-/// How often the strings of a value hold a marker.
+/// Number of occurrences of a marker in the strings of a value.
 fn times(value: &Value, marker: &str) -> usize {
     match value {
         Value::String(s) => s.matches(marker).count(),
@@ -109,7 +109,7 @@ fn times(value: &Value, marker: &str) -> usize {
     }
 }
 
-/// Whether a token reaches over an edge of one of the spans, which are in order.
+/// Whether a token crosses an edge of one of the sorted spans.
 pub(super) fn cuts(encoded: &Encoded, spans: &[Range<usize>]) -> bool {
     let over = |edge: usize| {
         let next = encoded.offsets.partition_point(|o| o.1 <= edge);
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
     use ft_base::rng::{Purpose, Stream};
 
-    /// What is looked for, as a regular expression.
+    /// The same markers as a regular expression.
     const PATTERN: &str = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?(?:s|bos|eos|sop|eop|pad|unk|start_of_[a-z]+|end_of_[a-z]+|[a-z]+_start|[a-z]+_end|extra_id_[0-9]+)>|\[/?[A-Z][A-Z_]{1,30}\]|\[gMASK\]";
 
     #[test]

@@ -1,5 +1,5 @@
-//! Invisible marks in the strings of a conversation: where they come out in a rendering is where the template wrote
-//! those strings, whatever look-alikes the conversation holds.
+//! Invisible marks in the strings of a conversation. The position of a mark in the rendered text shows the
+//! position of the string, regardless of look-alikes.
 
 use super::template::is_reserved;
 use minijinja::Value as Jinja;
@@ -11,18 +11,18 @@ const CLOSE: char = '\u{FDD3}';
 const DIGITS: u32 = 0xFDD4;
 const FIRST_BYTE: u8 = 0xEF;
 
-/// A place for a mark: a string inside a value, and the byte in it.
+/// A mark position: JSON pointer to a string, and byte offset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Spot {
     pub pointer: String,
     pub at: usize,
 }
 
-/// The value with marks in its strings: each with its number.
+/// Inserts marks with the given ids into the strings of a value.
 pub(super) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, &'a Spot)>) -> Value {
     let mut out = value.clone();
     let mut marks: Vec<(usize, &Spot)> = marks.collect();
-    // from behind, so that places stay where they are
+    // back to front, so earlier offsets stay valid
     marks.sort_by_key(|(_, spot)| std::cmp::Reverse(spot.at));
     for (id, spot) in marks {
         if let Some(Value::String(text)) = field_mut(&mut out, &spot.pointer) {
@@ -32,10 +32,10 @@ pub(super) fn with_marks<'a>(value: &Value, marks: impl Iterator<Item = (usize, 
     out
 }
 
-/// Mark number `id`.
+/// Encodes mark `id`.
 pub(super) fn mark(id: usize) -> String {
     let mut out = String::from(OPEN);
-    // 16 digits, each a noncharacter
+    // hexadecimal digits, encoded as noncharacters
     let digits = id.checked_ilog2().map_or(1, |n| n / 4 + 1);
     let digit = |d: u32| char::from_u32(DIGITS + (id >> (4 * d)) as u32 % 16);
     out.extend((0..digits).rev().filter_map(digit));
@@ -43,12 +43,12 @@ pub(super) fn mark(id: usize) -> String {
     out
 }
 
-/// The key that a pointer of one step names: what most are, and found without a copy.
+/// The key of a one-step pointer without escapes. This common case avoids a copy.
 fn only_key(pointer: &str) -> Option<&str> {
     pointer.strip_prefix('/').filter(|key| !key.bytes().any(|b| matches!(b, b'/' | b'~')))
 }
 
-/// What a pointer names in a value, as [`Value::pointer`].
+/// Resolves a pointer, as [`Value::pointer`].
 pub(super) fn field<'a>(value: &'a Value, pointer: &str) -> Option<&'a Value> {
     match (value, only_key(pointer)) {
         (Value::Object(map), Some(key)) => map.get(key),
@@ -63,12 +63,12 @@ fn field_mut<'a>(value: &'a mut Value, pointer: &str) -> Option<&'a mut Value> {
     }
 }
 
-/// A value as templates take it.
+/// Converts a value for use in templates.
 pub(super) fn jinja(value: &Value) -> Jinja {
     Jinja::from(Serde(value))
 }
 
-/// A rendering with its marks taken out: where they stood, in order of place.
+/// A rendering with marks removed, and the (id, offset) pairs of the marks in order of offset.
 pub(super) struct Rendered {
     pub text: String,
     pub marks: Vec<(usize, usize)>,
@@ -78,7 +78,7 @@ impl Rendered {
     pub fn new(marked: &str) -> Self {
         let mut this = Self { text: String::with_capacity(marked.len()), marks: Vec::new() };
         let (mut id, mut from, mut at) = (0usize, 0, 0);
-        // all noncharacters of marks begin with this byte, and little else does
+        // first byte of all mark characters, and rare otherwise
         while let Some(next) = marked.as_bytes()[at..].iter().position(|b| *b == FIRST_BYTE) {
             at += next;
             let Some(c) = marked[at..].chars().next() else { break };
@@ -99,12 +99,12 @@ impl Rendered {
         this
     }
 
-    /// Where mark `id` stood last.
+    /// Last position of mark `id`.
     pub fn at(&self, id: usize) -> Option<usize> {
         self.marks.iter().rev().find(|m| m.0 == id).map(|m| m.1)
     }
 
-    /// All places where mark `id` stood.
+    /// All positions of mark `id`.
     pub fn all(&self, id: usize) -> impl Iterator<Item = usize> + '_ {
         self.marks.iter().filter(move |m| m.0 == id).map(|m| m.1)
     }

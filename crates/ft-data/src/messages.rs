@@ -7,20 +7,20 @@ use super::template::is_reserved;
 use ft_recipe::Mask;
 use serde_json::{Map, Value, json};
 
-/// A conversation, as a chat template reads it.
+/// A conversation in the form read by chat templates.
 pub(super) struct Chat {
     pub messages: Vec<Value>,
     pub tools: Option<Value>,
-    /// Messages of the assistant that the row itself takes out of the loss (`"weight": 0`).
+    /// Indices of assistant messages excluded from the loss by `"weight": 0` or `mask = "last"`.
     pub unsupervised: Vec<usize>,
-    /// The row's name for its list of messages.
+    /// The key of the message list in the row.
     list: String,
-    /// Messages before those of the list: 1 where the row has a `system` beside it.
+    /// Messages inserted before the list: 1 if the row has a separate `system` key, else 0.
     lead: usize,
 }
 
 impl Chat {
-    /// What the row calls message `i`.
+    /// The name of message `i` in the row, for error messages.
     pub fn name(&self, i: usize) -> String {
         match i.checked_sub(self.lead) {
             Some(i) => format!("{}[{i}]", self.list),
@@ -35,7 +35,7 @@ impl Chat {
 }
 
 impl Shape {
-    /// The conversation of a row; the error says what is wrong with it, by the path inside it.
+    /// Converts a row to a conversation. Errors start with the path inside the row.
     pub(super) fn chat(&self, row: &mut Map<String, Value>) -> Result<Chat, String> {
         let name = self.list_of(row).to_string();
         let messages = match row.get_mut(&name) {
@@ -85,13 +85,13 @@ impl Shape {
         Ok(chat)
     }
 
-    /// The key of a row's list of messages.
+    /// The key of a row's message list.
     pub(super) fn list_of<'a>(&'a self, row: &Map<String, Value>) -> &'a str {
         let (list, other) = (self.name("messages"), self.name("conversations"));
         if row.get(list).is_none_or(Value::is_null) && row.contains_key(other) { other } else { list }
     }
 
-    /// Puts the row's `system` in front, as a message.
+    /// Prepends the row's `system` text as a message.
     fn system(&self, row: &Map<String, Value>, chat: &mut Chat) -> Result<(), String> {
         let name = self.name("system");
         let text = match row.get(name) {
@@ -112,8 +112,8 @@ impl Shape {
         Ok(())
     }
 
-    /// One message with the keys that templates read, and whether it is supervised; the error begins with the path
-    /// inside the message.
+    /// Normalizes one message to the keys read by templates; also returns whether the message is
+    /// supervised. Errors start with the path inside the message.
     fn message(&self, message: Value) -> Result<(Value, bool), String> {
         let Value::Object(mut message) = message else {
             return Err(format!(": expected an object, found {}", kind(&message)));
@@ -135,7 +135,7 @@ impl Shape {
             Some(Value::Array(parts)) => Some(joined_parts(parts).map_err(|e| format!(".{content_key}{e}"))?),
             Some(other) => return Err(format!(".{content_key}: expected a string, found {}", kind(other))),
         };
-        // Tables of mixed rows are full of nulls for keys that a message does not have.
+        // Tables with mixed rows contain nulls for absent keys.
         message.retain(|_, v| !v.is_null());
         row_keys::of_message(&message)?;
         let supervised = weight(message.shift_remove("weight"), role)?;
@@ -173,7 +173,7 @@ impl Shape {
         out.insert("role".into(), role.into());
         out.insert("content".into(), content.unwrap_or_default().into());
         for (key, value) in message {
-            // where from and value are read, these two are other keys
+            // with from/value as role and content, separate role and content keys are ignored
             if !out.contains_key(&key) {
                 out.insert(key, value);
             }
@@ -184,7 +184,7 @@ impl Shape {
     fn tools(&self, row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
         let name = self.name("tools").to_string();
         let tools = match row.shift_remove(&name) {
-            // datasets of rows with one schema each store them as text
+            // datasets with a fixed schema store tools as a JSON string
             Some(Value::String(s)) if s.trim().is_empty() => None,
             Some(Value::String(s)) => Some(
                 strict::value(s.as_bytes())
@@ -204,7 +204,7 @@ impl Shape {
     }
 }
 
-/// Whether a message is supervised by its `weight`, which is 0 or 1 as OpenAI's fine-tuning has it.
+/// Whether a message is supervised, by the `weight` (0 or 1) of OpenAI's fine-tuning format.
 fn weight(value: Option<Value>, role: &str) -> Result<bool, String> {
     match value.as_ref().map(|v| (v, v.as_f64())) {
         None => Ok(true),
@@ -217,8 +217,8 @@ fn weight(value: Option<Value>, role: &str) -> Result<bool, String> {
     }
 }
 
-/// Holds calls against what they must have, and opens arguments that are JSON in a string (as OpenAI's interface gives
-/// them): programs that serve models do so before they render, and refuse what is no JSON.
+/// Validates tool calls, and parses arguments given as a JSON string (as in OpenAI's API). Inference
+/// servers also parse them before rendering, and refuse invalid JSON.
 fn open_calls(calls: &mut Value) -> Result<(), String> {
     let Value::Array(list) = calls else {
         return Err(format!(".tool_calls: expected an array, found {}", kind(calls)));
@@ -259,7 +259,7 @@ fn open_calls(calls: &mut Value) -> Result<(), String> {
     Ok(())
 }
 
-/// A whole number beyond 64 bits, of which only a float's digits are left.
+/// Finds an integer beyond 64 bits, rounded to a float by the parser.
 fn inexact(value: &Value) -> Option<f64> {
     match value {
         Value::Number(n) if n.is_f64() => n.as_f64().filter(|x| x.fract() == 0.0 && x.abs() >= 9.2e18),
@@ -269,7 +269,7 @@ fn inexact(value: &Value) -> Option<f64> {
     }
 }
 
-/// The roles that templates know, ShareGPT's names mapped to them.
+/// Maps a role to a role known to templates, including the names used by ShareGPT.
 fn role_of(name: &str) -> Option<&'static str> {
     Some(match name {
         "system" => "system",

@@ -1,31 +1,31 @@
-//! What enters the model.
+//! Model input.
 
 use super::encode::{Example, UNSUPERVISED};
 use super::{Dataset, Error};
 
-/// One micro-batch without padding: all documents of its rows end to end.
+/// A micro-batch without padding: the concatenated documents of all rows.
 ///
-/// Documents never see each other: positions begin again at each, and a token attends to itself and to the earlier tokens
-/// of its document alone. So a row with one document and a packed row are the same to the model.
+/// Documents are isolated: positions restart at 0, and a token attends only to itself and to earlier tokens
+/// of the same document. Packed and unpacked rows are therefore equivalent to the model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Micro {
-    /// Token ids.
+    /// Token ids, length `n`.
     pub ids: Vec<u32>,
-    /// For each token its position inside its document, from 0.
+    /// Position of every token within the document, from 0; length `n`.
     pub positions: Vec<u32>,
-    /// Lengths of the documents, in order; their sum is the number of tokens.
+    /// Document lengths in order, with sum `n`.
     pub docs: Vec<usize>,
-    /// What the loss asks for: the index of a token, and the id that is to follow it. The shift of labels is here
-    /// and nowhere else, and never reaches from one document into the next.
+    /// Targets: the index of a token, and the id of the next token. Labels are shifted only here, never
+    /// across documents.
     pub targets: Vec<(u32, u32)>,
 }
 
-/// Tokens whose logits are compared where something that was written is checked: few, because each has a whole vocabulary
-/// of them, in f64.
+/// Number of tokens to compare logits for when verifying written files. Small, since the logits of a token
+/// span the vocabulary in f64.
 pub const PROBE_TOKENS: usize = 16;
 
 impl Micro {
-    /// The beginning of the first document: enough to compare logits, and small whatever the vocabulary.
+    /// The first tokens of the first document, for comparing logits at low cost.
     pub fn probe(&self) -> Micro {
         let n = self.docs.first().copied().unwrap_or(0).min(PROBE_TOKENS);
         Micro {
@@ -37,20 +37,20 @@ impl Micro {
     }
 }
 
-/// How large the micro-batch of some rows is, counted without making it.
+/// Size of a micro-batch, computed without building it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Supervised targets.
+    /// Number of targets.
     pub targets: usize,
 }
 
 impl Size {
-    /// Of these rows, those that the dataset does not have left out.
+    /// Size of the given rows; ignores rows out of range.
     ///
     /// # Errors
-    /// A file of tokens or rows that cannot be read any more.
+    /// A token or row file that can no longer be read.
     pub fn of(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
         let (mut size, mut reader) = (Self::default(), dataset.rows.reader(&dataset.samples));
         for row in rows {
@@ -64,12 +64,12 @@ impl Size {
 }
 
 impl Micro {
-    /// The micro-batch of `rows` of the dataset. Rows that it does not have are left out.
+    /// Builds the micro-batch of the given rows; ignores rows out of range.
     ///
-    /// Indices are 32 bits: a micro-batch holds fewer than 2^32 tokens.
+    /// Indices have 32 bits: a micro-batch has fewer than 2^32 tokens.
     ///
     /// # Errors
-    /// A file of tokens that cannot be read any more.
+    /// A token file that can no longer be read.
     pub fn collate(dataset: &Dataset, rows: &[usize]) -> Result<Self, Error> {
         let size = Size::of(dataset, rows)?;
         let mut out = Self {

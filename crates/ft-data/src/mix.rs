@@ -1,4 +1,4 @@
-//! What an epoch holds of each source, by its weight.
+//! Samples of an epoch, drawn from the sources by weight.
 
 use super::bytes::{List, Scratch, Window};
 use super::error::Error;
@@ -7,7 +7,7 @@ use super::record::small;
 use ft_base::rng::{Purpose, Stream};
 use std::ops::Range;
 
-/// The samples of an epoch: those of each source in order, as often as its weight says.
+/// The samples of an epoch: all sources in order, repeated by weight.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mix {
     pieces: Vec<Piece>,
@@ -15,7 +15,7 @@ pub(super) struct Mix {
 
 #[derive(Clone, Debug)]
 struct Piece {
-    /// How many samples the epoch has before these.
+    /// Number of samples before this piece.
     before: usize,
     len: usize,
     what: What,
@@ -23,17 +23,17 @@ struct Piece {
 
 #[derive(Clone, Debug)]
 enum What {
-    /// All of a source, again and again.
+    /// A source in full, repeated.
     All(Range<usize>),
-    /// A part of one.
+    /// A subset of a source.
     Part(List),
 }
 
 impl Mix {
-    /// Appends the samples of the next source, which have these numbers.
+    /// Appends the samples `range` of the next source.
     ///
     /// # Errors
-    /// A weight that makes more samples than there are numbers for; a list that cannot be read any more.
+    /// A weight that yields too many samples, and lists that can no longer be read.
     pub fn push(
         &mut self,
         range: Range<usize>,
@@ -42,7 +42,8 @@ impl Mix {
         (scratch, held): (&Scratch, usize),
     ) -> Result<(), Error> {
         let n = range.len();
-        // a part of a sample is one or none, so that over the seeds it is the weight; no order takes the first number
+        // stochastic rounding, so the expectation over seeds equals the weight; permutations never use
+        // number 0 of a stream
         let exact = source.weight * n as f64;
         let whole = exact.floor();
         let wanted = whole + f64::from(u8::from(f64::from(stream.uniform(0)) < exact - whole));
@@ -73,12 +74,12 @@ impl Mix {
         }
     }
 
-    /// How many samples there are.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.pieces.last().map_or(0, |p| p.before + p.len)
     }
 
-    /// Bytes that it takes in memory.
+    /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
         let of = |p: &Piece| match &p.what {
             What::All(_) => 0,
@@ -92,17 +93,17 @@ impl Mix {
     }
 }
 
-/// Reads the samples of an epoch by their places.
+/// Reads the samples of an epoch by position.
 pub(super) struct MixReader<'a> {
     mix: &'a Mix,
     windows: Vec<Window>,
 }
 
 impl MixReader<'_> {
-    /// The sample at place `at`, which is below the number of them.
+    /// The sample at position `at < len`.
     ///
     /// # Errors
-    /// A list that cannot be read any more.
+    /// A list that can no longer be read.
     pub fn at(&mut self, at: usize) -> Result<u32, Error> {
         let number = self.mix.pieces.partition_point(|p| p.before <= at).saturating_sub(1);
         let Some(piece) = self.mix.pieces.get(number) else { return Ok(u32::MAX) };
@@ -114,7 +115,7 @@ impl MixReader<'_> {
     }
 }
 
-/// The stream that chooses parts of source `index`.
+/// The random stream for the subset of source `index`.
 pub(super) fn stream(seed: u64, index: usize) -> Stream {
     Stream::new(seed, Purpose::Mix, 0, index as u64)
 }

@@ -1,30 +1,30 @@
-//! What training texts lose or change against what their rows say, where a run goes on all the same: counted by
-//! kind, and told once each.
+//! Notes on usable rows: text lost or changed by the template, and unread keys. Counted by kind, reported
+//! once per kind.
 
 use ft_base::error::Place;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// Something about a row that its author should know.
+/// A finding about a row, reported to the user.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Note {
-    /// The row has a key that the format does not read.
+    /// A row key not read by the format.
     RowKey { key: String, format: Cow<'static, str> },
-    /// A message has a key that the chat template does not write.
+    /// A message key not rendered by the chat template.
     MessageKey(String),
-    /// The chat template takes what the assistant thought out of the text.
+    /// Reasoning removed by the chat template.
     Reasoning,
-    /// The chat template writes the text of a message of this role in other places of a conversation, but not here.
+    /// A message of this role dropped by the chat template, although rendered in a shorter conversation.
     LeftOut(String),
-    /// The chat template writes a marker that the tokenizer has no token for.
+    /// A marker of the chat template without a token in the tokenizer.
     Marker(String),
-    /// What is supervised begins or ends in the middle of a token.
+    /// A supervised span that starts or ends inside a token.
     Edge,
 }
 
 impl Note {
-    /// A sentence; `rows` is how many rows it is about.
+    /// A sentence about `rows` rows.
     fn told(&self, rows: usize) -> String {
         let s = if rows == 1 { "1 row" } else { &format!("{rows} rows") };
         match self {
@@ -55,19 +55,19 @@ impl Note {
     }
 }
 
-/// Kinds of notes that are kept; rows may have any keys.
+/// Maximum number of kinds, since rows may have arbitrary keys.
 const KINDS: usize = 40;
 
-/// Notes with how many rows each is about, and the first of these.
+/// Counts of notes by kind, with the place of the first row.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Listed", into = "Listed")]
 pub struct Notes {
     kinds: BTreeMap<Note, (usize, Place)>,
-    /// Notes of kinds beyond those that are kept.
+    /// Number of notes beyond the maximum.
     more: usize,
 }
 
-/// [`Notes`] as they are written.
+/// Serialized form of [`Notes`].
 #[derive(Serialize, Deserialize)]
 struct Listed {
     kinds: Vec<(Note, usize, Place)>,
@@ -87,7 +87,7 @@ impl From<Notes> for Listed {
 }
 
 impl Notes {
-    /// Adds the notes of rows that come after these.
+    /// Adds the notes of later rows.
     pub(super) fn extend(&mut self, later: &Notes) {
         for (note, (rows, first)) in &later.kinds {
             if self.kinds.len() < KINDS || self.kinds.contains_key(note) {
@@ -99,12 +99,12 @@ impl Notes {
         self.more += later.more;
     }
 
-    /// The places that are told.
+    /// All recorded places, for updating file names.
     pub(super) fn places(&mut self) -> impl Iterator<Item = &mut Place> {
         self.kinds.values_mut().map(|(_, place)| place)
     }
 
-    /// Counts the notes of a row; a kind counts once a row.
+    /// Counts the notes of a row, at most once per kind.
     pub(super) fn add(&mut self, place: &Place, mut notes: Vec<Note>) {
         notes.sort();
         notes.dedup();
@@ -117,12 +117,12 @@ impl Notes {
         }
     }
 
-    /// Whether there are none.
+    /// Whether no notes were counted.
     pub fn is_empty(&self) -> bool {
         self.kinds.is_empty()
     }
 
-    /// A sentence for each kind, with the place of its first row.
+    /// One sentence per kind, with the place of the first row.
     pub fn told(&self) -> Vec<String> {
         let told = |(note, (rows, first)): (&Note, &(usize, Place))| {
             let text = note.told(*rows);

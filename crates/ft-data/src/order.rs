@@ -1,23 +1,23 @@
-//! Random orders, also of more than memory should hold.
+//! Random permutations, in memory or computed on demand for large sets.
 
 use ft_base::rng::Stream;
 
-/// Longest order that is held in memory; of a longer one, each place is computed when it is asked for.
+/// Longest permutation held in memory; entries of a longer one are computed on access.
 pub(super) const HELD: usize = 1 << 20;
-/// Rounds of a computed order: four are enough to look random, the rest is cheap.
+/// Rounds of a computed permutation. Four suffice to look random; the rest is cheap.
 const ROUNDS: usize = 8;
 
-/// A random order of `0..n`.
+/// A random permutation of `0..n`.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Where it is short: Fisher-Yates.
+    /// A short permutation, by Fisher-Yates.
     Held(Vec<u32>),
-    /// Where it is long.
+    /// A long permutation, computed on access.
     Computed(Rounds),
 }
 
-/// A Feistel network over the `a * b >= n` pairs of a digit below `a` and one below `b`, with cycle-walking for the few
-/// beyond `n` (Black, Rogaway: "Ciphers with arbitrary finite domains", CT-RSA 2002).
+/// A Feistel network over `a * b >= n` pairs of digits below `a` and `b`, with cycle walking for values
+/// beyond `n` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 #[derive(Debug)]
 pub(super) struct Rounds {
     n: u64,
@@ -27,7 +27,7 @@ pub(super) struct Rounds {
 }
 
 impl Order {
-    /// By the numbers of a stream; one of up to `most` is held.
+    /// Draws a permutation from a stream. Permutations of up to `most` entries are held in memory.
     pub fn new(stream: Stream, n: usize, most: usize) -> Self {
         match u32::try_from(n) {
             Ok(short) if n <= most => Order::Held(stream.permutation(short)),
@@ -35,7 +35,7 @@ impl Order {
         }
     }
 
-    /// What stands at place `i`, which is below `n`.
+    /// The value at position `i < n`.
     pub fn at(&self, i: usize) -> usize {
         match self {
             Order::Held(order) => order[i] as usize,
@@ -43,7 +43,8 @@ impl Order {
         }
     }
 
-    /// Which `k` of `0..n` are chosen by it: the first, or those whose places become the first.
+    /// Returns a membership test for a random subset of size `k`: the first `k` values if held, else the
+    /// values mapped to positions below `k`.
     pub fn choose(self, k: usize) -> Box<dyn Fn(usize) -> bool> {
         match self {
             Order::Held(order) => {
@@ -55,7 +56,7 @@ impl Order {
         }
     }
 
-    /// Bytes that one takes.
+    /// Memory of a permutation of `n` entries, in bytes.
     pub fn bytes(n: u64) -> u64 {
         if n <= HELD as u64 { 4 * n } else { 0 }
     }
@@ -82,7 +83,7 @@ impl Rounds {
                 }
             }
             i = high * self.a + low;
-            // a walk in a circle comes back below n, at the latest where it began
+            // cycle walking ends at a value below n, at the latest at the start
             if i < self.n {
                 return i;
             }
@@ -90,8 +91,8 @@ impl Rounds {
     }
 }
 
-/// A number below `n` that looks random: the last step of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-/// number generators", OOPSLA 2014).
+/// A pseudorandom number below `n`: the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable
+/// pseudorandom number generators", OOPSLA 2014).
 fn below(n: u64, mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -123,13 +124,13 @@ mod tests {
                 assert_eq!((0..n).filter(|i| chosen(*i)).count(), n / 3);
             }
         }
-        // far more than memory has
+        // far beyond available memory
         let most = Order::new(Stream::new(3, Purpose::Test, 0, 0), 1 << 40, HELD);
         let places: std::collections::BTreeSet<usize> = (0..1000).map(|i| most.at(i)).collect();
         assert!(places.len() == 1000 && places.iter().all(|p| *p < 1 << 40));
     }
 
-    /// Chi-squared, over pairs of places near one another too: of what is uniform, 255 +- 23.
+    /// Chi-squared test, also on pairs of nearby positions. Expected for a uniform permutation: 255 +- 23.
     #[test]
     fn computed_orders_are_even() {
         let n = 1 << 16;
@@ -138,7 +139,7 @@ mod tests {
             for distance in [0, 1, 2, 256, 257] {
                 let mut counts = [0f64; 256];
                 for i in (0..n - distance).step_by(3) {
-                    // sixteenths of the range: of one place alone, of where it was, else of two
+                    // sixteenths of the range: of one value, of the inverse, or of a pair
                     let from = if distance == 0 { i } else { all[i + distance] };
                     counts[all[i] * 16 / n * 16 + from * 16 / n] += 1.0;
                 }

@@ -1,4 +1,4 @@
-//! Which samples share a row.
+//! Packing of samples into rows.
 
 use super::error::Error;
 use super::record::small;
@@ -6,13 +6,14 @@ use super::rows::Item;
 use ft_base::rng::Stream;
 use std::collections::BTreeMap;
 
-/// What takes a row when it is made.
+/// Callback for finished rows.
 pub(super) type Each<'a> = &'a mut dyn FnMut(&[Item]) -> Result<(), Error>;
 
-/// Puts samples into rows of at most `max` tokens, in order: a row is closed when the next does not fit (next-fit).
+/// Packs samples into rows of at most `max` tokens, in order: closes a row if the next sample does not fit
+/// (next-fit).
 ///
 /// # Errors
-/// Those of the samples, and those of `each`.
+/// Errors of the samples and of `each`.
 pub(super) fn in_order(
     samples: impl Iterator<Item = Result<Item, Error>>,
     max: usize,
@@ -32,17 +33,17 @@ pub(super) fn in_order(
     if row.is_empty() { Ok(()) } else { each(&row) }
 }
 
-/// Puts samples into rows of at most `max` tokens: in the random order of a stream, each into the row that it fills
-/// best (best-fit).
+/// Packs samples into rows of at most `max` tokens, in random order: a sample goes into the row with the
+/// least sufficient space (best-fit).
 ///
-/// A random order instead of the longest first, which would pack a little denser, so that long and short samples
-/// meet in all rows alike. Rows with equal space are taken last in, first out; n log n in all.
+/// A random order mixes long and short samples in all rows; sorting by length would pack slightly denser.
+/// Rows with equal space are used last in, first out. The cost is O(n log n).
 ///
 /// # Errors
-/// Those of `each`.
+/// Errors of `each`.
 pub(super) fn best_fit(items: &[Item], max: usize, stream: Stream, each: Each<'_>) -> Result<(), Error> {
     let permutation = stream.permutation(small(items.len()));
-    // the row of each sample in that order, and how many each row has
+    // the row of every sample, in permuted order, and the number of samples per row
     let (mut row_of, mut ends): (Vec<u32>, Vec<u32>) = (Vec::with_capacity(items.len()), Vec::new());
     let mut by_space: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
     for at in &permutation {
@@ -63,7 +64,7 @@ pub(super) fn best_fit(items: &[Item], max: usize, stream: Stream, each: Each<'_
         }
     }
     drop(by_space);
-    // where each row begins, and in the end where it ends
+    // turns counts into row offsets; the next loop advances them to row ends
     let mut first = 0;
     for end in &mut ends {
         first += std::mem::replace(end, first);

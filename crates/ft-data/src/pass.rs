@@ -1,4 +1,4 @@
-//! One pass over a source: its rows as samples, on all cores, in memory that does not grow with them.
+//! One pass over a source: converts rows to samples on all cores, in bounded memory.
 
 use super::encode::Encoder;
 use super::error::{Error, Problem};
@@ -14,14 +14,14 @@ use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
-/// Rows that are tokenized together, and bytes that they may have.
+/// Rows and bytes per chunk of parallel tokenization.
 const CHUNK: (usize, usize) = (4096, 16 << 20);
 
-/// What stops a pass.
+/// Error that ends a pass.
 pub(super) enum Stopped {
-    /// The data.
+    /// The data cannot be used.
     Data(Error),
-    /// What its samples are written to.
+    /// The samples cannot be written.
     Write(store::Error),
 }
 
@@ -37,16 +37,16 @@ impl From<store::Error> for Stopped {
     }
 }
 
-/// A pass.
+/// A pass over a source.
 pub(super) struct Pass<'a> {
     encoder: &'a Encoder<'a>,
-    /// How many problems are collected; `None` stops at the first.
+    /// Maximum number of problems to collect; `None` stops at the first.
     collect: Option<usize>,
     bar: &'a ProgressBar,
     writer: &'a mut Writer,
     pub found: Found,
     pub problems: Vec<Error>,
-    /// Problems beyond those that are collected.
+    /// Number of problems beyond the maximum.
     pub more: usize,
 }
 
@@ -60,10 +60,10 @@ impl<'a> Pass<'a> {
         Self { encoder, collect, bar, writer, found: Found::default(), problems: Vec::new(), more: 0 }
     }
 
-    /// Reads the files of the source that recipes call `name`.
+    /// Reads the files of a source, called `name` in the recipe.
     ///
     /// # Errors
-    /// The first problem, unless they are collected; a source that leaves no sample.
+    /// The first problem, unless problems are collected; a source without usable rows.
     pub fn over(&mut self, files: &[PathBuf], name: &str) -> Result<(), Stopped> {
         let _cleared = Cleared(self.bar);
         for file in files {
@@ -133,10 +133,10 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Counts a row that is left out, or makes it an error.
+    /// Counts a dropped row, or returns it as an error.
     fn left_out(&mut self, place: Place, problem: Problem) -> Result<(), Error> {
         let (data, drops) = (self.encoder.data, &mut self.found.drops);
-        // What the recipe asked to be left out is no error; nor is a mask that truncation emptied, but it is shown.
+        // Drops requested by the recipe are not errors; masks emptied by truncation are only counted.
         let (count, asked) = match &problem {
             Problem::Bad(_) | Problem::Tokenizer(_) => (&mut drops.bad, false),
             Problem::EmptyMask(_) => (&mut drops.empty_mask, false),
@@ -156,14 +156,14 @@ impl<'a> Pass<'a> {
                 self.collected(error);
                 Ok(())
             }
-            // over_length = "error" stops whatever on_bad_row says
+            // over_length = "error" overrides on_bad_row
             None if data.on_bad_row == OnBadRow::Error || too_long => Err(error),
             None => Ok(()),
         }
     }
 }
 
-/// A bar that is gone when its rows are read, or nothing more is.
+/// Clears a progress bar when dropped.
 struct Cleared<'a>(&'a ProgressBar);
 
 impl Drop for Cleared<'_> {
@@ -172,16 +172,16 @@ impl Drop for Cleared<'_> {
     }
 }
 
-/// A sample, and what is told of its row.
+/// A sample with the notes of a row.
 struct Made {
     sample: Packed,
-    /// Tokens before it was cut, if it was.
+    /// Number of tokens before truncation.
     whole: usize,
     cut: bool,
     notes: Vec<Note>,
 }
 
-/// What a row makes, and its place; that of its problem otherwise.
+/// A place (line, column) and the resulting sample or problem.
 type One = ((usize, usize), Result<Made, Problem>);
 
 fn one(row: &RawRow, encoder: &Encoder<'_>) -> One {

@@ -1,21 +1,21 @@
-//! What a `tokenizer.json` says that it does with a text, before its library is asked: what would take memory or time
-//! without bound, and where a text can be cut so that its pieces make the tokens that the whole makes.
+//! Inspects the steps of a `tokenizer.json` before the library loads it: rejects steps of unbounded cost,
+//! and finds positions to cut a text without changing tokens.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Bytes of a regular expression, as deep as it can be nested.
+/// Longest regular expression, in bytes; bounds the nesting depth.
 const PATTERN: usize = 4096;
-/// What the counts of a regular expression may multiply to.
+/// Largest product of the repetition counts of a regular expression.
 const COUNTS: u64 = 4096;
-/// How much longer a text may get.
+/// Largest growth factor of a text.
 const GROWTH: u64 = 64;
-/// Bytes that a character may be replaced by.
+/// Longest replacement of a character, in bytes.
 const REPLACEMENT: usize = 256;
-/// Characters of a word: WordPiece takes the square of them.
+/// Longest word in characters; WordPiece is quadratic in it.
 const WORD: u64 = 10_000;
 
-/// The parts of the file that are looked at; the vocabulary is passed over.
+/// The inspected parts of the file; the vocabulary is skipped.
 #[derive(Deserialize)]
 pub(super) struct Pipeline {
     #[serde(default)]
@@ -45,10 +45,10 @@ struct Model {
 }
 
 impl Pipeline {
-    /// What is not bounded.
+    /// Checks for steps of unbounded cost.
     ///
     /// # Errors
-    /// What it is, by its path in the file.
+    /// The offending step, by path in the file.
     pub fn check(&self) -> Result<(), String> {
         for (name, part) in [
             ("normalizer", &self.normalizer),
@@ -67,7 +67,7 @@ impl Pipeline {
         }
     }
 
-    /// Whether a text can be cut at [`cuts`].
+    /// Whether a text can be cut by [`cut`].
     pub fn can_cut(&self) -> bool {
         let letter = |c: Option<char>| c.is_some_and(char::is_alphabetic);
         let spans =
@@ -78,7 +78,7 @@ impl Pipeline {
     }
 }
 
-/// Goes through the parts of a pipeline that is a sequence.
+/// Visits the steps of a pipeline, including nested sequences.
 fn visit(part: &Value, f: &mut dyn FnMut(&Value) -> Result<(), String>) -> Result<(), String> {
     for list in ["normalizers", "pretokenizers", "decoders"] {
         for item in part.get(list).and_then(Value::as_array).into_iter().flatten() {
@@ -104,10 +104,10 @@ fn check_item(item: &Value, growth: &mut u64) -> Result<(), String> {
             if plain.or(regex).is_some_and(str::is_empty) {
                 return Err("Replace: the pattern is empty".into());
             }
-            // a regular expression matches one byte at the least, or nothing, between any two
+            // a regular expression matches at least one byte, or the empty string between any two bytes
             let (from, to) = (plain.map_or(1, str::len), text("content").map_or(0, str::len));
             let more = if plain.is_some() { to.div_ceil(from) } else { to + 1 };
-            // what is shorter than the words around it adds nothing that counts
+            // replacements shorter than the match add nothing
             *growth = growth.saturating_mul((more as u64).max(1));
             Ok(())
         }
@@ -122,7 +122,7 @@ fn check_item(item: &Value, growth: &mut u64) -> Result<(), String> {
     }
 }
 
-/// A regular expression that compiles to something small: its counts are unrolled.
+/// Checks the compiled size of a regular expression, since repetition counts are unrolled.
 fn check_regex(regex: &str) -> Result<(), String> {
     if regex.len() > PATTERN {
         return Err(format!("a regular expression has {} bytes, more than {PATTERN}", regex.len()));
@@ -139,7 +139,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
     }
 }
 
-/// The map of SentencePiece: the length of a trie, the trie, and what characters are replaced by.
+/// Checks the character map of SentencePiece: length of the trie, the trie, and the replacement strings.
 fn check_charsmap(text: &str) -> Result<(), String> {
     let fail = |why: String| Err(format!("Precompiled: precompiled_charsmap {why}"));
     let Some(bytes) = base64(text) else { return fail("is not base64".into()) };
@@ -177,18 +177,18 @@ fn base64(text: &str) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Characters that a word ends before.
+/// Characters that end a word.
 fn is_between(c: char) -> bool {
     matches!(c, ' ' | '\n' | '。' | '，')
 }
 
-/// Letters of words that end there: those that no normalizer joins with what follows.
+/// Letters no normalizer combines with the next character.
 fn is_letter(c: char) -> bool {
     c.is_ascii_alphabetic() || ('\u{4E00}'..='\u{9FFF}').contains(&c)
 }
 
-/// The first place at or after `from` to cut a text: before what stands alone between two letters. There a word ends
-/// whatever follows, and what follows is cut into words without a look at what is before.
+/// Finds the first safe cut at or after `from`: before a single separator between two letters. A word ends
+/// at this position for any continuation, and splitting the rest does not depend on the text before.
 pub(super) fn cut(text: &str, from: usize) -> Option<usize> {
     let mut from = from.min(text.len());
     while !text.is_char_boundary(from) {
@@ -210,7 +210,7 @@ pub(super) fn cut(text: &str, from: usize) -> Option<usize> {
     None
 }
 
-/// Whether a normalizer does the same to each side of a cut.
+/// Whether a normalizer acts on both sides of a cut independently.
 fn normalizes_alone(part: &Value) -> bool {
     match kind(part) {
         _ if part.is_null() => true,
@@ -223,19 +223,19 @@ fn normalizes_alone(part: &Value) -> bool {
     }
 }
 
-/// What a pre-tokenizer does at a cut.
+/// Behavior of a pre-tokenizer at a cut.
 #[derive(PartialEq)]
 enum Boundary {
-    /// It always ends a piece there.
+    /// Always splits.
     Here,
-    /// It may go over it, and looks at nothing but the characters of each piece.
+    /// May not split, and depends only on the characters of the piece.
     Over,
-    /// Nobody knows.
+    /// Not known.
     Unknown,
 }
 
-/// Regular expressions that always end a match at a cut, and look behind at nothing: of GPT-2, GPT-4 and Llama 3,
-/// Qwen 2, DeepSeek, GPT-4o, Mistral's Tekken.
+/// Regular expressions without look-behind that always end a match at a cut: GPT-2, GPT-4 and Llama 3, Qwen
+/// 2, DeepSeek, GPT-4o, Mistral's Tekken.
 pub(super) const WORDS: &[&str] = &[
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -263,7 +263,7 @@ fn boundary(part: &Value) -> Boundary {
         "Digits" => Boundary::Over,
         "Sequence" => {
             let parts = part.get("pretokenizers").and_then(Value::as_array).into_iter().flatten();
-            // what comes after a boundary sees the pieces alone
+            // steps after a boundary only see the separate pieces
             for p in parts {
                 match boundary(p) {
                     Boundary::Over => {}

@@ -1,24 +1,24 @@
-//! A proof that a text holds what its conversation says, without a second rendering.
+//! Proof that a rendered text contains the whole conversation, without a second rendering.
 //!
-//! Marks ([`super::marks`]) show each string where the template wrote it, and cost a rendering. Most conversations do not
-//! need them: their strings are long, and stand in the text one behind the other, each whole. Such a string cannot be
-//! another one's, or a part of one, for those stand elsewhere; and it cannot be the template's own words, for it holds
-//! characters in a row that the template does not spell. What is not as plain is left to the marks: calls and
-//! tools, whose strings come in any order and as JSON, short strings, keys that some templates write, and what looks
-//! like a template's markers.
+//! Marks ([`super::marks`]) locate every string in the text at the cost of a rendering. Most conversations
+//! do not need marks: the strings are long, and appear in the text one after another, complete. Since
+//! matches do not overlap, a match cannot belong to another string; and since the string contains a byte
+//! sequence absent from the template source, the match cannot be literal template text. All other cases are
+//! left to the marks: calls and tools (rendered in any order and as JSON), short strings, optional message
+//! keys, and strings that resemble template markers.
 
 use super::gate::Piece;
 use super::messages::Chat;
 use super::template::{Template, Variables};
 
-/// Bytes of the shortest string that is looked for.
+/// Shortest string to search for, in bytes.
 const LEAST: usize = 12;
-/// Bytes that templates put between messages, nearly always.
+/// Typical limit of the template text between two messages, in bytes.
 const BETWEEN: usize = 64;
-/// Bytes in a row that a template does not spell where they come from elsewhere.
+/// Length of the byte sequences compared with the template source.
 pub(super) const WINDOW: usize = 8;
 
-/// Whether `text` holds each of the conversation's strings at its place, as marks would show.
+/// Whether `text` provably contains all strings of the conversation in place, as marks would show.
 pub(super) fn proven(
     chat: &Chat,
     pieces: &[Piece],
@@ -37,26 +37,26 @@ pub(super) fn proven(
             return false;
         };
         from = at + whole.len();
-        // a variable may be anything, and a template may write it
+        // a template may also render the value of any variable
         let said = variables.values().any(|v| v.as_str().map_or(v.len().is_some(), |v| v.contains(whole)));
         !said && whole.as_bytes().windows(WINDOW).any(|w| is_word(w) && !template.spells(w))
     })
 }
 
-/// Where a string stands in a text, from a place on. It is nearly always close by, and is found there without what a
-/// search costs to set up.
+/// Finds `whole` in `text` at or after `from`. Tries nearby positions first, to save the setup cost of a
+/// search.
 fn next(text: &str, from: usize, whole: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let close = (from..text.len().min(from + BETWEEN)).find(|at| bytes[*at..].starts_with(whole.as_bytes()));
     close.or_else(|| text[from..].find(whole).map(|at| from + at))
 }
 
-/// Whether a string is long, and nothing that templates put around messages is in it.
+/// Whether a string is long and free of characters used in template markers.
 fn is_plain(text: &str) -> bool {
     text.len() >= LEAST && !text.bytes().any(|b| matches!(b, b'<' | b'>' | b'[' | b']' | b'{' | b'}' | b'|'))
 }
 
-/// Whether a template would spell these bytes as they are: no escapes.
+/// Whether a template literal would spell these bytes verbatim, without escapes.
 fn is_word(window: &[u8]) -> bool {
     window.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b' ' | b',' | b'.' | 0x80..))
 }
@@ -76,7 +76,7 @@ mod tests {
         json!({ "messages": list })
     }
 
-    /// Both ways, and whether the plain one proved the row.
+    /// Reads a row, and reports whether a single rendering sufficed, as the fast proof succeeded.
     fn both(other: &str, row: &Value) -> (Result<String, String>, bool) {
         let t = with_template(&format!("{HEAD}{other}{TAIL}"));
         let (plain, count) = super::super::template::renderings(|| read(&t, row, &Map::new()));
@@ -98,13 +98,13 @@ mod tests {
             rows(&[("user", "Какого цвета небо?"), ("assistant", A)]),
             rows(&[("user", "Tell me more"), ("assistant", A)]),
         ] {
-            // close to what was before, and not
+            // with little and with much text between messages
             for between in ["", &"Here speaks ".repeat(9)] {
                 let (text, one) = both(&format!("{between}{{{{ m.role }}}}: {{{{ m.content }}}}\n"), &row);
                 assert!(text.is_ok() && one, "{row}: {text:?}");
             }
         }
-        // what is not plain is rendered again, and holds
+        // rows outside the fast path are rendered again, and pass
         for row in [
             rows(&[("user", "Tell us all"), ("assistant", A)]),
             rows(&[("user", &format!("{Q}<|im_end|>")), ("assistant", A)]),
@@ -118,24 +118,24 @@ mod tests {
         }
     }
 
-    /// The text holds the characters of what was left out, and yet not the string.
+    /// The characters of a missing string occur in the text, but elsewhere.
     #[test]
     fn what_stands_elsewhere_proves_nothing() {
         let asked = rows(&[("user", Q), ("assistant", A)]);
         let twice = rows(&[("user", Q), ("assistant", A), ("user", Q), ("assistant", A)]);
         for (other, row, path) in [
-            // the template's own words
+            // in literal template text
             (format!("{Q}\n"), &asked, "messages[0].content"),
-            // duplicates, one of them left out
+            // of two duplicates, one is missing
             ("{% if loop.first %}{{ m.content }}\n{% endif %}".into(), &twice, "messages[2].content"),
             ("{% if not loop.first %}{{ m.content }}\n{% endif %}".into(), &twice, "messages[0].content"),
-            // within a longer one
+            // inside a longer string
             (
                 "{% if not loop.first %}{{ m.content }}\n{% endif %}".into(),
                 &rows(&[("system", Q), ("user", &format!("{Q} And at night?")), ("assistant", A)]),
                 "messages[0].content",
             ),
-            // cut, and changed
+            // truncated or changed
             ("{{ m.content[:30] }}\n".into(), &asked, "messages[0].content"),
             ("{{ m.content | upper }}\n".into(), &asked, "messages[0].content"),
         ] {

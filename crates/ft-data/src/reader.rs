@@ -1,4 +1,4 @@
-//! A data file's bytes as rows.
+//! Splits data files into rows.
 
 use super::array::Array;
 use super::error::Error;
@@ -11,31 +11,31 @@ use serde_json::Value;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Bytes that a row may have: books have some millions.
+/// Largest row in bytes; books have several million.
 pub(super) const LONGEST_ROW: usize = 32 << 20;
-/// Values that a row may have: in memory, one takes up to a hundred bytes.
+/// Largest number of JSON values in a row; a value takes up to a hundred bytes of memory.
 const VALUES: usize = 8 << 20;
 
-/// A row before it is parsed: as JSON, whatever its file has.
+/// An unparsed row, as JSON text for every file type.
 pub(super) struct RawRow {
-    /// Line of the file where it begins, from 1; of a file without lines the number of the row.
+    /// First line of the row, from 1; the row number in files without lines.
     pub line: usize,
-    /// Byte column of that line where it begins, from 1.
+    /// First column of the row, in bytes from 1.
     pub column: usize,
-    /// Its bytes, or why the file has none here.
+    /// The JSON text, or the reason for a missing row.
     pub bytes: Result<Vec<u8>, String>,
 }
 
-/// A row that is not JSON.
+/// A parse error.
 pub(super) struct NotJson {
     pub line: usize,
-    /// Byte column, from 1.
+    /// In bytes, from 1.
     pub column: usize,
     pub message: String,
 }
 
 impl RawRow {
-    /// The row's value.
+    /// Parses the row.
     pub fn parse(&self) -> Result<Value, NotJson> {
         let fail =
             |line: usize, column: usize, message: String| NotJson { line, column: column.max(1), message };
@@ -43,7 +43,7 @@ impl RawRow {
         if bytes.len() > LONGEST_ROW {
             return Err(fail(self.line, self.column, too_long()));
         }
-        // each takes a byte at the least, and few rows have as many
+        // a value takes at least one byte; few rows are long enough to need the count
         if bytes.len() >= VALUES {
             let values = values(bytes);
             if values > VALUES {
@@ -72,7 +72,7 @@ pub(super) fn too_long() -> String {
     format!("the row is longer than {} MiB; split it into several", LONGEST_ROW >> 20)
 }
 
-/// How many values a row of JSON has, at the most.
+/// Upper bound of the number of values in a JSON text.
 fn values(bytes: &[u8]) -> usize {
     let (mut count, mut quoted, mut escaped) = (1, false, false);
     for b in bytes {
@@ -87,22 +87,22 @@ fn values(bytes: &[u8]) -> usize {
     count
 }
 
-/// The rows of a file, in order. After an error of reading there are no more.
+/// Iterates over the rows of a file. A read error ends the iteration.
 pub(super) enum Rows {
-    /// One row a line.
+    /// One row per line.
     Lines(Lines),
-    /// The items of one array.
+    /// Items of one array.
     Array(Array),
-    /// The lines of a table.
+    /// Rows of a table.
     Cells(Box<Cells>),
-    /// A text a line.
+    /// One text per line.
     Texts(Texts),
     #[cfg(feature = "parquet")]
-    /// Rows of columns.
+    /// Rows of a Parquet file.
     Columns(Box<super::columns::Columns>),
 }
 
-/// The bytes of a file, unpacked.
+/// Opens a file, with decompression.
 fn unpacked(path: &Path, packed: Option<Packed>) -> io::Result<Box<dyn BufRead>> {
     let file = store::open_plain(path)?;
     let buffered = |r: Box<dyn Read>| Box::new(BufReader::with_capacity(1 << 18, r));
@@ -114,7 +114,7 @@ fn unpacked(path: &Path, packed: Option<Packed>) -> io::Result<Box<dyn BufRead>>
 }
 
 impl Rows {
-    /// Opens a file whose name says how it holds rows, for rows of a shape.
+    /// Opens a file in the format given by the file name, for rows of `shape`.
     pub fn open(path: &Path, shape: &Shape) -> Result<Self, Error> {
         let cannot = |cause| Error::Read { path: path.into(), cause };
         let (kind, packed) = files::kind(path).unwrap_or((Kind::Lines, None));
@@ -156,7 +156,7 @@ impl Iterator for Rows {
     }
 }
 
-/// Rows of a JSON Lines file; lines of white space are no rows.
+/// Rows of a JSON Lines file; blank lines are skipped.
 pub(super) struct Lines {
     file: Box<dyn BufRead>,
     path: PathBuf,
@@ -164,7 +164,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// The next line that is not white space alone.
+    /// Returns the next non-blank line.
     pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         loop {
             let mut bytes = Vec::new();
@@ -178,7 +178,7 @@ impl Lines {
             }
             self.line += 1;
             if bytes.len() as u64 == most && bytes.last() != Some(&b'\n') {
-                // the row is told and left out like any other; what follows it is read
+                // reported and dropped like any bad row; reading continues with the next line
                 if let Err(cause) = self.file.skip_until(b'\n') {
                     return Some(Err(Error::Read { path: self.path.clone(), cause }));
                 }

@@ -1,36 +1,37 @@
-//! A sample as it is written: its tokens, and what the index says of it.
+//! Binary layout of a sample: tokens and index record.
 
 use super::encode::{Example, UNSUPERVISED};
 use std::ops::Range;
 
-/// The bit of a token that is its own label, and of the length of a sample with labels of its own.
+/// The highest bit of a word. In a token, it means supervised (label equals id); in a length, labels follow
+/// the ids.
 pub(super) const MARK: u32 = 1 << 31;
-/// What is written of a sample beside its tokens.
+/// Index record of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Record {
     pub(super) entry: Entry,
-    /// Its line in its file.
+    /// Line in the data file.
     pub(super) line: u64,
-    /// Half of a hash of its ids: samples with another one differ.
+    /// First 64 bits of the hash of the ids; equal ids have equal digests.
     pub(super) digest: u64,
 }
 
-/// Where a sample's tokens stand: the beginning of its [`Record`].
+/// Location of a sample's tokens: the first part of a [`Record`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
-    /// Their first byte.
+    /// Byte offset.
     pub(super) at: u64,
-    /// How many; [`MARK`] is set where the labels stand behind the ids.
+    /// Number of tokens; [`MARK`] is set if labels follow the ids.
     pub(super) len: u32,
     pub(super) targets: u32,
 }
 
-/// Bytes of a [`Record`].
+/// Size of a [`Record`] in bytes.
 pub(super) const RECORD: usize = 32;
-/// Bytes of an [`Entry`].
+/// Size of an [`Entry`] in bytes.
 pub(super) const ENTRY: usize = 16;
 
-/// A number of up to eight bytes.
+/// Reads a little-endian integer of up to eight bytes.
 fn number(bytes: &[u8], range: Range<usize>) -> u64 {
     let word = bytes.get(range).unwrap_or_default();
     word.iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b))
@@ -68,7 +69,7 @@ impl Entry {
     }
 }
 
-/// A sample as it is written, wherever its tokens will stand.
+/// A serialized sample with offset 0.
 pub(super) struct Packed {
     pub(super) tokens: Vec<u8>,
     pub(super) record: Record,

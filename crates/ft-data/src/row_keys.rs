@@ -1,22 +1,22 @@
-//! Which keys of a row are read, which are refused by name, and which pass with a warning.
+//! Keys of a row: read, refused by name, or accepted with a warning.
 //!
-//! A key that other trainers read, and that would change what is trained, is refused where ft does not read it: the
-//! row would otherwise train something else than its author means. What remains (`id`, `source`) carries nothing
-//! into training; it passes, and its name is told with a count.
+//! Keys that affect training in other trainers are refused unless ft reads them; ignoring them would train
+//! something the author did not intend. All remaining keys (`id`, `source`) have no effect on training;
+//! they are accepted, and reported by name with a count.
 
 use super::notes::Note;
 use ft_recipe::Format;
 use serde_json::{Map, Value};
 
-/// Media that go with a text.
+/// Media attached to a text.
 const MEDIA: &[&str] = &["images", "image", "videos", "video", "audios", "audio"];
-/// Keys by which other trainers choose what is supervised in a message.
+/// Keys used by other trainers to select supervised messages.
 const SUPERVISION: &[&str] =
     &["train", "training", "trainable", "train_detail", "training_detail", "loss", "mask", "masked"];
-/// Keys of a message that hold what the assistant thought before it answered.
+/// Keys of a message with the assistant's reasoning.
 pub(super) const REASONING: &[&str] = &["reasoning_content", "reasoning", "thinking"];
 
-/// The keys of a row that a format reads.
+/// Keys read by a format.
 pub(super) fn read_by(format: Format) -> &'static [&'static str] {
     match format {
         Format::Messages => &["messages", "conversations", "tools", "system"],
@@ -27,7 +27,7 @@ pub(super) fn read_by(format: Format) -> &'static [&'static str] {
     }
 }
 
-/// Why a format refuses a key that it does not read and that has a meaning for training.
+/// The reason for refusing a key, if `format` does not read it and it matters for training.
 fn refused(format: Format, key: &str) -> Option<String> {
     if MEDIA.contains(&key) {
         return (format != Format::Tokens).then(|| format!("not built yet: {key} of a row"));
@@ -52,7 +52,7 @@ fn refused(format: Format, key: &str) -> Option<String> {
     Some(format!("{key}: {why}"))
 }
 
-/// Whether a value says nothing: tables of mixed rows are full of such.
+/// Whether a value is null, blank or empty, as is common in tables with mixed rows.
 pub(super) fn says_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -63,10 +63,10 @@ pub(super) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// Looks at the keys of a row that are not `read`: refuses some, and notes the others.
+/// Checks the keys of a row not covered by `read`: refuses some, adds notes for the rest.
 ///
 /// # Errors
-/// A key that would change what is trained.
+/// A key that would change training.
 pub(super) fn of_row(
     row: &Map<String, Value>,
     format: Format,
@@ -74,7 +74,7 @@ pub(super) fn of_row(
     notes: &mut Vec<Note>,
 ) -> Result<(), String> {
     for (key, value) in row.iter().filter(|(k, v)| !read(k) && !says_nothing(v)) {
-        // a weight of 1 is what every row has
+        // weight 1 is the default
         let plain = key == "weight" && value.as_f64() == Some(1.0);
         if let Some(why) = refused(format, key).filter(|_| !plain) {
             return Err(why);
@@ -84,10 +84,10 @@ pub(super) fn of_row(
     Ok(())
 }
 
-/// Refuses keys of a message that say what is trained in a way that ft does not read; the error begins with the key.
+/// Refuses message keys that select supervision in a form ft does not read. The error starts with the key.
 ///
 /// # Errors
-/// Such a key.
+/// Such a key, or media.
 pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
     for (key, _) in message.iter().filter(|(_, v)| !says_nothing(v)) {
         let why = match key.as_str() {
@@ -103,7 +103,7 @@ pub(super) fn of_message(message: &Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a key of a message is one whose text ft looks for by itself, or one that only links messages.
+/// Whether ft already checks the text of a message key, or the key only links messages.
 pub(super) fn is_message_key(role: &str, key: &str) -> bool {
     matches!(key, "role" | "content" | "tool_calls" | "tool_call_id")
         || REASONING.contains(&key)

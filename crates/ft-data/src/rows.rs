@@ -1,4 +1,4 @@
-//! Rows of an epoch: which samples each holds.
+//! Rows of an epoch, as lists of samples.
 
 use super::bytes::{List, Scratch, Spool, Window};
 use super::error::Error;
@@ -7,34 +7,34 @@ use super::record::small;
 use super::samples::{Reader, Samples};
 use std::ops::Range;
 
-/// A sample of a row.
+/// A sample in a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Item {
-    /// Its number.
+    /// Sample number in the dataset.
     pub sample: u32,
-    /// Tokens.
+    /// Length in tokens.
     pub tokens: u32,
-    /// Supervised targets.
+    /// Number of targets.
     pub targets: u32,
 }
 
-/// Rows as lists of samples, on disk where they are many.
+/// Rows as lists of samples; on disk if long.
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
     kind: Kind,
-    /// Tokens of all.
+    /// Total tokens.
     pub tokens: u64,
-    /// Supervised targets of all.
+    /// Total targets.
     pub targets: u64,
-    /// Tokens of the longest sample.
+    /// Length of the longest sample, in tokens.
     pub longest: u32,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// One sample each.
+    /// One sample per row.
     Single(Mix),
-    /// Samples, and two numbers a row: where it ends among them, and its tokens.
+    /// Sample numbers, and two values per row: end offset into the sample numbers, and token count.
     Packed(List, List),
 }
 
@@ -45,10 +45,10 @@ impl Default for Kind {
 }
 
 impl Rows {
-    /// Of lists of samples.
+    /// Builds rows from lists of sample numbers.
     ///
     /// # Errors
-    /// None, of samples in memory.
+    /// None in practice, for samples in memory.
     pub(super) fn of(rows: &[Vec<usize>], samples: &Samples) -> Result<Self, Error> {
         let (mut reader, mut writer) = (samples.reader(), RowsWriter::packed(&Scratch::default()));
         for row in rows {
@@ -58,7 +58,7 @@ impl Rows {
         writer.finish(Mix::default())
     }
 
-    /// How many there are.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         match &self.kind {
             Kind::Single(mix) => mix.len(),
@@ -66,15 +66,15 @@ impl Rows {
         }
     }
 
-    /// Whether there are none.
+    /// Whether the epoch has no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The samples of row `i`; none where it is not there.
+    /// The samples of row `i`; empty if out of range.
     ///
     /// # Errors
-    /// A file of rows that cannot be read any more.
+    /// A row file that can no longer be read.
     pub fn get(&self, i: usize) -> Result<Vec<u32>, Error> {
         if i >= self.len() {
             return Ok(Vec::new());
@@ -85,7 +85,7 @@ impl Rows {
         }
     }
 
-    /// Reads rows with the lengths of their samples.
+    /// Returns a reader of rows with sample lengths.
     pub fn reader<'a>(&'a self, samples: &'a Samples) -> RowsReader<'a> {
         let from = match &self.kind {
             Kind::Single(mix) => Lists::Single(mix.reader()),
@@ -94,7 +94,7 @@ impl Rows {
         RowsReader { count: self.len(), from, samples: samples.reader() }
     }
 
-    /// Bytes that they take in memory.
+    /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
         match &self.kind {
             Kind::Single(mix) => mix.resident(),
@@ -103,7 +103,7 @@ impl Rows {
     }
 }
 
-/// The place of row `i` among the samples, and its tokens.
+/// The sample range and token count of row `i`.
 fn range(window: &mut Window, ends: &List, i: usize) -> Result<(Range<usize>, u32), Error> {
     let start = match i.checked_sub(1) {
         Some(before) => ends.at(window, 2 * before)?,
@@ -113,7 +113,7 @@ fn range(window: &mut Window, ends: &List, i: usize) -> Result<(Range<usize>, u3
     Ok((start as usize..end as usize, tokens))
 }
 
-/// Reads rows, those that follow one another a part at a time.
+/// Reads rows, sequential ones in batches.
 pub struct RowsReader<'a> {
     count: usize,
     from: Lists<'a>,
@@ -126,7 +126,7 @@ enum Lists<'a> {
 }
 
 impl RowsReader<'_> {
-    /// The samples of row `i`; none where it is not there.
+    /// The samples of row `i`; empty if out of range.
     ///
     /// # Errors
     /// As [`Rows::get`].
@@ -157,17 +157,17 @@ impl RowsReader<'_> {
     }
 }
 
-/// Rows that are being made.
+/// Rows under construction.
 #[derive(Default)]
 pub(super) struct RowsWriter {
     rows: Rows,
-    /// Of packed rows, samples and where they end.
+    /// Sample numbers and row ends, if packed.
     lists: Option<(Spool, Spool)>,
     end: usize,
 }
 
 impl RowsWriter {
-    /// Of rows that hold several samples.
+    /// Writer for rows with several samples.
     pub fn packed(scratch: &Scratch) -> Self {
         Self { lists: Some((scratch.list(), scratch.list())), ..Self::default() }
     }
@@ -175,7 +175,7 @@ impl RowsWriter {
     /// Appends a row.
     ///
     /// # Errors
-    /// A list that cannot be read any more.
+    /// A list that can no longer be read.
     pub fn row(&mut self, items: &[Item]) -> Result<(), Error> {
         let tokens: u64 = items.iter().map(|i| u64::from(i.tokens)).sum();
         self.rows.tokens += tokens;
@@ -190,7 +190,7 @@ impl RowsWriter {
         Ok(())
     }
 
-    /// The rows; those that hold one sample each, of `mix`.
+    /// Finishes the rows; without packing, the rows are the samples of `mix`.
     ///
     /// # Errors
     /// As [`RowsWriter::row`].

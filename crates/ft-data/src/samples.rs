@@ -1,9 +1,9 @@
-//! Tokenized samples: their tokens and an index, both in files, or in memory where there are none.
+//! Tokenized samples: a token file and an index file per source, or the same bytes in memory.
 //!
-//! A source's samples are two strings of bytes. The one has the tokens end to end, four bytes each: the id, with its
-//! highest bit set where the token is its own label. A sample whose labels are others has its ids and then its labels.
-//! The other has a [`Record`] of each sample. Both are read by place, so that what is in memory grows neither with the
-//! tokens nor with the samples, and any order of the samples costs the same.
+//! The token file contains the tokens of all samples, four bytes per token: the id, with the highest bit set
+//! if the token is supervised. For labels other than the ids, the file contains all ids of the sample, then
+//! all labels. The index file contains one [`Record`] per sample. Both files are read by position: memory
+//! use grows neither with tokens nor with samples, and any access order costs the same.
 
 use super::bytes::{Bytes, FEW, List, Scratch, Window, cannot};
 use super::encode::{Example, UNSUPERVISED};
@@ -17,9 +17,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Records that are read at once.
+/// Records per read.
 const AT_ONCE: usize = 1 << 14;
-/// Samples that are looked for among others at a time.
+/// Samples per lookup batch in [`Samples::shared_with`].
 const LOOKED_FOR: usize = 1 << 18;
 
 /// The samples of one source.
@@ -28,17 +28,18 @@ pub(super) struct Store {
     tokens: Bytes,
     records: Bytes,
     len: usize,
-    /// Bytes that the tokens take.
+    /// Size of the tokens, in bytes.
     bytes: u64,
-    /// BLAKE3 of the tokens.
+    /// BLAKE3 hash of the tokens, in hexadecimal.
     pub hash: String,
 }
 
 impl Store {
-    /// Of files that hold `count` records, and the tokens that have this hash. Few records are held in memory.
+    /// Opens a token file with the given hash, and an index of `len` records. A small index is read into
+    /// memory. `seen` receives all bytes of the index.
     ///
     /// # Errors
-    /// Files that cannot be read, and records that are not of tokens end to end; `seen` gets all bytes of the records.
+    /// Unreadable files, and records with gaps or overlaps.
     pub fn open(
         (tokens, tokens_at): (File, PathBuf),
         (records, records_at): (File, PathBuf),
@@ -70,7 +71,7 @@ impl Store {
         self.len
     }
 
-    /// Bytes that the tokens take.
+    /// Size of the tokens, in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -93,7 +94,7 @@ impl Store {
     }
 }
 
-/// Reads records in order, a bounded part at a time.
+/// Reads records in order, in batches of bounded size.
 fn each_record(
     records: &Bytes,
     count: usize,
@@ -112,7 +113,7 @@ fn each_record(
     Ok(())
 }
 
-/// Where a [`Store`] is written to: bytes and their hash.
+/// Destination of the bytes of a [`Store`], with a running hash.
 pub(super) struct Sink {
     hasher: blake3::Hasher,
     to: To,
@@ -138,12 +139,12 @@ impl Sink {
         Ok(())
     }
 
-    /// The hash of what was written.
+    /// The hash of all bytes written.
     pub fn hash(&self) -> blake3::Hash {
         self.hasher.finalize()
     }
 
-    /// Makes a file whole, under this name in its folder; memory is.
+    /// Renames a finished file to `path`; a no-op in memory.
     pub fn commit_as(self, path: &Path) -> Result<(), ft_base::store::Error> {
         match self.to {
             To::Memory(_) => Ok(()),
@@ -152,12 +153,12 @@ impl Sink {
     }
 }
 
-/// A store that is being written.
+/// A store under construction.
 pub(super) struct Writer {
     pub tokens: Sink,
     pub records: Sink,
     pub count: usize,
-    /// Bytes of the tokens.
+    /// Size of the tokens, in bytes.
     pub bytes: u64,
     parts: (Vec<u8>, Vec<u8>),
 }
@@ -168,12 +169,12 @@ impl Writer {
         Self { tokens, records, count: 0, bytes: 0, parts: Default::default() }
     }
 
-    /// In memory.
+    /// Writes to memory.
     pub fn memory() -> Self {
         Self::new(To::Memory(Vec::new()), To::Memory(Vec::new()))
     }
 
-    /// To files.
+    /// Writes to files.
     pub fn files(tokens: Pending, records: Pending) -> Self {
         Self::new(To::File(tokens), To::File(records))
     }
@@ -186,7 +187,7 @@ impl Writer {
         self.count += 1;
     }
 
-    /// Writes what was pushed.
+    /// Writes all pushed samples.
     ///
     /// # Errors
     /// Files that cannot be written.
@@ -199,7 +200,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What was written, without a name.
+    /// Finishes the store, leaving files unnamed.
     ///
     /// # Errors
     /// Files that cannot be written or read.
@@ -219,13 +220,13 @@ impl Writer {
     }
 }
 
-/// The samples of a source that are in a dataset.
+/// The samples of one source in a dataset.
 #[derive(Clone, Debug)]
 struct Part {
     store: Arc<Store>,
-    /// How many samples of the dataset stand before them.
+    /// Number of samples of earlier sources.
     first: usize,
-    /// Their numbers in the store, ascending; all where there is no list.
+    /// Ascending sample numbers in the store; `None` selects all.
     chosen: Option<List>,
 }
 
@@ -246,12 +247,12 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// Adds the samples of the next source.
+    /// Appends the samples of the next source.
     pub(super) fn push(&mut self, store: Arc<Store>, chosen: Option<List>) {
         self.parts.push(Part { store, first: self.len(), chosen });
     }
 
-    /// Samples in memory.
+    /// Stores samples in memory.
     pub fn of(examples: &[Example]) -> Result<Self, Error> {
         let mut out = Self::default();
         for source in 0..examples.iter().map(|e| e.source + 1).max().unwrap_or(0) {
@@ -262,44 +263,44 @@ impl Samples {
         Ok(out)
     }
 
-    /// How many there are.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.parts.last().map_or(0, |p| p.first + p.len())
     }
 
-    /// Whether there are none.
+    /// Whether the dataset is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The numbers that the samples of each source have.
+    /// The sample indices of every source.
     pub fn ranges(&self) -> Vec<Range<usize>> {
         self.parts.iter().map(|p| p.first..p.first + p.len()).collect()
     }
 
-    /// The source of sample `i`, and which of its samples that is.
+    /// The source of sample `i`, and the position within the source.
     fn within(&self, i: usize) -> Option<(usize, usize)> {
         let source = self.parts.partition_point(|p| p.first <= i).checked_sub(1)?;
         let part = &self.parts[source];
         (i - part.first < part.len()).then(|| (source, i - part.first))
     }
 
-    /// Reads what the index says of samples.
+    /// Returns a reader of the index.
     pub fn reader(&self) -> Reader<'_> {
         Reader { samples: self, windows: self.parts.iter().map(|_| Default::default()).collect() }
     }
 
-    /// Sample `i`; `None` where it is not there.
+    /// Returns sample `i`, or `None` if out of range.
     ///
     /// # Errors
-    /// A file of tokens that cannot be read any more.
+    /// A token file that can no longer be read.
     pub fn get(&self, i: usize) -> Result<Option<Example>, Error> {
         let Some((source, i)) = self.within(i) else { return Ok(None) };
         let part = &self.parts[source];
         part.store.example(part.number(&mut Window::default(), i)?, source).map(Some)
     }
 
-    /// All samples, which are then in memory.
+    /// Loads all samples into memory.
     ///
     /// # Errors
     /// As [`Samples::get`].
@@ -307,7 +308,7 @@ impl Samples {
         (0..self.len()).filter_map(|i| self.get(i).transpose()).collect()
     }
 
-    /// Bytes that they take in memory.
+    /// Memory in use, in bytes.
     pub fn resident(&self) -> u64 {
         let of = |p: &Part| {
             let chosen = p.chosen.as_ref().map_or(0, List::resident);
@@ -316,7 +317,7 @@ impl Samples {
         self.parts.iter().map(of).sum()
     }
 
-    /// What tells these samples from others, without a look at their tokens: of each source the hash of its tokens.
+    /// The token hash of every source. Identifies the samples without reading tokens.
     pub(super) fn hashes(&self) -> impl Iterator<Item = &str> {
         self.parts.iter().map(|p| p.store.hash.as_str())
     }
@@ -335,7 +336,7 @@ impl Samples {
         Ok(())
     }
 
-    /// How many samples of `other` have the ids of one of these.
+    /// Number of samples of `other` with the same ids as a sample of this set.
     ///
     /// # Errors
     /// As [`Samples::get`].
@@ -352,7 +353,8 @@ impl Samples {
         Ok(shared + self.hold(&mut wanted, other)?)
     }
 
-    /// How many of these samples of `other`, with their digests, have the ids of one of these.
+    /// Number of the `wanted` samples of `other` (digest and index) with the same ids as a sample of this
+    /// set.
     fn hold(&self, wanted: &mut [(u64, u32)], other: &Samples) -> Result<usize, Error> {
         if wanted.is_empty() {
             return Ok(0);
@@ -375,11 +377,11 @@ impl Samples {
         Ok(found.into_iter().filter(|f| *f).count())
     }
 
-    /// Takes samples out: what is left, and what was taken. `out` says of each source and the number of its samples there
-    /// which go.
+    /// Splits into kept and removed samples. `out` takes the source and its number of samples, and returns
+    /// a predicate for removal.
     ///
     /// # Errors
-    /// Lists that cannot be read any more.
+    /// Lists that can no longer be read.
     pub(super) fn split(
         self,
         scratch: &Scratch,
@@ -400,15 +402,15 @@ impl Samples {
     }
 }
 
-/// Reads what the index says of samples; of those that follow one another a part at a time.
+/// Reads records of the index, sequential ones in batches.
 pub struct Reader<'a> {
     samples: &'a Samples,
-    /// Of each source: its list, and its records.
+    /// Read-ahead per source: of the sample list and of the records.
     windows: Vec<(Window, Window)>,
 }
 
 impl Reader<'_> {
-    /// The source of sample `i`, and the sample's number there.
+    /// The source of sample `i`, and the sample's number in the store.
     ///
     /// # Errors
     /// As [`Samples::get`].
@@ -417,7 +419,7 @@ impl Reader<'_> {
         Ok((source, self.samples.parts[source].number(&mut self.windows[source].0, i)?))
     }
 
-    /// Sample `i`, without its tokens; none of them where it is not there.
+    /// The record of sample `i`, without tokens; an empty item if out of range.
     ///
     /// # Errors
     /// As [`Samples::get`].
@@ -436,7 +438,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// What was put in comes out: labels that are the ids, none, others; and ids of 32 bits.
+        /// Samples round-trip: labels equal to ids, no labels, other labels, and 32-bit ids.
         #[test]
         fn samples_come_back(
             rows in prop::collection::vec(
@@ -462,12 +464,12 @@ mod tests {
                 prop_assert_eq!((item.tokens as usize, item.targets as usize), (e.ids.len(), e.targets()));
             }
             prop_assert!(samples.get(examples.len()).unwrap().is_none());
-            // split in two: each is in one of them, in order
+            // after a split, every sample is in one half, in order
             let (even, odd) = samples.clone().split(&Scratch::default(), &|_, _| Box::new(|i| i % 2 == 1)).unwrap();
             let mut both = [even.all().unwrap(), odd.all().unwrap()].concat();
             both.sort_by_key(|e| e.source);
             prop_assert_eq!(both.len(), examples.len());
-            // what is in both, by the ids alone
+            // samples shared by both halves, by ids
             let ours: std::collections::HashSet<_> = even.all().unwrap().into_iter().map(|e| e.ids).collect();
             let shared = odd.all().unwrap().iter().filter(|e| ours.contains(&e.ids)).count();
             prop_assert_eq!(even.shared_with(&odd).unwrap(), shared);

@@ -1,18 +1,18 @@
-//! Scores of answers against references, as the field counts them.
+//! Standard scores of answers against references.
 
 use super::{Error, Example, Tokenizer, UNSUPERVISED};
 use regex::Regex;
 
-/// Words of ROUGE as the package `rouge_score` finds them without its stemmer: runs of Latin letters and digits, in lower
-/// case; any other character is between words.
+/// Splits text into words like the `rouge_score` package without stemming: runs of lower-case Latin letters
+/// and digits.
 fn words(text: &str) -> Vec<String> {
     let text = text.to_lowercase();
     let all = text.split(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit()));
     all.filter(|w| !w.is_empty()).map(String::from).collect()
 }
 
-/// ROUGE-L of an answer, the F-measure (Lin, "ROUGE: a package for automatic evaluation of summaries", 2004): by the longest
-/// common subsequence of both texts' words. 0 where one has none.
+/// ROUGE-L F-measure of an answer (Lin, "ROUGE: a package for automatic evaluation of summaries", 2004),
+/// from the longest common subsequence of words. 0 without common words.
 pub fn rouge_l(reference: &str, answer: &str) -> f64 {
     let (reference, answer) = (words(reference), words(answer));
     let mut row = vec![0usize; answer.len() + 1];
@@ -33,24 +33,24 @@ pub fn rouge_l(reference: &str, answer: &str) -> f64 {
     }
 }
 
-/// What a regular expression takes out of a text: the first group of its first match, or all of that where it has none.
+/// Extracts the first group of the first match, or the full match if the expression has no groups.
 fn taken<'a>(regex: &Regex, text: &'a str) -> Option<&'a str> {
     let found = regex.captures(text)?;
     found.get(usize::from(found.len() > 1)).map(|m| m.as_str().trim())
 }
 
-/// Scores of some answers: sums, until [`Scores::means`].
+/// Scores over answers: sums, until [`Scores::means`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scores {
-    /// Answers.
+    /// Number of answers.
     pub samples: usize,
-    /// Tokens of them.
+    /// Generated tokens.
     pub tokens: usize,
-    /// Share of answers that are the reference, white space at the ends aside.
+    /// Share of answers equal to the reference, ignoring leading and trailing white space.
     pub exact_match: f64,
     /// Mean of [`rouge_l`].
     pub rouge_l: f64,
-    /// Share of answers out of which the regular expression takes what it takes out of the reference, where there is one.
+    /// Share of answers with the same regex extract as the reference; `None` without a regex.
     pub regex_match: Option<f64>,
 }
 
@@ -67,7 +67,7 @@ impl Scores {
         }
     }
 
-    /// The means.
+    /// Divides sums by the number of answers.
     pub fn means(self) -> Self {
         let of = |sum: f64| sum / self.samples.max(1) as f64;
         let (exact_match, rouge_l) = (of(self.exact_match), of(self.rouge_l));
@@ -75,11 +75,11 @@ impl Scores {
     }
 }
 
-/// A sample as a question: the tokens up to its last supervised ones, and the text of these without the token that ends
-/// them. `None` where nothing stands before them, or where `data.max_length` cut their end off.
+/// Splits a sample into a prompt, ending before the last supervised span, and the span's text without the
+/// end token. `None` if the prompt is empty, or if `data.max_length` cut off the end.
 ///
 /// # Errors
-/// Tokens that make no text.
+/// Tokens that cannot be decoded.
 pub fn question(e: &Example, tokenizer: &Tokenizer) -> Result<Option<(Vec<u32>, String)>, Error> {
     let supervised = |i: &usize| e.labels.get(*i).is_some_and(|l| *l != UNSUPERVISED);
     let Some(last) = (0..e.ids.len()).rev().find(supervised) else { return Ok(None) };
@@ -87,9 +87,9 @@ pub fn question(e: &Example, tokenizer: &Tokenizer) -> Result<Option<(Vec<u32>, 
     if first == 0 || !tokenizer.eos().contains(&e.ids[last]) {
         return Ok(None);
     }
-    // what a packed text ends with may stand between answers too
+    // an end-of-sequence token may also separate packed answers
     let first = (first..last).rev().find(|i| tokenizer.eos().contains(&e.ids[*i])).map_or(first, |i| i + 1);
-    // as an answer becomes text
+    // decoded like a generated answer
     let (mut decoder, mut text) = (tokenizer.decoder(true), String::new());
     for id in &e.ids[first..last] {
         text.extend(decoder.step(*id)?);
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    /// `tests/fixtures/make_rouge.py` asked the package `rouge_score`.
+    /// Expected values from the `rouge_score` package, by `tests/fixtures/make_rouge.py`.
     #[test]
     fn rouge_l_is_that_of_the_package() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/rouge_l.json");
@@ -122,7 +122,7 @@ mod tests {
         let mut s = Scores::default();
         s.add("2 + 2\n#### 4", "four\n#### 4 ", 3, Some(&regex));
         s.add("#### 5", "#### 6", 2, Some(&regex));
-        // a reference without a match is nobody's
+        // a reference without a match never scores
         s.add("none", "none", 1, Some(&regex));
         s.add(" same\n", "same", 1, Some(&regex));
         let m = s.means();

@@ -1,18 +1,18 @@
-//! Which part of a rendered conversation the assistant wrote: from behind the generation prompt to the end-of-turn
-//! token, that included.
+//! Finds the assistant's part of a rendered conversation: from the end of the generation prompt through the
+//! end-of-turn token.
 //!
-//! Templates do not say (unless they use `{% generation %}`), and they do not compose either: Qwen3 takes the
-//! thinking out of earlier turns, Mistral moves the system message to the last user turn. So the text is asked in
-//! three ways:
+//! Templates do not report this (unless they use `{% generation %}`), and rendering is not compositional:
+//! Qwen3 removes the reasoning of earlier turns, Mistral moves the system message to the last user turn.
+//! Three renderings locate the spans:
 //!
-//! 1. The conversation is rendered again with an invisible mark inside each message. Taken out again, the marks must
-//!    leave the very text of the first rendering, else other places for them are tried; so they show where each
-//!    message stands, whatever look-alikes of special tokens the messages hold.
-//! 2. The turns before the assistant's, rendered with the generation prompt, show what stands between the last mark
-//!    before the turn and its first character. The conversation's text must continue with exactly that.
-//! 3. The conversation up to the turn shows in the same way what stands behind its mark: the end of the turn.
+//! 1. The conversation with an invisible mark inside every message. Removing the marks must restore the
+//!    text exactly; otherwise other positions are tried. The marks locate the messages even if a message
+//!    contains look-alikes of special tokens.
+//! 2. The turns before an assistant turn, with the generation prompt: the text after the last mark is the
+//!    header of the turn. The full text must continue with exactly this header.
+//! 3. The conversation up to and including the turn: the text after the mark is the end of the turn.
 //!
-//! Where the text does not agree, there is an error: never a mask that is a guess.
+//! If the renderings disagree, the result is an error, never a guessed mask.
 
 use super::gate::Piece;
 use super::marks::{Rendered, Spot, field, jinja, mark, with_marks};
@@ -20,14 +20,15 @@ use minijinja::Value as Jinja;
 use serde_json::Value;
 use std::ops::Range;
 
-/// A rendering: messages, tools, whether with a generation prompt, whether with the recipe's variables.
+/// Renders a conversation. Arguments: messages, tools, with a generation prompt, with the recipe's
+/// variables.
 pub(super) type Render<'a> = dyn Fn(&[Jinja], &Jinja, bool, bool) -> Result<String, String> + 'a;
 
-/// For each assistant turn of a conversation the byte range of its text that a loss on it supervises. `marked` is the
-/// text with a mark in each piece, if there is such.
+/// Returns the message index and supervised byte range of every assistant turn. `marked` is the text with a
+/// mark in every piece, if available.
 ///
 /// # Errors
-/// What the template raises, and what makes the turns impossible to tell.
+/// An error raised by the template, or turns that cannot be told apart.
 pub(super) fn assistant(
     messages: &[Value],
     (plain, tools): (&[Jinja], &Jinja),
@@ -65,7 +66,7 @@ fn unclear(i: usize, why: &str) -> String {
     )
 }
 
-/// What follows a mark inside its string.
+/// The text after a mark inside the marked string, without trailing white space.
 fn rest(message: &Value, spot: &Spot) -> String {
     let field = field(message, &spot.pointer).and_then(Value::as_str).unwrap_or_default();
     field[spot.at..].trim_end().to_string()
@@ -75,8 +76,8 @@ fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
-/// Where a mark may stand in a message, the best first: behind the last visible character of what is certainly
-/// written out.
+/// Candidate mark positions in a message, best first: after the last visible character of strings almost
+/// certainly rendered.
 fn spots(message: &Value) -> Vec<Spot> {
     let mut out = Vec::new();
     let end = |pointer: &str, out: &mut Vec<Spot>| {
@@ -116,19 +117,20 @@ fn spots(message: &Value) -> Vec<Spot> {
     out
 }
 
-/// The conversation with marks in it.
+/// A conversation with marks.
 pub(super) struct Marked {
-    /// Each message with its marks.
+    /// The messages with marks inserted.
     messages: Vec<Jinja>,
     tools: Jinja,
-    /// For each message the mark that shows where it stands, and what follows that mark inside the message, white space
-    /// at the end aside.
+    /// For every message, the id of the mark that locates it, and the text after the mark inside the
+    /// message without trailing white space.
     main: Vec<Option<(usize, String)>>,
     pub whole: Rendered,
 }
 
 impl Marked {
-    /// A mark at the end of each piece, numbered as they are; none where the template then writes another text.
+    /// Puts a mark at the end of every piece, with the index of the piece as id. `None` if the rendered
+    /// text changes.
     pub fn all(
         (messages, tools): (&[Value], Option<&Value>),
         (plain, no_tools): (&[Jinja], &Jinja),
@@ -173,7 +175,8 @@ impl Marked {
         if let Some(whole) = Self::try_marks(messages, (plain, tools), &chosen, text, render) {
             return Ok(whole);
         }
-        // one message after the other, until each has a mark that changes nothing and is there
+        // tries messages one by one, until every message has a mark that appears in the text and leaves it
+        // unchanged
         for i in 0..messages.len() {
             let mut alone: Vec<Jinja> = plain.to_vec();
             chosen[i] = spots[i].iter().find_map(|spot| {
@@ -208,19 +211,19 @@ impl Marked {
         (found && whole.text == text).then_some(Self { messages: marked, tools: tools.clone(), main, whole })
     }
 
-    /// Where the mark of message `i` stands in a rendering.
+    /// Position of the mark of message `i` in a rendering.
     fn at(&self, seen: &Rendered, i: usize) -> Option<usize> {
         seen.at(self.main.get(i)?.as_ref()?.0)
     }
 
-    /// The end of message `i` in a rendering: its mark, and what follows the mark inside the message.
+    /// End of message `i` in a rendering: the mark plus the rest of the message.
     fn anchor(&self, seen: &Rendered, i: usize) -> Option<usize> {
         let at = self.at(seen, i)?;
         let rest = &self.main.get(i)?.as_ref()?.1;
         seen.text[at..].starts_with(rest.as_str()).then_some(at + rest.len())
     }
 
-    /// What a rendering writes behind the last of its messages, and which that is (none when it shows none).
+    /// The last message in a rendering (`None` if no mark appears), and the text after it.
     fn tail<'a>(&self, seen: &'a Rendered) -> Option<(Option<usize>, &'a str)> {
         let message = |id: usize| self.main.iter().position(|m| m.as_ref().is_some_and(|m| m.0 == id));
         match seen.marks.iter().rev().find_map(|(id, _)| message(*id)) {
@@ -229,7 +232,7 @@ impl Marked {
         }
     }
 
-    /// The messages whose marks lie in a range of the text.
+    /// Messages with marks in a range of the text.
     pub fn within<'a>(
         &'a self,
         pieces: &'a [Piece],
@@ -239,10 +242,10 @@ impl Marked {
         self.whole.marks.iter().filter(move |m| inside(m.1)).filter_map(|m| pieces.get(m.0)?.message)
     }
 
-    /// Where the turn of message `i` begins, whose mark stands at `own`.
+    /// Start of the turn of message `i`, with its mark at `own`.
     fn start(&self, i: usize, own: usize, render: &Render<'_>) -> Result<usize, String> {
         let text = &self.whole.text;
-        // with the recipe's variables and, for turns that were not written under them, without
+        // first with the recipe's variables, then without, since earlier turns may not reflect them
         for variables in [true, false] {
             let Ok(prompt) = render(&self.messages[..i], &self.tools, true, variables) else { continue };
             let prompt = Rendered::new(&prompt);
@@ -259,8 +262,8 @@ impl Marked {
             .ok_or_else(|| unclear(i, "the turns before it do not end as they do in the whole conversation"))
     }
 
-    /// A generation prompt may open the reasoning (`<think>`) that the template leaves out of an earlier turn. What
-    /// the template writes before a plain content is then the part of the prompt that both have.
+    /// Handles a generation prompt that opens the reasoning (`<think>`) although the template drops it from
+    /// earlier turns. The header of a plain reply is then the common prefix of both.
     fn start_before_reasoning(
         &self,
         i: usize,
@@ -279,8 +282,9 @@ impl Marked {
         (fits && self.whole.text[from..].starts_with(plain)).then_some(from + plain.len())
     }
 
-    /// For a conversation that the assistant opens, which many templates cannot render up to there: the generation
-    /// prompt as it follows this message, if it stands before the message exactly once.
+    /// Handles a conversation opened by the assistant, since many templates cannot render an empty prefix:
+    /// takes the generation prompt as rendered after this message, if it occurs exactly once before the
+    /// message.
     fn start_by_search(&self, i: usize, own: usize, render: &Render<'_>) -> Option<usize> {
         if (0..i).any(|m| self.at(&self.whole, m).is_some()) {
             return None;
@@ -295,7 +299,7 @@ impl Marked {
         }
     }
 
-    /// Where the turn of message `i` ends, whose text ends at `own`.
+    /// End of the turn of message `i`, with content ending at `own`.
     fn end(&self, i: usize, own: usize, count: usize, render: &Render<'_>) -> Result<usize, String> {
         let text = &self.whole.text;
         let upto;

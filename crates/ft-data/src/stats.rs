@@ -1,4 +1,4 @@
-//! What was read, what was left out and why.
+//! Counts of rows read, used and dropped, with reasons.
 
 use super::{Notes, Rows};
 use ft_base::error::Place;
@@ -6,97 +6,97 @@ use ft_recipe::OverLength;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Rows that are left out and shown.
+/// Dropped rows to show.
 const SHOWN: usize = 5;
 
 /// Counts over a dataset.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
-    /// Rows that the files hold.
+    /// Rows read.
     pub rows_read: usize,
-    /// Rows that became examples.
+    /// Rows that became samples.
     pub examples: usize,
-    /// Rows that did not, by reason.
+    /// Dropped rows.
     pub drops: Drops,
-    /// Examples that were cut to `max_length`.
+    /// Samples cut to `max_length`.
     pub truncated: usize,
-    /// Tokens of the samples before any was cut or left out for its length.
+    /// Sample lengths in tokens, before truncation or dropping by length.
     pub whole: Counts,
     /// Tokens of an epoch.
     pub tokens: usize,
-    /// Supervised target tokens of an epoch, counted after the shift.
+    /// Targets of an epoch, counted after the shift.
     pub targets: usize,
-    /// Lengths of the examples of an epoch, in tokens.
+    /// Sample lengths of an epoch, in tokens.
     pub lengths: Lengths,
     /// Rows of an epoch, after packing.
     pub rows: usize,
-    /// Share of the rows' `max_length` tokens that hold one; 1 when rows are not packed.
+    /// Filled share of the rows' `max_length` tokens; 1 without packing.
     pub fill: f64,
-    /// The first few rows that were left out: their place and why.
+    /// The first few dropped rows, with place and reason.
     pub left_out: Vec<String>,
-    /// What folders have that is not read, a sentence each.
+    /// Unread contents of data folders, one sentence per entry.
     pub not_read: Vec<String>,
-    /// What the texts of used rows lost or changed, or what of these rows is not read.
+    /// Text lost or changed in used rows, and unread keys of used rows.
     pub notes: Notes,
 }
 
-/// Rows that were left out.
+/// Dropped rows by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drops {
-    /// Not what their format asks for (`on_bad_row = "skip"`).
+    /// Invalid for the format (`on_bad_row = "skip"`).
     pub bad: usize,
-    /// Nothing supervised (`on_bad_row = "skip"`).
+    /// No targets (`on_bad_row = "skip"`).
     pub empty_mask: usize,
-    /// Nothing supervised in what `over_length = "truncate"` left.
+    /// No targets left by `over_length = "truncate"`.
     pub empty_after_truncation: usize,
     /// Longer than `max_length` (`over_length = "drop"`).
     pub too_long: usize,
 }
 
 impl Drops {
-    /// All of them.
+    /// Sum over all reasons.
     pub fn total(&self) -> usize {
         self.bad + self.empty_mask + self.empty_after_truncation + self.too_long
     }
 }
 
-/// How long examples are, in tokens; all 0 when there are none.
+/// Distribution of sample lengths, in tokens; all 0 without samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
-    /// The shortest.
+    /// Shortest.
     pub min: usize,
-    /// At least half are no longer than this.
+    /// 50th percentile, by nearest rank.
     pub median: usize,
-    /// At least 95 % are no longer than this.
+    /// 95th percentile, by nearest rank.
     pub p95: usize,
-    /// The longest.
+    /// Longest.
     pub max: usize,
 }
 
-/// How many samples have each length, in tokens.
+/// Histogram of sample lengths: length in tokens to number of samples.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts(BTreeMap<u32, u64>);
 
 impl Counts {
-    /// Counts samples of this length.
+    /// Adds `samples` samples of `tokens` tokens.
     pub fn add(&mut self, tokens: usize, samples: u64) {
         *self.0.entry(super::record::small(tokens)).or_default() += samples;
     }
 
-    /// Tokens of all.
+    /// Total number of tokens.
     pub fn tokens(&self) -> u64 {
         self.0.iter().map(|(n, samples)| u64::from(*n) * samples).sum()
     }
 
-    /// Tokens of the longest.
+    /// Length of the longest sample.
     pub fn longest(&self) -> usize {
         self.0.last_key_value().map_or(0, |(n, _)| *n as usize)
     }
 
-    /// Their distribution.
+    /// Minimum, median, 95th percentile and maximum.
     pub fn lengths(&self) -> Lengths {
         let all: u64 = self.0.values().sum();
-        // nearest rank: the smallest value that the share does not exceed
+        // nearest rank: the smallest length with at least this share of samples at or below
         let rank = |percent: u64| {
             let (rank, mut below) = ((all * percent).div_ceil(100), 0);
             let found = self.0.iter().find(|(_, samples)| {
@@ -109,8 +109,8 @@ impl Counts {
         Lengths { min, median: rank(50), p95: rank(95), max: self.longest() }
     }
 
-    /// What a limit takes: tokens, and the samples that they are of. Dropped samples go whole; of others, it is what lies
-    /// beyond the limit.
+    /// Tokens and samples affected by a length limit. `Drop` counts all tokens of a longer sample, other
+    /// settings only the tokens beyond the limit.
     pub fn over(&self, max: usize, over: OverLength) -> (usize, usize) {
         let kept = if over == OverLength::Drop { 0 } else { max };
         let longer = self.0.iter().map(|(n, samples)| (*n as usize, *samples as usize));
@@ -128,39 +128,39 @@ impl FromIterator<usize> for Counts {
     }
 }
 
-/// What was found in a source beside its samples.
+/// Counts of one source, as stored with the encoded samples.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Found {
     pub rows_read: usize,
     pub drops: Drops,
     pub truncated: usize,
     pub whole: Counts,
-    /// The first few rows that were left out, and why.
+    /// The first few dropped rows, with reason.
     pub left_out: Vec<(Place, String)>,
     pub notes: Notes,
 }
 
 impl Found {
-    /// Shows a row that is left out, where few were so far.
+    /// Records a dropped row, up to a small limit.
     pub fn show(&mut self, place: &Place, why: &str) {
         if self.left_out.len() < SHOWN {
             self.left_out.push((place.clone(), why.lines().next().unwrap_or_default().to_string()));
         }
     }
 
-    /// Samples that `max_length` cut or left out: with none, a larger one changes nothing.
+    /// Samples truncated or dropped by `max_length`. If 0, a larger limit changes nothing.
     pub fn cut(&self) -> usize {
         self.truncated + self.drops.too_long + self.drops.empty_after_truncation
     }
 
-    /// The places that are told.
+    /// All recorded places, for updating file names.
     pub fn places(&mut self) -> impl Iterator<Item = &mut Place> {
         self.left_out.iter_mut().map(|(place, _)| place).chain(self.notes.places())
     }
 }
 
 impl Stats {
-    /// Adds what was found in the next source.
+    /// Adds the counts of the next source.
     pub(super) fn add(&mut self, found: &Found) {
         self.rows_read += found.rows_read;
         self.truncated += found.truncated;
@@ -175,7 +175,7 @@ impl Stats {
         self.notes.extend(&found.notes);
     }
 
-    /// Fills in what the rows of an epoch decide.
+    /// Fills in the fields that depend on the rows of an epoch.
     pub(super) fn count(&mut self, samples: usize, rows: &Rows, lengths: &Counts, max: usize, pack: bool) {
         self.examples = samples;
         self.rows = rows.len();

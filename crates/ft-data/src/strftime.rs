@@ -1,4 +1,5 @@
-//! Dates for templates that print one (`strftime_now`). UTC: a run must not depend on a machine's time zone.
+//! Dates for chat templates (`strftime_now`). Uses UTC, so a run does not depend on the machine's time
+//! zone.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,18 +19,19 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
-/// The present moment in `format`; `Err` names a directive that is not known.
+/// The current time in `format`; `Err` names an unknown directive.
 pub(super) fn now(format: &str) -> Result<String, String> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     at(seconds, format)
 }
 
-/// The moment `seconds` after 1970 in `format`.
+/// The time `seconds` after 1970-01-01 in `format`.
 fn at(seconds: u64, format: &str) -> Result<String, String> {
     let days = (seconds / 86_400) as i64;
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     let (year, month, day) = civil(days);
-    let weekday = ((days + 3) % 7) as usize; // 1970-01-01 was a Thursday
+    // 1970-01-01 was a Thursday
+    let weekday = ((days + 3) % 7) as usize;
     let hour12 = (hour + 11) % 12 + 1;
     let mut out = String::new();
     let mut chars = format.chars();
@@ -39,7 +41,8 @@ fn at(seconds: u64, format: &str) -> Result<String, String> {
             continue;
         }
         let mut directive = chars.next();
-        let bare = directive == Some('-'); // glibc: without leading zeros
+        // glibc extension: no zero padding
+        let bare = directive == Some('-');
         if bare {
             directive = chars.next();
         }
@@ -74,8 +77,8 @@ fn at(seconds: u64, format: &str) -> Result<String, String> {
     Ok(out)
 }
 
-/// Year, month from 1, day from 1 of a day counted from 1970-01-01 (Hinnant, "chrono-compatible low-level date
-/// algorithms").
+/// Converts days since 1970-01-01 to year, month and day, both from 1 (Hinnant, "chrono-compatible
+/// low-level date algorithms").
 fn civil(days: i64) -> (i64, usize, i64) {
     let z = days + 719_468;
     let era = z.div_euclid(146_097);

@@ -1,27 +1,28 @@
-//! JSON of rows, in which no object has a key twice: of two values for a name one would be trained on, and nobody said which.
+//! JSON parsing of rows, with duplicate keys refused: keeping either value could train something
+//! unintended.
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::map::Entry;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// A value that was read.
+/// A parsed value.
 struct Strict(Value);
 
-/// What is said of a key that an object has already.
+/// Error message for a duplicate key.
 pub(super) fn twice(key: &str) -> String {
     format!("the key {key:?} is there twice")
 }
 
-/// The value that `json` holds.
+/// Parses a JSON value.
 ///
 /// # Errors
-/// What is not JSON, and a key that is there twice: of the latter kind are [`serde_json::Error::is_data`].
+/// Invalid JSON, and duplicate keys ([`serde_json::Error::is_data`]).
 pub(super) fn value(json: &[u8]) -> serde_json::Result<Value> {
     serde_json::from_slice::<Strict>(json).map(|s| s.0)
 }
 
-/// What is said of text that is no value; `not_json` names it where it is not JSON.
+/// Error message for a failed parse; `not_json` is the prefix for invalid JSON.
 pub(super) fn told(e: &serde_json::Error, not_json: &str) -> String {
     if e.is_data() { e.to_string() } else { format!("{not_json}: {e}") }
 }

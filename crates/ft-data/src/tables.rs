@@ -1,4 +1,4 @@
-//! Rows of tables of text, and of plain texts.
+//! Rows of CSV and TSV tables, and of plain-text files.
 
 use super::error::Error;
 use super::format::Shape;
@@ -12,23 +12,23 @@ use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// What is known of the row that is being read.
+/// Progress within the current row.
 #[derive(Default)]
 struct Reached {
-    /// Bytes that may be given for it still: what a row takes is bounded so.
+    /// Remaining byte budget; limits the size of a row.
     left: Cell<usize>,
-    /// The line where it begins, which is the first that is not blank; 0 before that.
+    /// First non-blank line of the row; 0 before the start.
     begins: Cell<usize>,
-    /// The line that was given last, from 1.
+    /// Last line passed to the parser, from 1.
     line: Cell<usize>,
 }
 
-/// Gives a file to a table's reader, no more than a line at a time: where a row ends nothing was read ahead, so the next
-/// one begins on a line that is given after.
+/// Passes a file to the table parser at most one line at a time. Without read-ahead past the end of a row,
+/// the next row starts on a line passed later.
 struct Lined {
     inner: Box<dyn BufRead>,
     reached: Rc<Reached>,
-    /// Whether the last line was given whole.
+    /// Whether the last line was passed completely.
     ended: bool,
 }
 
@@ -54,20 +54,20 @@ impl Read for Lined {
     }
 }
 
-/// A table of text (CSV, TSV) with the names of its columns in the first line. A column that the format reads as a list
-/// or an object holds it as JSON.
+/// A text table (CSV, TSV) with column names in the first line. Columns read as a list or object contain
+/// JSON.
 pub(super) struct Cells {
     reader: csv::Reader<Lined>,
     path: PathBuf,
     names: Vec<String>,
-    /// Of each column, whether it holds JSON.
+    /// For every column, whether it contains JSON.
     json: Vec<bool>,
     reached: Rc<Reached>,
     record: ByteRecord,
 }
 
 impl Cells {
-    /// Opens a table and reads its names.
+    /// Opens a table and reads the column names.
     pub fn open(file: Box<dyn BufRead>, path: &Path, between: u8, shape: &Shape) -> Result<Self, Error> {
         let reached = Rc::new(Reached::default());
         reached.left.set(LONGEST_ROW);
@@ -96,13 +96,13 @@ impl Cells {
         Ok(Self { reader, path: path.into(), names, json, reached, record: ByteRecord::new() })
     }
 
-    /// The next row.
+    /// Returns the next row.
     pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         self.reached.left.set(LONGEST_ROW);
         self.reached.begins.set(0);
         let before = self.reached.line.get();
         let read = self.reader.read_byte_record(&mut self.record);
-        // rows that a carriage return alone parts share a line
+        // rows separated by a bare carriage return share a line
         let line = Some(self.reached.begins.get()).filter(|l| *l > 0).unwrap_or(before);
         match read {
             Ok(false) => None,
@@ -123,7 +123,7 @@ impl Cells {
         }
     }
 
-    /// The record as an object.
+    /// The record as a JSON object.
     fn row(&self) -> Result<Vec<u8>, String> {
         let mut row = Map::new();
         for ((cell, name), json) in self.record.iter().zip(&self.names).zip(&self.json) {
@@ -142,19 +142,19 @@ impl Cells {
     }
 }
 
-/// A file of texts, one a line.
+/// A file with one text per line.
 pub(super) struct Texts {
     lines: Lines,
     name: String,
 }
 
 impl Texts {
-    /// Rows of which the field `name` is the line.
+    /// Rows with the line in field `name`.
     pub fn new(lines: Lines, name: &str) -> Self {
         Self { lines, name: name.into() }
     }
 
-    /// The next row.
+    /// Returns the next row.
     pub fn next(&mut self) -> Option<Result<RawRow, Error>> {
         let row = match self.lines.next()? {
             Ok(row) => row,

@@ -1,4 +1,4 @@
-//! A model's tokenizer and chat template, from its folder.
+//! Tokenizer and chat template of a model folder.
 
 use super::added::{Added, Extended};
 use super::beside::{collect_specials, find_template, ids, read, read_object};
@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Text to token ids and back, conversations to text.
+/// Converts text to token ids and back, and conversations to text.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     template: Option<Template>,
@@ -28,51 +28,51 @@ pub struct Tokenizer {
     path: PathBuf,
     /// Whether a text can be tokenized in pieces.
     can_cut: bool,
-    /// The text of the template file that was named.
+    /// The text of an explicitly given template file.
     given: Option<String>,
-    /// Tokens beside the model's own, which stand for themselves; ascending.
+    /// Ids of all added tokens, ascending.
     added: Vec<u32>,
-    /// Tokens that its file does not have, and the file with them.
+    /// `tokenizer.json` extended by new tokens, if any.
     more: Option<Extended>,
 }
 
-/// The first token ids of a text, and for each the bytes of the text that it stands for.
+/// The first token ids of a text, with byte offsets into the text.
 pub(super) struct Encoded {
     pub ids: Vec<u32>,
     pub offsets: Vec<(usize, usize)>,
-    /// How many tokens the whole text has.
+    /// Number of tokens of the full text.
     pub total: usize,
-    /// Whether a token that is not among the first begins in one of the ranges.
+    /// Whether an omitted token starts inside one of the given ranges.
     pub more_within: bool,
 }
 
-/// Bytes of a piece that a text is tokenized in: a piece takes some two hundred times as much.
+/// Bytes per piece of a text. Tokenizing takes about two hundred times as much memory.
 const PIECE: usize = 64 << 10;
-/// Bytes that are tokenized at once where there is no place to cut.
+/// Largest piece to tokenize at once if no cut is possible, in bytes.
 const LONGEST_PIECE: usize = 4 << 20;
-/// Longer pieces are tokenized one at a time.
+/// Pieces above this size are tokenized one at a time across threads, in bytes.
 const ALONE: usize = 256 << 10;
 static TURN: Mutex<()> = Mutex::new(());
-/// Bytes of stack for reading a tokenizer, whose regular expressions may be nested.
+/// Stack size for loading a tokenizer, as regular expressions may be deeply nested.
 const STACK: usize = 16 << 20;
 
 impl Tokenizer {
-    /// Reads the tokenizer of the model folder `dir`; `None` when it has no `tokenizer.json`.
+    /// Loads the tokenizer of model folder `dir`; `None` without a `tokenizer.json`.
     ///
-    /// The chat template is `chat_template` if given, else `chat_template.jinja`, `chat_template.json`, or the key
-    /// of `tokenizer_config.json`, in transformers' order. End-of-sequence ids come from `generation_config.json`,
-    /// `config.json` and `tokenizer_config.json`.
+    /// The chat template is `chat_template` if given, else `chat_template.jinja`, `chat_template.json`, or
+    /// the key in `tokenizer_config.json`, in transformers' order. End-of-sequence ids come from
+    /// `generation_config.json`, `config.json` and `tokenizer_config.json`.
     ///
     /// # Errors
-    /// A file that is there and cannot be used.
+    /// Existing files that are invalid.
     pub fn load(dir: &Path, chat_template: Option<&Path>) -> Result<Option<Self>, Error> {
         Self::load_with(dir, chat_template, &Added::default())
     }
 
-    /// As [`Tokenizer::load`], with more tokens.
+    /// As [`Tokenizer::load`], with additional tokens.
     ///
     /// # Errors
-    /// As [`Tokenizer::load`]; a token that has another number there.
+    /// As [`Tokenizer::load`]; also a token with a conflicting id.
     pub fn load_with(dir: &Path, chat_template: Option<&Path>, more: &Added) -> Result<Option<Self>, Error> {
         let path = dir.join("tokenizer.json");
         let Some(own) = read(&path)? else { return Ok(None) };
@@ -88,8 +88,8 @@ impl Tokenizer {
                 return Err(bad(format!("{text:?} cannot be added to it as token {id}")));
             }
         }
-        // where texts will be tokenized: what the library's regular expressions keep is the first thread's that uses
-        // them, and others wait for each other
+        // on the rayon threads used for tokenizing: the library's regex caches belong to the first thread
+        // to use them, and other threads contend for them
         let (inner, text_start) = rayon::scope(|_| tried(inner)).map_err(&bad)?;
 
         let config_path = dir.join("tokenizer_config.json");
@@ -118,7 +118,8 @@ impl Tokenizer {
         for file in ["generation_config.json", "config.json"] {
             eos.extend(ids(read_object(&dir.join(file))?.get("eos_token_id")));
         }
-        // What ends a plain text is the tokenizer's own end; the model's list may begin with an end of turn.
+        // Plain texts end with the tokenizer's own EOS; the model's list may start with an end-of-turn
+        // token.
         let text_end = named.or_else(|| eos.first().copied());
         eos.extend(named);
         eos.sort_unstable();
@@ -144,20 +145,20 @@ impl Tokenizer {
         }))
     }
 
-    /// Its file with the tokens that it got, and which these are; nothing where it got none.
+    /// The extended `tokenizer.json` and the new tokens, if any.
     pub fn with_added(&self) -> Option<&Extended> {
         self.more.as_ref()
     }
 
-    /// The ids of `text`; special tokens only where the text itself spells them.
+    /// Token ids of `text`. Special tokens appear only if spelled out in the text.
     ///
     /// # Errors
-    /// What the tokenizer cannot encode.
+    /// Text the tokenizer cannot encode.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
         Ok(self.encode_first(text, usize::MAX, &[])?.ids)
     }
 
-    /// The first `keep` ids of `text`, and how many there are. Memory does not depend on what is not kept.
+    /// The first `keep` ids of `text`, and the total count. Memory does not depend on omitted tokens.
     ///
     /// # Errors
     /// As [`Self::encode`].
@@ -201,10 +202,9 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes of `text` that a token stands for. An added token may take the white space around it along
-    /// (`rstrip`): that is no part of what it says.
+    /// The byte range of a token in `text`, without white space absorbed by an added token (`rstrip`).
     fn bare(&self, text: &str, id: u32, (start, end): (usize, usize)) -> (usize, usize) {
-        // what white space may begin or end with
+        // possible first or last bytes of white space
         let space = |at: usize| text.as_bytes().get(at).is_some_and(|b| *b <= b' ' || *b >= 0x80);
         if !space(start) && !space(end.wrapping_sub(1)) {
             return (start, end);
@@ -215,7 +215,7 @@ impl Tokenizer {
         }
     }
 
-    /// Where the piece of `text` that begins at `from` ends.
+    /// End of the piece of `text` starting at `from`.
     fn piece(&self, text: &str, from: usize, size: usize) -> Result<usize, Error> {
         let cut = match text.len() - from > 2 * size && self.can_cut {
             true => pipeline::cut(text, from + size),
@@ -233,7 +233,7 @@ impl Tokenizer {
         Ok(to)
     }
 
-    /// What the library says of a call; a panic of it is an error too.
+    /// Calls the library, and turns errors and panics into [`Error`].
     fn call<T>(&self, f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Error> {
         match caught(f) {
             Ok(Ok(out)) => Ok(out),
@@ -242,70 +242,70 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids`, special tokens spelled out.
+    /// The text of `ids`, with special tokens spelled out.
     ///
     /// # Errors
-    /// Ids that the tokenizer's decoder cannot join. Ids that it does not know are left out.
+    /// Ids the decoder cannot join. Unknown ids are skipped.
     pub fn decode(&self, ids: &[u32]) -> Result<String, Error> {
         self.call(|| self.inner.decode(ids, false))
     }
 
-    /// A decoder for ids that come one by one.
+    /// Returns a streaming decoder.
     pub fn decoder(&self, skip_special: bool) -> Decoder<'_> {
         Decoder { inner: self.inner.decode_stream(skip_special), path: self }
     }
 
-    /// The id of a token by its exact spelling.
+    /// The id of a token by exact spelling.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The ids that end a reply, ascending.
+    /// End-of-sequence ids, ascending.
     pub fn eos(&self) -> &[u32] {
         &self.eos
     }
 
-    /// The id that ends a plain text.
+    /// The id appended to a plain text.
     pub fn text_end(&self) -> Option<u32> {
         self.text_end
     }
 
-    /// The ids that the tokenizer puts before a plain text: Llama's begin-of-text, nothing for Qwen.
+    /// The ids put before a plain text: begin-of-text for Llama, none for Qwen.
     pub fn text_start(&self) -> &[u32] {
         &self.text_start
     }
 
-    /// The special tokens that the model's folder names (`eos_token` and its like).
+    /// The special tokens named in the model folder (`eos_token` etc.).
     pub(super) fn specials(&self) -> impl Iterator<Item = &str> {
         self.specials.values().filter_map(|t| t.as_str())
     }
 
-    /// The chat template, where it was given and is not the model's own.
+    /// The chat template, if given explicitly instead of the model's own.
     pub fn given_template(&self) -> Option<&str> {
         self.given.as_deref()
     }
 
-    /// Whether there is a chat template.
+    /// Whether a chat template is available.
     pub fn has_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// What of its files decides tokens; `None` where the time of day does too.
+    /// Cache key of the files that determine tokens; `None` if tokens depend on the time of day.
     pub(super) fn key(&self) -> Option<&ModelKey> {
         self.key.as_ref()
     }
 
-    /// BLAKE3 of `tokenizer.json` and the chat template, in hexadecimal.
+    /// BLAKE3 hash of `tokenizer.json` and the chat template, in hexadecimal.
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// A conversation as text, as transformers' `apply_chat_template(tokenize=False)` gives it.
+    /// Renders a conversation, like transformers' `apply_chat_template(tokenize=False)`.
     ///
-    /// `vars` reach the template as variables, over the special tokens.
+    /// `vars` become template variables and override the special tokens.
     ///
     /// # Errors
-    /// No template, or what the template raises, with its line.
+    /// No template, or an error raised by the template, with line number.
     pub fn render(
         &self,
         messages: &Value,
@@ -337,7 +337,7 @@ impl Tokenizer {
         })
     }
 
-    /// The special tokens by their names, and the recipe's variables over them.
+    /// Template variables: the special tokens by name, overridden by the recipe's variables.
     pub(super) fn variables(&self, vars: Option<&Map<String, Value>>) -> Variables {
         let mut out = self.specials.clone();
         if let Some(vars) = vars.filter(|v| !v.is_empty()) {
@@ -351,7 +351,7 @@ impl Tokenizer {
     }
 }
 
-/// Decodes ids one by one, holding back bytes that are not yet a whole character.
+/// Streaming decoder; holds back incomplete UTF-8 sequences.
 pub struct Decoder<'a> {
     inner: tokenizers::tokenizer::DecodeStream<
         'a,
@@ -365,7 +365,7 @@ pub struct Decoder<'a> {
 }
 
 impl Decoder<'_> {
-    /// The text that `id` completes, if it completes any.
+    /// The text completed by `id`, if any.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
@@ -375,7 +375,7 @@ impl Decoder<'_> {
     }
 }
 
-/// The library's tokenizer without what would change samples behind our back.
+/// Loads the library's tokenizer, with truncation and padding disabled.
 fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     let load = || {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
@@ -386,15 +386,15 @@ fn library(bytes: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     caught(load).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
 }
 
-/// A tokenizer without its post-processor, and what that puts before a text; it is tried on one.
+/// Removes the post-processor, and returns the ids it puts before a text, found by encoding a probe.
 fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec<u32>), String> {
     let run = || {
         let encoding = inner.encode("a", true)?;
         let special = encoding.get_special_tokens_mask().iter().take_while(|m| **m == 1).count();
         let text_start = encoding.get_ids()[..special.min(encoding.get_ids().len())].to_vec();
-        // Post-processors add special tokens, which we do by name, and trim offsets, which would move masks.
+        // Special tokens are added explicitly, and offset trimming would shift masks.
         inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
-        // what breaks on any text at all is told now
+        // fail early if even a trivial text breaks the tokenizer
         if let Ok(text) = inner.encode("Hello, world 1", false) {
             let _ = inner.decode(text.get_ids(), false);
         }
@@ -403,7 +403,7 @@ fn tried(mut inner: tokenizers::Tokenizer) -> Result<(tokenizers::Tokenizer, Vec
     caught(run).map_err(|panic| broken(&panic))?.map_err(|e| e.to_string())
 }
 
-/// What is said of a file that makes the library panic.
+/// Error message for a tokenizer file that makes the library panic.
 fn broken(panic: &str) -> String {
     format!("the tokenizer does not hold together: {panic}")
 }
@@ -418,7 +418,7 @@ fn on_a_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Re
     })
 }
 
-/// Whether a byte lies in one of the ranges, which are in order.
+/// Whether an offset lies in one of the sorted ranges.
 fn is_within(ranges: &[Range<usize>], at: usize) -> bool {
     let next = ranges.partition_point(|r| r.end <= at);
     ranges.get(next).is_some_and(|r| r.start <= at)

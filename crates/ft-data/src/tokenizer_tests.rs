@@ -2,7 +2,7 @@ use super::*;
 use ft_base::rng::{Purpose, Stream};
 use serde_json::json;
 
-/// The fixture's tokenizer with another pre-tokenizer.
+/// The fixture tokenizer with another pre-tokenizer.
 fn with(pre_tokenizer: Value) -> Tokenizer {
     let fixture = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/tiny-tokenizer");
     let mut file: Value =
@@ -15,7 +15,7 @@ fn with(pre_tokenizer: Value) -> Tokenizer {
     Tokenizer::load(dir.path(), None).unwrap().unwrap()
 }
 
-/// Texts of the pieces that pre-tokenizers look at, in any order.
+/// Random concatenations of strings relevant to pre-tokenizers.
 fn texts() -> Vec<String> {
     let parts = [
         "a",
@@ -83,7 +83,7 @@ fn pieces_make_the_tokens_of_the_whole() {
                 "{pre_tokenizer} {text:?}"
             );
             cuts += usize::from(pipeline::cut(&text, 1).is_some());
-            // no more is kept than asked for, and the rest is counted
+            // keeps only as many tokens as requested, and counts the rest
             let first = t.encode_pieces(&text, 1, 5, std::slice::from_ref(&(0..text.len()))).unwrap();
             assert_eq!((first.ids.len(), first.total), (5, pieces.ids.len()));
             assert!(first.more_within);
@@ -92,7 +92,7 @@ fn pieces_make_the_tokens_of_the_whole() {
     assert!(cuts > 500, "{cuts}");
 }
 
-/// Where nobody knows what a pre-tokenizer does, a text stays whole, and has an end.
+/// With an unknown pre-tokenizer, a text is never cut, and has a length limit.
 #[test]
 fn texts_that_cannot_be_cut_are_bounded() {
     let t = with(json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}));

@@ -1,11 +1,11 @@
-//! Which files of a repository are needed.
+//! Selection of the required files of a repository.
 
 use super::files::{ADAPTER, CONFIG, Kind, Repository, TOKENIZER};
 use super::{Error, Want};
 use ft_base::store::{INDEX, SINGLE, is_pickle_name};
 
 const WITH_CONFIG: [&str; 1] = ["generation_config.json"];
-/// How the adapter was trained, and with which chat template.
+/// Prompt format and chat template of an adapter.
 const WITH_ADAPTER: [&str; 2] = ["ft.json", "chat_template.jinja"];
 const WITH_TOKENIZER: [&str; 7] = [
     TOKENIZER,
@@ -17,11 +17,10 @@ const WITH_TOKENIZER: [&str; 7] = [
     "ft.json",
 ];
 
-/// Of the files in the root of a repository, those to fetch. With a shard index among them, the
-/// shards that it names come later, when it has been read.
+/// Selects files from the root of a repository. The shards of a selected shard index are added later.
 ///
 /// # Errors
-/// [`Error::NoHubFile`] for a file that must be there; [`Error::PickleOnly`].
+/// [`Error::NoHubFile`] for a missing required file; [`Error::PickleOnly`].
 pub(super) fn choose(
     repository: &Repository,
     listed: &[(String, u64)],
@@ -70,7 +69,7 @@ pub(super) fn choose(
                 wanted.extend(WITH_TOKENIZER.into_iter().filter(|f| has(f)));
             }
             if want >= Want::Weights {
-                // One of the two: some repositories keep the same weights again under other names.
+                // Only one of the two: some repositories contain the same weights twice.
                 match [SINGLE, INDEX].into_iter().find(|f| has(f)) {
                     Some(file) => wanted.push(file),
                     None => {

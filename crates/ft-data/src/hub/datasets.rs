@@ -1,4 +1,4 @@
-//! Datasets of the hub: which files of a repository are a config and a split, by the rules of the package `datasets`.
+//! Datasets on the hub: selects the files of a config and split by the rules of the `datasets` package.
 
 use super::files::{Repository, is_commit};
 use super::{Error, Settings};
@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Files that hold no rows, whatever their names end with.
+/// Files without rows despite a matching extension.
 const NO_ROWS: &[&str] = &[
     "dataset_info.json",
     "dataset_infos.json",
@@ -18,52 +18,52 @@ const NO_ROWS: &[&str] = &[
     "license.txt",
     "readme.txt",
 ];
-/// Words in a path that name a split.
+/// Path words that identify a split.
 const SPLITS: &[(&str, &[&str])] = &[
     ("train", &["train", "training"]),
     ("validation", &["validation", "valid", "val", "dev"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
-/// A dataset of the hub, as a recipe names it.
+/// A hub dataset as given in a recipe.
 #[derive(Clone, Copy, Debug)]
 pub struct DatasetName<'a> {
     /// `OWNER/NAME`.
     pub id: &'a str,
     /// Branch, tag or commit.
     pub revision: &'a str,
-    /// Config; none where the default or only one is meant.
+    /// Config; `None` selects the default or only config.
     pub config: Option<&'a str>,
-    /// Split; none where the only one is meant.
+    /// Split; `None` selects the only split.
     pub split: Option<&'a str>,
 }
 
-/// Files of a dataset on this machine.
+/// Dataset files on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DatasetFiles {
-    /// The files, sorted by name.
+    /// Paths of the selected files, sorted by name.
     pub files: Vec<PathBuf>,
-    /// What the user should know: that the hub could not be reached and the cache was used.
+    /// Messages for the user, e.g. if the hub was unreachable and the cache was used.
     pub notes: Vec<String>,
 }
 
-/// What a repository holds at a commit.
+/// Contents of a dataset repository at a commit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Layout {
     pub commit: String,
     /// Paths and sizes.
     pub files: Vec<(String, u64)>,
-    /// `configs` of the card.
+    /// `configs` of the dataset card.
     pub configs: Value,
 }
 
-/// Splits with their files.
+/// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;
 
-/// Brings the files of a dataset into the hub's cache; `kept` is a folder where layouts are kept for offline use.
+/// Downloads the files of a dataset to the hub cache. `kept` is a folder for layouts, used offline.
 ///
 /// # Errors
-/// As [`super::fetch_model`]; a config or split that the dataset does not have, with those that it has.
+/// As [`super::fetch_model`]; an unknown config or split, listing the available ones.
 pub fn fetch_dataset_with(
     settings: &Settings,
     kept: Option<&Path>,
@@ -103,7 +103,7 @@ pub fn fetch_dataset_with(
     match download(settings, &repository, name, progress) {
         Ok((layout, files)) => {
             if let Some(place) = place {
-                // best effort: without it an offline run asks for a network
+                // best effort: without the layout, an offline run fails
                 let _ = store::write_atomic(&place, &serde_json::to_vec(&layout).unwrap_or_default());
             }
             Ok(DatasetFiles { files, notes: Vec::new() })
@@ -140,13 +140,13 @@ fn download(
     Err(Error::WithoutHub { id: repository.id() })
 }
 
-/// The name of the file that keeps a layout.
+/// File name of a cached layout.
 fn key(settings: &Settings, r: &Repository) -> String {
     let text = format!("{}\n{}\n{}", settings.cache.display(), r.id(), r.revision);
     blake3::hash(text.as_bytes()).to_hex()[..32].to_string()
 }
 
-/// The files of a config and a split.
+/// Selects the files of a config and split.
 fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Result<Vec<String>, Error> {
     let fail = |message: String| Error::NoSuchPart { id: repository.id(), message };
     let data: Vec<&str> = layout.files.iter().map(|(n, _)| n.as_str()).filter(|n| is_data(n)).collect();
@@ -182,14 +182,14 @@ fn choose(repository: &Repository, layout: &Layout, name: DatasetName<'_>) -> Re
     Ok(files)
 }
 
-/// Whether a file of a repository can hold rows. Its path becomes one of the cache: only plain ones.
+/// Whether a repository file may contain rows. Paths become cache paths, so unusual ones are ignored.
 fn is_data(path: &str) -> bool {
     let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['\\', '\0']);
     let name = path.rsplit('/').next().unwrap_or(path).to_lowercase();
     path.split('/').all(plain) && !NO_ROWS.contains(&name.as_str()) && holds_rows(Path::new(path))
 }
 
-/// The configs of a dataset: those that its card lists, else one by the names of its files.
+/// The configs from the dataset card, else a single config derived from file names.
 fn configs(card: &Value, data: &[&str]) -> Result<BTreeMap<String, Splits>, String> {
     let mut out = BTreeMap::new();
     for config in card.as_array().into_iter().flatten() {
@@ -210,7 +210,7 @@ fn configs(card: &Value, data: &[&str]) -> Result<BTreeMap<String, Splits>, Stri
     Ok(out)
 }
 
-/// The splits that a card lists: patterns, or tables of split and patterns.
+/// The splits of `data_files` in a card: patterns, or tables of split and patterns.
 fn listed(files: &Value, folder: &str, data: &[&str]) -> Result<Splits, String> {
     let mut out = Splits::new();
     let mut add = |split: &str, patterns: &Value| -> Result<(), String> {
@@ -242,8 +242,8 @@ fn listed(files: &Value, folder: &str, data: &[&str]) -> Result<Splits, String> 
     Ok(out)
 }
 
-/// Splits by the names of files of the most frequent kind: `data/SPLIT-00000-of-00002`, or words in their paths; else all
-/// are of `train`.
+/// Derives splits from the names of files with the most frequent extension: `data/SPLIT-00000-of-00002`, or
+/// words in the path. By default, all files belong to `train`.
 fn by_name(data: &[&str]) -> Splits {
     let kind =
         |path: &str| path.rsplit('/').next().and_then(|n| n.split_once('.')).map(|n| n.1.to_lowercase());
@@ -269,7 +269,7 @@ fn by_name(data: &[&str]) -> Splits {
     Splits::from([("train".to_string(), data.iter().map(|f| f.to_string()).collect())])
 }
 
-/// The split that a shard names.
+/// The split in the name of a shard.
 fn of_shard(path: &str) -> Option<String> {
     let name = path.strip_prefix("data/")?;
     let (split, rest) = name.split_once("-0")?;
@@ -278,7 +278,7 @@ fn of_shard(path: &str) -> Option<String> {
     (numbers && shard.contains("-of-") && !split.contains('/')).then(|| split.to_string())
 }
 
-/// The split that a word of a path names.
+/// The split identified by a word in the path.
 fn of_word(path: &str) -> Option<String> {
     let lower = path.to_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();

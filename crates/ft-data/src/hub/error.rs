@@ -1,93 +1,93 @@
-//! What can go wrong on the way to a model.
+//! Errors of the hub and of local model folders.
 
 use std::path::{Path, PathBuf};
 
 use ft_base::error::{ExitCode, Failure};
 
-/// A model or adapter that could not be had. No message ever holds a token.
+/// A failed download, upload or lookup. Messages never contain a token.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What looks like a local path, and nothing is there.
+    /// A local path that does not exist.
     #[error("{source_name:?} is not there: no such folder{hint}")]
     Missing {
-        /// The source as it was written.
+        /// The source as given.
         source_name: String,
-        /// What else it could have meant; empty, or starts with a separator.
+        /// Possible intended meaning; empty, or starts with a separator.
         hint: &'static str,
     },
-    /// A file where a folder is needed.
+    /// A file instead of a folder.
     #[error("{} is a file; name the folder that it is in", path.display())]
     NotAFolder {
-        /// The path.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A local folder that lacks a file.
+    /// A local folder without a required file.
     #[error("{} has no {file}{hint}", dir.display())]
     NoLocalFile {
-        /// The folder.
+        /// Path of the folder.
         dir: PathBuf,
-        /// The file.
+        /// Name of the file.
         file: &'static str,
-        /// What the folder is instead; empty, or starts with a separator.
+        /// Actual content of the folder; empty, or starts with a separator.
         hint: &'static str,
     },
-    /// Weights in PyTorch's pickle format only, which can run code when they are read.
+    /// Weights only in PyTorch's pickle format, unsafe to load.
     #[error(
         "{place} has weights as PyTorch pickle files only ({file}), which can run code when they are \
          read, so ft never reads them\n\
          hint: look for a safetensors release, or convert it: in Python, save_pretrained(DIR, safe_serialization=True)"
     )]
     PickleOnly {
-        /// The folder or hub id.
+        /// Folder or hub id.
         place: String,
-        /// One of the files.
+        /// Name of a pickle file.
         file: String,
     },
-    /// A hub repository that lacks a file that is needed.
+    /// A hub repository without a required file.
     #[error("{id} has no {file} at revision {revision:?}{hint}")]
     NoHubFile {
         /// The hub id.
         id: String,
-        /// The revision asked for.
+        /// The requested revision.
         revision: String,
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// What it has instead; empty, or starts with a separator.
+        /// Actual content of the repository; empty, or starts with a separator.
         hint: String,
     },
-    /// A name that cannot be a hub id, or a revision that cannot be one.
+    /// An invalid hub id or revision.
     #[error("{what} {text:?} is not well formed: {rule}")]
     BadName {
         /// "hub id" or "revision".
         what: &'static str,
-        /// As it was written.
+        /// The name as given.
         text: String,
-        /// The rule that it breaks.
+        /// The violated rule.
         rule: &'static str,
     },
-    /// No such repository, or no such revision of it.
+    /// Repository or revision not found.
     #[error("{id} is not on the hub at {endpoint}{}\nhint: check the spelling; a local folder is written ./{id}", revision.as_ref().map(|r| format!(", or has no revision {r:?}")).unwrap_or_default())]
     NotFound {
         /// The hub id.
         id: String,
-        /// The hub's address.
+        /// The hub's URL.
         endpoint: String,
-        /// The revision, when it may be what is missing.
+        /// The revision, if possibly the missing part.
         revision: Option<String>,
     },
-    /// The hub wants to know who asks.
+    /// Access requires authentication.
     #[error("{}", unauthorized(id, endpoint, *gated, *had_token))]
     Unauthorized {
         /// The hub id.
         id: String,
-        /// The hub's address.
+        /// The hub's URL.
         endpoint: String,
-        /// Whether the hub says that a licence must be accepted.
+        /// Whether a license must be accepted.
         gated: bool,
         /// Whether a token was sent.
         had_token: bool,
     },
-    /// No answer from the hub.
+    /// The hub is unreachable.
     #[error(
         "cannot reach the hub at {endpoint} for {id}: {cause}\n\
          hint: check the network (HTTPS_PROXY, HF_ENDPOINT), or fetch the model on another machine and name its folder{}",
@@ -96,24 +96,24 @@ pub enum Error {
     Unreachable {
         /// The hub id.
         id: String,
-        /// The hub's address.
+        /// The hub's URL.
         endpoint: String,
-        /// What the network said.
+        /// The network error.
         cause: String,
     },
-    /// An answer from the hub that is an error of another kind.
+    /// Any other HTTP error.
     #[error("the hub at {endpoint} answered {status} for {id}: {message}")]
     Refused {
         /// The hub id.
         id: String,
-        /// The hub's address.
+        /// The hub's URL.
         endpoint: String,
         /// The HTTP status.
         status: u16,
-        /// What it said.
+        /// The server's message.
         message: String,
     },
-    /// Offline, and the cache lacks a file.
+    /// Offline mode, and a file is not cached.
     #[error(
         "{file} of {id} (revision {revision:?}) is not in the cache {}, and HF_HUB_OFFLINE is set\n\
          hint: unset it, or run `hf download {id} --revision {revision}` where there is a network{}",
@@ -122,58 +122,58 @@ pub enum Error {
     NotCached {
         /// The hub id.
         id: String,
-        /// The revision asked for.
+        /// The requested revision.
         revision: String,
-        /// The file that is missing.
+        /// Name of the missing file.
         file: String,
         /// The cache folder.
         cache: PathBuf,
     },
-    /// A download that is not the file that the hub lists.
+    /// A download of unexpected size.
     #[error("{file} of {id} came with {got} bytes and should have {wanted}; it was removed: try again")]
     Incomplete {
         /// The hub id.
         id: String,
-        /// The file.
+        /// Name of the file.
         file: String,
         /// Bytes on disk.
         got: u64,
-        /// Bytes that the hub lists.
+        /// Bytes listed by the hub.
         wanted: u64,
     },
-    /// The cache cannot be written.
+    /// The cache is not writable.
     #[error("cannot write the cache {}: {source}\nhint: free some space there, or set HF_HOME to another folder", cache.display())]
     Cache {
         /// The cache folder.
         cache: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// Anything else that the client reports.
+    /// Any other error of the client.
     #[error("cannot fetch {id}: {message}")]
     Client {
         /// The hub id.
         id: String,
-        /// What the client said, without token and query strings.
+        /// The client's message, without token and query strings.
         message: String,
     },
-    /// An upload that cannot be.
+    /// A failed upload.
     #[error("cannot push to {id}: {message}")]
     Push {
         /// The hub id.
         id: String,
-        /// Why, and what to do; without the token.
+        /// Reason and remedy, without the token.
         message: String,
     },
-    /// A config or a split that a dataset does not have.
+    /// An unknown config or split of a dataset.
     #[error("the dataset {id}: {message}")]
     NoSuchPart {
         /// The hub id.
         id: String,
-        /// What it lacks, and what it has.
+        /// The unknown name, and the available ones.
         message: String,
     },
-    /// This build cannot download.
+    /// A build without download support.
     #[error(
         "{id} is a hub id, and this ft was built without the hub feature; name a local folder, or build with --features hub{}",
         no_folder(id)
@@ -194,7 +194,7 @@ impl Failure for Error {
     }
 }
 
-/// What is said beside of a hub id that may be a path: it begins with a folder that is here.
+/// Hint for a hub id that may be a local path, if the first component is an existing folder.
 fn no_folder(id: &str) -> String {
     match id.split_once('/') {
         Some((folder, _)) if Path::new(folder).is_dir() => {

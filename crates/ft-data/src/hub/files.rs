@@ -1,11 +1,11 @@
-//! A repository on the hub: its name, its place in the cache, and what the cache has of it.
+//! A repository on the hub and in the cache.
 
 use std::path::{Path, PathBuf};
 
 use super::{Error, Settings, Want};
 use ft_base::store::{INDEX, SINGLE, parse_index};
 
-/// What is fetched: a model, up to a point, or an adapter.
+/// Kind of download: a model up to some level, or an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Model(Want),
@@ -19,7 +19,7 @@ pub(super) const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.saf
 /// A repository on the hub, at a revision.
 #[derive(Clone, Debug)]
 pub(super) struct Repository {
-    /// What the hub's cache calls repositories of its kind.
+    /// Prefix of the cache folder: `models` or `datasets`.
     kind: &'static str,
     pub(super) owner: String,
     pub(super) name: String,
@@ -27,7 +27,8 @@ pub(super) struct Repository {
 }
 
 impl Repository {
-    /// Checks the spelling of `OWNER/NAME`, as `huggingface_hub` does, and of the revision: both become parts of paths.
+    /// Validates `OWNER/NAME` (by the rules of `huggingface_hub`) and the revision, since both become path
+    /// components.
     pub(super) fn parse(id: &str, revision: &str) -> Result<Repository, Error> {
         let plain = |part: &str| {
             !part.is_empty()
@@ -65,7 +66,7 @@ impl Repository {
         Ok(Repository { kind: "models", owner, name, revision: revision.to_string() })
     }
 
-    /// The dataset of this name.
+    /// Turns the repository into a dataset repository.
     pub(super) fn of_datasets(self) -> Self {
         Self { kind: "datasets", ..self }
     }
@@ -79,7 +80,7 @@ impl Repository {
         format!("{}/{}", self.owner, self.name)
     }
 
-    /// The repository's folder in the cache.
+    /// Cache folder of the repository.
     pub(super) fn folder(&self, settings: &Settings) -> PathBuf {
         settings.cache.join(format!("{}--{}--{}", self.kind, self.owner, self.name))
     }
@@ -88,13 +89,12 @@ impl Repository {
         self.folder(settings).join("snapshots").join(commit)
     }
 
-    /// The mark that a commit has no such file, as `huggingface_hub` keeps it.
+    /// Marker file for a file absent from a commit, as in `huggingface_hub`.
     pub(super) fn absent(&self, settings: &Settings, commit: &str, file: &str) -> PathBuf {
         self.folder(settings).join(".no_exist").join(commit).join(file)
     }
 
-    /// The snapshot of this revision in the cache, and its commit, if it has all that is needed;
-    /// else the name of the first file that is missing.
+    /// Returns the cached snapshot and commit of this revision if complete, else the first missing file.
     pub(super) fn cached(&self, settings: &Settings, kind: Kind) -> Result<(PathBuf, String), String> {
         let first = match kind {
             Kind::Model(_) => CONFIG,
@@ -109,7 +109,7 @@ impl Repository {
             Some(text.trim().to_string()).filter(|c| is_commit(c)).ok_or(first.to_string())?
         };
         let dir = self.snapshot(settings, &commit);
-        // `is_file` follows links: one to a blob that is gone does not count.
+        // `is_file` follows links, so dangling links to blobs do not count.
         let needs = |file: &str| match dir.join(file).is_file() {
             true => Ok(()),
             false => Err(file.to_string()),
@@ -131,12 +131,12 @@ impl Repository {
     }
 }
 
-/// Whether a revision is a full commit hash, which never changes its meaning.
+/// Whether a revision is a full commit hash.
 pub(super) fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// The shards that the index in a folder names, sorted.
+/// The shards named in a folder's index, sorted.
 pub(super) fn shards(dir: &Path) -> Result<Vec<String>, String> {
     let bytes =
         ft_base::store::read_plain(&dir.join(INDEX), ft_base::store::LARGEST).map_err(|e| e.to_string())?;

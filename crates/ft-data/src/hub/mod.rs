@@ -1,8 +1,8 @@
-//! Where models, adapters and datasets come from: a local folder, or the Hugging Face hub through its
+//! Loads models, adapters and datasets from local folders, or from the Hugging Face hub through the
 //! standard cache.
 //!
-//! Only the files that are needed are fetched, weights only as safetensors, and what the hub sends
-//! must have the size that it lists. A local folder never makes a connection.
+//! Only required files are downloaded, weights only as safetensors. Downloads must have the size listed by
+//! the hub. Local folders never cause network access.
 
 mod datasets;
 mod error;
@@ -28,46 +28,44 @@ pub use settings::Settings;
 
 use files::{ADAPTER, CONFIG, Kind, Repository};
 
-/// How much of a model is needed; each includes the ones before it.
+/// Required parts of a model; every level includes the previous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Want {
-    /// `config.json` (and `generation_config.json`).
+    /// `config.json` and `generation_config.json`.
     Config,
-    /// The tokenizer and chat template too.
+    /// Also tokenizer and chat template.
     Tokenizer,
-    /// The weights too.
+    /// Also the weights.
     Weights,
 }
 
-/// A model's folder on this machine.
+/// A model folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelDir {
-    /// The folder: the local one as it was named, or a snapshot in the hub's cache.
+    /// The local folder as given, or a snapshot in the hub cache.
     pub dir: PathBuf,
-    /// The source as it was named.
+    /// The source as given.
     pub source: String,
-    /// The commit, if the model is from the hub.
+    /// The commit, for models from the hub.
     pub revision: Option<String>,
-    /// What the user should know: that the hub could not be reached and the cache was used.
+    /// Messages for the user, e.g. if the hub was unreachable and the cache was used.
     pub notes: Vec<String>,
 }
 
-/// Finds a model: a local folder, or `OWNER/NAME` on the hub, which is downloaded as far as `want`
-/// goes and the cache does not have it.
+/// Finds a model: a local folder, or `OWNER/NAME` on the hub. Downloads missing files up to level `want`.
 ///
-/// A source is local if that folder exists or it is spelled as a path: with `.`, `/` or `~` in
-/// front, or not as `OWNER/NAME`. A local folder is used as it is; it must have `config.json`.
-/// `revision` is a branch, a tag or a commit, and counts for the hub only. `progress` reports on
-/// stderr: a bar on a terminal, plain lines otherwise.
+/// A source is local if the folder exists or the name is spelled as a path: starts with `.`, `/` or `~`, or
+/// is not of the form `OWNER/NAME`. A local folder must contain `config.json`. `revision` is a branch, tag
+/// or commit, for the hub only. With `progress`, reports on stderr: a bar on a terminal, plain lines
+/// otherwise.
 ///
 /// # Errors
-/// Each [`Error`] names the model and what to do; all end with exit code 4, but for a cache that
-/// cannot be written (5).
+/// Errors name the model and a remedy. The exit code is 4, except for an unwritable cache (5).
 pub fn fetch_model(source: &str, revision: &str, want: Want, progress: bool) -> Result<ModelDir, Error> {
     fetch_model_with(&Settings::from_env(), source, revision, want, progress)
 }
 
-/// As [`fetch_model`], with settings that need not be the environment's.
+/// As [`fetch_model`], with explicit settings.
 ///
 /// # Errors
 /// As [`fetch_model`].
@@ -91,16 +89,16 @@ pub fn fetch_model_with(
     from_hub(settings, source, revision, Kind::Model(want), progress)
 }
 
-/// Finds a PEFT adapter: a local folder, or `OWNER/NAME` on the hub, with `adapter_config.json`
-/// and `adapter_model.safetensors`. Returns its folder.
+/// Finds a PEFT adapter: a local folder, or `OWNER/NAME` on the hub, with `adapter_config.json` and
+/// `adapter_model.safetensors`. Returns the folder.
 ///
 /// # Errors
-/// As [`fetch_model`]; [`Error::PickleOnly`] for an adapter with `adapter_model.bin` alone.
+/// As [`fetch_model`]; [`Error::PickleOnly`] for an adapter with only `adapter_model.bin`.
 pub fn fetch_adapter(source: &str, revision: &str, progress: bool) -> Result<PathBuf, Error> {
     fetch_adapter_with(&Settings::from_env(), source, revision, progress)
 }
 
-/// As [`fetch_adapter`], with settings that need not be the environment's.
+/// As [`fetch_adapter`], with explicit settings.
 ///
 /// # Errors
 /// As [`fetch_adapter`].
@@ -130,7 +128,7 @@ pub fn fetch_adapter_with(
     from_hub(settings, source, revision, Kind::Adapter, progress).map(|found| found.dir)
 }
 
-/// The local folder that a source names; `None` if it is a hub id.
+/// The local folder of a source; `None` for a hub id.
 fn local(settings: &Settings, source: &str) -> Result<Option<PathBuf>, Error> {
     let path = match (source.strip_prefix('~'), &settings.home) {
         (Some(""), Some(home)) => home.clone(),

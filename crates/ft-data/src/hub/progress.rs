@@ -1,4 +1,4 @@
-//! How far a download is: a bar on a terminal, plain lines otherwise; always on stderr.
+//! Download progress on stderr: a bar on a terminal, plain lines otherwise.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,11 +9,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ft_base::terminal::{escape, moves_cursor, tell};
 use ft_base::store::human_bytes;
 
-/// Reports one download of several files.
+/// Progress of one download of several files.
 pub(super) struct Report {
     what: String,
     total: u64,
-    /// None where stderr is no terminal.
+    /// `None` if stderr is not a terminal.
     bar: Option<ProgressBar>,
     state: Mutex<State>,
 }
@@ -21,21 +21,21 @@ pub(super) struct Report {
 #[derive(Default)]
 struct State {
     files: HashMap<String, u64>,
-    /// Bytes of the files that come by the hub's chunk storage, which counts them together.
+    /// Bytes of files from the hub's chunk storage, reported only in aggregate.
     together: u64,
-    /// The last tenth that a plain line reported.
+    /// Last tenth reported by a plain line.
     tenth: u64,
 }
 
 impl Report {
-    /// Announces the download of `files` files with `total` bytes.
+    /// Announces a download of `files` files with `total` bytes.
     pub(super) fn new(what: &str, files: usize, total: u64) -> Report {
         let bar = moves_cursor().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template(
                 "{msg} [{bar:24}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta} left",
             );
-            // The template is a constant; should it ever not parse, the default bar is fine.
+            // The template is a constant; the fallback is the default bar.
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
             bar.set_message(escape(what).into_owned());
             bar
@@ -47,7 +47,7 @@ impl Report {
     }
 
     fn advance(&self, state: &mut State) {
-        // The two counts can overlap (a file is counted in both when it completes).
+        // The counts can overlap: a completed file is included in both.
         let done = state.files.values().sum::<u64>().max(state.together).min(self.total);
         match &self.bar {
             Some(bar) => bar.set_position(done.max(bar.position())),
@@ -78,7 +78,7 @@ impl ProgressHandler for Report {
                 state.together = *bytes_completed;
                 self.advance(&mut state);
             }
-            // Each file announces itself as a download of its own; the totals are known already.
+            // Per-file start events; the totals are already known.
             _ => {}
         }
     }

@@ -1,4 +1,4 @@
-//! Uploads to the hub, through crate `hf-hub`.
+//! Uploads to the hub, through the `hf-hub` crate.
 
 use super::Error;
 use super::Settings;
@@ -7,35 +7,35 @@ use super::files::Repository;
 use super::remote::Remote;
 use std::path::PathBuf;
 
-/// One commit of files.
+/// An upload as a single commit.
 #[derive(Clone, Debug)]
 pub struct Push {
-    /// `OWNER/NAME`; made if it is not there.
+    /// `OWNER/NAME`; created if missing.
     pub repository: String,
-    /// The branch; made if it is not there.
+    /// Branch; created if missing.
     pub revision: String,
-    /// Whether a repository that is made is private. One that is there stays as it is.
+    /// Whether to create the repository as private; an existing one keeps the current visibility.
     pub private: bool,
-    /// The commit's message.
+    /// Commit message.
     pub message: String,
-    /// Names in the repository, and the files that become them.
+    /// Names in the repository, and local paths.
     pub files: Vec<(String, PathBuf)>,
-    /// Names and contents of files that are on no disk.
+    /// Names and contents of generated files.
     pub texts: Vec<(String, String)>,
 }
 
-/// Refuses a repository or a branch that the hub can have by no such name.
+/// Validates the names of a repository and branch.
 ///
 /// # Errors
-/// The name, and what it should be.
+/// The invalid name, and the rule.
 pub fn check_name(repository: &str, revision: &str) -> Result<(), Error> {
     Repository::parse(repository, revision).map(|_| ())
 }
 
-/// Uploads, and gives the address of the repository.
+/// Uploads, and returns the URL of the repository.
 ///
 /// # Errors
-/// No token; a name that cannot be; what the hub refuses, in its words, without the token.
+/// A missing token, an invalid name, or an error of the hub, without the token.
 pub fn push_with(settings: &Settings, push: &Push) -> Result<String, Error> {
     let repository = Repository::parse(&push.repository, &push.revision)?;
     let id = repository.id();

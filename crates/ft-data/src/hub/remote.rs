@@ -1,4 +1,4 @@
-//! Downloads into the hub's cache, through crate `hf-hub`.
+//! Downloads and uploads through the `hf-hub` crate.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,17 +15,17 @@ use super::{Error, Push, Settings, Want};
 use ft_base::terminal::tell;
 use ft_base::store::{INDEX, human_bytes, write_atomic};
 
-/// The branch that every repository has.
+/// The branch present in every repository.
 const MAIN: &str = "main";
 
-/// Brings what is needed of a repository into the cache; returns the snapshot and its commit.
+/// Downloads the required files of a repository to the cache; returns the snapshot folder and the commit.
 pub(super) fn download(
     settings: &Settings,
     repository: &Repository,
     kind: Kind,
     progress: bool,
 ) -> Result<(PathBuf, String), Error> {
-    // A commit never changes: when the cache has it, there is nothing to ask.
+    // Commits are immutable; a cached one needs no request.
     if is_commit(&repository.revision)
         && let Ok(found) = repository.cached(settings, kind)
     {
@@ -45,20 +45,20 @@ pub(super) fn download(
     remote.fetch(&dir, &commit, &wanted, &listed, progress)?;
 
     if !is_commit(&repository.revision) {
-        // Only now, that a later offline run finds a snapshot that is complete.
+        // Written last, so offline runs only find complete snapshots.
         let path = repository.folder(settings).join("refs").join(&repository.revision);
         write_atomic(&path, commit.as_bytes()).map_err(|e| remote.client_error(format!("the cache: {e}")))?;
     }
     if matches!(kind, Kind::Model(want) if want >= Want::Tokenizer)
         && !listed.iter().any(|(name, _)| name == TOKENIZER)
     {
-        // Best effort: without the mark an offline run asks for a file that does not exist.
+        // Best effort: without the marker, an offline run asks for a nonexistent file.
         let _ = write_atomic(&repository.absent(settings, &commit, TOKENIZER), b"");
     }
     Ok((dir, commit))
 }
 
-/// Brings the files of a dataset that `choose` chooses into the cache; returns its layout and the files.
+/// Downloads the dataset files selected by `choose` to the cache; returns the layout and the files.
 pub(super) fn download_dataset(
     settings: &Settings,
     repository: &Repository,
@@ -103,7 +103,7 @@ impl<'a> Remote<'a> {
         Ok(Remote { settings, repository, client, api })
     }
 
-    /// The commit that the revision stands for.
+    /// Resolves the revision to a commit.
     fn commit(&self) -> Result<String, Error> {
         let api = self.client.model(&self.repository.owner, &self.repository.name);
         let info =
@@ -111,7 +111,7 @@ impl<'a> Remote<'a> {
         self.named(info.sha)
     }
 
-    /// The commit of a dataset, and the configs of its card.
+    /// Resolves the revision of a dataset; also returns the configs of the dataset card.
     fn dataset(&self) -> Result<(String, serde_json::Value), Error> {
         let api = self.client.dataset(&self.repository.owner, &self.repository.name);
         let info =
@@ -126,14 +126,14 @@ impl<'a> Remote<'a> {
             .ok_or_else(|| self.client_error("the hub names no commit for that revision".into()))
     }
 
-    /// The files of the repository with their sizes: those in its root, or all.
+    /// Lists files with sizes, in the root or recursively.
     fn list(&self, commit: &str, all: bool) -> Result<Vec<(String, u64)>, Error> {
         let tree =
             self.api.list_tree().revision(commit).recursive(all).send().map_err(|e| self.explain(e))?;
         Ok(tree
             .into_iter()
             .filter_map(|entry| match entry {
-                // Names become paths in the cache: only plain ones.
+                // Names become paths in the cache; unusual ones are ignored.
                 RepoTreeEntry::File { path, size, .. }
                     if (all || !path.contains('/')) && !path.contains(['\\', '\0']) =>
                 {
@@ -144,8 +144,8 @@ impl<'a> Remote<'a> {
             .collect())
     }
 
-    /// Downloads the files that the snapshot lacks, and checks their sizes: the client stores
-    /// whatever body came, also that of an error page.
+    /// Downloads files missing from the snapshot, and checks their sizes, since the client stores any
+    /// response body, even an error page.
     fn fetch(
         &self,
         dir: &Path,
@@ -196,7 +196,7 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// Makes the repository and the branch, where they are not there, and one commit of all files. Gives the address.
+    /// Creates repository and branch if missing, and commits all files. Returns the URL.
     pub(super) fn push(&self, push: &Push) -> Result<String, Error> {
         let id = self.repository.id();
         let refused = |e| self.explain_push(e);
@@ -210,7 +210,7 @@ impl<'a> Remote<'a> {
             .map_err(refused)?;
         if push.revision != MAIN {
             match self.api.create_branch().branch(&push.revision).send() {
-                // it is there
+                // the branch exists
                 Ok(()) | Err(HFError::Conflict { .. }) => {}
                 Err(e) => return Err(refused(e)),
             }
@@ -238,7 +238,7 @@ impl<'a> Remote<'a> {
         })
     }
 
-    /// What the hub says against an upload.
+    /// Converts an error of an upload.
     fn explain_push(&self, error: HFError) -> Error {
         let id = self.repository.id();
         if let HFError::Conflict { context } = &error {
@@ -264,7 +264,7 @@ impl<'a> Remote<'a> {
         Error::Client { id: self.repository.id(), message: scrub(self.settings, &message) }
     }
 
-    /// The client's error in our words: what it means, and what to do.
+    /// Converts an error of the client, with a hint.
     fn explain(&self, error: HFError) -> Error {
         let id = self.repository.id();
         let endpoint = without_user(&self.settings.endpoint);
@@ -279,7 +279,7 @@ impl<'a> Remote<'a> {
             }
             HFError::RepoNotFound { .. } => Error::NotFound { id, endpoint, revision: None },
             HFError::RevisionNotFound { context, .. } => {
-                // The hub says which of the two is missing; other servers may not.
+                // The hub reports whether repository or revision is missing; other servers may not.
                 let code = context.and_then(|c| c.error_code);
                 let revision = revision.filter(|_| code.as_deref() != Some("RepoNotFound"));
                 Error::NotFound { id, endpoint, revision }
@@ -322,16 +322,16 @@ fn size_of(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().filter(|m| m.is_file()).map(|m| m.len())
 }
 
-/// Removes a file of a snapshot and the blob that it links to, so that it is fetched anew.
+/// Removes a snapshot file and the linked blob, to force a new download.
 fn remove_with_blob(path: &Path) {
     if let Ok(blob) = path.canonicalize() {
-        // Best effort: what stays is found again by its size.
+        // Best effort: a leftover file is detected by size.
         let _ = std::fs::remove_file(blob);
     }
     let _ = std::fs::remove_file(path);
 }
 
-/// A pattern that matches this name alone (the client takes globs).
+/// Escapes a file name for use as a glob pattern.
 fn literal(name: &str) -> String {
     name.chars()
         .map(|c| match c {
@@ -341,7 +341,7 @@ fn literal(name: &str) -> String {
         .collect()
 }
 
-/// Takes the token, and the query strings of addresses (they can be signed), out of a message.
+/// Removes the token, credentials and URL query strings (possibly signed) from a message.
 fn scrub(settings: &Settings, text: &str) -> String {
     let mut text = match settings.token.as_deref() {
         Some(token) if !token.is_empty() => text.replace(token, "(token)"),
@@ -363,7 +363,7 @@ fn scrub(settings: &Settings, text: &str) -> String {
     out
 }
 
-/// `user:password@` of an address.
+/// The `user:password@` part of a URL.
 fn user_of(endpoint: &str) -> Option<&str> {
     let (_, rest) = endpoint.split_once("://")?;
     let host = rest.split('/').next()?;

@@ -1,23 +1,23 @@
-//! What the environment says about the hub.
+//! Hub settings from the environment.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where the hub and its cache are, and who asks. The names and their order are those of the
-/// Python package `huggingface_hub`.
+/// Hub URL, cache folder and credentials. Variables and precedence follow the Python package
+/// `huggingface_hub`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// The hub's address: `HF_ENDPOINT`.
+    /// URL of the hub: `HF_ENDPOINT`.
     pub endpoint: String,
-    /// The cache folder: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`,
-    /// which is `huggingface` in `XDG_CACHE_HOME`, which is `~/.cache`.
+    /// The cache folder: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `$HF_HOME/hub`. `HF_HOME`
+    /// defaults to `$XDG_CACHE_HOME/huggingface`, and `XDG_CACHE_HOME` to `~/.cache`.
     pub cache: PathBuf,
-    /// The token: `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `HF_HOME/token`; none when
+    /// The token: `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `$HF_HOME/token`. `None` if
     /// `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
     pub token: Option<String>,
-    /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or `TRANSFORMERS_OFFLINE`.
+    /// Offline mode: `HF_HUB_OFFLINE`, or `TRANSFORMERS_OFFLINE`.
     pub offline: bool,
-    /// The user's folder, for `~`.
+    /// The home folder, for `~`.
     pub home: Option<PathBuf>,
 }
 
@@ -27,7 +27,7 @@ impl Settings {
         Settings::from_lookup(|name| std::env::var(name).ok())
     }
 
-    /// As [`Settings::from_env`], from another source of variables. An empty one counts as unset.
+    /// As [`Settings::from_env`], with a custom lookup. Empty values count as unset.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Settings {
         let get = |name: &str| lookup(name).filter(|v| !v.is_empty());
         let path = |name: &str| get(name).map(PathBuf::from);
@@ -65,7 +65,7 @@ impl Settings {
     }
 }
 
-/// The token stays out of logs and of messages of panics.
+/// Hides the token from logs and panic messages.
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Settings")

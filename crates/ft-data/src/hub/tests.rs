@@ -1,4 +1,4 @@
-//! Local folders, and a hub of 60 lines that counts what it is asked for.
+//! Tests of local folders, and of a minimal hub server that records requests.
 
 use ft_base::error::Failure;
 use std::fs;
@@ -11,7 +11,7 @@ fn settings(home: &Path, endpoint: &str) -> Settings {
     Settings::from_lookup(|name| match name {
         "HOME" | "HF_HOME" => Some(home.display().to_string()),
         "HF_ENDPOINT" => Some(endpoint.to_string()),
-        // Never sent anywhere but to the test's own server.
+        // Never sent anywhere except to the test server.
         "HF_TOKEN" => Some("hf_test_secret".to_string()),
         _ => None,
     })
@@ -35,7 +35,7 @@ fn local_folders_are_used_as_they_are() {
     }
     let error = fetch(&format!("{path}/config.json")).unwrap_err();
     assert!(matches!(error, Error::NotAFolder { .. }), "{error}");
-    // A path that is not there never becomes a question to the hub.
+    // A nonexistent path never causes a request.
     for source in ["./no/where", "/no/where", "~/no", "no/where/", "a/b/c", "no\\where", "gpt2", ""] {
         let error = fetch(source).unwrap_err();
         assert!(matches!(error, Error::Missing { .. }), "{source}: {error}");
@@ -86,23 +86,23 @@ mod remote {
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-    /// What the hub does with a request.
+    /// Response behavior of the test hub.
     #[derive(Clone, Copy, PartialEq)]
     enum Mood {
         Serves,
         /// Answers every request with this status and `X-Error-Code`.
         Refuses(u16, &'static str),
-        /// Lists files, but sends an error page as the body of each.
+        /// Lists files, but sends error pages as file bodies.
         SendsErrorPages,
     }
 
     struct Shared {
         files: BTreeMap<String, Vec<u8>>,
         mood: Mood,
-        /// `METHOD file` of each request for a file, and the `Authorization` of the last one.
+        /// `METHOD file` of file requests, and the `Authorization` header of the last one.
         asked: Vec<String>,
         authorization: String,
-        /// Path and body of each `POST`.
+        /// Path and body of every `POST`.
         posted: Vec<(String, String)>,
     }
 
@@ -129,7 +129,7 @@ mod remote {
             std::thread::spawn(move || {
                 for stream in listener.incoming().flatten() {
                     let state = state.clone();
-                    // A client that hangs up is no failure of the test.
+                    // A disconnecting client is not a test failure.
                     std::thread::spawn(move || answer(stream, &state).ok());
                 }
             });
@@ -140,7 +140,7 @@ mod remote {
             self.shared.lock().unwrap().mood = mood;
         }
 
-        /// The files whose content was asked for since the last call, sorted.
+        /// Files downloaded since the last call, sorted.
         fn got(&self) -> Vec<String> {
             let asked = std::mem::take(&mut self.shared.lock().unwrap().asked);
             let mut got: Vec<_> =
@@ -187,7 +187,7 @@ mod remote {
             stream.write_all(&body)?;
         }
         stream.flush()?;
-        // Wait for the client to close, so that the answer is not cut off.
+        // Wait for the client to close, so the response is not cut off.
         stream.shutdown(std::net::Shutdown::Write)?;
         reader.read_to_end(&mut Vec::new())?;
         Ok(())
@@ -302,7 +302,7 @@ mod remote {
         assert!(matches!(error, Error::Unreachable { .. }), "{error}");
     }
 
-    /// The files of a sharded model, by `store`.
+    /// The files of a sharded model, written by `store`.
     fn model() -> Vec<(String, Vec<u8>)> {
         let dir = tempfile::tempdir().unwrap();
         let entries: Vec<_> = (0..2).map(|i| (format!("w{i}"), candle_core::DType::F32, vec![8])).collect();
@@ -359,7 +359,7 @@ mod remote {
         );
         assert_eq!(TensorFiles::open_model(&found.dir).unwrap().len(), 2);
 
-        // Again, offline, by commit, and with the hub gone: nothing is fetched.
+        // Repeated, offline, by commit, and without a hub: nothing is downloaded.
         assert_eq!(get(&online, Want::Weights).unwrap(), found);
         assert_eq!(get(&offline, Want::Weights).unwrap(), found);
         let by_commit = fetch_model_with(&online, "owner/name", COMMIT, Want::Weights, false);
@@ -370,7 +370,7 @@ mod remote {
         assert_eq!(cached.dir, found.dir);
         assert!(cached.notes[0].contains("cannot reach the hub"), "{:?}", cached.notes);
 
-        // A shard that vanished from the cache is named offline, and fetched online.
+        // A shard missing from the cache is named offline, and downloaded online.
         fs::remove_file(found.dir.join("model-00002-of-00002.safetensors")).unwrap();
         let error = get(&offline, Want::Weights).unwrap_err();
         assert!(error.to_string().contains("model-00002-of-00002.safetensors"), "{error}");
@@ -400,7 +400,7 @@ mod remote {
         let text: Vec<u8> = found.files.iter().flat_map(|f| fs::read(f).unwrap()).collect();
         assert_eq!(text, [files[2].1, files[3].1].concat());
         assert!(found.files[0].starts_with(online.cache.join("datasets--owner--name")));
-        // again, offline, and with the hub gone: nothing is fetched
+        // repeated, offline, and without a hub: nothing is downloaded
         assert_eq!(get(&online, "train").unwrap(), found);
         assert_eq!(get(&offline, "train").unwrap(), found);
         let gone = settings(home.path(), "http://127.0.0.1:1");

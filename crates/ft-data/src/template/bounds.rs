@@ -1,37 +1,37 @@
-//! What one rendering may do: bytes and values that it reads or makes, and processor time.
+//! Budgets of one rendering: bytes read or made, and CPU time.
 //!
-//! Fuel counts instructions, but one instruction may double a string, or compare two values of any size. So each
-//! operation that makes or walks a value first spends what it will cost from here ([`super::guard`] sees to that),
-//! and a rendering that has spent its budget ends with an error. The budget does not depend on the machine. The limit
-//! of processor time stands behind it, for what costs more than it was counted for.
+//! Fuel counts instructions, but a single instruction may double a string or compare values of any size.
+//! Operations that create or traverse a value therefore spend a cost estimate first ([`super::guard`]
+//! inserts the calls); a rendering over budget ends with an error. The budget is independent of the
+//! machine. The limit on CPU time is a second line of defense, for operations with underestimated cost.
 
 use minijinja::value::{DynObject, ObjectRepr, Value};
 use minijinja::{Error, ErrorKind};
 use rustix::time::{ClockId, clock_gettime};
 use std::cell::{Cell, RefCell};
 
-/// Bytes that a rendering may read or make, and for each byte of its conversation as many more.
+/// Byte budget of a rendering, and additional budget per byte of the conversation.
 const BUDGET: (u64, u64) = (128 << 20, 16);
-/// Seconds of processor time, and bytes of the conversation that are worth another one.
+/// CPU time limit in seconds, and bytes of conversation per additional second.
 const SECONDS: (f64, f64) = (2.0, 4e6);
-/// What a value counts beside its text: as much as it takes in a list or a map.
+/// Cost of a value in addition to the text: about the size of an entry in a list or map, in bytes.
 const NODE: u64 = 64;
-/// Levels of lists and maps inside each other.
+/// Maximum nesting depth of lists and maps.
 const DEEPEST: usize = 200;
-/// How often the clock is looked at.
+/// Number of operations between two clock checks.
 const TICKS: u32 = 64;
 
 thread_local! {
-    /// What the rendering on this thread may still spend.
+    /// Remaining budget of the rendering on this thread, in bytes.
     static LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
-    /// When it has to be done, in seconds of this thread's processor time.
+    /// Deadline, in seconds of this thread's CPU time.
     static END: Cell<f64> = const { Cell::new(f64::INFINITY) };
     static TICK: Cell<u32> = const { Cell::new(0) };
-    /// The conversation that is rendered, until it is known what may be spent on it.
+    /// The conversation, until measured by [`weigh_conversation`].
     static UNWEIGHED: RefCell<Vec<Value>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Begins a rendering of a conversation.
+/// Starts the budget for rendering a conversation.
 pub(super) fn begin(conversation: &[&Value]) {
     UNWEIGHED.replace(conversation.iter().map(|v| (*v).clone()).collect());
     LEFT.set(BUDGET.0);
@@ -39,10 +39,11 @@ pub(super) fn begin(conversation: &[&Value]) {
     TICK.set(0);
 }
 
-/// Gives a rendering what its conversation adds, and starts its clock: most end before they need either.
+/// Adds the budget for the conversation's size, and starts the clock. Deferred, as most renderings finish
+/// before.
 ///
 /// # Errors
-/// A conversation that is nested too deeply.
+/// A conversation nested too deeply.
 #[cold]
 fn weigh_conversation() -> Result<(), Error> {
     let left = LEFT.replace(u64::MAX);
@@ -55,12 +56,12 @@ fn weigh_conversation() -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether nothing is known of the conversation yet.
+/// Whether the conversation has not been measured yet.
 fn is_new() -> bool {
     UNWEIGHED.with_borrow(|c| !c.is_empty())
 }
 
-/// Whether the rendering on this thread was stopped, even where a filter took the error for something else.
+/// Whether the rendering on this thread ran out of budget, even if a filter swallowed the error.
 pub(super) fn stopped() -> bool {
     LEFT.get() == 0
 }
@@ -94,7 +95,7 @@ pub(crate) fn spend_product(a: usize, b: usize) -> Result<(), Error> {
     spend(a.saturating_mul(b))
 }
 
-/// Looks at the clock now and then.
+/// Checks the clock from time to time.
 pub(super) fn tick() -> Result<(), Error> {
     let n = TICK.get().wrapping_add(1);
     TICK.set(n);
@@ -107,15 +108,16 @@ pub(super) fn tick() -> Result<(), Error> {
     if now() > END.get() { Err(stop()) } else { Ok(()) }
 }
 
-/// Spends what walking over a value costs: a list that holds one list twice counts it twice.
+/// Spends the cost of traversing a value; shared children count repeatedly.
 ///
 /// # Errors
-/// A budget that is spent; nesting that would overflow the stack of what walks over it.
+/// An exhausted budget, or nesting deep enough to overflow the stack.
 pub(crate) fn weigh(value: &Value) -> Result<(), Error> {
     walk(value, 0, false)
 }
 
-/// As [`weigh`], for what a namespace will hold: one that holds itself, or a chain of them, has no end.
+/// As [`weigh`], for values stored in a namespace. Refuses namespaces and loops, since cycles or chains of
+/// them would be unbounded.
 pub(super) fn weigh_data(value: &Value) -> Result<(), Error> {
     walk(value, 0, true)
 }
@@ -149,14 +151,14 @@ fn walk(value: &Value, depth: usize, data: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether an object of the template engine can change what it holds after it was made.
+/// Whether an object of the template engine is mutable.
 fn holds_others(object: &DynObject) -> bool {
     let name = object.type_name();
     name.ends_with("::Namespace") || name.ends_with("::Loop")
 }
 
-/// A value as it may be kept: what is computed only when it is asked for becomes a list, so that no chain of such
-/// values grows; and what it holds is spent.
+/// Makes a value safe to store: spends the cost of the contents, and collects lazy sequences into a list,
+/// so chains of lazy values cannot grow.
 pub(super) fn made(value: Value) -> Result<Value, Error> {
     match value.as_object() {
         Some(o) if o.repr() == ObjectRepr::Iterable => {

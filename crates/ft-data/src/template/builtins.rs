@@ -1,5 +1,5 @@
-//! The filters, tests and functions of templates, counting what they cost before they are called. What is not in
-//! these tables is not there: a filter that a later version of the engine adds is added here first.
+//! Allow-list of template filters, tests and functions; all spend costs before the call. Filters added by
+//! later versions of the engine are unavailable until listed here.
 
 use super::bounds::{made, spend, spend_product, weigh};
 use super::guard::invalid;
@@ -8,25 +8,25 @@ use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value, filters, functions, tests};
 use std::borrow::Cow;
 
-/// Widths and precisions that a format may name.
+/// Maximum width or precision in a format.
 const WIDEST: usize = 4096;
-/// How much more sorting costs than going over what is sorted.
+/// Cost factor of sorting, relative to one traversal.
 const SORTING: usize = 16;
 
-/// What a filter costs.
+/// Cost model of a filter.
 #[derive(Clone, Copy, PartialEq)]
 enum Cost {
-    /// As much as what it looks at first; its result was there before.
+    /// Shallow access to the first argument; returns an existing value.
     Look,
-    /// A pass over its arguments and its result.
+    /// One traversal of arguments and result.
     Pass,
-    /// As many passes as sorting takes.
+    /// Several traversals, for sorting.
     Sort,
-    /// A text written of its first argument.
+    /// Formats the first argument as text.
     Text,
-    /// A text between all items of its first argument.
+    /// Inserts a separator between the items of the first argument.
     Join,
-    /// Characters of one text looked for in another.
+    /// Searches the characters of one text in another.
     Trim,
     Replace,
     Split,
@@ -63,7 +63,7 @@ fn all_filters() -> Vec<(&'static str, Cost, Value)> {
     ]
 }
 
-/// Gives `env` its filters, tests and functions.
+/// Registers filters, tests and functions in `env`.
 pub(super) fn add(env: &mut Environment<'static>) {
     for (name, cost, filter) in all_filters() {
         env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
@@ -126,11 +126,11 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
         _ => weigh(first)?,
     }
     rest.iter().try_for_each(weigh)?;
-    // a name of an attribute, or what stands between items, is gone over for each of them
+    // attribute names and separators are read once per item
     let named: usize = rest.iter().map(text_bytes).sum();
     match text {
         None => spend_product(first.len().unwrap_or(0), named)?,
-        // a text as a sequence of its characters, or each of its characters looked for among others
+        // a text as a sequence of characters, or a search for every character in another text
         Some(t) if cost == Cost::Pass || cost == Cost::Sort => spend_product(t.len(), 8 + named / 4)?,
         Some(_) => {}
     }
@@ -164,7 +164,7 @@ fn spend_filter(cost: Cost, args: &[Value]) -> Result<(), Error> {
     }
 }
 
-/// Bytes of the texts in an argument, keyword arguments among them.
+/// Bytes of text in an argument, including keyword arguments.
 fn text_bytes(v: &Value) -> usize {
     if let Some(s) = v.as_str() {
         return s.len();
@@ -176,7 +176,7 @@ fn text_bytes(v: &Value) -> usize {
     pairs.into_iter().flatten().map(|(_, v)| v.as_str().map_or(0, str::len)).sum()
 }
 
-/// An argument as the engine makes a text of it where it wants one: whatever it is, it is written.
+/// Converts an argument to text, as the engine does for string parameters.
 fn written(v: Option<&Value>) -> Result<Cow<'_, str>, Error> {
     let Some(v) = v else { return Ok(Cow::Borrowed("")) };
     match v.as_str() {
@@ -185,7 +185,7 @@ fn written(v: Option<&Value>) -> Result<Cow<'_, str>, Error> {
     }
 }
 
-/// Spends what a format writes, and refuses widths that nobody means.
+/// Spends the cost of formatting, and refuses excessive widths.
 pub(super) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
     let wide = |n: usize| invalid(format!("a format asks for {n} characters; at most {WIDEST}"));
     for digits in format.split(|c: char| !c.is_ascii_digit()).filter(|d| !d.is_empty()) {
@@ -195,7 +195,7 @@ pub(super) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
         }
         spend(n)?;
     }
-    // widths that are arguments themselves
+    // widths given as arguments
     let nested = format.contains('*') || format.split('{').any(|p| p.ends_with(':') || p.ends_with('.'));
     if nested
         && let Some(n) = args.iter().filter_map(Value::as_i64).find(|n| n.unsigned_abs() > WIDEST as u64)
@@ -211,7 +211,7 @@ pub(super) fn check_widths(format: &str, args: &[Value]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Lists end to end, or maps over each other; the engine's own stays a chain.
+/// Concatenates lists, or merges maps. Unlike the engine's lazy version, returns a list.
 fn chain(first: Value, others: Rest<Value>) -> Result<Value, Error> {
     let all: Vec<Value> = std::iter::once(first).chain(others.0).collect();
     if all.iter().all(|v| v.kind() == ValueKind::Map) {

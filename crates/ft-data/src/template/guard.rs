@@ -1,6 +1,6 @@
-//! Puts the bounds into a template: its instructions, with each that makes or walks a value replaced by a call of ours
-//! that counts first, or with such a call before it. And what is asked of the text before it is compiled, because
-//! parser and compiler go as deep as the text is nested and compute constants of any size.
+//! Inserts budget checks into compiled templates: instructions that create or traverse values are replaced
+//! by, or preceded by, calls that spend costs first. Also checks the source before compilation, since
+//! parser and compiler recurse with the nesting and evaluate constants of any size.
 
 use super::ops;
 use minijinja::machinery::{CodeGenerator, Instruction as I, Instructions, Token, parse, tokenize};
@@ -8,25 +8,25 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use std::collections::{BTreeMap, HashMap};
 
-/// Bytes of a template: the longest that are published have some tens of thousands.
+/// Maximum size of a template in bytes; published templates have at most some tens of thousands.
 const LONGEST: usize = 512 << 10;
-/// Tokens of one tag, each of which may be a level of the parser's tree.
+/// Maximum number of tokens in a tag; a token may add a level to the syntax tree.
 const TOKENS: usize = 1024;
-/// Branches of one template, each of which is a level below the one before.
+/// Maximum number of branches; every branch nests one level deeper.
 const BRANCHES: usize = 1000;
-/// Bytes of a name.
+/// Maximum length of a name in bytes.
 const NAME: usize = 256;
-/// Bytes that constants may be computed to, over a whole template.
+/// Maximum total size of evaluated constants in a template, in bytes.
 const CONSTANTS: u128 = 8 << 20;
 
 fn refuse(line: usize, why: impl Into<String>) -> (usize, String) {
     (line, why.into())
 }
 
-/// Whether a template can be compiled: bounds on its length, nesting and constants.
+/// Checks length, nesting and constants of a template before compilation.
 ///
 /// # Errors
-/// The line, and what is too much.
+/// The line, and the exceeded limit.
 pub(super) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, String)> {
     if source.len() > LONGEST {
         return Err(refuse(0, format!("it is longer than {} KiB", LONGEST >> 10)));
@@ -34,7 +34,7 @@ pub(super) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     let (mut constants, mut branches) = (0u128, 0);
     let mut tag = Tag::default();
     for token in tokenize(source, false, syntax.clone()) {
-        // what is no token is told by the parser, with its words
+        // the parser reports invalid tokens with a better message
         let Ok((token, span)) = token else { return Ok(()) };
         let line = span.start_line as usize;
         match token {
@@ -68,7 +68,7 @@ pub(super) fn check(source: &str, syntax: &SyntaxConfig) -> Result<(), (usize, S
     Ok(())
 }
 
-/// What a tag's constants may be computed to.
+/// Estimated size of the constants in a tag.
 #[derive(Default)]
 struct Tag {
     tokens: usize,
@@ -83,7 +83,7 @@ impl Tag {
         self.factor = Some(self.factor.unwrap_or(1).saturating_mul(n.max(1)));
     }
 
-    /// Texts and lists can only be repeated by numbers that stand there, or powers of them.
+    /// Upper bound in bytes: strings and lists can only be repeated by literal numbers or powers of them.
     fn constant(&self) -> u128 {
         let all = 40 * self.tokens as u128 + self.bytes;
         match (self.products, self.powers) {
@@ -94,18 +94,18 @@ impl Tag {
     }
 }
 
-/// Why a template is not compiled.
+/// Reason for refusing a template.
 pub(super) enum Refused {
-    /// It does not parse.
+    /// A syntax error.
     Text(Error),
-    /// Its line, and what a chat template has no use for and cannot be bounded.
+    /// Line and description of an unsupported construct that cannot be bounded.
     Unbounded(usize, String),
 }
 
-/// A template with the bounds in it; adds the methods that it calls to `env`.
+/// Compiles a template with budget checks; registers the called methods in `env`.
 ///
 /// # Errors
-/// A text that does not parse, or that uses what cannot be bounded.
+/// Syntax errors, and constructs that cannot be bounded.
 pub(super) fn compile(env: &mut Environment<'static>, source: &'static str) -> Result<Guarded, Refused> {
     let tree = parse(source, "template", env.syntax().clone()).map_err(Refused::Text)?;
     let mut generator = CodeGenerator::new("template", source);
@@ -119,7 +119,7 @@ pub(super) fn compile(env: &mut Environment<'static>, source: &'static str) -> R
     Ok(Guarded { instructions: rewrite(env, &main).map_err(unbounded)?, blocks })
 }
 
-/// The instructions of a template and its blocks.
+/// The instructions of a template and of the blocks in it.
 pub(super) struct Guarded {
     pub instructions: Instructions<'static>,
     pub blocks: BTreeMap<&'static str, Instructions<'static>>,
@@ -137,7 +137,7 @@ fn rewrite(
         }
     }
     let mut out: Vec<(I<'static>, usize)> = Vec::with_capacity(all.len() * 2);
-    // where each instruction, with what was put before it, begins now
+    // new offset of every old instruction, including inserted checks
     let mut at = Vec::with_capacity(all.len() + 1);
     let mut filters = Filters::new(&all);
     for (n, i) in all.iter().enumerate() {
@@ -193,14 +193,14 @@ fn target_mut<'a>(i: &'a mut I<'_>) -> Option<&'a mut u32> {
     }
 }
 
-/// The places in which a rendering remembers the filters that it has looked up.
+/// Cache slots for filter lookups during rendering.
 struct Filters {
     known: HashMap<&'static str, u8>,
     next: u8,
 }
 
 impl Filters {
-    /// As many as the machine has.
+    /// Number of slots in the engine.
     const MOST: u8 = 50;
 
     fn new(all: &[&I<'static>]) -> Self {
@@ -222,7 +222,7 @@ impl Filters {
     }
 }
 
-/// What stands for an instruction. `constant` is what was pushed just before it, if that is a constant.
+/// The replacement of an instruction. `constant` is the constant pushed directly before, if any.
 fn replaced(
     env: &mut Environment<'static>,
     filters: &mut Filters,
@@ -236,7 +236,7 @@ fn replaced(
         I::Mul => vec![f.call("ft_mul", 2)],
         I::StringConcat => vec![f.call("ft_concat", 2)],
         I::Slice => vec![f.call("ft_slice", 4)],
-        // one side is what the template spells out: to compare with that costs no more than it is long
+        // comparison with a short constant is cheap
         I::Eq | I::Ne | I::Lt | I::Lte | I::Gt | I::Gte if small => vec![copy(i)?],
         I::Eq => vec![f.call("ft_eq", 2)],
         I::Ne => vec![f.call("ft_ne", 2)],
@@ -289,7 +289,7 @@ fn replaced(
     })
 }
 
-/// An instruction again; there is no way to clone one.
+/// Copies an instruction; the type is not `Clone`.
 fn copy(i: &I<'static>) -> Result<I<'static>, String> {
     Ok(match i {
         I::Swap => I::Swap,
@@ -299,7 +299,7 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
         I::GetAttr(n) => I::GetAttr(n),
         I::LoadConst(v) => I::LoadConst(v.clone()),
         I::BuildKwargs(n) => I::BuildKwargs(*n),
-        // what a loop with a condition goes over: items that were there, each pushed by an instruction
+        // a loop with a condition: collects existing items pushed one by one
         I::BuildList(None) => I::BuildList(None),
         I::UnpackList(n) => I::UnpackList(*n),
         I::Sub => I::Sub,
@@ -343,7 +343,7 @@ fn copy(i: &I<'static>) -> Result<I<'static>, String> {
     })
 }
 
-/// An error of a template's text, with its line.
+/// An error for invalid operations in a template.
 pub(super) fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }

@@ -1,5 +1,5 @@
-//! Chat templates, rendered as transformers' `apply_chat_template` renders them. A template comes with a model from
-//! anywhere, so whatever it says, a rendering ends in about a second and in bounded memory.
+//! Chat templates, rendered like transformers' `apply_chat_template`. Templates are untrusted input: any
+//! rendering ends within about a second and in bounded memory.
 
 mod bounds;
 mod builtins;
@@ -19,26 +19,27 @@ use std::sync::{Arc, OnceLock};
 
 pub(super) use bounds::{spend, spend_product, weigh};
 
-/// Instructions that one rendering may take: well under a second, and far above what the longest conversation needs.
+/// Maximum number of instructions per rendering: well under a second, and far more than the longest
+/// conversation needs.
 const FUEL: u64 = 8_000_000;
-/// Renderings of one template that may run into their bounds before it is not tried again.
+/// Number of renderings of a template that may exceed a budget before further attempts fail immediately.
 const TRIES: u32 = 3;
-/// Bytes of stack for compiling: one level of the tree for each token of the longest tag.
+/// Stack size for compilation: one tree level per token of the longest tag.
 const STACK: usize = 16 << 20;
 
-/// Around what a template marks with `{% generation %}`. Unicode noncharacters: no text has a use for them, no
-/// tokenizer a token, and rows that hold one are refused.
+/// Delimiters of the text marked by `{% generation %}`. Unicode noncharacters have no use in text and no
+/// tokens; rows with noncharacters are refused.
 const GENERATION: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
-/// Whether `c` is one of the noncharacters that stand for marks inside a rendering.
+/// Whether `c` is a noncharacter reserved for marks in a rendering.
 pub(super) fn is_reserved(c: char) -> bool {
     ('\u{FDD0}'..='\u{FDEF}').contains(&c)
 }
 
-/// Variables of a rendering, beside the messages.
+/// Variables of a rendering, in addition to the messages.
 pub(super) type Variables = Arc<BTreeMap<String, Value>>;
 
-/// What a template finds by name.
+/// Name lookup for a template.
 #[derive(Debug)]
 struct Context {
     variables: Variables,
@@ -76,16 +77,17 @@ pub(super) struct Template {
     default: Option<Guarded>,
     tool_use: Option<Guarded>,
     has_generation: bool,
-    /// The texts, and what is in them: all windows of so many bytes, in order.
+    /// Template sources, and the sorted set of all byte windows in them.
     sources: Vec<&'static str>,
     windows: OnceLock<Vec<[u8; WINDOW]>>,
-    /// Renderings that ran into their bounds, and what the last of them said.
+    /// Number of renderings over budget, and the first such error.
     spent: AtomicU32,
     last: OnceLock<(usize, String)>,
 }
 
 impl Template {
-    /// Compiles `default`, and the template that transformers prefers when there are tools, if the model has one.
+    /// Compiles `default` and `tool_use`, the template preferred by transformers for conversations with
+    /// tools.
     pub fn new(origin: &str, default: &str, tool_use: Option<&str>) -> Result<Self, Error> {
         let mut this = Self {
             env: environment(),
@@ -107,11 +109,11 @@ impl Template {
         let (source, generation) = generation_blocks(source);
         self.has_generation |= generation;
         guard::check(&source, self.env.syntax()).map_err(|(line, why)| self.fail(line, why))?;
-        // A template is compiled once and used as long as the process lives.
+        // Templates are compiled once and live as long as the process.
         let source: &'static str = Box::leak(source.into_boxed_str());
         self.sources.push(source);
         let mut env = self.env.clone();
-        // a thread of its own has the stack that deep texts need
+        // a separate thread with enough stack for deeply nested templates
         let compiled = std::thread::scope(|scope| {
             let work = || {
                 let compiled = caught(|| guard::compile(&mut env, source));
@@ -130,12 +132,12 @@ impl Template {
         Ok(compiled)
     }
 
-    /// Whether the template itself says what the assistant wrote.
+    /// Whether the template marks the assistant's text with `{% generation %}`.
     pub fn has_generation(&self) -> bool {
         self.has_generation
     }
 
-    /// Whether the template's text holds these bytes.
+    /// Whether the template source contains these bytes.
     pub fn spells(&self, bytes: &[u8]) -> bool {
         let windows = self.windows.get_or_init(|| {
             let mut all: Vec<[u8; WINDOW]> =
@@ -147,12 +149,12 @@ impl Template {
         windows.binary_search_by(|w| w.as_slice().cmp(bytes)).is_ok()
     }
 
-    /// The file that the template comes from.
+    /// The template file.
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// The text of a conversation, and the byte ranges that the template marks as the assistant's.
+    /// Renders a conversation. Also returns the byte ranges marked by `{% generation %}`.
     pub fn render(
         &self,
         messages: &[Value],
@@ -218,7 +220,7 @@ impl Template {
         Error::Template { origin: self.origin.clone(), line, message: message.into() }
     }
 
-    /// What a template says that stopped: the innermost error, which knows what happened.
+    /// Converts an error of the engine, using the innermost cause.
     fn error(&self, e: &minijinja::Error) -> Error {
         let mut e = e;
         while let Some(inner) =
@@ -240,7 +242,7 @@ impl Template {
     }
 }
 
-/// The functions, filters and white-space rules that transformers gives to a template.
+/// An environment with the functions, filters and white-space rules of transformers.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     builtins::add(&mut env);
@@ -264,7 +266,7 @@ fn environment() -> Environment<'static> {
     env
 }
 
-/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as transformers defines it.
+/// `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`, as defined by transformers.
 fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<String, minijinja::Error> {
     let ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
@@ -294,8 +296,8 @@ fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Stri
     json::dumps(value, &json::Style { ensure_ascii, indent, item_separator, key_separator, sort_keys })
 }
 
-/// Writes `{% generation %}` blocks as blocks of a filter that puts marks around its body: white-space control,
-/// line numbers and scoping stay as they are. Says whether there were any.
+/// Rewrites `{% generation %}` blocks as filter blocks that delimit the body; white-space control, line
+/// numbers and scoping are preserved. Also returns whether any block was found.
 fn generation_blocks(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -340,7 +342,7 @@ thread_local! {
     static RENDERINGS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// What `f` gives, and how many renderings it took.
+/// Calls `f`, and counts renderings.
 #[cfg(test)]
 pub(super) fn renderings<T>(f: impl FnOnce() -> T) -> (T, usize) {
     let before = RENDERINGS.get();

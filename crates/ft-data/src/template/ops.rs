@@ -1,5 +1,5 @@
-//! The operators and methods of templates, counting what they cost before they do it. Each gives what the engine's own
-//! gives; sequences that the engine would compute later are lists.
+//! Operators and methods of templates that spend costs before execution. Results equal those of the engine,
+//! except that lazy sequences become lists.
 
 use super::bounds::{made, spend, spend_product, tick, weigh, weigh_data};
 use super::builtins::check_widths;
@@ -8,7 +8,7 @@ use minijinja::value::{Rest, Tuple, ValueKind, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, State, Value, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// Gives `env` what guarded instructions call.
+/// Registers the filters called by guarded instructions.
 pub(super) fn add(env: &mut Environment<'static>) {
     env.add_filter("ft_add", add_values);
     env.add_filter("ft_mul", multiply);
@@ -59,7 +59,7 @@ pub(super) fn add(env: &mut Environment<'static>) {
     });
 }
 
-/// What it costs to begin to go over a value.
+/// Cost of starting to iterate over a value.
 pub(super) fn shallow(value: &Value) -> usize {
     match value.as_str() {
         Some(s) => s.len(),
@@ -67,7 +67,7 @@ pub(super) fn shallow(value: &Value) -> usize {
     }
 }
 
-/// Spends what writing a value as text costs: quotes and escapes inside of lists may take several bytes for one.
+/// Spends the cost of formatting a value; quotes and escapes in lists may take several bytes per byte.
 pub(super) fn weigh_text(value: &Value) -> Result<(), Error> {
     if value.as_object().is_none() {
         return weigh(value);
@@ -79,7 +79,7 @@ fn all(values: &[Value]) -> Result<(), Error> {
     values.iter().try_for_each(weigh)
 }
 
-/// Spends a comparison.
+/// Spends the cost of a comparison.
 fn both(a: &Value, b: &Value) -> Result<(), Error> {
     match (a.as_str(), b.as_str()) {
         (Some(a), Some(b)) => spend(a.len().min(b.len())),
@@ -137,7 +137,7 @@ fn multiply(a: &Value, b: &Value) -> Result<Value, Error> {
     }
 }
 
-/// Arithmetic as the engine does it: whole numbers stay whole.
+/// Arithmetic with the engine's rules: integers stay integers.
 fn numbers(
     op: &str,
     a: &Value,
@@ -156,7 +156,7 @@ fn numbers(
     Ok(i64::try_from(n).map_or_else(|_| Value::from(n), Value::from))
 }
 
-/// `value[start:stop:step]`, as Python cuts.
+/// `value[start:stop:step]` with Python semantics.
 fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value, Error> {
     let bound = |v: &Value| match v.is_none() {
         true => Ok(None),
@@ -247,9 +247,9 @@ fn item(container: &Value, key: &Value) -> Result<Value, Error> {
     container.get_item(key)
 }
 
-/// Makes the method `name` a filter of `env`, and gives its name.
+/// Registers method `name` as a filter, and returns the filter name.
 pub(super) fn add_method(env: &mut Environment<'static>, name: &'static str) -> &'static str {
-    // a template's text lives as long as the process, and so do the names in it
+    // template sources, and thus the method names in them, live as long as the process
     let filter: &'static str = Box::leak(format!("ft_method_{name}").into_boxed_str());
     env.add_filter(filter, move |state: &mut State, args: Rest<ValueOrKwargs>| {
         let args = args.into_values();
@@ -279,7 +279,7 @@ fn method(state: &mut State, object: &Value, name: &str, args: &[Value]) -> Resu
         (Some(text), "strip" | "lstrip" | "rstrip" | "count") => {
             let set = arg(0).map_or(0, str::len);
             spend(text.len())?;
-            // each character of the text is looked for among those to strip
+            // strip compares every character of the text with the set
             if name != "count" {
                 spend_product(text.len(), set / 4)?
             }
@@ -290,14 +290,14 @@ fn method(state: &mut State, object: &Value, name: &str, args: &[Value]) -> Resu
     if text.is_none() && name == "get" { Ok(out) } else { made(out) }
 }
 
-/// Spends what replacing makes, at the most.
+/// Spends an upper bound of the replaced text.
 pub(super) fn spend_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
     spend(text.len())?;
     let times = if from.is_empty() { text.len() + 1 } else { text.matches(from).count() };
     spend_product(times, to.len())
 }
 
-/// Spends the pieces of a text.
+/// Spends the cost of splitting a text.
 pub(super) fn spend_split(text: &str, separator: Option<&str>) -> Result<(), Error> {
     spend(text.len())?;
     let pieces = match separator {
@@ -308,7 +308,7 @@ pub(super) fn spend_split(text: &str, separator: Option<&str>) -> Result<(), Err
     spend_product(pieces, 64)
 }
 
-/// Python's string methods of one argument that templates use and pycompat does not have.
+/// Python string methods with one argument that are missing in pycompat.
 fn string_method(text: &str, name: &str, arg: &str) -> Option<Value> {
     Some(match name {
         "removeprefix" => text.strip_prefix(arg).unwrap_or(text).into(),

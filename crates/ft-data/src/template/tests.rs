@@ -1,5 +1,5 @@
-//! Templates that do not end, that grow without bound, or that are nested without bound; and that the guarded
-//! operators are those of Jinja.
+//! Templates with unbounded time, memory or nesting, and a comparison of the guarded operators with the
+//! engine's.
 
 use super::{Template, Variables};
 use minijinja::Value;
@@ -17,7 +17,7 @@ fn render(source: &str) -> Result<String, String> {
     out.map(|o| o.0).map_err(|e| e.to_string())
 }
 
-/// Each would take minutes, gigabytes or the stack.
+/// Without bounds, these would take minutes, gigabytes, or overflow the stack.
 #[test]
 fn hostile_templates_end_with_an_error() {
     let long = |piece: &str, n: usize| piece.repeat(n);
@@ -49,7 +49,7 @@ fn hostile_templates_end_with_an_error() {
         long("{% set a = [a, a] %}", 100) + "{{ a }}",
         long("{% set a = [a, a] %}", 100) + "{{ a == [a] }}",
         long("{% set a = {'x': a, 'y': a} %}", 100) + "{{ {a: 1} }}",
-        // deep values
+        // deeply nested values
         ns("{% set ns.x = [ns.x] %}"),
         ns("{% set ns.x = {'a': ns.x} %}"),
         ns("{% set ns.x = namespace(p=ns.x) %}"),
@@ -59,7 +59,7 @@ fn hostile_templates_end_with_an_error() {
         ns("{% set ns.x = loop %}"),
         ns("{% set ns.x = ns.x|items %}"),
         ns("{% set ns.x = [ns.x]|map('list')|list %}"),
-        // large ones at once
+        // single large allocations
         "{{ range(10)|slice(100000000, 'x')|list }}".into(),
         "{{ range(10)|batch(100000000, 'x')|list }}".into(),
         "{{ 'a\nb'|indent(1000000000) }}".into(),
@@ -80,7 +80,7 @@ fn hostile_templates_end_with_an_error() {
         format!("{big}{{{{ a.split('') }}}}"),
         format!("{big}{{{{ a|split('a') }}}}"),
         format!("{big}{{{{ range(1000)|join(a) }}}}"),
-        // a text between its own characters, and what is no text where one is wanted
+        // text joined by itself, and other types in place of text
         ns("{% set ns.s = ns.s|join(ns.s) %}"),
         ns("{% set ns.s = ns.s|join([ns.s]) %}"),
         ns("{% set ns.s = ns.s|join(d=[ns.s]) %}"),
@@ -92,7 +92,7 @@ fn hostile_templates_end_with_an_error() {
         format!("{big}{{{{ range(1000)|tojson(indent=a) }}}}"),
         format!("{big}{{{{ range(1000)|tojson(separators=[a, a]) }}}}"),
         format!("{big}{{{{ [[1,2],[3]]|sum(start=[]) }}}}{{% for i in range(999) %}}{{{{ a }}}}{{% endfor %}}"),
-        // cheap instructions over large values
+        // cheap instructions on large values
         format!("{big}{{% for i in range(99999) %}}{{{{ a|length }}}}{{% endfor %}}"),
         format!("{big}{{% for i in range(99999) %}}{{{{ a == a ~ 'b' }}}}{{% endfor %}}"),
         format!("{big}{{% for i in range(99999) %}}{{% if 'b' in a %}}{{% endif %}}{{% endfor %}}"),
@@ -110,7 +110,7 @@ fn hostile_templates_end_with_an_error() {
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".into(),
         "{% for i in [[1]] recursive %}{{ loop([i]) }}{% endfor %}".into(),
         format!("{{% for i in range(99999) %}}{}{{% endfor %}}", long("raw text, ", 40000)),
-        // texts that are nested
+        // nested source
         format!("{{{{ 1{} }}}}", long("+1", 50_000)),
         format!("{{{{ 1{} }}}}", long("~1", 50_000)),
         format!("{{{{ x{} }}}}", long(".a", 50_000)),
@@ -141,7 +141,7 @@ fn hostile_templates_end_with_an_error() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The engine without bounds, otherwise the same.
+/// Renders with the engine's own operators, without bounds.
 fn unguarded(source: &str) -> Result<String, String> {
     super::bounds::begin(&[]);
     let mut env = minijinja::Environment::new();
@@ -214,14 +214,14 @@ fn guarded_templates_write_what_unguarded_ones_do() {
     }
 }
 
-/// The engine's own slices panic here.
+/// The engine's own slices panic on these.
 #[test]
 fn slices_backwards_are_those_of_python() {
     let source = "{% set a = [0, 1, 2, 3] %}{{ a[5:1:-1] }}{{ [][::-1] }}{{ a[1:3:-1] }}{{ a[:-9:-1] }}{{ a[-9:2] }}{{ ''[::-1] }}";
     assert_eq!(render(source).as_deref(), Ok("[3, 2][][][3, 2, 1, 0][0, 1]"));
 }
 
-/// A template that was stopped a few times is not tried again for each row.
+/// A template that exceeds the budget a few times is not rendered again.
 #[test]
 fn a_template_that_does_not_end_is_given_up() {
     let source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";

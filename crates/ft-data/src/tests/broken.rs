@@ -1,4 +1,4 @@
-//! The corpus of broken files: what each says.
+//! Error messages for a corpus of broken files.
 
 use super::*;
 use ft_base::error::Failure;
@@ -38,7 +38,7 @@ fn every_broken_file_says_where_and_why() {
             out += &format!("  {}\n", p.to_string().replace(&format!("{}/", dir.display()), ""));
             assert_eq!(p.exit_code(), ft_base::ExitCode::Data);
         }
-        // the first problem is what a run stops with
+        // a run stops at the first problem
         let stopped = Dataset::load(Part::Train, &of(&sources, &cfg), &resolve, Some(&t), 285, 0);
         match (checked.problems.first(), stopped) {
             (None, Ok(d)) => assert!(!d.rows.is_empty()),
@@ -90,7 +90,7 @@ fn collected_problems_are_capped_and_counted() {
 }
 
 proptest::proptest! {
-    /// Whatever a file holds, there is an answer.
+    /// Arbitrary bytes yield a dataset or problems, never a panic.
     #[test]
     fn no_bytes_panic(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..200), array: bool, cut in 0usize..90) {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Tokens that are kept: the same data with them and without, and none where something is another.
+//! Token cache: results equal those without a cache, and entries become invalid when an input changes.
 
 use super::*;
 use crate::dataset::{Loader, kept_in};
@@ -6,12 +6,12 @@ use ft_plan::Workload;
 use ft_recipe::Recipe;
 use serde_json::json;
 
-/// Rows of tokens: 3 to 40 of them.
+/// `n` rows of 3 to 40 tokens.
 fn ready(n: usize) -> String {
     (0..n).map(|i| json!({"input_ids": vec![i % 60; 3 + i * 11 % 38]}).to_string() + "\n").collect()
 }
 
-/// A folder with two sources of rows of tokens, one of texts and one of conversations with bad rows among them.
+/// A folder with a source of tokens, one of texts, and one of conversations including bad rows.
 fn world() -> Files {
     let chat = |i: usize| {
         json!({"id": i, "messages": [{"role": "user", "content": format!("q{i}")}, {"role": "assistant", "content": "a"}]})
@@ -22,7 +22,7 @@ fn world() -> Files {
     Files::new(&[("a.jsonl", &ready(30)), ("b.jsonl", &ready(7)), ("chat.jsonl", &chats), ("t.jsonl", texts)])
 }
 
-/// What a command sees of its data.
+/// Everything a command reads from a dataset.
 fn seen(d: &Dataset) -> (Vec<Example>, Vec<Vec<u32>>, Stats, String, Vec<String>) {
     (all(d), lists(&d.rows), d.stats.clone(), d.hash.clone(), d.warnings(9).unwrap())
 }
@@ -50,7 +50,7 @@ fn kept_tokens_make_the_data_that_reading_makes() {
         recipe::Data { pack: true, shuffle: true, ..skip.clone() },
         recipe::Data { eval_share: 0.2, ..skip.clone() },
         recipe::Data { over_length: OverLength::Drop, ..skip.clone() },
-        // nothing is cut
+        // no truncation
         recipe::Data { max_length: 64, ..skip.clone() },
     ] {
         let cache = tempfile::tempdir().unwrap();
@@ -66,12 +66,12 @@ fn kept_tokens_make_the_data_that_reading_makes() {
             let first = loader(&cfg).keeping(cache.path()).load(part, 3).unwrap();
             assert_eq!(seen(&first), plain);
             assert_eq!(files_of(cache.path()).len(), 6, "two a source");
-            // the data are not looked at again: the files that stand there are of another time, and stay
+            // a cache hit: data files are not read, cache files not rewritten
             let second = loader(&cfg).keeping(cache.path()).load(part, 3).unwrap();
             assert_eq!(seen(&second), plain);
-            // the index alone is in memory: of all samples of a source, whichever part of them this is
+            // only the index is in memory, for all samples of a source and any part of them
             assert!(second.samples.resident() <= 40 * plain.2.rows_read as u64);
-            // nor by one thread, or three
+            // independent of the number of threads
             for threads in [1, 3] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let own = tempfile::tempdir().unwrap();
@@ -79,7 +79,7 @@ fn kept_tokens_make_the_data_that_reading_makes() {
                 assert_eq!(seen(&made), plain, "{threads} threads");
             }
         }
-        // two bad rows were left out: a command that stops at them, or lists them, reads
+        // two bad rows were skipped: strict loading and checking must read the files
         let strict = recipe::Data { on_bad_row: OnBadRow::Error, ..cfg.clone() };
         let stopped = |l: Loader<'_>| l.load(Part::Train, 3).unwrap_err().to_string();
         let error = stopped(loader(&strict).keeping(cache.path()));
@@ -96,7 +96,7 @@ fn kept_tokens_make_the_data_that_reading_makes() {
     }
 }
 
-/// What is used is what is kept: other tokens in its place are seen to be others.
+/// The cache verifies tokens before use, and replaces damaged files.
 #[test]
 fn damage_is_told_and_made_anew() {
     let files = world();
@@ -124,7 +124,7 @@ fn damage_is_told_and_made_anew() {
         assert_eq!(seen(&load()), plain);
         assert_eq!(std::fs::read(&file).unwrap(), whole[i], "made anew");
     }
-    // each byte of the index counts
+    // damage is detected at any byte of the index
     let index =
         files_of(cache.path()).into_iter().find(|f| f.extension().is_some_and(|e| e == "index")).unwrap();
     let whole = std::fs::read(&index).unwrap();
@@ -200,7 +200,7 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
         &["data.shuffle=false", "run.steps=5"],
         &["run.seed=9", "run.micro_rows=4"],
         &["data.eval_share=0.3"],
-        // nothing was cut at 64, and the longest has 40
+        // nothing was cut at 64; the longest row has 40 tokens
         &["data.max_length=200"],
         &["data.max_length=40"],
     ] {
@@ -217,13 +217,13 @@ fn a_plan_knows_the_rows_that_the_data_makes() -> anyhow::Result<()> {
         );
         assert_eq!(w.steps, Some(Batches::new(d.rows.len(), &r.run, r.data.shuffle).steps() as u64));
     }
-    // at 20 some are cut, which the tokens at 64 do not tell of
+    // 20 cuts some rows, so the entry for 64 does not apply
     let short = plan_recipe(dir, &["data.max_length=20"])?;
     let found = |r: &Recipe| kept_in(cache.path(), r, None, 64, Part::Train).is_some();
     assert!(!found(&short));
     load(&short, cache.path())?;
     assert!(found(&short));
-    // and those at 64 are there all the same
+    // the entry for 64 still exists
     assert!(found(&plan_recipe(dir, &[])?));
     assert!(!found(&plan_recipe(dir, &["data.cache=false"])?));
     Ok(())
@@ -243,7 +243,7 @@ fn what_changes_the_tokens_ends_them() -> anyhow::Result<()> {
     let named = plan_recipe(dir, &["data.train.0.fields.input_ids=ids"])?;
     assert!(!found(&named, None, 64), "another field");
 
-    // the same bytes at another time are the same; other bytes of the same length are not
+    // rewriting the same bytes keeps the entry, changing a byte invalidates it
     let a = dir.join("a.jsonl");
     let bytes = std::fs::read(&a)?;
     std::fs::write(&a, &bytes)?;
@@ -256,7 +256,7 @@ fn what_changes_the_tokens_ends_them() -> anyhow::Result<()> {
     std::fs::write(&a, &bytes)?;
     assert!(found(&r, None, 64));
 
-    // the tokenizer and the template count for text, not for tokens that are ready
+    // the tokenizer and template matter for text, not for token rows
     let model = tempfile::tempdir()?;
     let fields = "tokenizer.json tokenizer_config.json";
     for f in fields.split(' ') {

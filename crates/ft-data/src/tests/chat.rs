@@ -1,4 +1,4 @@
-//! Chat templates and masks against what Jinja gives.
+//! Chat templates and masks, compared with Jinja.
 
 use super::*;
 use crate::format::{Sample, Shape};
@@ -6,7 +6,7 @@ use crate::notes::Note;
 use ft_base::error::Failure;
 use serde_json::{Map, Value, json};
 
-/// A tokenizer with another chat template.
+/// The test tokenizer with the given chat template.
 pub(crate) fn with_template(template: &str) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t.jinja");
@@ -14,10 +14,10 @@ pub(crate) fn with_template(template: &str) -> Tokenizer {
     Tokenizer::load(&fixture("tiny-tokenizer"), Some(&path)).unwrap().unwrap()
 }
 
-/// A text, the spans that are supervised, and notes.
+/// Text, supervised spans, and notes.
 pub(crate) type Rendered = (String, Vec<std::ops::Range<usize>>, Vec<Note>);
 
-/// A row's text, what is supervised of it, and what is to tell.
+/// Renders a row under mask `assistant`.
 pub(crate) fn read(
     t: &Tokenizer,
     row: &Value,
@@ -102,7 +102,7 @@ fn texts_errors_and_spans_are_those_of_the_published_templates() {
         let spans: Vec<_> = spans.into_iter().map(|s| json!([chars(s.start), chars(s.end)])).collect();
         assert_eq!(Value::from(spans), row["spans"], "{name}");
     }
-    // what these templates leave out: reasoning, and Mistral's the system message
+    // notes: reasoning, and the system message under Mistral's template
     insta::assert_snapshot!(told);
 }
 
@@ -131,7 +131,8 @@ fn generation_blocks_are_the_mask_with_the_white_space_rules_of_blocks() {
         {"role": "user", "content": "<a>"}, {"role": "assistant", "content": "é"},
     ]);
     let (text, spans, _) = read(&t, &json!({ "messages": messages }), &Map::new()).unwrap();
-    // as jinja2 with transformers' generation extension writes it: trim_blocks eats the newline behind a block tag
+    // output of jinja2 with transformers' generation extension: trim_blocks removes the newline after a
+    // block tag
     assert_eq!(text, "<u>hi<a>yo<e><u><a><a>é<e>");
     assert_eq!(spans.iter().map(|s| &text[s.clone()]).collect::<Vec<_>>(), ["yo<e>", "é<e>"]);
     assert_eq!(t.render(&messages, None, false, &Map::new()).unwrap(), text);
@@ -139,7 +140,7 @@ fn generation_blocks_are_the_mask_with_the_white_space_rules_of_blocks() {
 
 #[test]
 fn a_generation_prompt_that_opens_the_reasoning_is_not_supervised_where_it_is_written() {
-    // as reasoning models do: the prompt ends in <think>, earlier turns lose their reasoning
+    // as for reasoning models: the prompt ends in <think>, earlier turns lose their reasoning
     let t = with_template(
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '[A]' }}{% if loop.last %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n' }}{% endif %}{{ m.content + '[E]\\n' }}{% else %}{{ '[U]' + m.content + '[E]\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[A]<think>\\n' }}{% endif %}",
     );
@@ -185,22 +186,22 @@ fn a_template_that_hides_the_turns_is_an_error() {
     let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
         {"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]);
     for (template, why) in [
-        // nothing ends a turn
+        // no end of turn
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
             "could not learn to stop",
         ),
-        // the assistant is not written
+        // assistant turns missing
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}</s>{% endfor %}",
             "not in the training text",
         ),
-        // it writes our own marks
+        // output contains reserved marks
         (
             "{% for m in messages %}{{ m.content }}</s>\u{FDD2}\u{FDE3}\u{FDE3}\u{FDE3}\u{FDD3}{% endfor %}",
             "does not hold it",
         ),
-        // every character changes the text
+        // any change of a character changes other text
         (
             "{% for m in messages %}{{ m.content | length }}{{ m.content }}</s>{% endfor %}",
             "depends on every character",
@@ -245,7 +246,7 @@ fn json_in_templates_is_spelled_as_python_does() {
     );
     let messages = json!([{"x": {"b": [1, 2.0, 1e22, null, true, {}, []], "a": "é<'\"\n"}}]);
     let text = t.render(&messages, None, false, &Map::new()).unwrap();
-    // printed by Python's json.dumps
+    // output of Python's json.dumps
     assert_eq!(
         text,
         "{\"b\": [1, 2.0, 1e+22, null, true, {}, []], \"a\": \"é<'\\\"\\n\"}\n{\n  \"b\": [\n    1,\n    2.0,\n    1e+22,\n    null,\n    true,\n    {},\n    []\n  ],\n  \"a\": \"é<'\\\"\\n\"\n}\n{\"a\":\"\\u00e9<'\\\"\\n\",\"b\":[1,2.0,1e+22,null,true,{},[]]}"
@@ -254,7 +255,7 @@ fn json_in_templates_is_spelled_as_python_does() {
 
 #[test]
 fn string_methods_of_python() {
-    // printed by jinja2 3.1
+    // output of jinja2 3.1
     for (template, text) in [
         (
             "{{ 'a_b'.removeprefix('a_') }}{{ 'a_b'.removesuffix('a_') }}{{ 'a_b'.removesuffix('b') }}",

@@ -1,11 +1,11 @@
-//! What a training text keeps of its row, and what is told or refused otherwise.
+//! Content of rows in the training text: kept, reported or refused.
 
 use super::chat::{read, with_template};
 use super::*;
 use crate::notes::Note;
 use serde_json::{Map, Value, json};
 
-/// The published templates, with the variables that they need.
+/// The published templates with required variables.
 fn published() -> Vec<(String, Tokenizer, Map<String, Value>)> {
     let mut names: Vec<PathBuf> =
         std::fs::read_dir(fixture("chat")).unwrap().map(|e| e.unwrap().path()).collect();
@@ -51,13 +51,13 @@ fn arguments_in_a_string_are_the_object_that_it_holds() {
         let as_string = read(&t, &calling(object.to_string().into()), &vars).unwrap();
         assert_eq!((&as_object.0, &as_object.1), (&as_string.0, &as_string.1), "{name}");
         assert!(!as_string.0.contains("\\\"city\\\""), "{name}: {}", as_string.0);
-        // no arguments at all are an empty object
+        // missing arguments become an empty object
         let none = read(&t, &calling(json!({})), &vars).unwrap().0;
         for nothing in [json!(""), Value::Null, json!(" {} ")] {
             assert_eq!(read(&t, &calling(nothing), &vars).unwrap().0, none, "{name}");
         }
     }
-    // and so in ShareGPT's names, and for a call without "function" around it
+    // also with ShareGPT's names, and for a call without the outer "function"
     let (t, vars) = named("Qwen2.5");
     let share = |arguments: Value| {
         json!({"conversations": [{"from": "human", "value": "q"},
@@ -65,7 +65,7 @@ fn arguments_in_a_string_are_the_object_that_it_holds() {
     };
     let text = |arguments| read(&t, &share(arguments), &vars).unwrap().0;
     assert_eq!(text(json!({"a": 1})), text(json!("{\"a\": 1}")));
-    // what holds no object is refused, as serving programs do
+    // arguments must contain an object, as for inference servers
     for bad in [
         json!("{\"city\": "),
         json!("Paris"),
@@ -82,7 +82,7 @@ fn arguments_in_a_string_are_the_object_that_it_holds() {
     assert!(long.contains("more digits"), "{long}");
 }
 
-/// Each row, and the path of what its text would lack.
+/// Rows with content missing from the text, and the path of the content.
 #[test]
 fn a_text_that_lost_something_is_a_bad_row() {
     let plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -97,33 +97,33 @@ fn a_text_that_lost_something_is_a_bad_row() {
         (json!({"role": "user", "content": "What?"}), json!({"role": "assistant", "content": "That."}));
     let asked = |first: Value| json!({"messages": [first, q.clone(), a.clone()]});
     let cases: Vec<(String, Value, &str)> = vec![
-        // calls and tools under templates that know none
+        // calls and tools, under templates without support
         (plain.into(), json!({"messages": [q, call("weather", json!({"city": "Paris"}))]}), "messages[1].tool_calls[0].function.name"),
         (generation.into(), json!({"messages": [q, call("weather", json!({}))]}), "messages[1].tool_calls[0].function.name"),
         (plain.into(), json!({"messages": [q, a], "tools": tools("weather")}), "tools[0].function.name"),
         (plain.into(), json!({"messages": [q, a], "tools": tools("weather").to_string()}), "tools[0].function.name"),
-        // the same word elsewhere does not make up for it
+        // the same word elsewhere does not count
         (plain.into(), json!({"messages": [{"role": "user", "content": "weather"}, call("weather", json!({}))]}), "messages[1].tool_calls[0].function.name"),
         (qwen3.clone(), asked(json!({"role": "developer", "content": "What?"})), "messages[0].content"),
         (qwen3.clone(), asked(json!({"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]})), "messages[0].content"),
         (qwen3, asked(json!({"role": "ipython", "content": "x"})), ""),
-        // names without their arguments, strings and numbers and booleans alike
+        // names without arguments: strings, numbers and booleans
         (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</a>"),
             json!({"messages": [q, call("weather", json!({"city": "Paris"}))]}), "messages[1].tool_calls[0].function.arguments.city"),
         (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</a>"),
             json!({"messages": [q, call("weather", json!({"days": 3, "of": [true]}))]}), "messages[1].tool_calls[0].function.arguments.days"),
-        // the first call alone
+        // only the first call
         (each("{{ m.content }}").replace("{{ m.content }}</a>", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}</a>"),
             json!({"messages": [q, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]}]}), "messages[1].tool_calls[1].name"),
-        // content that is cut or changed
+        // content truncated or changed
         (each("{{ m.content[:3] }}"), json!({"messages": [q, a]}), "messages[0].content"),
         (each("{{ m.content[1:] }}"), json!({"messages": [q, a]}), "messages[0].content"),
         (each("{{ m.content | upper }}"), json!({"messages": [q, a]}), "messages[0].content"),
         (each("{{ m.content.split('\\n')[0] }}"), json!({"messages": [{"role": "user", "content": "one\ntwo"}, a]}), "messages[0].content"),
-        // messages that a window leaves out
+        // messages outside a window
         ("{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}".into(),
             json!({"messages": [q, a, q, a]}), "messages[0].content"),
-        // a row's own system text
+        // the row's own system text
         (each("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), json!({"system": "Be brief.", "messages": [q, a]}), "system.content"),
     ];
     for (template, row, path) in cases {
@@ -159,13 +159,13 @@ fn what_good_templates_do_is_no_bad_row() {
         }
     }
     insta::assert_snapshot!(told);
-    // arguments by their names, one line each, as Qwen3-Coder writes them
+    // arguments by name, one per line, as in Qwen3-Coder
     let xml = with_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}{% for c in m.tool_calls %}{% set c = c.function %}<function={{ c.name }}>{% for k, v in c.arguments | items %}<parameter={{ k }}>{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}</parameter>{% endfor %}</function>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
     let row = json!({"messages": [q, call("f", json!({"a": "x y", "b": 3, "c": false, "d": {"e": [1]}, "f": ["g\n"]}))]});
     assert_eq!(read(&xml, &row, &Map::new()).unwrap().2, []);
-    // one that looks at what it writes, so that marks change its text
+    // a template that inspects content, so marks change the text
     let picky = with_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content in ['yes', 'no'] %}[{{ m.content }}]{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
@@ -202,11 +202,11 @@ fn a_weight_of_0_takes_a_message_out_of_the_loss() {
         let error = read(&tiny(), &row, &Map::new()).unwrap_err();
         assert!(error.starts_with(&format!("messages[{at}].weight: ")), "{error}");
     }
-    // nothing is left to learn from
+    // no targets remain
     let files = Files::new(&[("a.jsonl", &row(json!(0), json!(0)).to_string())]);
     let error = files.load(&[source("a.jsonl", Format::Messages)], &data(64)).unwrap_err();
     assert!(matches!(&error, Error::Row { problem: Problem::EmptyMask(_), .. }), "{error}");
-    // nor can the whole text be supervised without it
+    // mask "none" cannot exclude a message
     let mut whole = source("a.jsonl", Format::Messages);
     whole.mask = Some(recipe::Mask::None);
     let error = files.load(&[whole], &data(64)).unwrap_err().to_string();
@@ -227,7 +227,7 @@ fn keys_that_mean_something_are_used_or_refused() {
         row[key] = value;
         row
     };
-    // system: a message, or in place of Alpaca's own preamble
+    // system: a message, or a replacement of Alpaca's preamble
     let (said, told) = text(Format::Messages, with(&chat, "system", json!("Be brief."))).unwrap();
     assert!(
         said.starts_with("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") && told.is_empty(),
@@ -250,7 +250,7 @@ fn keys_that_mean_something_are_used_or_refused() {
             text(Format::Alpaca, with(&alpaca, "history", bad)).unwrap_err().contains("a.jsonl:1: history")
         );
     }
-    // refused by name, where they say something
+    // refused by name, unless empty
     let prompt = json!({"prompt": "p", "completion": "c"});
     let ids = json!({"input_ids": [1, 2, 3]});
     for (format, row, key, value) in [
@@ -282,7 +282,7 @@ fn keys_that_mean_something_are_used_or_refused() {
         row["messages"][1][key] = json!({"name": "f"});
         assert!(text(Format::Messages, row).unwrap_err().contains(&format!("messages[1].{key}: ")));
     }
-    // whatever else there is passes, and is told
+    // other keys are accepted and reported
     let told = text(Format::Messages, with(&chat, "id", json!(7))).unwrap().1;
     assert!(told.len() == 1 && told[0].contains("\"id\"") && told[0].contains("a.jsonl:1"), "{told:?}");
     let both = text(Format::Messages, with(&chat, "conversations", json!([{"from": "human", "value": "x"}])));
@@ -303,7 +303,7 @@ fn notes_are_counted_by_kind_and_told_once() {
     let told = d.warnings(9).unwrap().join("\n").replace(&format!("{dir}/"), "");
     insta::assert_snapshot!(told);
     assert!(d.warnings(64).unwrap().len() == told.lines().filter(|l| !l.starts_with("  hint")).count() - 1);
-    // keys that a template writes are none
+    // rendered keys are not reported
     let named = with_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
@@ -334,7 +334,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
         )
         .unwrap()
     };
-    // literal and put together; ended by a line break, which the tokenizer joins with what is before it
+    // markers literal and assembled; ended by a line break, which the tokenizer merges with the text before
     for end in ["<|eot_id|>\\n\\n", "<|eot_id|>"] {
         let d = load(&format!(
             "{{% for m in messages %}}{{{{ '<|' + m.role + '|>' }}}}\n{{{{ m.content + '{end}' }}}}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>\n{{% endif %}}"
@@ -351,7 +351,7 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
         );
         assert!(!learnt.contains('\n'), "{learnt:?}");
     }
-    // the model's own template and tokenizer belong together
+    // no notes for the model's own template and tokenizer
     assert_eq!(
         files.load(&[source("a.jsonl", Format::Messages)], &data(400)).unwrap().warnings(400).unwrap(),
         [""; 0]
@@ -360,13 +360,13 @@ fn markers_without_a_token_are_told_and_take_nothing_of_the_next_header() {
 
 #[test]
 fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too() {
-    // as DeepSeek-R1's: the answer alone
+    // only the answer, as in DeepSeek-R1
     let t = with_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
     let row = json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>r</think>a"}]});
     assert_eq!(read(&t, &row, &Map::new()).unwrap().2, [Note::Reasoning]);
-    // nothing would be left of a turn that has only thoughts
+    // a turn with only reasoning would become empty
     for thoughts in [json!({"content": "<think>r</think>"}), json!({"content": "", "reasoning_content": "r"})]
     {
         let mut row = row.clone();
@@ -375,13 +375,13 @@ fn reasoning_that_no_template_writes_is_told_and_a_system_message_that_moves_too
         }
         assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[1]."));
     }
-    // but not in what a user wrote
+    // not in user messages
     let row = json!({"messages": [{"role": "user", "content": "x</think>y"}, {"role": "assistant", "content": "a"}]});
     assert!(read(&t, &row, &Map::new()).unwrap_err().starts_with("messages[0].content: "));
     let (mistral, vars) = named("Mistral");
     let row = json!({"messages": [{"role": "system", "content": "Sys"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]});
     assert_eq!(read(&mistral, &row, &vars).unwrap().2, [Note::LeftOut("system".into())]);
-    // Llama's writes no text beside a call, wherever it stands
+    // Llama's template drops text next to a call in every position
     let (llama, vars) = named("Llama");
     let mut row = calling(json!({}));
     row["messages"][1]["content"] = json!("Let me look.");
@@ -405,7 +405,7 @@ fn a_token_that_reaches_over_an_edge_is_not_supervised_and_told() {
     }
 }
 
-/// An end of turn that takes the line break behind it along (Phi-3's `<|end|>`) is supervised all the same.
+/// An end-of-turn token that absorbs the following line break (Phi-3's `<|end|>`) is still supervised.
 #[test]
 fn a_token_with_white_space_of_its_own_is_one_token() {
     let files = Files::new(&[(

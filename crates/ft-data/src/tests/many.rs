@@ -1,4 +1,4 @@
-//! Data of more samples than are held in memory, and of more than are brought into an order at a time.
+//! Datasets beyond the in-memory limits for samples and permutations.
 
 use super::*;
 use crate::dataset::Loader;
@@ -6,7 +6,7 @@ use ft_plan::Workload;
 use ft_recipe::Recipe;
 use std::collections::BTreeMap;
 
-/// Rows of tokens: the first two number the row.
+/// `n` rows of tokens; the first two tokens encode the row number.
 fn rows(n: usize, source: usize) -> String {
     let row = |i: usize| {
         let more = (0..i * 7 % 23).map(|k| format!(", {}", k % 60)).collect::<String>();
@@ -19,12 +19,12 @@ fn files(n: usize) -> Files {
     Files::new(&[("a.jsonl", &rows(n, 0)), ("b.jsonl", &rows(n / 3, 1))])
 }
 
-/// Two sources, the second `weight` times.
+/// Two sources, the second with a weight.
 fn sources(weight: f64) -> [recipe::Source; 2] {
     [source("a.jsonl", Format::Tokens), recipe::Source { weight, ..source("b.jsonl", Format::Tokens) }]
 }
 
-/// Rows, what was counted, the hash, and all samples.
+/// Rows, counts, hash, and all samples.
 type Seen = (Vec<Vec<u32>>, Stats, String, Vec<Example>);
 /// Sources and lines.
 type Places = Vec<(usize, usize)>;
@@ -41,7 +41,7 @@ impl Made {
     }
 }
 
-/// What a cache gives, lists on disk from `few` bytes on and `held` samples at a time.
+/// Loads with a cache, lists on disk above `few` bytes, and `held` samples per permutation.
 fn made(files: &Files, cfg: &recipe::Data, cache: &Path, few: usize, held: usize) -> Made {
     let resolve = |s: &str| files.0.path().join(s);
     let load = |part| {
@@ -65,7 +65,7 @@ fn ways() -> Vec<recipe::Data> {
     all
 }
 
-/// Whether lists are in memory or on disk is seen nowhere.
+/// The storage of lists has no visible effect.
 #[test]
 fn lists_on_disk_are_those_in_memory() {
     let files = files(400);
@@ -82,8 +82,8 @@ fn lists_on_disk_are_those_in_memory() {
     }
 }
 
-/// Each sample as often as its weight says, in training or in evaluation, however few are brought into an order at a time:
-/// the same for any number of threads, with tokens that are kept and without.
+/// Samples occur by weight, in training or evaluation, for any size of the permuted parts. Results are
+/// independent of threads and cache.
 #[test]
 fn orders_in_parts_hold_the_same_samples() {
     let files = files(1200);
@@ -131,7 +131,7 @@ fn orders_in_parts_hold_the_same_samples() {
     }
 }
 
-/// What a plan lists as the data's bytes, and a run's counter finds (`tests/cli/plan.rs`).
+/// Bytes in memory, as listed by a plan and measured in a run (`tests/cli/plan.rs`).
 #[test]
 fn memory_does_not_grow_with_the_samples() {
     for n in [100_000, 150_000] {
@@ -146,7 +146,7 @@ fn memory_does_not_grow_with_the_samples() {
     }
 }
 
-/// Of rows on disk, the same figures as of rows in memory.
+/// Plans from rows on disk equal plans from rows in memory.
 #[test]
 fn plans_of_rows_on_disk_are_those_of_rows_in_memory() {
     let files = files(3000);

@@ -1,4 +1,4 @@
-//! Tests of the module as a whole; parts that stand alone are tested in their files.
+//! Tests of the data pipeline; unit tests are in the modules.
 
 mod broken;
 mod cached;
@@ -55,7 +55,7 @@ fn data(max_length: usize) -> ft_recipe::Data {
     }
 }
 
-/// Data that train on these sources.
+/// Settings with these training sources.
 fn of(sources: &[ft_recipe::Source], cfg: &ft_recipe::Data) -> ft_recipe::Data {
     ft_recipe::Data { train: sources.to_vec(), ..cfg.clone() }
 }
@@ -65,17 +65,17 @@ fn all(d: &Dataset) -> Vec<Example> {
     d.samples.all().unwrap()
 }
 
-/// The samples of all rows.
+/// The sample numbers of all rows.
 fn lists(rows: &Rows) -> Vec<Vec<u32>> {
     (0..rows.len()).map(|r| rows.get(r).unwrap()).collect()
 }
 
-/// A sample of a dataset.
+/// Sample `i` of a dataset.
 fn nth(d: &Dataset, i: usize) -> Example {
     d.samples.get(i).unwrap().unwrap()
 }
 
-/// A folder with files, and a way to load from it.
+/// A temporary folder of data files.
 struct Files(tempfile::TempDir);
 
 impl Files {

@@ -1,4 +1,4 @@
-//! What holds for all inputs: packing, batches, micro-batches.
+//! Property tests of packing, batches and micro-batches.
 
 use super::*;
 use ft_recipe::{Device, Length, Run};
@@ -34,15 +34,15 @@ fn dataset(lengths: &[usize], rows: Vec<Vec<usize>>) -> Dataset {
     Dataset::of(&examples, &rows).unwrap()
 }
 
-/// What brings samples into the order in which they are packed.
+/// The random stream of packing.
 fn order_of(seed: u64) -> ft_base::rng::Stream {
     ft_base::rng::Stream::new(seed, ft_base::rng::Purpose::Pack, 0, 0)
 }
 
-/// Best-fit as one would write it down.
+/// Straightforward best-fit, for comparison.
 fn best_fit(lengths: &[usize], max: usize, seed: u64) -> Vec<Vec<usize>> {
     let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
-    // the rows of each space, the last first
+    // rows, most recently used last
     let mut order: Vec<usize> = Vec::new();
     for i in order_of(seed).permutation(lengths.len() as u32) {
         let i = i as usize;
@@ -89,7 +89,7 @@ proptest! {
         prop_assert!(rows.iter().all(|r| !r.is_empty() && r.iter().map(|i| lengths[*i]).sum::<usize>() <= 50));
         if ordered {
             prop_assert!(all.is_sorted());
-            // a row is closed only when the next sample does not fit
+            // a row is closed only if the next sample does not fit
             for pair in rows.windows(2) {
                 prop_assert!(pair[0].iter().chain(&pair[1][..1]).map(|i| lengths[*i]).sum::<usize>() > 50);
             }
@@ -116,12 +116,12 @@ proptest! {
             prop_assert!(shuffle || epoch.is_sorted());
         }
         prop_assert!(b.rows(b.steps()).is_empty());
-        // asked in any order, by another process, the answer is the same: a resumed run goes on where it stood
+        // results do not depend on the order of queries, as needed for resuming
         let again = Batches::new(rows, &run(Length::Epochs(epochs as f64), batch, seed), shuffle);
         for step in (0..b.steps()).rev() {
             prop_assert_eq!(again.rows(step), b.rows(step));
         }
-        // the length of the run changes no step that both have
+        // a longer run takes the same steps
         let longer = Batches::new(rows, &run(Length::Steps(b.steps() + 5), batch, seed), shuffle);
         prop_assert_eq!(longer.steps(), b.steps() + 5);
         for step in 0..longer.steps() {
@@ -166,7 +166,7 @@ fn fractions_of_epochs_and_edges() {
     let b = Batches::new(10, &run(Length::Epochs(1.25), 4, 0), false);
     assert_eq!(b.rows(3), [2]);
     assert_eq!(b.rows(2), [8, 9, 0, 1]);
-    // a batch larger than the data wraps around more than once
+    // a batch larger than the dataset wraps around several times
     assert_eq!(Batches::new(2, &run(Length::Steps(1), 5, 0), false).rows(0), [0, 1, 0, 1, 0]);
     let shuffled = Batches::new(100, &run(Length::Epochs(2.0), 100, 3), true);
     assert_ne!(shuffled.rows(0), shuffled.rows(1));

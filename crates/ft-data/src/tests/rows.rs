@@ -1,11 +1,11 @@
-//! From rows to examples: formats, masks, lengths, mixing.
+//! Rows to samples: formats, masks, lengths, mixing.
 
 use super::*;
 use ft_base::error::Failure;
 use ft_recipe::Mask;
 use serde_json::json;
 
-/// The supervised part of an example as text.
+/// The supervised text of a sample.
 pub(super) fn supervised(e: &Example) -> String {
     let ids: Vec<u32> =
         e.ids.iter().zip(&e.labels).filter(|(_, l)| **l != UNSUPERVISED).map(|(i, _)| *i).collect();
@@ -116,7 +116,7 @@ fn masks_that_a_format_cannot_do_are_refused() {
         assert_eq!(error.exit_code(), ft_base::ExitCode::Usage);
         assert!(error.to_string().contains("cannot do mask"), "{error}");
     }
-    // the source's own mask goes before the recipe's
+    // the mask of a source overrides the recipe's
     let cfg = recipe::Data { mask: Some(Mask::Assistant), ..data(8) };
     let mut s = source("a.jsonl", Format::Text);
     s.mask = Some(Mask::None);
@@ -168,7 +168,7 @@ fn sources_are_mixed_by_weight_and_read_in_order() {
     assert!(files.load(&s, &data(8)).is_err());
 }
 
-/// Over the seeds, each sample is in an epoch as often as its weight says.
+/// Averaged over seeds, every sample occurs as often as the weight specifies.
 #[test]
 fn weights_are_exact_in_expectation() {
     let rows: String = (0..3).map(|n| format!("{{\"input_ids\": [{n}, {n}]}}\n")).collect();
@@ -271,7 +271,7 @@ fn shown_rows_mark_what_is_supervised() {
     let mut out = Vec::new();
     ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), false, &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
-    // colours are ours alone, and stand where the marks do
+    // escape codes come only from ft, and match the marks
     let mut colored = Vec::new();
     ft::cli::data::show(&d, Some(&tiny()), 3, (64, OverLength::Truncate), true, &mut colored).unwrap();
     let colored = String::from_utf8(colored).unwrap();

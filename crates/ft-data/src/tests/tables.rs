@@ -1,4 +1,4 @@
-//! Files that other programs wrote (`tests/fixtures/make_tables.py`), and broken ones.
+//! Tables written by other programs (`tests/fixtures/make_tables.py`), and broken tables.
 
 use super::super::format::Shape;
 use super::super::reader::Rows;
@@ -8,7 +8,7 @@ use ft_base::error::Failure;
 /// Ids and labels of rows.
 type Made = Vec<(Vec<u32>, Vec<i32>)>;
 
-/// What the rows of a file make, without where they stand.
+/// Encodes the rows of a file.
 fn read(path: &str, format: Format) -> Result<Made, Error> {
     let resolve = |s: &str| fixture("tables").join(s);
     let d = Dataset::load(
@@ -57,7 +57,7 @@ fn patterns_and_folders_name_files() {
     let end = "<|endoftext|>";
     let of = |texts: &[&str]| texts.iter().map(|t| format!("{t}{end}")).collect::<String>();
     assert_eq!(lines(".").unwrap(), of(&["a", "c", "b"]));
-    // what a folder has beside them is told, of each source
+    // other files of a folder are reported per source
     let warnings =
         |path: &str| files.load(&[source(path, Format::Text)], &data(9)).unwrap().warnings(9).unwrap();
     let told = "1 subfolder (deep), 1 hidden file (.h.txt), 1 file of another kind (note.md)";
@@ -82,7 +82,7 @@ fn patterns_and_folders_name_files() {
     }
 }
 
-/// Whether a column says that it holds texts or not, what is no text stops the run or is left out, and its row is named.
+/// Invalid UTF-8 stops the run or drops the row, for binary and string columns; the error names the row.
 #[test]
 #[cfg(feature = "parquet")]
 fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
@@ -120,7 +120,7 @@ fn bytes_of_parquet_that_are_no_text_are_a_bad_row() {
     assert!(said.ends_with("text.twice.parquet:1:1: the key \"text\" is there twice"), "{said}");
 }
 
-/// Each names the line and what is wrong there, and none takes the rows around it with it.
+/// Errors name line and problem; neighboring rows are unaffected.
 #[test]
 fn broken_tables_say_where() {
     let messages = "messages\n\"[{\"\"role\"\": \"\"user\"\"}\"\n";
@@ -150,7 +150,7 @@ fn broken_tables_say_where() {
     }
 }
 
-/// Lines are counted as an editor counts them, whatever ends them, and whatever stands between rows.
+/// Lines are counted as in an editor, for any line ending and for blank lines.
 #[test]
 fn rows_of_tables_stand_where_they_begin() {
     let lines = |text: &str| {
@@ -166,13 +166,13 @@ fn rows_of_tables_stand_where_they_begin() {
             assert_eq!(lines(&text), begin.map(|l| l + before), "{text:?}");
         }
     }
-    // longer than what is read at a time, and rows that only a carriage return parts
+    // longer than the read buffer, and rows separated by a bare carriage return
     let long = "x".repeat(300_000);
     assert_eq!(lines(&format!("text,id\r\n\"{long}\r\n{long}\",1\r\n\r\nb,2")), [2, 5]);
     assert_eq!(lines("text,id\ra,1\rb,2\nc,3\n"), [1, 1, 2]);
 }
 
-/// A packed file that is cut is an error, not fewer rows.
+/// A truncated compressed file is an error, not a shorter dataset.
 #[test]
 fn cut_files_are_told() {
     for (name, format) in [
@@ -194,7 +194,7 @@ fn cut_files_are_told() {
     }
 }
 
-/// A row may have 32 MiB, whatever its file is.
+/// The limit of 32 MiB per row applies to all file types.
 #[test]
 fn rows_of_tables_are_bounded() {
     let files = Files::new(&[("a.csv", &format!("text\n{}\n", "a".repeat(40 << 20)))]);
