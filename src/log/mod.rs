@@ -1,4 +1,5 @@
-//! What a run tells: progress on the terminal, `metrics.jsonl` in the run folder, a report from it.
+//! Output of a run: messages and progress on the terminal, `metrics.jsonl` in the run folder,
+//! TensorBoard files; also memory accounting.
 
 pub mod limits;
 pub mod memory;
