@@ -9,7 +9,7 @@
 //!
 //! ```text
 //! alloc     the smallest retained block that fits, cut to size;  else new pages
-//! dealloc   retained, merged with neighbors;  above the limit, the oldest blocks are unmapped from their ends
+//! dealloc   retained, merged with neighbors;  above the limit, the oldest are unmapped, from the end
 //! ```
 //!
 //! Small blocks use the C library.

@@ -15,8 +15,8 @@ impl Memory {
 }
 
 impl Recipe {
-    /// Whether a frozen matrix that stays on the device is stored with padding columns for its adapter. Never with
-    /// several ranks, so that results round alike in all ZeRO stages.
+    /// Whether a frozen matrix that stays on the device is stored with padding columns for an adapter. Never
+    /// with several ranks, so that results round alike in all ZeRO stages.
     pub fn has_rooms(&self) -> bool {
         self.parallel.ranks() == 1 && !self.weights_come_and_go()
     }
