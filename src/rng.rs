@@ -65,8 +65,7 @@ impl Stream {
     /// A placeholder for code paths without random draws.
     pub const NONE: Self = Self { key: [0; 2], high: [0; 2] };
 
-    /// The stream of `purpose` at `step` in `layer`. `layer` may be any number that distinguishes
-    /// streams.
+    /// The stream of `purpose` at `step` in `layer`. `layer` may be any number that distinguishes streams.
     ///
     /// `step` must be below 2^32 and `layer` below 2^24.
     pub fn new(seed: u64, purpose: Purpose, step: u64, layer: u64) -> Self {

@@ -164,7 +164,7 @@ impl Counting {
 
 // SAFETY: every allocation is served by `System` or by the pool, chosen by layout alone, so `dealloc`
 // and `realloc` return a block to the allocator it came from. Counting uses atomics and does not
-// allocate. The failure handler does not return.
+// allocate. The failure handler, if set, does not return.
 unsafe impl GlobalAlloc for Counting {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -251,8 +251,7 @@ pub fn peak_bytes() -> Option<u64> {
     (TOTAL.load(Relaxed) > 0).then(|| PEAK.load(Relaxed).max(phases))
 }
 
-/// Peak per phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 for phases not
-/// entered.
+/// Peak per phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 for phases not entered.
 pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
     let mut peaks = std::array::from_fn(|p| PHASES[p].load(Relaxed));
     let (now, _) = place::everybody();

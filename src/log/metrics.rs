@@ -185,8 +185,7 @@ pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
     Ok(lines.into_iter().map(|(_, event)| event).collect())
 }
 
-/// Number of bytes at the end of a file searched for the last event; an `end` event takes a few
-/// kilobytes.
+/// Number of bytes at the end of a file searched for the last event; an `end` event takes a few kilobytes.
 const LAST: u64 = 64 << 10;
 
 /// The last complete event of a metrics file. `None` if the file is missing, the line is invalid, or the

@@ -4,8 +4,8 @@
 //! pins the free memory around it. The overhead depends on the order of allocations, so no plan can
 //! predict it. Here each large block has its own pages. A freed block is retained for a later allocation
 //! of the same size or less while bytes in use plus retained bytes stay within the planned memory
-//! ([`keep_within`]); any excess returns to the system at once. The process thus never exceeds the plan,
-//! and reuse causes no page faults.
+//! ([`keep_within`]); any excess returns to the system at once. Retained blocks thus exceed the plan by at
+//! most 1 MiB, and reuse causes no page faults.
 //!
 //! ```text
 //! alloc     the smallest retained block that fits, cut to size;  else new pages

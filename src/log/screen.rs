@@ -44,8 +44,7 @@ pub fn to_terminal() {
 fn is_control(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
-        // Bidirectional marks, embeddings, overrides and isolates; line separators honored by some
-        // terminals.
+        // Bidirectional marks, embeddings, overrides and isolates; line separators honored by some terminals.
         '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => true,
         c => c.is_control(),
     }
@@ -106,8 +105,7 @@ pub fn color_on_stdout() -> bool {
     can && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }
 
-/// Prints a line on stderr. Ignores errors: a closed stderr must not end a run, as it would with
-/// `eprintln!`.
+/// Prints a line on stderr. Ignores errors: a closed stderr must not end a run, as it would with `eprintln!`.
 pub fn tell(text: &str) {
     tell_escaped(&escape(text));
 }

@@ -102,8 +102,7 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates an event file in a run folder. `resume_from` is the step of the checkpoint, for a resumed
-    /// run.
+    /// Creates an event file in a run folder. `resume_from` is the step of the checkpoint, for a resumed run.
     ///
     /// # Errors
     /// The folder or file cannot be written.

@@ -185,8 +185,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Checks the keys of a rule for token rows. Returns false for such a rule, true for a rule for
-    /// modules.
+    /// Checks the keys of a rule for token rows. Returns false for such a rule, true for a rule for modules.
     fn tokens(&mut self, path: &str, rule: &Rule) -> bool {
         let key = |name: &str| format!("{path}.{name}");
         let (modules, tokens) = (key("modules"), key("tokens"));

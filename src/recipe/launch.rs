@@ -50,8 +50,7 @@ impl Launch {
         by_name.or_else(slurm)
     }
 
-    /// The launch of this process, or `None` for a single process. Also `None` if [`Launch::check`]
-    /// fails.
+    /// The launch of this process, or `None` for a single process. Also `None` if [`Launch::check`] fails.
     pub fn of_env() -> Option<Self> {
         Self::told().ok().flatten()
     }

@@ -322,8 +322,7 @@ fn yaml(texts: &[Text], path: &Path) -> Option<Diagnostic> {
     Some(d.hint("ft init asks for what a recipe needs and writes one; ft recipes lists some to begin with"))
 }
 
-/// Drops problems that may be consequences of a syntax error, such as missing keys on the unreadable
-/// line.
+/// Drops problems that may be consequences of a syntax error, such as missing keys on the unreadable line.
 fn beside_syntax(problems: Vec<Diagnostic>, syntax: &[Diagnostic]) -> Vec<Diagnostic> {
     let same_line = |d: &Diagnostic| syntax.iter().any(|s| s.place.line == d.place.line);
     problems

@@ -98,8 +98,7 @@ pub(super) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() { key.to_string() } else { format!("{prefix}.{key}") }
 }
 
-/// Parses `texts[0]` as TOML. Returns syntax errors as problems, along with the recoverable part of the
-/// tree.
+/// Parses `texts[0]` as TOML. Returns syntax errors as problems, along with the recoverable part of the tree.
 pub(super) fn read(texts: &[Text]) -> (Table, Vec<Diagnostic>) {
     let (table, errors) = DeTable::parse_recoverable(&texts[0].text);
     // Further errors on a line are usually consequences of the first.

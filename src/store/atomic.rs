@@ -101,8 +101,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     pending.commit()
 }
 
-/// Copies the file `name` atomically from folder `from` to folder `to`. Does nothing if the file is
-/// missing.
+/// Copies the file `name` atomically from folder `from` to folder `to`. Does nothing if the file is missing.
 ///
 /// # Errors
 /// [`Error::Unsafe`] if the file is not allowed by [`open_inside`], such as a link out of the folder;
@@ -141,8 +140,7 @@ pub(crate) fn sync_folder(dir: &Path) -> Result<(), Error> {
     File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, None, e))
 }
 
-/// Free bytes for this user on the disk of `dir`, or of the nearest existing ancestor; `None` if
-/// unknown.
+/// Free bytes for this user on the disk of `dir`, or of the nearest existing ancestor; `None` if unknown.
 pub(crate) fn free_bytes(dir: &Path) -> Option<u64> {
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let stat = dir.ancestors().find_map(|d| {

@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` if none of the variables is
-/// set.
+/// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` if none of the variables is set.
 ///
 /// Unit tests use only `FT_CACHE`, to leave the user's folder alone.
 pub(crate) fn cache_folder() -> Option<PathBuf> {

@@ -25,8 +25,7 @@ trait Stored: Copy + Send + Sync {
     type Over: Copy + Default + BitOr<Output = Self::Over>;
     fn from_le(bytes: &[u8]) -> Self;
     /// A word with the highest bit set if the value is NaN or infinite: the bits of the largest finite
-    /// magnitude minus the bits of this magnitude. Loops over this are vectorized, and cheap next to
-    /// reading.
+    /// magnitude minus the bits of this magnitude. Loops over this are vectorized, and cheap next to reading.
     fn over(self) -> Self::Over;
     /// Whether combined flags contain a NaN or infinite value.
     fn is_over(over: Self::Over) -> bool;

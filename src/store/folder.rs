@@ -36,8 +36,7 @@ const KEEP: &str = "keep";
 /// Size limit of `keep` in bytes, far above real lists of names.
 const MOST_NAMES: u64 = 64 << 20;
 
-/// Number of attempts to lock a workspace, and the pause between them. A sweep holds the lock only
-/// briefly.
+/// Number of attempts to lock a workspace, and the pause between them. A sweep holds the lock only briefly.
 const TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(30);
 
@@ -147,8 +146,7 @@ impl NewFolder {
         }
     }
 
-    /// Makes the files durable and renames the folder to the target, which must be absent or an empty
-    /// folder.
+    /// Makes the files durable and renames the folder to the target, which must be absent or an empty folder.
     ///
     /// # Errors
     /// [`Error::Occupied`] if the target is no longer empty; [`Error::Write`].
@@ -191,8 +189,7 @@ impl NewFolder {
                 fault!("folder.renamed");
             }
         }
-        // The target now exists, so its parents must stay. Later errors are reported, but nothing is
-        // lost.
+        // The target now exists, so its parents must stay. Later errors are reported, but nothing is lost.
         self.created.clear();
         sync_folder(folder_of(target))?;
         fault!("folder.parent_synced");
@@ -308,8 +305,7 @@ impl Workspace {
     /// Removes the workspace, if settled.
     fn remove(&mut self) {
         self.lock = None;
-        // Fails unless empty, as intended: otherwise another process has taken it, or it was not
-        // settled.
+        // Fails unless empty, as intended: otherwise another process has taken it, or it was not settled.
         let _ = std::fs::remove_dir(&self.dir);
     }
 }

@@ -3,8 +3,7 @@
 //! candle.
 //!
 //! The format, version 3, little-endian: magic, version, counts; keys with typed values; for each tensor
-//! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32
-//! bytes.
+//! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32 bytes.
 
 use super::Error;
 use super::atomic::{Pending, free_bytes};

@@ -424,8 +424,7 @@ mod tests {
         assert_ne!(hash(), "known");
     }
 
-    /// A cached hash is used only for the identical file. The test plants a false hash to detect its
-    /// use.
+    /// A cached hash is used only for the identical file. The test plants a false hash to detect its use.
     #[test]
     fn a_kept_hash_holds_for_the_same_file_alone() {
         let dir = tempfile::tempdir().unwrap();

@@ -20,8 +20,7 @@ const MAX_INDEX: u64 = 64 << 20;
 /// names stay in the folder.
 ///
 /// # Errors
-/// [`Error::Index`] for an invalid index; [`Error::Unsafe`] for a file name that leads out of the
-/// folder.
+/// [`Error::Index`] for an invalid index; [`Error::Unsafe`] for a file name that leads out of the folder.
 pub(crate) fn read(dir: &Path, name: &str) -> Result<BTreeMap<String, String>, Error> {
     let (file, path) = open_inside(dir, name)?;
     let bad = |problem: String| Error::Index { path: path.clone(), problem };
@@ -51,8 +50,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
 
 struct Index(BTreeMap<String, String>);
 
-/// Deserialized manually, so that a second `weight_map` is an error and does not silently replace the
-/// first.
+/// Deserialized manually, so that a second `weight_map` is an error and does not silently replace the first.
 impl<'de> Deserialize<'de> for Index {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Top;
@@ -65,8 +63,7 @@ impl<'de> Deserialize<'de> for Index {
                 let mut found = None;
                 while let Some(key) = map.next_key::<String>()? {
                     if key != "weight_map" {
-                        // "metadata" is skipped: `total_size` is wrong in many real files, and not
-                        // needed.
+                        // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
                         map.next_value::<IgnoredAny>()?;
                     } else if found.replace(map.next_value::<WeightMap>()?.0).is_some() {
                         return Err(A::Error::custom("weight_map comes twice"));

@@ -36,8 +36,7 @@ impl Lock {
     /// the folder: otherwise the creator of a prepared folder could redirect writes.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another process holds the lock; [`Error::Write`] if the folder is not
-    /// writable.
+    /// [`Error::Locked`] if another process holds the lock; [`Error::Write`] if the folder is not writable.
     pub(super) fn take(dir: &Path, own: bool) -> Result<Lock, Error> {
         let mut created = Vec::new();
         loop {

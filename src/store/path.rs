@@ -89,8 +89,7 @@ pub(crate) fn read_inside(dir: &Path, name: &str, most: u64) -> Result<Vec<u8>, 
     Ok(bytes)
 }
 
-/// Whether `real` is a blob in the hub cache, for a `real_dir` that is a snapshot of the same
-/// repository.
+/// Whether `real` is a blob in the hub cache, for a `real_dir` that is a snapshot of the same repository.
 fn is_blob_of(real_dir: &Path, real: &Path) -> bool {
     let Some(snapshots) = real_dir.parent().filter(|p| p.ends_with("snapshots")) else {
         return false;

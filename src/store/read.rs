@@ -270,8 +270,7 @@ impl TensorFiles {
         self.passing.get()?.get(file)?.as_ref()
     }
 
-    /// Name, size and BLAKE3 hash of each open file, sorted by name. Uses cached hashes of unchanged
-    /// files.
+    /// Name, size and BLAKE3 hash of each open file, sorted by name. Uses cached hashes of unchanged files.
     ///
     /// # Errors
     /// [`Error::Read`]; [`Error::Changed`] for a file that changes meanwhile.
@@ -335,8 +334,7 @@ impl TensorFiles {
         flat.reshape(info.shape.as_slice()).map_err(wrong)
     }
 
-    /// Like [`TensorFiles::tensor`], for a range of elements, as a flat tensor. Reads only these
-    /// elements.
+    /// Like [`TensorFiles::tensor`], for a range of elements, as a flat tensor. Reads only these elements.
     ///
     /// # Errors
     /// [`Error::Rows`] for elements out of range; otherwise as [`TensorFiles::tensor`].

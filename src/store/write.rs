@@ -1,8 +1,7 @@
 //! Writing of safetensors files, loadable by other programs and deterministic to the byte.
 //!
 //! The header depends only on names, dtypes and shapes, so tensors are streamed with only one in memory.
-//! The order within a file is that of the safetensors crate: wide dtypes first (for alignment), then by
-//! name.
+//! The order within a file is that of the safetensors crate: wide dtypes first (for alignment), then by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -317,8 +316,7 @@ impl SharedFile {
     /// Writes ranges of tensors: name, first element, and values in order.
     ///
     /// # Errors
-    /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, or elements out of
-    /// range.
+    /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, or elements out of range.
     pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
         let file = File::options().write(true).open(&self.path).map_err(self.failed("open"))?;
         for (name, first, values) in parts {

@@ -578,8 +578,7 @@ fn metrics(base: &'static Base, d: &mut Dice) -> Case {
     Case { files, commands: vec![command("report runs/r", &[0, 5])], after: judge::no_script }
 }
 
-/// KiB of memory and stack, and number of descriptors, required by the system's loader to start the
-/// program.
+/// KiB of memory and stack, and number of descriptors, required by the system's loader to start the program.
 pub const LEAST_MEMORY: usize = 60_000;
 pub const LEAST_STACK: usize = 64;
 pub const LEAST_FILES: usize = 4;

@@ -202,8 +202,7 @@ pub fn toml_value(d: &mut Dice, depth: usize) -> String {
     }
 }
 
-/// Serializes `value` after one to three structural changes. `other` is a second seed to copy values
-/// from.
+/// Serializes `value` after one to three structural changes. `other` is a second seed to copy values from.
 ///
 /// Values not representable in serde_json (NaN, duplicate keys, lone surrogates, invalid UTF-8, nesting
 /// of 100,000 levels) are written in place of placeholders.

@@ -75,8 +75,7 @@ impl Checkpoints {
                 remove_folder(&path)?;
             }
         }
-        // If a step was being saved again, keep the new checkpoint if complete, else restore the old
-        // one.
+        // If a step was being saved again, keep the new checkpoint if complete, else restore the old one.
         for (name, path) in all.folders()? {
             if let Some(step) = step_of(&name, OLD) {
                 let target = all.path_of(step);
@@ -161,8 +160,7 @@ impl Checkpoints {
         read_inside(&self.path_of(step), MARKER, 1 << 10).ok()
     }
 
-    /// Path of one file of a checkpoint, verified against the recorded hash. Other files are not
-    /// verified.
+    /// Path of one file of a checkpoint, verified against the recorded hash. Other files are not verified.
     ///
     /// # Errors
     /// [`Error::Damaged`] if the checkpoint or the file is missing or damaged.
@@ -223,9 +221,9 @@ impl Draft {
         &self.path
     }
 
-    /// Makes the checkpoint durable under the final name. Then removes all but the newest `keep`
-    /// checkpoints (at least this one stays) and that of step `also`, and checkpoints of later steps,
-    /// abandoned by a run resumed from an earlier step. Returns the folder.
+    /// Makes the checkpoint durable under the final name, and returns the folder. Then keeps only the newest
+    /// `keep` checkpoints (at least this one) and the one of step `also`. Checkpoints of later steps, abandoned
+    /// by a run resumed from an earlier step, are removed.
     ///
     /// # Errors
     /// [`Error::Write`] with the path. Earlier checkpoints stay intact in any case.
@@ -315,8 +313,7 @@ fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
 }
 
-/// Only a plain file is a marker. A checkpoint with a folder, link or pipe of this name counts as
-/// incomplete.
+/// Only a plain file is a marker. A checkpoint with a folder, link or pipe of this name counts as incomplete.
 fn has_marker(path: &Path) -> bool {
     path.join(MARKER).symlink_metadata().is_ok_and(|m| m.is_file())
 }

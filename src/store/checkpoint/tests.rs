@@ -203,8 +203,7 @@ fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
     assert!((1..8).contains(&failures), "{failures} of 8 saves failed");
 }
 
-/// The child process of `every_fault_point_leaves_a_whole_checkpoint`, which is aborted at a fault
-/// point.
+/// The child process of `every_fault_point_leaves_a_whole_checkpoint`, which is aborted at a fault point.
 #[test]
 #[ignore = "the child process of the fault test"]
 fn fault_child() {

@@ -1,9 +1,7 @@
-//! Shared by all targets: a folder of good files, and a command that reads one file written by the
-//! fuzzer.
+//! Shared by all targets: a folder of good files, and a command that reads one file written by the fuzzer.
 //!
 //! A finding is a panic, a crash, memory above libFuzzer's limit, or an exit code not expected for this
-//! file. Once fixed, a finding is added to `tests/fixtures/corpus`, like findings of the seeded
-//! mutations.
+//! file. Once fixed, a finding is added to `tests/fixtures/corpus`, like findings of the seeded mutations.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
