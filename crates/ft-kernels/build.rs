@@ -1,10 +1,11 @@
-//! Compiles every CUDA source in src with nvcc, under the `cuda` feature.
+//! Computes `FT_TOKENS`, a hash of everything that affects tokenization and part of the token cache's
+//! file names. With the `cuda` feature, compiles every CUDA source in `src/kernel`.
 //!
-//! Each source becomes PTX for the compute capability in `CUDA_COMPUTE_CAP` (80, unless it is said otherwise; devices of
-//! that and all later ones run it), and machine code made from that very PTX for the cards that are at hand: those of
-//! `FT_CUDA_CODE` (`80,86,89,90,120`, as far as the compiler has them; empty for none, which compiles faster). Both go
-//! into one fat binary, of which the driver takes what suits the device. What CI runs on an emulated device, which reads
-//! PTX, is so what the machine code was made from.
+//! Each source is compiled to PTX for the compute capability `CUDA_COMPUTE_CAP` (default 80; runs on all
+//! later devices). The PTX is then assembled to machine code for the architectures in `FT_CUDA_CODE`
+//! (default `80,86,89,90,120`; any unknown to nvcc are dropped; empty for none and a faster build). Both
+//! go into one fat binary, from which the driver picks the image for the device. CI runs the PTX on an
+//! emulated device, so the tests cover the input of the machine code.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -30,11 +31,12 @@ mod cuda {
     type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
     const SOURCES: &str = "src";
-    /// Compute capability of the PTX: the first with bf16, and the oldest of the cards that ft is for.
+    /// Compute capability of the PTX: the first with bf16, and the oldest supported GPU.
     const OLDEST: u32 = 80;
     const CODE: &str = "80,86,89,90,120";
 
-    /// Writes OUT_DIR/NAME.fatbin for each source NAME.cu, and OUT_DIR/modules.rs with a constant for each.
+    /// Writes `OUT_DIR/NAME.ptx` and `OUT_DIR/NAME.fatbin` for each source `NAME.cu`, and
+    /// `OUT_DIR/modules.rs` with one constant per source.
     pub fn compile() -> Result<()> {
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
         for name in ["CUDA_COMPUTE_CAP", "FT_CUDA_CODE", "NVCC", "CUDA_HOME"] {
@@ -119,7 +121,8 @@ mod cuda {
             Ok(Self { nvcc, ptx, code: code.into_iter().filter(|n| *n >= ptx && has(n)).collect() })
         }
 
-        /// Compiles a source that is newer than what was made of it, or whose settings changed.
+        /// Compiles a source unless the outputs are newer than sources and headers and were built with
+        /// the same settings.
         fn fatbin(&self, source: &Path, out: &Path, headers: SystemTime) -> Result<()> {
             let name = stem(source)?;
             let at = |end: &str| out.join(format!("{name}.{end}"));
@@ -143,7 +146,7 @@ mod cuda {
         }
     }
 
-    /// What a command prints.
+    /// Runs a command and returns stdout. A failure carries the command line and stderr.
     fn run(command: &mut Command) -> Result<String> {
         let out = command.output().map_err(|e| format!("{:?}: {e}", command.get_program()))?;
         if !out.status.success() {

@@ -1,7 +1,7 @@
-//! `metrics.jsonl`: one JSON object a line.
+//! `metrics.jsonl`: one JSON object per line.
 //!
-//! The file is the user's to look at, and other programs may touch it: a line that cannot be read is left out with a
-//! warning, and a file that was removed or replaced while the run writes is noticed at the next event.
+//! Users and other programs may edit the file. Unreadable lines are dropped with a warning, and a file
+//! removed or replaced during the run is detected at the next event.
 
 use super::table::Table;
 use super::TensorBoard;
@@ -14,19 +14,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Bytes of a metrics file: some hundreds a step, of millions of steps.
+/// Size limit of a metrics file in bytes: a few hundred bytes for each of millions of steps.
 const LONGEST: u64 = 1 << 30;
 
-/// The metrics file of a run.
+/// The open metrics file of a run.
 #[derive(Debug)]
 pub struct Metrics {
     path: PathBuf,
     file: File,
-    /// Bytes that the file must have.
+    /// Expected length of the file in bytes.
     len: u64,
-    /// Kinds of the events of the step that the run goes on from.
+    /// Kinds of the events at the step the run resumes from.
     kept: Vec<String>,
-    /// Where events are shown too.
+    /// TensorBoard writer that receives the same events.
     board: Option<TensorBoard>,
     table: Option<Table>,
 }
@@ -34,8 +34,8 @@ pub struct Metrics {
 impl Metrics {
     /// Opens the file for appending.
     ///
-    /// With `resume_from`, events of later steps are taken out first: the run goes through those steps again. So is an
-    /// evaluation of that step that gave no number, and what cannot be read.
+    /// With `resume_from`, first removes events of later steps, since the run repeats these steps. Also
+    /// removes evaluations at `resume_from` without a finite loss, `end` events, and unreadable lines.
     pub fn open(path: &Path, resume_from: Option<u64>) -> Result<Self, store::Error> {
         let (mut text, mut kept) = (Vec::new(), Vec::new());
         if let Some(step) = resume_from {
@@ -63,20 +63,20 @@ impl Metrics {
         Ok(metrics)
     }
 
-    /// Whether the file has an event of this kind at the step that the run goes on from.
+    /// Whether an event of this kind exists at the step the run resumes from.
     pub fn has(&self, kind: &str) -> bool {
         self.kept.iter().any(|k| k == kind)
     }
 
-    /// Shows events in TensorBoard too, from here on.
+    /// Sends later events to TensorBoard too.
     pub fn show_in(&mut self, board: TensorBoard) {
         self.board = Some(board);
     }
 
-    /// Keeps `metrics.csv` beside the file: of what is in it, and of each event from here on.
+    /// Maintains `metrics.csv` next to the file, with all past and later events.
     ///
     /// # Errors
-    /// Files that cannot be read or written.
+    /// A file cannot be read or written.
     pub fn tabulate(&mut self) -> Result<(), store::Error> {
         self.table = Some(Table::open(&self.path.with_extension("csv"), &read(&self.path)?)?);
         Ok(())
@@ -85,7 +85,7 @@ impl Metrics {
     /// Appends one event.
     ///
     /// # Errors
-    /// A disk that takes no more; a run folder that is gone.
+    /// The disk is full or failing, or the run folder is gone.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let line = format!("{event}\n");
         self.look()?;
@@ -101,7 +101,7 @@ impl Metrics {
         self.file.metadata().map(|m| m.len()).map_err(|e| store::Error::run(&self.path, e))
     }
 
-    /// Notices what other programs did to the file. One that was removed is written again as it was.
+    /// Detects changes made by other programs. Restores the file if it was removed.
     fn look(&mut self) -> Result<(), store::Error> {
         let fail = |what, e| store::Error::write(what, &self.path, None, e);
         let shown = self.path.display();
@@ -122,7 +122,7 @@ impl Metrics {
                     && self.path.parent().is_none_or(|d| d.as_os_str().is_empty() || d.is_dir()) =>
             {
                 warn(&format!("{shown}: another program removed it; it is written again"));
-                // its bytes are there as long as it is open
+                // The contents stay readable through the open file descriptor.
                 let mut text = Vec::new();
                 self.file
                     .rewind()
@@ -141,17 +141,17 @@ impl Metrics {
 fn reopen(path: &Path) -> Result<File, store::Error> {
     let fail = |e| store::Error::write("open", path, None, e);
     let file = OpenOptions::new().read(true).append(true).open(path).map_err(fail)?;
-    // others may have put anything there: a pipe would take the events and keep none
+    // The path may have become a pipe, which would swallow the events.
     match file.metadata().map_err(fail)?.is_file() {
         true => Ok(file),
         false => Err(fail(io::Error::other("it is not a plain file"))),
     }
 }
 
-/// A line as it stands, and as an event.
+/// The bytes of a line, and the parsed event.
 type Line = (Vec<u8>, Value);
 
-/// The lines that are JSON, and how many others there are but for a last one that was cut short.
+/// Reads the JSON lines, and counts the invalid ones. A truncated last line does not count.
 fn lines(path: &Path) -> io::Result<(Vec<Line>, usize)> {
     let bytes = store::read_plain(path, LONGEST)?;
     let (mut good, mut damaged) = (Vec::new(), 0);
@@ -165,7 +165,7 @@ fn lines(path: &Path) -> io::Result<(Vec<Line>, usize)> {
     Ok((good, damaged))
 }
 
-/// Whether an event belongs to the part of the run up to `step`.
+/// Whether an event belongs to the run up to and including `step`.
 fn keep(event: &Value, step: u64) -> bool {
     let at = event["step"].as_u64();
     match event["event"].as_str() {
@@ -175,22 +175,22 @@ fn keep(event: &Value, step: u64) -> bool {
     }
 }
 
-/// The time of an event: seconds after 1970.
+/// The current time in seconds since 1970.
 pub fn unix_time() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// All events of a metrics file; lines that cannot be read are left out.
+/// Reads all events of a metrics file, skipping invalid lines.
 pub fn read(path: &Path) -> Result<Vec<Value>, store::Error> {
     let (lines, _) = lines(path).map_err(|e| store::Error::run(path, e))?;
     Ok(lines.into_iter().map(|(_, event)| event).collect())
 }
 
-/// Bytes at the end of a file in which its last event is looked for: some kilobytes tell how a run ended.
+/// Number of bytes at the end of a file searched for the last event; an `end` event takes a few kilobytes.
 const LAST: u64 = 64 << 10;
 
-/// The last event of a metrics file that is whole; none where there is no such file, or for one as long as only the counts of
-/// very many experts are.
+/// The last complete event of a metrics file. `None` if the file is missing, the line is invalid, or the
+/// event is longer than `LAST` bytes (as with the counts of very many experts).
 pub fn last(path: &Path) -> Option<Value> {
     let mut file = store::open_plain(path).ok()?;
     let from = file.metadata().ok()?.len().saturating_sub(LAST);
@@ -251,7 +251,7 @@ mod tests {
         Ok(())
     }
 
-    /// The run does not lose what another program takes away.
+    /// Events survive the removal of the file by another program.
     #[test]
     fn a_file_that_was_removed_or_replaced_is_noticed() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;

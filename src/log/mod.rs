@@ -1,4 +1,5 @@
-//! Records of a run: `metrics.jsonl`, `metrics.csv`, TensorBoard's event files.
+//! Output of a run: messages and progress on the terminal, `metrics.jsonl` in the run folder,
+//! TensorBoard files; also memory accounting.
 
 mod metrics;
 mod table;

@@ -1,4 +1,4 @@
-//! `metrics.csv`: steps and evaluations as a table, for spreadsheets and data frames.
+//! `metrics.csv`: training steps and evaluations as a table, for spreadsheets and data frames.
 
 use ft_base::store;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// The columns; an event that lacks one leaves it empty.
+/// The columns; fields missing from an event stay empty.
 const COLUMNS: &[&str] = &[
     "event",
     "step",
@@ -26,7 +26,7 @@ const COLUMNS: &[&str] = &[
     "regex_match",
 ];
 
-/// The table that a run writes.
+/// The open table of a run.
 #[derive(Debug)]
 pub struct Table {
     path: PathBuf,
@@ -34,10 +34,10 @@ pub struct Table {
 }
 
 impl Table {
-    /// Writes the table of these events anew, and goes on from there.
+    /// Writes a table of `events`, replacing any existing file, and keeps it open for appending.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// The file cannot be written.
     pub fn open(path: &Path, events: &[Value]) -> Result<Self, store::Error> {
         let mut text = COLUMNS.join(",") + "\n";
         events.iter().filter_map(row).for_each(|row| text.push_str(&row));
@@ -47,10 +47,10 @@ impl Table {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// Appends an event, if it has a row.
+    /// Appends an event, if it is a step or an evaluation.
     ///
     /// # Errors
-    /// A disk that takes no more.
+    /// The disk is full or failing.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let Some(row) = row(event) else { return Ok(()) };
         let written = self.file.write_all(row.as_bytes());
@@ -58,7 +58,8 @@ impl Table {
     }
 }
 
-/// A line of the table; only steps and evaluations have one. Its values are numbers and one word: nothing is quoted.
+/// Formats an event as a line; `None` except for steps and evaluations. Cells are numbers or one word
+/// and need no quotes.
 fn row(event: &Value) -> Option<String> {
     if !matches!(event["event"].as_str(), Some("step" | "eval")) {
         return None;

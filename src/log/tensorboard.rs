@@ -1,7 +1,8 @@
-//! TensorBoard's event files: what `metrics.jsonl` has, as TensorBoard reads it.
+//! TensorBoard event files with the contents of `metrics.jsonl`.
 //!
-//! A file is a list of records (length, bytes, and checksums of both), each an `Event` as a protocol buffer. A run that goes
-//! on writes another file, which begins with the step that it goes on from: TensorBoard drops what came later.
+//! A file is a sequence of records (length, bytes, and checksums of both), one `Event` protocol buffer
+//! per record. A resumed run starts a new file, which begins with a session start at the first repeated
+//! step: TensorBoard then drops later events of earlier files.
 
 use ft_base::store;
 use prost::Message;
@@ -11,16 +12,16 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The folder in a run folder.
+/// Subfolder of the run folder.
 pub const FOLDER: &str = "tensorboard";
-/// What begins each file.
+/// `file_version` of the first record.
 const VERSION: &str = "brain.Event:2";
 /// `SessionLog.SessionStatus.START`.
 const START: i32 = 1;
 /// `DataType.DT_STRING`.
 const STRING: i32 = 7;
 
-/// `tensorflow.Event`, as far as it is written here.
+/// `tensorflow.Event`, with the fields used here.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
     #[prost(double, tag = "1")]
@@ -66,7 +67,7 @@ struct Entry {
     metadata: Option<Metadata>,
 }
 
-/// `TensorProto`, of strings.
+/// `TensorProto` of strings.
 #[derive(Clone, PartialEq, Message)]
 struct Texts {
     #[prost(int32, tag = "1")]
@@ -93,7 +94,7 @@ struct Plugin {
     plugin_name: String,
 }
 
-/// An event file that is being written.
+/// An open event file.
 #[derive(Debug)]
 pub struct TensorBoard {
     file: File,
@@ -101,15 +102,15 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Begins a file in a run folder; `resume_from` is the step that the run goes on from.
+    /// Creates an event file in a run folder. `resume_from` is the step of the checkpoint, for a resumed run.
     ///
     /// # Errors
-    /// A folder that cannot be written.
+    /// The folder or file cannot be written.
     pub fn open(run: &Path, resume_from: Option<u64>) -> Result<Self, store::Error> {
         let dir = run.join(FOLDER);
         let fail = |what, path: &Path, e| store::Error::write(what, path, None, e);
         if resume_from.is_none() && dir.is_dir() {
-            // of a run that is overwritten
+            // Left over from a run that is being overwritten.
             let stale = std::fs::read_dir(&dir).map_err(|e| fail("list", &dir, e))?.flatten();
             for file in stale.filter(|f| f.file_name().to_string_lossy().starts_with("events.out.tfevents."))
             {
@@ -117,7 +118,7 @@ impl TensorBoard {
             }
         }
         std::fs::create_dir_all(&dir).map_err(|e| fail("create", &dir, e))?;
-        // names sort by time: TensorBoard reads them in that order
+        // Names sort by time, the order in which TensorBoard reads them.
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let path =
             dir.join(format!("events.out.tfevents.{:010}.{:09}.ft", time.as_secs(), time.subsec_nanos()));
@@ -130,10 +131,10 @@ impl TensorBoard {
         Ok(out)
     }
 
-    /// Writes what TensorBoard can show of an event of `metrics.jsonl`.
+    /// Writes the scalars and samples of a `metrics.jsonl` event.
     ///
     /// # Errors
-    /// A disk that takes no more.
+    /// The disk is full or failing.
     pub fn write(&mut self, event: &Value) -> Result<(), store::Error> {
         let value = entries(event);
         match value.is_empty() {
@@ -151,13 +152,13 @@ impl TensorBoard {
     }
 }
 
-/// A record around bytes.
+/// Frames bytes as a record.
 fn framed(bytes: &[u8]) -> Vec<u8> {
     let length = (bytes.len() as u64).to_le_bytes();
     [&length[..], &masked(&length), bytes, &masked(bytes)].concat()
 }
 
-/// The checksum of records: CRC-32C, rotated and moved.
+/// The masked CRC-32C of the record format: rotated by 15 bits, plus a constant.
 fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8).to_le_bytes()
 }
@@ -211,7 +212,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// The records of a file, their checksums checked.
+    /// Reads the records of a file and verifies their checksums.
     fn records(path: &Path) -> anyhow::Result<Vec<Event>> {
         let bytes = std::fs::read(path)?;
         let (mut at, mut out) = (0, Vec::new());
@@ -228,7 +229,7 @@ mod tests {
 
     #[test]
     fn events_are_records_with_checksums() -> anyhow::Result<()> {
-        // of RFC 3720: 32 bytes of zeros
+        // Test vector of RFC 3720: 32 zero bytes.
         assert_eq!(crc32c::crc32c(&[0; 32]), 0x8A91_36AA);
         let dir = tempfile::tempdir()?;
         let mut first = TensorBoard::open(dir.path(), None)?;

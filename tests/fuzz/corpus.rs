@@ -1,7 +1,8 @@
-//! Cases in files: what was found once, and what is found now.
+//! Cases as files: the regression corpus, and new findings.
 //!
-//! `tests/fixtures/corpus/INPUT/NAME/` holds the files that differ from the good ones, and `case.txt`: a line a command,
-//! the exit codes that it may have and its words. Lines that begin with `#` say what it is about.
+//! `tests/fixtures/corpus/INPUT/NAME/` contains the files that differ from the good ones, and
+//! `case.txt`: one command per line, with allowed exit codes and arguments. Lines starting with `#` are
+//! comments.
 
 use super::inputs::{Case, command};
 use super::judge;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 const CASE: &str = "case.txt";
 
-/// All kept cases of an input, by name.
+/// All corpus cases of an input, by name.
 pub fn of(input: &str) -> Vec<(String, Case)> {
     let folder = repository().join("tests/fixtures/corpus").join(input);
     let mut dirs: Vec<PathBuf> =
@@ -45,10 +46,10 @@ fn open(dir: &Path) -> Case {
     Case { files, commands, after: judge::nothing }
 }
 
-/// Writes a case where it can be looked at, and taken into the corpus from.
+/// Writes a case to a folder, for inspection and for later addition to the corpus.
 pub fn keep(case: &Case, input: &str, seed: u64, wrong: &str) -> PathBuf {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fuzz").join(format!("{input}-{seed}"));
-    // of an earlier time
+    // Left over from an earlier run.
     let _ = std::fs::remove_dir_all(&dir);
     let base = Base::get().all();
     for (name, content) in case.files.iter().filter(|(name, content)| base.get(*name) != Some(content)) {

@@ -1,10 +1,10 @@
-//! Numbers of a case: all that is chosen in it follows from its seed.
+//! Random numbers of a case. All choices follow from the seed.
 
-/// splitmix64.
+/// A splitmix64 generator.
 pub struct Dice(u64);
 
 impl Dice {
-    /// The numbers of case `seed` of the input `name`.
+    /// The generator for case `seed` of the input `name`.
     pub fn new(name: &str, seed: u64) -> Self {
         let start = name.bytes().fold(seed, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01B3));
         let mut d = Self(start);
@@ -19,12 +19,12 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// A number below `n`; 0 where there is none.
+    /// A random number below `n`; 0 for `n` = 0.
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    /// Once in `n` times.
+    /// True with probability 1/`n`.
     pub fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
@@ -33,13 +33,13 @@ impl Dice {
         &from[self.below(from.len())]
     }
 
-    /// One of the words of a text.
+    /// A random word of a text.
     pub fn word(&mut self, words: &'static str) -> &'static str {
         let n = words.split_whitespace().count();
         words.split_whitespace().nth(self.below(n)).unwrap_or_default()
     }
 
-    /// A range of at most `most` places in something of length `len`.
+    /// A random range of at most `most` indices within `0..len`.
     pub fn range(&mut self, len: usize, most: usize) -> std::ops::Range<usize> {
         let start = self.below(len + 1);
         start..(start + self.below(most + 1)).min(len)

@@ -1,5 +1,4 @@
-//! Every input: the good files it is made from, what is done to them, the commands that read it, and the exit codes that
-//! these may have.
+//! The fuzzed inputs: good files, mutations, commands, and allowed exit codes.
 
 use super::dice::Dice;
 use super::judge::{self, After};
@@ -11,25 +10,25 @@ use ft::recipe::kind::{self, Kind};
 use serde_json::{Value, json};
 use std::sync::LazyLock;
 
-/// One case: files, and what is done with them.
+/// One case: files, and commands to run on them.
 #[derive(Debug)]
 pub struct Case {
     pub files: Files,
     pub commands: Vec<Command>,
-    /// What must hold beside the exit codes.
+    /// Check after all commands, in addition to the exit codes.
     pub after: After,
 }
 
-/// A command line and the exit codes that it may have.
+/// A command line with the allowed exit codes.
 #[derive(Clone, Debug)]
 pub struct Command {
     pub args: Vec<String>,
     pub codes: Vec<u8>,
-    /// What `sh` is told before it runs the binary itself.
+    /// Shell commands (`ulimit`) run by `sh` before the binary.
     pub limits: Option<String>,
 }
 
-/// An input: its name, and how a case of it is made.
+/// An input: name, and generator of cases.
 pub struct Input {
     pub name: &'static str,
     pub make: fn(&'static Base, &mut Dice) -> Case,
@@ -51,11 +50,11 @@ pub const INPUTS: &[Input] = &[
     Input { name: "limits", make: limits },
 ];
 
-/// The codes of a command that reads a recipe, config, tokenizer and rows.
+/// Exit codes of a command that reads a recipe, config, tokenizer and rows.
 const READS: &[u8] = &[0, 2, 3, 4];
-/// Those of `ft plan`.
+/// Exit codes of `ft plan`.
 const PLANS: &[u8] = &[0, 2, 3, 4, 8];
-/// Those of a command that reads the files of a model or adapter and computes with them.
+/// Exit codes of a command that reads the files of a model or adapter and computes with them.
 const COMPUTES: &[u8] = &[0, 4, 6];
 
 pub fn command(line: &str, codes: &[u8]) -> Command {
@@ -66,7 +65,7 @@ fn case(files: Files, commands: Vec<Command>) -> Case {
     Case { files, commands, after: judge::nothing }
 }
 
-/// Something that is no plain file, now and then: a folder, a pipe, a device, a link.
+/// Adds a file, but occasionally a folder, pipe, device or link instead.
 fn put(d: &mut Dice, files: &mut Files, path: &str, data: Vec<u8>) {
     let content = match d.below(150) {
         0 => Content::Folder,
@@ -132,7 +131,7 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
         if d.once_in(2) || commands.is_empty() {
             let mut c = command(line, codes);
             c.args.extend(set.clone());
-            // a NUL byte cannot reach a program
+            // A NUL byte cannot be passed as an argument.
             c.args.iter_mut().for_each(|a| a.retain(|c| c != '\0'));
             commands.push(c);
         }
@@ -140,7 +139,7 @@ fn recipe(base: &'static Base, d: &mut Dice) -> Case {
     case(files, commands)
 }
 
-/// A value for a key: now and then one of its own words.
+/// A value for a key, sometimes one of the accepted words.
 fn value(d: &mut Dice, kind: Kind) -> String {
     match kind {
         Kind::Word(words) | Kind::Words(words) if d.once_in(2) => d.pick(words).0.to_string(),
@@ -231,7 +230,7 @@ fn with_template(base: &'static Base, d: &mut Dice) -> Case {
     case(files, vec![command(&format!("{verb} r.toml data.chat_template=t.jinja"), READS)])
 }
 
-/// Changes a file of tensors: its header as JSON, the header's length, its values, or any bytes.
+/// Mutates a safetensors file: JSON header, header length, values, or arbitrary bytes.
 fn tensors(d: &mut Dice, seed: &[u8]) -> Vec<u8> {
     let mut data = seed.to_vec();
     let n = u64::from_le_bytes(seed[..8].try_into().expect("eight bytes")) as usize;
@@ -268,7 +267,7 @@ fn tensors(d: &mut Dice, seed: &[u8]) -> Vec<u8> {
             data.splice(..8, d.pick(&odd).to_le_bytes());
         }
         7..9 => {
-            // values that are not finite, or that nothing can be made of
+            // NaN and infinite values, and other extreme bit patterns.
             for _ in 0..1 + d.below(5) {
                 let at = 8 + n + d.below((data.len() - n - 8).max(1)) / 4 * 4;
                 let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e30, -1e30, 1e-45, -0.0];
@@ -283,7 +282,7 @@ fn tensors(d: &mut Dice, seed: &[u8]) -> Vec<u8> {
     data
 }
 
-/// Another dtype, shape, place or name of one tensor.
+/// Changes dtype, shape, offsets or name of one tensor.
 fn entry(d: &mut Dice, mut header: Value) -> Value {
     const SIZES: &[u64] = &[0, 1, 2, 3, 8, 1 << 16, 1 << 31, 1 << 32, 1 << 53, 1 << 62, u64::MAX];
     let all = header.as_object_mut().expect("an object");
@@ -480,12 +479,12 @@ fn rows(base: &'static Base, d: &mut Dice) -> Case {
     case(files, vec![command(&line, READS)])
 }
 
-/// Files of rows that are no JSON, as other programs write them.
+/// Data files in formats other than JSON, as written by other programs.
 fn tables(base: &'static Base, d: &mut Dice) -> Case {
     static SEEDS: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
         let of = |end: &str| named_seeds("tests/fixtures/tables", end);
         let mut all = [".csv", ".tsv", ".txt", ".gz", ".zst"].map(of).concat();
-        // they have the most to break
+        // Parquet is the most complex format, so it is chosen more often.
         (0..3).for_each(|_| all.extend(of(".parquet")));
         all
     });
@@ -508,7 +507,7 @@ fn checkpoint(base: &'static Base, d: &mut Dice) -> Case {
     }
     let line = "run r.toml --resume";
     if d.once_in(3) {
-        // one that looks whole
+        // Damages a checkpoint, but keeps the marker consistent.
         let step = *d.pick(&["1", "2"]);
         let dir = format!("runs/r/checkpoints/step-0000000{step}");
         let name = *d.pick(&["state.json", "weights.safetensors", "optimizer.safetensors"]);
@@ -579,12 +578,12 @@ fn metrics(base: &'static Base, d: &mut Dice) -> Case {
     Case { files, commands: vec![command("report runs/r", &[0, 5])], after: judge::no_script }
 }
 
-/// KiB of memory and stack, and descriptors, that the system's loader needs for the program.
+/// KiB of memory and stack, and number of descriptors, required by the system's loader to start the program.
 pub const LEAST_MEMORY: usize = 60_000;
 pub const LEAST_STACK: usize = 64;
 pub const LEAST_FILES: usize = 4;
 
-/// Good files, and little memory, stack, file size or descriptors.
+/// Good files under low limits on memory, stack, file size or descriptors.
 fn limits(base: &'static Base, d: &mut Dice) -> Case {
     let lines = [
         "check r.toml",
@@ -601,7 +600,8 @@ fn limits(base: &'static Base, d: &mut Dice) -> Case {
         "eval r.toml model.source=q",
     ];
     let limit = match d.below(4) {
-        // below, the system's loader cannot start the program: `limits_that_the_program_starts_under`
+        // Below these, the system's loader cannot start the program; see
+        // `limits_that_the_program_starts_under`.
         0 => format!("ulimit -v {}", LEAST_MEMORY + d.below(1_000_000)),
         1 => format!("ulimit -n {}", LEAST_FILES + d.below(30)),
         2 => format!("ulimit -f {}", d.below(200)),

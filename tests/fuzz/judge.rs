@@ -1,23 +1,23 @@
-//! What is wrong with what a command did.
+//! Judges the outcome of commands.
 
 use super::inputs::{Case, Command};
 use super::worker::{End, MEMORY, Outcome, Worker, limited};
 use super::world::{self, Base};
 use std::path::Path;
 
-/// What must hold of a case's folder after its commands, beside their exit codes.
+/// A check of a case's folder after all commands, in addition to the exit codes.
 pub type After = fn(&Path, &[Outcome]) -> Option<String>;
 
-/// What became of a case.
+/// The verdict on a case.
 #[derive(Debug, Default)]
 pub struct Judged {
-    /// What is wrong with it.
+    /// Description of the failure, if any.
     pub wrong: Option<String>,
-    /// How its commands ended.
+    /// How the commands ended.
     pub ends: Vec<End>,
 }
 
-/// Writes a case's files into a new folder below `home`, runs its commands, and judges what they did.
+/// Writes the files of a case to a new folder below `home`, runs the commands, and judges the outcome.
 pub fn run(case: &Case, home: &Path, worker: &mut Worker, number: u64) -> Judged {
     let dir = home.join(format!("case-{number}"));
     std::fs::create_dir_all(&dir).expect("a folder");
@@ -43,7 +43,7 @@ pub fn run(case: &Case, home: &Path, worker: &mut Worker, number: u64) -> Judged
     Judged { wrong, ends: outcomes.iter().map(|o| o.end).collect() }
 }
 
-/// What is wrong with a command's outcome.
+/// Judges the outcome of one command.
 fn fault(command: &Command, o: &Outcome) -> Option<String> {
     let err = String::from_utf8_lossy(&o.err);
     let first = |word: &str| err.lines().find(|l| l.contains(word)).unwrap_or_default().to_string();
@@ -63,7 +63,7 @@ fn fault(command: &Command, o: &Outcome) -> Option<String> {
     })
 }
 
-/// Control characters that reach the terminal.
+/// Finds control characters sent to the terminal.
 fn raw(printed: &[u8]) -> Option<String> {
     let text = String::from_utf8_lossy(printed);
     let steers = |c: char| {
@@ -77,12 +77,12 @@ fn raw(printed: &[u8]) -> Option<String> {
     Some(format!("it prints a control character: {} .. {}", before.escape_debug(), near.escape_debug()))
 }
 
-/// Nothing more to ask.
+/// No further check.
 pub fn nothing(_: &Path, _: &[Outcome]) -> Option<String> {
     None
 }
 
-/// What is written to `o` is whole, or there is nothing.
+/// The output `o` is complete or absent.
 pub fn whole_or_absent(dir: &Path, outcomes: &[Outcome]) -> Option<String> {
     let names = |path: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
@@ -101,7 +101,7 @@ pub fn whole_or_absent(dir: &Path, outcomes: &[Outcome]) -> Option<String> {
     left.map(|n| format!("it left {n}"))
 }
 
-/// A run that went on from what is damaged ends with the result of one that was never interrupted.
+/// A run resumed from damaged state ends with the same result as an uninterrupted one.
 pub fn same_result(dir: &Path, outcomes: &[Outcome]) -> Option<String> {
     let done = outcomes.iter().all(|o| o.end == End::Code(0));
     let result = std::fs::read(dir.join("runs/r/adapter/adapter_model.safetensors")).ok();
@@ -114,7 +114,7 @@ pub fn same_result(dir: &Path, outcomes: &[Outcome]) -> Option<String> {
     }
 }
 
-/// The report has no script, and nothing in it became markup.
+/// The report contains no script, and no markup from its data.
 pub fn no_script(dir: &Path, outcomes: &[Outcome]) -> Option<String> {
     let done = outcomes.iter().all(|o| o.end == End::Code(0));
     let page = std::fs::read_to_string(dir.join("runs/r/report.html"));

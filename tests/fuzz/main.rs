@@ -1,35 +1,37 @@
-//! Hostile input: whatever a file holds, a command ends, with an exit code of its kind, and says why.
+//! Fuzzing: for any input file, a command ends with an expected exit code and an explanation.
 //!
-//! An input is made from a good one by mutations that follow from a seed. A worker process runs the command that reads it,
-//! with little stack and at most 1.5 GiB of memory. A case fails when the command panics, ends the process, takes more than ten
-//! seconds of processor time or 1 GiB, has an exit code that the input does not explain, calls it a bug in ft, prints control
-//! characters, leaves half of what it was to write, or resumes to another result.
+//! Inputs are mutations of good files, derived from a seed. A worker process runs the command on an
+//! input, with little stack and at most 1.5 GiB of memory. A case fails if the command panics, crashes,
+//! exceeds ten seconds of processor time or 1 GiB, has an exit code not expected for this input, reports
+//! a bug in ft, prints control characters, leaves partial output, or resumes to a different result.
 //!
 //! ```text
 //! cargo test --release --test fuzz                                            all inputs, about a minute
-//! FT_FUZZ_CASES=10000 cargo test --release --test fuzz                        more cases of each
-//! FT_FUZZ_CASES=10000 FT_FUZZ_SEED=50000 cargo test --release --test fuzz rows    others, of one input
-//! FT_FUZZ_CASES=1 FT_FUZZ_SEED=123 cargo test --release --test fuzz rows      case 123 of rows alone
+//! FT_FUZZ_CASES=10000 cargo test --release --test fuzz                        more cases per input
+//! FT_FUZZ_CASES=10000 FT_FUZZ_SEED=50000 cargo test --release --test fuzz rows    other cases, of one input
+//! FT_FUZZ_CASES=1 FT_FUZZ_SEED=123 cargo test --release --test fuzz rows      only case 123 of rows
 //! ```
 //!
-//! With `-- --nocapture` each finding is told when it is met, and at the end how the commands ended.
+//! With `-- --nocapture`, findings are printed immediately, followed by statistics on exit codes.
 //!
-//! What fails is written to `target/tmp/fuzz/INPUT-SEED/`. Once it is repaired it goes to `tests/fixtures/corpus/INPUT/NAME/`,
-//! with the exit code that it must have (`corpus.rs`); each test begins with those of its input.
+//! Failing cases are written to `target/tmp/fuzz/INPUT-SEED/`. Once fixed, a case is moved to
+//! `tests/fixtures/corpus/INPUT/NAME/` with the expected exit code (`corpus.rs`). Every test starts with
+//! the corpus of its input.
 //!
-//! What is judged here is how a process ends (exit code, memory, stack, files), by seed. `coverage/` is a crate of targets
-//! for `cargo fuzz`, which build on a stable compiler (without sanitizers) and look for inputs that reach new code; its
-//! `Cargo.toml` says how to run them. `.ci/run` does not: they take a quarter of an hour to build.
+//! These tests judge how a process ends (exit code, memory, stack, files), by seed. `coverage/` is a
+//! crate of targets for `cargo fuzz`, which search for inputs that reach new code, and build on a stable
+//! compiler without sanitizers; usage is described in its `Cargo.toml`. `.ci/run` does not run them,
+//! because they take a quarter of an hour to build.
 //!
-//! | file | what is in it |
+//! | file | contents |
 //! |---|---|
-//! | `inputs` | the table of inputs: what each is made from, how, what reads it, and the exit codes it may have |
-//! | `mutate`, `template`, `tokenizer` | mutations of bytes, lines and JSON; chat templates by a grammar; every component of tokenizers |
+//! | `inputs` | the table of inputs: good files, mutations, commands, allowed exit codes |
+//! | `mutate`, `template`, `tokenizer` | mutations of bytes, lines and JSON; chat templates from a grammar; all components of tokenizers |
 //! | `world` | the good files |
 //! | `worker` | the process that runs the commands; limits |
-//! | `judge` | what counts as wrong |
-//! | `corpus` | cases in files |
-//! | `coverage/` | the targets for `cargo fuzz` |
+//! | `judge` | criteria for failure |
+//! | `corpus` | cases as files |
+//! | `coverage/` | targets for `cargo fuzz` |
 
 mod corpus;
 mod dice;
@@ -48,13 +50,13 @@ use std::fmt::Write;
 use worker::{End, Worker};
 use world::Base;
 
-/// As the binary has it: what is refused is told.
+/// The allocator of the binary, for the same out-of-memory behavior.
 #[global_allocator]
 static ALLOCATOR: ft::log::memory::Counting = ft::log::memory::Counting;
 
-/// Findings that are listed in full.
+/// Maximum number of findings listed in full.
 const SHOWN: usize = 30;
-/// Findings after which an input is left.
+/// Number of findings after which an input is abandoned.
 const MOST: usize = 100;
 
 fn number(variable: &str) -> Option<u64> {
@@ -84,7 +86,7 @@ fn fuzz(name: &str, cases: u64) {
         let wrong = match judged.ends.contains(&End::Hang) {
             true => wrong,
             false => {
-                // alone, in a process of its own
+                // Run again in a fresh process.
                 worker.stop();
                 let alone = judge::run(&case, home.path(), &mut worker, seed).wrong;
                 alone.unwrap_or_else(|| format!("not when it runs alone: {wrong}"))
@@ -107,21 +109,21 @@ fn fuzz(name: &str, cases: u64) {
     assert!(found.kinds.is_empty(), "{name}, {cases} cases from {first}:\n{}", found.text());
 }
 
-/// Where cases run: in memory, where the system has such a place, since many write and sync.
+/// Parent folder of cases: in memory if available, since many cases write and sync.
 fn home() -> tempfile::TempDir {
     let shared = std::path::Path::new("/dev/shm");
     let made = if shared.is_dir() { tempfile::tempdir_in(shared) } else { tempfile::tempdir() };
     made.expect("a folder")
 }
 
-/// What was found, by kind: the same words but for numbers.
+/// Findings grouped by kind: equal messages apart from numbers.
 #[derive(Default)]
 struct Findings {
     kinds: BTreeMap<String, (usize, String, String)>,
 }
 
 impl Findings {
-    /// Adds one; of each kind the first is told in full.
+    /// Adds a finding. Only the first of a kind is printed in full.
     fn add(&mut self, wrong: &str, again: impl FnOnce() -> String) {
         let line = wrong.lines().next().unwrap_or_default();
         let mut kind: String =
@@ -148,7 +150,7 @@ impl Findings {
     }
 }
 
-/// A test an input, with as many cases as take about ten seconds.
+/// Defines a test per input, with a number of cases for about ten seconds.
 macro_rules! tests {
     ($($name:ident: $cases:literal;)*) => {
         $(#[test]
@@ -179,7 +181,8 @@ tests! {
     limits: 60;
 }
 
-/// The input `limits` begins where the program starts: what ends it by a signal from there on is its own fault.
+/// The program starts under the lowest limits of the input `limits`. Above them, death by a signal is a
+/// failure of `ft`.
 #[test]
 fn limits_that_the_program_starts_under() {
     let home = home();
@@ -194,7 +197,7 @@ fn limits_that_the_program_starts_under() {
     }
 }
 
-/// A case follows from its seed, and from nothing else.
+/// A case is a function of the seed alone.
 #[test]
 fn the_same_seed_makes_the_same_case() {
     let make =

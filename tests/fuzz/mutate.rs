@@ -1,16 +1,16 @@
-//! Mutations that know nothing of an input but that it is bytes, lines, or JSON.
+//! Mutations for generic bytes, lines, and JSON.
 
 use super::dice::Dice;
 use serde_json::{Map, Value, json};
 
-/// Numbers at the edges of what types hold, as JSON and TOML spell them; some are no JSON.
+/// Numbers at the limits of types, in JSON and TOML syntax; some are not valid JSON.
 pub const NUMBERS: &str = "0 1 -1 2 3 7 10 64 127 255 256 65535 65536 100000 10000000 2147483647 2147483648 -2147483648 \
     4294967295 4294967296 9007199254740993 9223372036854775807 9223372036854775808 -9223372036854775808 \
     18446744073709551615 18446744073709551616 340282366920938463463374607431768211456 0.0 -0.0 0.5 1.0 \
     1.5 -1.5 1e-320 1e-45 1e-7 1e30 3.5e38 1e300 1.7976931348623157e308 1e400 -1e400 1e-400 NaN nan \
     Infinity inf -inf 0x10 1_000 01 +1 .5 1.";
 
-/// Texts that programs stumble over.
+/// Strings that often break programs.
 pub fn odd_text(d: &mut Dice) -> String {
     const TEXTS: &[&str] = &[
         "",
@@ -106,14 +106,14 @@ pub fn odd_text(d: &mut Dice) -> String {
     }
 }
 
-/// What stands between values in text formats.
+/// Separators and fragments of text formats.
 const PIECES: &[&str] = &[
     "{", "}", "[", "]", "[[", "]]", ":", ",", "\"", "'", "\"\"\"", "=", "\n", "\r", "\\", "\\u", "\\ud800",
     "\\u0000", "null", "true", "{}", "[]", "#", "//", "{%", "%}", "{{", "}}", "{#", "-", "_", "\0",
     "\u{FEFF}",
 ];
 
-/// One to four edits of bytes; `other` is a second seed to take pieces from.
+/// Applies one to four edits to bytes. `other` is a second seed to copy pieces from.
 pub fn bytes(d: &mut Dice, data: &mut Vec<u8>, other: &[u8]) {
     for _ in 0..1 + d.below(4) {
         let len = data.len();
@@ -154,7 +154,7 @@ pub fn bytes(d: &mut Dice, data: &mut Vec<u8>, other: &[u8]) {
     }
 }
 
-/// Puts another number where one stands.
+/// Replaces a number in the data.
 fn number(d: &mut Dice, data: &mut Vec<u8>) {
     let from = d.below(data.len() + 1);
     let digit = |b: &u8| b.is_ascii_digit();
@@ -163,7 +163,7 @@ fn number(d: &mut Dice, data: &mut Vec<u8>) {
     data.splice(start..end, d.word(NUMBERS).bytes());
 }
 
-/// Lines doubled, left out, swapped, taken from `other`, or `KEY = VALUE` with another value.
+/// Duplicates, removes, swaps or copies lines (from `other`), or changes the value of a `KEY = VALUE`.
 pub fn lines(d: &mut Dice, data: &mut Vec<u8>, other: &[u8]) {
     let mut all: Vec<Vec<u8>> = data.split(|b| *b == b'\n').map(<[u8]>::to_vec).collect();
     let others: Vec<&[u8]> = other.split(|b| *b == b'\n').collect();
@@ -185,7 +185,7 @@ pub fn lines(d: &mut Dice, data: &mut Vec<u8>, other: &[u8]) {
     *data = all.join(&b'\n');
 }
 
-/// A value as TOML may spell it.
+/// A random value in TOML syntax.
 pub fn toml_value(d: &mut Dice, depth: usize) -> String {
     let some = |d: &mut Dice| (0..d.below(4)).map(|_| toml_value(d, depth + 1)).collect::<Vec<_>>();
     match d.below(if depth > 3 { 6 } else { 9 }) {
@@ -202,10 +202,10 @@ pub fn toml_value(d: &mut Dice, depth: usize) -> String {
     }
 }
 
-/// JSON of `value` with one to three changes to its structure; `other` is a second seed to take values from.
+/// Serializes `value` after one to three structural changes. `other` is a second seed to copy values from.
 ///
-/// What serde_json cannot hold (NaN, doubled keys, lone surrogates, bytes that are no UTF-8, nesting of 100,000) is written
-/// over placeholders.
+/// Values not representable in serde_json (NaN, duplicate keys, lone surrogates, invalid UTF-8, nesting
+/// of 100,000 levels) are written in place of placeholders.
 pub fn json(d: &mut Dice, value: &Value, other: &Value) -> Vec<u8> {
     let mut raws = Vec::new();
     let mut value = value.clone();
@@ -215,10 +215,11 @@ pub fn json(d: &mut Dice, value: &Value, other: &Value) -> Vec<u8> {
     fill(if d.once_in(4) { format!("{value:#}") } else { value.to_string() }.into_bytes(), &raws)
 }
 
-/// Bytes that raw values may make of a text: memory is to be asked for by what a file says, not by its size.
+/// Size limit in bytes for a text with raw values, so that memory use depends on the contents and not on
+/// the file size.
 const LONGEST: usize = 2 << 20;
 
-/// Text that stands for raw bytes until all is written.
+/// Placeholder for raw bytes until serialization.
 fn placeholder(i: usize) -> String {
     format!("\u{E000}{i}\u{E001}")
 }
@@ -229,10 +230,10 @@ fn raw(raws: &mut Vec<Vec<u8>>, bytes: impl Into<Vec<u8>>) -> Value {
 }
 
 fn fill(mut text: Vec<u8>, raws: &[Vec<u8>]) -> Vec<u8> {
-    // a later one may hold an earlier one
+    // A later raw value may contain an earlier placeholder.
     for (i, bytes) in raws.iter().enumerate().rev() {
         let wanted = json!(placeholder(i)).to_string().into_bytes();
-        // a copied value may carry its placeholder along
+        // A copied value also copies the placeholder.
         while text.len() < LONGEST
             && let Some(at) = text.windows(wanted.len()).position(|w| w == wanted)
         {
@@ -242,7 +243,7 @@ fn fill(mut text: Vec<u8>, raws: &[Vec<u8>]) -> Vec<u8> {
     text
 }
 
-/// A value somewhere in a tree, each level as likely as the next.
+/// A random node of a tree; descends with probability 3/4 per level.
 fn somewhere<'a>(d: &mut Dice, mut value: &'a mut Value) -> &'a mut Value {
     while !d.once_in(4) {
         let len = children(value);
@@ -324,7 +325,7 @@ fn object(d: &mut Dice, o: &mut Map<String, Value>, copied: Value, raws: &mut Ve
         }
         3 => drop(o.insert(odd_text(d), copied)),
         4 => {
-            // the same key once more, with another value
+            // A duplicate key with another value.
             let second = odd_value(d, raws);
             let twice = format!("{},{}:{second}", o[&key], json!(key));
             o.insert(key, raw(raws, twice));
@@ -333,7 +334,7 @@ fn object(d: &mut Dice, o: &mut Map<String, Value>, copied: Value, raws: &mut Ve
     }
 }
 
-/// Edits a text by characters.
+/// Edits the characters of a string.
 fn text(d: &mut Dice, s: &mut String) {
     let chars: Vec<char> = s.chars().collect();
     let range = d.range(chars.len(), 8);
@@ -349,7 +350,7 @@ fn text(d: &mut Dice, s: &mut String) {
     };
 }
 
-/// A value of any kind.
+/// A random value of any kind.
 pub fn odd_value(d: &mut Dice, raws: &mut Vec<Vec<u8>>) -> Value {
     match d.below(20) {
         0 => Value::Null,
@@ -386,7 +387,7 @@ pub fn odd_value(d: &mut Dice, raws: &mut Vec<Vec<u8>>) -> Value {
     }
 }
 
-/// Mutates a text that is JSON where it is, else as bytes.
+/// Mutates valid JSON structurally, anything else as bytes.
 pub fn json_text(d: &mut Dice, seed: &[u8], other: &[u8]) -> Vec<u8> {
     let values = (serde_json::from_slice(seed), serde_json::from_slice(other));
     if let (Ok(value), Ok(other)) = values
@@ -399,7 +400,7 @@ pub fn json_text(d: &mut Dice, seed: &[u8], other: &[u8]) -> Vec<u8> {
     data
 }
 
-/// Mutates one line, or a few, of JSON lines; sometimes the whole as bytes.
+/// Mutates one or a few lines of a JSON lines file; sometimes the whole file as bytes.
 pub fn json_lines(d: &mut Dice, seed: &[u8], other: &[u8]) -> Vec<u8> {
     let mut data = seed.to_vec();
     match d.below(8) {

@@ -1,5 +1,5 @@
-//! Chat templates by a grammar: what templates do, with odd arguments, loops that double what they hold, and chains and
-//! nestings of any depth.
+//! Chat templates from a grammar: common operations with odd arguments, loops that double a value,
+//! chains and nesting of any depth.
 
 use super::dice::Dice;
 
@@ -20,7 +20,7 @@ const METHODS: &str = "split('') split() strip() lstrip('a') rstrip() upper() ti
     startswith('a') endswith('') count('') find('') join([1]) splitlines() isdigit() removeprefix('a') \
     removesuffix('') partition('a') format(1) append(1) replace('a','bb') replace('','xxxx') pop() nosuchmethod() islower()";
 
-/// A template.
+/// A random template.
 pub fn template(d: &mut Dice) -> String {
     match d.below(12) {
         0 => doubling(d),
@@ -39,7 +39,7 @@ fn count(d: &mut Dice) -> &'static str {
     d.word(COUNTS)
 }
 
-/// Something that grows in a loop.
+/// A value that grows in a loop.
 fn doubling(d: &mut Dice) -> String {
     let start = d.pick(&["'aaaaaaaa'", "[1]", "{'a': 1}", "1", "messages", "[]", "'é'"]);
     let step = d.pick(&[
@@ -89,7 +89,7 @@ fn doubling(d: &mut Dice) -> String {
     )
 }
 
-/// The same thing many times in a row.
+/// A long chain of the same operation.
 fn chain(d: &mut Dice) -> String {
     let n = *d.pick(&[20, 200, 2000, 20_000, 100_000]);
     let again = |start: &str, part: &str, end: &str| format!("{start}{}{end}", part.repeat(n));
@@ -110,7 +110,7 @@ fn chain(d: &mut Dice) -> String {
     }
 }
 
-/// The same thing many times within itself.
+/// Deep nesting of the same construct.
 fn nested(d: &mut Dice) -> String {
     let n = *d.pick(&[20, 90, 149, 151, 200, 2000, 100_000]);
     let around =
@@ -129,7 +129,7 @@ fn nested(d: &mut Dice) -> String {
     }
 }
 
-/// A large number where a size stands, or much work on something large.
+/// A large number as a size, or much work on a large value.
 fn large(d: &mut Dice) -> String {
     let (n, k) = (count(d), count(d));
     match d.below(16) {

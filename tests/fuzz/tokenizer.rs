@@ -1,4 +1,4 @@
-//! tokenizer.json with every kind of component, its parameters odd.
+//! Variants of tokenizer.json with every kind of component and odd parameters.
 
 use super::dice::Dice;
 use super::mutate;
@@ -17,7 +17,7 @@ pub fn with_components(d: &mut Dice, seed: &[u8]) -> Vec<u8> {
             5 => ("added_tokens", added(d)),
             _ => ("truncation", truncations(d)),
         };
-        // a model takes the vocabulary of the good one
+        // The new model gets the vocabulary of the seed.
         let vocab = t["model"]["vocab"].clone();
         let mut one = d.pick(&all).clone();
         if slot == "model" && one["vocab"].is_null() && one["type"] != "Unigram" {
@@ -35,7 +35,7 @@ pub fn with_components(d: &mut Dice, seed: &[u8]) -> Vec<u8> {
     }
 }
 
-/// What a sequence of such components calls its list.
+/// Name of the list in a sequence of such components.
 fn slot_list(slot: &str) -> &'static str {
     match slot {
         "normalizer" => "normalizers",

@@ -1,4 +1,5 @@
-//! Another process that runs command lines one after another, under limits: whatever ends it, or keeps it, is seen here.
+//! Worker processes: run command lines one after another under limits, so that crashes and hangs can be
+//! observed.
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::fs::{File, OpenOptions};
@@ -10,43 +11,43 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Memory that a case may take, in bytes: it is refused more than this and half as much again.
+/// Memory limit of a case in bytes. Allocations fail only above 1.5 times this.
 pub const MEMORY: u64 = 1 << 30;
-/// Processor time that a case may take: on a busy machine it is not the clock that tells.
+/// Processor time limit of a case; independent of the load on the machine, unlike elapsed time.
 const PROCESSOR: Duration = Duration::from_secs(10);
-/// Time without any processor time after which a case waits for something that does not come.
+/// Elapsed time without any processor time after which a case counts as hanging.
 const WAITING: Duration = Duration::from_secs(20);
-/// Stack of the thread that a case runs on; a main thread has eight times as much.
+/// Stack size of the case's thread in bytes, an eighth of the usual main thread.
 const STACK: usize = 1 << 20;
-/// Cases after which a worker is replaced.
+/// Number of cases after which a worker is replaced.
 const CASES: usize = 500;
-/// Says to this binary that it is a worker.
+/// Environment variable that turns this binary into a worker.
 const WORKER: &str = "FT_FUZZ_WORKER";
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// It came back with this exit code.
+    /// Returned this exit code.
     Code(u8),
-    /// It ended the process with this one.
+    /// Ended the worker process with this exit status.
     Exit(i32),
-    /// A signal ended the process.
+    /// Ended the worker process by this signal.
     Signal(i32),
-    /// It did not end.
+    /// Did not end.
     Hang,
 }
 
-/// What a command did.
+/// Outcome of a command.
 #[derive(Debug)]
 pub struct Outcome {
     pub end: End,
     pub out: Vec<u8>,
     pub err: Vec<u8>,
-    /// Resident bytes that it took at its height.
+    /// Peak resident size in bytes.
     pub memory: u64,
 }
 
-/// The parent's side.
+/// The parent's side of a worker process.
 pub struct Worker {
     home: PathBuf,
     running: Option<Running>,
@@ -59,7 +60,7 @@ struct Running {
 }
 
 impl Worker {
-    /// One that starts with the first command; `home` is a folder of its own.
+    /// A worker, started by the first command. `home` is a private folder.
     pub fn new(home: &Path) -> Self {
         Self { home: home.to_path_buf(), running: None }
     }
@@ -78,7 +79,7 @@ impl Worker {
         let running = self.running.get_or_insert_with(|| Running::start(&self.home, &files));
         running.cases += 1;
         let job = serde_json::to_string(&(dir, args)).expect("JSON");
-        // a worker that is gone is noticed by its missing answer
+        // If the worker is gone, the missing answer reveals this.
         let _ = running.socket.write_all(format!("{job}\n").as_bytes());
         let (end, memory) = match running.answer() {
             Ok(answer) => answer,
@@ -95,7 +96,7 @@ impl Worker {
         Outcome { end, out, err, memory }
     }
 
-    /// Ends the process, so that the next command gets a new one.
+    /// Ends the worker process; the next command starts a new one.
     pub fn stop(&mut self) {
         if let Some(mut r) = self.running.take() {
             let _ = r.child.kill();
@@ -121,7 +122,7 @@ impl Running {
         Self { child: command.spawn().expect("a worker"), socket, cases: 0 }
     }
 
-    /// Waits for the answer; an error says how the process ended, or that it did not.
+    /// Waits for the answer. The error is the end of the process, or a hang.
     fn answer(&mut self) -> Result<(End, u64), End> {
         let spent = processor(&self.child);
         let mut last = (Instant::now(), spent);
@@ -158,26 +159,26 @@ fn ended(status: ExitStatus) -> End {
     status.code().map_or_else(|| End::Signal(status.signal().unwrap_or(0)), End::Exit)
 }
 
-/// Processor time of a process so far; 0 where the system does not tell.
+/// Processor time of a process so far; 0 if unknown.
 fn processor(child: &Child) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
     let after = stat.rsplit(')').next().unwrap_or_default();
     let ticks: u64 = after.split_whitespace().skip(11).take(2).filter_map(|t| t.parse::<u64>().ok()).sum();
-    // a hundred a second on every Linux
+    // 100 ticks per second on every Linux.
     Duration::from_millis(10 * ticks)
 }
 
-/// What the process of a case sees: no hub, no cache but its own, no colour.
+/// Sets the environment of a case: no hub, a private cache, no color.
 pub fn environment<'a>(command: &'a mut Command, home: &Path) -> &'a mut Command {
     for name in ["HF_TOKEN", "HF_HUB_CACHE", "RUST_BACKTRACE", "CLICOLOR_FORCE"] {
         command.env_remove(name);
     }
-    // an arena a thread would count as memory that is never used
+    // Additional arenas per thread would count as used memory.
     command.env("MALLOC_ARENA_MAX", "1").env("NO_COLOR", "1").env("HF_HUB_OFFLINE", "1");
     command.env("HF_HOME", home.join("hf")).env("FT_CACHE", home.join("cache"))
 }
 
-/// Runs the binary itself in `dir`, under what `sh`'s ulimit is told.
+/// Runs the binary in `dir`, under the `ulimit` commands in `limits`.
 pub fn limited(home: &Path, dir: &Path, limits: &str, args: &[String]) -> Outcome {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{limits}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_ft")]).args(args);
@@ -190,7 +191,7 @@ pub fn limited(home: &Path, dir: &Path, limits: &str, args: &[String]) -> Outcom
     Outcome { end, out: output.stdout, err: output.stderr, memory: 0 }
 }
 
-/// The worker's side: a test that does nothing unless a [`Worker`] started it.
+/// The worker's side: a test that does nothing unless started by a [`Worker`].
 #[test]
 fn serve() {
     if std::env::var_os(WORKER).is_none() {
@@ -210,7 +211,7 @@ fn serve() {
         let (dir, mut args): (PathBuf, Vec<String>) = serde_json::from_str(&line).expect("a job");
         args.insert(0, "ft".into());
         std::env::set_current_dir(dir).expect("the case's folder");
-        // from now on the highest resident size is this case's
+        // Resets the peak resident size, so that it covers only this case.
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let before = status("VmRSS:");
         let case = std::thread::Builder::new().stack_size(STACK).spawn(move || ft::cli::call(args));
@@ -221,7 +222,7 @@ fn serve() {
     std::process::exit(0)
 }
 
-/// A line of what the system says of this process, in bytes.
+/// A line of `/proc/self/status`, in bytes.
 fn status(key: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_default();

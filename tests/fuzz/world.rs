@@ -1,5 +1,5 @@
-//! The good files that cases are made from: models of a few thousand weights, adapters, rows and a run, made by `ft`
-//! itself, and the fixtures.
+//! The good files that cases start from: models of a few thousand weights, adapters, data files and a
+//! run, created by `ft` itself, and the fixtures.
 
 use super::worker;
 use candle_core::{DType, Device};
@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
 
-/// Paths below a case's folder, and what is there.
+/// Contents by path, relative to a case's folder.
 pub type Files = BTreeMap<String, Content>;
 
-/// What stands at a path.
+/// The contents of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
     Bytes(Arc<[u8]>),
-    /// A symbolic link to this path.
+    /// A symbolic link with this target.
     Link(&'static str),
     Folder,
     Pipe,
@@ -27,37 +27,37 @@ impl Content {
     }
 }
 
-/// The repository.
+/// Root of the repository.
 pub fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// All that cases are made from.
+/// The good files.
 pub struct Base {
     files: Files,
-    /// Adapter of the run in `runs/r` when it goes on undisturbed.
+    /// The adapter after an uninterrupted continuation of the run in `runs/r`.
     pub result: Arc<[u8]>,
 }
 
 impl Base {
-    /// The base of this process.
+    /// The instance shared by this process.
     pub fn get() -> &'static Base {
         static BASE: OnceLock<Base> = OnceLock::new();
         BASE.get_or_init(Base::make)
     }
 
-    /// All its files.
+    /// All files.
     pub fn all(&self) -> &Files {
         &self.files
     }
 
-    /// Its files whose path begins with one of these.
+    /// Files with one of these path prefixes.
     pub fn take(&self, prefixes: &[&str]) -> Files {
         let wanted = |path: &String| prefixes.iter().any(|p| path.starts_with(p));
         self.files.iter().filter(|(path, _)| wanted(path)).map(|(p, c)| (p.clone(), c.clone())).collect()
     }
 
-    /// What is in one of its files.
+    /// Contents of a file.
     pub fn file(&self, path: &str) -> &[u8] {
         match self.files.get(path) {
             Some(Content::Bytes(bytes)) => bytes,
@@ -113,7 +113,7 @@ impl Base {
     }
 }
 
-/// The model in `from` once more, in three files with an index.
+/// Copies the model in `from` as three shards with an index.
 fn shards(from: &Path, to: &Path) {
     std::fs::create_dir(to).expect("a folder");
     std::fs::copy(from.join("config.json"), to.join("config.json")).expect("a config");
@@ -136,7 +136,7 @@ fn read(dir: &Path, prefix: &str, files: &mut Files) {
     }
 }
 
-/// Puts something at a path below `dir`.
+/// Creates a file, link or other entry below `dir`.
 pub fn write(dir: &Path, name: &str, content: &Content) {
     let path = dir.join(name);
     std::fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
@@ -151,12 +151,12 @@ pub fn write(dir: &Path, name: &str, content: &Content) {
     }
 }
 
-/// Files of the fixtures in this folder of the repository whose names end so, sorted.
+/// Contents of fixture files in a folder of the repository, by file name suffix, sorted.
 pub fn seeds(folder: &str, end: &str) -> Vec<Vec<u8>> {
     named_seeds(folder, end).into_iter().map(|(_, bytes)| bytes).collect()
 }
 
-/// As [`seeds`], each with its file's name.
+/// Like [`seeds`], with file names.
 pub fn named_seeds(folder: &str, end: &str) -> Vec<(String, Vec<u8>)> {
     let mut paths = Vec::new();
     let mut open = vec![repository().join(folder)];

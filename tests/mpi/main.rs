@@ -1,12 +1,12 @@
-//! The binary under `mpirun`: ranks that are processes compute what ranks compute that are threads, go on where those
-//! stopped, and end together.
+//! The binary under `mpirun`: processes compute the same as threads, resume runs of threads and vice
+//! versa, and end together.
 //!
-//! Needs Open MPI's `mpirun`; on two cores about two minutes.
+//! Requires Open MPI's `mpirun`. Takes about two minutes on two cores.
 
-#[allow(dead_code)] // of what the tests of the binary share
+#[allow(dead_code)] // shared with the tests of the binary
 #[path = "../cli/split.rs"]
 mod split;
-#[allow(dead_code)] // of what the tests of the binary share
+#[allow(dead_code)] // shared with the tests of the binary
 #[path = "../cli/world.rs"]
 mod world;
 
@@ -16,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use world::{Dice, FT, FULL, Ran, World, ran};
 
-/// `ft` on so many processes.
+/// The command for `ft` on `ranks` processes.
 fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
     let own = w.command(&[]);
     let mut c = Command::new("mpirun");
@@ -31,14 +31,14 @@ fn mpirun(w: &World, ranks: usize, args: &[&str]) -> Command {
     c
 }
 
-/// Runs with settings on processes.
+/// Runs `ft run` with settings on `ranks` processes.
 fn ft(w: &World, ranks: usize, run: &str, set: &[&str]) -> Ran {
     let own = [format!("run.output={run}"), format!("parallel.data={ranks}")];
     let args = [&["run", "r.toml", &own[0], &own[1], "parallel.comm=mpi"], set].concat();
     ran(mpirun(w, ranks, &args).output().expect("mpirun is there"))
 }
 
-/// As [`ft`], for what must succeed; gives how it ended.
+/// Like [`ft`], for a run that must succeed; returns the bytes of the result.
 #[track_caller]
 fn bits(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     let r = ft(w, ranks, run, set);
@@ -46,7 +46,7 @@ fn bits(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     ends(w, run)
 }
 
-/// As [`bits`], with ranks that are threads of one process.
+/// Like [`bits`], with ranks as threads of one process.
 #[track_caller]
 fn threads(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     let own = [format!("run.output={run}"), format!("parallel.data={ranks}")];
@@ -54,7 +54,7 @@ fn threads(w: &World, ranks: usize, run: &str, set: &[&str]) -> Vec<Vec<u8>> {
     ends(w, run)
 }
 
-/// At every stage, of two and four processes; and each that follows has a file for what it says.
+/// For every ZeRO stage, on two and four processes. All ranks but 0 write messages to a file.
 #[test]
 fn processes_have_the_bits_of_threads() {
     for (rules, set) in CASES {
@@ -78,7 +78,7 @@ fn processes_have_the_bits_of_threads() {
     }
 }
 
-/// One run, its steps done by processes and by threads in turn, ends as one that was not interrupted.
+/// A run continued in turn by processes and threads has the same result as an uninterrupted one.
 #[test]
 fn a_run_goes_on_with_threads_and_back() {
     for rules in [FULL, MIXTURE] {
@@ -89,7 +89,7 @@ fn a_run_goes_on_with_threads_and_back() {
                 std::fs::remove_dir_all(w.path(&format!("again/checkpoints/{name}"))).expect("removed");
             }
         };
-        // 2 -> 4 processes, 4 -> 2 threads, stage 3 -> 0; and back
+        // From 2 to 4 processes, 4 processes to 2 threads, stage 3 to 0; and back.
         bits(&w, 2, "again", &["parallel.zero=3"]);
         cut(1);
         assert!(bits(&w, 4, "again", &["--resume", "parallel.zero=2"]) == whole);
@@ -97,9 +97,9 @@ fn a_run_goes_on_with_threads_and_back() {
         assert!(threads(&w, 2, "again", &["--resume", "parallel.zero=0"]) == whole);
         cut(1);
         assert!(bits(&w, 4, "again", &["--resume", "parallel.zero=3"]) == whole);
-        // nothing is left to do, and all processes find it
+        // Nothing is left to do, on any process.
         assert_eq!(ft(&w, 2, "again", &["--resume"]).code, 0);
-        // down to one: what is loaded is what was saved
+        // Down to one process: the loaded state is the saved state.
         cut(1);
         bits(&w, 1, "again", &["--resume"]);
         let first = |run: &str| w.read(&format!("{run}/checkpoints/step-00000004/weights.safetensors"));
@@ -107,7 +107,7 @@ fn a_run_goes_on_with_threads_and_back() {
     }
 }
 
-/// What one rank finds wrong ends all with its code, and is said once.
+/// An error on one rank ends all ranks with the same exit code, and is printed once.
 #[test]
 fn what_is_wrong_on_one_rank_ends_all() {
     let w = split::world(FULL);
@@ -127,15 +127,15 @@ fn what_is_wrong_on_one_rank_ends_all() {
     said(&ft(&w, 2, "bad", &["data.train.0.source=none.jsonl", "--overwrite"]), 3, "none.jsonl");
     said(&ft(&w, 2, "bad", &["run.stepz=3"]), 2, "stepz");
     said(&two(&["run.output=bad", "parallel.data=2", "parallel.comm=threads"]), 2, "is for the ranks of one");
-    // what was launched works together, where nothing else is said
+    // Launched processes form one world by default.
     assert_eq!(two(&["run.output=good", "parallel.data=2", "run.epochs=0.2"]).code, 0);
     assert!(w.path("good/model").exists());
-    // another recipe on one of them
+    // A different recipe on one rank.
     let run = ["run", "r.toml", "run.output=bad", "parallel.data=2", "parallel.comm=mpi", "--overwrite"];
     let mut c = mpirun(&w, 1, &run);
     c.args([":", "-n", "1", FT]).args(run).arg("run.seed=7");
     said(&ran(c.output().expect("mpirun")), 2, "rank 1 of 2 has another recipe: run.seed than rank 0");
-    // rows that only another one has
+    // A different data file on one rank.
     w.write("other/rows.jsonl", world::rows(40, 9));
     let mut c = mpirun(&w, 1, &run);
     c.args([":", "-n", "1", FT]).args(run).arg("data.train.0.source=other/rows.jsonl");
@@ -143,7 +143,7 @@ fn what_is_wrong_on_one_rank_ends_all() {
     assert!(!w.path("bad/model").exists());
 }
 
-/// A rank that was found by its environment; none where `mpirun` has ended.
+/// Finds the process of a rank by the environment; `None` if `mpirun` has ended.
 fn process(child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
     let (run, rank) = (format!("run.output={run}"), format!("OMPI_COMM_WORLD_RANK={rank}"));
     let end = Instant::now() + LATE;
@@ -165,7 +165,7 @@ fn process(child: &mut Child, run: &str, rank: usize) -> Option<Pid> {
     None
 }
 
-/// Starts a long run and waits for its first checkpoint.
+/// Starts a long run and waits for the first checkpoint.
 fn begun(w: &World, run: &str, set: &[&str]) -> Child {
     let own = format!("run.output={run}");
     let long = ["run", "r.toml", &own, "parallel.data=4", "parallel.comm=mpi", "run.epochs=4000"];
@@ -179,8 +179,8 @@ fn begun(w: &World, run: &str, set: &[&str]) -> Child {
     child
 }
 
-/// A rank that dies ends all at once; one that is stopped, when it has given no sign for as long as it may.
-/// Both are named, with their machine and their last collective; and the run goes on from its last checkpoint.
+/// A dead rank ends all ranks at once, a stopped one after the timeout. Messages name the rank, machine
+/// and last collective. The run can be resumed from the last checkpoint.
 #[test]
 fn a_lost_rank_ends_all() {
     let w = split::world(FULL);
@@ -203,7 +203,7 @@ fn a_lost_rank_ends_all() {
         for words in [&*name, says, "its last collective: "] {
             assert!(r.err.contains(words), "{words:?} is not in {}", r.err);
         }
-        // mpirun takes the code of the rank that ended first, and that was killed
+        // mpirun returns the exit code of the first rank to end, possibly the killed one.
         assert!(r.code == 7 || (r.code == 137 && signal == Signal::KILL), "{}: {}", r.code, r.err);
         for other in (1..4).filter(|r| *r != rank) {
             let log = w.read(&format!("{run}/rank-{other}.log"));
@@ -216,15 +216,16 @@ fn a_lost_rank_ends_all() {
         let whole = w.checkpoints(&run);
         let newest = whole.last().expect("a checkpoint").trim_start_matches("step-");
         let step: usize = newest.parse().expect("a number");
-        // it goes on
+        // The run can be resumed.
         let epochs = format!("run.epochs={}", step.div_ceil(10) + 1);
         let accept = ["--resume", "--accept-change", "run.epochs", &epochs];
         assert_eq!(ft(&w, 2, &run, &accept).code, 0, "{accept:?}");
     }
 }
 
-/// One rank of them killed at any moment, and going on with as many or others and at other stages each time, in processes or
-/// in threads, a run ends as one that was not. `FT_KILLS` sets how often.
+/// A run has the same result as an uninterrupted one if ranks are killed at random moments, and the run
+/// is resumed with different numbers of ranks, ZeRO stages, and processes or threads. `FT_KILLS` sets
+/// the number of kills.
 #[test]
 fn killed_at_any_moment_it_ends_the_same() {
     let w = split::world(FULL);
@@ -249,7 +250,7 @@ fn killed_at_any_moment_it_ends_the_same() {
         let mut c = mpirun(&w, n, &[&run[..], &longer].concat());
         let mut child = c.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("mpirun");
         let lost = process(&mut child, "killed", dice.below(n as u64) as usize);
-        // some kills come while it starts, the others somewhere in or after a step
+        // Some kills happen during startup, the rest in or after a step.
         let later = if round % 3 == 2 { 0 } else { steps + 1 + dice.below(4) as usize };
         let begun = Instant::now();
         while w.events("killed", "step").len() < later && child.try_wait().expect("a child").is_none() {
@@ -257,7 +258,7 @@ fn killed_at_any_moment_it_ends_the_same() {
             std::thread::sleep(Duration::from_millis(2));
         }
         std::thread::sleep(Duration::from_micros(dice.below(12_000)));
-        // one that is over by now cannot be killed
+        // A process that has already ended cannot be killed.
         let killed = lost.is_some_and(|p| kill_process(p, Signal::KILL).is_ok());
         if child.wait().expect("an end").success() {
             assert!(ends(&w, "killed") == whole);

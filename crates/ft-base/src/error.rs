@@ -1,41 +1,41 @@
-//! What can go wrong, and the exit code that each kind ends the process with.
+//! Errors of the library and their exit codes.
 
 use std::fmt;
 
 /// The exit codes of the `ft` binary.
 ///
-/// They are part of the interface: scripts and job schedulers decide by them.
+/// Part of the interface: scripts and job schedulers depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitCode {
-    /// Done.
+    /// Success.
     Done = 0,
     /// A bug in `ft` or in a library below it.
     Internal = 1,
-    /// The recipe, or how the command was called; also a device that is not there.
+    /// An invalid recipe or command line, or a missing device.
     Usage = 2,
-    /// A data file, or a row of one; also a data file that is not there.
+    /// A missing data file, or invalid data in one.
     Data = 3,
-    /// Model or adapter files; also a hub that cannot be reached.
+    /// Invalid model or adapter files, or an unreachable hub.
     Model = 4,
-    /// A disk that is full, read-only or broken; checkpoints.
+    /// A full, read-only or failing disk, or an unusable checkpoint.
     Storage = 5,
-    /// A loss, gradient or norm that is not finite.
+    /// A non-finite loss, gradient or norm.
     NonFinite = 6,
-    /// A rank that is gone.
+    /// A lost rank.
     LostRank = 7,
-    /// It does not fit in memory.
+    /// The run does not fit in memory.
     DoesNotFit = 8,
-    /// SIGHUP, after a checkpoint.
+    /// SIGHUP, after saving a checkpoint.
     HungUp = 129,
-    /// SIGINT, after a checkpoint.
+    /// SIGINT, after saving a checkpoint.
     Interrupted = 130,
-    /// SIGTERM, after a checkpoint.
+    /// SIGTERM, after saving a checkpoint.
     Terminated = 143,
 }
 
 impl ExitCode {
-    /// That of a number, as another process ends with it; else [`ExitCode::Internal`].
+    /// Converts the exit status of another `ft` process; unknown values become [`ExitCode::Internal`].
     pub fn of(code: u8) -> Self {
         use ExitCode::*;
         let all = [
@@ -55,13 +55,13 @@ impl ExitCode {
     }
 }
 
-/// What a module's error type says beside its message.
+/// An error type with an exit code.
 pub trait Failure: std::error::Error + Send + Sync + 'static {
-    /// The exit code that the error ends the process with.
+    /// The exit code of the process after this error.
     fn exit_code(&self) -> ExitCode;
 }
 
-/// Any error of the library: the error of a module, whichever it is.
+/// Any error of the library: a boxed error of one of the modules.
 #[derive(Debug)]
 pub struct Error(Box<dyn Failure>);
 
@@ -84,19 +84,19 @@ impl std::error::Error for Error {
 }
 
 impl Error {
-    /// The exit code that this error ends the process with.
+    /// The exit code of the process after this error.
     pub fn exit_code(&self) -> ExitCode {
         self.0.exit_code()
     }
 
-    /// The error of a module, if it is this one's.
+    /// Downcasts to a module's error type.
     pub fn of<E: Failure>(&self) -> Option<&E> {
         let e: &(dyn std::error::Error + 'static) = &*self.0;
         e.downcast_ref()
     }
 }
 
-/// A tensor operation that fails is a bug of ours, unless a device had no memory left.
+/// A failed tensor operation is a bug in `ft`, unless the device is out of memory.
 #[cfg(feature = "candle")]
 impl Failure for candle_core::Error {
     fn exit_code(&self) -> ExitCode {
@@ -108,14 +108,14 @@ impl Failure for candle_core::Error {
     }
 }
 
-/// A place in a text file, for messages: `recipe.toml:12:5`.
+/// A position in a text file, shown as `recipe.toml:12:5`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Place {
-    /// The file, or another name for where the text came from ("command line").
+    /// Path of the file, or another name of the source ("command line").
     pub file: String,
-    /// Line, from 1; 0 when there is none.
+    /// Line, 1-based; 0 if unknown.
     pub line: usize,
-    /// Column in characters, from 1; 0 when there is none.
+    /// Column in characters, 1-based; 0 if unknown.
     pub column: usize,
 }
 
@@ -132,5 +132,5 @@ impl fmt::Display for Place {
     }
 }
 
-/// A result with the library's error.
+/// A result with the library's error type.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

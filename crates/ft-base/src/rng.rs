@@ -1,36 +1,36 @@
-//! Random numbers that are functions, not state.
+//! Counter-based random numbers.
 //!
 //! Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11):
-//! `value = f(seed, purpose, step, layer, index)`. The same on every device, for any split over threads
-//! or ranks, and there is nothing to save but the seed.
+//! `value = f(seed, purpose, step, layer, index)`. Values are identical on every device and for any
+//! split over threads or ranks, and the seed is the only state to save.
 
-/// What a stream is for. Two purposes never share numbers.
+/// The use of a stream. Streams with different purposes are independent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Purpose {
-    /// Random weights of a model.
+    /// Random initialization of a model.
     Weights = 1,
-    /// Initial values of adapters.
+    /// Initialization of adapters.
     Adapter = 2,
     /// Order of rows.
     Shuffle = 3,
-    /// Order of samples before they are packed.
+    /// Order of samples before packing.
     Pack = 4,
     /// LoRA dropout.
     Dropout = 5,
-    /// Sampling of replies.
+    /// Sampling of generated tokens.
     Sample = 6,
-    /// Mixing of sources.
+    /// Mixing of data sources.
     Mix = 7,
     /// Noise on embeddings.
     Noise = 8,
     /// Random projections of gradients.
     Projection = 9,
-    /// What is evaluated on of the training data.
+    /// Split of training data into training and evaluation samples.
     Split = 10,
-    /// Rounding of weights to 16 bits.
+    /// Stochastic rounding of weights to 16 bits.
     Rounding = 11,
-    /// Anything that only tests need.
+    /// Tests only.
     Test = 99,
 }
 
@@ -39,7 +39,7 @@ const M1: u32 = 0xCD9E_8D57;
 const W0: u32 = 0x9E37_79B9;
 const W1: u32 = 0xBB67_AE85;
 
-/// Ten rounds of Philox4x32: four 32-bit numbers for a 128-bit counter and a 64-bit key.
+/// Ten rounds of Philox4x32: maps a 128-bit counter and a 64-bit key to four 32-bit words.
 pub fn philox4x32(mut ctr: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {
@@ -54,7 +54,7 @@ pub fn philox4x32(mut ctr: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     ctr
 }
 
-/// One stream: fixed seed, purpose, step and layer; numbers by index.
+/// A random stream with fixed seed, purpose, step and layer, addressed by index.
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     key: [u32; 2],
@@ -62,12 +62,12 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// One of which nothing is drawn.
+    /// A placeholder for code paths without random draws.
     pub const NONE: Self = Self { key: [0; 2], high: [0; 2] };
 
-    /// The stream of `purpose` at `step` in `layer` (any number that tells streams apart).
+    /// The stream of `purpose` at `step` in `layer`. `layer` may be any number that distinguishes streams.
     ///
-    /// `step` counts to 2^32 and `layer` to 2^24.
+    /// `step` must be below 2^32 and `layer` below 2^24.
     pub fn new(seed: u64, purpose: Purpose, step: u64, layer: u64) -> Self {
         Self {
             key: [seed as u32, (seed >> 32) as u32],
@@ -75,27 +75,28 @@ impl Stream {
         }
     }
 
-    /// Key and upper half of the counter, for kernels that draw the same numbers.
+    /// Key (two words) and upper half of the counter (two words), for kernels with the same generator.
     pub fn words(&self) -> [u32; 4] {
         [self.key[0], self.key[1], self.high[0], self.high[1]]
     }
 
-    /// Four random words at `block`.
+    /// The four random words of counter value `block`.
     pub fn block(&self, block: u64) -> [u32; 4] {
         philox4x32([block as u32, (block >> 32) as u32, self.high[0], self.high[1]], self.key)
     }
 
-    /// Random word at `index`.
+    /// The random word at `index`.
     pub fn word(&self, index: u64) -> u32 {
         self.block(index / 4)[(index % 4) as usize]
     }
 
-    /// Uniform in [0, 1) with 24 bits, at `index`.
+    /// A uniform number in [0, 1) with 24 random bits, at `index`.
     pub fn uniform(&self, index: u64) -> f32 {
         unit(self.word(index))
     }
 
-    /// Gives `take` the uniform numbers of `count` indices from `start` on, by their place: four words a block.
+    /// Calls `take(i, value)` with the uniform number at index `start + i`, for `i` in `0..count`.
+    /// Computes each block of four words once.
     pub fn uniforms(&self, start: u64, count: usize, mut take: impl FnMut(usize, f32)) {
         let (mut at, end) = (start, start + count as u64);
         while at < end {
@@ -108,11 +109,11 @@ impl Stream {
         }
     }
 
-    /// Standard normal at `index` (Box-Muller on the pair that holds it).
+    /// A standard normal number at `index` (Box-Muller on the pair of words around `index`).
     pub fn normal(&self, index: u64) -> f32 {
         let b = self.block(index / 4);
         let pair = ((index % 4) / 2 * 2) as usize;
-        // (0, 1]: the logarithm stays finite
+        // In (0, 1], so that the logarithm is finite.
         let u = (f64::from(b[pair]) + 1.0) / 4_294_967_296.0;
         let v = f64::from(b[pair + 1]) / 4_294_967_296.0;
         let r = (-2.0 * u.ln()).sqrt();
@@ -120,7 +121,7 @@ impl Stream {
         (if index.is_multiple_of(2) { r * a.cos() } else { r * a.sin() }) as f32
     }
 
-    /// A random order of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32).
+    /// A random permutation of `0..n` (Fisher-Yates; 64-bit words keep the bias under 2^-32).
     pub fn permutation(&self, n: u32) -> Vec<u32> {
         let mut order: Vec<u32> = (0..n).collect();
         for i in (1..u64::from(n)).rev() {
@@ -133,7 +134,7 @@ impl Stream {
     }
 }
 
-/// 24 bits of a word as a number in [0, 1).
+/// Maps the upper 24 bits of a word to [0, 1).
 pub fn unit(word: u32) -> f32 {
     (word >> 8) as f32 / 16_777_216.0
 }
@@ -142,7 +143,7 @@ pub fn unit(word: u32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The published known-answer vectors of Random123 for philox4x32-10.
+    /// Known-answer vectors for philox4x32-10, from Random123.
     #[test]
     fn known_answers() {
         assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);

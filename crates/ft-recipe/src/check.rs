@@ -1,7 +1,7 @@
-//! Every key against its row in the table: names, kinds and ranges, all problems at once.
+//! Checks every key against the key table: names, kinds and ranges. Reports all problems at once.
 //!
-//! What comes out is complete: a key that is absent or wrong has its default, so that reading goes on and
-//! later checks can speak too.
+//! The result is complete: an absent or invalid key gets the default, so that parsing continues and
+//! later checks can run.
 
 use super::keys::Recipe;
 use super::kind::{INDEX, Key, Kind, Unset};
@@ -13,7 +13,7 @@ use super::values;
 use ft_base::error::Place;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A value that fits its key.
+/// A value of the right kind for the key.
 #[derive(Clone, Debug)]
 pub(super) enum Checked {
     Int(u64),
@@ -28,22 +28,22 @@ pub(super) enum Checked {
     Pair([f64; 2]),
     Recompute(Recompute),
     Tokens(Vec<Token>),
-    /// `"auto"` of a key that takes numbers.
+    /// `"auto"`, for a numeric key.
     Auto,
     Table(Section),
     Tables(Vec<Section>),
 }
 
-/// A table of checked values; a key without a value and without a default is not in it.
+/// A table of checked values. Keys with neither a valid value nor a default are missing.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
     pub values: BTreeMap<&'static str, Checked>,
-    /// Where it stands; `None` when the recipe does not have it.
+    /// Position of the table; `None` if absent from the recipe.
     pub at: Option<At>,
 }
 
 impl Section {
-    /// The table of a key.
+    /// The table under `key`.
     pub fn table(&self, key: &str) -> Option<&Section> {
         match self.values.get(key) {
             Some(Checked::Table(s)) => Some(s),
@@ -51,7 +51,7 @@ impl Section {
         }
     }
 
-    /// The tables of a key that holds a list of them.
+    /// The list of tables under `key`; empty if absent.
     pub fn tables(&self, key: &str) -> &[Section] {
         match self.values.get(key) {
             Some(Checked::Tables(s)) => s,
@@ -59,7 +59,7 @@ impl Section {
         }
     }
 
-    /// Where it stands in `texts`; the file at the least.
+    /// Position of the table in `texts`; the file without a line if absent.
     pub fn place(&self, texts: &[Text]) -> Place {
         match &self.at {
             Some(at) => Diagnostic::new(texts, at, "").place,
@@ -74,12 +74,12 @@ impl Section {
 pub(super) struct Checker<'t> {
     pub texts: &'t [Text],
     pub problems: Vec<Diagnostic>,
-    /// Paths with a problem, so that checks across keys keep quiet about them.
+    /// Paths with a problem. Checks across keys skip them.
     pub bad: BTreeSet<String>,
 }
 
 impl Checker<'_> {
-    /// Adds a problem of `path`.
+    /// Adds a problem with the key at `path`.
     pub fn report(&mut self, at: &At, path: &str, message: impl Into<String>, hints: &[String]) {
         if self.problems.len() >= MOST {
             return;
@@ -108,7 +108,7 @@ impl Checker<'_> {
             let here = join(path, key.name);
             let checked = match table.get(key.name) {
                 Some(node) => self.node(node, key, &here).or_else(|| self.absent(key, &here, at, true)),
-                // It is there, misspelt.
+                // Present, but misspelled.
                 None if meant.contains(&key.name) => self.absent(key, &here, at, true),
                 None => self.absent(key, &here, at, false),
             };
@@ -119,13 +119,13 @@ impl Checker<'_> {
         section
     }
 
-    /// What stands in for a key that is not there, or (`wrong`) that was reported already.
+    /// The value for a key that is absent, or (`wrong`) invalid and already reported.
     fn absent(&mut self, key: &'static Key, path: &str, at: &At, wrong: bool) -> Option<Checked> {
         match (key.default, key.kind) {
             (Unset::Required, Kind::Table(keys)) => Some(Checked::Table(if wrong {
                 Section::default()
             } else {
-                // Its required keys are what is missing.
+                // Report the required keys inside the missing table.
                 let mut section = self.table(&Table::default(), keys, path, at);
                 section.at = None;
                 section
@@ -140,7 +140,7 @@ impl Checker<'_> {
             (Unset::Absent(_), _) => None,
             (Unset::Toml(text), _) => {
                 let node = default_node(text)?;
-                // A default is correct: a test says so.
+                // Defaults are valid, as a test confirms.
                 let mut quiet = Checker { texts: self.texts, problems: Vec::new(), bad: BTreeSet::new() };
                 let mut checked = quiet.node(&node, key, path);
                 if let Some(Checked::Table(section)) = &mut checked {
@@ -263,7 +263,7 @@ impl Checker<'_> {
         Some(Checked::Texts(good))
     }
 
-    /// Kinds whose problems are about the value as a whole.
+    /// Checks kinds with at most one problem per value.
     fn single(&mut self, kind: Kind, value: &Value, path: &str) -> Result<Checked, Wrong> {
         match (kind, value) {
             (Kind::Int(from, to) | Kind::IntOrAuto(from, to), Value::Int(i)) => {
@@ -345,9 +345,9 @@ impl Checker<'_> {
     }
 }
 
-/// Why a value does not fit.
+/// Reason for rejecting a value.
 struct Wrong {
-    /// `None`: what the kind takes, and what was found.
+    /// `None` for the generic message: expected kind, and value found.
     message: Option<String>,
     hints: Vec<String>,
 }
@@ -364,10 +364,10 @@ impl From<values::Bad> for Wrong {
     }
 }
 
-/// Keys that are computed with in f64; all others are narrowed to f32.
+/// Keys used in f64 arithmetic; all remaining numbers are converted to f32.
 const DOUBLE: [&str; 3] = ["epochs", "warmup_ratio", "weight"];
 
-/// What is wrong with a number that is another kind of number in f32: 0, 1 or infinite.
+/// Rejects a number that conversion to f32 turns into 0, 1 or infinity.
 fn in_single(path: &str, x: f64) -> Option<Wrong> {
     let single = x as f32;
     let other = if single == 0.0 && x != 0.0 {
@@ -391,7 +391,7 @@ fn in_single(path: &str, x: f64) -> Option<Wrong> {
     Some(Wrong { message: Some(message), hints: vec![hint.into()] })
 }
 
-/// A number, whole or not.
+/// The value of an integer or float.
 pub(super) fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Int(i) => Some(*i as f64),
@@ -400,14 +400,14 @@ pub(super) fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// The value that `text` is as TOML.
+/// Parses `text` as a TOML value.
 pub(super) fn default_node(text: &str) -> Option<Node> {
     let texts = [Text::file(String::new(), format!("v={text}"))];
     let (table, problems) = super::tree::read(&texts);
     if problems.is_empty() && table.0.len() == 1 { table.0.into_iter().next().map(|e| e.node) } else { None }
 }
 
-/// What `kind` takes, in words.
+/// Describes the values accepted by `kind`.
 pub(super) fn expected(kind: Kind) -> String {
     let list = |words: &[(&str, &str)]| words.iter().map(|(w, _)| quote(w)).collect::<Vec<_>>().join(", ");
     match kind {
@@ -437,7 +437,7 @@ pub(super) fn expected(kind: Kind) -> String {
     }
 }
 
-/// What was found, in words, short.
+/// Describes a value found, abbreviated to 60 characters.
 pub(super) fn found(value: &Value) -> String {
     let text = value.to_string();
     let text = if text.chars().count() > 60 {

@@ -1,4 +1,4 @@
-//! Checks across keys: values that are right alone and wrong together.
+//! Checks across keys, for values valid alone but not together.
 
 use super::check::Checker;
 use super::data_types::*;
@@ -9,11 +9,11 @@ use super::tree::{Table, Value};
 use super::types::*;
 use std::collections::BTreeMap;
 
-/// Most tokens of a micro-batch, and most ranks: what a plan counts from them fits 64 bits.
+/// Limits on tokens per micro-batch and on ranks. They keep byte counts in the plan within 64 bits.
 const MICRO_TOKENS: u64 = 1 << 31;
 const RANKS: u64 = 1 << 20;
 
-/// The names that `fields` of a format can rename.
+/// Field names of a format that `fields` can rename.
 fn fields_of(format: Format) -> &'static [&'static str] {
     match format {
         Format::Messages => &["messages", "tools", "system"],
@@ -24,7 +24,7 @@ fn fields_of(format: Format) -> &'static [&'static str] {
     }
 }
 
-/// Runs every check; each keeps quiet where a key that it needs has a problem already.
+/// Runs all checks. A check is skipped if a key it depends on already has a problem.
 pub(super) fn check(c: &mut Checker<'_>, root: &Table, recipe: &Recipe) {
     let mut x = Cross { c, root };
     x.model(recipe);
@@ -45,7 +45,7 @@ struct Cross<'a, 'b> {
 }
 
 impl Cross<'_, '_> {
-    /// Where `path` stands, or else what is around it.
+    /// Position of `path`, or of the nearest enclosing table in the recipe.
     fn at(&self, path: &str) -> At {
         let mut path = path;
         loop {
@@ -92,7 +92,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// What `lora.init` needs of the other keys.
+    /// Conflicts of `lora.init` with further keys.
     fn init(&mut self, recipe: &Recipe) {
         const KEY: &str = "lora.init";
         let Some(d) = recipe.lora.init.decomposition() else { return };
@@ -185,7 +185,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// What a rule for rows of tokens says, and what others may not; whether the rule is one of the others.
+    /// Checks the keys of a rule for token rows. Returns false for such a rule, true for a rule for modules.
     fn tokens(&mut self, path: &str, rule: &Rule) -> bool {
         let key = |name: &str| format!("{path}.{name}");
         let (modules, tokens) = (key("modules"), key("tokens"));
@@ -213,7 +213,7 @@ impl Cross<'_, '_> {
         false
     }
 
-    /// Products of a rule's numbers that are 0 or infinite in f32.
+    /// Rejects products of a rule's numbers that are 0 or infinite in f32.
     fn narrowed(&mut self, recipe: &Recipe, i: usize, rule: &Rule) {
         let path = format!("train.{i}");
         let bad = |x: f64| !(x as f32 > 0.0 && (x as f32).is_finite());
@@ -370,7 +370,7 @@ impl Cross<'_, '_> {
         let (batch, micro, ranks) =
             (recipe.run.batch_rows, recipe.run.micro_rows.count(), recipe.parallel.data);
         if self.all_good(&["run", "run.batch_rows", "run.micro_rows", "parallel", "parallel.data"]) {
-            // Bounded by the table of keys, so that the product cannot overflow. Where the plan chooses, it is 1.
+            // The key ranges prevent overflow. `micro` is 1 if the plan chooses `micro_rows`.
             let unit = micro.saturating_mul(ranks).max(1);
             if batch % unit != 0 {
                 let key = if self.given("run.micro_rows") {
@@ -415,7 +415,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// Whether there is something that could have no master weights.
+    /// Rejects `optimizer.master = "none"` if nothing trains in full.
     fn master(&mut self, recipe: &Recipe) {
         const KEY: &str = "optimizer.master";
         let rules_are_good = !self.c.bad.iter().any(|p| p.starts_with("train"));
@@ -430,7 +430,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// What a server beside the training cannot have.
+    /// Checks `[serve]`.
     fn serve(&mut self, recipe: &Recipe) {
         let s = &recipe.serve;
         if !self.all_good(&["serve", "serve.devices", "serve.devices.0", "serve.port"]) {
@@ -442,7 +442,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// What low-rank gradients cannot have, and their keys without them.
+    /// Conflicts of GaLore with further keys, and GaLore keys without GaLore.
     fn galore(&mut self, recipe: &Recipe) {
         const KEY: &str = "optimizer.name";
         let o = &recipe.optimizer;
@@ -481,7 +481,7 @@ impl Cross<'_, '_> {
         }
     }
 
-    /// What an update of each layer in its backward pass cannot have.
+    /// Conflicts of `optimizer.in_backward` with further keys.
     fn in_backward(&mut self, recipe: &Recipe) {
         const KEY: &str = "optimizer.in_backward";
         if !recipe.optimizer.in_backward

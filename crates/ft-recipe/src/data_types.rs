@@ -1,4 +1,4 @@
-//! What keys of `[data]` can be.
+//! Types of `[data]` values.
 
 use super::check::Checked;
 use super::keys::{Data, Source};
@@ -22,7 +22,7 @@ words! {
 }
 
 impl Format {
-    /// The masks that it can do; the first is its default.
+    /// The supported masks; the first is the default.
     pub fn masks(self) -> &'static [Mask] {
         match self {
             Format::Messages => &[Mask::Assistant, Mask::Last, Mask::None],
@@ -33,12 +33,13 @@ impl Format {
 }
 
 impl Data {
-    /// Whether there is something to evaluate on.
+    /// Whether evaluation data is configured.
     pub fn evaluates(&self) -> bool {
         self.eval_share > 0.0 || !self.eval.is_empty()
     }
 
-    /// The sources of a part of the data.
+    /// The sources of the training or evaluation data. With `eval_share`, evaluation uses the training
+    /// sources.
     pub fn sources(&self, part: Part) -> &[Source] {
         match part {
             Part::Eval if self.eval_share == 0.0 => &self.eval,
@@ -47,17 +48,17 @@ impl Data {
     }
 }
 
-/// A part of a recipe's data.
+/// Training or evaluation data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// What is trained on.
+    /// `data.train`.
     Train,
-    /// What is evaluated on: `data.eval`, or the `data.eval_share` of the training data.
+    /// `data.eval`, or the share `data.eval_share` of the training data.
     Eval,
 }
 
 impl Part {
-    /// The key that names it, of these data.
+    /// The recipe key that defines this part.
     pub fn key(self, data: &Data) -> &'static str {
         match self {
             Part::Train => "data.train",

@@ -1,7 +1,7 @@
-//! Keys and values that people bring from other programs: transformers and TRL (T), axolotl (A), LLaMA-Factory (L),
-//! torchtune (U), Unsloth (S), PEFT (P).
+//! Keys and values of other programs, for hints: transformers and TRL (T), axolotl (A), LLaMA-Factory
+//! (L), torchtune (U), Unsloth (S), PEFT (P).
 
-/// Their keys, and ours: a key, or what to write instead.
+/// Foreign keys, with the equivalent key of `ft` or advice on the replacement.
 pub(super) const KEYS: &[(&str, &str)] = &[
     ("accumulate_grad_batches", ACCUMULATION),
     ("adam_beta1", "optimizer.betas"),                         // T L
@@ -146,7 +146,7 @@ const ACCUMULATION: &str = "run.batch_rows (rows a step; accumulation follows fr
 const ATTENTION: &str = "nothing: attention is always of that kind";
 const DTYPE: &str = "model.dtype = \"bf16\", \"f16\" or \"f32\"";
 
-/// Our key's path, their value, and what to write instead.
+/// Key of `ft`, foreign value, and replacement.
 pub(super) const VALUES: &[(&str, &str, &str)] = &[
     ("data.mask", "all", "\"none\" supervises every token"),
     ("data.mask", "completion_only", "\"completion\""),
@@ -193,7 +193,7 @@ pub(super) const VALUES: &[(&str, &str, &str)] = &[
     ("train.0.method", "qlora", "\"lora\" with model.quantize = \"nf4\""),
 ];
 
-/// What a value of another program is here: for a key by its path, lists as `train.0`.
+/// The replacement for another program's value, for the key at a dotted path with any list index.
 pub(super) fn value(path: &str, theirs: &str) -> Option<&'static str> {
     let path: Vec<&str> =
         path.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "0" } else { p }).collect();
@@ -213,7 +213,7 @@ mod tests {
         all
     }
 
-    /// What the hints name is there.
+    /// Keys named in hints exist.
     #[test]
     fn our_keys_are_keys() {
         let paths = paths();
@@ -223,7 +223,7 @@ mod tests {
                 |p: &String| p == word || p.replace(".0", "") == word || p.ends_with(&format!(".{word}"));
             let known = paths.iter().any(is) || word == "nothing:" || word == "a";
             assert!(known, "{theirs}: {ours}");
-            // a key of the same table would never be looked up
+            // A key of `ft` is never looked up here.
             assert!(!paths.contains(&theirs.to_string()), "{theirs} is ours");
         }
         assert!(KEYS.is_sorted_by(|a, b| a.0 < b.0), "in order, each once");

@@ -1,5 +1,5 @@
-//! Every key of a recipe. A new key is an entry here, and nothing else: the checks, the JSON schema, the typed recipe
-//! and the resolved recipe are made from it.
+//! All keys of a recipe. Each key is one entry of a table; checks, JSON schema, typed recipe and
+//! resolved recipe are generated from the entries.
 
 use super::check::{Checked, Section};
 use super::data_types::*;
@@ -15,9 +15,9 @@ use Unset::{Absent, Required, Toml};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// The largest whole number that TOML promises to hold.
+/// Largest integer guaranteed by TOML.
 const BIG: u64 = i64::MAX as u64;
-/// A bound on counts that nobody reaches and that no product of three overflows.
+/// Upper bound on counts: beyond practical use, and small enough that a product of two fits in 64 bits.
 pub const COUNT: u64 = 1_000_000_000;
 const RANK: Kind = Int(1, INDEX);
 const RANKS: Kind = Int(1, INDEX);
@@ -57,11 +57,12 @@ table! {
         /// Extra logs.
         log: Log = Table(Log::KEYS), Toml("{}");
         ..
-        /// Folder of the recipe file, for relative paths; empty for a recipe that is not a file's.
+        /// Folder of the recipe file, for relative paths; empty if the recipe is not from a file.
         pub folder: PathBuf,
-        /// Where each key stands that the user wrote, by its dotted path.
+        /// Positions of keys in the recipe, by dotted path.
         pub(super) places: BTreeMap<String, Place>,
-        /// Keys with values that `ft run` does not build yet; empty after `load`, which refuses them.
+        /// Keys with values that `ft run` does not support yet. Always empty after `load`, which rejects
+        /// them.
         pub not_built: Vec<super::Diagnostic>,
     }
 }
@@ -139,7 +140,7 @@ table! {
         /// Factor on the learning rate.
         lr_scale: f64 = Number(Bound::Positive), Toml("1.0");
         ..
-        /// Where the rule stands in the recipe.
+        /// Position of the rule in the recipe.
         pub place: Place,
     }
 }
@@ -208,9 +209,9 @@ table! {
         /// What is supervised in this source.
         mask: Option<Mask> = Word(Mask::WORDS), Absent("data.mask");
         ..
-        /// Where the source stands in the recipe.
+        /// Position of the source in the recipe.
         pub place: Place,
-        /// The files of a hub dataset that are here; empty for sources of this machine.
+        /// Downloaded files of a hub dataset; empty for local sources.
         pub fetched: Vec<PathBuf>,
     }
 }

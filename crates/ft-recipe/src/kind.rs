@@ -1,49 +1,49 @@
-//! What the row of a key says, and what a key can take.
+//! The description of a key: name, kind, default and documentation.
 
 /// One key.
 #[derive(Clone, Copy, Debug)]
 pub struct Key {
-    /// Its name in the table that it belongs to.
+    /// Name within the enclosing table.
     pub name: &'static str,
-    /// What it takes.
+    /// Accepted values.
     pub kind: Kind,
-    /// What it is when the recipe does not say.
+    /// Value of an absent key.
     pub default: Unset,
-    /// What it means, in a sentence or two.
+    /// Documentation in one or two sentences.
     pub doc: &'static str,
 }
 
-/// What a key is when the recipe does not say.
+/// Value of a key absent from the recipe.
 #[derive(Debug, Clone, Copy)]
 pub enum Unset {
-    /// It must be given.
+    /// The key is required.
     Required,
-    /// This value, as TOML.
+    /// A default value, as TOML.
     Toml(&'static str),
-    /// No value; what happens instead, in words.
+    /// No value. The text describes the default behavior.
     Absent(&'static str),
 }
 
-/// What a key takes.
+/// The values accepted by a key.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// A whole number from the first to the second.
+    /// An integer in an inclusive range.
     Int(u64, u64),
-    /// As `Int`, or `"auto"`.
+    /// Like `Int`, or `"auto"`.
     IntOrAuto(u64, u64),
-    /// A finite number.
+    /// A finite number in a range.
     Number(Bound),
     /// `true` or `false`.
     Bool,
-    /// A string that is not empty.
+    /// A non-empty string.
     Text,
-    /// A string that can name a folder.
+    /// A string usable as a folder name.
     Name,
-    /// One of these words: (word, meaning).
+    /// One of these words, as (word, meaning).
     Word(&'static [(&'static str, &'static str)]),
-    /// A list of these words, each at most once.
+    /// A list of distinct words, as (word, meaning).
     Words(&'static [(&'static str, &'static str)]),
-    /// A table of anything that JSON can hold.
+    /// A free table, converted to JSON.
     Anything,
     /// A table of strings.
     Strings,
@@ -57,11 +57,11 @@ pub enum Kind {
     Experts,
     /// Two numbers in [0, 1).
     Betas,
-    /// A number of bytes, such as `"48GiB"`.
+    /// A size in bytes, such as `"48GiB"`.
     Bytes,
     /// `memory.recompute`.
     Recompute,
-    /// A list of devices, each at most once.
+    /// A list of distinct devices.
     Devices,
     /// A table with these keys.
     Table(&'static [Key]),
@@ -76,16 +76,16 @@ pub enum Bound {
     Positive,
     /// 0 or above.
     NotNegative,
-    /// 0 to 1, both included.
+    /// 0 to 1, inclusive.
     Share,
-    /// 0 to 1, without 1.
+    /// At least 0 and below 1.
     BelowOne,
-    /// 1e-9 to 1e9: what is computed with it stays within f32, and adapters hold it.
+    /// 1e-9 to 1e9, so that derived scales fit in f32 and in adapter files.
     Alpha,
 }
 
 impl Bound {
-    /// Whether `x` is finite and within.
+    /// Whether `x` is finite and in range.
     pub fn holds(self, x: f64) -> bool {
         x.is_finite()
             && match self {
@@ -97,7 +97,7 @@ impl Bound {
             }
     }
 
-    /// In words.
+    /// Description for messages.
     pub fn words(self) -> &'static str {
         match self {
             Bound::Positive => "a number above 0",
@@ -109,7 +109,7 @@ impl Bound {
     }
 }
 
-/// The groups of `train.modules`, with what each holds.
+/// The groups of `train.modules`, with descriptions.
 pub const GROUPS: &[(&str, &str)] = &[
     ("attention", "the projections q, k, v, o"),
     ("mlp", "dense and shared-expert linears"),
@@ -121,13 +121,13 @@ pub const GROUPS: &[(&str, &str)] = &[
     (TOKENS, "the rows of tokens in the embedding and in a head of its own, in a rule by itself"),
 ];
 
-/// The word of `train.modules` for rows of single tokens.
+/// The entry of `train.modules` for training rows of single tokens.
 pub const TOKENS: &str = "new_tokens";
 
-/// A bound on indices of layers and experts, on LoRA's rank, and on ranks of a run.
+/// Upper bound on layer and expert indices, on the LoRA rank, and on the number of ranks.
 pub const INDEX: u64 = 65_535;
 
-/// Calls `f` with the dotted path of every key, lists of tables as `train.0`.
+/// Calls `f` with the dotted path of every key. Lists of tables appear as entry 0 (`train.0`).
 pub fn each(f: &mut dyn FnMut(&str, &'static Key)) {
     walk(super::Recipe::KEYS, "", f);
 }

@@ -1,48 +1,48 @@
-//! What launched this process: one of several that are to be ranks of one run, or none.
+//! Detection of a multi-process launch from environment variables.
 //!
-//! Launchers say it in the environment: `torchrun` (and whoever sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`),
-//! `mpirun` (Open MPI's and PMI's names) and `srun` (`SLURM_*`).
+//! Supported launchers: `torchrun` and compatible ones (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`,
+//! `MASTER_PORT`), `mpirun` (the variables of Open MPI and PMI) and `srun` (`SLURM_*`).
 
 use std::env::var;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
-/// How processes that were launched find one another.
+/// The rendezvous of launched processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meeting {
-    /// By MPI.
+    /// Through MPI.
     Mpi,
-    /// At a host and a port, where the first listens.
+    /// At a host and port, where rank 0 listens.
     At(String, u16),
-    /// They were not told: what is missing.
+    /// Unknown. The text explains how to set it.
     Nowhere(&'static str),
 }
 
-/// A process of several.
+/// One process of a multi-process launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Its number, from 0.
+    /// Global rank, from 0.
     pub rank: usize,
-    /// How many there are.
+    /// World size.
     pub world: usize,
-    /// Its number among those of its machine, where that is said.
+    /// Rank within its machine, if the launcher sets it.
     pub local: Option<usize>,
-    /// How they meet.
+    /// How the processes meet.
     pub meeting: Meeting,
 }
 
-/// Ports that a job's processes meet at where nothing else says it: so many from the first on, by the job's number.
+/// Default rendezvous ports of Slurm jobs: (first port, count). The job and step numbers select one.
 const PORTS: (u64, u64) = (20_000, 10_000);
 
 impl Launch {
-    /// The variables that say of a process that it is one of several.
+    /// The environment variables that mark a process as one of several.
     pub const VARIABLES: [&str; 5] =
         ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
-    /// How many of the processes are on this machine, where the launcher says it.
+    /// Number of processes on this machine, if the launcher sets it.
     pub fn of_machine() -> Option<usize> {
         let names = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
         let by_name = names.iter().find_map(|k| var(k).ok()?.trim().parse().ok());
-        // "8" or "8(x2)": the first is the first machine's
+        // "8" or "8(x2)"; the first number is for the first machine.
         let slurm = || {
             let said = var("SLURM_STEP_TASKS_PER_NODE").or_else(|_| var("SLURM_TASKS_PER_NODE")).ok()?;
             said.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -50,15 +50,15 @@ impl Launch {
         by_name.or_else(slurm)
     }
 
-    /// Of this process, where a launcher has started several; none where [`Launch::check`] refuses what it said.
+    /// The launch of this process, or `None` for a single process. Also `None` if [`Launch::check`] fails.
     pub fn of_env() -> Option<Self> {
         Self::told().ok().flatten()
     }
 
-    /// Refuses numbers of this process that cannot be: a run of several would train alone.
+    /// Rejects inconsistent launch variables. Without this check, the processes would train separately.
     ///
     /// # Errors
-    /// The variable, what it is, and the one that says how many there are.
+    /// Names the rank and world size variables, with values.
     pub fn check() -> Result<(), String> {
         Self::told().map(|_| ())
     }
@@ -84,7 +84,7 @@ impl Launch {
         ];
         let by_rank = of("RANK", "WORLD_SIZE", "LOCAL_RANK")?;
         if let (Some(told), Some(host), Some(port)) = (by_rank, said("MASTER_ADDR"), port()) {
-            // torchrun listens at that port itself
+            // torchrun itself listens on this port.
             let taken = said("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|w| w == "True");
             return launch(told, Meeting::At(host, port.saturating_add(u16::from(taken))));
         }
@@ -97,7 +97,7 @@ impl Launch {
             return launch(told, Meeting::Mpi);
         }
         let steps = of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")?;
-        // a job's script is a process that no `srun` started
+        // A batch script has SLURM_PROCID too, but no `srun` started it.
         let in_step = ["SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"].iter().any(|k| said(k).is_some());
         let steps = match steps {
             None if in_step => of("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")?,
@@ -123,16 +123,16 @@ impl Launch {
         if let Some(told) = by_mpi {
             return launch(told, Meeting::Nowhere(why));
         }
-        // each would train alone, and into the same folder
+        // Otherwise all processes would train separately and write to the same folder.
         let why =
             "RANK and WORLD_SIZE are set: set MASTER_ADDR and MASTER_PORT too, or unset those to train alone";
         by_rank.map_or(Ok(None), |told| launch(told, Meeting::Nowhere(why)))
     }
 
-    /// The address that the first listens at, and whether that is this machine's alone.
+    /// Resolves the address of rank 0, and tells whether it is a loopback address.
     ///
     /// # Errors
-    /// A host that is not known here.
+    /// The host name cannot be resolved.
     pub fn address(host: &str, port: u16) -> Result<(SocketAddr, bool), String> {
         let mut all = (host, port).to_socket_addrs().map_err(|e| format!("{host}:{port}: {e}"))?;
         let first = all.next().ok_or_else(|| format!("{host}: no address"))?;
@@ -146,7 +146,7 @@ impl Launch {
     }
 }
 
-/// Why a process cannot have such a number among so many; of each the variable and what it is.
+/// The error for an invalid rank or world size. `own` and `all` are (variable, value).
 fn impossible(own: (&str, &str), all: (&str, &str), count: Option<usize>) -> String {
     let should = match count {
         None | Some(0) => format!("{} is a number from 1 on", all.0),
@@ -159,7 +159,7 @@ fn impossible(own: (&str, &str), all: (&str, &str), count: Option<usize>) -> Str
     )
 }
 
-/// The first of a list of nodes as Slurm writes it: `n[01-04,9],other` begins with `n01`.
+/// The first node of a Slurm node list: `n[01-04,9],other` gives `n01`.
 fn first_node(list: &str) -> Option<String> {
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (name, rest) = list.split_at(end);
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(of(open, true), Some(mpi));
         assert!(matches!(of(open, false), Some(Launch { meeting: Meeting::Nowhere(_), .. })));
         let slurm = "SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=20003 SLURM_STEP_ID=1";
-        // of the job's script, which is no task of a step
+        // From the job script, outside of any step.
         assert_eq!(of(slurm, false), None);
         let step = format!("{slurm} SLURM_STEP_NODELIST=n[07-09],m1");
         assert_eq!(of(&step, false), at(2, 4, Some(0), "n07", 20_004));
@@ -238,7 +238,7 @@ mod tests {
                     assert!(why.starts_with(&format!("{rank}={own}, {world}={all}: {says}\n")), "{why}");
                 }
             }
-            // where nothing says how many there are, it is one
+            // Without a world size, the process is alone.
             assert_eq!(of(&format!("{rank}=3"), true), None);
             assert_eq!(of(&format!("{rank}=0 {world}=1 {beside}"), true), None);
         }

@@ -1,19 +1,19 @@
-//! What the user wrote: the recipe, typed and checked for itself.
+//! The recipe: parsing, checks, and the typed result.
 //!
-//! Only this module knows TOML. What a recipe *means* for a model (which tensors a rule chooses, how many
-//! bytes it takes) is decided elsewhere, from these types.
+//! Only this module handles TOML. The effect of a recipe on a model (selected tensors, memory) is
+//! computed elsewhere from the typed recipe.
 //!
-//! The way of a recipe:
+//! The stages:
 //!
 //! ```text
-//! tree       text -> tree with places; KEY=VALUE of the command line put over it
-//! check      every key against its row in `keys`: names, kinds, ranges   (values: layers, experts, sizes;
-//! table      checked values -> `Recipe` -> text again                      names, elsewhere: what was meant)
+//! tree       text -> tree with positions; overrides KEY=VALUE from the command line
+//! check      every key against `keys`: names, kinds, ranges   (values: layers, experts, sizes;
+//! table      checked values -> `Recipe` -> text                 names, elsewhere: suggestions)
 //! cross      checks across keys
-//! not_built  keys that the interface has and `ft run` does not build yet
-//! launch     whether this process is one of several, as its launcher says
-//! report     how problems look: all at once, each with its line
-//! write      the resolved recipe;   schema, page: `keys` -> JSON schema, reference;   shipped: the recipes in the binary
+//! not_built  keys accepted by `ft plan` but not supported by `ft run` yet
+//! launch     multi-process launch, from environment variables
+//! report     rendering of problems: all at once, with source lines
+//! write      resolved recipe;   schema, page: `keys` -> JSON schema, reference;   shipped: built-in recipes
 //! ```
 
 mod check;
@@ -57,10 +57,10 @@ use report::Text;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// The largest recipe file that is read, in bytes. Recipes have a few thousand.
+/// Size limit of a recipe file in bytes. Typical recipes have a few thousand.
 const LARGEST: u64 = 256 << 10;
 
-/// Why there is no recipe.
+/// Errors of loading a recipe.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file cannot be read.
@@ -68,17 +68,17 @@ pub enum Error {
     Read {
         /// The recipe's path.
         path: PathBuf,
-        /// What the system said.
+        /// I/O error.
         source: std::io::Error,
-        /// What to do next: a line break and `hint: ...`, or nothing.
+        /// Advice: a line break and `hint: ...`, or empty.
         hint: String,
     },
-    /// The file is larger than any recipe.
+    /// The file exceeds the size limit.
     #[error("{} has {bytes} bytes: a recipe has at most {LARGEST}", path.display())]
     TooLarge {
         /// The recipe's path.
         path: PathBuf,
-        /// Its size.
+        /// File size in bytes.
         bytes: u64,
     },
     /// Problems in the recipe or on the command line.
@@ -87,18 +87,18 @@ pub enum Error {
     /// No shipped recipe has this name.
     #[error("no shipped recipe is called {name:?}\nhint: {hint}")]
     NoSuchRecipe {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// What to do next.
+        /// Advice.
         hint: String,
     },
-    /// A recipe or the schema could not be printed.
+    /// Writing a recipe or the schema to stdout failed.
     #[error("cannot write to stdout: {0}")]
     Print(std::io::Error),
 }
 
 impl Failure for Error {
-    /// [`ExitCode::Usage`], but for a stdout that takes no more.
+    /// [`ExitCode::Usage`], except for a failed write to stdout.
     fn exit_code(&self) -> ExitCode {
         match self {
             Error::Print(_) => ExitCode::Storage,
@@ -108,7 +108,7 @@ impl Failure for Error {
 }
 
 impl Error {
-    /// The outcome of printing: a reader that goes away (`ft schema | head`) is no error.
+    /// The result of printing. A closed pipe (`ft schema | head`) is not an error.
     pub fn of_print(outcome: std::io::Result<()>) -> Result<(), Error> {
         match outcome {
             Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Error::Print(e)),
@@ -116,7 +116,7 @@ impl Error {
         }
     }
 
-    /// The problems, where there are any to list.
+    /// The problems in the recipe; empty for another kind of error.
     pub fn problems(&self) -> &[Diagnostic] {
         match self {
             Error::Problems(p) => p.list(),
@@ -124,7 +124,7 @@ impl Error {
         }
     }
 
-    /// The message, coloured if `color`; [`ft_base::terminal::color_on_stderr`] says whether it should be.
+    /// The message, in color if `color`; see [`ft_base::terminal::color_on_stderr`].
     pub fn render(&self, color: bool) -> String {
         match self {
             Error::Problems(p) => p.render(color),
@@ -133,7 +133,7 @@ impl Error {
     }
 }
 
-/// The VALUE of a `KEY=VALUE` outside of recipes: TOML, or else a string.
+/// Parses the VALUE of a `KEY=VALUE` outside of recipes: as TOML, else as a plain string.
 pub fn loose_value(text: &str) -> serde_json::Value {
     let table = toml::from_str::<toml::Table>(&format!("v = {text}")).ok().filter(|t| t.len() == 1);
     let value = table.and_then(|mut t| t.remove("v")).and_then(|v| serde_json::to_value(v).ok());
@@ -141,21 +141,22 @@ pub fn loose_value(text: &str) -> serde_json::Value {
 }
 
 impl Recipe {
-    /// Reads the recipe at `path`, puts the `KEY=VALUE` strings of `overrides` over it, and checks it.
+    /// Reads the recipe at `path`, applies the `KEY=VALUE` overrides, and checks the result.
     ///
     /// # Errors
-    /// Every problem of the recipe at once, keys that `ft run` does not build yet among them.
+    /// All problems of the recipe at once, including keys that `ft run` does not support yet.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, false)
     }
 
-    /// As [`Recipe::load`], for `ft plan`: keys that are not built yet are in [`Recipe::not_built`] instead
-    /// of being refused.
+    /// Like [`Recipe::load`], for `ft plan`: keys not supported yet are listed in [`Recipe::not_built`]
+    /// and are not an error.
     pub fn load_for_plan(path: &Path, overrides: &[String]) -> Result<Recipe, Error> {
         Self::open(path, overrides, true)
     }
 
-    /// As [`Recipe::load`], from `text`; `file_name` is what messages call it, and its stem names the run.
+    /// Like [`Recipe::load`], from `text`. Messages show `file_name`, and the file stem is the default
+    /// run name.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Recipe, Error> {
         Self::build(text.as_bytes(), Path::new(file_name), overrides, false)
     }
@@ -230,7 +231,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The checked recipe, typed, with what follows from other keys filled in.
+    /// Converts the checked recipe and fills in values derived from other keys.
     fn typed(section: &check::Section, texts: &[Text], path: &Path) -> Recipe {
         let mut r = Recipe::read(section);
         if r.name.is_empty() {
@@ -252,8 +253,8 @@ impl Recipe {
         r
     }
 
-    /// Where the key at a dotted path stands ("data.train.0.source"); where the recipe does not have it,
-    /// what is around it, and the file at the last.
+    /// Position of the key at a dotted path ("data.train.0.source"). If absent, the nearest enclosing
+    /// table, or the file.
     pub fn place(&self, path: &str) -> Place {
         let mut path = path;
         loop {
@@ -268,8 +269,8 @@ impl Recipe {
         }
     }
 
-    /// The path that `written` means, `~/` the user's folder: as it is where that exists, else from the recipe's folder where that
-    /// exists, else as it is.
+    /// Resolves a path from the recipe, with `~/` expanded. A path that does not exist relative to the
+    /// working directory but exists relative to the recipe's folder resolves to the latter.
     pub fn resolve(&self, written: &str) -> PathBuf {
         let as_is = at_home(written);
         let beside = self.folder.join(&as_is);
@@ -277,7 +278,7 @@ impl Recipe {
     }
 }
 
-/// A path in which a `~/` in front is the user's folder.
+/// Expands a leading `~/`.
 fn at_home(written: &str) -> PathBuf {
     let home = || std::env::var_os("HOME").filter(|h| !h.is_empty()).map(PathBuf::from);
     match written.strip_prefix("~/").zip(home()) {
@@ -287,19 +288,19 @@ fn at_home(written: &str) -> PathBuf {
 }
 
 impl Optimizer {
-    /// The peak learning rate of what trains by `method`, before a rule's `lr_scale`: what the recipe says, else
-    /// 2e-4 by LoRA and 1e-5 in full.
+    /// Peak learning rate for `method`, before a rule's `lr_scale`: `optimizer.lr`, by default 2e-4 for
+    /// LoRA and 1e-5 for full training.
     pub fn peak_lr(&self, method: Method) -> f64 {
         self.lr.unwrap_or(if method == Method::Full { 1e-5 } else { 2e-4 })
     }
 
-    /// The factor on the peak learning rate of a tensor, by its rule's `lr_scale` and whether it is LoRA's B.
+    /// Factor on the peak learning rate: `lr_scale`, times `lr_scale_b` for the LoRA matrix B.
     pub fn factor(&self, lr_scale: f64, is_b: bool) -> f64 {
         if is_b { lr_scale * self.lr_scale_b } else { lr_scale }
     }
 }
 
-/// What is wrong with a recipe that is YAML, which has no line that TOML could read.
+/// Detects a YAML file, for a single clear message instead of many TOML errors.
 fn yaml(texts: &[Text], path: &Path) -> Option<Diagnostic> {
     let named = path.extension().is_some_and(|e| e == "yaml" || e == "yml");
     let lines =
@@ -321,8 +322,7 @@ fn yaml(texts: &[Text], path: &Path) -> Option<Diagnostic> {
     Some(d.hint("ft init asks for what a recipe needs and writes one; ft recipes lists some to begin with"))
 }
 
-/// The problems that are no consequence of a syntax error: a line that could not be read seems to miss its
-/// key, and what is nearby may be read wrongly.
+/// Drops problems that may be consequences of a syntax error, such as missing keys on the unreadable line.
 fn beside_syntax(problems: Vec<Diagnostic>, syntax: &[Diagnostic]) -> Vec<Diagnostic> {
     let same_line = |d: &Diagnostic| syntax.iter().any(|s| s.place.line == d.place.line);
     problems
@@ -331,7 +331,7 @@ fn beside_syntax(problems: Vec<Diagnostic>, syntax: &[Diagnostic]) -> Vec<Diagno
         .collect()
 }
 
-/// The name of a run whose recipe has none: the file's stem, with what a folder's name cannot hold taken out.
+/// Default run name: the file stem, with characters not allowed in folder names replaced.
 fn run_name(path: &Path) -> String {
     let stem = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String =

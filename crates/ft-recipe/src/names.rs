@@ -1,10 +1,10 @@
-//! What was meant: near names, and names of other programs.
+//! Suggestions for unknown names: similar spellings, and names used by other programs.
 
 use super::elsewhere;
 use super::kind::{self, Key, Kind};
 use super::tree::{join, quote};
 
-/// The name of `names` that `word` was meant to be, if one is near.
+/// The entry of `names` nearest to `word` by edit distance or prefix, if close enough.
 pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let word: String = word.chars().take(64).collect::<String>().to_lowercase();
     let allowed = (word.chars().count() / 3).clamp(1, 3);
@@ -18,7 +18,7 @@ pub fn nearest<'n>(word: &str, names: impl IntoIterator<Item = &'n str>) -> Opti
         .map(|(_, n)| n)
 }
 
-/// The message and hints for a key that `path` does not have.
+/// Message and hints for an unknown key in the table at `path`.
 pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, Vec<String>) {
     let table = match path {
         "" => "a recipe".to_string(),
@@ -60,7 +60,7 @@ pub(super) fn unknown(path: &str, name: &str, keys: &'static [Key]) -> (String, 
     (message, hints)
 }
 
-/// The key of `keys` that an unknown `name` stands for.
+/// The key of `keys` that an unknown `name` probably means.
 pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'static str> {
     if let Some((_, ours)) = elsewhere::KEYS.iter().find(|(theirs, _)| *theirs == name) {
         let table: Vec<&str> = path.split('.').filter(|p| p.parse::<usize>().is_err()).collect();
@@ -69,7 +69,7 @@ pub(super) fn meant(path: &str, name: &str, keys: &'static [Key]) -> Option<&'st
     nearest(name, keys.iter().map(|k| k.name))
 }
 
-/// The hint for a word that the key at `path` does not have.
+/// The hint for a word not accepted by the key at `path`.
 pub(super) fn words_hint(path: &str, word: &str, words: &[&str]) -> Vec<String> {
     if let Some(ours) = elsewhere::value(path, word) {
         return vec![format!("here it is {ours}")];

@@ -1,25 +1,24 @@
-//! Keys and values that the interface has and `ft run` does not build yet.
+//! Keys and values that `ft plan` accepts but `ft run` does not support yet.
 //!
-//! They are refused by name, never accepted and ignored. Taking a line out enables the key. `ft plan` plans
-//! for them all.
+//! `ft run` rejects them by name instead of ignoring them. Removing an entry enables the key.
 
 use super::kind::{self, Unset};
 use super::report::{Diagnostic, MOST, Text};
 use super::tree::{Table, Value};
 use std::collections::BTreeSet;
 
-/// What of a key is not built.
+/// The unsupported values of a key.
 enum What {
     /// This word.
     #[cfg_attr(feature = "mpi", expect(dead_code, reason = "all words are built"))]
     Word(&'static str),
-    /// Anything but its default.
+    /// Any value but the default.
     Changed,
 }
 
 use What::{Changed, Word};
 
-/// What `ft run` refuses.
+/// Keys rejected by `ft run`.
 const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.tensor", Changed),
     ("parallel.pipeline", Changed),
@@ -29,9 +28,7 @@ const NOT_BUILT: &[(&str, What)] = &[
     ("parallel.comm", Word("mpi")),
 ];
 
-/// The keys of `root` that `ft run` does not build.
-///
-/// Nothing is said about those in `bad`: they have a problem already.
+/// Finds unsupported keys in `root`. Skips keys in `bad`, which already have a problem.
 pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for (path, what) in NOT_BUILT {
@@ -45,7 +42,7 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
         if refused && !bad.iter().any(inside) && found.len() < MOST {
             let message = format!("not built yet: {path} = {}", node.value);
             let hint = match default_of(path) {
-                // nor is it, until it is asked for: it needs libraries that few machines have
+                // The default is not MPI either, because few machines have the required libraries.
                 _ if is("mpi") => "cargo build --release --features mpi (needs an MPI and libclang: libopenmpi-dev, openmpi-bin, libclang-dev)".into(),
                 Some(default) => format!("leave it out, or write {path} = {default}"),
                 None => "leave it out".into(),
@@ -56,7 +53,7 @@ pub(super) fn find(root: &Table, texts: &[Text], bad: &BTreeSet<String>) -> Vec<
     found
 }
 
-/// The default of a key.
+/// The default of the key at a dotted path, if any.
 fn default_of(path: &str) -> Option<Value> {
     let mut found = None;
     kind::each(&mut |p, key| {
@@ -73,7 +70,7 @@ fn default_of(path: &str) -> Option<Value> {
 mod tests {
     use super::*;
 
-    /// A key that is renamed must be renamed here too.
+    /// Renamed keys must be renamed in `NOT_BUILT` too.
     #[test]
     fn every_line_names_a_key_and_what_it_can_hold() {
         for (path, what) in NOT_BUILT {

@@ -1,4 +1,4 @@
-//! The reference page: every key of a recipe, as Markdown.
+//! The reference page: all keys of a recipe, as Markdown.
 
 use super::check::expected;
 use super::keys::Recipe;
@@ -6,7 +6,7 @@ use super::kind::{GROUPS, Key, Kind, Unset};
 use super::tree::join;
 use std::fmt::Write;
 
-/// The page, made from the table of keys.
+/// Renders the page from the key table.
 pub fn page() -> String {
     let mut out = String::from(
         "# The keys of a recipe\n\nMade by `ft schema --markdown`. A recipe is TOML; every key can also be set on the command line by its dotted \
@@ -16,7 +16,7 @@ pub fn page() -> String {
     out
 }
 
-/// A table's keys, then the tables in it.
+/// Writes the keys of a table, then subtables.
 fn section(out: &mut String, path: &str, brackets: &str, doc: &str, keys: &'static [Key]) {
     let title = match brackets {
         "" => "At the top".to_string(),
@@ -53,7 +53,7 @@ fn takes(kind: Kind) -> String {
     }
 }
 
-/// What a key means, and each word that it takes.
+/// The documentation of a key, with the meaning of each word it accepts.
 fn meaning(k: &Key) -> String {
     let words = match k.kind {
         Kind::Word(words) | Kind::Words(words) => words,
@@ -83,7 +83,7 @@ mod tests {
         Ok(())
     }
 
-    /// Every key stands in a row of its table.
+    /// Every key has a row in the section of the enclosing table.
     #[test]
     fn every_key_is_on_the_page() {
         let page = page();

@@ -1,7 +1,7 @@
-//! Problems of a recipe as data, and how they look.
+//! Problems of a recipe, and their rendering.
 //!
-//! Each problem keeps the line that it is about, so that it can be shown long after the file was read.
-//! Only this file knows the renderer.
+//! A problem contains the affected source line, so that it can be shown long after the file was read.
+//! Only this file depends on the renderer.
 
 use ft_base::error::Place;
 use ft_base::terminal::escape;
@@ -10,71 +10,69 @@ use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt;
 use std::ops::Range;
 
-/// The longest part of a source line that a problem shows, in bytes on each side of the place.
+/// Maximum length of the source excerpt shown with a problem, in bytes on each side of the position.
 const SHOWN: usize = 120;
 
-/// How many problems are reported at the most: more says nothing more, and takes time.
+/// Maximum number of reported problems, to bound time and output.
 pub(super) const MOST: usize = 100;
 
-/// A text that problems can point into: the recipe file, or one `KEY=VALUE` of the command line.
+/// A source text: the recipe file, or one `KEY=VALUE` from the command line.
 #[derive(Clone, Debug)]
 pub(super) struct Text {
-    /// How messages call it.
+    /// Name in messages.
     pub name: String,
-    /// What it says.
     pub text: String,
-    /// Whether it has lines: a `KEY=VALUE` has none.
+    /// False for a `KEY=VALUE`, which is shown without line numbers.
     pub is_file: bool,
-    /// Where each line begins, in bytes.
+    /// Byte offset of each line start.
     lines: Vec<usize>,
 }
 
 impl Text {
-    /// The recipe file.
+    /// The text of a recipe file.
     pub fn file(name: String, text: String) -> Self {
         let lines = std::iter::once(0).chain(text.match_indices('\n').map(|(i, _)| i + 1)).collect();
         Self { name, text, is_file: true, lines }
     }
 
-    /// A `KEY=VALUE`.
+    /// A `KEY=VALUE` from the command line.
     pub fn argument(text: &str) -> Self {
         let shown: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
         Self { name: format!("command line: {shown}"), text: text.into(), is_file: false, lines: vec![0] }
     }
 }
 
-/// A part of one of the texts.
+/// A byte range in one of the texts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct At {
-    /// Which text: 0 is the file, `i` is override `i - 1`.
+    /// Index of the text: 0 is the file, `i` is override `i - 1`.
     pub text: usize,
-    /// Bytes of it.
     pub span: Range<usize>,
 }
 
 /// One problem of a recipe.
 #[derive(Clone, Debug)]
 pub struct Diagnostic {
-    /// Where it is.
+    /// Position of the problem.
     pub place: Place,
-    /// The dotted path of the key that it is about, where there is one.
+    /// Dotted path of the affected key, if any.
     pub key: Option<String>,
-    /// What is wrong.
+    /// Error message.
     pub message: String,
-    /// What to do next; none, one or several lines.
+    /// Suggested fixes, one per line.
     pub hints: Vec<String>,
-    /// The part of the source line that is shown.
+    /// Excerpt of the source line.
     line: String,
-    /// What is underlined in it.
+    /// Underlined byte range of `line`.
     span: Range<usize>,
-    /// Whether it is only a part of the line.
+    /// Whether `line` omits a part of the source line.
     cut: bool,
-    /// Order in the file.
+    /// Sort key: text index and byte offset.
     order: (usize, usize),
 }
 
 impl Diagnostic {
-    /// A problem at `at`.
+    /// Creates a problem at `at`.
     pub(super) fn new(texts: &[Text], at: &At, message: impl Into<String>) -> Self {
         let (place, line, span, cut) = locate(texts, at);
         Self {
@@ -89,23 +87,23 @@ impl Diagnostic {
         }
     }
 
-    /// Names the key.
+    /// Sets the key.
     pub(super) fn key(mut self, key: &str) -> Self {
         self.key = Some(key.to_string());
         self
     }
 
-    /// Adds a line about what to do next.
+    /// Adds a hint.
     pub(super) fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hints.push(hint.into());
         self
     }
 
-    /// The problem with its source line, underline and hints, ending in a line break.
+    /// Renders the message with source line, underline and hints, ending in a line break.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let renderer = renderer.decor_style(DecorStyle::Ascii);
-        // what the recipe says is escaped before colours are put around it
+        // Text from the recipe is escaped before color codes are added.
         let (message, file, line) = (escape(&self.message), escape(&self.place.file), escape(&self.line));
         let start = escape(&self.line[..self.span.start]).len();
         let span = start..start + escape(&self.line[self.span.clone()]).len();
@@ -115,10 +113,10 @@ impl Diagnostic {
             .line_start(self.place.line.max(1))
             .annotation(AnnotationKind::Primary.span(span));
         let mut group = if self.place.line == 0 || self.line.is_empty() {
-            // An argument of the command line: the place's name holds all of it.
+            // Command line argument: the name of the place contains the whole text.
             title.element(origin(&self.place, &file))
         } else if self.cut {
-            // The renderer counts the column itself, which it cannot in a part of a line.
+            // The renderer would compute the column from the excerpt, which is wrong for a partial line.
             title.element(origin(&self.place, &file)).element(snippet)
         } else {
             title.element(snippet.path(file.as_ref()))
@@ -138,8 +136,8 @@ fn origin<'a>(place: &Place, file: &'a str) -> Origin<'a> {
     if place.line > 0 { origin.line(place.line).char_column(place.column) } else { origin }
 }
 
-/// The place of `at`, the part of its first line that is shown, what of that is underlined, and whether it
-/// is less than the line.
+/// Returns the position of `at`, the excerpt of the first line, the underlined range of the excerpt, and
+/// whether the excerpt omits a part of the line.
 fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>, bool) {
     let Some(source) = texts.get(at.text) else {
         return (Place { file: "recipe".into(), line: 0, column: 0 }, String::new(), 0..0, false);
@@ -150,7 +148,7 @@ fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>, bool) {
     let line_start = source.lines.get(line - 1).copied().unwrap_or(0);
     let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
     let end = floor(text, at.span.end).clamp(start, line_end);
-    // A very long line is shown around the place only.
+    // Shows a very long line only around the position.
     let from = floor(text, start.saturating_sub(SHOWN).max(line_start));
     let to = floor(text, (start + SHOWN).min(line_end));
     let shown = text[from..to].trim_end_matches('\r');
@@ -163,7 +161,7 @@ fn locate(texts: &[Text], at: &At) -> (Place, String, Range<usize>, bool) {
     (place, shown.to_string(), span, from > line_start || to < line_end)
 }
 
-/// The last character boundary at or before `i`.
+/// Rounds `i` down to a character boundary.
 fn floor(text: &str, i: usize) -> usize {
     let mut i = i.min(text.len());
     while !text.is_char_boundary(i) {
@@ -172,24 +170,24 @@ fn floor(text: &str, i: usize) -> usize {
     i
 }
 
-/// All problems of a recipe, in the order of the file; those of the command line after them.
+/// The problems of a recipe in file order, followed by problems of the command line.
 #[derive(Clone, Debug)]
 pub struct Problems(Vec<Diagnostic>);
 
 impl Problems {
-    /// Sorts `list` by place.
+    /// Sorts the problems by position, and drops any beyond the maximum.
     pub(super) fn new(mut list: Vec<Diagnostic>) -> Self {
         list.sort_by_key(|d| d.order);
         list.truncate(MOST);
         Self(list)
     }
 
-    /// The problems.
+    /// The problems in order.
     pub fn list(&self) -> &[Diagnostic] {
         &self.0
     }
 
-    /// Every problem with its source line and hints, and a last line that counts them.
+    /// Renders all problems, followed by a line with the count.
     pub fn render(&self, color: bool) -> String {
         let mut out = String::new();
         for d in &self.0 {
@@ -203,7 +201,7 @@ impl Problems {
 }
 
 impl fmt::Display for Problems {
-    /// As [`Problems::render`], without colour.
+    /// Like [`Problems::render`], without color.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(false))
     }

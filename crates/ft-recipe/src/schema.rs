@@ -1,4 +1,4 @@
-//! The JSON schema of recipes, for editors: completion, documentation and checks while typing.
+//! The JSON schema of recipes, for completion, documentation and checks in editors.
 
 use super::keys::Recipe;
 use super::kind::{self, Bound, GROUPS, INDEX, Key, Kind, Unset};
@@ -6,9 +6,9 @@ use super::types::Recompute;
 use super::values::BARE;
 use serde_json::{Map, Value, json};
 
-/// The schema, made from the table of keys (JSON schema draft 7, which TOML language servers read).
+/// Generates the schema from the key table (JSON Schema draft 7, supported by TOML language servers).
 ///
-/// It knows single keys; what only holds across keys (or for a model) is `ft check`'s.
+/// The schema covers single keys. Constraints across keys, or for a model, are checked by `ft check`.
 pub fn schema() -> Value {
     let mut schema = table(Recipe::KEYS);
     schema.insert("$schema".into(), "http://json-schema.org/draft-07/schema#".into());
@@ -124,7 +124,8 @@ fn choices(words: &[(&str, &str)]) -> Vec<Value> {
     words.iter().map(|(w, doc)| json!({ "const": w, "description": doc.trim() })).collect()
 }
 
-/// What happens when `key` of the table at `prefix` is not given, in words.
+/// Describes the default behavior without `key`, for the table at `prefix`; empty if the key has a
+/// default value.
 pub(super) fn instead(prefix: &str, key: &str) -> &'static str {
     let path = super::tree::join(prefix, key);
     let first: Vec<&str> =

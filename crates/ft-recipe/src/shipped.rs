@@ -1,13 +1,13 @@
-//! The recipes that are built into the binary.
+//! The recipes embedded in the binary.
 
 use super::{Error, names};
 
-/// A recipe of `recipes/`.
+/// A recipe in `recipes/`.
 #[derive(Debug, Clone, Copy)]
 pub struct Shipped {
-    /// Its name: the file's stem.
+    /// File stem.
     pub name: &'static str,
-    /// The file's text.
+    /// File contents.
     pub text: &'static str,
 }
 
@@ -17,7 +17,7 @@ macro_rules! shipped {
     };
 }
 
-/// Every shipped recipe, one line a file; a test compares the list with the folder.
+/// All shipped recipes. A test compares the list with the folder.
 pub const SHIPPED: &[Shipped] = shipped![
     "quickstart",
     "pretrain-quickstart",
@@ -44,12 +44,12 @@ pub const SHIPPED: &[Shipped] = shipped![
 ];
 
 impl Shipped {
-    /// The first line of its header, without the `#`.
+    /// The first line of the header comment, without the `#`.
     pub fn title(&self) -> &'static str {
         self.text.lines().next().unwrap_or("").trim_start_matches('#').trim()
     }
 
-    /// The recipe called `name`.
+    /// Finds the recipe `name`, with or without `.toml`.
     ///
     /// # Errors
     /// [`Error::NoSuchRecipe`], with the nearest name.

@@ -1,5 +1,6 @@
-//! A key of the recipe is one entry of a `table!`: its field, type, documentation, kind and default. The macro makes
-//! the struct, the rows that the checks and the schema read, and the way from checked values to the struct and back.
+//! The `table!` macro, which defines a recipe key by one entry: field, type, documentation, kind and
+//! default. It generates the struct, the key table for checks and schema, and conversions from checked
+//! values and to TOML.
 
 use super::check::Checked;
 use super::kind::Kind;
@@ -12,12 +13,12 @@ use std::path::PathBuf;
 /// A free table of a recipe, such as `model.override`.
 pub type Json = serde_json::Map<String, serde_json::Value>;
 
-/// What a key holds, as it is written again.
+/// The value of a key, formatted for the resolved recipe.
 #[derive(Debug)]
 pub(super) enum Written {
-    /// It has no value.
+    /// No value.
     Nothing,
-    /// A value, as TOML.
+    /// TOML text.
     Value(String),
     /// A table.
     Table(Keys),
@@ -26,7 +27,7 @@ pub(super) enum Written {
 }
 
 impl Written {
-    /// As a key of this kind is written: bytes with their unit.
+    /// Formats the value for a key of this kind: sizes get a unit.
     pub fn of(self, kind: Kind) -> Self {
         match (kind, self) {
             (Kind::Bytes, Written::Value(v)) => Written::Value(v.parse().map_or(v, written_bytes)),
@@ -35,20 +36,19 @@ impl Written {
     }
 }
 
-/// The keys of a table, in the order of the documentation.
+/// The keys of a table in documentation order, with values.
 pub(super) type Keys = Vec<(&'static str, Written)>;
 
-/// The value of a key.
+/// The type of a key's value.
 pub(super) trait Field: Sized {
-    /// The value that was checked. A key without a value, or with a wrong one (which was reported), gives what its
-    /// type has for nothing.
+    /// Converts a checked value. Without one, or after a reported problem, returns the type's default.
     fn read(checked: Option<&Checked>) -> Self;
 
-    /// It as TOML, which reads back as the same value.
+    /// Formats the value as TOML that parses to an equal value.
     fn write(&self) -> Written;
 }
 
-/// Without the space that stands before the text of a doc comment.
+/// Strips the leading space of a doc comment.
 pub(super) const fn doc(text: &'static str) -> &'static str {
     match text.split_at_checked(1) {
         Some((_, rest)) => rest,
@@ -56,7 +56,7 @@ pub(super) const fn doc(text: &'static str) -> &'static str {
     }
 }
 
-/// Defines tables of keys: see the module's documentation. Fields after `..` are no keys.
+/// Defines a table of keys; see the module documentation. Fields after `..` are not keys.
 macro_rules! table {
     (
         #[doc = $about:literal]
@@ -76,7 +76,7 @@ macro_rules! table {
         }
 
         impl $name {
-            /// Its keys.
+            /// The key table.
             pub(super) const KEYS: &'static [Key] = &[$(Key {
                 name: table!(@name $field $($spelt)?),
                 kind: $kind,
@@ -84,7 +84,7 @@ macro_rules! table {
                 doc: doc(concat!($($doc),+)),
             }),+];
 
-            /// What was checked, typed.
+            /// Converts checked values to the struct.
             pub(super) fn read(section: &Section) -> Self {
                 Self {
                     $($field: Field::read(section.values.get(table!(@name $field $($spelt)?))),)+
@@ -92,7 +92,7 @@ macro_rules! table {
                 }
             }
 
-            /// Its keys with their values.
+            /// The keys with values as TOML.
             pub(super) fn write(&self) -> Keys {
                 vec![$((table!(@name $field $($spelt)?), Field::write(&self.$field).of($kind))),+]
             }
@@ -131,8 +131,8 @@ macro_rules! table {
     (@name $field:ident) => { stringify!($field) };
 }
 
-/// Defines an enum of a key's words: one place for their spelling, their documentation and their order. The first
-/// stands in for a word that was reported as wrong.
+/// Defines an enum of a key's words, with spelling, documentation and order. The first word replaces an
+/// invalid one, which has been reported already.
 macro_rules! words {
     (
         $(#[$meta:meta])*
@@ -149,11 +149,11 @@ macro_rules! words {
         }
 
         impl $name {
-            /// Every word of the key with what it means, in the order of the documentation.
+            /// All words with documentation, in documentation order.
             pub const WORDS: &'static [(&'static str, &'static str)] =
                 &[($first_word, doc($first_doc)), $(($word, doc($doc))),*];
 
-            /// The value that `word` names.
+            /// Parses a word.
             pub fn from_word(word: &str) -> Option<Self> {
                 match word {
                     $first_word => Some(Self::$first),
@@ -162,7 +162,7 @@ macro_rules! words {
                 }
             }
 
-            /// The word as a recipe spells it.
+            /// The word as spelled in a recipe.
             pub fn word(self) -> &'static str {
                 match self {
                     Self::$first => $first_word,
@@ -185,7 +185,7 @@ macro_rules! words {
 
 pub(super) use {table, words};
 
-/// Fields of one variant of [`Checked`].
+/// Implements `Field` for types backed by one variant of [`Checked`].
 macro_rules! plain {
     ($($type:ty: $variant:ident($checked:ident) => $read:expr, $own:ident => $write:expr;)+) => {$(
         impl Field for $type {
@@ -210,7 +210,7 @@ plain! {
     u32: Int(i) => u32::try_from(*i).unwrap_or(u32::MAX), i => i.to_string();
     u64: Int(i) => *i, i => i.to_string();
     usize: Int(i) => usize::try_from(*i).unwrap_or(usize::MAX), i => i.to_string();
-    // Rust's shortest form that reads back as the same number is TOML too
+    // Rust's shortest round-trip format is valid TOML.
     f64: Number(x) => *x, x => format!("{x:?}");
     bool: Bool(b) => *b, b => b.to_string();
     String: Text(s) => s.clone(), s => quote(s);
@@ -291,7 +291,7 @@ fn list_of<'s>(words: impl Iterator<Item = &'s str>) -> String {
 
 fn json(value: &serde_json::Value) -> String {
     match value {
-        // TOML has no null; nothing that was read from TOML holds one.
+        // TOML has no null, so values parsed from TOML never contain one.
         serde_json::Value::Null => "\"\"".into(),
         serde_json::Value::Bool(b) => b.to_string(),
         serde_json::Value::Number(n) if n.is_f64() => format!("{:?}", n.as_f64().unwrap_or_default()),

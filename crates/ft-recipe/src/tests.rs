@@ -1,4 +1,4 @@
-//! What a recipe means, what is refused and how that looks.
+//! Parsing of recipes, rejected recipes, and rendering of problems.
 
 mod properties;
 
@@ -33,7 +33,7 @@ fn message(overrides: &[&str]) -> String {
     }
 }
 
-/// The defaults of the interface, each by name.
+/// All defaults, by name.
 #[test]
 fn defaults() {
     let keys = ok(&[]).math_keys();
@@ -46,7 +46,8 @@ fn defaults() {
     assert_eq!(all.optimizer.peak_lr(Method::Full), 1e-5);
 }
 
-/// Every broken recipe is refused, each problem with line and column; how all of them look is committed.
+/// Every broken recipe is rejected, and every problem has line and column. The rendered problems are a
+/// snapshot.
 #[test]
 fn broken_recipes() {
     let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join("tests/fixtures/broken-recipes");
@@ -77,7 +78,7 @@ fn broken_recipes() {
 
 const BROKEN: usize = 181;
 
-/// One mistake is one message: a consequence of a mistake is not reported beside it.
+/// One mistake results in one message, without consequences of the mistake.
 #[test]
 fn one_mistake_one_message() {
     let several = [
@@ -153,7 +154,7 @@ fn the_command_line_wins() {
     assert_eq!(r.place("memory.pin").to_string(), "dir/small.toml");
 }
 
-/// A key of the command line takes out the key of the file that would silence it.
+/// A key on the command line removes a conflicting key of the file.
 #[test]
 fn epochs_on_the_command_line_win_over_steps_in_the_file() {
     let text = format!("{SMALL}[run]\nsteps = 5\n[optimizer]\nwarmup_ratio = 0.1\n");
@@ -209,7 +210,7 @@ fn plans_see_what_runs_refuse() {
     let said: Vec<&str> = plan.not_built.iter().map(|d| d.message.as_str()).collect();
     assert_eq!(said, ["not built yet: parallel.tensor = 2"]);
     assert!(Recipe::load_for_plan(&path, &["run.micro_rows=auto".into()]).unwrap().run.micro_rows.is_auto());
-    // A key that is written with its default is built.
+    // An unsupported key with its default value is accepted.
     assert!(small(&["parallel.data=1", "router.aux_loss=0", "data.train.0.weight=1"]).is_ok());
 }
 
@@ -229,7 +230,7 @@ fn colour_is_for_terminals_only() {
     assert!(!error.render(false).contains('\u{1b}') && !error.to_string().contains('\u{1b}'));
 }
 
-/// The largest recipes that are read, of shapes that a check of quadratic cost would not come to an end on.
+/// Recipes of maximum size, in shapes on which a quadratic check would take too long.
 #[test]
 fn large_recipes_are_answered() {
     let n = LARGEST as usize;
@@ -330,7 +331,7 @@ fn rules_take_what_they_do_not_say_from_lora() {
     );
 }
 
-/// Keys of one recipe that uses all of them: table, writer, schema and checks know the same.
+/// Table, writer, schema and checks agree on the set of keys, for a recipe with all of them.
 #[test]
 fn every_part_knows_the_same_keys() {
     let mut table = BTreeSet::new();
@@ -341,7 +342,7 @@ fn every_part_knows_the_same_keys() {
         }
         if let kind::Unset::Toml(text) = key.default {
             let node = check::default_node(text).unwrap_or_else(|| panic!("{path}: {text}"));
-            // Written out, a default is accepted.
+            // A default is accepted when written out.
             let required = ["train", "data"].contains(&path) || matches!(key.kind, kind::Kind::Tables(_));
             if !required && !path.starts_with("data.eval") {
                 small(&[&format!("{path}={}", node.value)]).unwrap_or_else(|e| panic!("{path}: {e}"));
@@ -382,7 +383,7 @@ fn schema_keys(schema: &serde_json::Value, path: &str, keys: &mut BTreeSet<Strin
     }
 }
 
-/// Numbers that f32 does not hold are refused where they stand: updates are computed in it.
+/// Numbers outside of the range of f32 are rejected with a position, since updates use f32.
 #[test]
 fn numbers_that_f32_does_not_hold() {
     for (set, key, says) in [
@@ -411,7 +412,7 @@ fn numbers_that_f32_does_not_hold() {
     }
 }
 
-/// The schema is committed in the snapshot, so that a change of the interface is seen in review.
+/// The schema is a snapshot, so that a change of the interface is visible in review.
 #[test]
 fn schema_is_as_committed() {
     insta::assert_snapshot!(serde_json::to_string_pretty(&schema()).unwrap());

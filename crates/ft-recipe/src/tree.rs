@@ -1,12 +1,11 @@
-//! TOML as a tree in which every key and value knows where it stands, with the command line's `KEY=VALUE`
-//! put over it.
+//! TOML as a tree with source positions, and `KEY=VALUE` overrides from the command line.
 
 use super::report::{At, Diagnostic, MOST, Text};
 use std::collections::BTreeMap;
 use std::fmt;
 use toml::de::{DeTable, DeValue};
 
-/// A value and its place.
+/// A value with position.
 #[derive(Clone, Debug)]
 pub(super) struct Node {
     pub value: Value,
@@ -17,7 +16,7 @@ pub(super) struct Node {
 #[derive(Clone, Debug)]
 pub(super) enum Value {
     Text(String),
-    /// Wider than TOML's 64 bits, so that a number that is out of range can be named.
+    /// Wider than TOML's 64 bits, so that an out-of-range number can be reported.
     Int(i128),
     Float(f64),
     Bool(bool),
@@ -26,7 +25,7 @@ pub(super) enum Value {
     Table(Table),
 }
 
-/// Keys in the order of the file.
+/// Entries in file order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Table(pub Vec<Entry>);
 
@@ -43,7 +42,7 @@ impl Table {
         self.0.iter().find(|e| e.key == key).map(|e| &e.node)
     }
 
-    /// Sets `key`, wherever it stood before.
+    /// Inserts or replaces `key`.
     fn set(&mut self, key: &str, key_at: At, node: Node) {
         match self.0.iter_mut().find(|e| e.key == key) {
             Some(e) => (e.key_at, e.node) = (key_at, node),
@@ -51,7 +50,7 @@ impl Table {
         }
     }
 
-    /// The node at a dotted path; a number steps into a list.
+    /// The node at a dotted path. A number indexes a list.
     pub fn find(&self, path: &str) -> Option<&Node> {
         let mut parts = path.split('.');
         let mut node = self.get(parts.next()?)?;
@@ -65,7 +64,7 @@ impl Table {
         Some(node)
     }
 
-    /// Takes the key at `section.key` out, where a key of the command line stands against it.
+    /// Removes `section.key`, when the command line sets a conflicting key.
     fn remove(&mut self, section: &str, key: &str) {
         if let Some(Entry { node: Node { value: Value::Table(t), .. }, .. }) =
             self.0.iter_mut().find(|e| e.key == section)
@@ -74,7 +73,7 @@ impl Table {
         }
     }
 
-    /// Calls `f` with the dotted path and place of every node.
+    /// Calls `f` with the dotted path and position of every node.
     pub fn walk(&self, prefix: &str, f: &mut dyn FnMut(String, &At)) {
         for e in &self.0 {
             visit(&e.node, join(prefix, &e.key), f);
@@ -86,7 +85,7 @@ fn visit(node: &Node, path: String, f: &mut dyn FnMut(String, &At)) {
     f(path.clone(), &node.at);
     match &node.value {
         Value::Table(t) => t.walk(&path, f),
-        // A long list can only be data of a free table, whose entries nobody asks for.
+        // Only free tables contain longer lists, and positions inside free tables are never used.
         Value::List(l) if l.len() <= 1000 => {
             l.iter().enumerate().for_each(|(i, n)| visit(n, join(&path, &i.to_string()), f))
         }
@@ -94,15 +93,15 @@ fn visit(node: &Node, path: String, f: &mut dyn FnMut(String, &At)) {
     }
 }
 
-/// `a.b`, or `b` where `a` is empty.
+/// Joins with a dot, unless `prefix` is empty.
 pub(super) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() { key.to_string() } else { format!("{prefix}.{key}") }
 }
 
-/// Reads `texts[0]` as TOML. Syntax errors come back as problems, with as much of the tree as could be read.
+/// Parses `texts[0]` as TOML. Returns syntax errors as problems, along with the recoverable part of the tree.
 pub(super) fn read(texts: &[Text]) -> (Table, Vec<Diagnostic>) {
     let (table, errors) = DeTable::parse_recoverable(&texts[0].text);
-    // What follows the first error of a line is its consequence.
+    // Further errors on a line are usually consequences of the first.
     let mut last = None;
     let problems = errors
         .iter()
@@ -116,7 +115,7 @@ pub(super) fn read(texts: &[Text]) -> (Table, Vec<Diagnostic>) {
     (convert_table(table.get_ref(), 0, 0), problems)
 }
 
-/// `shift` moves spans of a value that was parsed behind `v = ` to where it stands in the override.
+/// Converts a table. `shift` maps spans of a value parsed as `v=VALUE` to positions in the override.
 fn convert_table(table: &DeTable<'_>, text: usize, shift: usize) -> Table {
     Table(
         table
@@ -138,7 +137,7 @@ fn convert(value: &DeValue<'_>, place: At, text: usize, shift: usize) -> Node {
     let value = match value {
         DeValue::String(s) => Value::Text(s.to_string()),
         DeValue::Integer(i) => Value::Int(i128::from_str_radix(i.as_str(), i.radix()).unwrap_or(
-            // More than 128 bits: any number that is out of every range will do.
+            // Beyond 128 bits, any out-of-range number serves.
             if i.as_str().starts_with('-') { i128::MIN } else { i128::MAX },
         )),
         DeValue::Float(f) => Value::Float(f.as_str().parse().unwrap_or(f64::NAN)),
@@ -152,14 +151,14 @@ fn convert(value: &DeValue<'_>, place: At, text: usize, shift: usize) -> Node {
     Node { value, at: place }
 }
 
-/// Keys of which one silences the other: setting the first on the command line takes the second out.
+/// Mutually exclusive keys (section, key, other): setting `key` on the command line removes `other`.
 const INSTEAD: &[(&str, &str, &str)] = &[
     ("run", "epochs", "steps"),
     ("optimizer", "warmup_steps", "warmup_ratio"),
     ("optimizer", "warmup_ratio", "warmup_steps"),
 ];
 
-/// Puts the overrides (`texts[1..]`) over `root`.
+/// Applies the overrides (`texts[1..]`) to `root`.
 pub(super) fn apply_overrides(root: &mut Table, texts: &[Text]) -> Vec<Diagnostic> {
     let mut problems = Vec::new();
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
@@ -192,7 +191,7 @@ pub(super) fn apply_overrides(root: &mut Table, texts: &[Text]) -> Vec<Diagnosti
     problems
 }
 
-/// Path, its place, and value of override `i - 1`.
+/// Parses override `i - 1` into path, position of the path, and value.
 fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Box<Diagnostic>> {
     let wrong = |at: &At, message: String| Box::new(Diagnostic::new(texts, at, message));
     let text = texts[i].text.as_str();
@@ -212,7 +211,7 @@ fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Box<Diag
     if word.is_empty() {
         return Err(wrong(&whole, format!("{path} has no value; an empty string is {path}='\"\"'")));
     }
-    // The value stands behind `v=` here and behind the key there.
+    // Offset between `v=` and the key with `=`.
     let (document, shift) = (format!("v={value}"), key.len().saturating_sub(1));
     let (table, errors) = DeTable::parse_recoverable(&document);
     let one = table.get_ref().len() == 1;
@@ -226,7 +225,7 @@ fn parse_override(texts: &[Text], i: usize) -> Result<(&str, At, Node), Box<Diag
     Ok((path, path_at, Node { value: Value::Text(word.to_string()), at: value_at }))
 }
 
-/// Sets `path` in `root`, making tables on the way.
+/// Sets `path` in `root`, creating tables as necessary.
 fn put(root: &mut Table, path: &str, path_at: &At, node: Node) -> Result<(), String> {
     let parts: Vec<&str> = path.split('.').collect();
     put_in_table(root, &parts, 0, path_at, node)
@@ -274,7 +273,7 @@ fn put_in_node(into: &mut Node, parts: &[&str], depth: usize, at: &At, node: Nod
 }
 
 impl PartialEq for Value {
-    /// Equal as TOML, whatever the place; a whole number equals its float.
+    /// TOML equality, ignoring positions. An integer equals a float of the same value.
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
             (Value::Int(a), Value::Float(b)) | (Value::Float(b), Value::Int(a)) => *a as f64 == *b,
@@ -295,7 +294,7 @@ impl PartialEq for Value {
 }
 
 impl fmt::Display for Value {
-    /// As TOML on one line.
+    /// Formats as TOML on one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Value::Text(s) => f.write_str(&quote(s)),
@@ -316,7 +315,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// `text` as a TOML string on one line.
+/// Formats `text` as a TOML string on one line.
 pub(super) fn quote(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 2);
     out.push('"');
@@ -335,7 +334,7 @@ pub(super) fn quote(text: &str) -> String {
     out
 }
 
-/// `key` bare where TOML allows it, else quoted.
+/// Formats `key` as a TOML key, quoted if necessary.
 pub(super) fn quote_key(key: &str) -> String {
     let bare = !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
     if bare { key.to_string() } else { quote(key) }

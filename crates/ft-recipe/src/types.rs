@@ -1,4 +1,4 @@
-//! What keys of a recipe can be: words, sets of layers, and what follows from keys together.
+//! Value types of recipe keys, and values derived from several keys.
 
 use super::check::Checked;
 use super::keys::{Lora, Memory, Optimizer, Parallel, Recipe, Rule, Run};
@@ -8,34 +8,35 @@ use super::table::{Field, Written, doc, words};
 use super::tree::quote;
 
 impl Memory {
-    /// Whether `memory.offload` has this.
+    /// Whether `memory.offload` contains `what`.
     pub fn offloads(&self, what: Offload) -> bool {
         self.offload.as_ref().is_some_and(|all| all.contains(&what))
     }
 }
 
 impl Recipe {
-    /// Whether frozen matrices have room beside them for their adapters, where a device uses it: a matrix that stays. Among
-    /// ranks none has, so that all ZeRO stages round alike.
+    /// Whether a frozen matrix that stays on the device is stored with padding columns for an adapter. Never
+    /// with several ranks, so that results round alike in all ZeRO stages.
     pub fn has_rooms(&self) -> bool {
         self.parallel.ranks() == 1 && !self.weights_come_and_go()
     }
 
-    /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
+    /// Whether a layer's compute weights are fetched before a visit and released afterwards: with ZeRO
+    /// stage 3 from other ranks, with `memory.offload = ["params"]` from the host.
     pub fn weights_come_and_go(&self) -> bool {
         let split = self.parallel.data > 1 && self.parallel.zero >= 3;
         split || self.memory.offloads(Offload::Params)
     }
 
-    /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora mean anything: some rule trains LoRA. Without
-    /// rules, the config of the adapter in `lora.init` decides.
+    /// Whether `[lora]`'s rank, alpha, dropout, rslora and dora have an effect, because some rule trains
+    /// LoRA. Without rules, the config of the adapter in `lora.init` decides.
     pub fn uses_lora_defaults(&self) -> bool {
         self.train.iter().any(|r| r.is(Method::Lora))
     }
 }
 
 words! {
-    /// What is trained for.
+    /// `task`
     pub enum Task {
         /// Supervised fine-tuning.
         Sft = "sft",
@@ -43,7 +44,7 @@ words! {
 }
 
 words! {
-    /// A floating-point type of weights and arithmetic.
+    /// Floating-point type of weights and arithmetic.
     pub enum Dtype {
         /// 8 exponent bits, 7 of mantissa.
         Bf16 = "bf16",
@@ -74,27 +75,27 @@ words! {
     }
 }
 
-/// How one linear is adapted.
+/// LoRA parameters of one linear layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraSpec {
-    /// Inner width of the update.
+    /// LoRA rank: inner dimension of A and B.
     pub rank: usize,
-    /// Scale: the update is multiplied by alpha / rank (rsLoRA: alpha / sqrt(rank)).
+    /// The update is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank)).
     pub alpha: f64,
-    /// Probability that an input of A is zeroed in training.
+    /// Dropout probability on the input of A during training.
     pub dropout: f64,
-    /// Scale by sqrt(rank).
+    /// Scale by alpha / sqrt(rank).
     pub rslora: bool,
-    /// Weight-decomposed: a trained magnitude for each output row.
+    /// DoRA: a trained magnitude for each output row.
     pub dora: bool,
 }
 
-/// A token as `train.tokens` names it.
+/// An entry of `train.tokens`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Token {
-    /// As the tokenizer spells it.
+    /// Text, as spelled by the tokenizer.
     Text(String),
-    /// By its number.
+    /// Token id.
     Id(u32),
 }
 
@@ -108,17 +109,18 @@ impl std::fmt::Display for Token {
 }
 
 impl Rule {
-    /// Whether it is for rows of single tokens: they train themselves, whatever `method` is by default.
+    /// Whether the rule trains rows of single tokens. Such rows train in full, regardless of the default
+    /// of `method`.
     pub fn is_of_tokens(&self) -> bool {
         self.modules.iter().any(|m| m == TOKENS)
     }
 
-    /// Whether what it matches trains by this method, or is frozen.
+    /// Whether the rule applies `method` to modules. False for a rule for token rows.
     pub fn is(&self, method: Method) -> bool {
         self.method == method && !self.is_of_tokens()
     }
 
-    /// Takes what the rule does not say about LoRA from `[lora]`.
+    /// Fills in LoRA parameters missing in the rule from `[lora]`.
     pub(super) fn inherit(&mut self, lora: &Lora) {
         self.rank.get_or_insert(lora.rank);
         self.alpha.get_or_insert(lora.alpha);
@@ -127,7 +129,7 @@ impl Rule {
         self.dora.get_or_insert(lora.dora);
     }
 
-    /// How the rule adapts a linear.
+    /// The LoRA parameters of the rule.
     pub fn spec(&self) -> LoraSpec {
         LoraSpec {
             rank: self.rank.unwrap_or_default(),
@@ -140,7 +142,7 @@ impl Rule {
 }
 
 words! {
-    /// A `lora.init` that is of the base's own weights.
+    /// A `lora.init` computed from the base weights.
     pub enum Decomposition {
         /// The largest singular values (PiSSA).
         Pissa = "pissa",
@@ -152,7 +154,7 @@ words! {
 }
 
 impl Decomposition {
-    /// Whether the base lacks what the update begins with.
+    /// Whether the initial update is subtracted from the base weights.
     pub fn changes_base(self) -> bool {
         self != Decomposition::Loftq
     }
@@ -163,14 +165,14 @@ impl Decomposition {
 pub enum Init {
     /// A Kaiming-uniform, B zero.
     Default,
-    /// Of the base's weights.
+    /// Computed from the base weights.
     Of(Decomposition),
-    /// A PEFT adapter to go on from: path or hub id.
+    /// A PEFT adapter to continue training: path or hub id.
     Adapter(String),
 }
 
 impl Init {
-    /// The adapter to go on from.
+    /// Path or hub id of the adapter to continue training, if any.
     pub fn adapter(&self) -> Option<&str> {
         match self {
             Init::Default | Init::Of(_) => None,
@@ -178,7 +180,7 @@ impl Init {
         }
     }
 
-    /// What of the base's weights A and B begin with.
+    /// The decomposition that initializes A and B, if any.
     pub fn decomposition(&self) -> Option<Decomposition> {
         match self {
             Init::Of(d) => Some(*d),
@@ -218,33 +220,33 @@ words! {
     }
 }
 
-/// `train.layers`: which decoder layers.
+/// `train.layers`, except "all".
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerSet {
-    /// `"0-5"` (both ends belong), `"24-"` (from 24 on), and lists of indices.
+    /// `"0-5"` (inclusive), `"24-"` (from 24 on), or a list of indices.
     Indices(IndexSet),
     /// `"-6:"`: the last six.
     Last(usize),
 }
 
-/// A set of indices as the user wrote it.
+/// A set of indices, in the form written by the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IndexSet {
-    /// From the first to the second, both included; open when there is no second.
+    /// Inclusive range; without an upper bound if `None`.
     Range(usize, Option<usize>),
-    /// Exactly these.
+    /// Explicit indices.
     List(Vec<usize>),
 }
 
 impl Default for IndexSet {
-    /// No index.
+    /// The empty set.
     fn default() -> Self {
         IndexSet::List(Vec::new())
     }
 }
 
 impl IndexSet {
-    /// Whether `i` belongs to the set.
+    /// Whether the set contains `i`.
     pub fn contains(&self, i: usize) -> bool {
         match self {
             IndexSet::Range(a, b) => i >= *a && b.is_none_or(|b| i <= b),
@@ -254,7 +256,7 @@ impl IndexSet {
 }
 
 impl LayerSet {
-    /// Whether layer `i` of `count` belongs to the set.
+    /// Whether the set contains layer `i` of `count`.
     pub fn contains(&self, i: usize, count: usize) -> bool {
         match self {
             LayerSet::Indices(s) => s.contains(i),
@@ -264,7 +266,7 @@ impl LayerSet {
 }
 
 impl Run {
-    /// How long the run is: `steps` if given, else `epochs`.
+    /// Length of the run: `steps` if given, else `epochs`.
     pub fn length(&self) -> Length {
         self.steps.map_or(Length::Epochs(self.epochs), Length::Steps)
     }
@@ -273,9 +275,9 @@ impl Run {
 /// `run.micro_rows`
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MicroRows {
-    /// The plan chooses.
+    /// Chosen by the plan.
     Auto,
-    /// This many.
+    /// A fixed number of rows.
     Rows(usize),
 }
 
@@ -291,7 +293,7 @@ impl MicroRows {
         self == MicroRows::Auto
     }
 
-    /// The number of rows; 1 where the plan chooses and has not yet.
+    /// The number of rows; 1 before the plan has chosen.
     pub fn count(self) -> usize {
         match self {
             MicroRows::Auto => 1,
@@ -300,12 +302,12 @@ impl MicroRows {
     }
 }
 
-/// How long a run is.
+/// Length of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     /// Optimizer steps.
     Steps(usize),
-    /// Passes over the rows.
+    /// Passes over the training data.
     Epochs(f64),
 }
 
@@ -326,15 +328,15 @@ words! {
 pub enum OneDevice {
     /// The CPU.
     Cpu,
-    /// A CUDA device, by its number.
+    /// A CUDA device, by index.
     Cuda(usize),
 }
 
 impl OneDevice {
-    /// How they are spelt.
+    /// The accepted spellings, for messages.
     pub const SPELT: &'static str = "\"cpu\", \"cuda\" (the first) or \"cuda:1\", by number";
 
-    /// The device that a word names.
+    /// Parses a device name.
     pub fn from_word(word: &str) -> Option<Self> {
         match word.split_once(':') {
             None => match Device::from_word(word)? {
@@ -342,13 +344,13 @@ impl OneDevice {
                 Device::Cuda => Some(OneDevice::Cuda(0)),
                 Device::Auto => None,
             },
-            // one spelling for each
+            // Canonical spelling only: no leading zeros or sign.
             Some(("cuda", n)) => n.parse().ok().filter(|i: &usize| i.to_string() == n).map(OneDevice::Cuda),
             Some(_) => None,
         }
     }
 
-    /// The word as a recipe spells it.
+    /// The device name as spelled in a recipe.
     pub fn word(self) -> String {
         match self {
             OneDevice::Cpu => "cpu".into(),
@@ -372,12 +374,12 @@ words! {
 }
 
 impl OptimizerName {
-    /// Whether moments of large tensors are in 8 bits.
+    /// Whether moments of large tensors are stored in 8 bits.
     pub fn eight_bit(self) -> bool {
         matches!(self, OptimizerName::Adamw8bit | OptimizerName::Galore8bit)
     }
 
-    /// Whether gradients are projected.
+    /// Whether gradients are projected (GaLore).
     pub fn projects(self) -> bool {
         matches!(self, OptimizerName::Galore | OptimizerName::Galore8bit)
     }
@@ -418,7 +420,7 @@ words! {
 }
 
 impl Optimizer {
-    /// Whether what trains in full has f32 master weights; in f32 weights are their own.
+    /// Whether fully trained weights have separate f32 master weights, or are f32 themselves (`in_f32`).
     pub fn keeps_master(&self, in_f32: bool) -> bool {
         in_f32
             || match self.master {
@@ -428,7 +430,8 @@ impl Optimizer {
             }
     }
 
-    /// Updates of the warm-up in a run of `steps`: `warmup_ratio`, rounded up, if given, else `warmup_steps`.
+    /// Number of warm-up steps in a run of `steps`: `warmup_ratio` of the steps, rounded up, if given,
+    /// else `warmup_steps`.
     pub fn warmup(&self, steps: usize) -> usize {
         self.warmup_ratio.map_or(self.warmup_steps, |r| (r * steps as f64).ceil() as usize)
     }
@@ -437,23 +440,23 @@ impl Optimizer {
 /// `memory.recompute`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recompute {
-    /// The fastest that fits the budget.
+    /// The fastest option within the memory budget.
     #[default]
     Auto,
-    /// Every layer.
+    /// All layers.
     All,
-    /// The feed-forward block and the norms of every layer.
+    /// Feed-forward modules and norms of all layers.
     FeedForward,
-    /// The norms of every layer.
+    /// The norms of all layers.
     Norms,
-    /// No layer.
+    /// Nothing.
     None,
-    /// This many, from the bottom.
+    /// This many layers, from the bottom.
     Layers(usize),
 }
 
 impl Recompute {
-    /// The words of `memory.recompute`.
+    /// The words of `memory.recompute`, with values.
     pub(super) const WORDS: [(&str, Recompute); 5] = [
         ("auto", Recompute::Auto),
         ("all", Recompute::All),
@@ -488,14 +491,14 @@ words! {
 }
 
 impl Parallel {
-    /// Ranks in all.
+    /// Total number of ranks.
     pub fn ranks(&self) -> u64 {
         [self.data, self.tensor, self.pipeline, self.expert, self.context]
             .iter()
             .fold(1, |all, n| all.saturating_mul(*n as u64))
     }
 
-    /// Of these, those that are threads of this process.
+    /// Number of ranks that are threads of this process.
     pub fn local(&self) -> u64 {
         match self.comm {
             Comm::Mpi => 1,
@@ -504,7 +507,8 @@ impl Parallel {
         }
     }
 
-    /// Threads that a rank computes on, of a process that has so many: ranks that are threads of it share them.
+    /// Compute threads per rank, for a process with `all` threads. Ranks in one process share the
+    /// threads evenly.
     pub fn threads(&self, all: usize) -> usize {
         (all / self.local().max(1) as usize).max(1)
     }

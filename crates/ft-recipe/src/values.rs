@@ -1,4 +1,4 @@
-//! Values with a syntax of their own: layers, experts, modules, sizes, free tables.
+//! Parsers for values with a syntax of their own: layers, experts, modules, sizes, free tables.
 
 use super::check::found;
 use super::kind::{GROUPS, INDEX};
@@ -7,7 +7,7 @@ use super::types::{IndexSet, LayerSet, Token};
 use regex::{Regex, RegexBuilder};
 use std::collections::BTreeMap;
 
-/// Why a value cannot be read, and what to write.
+/// Rejection of a value: message and hint.
 #[derive(Debug)]
 pub(super) struct Bad {
     pub message: String,
@@ -21,7 +21,7 @@ fn bad(message: impl Into<String>, hint: impl Into<String>) -> Bad {
 const LAYERS: &str = "\"all\", \"3\", \"0-5\", \"24-\", \"-6:\" (the last six) or [0, 3, 5]";
 const EXPERTS: &str = "\"all\", \"3\", \"0-3\", \"4-\" or [0, 7]";
 
-/// `train.layers`; `None` is all.
+/// Parses `train.layers`; `None` means all layers.
 pub(super) fn layers(value: &Value) -> Result<Option<LayerSet>, Bad> {
     if let Value::Text(s) = value {
         if s == "all" {
@@ -37,7 +37,7 @@ pub(super) fn layers(value: &Value) -> Result<Option<LayerSet>, Bad> {
     indices(value, "layers", LAYERS).map(|set| Some(LayerSet::Indices(set)))
 }
 
-/// `train.experts`; "all" is every index.
+/// Parses `train.experts`; "all" becomes an open range.
 pub(super) fn experts(value: &Value) -> Result<IndexSet, Bad> {
     match value {
         Value::Text(s) if s == "all" => Ok(IndexSet::Range(0, None)),
@@ -82,7 +82,7 @@ fn indices(value: &Value, what: &str, takes: &str) -> Result<IndexSet, Bad> {
     }
 }
 
-/// `3`, `0-5` or `24-`, both ends included.
+/// Parses `3`, `0-5` (inclusive) or `24-`.
 fn range(text: &str) -> Option<(usize, Option<usize>)> {
     match text.split_once('-') {
         None => index(text).map(|i| (i, Some(i))),
@@ -103,18 +103,18 @@ fn single(value: &Value) -> Option<usize> {
     }
 }
 
-/// The regular expression of a `train.modules` entry that is one (`/regex/`), matching whole names only.
+/// Compiles a `train.modules` entry of the form `/regex/`, anchored to match whole names.
 ///
-/// `None` for a group or the name of a module.
+/// Returns `None` for a group or a module name.
 pub fn module_regex(entry: &str) -> Option<Result<Regex, regex::Error>> {
     let inner = entry.strip_prefix('/')?.strip_suffix('/')?;
-    // The size limit is what stands between a recipe and all memory: "(a{1000}){1000}".
+    // Without a size limit, "(a{1000}){1000}" would exhaust memory.
     let build = |pattern: &str| RegexBuilder::new(pattern).size_limit(1 << 20).build();
-    // Alone first: "a)|(b" would leave the group that anchors it.
+    // Compiled alone first: "a)|(b" would escape the anchored group.
     Some(build(inner).and_then(|_| build(&format!("^(?:{inner})$"))))
 }
 
-/// `train.tokens`: texts and numbers, each once.
+/// Parses `train.tokens`: distinct texts and ids.
 pub(super) fn tokens(list: &[Node], path: &str) -> Result<Vec<Token>, Bad> {
     let mut out = Vec::new();
     for node in list {
@@ -141,7 +141,7 @@ pub(super) fn tokens(list: &[Node], path: &str) -> Result<Vec<Token>, Bad> {
     }
 }
 
-/// Checks one entry of `train.modules`.
+/// Validates one entry of `train.modules`.
 pub(super) fn module(entry: &str) -> Result<(), Bad> {
     let groups = || {
         let names: Vec<&str> = GROUPS.iter().map(|(g, _)| *g).collect();
@@ -180,7 +180,7 @@ pub(super) fn is_name(text: &str) -> bool {
         && !text.chars().any(char::is_control)
 }
 
-/// Units of sizes, the largest first.
+/// Size units, largest first, with factors.
 const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
     ("TB", 1_000_000_000_000),
@@ -193,10 +193,10 @@ const UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-/// The smallest number that is taken for bytes where no unit says so: a smaller one was meant in another unit.
+/// Smallest size accepted without a unit. A smaller number was probably meant in another unit.
 pub(super) const BARE: u64 = 1 << 20;
 
-/// A number of bytes: `"48GiB"`, `"500 MB"`, or, from 1 MiB on, a number alone.
+/// Parses a size: `"48GiB"`, `"500 MB"`, or a plain number of bytes from 1 MiB on.
 pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
     let wrong = || {
         bad(
@@ -232,7 +232,7 @@ pub(super) fn bytes(value: &Value, path: &str) -> Result<u64, Bad> {
     if (1..=1 << 60).contains(&bytes) { Ok(bytes) } else { Err(wrong()) }
 }
 
-/// A number of bytes as a recipe writes it, in the largest unit that it is a multiple of.
+/// Formats a size in the largest binary unit that divides it.
 pub(super) fn written_bytes(bytes: u64) -> String {
     let binary = UNITS.iter().filter(|(unit, _)| unit.contains('i') || *unit == "B");
     match binary.into_iter().find(|(_, size)| bytes.is_multiple_of(*size)) {
@@ -241,7 +241,7 @@ pub(super) fn written_bytes(bytes: u64) -> String {
     }
 }
 
-/// A table as JSON: what TOML has and JSON does not (dates, nan, inf) is refused.
+/// Converts a table to JSON. Rejects values unknown to JSON: dates, nan, inf.
 pub(super) fn json(table: &Table, path: &str) -> Result<serde_json::Map<String, serde_json::Value>, Bad> {
     let mut map = serde_json::Map::new();
     for e in &table.0 {
@@ -274,7 +274,7 @@ fn json_value(value: &Value, path: &str) -> Result<serde_json::Value, Bad> {
     })
 }
 
-/// A table of strings.
+/// Converts a table of non-empty strings.
 pub(super) fn strings(table: &Table, path: &str) -> Result<BTreeMap<String, String>, Bad> {
     let mut map = BTreeMap::new();
     for e in &table.0 {
@@ -290,7 +290,7 @@ pub(super) fn strings(table: &Table, path: &str) -> Result<BTreeMap<String, Stri
     Ok(map)
 }
 
-/// A value as JSON, for the schema's defaults; what JSON has not becomes null.
+/// Converts a default to JSON for the schema. Values unknown to JSON become null.
 pub(super) fn plain_json(value: &Value) -> serde_json::Value {
     json_value(value, "").unwrap_or_default()
 }

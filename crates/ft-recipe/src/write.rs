@@ -1,4 +1,4 @@
-//! The recipe as text again: the resolved recipe of a run folder, and the keys that a resume compares.
+//! Writes recipes: the resolved recipe of a run folder, and the keys compared on resume.
 
 use super::keys::Recipe;
 use super::table::{Keys, Written};
@@ -9,27 +9,27 @@ use std::fmt::Write;
 
 /// A table of the resolved recipe.
 pub(super) struct Block {
-    /// The TOML header; empty for the recipe's own keys.
+    /// TOML header; empty for top-level keys.
     header: String,
-    /// The dotted path of the table.
+    /// Dotted path of the table.
     prefix: String,
-    /// Keys with their values as TOML, `None` where a key has none.
+    /// Keys with values as TOML; `None` for keys without a value.
     keys: Vec<(&'static str, Option<String>)>,
 }
 
 #[cfg(test)]
 impl Block {
-    /// The dotted paths of its keys, entries of lists as the first one.
+    /// Dotted paths of the keys.
     pub fn paths(&self) -> Vec<String> {
         self.keys.iter().map(|(k, _)| join(&self.prefix, k)).collect()
     }
 }
 
-/// Keys (or whole tables, ending in a dot) that do not change what a run computes.
+/// Keys, or tables (ending in a dot), without influence on the computed results.
 const NOT_MATHEMATICS: &[&str] = &[
     "name",
     "model.cache",
-    "lora.", // rules hold it, resolved; lora.init is kept by name below
+    "lora.", // resolved into the rules; lora.init is added below
     "data.eval",
     "data.cache",
     "generate.",
@@ -43,16 +43,16 @@ const NOT_MATHEMATICS: &[&str] = &[
     "run.device",
     "memory.",
     "optimizer.in_backward",
-    "optimizer.master", // the identity has what it comes to
-    "parallel.",        // ranks split what is computed; only the order of sums is another
+    "optimizer.master", // the checkpoint identity has the resolved value
+    "parallel.",        // affects only the order of summation
     "serve.",
     "log.",
 ];
 
 impl Recipe {
-    /// The resolved recipe as TOML: every default filled in, and it reads back as an equal recipe.
+    /// The resolved recipe as TOML, with all defaults filled in. Parses to an equal recipe.
     ///
-    /// Keys that have no value stand as comments that say what happens instead.
+    /// Keys without a value become comments that describe the default behavior.
     pub fn to_toml(&self) -> String {
         let mut out = String::from("# The resolved recipe: every key, with the defaults filled in.\n");
         for block in self.blocks() {
@@ -70,10 +70,10 @@ impl Recipe {
         out
     }
 
-    /// The keys that change the mathematics of a run, by dotted path, with their values as TOML.
+    /// The keys with influence on the computed results, by dotted path, with values as TOML.
     ///
-    /// Two runs with equal maps (and equal data, model and tokenizer) compute the same; a resume compares
-    /// them. A key that has no value is there as `(default)`, so that both sides have the same scalar keys.
+    /// Two runs with equal maps, data, model and tokenizer compute the same. A resume compares the maps.
+    /// A key without a value maps to `(default)`, so that both maps have the same scalar keys.
     pub fn math_keys(&self) -> BTreeMap<String, String> {
         let mut map = BTreeMap::new();
         for block in self.blocks() {
@@ -93,7 +93,7 @@ impl Recipe {
         map
     }
 
-    /// Every table with every key that says something, in the order of the documentation.
+    /// All tables in documentation order, without keys that have no effect.
     pub(super) fn blocks(&self) -> Vec<Block> {
         let mut blocks = Vec::new();
         self.add(&mut blocks, String::new(), "", self.write());
@@ -119,7 +119,8 @@ impl Recipe {
         }
     }
 
-    /// Whether a key means nothing beside the others, so that it would be refused when it is read again.
+    /// Whether a key has no effect next to the present keys, and would be rejected when the file is
+    /// parsed again.
     fn is_idle(&self, prefix: &str, key: &str) -> bool {
         let lora = ["rank", "alpha", "dropout", "rslora", "dora"].contains(&key);
         let rule = prefix.strip_prefix("train.").and_then(|i| self.train.get(i.parse::<usize>().ok()?));

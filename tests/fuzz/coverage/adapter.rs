@@ -1,4 +1,4 @@
-//! An adapter's config.
+//! Target: the config of an adapter.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

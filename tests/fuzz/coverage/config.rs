@@ -1,4 +1,4 @@
-//! A model's config.
+//! Target: the config of a model.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

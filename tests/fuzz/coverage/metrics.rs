@@ -1,4 +1,4 @@
-//! The log of a run.
+//! Target: the metrics log of a run.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

@@ -1,4 +1,4 @@
-//! A recipe.
+//! Target: a recipe.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

@@ -1,4 +1,4 @@
-//! A file of rows.
+//! Target: a data file.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

@@ -1,4 +1,4 @@
-//! A file of tensors.
+//! Target: a safetensors file.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

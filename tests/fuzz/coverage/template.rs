@@ -1,4 +1,4 @@
-//! A chat template.
+//! Target: a chat template.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

@@ -1,4 +1,4 @@
-//! A tokenizer.
+//! Target: a tokenizer.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ft_coverage::run(

@@ -1,34 +1,34 @@
-//! How much host memory this process may still take: what the system has, what its control groups allow
-//! (version 1 and 2, at every level above it), and what its own limit on addresses leaves.
+//! Host memory available to this process: the minimum over free system memory, control group limits
+//! (versions 1 and 2, at every level of the hierarchy) and the address space limit.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Limits from here on mean none: version 1 writes the largest page-aligned number.
+/// Limits from this value on mean "unlimited": cgroup version 1 reports the largest page-aligned number.
 const NONE: u64 = 1 << 60;
 
-/// Bytes that may still be taken without swapping and without meeting a limit; `None` where nothing tells.
+/// Bytes available without swapping or exceeding a limit; `None` if unknown.
 ///
-/// `root` is where `proc` and `sys` are: `/`, but for tests.
+/// `root` contains `proc` and `sys`: `/`, except in tests.
 pub fn available(root: &Path) -> Option<u64> {
     let system = field(&root.join("proc/meminfo"), "MemAvailable:");
     groups(root).chain(system).chain(addresses(root)).min()
 }
 
-/// Bytes of this process that only it holds: what ending it would give back.
+/// Anonymous resident bytes of this process, freed when the process ends.
 pub fn own(root: &Path) -> Option<u64> {
     let status = root.join("proc/self/status");
     field(&status, "RssAnon:").or_else(|| field(&status, "VmRSS:"))
 }
 
-/// A line "KEY  N kB" of a file of the system, in bytes.
+/// Reads a line "KEY  N kB" of a `/proc` file, in bytes.
 pub fn field(file: &Path, key: &str) -> Option<u64> {
     let text = text(file)?;
     let kb = text.lines().find_map(|l| l.strip_prefix(key)?.trim().strip_suffix(" kB")?.trim().parse().ok());
     kb.map(|kb: u64| kb * 1024)
 }
 
-/// What the limit on this process's address space (`ulimit -v`) leaves.
+/// Bytes left under this process's address space limit (`ulimit -v`).
 pub fn addresses(root: &Path) -> Option<u64> {
     let limits = text(&root.join("proc/self/limits"))?;
     let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
@@ -36,10 +36,10 @@ pub fn addresses(root: &Path) -> Option<u64> {
     Some(soft.saturating_sub(field(&root.join("proc/self/status"), "VmSize:")?))
 }
 
-/// What each control group with a limit leaves, from this process's own up to the root.
+/// Bytes left in each control group with a limit, from this process's group up to the root.
 ///
-/// In a container the path that `/proc/self/cgroup` names may not be visible; the root of the mount is then the
-/// container's own group, and it is always looked at.
+/// In a container, the path in `/proc/self/cgroup` may not be visible. The root of the mount is then the
+/// container's own group, so the root is always included.
 fn groups(root: &Path) -> impl Iterator<Item = u64> {
     let text = text(&root.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
@@ -66,7 +66,8 @@ fn up(mount: &Path, inside: &Path) -> impl Iterator<Item = PathBuf> {
     below.into_iter()
 }
 
-/// A file of the system, which is asked for pages of it at once: it says no size, and makes its text anew for each read.
+/// Reads a `/proc` or `/sys` file. Reserves 8 KiB up front because such files report size 0, and the
+/// kernel generates the text again for each read.
 fn text(path: &Path) -> Option<String> {
     let mut text = String::with_capacity(8192);
     std::fs::File::open(path).ok()?.read_to_string(&mut text).ok()?;
@@ -77,7 +78,7 @@ fn number(path: &Path) -> Option<u64> {
     text(path)?.trim().parse().ok()
 }
 
-/// A line "KEY N" of `memory.stat`.
+/// Reads a line "KEY N" of `memory.stat`.
 fn stat(dir: &Path, key: &str) -> u64 {
     let text = text(&dir.join("memory.stat")).unwrap_or_default();
     let found = text.lines().find_map(|l| {
@@ -87,8 +88,9 @@ fn stat(dir: &Path, key: &str) -> u64 {
     found.unwrap_or(0)
 }
 
-/// Of a group with a limit: what it leaves. Cached file pages that nobody uses are given back before anything
-/// is refused, so they count as free. A group without one is asked for nothing more: its figures take the system time.
+/// Bytes left in a group with a limit. Inactive file cache counts as free because the kernel reclaims
+/// such pages before it refuses an allocation. Skips the usage files of a group without a limit, since
+/// the kernel takes time to compute them.
 fn left(dir: &Path, limit: u64, used: &str, inactive: &str) -> Option<u64> {
     if limit >= NONE {
         return None;
@@ -113,7 +115,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A made-up system: files below a folder.
+    /// A fake system root with these files.
     fn system(files: &[(&str, String)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -148,7 +150,7 @@ mod tests {
         let mut all = vec![meminfo(8), ("proc/self/cgroup", "0::/a/b\n".into())];
         all.extend(files.iter().map(|(n, t)| (n.as_str(), t.clone())));
         let s = system(&all);
-        // 4 GiB allowed, 3 used, of which 1 is file cache that goes when it must
+        // Limit 4 GiB, 3 GiB used, 1 GiB of this reclaimable file cache.
         assert_eq!(available(s.path()), Some(2 * GIB));
         std::fs::write(s.path().join("sys/fs/cgroup/a/b/memory.high"), GIB.to_string()).unwrap();
         assert_eq!(available(s.path()), Some(GIB - 100));
@@ -174,10 +176,10 @@ mod tests {
             available(s.path())
         };
         assert_eq!(of(3 * GIB, "/"), Some(2 * GIB));
-        // a container that names a path which is only there outside
+        // In a container, with a path visible only on the host.
         assert_eq!(of(3 * GIB, "/docker/0123"), Some(2 * GIB));
         assert_eq!(of(9_223_372_036_854_771_712, "/"), Some(8 * GIB));
-        // more in use than allowed is nothing left, not a number below zero
+        // Usage above the limit leaves 0 and does not underflow.
         assert_eq!(of(GIB / 2, "/"), Some(0));
     }
 

@@ -1,4 +1,4 @@
-//! Memory that is in use: as the system counts it, and as this program's own allocations add up.
+//! Memory in use: resident size from the system, and allocated bytes counted by the global allocator.
 
 pub mod limits;
 pub mod place;
@@ -16,35 +16,35 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Allocations below this many bytes are not counted: tensors are larger, and there are few of them.
+/// Allocations below this size (bytes) are not counted. Tensors are larger, and few enough to count.
 pub const COUNTED: usize = 1 << 10;
 
 static LIVE: AtomicU64 = AtomicU64::new(0);
 static PEAK: AtomicU64 = AtomicU64::new(0);
 static TOTAL: AtomicU64 = AtomicU64::new(0);
-/// The peaks of phases that are over, in the order of [`Phase::ALL`].
+/// Peaks of completed phases, in the order of [`Phase::ALL`].
 static PHASES: [AtomicU64; Phase::ALL.len()] = [const { AtomicU64::new(0) }; Phase::ALL.len()];
-/// What to do when an allocation fails, told its bytes; it does not come back.
+/// Handler for a failed allocation; receives the requested bytes and ends the process.
 static FAILED: OnceLock<fn(u64) -> !> = OnceLock::new();
 static FAILING: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Whether this thread is saying that an allocation failed.
+    /// Whether this thread is running the failure handler.
     static SAYING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The system's allocator, counting allocations of [`COUNTED`] bytes and more; large blocks get pages of their own
-/// (`pool`), so that what is held beyond them is known.
+/// The system allocator with a count of live bytes in allocations of [`COUNTED`] bytes and more. Large
+/// blocks get their own pages (module `pool`), which bounds allocator overhead.
 ///
-/// A binary that wants its peak in `metrics.jsonl` compared with the plan makes it the global allocator, as
-/// `ft` does; a library that is used elsewhere does not, and the figures are then absent.
+/// A binary installs it as the global allocator, as `ft` does, to compare the measured peak in
+/// `metrics.jsonl` with the plan. Without it these figures are absent.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counting;
 
-/// Ranks whose bytes are told apart, at the most.
+/// Maximum number of ranks with separate counts.
 const RANKS: usize = 64;
 
-/// Counted bytes of a rank that is a thread of this process.
+/// Counted bytes of one rank, when ranks are threads of this process.
 struct OfRank {
     live: AtomicI64,
     peak: AtomicI64,
@@ -54,16 +54,16 @@ static OF_RANKS: [OfRank; RANKS] =
     [const { OfRank { live: AtomicI64::new(0), peak: AtomicI64::new(0) } }; RANKS];
 
 thread_local! {
-    /// The rank that this thread computes for, where there are several.
+    /// Rank of this thread; `usize::MAX` outside of a multi-rank run.
     static RANK: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// From here on what this thread allocates is a rank's, and what it gives back is that rank's too.
+/// Attributes all later allocations and deallocations of this thread to `rank`.
 pub fn count_for(rank: usize) {
     RANK.set(rank);
 }
 
-/// Forgets what ranks allocated: they are to begin anew.
+/// Resets the counts of all ranks, before ranks start again.
 pub fn forget_ranks() {
     for r in &OF_RANKS {
         r.live.store(0, Relaxed);
@@ -71,7 +71,7 @@ pub fn forget_ranks() {
     }
 }
 
-/// The most counted bytes that any of the ranks holds, and that it held at once, where ranks count.
+/// Maximum over ranks of live bytes, and of peak bytes; zeros without multiple ranks.
 pub fn of_ranks() -> (u64, u64) {
     let most = |of: fn(&OfRank) -> &AtomicI64| OF_RANKS.iter().map(|r| of(r).load(Relaxed)).max();
     let [live, peak] = [most(|r| &r.live), most(|r| &r.peak)].map(|n| n.unwrap_or(0).max(0) as u64);
@@ -94,15 +94,16 @@ fn add(bytes: usize) {
     }
 }
 
-/// Sets what is done when the system has no memory for a large allocation, instead of ending the process without
-/// a word. The first one set stays.
+/// Sets the handler for a failed large allocation, in place of a silent abort. Only the first call has
+/// an effect.
 pub fn on_failure(f: fn(u64) -> !) {
-    // a second run in one process says the same
+    // A second run in the same process sets the same handler.
     let _ = FAILED.set(f);
 }
 
-/// The system had no memory. What is called may allocate a little; where not even that is left, a few words that take
-/// none are said instead. The first thread that fails ends the process, others wait for that.
+/// Handles a failed allocation. The handler may allocate small blocks; if one of them fails too, a fixed
+/// message is printed without any allocation. The first thread to fail ends the process, and further
+/// failing threads wait.
 #[cold]
 fn failed(bytes: usize) {
     let Some(f) = FAILED.get() else { return };
@@ -123,19 +124,23 @@ fn sub(bytes: usize) {
     }
 }
 
-/// Whether a block gets pages of its own: by its layout alone, so that giving it back finds the same answer.
+/// Whether a block gets its own pages. Depends on the layout alone, so `dealloc` reaches the same
+/// decision as `alloc`.
 fn own_pages(layout: Layout) -> bool {
     cfg!(target_os = "linux") && layout.size() >= pool::LARGE && layout.align() <= 4096
 }
 
 impl Counting {
-    /// A block by its layout that is counted, or zeroed; the caller's promise is [`GlobalAlloc::alloc`]'s. It is not a
-    /// part of what serves small blocks, of which there are a million a second.
+    /// Allocates a counted or zeroed block. Out of line, to keep the path of small blocks short: there
+    /// are about a million of them per second.
+    ///
+    /// # Safety
+    /// As for [`GlobalAlloc::alloc`].
     #[inline(never)]
     unsafe fn block(layout: Layout, zeroed: bool) -> *mut u8 {
         let p = match (own_pages(layout), zeroed) {
             (true, _) => pool::alloc(layout.size(), zeroed, LIVE.load(Relaxed)),
-            // SAFETY: the caller's promise about `layout` is passed on.
+            // SAFETY: the caller upholds the contract of `alloc` for `layout`.
             (_, false) => unsafe { System.alloc(layout) },
             // SAFETY: as above.
             (_, true) => unsafe { System.alloc_zeroed(layout) },
@@ -147,27 +152,31 @@ impl Counting {
         p
     }
 
-    /// Gives a counted block back; the caller's promise is [`GlobalAlloc::dealloc`]'s.
+    /// Frees a counted block.
+    ///
+    /// # Safety
+    /// As for [`GlobalAlloc::dealloc`].
     #[inline(never)]
     unsafe fn give_back(p: *mut u8, layout: Layout) {
         sub(layout.size());
         match own_pages(layout) {
-            // SAFETY: `p` came from this allocator with this layout, and so from the pool.
+            // SAFETY: `p` was allocated with this layout, hence by the pool: `own_pages` depends on the
+            // layout alone.
             true => unsafe { pool::dealloc(p, layout.size(), LIVE.load(Relaxed)) },
-            // SAFETY: as above, from `System`.
+            // SAFETY: as above, but by `System`.
             false => unsafe { System.dealloc(p, layout) },
         }
     }
 }
 
-// SAFETY: every call goes to `System` or to the pool of large blocks, by the layout it came with, and back to where
-// the block came from; counting touches atomics alone and allocates nothing. What is done after a failure ends the
-// process.
+// SAFETY: every allocation is served by `System` or by the pool, chosen by layout alone, so `dealloc`
+// and `realloc` return a block to the allocator it came from. Counting uses atomics and does not
+// allocate. The failure handler, if set, does not return.
 unsafe impl GlobalAlloc for Counting {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= COUNTED {
-            // SAFETY: the caller's promise is passed on.
+            // SAFETY: the caller upholds the contract of `alloc`.
             return unsafe { Self::block(layout, false) };
         }
         // SAFETY: as above.
@@ -179,38 +188,39 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as above. New pages come zeroed and untouched from the system, and cost nothing until used.
+        // SAFETY: as above. New pages are zeroed by the system and cost nothing until touched.
         unsafe { Self::block(layout, true) }
     }
 
     #[inline]
     unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
         if layout.size() >= COUNTED {
-            // SAFETY: the caller's promise is passed on.
+            // SAFETY: the caller upholds the contract of `dealloc`.
             return unsafe { Self::give_back(p, layout) };
         }
-        // SAFETY: `p` came from this allocator with this layout, and so from `System`.
+        // SAFETY: `p` was allocated with this layout, below `COUNTED` bytes, hence by `System`.
         unsafe { System.dealloc(p, layout) };
     }
 
     unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if layout.size() < COUNTED && size < COUNTED {
-            // SAFETY: `p` came from `System` with this layout; the caller promises a `size` above 0.
+            // SAFETY: `p` was allocated by `System` with this layout; the caller guarantees `size > 0`.
             let new = unsafe { System.realloc(p, layout, size) };
             if new.is_null() {
                 failed(size);
             }
             return new;
         }
-        // SAFETY: the caller promises a `size` that makes a layout.
+        // SAFETY: the caller guarantees that `size`, rounded up to the alignment, fits in `isize`.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         let new = match (own_pages(layout), own_pages(wanted)) {
-            // SAFETY: as for `dealloc`; the caller promises a `size` above 0.
+            // SAFETY: `p` was allocated by `System` with this layout; the caller guarantees `size > 0`.
             (false, false) => unsafe { System.realloc(p, layout, size) },
-            // SAFETY: as for `dealloc`.
+            // SAFETY: `p` was allocated by the pool with `layout.size()` bytes.
             (true, true) => unsafe { pool::realloc(p, layout.size(), size, LIVE.load(Relaxed)) },
             _ => {
-                // SAFETY: the new block is another one, and both hold the smaller number of bytes.
+                // SAFETY: `new` is a different block, and both blocks hold at least `min(layout.size(),
+                // size)` bytes.
                 return unsafe {
                     let new = self.alloc(wanted);
                     if !new.is_null() {
@@ -231,24 +241,24 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Lets the allocator keep freed large blocks for reuse as long as all that is counted stays within `bytes`: what a
-/// run plans for itself beyond what is counted now.
+/// Lets the pool retain freed large blocks while counted bytes in use plus retained bytes stay within
+/// the current count plus `bytes`, the planned memory of the run.
 pub fn keep_within(bytes: u64) {
     pool::keep_within(bytes.saturating_add(LIVE.load(Relaxed)));
 }
 
-/// Bytes of counted allocations that are live; `None` when this binary does not count.
+/// Live counted bytes; `None` if this binary does not count.
 pub fn live_bytes() -> Option<u64> {
     (TOTAL.load(Relaxed) > 0).then(|| LIVE.load(Relaxed))
 }
 
-/// Largest number of counted bytes that were live at once since the last [`reset_peak`].
+/// Peak of live counted bytes since the last [`reset_peak`].
 pub fn peak_bytes() -> Option<u64> {
     let phases = PHASES.iter().map(|p| p.load(Relaxed)).max().unwrap_or(0);
     (TOTAL.load(Relaxed) > 0).then(|| PEAK.load(Relaxed).max(phases))
 }
 
-/// The peak of each phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 where none was.
+/// Peak per phase since the last [`reset_peak`], in the order of [`Phase::ALL`]; 0 for phases not entered.
 pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
     let mut peaks = std::array::from_fn(|p| PHASES[p].load(Relaxed));
     let (now, _) = place::everybody();
@@ -256,7 +266,7 @@ pub fn phase_peaks() -> [u64; Phase::ALL.len()] {
     peaks
 }
 
-/// Ends a phase: the next one's peak begins with what is live now.
+/// Ends a phase. The peak of the next one starts at the bytes live now.
 pub(super) fn close(phase: usize) {
     if let Some(p) = PHASES.get(phase) {
         p.fetch_max(PEAK.load(Relaxed), Relaxed);
@@ -264,52 +274,52 @@ pub(super) fn close(phase: usize) {
     }
 }
 
-/// Lets the peak start again from what is live now.
+/// Restarts all peaks at the bytes live now.
 pub fn reset_peak() {
     PHASES.iter().for_each(|p| p.store(0, Relaxed));
     PEAK.store(LIVE.load(Relaxed), Relaxed);
 }
 
-/// Largest resident size of this process so far, in bytes; 0 where the system does not tell.
+/// Peak resident size of this process in bytes; 0 if unknown.
 pub fn peak_host_bytes() -> u64 {
     field("/proc/self/status", "VmHWM:").unwrap_or(0)
 }
 
-/// Resident size of this process, in bytes.
+/// Resident size of this process in bytes; 0 if unknown.
 pub fn host_bytes() -> u64 {
     field("/proc/self/status", "VmRSS:").unwrap_or(0)
 }
 
-/// Processes of this run that share the machine's memory evenly.
+/// Number of processes of this run with an equal share of the machine's memory.
 static SHARING: AtomicU64 = AtomicU64::new(1);
 
-/// From here on what the machine has is shared by so many processes, of which this is one.
+/// Divides the machine's memory evenly among this many processes, including this one.
 pub fn share_among(processes: u64) {
     SHARING.store(processes.max(1), Relaxed);
 }
 
-/// Bytes that new work may take without swapping: what the system has available, within the limits of control
-/// groups and of this process; of several processes of a run, this one's part of it. `None` where nothing is told.
+/// Bytes available to new work without swapping, within control group and process limits. With several
+/// processes per machine, this process's share. `None` if unknown.
 pub fn available_bytes() -> Option<u64> {
     limits::available(Path::new("/")).map(part)
 }
 
-/// This process's part of what the machine has for all processes of the run.
+/// This process's share of bytes available to all processes of the run.
 pub fn part(bytes: u64) -> u64 {
     bytes / SHARING.load(Relaxed)
 }
 
-/// Bytes that this process may hold in all: [`available_bytes`], and what it holds already.
+/// Upper bound on the bytes of this process: [`available_bytes`] plus bytes already held.
 pub fn reach_bytes() -> Option<u64> {
     let root = Path::new("/");
     limits::available(root).map(|free| part(free) + limits::own(root).unwrap_or(0))
 }
 
-/// Whether the limit on addresses (`ulimit -v`) leaves a new thread its stack and what the system maps beside it, for
-/// which there is no error to return: a thread that starts without it ends the process.
+/// Checks that the address space limit (`ulimit -v`) has room for a new thread's stack and the mappings
+/// made along with it. Thread creation cannot report a failure of the latter: the process aborts.
 ///
 /// # Errors
-/// It does not.
+/// The limit is too low.
 pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
     const BESIDE: u64 = 1 << 20;
     match limits::addresses(Path::new("/")) {
@@ -320,7 +330,7 @@ pub fn room_for_thread(stack: usize) -> std::io::Result<()> {
     }
 }
 
-/// A line "KEY  N kB" of a file of the system, in bytes.
+/// Reads a line "KEY  N kB" of a `/proc` file, in bytes.
 fn field(file: &str, key: &str) -> Option<u64> {
     limits::field(Path::new(file), key)
 }
@@ -337,7 +347,7 @@ mod tests {
     #[test]
     fn large_allocations_are_counted() {
         let big = vec![1u8; 64 << 20];
-        // other tests allocate too, but not this much
+        // Other tests allocate too, but far less.
         assert!(super::live_bytes().is_some_and(|b| b >= 64 << 20), "{:?}", super::live_bytes());
         assert!(super::peak_bytes() >= super::live_bytes());
         drop(big);

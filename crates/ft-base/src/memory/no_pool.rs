@@ -1,11 +1,11 @@
-//! Where the system is not Linux, all blocks are the C library's: see `pool.rs`.
+//! Stub of `pool.rs` for systems other than Linux, which use the C library's allocator for all blocks.
 
 use std::ptr;
 
-/// No block is this large.
+/// Larger than any block.
 pub const LARGE: usize = usize::MAX;
 
-/// Nothing is kept.
+/// Does nothing.
 pub fn keep_within(_: u64) {}
 
 /// Never called.

@@ -1,22 +1,23 @@
-//! Where in a run the engine is: for peaks by phase, and for what to say when memory runs out.
+//! The current phase and unit of the engine, for peaks by phase and for out-of-memory messages.
 //!
-//! One process trains one model, so this is the process's, as the counts of [`super::memory`] are. Where several ranks
-//! are threads of it, phases are the first one's: the others know where they are themselves.
+//! A process trains one model, so the position is global, like the counts of [`super::memory`]. If
+//! several ranks are threads of one process, the global position is rank 0's, and the remaining ranks
+//! track their own per thread.
 
 use super as memory;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// What the engine is doing.
+/// A phase of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Reading or making the weights.
+    /// Loading or initializing the weights.
     Load,
-    /// Forward over the layers.
+    /// Forward pass over the units.
     Forward,
-    /// Backward over the layers.
+    /// Backward pass over the units.
     Backward,
-    /// The optimizer.
+    /// Optimizer step.
     Step,
     /// Evaluation.
     Evaluate,
@@ -25,11 +26,11 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// All of them, in the order of a run.
+    /// All phases, in the order of a run.
     pub const ALL: [Phase; 6] =
         [Phase::Load, Phase::Forward, Phase::Backward, Phase::Step, Phase::Evaluate, Phase::Save];
 
-    /// In words.
+    /// Name of the phase in messages.
     pub fn word(self) -> &'static str {
         match self {
             Phase::Load => "loading",
@@ -46,16 +47,16 @@ static PHASE: AtomicUsize = AtomicUsize::new(0);
 static UNIT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Where this thread's rank is, if it is not the first.
+    /// Position of this thread's rank, unless it is rank 0.
     static OWN: Cell<Option<(Phase, usize)>> = const { Cell::new(None) };
 }
 
-/// From here on this thread is a rank that only follows.
+/// Marks this thread as a rank other than 0, with a position of its own.
 pub fn follow() {
     OWN.set(Some((Phase::Load, 0)));
 }
 
-/// Says what comes next, and at which unit of the walk: 0 the embedding, then the layers, the last is the head.
+/// Enters a phase at a unit of the walk: 0 is the embedding, then come the layers, then the head.
 pub fn enter(phase: Phase, unit: usize) {
     if OWN.get().is_some() {
         return OWN.set(Some((phase, unit)));
@@ -67,7 +68,7 @@ pub fn enter(phase: Phase, unit: usize) {
     }
 }
 
-/// Says at which unit the phase goes on.
+/// Moves to another unit in the current phase.
 pub fn at_unit(unit: usize) {
     if let Some((phase, _)) = OWN.get() {
         return OWN.set(Some((phase, unit)));
@@ -75,12 +76,12 @@ pub fn at_unit(unit: usize) {
     UNIT.store(unit, Relaxed);
 }
 
-/// Where the engine is.
+/// Position of this thread's rank.
 pub fn now() -> (Phase, usize) {
     OWN.get().unwrap_or_else(everybody)
 }
 
-/// Where the process is.
+/// Position of the process: rank 0's.
 pub(super) fn everybody() -> (Phase, usize) {
     (Phase::ALL[PHASE.load(Relaxed).min(Phase::ALL.len() - 1)], UNIT.load(Relaxed))
 }

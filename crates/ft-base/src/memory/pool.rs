@@ -1,40 +1,41 @@
-//! Large blocks of memory straight from the system, with a bounded number of freed bytes kept for reuse.
+//! Page-granular pool for large blocks, with a bound on the freed bytes retained for reuse.
 //!
-//! The C library's allocator keeps freed blocks of up to 32 MiB in its heaps, where a small block that stays pins the
-//! free ones around it: how much depends on the order in which blocks came, and no plan can say it. Here each large
-//! block has pages of its own. A block that is freed is kept for the next one of its size or below, as long as all
-//! that is in use or kept stays within the run's plan and a stated share above it ([`keep_within`]); what is more goes
-//! back to the system at once. So the process is as large as its plan at the most, and reuse costs no page faults.
+//! The C library's allocator keeps freed blocks of up to 32 MiB in heaps, where one small live block
+//! pins the free memory around it. The overhead depends on the order of allocations, so no plan can
+//! predict it. Here each large block has its own pages. A freed block is retained for a later allocation
+//! of the same size or less while bytes in use plus retained bytes stay within the planned memory
+//! ([`keep_within`]); any excess returns to the system at once. Retained blocks thus exceed the plan by at
+//! most 1 MiB, and reuse causes no page faults.
 //!
 //! ```text
-//! alloc     the smallest kept block that is large enough, cut to size;  else new pages
-//! dealloc   kept, together with kept neighbours;  while too much is kept, the end of the oldest goes back
+//! alloc     the smallest retained block that fits, cut to size;  else new pages
+//! dealloc   retained, merged with neighbors;  above the limit, the oldest are unmapped, from the end
 //! ```
 //!
-//! Small blocks are the C library's.
+//! Small blocks use the C library.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Blocks from this many bytes on are taken from the system.
+/// Blocks of at least this many bytes are pooled.
 pub const LARGE: usize = 128 << 10;
-/// Bytes that are kept for reuse where no plan says how many, and where a run takes more than its plan.
+/// Retained bytes allowed without a plan, and the minimum allowed when a run exceeds the plan.
 const KEPT: [u64; 2] = [64 << 20, 1 << 20];
-/// Kept blocks at the most.
+/// Maximum number of retained blocks.
 const SLOTS: usize = 256;
 
-/// Counted bytes of the process that used and kept ones stay within together.
+/// Limit on counted bytes in use plus retained bytes; 0 without a plan.
 static LIMIT: AtomicU64 = AtomicU64::new(0);
 static PAGE: AtomicUsize = AtomicUsize::new(0);
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
 
-/// Lets freed blocks be kept as long as they and all counted bytes in use are at most `bytes` together.
+/// Retains freed blocks while counted bytes in use plus retained bytes are at most `bytes`.
 pub fn keep_within(bytes: u64) {
     LIMIT.store(bytes, Relaxed);
 }
 
-/// Bytes that may be kept beside `live` counted ones in use.
+/// Bytes that may be retained while `live` counted bytes are in use.
 fn room(live: u64) -> usize {
     let bytes = match LIMIT.load(Relaxed) {
         0 => KEPT[0],
@@ -43,11 +44,11 @@ fn room(live: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// Bytes of a page.
+/// Page size in bytes.
 fn page() -> usize {
     match PAGE.load(Relaxed) {
         0 => {
-            // SAFETY: asks for a number.
+            // SAFETY: `sysconf` has no preconditions and returns a number.
             let n = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096).max(4096);
             PAGE.store(n, Relaxed);
             n
@@ -56,17 +57,17 @@ fn page() -> usize {
     }
 }
 
-/// Whole pages for so many bytes; `None` where there are no such numbers.
+/// Rounds up to whole pages; `None` on overflow.
 fn pages(bytes: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(page())
 }
 
-/// Kept pages.
+/// A retained run of pages.
 #[derive(Clone, Copy)]
 struct Block {
     start: usize,
     len: usize,
-    /// When it was freed.
+    /// Value of [`Pool::clock`] when the block was freed.
     age: u64,
 }
 
@@ -79,14 +80,15 @@ impl Block {
 struct Pool {
     blocks: [Block; SLOTS],
     count: usize,
-    /// Bytes of all kept blocks.
+    /// Total bytes of retained blocks.
     kept: usize,
     clock: u64,
 }
 
-/// New zeroed pages, or null.
+/// Maps new zeroed pages; null on failure.
 fn map(len: usize) -> *mut u8 {
-    // SAFETY: a private mapping of no file at an address that the system chooses touches nothing that is there.
+    // SAFETY: a private anonymous mapping at an address chosen by the system does not affect existing
+    // mappings.
     let p = unsafe {
         libc::mmap(
             ptr::null_mut(),
@@ -100,14 +102,14 @@ fn map(len: usize) -> *mut u8 {
     if p == libc::MAP_FAILED { ptr::null_mut() } else { p.cast() }
 }
 
-/// Gives pages back.
+/// Unmaps pages.
 ///
 /// # Safety
-/// They came from [`map`], and nothing points there any more.
+/// The pages came from [`map`], and nothing refers to them any more.
 unsafe fn unmap(start: usize, len: usize) {
     if len > 0 {
-        // SAFETY: the caller's promise. It fails where the system has no room to split a mapping: the pages are lost
-        // then, which harms nobody.
+        // SAFETY: by the caller's contract. `munmap` fails if the system cannot split a mapping; the
+        // pages then leak, which is harmless.
         unsafe { libc::munmap(ptr::with_exposed_provenance_mut(start), len) };
     }
 }
@@ -118,7 +120,7 @@ impl Pool {
     }
 
     fn lock() -> MutexGuard<'static, Pool> {
-        // nothing in here panics half way
+        // No operation on the pool panics halfway, so a poisoned pool is consistent.
         POOL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -140,7 +142,8 @@ impl Pool {
         self.kept += block.len;
     }
 
-    /// The start of the smallest kept block of `len` bytes or more; what it has beyond stays kept.
+    /// Removes the smallest retained block of at least `len` bytes and returns the start address. The
+    /// remainder stays retained if it is at least [`LARGE`] bytes.
     fn take(&mut self, len: usize) -> Option<usize> {
         let fitting = self.all().iter().enumerate().filter(|(_, b)| b.len >= len);
         let (at, found) = fitting.min_by_key(|(_, b)| b.len).map(|(at, b)| (at, *b))?;
@@ -149,14 +152,14 @@ impl Pool {
         if rest.len >= LARGE {
             self.add(rest);
         } else {
-            // no block is that small
-            // SAFETY: kept pages are nobody's.
+            // Too small to serve any allocation.
+            // SAFETY: retained pages are not in use.
             unsafe { unmap(rest.start, rest.len) };
         }
         Some(found.start)
     }
 
-    /// Keeps a freed block, joined with what is kept on either side of it.
+    /// Retains a freed block, merged with adjacent retained blocks.
     fn keep(&mut self, start: usize, len: usize) {
         self.clock += 1;
         let mut block = Block { start, len, age: self.clock };
@@ -176,7 +179,7 @@ impl Pool {
         self.add(block);
     }
 
-    /// Gives back what is kept beyond `most` bytes, the oldest first.
+    /// Unmaps retained pages beyond `most` bytes, oldest blocks first.
     fn release(&mut self, most: usize) {
         while self.kept > most {
             let Some((at, oldest)) = self.all().iter().enumerate().min_by_key(|(_, b)| b.age) else { return };
@@ -191,13 +194,14 @@ impl Pool {
                 self.blocks[at].len -= over;
                 self.kept -= over;
             }
-            // SAFETY: kept pages are nobody's.
+            // SAFETY: retained pages are not in use.
             unsafe { unmap(oldest.end() - over, over) };
         }
     }
 }
 
-/// A block of `bytes`, page-aligned; null where the system has none. `live` are the counted bytes in use.
+/// Allocates a page-aligned block of `bytes`; null if the system is out of memory. `live` is the number
+/// of counted bytes in use.
 pub fn alloc(bytes: usize, zeroed: bool, live: u64) -> *mut u8 {
     let Some(len) = pages(bytes) else { return ptr::null_mut() };
     let mut pool = Pool::lock();
@@ -205,7 +209,8 @@ pub fn alloc(bytes: usize, zeroed: bool, live: u64) -> *mut u8 {
         drop(pool);
         let p: *mut u8 = ptr::with_exposed_provenance_mut(start);
         if zeroed {
-            // SAFETY: the block is `len` bytes of our own, and nobody else has it.
+            // SAFETY: the block of `len >= bytes` bytes was just removed from the pool and has no other
+            // owner.
             unsafe { ptr::write_bytes(p, 0, bytes) };
         }
         return p;
@@ -221,15 +226,15 @@ pub fn alloc(bytes: usize, zeroed: bool, live: u64) -> *mut u8 {
     p
 }
 
-/// Takes a block back. `live` are the counted bytes in use without it.
+/// Frees a block. `live` is the number of counted bytes in use without this block.
 ///
 /// # Safety
-/// `p` is from [`alloc`] or [`realloc`] of so many `bytes`, and is not used any more.
+/// `p` is from [`alloc`] or [`realloc`] with the same `bytes`, and is not used any more.
 pub unsafe fn dealloc(p: *mut u8, bytes: usize, live: u64) {
     let Some(len) = pages(bytes) else { return };
     let (start, room) = (p.expose_provenance(), room(live));
     if len > room {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's contract.
         return unsafe { unmap(start, len) };
     }
     let mut pool = Pool::lock();
@@ -237,29 +242,29 @@ pub unsafe fn dealloc(p: *mut u8, bytes: usize, live: u64) {
     pool.release(room);
 }
 
-/// Makes a block of `old` bytes one of `new`, both [`LARGE`] or more; null where the system has no more, and the block
-/// stays as it is.
+/// Resizes a block from `old` to `new` bytes, both at least [`LARGE`]. Returns null if the system is out
+/// of memory, and leaves the block unchanged.
 ///
 /// # Safety
-/// As for [`dealloc`], of the block as it was.
+/// As for [`dealloc`], with `old` bytes.
 pub unsafe fn realloc(p: *mut u8, old: usize, new: usize, live: u64) -> *mut u8 {
     let (Some(was), Some(len)) = (pages(old), pages(new)) else { return ptr::null_mut() };
     if len <= was {
-        // SAFETY: the end of the block is not used any more.
+        // SAFETY: the pages after `len` belong to the block and are no longer used.
         unsafe { unmap(p.expose_provenance() + len, was - len) };
         return p;
     }
     Pool::lock().release(room(live + (len - was) as u64));
-    // SAFETY: the block is the caller's, who uses what comes back instead.
+    // SAFETY: the caller owns the block and uses the returned pointer from now on.
     let q = unsafe { libc::mremap(p.cast(), was, len, libc::MREMAP_MAYMOVE) };
     if q != libc::MAP_FAILED {
         let _ = q.expose_provenance();
         return q.cast();
     }
-    // its pages may be of several mappings, which cannot move as one
+    // A merged block may span several mappings, which `mremap` cannot move together.
     let q = alloc(new, false, live);
     if !q.is_null() {
-        // SAFETY: both are at least `old` bytes, and are different blocks.
+        // SAFETY: the blocks are distinct, and both hold at least `old` bytes.
         unsafe {
             ptr::copy_nonoverlapping(p, q, old);
             dealloc(p, old, live);
@@ -272,7 +277,7 @@ pub unsafe fn realloc(p: *mut u8, old: usize, new: usize, live: u64) -> *mut u8 
 mod tests {
     use super::*;
 
-    /// A pool of its own, with pages that are really there.
+    /// Maps fresh pages for a test.
     fn block(len: usize) -> usize {
         let p = map(len);
         assert!(!p.is_null());
@@ -286,16 +291,16 @@ mod tests {
         let mut pool = Pool::new();
         let a = block(1024 * K);
         pool.keep(a, 1024 * K);
-        // cut from the front; the rest stays
+        // Cut from the front; the rest stays retained.
         assert_eq!(pool.take(256 * K), Some(a));
         assert_eq!((pool.count, pool.kept), (1, 768 * K));
         assert_eq!(pool.take(1024 * K), None);
-        // the smallest that is large enough
+        // The smallest block that fits is taken.
         let b = block(300 * K);
         pool.keep(b, 300 * K);
         assert_eq!(pool.take(280 * K), Some(b), "its rest is too small to keep");
         assert_eq!((pool.count, pool.kept), (1, 768 * K));
-        // back where it was, it is whole again
+        // After the front is returned, the block is whole again.
         pool.keep(a, 256 * K);
         assert_eq!((pool.count, pool.kept, pool.take(1024 * K)), (1, 1024 * K, Some(a)));
         assert_eq!((pool.count, pool.kept), (0, 0));
@@ -306,7 +311,7 @@ mod tests {
         let mut pool = Pool::new();
         let blocks: Vec<usize> = (0..3).map(|_| block(512 * K)).collect();
         for b in &blocks {
-            // apart from one another, whatever the system placed side by side
+            // Leaves gaps, so that blocks do not merge even if the system places them side by side.
             pool.keep(*b, 384 * K);
         }
         pool.release(1024 * K);
@@ -329,7 +334,7 @@ mod tests {
         assert_eq!((pool.count, pool.kept), (0, 0));
     }
 
-    /// What is written stays through growing, shrinking and reuse; zeroed blocks are zero.
+    /// Contents survive growing, shrinking and reuse; zeroed blocks are zero.
     #[test]
     fn blocks_hold_what_is_written() {
         for round in 0..50usize {

@@ -1,5 +1,4 @@
-//! Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the
-//! folder.
+//! Atomic file writes: temporary name in the same folder, fsync, rename, fsync of the folder.
 
 use std::fs::{File, Permissions, TryLockError};
 use std::io::{self, Read, Write};
@@ -13,10 +12,11 @@ use super::Error;
 use super::fault::fault;
 use super::path::open_inside;
 
-/// Every temporary file or folder of ours starts and ends so; a sweep finds what a killed process left.
+/// Prefix and suffix of temporary files and folders, by which a sweep finds the leftovers of killed
+/// processes.
 pub(super) const TEMPORARY: (&str, &str) = (".ft-", ".tmp");
 
-/// A file being written, not yet visible under its name. Dropping it removes it.
+/// A file being written under a temporary name. Removed on drop unless committed.
 pub struct Pending {
     file: NamedTempFile,
     path: PathBuf,
@@ -24,9 +24,8 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Starts a file that will be `path`; `needed` is its size in bytes, for messages.
-    ///
-    /// The folder is created if it is missing.
+    /// Starts a file to be renamed to `path`, creating parent folders. `needed` is the final size in
+    /// bytes, for messages.
     pub fn create(path: &Path, needed: Option<u64>) -> Result<Pending, Error> {
         let dir = folder_of(path);
         std::fs::create_dir_all(dir).map_err(|e| Error::write("create", dir, needed, e))?;
@@ -34,7 +33,7 @@ impl Pending {
             let file = tempfile::Builder::new()
                 .prefix(TEMPORARY.0)
                 .suffix(TEMPORARY.1)
-                // As any program creates a file: the umask decides (tempfile's default is 0600).
+                // As usual for new files, the umask decides. The default of tempfile would be 0600.
                 .permissions(Permissions::from_mode(0o666))
                 .tempfile_in(dir)
                 .map_err(|e| Error::write("create a file for", path, needed, e))?;
@@ -54,18 +53,18 @@ impl Pending {
             .map_err(|e| Error::write("write", &self.path, self.needed, e))
     }
 
-    /// The bytes without a name: they are gone with the file.
+    /// Detaches the file from the name without renaming: an anonymous file, deleted when closed.
     pub fn unnamed(self) -> File {
         self.file.into_parts().0
     }
 
-    /// As [`Pending::commit`], under another name of the same folder.
+    /// Like [`Pending::commit`], under another name in the same folder.
     pub fn commit_as(mut self, path: &Path) -> Result<(), Error> {
         self.path = path.to_path_buf();
         self.commit()
     }
 
-    /// Makes the bytes durable and gives the file its name.
+    /// Makes the contents durable and renames the file to the final name.
     pub fn commit(self) -> Result<(), Error> {
         fault!("atomic.written");
         let Pending { file, path, needed } = self;
@@ -79,33 +78,33 @@ impl Pending {
     }
 }
 
-/// Locks a temporary file, so that no sweep takes it for one that a killed process left; false if one just did.
+/// Locks a temporary file against sweeps by other processes. Returns false if a sweep was faster.
 fn hold(file: &File) -> bool {
     match file.try_lock() {
         Ok(()) => file.metadata().is_ok_and(|m| m.nlink() > 0),
         Err(TryLockError::WouldBlock) => false,
-        // A file system without locks: its sweeps find none either, and leave everything.
+        // On a file system without locks, sweeps fail to lock too, and remove nothing.
         Err(TryLockError::Error(_)) => true,
     }
 }
 
-/// Writes a whole file: afterwards `path` holds all of `bytes`, durably, or what it held before. Removes what killed
-/// processes left half-written in its folder.
+/// Writes a file atomically: afterwards `path` durably has either the new or the previous contents.
+/// Removes temporary files of killed processes in the same folder.
 ///
 /// # Errors
-/// [`Error::Write`] with the path, and with the bytes needed when the disk is full.
+/// [`Error::Write`] with the path, and with the bytes needed if the disk is full.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    // Best effort: what stays is in nobody's way.
+    // Best effort: leftovers are harmless.
     let _ = sweep_temporary(folder_of(path));
     let mut pending = Pending::create(path, Some(bytes.len() as u64))?;
     pending.write(bytes)?;
     pending.commit()
 }
 
-/// Copies the file `name` of the folder `from` into the folder `to`, whole, if it is there.
+/// Copies the file `name` atomically from folder `from` to folder `to`. Does nothing if the file is missing.
 ///
 /// # Errors
-/// [`Error::Unsafe`] for what may not be read as one of the folder's own files, such as a link to a file elsewhere;
+/// [`Error::Unsafe`] if the file is not allowed by [`open_inside`], such as a link out of the folder;
 /// [`Error::Read`]; [`Error::Write`].
 pub fn copy_inside(from: &Path, name: &str, to: &Path) -> Result<(), Error> {
     let source = from.join(name);
@@ -128,7 +127,7 @@ pub fn copy_inside(from: &Path, name: &str, to: &Path) -> Result<(), Error> {
     }
 }
 
-/// The folder that a file is in; the working directory for a bare name.
+/// The parent folder of a file; `.` for a bare name.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
@@ -141,19 +140,18 @@ pub fn sync_folder(dir: &Path) -> Result<(), Error> {
     File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| Error::write("sync", dir, None, e))
 }
 
-/// Bytes that this user may still write on the disk of `dir` (or of its nearest parent that
-/// exists); `None` where the file system does not say.
+/// Free bytes for this user on the disk of `dir`, or of the nearest existing ancestor; `None` if unknown.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let stat = dir.ancestors().find_map(|d| {
         let d = if d.as_os_str().is_empty() { Path::new(".") } else { d };
         rustix::fs::statvfs(d).ok()
     })?;
-    // Some FUSE file systems answer with zeros.
+    // Some FUSE file systems report zeros.
     (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Removes what killed processes left half-written in a folder: temporary files of ours that nobody holds.
+/// Removes unlocked temporary files in a folder, left by killed processes.
 pub fn sweep_temporary(dir: &Path) -> Result<(), Error> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -175,7 +173,8 @@ fn remove_unheld(path: &Path) -> Result<(), Error> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let removed = match File::options().read(true).write(true).custom_flags(flags).open(path) {
         Ok(file) => match file.try_lock() {
-            // Removed while it is locked: whoever has just created it finds out, and creates another.
+            // Removed under the lock: if another process has just created this file, `hold` reports it,
+            // and a new one is created.
             Ok(()) => std::fs::remove_file(path),
             Err(_) => Ok(()),
         },
@@ -218,7 +217,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
-    /// A sweep takes no file that is being written, by this process or another.
+    /// A sweep does not remove files that are being written, by this process or another.
     #[test]
     fn what_is_being_written_is_not_swept() {
         let dir = tempfile::tempdir().unwrap();
@@ -229,7 +228,7 @@ mod tests {
         assert!(!dir.path().join(".ft-dead.tmp").exists());
         pending.commit().unwrap();
         assert_eq!(std::fs::read(dir.path().join("large")).unwrap(), b"half");
-        // many at once, each of which sweeps
+        // Many concurrent writers, all of them sweeping.
         std::thread::scope(|s| {
             for i in 0..8 {
                 let path = dir.path().join(format!("{i}"));
@@ -257,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_place_that_cannot_be_written_says_so_with_exit_5() {
-        // A file where a folder is needed fails for root too, unlike a mode without write bits.
+        // A file in place of a folder fails for root too, unlike missing write permission.
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("file"), b"").unwrap();
         let error = write_atomic(&dir.path().join("file/inner"), b"x").unwrap_err();

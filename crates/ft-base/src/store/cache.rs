@@ -1,11 +1,11 @@
-//! The folder of what `ft` keeps for itself between commands.
+//! The cache folder of `ft`, for data reused between commands.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` where none of them is set.
+/// `FT_CACHE`, else `ft` in `XDG_CACHE_HOME`, else `~/.cache/ft`; `None` if none of the variables is set.
 ///
-/// Unit tests see `FT_CACHE` alone: they must not write into their user's folder.
+/// Unit tests use only `FT_CACHE`, to leave the user's folder alone.
 pub fn cache_folder() -> Option<PathBuf> {
     let var = |k: &str| std::env::var_os(k).filter(|v| !v.is_empty()).map(PathBuf::from);
     let named = var("FT_CACHE");
@@ -17,7 +17,7 @@ pub fn cache_folder() -> Option<PathBuf> {
         .or_else(|| var("HOME").map(|d| d.join(".cache/ft")))
 }
 
-/// Removes the oldest files of a folder where there are more than `most`. Best effort: what stays is small.
+/// Removes the oldest files of a folder beyond `most` files. Best effort.
 pub fn sweep_oldest(dir: &Path, most: usize) {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut found: Vec<(SystemTime, PathBuf)> =

@@ -1,4 +1,4 @@
-//! What can go wrong with bytes on disk.
+//! Errors of file access.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,61 +7,62 @@ use crate::error::{ExitCode, Failure};
 
 /// A problem with a file of tensors, a checkpoint or a run folder.
 ///
-/// Each message names the file (and the tensor), and what to do next.
+/// Messages name the file (and the tensor), and the next step to take.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or folder that could not be opened or read.
+    /// A file or folder cannot be opened or read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A file of a run folder that could not be read: what a run wrote is storage, and no model's.
+    /// A file in a run folder cannot be read. Unlike [`Error::Read`], a storage error rather than a
+    /// model error.
     #[error("cannot read {}: {source}{}", path.display(), run_hint(source))]
     Run {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A file or folder that could not be written, synced, renamed or removed.
+    /// A file or folder cannot be written, synced, renamed or removed.
     #[error("cannot {doing} {}: {source}{}", path.display(), write_hint(source, *needed, *free))]
     Write {
-        /// The step that failed, as a verb: "write", "sync", "rename".
+        /// The failed operation, as a verb: "write", "sync", "rename to".
         doing: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// Bytes that the whole file (or set of files) takes, when known.
+        /// Total bytes of the file or set of files, if known.
         needed: Option<u64>,
-        /// Bytes that were free on that disk just after the failure, when known.
+        /// Free bytes on the disk right after the failure, if known.
         free: Option<u64>,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A disk that would be full before the files are complete; nothing was written.
+    /// The disk would be full before the files are complete. Nothing was written.
     #[error(
         "{} needs {} and its disk has {} free; free some space, or choose another folder",
         path.display(), human_bytes(*needed), human_bytes(*free)
     )]
     DiskFull {
-        /// Where the files would go.
+        /// Destination.
         path: PathBuf,
-        /// Bytes that they take.
+        /// Bytes required.
         needed: u64,
-        /// Bytes that are free.
+        /// Bytes free.
         free: u64,
     },
-    /// A folder without weights that can be read.
+    /// A folder without readable weights.
     #[error("no weights in {}: expected model.safetensors or model.safetensors.index.json{hint}", dir.display())]
     NoWeights {
         /// The folder.
         dir: PathBuf,
-        /// What is there instead, and what to do; empty, or starts with a separator.
+        /// Description of other files found, and advice; empty, or starting with a separator.
         hint: String,
     },
-    /// A pickle file: reading one runs code, so it is never opened.
+    /// A pickle file. Never opened, since unpickling can run arbitrary code.
     #[error(
         "{} is a PyTorch pickle file, which can run code when it is read, so ft never reads one\n\
          hint: convert it to safetensors first: in Python, save_pretrained(DIR, safe_serialization=True)",
@@ -71,53 +72,53 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
-    /// Another kind of file under a safetensors name.
+    /// A file of another type with a safetensors name.
     #[error("{} is not a safetensors file but {kind}\nhint: {hint}", path.display())]
     OtherKind {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// Detected type.
         kind: &'static str,
-        /// How to get the real one.
+        /// How to get the real file.
         hint: &'static str,
     },
-    /// A safetensors file whose header does not hold together.
+    /// A safetensors file with an inconsistent header.
     #[error("{}: {problem}; the file is damaged or incomplete: fetch it again", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with the tensor's name.
+        /// Description, with the tensor name.
         problem: String,
     },
-    /// A shard index that does not hold together, or does not fit its shards.
+    /// An inconsistent shard index, or one that does not match the shards.
     #[error("{}: {problem}", path.display())]
     Index {
         /// The index file.
         path: PathBuf,
-        /// What is wrong, with the tensor's name.
+        /// Description, with the tensor name.
         problem: String,
     },
-    /// A file name that leads out of its folder, or to something that is not a plain file.
+    /// A file name that leads out of the folder, or to something other than a plain file.
     #[error("refusing to open {name:?} in {}: {why}", dir.display())]
     Unsafe {
-        /// The folder that the name must stay in.
+        /// The folder.
         dir: PathBuf,
-        /// The name, as it was given.
+        /// The rejected name.
         name: String,
-        /// Which rule it breaks.
+        /// The violated rule.
         why: String,
     },
-    /// A tensor that was asked for and is not there.
+    /// A missing tensor.
     #[error("no tensor {name:?} in {}{}", path.display(), nearest.as_ref().map(|n| format!("; the nearest name is {n:?}")).unwrap_or_default())]
     NoTensor {
         /// The folder or file.
         path: PathBuf,
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
-        /// The nearest name that exists.
+        /// The most similar existing name.
         nearest: Option<String>,
     },
-    /// A file that got shorter after it was opened.
+    /// A file was truncated after it was opened.
     #[error("{} was cut short while tensor {name:?} was read: another program changed it", path.display())]
     CutShort {
         /// The file.
@@ -125,19 +126,19 @@ pub enum Error {
         /// The tensor.
         name: String,
     },
-    /// Rows that a tensor does not have.
+    /// A range of rows, elements or bytes outside of a tensor.
     #[error("rows {start}..{end} of tensor {name:?} with shape {shape:?} do not exist")]
     Rows {
         /// The tensor.
         name: String,
-        /// First row asked for.
+        /// Start of the requested range.
         start: usize,
-        /// End of the rows asked for.
+        /// End of the requested range.
         end: usize,
-        /// The tensor's shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
-    /// A value that is NaN or infinite, where numbers are read to compute with.
+    /// A NaN or infinite value in a tensor read for computation.
     #[error(
         "{}: tensor {name:?} has a value that is not finite as {dtype}, at {at:?}\nhint: the file is damaged, or its model has \
          diverged: fetch it again, or use another one",
@@ -148,12 +149,12 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// What it was to be read as.
+        /// The requested dtype.
         dtype: String,
-        /// Place of the first that was found.
+        /// Index of the first such value found.
         at: Vec<usize>,
     },
-    /// A tensor of a number format that is not read as what is wanted.
+    /// A stored dtype that cannot be converted to the requested one.
     #[error(
         "{}: tensor {name:?} is {from} and cannot be read as {to}\nhint: weights are read from F32, F16, BF16 and F64",
         path.display()
@@ -163,32 +164,32 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// The format in the file.
+        /// Dtype in the file.
         from: String,
-        /// The format asked for.
+        /// Requested dtype.
         to: String,
     },
-    /// A number format that a file that is written does not have.
+    /// A dtype not supported by the output format.
     #[error("tensor {name:?} is {from} and cannot be written as {to}")]
     Convert {
         /// The tensor.
         name: String,
-        /// Its format.
+        /// Dtype of the tensor.
         from: String,
-        /// The format of the file.
+        /// Description of the output format.
         to: String,
     },
-    /// A tensor that differs from what was announced for the file being written.
+    /// A tensor that does not match the declared dtype and shape of the file being written.
     #[error("tensor {name:?} was announced as {announced} and came as {came}")]
     Announced {
         /// The tensor.
         name: String,
-        /// Format and shape in the header.
+        /// Declared dtype and shape.
         announced: String,
-        /// Format and shape of the tensor.
+        /// Actual dtype and shape.
         came: String,
     },
-    /// Two tensors of one name in a file being written.
+    /// Duplicate tensor name in a file being written.
     #[error("tensor {name:?} is given twice for {}", path.display())]
     Twice {
         /// The file or folder.
@@ -196,15 +197,15 @@ pub enum Error {
         /// The tensor.
         name: String,
     },
-    /// candle could not build or move a tensor.
+    /// candle failed to build or move a tensor.
     #[error("tensor {name:?}: {source}")]
     Tensor {
         /// The tensor.
         name: String,
-        /// Cause.
+        /// The candle error.
         source: crate::Error,
     },
-    /// Checkpoints are there, and not one of them is whole.
+    /// Checkpoints exist, but all are damaged.
     #[error(
         "no whole checkpoint in {}:\n  {}\nhint: restore one from a backup, or start again with --overwrite",
         dir.display(), damage.join("\n  ")
@@ -212,55 +213,56 @@ pub enum Error {
     AllDamaged {
         /// The folder of checkpoints.
         dir: PathBuf,
-        /// What is wrong with each.
+        /// Damage of each checkpoint.
         damage: Vec<String>,
     },
-    /// No checkpoint of the step that was asked for.
+    /// No checkpoint of the requested step.
     #[error("no checkpoint of step {step} in {}{}", dir.display(), there(steps))]
     NoCheckpoint {
         /// The folder of checkpoints.
         dir: PathBuf,
-        /// The step.
+        /// The requested step.
         step: u64,
-        /// The steps that have one.
+        /// Steps with a checkpoint.
         steps: Vec<u64>,
     },
-    /// A checkpoint that is not what was written.
+    /// A checkpoint that fails verification.
     #[error("checkpoint {} is damaged: {problem}", path.display())]
     Damaged {
         /// The checkpoint's folder.
         path: PathBuf,
-        /// What is wrong, with the file's name.
+        /// Description, with the file name.
         problem: String,
     },
-    /// A folder to be written that has something in it.
+    /// The output folder is not empty.
     #[error("{}: is not empty\n  hint: {hint}", dir.display())]
     Occupied {
         /// The folder.
         dir: PathBuf,
-        /// What to do.
+        /// Advice.
         hint: &'static str,
     },
-    /// A folder to be written that has no name of its own.
+    /// A path that cannot be replaced by a new folder: without a file name, the working directory, or a
+    /// mount point.
     #[error("{}: a folder cannot be written there\n  hint: name a new folder, or one that is neither the working directory nor a mount", dir.display())]
     Name {
         /// The path.
         dir: PathBuf,
     },
-    /// A folder of ours that is not what was written.
+    /// A file that changed during reading, or exceeds the size limit.
     #[error("{}: {problem}", path.display())]
     Changed {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong.
+        /// Description.
         problem: String,
     },
-    /// Another process works on the folder.
+    /// The folder is locked by another process.
     #[error("another ft process{} is using {}; wait for it, or choose another folder", holder.as_ref().map(|h| format!(" ({h})")).unwrap_or_default(), dir.display())]
     Locked {
         /// The folder.
         dir: PathBuf,
-        /// The process, as it wrote itself down.
+        /// Contents of the lock file: "process PID".
         holder: Option<String>,
     },
 }
@@ -297,7 +299,7 @@ impl Failure for Error {
     }
 }
 
-/// The steps that have a checkpoint, as a hint.
+/// Lists the existing checkpoints as a hint.
 fn there(steps: &[u64]) -> String {
     let list: Vec<String> = steps.iter().map(u64::to_string).collect();
     if list.is_empty() { String::new() } else { format!("\nhint: there are those of {}", list.join(", ")) }
@@ -309,12 +311,12 @@ impl Error {
         Error::Read { path: path.to_path_buf(), source }
     }
 
-    /// A read error of a run folder's file.
+    /// A read error of a file in a run folder.
     pub fn run(path: &Path, source: io::Error) -> Error {
         Error::Run { path: path.to_path_buf(), source }
     }
 
-    /// A write error of `path`; asks the disk how much is free when it is full.
+    /// A write error of `path`. Queries the free disk space if the disk is full.
     pub fn write(doing: &'static str, path: &Path, needed: Option<u64>, source: io::Error) -> Error {
         let free = match source.kind() {
             io::ErrorKind::StorageFull => path.parent().and_then(super::atomic::free_bytes),
@@ -324,7 +326,7 @@ impl Error {
     }
 }
 
-/// Errors that speak of a broken disk and not of a wrong file.
+/// Whether an error indicates a failing disk rather than a bad file.
 fn is_disk_failure(e: &io::Error) -> bool {
     e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
 }
@@ -361,7 +363,7 @@ fn write_hint(source: &io::Error, needed: Option<u64>, free: Option<u64>) -> Str
     text
 }
 
-/// Bytes for people: `12.3 GiB`; exact below 1 KiB.
+/// Formats bytes as `12.3 GiB`; exact below 1 KiB.
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1024 {

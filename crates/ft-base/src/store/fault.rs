@@ -1,9 +1,9 @@
-//! Named places where a test can end the process, as a power cut would.
+//! Fault injection: named points at which a test can abort the process, simulating a power cut.
 //!
-//! `FT_FAULT=commit.renamed:2` aborts at the second time that the place `commit.renamed` is
-//! reached. Compiled in for tests and with the feature `fault` only.
+//! `FT_FAULT=commit.renamed:2` aborts at the second visit of the point `commit.renamed`. Compiled only
+//! for tests and with the feature `fault`.
 
-/// Every fault point, in the order that a save, and then a new folder, reaches them.
+/// All fault points, in the order reached by saving a checkpoint and then writing a new folder.
 pub const POINTS: &[&str] = &[
     "draft.begun",
     "commit.file_synced",
@@ -32,7 +32,7 @@ pub const POINTS: &[&str] = &[
     "folder.settled",
 ];
 
-/// Counts a visit of the place `name`, and ends the process if `FT_FAULT` asks for it.
+/// Counts a visit of a fault point, and aborts the process if requested by `FT_FAULT`.
 #[cfg(any(test, feature = "fault"))]
 pub fn hit(name: &str) {
     use std::sync::OnceLock;
@@ -51,18 +51,18 @@ pub fn hit(name: &str) {
         && wanted == name
         && SEEN.fetch_add(1, Ordering::SeqCst) + 1 == *count
     {
-        // No unwinding, no destructors, no flush: what is on disk now is all that is left.
+        // No unwinding, destructors or flushing: only the current state on disk survives.
         std::process::abort();
     }
 }
 
-/// Whether folders are to be replaced as on a file system that cannot exchange two: `FT_FAULT_NO_EXCHANGE` is set.
+/// Whether to simulate a file system without atomic exchange of folders: `FT_FAULT_NO_EXCHANGE` is set.
 #[cfg(any(test, feature = "fault"))]
 pub fn without_exchange() -> bool {
     std::env::var_os("FT_FAULT_NO_EXCHANGE").is_some()
 }
 
-/// Marks a fault point; nothing at all in an ordinary build.
+/// Marks a fault point. Expands to nothing in an ordinary build.
 macro_rules! fault {
     ($name:literal) => {
         #[cfg(any(test, feature = "fault"))]

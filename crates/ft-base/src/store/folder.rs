@@ -1,18 +1,18 @@
-//! Folders that are whole or absent: a run's result, a merged or quantized model, an export, the 4-bit cache.
+//! Folders written atomically: a run's result, a merged or quantized model, an export, the 4-bit cache.
 //!
 //! ```text
-//! NAME/            what readers see: the old folder, or the new one, never a mix
-//! .ft-NAME.tmp/    beside it while somebody writes NAME
-//!          .lock   of the process that does
-//!          new/    being filled; then checked, made durable, and renamed to NAME
-//!          keep    names of files in the old NAME that are not ours: they move into the new one
-//!          old/    the old NAME, where the file system cannot exchange two folders in one step
+//! NAME/               seen by readers: either the old or the new folder, never a mix
+//! .ft-NAME.tmp/       workspace next to it, while a process writes NAME
+//!              .lock  held by this process
+//!              new/   being filled; then synced to disk and renamed to NAME
+//!              keep   names of foreign files in the old NAME, to be moved into the new one
+//!              old/   the old NAME, on file systems without atomic exchange of folders
 //! ```
 //!
-//! Where NAME is replaced, `new` and NAME are exchanged (`RENAME_EXCHANGE`), so that at no moment there is none; else
-//! the old one is set aside, which the next start undoes if the process is killed right then. A process that fails
-//! removes its `.ft-NAME.tmp`; one that is killed leaves it unlocked, and the next one that writes into the same
-//! parent settles and removes it.
+//! To replace NAME, `new` and NAME are exchanged (`RENAME_EXCHANGE`), so NAME exists at any time.
+//! Without support for this, the old folder is set aside first; if the process is killed at this point,
+//! the next start restores it. A failing process removes its `.ft-NAME.tmp`. A killed one leaves it
+//! behind unlocked, and the next process to write into the same parent settles and removes it.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -33,32 +33,31 @@ const NEW: &str = "new";
 const OLD: &str = "old";
 const KEEP: &str = "keep";
 
-/// Bytes of the list of names that move; far above what a folder has.
+/// Size limit of `keep` in bytes, far above real lists of names.
 const MOST_NAMES: u64 = 64 << 20;
 
-/// How often, and after what time, a lock is tried again before it counts as held: somebody who only sweeps has it for
-/// a moment.
+/// Number of attempts to lock a workspace, and the pause between them. A sweep holds the lock only briefly.
 const TRIES: u32 = 10;
 const PAUSE: Duration = Duration::from_millis(30);
 
-/// A folder being written, not yet visible under its name. Dropping it removes what was written.
+/// A folder being written under a temporary name. Removed on drop unless committed.
 #[derive(Debug)]
 pub struct NewFolder {
     target: PathBuf,
-    /// What to call the target in messages.
+    /// Name of the target in messages.
     named: PathBuf,
     workspace: Workspace,
-    /// Folders above the target that were not there before.
+    /// Newly created parents of the target.
     created: Vec<PathBuf>,
 }
 
 impl NewFolder {
-    /// Starts the folder `target`; nothing is there, or seen to be there, until it is committed. Removes what killed
-    /// processes left half-written in the parent.
+    /// Starts the folder `target`, invisible until committed. Removes leftovers of killed processes in
+    /// the parent.
     ///
     /// # Errors
-    /// [`Error::Locked`] when another process is writing that folder; [`Error::Name`] for a path that is no name of a
-    /// folder; [`Error::Write`].
+    /// [`Error::Locked`] if another process is writing the folder; [`Error::Name`] if the path has no
+    /// file name; [`Error::Write`].
     pub fn begin(target: &Path) -> Result<NewFolder, Error> {
         for _ in 0..TRIES {
             match NewFolder::try_begin(target, target) {
@@ -69,8 +68,8 @@ impl NewFolder {
         NewFolder::try_begin(target, target)
     }
 
-    /// As [`NewFolder::begin`], for a folder that the user named: where that is a link to one, the folder is meant. It
-    /// cannot be the working directory.
+    /// Like [`NewFolder::begin`], for a path given by the user: a link to a folder stands for the
+    /// folder. The working directory is not allowed.
     ///
     /// # Errors
     /// As [`NewFolder::begin`].
@@ -80,8 +79,8 @@ impl NewFolder {
         Ok(begun)
     }
 
-    /// As [`NewFolder::begin_named`], after other processes that are writing that folder are done; `told` hears once
-    /// that it waits, and for whom.
+    /// Like [`NewFolder::begin_named`], but waits while another process writes the folder. Calls `told`
+    /// once with the holder when waiting starts.
     ///
     /// # Errors
     /// As [`NewFolder::begin`].
@@ -101,7 +100,7 @@ impl NewFolder {
         }
     }
 
-    /// Removes what killed processes left beside a folder that needs no writing. Best effort.
+    /// Removes leftovers of killed processes next to a folder that is already complete. Best effort.
     pub fn sweep_beside(target: &Path) {
         let real = target.canonicalize();
         sweep(folder_of(real.as_deref().unwrap_or(target)), None);
@@ -126,17 +125,17 @@ impl NewFolder {
         Ok(NewFolder { target, named, workspace, created })
     }
 
-    /// The folder to write files into.
+    /// The folder for the files.
     pub fn path(&self) -> PathBuf {
         self.workspace.draft()
     }
 
-    /// The name that it will have, as it was given.
+    /// The final path, as given by the caller.
     pub fn named(&self) -> &Path {
         &self.named
     }
 
-    /// Refuses a target that has something in it; `hint` says what to do.
+    /// Rejects a non-empty target. `hint` is shown to the user.
     ///
     /// # Errors
     /// [`Error::Occupied`].
@@ -147,19 +146,19 @@ impl NewFolder {
         }
     }
 
-    /// Makes the files durable and gives the folder its name, which is free or that of an empty folder.
+    /// Makes the files durable and renames the folder to the target, which must be absent or an empty folder.
     ///
     /// # Errors
-    /// [`Error::Occupied`] when something came there meanwhile; [`Error::Write`].
+    /// [`Error::Occupied`] if the target is no longer empty; [`Error::Write`].
     pub fn commit(self) -> Result<(), Error> {
         self.give_name(None)
     }
 
-    /// As [`NewFolder::commit`], in the place of what is there. Of that, files for which `ours` is false move into the
-    /// new folder; so does every folder.
+    /// Like [`NewFolder::commit`], but replaces an existing target. Moves all subfolders of the old
+    /// folder, and files with `ours(name)` false, into the new one.
     ///
     /// # Errors
-    /// [`Error::Write`]; then the old folder is as it was.
+    /// [`Error::Write`]. The old folder is then unchanged.
     pub fn replace(self, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         self.give_name(Some(ours))
     }
@@ -171,7 +170,7 @@ impl NewFolder {
             && old.is_dir()
             && old.permissions().mode() & 0o200 != 0
         {
-            // Whoever made that folder wants this mode.
+            // Preserves the mode of the existing folder.
             let _ = std::fs::set_permissions(&new, old.permissions());
         }
         sync_tree(&new)?;
@@ -185,12 +184,12 @@ impl NewFolder {
                 return Err(Error::Occupied { dir: self.named.clone(), hint: "another folder" });
             }
             _ => {
-                // Fails on a folder that is not empty any more.
+                // Fails if the folder is no longer empty.
                 rename(&new, target)?;
                 fault!("folder.renamed");
             }
         }
-        // From here on it is there: the folders above it stay, and what goes wrong is told, with nothing lost.
+        // The target now exists, so its parents must stay. Later errors are reported, but nothing is lost.
         self.created.clear();
         sync_folder(folder_of(target))?;
         fault!("folder.parent_synced");
@@ -200,14 +199,14 @@ impl NewFolder {
 
 impl Drop for NewFolder {
     fn drop(&mut self) {
-        // Best effort: the next start does the rest. The workspace removes itself after this.
+        // Best effort: the next start does the rest. The workspace removes itself afterwards.
         let _ = self.workspace.settle(&self.target);
         self.workspace.remove();
         remove_created(&self.created);
     }
 }
 
-/// `.ft-NAME.tmp`, locked.
+/// The locked folder `.ft-NAME.tmp`.
 #[derive(Debug)]
 struct Workspace {
     dir: PathBuf,
@@ -221,7 +220,7 @@ impl Workspace {
         file.push(TEMPORARY.1);
         let dir = parent.join(file);
         let lock = Lock::take(&dir, true).map_err(|e| match e {
-            // The user knows the folder by its name.
+            // Name the target in the message, not the workspace.
             Error::Locked { holder, .. } => Error::Locked { dir: parent.join(name), holder },
             e => e,
         })?;
@@ -236,12 +235,12 @@ impl Workspace {
         self.dir.join(OLD)
     }
 
-    /// Takes down which files of `target` are to move into the new folder, before there can be need to.
+    /// Lists the files of `target` to be moved into the new folder in `keep`, before any change.
     fn keep(&self, target: &Path, ours: &dyn Fn(&str) -> bool) -> Result<(), Error> {
         let fail = |e| Error::write("list", target, None, e);
         let is_folder = target.symlink_metadata().map_err(fail)?.is_dir();
         let mut names = BTreeSet::new();
-        // What a link leads to stays where it is: the link alone is replaced.
+        // If `target` is a link, only the link is replaced, and the contents stay in place.
         let entries = is_folder.then(|| std::fs::read_dir(target)).transpose().map_err(fail)?;
         for entry in entries.into_iter().flatten() {
             let entry = entry.map_err(fail)?;
@@ -264,8 +263,8 @@ impl Workspace {
         Ok(())
     }
 
-    /// Puts right what a replacement left, however far it came, and removes drafts. Afterwards the workspace has
-    /// nothing but its lock.
+    /// Completes or reverts an interrupted replacement, and removes drafts. Afterwards the workspace
+    /// contains only the lock.
     fn settle(&self, target: &Path) -> Result<(), Error> {
         let keeps = there(&self.dir.join(KEEP));
         let names = if keeps { read_inside(&self.dir, KEEP, MOST_NAMES)? } else { Vec::new() };
@@ -275,8 +274,9 @@ impl Workspace {
             sync_folder(folder_of(target))?;
         }
         for left in [old, self.draft()] {
-            // The draft has none of these names, the old folder may: it depends on how far the exchange came. Names
-            // alone, out of a folder that is no link: a workspace may be prepared by somebody else.
+            // Depending on the progress of the exchange, the listed files are in `old` or in `new`. Only
+            // plain file names are accepted, from a folder that is not a link, since a malicious user
+            // may have prepared the workspace.
             let plain = |n: &&[u8]| !n.is_empty() && !n.contains(&b'/') && *n != b"." && *n != b"..";
             let mut moved = false;
             for name in names.split(|b| *b == 0).filter(plain).filter(|_| is_folder(&left)) {
@@ -302,10 +302,10 @@ impl Workspace {
         Ok(())
     }
 
-    /// Removes the workspace, if it was settled.
+    /// Removes the workspace, if settled.
     fn remove(&mut self) {
         self.lock = None;
-        // Not if anything is in it: it is another process's by now, or was not settled.
+        // Fails unless empty, as intended: otherwise another process has taken it, or it was not settled.
         let _ = std::fs::remove_dir(&self.dir);
     }
 }
@@ -316,20 +316,20 @@ impl Drop for Workspace {
     }
 }
 
-/// Whether a name is one that files and folders have while they are written.
+/// Whether a name is used for unfinished files and folders.
 pub(super) fn is_workspace(name: &OsStr) -> bool {
     target_of(name).is_some()
 }
 
-/// The name of the folder that a workspace of this name is for.
+/// The target name for a workspace name.
 fn target_of(name: &OsStr) -> Option<OsString> {
     let (prefix, suffix) = TEMPORARY;
     let inner = name.as_bytes().strip_prefix(prefix.as_bytes())?.strip_suffix(suffix.as_bytes())?;
     (!inner.is_empty()).then(|| OsString::from_vec(inner.to_vec()))
 }
 
-/// Settles and removes the workspaces in a folder that killed processes left, but that of `own`. Best effort: what is
-/// locked is being written, and what cannot be removed is in nobody's way.
+/// Settles and removes workspaces of killed processes in a folder, except the one for `own`. Best
+/// effort: locked workspaces are in use, and remaining ones are harmless.
 pub(super) fn sweep(parent: &Path, own: Option<&OsStr>) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let Some(name) = target_of(&entry.file_name()) else { continue };
@@ -354,7 +354,7 @@ enum State {
     Occupied,
 }
 
-/// What is under a name: a link or a file counts as something.
+/// State of a path. A link or a file counts as occupied.
 fn state(path: &Path) -> Result<State, Error> {
     match path.symlink_metadata() {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(State::Absent),
@@ -367,7 +367,7 @@ fn state(path: &Path) -> Result<State, Error> {
     }
 }
 
-/// Whether a name is taken; links are not followed.
+/// Whether a path exists, without following links.
 fn there(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
@@ -376,14 +376,15 @@ fn is_folder(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-/// The path of a folder without links, where it is there.
+/// Resolves links in the path of a folder, if it exists.
 fn real(path: &Path) -> Result<PathBuf, Error> {
     let real = match path.canonicalize() {
         Ok(real) => real,
         Err(e) if e.kind() == io::ErrorKind::NotFound && !there(path) => return Ok(path.to_path_buf()),
         Err(e) => return Err(Error::write("use", path, None, e)),
     };
-    // Its place would be taken by another folder: a shell would be left in one that is gone, and a mount stays.
+    // Another folder would replace it: a shell would be left in a deleted working directory, and a mount
+    // cannot be renamed.
     let here = std::env::current_dir().and_then(|d| d.canonicalize());
     let device = |p: &Path| p.metadata().map(|m| m.dev()).ok();
     let is_mount = real.is_dir() && device(&real) != real.parent().and_then(device);
@@ -397,7 +398,7 @@ fn no_name(path: &Path) -> Error {
     Error::Name { dir: path.to_path_buf() }
 }
 
-/// Puts `new` in the place of `target`, which is there; what was there is then in `new`'s place, or in `old`'s.
+/// Replaces the existing `target` by `new`. The old folder ends up at `new` or at `old`.
 fn swap(new: &Path, target: &Path, old: &Path) -> Result<(), Error> {
     if exchange(new, target)? {
         fault!("folder.exchanged");
@@ -406,14 +407,14 @@ fn swap(new: &Path, target: &Path, old: &Path) -> Result<(), Error> {
     rename(target, old)?;
     fault!("folder.moved_aside");
     rename(new, target).inspect_err(|_| {
-        // Settling would do it too; the sooner the better.
+        // Settling would restore it too, but later.
         let _ = std::fs::rename(old, target);
     })?;
     fault!("folder.replaced");
     Ok(())
 }
 
-/// Exchanges two names in one step; false where the file system cannot.
+/// Exchanges two paths atomically. Returns false if not supported by the file system.
 #[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
 fn exchange(a: &Path, b: &Path) -> Result<bool, Error> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -438,7 +439,7 @@ fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
 }
 
-/// Removes a file, a link or a whole folder, if it is there.
+/// Removes a file, link or folder, if it exists.
 fn remove_all(path: &Path) -> Result<(), Error> {
     let removed = match path.symlink_metadata() {
         Ok(m) if m.is_dir() => std::fs::remove_dir_all(path),
@@ -451,7 +452,7 @@ fn remove_all(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Makes everything below a folder durable.
+/// Syncs everything below a folder to disk.
 fn sync_tree(dir: &Path) -> Result<(), Error> {
     for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))? {
         let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;

@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-/// Two files that must never be seen of different attempts.
+/// Writes two files with the same text; readers must never see a mix of texts.
 fn fill(new: &NewFolder, text: &str) {
     for file in ["config.json", "weights"] {
         write_atomic(&new.path().join(file), text.as_bytes()).unwrap();
@@ -17,7 +17,7 @@ fn ours(name: &str) -> bool {
     ["config.json", "weights", "shard"].contains(&name)
 }
 
-/// What is in a folder that must be whole; none if it is not there.
+/// The text of a complete folder; `None` if absent.
 fn whole(dir: &Path) -> Option<String> {
     let text = fs::read_to_string(dir.join("config.json"));
     if !there(dir) {
@@ -42,7 +42,7 @@ fn a_folder_appears_whole_and_is_replaced_whole() {
         (Some("one"), vec!["m".to_string()])
     );
 
-    // what is not ours stays, what is ours goes
+    // Foreign files are kept, and files of `ft` are removed.
     fs::write(target.join("shard"), "one").unwrap();
     fs::write(target.join(".ft-x.tmp"), "half").unwrap();
     fs::write(target.join("notes.txt"), "mine").unwrap();
@@ -72,7 +72,7 @@ fn a_dropped_folder_leaves_nothing() {
     fill(&new, "one");
     drop(new);
     assert_eq!(names(root.path()), Vec::<String>::new());
-    // an empty folder that was there stays, and is written into
+    // An existing empty folder is written into.
     let target = root.path().join("m");
     fs::create_dir(&target).unwrap();
     fs::set_permissions(&target, fs::Permissions::from_mode(0o750)).unwrap();
@@ -93,7 +93,7 @@ fn the_second_is_refused_or_waits() {
     let error = NewFolder::begin(&target).unwrap_err();
     assert!(matches!(&error, Error::Locked { dir, holder: Some(_) } if *dir == target), "{error}");
     assert_eq!(error.exit_code(), crate::ExitCode::Storage);
-    // somebody who writes beside it disturbs nothing
+    // A writer of another folder next to it does not interfere.
     drop(NewFolder::begin(&root.path().join("other")).unwrap());
     fill(&first, "one");
     std::thread::scope(|s| {
@@ -111,7 +111,7 @@ fn the_second_is_refused_or_waits() {
     assert_eq!(names(root.path()), ["m"]);
 }
 
-/// Many at once: each is whole, and what is there at the end is one of them.
+/// Many concurrent writers: all of them finish, and the result is one of their folders.
 #[test]
 fn a_crowd_writes_one_folder() {
     let root = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn paths_that_are_no_names_are_refused() {
     assert_eq!(fs::read(root.path().join("file")).unwrap(), b"x");
 }
 
-/// A link that the user names stands for its folder; a link in the place of a workspace is somebody's trap.
+/// A link named by the user stands for the folder. A link in place of a workspace is an attack.
 #[test]
 fn links_are_followed_where_the_user_names_them_alone() {
     let root = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ fn links_are_followed_where_the_user_names_them_alone() {
     assert!(error.to_string().contains(".ft-out.tmp"), "{error}");
     assert_eq!(names(&root.path().join("victim")), ["key"]);
 
-    // a prepared workspace moves nothing into the folder, and nothing out of its place
+    // A prepared workspace moves nothing into or out of the folder.
     let workspace = root.path().join(".ft-q.tmp");
     fs::create_dir(&workspace).unwrap();
     symlink("../victim", workspace.join(OLD)).unwrap();
@@ -183,13 +183,13 @@ fn links_are_followed_where_the_user_names_them_alone() {
     new.commit().unwrap();
     assert_eq!(names(&target), ["config.json", "weights"]);
     assert_eq!(names(&root.path().join("victim")), ["key"]);
-    // the list itself may be a pipe, which nobody ever writes into
+    // The list may be a pipe without a writer.
     fs::create_dir(&workspace).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, workspace.join(KEEP), rustix::fs::Mode::RWXU).unwrap();
     assert!(NewFolder::begin(&target).is_err());
 }
 
-/// The part of the fault test that dies.
+/// The child process of the fault test, aborted at a fault point.
 #[test]
 #[ignore = "the child process of the fault test"]
 fn fault_child() {
@@ -202,9 +202,9 @@ fn fault_child() {
     }
 }
 
-/// A process dies at each step of replacing a folder and of making one, the first and the second time it comes there,
-/// with and without a file system that exchanges folders. Readers find a whole folder, and the next start finds or
-/// makes one, loses nothing of the user's and leaves no litter.
+/// The process dies at every step of replacing and creating a folder, at the first and second visit,
+/// with and without atomic exchange of folders. Readers see a complete folder. The next start finds or
+/// restores one, loses no user files, and removes all leftovers.
 #[test]
 fn every_fault_point_leaves_a_whole_folder() {
     let exchanging: [(bool, &[&str]); 2] =
@@ -227,23 +227,23 @@ fn every_fault_point_leaves_a_whole_folder() {
                 }
                 let child = child.output().unwrap();
                 let at = format!("{point}:{hit}, exchange {exchange}");
-                // a folder is new once, and all else comes twice
+                // A folder is created once, and all other points are visited twice.
                 assert_eq!(child.status.success(), *point == "folder.renamed" && hit == 2, "{at}: {child:?}");
 
-                // what readers find
+                // The view of readers.
                 match whole(&m) {
                     Some(text) => assert!(["one", "two", "three"].contains(&text.as_str()), "{at}: {text}"),
                     None => assert_eq!(*point, "folder.moved_aside", "{at}"),
                 }
                 let n = whole(&root.path().join("n"));
                 assert!(n.is_none_or(|n| n == "two"), "{at}");
-                // the next start of anything that writes there
+                // The next start of any writer in this parent.
                 drop(NewFolder::begin(&root.path().join("other")).unwrap());
                 assert!(whole(&m).is_some(), "{at}");
                 assert_eq!(fs::read(m.join("notes.txt")).unwrap(), b"mine", "{at}");
                 let left = names(root.path());
                 assert!(left.iter().all(|n| n == "m" || n == "n"), "{at}: left {left:?}");
-                // and of this
+                // The next start of a writer of this folder.
                 let new = NewFolder::begin(&m).unwrap();
                 fill(&new, "four");
                 new.replace(&ours).unwrap();
@@ -254,8 +254,8 @@ fn every_fault_point_leaves_a_whole_folder() {
     }
 }
 
-/// A disk that is full at any moment: the old folder is as it was, or the new one is there. Needs root for a small
-/// disk of its own; without, it says that it was skipped.
+/// The disk fills up at any moment: either the old folder is unchanged, or the new one is complete.
+/// Needs root to mount a small disk; otherwise skipped with a message.
 #[test]
 fn a_full_disk_costs_the_new_folder_only() {
     let Some(root) = SmallDisk::new() else { return };

@@ -1,8 +1,8 @@
-//! BLAKE3 of whole files, on all cores, and what is remembered of it between commands.
+//! Parallel BLAKE3 hashes of whole files, with a cache shared between commands.
 //!
-//! A hash holds as long as the file is the same by path, device, inode, size and both of its times. As git does, a
-//! hash of a file that changed a moment before it was read is not kept: it may change again in the same tick of the
-//! file system's clock, and nothing would show it.
+//! A cached hash is valid while path, device, inode, size, mtime and ctime of the file are unchanged.
+//! Like git, the cache does not store the hash of a file modified shortly before reading: another change
+//! within the resolution of the file system's clock would go unnoticed.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
@@ -21,28 +21,29 @@ use super::cache::{cache_folder, sweep_oldest};
 use super::path::open_inside;
 use super::{Error, write_atomic};
 
-/// Bytes that are read and hashed at once: a subtree of BLAKE3's tree, so a power of two, and what the second cache of a
-/// core has room for.
+/// Bytes hashed at once: a subtree of the BLAKE3 tree (hence a power of two), sized to fit in a core's
+/// L2 cache.
 const BLOCK: u64 = 64 << 10;
-/// Bytes of one task; a subtree too.
+/// Bytes per task; also a subtree.
 const PIECE: u64 = 1 << 20;
-/// Smaller files are hashed faster than they are looked up.
+/// Smaller files are not cached, because hashing is faster than a lookup.
 const LEAST: u64 = 4 << 20;
-/// A file that changed this shortly before it was read may change again without a trace.
+/// A file modified this recently may change again without a visible difference.
 const TICK: Duration = Duration::from_secs(2);
-/// Hashes that are kept; the oldest go.
+/// Maximum number of cached hashes; the oldest are removed.
 const KEPT: usize = 1024;
 
-/// The hash of a whole file, wherever it was read to: the tree of BLAKE3, its subtrees read and hashed in parallel.
+/// Hashes a whole file, independent of the file position. Reads and hashes subtrees of the BLAKE3 tree
+/// in parallel.
 pub fn whole(file: &File) -> io::Result<blake3::Hash> {
     Tree { file, bytes: file.metadata()?.len(), passing: None }.hash()
 }
 
-/// BLAKE3's tree over a file.
+/// The BLAKE3 tree of a file.
 struct Tree<'a> {
     file: &'a File,
     bytes: u64,
-    /// Knows some of its blocks.
+    /// Blocks hashed earlier, if any.
     passing: Option<&'a Passing>,
 }
 
@@ -82,7 +83,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Reads and hashes a block, through a buffer that stays in the cache.
+    /// Reads and hashes a block, through a buffer that stays in the CPU cache.
     fn block(&self, at: u64, bytes: u64, buffer: &mut Vec<u8>) -> io::Result<blake3::Hasher> {
         buffer.resize(bytes as usize, 0);
         self.file.read_exact_at(buffer, at)?;
@@ -90,7 +91,7 @@ impl Tree<'_> {
     }
 }
 
-/// The state of BLAKE3 after a subtree that begins at byte `at`.
+/// BLAKE3 state after a subtree starting at byte `at`.
 fn hashed(at: u64, bytes: &[u8]) -> blake3::Hasher {
     let mut hasher = blake3::Hasher::new();
     hasher.set_input_offset(at);
@@ -98,19 +99,19 @@ fn hashed(at: u64, bytes: &[u8]) -> blake3::Hasher {
     hasher
 }
 
-/// A file that is read for something else, and hashed on the way: whoever reads it shows what was read.
+/// Hashes a file while it is read for another purpose. The reader passes the bytes to [`Passing::saw`].
 #[derive(Debug)]
 pub struct Passing {
-    /// The file as it was before.
+    /// State of the file at the start.
     before: Stat,
-    /// When that was.
+    /// Start time.
     began: SystemTime,
-    /// Of each whole block, once it went by.
+    /// Chaining value of each whole block seen.
     blocks: Box<[OnceLock<ChainingValue>]>,
 }
 
 impl Passing {
-    /// Begins with a file, unless a hash of it is kept.
+    /// Starts hashing a file; `None` if the hash is cached.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -125,7 +126,7 @@ impl Passing {
         Self { before, began, blocks }
     }
 
-    /// Takes note of bytes that were read at byte `at` of the file.
+    /// Records bytes read at offset `at` of the file. Only whole, aligned blocks are used.
     pub fn saw(&self, at: u64, bytes: &[u8]) {
         let (before, blocks) = bytes.split_at(bytes.len().min((at.next_multiple_of(BLOCK) - at) as usize));
         let first = (at + before.len() as u64) / BLOCK;
@@ -137,12 +138,11 @@ impl Passing {
     }
 }
 
-/// A file as the system describes it. Two that are equal are one file that nobody has written since.
+/// Identity and version of a file. Two equal values mean the same, unmodified file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stat {
     device: u64,
     inode: u64,
-    /// Bytes.
     size: u64,
     /// Seconds and nanoseconds.
     modified: (i64, i64),
@@ -154,7 +154,7 @@ impl Stat {
         file.metadata().map(|m| Stat::of(&m)).map_err(|e| Error::read(path, e))
     }
 
-    /// Of a file's metadata.
+    /// From the metadata of a file.
     pub fn of(m: &Metadata) -> Stat {
         Stat {
             device: m.dev(),
@@ -165,7 +165,7 @@ impl Stat {
         }
     }
 
-    /// Whether a change after `now` would show.
+    /// Whether a modification after `now` would change the time stamps.
     pub fn settled(&self, now: SystemTime) -> bool {
         let Some(since) = now.checked_sub(TICK).and_then(|t| t.duration_since(UNIX_EPOCH).ok()) else {
             return false;
@@ -175,13 +175,13 @@ impl Stat {
     }
 }
 
-/// What is kept of a file.
+/// A cache entry.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
     path: PathBuf,
     stat: Stat,
     blake3: String,
-    /// Of the rest, so that damage here is not taken for a change there.
+    /// Checksum of the other fields, so that a damaged entry is not used.
     check: String,
 }
 
@@ -196,15 +196,15 @@ impl Kept {
     }
 }
 
-/// Where the hash of a file is kept.
+/// Location of the cache entry of a file.
 struct Place {
     folder: PathBuf,
-    /// The file's own path.
+    /// Canonical path of the file.
     real: PathBuf,
 }
 
 impl Place {
-    /// `None` for a file that is hashed each time: a small one, or one whose path cannot be kept as text.
+    /// `None` for files not cached: small files, and paths that are not UTF-8.
     fn of(folder: Option<PathBuf>, path: &Path, stat: &Stat) -> Option<Place> {
         let real = path.canonicalize().ok().filter(|p| stat.size >= LEAST && p.to_str().is_some())?;
         Some(Place { folder: folder?.join("hashes"), real })
@@ -215,7 +215,7 @@ impl Place {
         self.folder.join(&name.as_str()[..32])
     }
 
-    /// The hash that was kept, if it is of this file as it is.
+    /// The cached hash, if valid for the current state of the file.
     fn look(&self, stat: &Stat) -> Option<String> {
         let mut bytes = Vec::new();
         File::open(self.kept()).ok()?.take(1 << 16).read_to_end(&mut bytes).ok()?;
@@ -224,7 +224,7 @@ impl Place {
         (sound && found.path == self.real && found.stat == *stat).then_some(found.blake3)
     }
 
-    /// Best effort: without a cache folder that can be written, the next command hashes again.
+    /// Stores a hash. Best effort: without a writable cache folder, the next command hashes again.
     fn keep(&self, stat: &Stat, blake3: &str) {
         let bytes = serde_json::to_vec(&Kept::checked(&self.real, stat, blake3)).unwrap_or_default();
         if write_atomic(&self.kept(), &bytes).is_ok() {
@@ -233,7 +233,7 @@ impl Place {
     }
 }
 
-/// A file that this process wrote, and nobody else is to write: its hash is known without reading it.
+/// A file written by this process, whose hash is known without reading it.
 pub struct Written {
     path: PathBuf,
     stat: Stat,
@@ -241,7 +241,7 @@ pub struct Written {
 }
 
 impl Written {
-    /// The file at `path`, whose bytes have this hash.
+    /// The file at `path`, with known hash `blake3`.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -250,7 +250,7 @@ impl Written {
         Ok(Self { path, stat, blake3 })
     }
 
-    /// Keeps the hash, if the file is the same still and later changes of it would show. Best effort.
+    /// Caches the hash, if the file is unchanged and later modifications would be visible. Best effort.
     pub fn keep(&self) {
         self.keep_in(cache_folder(), SystemTime::now());
     }
@@ -265,19 +265,19 @@ impl Written {
     }
 }
 
-/// The hash of all bytes of an open file, 64 hexadecimal digits, and its size; read from what was kept where that
-/// still holds. What went by in `passing` is not read again.
+/// Hash (64 hexadecimal digits) and size of an open file, from the cache if valid. Blocks seen by
+/// `passing` are not read again.
 ///
 /// # Errors
-/// [`Error::Read`]; [`Error::Changed`] for a file that changes meanwhile.
+/// [`Error::Read`]; [`Error::Changed`] if the file changes meanwhile.
 pub fn of(file: &File, path: &Path, passing: Option<&Passing>) -> Result<(String, u64), Error> {
     of_in(cache_folder(), file, path, passing, SystemTime::now())
 }
 
-/// As [`of`], of a file of a folder.
+/// Like [`of`], for the file `name` in `dir`.
 ///
 /// # Errors
-/// As [`of`]; [`Error::Unsafe`] for what is not a plain file inside the folder.
+/// As [`of`]; [`Error::Unsafe`] for anything but a plain file inside the folder.
 pub fn of_inside(dir: &Path, name: &str) -> Result<(String, u64), Error> {
     let (file, path) = open_inside(dir, name)?;
     of(&file, &path, None)
@@ -318,7 +318,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// Well after everything that a test writes.
+    /// Well after all writes of a test.
     fn later() -> SystemTime {
         SystemTime::now() + 2 * TICK
     }
@@ -327,12 +327,12 @@ mod tests {
         fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(&[byte], at).unwrap();
     }
 
-    /// Above 256 MiB only the ends were looked at once.
+    /// Regression: only both ends of files above 256 MiB were hashed once.
     #[test]
     fn every_byte_of_a_large_file_counts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("large");
-        // a sparse file takes no disk
+        // A sparse file takes no disk space.
         let file = fs::File::create_new(&path).unwrap();
         file.set_len(300 << 20).unwrap();
         let file = fs::File::open(&path).unwrap();
@@ -356,7 +356,7 @@ mod tests {
         }
     }
 
-    /// What went by is not read again, wherever it was cut, and what did not is: the hash is the whole file's.
+    /// The hash of the whole file is correct, for any mix of seen and unseen parts.
     #[test]
     fn what_went_by_is_not_read_again() {
         let dir = tempfile::tempdir().unwrap();
@@ -368,7 +368,7 @@ mod tests {
             let new = || Passing::new(Stat::of_file(&file, &path).unwrap(), SystemTime::now());
             let hash = |p: &Passing| Tree { file: &file, bytes: len, passing: Some(p) }.hash().unwrap();
             let whole = blake3::hash(&bytes);
-            // parts of several sizes, some left out and some twice
+            // Parts of several sizes, with gaps and repetitions.
             let passing = new();
             let mut at = 3.min(len);
             for (i, part) in [100_000, 7, BLOCK, 1_500_000, 3 * BLOCK, 1 << 30].into_iter().enumerate() {
@@ -378,7 +378,7 @@ mod tests {
                 at = (at + part + i as u64 * 1000).min(len);
             }
             assert_eq!(hash(&passing), whole, "{len}");
-            // other bytes than the file's: they are what counts
+            // Wrong bytes change the hash, so seen blocks are really not read again.
             let passing = new();
             passing.saw(0, &vec![9; len as usize]);
             assert_eq!(hash(&passing) == whole, len <= BLOCK, "{len}");
@@ -399,12 +399,12 @@ mod tests {
         std::thread::sleep(Duration::from_millis(20));
         write_at(&path, 5, 7);
         assert!(matches!(kept(), Err(Error::Changed { .. })));
-        // cut short, as well
+        // Truncation is detected as well.
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(100).unwrap();
         assert!(matches!(kept(), Err(Error::Changed { .. })));
     }
 
-    /// A file that was just written is not hashed again later, unless it changed meanwhile.
+    /// A file just written is not hashed again later, unless modified.
     #[test]
     fn the_hash_of_what_was_written_is_known() {
         let dir = tempfile::tempdir().unwrap();
@@ -424,7 +424,7 @@ mod tests {
         assert_ne!(hash(), "known");
     }
 
-    /// A kept hash is used for the very same file alone: here what is kept is replaced by another hash, to see it used.
+    /// A cached hash is used only for the identical file. The test plants a false hash to detect its use.
     #[test]
     fn a_kept_hash_holds_for_the_same_file_alone() {
         let dir = tempfile::tempdir().unwrap();
@@ -446,7 +446,7 @@ mod tests {
         plant(&stat);
         assert_eq!(hash(later()), "planted", "what is kept is not used");
 
-        // other bytes with the times put back: the time of the change of the inode tells
+        // Other bytes, with the mtime restored: the ctime differs.
         let times = fs::metadata(&path).unwrap();
         std::thread::sleep(Duration::from_millis(20));
         write_at(&path, LEAST / 2, 9);
@@ -454,7 +454,7 @@ mod tests {
         file.set_modified(times.modified().unwrap()).unwrap();
         let second = hash(later());
         assert!(second != first && second != "planted");
-        // another file of the same size and times in its place
+        // Replaced by another file of the same size and times.
         plant(&Stat::of(&fs::metadata(&path).unwrap()));
         assert_eq!(hash(later()), "planted");
         let beside = dir.path().join("beside");
@@ -462,13 +462,13 @@ mod tests {
         fs::rename(&beside, &path).unwrap();
         let third = hash(later());
         assert!(third != second && third != "planted");
-        // damage of what is kept
+        // A damaged cache entry.
         let mut bytes = fs::read(kept().unwrap()).unwrap();
         let at = bytes.windows(3).position(|w| *w == third.as_bytes()[..3]).unwrap();
         bytes[at] = if bytes[at] == b'0' { b'1' } else { b'0' };
         fs::write(kept().unwrap(), &bytes).unwrap();
         assert_eq!(hash(later()), third);
-        // small ones are not worth it
+        // Small files are not cached.
         fs::remove_dir_all(&cache).unwrap();
         fs::write(&path, b"small").unwrap();
         hash(later());

@@ -1,4 +1,4 @@
-//! `model.safetensors.index.json`: which shard holds which tensor.
+//! `model.safetensors.index.json`: maps tensors to shards.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,14 +16,14 @@ pub const INDEX: &str = "model.safetensors.index.json";
 /// The weights of a model that is not sharded.
 pub const SINGLE: &str = "model.safetensors";
 
-/// Far above any real index (half a million tensors take 50 MB).
+/// Size limit in bytes, far above any real index (50 MB for half a million tensors).
 const MAX_INDEX: u64 = 64 << 20;
 
-/// Reads the `weight_map` of the index `name` in `dir`: tensor name to file name, each file name
-/// checked to stay in the folder.
+/// Reads the `weight_map` of the index `name` in `dir`: tensor name to file name. Checks that the file
+/// names stay in the folder.
 ///
 /// # Errors
-/// [`Error::Index`] for what is not such an index; [`Error::Unsafe`] for a file name that leads out.
+/// [`Error::Index`] for an invalid index; [`Error::Unsafe`] for a file name that leads out of the folder.
 pub fn read(dir: &Path, name: &str) -> Result<BTreeMap<String, String>, Error> {
     let (file, path) = open_inside(dir, name)?;
     let bad = |problem: String| Error::Index { path: path.clone(), problem };
@@ -39,7 +39,7 @@ pub fn read(dir: &Path, name: &str) -> Result<BTreeMap<String, String>, Error> {
     Ok(map)
 }
 
-/// Reads the `weight_map` from the text of an index.
+/// Parses the `weight_map` of an index.
 pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
     if bytes.starts_with(b"version https://git-lfs") {
         return Err("this is a Git LFS pointer; run `git lfs pull` in that repository".into());
@@ -53,7 +53,7 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, String>, String> {
 
 struct Index(BTreeMap<String, String>);
 
-/// The top level by hand too: a second `weight_map` must not replace the first silently.
+/// Deserialized manually, so that a second `weight_map` is an error and does not silently replace the first.
 impl<'de> Deserialize<'de> for Index {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Top;
@@ -66,7 +66,7 @@ impl<'de> Deserialize<'de> for Index {
                 let mut found = None;
                 while let Some(key) = map.next_key::<String>()? {
                     if key != "weight_map" {
-                        // "metadata": its total_size is wrong in many real files, and not needed.
+                        // "metadata" is skipped: `total_size` is wrong in many real files, and not needed.
                         map.next_value::<IgnoredAny>()?;
                     } else if found.replace(map.next_value::<WeightMap>()?.0).is_some() {
                         return Err(A::Error::custom("weight_map comes twice"));

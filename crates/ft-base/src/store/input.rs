@@ -1,5 +1,5 @@
-//! Reading whole small files: configs, tokenizers, manifests. What is not a plain file is refused, because a pipe can
-//! block forever and a device has no end; and nothing larger than anybody means is read.
+//! Reads small files as a whole: configs, tokenizers, manifests. Accepts only plain files (a pipe can
+//! block forever, and a device has no end) up to a size limit.
 
 use super::path::not_a_file;
 use rustix::fs::OFlags;
@@ -8,15 +8,15 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Bytes of the largest file that is read whole: vocabularies have some tens of millions.
+/// Default size limit in bytes. Vocabularies have some tens of millions.
 pub const LARGEST: u64 = 256 << 20;
 
-/// Opens a plain file for reading; links are followed.
+/// Opens a plain file for reading, following links.
 ///
 /// # Errors
-/// What the system says; a pipe, device, socket or folder.
+/// I/O errors; a pipe, device, socket or folder.
 pub fn open_plain(path: &Path) -> io::Result<File> {
-    // without NONBLOCK, opening a pipe would wait for its writer
+    // Without NONBLOCK, opening a pipe would wait for a writer.
     let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     match not_a_file(file.metadata()?.file_type()) {
         Some(kind) => {
@@ -26,10 +26,10 @@ pub fn open_plain(path: &Path) -> io::Result<File> {
     }
 }
 
-/// All bytes of a plain file, at most `most`.
+/// Reads a plain file of at most `most` bytes.
 ///
 /// # Errors
-/// As [`open_plain`]; a file that is larger.
+/// As [`open_plain`]; a larger file.
 pub fn read_plain(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut file = open_plain(path)?;
     let size = file.metadata()?.len();
@@ -41,16 +41,16 @@ pub fn read_plain(path: &Path, most: u64) -> io::Result<Vec<u8>> {
         return Err(too_large());
     }
     let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
-    // a file can grow, and those below /proc say nothing of their size
+    // A file can grow, and files in /proc report size 0.
     (&mut file).take(most + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most { Err(too_large()) } else { Ok(bytes) }
 }
 
-/// As [`read_plain`], for a file that the command line names: a pipe that somebody writes to (a shell's `<(..)`) is
-/// read as well.
+/// Like [`read_plain`], for a file named on the command line: also reads a pipe with a writer, such as a
+/// shell's `<(..)`.
 ///
 /// # Errors
-/// As [`read_plain`]; a pipe that nobody writes to.
+/// As [`read_plain`]; a pipe without a writer.
 pub fn read_given(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     if !file.metadata()?.file_type().is_fifo() {
@@ -68,10 +68,10 @@ pub fn read_given(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// As [`read_plain`], as text.
+/// Like [`read_plain`], decoded as text.
 ///
 /// # Errors
-/// As [`read_plain`]; bytes that are not UTF-8.
+/// As [`read_plain`]; invalid UTF-8.
 pub fn read_plain_text(path: &Path, most: u64) -> io::Result<String> {
     String::from_utf8(read_plain(path, most)?)
         .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "it is not UTF-8"))

@@ -1,15 +1,15 @@
-//! JSON objects of model and adapter folders, read strictly: a key that stands twice is an error, where `serde_json`
-//! would keep the last one in silence.
+//! Strict JSON objects, for files of models and adapters: a duplicate key is an error. `serde_json`
+//! would silently keep the last value.
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// The JSON object that `text` is.
+/// Parses a JSON object.
 ///
 /// # Errors
-/// What is wrong, with line and column: text that is no JSON, that nests too deeply, that has a key twice in one
-/// object, that is no object.
+/// A message with line and column: invalid JSON, nesting too deep, a duplicate key, or a value other
+/// than an object.
 pub fn object(text: &str) -> Result<Map<String, Value>, String> {
     let Strict(value) = serde_json::from_str(text).map_err(|e| e.to_string())?;
     match value {
@@ -18,7 +18,7 @@ pub fn object(text: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-/// A value for messages: as JSON, cut where it is long.
+/// Formats a value as JSON for messages, truncated to 80 characters.
 pub fn short(v: &Value) -> String {
     const MOST: usize = 80;
     let text = v.to_string();
@@ -28,7 +28,7 @@ pub fn short(v: &Value) -> String {
     }
 }
 
-/// A value whose objects have each key once.
+/// A value without duplicate keys.
 struct Strict(Value);
 
 impl<'de> Deserialize<'de> for Strict {

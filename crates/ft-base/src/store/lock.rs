@@ -1,4 +1,4 @@
-//! One process a folder.
+//! Locks on folders, for one writing process per folder.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -11,32 +11,32 @@ use super::Error;
 use super::atomic::sweep_temporary;
 use super::folder;
 
-/// The file whose lock says that a folder is in use.
+/// Name of the lock file.
 pub(super) const LOCK: &str = ".lock";
-/// What a lock file says before the number of its process.
+/// Contents of a lock file before the process id.
 const NOTE: &str = "process ";
-/// A note is shorter.
+/// Length limit of the contents in bytes.
 const LONGEST: u64 = 64;
 
-/// A folder that this process alone writes in, until it is dropped or the process ends.
+/// Exclusive right to write in a folder, until dropped or the process ends.
 ///
-/// The lock is the system's (`flock`), so a killed process leaves none behind. Dropping it removes the lock's file,
-/// and the folders that were created for it if nothing is in them.
+/// Uses `flock`, so a killed process leaves no lock behind. Drop removes the lock file, and folders
+/// created along with the lock if they are empty.
 #[derive(Debug)]
 pub(super) struct Lock {
-    // Held for its lock; closing the file releases it.
+    // Closing the file releases the lock.
     _file: File,
     dir: PathBuf,
-    /// Folders that were not there before, the outermost first.
+    /// Newly created folders, outermost first.
     created: Vec<PathBuf>,
 }
 
 impl Lock {
-    /// Takes the folder `dir`, creating it if needed. Neither the lock's file nor, with `own`, the folder may be a
-    /// link: whoever made that folder would choose what is written over.
+    /// Locks the folder `dir`, creating it if needed. The lock file must not be a link, nor, with `own`,
+    /// the folder: otherwise the creator of a prepared folder could redirect writes.
     ///
     /// # Errors
-    /// [`Error::Locked`] when another process holds it; [`Error::Write`] when the folder cannot be written.
+    /// [`Error::Locked`] if another process holds the lock; [`Error::Write`] if the folder is not writable.
     pub(super) fn take(dir: &Path, own: bool) -> Result<Lock, Error> {
         let mut created = Vec::new();
         loop {
@@ -44,7 +44,7 @@ impl Lock {
             let result = made.and_then(|()| if own { real_folder(dir) } else { Ok(()) });
             match result.and_then(|()| open(dir)) {
                 Ok(Some(file)) => return Ok(Lock { _file: file, dir: dir.to_path_buf(), created }),
-                // Its last holder removed it between two of our steps.
+                // The previous holder removed the lock file between two of these steps.
                 Ok(None) => {}
                 Err(e) => {
                     remove_created(&created);
@@ -57,13 +57,14 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // While it is still locked: whoever opened this file finds that it is gone, and takes a new one.
+        // Removed while still locked: a process that has already opened the file notices the removal and
+        // creates a new one.
         let _ = std::fs::remove_file(self.dir.join(LOCK));
         remove_created(&self.created);
     }
 }
 
-/// Creates a folder and those above it; adds what was not there.
+/// Creates a folder and missing parents, and appends the new ones to `created`.
 pub(super) fn make_folders(dir: &Path, created: &mut Vec<PathBuf>) -> Result<(), Error> {
     let missing = |d: &Path| !d.as_os_str().is_empty() && d.symlink_metadata().is_err();
     let above: Vec<&Path> = dir.ancestors().take_while(|d| missing(d)).collect();
@@ -78,7 +79,7 @@ pub(super) fn make_folders(dir: &Path, created: &mut Vec<PathBuf>) -> Result<(),
     Ok(())
 }
 
-/// Removes folders that [`make_folders`] created, where nothing is in them.
+/// Removes empty folders created by [`make_folders`].
 pub(super) fn remove_created(created: &[PathBuf]) {
     for d in created.iter().rev() {
         if std::fs::remove_dir(d).is_err() {
@@ -87,7 +88,7 @@ pub(super) fn remove_created(created: &[PathBuf]) {
     }
 }
 
-/// Refuses a link, or anything else, in the place of a folder of ours.
+/// Rejects anything but a real folder at `dir`.
 fn real_folder(dir: &Path) -> Result<(), Error> {
     match dir.symlink_metadata() {
         Ok(m) if m.is_dir() => Ok(()),
@@ -105,7 +106,7 @@ fn refuse(doing: &'static str, path: &Path, why: &str) -> Error {
     Error::write(doing, path, None, io::Error::other(why.to_string()))
 }
 
-/// Opens and locks the lock's file of a folder; `None` when it, or the folder, went away meanwhile.
+/// Opens and locks the lock file of a folder. `None` if the file or the folder was removed meanwhile.
 fn open(dir: &Path) -> Result<Option<File>, Error> {
     let path = dir.join(LOCK);
     let not_ours = |why: &str| {
@@ -151,17 +152,18 @@ fn open(dir: &Path) -> Result<Option<File>, Error> {
     }
     file.set_len(0)
         .and_then(|()| file.rewind())
-        // at once: whoever is killed here leaves the whole note, or none
+        // In a single write: a process killed here leaves the whole note or nothing.
         .and_then(|()| file.write_all(format!("{NOTE}{}\n", std::process::id()).as_bytes()))
         .map_err(|e| {
-            // A full disk: nothing of ours stays on it.
+            // On a full disk, leave nothing behind.
             let _ = std::fs::remove_file(&path);
             fail("write", e)
         })?;
     Ok(Some(file))
 }
 
-/// What a lock's file says, if it says what we write, or its beginning: an empty one may be new.
+/// Reads a lock file. `None` if `ft` did not write it; a prefix of the note counts, since the file may
+/// be new.
 fn note(file: &mut File) -> io::Result<Option<String>> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -173,21 +175,21 @@ fn note(file: &mut File) -> io::Result<Option<String>> {
     Ok(ours.then(|| text.to_string()))
 }
 
-/// The right to write in a run folder, held until it is dropped or the process ends.
+/// Exclusive right to write in a run folder, until dropped or the process ends.
 #[derive(Debug)]
 pub struct RunLock {
     lock: Lock,
 }
 
 impl RunLock {
-    /// Takes the run folder `dir`, creating it if needed, and removes what killed processes left half-written in it
-    /// and in its subfolders.
+    /// Locks the run folder `dir`, creating it if needed. Removes temporary files of killed processes in
+    /// the folder and in subfolders.
     ///
-    /// Dropped, it leaves no file of its own, and no folder that it created and nothing was written into.
+    /// Drop removes the lock file, and newly created folders if they are empty.
     ///
     /// # Errors
-    /// [`Error::Locked`] when another process holds it; [`Error::Write`] when the folder cannot be
-    /// written (so a read-only disk is found before the first step).
+    /// [`Error::Locked`] if another process holds the lock; [`Error::Write`] if the folder is not
+    /// writable (so a read-only disk is detected before the first step).
     pub fn take(dir: &Path) -> Result<RunLock, Error> {
         let lock = Lock::take(dir, false)?;
         sweep_temporary(dir)?;
@@ -195,7 +197,7 @@ impl RunLock {
         let entries = std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))?;
         for entry in entries {
             let entry = entry.map_err(|e| Error::write("list", dir, None, e))?;
-            // What is still there of another process's folder is being written.
+            // Workspaces still present belong to running processes.
             if entry.file_type().is_ok_and(|t| t.is_dir()) && !folder::is_workspace(&entry.file_name()) {
                 sweep_temporary(&entry.path())?;
             }
@@ -203,7 +205,7 @@ impl RunLock {
         Ok(RunLock { lock })
     }
 
-    /// Whether a process has the run folder `dir`: this one sees its lock's file.
+    /// Whether a process has locked the run folder `dir`, judging by the lock file.
     pub fn is_taken(dir: &Path) -> bool {
         dir.join(LOCK).is_file()
     }
@@ -262,7 +264,7 @@ mod tests {
         assert!(stale.iter().all(|p| !p.exists()));
     }
 
-    /// A folder that somebody else prepared must not make a run write over a file elsewhere.
+    /// A folder prepared by another user must not make a run overwrite files elsewhere.
     #[test]
     fn a_lock_is_never_written_through_a_link_or_over_a_file() {
         let root = tempfile::tempdir().unwrap();
@@ -278,7 +280,7 @@ mod tests {
             &|| rustix::fs::mkfifoat(rustix::fs::CWD, &lock, rustix::fs::Mode::RWXU).unwrap(),
         ];
         for (i, make) in make.into_iter().enumerate() {
-            // What a hard link to a lock file of ours says is what we write.
+            // A hard link to a lock file of `ft` has the expected contents.
             std::fs::write(&notes, if i == 2 { "process 1\n" } else { "a user's" }).unwrap();
             let before = std::fs::read(&notes).unwrap();
             make();
@@ -289,7 +291,7 @@ mod tests {
             assert!(lock.symlink_metadata().is_ok() && !root.path().join("gone.txt").exists(), "{i}");
             std::fs::remove_file(&lock).or_else(|_| std::fs::remove_dir(&lock)).unwrap();
         }
-        // one that a killed process left is ours
+        // A lock file left by a killed process is accepted.
         std::fs::write(&lock, b"process 1\n").unwrap();
         RunLock::take(&root.path().join("out")).unwrap();
     }

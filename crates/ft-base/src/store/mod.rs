@@ -1,20 +1,25 @@
-//! Bytes on disk, hostile input assumed.
+//! File access, safe against malicious input.
 //!
-//! | file | what it does |
+//! | file | contents |
 //! |---|---|
-//! | [`index`] | a shard index, checked |
-//! | `path` | which files may be opened: plain ones, inside the folder that was named |
-//! | `json` | JSON objects with each key once |
-//! | `input` | whole small files, plain ones alone, no larger than anybody means |
-//! | `atomic` | whole or absent: temporary name, fsync, rename, fsync of the folder |
-//! | [`checkpoint`] | folders of files that are whole or absent, with hashes; keep the last few |
-//! | `folder` | folders that are whole or absent: a run's result, merged models, exports, caches |
-//! | `lock` | one process a folder |
-//! | `hash` | BLAKE3 of whole files, kept between commands |
-//! | `cache` | the folder of what is kept between commands |
-//! | [`fault`] | named places where a test ends the process |
+//! | `read` | tensors by name and by rows, from one file or the shards of a model |
+//! | `header`, `index` | validated headers of safetensors files, and shard indexes |
+//! | `path` | safe file names: plain files inside a given folder |
+//! | `json` | JSON objects without duplicate keys |
+//! | `input` | whole small files: plain files with a size limit |
+//! | `convert` | parallel conversion to the requested dtype |
+//! | `write` | one safetensors file, or shards with an index, streamed |
+//! | `gguf` | GGUF files, streamed |
+//! | `atomic` | atomic file writes: temporary name, fsync, rename, fsync of the folder |
+//! | [`checkpoint`] | atomic checkpoint folders with hashes; retention of the last few |
+//! | `folder` | atomic folders: a run's result, merged models, exports, caches |
+//! | `lock` | one writing process per folder |
+//! | `hash` | BLAKE3 hashes of whole files, cached between commands |
+//! | `cache` | the cache folder of `ft` |
+//! | [`fault`] | fault points, at which a test aborts the process |
 //!
-//! No file is mapped into memory, no pickle is read, nothing outside of a model's folder is opened.
+//! Files are never mapped into memory, pickles are never read, and nothing outside of a model's folder
+//! is opened.
 
 mod atomic;
 mod cache;

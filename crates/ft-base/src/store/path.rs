@@ -1,4 +1,4 @@
-//! Which files may be opened: plain ones, inside the folder that was named.
+//! Safe file names: plain files inside a given folder.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -9,8 +9,8 @@ use rustix::fs::OFlags;
 
 use super::Error;
 
-/// Checks that `name` is a relative path that goes down only: no `..`, no root, no backslash, no
-/// NUL, not empty. The check reads the text alone.
+/// Checks that `name` is a non-empty relative path without `.` in front, `..`, root, backslash or NUL.
+/// Does not access the file system.
 pub fn check_name(dir: &Path, name: &str) -> Result<(), Error> {
     let refuse =
         |why: &str| Error::Unsafe { dir: dir.to_path_buf(), name: name.to_string(), why: why.to_string() };
@@ -36,19 +36,20 @@ pub fn check_name(dir: &Path, name: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Opens `dir/name` for reading if it is a plain file inside `dir`.
+/// Opens `dir/name` for reading, if it is a plain file inside `dir`.
 ///
-/// A link may stay in the folder. One link out of it is known and allowed: the cache of the
-/// Hugging Face hub keeps `snapshots/REVISION/file -> ../../blobs/HASH`. What is not a plain file
-/// (a pipe, a device, a folder) is refused before it is opened, because opening can block or act.
+/// Links within the folder are allowed. One link out of the folder is allowed too:
+/// `snapshots/REVISION/file -> ../../blobs/HASH` in the cache of the Hugging Face hub. Anything but a
+/// plain file (a pipe, a device, a folder) is rejected before it is opened, because opening may block or
+/// have side effects.
 ///
 /// # Errors
-/// [`Error::Unsafe`] with the rule that the name breaks; [`Error::Read`] when it cannot be opened.
+/// [`Error::Unsafe`] with the violated rule; [`Error::Read`] if the file cannot be opened.
 pub fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Error> {
     check_name(dir, name)?;
     let path = dir.join(name);
     let real_dir = dir.canonicalize().map_err(|e| Error::read(dir, e))?;
-    // Follows every link; a loop of links is an error here.
+    // Resolves all links; a cycle is an error.
     let real = path.canonicalize().map_err(|e| Error::read(&path, e))?;
     let refuse = |why: String| Error::Unsafe { dir: dir.to_path_buf(), name: name.into(), why };
     if !real.starts_with(&real_dir) && !is_blob_of(&real_dir, &real) {
@@ -63,7 +64,7 @@ pub fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Error> {
     }
     let file = OpenOptions::new()
         .read(true)
-        // If something else took its place since the check: do not follow it, do not block on it.
+        // If the file was replaced since the check, neither follow a link nor block.
         .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32)
         .open(&real)
         .map_err(|e| Error::read(&path, e))?;
@@ -74,7 +75,7 @@ pub fn open_inside(dir: &Path, name: &str) -> Result<(File, PathBuf), Error> {
     Ok((file, path))
 }
 
-/// The bytes of `dir/name`, by the rules of [`open_inside`].
+/// Reads `dir/name`, under the rules of [`open_inside`].
 ///
 /// # Errors
 /// As [`open_inside`]; [`Error::Changed`] for a file of more than `most` bytes.
@@ -88,13 +89,13 @@ pub fn read_inside(dir: &Path, name: &str, most: u64) -> Result<Vec<u8>, Error> 
     Ok(bytes)
 }
 
-/// Whether `real` is a blob of the cached repository that `real_dir` is a snapshot of.
+/// Whether `real` is a blob in the hub cache, for a `real_dir` that is a snapshot of the same repository.
 fn is_blob_of(real_dir: &Path, real: &Path) -> bool {
     let Some(snapshots) = real_dir.parent().filter(|p| p.ends_with("snapshots")) else {
         return false;
     };
     let Some(repository) = snapshots.parent() else { return false };
-    // The hub's own cache may keep its blobs on another disk by a link of that folder.
+    // The blobs folder may itself be a link, to another disk.
     match repository.join("blobs").canonicalize() {
         Ok(blobs) => real.parent() == Some(blobs.as_path()),
         Err(_) => false,
@@ -179,7 +180,7 @@ mod tests {
         open_inside(&snapshot, "model.safetensors").unwrap();
         open_inside(&snapshot, "again").unwrap();
         assert!(why(&snapshot, "deep").contains("outside"));
-        // The same blob from a folder that is not a snapshot.
+        // The same blob, from a folder that is not a snapshot.
         let other = repo.join("other/abc");
         std::fs::create_dir_all(&other).unwrap();
         symlink("../../blobs/hash", other.join("model.safetensors")).unwrap();

@@ -1,15 +1,15 @@
-//! For tests: a disk of 256 KiB, and what is in a folder.
+//! Test helpers: a disk of 256 KiB, and folder listings.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
-/// A small disk of its own, gone when it is dropped.
+/// A mounted tmpfs of 256 KiB, unmounted on drop.
 pub struct SmallDisk(TempDir);
 
 impl SmallDisk {
-    /// A new one; `None`, said on stderr, where none can be mounted: it needs root.
+    /// Mounts a new disk. Without permission (it needs root), prints a note and returns `None`.
     pub fn new() -> Option<Self> {
         let root = tempfile::tempdir().expect("a folder");
         let mount =
@@ -21,12 +21,12 @@ impl SmallDisk {
         None
     }
 
-    /// Where it is.
+    /// Mount point.
     pub fn path(&self) -> &Path {
         self.0.path()
     }
 
-    /// Fills it but for so many pages; what took the space is the file `filler`.
+    /// Fills the disk with the file `filler`, except for this many pages.
     pub fn fill_but(&self, pages: u64) {
         let space = super::free_bytes(self.path()).expect("free space");
         let bytes = space.saturating_sub(pages * 4096) as usize;

@@ -1,5 +1,5 @@
-//! Panics: those of a library that is fed a file from anywhere become errors about that file; any other is a bug, and
-//! ends the process with one line.
+//! Panic handling. A panic in a library while it parses an untrusted file becomes an error about the
+//! file; any other panic is a bug, and ends the process with a one-line message.
 
 use super::screen::tell;
 use crate::error::ExitCode;
@@ -8,11 +8,11 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
 
 thread_local! {
-    /// Whether this thread is inside of [`caught`].
+    /// Whether this thread is inside [`caught`].
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes a panic print one line instead of a trace, and those that are [`caught`] none.
+/// Installs a panic hook that prints one line instead of a trace, and nothing inside [`caught`].
 pub fn install() {
     set_hook(Box::new(|info| {
         if !CATCHING.get() {
@@ -26,16 +26,13 @@ pub fn install() {
     }));
 }
 
-/// What a panic says.
+/// The message of a panic.
 fn message(payload: &dyn Any) -> &str {
     let text = payload.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("a panic")
 }
 
-/// Calls `f`; a panic in it is an error that says what the panic said.
-///
-/// # Errors
-/// The panic's message.
+/// Calls `f` and turns a panic into an error.
 pub fn caught<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     let before = CATCHING.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(f));
@@ -43,15 +40,15 @@ pub fn caught<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     outcome.map_err(|payload| message(payload.as_ref()).to_string())
 }
 
-/// Whether a panic is the standard library's where a new thread gets no memory.
+/// Whether the standard library panicked because a new thread got no memory.
 fn is_memory(said: &str) -> bool {
     said.contains("Cannot allocate memory")
 }
 
-/// Calls `f`.
+/// Calls `f` and turns a panic into an exit code.
 ///
 /// # Errors
-/// The exit code of a panic, which [`install`]'s hook has told.
+/// The exit code of a panic, already reported by the hook of [`install`].
 pub fn told<T>(f: impl FnOnce() -> T) -> Result<T, ExitCode> {
     catch_unwind(AssertUnwindSafe(f)).map_err(|payload| match is_memory(message(payload.as_ref())) {
         true => ExitCode::DoesNotFit,

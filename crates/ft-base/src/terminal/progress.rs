@@ -4,7 +4,7 @@ use super::{moves_cursor, tell};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::{Duration, Instant};
 
-/// A bar over bytes (loading, writing); hidden where stderr is no terminal.
+/// A progress bar over bytes (loading, writing); hidden if stderr is not a terminal.
 pub fn bytes_bar(what: &'static str, total: u64) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(total), target());
     let style =
@@ -14,7 +14,7 @@ pub fn bytes_bar(what: &'static str, total: u64) -> ProgressBar {
     bar
 }
 
-/// A count of rows that are read, of which nobody knows how many there are; hidden where stderr is no terminal.
+/// A counter of rows read, without a total; hidden if stderr is not a terminal.
 pub fn rows_bar() -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, target());
     let style = ProgressStyle::with_template("   reading {human_pos} rows, {per_sec}");
@@ -22,25 +22,25 @@ pub fn rows_bar() -> ProgressBar {
     bar
 }
 
-/// Where bars are drawn, if anywhere.
+/// Stderr, if it is a terminal.
 fn target() -> ProgressDrawTarget {
     if moves_cursor() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
 }
 
-/// What one step has to tell.
+/// The figures of one step, as printed.
 #[derive(Clone, Copy, Debug)]
 pub struct Told {
-    /// Loss.
+    /// Mean loss over the targets of the step.
     pub loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Tokens a second.
+    /// Tokens per second.
     pub rate: f64,
 }
 
-/// Progress of a run over its steps.
+/// Progress of a run over the steps.
 pub struct Progress {
     bar: Option<ProgressBar>,
     total: u64,
@@ -50,10 +50,10 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Seconds between lines in a pipe.
+    /// Time between lines when stderr is not a terminal.
     const QUIET: Duration = Duration::from_secs(10);
 
-    /// Progress from step `first` (done already) to `total`.
+    /// Starts after step `first` and runs to step `total`.
     pub fn new(first: u64, total: u64) -> Self {
         let bar = moves_cursor().then(|| {
             let bar = ProgressBar::new(total).with_position(first);
@@ -64,7 +64,7 @@ impl Progress {
         Self { bar, total, last_line: None, started: Instant::now(), first }
     }
 
-    /// A step is done.
+    /// Reports a finished step.
     pub fn step(&mut self, step: u64, t: Told) {
         let text = format!(
             "loss {:.4}  grad norm {:.3}  lr {:.2e}  {:.0} tokens/s",
@@ -95,7 +95,7 @@ impl Progress {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

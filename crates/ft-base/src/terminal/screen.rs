@@ -1,5 +1,5 @@
-//! What is printed. Messages, replies and file names hold text that came from a file or from a model, and such text
-//! must not steer a terminal: whatever is printed goes through here, and control characters come out spelled.
+//! All printing. Messages, replies and file names contain text from files and models, and such text must
+//! not control the terminal. All output passes through this module, which escapes control characters.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -7,10 +7,10 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Where messages go.
+/// Destination of messages.
 enum Messages {
     Stderr,
-    /// Nowhere: another process of this run says the same.
+    /// Discarded: another process of this run prints the same messages.
     Nowhere,
     File(File),
 }
@@ -21,36 +21,36 @@ fn send(messages: Messages) {
     *MESSAGES.lock().unwrap_or_else(PoisonError::into_inner) = messages;
 }
 
-/// From here on messages of this process go nowhere, and nothing moves the cursor.
+/// Discards all later messages of this process, and hides progress bars.
 pub fn hush() {
     send(Messages::Nowhere);
 }
 
-/// From here on messages of this process go to a new file.
+/// Sends all later messages of this process to a new file.
 ///
 /// # Errors
-/// A file that cannot be written.
+/// The file cannot be created.
 pub fn to_file(path: &Path) -> io::Result<()> {
     File::create(path).map(|f| send(Messages::File(f)))
 }
 
-/// From here on they go to stderr again.
+/// Sends messages to stderr again.
 pub fn to_terminal() {
     send(Messages::Stderr);
 }
 
-/// Whether a character could move the cursor, change colours, or reorder and hide what stands around it. Line breaks
-/// and tabs are only text.
+/// Whether a character could move the cursor, change colors, or reorder or hide nearby text. Line breaks
+/// and tabs are allowed.
 fn is_control(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
-        // marks, embeddings, overrides and isolates of right-to-left text; separators that some terminals break at
+        // Bidirectional marks, embeddings, overrides and isolates; line separators honored by some terminals.
         '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => true,
         c => c.is_control(),
     }
 }
 
-/// `text` with its control characters spelled as JSON spells them (`\u001b`).
+/// Escapes control characters in `text` as in JSON (`\u001b`).
 pub fn escape(text: &str) -> Cow<'_, str> {
     let Some(first) = text.find(is_control) else { return Cow::Borrowed(text) };
     let mut out = String::with_capacity(text.len() + 16);
@@ -64,7 +64,7 @@ pub fn escape(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// `word` as a shell takes it: in quotes where it has to be.
+/// Quotes `word` for a shell if necessary.
 pub fn shell_word(word: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "/._-+:@%=,".contains(c);
     match !word.is_empty() && word.chars().all(plain) {
@@ -73,7 +73,7 @@ pub fn shell_word(word: &str) -> Cow<'_, str> {
     }
 }
 
-/// A writer for text that escapes it on the way. What is written must be whole characters, as `write!` writes them.
+/// A writer that escapes text. Each write must consist of whole characters, as `write!` guarantees.
 pub struct Escaped<W>(pub W);
 
 impl<W: Write> Write for Escaped<W> {
@@ -88,29 +88,29 @@ impl<W: Write> Write for Escaped<W> {
     }
 }
 
-/// Whether stderr is a terminal that moves its cursor: progress bars are for those.
+/// Whether stderr is a terminal with cursor control, as progress bars need.
 pub fn moves_cursor() -> bool {
     let own = matches!(*MESSAGES.lock().unwrap_or_else(PoisonError::into_inner), Messages::Stderr);
     own && io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
 }
 
-/// Whether messages on stderr may be coloured: a terminal that can, and `NO_COLOR` is unset or empty.
+/// Whether messages on stderr may use color: a capable terminal, and `NO_COLOR` is unset or empty.
 pub fn color_on_stderr() -> bool {
     moves_cursor() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }
 
-/// As [`color_on_stderr`], on stdout.
+/// Like [`color_on_stderr`], for stdout.
 pub fn color_on_stdout() -> bool {
     let can = io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
     can && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
 }
 
-/// Prints a line on stderr. A stderr that nobody reads any more must not end a run, as `eprintln!` would.
+/// Prints a line on stderr. Ignores errors: a closed stderr must not end a run, as it would with `eprintln!`.
 pub fn tell(text: &str) {
     tell_escaped(&escape(text));
 }
 
-/// As [`tell`], for a text that holds colours of our own and is escaped already.
+/// Like [`tell`], for text with intended color codes, already escaped.
 pub fn tell_escaped(text: &str) {
     let _ = match &mut *MESSAGES.lock().unwrap_or_else(PoisonError::into_inner) {
         Messages::Stderr => writeln!(io::stderr(), "{text}"),
@@ -119,15 +119,15 @@ pub fn tell_escaped(text: &str) {
     };
 }
 
-/// As [`tell`], with `warning: ` in front.
+/// Like [`tell`], prefixed with `warning: `.
 pub fn warn(text: &str) {
     tell(&format!("warning: {text}"));
 }
 
-/// Prints on stdout, at once.
+/// Prints on stdout and flushes.
 ///
 /// # Errors
-/// What the system says; a reader that has gone away among it.
+/// I/O errors, including a closed pipe.
 pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(escape(text).as_bytes())?;
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// A JSON line stays JSON with the same meaning.
+    /// A JSON line keeps its meaning after escaping.
     #[test]
     fn json_means_the_same_afterwards() {
         let value = serde_json::json!({ "a\u{9b}": "\u{1b}\u{202e}\u{7f}\\u001b" });

@@ -1,7 +1,7 @@
-//! Bytes of a file to numbers of the dtype asked for, in parallel, a small piece at a time.
+//! Parallel conversion of bytes in a file to tensors of a requested dtype, in small pieces.
 //!
-//! Only the result is ever whole in memory: each piece is read, converted and forgotten. Narrowing
-//! rounds to nearest, ties to even, as `Tensor::to_dtype` does.
+//! Only the result is held in memory as a whole: pieces are read, converted and discarded. Narrowing
+//! rounds to nearest, ties to even, like `Tensor::to_dtype`.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -12,22 +12,22 @@ use super::Error;
 use std::ops::{BitOr, Range};
 use std::path::Path;
 
-/// Elements that one task reads and converts at a time: 4 MiB of f32.
+/// Elements read and converted per task: 4 MiB in f32.
 const PIECE: usize = 1 << 20;
 
 /// Reads the bytes at an offset within a tensor.
 pub type Fetch<'a> = dyn Fn(u64, &mut [u8]) -> Result<(), Error> + Sync + 'a;
 
-/// A number as safetensors keeps it, little-endian, and as it is computed with.
+/// A number with its little-endian encoding in safetensors.
 trait Stored: Copy + Send + Sync {
     const BYTES: usize;
-    /// What [`Stored::over`] gives, to be put together by or.
+    /// Type of the finiteness flag; flags of several values are combined by bitwise or.
     type Over: Copy + Default + BitOr<Output = Self::Over>;
     fn from_le(bytes: &[u8]) -> Self;
-    /// Its highest bit says whether this is NaN or infinite: the largest finite magnitude less this one, in bits. Loops
-    /// over it are vectorised, and cost next to nothing beside what they read.
+    /// A word with the highest bit set if the value is NaN or infinite: the bits of the largest finite
+    /// magnitude minus the bits of this magnitude. Loops over this are vectorized, and cheap next to reading.
     fn over(self) -> Self::Over;
-    /// Whether what some values gave says that one of them is NaN or infinite.
+    /// Whether combined flags contain a NaN or infinite value.
     fn is_over(over: Self::Over) -> bool;
 }
 
@@ -63,8 +63,12 @@ stored! {
     f64, u64, |x| 0x7fef_ffff_ffff_ffff_u64.wrapping_sub(x.to_bits() & 0x7fff_ffff_ffff_ffff);
 }
 
-/// Builds a vector of `dtype` from some elements of a tensor of `from`, which `fetch(offset, buffer)` reads
-/// by byte offset within the tensor, and which is of the file `path`. Values must be finite.
+/// Builds a flat tensor of `dtype` from a range of elements of a tensor stored as `from` in the file
+/// `path`. `fetch(offset, buffer)` reads by byte offset within the tensor.
+///
+/// # Errors
+/// [`Error::Unread`] for an unsupported pair of types; [`Error::NotFinite`] for a NaN or infinite value;
+/// errors of `fetch`.
 pub fn tensor(
     path: &Path,
     name: &str,
@@ -75,7 +79,7 @@ pub fn tensor(
     fetch: &Fetch,
 ) -> Result<Tensor, Error> {
     let load = Load { path, name, shape, elements, device, fetch };
-    // Widening goes through f32 or f64 exactly; each narrowing rounds once.
+    // Widening to f32 or f64 is exact; narrowing rounds once.
     macro_rules! convert {
         (f32, f32, $x:expr) => {
             $x
@@ -149,7 +153,7 @@ impl Load<'_> {
         Error::Unread { path, name, from: from.to_string(), to: to.as_str().to_uppercase() }
     }
 
-    /// The error of a value that is not finite, at its place.
+    /// The error for a non-finite value at flat element `index`.
     fn not_finite(&self, mut index: usize, dtype: DType) -> Error {
         let mut at = vec![0; self.shape.len()];
         for (at, size) in at.iter_mut().zip(self.shape).rev() {
@@ -164,7 +168,7 @@ impl Load<'_> {
         zero: D,
         convert: impl Fn(S) -> D + Sync,
     ) -> Result<Tensor, Error> {
-        // The header check bounds the count by the bytes of the file.
+        // The header check bounds the count by the file size.
         let (first, count) = (self.elements.start, self.elements.len());
         let mut out = vec![zero; count];
         out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
@@ -175,7 +179,7 @@ impl Load<'_> {
                 for (to, from) in out.iter_mut().zip(bytes.chunks_exact(S::BYTES)) {
                     *to = convert(S::from_le(from));
                 }
-                // a loop of its own: both are vectorised, and one of both would not be
+                // A separate loop: both loops are vectorized, a fused one would not be.
                 let over = out.iter().fold(D::Over::default(), |over, x| over | x.over());
                 if !D::is_over(over) {
                     return Ok(());

@@ -1,8 +1,9 @@
-//! GGUF files, streamed: the header is made from keys, names, dtypes and shapes alone, and one tensor is in memory at a
-//! time. (candle's writer takes all tensors at once; its reader is what tests read these files with.)
+//! Streaming writer for GGUF files. The header depends only on keys, names, dtypes and shapes, so only
+//! one tensor is in memory at a time (candle's writer needs all of them). Tests read the files back with
+//! candle.
 //!
-//! The format, version 3, little-endian: magic, version, counts; keys with typed values; for each tensor its name, sizes
-//! (the fastest first), type and place; then the data, each tensor at a multiple of 32 bytes.
+//! The format, version 3, little-endian: magic, version, counts; keys with typed values; for each tensor
+//! name, dimensions (fastest first), type and offset; then the data, with every tensor aligned to 32 bytes.
 
 use super::Error;
 use ft_base::store::{Pending, free_bytes};
@@ -14,20 +15,20 @@ const MAGIC: &[u8; 4] = b"GGUF";
 const VERSION: u32 = 3;
 const ALIGNMENT: u64 = 32;
 
-/// The value of a key.
+/// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GgufValue {
-    /// A number.
+    /// An unsigned 32-bit integer.
     U32(u32),
-    /// A number.
+    /// A 32-bit float.
     F32(f32),
-    /// True or false.
+    /// A boolean.
     Bool(bool),
-    /// A text.
+    /// A string.
     Text(String),
-    /// Numbers.
+    /// A list of signed 32-bit integers.
     I32s(Vec<i32>),
-    /// Texts.
+    /// A list of strings.
     Texts(Vec<String>),
 }
 
@@ -37,7 +38,7 @@ impl From<&str> for GgufValue {
     }
 }
 
-/// The numbers that the format has for types of values.
+/// Type codes of metadata values.
 mod kind {
     pub const U32: u32 = 4;
     pub const I32: u32 = 5;
@@ -89,13 +90,13 @@ impl GgufValue {
     }
 }
 
-/// Writes one GGUF file, whole or not at all. `entries` says name, dtype (f32, f16 or bf16) and shape of every tensor;
-/// `get` is asked for each once, in their order.
+/// Writes one GGUF file atomically. `entries` has name, dtype (f32, f16 or bf16) and shape of every
+/// tensor. Calls `get` once per tensor, in the order of the entries.
 ///
 /// # Errors
-/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a repeated name;
-/// [`Error::Convert`] for another dtype; [`Error::Announced`] for a tensor that differs from its entry; and whatever
-/// `get` returns.
+/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Twice`] for a duplicate
+/// name; [`Error::Convert`] for another dtype; [`Error::Announced`] for a tensor that does not match its
+/// entry; errors of `get`.
 pub fn write_gguf(
     path: &Path,
     keys: &[(String, GgufValue)],
@@ -141,7 +142,7 @@ pub fn write_gguf(
     Ok(pending.commit()?)
 }
 
-/// The number that the format has for a dtype.
+/// Type code of a dtype.
 fn number_of(e: &Entry) -> Result<u32, Error> {
     match e.dtype {
         DType::F32 => Ok(0),

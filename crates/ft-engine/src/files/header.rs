@@ -1,7 +1,8 @@
-//! The header of a safetensors file: 8 bytes of length, then JSON that says where each tensor is.
+//! The header of a safetensors file: an 8-byte length, then JSON with dtype, shape and offsets of each
+//! tensor.
 //!
-//! Format: <https://github.com/huggingface/safetensors#format>. The crate's own reader wants the
-//! whole file in memory and lets a repeated name pass, so the checks are made here, by name.
+//! Format: <https://github.com/huggingface/safetensors#format>. The crate's reader needs the whole file
+//! in memory and accepts duplicate names, hence this parser.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -14,28 +15,28 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use super::Error;
 
-/// As the safetensors crate: no real header comes near.
+/// The limit of the safetensors crate, far above real headers.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// A checked header.
+/// A validated header.
 #[derive(Debug)]
 pub struct Header {
-    /// Each tensor's name and place, by offset; the places fill the data without gap or overlap.
+    /// Names and tensor infos, sorted by offset. The tensors fill the data without gap or overlap.
     pub tensors: Vec<(String, RawInfo)>,
     /// The `__metadata__` of the file.
     pub metadata: BTreeMap<String, String>,
-    /// Where in the file the data begins.
+    /// Offset of the data in the file.
     pub data_start: u64,
 }
 
-/// Reads and checks the header of an open file.
+/// Reads and validates the header of an open file.
 ///
 /// # Errors
-/// [`Error::Pickle`] and [`Error::OtherKind`] for what only carries the name of a safetensors
-/// file; [`Error::Header`] for one that does not hold together.
+/// [`Error::Pickle`] and [`Error::OtherKind`] for files of another type with this extension;
+/// [`Error::Header`] for an inconsistent header.
 pub fn read(file: &File, path: &Path) -> Result<Header, Error> {
     let length = file.metadata().map_err(|e| Error::read(path, e))?.len();
-    // The first bytes settle what a file is when it is not what its name says.
+    // The first bytes identify a file of another type.
     let mut head = vec![0u8; length.min(64) as usize];
     file.read_exact_at(&mut head, 0).map_err(|e| Error::read(path, e))?;
     parse(file, path, length, &head).map_err(|e| match e {
@@ -65,8 +66,8 @@ fn parse(file: &File, path: &Path, length: u64, head: &[u8]) -> Result<Header, E
     Ok(Header { tensors, metadata: entries.metadata, data_start: 8 + size })
 }
 
-/// Checks that the tensors fill `data` bytes without gap or overlap, each with the bytes of its
-/// shape. `tensors` is sorted by offset.
+/// Checks that the tensors fill `data` bytes without gap or overlap, and match their shapes in size.
+/// `tensors` is sorted by offset.
 fn check_places(tensors: &[(String, RawInfo)], data: u64) -> Result<(), String> {
     let mut at = 0usize;
     for (name, info) in tensors {
@@ -102,10 +103,10 @@ fn check_places(tensors: &[(String, RawInfo)], data: u64) -> Result<(), String> 
     Ok(())
 }
 
-/// What a file is by its first bytes, when it is not a safetensors file.
+/// Identifies a file of another type by the first bytes.
 fn other_kind(path: &Path, head: &[u8]) -> Option<Error> {
     let path = path.to_path_buf();
-    // Pickle protocol 2 to 5 opens with 0x80 and its number; torch.save writes a zip of pickles.
+    // Pickle protocols 2 to 5 start with 0x80 and the version; torch.save writes a zip of pickles.
     if matches!(head, [0x80, 2..=5, ..]) || head.starts_with(b"PK\x03\x04") {
         return Some(Error::Pickle { path });
     }
@@ -124,7 +125,7 @@ fn other_kind(path: &Path, head: &[u8]) -> Option<Error> {
     Some(Error::OtherKind { path, kind, hint })
 }
 
-/// The JSON object, with repeated names found (a map would keep the last one silently).
+/// The JSON object, with duplicate names rejected (a map would silently keep the last).
 struct Entries {
     tensors: Vec<(String, RawInfo)>,
     metadata: BTreeMap<String, String>,
@@ -164,7 +165,7 @@ pub mod tests {
     use ft_base::error::Failure;
     use proptest::prelude::*;
 
-    /// A safetensors file from a header text and a number of data bytes.
+    /// Builds a safetensors file from a header and a number of data bytes.
     pub fn file_of(header: &str, data: usize) -> Vec<u8> {
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
         bytes.extend_from_slice(header.as_bytes());
@@ -236,8 +237,8 @@ pub mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(400))]
 
-        /// Whatever is done to a header: no panic, and what is accepted here is accepted by the
-        /// crate's reader, with the same tensors.
+        /// Mutated headers never panic. Every accepted file is also accepted by the crate's reader, with
+        /// the same tensors.
         #[test]
         fn mutated_files_never_panic_and_agree_with_the_crate(
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..3u8), 0..6),

@@ -16,59 +16,59 @@ use super::{Error, convert, header};
 use ft_base::store::hash::{self, Passing};
 use ft_base::store::{SINGLE, folder_of, index, is_pickle_name, open_inside};
 
-/// Bytes that one task reads at a time when a tensor is read as bytes.
+/// Bytes read per task.
 const PIECE: usize = 16 << 20;
 
-/// Name, bytes and BLAKE3 hash of a file.
+/// Name, size in bytes and BLAKE3 hash of a file.
 pub type FileHash = (String, u64, String);
 
-/// What the header says of one tensor.
+/// A tensor as described by the header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Number format in the file.
+    /// Dtype in the file.
     pub dtype: Dtype,
-    /// Sizes of its dimensions, the slowest first.
+    /// Dimensions, slowest first.
     pub shape: Vec<usize>,
-    /// Which of the open files holds it.
+    /// Index into [`TensorFiles::files`].
     file: usize,
-    /// Where its bytes are in that file.
+    /// Byte range in the file.
     place: Range<u64>,
 }
 
 impl TensorInfo {
-    /// Bytes that it takes in the file.
+    /// Size in the file, in bytes.
     pub fn bytes(&self) -> u64 {
         self.place.end - self.place.start
     }
 
-    /// Number of its elements.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
-/// Open safetensors files, with every header checked; tensors are read when asked for.
+/// Open safetensors files with validated headers. Tensors are read on demand.
 ///
-/// Nothing is mapped into memory: a file that another program cuts short gives an error, where a
-/// mapping would end the process.
+/// Files are not mapped into memory: truncation by another program results in an error, where a mapping
+/// would crash the process.
 #[derive(Debug)]
 pub struct TensorFiles {
-    /// The folder or file that was opened.
+    /// The folder or file passed to open.
     root: PathBuf,
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
-    /// For each file, if it is hashed while it is read.
+    /// Hash state per file, if hashed while reading; `None` for files with a cached hash.
     passing: OnceLock<Vec<Option<Passing>>>,
 }
 
 impl TensorFiles {
-    /// Opens the weights of a model folder: `model.safetensors`, else the shards that
-    /// `model.safetensors.index.json` names (transformers looks in this order too).
+    /// Opens the weights of a model folder: `model.safetensors`, else the shards listed in
+    /// `model.safetensors.index.json`, in the same order as transformers.
     ///
     /// # Errors
-    /// Weights that are missing, that are pickle files, that lie outside of the folder, or whose
-    /// headers or index do not hold together; each names the file and the tensor.
+    /// Missing weights, pickle files, files outside of the folder, inconsistent headers or index.
+    /// Messages name the file and the tensor.
     pub fn open_model(dir: &Path) -> Result<TensorFiles, Error> {
         let exists = |name: &str| dir.join(name).symlink_metadata().is_ok();
         if exists(SINGLE) {
@@ -115,7 +115,7 @@ impl TensorFiles {
         Ok(files)
     }
 
-    /// Opens one safetensors file, as of an adapter.
+    /// Opens a single safetensors file, such as an adapter.
     ///
     /// # Errors
     /// As [`TensorFiles::open_model`].
@@ -132,8 +132,8 @@ impl TensorFiles {
         Ok(files)
     }
 
-    /// Bytes of a value of the first matrix of numbers in the first file of a model, where the folder has one that holds
-    /// together.
+    /// Bytes per element of the first floating-point matrix in the first weight file of a model folder.
+    /// `None` if there is no valid file or no such matrix.
     pub fn matrix_width(dir: &Path) -> Option<u64> {
         let mut names: Vec<_> = std::fs::read_dir(dir).ok()?.flatten().map(|e| e.file_name()).collect();
         names.retain(|n| n.to_str().is_some_and(|n| n.starts_with("model") && n.ends_with(".safetensors")));
@@ -153,14 +153,14 @@ impl TensorFiles {
         }
     }
 
-    /// Adds the tensors of one file; returns their names.
+    /// Adds the tensors of one file, and returns the names.
     fn add(&mut self, dir: &Path, name: &str) -> Result<Vec<String>, Error> {
         let (file, path) = open_inside(dir, name)?;
         let header = header::read(&file, &path)?;
         let index = self.files.len();
         let mut names = Vec::with_capacity(header.tensors.len());
         for (name, info) in header.tensors {
-            // No overflow: the header check bounds the offsets by the length of the file.
+            // Cannot overflow: the header check bounds the offsets by the file size.
             let (start, end) = info.data_offsets;
             let place = header.data_start + start as u64..header.data_start + end as u64;
             names.push(name.clone());
@@ -172,7 +172,7 @@ impl TensorFiles {
                 });
             }
         }
-        // Shards of one model carry the same metadata; where they differ the first one counts.
+        // Shards of a model have the same metadata. In case of a difference, the first shard wins.
         for (key, value) in header.metadata {
             self.metadata.entry(key).or_insert(value);
         }
@@ -180,12 +180,13 @@ impl TensorFiles {
         Ok(names)
     }
 
-    /// Puts tensors of other names and shapes in the place of one, each a run of its elements.
+    /// Replaces a tensor by parts under other names, each a contiguous range of elements with a new
+    /// shape. Reads no data.
     ///
-    /// `parts` are name, first element and shape. Nothing is read.
+    /// `parts` has name, first element and shape.
     ///
     /// # Errors
-    /// [`Error::NoTensor`]; [`Error::Rows`] for elements that are not there.
+    /// [`Error::NoTensor`]; [`Error::Rows`] for elements out of range.
     pub fn cut(
         &mut self,
         name: &str,
@@ -214,7 +215,7 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// The names of all tensors, sorted.
+    /// All tensor names, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -224,53 +225,52 @@ impl TensorFiles {
         self.tensors.len()
     }
 
-    /// Bytes of all tensors.
+    /// Total size of the tensors in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.names().filter_map(|n| self.info(n)).map(TensorInfo::bytes).sum()
     }
 
-    /// Whether there are no tensors at all.
+    /// Whether there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// Format and shape of a tensor.
+    /// Dtype and shape of a tensor, if present.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
-    /// The `__metadata__` of the file (of the shards, the first that has a key counts).
+    /// The `__metadata__` of the file. With several shards, the first shard with a key wins.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// The files that were opened, in the order of their names.
+    /// The open files, sorted by name.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|(path, _)| path.as_path())
     }
 
-    /// From here on what is read of a file is hashed with it, unless its hash is kept: [`TensorFiles::hashes`] then
-    /// reads the rest alone.
+    /// Starts hashing files while tensors are read, except files with a cached hash.
+    /// [`TensorFiles::hashes`] then reads only the remaining parts.
     ///
     /// # Errors
     /// [`Error::Read`].
     pub fn hash_while_reading(&self) -> Result<(), Error> {
         let passing = self.files.iter().map(|(path, file)| Passing::begin(file, path));
-        // hashing that began before goes on
+        // If already started, keep the existing state.
         let _ = self.passing.set(passing.collect::<Result<_, _>>()?);
         Ok(())
     }
 
-    /// What hashes a file while it is read, if something does.
+    /// Hash state of a file, if it is hashed while reading.
     fn passing(&self, file: usize) -> Option<&Passing> {
         self.passing.get()?.get(file)?.as_ref()
     }
 
-    /// Name, bytes and BLAKE3 hash of each file that was opened, sorted by name. Files that have not changed since a
-    /// command hashed them are not read again.
+    /// Name, size and BLAKE3 hash of each open file, sorted by name. Uses cached hashes of unchanged files.
     ///
     /// # Errors
-    /// [`Error::Read`]; [`Error::Changed`] for a file that changes while it is read.
+    /// [`Error::Read`]; [`Error::Changed`] for a file that changes meanwhile.
     pub fn hashes(&self) -> Result<Vec<FileHash>, Error> {
         let mut all = Vec::with_capacity(self.files.len());
         for (number, (path, file)) in self.files.iter().enumerate() {
@@ -282,20 +282,19 @@ impl TensorFiles {
         Ok(all)
     }
 
-    /// The bytes of a tensor, as they are in the file (little-endian, rows first).
+    /// The raw bytes of a tensor (little-endian, row-major).
     ///
     /// # Errors
-    /// [`Error::NoTensor`] with the nearest name; [`Error::CutShort`] when the file shrank.
+    /// [`Error::NoTensor`] with the nearest name; [`Error::CutShort`] if the file was truncated.
     pub fn read(&self, name: &str) -> Result<Vec<u8>, Error> {
         let info = self.get(name)?;
         self.bytes(name, info, 0..info.bytes())
     }
 
-    /// The bytes of some rows of a tensor: `rows` counts along the first dimension.
+    /// The raw bytes of a range of rows, counted along the first dimension.
     ///
     /// # Errors
-    /// [`Error::Rows`] for rows that are not there, also for a scalar; else as
-    /// [`TensorFiles::read`].
+    /// [`Error::Rows`] for rows out of range, and for a scalar; otherwise as [`TensorFiles::read`].
     pub fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<u8>, Error> {
         let info = self.get(name)?;
         let outside = || Error::Rows {
@@ -308,7 +307,7 @@ impl TensorFiles {
         if rows.start > rows.end || rows.end > count {
             return Err(outside());
         }
-        // A row of packed 4-bit numbers may end inside a byte: such a row cannot be cut out.
+        // A row of packed 4-bit numbers may end inside a byte, and then cannot be read separately.
         let bits = row_shape.iter().product::<usize>() * info.dtype.bitsize();
         if bits % 8 != 0 {
             return Err(outside());
@@ -317,14 +316,14 @@ impl TensorFiles {
         self.bytes(name, info, rows.start as u64 * row..rows.end as u64 * row)
     }
 
-    /// A tensor as numbers of `dtype` on `device`, with its own shape.
+    /// Reads a tensor as `dtype` on `device`, in the stored shape.
     ///
-    /// F64, F32, F16 and BF16 convert to each other, rounding to nearest even; U8, U32 and I64 are
-    /// read as what they are. Memory beside the result: a few MiB a thread.
+    /// Converts between F64, F32, F16 and BF16, rounding to nearest even. U8, U32 and I64 are not
+    /// converted. Needs a few MiB of memory per thread in addition to the result.
     ///
     /// # Errors
-    /// [`Error::Convert`] for another pair of formats; [`Error::NotFinite`] for a value that is NaN or infinite; else as
-    /// [`TensorFiles::read`].
+    /// [`Error::Unread`] for other conversions; [`Error::NotFinite`] for a NaN or infinite value;
+    /// otherwise as [`TensorFiles::read`].
     pub fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor, Error> {
         let info = self.get(name)?;
         let flat = self.part(name, 0..info.elements(), dtype, device)?;
@@ -332,10 +331,10 @@ impl TensorFiles {
         flat.reshape(info.shape.as_slice()).map_err(wrong)
     }
 
-    /// Some elements of a tensor, as [`TensorFiles::tensor`] gives them, as a vector: nothing else is read.
+    /// Like [`TensorFiles::tensor`], for a range of elements, as a flat tensor. Reads only these elements.
     ///
     /// # Errors
-    /// [`Error::Rows`] for elements that are not there; else as [`TensorFiles::tensor`].
+    /// [`Error::Rows`] for elements out of range; otherwise as [`TensorFiles::tensor`].
     pub fn part(
         &self,
         name: &str,
@@ -351,10 +350,10 @@ impl TensorFiles {
         })
     }
 
-    /// Some bytes of a tensor, as they are in the file.
+    /// The raw bytes of a byte range of a tensor.
     ///
     /// # Errors
-    /// [`Error::Rows`] for bytes that are not there; else as [`TensorFiles::read`].
+    /// [`Error::Rows`] for bytes out of range; otherwise as [`TensorFiles::read`].
     pub fn read_part(&self, name: &str, bytes: Range<usize>) -> Result<Vec<u8>, Error> {
         let info = self.get(name)?;
         self.check_range(name, &bytes, info.bytes() as usize, info)?;
@@ -375,12 +374,12 @@ impl TensorFiles {
         Err(Error::Rows { name: name.to_string(), start: r.start, end: r.end, shape })
     }
 
-    /// The file that holds a tensor.
+    /// Path of the file with a tensor, if present.
     pub fn path_of(&self, name: &str) -> Option<&Path> {
         Some(self.files.get(self.tensors.get(name)?.file)?.0.as_path())
     }
 
-    /// Format and shape of a tensor that must be there.
+    /// Dtype and shape of a required tensor.
     ///
     /// # Errors
     /// [`Error::NoTensor`] with the nearest name.
@@ -398,7 +397,7 @@ impl TensorFiles {
     }
 
     fn bytes(&self, name: &str, info: &TensorInfo, part: Range<u64>) -> Result<Vec<u8>, Error> {
-        // Bounded by the length of the file, which the header check compared.
+        // The header check bounds the size by the file size.
         let mut out = vec![0u8; (part.end - part.start) as usize];
         out.par_chunks_mut(PIECE)
             .enumerate()
@@ -419,7 +418,7 @@ impl TensorFiles {
     }
 }
 
-/// Says what a folder without weights holds instead.
+/// The error for a folder without weights, with a hint about files found instead.
 fn no_weights(dir: &Path) -> Error {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,

@@ -1,4 +1,4 @@
-//! Files of tensors: written, read, damaged.
+//! Tensor files: writing, reading, damage.
 
 use ft_base::error::Failure;
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ fn tensor(values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
     Tensor::from_slice(values, shape, &CPU).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// A header of U8 tensors, each of one byte.
+/// A header of U8 tensors of one byte each.
 fn bytes_named(names: &[&str]) -> Vec<u8> {
     let entries: Vec<_> = names
         .iter()
@@ -47,7 +47,7 @@ fn what_is_written_is_read_back_and_the_crate_agrees() {
         ("c.i64".to_string(), Tensor::new(&[i64::MIN, -1], &CPU).unwrap()),
         ("d.u32".to_string(), Tensor::new(7u32, &CPU).unwrap()),
         ("e.empty".to_string(), Tensor::zeros((0, 4), DType::F32, &CPU).unwrap()),
-        // A view that is not contiguous must be written in the order of its own indices.
+        // A non-contiguous view is written in logical order.
         ("f.view".to_string(), tensor(&[1., 2., 3., 4.], &[2, 2], DType::F32).t().unwrap()),
     ];
     write_file(&path, &tensors, &[("format", "pt"), ("a", "b")]).unwrap();
@@ -96,7 +96,7 @@ fn the_same_tensors_in_another_order_give_the_same_bytes() {
 
 #[test]
 fn conversions_round_as_candle_does() {
-    // More than one piece, so that offsets between pieces count too; with ties and extremes.
+    // More than one piece, to test offsets between pieces; with ties and extremes.
     let n = (1 << 20) + 17;
     let mut values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin() * 10f32.powi(i % 9 - 4)).collect();
     values[..4].copy_from_slice(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 65_280.0, -0.0]);
@@ -123,7 +123,7 @@ fn conversions_round_as_candle_does() {
         let error = files.tensor("w", DType::U8, &CPU).unwrap_err();
         assert!(matches!(error, Error::Unread { .. }), "{error}");
     }
-    // What is no number, or none in what it is read as, is named with its place.
+    // NaN, infinity, and overflow in the requested dtype are reported with an index.
     for (x, to, good) in [
         (f32::NAN, DType::F32, false),
         (f32::NEG_INFINITY, DType::BF16, false),
@@ -142,7 +142,7 @@ fn conversions_round_as_candle_does() {
             Err(e) => panic!("{e}"),
         }
     }
-    // Ties to even, against half's own scalars.
+    // Ties to even, compared with the scalars of `half`.
     assert_eq!(bf16::from_f32(1.0 + 1.0 / 256.0).to_f32(), 1.0);
     assert_eq!(f16::from_f32(65520.0), f16::INFINITY);
 }
@@ -168,7 +168,7 @@ fn a_sharded_model_is_written_and_read_back() {
     let index: serde_json::Value = serde_json::from_slice(&fs::read(&paths[4]).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], 320);
 
-    // The same again is byte-equal; one file replaces shards and hides no older index.
+    // Rewriting gives equal bytes. A single file replaces shards and leaves no old index.
     let before: Vec<_> = paths.iter().map(|p| fs::read(p).unwrap()).collect();
     let mut shuffled = entries.clone();
     shuffled.rotate_left(3);
@@ -177,7 +177,7 @@ fn a_sharded_model_is_written_and_read_back() {
     let single = write_sharded(&out, "model", &entries[..2], u64::MAX, make).unwrap();
     assert_eq!(single, [out.join("model.safetensors")]);
     assert_eq!(TensorFiles::open_model(&out).unwrap().len(), 2);
-    // And shards replace one file.
+    // Shards replace a single file.
     write_sharded(&out, "model", &entries, 100, make).unwrap();
     assert_eq!(TensorFiles::open_model(&out).unwrap().len(), 10);
     assert!(fs::read_dir(&out).unwrap().all(|e| !e.unwrap().file_name().to_str().unwrap().starts_with('.')));
@@ -204,7 +204,7 @@ fn more_bytes_than_the_disk_has_is_refused_before_any_is_written() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
-/// Writing to a full device: the message names the path and the bytes.
+/// On a full device, the message names the path and the bytes.
 #[test]
 fn a_full_disk_is_explained() {
     let error = Error::write(
@@ -285,7 +285,7 @@ fn a_hub_snapshot_loads_and_a_link_out_does_not() {
     assert!(matches!(TensorFiles::open_model(&other), Err(Error::Unsafe { .. })));
 }
 
-/// Reliability X5: with a mapping this would be SIGBUS.
+/// Reliability X5: with a mapping, this would be a SIGBUS.
 #[test]
 fn a_file_cut_short_after_open_is_an_error() {
     let dir = tempfile::tempdir().unwrap();

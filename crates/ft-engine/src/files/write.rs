@@ -1,9 +1,7 @@
-//! Files of tensors, written so that other programs load them and the same input gives the same
-//! bytes.
+//! Writing of safetensors files, loadable by other programs and deterministic to the byte.
 //!
-//! The header is made from names, formats and shapes alone, so tensors stream one at a time and
-//! only one is in memory. Within a file tensors are sorted as the safetensors crate sorts them:
-//! wide formats first (alignment), then by name.
+//! The header depends only on names, dtypes and shapes, so tensors are streamed with only one in memory.
+//! The order within a file is that of the safetensors crate: wide dtypes first (for alignment), then by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -16,13 +14,13 @@ use super::Error;
 use ft_base::store::{Pending, free_bytes, sync_folder};
 use ft_kernels::to_host;
 
-/// Writes one safetensors file, whole or not at all.
+/// Writes one safetensors file atomically.
 ///
-/// `metadata` becomes the `__metadata__` of the file, sorted; transformers wants
-/// `("format", "pt")`.
+/// `metadata` becomes the `__metadata__` of the file, sorted by key. transformers requires `("format",
+/// "pt")`.
 ///
 /// # Errors
-/// [`Error::Write`] with the path and the bytes needed; [`Error::Twice`] for a repeated name.
+/// [`Error::Write`] with the path and the bytes needed; [`Error::Twice`] for a duplicate name.
 pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<(), Error> {
     let by_name: BTreeMap<&str, &Tensor> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
     let entries = tensors
@@ -41,18 +39,17 @@ pub fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, 
     pending.commit()
 }
 
-/// Writes a model as one safetensors file, or as shards with an index, by the names that
-/// transformers gives them: `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and
-/// `STEM.safetensors.index.json`.
+/// Writes a model as one safetensors file, or as shards with an index, named as in transformers:
+/// `STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and `STEM.safetensors.index.json`.
 ///
-/// `entries` says name, format and shape of every tensor; `get` is then asked for each once, in the
-/// order of the files, and only one is held at a time. A tensor larger than `max_shard_bytes` gets
-/// a shard of its own. The folder never holds a readable mix of an older model and this one: an
-/// older index goes first, the new one comes last. Returns the paths written.
+/// `entries` has name, dtype and shape of every tensor. Calls `get` once per tensor in file order, with
+/// only one tensor in memory at a time. A tensor larger than `max_shard_bytes` gets a separate shard.
+/// Readers never see a mix of an old model and the new one: an old index is removed first, and the new
+/// one is written last. Returns the paths of the files.
 ///
 /// # Errors
-/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Announced`] for a
-/// tensor that differs from its entry; and whatever `get` returns.
+/// [`Error::DiskFull`] before anything is written; [`Error::Write`]; [`Error::Announced`] for a tensor
+/// that does not match its entry; errors of `get`.
 pub fn write_sharded(
     dir: &Path,
     stem: &str,
@@ -77,7 +74,7 @@ pub fn write_sharded(
         return Err(Error::DiskFull { path: dir.to_path_buf(), needed, free }.into());
     }
 
-    // All shards are complete under temporary names before the first one becomes visible.
+    // All shards are complete under temporary names before the first is renamed.
     let mut pendings = Vec::with_capacity(shards.len());
     let mut paths = Vec::with_capacity(shards.len() + 1);
     let mut weight_map = BTreeMap::new();
@@ -102,7 +99,7 @@ pub fn write_sharded(
     remove_if_there(&index_path)?;
     let single = dir.join(format!("{stem}.safetensors"));
     if shards.len() > 1 {
-        // A reader prefers the single file, so an older one would hide the new shards.
+        // Readers prefer a single file, so an old one would hide the new shards.
         remove_if_there(&single)?;
     }
     sync_folder(dir)?;
@@ -120,7 +117,7 @@ pub fn write_sharded(
     Ok(paths)
 }
 
-/// One tensor to write.
+/// A tensor to be written.
 pub(super) struct Entry {
     pub(super) name: String,
     pub(super) dtype: DType,
@@ -152,7 +149,7 @@ impl Entry {
     }
 }
 
-/// One file to write: its tensors in their order, and its header.
+/// A file to be written: tensors in file order, and the header.
 struct Plan {
     entries: Vec<Entry>,
     header: Vec<u8>,
@@ -179,7 +176,7 @@ impl Plan {
             at += entry.bytes;
         }
         let mut text = serde_json::Value::Object(json).to_string().into_bytes();
-        // Padding with spaces aligns the data to 8 bytes, as the format asks of writers.
+        // The format requires padding of the header to a multiple of 8 bytes, to align the data.
         text.resize(text.len().next_multiple_of(8), b' ');
         let mut header = (text.len() as u64).to_le_bytes().to_vec();
         header.append(&mut text);
@@ -191,7 +188,7 @@ impl Plan {
     }
 }
 
-/// Fills shards in the order of the entries; at least one shard.
+/// Distributes entries over shards in order; returns at least one shard.
 fn split(entries: Vec<Entry>, max_bytes: u64) -> Vec<Vec<Entry>> {
     let mut shards = vec![Vec::new()];
     let mut size = 0u64;
@@ -227,7 +224,7 @@ pub(super) fn write_tensor(pending: &mut Pending, entry: &Entry, tensor: &Tensor
     stream(&entry.name, tensor, &mut |bytes| pending.write(bytes))
 }
 
-/// Gives the bytes of a tensor as a file holds them, some at a time.
+/// Calls `put` with the bytes of a tensor, in chunks.
 fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
     let candle = |e: candle_core::Error| Error::Tensor { name: name.to_string(), source: e.into() };
     let flat = to_host(tensor).and_then(|t| t.flatten_all()).map_err(candle)?;
@@ -269,20 +266,20 @@ fn stream(name: &str, tensor: &Tensor, put: &mut dyn FnMut(&[u8]) -> Result<(), 
     Ok(())
 }
 
-/// A file of tensors that several write together, each its own elements, in a folder that nobody reads before it is
-/// whole.
+/// A safetensors file written jointly by several writers, with disjoint element ranges. The folder must
+/// not be read before all writers are done.
 pub struct SharedFile {
     path: PathBuf,
     plan: Plan,
-    /// Where each tensor begins in the file, and its entry's place.
+    /// Offset in the file, and index into the entries, by tensor name.
     at: BTreeMap<String, (u64, usize)>,
 }
 
 impl SharedFile {
-    /// The file `path` with these tensors: every writer must name the same.
+    /// Prepares the file `path`. All writers must pass the same tensors and metadata.
     ///
     /// # Errors
-    /// A repeated name, a type that files do not have.
+    /// [`Error::Twice`] for a duplicate name; [`Error::Convert`] for a dtype unknown to safetensors.
     pub fn new(
         path: &Path,
         tensors: &[(String, DType, Vec<usize>)],
@@ -306,7 +303,7 @@ impl SharedFile {
         move |e| Error::write(what, &self.path, Some(self.plan.bytes()), e)
     }
 
-    /// Makes the file with its header and its whole length: one writer, before the others.
+    /// Creates the file in full length, with the header. Called by one writer, before any writes.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -316,10 +313,10 @@ impl SharedFile {
         file.write_all_at(&self.plan.header, 0).map_err(self.failed("write"))
     }
 
-    /// Writes elements of tensors: name, the first element, flat values.
+    /// Writes ranges of tensors: name, first element, and values in order.
     ///
     /// # Errors
-    /// [`Error::Write`]; [`Error::Announced`] for values that the file has no place for.
+    /// [`Error::Write`]; [`Error::Announced`] for an unknown tensor, a wrong dtype, or elements out of range.
     pub fn write<'t>(&self, parts: impl IntoIterator<Item = (&'t str, usize, Tensor)>) -> Result<(), Error> {
         let file = File::options().write(true).open(&self.path).map_err(self.failed("open"))?;
         for (name, first, values) in parts {

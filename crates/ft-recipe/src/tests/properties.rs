@@ -1,9 +1,9 @@
-//! What holds for every recipe, and for every file that is none.
+//! Properties of all recipes, and of arbitrary files.
 
 use super::*;
 use proptest::prelude::*;
 
-/// Overrides that are good in any combination, one choice a key.
+/// Overrides that are valid in any combination.
 fn overrides() -> impl Strategy<Value = Vec<String>> {
     let one = |choices: &'static [&'static str]| prop::sample::select(choices).prop_map(str::to_string);
     let name = "[a-zA-Z0-9 _.\"'é-]{0,12}x";
@@ -65,7 +65,7 @@ fn overrides() -> impl Strategy<Value = Vec<String>> {
 }
 
 proptest! {
-    /// The resolved recipe reads back as an equal recipe.
+    /// The resolved recipe parses to an equal recipe.
     #[test]
     fn resolved_recipes_read_back(overrides in overrides()) {
         let first = Recipe::parse(SMALL, "small.toml", &overrides).unwrap_or_else(|e| panic!("{e}"));
@@ -76,8 +76,8 @@ proptest! {
         prop_assert_eq!(text, second.to_toml());
     }
 
-    /// Whatever is cut out of, put into or said about a recipe: an answer and no panic, and every problem
-    /// of a file has a line.
+    /// Any deletion from, insertion into, or override of a recipe is answered without a panic, and every
+    /// problem of a file has a line.
     #[test]
     fn no_bytes_panic(which in 0usize..8, at in 0.0f64..1.0, cut in 0usize..40, put in prop::collection::vec(any::<u8>(), 0..12), over in "\\PC{0,20}") {
         let mut bytes = SHIPPED[which % SHIPPED.len()].text.as_bytes().to_vec();

@@ -1,13 +1,13 @@
-//! What the targets share: a folder of good files, in which a command reads one file that the fuzzer wrote.
+//! Shared by all targets: a folder of good files, and a command that reads one file written by the fuzzer.
 //!
-//! A finding is a panic, a process that ends, more memory than libFuzzer's limit, or an exit code that the file does not
-//! explain. What is found is repaired and kept in `tests/fixtures/corpus`, as of the seeded mutations beside.
+//! A finding is a panic, a crash, memory above libFuzzer's limit, or an exit code not expected for this
+//! file. Once fixed, a finding is added to `tests/fixtures/corpus`, like findings of the seeded mutations.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Writes `bytes` to `file` in that folder, `@` in the command, and runs `ft COMMAND`, which must end with one of these
-/// exit codes.
+/// Writes `bytes` to `file` in the folder of good files and runs `ft COMMAND`, with `@` replaced by the
+/// file. The command must end with one of these exit codes.
 pub fn run(file: &str, bytes: &[u8], command: &str, codes: &[u8]) {
     let home = home();
     std::fs::write(home.join(file), bytes).expect("written");
@@ -17,11 +17,12 @@ pub fn run(file: &str, bytes: &[u8], command: &str, codes: &[u8]) {
     assert!(codes.contains(&code), "ft {command}: exit code {code}");
 }
 
-/// The folder of this process. It does not run there: libFuzzer finds its corpus by relative paths.
+/// The folder of good files of this process. Not the working directory, because libFuzzer finds the
+/// corpus by relative paths.
 fn home() -> &'static Path {
     static HOME: OnceLock<PathBuf> = OnceLock::new();
     HOME.get_or_init(|| {
-        // in memory, where the system has such a place
+        // In memory, if available.
         let shared = Path::new("/dev/shm");
         let parent = if shared.is_dir() { shared.to_path_buf() } else { std::env::temp_dir() };
         let home = tempfile::tempdir_in(parent).expect("a folder").keep();

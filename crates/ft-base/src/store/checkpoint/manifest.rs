@@ -1,4 +1,4 @@
-//! `manifest.json`: what files a checkpoint has, how long they are, and their hashes.
+//! `manifest.json`: names, sizes and hashes of the files of a checkpoint.
 
 use std::fs::File;
 use std::path::Path;
@@ -25,15 +25,15 @@ pub(super) struct Manifest {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
-    /// Path inside the checkpoint, with `/`.
+    /// Path relative to the checkpoint, with `/` separators.
     name: String,
     bytes: u64,
-    /// BLAKE3, 64 hexadecimal digits.
+    /// BLAKE3 hash, 64 hexadecimal digits.
     blake3: String,
 }
 
 impl Manifest {
-    /// Makes every file of a folder durable and writes down its size and hash.
+    /// Syncs every file of a folder to disk, and records sizes and hashes.
     pub(super) fn of(dir: &Path, step: u64) -> Result<Manifest, Error> {
         let mut files = Vec::new();
         visit(dir, dir, &mut files)?;
@@ -41,7 +41,7 @@ impl Manifest {
         Ok(Manifest { version: 1, step, files })
     }
 
-    /// The text of the file, the same for the same folder.
+    /// Serializes the manifest, deterministically.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let json = serde_json::json!({
             "version": self.version,
@@ -53,7 +53,7 @@ impl Manifest {
         format!("{json:#}\n").into_bytes()
     }
 
-    /// Reads a manifest back.
+    /// Parses a manifest.
     pub(super) fn parse(bytes: &[u8]) -> Result<Manifest, String> {
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|e| format!("{MANIFEST}: {e}"))?;
         match manifest.version {
@@ -68,7 +68,7 @@ impl Manifest {
         self.files.iter().try_for_each(|entry| entry.check(dir))
     }
 
-    /// As [`Manifest::check`], of one file.
+    /// Like [`Manifest::check`], for one file.
     pub(super) fn check_file(&self, dir: &Path, step: u64, name: &str) -> Result<(), String> {
         self.is_of(step)?;
         let entry = self.files.iter().find(|f| f.name == name);
@@ -96,7 +96,7 @@ impl Entry {
     }
 }
 
-/// Syncs and hashes what is in `dir`, and `dir` itself.
+/// Syncs and hashes the contents of `dir`, and syncs `dir` itself.
 fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
     for entry in std::fs::read_dir(dir).map_err(|e| Error::write("list", dir, None, e))? {
         let path = entry.map_err(|e| Error::write("list", dir, None, e))?.path();
@@ -106,7 +106,7 @@ fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
             continue;
         }
         let name = path.strip_prefix(root).ok().and_then(Path::to_str).unwrap_or("");
-        // What could not be checked when it is read back must not get in.
+        // Rejects files that could not be verified on reading.
         check_name(root, name)?;
         if !kind.is_file() || name == MANIFEST || name == MARKER {
             return Err(Error::Unsafe {
@@ -115,7 +115,7 @@ fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
                 why: "a checkpoint holds plain files, none named as its own two".to_string(),
             });
         }
-        // Open for writing too: some systems sync nothing through a descriptor that only reads.
+        // Opened for writing as well, since some systems do not sync through a read-only descriptor.
         let file = File::options()
             .read(true)
             .write(true)
@@ -130,7 +130,7 @@ fn visit(root: &Path, dir: &Path, files: &mut Vec<Entry>) -> Result<(), Error> {
     sync_folder(dir)
 }
 
-/// Of all bytes as they are now: nothing that is kept takes the place of reading a checkpoint.
+/// Hashes all bytes, without the hash cache.
 fn hash(file: &File) -> std::io::Result<String> {
     Ok(whole(file)?.to_hex().to_string())
 }

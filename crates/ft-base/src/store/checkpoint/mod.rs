@@ -1,17 +1,17 @@
-//! Checkpoints: folders of files that are whole or absent.
+//! Checkpoints: folders saved and removed atomically.
 //!
 //! ```text
-//! checkpoints/step-00000100/   what the trainer wrote
-//!                  manifest.json   each file's size and BLAKE3 hash
-//!                  COMPLETE        the hash of the manifest; written last
-//!             .draft-00000200/     being written; swept at the next start
+//! checkpoints/step-00000100/   the trainer's files
+//!                  manifest.json   size and BLAKE3 hash of each file
+//!                  COMPLETE        hash of the manifest; written last
+//!             .draft-00000200/     being written; removed at the next start
 //!             .old-00000100/       set aside while a step is saved again
 //! ```
 //!
-//! A save goes: files, fsync of each, manifest, fsync of the folders, rename to the step's name,
-//! fsync of the parent, marker. A removal goes the other way: marker first, then data. So a folder
-//! with a marker has all its data, whenever the power goes; and as the marker holds the manifest's
-//! hash and the manifest every file's, a change of any single bit is found before a file is used.
+//! Saving: files, fsync of each, manifest, fsync of the folders, rename to the step's name, fsync of the
+//! parent, marker. Removal runs in reverse: marker first, then data. Hence a folder with a marker
+//! contains all data, even after a power cut. The marker contains the hash of the manifest and the
+//! manifest the hash of every file, so any flipped bit is detected before a file is used.
 
 mod manifest;
 
@@ -27,41 +27,42 @@ use super::fault::fault;
 use super::path::read_inside;
 use manifest::{MANIFEST, Manifest};
 
-/// The file that says that a checkpoint is complete.
+/// Name of the marker file of complete checkpoints.
 const MARKER: &str = "COMPLETE";
 const STEP: &str = "step-";
 const DRAFT: &str = ".draft-";
 const OLD: &str = ".old-";
 
-/// Whether a folder has checkpoints, whole or not, also one that a killed process had set aside. Nothing is changed.
+/// Whether a folder contains checkpoints, complete or not, including one set aside by a killed process.
+/// Read-only.
 pub fn any(dir: &Path) -> bool {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
     names.any(|n| n.starts_with(STEP) || n.starts_with(OLD))
 }
 
-/// The folder of a run's checkpoints.
+/// The checkpoint folder of a run.
 ///
-/// One process at a time: hold the run's [`super::RunLock`] before opening.
+/// Not safe for concurrent processes: hold the run's [`super::RunLock`] before opening.
 #[derive(Debug)]
 pub struct Checkpoints {
     dir: PathBuf,
 }
 
-/// A checkpoint whose files are all what was written.
+/// A verified checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
-    /// The optimizer step after which it was taken.
+    /// The optimizer step after which the checkpoint was saved.
     pub step: u64,
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub path: PathBuf,
-    /// What is wrong with the newer ones that were passed over, a line each; print them.
+    /// Damage found in newer, skipped checkpoints, one line per checkpoint. The caller prints them.
     pub warnings: Vec<String>,
 }
 
 impl Checkpoints {
-    /// Opens the folder, creating it if needed, and removes what killed processes left in it:
-    /// drafts, steps without a marker. Files and folders with other names stay.
+    /// Opens the folder, creating it if needed, and removes the leftovers of killed processes: drafts,
+    /// and steps without a marker. Keeps files and folders with foreign names.
     ///
     /// # Errors
     /// [`Error::Write`] with the path.
@@ -74,7 +75,7 @@ impl Checkpoints {
                 remove_folder(&path)?;
             }
         }
-        // A step that was being saved again: the new one if it is complete, else the old one.
+        // If a step was being saved again, keep the new checkpoint if complete, else restore the old one.
         for (name, path) in all.folders()? {
             if let Some(step) = step_of(&name, OLD) {
                 let target = all.path_of(step);
@@ -89,15 +90,15 @@ impl Checkpoints {
         Ok(all)
     }
 
-    /// The checkpoints of a run that somebody else may be writing: nothing is changed.
+    /// Opens a checkpoint folder read-only, possibly while another process writes to it.
     pub fn look(dir: &Path) -> Checkpoints {
         Checkpoints { dir: dir.to_path_buf() }
     }
 
-    /// The steps of the complete checkpoints, ascending. Their content is not checked here.
+    /// Steps of the complete checkpoints, ascending. Does not verify the contents.
     ///
     /// # Errors
-    /// [`Error::Write`] when the folder cannot be listed.
+    /// [`Error::Write`] if the folder cannot be listed.
     pub fn list(&self) -> Result<Vec<u64>, Error> {
         let mut steps: Vec<u64> = self
             .folders()?
@@ -109,12 +110,12 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// The newest checkpoint whose every file has the hash that was written down; `None` when there
-    /// are no checkpoints. Damaged ones are passed over, and named in [`Checkpoint::warnings`].
+    /// The newest checkpoint whose files all match the recorded hashes; `None` if there are no
+    /// checkpoints. Damaged ones are skipped and listed in [`Checkpoint::warnings`].
     ///
     /// # Errors
-    /// [`Error::AllDamaged`] when there are checkpoints and none is whole: starting from the
-    /// beginning must then be the user's word.
+    /// [`Error::AllDamaged`] if checkpoints exist but all are damaged. The user must then decide to
+    /// start from the beginning.
     pub fn newest_whole(&self) -> Result<Option<Checkpoint>, Error> {
         let mut warnings = Vec::new();
         for step in self.list()?.into_iter().rev() {
@@ -130,10 +131,10 @@ impl Checkpoints {
         Err(Error::AllDamaged { dir: self.dir.clone(), damage: warnings })
     }
 
-    /// The checkpoint of a step, if its every file has the hash that was written down.
+    /// The checkpoint of a step, verified against the recorded hashes.
     ///
     /// # Errors
-    /// One that is not there, with those that are; a damaged one.
+    /// [`Error::NoCheckpoint`], with the existing steps; [`Error::Damaged`].
     pub fn whole(&self, step: u64) -> Result<Checkpoint, Error> {
         let steps = self.list()?;
         if !steps.contains(&step) {
@@ -144,8 +145,8 @@ impl Checkpoints {
         Ok(Checkpoint { step, path, warnings: Vec::new() })
     }
 
-    /// Removes all but the newest `keep`, that of the step `also`, and those of steps after `newest`, as
-    /// [`Draft::commit`] does.
+    /// Removes checkpoints of steps after `newest`, and all but the latest `keep` of the rest. Never
+    /// removes the one of step `also` unless it is after `newest`.
     ///
     /// # Errors
     /// [`Error::Write`] with the path.
@@ -153,15 +154,16 @@ impl Checkpoints {
         purge(self, newest, keep.max(1), also)
     }
 
-    /// What tells a step's checkpoint from any other, of the same step too; `None` where there is none.
+    /// The contents of the marker file, which identify a checkpoint, even among checkpoints of the same
+    /// step. `None` if there is no checkpoint.
     pub fn mark(&self, step: u64) -> Option<Vec<u8>> {
         read_inside(&self.path_of(step), MARKER, 1 << 10).ok()
     }
 
-    /// One file of a step's checkpoint, if it has the hash that was written down. The others are not looked at.
+    /// Path of one file of a checkpoint, verified against the recorded hash. Other files are not verified.
     ///
     /// # Errors
-    /// A checkpoint that is not there, or has no such file; a damaged one.
+    /// [`Error::Damaged`] if the checkpoint or the file is missing or damaged.
     pub fn whole_file(&self, step: u64, name: &str) -> Result<PathBuf, Error> {
         let path = self.path_of(step);
         let manifest = manifest(&path)?;
@@ -169,7 +171,7 @@ impl Checkpoints {
         Ok(path.join(name))
     }
 
-    /// Starts the checkpoint of `step`: an empty folder to write files into.
+    /// Starts the checkpoint of `step`: creates an empty folder for the files.
     ///
     /// # Errors
     /// [`Error::Write`] with the path.
@@ -181,7 +183,7 @@ impl Checkpoints {
         Ok(Draft { dir: self.dir.clone(), path, step, committed: false })
     }
 
-    /// The folder of a step's checkpoint, whether or not there is one.
+    /// The folder of a step's checkpoint, whether it exists or not.
     pub fn folder(&self, step: u64) -> PathBuf {
         self.path_of(step)
     }
@@ -190,7 +192,7 @@ impl Checkpoints {
         self.dir.join(format!("{STEP}{step:08}"))
     }
 
-    /// The folders in the folder; links are not followed.
+    /// The subfolders, without following links.
     fn folders(&self) -> Result<Vec<(String, PathBuf)>, Error> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.dir).map_err(|e| Error::write("list", &self.dir, None, e))? {
@@ -204,7 +206,7 @@ impl Checkpoints {
     }
 }
 
-/// A checkpoint being written. Dropping it without [`Draft::commit`] removes it.
+/// A checkpoint being written. Removed on drop unless committed.
 #[derive(Debug)]
 pub struct Draft {
     dir: PathBuf,
@@ -214,18 +216,17 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// The folder to write files into, also in subfolders.
+    /// The folder for the files; subfolders are allowed.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes the checkpoint durable under its name, then removes all but the newest `keep` (this
-    /// one always stays, so 0 is as 1) and that of the step `also`, and those of later steps, which a run that went on from an
-    /// earlier step has abandoned. Returns its folder.
+    /// Makes the checkpoint durable under the final name, and returns the folder. Then keeps only the newest
+    /// `keep` checkpoints (at least this one) and the one of step `also`. Checkpoints of later steps, abandoned
+    /// by a run resumed from an earlier step, are removed.
     ///
     /// # Errors
-    /// [`Error::Write`] with the path. Whatever happens, the checkpoints before
-    /// it are whole.
+    /// [`Error::Write`] with the path. Earlier checkpoints stay intact in any case.
     pub fn commit(mut self, keep: usize, also: Option<u64>) -> Result<PathBuf, Error> {
         let manifest = Manifest::of(&self.path, self.step)?;
         let bytes = manifest.to_bytes();
@@ -234,15 +235,16 @@ impl Draft {
 
         let all = Checkpoints { dir: self.dir.clone() };
         let target = all.path_of(self.step);
-        // Saving a step again must not risk the one that is there: it goes aside, whole, until the
-        // new one has its marker. `Checkpoints::open` puts it back if that never happens.
+        // Saving a step again must not risk the existing checkpoint: it is set aside intact until the
+        // new one has a marker. `Checkpoints::open` restores it after a crash.
         let aside = self.dir.join(format!("{OLD}{:08}", self.step));
         if has_marker(&target) {
             remove_marked(&aside)?;
             rename(&target, &aside)?;
             fault!("commit.moved_aside");
         } else {
-            // Of an earlier attempt that failed; what it set aside stays until this one is whole.
+            // Left by an earlier, failed attempt. A checkpoint set aside by that attempt stays until
+            // this one is complete.
             remove_folder(&target)?;
         }
         rename(&self.path, &target)?;
@@ -261,13 +263,13 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.committed {
-            // Best effort: the next start sweeps what stays.
+            // Best effort: the next start removes leftovers.
             let _ = std::fs::remove_dir_all(&self.path);
         }
     }
 }
 
-/// Removes the checkpoints that `keep` does not reach, and those after `newest`.
+/// Removes checkpoints after `newest`, and those beyond the latest `keep`, except `also`.
 fn purge(all: &Checkpoints, newest: u64, keep: usize, also: Option<u64>) -> Result<(), Error> {
     let (mut kept, mut remove): (Vec<u64>, Vec<u64>) =
         all.list()?.into_iter().partition(|&step| step <= newest);
@@ -279,7 +281,7 @@ fn purge(all: &Checkpoints, newest: u64, keep: usize, also: Option<u64>) -> Resu
     Ok(())
 }
 
-/// Removes a checkpoint: the marker first, so that no moment shows a marker without data.
+/// Removes a checkpoint, marker first, so that a marker without data can never be observed.
 fn remove_marked(path: &Path) -> Result<(), Error> {
     if path.symlink_metadata().is_err() {
         return Ok(());
@@ -311,18 +313,18 @@ fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     std::fs::rename(from, to).map_err(|e| Error::write("rename to", to, None, e))
 }
 
-/// A folder, a link or a pipe of that name is no marker: a checkpoint with one is as good as torn.
+/// Only a plain file is a marker. A checkpoint with a folder, link or pipe of this name counts as incomplete.
 fn has_marker(path: &Path) -> bool {
     path.join(MARKER).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
-/// The step in a folder's name; only the spelling that this module writes counts.
+/// Parses the step from a folder name. Accepts only names in the exact format of this module.
 fn step_of(name: &str, prefix: &str) -> Option<u64> {
     let step: u64 = name.strip_prefix(prefix)?.parse().ok()?;
     (name == format!("{prefix}{step:08}")).then_some(step)
 }
 
-/// What the marker of a manifest with these bytes says, to the byte.
+/// The expected contents of the marker for a manifest with these bytes.
 fn marker(manifest: &[u8]) -> String {
     format!("ft checkpoint 1\n{}\n", blake3::hash(manifest).to_hex())
 }
@@ -331,9 +333,9 @@ fn damaged(path: &Path, problem: String) -> Error {
     Error::Damaged { path: path.to_path_buf(), problem }
 }
 
-/// A checkpoint's manifest, which is the one that its marker names.
+/// Reads the manifest of a checkpoint and verifies it against the marker.
 fn manifest(path: &Path) -> Result<Manifest, Error> {
-    // A manifest names some dozens of files: a larger one is not ours.
+    // Manifests list a few dozen files; the limit is far above this.
     let read = |name: &str| read_inside(path, name, 16 << 20).map_err(|e| damaged(path, e.to_string()));
     let said = read(MARKER)?;
     let bytes = read(MANIFEST)?;
@@ -343,7 +345,7 @@ fn manifest(path: &Path) -> Result<Manifest, Error> {
     Manifest::parse(&bytes).map_err(|problem| damaged(path, problem))
 }
 
-/// Checks every file of a checkpoint against its manifest, and that against the marker.
+/// Verifies the manifest against the marker, and every file against the manifest.
 fn verify(path: &Path, step: u64) -> Result<(), Error> {
     manifest(path)?.check(path, step).map_err(|problem| damaged(path, problem))
 }

@@ -8,7 +8,7 @@ use super::super::small_disk::{SmallDisk, names};
 use super::*;
 use crate::rng::philox4x32;
 
-/// Writes a checkpoint with two files that say which step and attempt they are of.
+/// Writes a checkpoint with two files, with contents that depend on `text` and the step.
 fn save(all: &Checkpoints, step: u64, text: &str, keep: usize) -> Result<PathBuf, Error> {
     let draft = all.begin(step)?;
     fs::create_dir(draft.path().join("state")).unwrap();
@@ -62,7 +62,7 @@ fn saving_a_step_again_replaces_it_and_later_steps_are_abandoned() {
     assert!(weights(&all.newest_whole().unwrap().unwrap().path).starts_with("second"));
 }
 
-/// A save that failed half-way (a full disk) and is tried again, with or without a restart.
+/// A save fails halfway (a full disk) and is repeated, with or without a restart.
 #[test]
 fn a_step_set_aside_survives_until_its_successor_is_whole() {
     for restart in [true, false] {
@@ -123,7 +123,7 @@ fn links_in_a_draft_are_refused() {
     assert_eq!(names(root.path()), Vec::<String>::new());
 }
 
-/// What is under the names of a checkpoint's own two files may be anything; none of it hangs or stops a save.
+/// The marker and manifest paths may be anything; a save neither hangs nor fails.
 #[test]
 fn markers_and_manifests_that_are_no_files_are_damage() {
     let make: [&dyn Fn(&Path); 3] = [
@@ -147,7 +147,7 @@ fn markers_and_manifests_that_are_no_files_are_damage() {
     }
 }
 
-/// Reliability R7: 1,000 random single-bit flips and 200 truncations, every one is found.
+/// Reliability R7: detects all of 1,000 random single-bit flips and 200 truncations.
 #[test]
 fn every_flipped_bit_and_every_truncation_is_found() {
     let root = tempfile::tempdir().unwrap();
@@ -173,13 +173,13 @@ fn every_flipped_bit_and_every_truncation_is_found() {
     assert_eq!(all.newest_whole().unwrap().unwrap().step, 3);
 }
 
-/// Reliability R6: a disk that fills up at any moment of a save. Needs root for a small disk of its
-/// own; without, it says that it was skipped.
+/// Reliability R6: the disk fills up at any moment of a save. Needs root to mount a small disk;
+/// otherwise skipped with a message.
 #[test]
 fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
     let Some(root) = SmallDisk::new() else { return };
     let mut failures = 0;
-    // Free pages from none to plenty, so that each write of the commit fails in turn.
+    // From no free pages to plenty, so that each write of the commit fails in turn.
     for free in 0..8 {
         let dir = root.path().join(format!("run-{free}"));
         let all = Checkpoints::open(&dir).unwrap();
@@ -203,7 +203,7 @@ fn a_disk_that_fills_up_costs_the_new_checkpoint_only() {
     assert!((1..8).contains(&failures), "{failures} of 8 saves failed");
 }
 
-/// The part of the fault test that dies; only `every_fault_point_leaves_a_whole_checkpoint` runs it.
+/// The child process of `every_fault_point_leaves_a_whole_checkpoint`, which is aborted at a fault point.
 #[test]
 #[ignore = "the child process of the fault test"]
 fn fault_child() {
@@ -214,8 +214,8 @@ fn fault_child() {
     save(&all, 4, "second", 1).unwrap(); // purges steps 2 and 3
 }
 
-/// Reliability R1 and R9: the process dies at each point, first and second time; what was whole
-/// before is whole after, the next start leaves no litter, and the run can go on.
+/// Reliability R1 and R9: the process dies at every fault point, at the first and second visit. Earlier
+/// checkpoints stay intact, the next start removes all leftovers, and the run can continue.
 #[test]
 fn every_fault_point_leaves_a_whole_checkpoint() {
     for point in POINTS.iter().filter(|p| !p.starts_with("folder.")) {
@@ -230,7 +230,7 @@ fn every_fault_point_leaves_a_whole_checkpoint() {
                 .env("FT_FAULT_DIR", root.path())
                 .output()
                 .unwrap();
-            // Saving again happens once in the child, everything else at least twice.
+            // The child saves one step again, and reaches all other points at least twice.
             let once = *point == "commit.moved_aside";
             let died = !child.status.success();
             assert_eq!(died, hit == 1 || !once, "{point}:{hit}: {child:?}");
