@@ -106,9 +106,13 @@ pub(super) fn four_bit(base: &Base, m: &Module, choice: &Choice) -> Option<FourB
     if matches!(choice, Choice::Full { .. }) { None } else { base.four_bit(m) }
 }
 
-/// Refuses full training of weights that exist in 4 bits only (unless the adapter replaces them), row
-/// training and base-derived LoRA initialization on such weights, 4-bit weights outside of linears, and
-/// quantization with nothing left to quantize.
+/// Refuses selections incompatible with 4-bit weights:
+///
+/// * full training of a weight stored in 4 bits only, unless the adapter replaces the weight
+/// * base-derived LoRA initialization of a weight stored in 4 bits only
+/// * trained rows of a 4-bit weight
+/// * 4-bit weights of modules other than linears
+/// * `model.quantize` with nothing left to quantize
 ///
 /// # Errors
 /// [`Error::FourBit`].

@@ -14,7 +14,7 @@ pub struct LearningRate {
     /// Training method of these tensors.
     #[serde(serialize_with = "word")]
     pub method: Method,
-    /// `lr_scale` of the rule, times `lr_scale_b` for LoRA's B; already included in `lr`.
+    /// Scale included in `lr`: the rule's `lr_scale`, times `lr_scale_b` for LoRA's B.
     pub lr_scale: f64,
     /// Whether the tensors are LoRA's B with a scale of its own.
     pub lora_b: bool,

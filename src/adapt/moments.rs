@@ -118,7 +118,7 @@ pub fn bytes(n: usize) -> u64 {
     2 * (n + 4 * n.div_ceil(BLOCK)) as u64
 }
 
-/// Whether a tensor of `n` values has 8-bit moments under `optimizer.name = "adamw8bit"`.
+/// Whether a tensor of `n` values has 8-bit moments under an 8-bit `optimizer.name`.
 pub fn is_large(n: usize) -> bool {
     n >= optimizer::SMALLEST
 }

@@ -35,8 +35,8 @@ pub struct Unit {
     pub part: Range<usize>,
     /// Weights used by the layers, in the compute dtype.
     pub compute: Buffer,
-    /// f32 master weights of the range `kept`. Shares memory with the held part of `compute` if that is f32
-    /// on the same device.
+    /// f32 master weights: this rank's share of the range `kept`. Shares memory with the held part of
+    /// `compute` if that is f32 on the same device.
     pub master: Held,
     /// Elements with master weights. For all others, the compute buffer is the only copy: see
     /// [`Unit::draws`].

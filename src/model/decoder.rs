@@ -38,7 +38,7 @@ pub trait Weights {
     fn rows(&mut self, _: &Module) -> crate::Result<Option<Rows>> {
         Ok(None)
     }
-    /// Run lengths of identical experts, built once per run. All 1 except in a plan.
+    /// Run lengths of identical experts; a single expert is built per run. All 1 except in a plan.
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         vec![1; experts.len()]
     }
