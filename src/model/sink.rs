@@ -118,7 +118,7 @@ impl<'a> Sink<'a> {
         Self { grads, reached: RefCell::new(vec![false; count]), ..Self::new(&[], 0) }
     }
 
-    /// Takes a unit's gradients out of a [`Sink::live`]; `None` if there were none.
+    /// Takes a unit's gradients out of a [`Sink::live()`] sink; `None` if there were none.
     pub fn take(&self, unit: usize) -> Option<Tensor> {
         match &self.grads {
             Buffers::Kept(_) => None,
