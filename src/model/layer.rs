@@ -80,7 +80,8 @@ pub enum Level {
     /// Saves everything, recomputes nothing.
     #[default]
     Nothing,
-    /// Recomputes elementwise results: norms, rotated queries and keys, gathered expert inputs.
+    /// Recomputes everything that takes no matrix product: norms, rotated queries and keys, gathered expert
+    /// inputs.
     Norms,
     /// Recomputes the feed-forward part too; saves the output of attention.
     FeedForward,
