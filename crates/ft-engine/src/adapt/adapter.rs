@@ -1,4 +1,4 @@
-//! Adapter files: read to go on from or to use, and written as PEFT reads them.
+//! Reads and writes adapter files in PEFT's format.
 
 use super::Error;
 use super::PeftConfig;
@@ -14,28 +14,26 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
-/// How far a magnitude may be from the row norm, relative, to count as one that changes nothing.
+/// Relative tolerance of a neutral DoRA magnitude against the row norm.
 const NEUTRAL: f32 = 1e-4;
 
-/// Key, in the metadata of `adapter_model.safetensors`, of what the run made of its base (`model.quantize`):
-/// readers of adapters leave metadata alone, and warn of keys in `adapter_config.json` that they do not know.
+/// Metadata key in `adapter_model.safetensors` for `model.quantize` of the run. Readers of adapters ignore
+/// metadata but warn about unknown keys in `adapter_config.json`.
 const BASE_QUANTIZE: &str = "ft.base_quantize";
 
-/// An adapter folder that was opened.
+/// An opened adapter folder.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The folder.
     pub dir: PathBuf,
-    /// Its config.
     pub config: PeftConfig,
     held: Held,
 }
 
-/// Where an adapter's tensors are.
+/// Storage of an adapter's tensors.
 #[derive(Debug)]
 enum Held {
     File(TensorFiles),
-    /// Values by the keys that a file would have.
+    /// Tensors by file key.
     Memory(HashMap<String, Tensor>),
 }
 
@@ -54,7 +52,7 @@ impl Held {
         }
     }
 
-    /// f32 on the CPU.
+    /// Reads a tensor as f32 on the CPU.
     fn tensor(&self, key: &str) -> ft_base::Result<Tensor> {
         match self {
             Held::File(f) => Ok(f.tensor(key, DType::F32, &Device::Cpu)?),
@@ -67,24 +65,24 @@ impl Held {
 }
 
 impl Adapter {
-    /// Opens `adapter_config.json` and `adapter_model.safetensors` of a folder.
+    /// Opens `adapter_config.json` and `adapter_model.safetensors` in a folder.
     pub fn open(dir: &Path) -> ft_base::Result<Self> {
         let config = PeftConfig::load(dir)?;
         let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
         Ok(Self { dir: dir.to_path_buf(), config, held: Held::File(files) })
     }
 
-    /// An adapter of the same base with other values, by the names of trained tensors.
+    /// The same adapter with other values, given by names of trained tensors.
     pub fn with_values(&self, values: HashMap<String, Tensor>) -> Self {
         let values = values.into_iter().map(|(name, t)| (format!("{PREFIX}{name}"), t)).collect();
         Self { dir: self.dir.clone(), config: self.config.clone(), held: Held::Memory(values) }
     }
 
-    /// What the run that trained this adapter made of its base (`model.quantize`). Adapters of other programs do
-    /// not say, and of those a base in 4 bits is a checkpoint.
+    /// `model.quantize` of the run that trained this adapter. [`Quantize::None`] for adapters of other
+    /// programs, whose 4-bit bases are 4-bit checkpoints.
     ///
     /// # Errors
-    /// A word that is not known.
+    /// An unknown value.
     pub fn quantize(&self) -> Result<Quantize, Error> {
         let Held::File(files) = &self.held else { return Ok(Quantize::None) };
         let Some(word) = files.metadata().get(BASE_QUANTIZE) else { return Ok(Quantize::None) };
@@ -99,7 +97,7 @@ impl Adapter {
         Error::Peft { file: self.dir.join("adapter_model.safetensors").display().to_string(), why }
     }
 
-    /// Names under which PEFT files may hold a trained tensor.
+    /// Possible keys of a trained tensor in PEFT files.
     fn keys(t: &Trained) -> Vec<String> {
         if t.part == Part::Magnitude {
             return Self::magnitude_keys(&t.module).into();
@@ -117,8 +115,8 @@ impl Adapter {
         [key.clone(), key + ".weight"]
     }
 
-    /// Refuses a magnitude on a module that trains by plain LoRA, unless it is the row norms that the module has
-    /// anyway (`norms`, asked for only if there is one).
+    /// Refuses a DoRA magnitude on a module trained by plain LoRA, unless it equals the row norms and so
+    /// has no effect. `norms` is only called if a magnitude exists.
     pub fn check_neutral(
         &self,
         m: &Module,
@@ -141,7 +139,7 @@ impl Adapter {
         Err(self.fail(why + "\n  hint: dora = true in its rule").into())
     }
 
-    /// The key under which the adapter holds a trained tensor.
+    /// Key of a trained tensor in this adapter.
     fn find(&self, t: &Trained) -> Result<Option<String>, Error> {
         let Some((key, shape)) =
             Self::keys(t).into_iter().find_map(|k| self.held.shape(&k).map(|s| (k.clone(), s)))
@@ -155,14 +153,14 @@ impl Adapter {
         Ok(Some(key))
     }
 
-    /// Whether the adapter holds the whole weight of a module, in place of the base's.
+    /// Whether the adapter holds the full weight of a module, replacing the base's.
     pub fn replaces(&self, module: &str) -> bool {
         ["weight", "modules_to_save.weight"]
             .iter()
             .any(|last| self.held.shape(&format!("{PREFIX}{module}.{last}")).is_some())
     }
 
-    /// Reads every tensor: what is NaN or infinite is known before anything is written.
+    /// Reads every tensor, to find NaN and infinite values before anything is written.
     ///
     /// # Errors
     /// [`store::Error::NotFinite`].
@@ -170,7 +168,7 @@ impl Adapter {
         self.held.names().try_for_each(|name| self.held.tensor(name).map(|_| ()))
     }
 
-    /// The adapter's values of a trained tensor, f32 on the CPU, if it holds them.
+    /// Values of a trained tensor, f32 on the CPU, if the adapter holds them.
     pub fn get(&self, t: &Trained) -> ft_base::Result<Option<Tensor>> {
         match self.find(t)? {
             None => Ok(None),
@@ -178,10 +176,10 @@ impl Adapter {
         }
     }
 
-    /// What the adapter's own config chooses, all of which it must hold.
+    /// Selection described by the adapter's config; all tensors must be present.
     ///
     /// # Errors
-    /// A config that does not fit the model; tensors that are missing.
+    /// A config that does not match the model; missing tensors.
     pub fn selection(&self, config: &Config) -> ft_base::Result<Selection> {
         let selection = Selection::from_peft(config, &self.config)?;
         let mut missing = Vec::new();
@@ -198,15 +196,15 @@ impl Adapter {
         Err(self.fail(why).into())
     }
 
-    /// Refuses adapter tensors that nothing trains, another shape, half an adapter, and a tied head that is
-    /// not the embedding.
+    /// Checks the adapter against a selection: refuses untrained tensors, shape mismatches, A without B or
+    /// vice versa, and a tied head that differs from the embedding.
     pub fn check_against(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         let mut known: HashSet<String> = HashSet::new();
         for t in trained {
             self.find(t)?;
             known.extend(Self::keys(t));
             if t.part == Part::A {
-                // plain LoRA beside DoRA: see check_neutral
+                // Plain LoRA in an adapter with DoRA: see check_neutral.
                 known.extend(Self::magnitude_keys(&t.module));
             }
         }
@@ -241,7 +239,7 @@ impl Adapter {
         }
     }
 
-    /// The rows that it has must be those of the tokens that train, in their order.
+    /// Token rows must match the tokens that train, in the same order.
     fn check_tokens(&self, selection: &Selection, trained: &[Trained]) -> ft_base::Result<()> {
         for t in trained.iter().filter(|t| t.part == Part::Rows) {
             let ours = selection.tokens.of(&t.module);
@@ -259,7 +257,7 @@ impl Adapter {
         Ok(())
     }
 
-    /// A tied head's copy must be the embedding.
+    /// A tied head's copy must equal the embedding.
     fn check_tied(&self, trained: &[Trained]) -> ft_base::Result<()> {
         let head = format!("{PREFIX}lm_head.weight");
         let Some(t) = trained.iter().find(|t| t.name == "model.embed_tokens.weight") else { return Ok(()) };
@@ -294,7 +292,7 @@ impl Adapter {
         Err(self.fail(why).into())
     }
 
-    /// Compares `*.base_layer.*` tensors, which PEFT saves under a tied head's adapter, with the base's.
+    /// Compares `*.base_layer.*` tensors, which PEFT saves for adapters of a tied head, with the base.
     pub fn check_base(&self, base: &TensorFiles, tied: bool) -> ft_base::Result<()> {
         for name in self.held.names().filter(|n| n.contains(".base_layer.")) {
             let own =
@@ -310,7 +308,7 @@ impl Adapter {
             let (a, b) = (self.held.tensor(name)?, base.tensor(&own, DType::F32, &Device::Cpu)?);
             let same = a.dims() == b.dims() && {
                 let worst = (a - b)?.abs()?.max_all()?.to_scalar::<f32>()?;
-                // one rounding to bf16 or f16 apart
+                // Allows for one rounding to bf16 or f16.
                 worst <= 0.01
             };
             if !same {
@@ -323,11 +321,12 @@ impl Adapter {
     }
 }
 
-/// The values of a trained tensor, by its index: f32, but where a weight that trains in full is held in 16 bits alone.
+/// Returns a trained tensor by index: f32, or 16 bits for weights trained without f32 master weights.
 pub type Values<'a> = dyn Fn(usize) -> ft_base::Result<Tensor> + 'a;
 
-/// Writes `adapter/`: PEFT's config and tensors as they are held. `base` and `revision` go into the config; `quantize` is what
-/// the run made of the base; `neutral` is what [`neutral`] gives of all units.
+/// Writes `adapter/`: PEFT's config and the tensors in their current dtype. `base` and `revision` go into
+/// the config; `quantize` is `model.quantize` of the run; `neutral` is the output of [`neutral`] over all
+/// units.
 pub fn save(
     dir: &Path,
     selection: &Selection,
@@ -341,7 +340,7 @@ pub fn save(
     for (i, t) in trained.iter().enumerate() {
         let value = values(i)?;
         if selection.tied_in_full() && t.name == "model.embed_tokens.weight" {
-            // PEFT gives each its own copy
+            // PEFT stores a copy for both.
             tensors.push((format!("{PREFIX}lm_head.weight"), value.clone()));
         }
         tensors.push((format!("{PREFIX}{}", t.name), value));
@@ -355,16 +354,17 @@ pub fn save(
     Ok(())
 }
 
-/// Whether [`neutral`] magnitudes are wanted: PEFT has one switch for DoRA.
+/// Whether [`neutral`] magnitudes are needed: PEFT's DoRA switch applies to the whole adapter, so plain
+/// LoRA modules need one too.
 pub fn needs_neutral(selection: &Selection) -> bool {
     let dora = |(_, c): &(_, Choice)| matches!(c, Choice::Lora { spec, .. } if spec.dora);
     selection.modules.iter().any(dora) && plain_lora(selection).next().is_some()
 }
 
-/// The magnitudes at which DoRA changes nothing, for what of a unit has plain LoRA, under their names in the file.
+/// DoRA magnitudes without effect for the plain LoRA modules of a unit, by file key.
 ///
 /// # Errors
-/// LoRA on the embedding, which has none.
+/// LoRA on the embedding: PEFT has no neutral magnitude for it.
 pub fn neutral(
     selection: &Selection,
     decoder: &Decoder,
@@ -393,13 +393,13 @@ pub fn neutral(
     Ok(out)
 }
 
-/// The metadata of an adapter's file: transformers wants the format, and [`Adapter::quantize`] finds the rest.
+/// Metadata of an adapter file: the format required by transformers, and [`Adapter::quantize`].
 pub fn metadata(quantize: Quantize) -> Vec<(&'static str, &'static str)> {
     let base = (quantize != Quantize::None).then(|| (BASE_QUANTIZE, quantize.word()));
     std::iter::once(("format", "pt")).chain(base).collect()
 }
 
-/// Modules with LoRA and without DoRA.
+/// Modules with LoRA but without DoRA.
 fn plain_lora(selection: &Selection) -> impl Iterator<Item = &Module> {
     selection
         .modules

@@ -1,4 +1,4 @@
-//! What ranks hold of flat buffers: ranges, and what comes whole for a visit and goes after it.
+//! Sharded flat buffers: ranges held by a rank, and full buffers that exist during a visit.
 
 use super::params::Allocate;
 use crate::comm::{At, Comm};
@@ -11,58 +11,57 @@ use candle_core::{DType, Device, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Elements that a tensor's offset is a multiple of: no block of 8-bit moments holds values of two tensors, or of two ranks.
+/// Alignment of tensor offsets, in elements: no block of 8-bit moments spans two tensors or two ranks.
 pub const ALIGN: usize = optimizer::BLOCK;
 
-/// What a rank holds of what could be split, by the ZeRO stage (Rajbhandari et al., 2020).
+/// Sharding by ZeRO stage (Rajbhandari et al., 2020).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// Which part is this rank's.
+    /// This rank.
     pub rank: usize,
-    /// Of how many.
+    /// Number of ranks.
     pub ranks: usize,
-    /// 0: each rank holds all; from 1 on a part of master weights and moments, from 2 on of gradients too, from 3 on of
-    /// the weights that layers compute with, frozen ones among them.
+    /// ZeRO stage. 0: everything replicated; 1 and up: master weights and moments sharded; 2 and up:
+    /// gradients too; 3: compute weights too, frozen ones included.
     pub stage: u8,
 }
 
 impl Default for Shard {
-    /// All of it, on one rank.
+    /// One rank without sharding.
     fn default() -> Self {
         Self { rank: 0, ranks: 1, stage: 0 }
     }
 }
 
 impl Shard {
-    /// The parts of a buffer of `len` elements, by rank: as even as blocks of [`ALIGN`] allow.
+    /// Ranges of all ranks in a buffer of `len` elements, as even as blocks of [`ALIGN`] permit.
     pub fn parts(self, len: usize) -> Vec<Range<usize>> {
         let blocks = len.div_ceil(ALIGN);
         let at = |rank: usize| (blocks * rank / self.ranks * ALIGN).min(len);
         (0..self.ranks).map(|r| at(r)..at(r + 1)).collect()
     }
 
-    /// This rank's part.
+    /// This rank's range.
     pub fn part(self, len: usize) -> Range<usize> {
         self.parts(len).swap_remove(self.rank)
     }
 
-    /// Whether ranks split the weights that layers compute with.
+    /// Whether compute weights are sharded.
     pub fn is_split(self) -> bool {
         self.ranks > 1 && self.stage >= 3
     }
 
-    /// What this rank holds of what is split from `stage` on.
+    /// This rank's range of anything sharded from `stage` on.
     pub fn held(self, len: usize, stage: u8) -> Range<usize> {
         if self.stage >= stage { self.part(len) } else { 0..len }
     }
 }
 
-/// The values of a range of a unit's buffer.
+/// A range of a unit's buffer.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// Which elements of the buffer.
+    /// Element range in the buffer.
     pub at: Range<usize>,
-    /// Their values.
     pub values: Tensor,
 }
 
@@ -71,15 +70,15 @@ impl Held {
         Ok(Self { values: Tensor::zeros(at.len(), DType::F32, device)?, at })
     }
 
-    /// Whether its values are that very buffer.
+    /// Whether `values` and `other` are the same tensor.
     pub(super) fn is(&self, other: &Tensor) -> bool {
         matches!((&self.values, other), (Tensor::Real(a), Tensor::Real(b)) if a.id() == b.id())
     }
 
-    /// The values of a range of the buffer, as a view.
+    /// View of a range of the buffer.
     ///
     /// # Errors
-    /// A range that is not all here.
+    /// A range not fully held.
     pub fn of(&self, range: Range<usize>) -> Result<Tensor> {
         if range.start < self.at.start || range.end > self.at.end {
             candle_core::bail!("elements {range:?} of a buffer: here are {:?}", self.at);
@@ -87,12 +86,12 @@ impl Held {
         self.values.narrow(0, range.start - self.at.start, range.len())
     }
 
-    /// A tensor, where all of it is here.
+    /// View of a tensor; must be fully held.
     pub(super) fn whole(&self, slot: &Slot, shape: &[usize]) -> Result<Tensor> {
         self.of(slot.range())?.reshape(shape)
     }
 
-    /// Sets those elements that are here of `flat`, which are the buffer's from `start` on.
+    /// Writes the overlap with `flat`, which starts at element `start` of the buffer.
     pub fn set(&self, start: usize, flat: &Real) -> Result<()> {
         let all = start..start + flat.elem_count();
         let here = common(&self.at, &all);
@@ -108,29 +107,29 @@ impl Held {
     }
 }
 
-/// A buffer of what layers compute with.
+/// A buffer of compute weights.
 #[derive(Clone, Debug)]
 pub struct Buffer {
-    /// What is there all the time: all of it, or this rank's part; on the device, or on the host.
+    /// Permanent part: the whole buffer or this rank's range, on the device or the host.
     pub held: Held,
-    /// All of it on the device, of which layers have views. Where it is not that which is held, it is vacant but while the
-    /// unit is gathered.
+    /// Full buffer on the device; layers have views of it. If separate from `held`, memory is only
+    /// allocated while the unit is gathered.
     pub whole: Tensor,
-    /// Keeps what is held in memory, where that was asked for.
+    /// Page lock on `held`, if requested.
     _locked: Option<Arc<Locked>>,
 }
 
 impl Buffer {
-    /// One that is held whole.
+    /// A permanent, fully held buffer.
     pub(super) fn replicated(len: usize, dtype: DType, device: &Device) -> Result<Self> {
         let whole = Tensor::zeros(len, dtype, device)?;
         Ok(Self { held: Held { at: 0..len, values: whole.clone() }, whole, _locked: None })
     }
 
-    /// Of one that comes and goes, what this rank holds, zeros; `whole` is vacant.
+    /// A buffer to be gathered: allocates this rank's zero-filled part; `whole` has no memory yet.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device errors.
     pub fn apart(whole: Tensor, what: Allocate) -> Result<Self> {
         let at = what.shard.held(whole.elem_count(), 3);
         let home = if what.offload_weights { &Device::Cpu } else { whole.real()?.device() };
@@ -138,24 +137,24 @@ impl Buffer {
         Self::of(Held { at, values }, whole, what)
     }
 
-    /// One that comes and goes, and holds that.
+    /// A buffer to be gathered, with the given permanent part.
     pub(super) fn of(held: Held, whole: Tensor, what: Allocate) -> Result<Self> {
         let lock = what.pin && what.offload_weights;
         let locked = lock.then(|| Locked::new(held.values.real()?, whole.real()?.device())).transpose()?;
         Ok(Self { held, whole, _locked: locked.map(Arc::new) })
     }
 
-    /// Whether it comes for a visit and goes after it.
+    /// Whether the buffer must be gathered for a visit.
     pub fn is_apart(&self) -> bool {
         !self.held.is(&self.whole)
     }
 
-    /// Bytes that are here all the time.
+    /// Bytes held permanently.
     pub fn bytes(&self) -> u64 {
         (self.held.at.len() * self.whole.dtype().size_in_bytes()) as u64
     }
 
-    /// Begins to bring all of it here.
+    /// Starts gathering the full buffer.
     pub(super) fn gather(&self, at: At, shard: Shard, comm: &dyn Comm) -> ft_base::Result<Arrival> {
         occupy(&self.whole)?;
         if shard.is_split() {
@@ -166,7 +165,7 @@ impl Buffer {
     }
 }
 
-/// What two ranges have in common; an empty range where that is nothing.
+/// Intersection of two ranges; empty if disjoint.
 pub fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
@@ -176,7 +175,7 @@ pub fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// However a buffer is split, every element is in one part, and parts are even.
+    /// Parts cover every element once and are even.
     #[test]
     fn parts_cover_a_buffer() {
         for len in [0, 1, 64, 65, 640, 64 * 7, 64 * 1001] {

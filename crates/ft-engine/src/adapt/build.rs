@@ -1,4 +1,4 @@
-//! Building a model: frozen tensors from a base, trained ones in their flat buffers.
+//! Builds a model: frozen tensors from a base, trained ones in flat buffers.
 
 use super::adapter::Adapter;
 use super::loader::Loader;
@@ -12,8 +12,8 @@ use crate::model::Decoder;
 use crate::model::modules::{Kind, Module};
 use candle_core::{DType, Device};
 
-/// What a build needs: a base and what trains on it; by default it computes in f32 on the CPU, and allocates nothing
-/// beside the values that the layers compute with.
+/// Builder of a model from a base and a selection. By default, computes in f32 on the CPU and allocates
+/// only the compute weights, without training state.
 pub struct Build<'a> {
     pub(super) base: &'a Base,
     pub(super) selection: &'a Selection,
@@ -28,7 +28,7 @@ pub struct Build<'a> {
 }
 
 impl<'a> Build<'a> {
-    /// Of a base with what a selection of its modules adds.
+    /// Builder for a base and the selection of trained modules.
     pub fn new(base: &'a Base, selection: &'a Selection) -> Self {
         Self {
             base,
@@ -44,47 +44,47 @@ impl<'a> Build<'a> {
         }
     }
 
-    /// With the values of an adapter, to go on from or to use.
+    /// Loads the values of an adapter, for further training or for inference.
     pub fn adapter(self, adapter: Option<&'a Adapter>) -> Self {
         Self { adapter, ..self }
     }
 
-    /// To compute in `dtype` on `device`.
+    /// Computes in `dtype` on `device`.
     pub fn on(self, dtype: DType, device: &'a Device) -> Self {
         Self { dtype, device, ..self }
     }
 
-    /// With LoRA's initial values of a seed (0 by default).
+    /// Seed of LoRA's initial values; 0 by default.
     pub fn seed(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
 
-    /// With what is allocated beside the values that the layers compute with.
+    /// Training state to allocate besides the compute weights.
     pub fn allocate(self, allocate: Allocate) -> Self {
         Self { allocate, ..self }
     }
 
-    /// With the ranks that build the same model at the same time, which [`Allocate::shard`] is of.
+    /// Ranks building the same model at the same time, matching [`Allocate::shard`].
     pub fn among(self, comm: &'a dyn Comm) -> Self {
         Self { comm: Some(comm), ..self }
     }
 
-    /// With a bar of the bytes that are read, under this word.
+    /// Shows a progress bar of bytes read, with this label.
     pub fn shown(self, what: &'static str) -> Self {
         Self { shown: Some(what), ..self }
     }
 
-    /// Loads the model and allocates what trains.
+    /// Loads the model and allocates trained tensors.
     ///
     /// # Errors
-    /// Tensors that are missing, unexpected or of another shape, all named; an adapter that does not fit.
+    /// Missing, unexpected or misshapen tensors, all named; an adapter that does not match.
     pub fn run(&self) -> ft_base::Result<(Decoder, Params)> {
         let mut loader = Loader::new(self)?;
         let decoder = Decoder::build(&self.base.config, &mut loader)?;
         Ok((decoder, loader.end()?))
     }
 
-    /// Logits of a few tokens of one document, [t, v] in f32, with one layer in memory at a time.
+    /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.
     ///
     /// # Errors
     /// As [`Build::run`].
@@ -95,19 +95,24 @@ impl<'a> Build<'a> {
         Ok(logits)
     }
 
-    /// The ranks that build the model.
+    /// Ranks building the model; a single one by default.
     pub(super) fn ranks(&self) -> &dyn Comm {
         self.comm.unwrap_or(&self.alone)
     }
 }
 
-/// How a module's weight becomes 4-bit, if it does: not where it trains in full.
+/// Origin of a module's 4-bit weight; `None` if unquantized or trained in full.
 pub(super) fn four_bit(base: &Base, m: &Module, choice: &Choice) -> Option<FourBit> {
     if matches!(choice, Choice::Full { .. }) { None } else { base.four_bit(m) }
 }
 
-/// Refuses to train in full what the base has in 4 bits only (an adapter may hold its values), a 4-bit weight that is no
-/// linear's, and to quantize where nothing is left to be.
+/// Refuses selections incompatible with 4-bit weights:
+///
+/// * full training of a weight stored in 4 bits only, unless the adapter replaces the weight
+/// * base-derived LoRA initialization of a weight stored in 4 bits only
+/// * trained rows of a 4-bit weight
+/// * 4-bit weights of modules other than linears
+/// * `model.quantize` with nothing left to quantize
 ///
 /// # Errors
 /// [`Error::FourBit`].
@@ -150,7 +155,7 @@ pub fn check_full(base: &Base, selection: &Selection, adapter: Option<&Adapter>)
     Ok(())
 }
 
-/// The trained tensors that a reached-set leaves out, and the other way round, for the first step's check.
+/// Names of trained tensors without a gradient, for the check of the first step.
 pub fn unreached<'a>(tensors: &'a [Trained], reached: &[bool]) -> Vec<&'a str> {
     tensors.iter().zip(reached).filter(|(_, r)| !**r).map(|(t, _)| t.name.as_str()).collect()
 }

@@ -1,14 +1,15 @@
-//! Adapters in the layouts that other programs load: PEFT's for fused experts, vLLM's.
+//! Exports adapters to the layouts of other programs: PEFT with fused experts, and vLLM.
 //!
-//! An adapter of `ft` has a pair A, B for each linear, as PEFT 0.18 writes it. From transformers 5 on, all experts
-//! of a layer are one parameter, and PEFT (0.19 and later) adapts it as a whole (`target_parameters`): with E
-//! experts and rank R, A is [E R, i] (expert by expert) and B is [o, R E] (rank by rank, the experts within).
-//! Gate and up projection are one parameter of twice the rows: its rank is the sum of theirs, and B has blocks.
+//! `ft`'s own adapters have an A, B pair per linear, as in PEFT 0.18. Since transformers 5, all experts of
+//! a layer form one parameter, and PEFT 0.19 and later adapt it as a whole (`target_parameters`): with E
+//! experts and LoRA rank R, A is `[E R, i]` (experts outer) and B is `[o, R E]` (experts inner). Gate and
+//! up projection form one parameter with twice the rows: the LoRA rank is the sum of both, and B is
+//! block-structured.
 //!
-//! vLLM stacks the linears of all experts of a layer, so that all must be there and of one rank.
+//! vLLM stacks the linears of all experts in a layer: every expert needs LoRA, with a common rank.
 //!
-//! Both have one scale for everything (alpha / rank of the config): each B is multiplied by its own scale, and the
-//! config says 1.
+//! Both targets use a single scale (alpha / rank of the config): every B is premultiplied by its own scale,
+//! and the config's scale is 1.
 
 use super::Error;
 use super::adapter::{Adapter, metadata};
@@ -24,7 +25,7 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-/// Where an export goes.
+/// Target of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// PEFT 0.19 and later with transformers 5.
@@ -33,18 +34,17 @@ pub enum Target {
     Vllm,
 }
 
-/// An adapter, and what an export of it needs.
+/// An adapter to be exported.
 pub struct Export<'a> {
-    /// The base's config.
+    /// Config of the base.
     pub config: &'a Config,
-    /// The adapter.
     pub adapter: &'a Adapter,
-    /// What it holds.
+    /// Selection described by the adapter.
     pub selection: &'a Selection,
     values: HashMap<(String, Part), Tensor>,
 }
 
-/// A and B of one linear, B times its scale.
+/// A and B of one linear, B premultiplied by the scale.
 struct Pair {
     a: Tensor,
     b: Tensor,
@@ -54,7 +54,7 @@ impl<'a> Export<'a> {
     /// Reads an adapter.
     ///
     /// # Errors
-    /// A tensor that its config chooses and that it does not hold.
+    /// A tensor required by the config but missing from the file.
     pub fn new(config: &'a Config, adapter: &'a Adapter, selection: &'a Selection) -> ft_base::Result<Self> {
         let mut values = HashMap::new();
         for t in selection.trained() {
@@ -69,7 +69,7 @@ impl<'a> Export<'a> {
     /// Writes the adapter for `target` into a folder.
     ///
     /// # Errors
-    /// What the target cannot hold, by name; a folder that cannot be written.
+    /// Anything the target does not support, by name; an unwritable folder.
     pub fn write(&self, target: Target, out: &Path) -> ft_base::Result<()> {
         let (mut tensors, config) = match target {
             Target::PeftFused => self.fused()?,
@@ -107,7 +107,7 @@ impl<'a> Export<'a> {
         })
     }
 
-    /// Names in the selection whose part ends the file's key as PEFT spells it.
+    /// Key of a trained tensor in PEFT's files.
     fn key(&self, t: &Trained) -> String {
         format!("{PREFIX}{}", t.name)
     }
@@ -147,8 +147,8 @@ impl<'a> Export<'a> {
                     layer.pairs[which][e] = Some(self.pair(m, spec)?);
                     *c = Choice::Freeze;
                 }
-                // dense blocks too: PEFT takes any module that is called gate_proj for one of the experts of old
-                // models, and targets the fused parameter in its place
+                // Dense feed-forwards too: PEFT mistakes any module named gate_proj for an expert of an old
+                // model and would target the fused parameter instead.
                 (Group::Router | Group::Mlp, Choice::Lora { spec, .. }) => {
                     let p = self.pair(m, spec)?;
                     let name = v5(self.config, &m.name);
@@ -180,7 +180,7 @@ impl<'a> Export<'a> {
         for (l, layer) in &layers {
             let block = format!("model.layers.{l}.mlp.experts");
             let (gate_up, down) = (layer.gate_up(f, d)?, layer.down(f, d)?);
-            // PEFT nests the two: the inner one is the parameter that comes first
+            // PEFT nests two adapted parameters of one module: the first one becomes the inner.
             let inner = if down.is_some() { ".base_layer" } else { "" };
             for (fused, parameter, nested) in [(gate_up, "gate_up_proj", inner), (down, "down_proj", "")] {
                 let Some(Fused { a, b, rank }) = fused else { continue };
@@ -225,7 +225,7 @@ impl<'a> Export<'a> {
             return Err(self.refuse(m, why));
         }
         let rank = self.loras().map(|(_, s)| s.rank).max().unwrap_or(1);
-        // layers of which an expert has LoRA: there all must have it
+        // Layers with LoRA on some expert: all of their experts must have it.
         let layers: Vec<Option<usize>> =
             self.loras().filter(|(m, _)| m.group == Group::Experts).map(|(m, _)| m.layer).collect();
         let mut all = self.selection.clone();
@@ -258,7 +258,7 @@ impl<'a> Export<'a> {
     }
 }
 
-/// A spec whose scale is 1.
+/// A spec with scale 1.
 fn unit(rank: usize) -> LoraSpec {
     LoraSpec { rank, alpha: rank as f64, dropout: 0.0, rslora: false, dora: false }
 }
@@ -267,7 +267,7 @@ fn pattern(name: &str) -> String {
     format!("^{}", regex::escape(name))
 }
 
-/// The name that transformers 5 has for a module: every family's mixture is called `mlp`.
+/// Module name in transformers 5, where every family's mixture is called `mlp`.
 fn v5(config: &Config, name: &str) -> String {
     match &config.family.experts {
         Some(names) => name.replace(&format!(".{}.", names.block), ".mlp."),
@@ -279,12 +279,12 @@ fn fail(dir: &Path, why: String) -> Error {
     Error::Peft { file: dir.display().to_string(), why }
 }
 
-/// The pairs of gate, up and down of a layer's experts.
+/// Pairs of gate, up and down for every expert of a layer.
 struct Layer {
     pairs: [Vec<Option<Pair>>; 3],
 }
 
-/// A [e r, i] and B [o, r e] of one parameter.
+/// A `[e r, i]` and B `[o, r e]` of one fused parameter.
 struct Fused {
     a: Tensor,
     b: Tensor,
@@ -313,7 +313,7 @@ impl Layer {
     }
 }
 
-/// Joins the pairs of each expert, each with the first row of its output, into one parameter's.
+/// Fuses the pairs of all experts, given with the first output row of each, into one parameter.
 fn fuse(experts: &[Vec<(&Pair, usize)>], out: usize, inp: usize) -> candle_core::Result<Option<Fused>> {
     let rank_of = |pairs: &[(&Pair, usize)]| -> candle_core::Result<usize> {
         pairs.iter().map(|(p, _)| p.a.dim(0)).sum()
@@ -345,10 +345,10 @@ fn fuse(experts: &[Vec<(&Pair, usize)>], out: usize, inp: usize) -> candle_core:
     Ok(Some(Fused { a, b: Tensor::from_vec(b, (out, rank * e), &Device::Cpu)?, rank }))
 }
 
-/// A fused adapter read back: what each of our modules has of it.
+/// Reads a fused adapter back into one pair per linear.
 ///
 /// # Errors
-/// A folder that cannot be read; shapes that do not fit the config.
+/// An unreadable folder; shapes that do not match the config.
 pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, HashMap<String, Tensor>)> {
     let files = TensorFiles::open_file(&dir.join("adapter_model.safetensors"))?;
     let mut selection = Selection::frozen(config);
@@ -369,7 +369,7 @@ pub fn read_fused(config: &Config, dir: &Path) -> ft_base::Result<(Selection, Ha
                 None => 0,
             };
             let [o, i] = m.weight_shape()[..] else { continue };
-            // PEFT nests the two where both are there: down is the outer one
+            // With both parameters adapted, PEFT nests them: down is the outer one.
             let prefix = match (which, has("gate_up_proj"), has("down_proj")) {
                 (2, _, true) | (0 | 1, true, false) => block,
                 (0 | 1, true, true) => format!("{block}.base_layer"),

@@ -1,4 +1,4 @@
-//! The weights of a model that a plan runs: ghosts of what [`super::build`] would load and allocate.
+//! Shape-only weights for a plan, mirroring what [`super::build`] would load and allocate.
 
 use super::selection::Choice;
 use ft_kernels::padded::Padded;
@@ -17,46 +17,46 @@ use candle_core::{DType, Shape};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Values of the one buffer that takes the gradients of all ghosts.
+/// Length of the buffer that all shape-only gradients share.
 const BUFFER: usize = 1 << 60;
 
-/// Whether `quantize` makes a module's weight 4-bit: decoder linears, not routers, and not what trains in full.
+/// Whether `quantize` makes a module's weight 4-bit: decoder linears, except routers and weights trained in
+/// full.
 pub fn is_quantized(m: &Module, choice: &Choice, quantize: Quantize) -> bool {
     quantize == Quantize::Nf4 && quant::takes(m) && !matches!(choice, Choice::Full { .. })
 }
 
-/// Whether a frozen matrix stays in the half precision of its checkpoint where the model computes in f32
+/// Whether a frozen matrix stays in the checkpoint's half precision while the model computes in f32
 /// ([`ft_kernels::gemm::kept`]).
 pub fn stays_stored(m: &Module, choice: &Choice, machine: Machine) -> bool {
     m.weight_shape().len() == 2 && choice.leaves_weight() && machine.frozen() < machine.width
 }
 
-/// Columns that a dense matrix has room for that stays on a CUDA device, and rows: the rank of its adapter, where one product
-/// sums both. Not with DoRA, which has products of its own, and not of experts, whose products are others
-/// (`kernel::grouped`).
+/// LoRA rank if a dense matrix gets spare columns and rows to fuse adapter products, otherwise 0. `rooms`
+/// is whether weights reside on a CUDA device. DoRA and experts are excluded: they use other products
+/// (`kernel::grouped` for experts).
 pub fn room(m: &Module, choice: &Choice, rooms: bool) -> usize {
     let Choice::Lora { spec, .. } = choice else { return 0 };
     let takes = rooms && !spec.dora && m.expert.is_none() && matches!(m.group, Group::Attention | Group::Mlp);
     if takes { spec.rank } else { 0 }
 }
 
-/// Ghosts of weights, by what is chosen for each module.
+/// Source of shape-only weights, given the choice for every module.
 pub struct Ghosts<'a> {
-    /// Where they are written down.
+    /// Ledger to charge.
     pub ledger: &'a Ledger,
-    /// Compute dtype.
     pub dtype: DType,
-    /// What happens to each module.
+    /// Choice by module name; frozen if absent.
     pub choices: HashMap<&'a str, Choice>,
-    /// Whether linears of the decoder become 4-bit.
+    /// Quantization of decoder linears.
     pub quantize: Quantize,
-    /// Whether weights stay on a CUDA device, so that dense ones have room for adapters.
+    /// Whether weights reside on a CUDA device, so that dense ones get spare columns for adapters.
     rooms: bool,
     used: usize,
 }
 
 impl<'a> Ghosts<'a> {
-    /// For modules with these choices; whether their linears become 4-bit, and whether weights stay on the device.
+    /// Builds the source; `stays` is whether weights reside on the device.
     pub fn new(
         ledger: &'a Ledger,
         dtype: DType,
@@ -67,7 +67,7 @@ impl<'a> Ghosts<'a> {
         Self { ledger, dtype, choices: choices.collect(), quantize, rooms, used: 0 }
     }
 
-    /// The gradients' buffers of a model whose weights these are, by unit.
+    /// Gradient buffers for a model with these weights, by unit.
     pub fn grads(ledger: &Ledger) -> Vec<Option<Tensor>> {
         vec![Some(Ghost::weight(ledger, BUFFER, DType::F32).into())]
     }
@@ -96,11 +96,11 @@ impl<'a> Ghosts<'a> {
         (self.ghost(shape, dtype), full.then(|| self.slot(rows, cols)))
     }
 
-    /// A low-rank update of a matrix [o, i]: A, B and where their gradients go.
+    /// LoRA of a matrix `[o, i]`: spec, A, B and gradient slots.
     fn update(&mut self, m: &Module) -> Option<(LoraSpec, Tensor, Tensor, (Slot, Slot))> {
         let Choice::Lora { spec, .. } = self.choice(m) else { return None };
         let &[o, i] = m.weight_shape().as_slice() else { return None };
-        // of an embedding [v, d] the table is the transpose
+        // LoRA adapts the transpose of an embedding's table `[v, d]`.
         let (o, i) = if m.last() == "embed_tokens" { (i, o) } else { (o, i) };
         let (a, b) = (self.ghost((spec.rank, i), self.dtype), self.ghost((o, spec.rank), self.dtype));
         Some((spec, a, b, (self.slot(spec.rank, i), self.slot(o, spec.rank))))
@@ -167,7 +167,7 @@ impl Weights for Ghosts<'_> {
         Ok(Some(Rows { ids: Arc::default(), index, values, slot }))
     }
 
-    /// Neighbours for whose modules the same is chosen.
+    /// Run lengths of adjacent experts with equal choices.
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         let mut out: Vec<usize> = Vec::new();
         let mut last = None;

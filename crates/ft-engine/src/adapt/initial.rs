@@ -1,7 +1,9 @@
-//! Updates that begin with what they take of the base (`lora.init`), and their adapters, which are of the base as it is.
+//! Base-derived LoRA initialization (`lora.init`), and export of the resulting adapters for the original
+//! base.
 //!
-//! Where the base lacks `s B0 A0`, what is trained is `W - s B0 A0 + s B A`. That is `W + s [B, -B0] [A; A0]`: an
-//! adapter of twice the rank and the same scale, as PEFT writes it with `path_initial_model_for_weight_conversion`.
+//! With `s B0 A0` subtracted from the base, the trained weight is `W - s B0 A0 + s B A = W + s [B, -B0] [A;
+//! A0]`: an adapter of twice the LoRA rank and equal scale, as written by PEFT with
+//! `path_initial_model_for_weight_conversion`.
 
 use super::selection::{Choice, Part, Selection};
 use super::{Error, Params, Trained, peft};
@@ -11,11 +13,11 @@ use crate::quant;
 use ft_recipe::{Decomposition, Recipe};
 use candle_core::Tensor;
 
-/// What a recipe's `lora.init` begins updates with, for those that it can: linears, with "loftq" those in 4 bits. The others
-/// begin as by default, as in PEFT.
+/// Initial factors for a recipe's `lora.init`, covering linears; with "loftq", 4-bit linears only. Other
+/// modules use the default initialization, as in PEFT.
 ///
 /// # Errors
-/// A tied head, whose weight is the embedding's too.
+/// A tied head, since the weight is shared with the embedding.
 pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initials>, Error> {
     let Some(how) = recipe.lora.init.decomposition() else { return Ok(None) };
     let mut of = Vec::new();
@@ -38,13 +40,13 @@ pub fn initials(recipe: &Recipe, selection: &Selection) -> Result<Option<Initial
     Ok(Some(Initials::new(how, recipe.run.seed, of.into_iter())))
 }
 
-/// Whether an update of a module begins with what `lora.init` makes of its weight.
+/// Whether `lora.init` initializes a module's LoRA from the base weight.
 pub fn begins(recipe: &Recipe, m: &Module) -> bool {
     let how = recipe.lora.init.decomposition();
     how.is_some_and(|how| matches!(m.kind, Kind::Linear { .. }) && (how.changes_base() || quant::takes(m)))
 }
 
-/// What the recipe's `lora.init` means, in a line, if it is of the base's weights.
+/// One-line description of a base-derived `lora.init`.
 pub fn line(how: Decomposition, quantized: bool) -> String {
     let begin = match how {
         Decomposition::Pissa => "A and B begin as the largest singular values of their weights (pissa)",
@@ -67,7 +69,7 @@ pub fn line(how: Decomposition, quantized: bool) -> String {
 }
 
 impl Selection {
-    /// The choices of the adapter that is written: twice the rank where the base lacks what an update began with.
+    /// Selection of the exported adapter: twice the LoRA rank for modules with a residual base weight.
     pub fn exported(&self, initials: Option<&Initials>) -> Self {
         let mut out = self.clone();
         let Some(initials) = initials.filter(|i| i.how().changes_base()) else { return out };
@@ -84,7 +86,8 @@ impl Selection {
 }
 
 impl Params {
-    /// What the base lacks of a trained tensor, with the dimension along which an adapter has it after what was trained.
+    /// Initial factors subtracted from the base for a trained tensor, with the dimension of concatenation
+    /// at export.
     fn lacking(&self, index: usize) -> Option<(std::sync::Arc<Factors>, usize)> {
         let t = &self.tensors[index];
         let dim = match t.part {
@@ -95,10 +98,10 @@ impl Params {
         Some((self.initials.as_ref()?.taken(&t.module)?, dim))
     }
 
-    /// What an adapter of the base as it is holds of a tensor: `value`, and what that base does not lack.
+    /// Converts a trained tensor for the original base: appends the initial factors to `value`.
     ///
     /// # Errors
-    /// Another shape than the tensor's.
+    /// A shape other than the tensor's.
     pub fn exported(&self, index: usize, value: &Tensor) -> candle_core::Result<Tensor> {
         match self.lacking(index) {
             None => Ok(value.clone()),
@@ -107,7 +110,7 @@ impl Params {
         }
     }
 
-    /// A trained tensor as an adapter of the base as it is holds it.
+    /// Descriptor of the exported tensor.
     pub fn exported_tensor(&self, index: usize) -> Trained {
         let mut t = self.tensors[index].clone();
         if let Some((_, dim)) = self.lacking(index) {
@@ -116,10 +119,11 @@ impl Params {
         t
     }
 
-    /// Of what such an adapter holds, what was trained; `None` where the rest is not what the base lacks.
+    /// Inverse of [`Params::exported`]: extracts the trained part; `None` if the rest differs from the
+    /// initial factors.
     ///
     /// # Errors
-    /// Another shape than [`Params::exported`] gives.
+    /// A shape other than that of [`Params::exported`].
     pub fn trained_of(&self, index: usize, held: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some((f, dim)) = self.lacking(index) else { return Ok(Some(held.clone())) };
         let rank = held.dim(dim)? / 2;

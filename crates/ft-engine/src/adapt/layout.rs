@@ -1,4 +1,4 @@
-//! Where trained tensors stand in the buffers of their units.
+//! Layout of trained tensors in the buffers of their units.
 
 use super::buffer::ALIGN;
 use super::moments::is_large;
@@ -8,20 +8,20 @@ use crate::model::sink::Slot;
 use ft_recipe::Method;
 use std::collections::BTreeSet;
 
-/// Where the kinds of tensors end in a unit's buffer, by unit: each is a range, and so is what is large, what is part of an
-/// adapter, and what has moments of its own.
+/// Ends of the kinds of tensors in a unit's buffer, by unit. The order makes each property a contiguous
+/// range: large tensors, adapter tensors, projected tensors.
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     pub large_full: Vec<usize>,
     /// Moments up to here can be in 8 bits.
     pub large: Vec<usize>,
     pub adapters: Vec<usize>,
-    /// Gradients up to here are not projected.
+    /// Gradients from here on are projected.
     pub plain: Vec<usize>,
     pub all: Vec<usize>,
 }
 
-/// Lays tensors out in units.
+/// Assigns slots to all tensors.
 pub(super) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec<Slot>, Ends) {
     let mut len = vec![0usize; units];
     let mut ends = [(); 5].map(|()| Vec::new());
@@ -51,7 +51,8 @@ pub(super) fn layout(tensors: &[Trained], units: usize, how: Projection) -> (Vec
     (slots, Ends { large_full, large, adapters, plain, all })
 }
 
-/// Units whose layers compute with master weights too: DoRA's magnitudes are applied in f32. Each rank has all of them.
+/// Units in which layers use the f32 master weights directly: DoRA's magnitudes are applied in f32. Every
+/// rank holds them in full.
 pub fn wide_units(parts: impl IntoIterator<Item = (usize, Part)>) -> BTreeSet<usize> {
     parts.into_iter().filter(|(_, part)| *part == Part::Magnitude).map(|(unit, _)| unit).collect()
 }

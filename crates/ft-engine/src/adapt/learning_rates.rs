@@ -1,5 +1,4 @@
-//! The learning rates that a run will use: what plans, checks and runs say comes from here, and so does what the
-//! optimizer does.
+//! Peak learning rates of a run: the single source for reports, checks and the optimizer.
 
 use super::selection::{Part, Selection};
 use super::{Error, params::Params};
@@ -7,25 +6,25 @@ use ft_recipe::{Method, Recipe};
 use serde::Serialize;
 use std::fmt;
 
-/// A peak learning rate, and what trains with it.
+/// A peak learning rate and the tensors trained with it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LearningRate {
-    /// The highest of the schedule.
+    /// Peak of the schedule, scale included.
     pub lr: f64,
-    /// How these tensors train.
+    /// Training method of these tensors.
     #[serde(serialize_with = "word")]
     pub method: Method,
-    /// The rule's factor, times that of LoRA's B, which is in `lr`.
+    /// Scale included in `lr`: the rule's `lr_scale`, times `lr_scale_b` for LoRA's B.
     pub lr_scale: f64,
-    /// Whether it is of LoRA's B alone.
+    /// Whether the tensors are LoRA's B with a scale of its own.
     pub lora_b: bool,
-    /// Whether it is of rows of tokens alone.
+    /// Whether the tensors are token rows.
     pub tokens: bool,
-    /// How many tensors.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Values in them.
+    /// Number of values.
     pub parameters: u64,
-    /// Where it comes from: `optimizer.lr`, or `default` (of the method).
+    /// Origin: `optimizer.lr`, or `default` for the method's default.
     pub from: &'static str,
 }
 
@@ -34,13 +33,13 @@ fn word<S: serde::Serializer>(method: &Method, s: S) -> Result<S::Ok, S::Error> 
 }
 
 impl LearningRate {
-    /// Peak before the factor.
+    /// Peak learning rate before scaling.
     pub fn base(&self, o: &ft_recipe::Optimizer) -> f64 {
         o.peak_lr(self.method)
     }
 }
 
-/// As `2e-4 (LoRA, by default, lr_scale 0.5)`.
+/// Formats as `2e-4 (LoRA, by default, lr_scale 0.5)`.
 impl fmt::Display for LearningRate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let method = match self.method {
@@ -58,7 +57,7 @@ impl fmt::Display for LearningRate {
     }
 }
 
-/// A learning rate with at most four digits.
+/// Formats a learning rate with up to four digits.
 pub fn short(lr: f64) -> String {
     let text = format!("{lr:.3e}");
     match text.split_once('e') {
@@ -67,12 +66,12 @@ pub fn short(lr: f64) -> String {
     }
 }
 
-/// All of them in a line.
+/// Formats all rates in one line.
 pub fn line(rates: &[LearningRate]) -> String {
     rates.iter().map(LearningRate::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// The rates of tensors by part, factor and number of values; the highest first.
+/// Groups tensors, given as part, scale and number of values, by learning rate; highest first.
 fn collect(o: &ft_recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64)>) -> Vec<LearningRate> {
     let mut rates: Vec<LearningRate> = Vec::new();
     for (part, lr_scale, parameters) in parts {
@@ -103,16 +102,16 @@ fn collect(o: &ft_recipe::Optimizer, parts: impl Iterator<Item = (Part, f64, u64
 }
 
 impl Selection {
-    /// The learning rates of what trains, the highest first.
+    /// Learning rates of the selection, highest first.
     pub fn learning_rates(&self, o: &ft_recipe::Optimizer) -> Vec<LearningRate> {
         let parts = self.parts();
         collect(o, parts.iter().map(|p| (p.part, p.lr_scale(), p.elements() as u64)))
     }
 
-    /// As [`Selection::learning_rates`], for a recipe that is going to be used.
+    /// As [`Selection::learning_rates`], with validation.
     ///
     /// # Errors
-    /// `min_lr` above one of them; one that is no number above 0 in f32.
+    /// `min_lr` above one of the rates; a rate that is zero or infinite in f32.
     pub fn check_learning_rates(&self, recipe: &Recipe) -> Result<Vec<LearningRate>, Error> {
         let o = &recipe.optimizer;
         let rates = self.learning_rates(o);
@@ -170,7 +169,7 @@ mod tests {
         Ok(line(&rates))
     }
 
-    /// LoRA+: B has a rate of its own.
+    /// LoRA+: B has a learning rate of its own.
     #[test]
     fn b_has_a_factor() -> anyhow::Result<()> {
         assert_eq!(
@@ -182,7 +181,7 @@ mod tests {
         Ok(())
     }
 
-    /// A rule of one method leaves the default of another alone.
+    /// A rule for one method does not affect another method's default.
     #[test]
     fn the_default_is_by_method() -> anyhow::Result<()> {
         assert_eq!(
@@ -199,7 +198,7 @@ mod tests {
     #[test]
     fn a_rate_that_cannot_be_is_refused() -> anyhow::Result<()> {
         for set in [
-            // between the default of LoRA and that in full
+            // between the defaults of LoRA and full training
             &["optimizer.min_lr=1e-4"][..],
             &["optimizer.lr=1e-30", "train.1.lr_scale=1e-30"],
             &["optimizer.lr=1e30", "train.1.lr_scale=1e30"],

@@ -1,5 +1,5 @@
-//! A build under way: each module's tensors as the decoder asks for them, frozen ones from the base, trained ones from
-//! their flat buffers.
+//! Loads a model's tensors as the decoder asks for them: frozen ones from the base, trained ones into their
+//! flat buffers.
 
 use super::buffer::Shard;
 use super::build::{Build, check_full, four_bit};
@@ -30,34 +30,34 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a build has come to.
+/// State of a build.
 pub(super) struct Loader<'a> {
     b: &'a Build<'a>,
     params: Params,
-    /// Number of each module.
+    /// Index of each module.
     numbers: HashMap<String, usize>,
-    /// Index of each trained tensor: a model may have tens of thousands.
+    /// Index of each trained tensor, hashed: a model may have tens of thousands.
     tensors: HashMap<(String, Part), usize>,
-    /// Tables of 4-bit types.
+    /// Tables of the 4-bit types.
     books: CodeBooks,
-    /// The unit that is being built, where what is frozen comes and goes.
+    /// The unit under construction, if frozen weights are sharded or offloaded.
     split: Option<Split<'a>>,
-    /// Its updates whose norms are to be computed once the unit can be gathered.
+    /// Adapters of this unit whose row norms are computed after gathering it.
     norms: Vec<Norms>,
     bar: Option<ProgressBar>,
 }
 
-/// A low-rank update that is not complete without the row norms of what it adapts.
+/// An adapter waiting for the row norms of the adapted matrix.
 struct Norms {
     module: Module,
     weight: Weight,
     lora: Lora,
-    /// DoRA's magnitude among the trained tensors, and where the squared norms of the frozen weight stand.
+    /// DoRA: index of the magnitude among the trained tensors, and location of the squared row norms.
     dora: Option<(usize, Place)>,
 }
 
 impl<'a> Loader<'a> {
-    /// At the beginning: what trains is allocated.
+    /// Allocates the trained tensors.
     pub(super) fn new(b: &'a Build<'a>) -> ft_base::Result<Self> {
         b.base.check()?;
         check_full(b.base, b.selection, b.adapter)?;
@@ -80,7 +80,7 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// Comes to a module: where that is another unit's, the one before is complete.
+    /// Moves on to a module; entering a new unit completes the previous one.
     fn come_to(&mut self, m: &Module) -> ft_base::Result<()> {
         let unit = m.unit(self.b.base.config.layers);
         if self.params.comes_and_goes() && self.split.as_ref().is_none_or(|s| s.unit != unit) {
@@ -90,7 +90,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Reads this rank's part of the unit that was built.
+    /// Reads this rank's part of the finished unit.
     fn complete(&mut self) -> ft_base::Result<()> {
         let Some(split) = self.split.take() else { return Ok(()) };
         let unit = split.unit;
@@ -99,7 +99,7 @@ impl<'a> Loader<'a> {
         if norms.is_empty() {
             return Ok(());
         }
-        // a tied head has the embedding's table
+        // A tied head uses the embedding's table.
         let tied = self.b.base.config.tied && unit == self.b.base.config.layers + 1;
         let units = std::iter::once(unit).chain(tied.then_some(0));
         for u in units.clone() {
@@ -112,7 +112,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// What an update needs of the norms of its weight, which is here.
+    /// Computes the row norms of a gathered weight: sets DoRA's magnitude, or validates the adapter.
     fn complete_norms(&self, unit: usize, n: Norms) -> ft_base::Result<()> {
         let Norms { module, weight, lora, dora } = n;
         let squares = weight.row_squares()?;
@@ -130,7 +130,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// A module's place in the model from 1, by which it draws its random numbers.
+    /// Index of a module in the model, from 1; seeds the module's random numbers.
     fn number(&self, m: &Module) -> u64 {
         self.numbers.get(&m.name).map_or(0, |i| *i as u64 + 1)
     }
@@ -143,21 +143,21 @@ impl<'a> Loader<'a> {
         self.tensors.get(&(m.name.clone(), part)).copied()
     }
 
-    /// Ends the bar; gives what was allocated.
+    /// Finishes the last unit and the progress bar.
     pub(super) fn end(mut self) -> ft_base::Result<Params> {
         self.complete()?;
         self.bar.inspect(|bar| bar.finish_and_clear());
         Ok(self.params)
     }
 
-    /// Moves the bar by what was read of a module.
+    /// Advances the progress bar by the bytes read for a module.
     fn was_read(&self, m: &Module, bias: bool, full: bool) {
         if let Some(bar) = &self.bar {
             bar.inc(self.b.base.bytes_of(m, bias, full));
         }
     }
 
-    /// Some values of a tensor of the base, as a vector on `device`.
+    /// Reads a range of a base tensor as a vector on `device`.
     fn base(
         &self,
         m: &Module,
@@ -172,7 +172,7 @@ impl<'a> Loader<'a> {
         Ok(t)
     }
 
-    /// The weight of a linear in 4 bits.
+    /// Loads the weight of a linear in 4 bits.
     fn blocks(&mut self, m: &Module, how: FourBit) -> ft_base::Result<QuantizedMatrix> {
         let of = (m, self.number(m));
         let blocks = match &mut self.split {
@@ -188,7 +188,7 @@ impl<'a> Loader<'a> {
         Ok(blocks)
     }
 
-    /// A frozen tensor: by itself, or a view of what comes and goes.
+    /// Loads a frozen tensor: a separate one, or a view if frozen weights are sharded or offloaded.
     fn frozen(&mut self, m: &Module, part: Part, shape: &[usize]) -> ft_base::Result<Tensor> {
         let (len, b, number) = (shape.iter().product(), self.b, self.number(m));
         let dtype = match part {
@@ -209,7 +209,7 @@ impl<'a> Loader<'a> {
         Ok(view.reshape(shape)?)
     }
 
-    /// A tensor of the base: a frozen one, or a trained one in its buffer.
+    /// Loads a tensor of the base: frozen, or trained in its buffer.
     fn tensor(&mut self, m: &Module, part: Part) -> ft_base::Result<(Tensor, Option<Slot>)> {
         self.come_to(m)?;
         let shape = if part == Part::Bias { vec![m.bias().unwrap_or(0)] } else { m.weight_shape() };
@@ -226,7 +226,7 @@ impl<'a> Loader<'a> {
         Ok((self.params.view(i)?, self.b.allocate.train.then_some(self.params.slots[i])))
     }
 
-    /// Fills A and B from the adapter or with their initial values.
+    /// Fills A and B from the adapter, or initializes them. Returns whether they came from the adapter.
     fn init_lora(&self, m: &Module, a: usize, b: usize) -> ft_base::Result<bool> {
         if let Some(adapter) = self.b.adapter {
             let (ta, tb) = (adapter.get(&self.params.tensors[a])?, adapter.get(&self.params.tensors[b])?);
@@ -242,8 +242,8 @@ impl<'a> Loader<'a> {
             return Ok(false);
         }
         let embedding = matches!(m.kind, Kind::Embedding { .. });
-        // PEFT: A Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i), and B zero;
-        // on an embedding A zero and B standard normal
+        // PEFT's initialization: A is Kaiming-uniform with a = sqrt(5), that is uniform within 1 / sqrt(i),
+        // and B zero; on an embedding, A is zero and B standard normal.
         let (index, stream) = if embedding { (b, 1) } else { (a, 0) };
         let t = &self.params.tensors[index];
         let s = Stream::new(self.b.seed, Purpose::Adapter, stream, self.number(m));
@@ -312,7 +312,7 @@ impl Weights for Loader<'_> {
             dora: None,
         };
         if let Some(split) = &mut self.split {
-            // the weight is not here
+            // The weight is not in memory yet.
             let mut dora = None;
             if let Some(i) = self.tensors.get(&(m.name.clone(), Part::Magnitude)) {
                 let (place, row_squares) = split.place(DType::F32, weight.dims()?.0)?;
@@ -332,8 +332,8 @@ impl Weights for Loader<'_> {
         if !spec.dora
             && let Some(adapter) = self.b.adapter
         {
-            // PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, and these must
-            // be such that they change nothing
+            // PEFT has a single DoRA switch: an adapter with DoRA stores magnitudes for plain LoRA too,
+            // which must be neutral.
             let norms = || lora.norms(weight, &weight.row_squares()?)?.real().cloned();
             adapter.check_neutral(m, &norms)?;
         }
@@ -388,7 +388,7 @@ impl Weights for Loader<'_> {
     }
 }
 
-/// The scales of a weight's blocks, of which each rank makes a part.
+/// Computes the scales of a weight's blocks in parallel on all ranks and gathers them.
 fn all_scales(
     m: &Module,
     values: usize,

@@ -1,4 +1,4 @@
-//! What trains: selection of modules, the buffers of trained tensors, LoRA's initial values, PEFT files.
+//! Trained parameters: module selection, flat buffers, LoRA initialization, PEFT files.
 
 pub mod adapter;
 pub mod buffer;
@@ -28,63 +28,54 @@ pub use selection::{Choice, Selection, Trained};
 
 use ft_base::error::{ExitCode, Failure};
 
-/// Problems of adapters and selection.
+/// Errors in adapters and selections.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A `[[train]]` rule cannot be applied to this model.
+    /// A `[[train]]` rule does not apply to this model.
     #[error("{place}: train.{rule}: {why}")]
     Rule {
-        /// Where the rule stands.
+        /// File and line of the rule.
         place: String,
-        /// Its number, from 0.
+        /// Index of the rule, from 0.
         rule: usize,
-        /// What is wrong.
         why: String,
     },
-    /// Nothing trains.
+    /// No tensor trains.
     #[error("{place}: nothing trains\n  hint: add a [[train]] rule, or name an adapter in lora.init")]
     Nothing {
-        /// The recipe.
+        /// File of the recipe.
         place: String,
     },
-    /// Initial values that cannot be.
+    /// `lora.init` cannot be applied.
     #[error("{place}: {why}")]
     Initial {
-        /// Where `lora.init` stands.
+        /// File and line of `lora.init`.
         place: String,
-        /// What is wrong.
         why: String,
     },
-    /// A learning rate that cannot be.
+    /// An unusable learning rate.
     #[error("{place}: {why}")]
     LearningRate {
-        /// Where it stands.
+        /// File and line of the key.
         place: String,
-        /// What is wrong.
         why: String,
     },
-    /// An adapter's config or tensors.
+    /// An invalid adapter config or tensor.
     #[error("{file}: {why}")]
-    Peft {
-        /// The file.
-        file: String,
-        /// What is wrong.
-        why: String,
-    },
-    /// What a rule or adapter asks of a 4-bit weight.
+    Peft { file: String, why: String },
+    /// A rule or adapter not applicable to a 4-bit weight.
     #[error("{module}: {why}")]
     FourBit {
-        /// The module.
+        /// Module or key.
         module: String,
-        /// What is wrong, and what to do.
+        /// Reason and hint.
         why: String,
     },
-    /// A base that cannot take the adapter in.
+    /// An adapter that cannot be merged into the base.
     #[error("{dir}: {why}")]
     Merge {
-        /// The base's folder.
+        /// Folder of the base.
         dir: String,
-        /// What is wrong.
         why: String,
     },
 }

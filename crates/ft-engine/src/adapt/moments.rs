@@ -1,4 +1,4 @@
-//! AdamW's moments of a unit's buffer, as far as a rank holds them: in f32, or in 8 bits for large tensors.
+//! AdamW's moments for this rank's part of a unit's buffer: f32, or 8 bits for large tensors.
 
 use super::buffer::{Held, common};
 use ft_kernels::optimizer::{BLOCK, EightBit, finite, maps};
@@ -7,19 +7,19 @@ use ft_kernels::{Tensor, optimizer};
 use candle_core::{DType, Device, Result};
 use std::ops::Range;
 
-/// Running means of gradients and of their squares.
+/// First and second moments of gradients.
 #[derive(Debug)]
 pub struct Moments {
-    /// In 8 bits, those of large tensors; none where all are in f32.
+    /// 8-bit moments of large tensors; `None` if all are f32.
     coded: Option<Coded>,
-    /// In f32, the others.
+    /// f32 moments of the remaining tensors.
     wide: [Held; 2],
 }
 
-/// Moments in 8 bits.
+/// 8-bit moments.
 #[derive(Debug)]
 struct Coded {
-    /// Which elements of the buffer: blocks but for the last.
+    /// Element range in the buffer; block-aligned, except for the end.
     at: Range<usize>,
     all: EightBit,
 }
@@ -27,18 +27,17 @@ struct Coded {
 /// Views of the moments of a range.
 #[derive(Debug)]
 pub enum Of {
-    /// In f32.
     Wide([Tensor; 2]),
-    /// In 8 bits.
     Coded(Box<EightBit>),
 }
 
 impl Moments {
-    /// Zeros for a range of a buffer, of which the first `large` elements have theirs in 8 bits.
+    /// Zero-filled moments for a range of a buffer; those of the first `large` elements of the buffer are
+    /// in 8 bits.
     pub(super) fn new(at: &Range<usize>, large: usize, home: &Device) -> Result<Self> {
         let (coded, wide) = (common(at, &(0..large)), common(at, &(large..at.end.max(large))));
         let (n, wide) = (coded.len(), || Held::zeros(wide.clone(), home));
-        // all zero, in the gaps between tensors too, which no checkpoint holds
+        // Zero everywhere, including the gaps between tensors, which checkpoints do not store.
         let codes = |zero: u8| Real::full(zero, n, home).map(Tensor::Real);
         let scales = || Tensor::zeros(n.div_ceil(BLOCK), DType::F32, home);
         let coded = match n {
@@ -55,15 +54,15 @@ impl Moments {
         Ok(Self { coded, wide: [wide()?, wide()?] })
     }
 
-    /// What of a range of the buffer is here, in 8 bits and in f32.
+    /// Intersections of a range with the 8-bit part and the f32 part.
     pub fn parts(&self, range: &Range<usize>) -> [Range<usize>; 2] {
         [self.coded.as_ref().map_or(0..0, |c| common(&c.at, range)), common(&self.wide[0].at, range)]
     }
 
-    /// Views of a range that is one of [`Moments::parts`].
+    /// Views of a range returned by [`Moments::parts`].
     ///
     /// # Errors
-    /// A range that is not all here, or does not begin with a block.
+    /// A range not fully held by this rank, or not starting at a block boundary.
     pub fn of(&self, range: Range<usize>) -> Result<Of> {
         let Some(c) = self.coded.as_ref().filter(|c| c.at.start <= range.start && range.end <= c.at.end)
         else {
@@ -84,15 +83,15 @@ impl Moments {
         })))
     }
 
-    /// Whether those of a range are finite, as far as they are here.
+    /// Whether the locally held moments of a range are finite.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device errors.
     pub fn finite(&self, range: &Range<usize>) -> Result<bool> {
         for part in self.parts(range).into_iter().filter(|r| !r.is_empty()) {
             let [m, v] = match self.of(part)? {
                 Of::Wide(all) => all,
-                // a code is a share of its scale
+                // Codes are fractions of a scale, so checking the scales is enough.
                 Of::Coded(all) => all.scales,
             };
             if !(finite(&m)? && finite(&v)?) {
@@ -102,24 +101,24 @@ impl Moments {
         Ok(true)
     }
 
-    /// Whether some are in 8 bits.
+    /// Whether some moments are in 8 bits.
     pub fn is_coded(&self) -> bool {
         self.coded.is_some()
     }
 
-    /// Bytes that they take.
+    /// Memory of the moments, in bytes.
     pub fn bytes(&self) -> u64 {
         let coded = self.coded.as_ref().map_or(0, |c| bytes(c.at.len()));
         coded + 8 * self.wide[0].at.len() as u64
     }
 }
 
-/// Bytes of both moments of so many values in 8 bits.
+/// Bytes of both 8-bit moments for `n` values.
 pub fn bytes(n: usize) -> u64 {
     2 * (n + 4 * n.div_ceil(BLOCK)) as u64
 }
 
-/// Whether a tensor of so many values has its moments in 8 bits, where `optimizer.name` says so.
+/// Whether a tensor of `n` values has 8-bit moments under an 8-bit `optimizer.name`.
 pub fn is_large(n: usize) -> bool {
     n >= optimizer::SMALLEST
 }

@@ -1,10 +1,11 @@
-//! The trained tensors in flat buffers: one set a unit of the walk.
+//! Trained tensors in flat buffers, one set per unit of the walk.
 //!
-//! A unit (embedding, each layer, head) holds all its trained tensors end to end, so that reduce, norm, clip
-//! and optimizer are one pass a unit. The layers get views into the `compute` buffer: a step changes them in
-//! place and nothing is copied around, but where master weights and moments live on the host (`memory.offload`).
-//! Of what ranks split, each holds a range of every unit's buffer, and of weights that live on the host the device holds
-//! none: what the layers compute with is then gathered for a visit to the unit, and released after it.
+//! A unit (embedding, layer or head) stores all trained tensors end to end, so that reduction, norm,
+//! clipping and optimizer take one pass per unit. Layers use views of the `compute` buffer; a step updates
+//! it in place, without copies, unless master weights and moments are offloaded to the host
+//! (`memory.offload`). With ZeRO, a rank holds a range of every unit's buffer; with offloaded weights, the
+//! device holds nothing permanently. In both cases compute weights are gathered before a visit to the unit
+//! and released afterwards.
 
 use super::buffer::{Buffer, Held, Shard, common};
 use super::layout::{layout, wide_units};
@@ -25,147 +26,149 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The buffers of one unit.
+/// Buffers of one unit.
 #[derive(Debug)]
 pub struct Unit {
-    /// Elements, gaps between tensors included.
+    /// Length in elements, including gaps between tensors.
     pub len: usize,
-    /// The part that is this rank's where something is split: each rank has another.
+    /// This rank's range, if anything is sharded.
     pub part: Range<usize>,
-    /// What the layers compute with, in the compute dtype.
+    /// Weights used by the layers, in the compute dtype.
     pub compute: Buffer,
-    /// f32 master weights of the elements that keep some; what is held of the compute buffer where that is f32 and lives in
-    /// the same place.
+    /// f32 master weights: this rank's share of the range `kept`. Shares memory with the held part of
+    /// `compute` if that is f32 on the same device.
     pub master: Held,
-    /// The elements that keep master weights. Of the others the compute buffer is all there is: see [`Unit::draws`].
+    /// Elements with master weights. For all others, the compute buffer is the only copy: see
+    /// [`Unit::draws`].
     pub kept: Range<usize>,
-    /// Its number in the walk, and the seed by which values are rounded that keep no master weights.
+    /// Unit index in the walk, and seed of stochastic rounding for elements without master weights.
     number: usize,
     seed: u64,
-    /// The master weights once more, where layers compute with them too and they come and go.
+    /// f32 copy for layers that use master weights directly, if sharded or offloaded.
     pub wide: Option<Buffer>,
-    /// Whether every rank has all master weights of this unit, whatever its part is.
+    /// Whether every rank holds all master weights of this unit.
     pub replicated: bool,
-    /// Gradients, f32; none when nothing is trained (an adapter that is only used), or each unit is updated in its
-    /// backward visit.
+    /// f32 gradients; `None` in inference, or if the unit is updated during backward.
     pub grads: Option<Held>,
-    /// AdamW's moments, but for those of what is projected.
+    /// AdamW's moments, except for projected matrices.
     pub moments: Option<Moments>,
-    /// GaLore's states, of matrices whose gradients are projected.
+    /// GaLore state of projected matrices.
     pub projected: Vec<Projected>,
 }
 
 /// All trained tensors of a model.
 #[derive(Debug)]
 pub struct Params {
-    /// What trains, in the order of the forward pass.
+    /// Trained tensors in the order of the forward pass.
     pub tensors: Vec<Trained>,
-    /// Where each stands.
+    /// Slot of each tensor.
     pub slots: Vec<Slot>,
-    /// Buffers by unit; `None` where nothing trains.
+    /// Buffers by unit; `None` if nothing trains.
     pub units: Vec<Option<Unit>>,
-    /// Frozen weights by unit, where they come and go; else they are tensors by themselves.
+    /// Frozen weights by unit, if sharded or offloaded; otherwise empty.
     pub frozen: Vec<Vec<Buffer>>,
-    /// Whether master weights and moments live on the host.
+    /// Whether master weights and moments are on the host.
     pub offloaded: bool,
-    /// Whether what the layers compute with lives on the host, and comes for each visit.
+    /// Whether compute weights are on the host and copied to the device for each visit.
     pub weights_offloaded: bool,
-    /// Whether buffers of what crosses between the host and the device are page-locked.
+    /// Whether host buffers for transfers are page-locked.
     pub pin: bool,
-    /// Whether moments of large tensors are in 8 bits.
+    /// Whether large tensors have 8-bit moments.
     pub eight_bit: bool,
-    /// How gradients are projected.
+    /// Gradient projection.
     pub projection: Projection,
-    /// Whether each unit is updated in its backward visit.
+    /// Whether units are updated during the backward pass.
     pub in_backward: bool,
-    /// What of it this rank holds.
+    /// Sharding and this rank's share.
     pub shard: Shard,
-    /// What low-rank updates began with, where the base gave it.
+    /// LoRA initializations from the base, if any.
     pub initials: Option<Arc<Initials>>,
-    /// Whether all gradients are zero since an update that left them so.
+    /// Whether all gradients are zero already, left so by the last update.
     pub zeroed: AtomicBool,
 }
 
-/// What is allocated beside the values that the layers compute with.
+/// Options for allocations besides the compute weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Allocate {
     /// Gradients and moments.
     pub train: bool,
-    /// No gradients that stay: each unit's live in its backward visit (`optimizer.in_backward`).
+    /// No persistent gradients: a unit's gradients exist during its backward visit
+    /// (`optimizer.in_backward`).
     pub in_backward: bool,
     /// Master weights and moments on the host (`memory.offload = ["optimizer"]`).
     pub offload: bool,
-    /// What layers compute with on the host, frozen weights too (`memory.offload = ["params"]`).
+    /// Compute weights on the host, frozen ones included (`memory.offload = ["params"]`).
     pub offload_weights: bool,
-    /// Host memory that values cross from or to page-locked (`memory.pin`).
+    /// Page-locked host memory for transfers (`memory.pin`).
     pub pin: bool,
-    /// Moments of large tensors in 8 bits (`optimizer.name = "adamw8bit"`).
+    /// 8-bit moments for large tensors (`optimizer.name = "adamw8bit"`).
     pub eight_bit: bool,
-    /// No f32 master weights of what trains in full, where layers compute in 16 bits: its new values are rounded by the
-    /// random numbers of this seed (`optimizer.master = "none"`).
+    /// Seed of stochastic rounding for fully trained 16-bit weights without f32 master weights
+    /// (`optimizer.master = "none"`).
     pub rounding: Option<u64>,
-    /// Directions that gradients are projected onto (`optimizer.name = "galore"`); 0 for none.
+    /// Rank of gradient projection (`optimizer.name = "galore"`); 0 disables it.
     pub project: usize,
-    /// What of them is this rank's.
+    /// Sharding and this rank's share.
     pub shard: Shard,
 }
 
 impl Unit {
-    /// The buffers of which a rank updates its part, and needs all.
+    /// Buffers updated by parts on each rank but needed in full by all.
     pub fn shared(&self) -> impl Iterator<Item = &Tensor> {
         let apart = self.replicated && !self.is_master();
         std::iter::once(&self.compute.held.values).chain(apart.then_some(&self.master.values))
     }
 
-    /// Whether elements have master weights; what trains in full in 16 bits may have none.
+    /// Whether all elements of a range have master weights; fully trained 16-bit weights may have none.
     pub fn keeps(&self, range: &Range<usize>) -> bool {
         self.kept.start <= range.start && range.end <= self.kept.end
     }
 
-    /// The parts of a range, each of which has master weights or has none.
+    /// Splits a range into parts without, with, and without master weights.
     pub fn by_kept(&self, range: &Range<usize>) -> [Range<usize>; 3] {
         let ends = [0..self.kept.start, self.kept.clone(), self.kept.end..self.len];
         ends.map(|part| common(&part, range))
     }
 
-    /// The random numbers by which update `t` (from 1) rounds elements from `start` on that have no master weights.
+    /// Random numbers for stochastic rounding in update `t` (from 1), for elements from `start`.
     pub fn draws(&self, t: u64, start: usize) -> Draws {
         Draws::new(self.seed, t, self.number, start)
     }
 
-    /// The values of elements that have master weights, or have none: in f32, or as the layers compute with them.
+    /// Authoritative values of a range: f32 master weights, or compute weights if there are no master
+    /// weights.
     ///
     /// # Errors
-    /// A range that is not all here.
+    /// A range not fully held by this rank.
     pub fn values(&self, range: Range<usize>) -> Result<Tensor> {
         if self.keeps(&range) { self.master.of(range) } else { self.compute.held.of(range) }
     }
 
-    /// Gives what the layers compute with new values of the master weights, where it lives.
+    /// Copies master weights to the compute buffer, converting dtype and device.
     ///
     /// # Errors
-    /// A range that is not all here; of the device.
+    /// A range not fully held by this rank; device errors.
     pub fn refresh(&self, range: Range<usize>) -> Result<()> {
         if self.is_master() || !self.keeps(&range) {
             return Ok(());
         }
         let (values, to) = (self.master.of(range.clone())?, self.compute.held.of(range)?);
         let values = match self.compute.whole.dtype() {
-            // a tensor of its own: the master weights are another
+            // A separate tensor, not a view of the master weights.
             DType::F32 => values.force_contiguous()?,
             dtype => values.to_dtype(dtype)?,
         };
         to.slice_set(&values.real()?.to_device(to.real()?.device())?.into(), 0, 0)
     }
 
-    /// Whether what is held of the compute buffer is the master weights.
+    /// Whether the held compute weights and the master weights are the same memory.
     pub fn is_master(&self) -> bool {
         self.master.is(&self.compute.held.values)
     }
 }
 
 impl Params {
-    /// Zero-filled buffers for these tensors.
+    /// Allocates zero-filled buffers for these tensors.
     pub fn new(
         tensors: Vec<Trained>,
         units: usize,
@@ -195,7 +198,7 @@ impl Params {
                 let same = dtype == DType::F32 && offload == offload_weights;
                 let wide = wide.contains(&number);
                 let replicated = !split && (same || shard.stage == 0 || wide);
-                // where layers compute with some master weights, all of the unit's are kept
+                // If layers use some master weights directly, the whole unit keeps them.
                 let kept = match what.rounding.is_none() || dtype == DType::F32 || wide {
                     true => 0..len,
                     false => ends.large_full[number]..ends.adapters[number],
@@ -205,7 +208,7 @@ impl Params {
                     (_, true) => Held::zeros(kept.clone(), home)?,
                     _ => Held::zeros(common(&states, &kept), home)?,
                 };
-                // in f32 what the layers compute with has the same values
+                // In f32, the compute buffer has the same values.
                 let wide = match apart
                     && wide
                     && dtype != DType::F32
@@ -259,10 +262,10 @@ impl Params {
         })
     }
 
-    /// The buffers that hold a slot.
+    /// Buffers of a slot's unit.
     ///
     /// # Errors
-    /// Nothing of its unit trains.
+    /// A unit without trained tensors.
     pub fn unit(&self, slot: &Slot) -> Result<&Unit> {
         match self.units.get(slot.unit) {
             Some(Some(u)) => Ok(u),
@@ -275,13 +278,13 @@ impl Params {
         self.tensors.iter().position(|t| t.name == name)
     }
 
-    /// What the layers compute with: a view of the shape that files have.
+    /// View of the compute weights, in the shape used in files.
     pub fn view(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
         slot.view(&self.unit(slot)?.compute.whole)?.reshape(self.tensors[index].shape.as_slice())
     }
 
-    /// As [`Params::view`], in f32 where the master weights are on the device.
+    /// As [`Params::view`], but in f32 if master weights are on the device.
     pub fn wide_view(&self, index: usize) -> Result<Tensor> {
         let (slot, shape) = (&self.slots[index], self.tensors[index].shape.as_slice());
         let unit = self.unit(slot)?;
@@ -293,42 +296,42 @@ impl Params {
         }
     }
 
-    /// Whether ranks split what the layers compute with.
+    /// Whether compute weights are sharded (ZeRO stage 3).
     pub fn is_split(&self) -> bool {
         self.shard.is_split()
     }
 
-    /// Whether what the layers compute with comes for a visit and goes after it: from other ranks, or from the host.
+    /// Whether compute weights are gathered for a visit and released afterwards: sharded or offloaded.
     pub fn comes_and_goes(&self) -> bool {
         self.is_split() || self.weights_offloaded
     }
 
-    /// What of a unit has to be gathered before its layer can compute.
+    /// Buffers to gather before a unit can compute.
     fn gathered(&self, unit: usize) -> impl Iterator<Item = &Buffer> {
         let trained = self.units.get(unit).and_then(Option::as_ref);
         let own = trained.into_iter().flat_map(|u| std::iter::once(&u.compute).chain(&u.wide));
         self.frozen.get(unit).into_iter().flatten().chain(own).filter(|b| b.is_apart())
     }
 
-    /// Begins to bring all weights of a unit here, where they come and go; where ranks split them it is a collective. They
-    /// are there for what is computed once each arrival was waited for.
+    /// Starts gathering all weights of a unit, if sharded or offloaded; collective if sharded. The weights
+    /// are usable after waiting for every arrival.
     ///
     /// # Errors
-    /// A rank that is lost; of the device.
+    /// A lost rank; device errors.
     pub fn gather(&self, unit: usize, comm: &dyn Comm) -> ft_base::Result<Vec<Arrival>> {
         let at = At::unit("the gathering of weights", unit);
         self.gathered(unit).map(|b| b.gather(at, self.shard, comm)).collect()
     }
 
-    /// Gives the device's memory of a unit's weights back, where they come and go: what is held stays.
+    /// Frees the device memory of a unit's gathered weights. Held parts remain.
     ///
     /// # Errors
-    /// Of the device.
+    /// Device errors.
     pub fn release(&self, unit: usize) -> Result<()> {
         self.gathered(unit).try_for_each(|b| vacate(&b.whole))
     }
 
-    /// The elements of a tensor that this rank has to set.
+    /// Elements of a tensor to be set by this rank.
     ///
     /// # Errors
     /// As [`Params::unit`].
@@ -338,23 +341,23 @@ impl Params {
         Ok(if here.is_empty() { 0..0 } else { here.start - slot.offset..here.end - slot.offset })
     }
 
-    /// The values of a tensor that stay: a view of the master weights, or of what the layers compute with where there are
-    /// none.
+    /// Authoritative values of a tensor: a view of the master weights, or of the compute weights if there
+    /// are none.
     ///
     /// # Errors
-    /// A tensor of which this rank holds only a part.
+    /// A tensor only partly held by this rank.
     pub fn master(&self, index: usize) -> Result<Tensor> {
         let slot = &self.slots[index];
         self.unit(slot)?.values(slot.range())?.reshape(self.tensors[index].shape.as_slice())
     }
 
-    /// Whether this rank has all values of what trains.
+    /// Whether this rank holds the authoritative values of all trained tensors.
     pub fn has_masters(&self) -> bool {
         let whole = |u: &Unit| u.kept == (0..u.len) || u.compute.held.at == (0..u.len);
         self.units.iter().flatten().all(|u| u.master.at == u.kept && whole(u))
     }
 
-    /// What the values of a tensor are in that stay: f32 where it has master weights.
+    /// Dtype of a tensor's authoritative values: f32 with master weights.
     ///
     /// # Errors
     /// As [`Params::unit`].
@@ -364,7 +367,7 @@ impl Params {
         Ok(if unit.keeps(&slot.range()) { DType::F32 } else { unit.compute.whole.dtype() })
     }
 
-    /// The gradient of a tensor, as a view.
+    /// View of a tensor's gradient.
     ///
     /// # Errors
     /// As [`Params::master`].
@@ -374,7 +377,7 @@ impl Params {
         grads.as_ref().map(|g| g.whole(slot, &self.tensors[index].shape)).transpose()
     }
 
-    /// GaLore's states of a tensor, if its gradient is projected.
+    /// GaLore state of a tensor, if the gradient is projected.
     pub fn projected(&self, index: usize) -> Option<&Projected> {
         self.unit(&self.slots[index]).ok()?.projected.iter().find(|p| p.index == index)
     }
@@ -384,7 +387,7 @@ impl Params {
         self.eight_bit && is_large(self.tensors[index].elements())
     }
 
-    /// Sets a tensor, master and compute copy, as far as they are here.
+    /// Sets the locally held part of a tensor, in master and compute weights.
     pub fn set(&self, index: usize, value: &Real) -> Result<()> {
         let slot = &self.slots[index];
         if value.elem_count() != slot.rows * slot.cols {
@@ -393,15 +396,15 @@ impl Params {
         self.set_from(index, 0, value)
     }
 
-    /// As [`Params::set`], of the values from element `first` of the tensor on.
+    /// As [`Params::set`], for the values from element `first` of the tensor on.
     pub fn set_from(&self, index: usize, first: usize, value: &Real) -> Result<()> {
-        // a device launches nothing for no values, and says so
+        // CUDA rejects launches without elements.
         if value.elem_count() == 0 {
             return Ok(());
         }
         let slot = &self.slots[index];
         let unit = self.unit(slot)?;
-        // rounded where the value is, which is the host nearly always
+        // Converted on the device of `value`, nearly always the host.
         let flat = value.to_dtype(DType::F32)?.contiguous()?.flatten_all()?;
         unit.master.set(slot.offset + first, &flat)?;
         let dtype = unit.compute.whole.dtype();
@@ -411,23 +414,23 @@ impl Params {
         Ok(())
     }
 
-    /// Where the master weights of a trained tensor are: its values are best read to there.
+    /// Device of a tensor's master weights; the best one to read values to.
     pub fn home(&self, index: usize) -> Result<&Device> {
         Ok(self.unit(&self.slots[index])?.master.values.real()?.device())
     }
 
-    /// Gradient buffers by unit, as a [`crate::model::sink::Sink`] takes them.
+    /// Gradient buffers by unit, for a [`crate::model::sink::Sink`].
     pub fn grads(&self) -> Vec<Option<Tensor>> {
         let grads = |u: &Unit| u.grads.as_ref().map(|g| g.values.clone());
         self.units.iter().map(|u| u.as_ref().and_then(grads)).collect()
     }
 
-    /// Elements of each unit's buffers.
+    /// Buffer length of every unit, in elements.
     pub fn lens(&self) -> Vec<usize> {
         self.units.iter().map(|u| u.as_ref().map_or(0, |u| u.len)).collect()
     }
 
-    /// Sets all gradients to zero, before they are summed anew: nothing to do where the last update did.
+    /// Zeroes all gradients, unless the last update left them zero.
     pub fn zero_grads(&self) -> Result<()> {
         if self.zeroed.swap(false, Ordering::Relaxed) {
             return Ok(());
@@ -435,8 +438,8 @@ impl Params {
         self.units.iter().flatten().filter_map(|u| u.grads.as_ref()).try_for_each(|g| g.values.zero_set())
     }
 
-    /// As [`Params::zero_grads`], where a sink adds to these buffers and can write over what an earlier step left: the parts
-    /// that it is to write over.
+    /// As [`Params::zero_grads`], but if the sink can overwrite leftovers of an earlier step, returns the
+    /// slots to overwrite instead of zeroing them.
     pub fn new_sums(&self) -> Result<&[Slot]> {
         let mut grads = self.units.iter().flatten().filter_map(|u| u.grads.as_ref());
         if !self.zeroed.load(Ordering::Relaxed) && grads.all(|g| is_native(&g.values)) {
@@ -450,7 +453,7 @@ impl Params {
         self.tensors.iter().map(Trained::elements).sum()
     }
 
-    /// Lowest unit that holds a trained tensor.
+    /// Lowest unit with a trained tensor.
     pub fn lowest_unit(&self) -> Option<usize> {
         self.tensors.iter().map(|t| t.unit).min()
     }

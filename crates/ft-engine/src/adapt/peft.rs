@@ -1,4 +1,4 @@
-//! PEFT's `adapter_config.json`, written; [`super::peft_config`] reads it.
+//! Writes PEFT's `adapter_config.json`; [`super::peft_config`] reads it.
 
 use super::selection::{Choice, Selection};
 use crate::model::modules::Module;
@@ -6,13 +6,14 @@ use ft_recipe::LoraSpec;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
-/// What stands in front of every key of an adapter file.
+/// Prefix of all keys in an adapter file.
 pub const PREFIX: &str = "base_model.model.";
 
-/// The `adapter_config.json` of a selection.
+/// Builds the `adapter_config.json` of a selection.
 ///
-/// `r` and `lora_alpha` are those of the most modules; the rest go to `rank_pattern` and `alpha_pattern`. With
-/// rsLoRA on some modules only, the others' alpha is scaled so that `alpha / sqrt(rank)` is right for all.
+/// `r` and `lora_alpha` are the most common values; exceptions go to `rank_pattern` and `alpha_pattern`. If
+/// only some modules use rsLoRA, `use_rslora` is false and their alpha is adjusted so that `alpha / rank`
+/// yields the correct scale.
 pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) -> Value {
     let loras: Vec<(&Module, LoraSpec)> = selection
         .modules
@@ -23,7 +24,7 @@ pub fn config_json(selection: &Selection, base: &str, revision: Option<&str>) ->
         })
         .collect();
     let rslora = loras.iter().all(|(_, s)| s.rslora) && !loras.is_empty();
-    // alpha as PEFT must read it to get our scale
+    // Alpha for PEFT to arrive at our scale.
     let alpha = |s: &LoraSpec| {
         let scale = scale(s);
         if rslora {
@@ -97,18 +98,18 @@ fn number(x: f64) -> Value {
     if x.fract() == 0.0 && x.abs() < 1e15 { json!(x as i64) } else { json!(x) }
 }
 
-/// LoRA's factor: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+/// LoRA scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
 pub fn scale(s: &LoraSpec) -> f64 {
     if s.rslora { s.alpha / (s.rank as f64).sqrt() } else { s.alpha / s.rank as f64 }
 }
 
-/// The shortest names that are exact: last components where every module of that name has LoRA, full names
+/// Shortest unambiguous names: the last component if all modules of that name have LoRA, full names
 /// otherwise.
 fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value {
     if loras.is_empty() {
         return json!("dummy-target-modules");
     }
-    // last components of which a module has no LoRA
+    // Last components of modules without LoRA.
     let partial: HashSet<&str> = selection
         .modules
         .iter()
@@ -125,11 +126,11 @@ fn target_modules(selection: &Selection, loras: &[(&Module, LoraSpec)]) -> Value
     json!(out)
 }
 
-/// Names for `modules_to_save`: the shortest ends of names that no other module shares.
+/// Names for `modules_to_save`: the shortest unique suffixes.
 fn saved_modules(selection: &Selection) -> Vec<String> {
     let full: Vec<&Module> =
         selection.modules.iter().filter(|(_, c)| matches!(c, Choice::Full { .. })).map(|(m, _)| m).collect();
-    // names backwards and sorted: those that share an end stand side by side
+    // Reversed and sorted, names with a common suffix are adjacent.
     let mut backwards: Vec<String> =
         selection.modules.iter().map(|(m, _)| m.name.chars().rev().collect()).collect();
     backwards.sort();
@@ -143,7 +144,7 @@ fn saved_modules(selection: &Selection) -> Vec<String> {
             let parts: Vec<&str> = m.name.split('.').collect();
             for from in (0..parts.len()).rev() {
                 let end = parts[from..].join(".");
-                // an index alone could end another stack's name
+                // An index alone could be the suffix of a name in another module list.
                 if !shared(&end) && !end.starts_with(|c: char| c.is_ascii_digit()) {
                     return end;
                 }

@@ -1,8 +1,8 @@
-//! PEFT's `adapter_config.json`, read by an allow list of keys, and of the values and types of each.
+//! Reads PEFT's `adapter_config.json` with an allow-list of keys, value types and values.
 //!
-//! A key is honoured, or changes no number whatever it says, or has to say that it is off. Everything
-//! else is refused by name: a value of another type too, which Python would take for true or fail at. The list is
-//! `LoraConfig` of PEFT 0.18 to 0.21; `null` is what PEFT writes for most keys that are not used.
+//! A key is either supported, or without effect on the numbers, or must be off. Everything else is refused
+//! by name, including values of a wrong type, which Python would coerce or fail on. The list covers
+//! `LoraConfig` of PEFT 0.18 to 0.21; PEFT writes `null` for most unused keys.
 
 use super::Error;
 use super::selection::whole;
@@ -16,30 +16,30 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a key may say beside `null`.
+/// Accepted values of a key, besides `null`.
 #[derive(Clone, Copy)]
 enum Says {
-    /// What [`PeftConfig::parse`] makes of it.
+    /// Interpreted by [`PeftConfig::parse`].
     Read,
-    /// Any text: it changes no number.
+    /// Any string; no effect on the numbers.
     Text,
-    /// `true` or `false`: it changes no number.
+    /// Any boolean; no effect on the numbers.
     Flag,
-    /// A number of 0 or more: it changes no number.
+    /// Any number from 0; no effect on the numbers.
     Count,
-    /// Any object: it changes no number.
+    /// Any object; no effect on the numbers.
     Object,
-    /// One of these words.
+    /// One of these strings.
     Word(&'static [&'static str]),
-    /// `false`: it would change the numbers.
+    /// Only `false`: true would change the numbers.
     False,
-    /// An empty list or object: it would change the numbers.
+    /// Only an empty list or object: others would change the numbers.
     Empty,
-    /// Nothing at all: to PEFT even an empty list, or `false`, turns it on.
+    /// Only `null`: PEFT enables the feature even for an empty list or `false`.
     Null,
 }
 
-/// Every key of PEFT's `LoraConfig`.
+/// All keys of PEFT's `LoraConfig`.
 const KEYS: &[(&str, Says)] = &[
     ("alora_invocation_tokens", Says::Null),
     ("alpha_pattern", Says::Read),
@@ -47,7 +47,7 @@ const KEYS: &[(&str, Says)] = &[
     ("auto_mapping", Says::Object),
     ("base_model_name_or_path", Says::Text),
     ("bias", Says::Word(&["none"])),
-    // the four configs below are looked at for the init_lora_weights of their name only
+    // PEFT reads the next four configs only under the init_lora_weights of the same name.
     ("corda_config", Says::Object),
     ("eva_config", Says::Object),
     ("loftq_config", Says::Object),
@@ -96,27 +96,27 @@ const KEYS: &[(&str, Says)] = &[
     ("velora_config", Says::Null),
 ];
 
-/// What to do about an adapter that `ft` does not compute.
+/// Hint for adapters unsupported by `ft`.
 const MERGE: &str =
     "merge it into its base with PEFT (merge_and_unload), and name the merged model in model.source";
 
-/// What to do about an adapter whose base PEFT changes while it loads it.
+/// Hint for adapters whose initialization changes the base on loading.
 const CONVERT: &str = "save it again with PEFT's save_pretrained(.., path_initial_model_for_weight_conversion = ..), \
                        which makes it an adapter of the unchanged base; or merge it with PEFT (merge_and_unload)";
 
-/// The largest rank.
+/// Largest LoRA rank.
 const RANK: u64 = ft_recipe::MAX_RANK;
 
-/// Sizes that alpha may have: all that recipes may, times the factor that takes rsLoRA of some modules in.
+/// Range of |alpha|: the range in recipes, widened by the adjustment for partial rsLoRA.
 const ALPHA: RangeInclusive<f64> = 1e-12..=1e12;
 
-/// Lists of tokens, by the end of a module's name.
+/// Token ids by module-name suffix.
 type Lists = Vec<(String, Arc<Vec<u32>>)>;
 
-/// An `adapter_config.json`.
+/// A parsed `adapter_config.json`.
 #[derive(Clone, Debug)]
 pub struct PeftConfig {
-    /// Path, for messages.
+    /// Path, for error messages.
     pub file: String,
     base: Option<String>,
     revision: Option<String>,
@@ -126,7 +126,7 @@ pub struct PeftConfig {
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
     tokens: Lists,
-    /// Whether what is saved of a tied embedding is the head's too (`ensure_weight_tying`).
+    /// Whether a saved embedding of a tied model is the head as well (`ensure_weight_tying`).
     pub ties: bool,
 }
 
@@ -134,8 +134,8 @@ impl PeftConfig {
     /// Reads `adapter_config.json` of an adapter folder.
     ///
     /// # Errors
-    /// A file that is missing or malformed; a key that changes the numbers and is not built, or has a value that it
-    /// cannot have: by name.
+    /// A missing or malformed file; an unsupported key with an effect on the numbers, or an invalid value,
+    /// by name.
     pub fn load(dir: &Path) -> Result<Self, Error> {
         let path = dir.join("adapter_config.json");
         let file = path.display().to_string();
@@ -145,7 +145,7 @@ impl PeftConfig {
         Self::parse(file, &raw)
     }
 
-    /// The config of a JSON object; `file` names it in messages.
+    /// Parses a JSON object; `file` is the name in errors.
     ///
     /// # Errors
     /// As [`PeftConfig::load`].
@@ -170,18 +170,18 @@ impl PeftConfig {
         Ok(Self { base, revision, targets, saves, spec, ranks, alphas, tokens, ties, file })
     }
 
-    /// The base that the adapter was trained on, and its revision on the hub.
+    /// Base model of the adapter, and the revision on the hub.
     pub fn base(&self) -> Option<(&str, Option<&str>)> {
         Some((self.base.as_deref()?, self.revision.as_deref()))
     }
 
-    /// Which modules have LoRA.
+    /// Modules with LoRA.
     pub fn targets(&self) -> &Targets {
         &self.targets
     }
 
-    /// Whether a module is saved whole (`modules_to_save`): PEFT goes by the end of its name, or of that of a
-    /// module around it.
+    /// Whether `modules_to_save` includes a module: PEFT matches suffixes of the module's name or of an
+    /// enclosing module's.
     pub fn saves(&self, name: &str) -> bool {
         let mut around = Some(name);
         while let Some(n) = around {
@@ -193,12 +193,12 @@ impl PeftConfig {
         false
     }
 
-    /// Of which modules, by the end of their names, the rows of which tokens are in the adapter.
+    /// Token ids of trained rows, by module-name suffix.
     pub fn tokens(&self) -> &[(String, Arc<Vec<u32>>)] {
         &self.tokens
     }
 
-    /// Rank, alpha and the rest for a module.
+    /// LoRA settings of a module.
     pub fn spec(&self, name: &str) -> LoraSpec {
         LoraSpec {
             rank: self.ranks.find(name).unwrap_or(self.spec.rank),
@@ -208,7 +208,7 @@ impl PeftConfig {
     }
 }
 
-/// Typed access to the keys, with errors that name file and key.
+/// Typed access to the keys; errors name the file and the key.
 struct Keys<'a> {
     file: &'a str,
     raw: &'a Map<String, Value>,
@@ -227,7 +227,7 @@ impl<'a> Keys<'a> {
         self.bad(key, format!("{}; {what} is wanted", short(v)))
     }
 
-    /// Other methods than LoRA have other keys: they are told first.
+    /// Checked first, since methods other than LoRA have other keys.
     fn kind(&self) -> Result<(), Error> {
         match self.raw.get("peft_type") {
             Some(Value::String(s)) if s == "LORA" => Ok(()),
@@ -238,7 +238,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Holds a key and its value against [`KEYS`].
+    /// Checks a key and value against [`KEYS`].
     fn allow(&self, key: &str, v: &Value) -> Result<(), Error> {
         let Some((_, says)) = KEYS.iter().find(|(k, _)| *k == key) else {
             let off = match v {
@@ -282,8 +282,8 @@ impl<'a> Keys<'a> {
         Err(self.wanted(key, v, &what))
     }
 
-    /// How A and B were initialised: they are read, but PEFT initialises them first, by this key, and some ways to do
-    /// that change the base.
+    /// Checks `init_lora_weights`. A and B are read from the file, but PEFT initializes them first, and
+    /// some methods modify the base.
     fn init(&self) -> Result<(), Error> {
         let v = match self.get("init_lora_weights") {
             None | Some(Value::Bool(_)) => return Ok(()),
@@ -304,7 +304,8 @@ impl<'a> Keys<'a> {
         Err(self.bad("init_lora_weights", format!("{}; {why}", short(v))))
     }
 
-    /// `true`, `false` or nothing; Python would take `"false"` and 1 for true.
+    /// A boolean, false if absent. Strings and numbers are refused; Python would take `"false"` and 1 for
+    /// true.
     fn flag(&self, key: &str) -> Result<bool, Error> {
         match self.get(key) {
             None => Ok(false),
@@ -313,7 +314,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A number that PEFT has a default for, but no meaning for `null`.
+    /// A number with a default in PEFT, but invalid as `null`.
     fn required<T>(
         &self,
         key: &str,
@@ -344,7 +345,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A list of names.
+    /// A list of strings.
     fn list(&self, key: &str) -> Result<Option<Vec<String>>, Error> {
         let Some(v) = self.get(key) else { return Ok(None) };
         let names = |l: &Vec<Value>| l.iter().map(|s| s.as_str().map(str::to_string)).collect();
@@ -354,7 +355,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// `trainable_token_indices`: a list, which is of the embedding, or lists by module.
+    /// `trainable_token_indices`: a list for the embedding, or lists by module.
     fn tokens(&self) -> Result<Lists, Error> {
         let key = "trainable_token_indices";
         let list = |v: &Value| {
@@ -387,7 +388,7 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// Names or one expression; `all` says whether `"all-linear"` is a word here.
+    /// A list of names or one regular expression; `all` permits `"all-linear"`.
     fn target(&self, key: &str, all: bool) -> Result<Option<Target>, Error> {
         Ok(match self.get(key) {
             Some(Value::String(s)) if all && s.eq_ignore_ascii_case("all-linear") => Some(Target::AllLinear),
@@ -396,7 +397,7 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// Which modules have LoRA.
+    /// Modules with LoRA.
     fn targets(&self) -> Result<Targets, Error> {
         let Some(target) = self.target("target_modules", true)? else {
             return Err(self.bad("target_modules", "missing; a list of names is wanted"));
@@ -417,11 +418,11 @@ impl<'a> Keys<'a> {
         if layers.is_none() && !patterns.is_empty() {
             return Err(self.bad("layers_pattern", "it means nothing without layers_to_transform"));
         }
-        // without a pattern PEFT takes the last number in a name (an expert's, where there is one)
+        // Without a pattern, PEFT takes the last number in a name (the expert index, in experts).
         let any = [r"[^.]*".to_string()];
         let patterns = if patterns.is_empty() { &any[..] } else { &patterns };
         let expression = |p: &String| {
-            // alone first: an unbalanced one would change what stands around it
+            // Compiled alone first: unbalanced parentheses would change the surrounding expression.
             self.regex("layers_pattern", p)?;
             let r = Regex::new(&format!(r"^(?:.*\.{p}\.(\d+)\.)"));
             self.compiled("layers_pattern", p, r)
@@ -433,7 +434,7 @@ impl<'a> Keys<'a> {
         Ok(Targets { target, exclude, layers })
     }
 
-    /// `layers_to_transform`: a number or a list; an empty list is all, as to PEFT.
+    /// `layers_to_transform`: a number or a list. An empty list means all layers, as in PEFT.
     fn layers(&self) -> Result<Option<HashSet<u64>>, Error> {
         let key = "layers_to_transform";
         let Some(v) = self.get(key) else { return Ok(None) };
@@ -447,7 +448,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// `rank_pattern` or `alpha_pattern`: a value for names that end as a key says.
+    /// `rank_pattern` or `alpha_pattern`: values by regular expressions on suffixes of module names.
     fn patterns<T>(
         &self,
         key: &str,
@@ -475,17 +476,17 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The name that a pattern of the form `^model\.layers\.0\.mlp` is for, and no other.
+/// Module name matched by a pattern of the form `^model\.layers\.0\.mlp`, which matches nothing else.
 fn exact(pattern: &str) -> Option<String> {
     let name = pattern.strip_prefix('^')?.replace(r"\.", "\0");
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '\0';
     name.chars().all(plain).then(|| name.replace('\0', "."))
 }
 
-/// Values by patterns, of which the first that matches counts (`peft.utils.other.get_pattern_key`).
+/// Values by pattern; the first match wins (`peft.utils.other.get_pattern_key`).
 #[derive(Clone, Debug)]
 struct Patterns<T> {
-    /// By whole names: there may be one a module, too many to try them all.
+    /// Exact names, hashed: there may be one per module, too many to try in turn.
     exact: HashMap<String, (usize, T)>,
     others: Vec<(usize, Regex, T)>,
 }
@@ -498,12 +499,12 @@ impl<T: Copy> Patterns<T> {
     }
 }
 
-/// Which modules an adapter's LoRA sits on.
+/// Modules with LoRA, as described by an adapter config.
 #[derive(Clone, Debug)]
 pub struct Targets {
     target: Target,
     exclude: Option<Target>,
-    /// Layers, and the expressions that find a module's layer in its name.
+    /// Layer indices, and regular expressions that extract a module's layer.
     layers: Option<(HashSet<u64>, Vec<Regex>)>,
 }
 
@@ -518,7 +519,7 @@ impl Target {
     fn matches(&self, m: &Module) -> bool {
         match self {
             Target::Regex(r) => r.is_match(&m.name),
-            // the name, or what stands after one of its dots
+            // The full name, or a suffix after a dot.
             Target::List(l) => {
                 l.contains(&m.name) || m.name.match_indices('.').any(|(i, _)| l.contains(&m.name[i + 1..]))
             }
@@ -528,14 +529,14 @@ impl Target {
 }
 
 impl Targets {
-    /// Whether a module is chosen, as `peft.tuners.tuners_utils.check_target_module_exists` decides it.
+    /// Whether a module is selected, following `peft.tuners.tuners_utils.check_target_module_exists`.
     pub fn matches(&self, m: &Module) -> bool {
         if self.exclude.as_ref().is_some_and(|e| e.matches(m)) || !self.target.matches(m) {
             return false;
         }
         let Some((indices, patterns)) = &self.layers else { return true };
         match &self.target {
-            // an exact name is taken whatever its layer
+            // An exact name matches in any layer.
             Target::List(list) if list.contains(&m.name) => true,
             _ => {
                 let layer = |r: &Regex| r.captures(&m.name)?.get(1)?.as_str().parse().ok();

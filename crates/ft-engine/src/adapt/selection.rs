@@ -1,4 +1,4 @@
-//! Which modules train, and how: from the recipe's rules, or from a PEFT adapter's own config.
+//! Selection of trained modules and methods, from a recipe's rules or a PEFT adapter's config.
 
 use super::tokens::Tokens;
 use super::{Error, PeftConfig};
@@ -7,26 +7,25 @@ use crate::model::modules::{Group, Kind, Module, modules};
 use ft_recipe::{IndexSet, LayerSet, LoraSpec, Method, Rule, module_regex};
 use regex::Regex;
 
-/// What happens to a module.
+/// Training method of a module.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Choice {
-    /// Nothing trains.
+    /// Frozen.
     Freeze,
-    /// The weight (and bias) trains.
+    /// The weight, and the bias if any, trains in full.
     Full {
         /// Factor on the learning rate.
         lr_scale: f64,
     },
-    /// A low-rank update trains.
+    /// LoRA trains.
     Lora {
-        /// Rank, alpha and the rest.
         spec: LoraSpec,
         /// Factor on the learning rate.
         lr_scale: f64,
     },
-    /// Some rows of the weight train, each a token's.
+    /// Token rows of the weight train.
     Rows {
-        /// How many.
+        /// Number of rows.
         count: usize,
         /// Factor on the learning rate.
         lr_scale: f64,
@@ -34,46 +33,42 @@ pub enum Choice {
 }
 
 impl Choice {
-    /// Whether no value of the weight changes.
+    /// Whether the weight stays unchanged.
     pub fn leaves_weight(self) -> bool {
         matches!(self, Choice::Freeze | Choice::Lora { .. })
     }
 }
 
-/// A model's modules, each with what happens to it.
+/// All modules of a model with their training method.
 #[derive(Clone, Debug)]
 pub struct Selection {
-    /// Modules in the order of the forward pass, and choices.
+    /// Modules in the order of the forward pass.
     pub modules: Vec<(Module, Choice)>,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Whether head and embedding are one tensor.
+    /// Whether the head shares the embedding's weight.
     pub tied: bool,
-    /// Whose rows train, where some do alone.
+    /// Tokens with trained rows, if any.
     pub tokens: Tokens,
-    /// What ranges of the rules name and the model does not have: warnings, for whoever asked.
+    /// Warnings about ranges of layers or experts beyond the model.
     pub notes: Vec<String>,
 }
 
-/// Which part of a module a trained tensor is.
+/// Part of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
-    /// The weight.
     Weight,
-    /// The bias.
     Bias,
-    /// LoRA's A.
     A,
-    /// LoRA's B.
     B,
     /// DoRA's magnitude.
     Magnitude,
-    /// Rows of the weight, by token.
+    /// Token rows of the weight.
     Rows,
 }
 
 impl Part {
-    /// The method by which it trains; rows of tokens are part of an adapter, and train as LoRA's parts do.
+    /// Training method of this part. Token rows belong to the adapter and train like LoRA.
     pub fn method(self) -> Method {
         match self {
             Part::Weight | Part::Bias => Method::Full,
@@ -82,22 +77,21 @@ impl Part {
     }
 }
 
-/// One tensor that trains.
+/// A trained tensor.
 #[derive(Clone, Debug)]
 pub struct Trained {
-    /// Its name in checkpoints of `ft`: the module's, and the part as PEFT spells it.
+    /// Name in `ft`'s checkpoints: module name and PEFT's name of the part.
     pub name: String,
-    /// Module it belongs to.
+    /// Name of the module.
     pub module: String,
-    /// Part of the module.
     pub part: Part,
-    /// Shape as files have it.
+    /// Shape in files.
     pub shape: Vec<usize>,
     /// Unit of the walk.
     pub unit: usize,
     /// Factor on the learning rate.
     pub lr_scale: f64,
-    /// Whether `decay = "matrices"` lets it decay.
+    /// Whether weight decay applies under `decay = "matrices"`.
     pub matrix: bool,
 }
 
@@ -108,14 +102,12 @@ impl Trained {
     }
 }
 
-/// A tensor that trains, by its module.
+/// A trained tensor by module, without owned names.
 #[derive(Clone, Copy, Debug)]
 pub struct TrainedPart<'a> {
-    /// The module.
     pub module: &'a Module,
-    /// Part of it.
     pub part: Part,
-    /// A matrix's shape; a vector's first.
+    /// Shape of a matrix; a vector uses the first entry.
     dims: [usize; 2],
     rank: usize,
     lr_scale: f64,
@@ -123,7 +115,7 @@ pub struct TrainedPart<'a> {
 }
 
 impl TrainedPart<'_> {
-    /// Shape as files have it.
+    /// Shape in files.
     pub fn shape(&self) -> &[usize] {
         &self.dims[..self.rank]
     }
@@ -133,7 +125,7 @@ impl TrainedPart<'_> {
         self.shape().iter().product()
     }
 
-    /// Bytes of its name in checkpoints.
+    /// Length of the tensor's name in checkpoints, in bytes.
     pub fn name_bytes(&self) -> usize {
         self.module.name.len() + 1 + part_name(self.module, self.part).len()
     }
@@ -144,7 +136,7 @@ impl TrainedPart<'_> {
     }
 }
 
-/// The name of a part as PEFT's files spell it, after the module's name.
+/// Suffix of a part in PEFT's files, after the module name.
 pub fn part_name(m: &Module, part: Part) -> &'static str {
     match (part, m.kind) {
         (Part::Weight, _) => "weight",
@@ -159,7 +151,7 @@ pub fn part_name(m: &Module, part: Part) -> &'static str {
 }
 
 impl Selection {
-    /// Everything frozen.
+    /// All modules frozen.
     pub fn frozen(config: &Config) -> Self {
         Self {
             modules: modules(config).into_iter().map(|m| (m, Choice::Freeze)).collect(),
@@ -170,11 +162,11 @@ impl Selection {
         }
     }
 
-    /// Applies a recipe's rules in order; a later rule wins where two match.
+    /// Applies a recipe's rules in order; later rules override earlier ones.
     ///
     /// # Errors
-    /// A rule that matches nothing or lists a layer or expert that the model does not have (with a list of what there
-    /// is), LoRA on a norm, a rank of zero. A range that goes beyond the model is a note.
+    /// A rule that matches nothing; a listed layer or expert not in the model (with a list of
+    /// alternatives); LoRA on a norm; LoRA rank 0. Ranges beyond the model are warnings in `notes`.
     pub fn from_rules(config: &Config, rules: &[Rule]) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         for (i, rule) in rules.iter().enumerate() {
@@ -227,7 +219,7 @@ impl Selection {
             if let Some(unused) = used.iter().position(|u| !u) {
                 let near = s
                     .nearest(&rule.modules[unused])
-                    // the name may be right, and the layers or experts wrong
+                    // The name may be correct, with wrong layers or experts.
                     .filter(|n| *n != rule.modules[unused])
                     .map(|n| format!("did you mean {n}? "))
                     .unwrap_or_default();
@@ -254,8 +246,8 @@ impl Selection {
         Ok(s)
     }
 
-    /// PEFT has one switch for DoRA: an adapter with it has magnitudes for plain LoRA too, that change nothing, and
-    /// for the embedding there is none.
+    /// Refuses plain LoRA on the embedding combined with DoRA elsewhere. PEFT's DoRA switch applies to the
+    /// whole adapter: plain LoRA then needs neutral magnitudes, and none exists for the embedding.
     fn one_switch(&self) -> Result<(), String> {
         let lora = |c: &Choice| match c {
             Choice::Lora { spec, .. } => Some(spec.dora),
@@ -274,7 +266,7 @@ impl Selection {
         }
     }
 
-    /// In a tied model head and embedding are one tensor: where one trains in full, the other does.
+    /// Makes a tied head and embedding train in full together.
     fn tie(&mut self) -> Result<(), String> {
         if !self.tied {
             return Ok(());
@@ -303,7 +295,7 @@ impl Selection {
         Ok(())
     }
 
-    /// The choices that a PEFT adapter's config makes: what it holds trains.
+    /// Selection described by a PEFT adapter's config.
     pub fn from_peft(config: &Config, peft: &PeftConfig) -> Result<Self, Error> {
         let mut s = Self::frozen(config);
         let targets = peft.targets();
@@ -313,7 +305,7 @@ impl Selection {
             } else if targets.matches(m) {
                 let mut spec = peft.spec(&m.name);
                 if matches!(m.kind, Kind::Embedding { .. }) {
-                    // PEFT has one dropout for all, and applies it to linears
+                    // PEFT has a single dropout for all modules and applies it to linears only.
                     spec.dropout = 0.0;
                 }
                 check_lora(m, spec).map_err(|why| Error::Peft { file: peft.file.clone(), why })?;
@@ -325,13 +317,13 @@ impl Selection {
         Ok(s)
     }
 
-    /// The group or name nearest to what was written, where one is near.
+    /// Closest group or module name to a misspelled one, if any is close.
     fn nearest(&self, written: &str) -> Option<&str> {
         let known = self.modules.iter().flat_map(|(m, _)| [m.group.name(), m.last()]);
         ft_recipe::names::nearest(written, known)
     }
 
-    /// What there is to match, for messages.
+    /// Available groups, names, layers and experts, for error messages.
     fn inventory(&self, config: &Config) -> String {
         let mut groups: Vec<Group> = self.modules.iter().map(|(m, _)| m.group).collect();
         groups.sort();
@@ -351,9 +343,9 @@ impl Selection {
         )
     }
 
-    /// The tensors that train, in the order of the forward pass.
+    /// Trained tensors in the order of the forward pass.
     ///
-    /// A tied head and embedding that train in full are one tensor, under the embedding's name.
+    /// A tied head and embedding trained in full are one tensor, under the embedding's name.
     pub fn trained(&self) -> Vec<Trained> {
         let named = |t: TrainedPart<'_>| Trained {
             name: format!("{}.{}", t.module.name, part_name(t.module, t.part)),
@@ -367,12 +359,12 @@ impl Selection {
         self.parts().into_iter().map(named).collect()
     }
 
-    /// As [`Selection::trained`], without names: plans look at it many times.
+    /// As [`Selection::trained`], but without allocating names: plans call this many times.
     pub fn parts(&self) -> Vec<TrainedPart<'_>> {
         let mut out = Vec::new();
         for (m, choice) in &self.modules {
             let mut choice = *choice;
-            // a tied head that trains in full is the embedding's tensor
+            // A tied head trained in full is the embedding's tensor.
             if self.tied && m.group == Group::Head && matches!(choice, Choice::Full { .. }) {
                 choice = Choice::Freeze;
             }
@@ -410,7 +402,7 @@ impl Selection {
         out
     }
 
-    /// What happens to a module.
+    /// Training method of a module, by name.
     pub fn choice(&self, name: &str) -> Choice {
         self.modules.iter().find(|(m, _)| m.name == name).map_or(Choice::Freeze, |(_, c)| *c)
     }
@@ -426,8 +418,8 @@ impl Selection {
     }
 }
 
-/// What of a rule's layers and experts the model does not have: a note where a range goes beyond it, an error where
-/// nothing of a range is there, or an index that is listed is not.
+/// Layers and experts of a rule missing from the model: a warning if a range extends beyond the model, an
+/// error if a whole range or a listed index is missing.
 fn absent(rule: &Rule, config: &Config) -> Vec<Result<String, String>> {
     let of = |key: &str, set: &IndexSet, count: usize| {
         let there = format!("this model has {key} 0-{}", count - 1);
@@ -523,7 +515,7 @@ impl Pattern {
     }
 }
 
-/// A regular expression that must match the whole text.
+/// Regular expression anchored at both ends.
 pub(super) fn whole(pattern: &str) -> Result<Regex, regex::Error> {
     Regex::new(&format!("^(?:{pattern})$"))
 }

@@ -1,7 +1,7 @@
-//! Frozen weights that come and go, because ranks split them or they live on the host: a unit's tensors end to end in a
-//! buffer for each dtype, of which a rank reads and holds its part.
+//! Frozen weights that are sharded or offloaded: a unit's tensors end to end in one buffer per dtype, of
+//! which a rank reads and holds a part.
 //!
-//! Layers get views before anything is read: what a rank's part is follows from all of the unit's tensors.
+//! Layers get views before anything is read, since a rank's part depends on all tensors of the unit.
 
 use super::buffer::{ALIGN, Buffer, common};
 use super::params::Allocate;
@@ -10,10 +10,10 @@ use ft_kernels::vacant::vacant;
 use crate::quant::Unread;
 use candle_core::{DType, Device, Result};
 
-/// Values of a buffer whose tensors are not counted yet: none of them is in memory.
+/// Provisional length of a buffer until all tensors are counted; takes no memory.
 const MOST: usize = 1 << 48;
 
-/// A place in a unit's frozen buffers.
+/// Location in a unit's frozen buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     buffer: usize,
@@ -21,23 +21,23 @@ pub struct Place {
     len: usize,
 }
 
-/// A unit's frozen weights while it is built.
+/// Frozen weights of a unit under construction.
 pub struct Split<'a> {
-    /// Which unit.
+    /// Unit of the walk.
     pub unit: usize,
     device: &'a Device,
-    /// Each with the values that it has so far.
+    /// Buffers with the number of values placed so far.
     buffers: Vec<(Tensor, usize)>,
     unread: Vec<(Place, Unread<'a>)>,
 }
 
 impl<'a> Split<'a> {
-    /// Of a unit without any.
+    /// Starts an empty unit.
     pub fn new(unit: usize, device: &'a Device) -> Self {
         Self { unit, device, buffers: Vec::new(), unread: Vec::new() }
     }
 
-    /// Room for a vector, and a view of it.
+    /// Reserves space for a vector and returns a view.
     pub fn place(&mut self, dtype: DType, len: usize) -> Result<(Place, Tensor)> {
         let buffer = match self.buffers.iter().position(|(b, _)| b.dtype() == dtype) {
             Some(buffer) => buffer,
@@ -52,17 +52,17 @@ impl<'a> Split<'a> {
         Ok((Place { buffer, start, len }, view))
     }
 
-    /// A view of a vector that is read at the [end](Split::end).
+    /// Places a vector to be read by [`Split::end`]; returns a view.
     pub fn later(&mut self, unread: Unread<'a>) -> Result<Tensor> {
         let (place, view) = self.place(unread.dtype, unread.len)?;
         self.unread.push((place, unread));
         Ok(view)
     }
 
-    /// The buffers, with this rank's part read.
+    /// Allocates the buffers and reads this rank's part.
     ///
     /// # Errors
-    /// Those of reading.
+    /// Read errors.
     pub fn end(self, what: Allocate) -> ft_base::Result<Vec<Buffer>> {
         let apart = |(all, used): &(Tensor, usize)| Buffer::apart(all.narrow(0, 0, *used)?, what);
         let buffers: Vec<Buffer> = self.buffers.iter().map(apart).collect::<Result<_>>()?;
@@ -79,7 +79,7 @@ impl<'a> Split<'a> {
 }
 
 impl Place {
-    /// Sets the values of a vector, as far as they are here, in its unit's `buffers`.
+    /// Writes the locally held part of a vector into the unit's `buffers`.
     pub fn set(&self, buffers: &[Buffer], values: &ft_kernels::Real) -> Result<()> {
         match buffers.get(self.buffer) {
             Some(buffer) if values.elem_count() == self.len => buffer.held.set(self.start, values),

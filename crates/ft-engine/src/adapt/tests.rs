@@ -1,4 +1,4 @@
-//! Selection by rules and by PEFT's config, and adapter configs out and in.
+//! Selection by rules and by PEFT's config, and round trips of adapter configs.
 
 use super::peft::{config_json, scale};
 use super::{Choice, PeftConfig, Selection};
@@ -104,7 +104,7 @@ fn peft(extra: Value) -> Result<PeftConfig> {
     Ok(PeftConfig::parse("adapter_config.json".into(), map)?)
 }
 
-/// What PEFT writes for mixed rules must read back as those rules.
+/// PEFT configs written for mixed rules must read back as the same rules.
 #[test]
 fn adapter_configs_round_trip() -> Result<()> {
     let c = config(json!({"attention_bias": true}))?;
@@ -172,7 +172,8 @@ fn pefts_selection_keys() -> Result<()> {
     Ok(())
 }
 
-/// Every key of PEFT's LoraConfig as PEFT writes it when it is off, and what changes no number.
+/// Every key of PEFT's LoraConfig with the value PEFT writes when off, and values without effect on the
+/// numbers.
 #[test]
 fn what_changes_no_number_is_taken() -> Result<()> {
     for extra in [
@@ -198,7 +199,8 @@ fn what_changes_no_number_is_taken() -> Result<()> {
     Ok(())
 }
 
-/// PEFT's list is of the embedding, its lists by module of these; not of a tied head, nor of what trains otherwise.
+/// A plain list applies to the embedding, an object lists modules. Tied heads and modules trained otherwise
+/// are refused.
 #[test]
 fn rows_of_an_adapter() -> Result<()> {
     let names = |tied: bool, extra: Value| -> Result<Vec<String>> {
@@ -252,7 +254,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
             "trainable_token_indices",
             json!([[-1], [1, 1], ["1"], {"embed_tokens": 1}, {"embed_tokens": [1.5]}, 1, "x"]),
         ),
-        // an empty list turns activated LoRA on
+        // an empty list enables activated LoRA
         ("alora_invocation_tokens", json!([[1], [], {}, false])),
         ("arrow_config", json!([{}, false, {"top_k": 3}])),
         ("use_bdlora", json!([{}, true])),
@@ -269,7 +271,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
         ("revision", json!([3, true])),
         ("loftq_config", json!([[1], "x", 4])),
         ("ensure_weight_tying", json!(["true", 1])),
-        // PEFT changes the base while it loads these, or cannot load them
+        // PEFT changes the base while loading these, or cannot load them
         (
             "init_lora_weights",
             json!([
@@ -319,7 +321,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
             assert!(e.as_ref().is_err_and(named), "{key} = {value}: {e:?}");
         }
     }
-    // with an expression PEFT refuses them
+    // PEFT refuses them with a regular expression
     for (key, value) in [("layers_to_transform", json!([0])), ("layers_pattern", json!(["layers"]))] {
         let e = peft(json!({"target_modules": ".*q_proj", key: value})).err().map(|e| e.to_string());
         assert!(e.as_ref().is_some_and(|e| e.contains(key)), "{e:?}");
@@ -331,7 +333,7 @@ fn keys_and_values_that_change_numbers_are_refused_by_name() {
     assert!(e.contains("adapter_config.json: r: the key stands twice") && e.contains("line 2"), "{e}");
 }
 
-/// The first pattern that matches counts, whether it is a whole name or an expression.
+/// The first matching pattern wins, whether a full name or a regular expression.
 #[test]
 fn patterns_count_in_their_order() -> Result<()> {
     let name = "model.layers.1.self_attn.q_proj";
@@ -399,7 +401,7 @@ fn what_a_rule_names_and_the_model_lacks_is_told() -> Result<()> {
     Ok(())
 }
 
-/// What PEFT could not hold is refused before it trains; what it holds reads back.
+/// Combinations unsupported by PEFT are refused before training; supported ones read back.
 #[test]
 fn lora_on_the_embedding_goes_with_dropout_elsewhere_and_not_with_dora() -> Result<()> {
     let c = config(json!({}))?;

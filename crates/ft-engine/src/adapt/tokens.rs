@@ -1,6 +1,7 @@
-//! Tokens whose rows of the embedding, and of a head of its own, train alone: PEFT's `trainable_token_indices`.
+//! Trained token rows of the embedding and of an untied head: PEFT's `trainable_token_indices`.
 //!
-//! PEFT stores what the rows have become, in the order of the list in its config; of a tied model, under the embedding.
+//! PEFT stores the new values of the rows, in the order of the list in the config; for a tied model, under
+//! the embedding.
 
 use super::selection::{Choice, Selection};
 use super::{Error, PeftConfig};
@@ -11,16 +12,16 @@ use ft_recipe::{Rule, Token};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Tokens whose rows train.
+/// Tokens with trained rows.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens {
-    /// What a rule names, and which rule it is.
+    /// Tokens named by a rule.
     named: Option<Named>,
-    /// Whose rows train, by module, once names are looked up.
+    /// Token ids by module, after lookup.
     of: Vec<(String, Arc<Vec<u32>>)>,
 }
 
-/// Tokens as a rule names them.
+/// Tokens as named by a rule.
 #[derive(Clone, Debug)]
 struct Named {
     list: Vec<Token>,
@@ -35,30 +36,30 @@ impl Named {
 }
 
 impl Tokens {
-    /// Whose rows of a module train; nobody's before names are looked up.
+    /// Token ids with trained rows in a module; empty before lookup.
     pub fn of(&self, module: &str) -> Arc<Vec<u32>> {
         self.of.iter().find(|(m, _)| m == module).map_or_else(Arc::default, |(_, ids)| Arc::clone(ids))
     }
 
-    /// Whether no tokenizer is needed to find them.
+    /// Whether all tokens are given by id, so that no tokenizer is needed.
     pub fn are_numbers(&self) -> bool {
         let number = |t: &Token| matches!(t, Token::Id(_));
         self.named.as_ref().is_none_or(|named| named.list.iter().all(number))
     }
 
-    /// Modules with rows that train, each with the tokens.
+    /// Modules with trained rows, and their token ids.
     pub fn modules(&self) -> impl Iterator<Item = (&str, &[u32])> {
         self.of.iter().map(|(m, ids)| (m.as_str(), ids.as_slice()))
     }
 }
 
-/// Whether a module has a row for each token.
+/// Whether a module has one row per token.
 fn has_rows(m: &Module) -> bool {
     matches!(m.group, Group::Embedding | Group::Head)
 }
 
 impl Selection {
-    /// Applies a rule for rows of tokens: of the embedding, and of the head where that is no view of it.
+    /// Applies a rule for token rows: the embedding, and the head unless tied.
     pub(super) fn choose_tokens(&mut self, number: usize, rule: &Rule) -> Result<(), Error> {
         let list = rule.tokens.clone().unwrap_or_default();
         let named = Named { list, rule: number, place: rule.place.to_string() };
@@ -81,7 +82,7 @@ impl Selection {
         Ok(())
     }
 
-    /// Refuses what trains the same weights beside rows of tokens.
+    /// Refuses rules that train the same weights in addition to token rows.
     pub(super) fn tokens_alone(&self) -> Result<(), Error> {
         let Some(named) = &self.tokens.named else { return Ok(()) };
         for (m, c) in self.modules.iter().filter(|(m, _)| has_rows(m)) {
@@ -93,10 +94,10 @@ impl Selection {
         Ok(())
     }
 
-    /// Finds the tokens that a rule names.
+    /// Looks up the tokens named by a rule.
     ///
     /// # Errors
-    /// A text that is no token, or a token without a row.
+    /// An unknown token, or one without a row in the embedding.
     pub fn look_up(&mut self, config: &Config, tokenizer: Option<&Tokenizer>) -> Result<(), Error> {
         let vocab = config.vocab;
         let Some(named) = &self.tokens.named else { return Ok(()) };
@@ -136,7 +137,7 @@ impl Selection {
         Ok(())
     }
 
-    /// The rows that a PEFT adapter's config chooses.
+    /// Applies `trainable_token_indices` of a PEFT adapter.
     pub(super) fn tokens_of(&mut self, config: &Config, peft: &PeftConfig) -> Result<(), Error> {
         let fail = |why: String| Error::Peft {
             file: peft.file.clone(),
@@ -168,7 +169,7 @@ impl Selection {
         }
     }
 
-    /// Whether a tied head's rows train, as the embedding's.
+    /// Whether a tied head's rows train together with the embedding's.
     pub fn tied_in_rows(&self) -> bool {
         self.tied && self.modules.iter().any(|(_, c)| matches!(c, Choice::Rows { .. }))
     }

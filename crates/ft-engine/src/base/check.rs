@@ -1,4 +1,4 @@
-//! Whether a checkpoint has the tensors that its config asks for.
+//! Checks a checkpoint's tensors against the config.
 
 use super::{Base, Error, Tensors};
 use crate::model::Config;
@@ -9,11 +9,10 @@ use safetensors::Dtype;
 use std::collections::BTreeSet;
 
 impl Base {
-    /// Compares the checkpoint's tensors, and those of its 4-bit copy, with the config: missing, unexpected and mis-shaped
-    /// ones are all named.
+    /// Compares the tensors of the checkpoint, and of the 4-bit copy if any, with the config.
     ///
     /// # Errors
-    /// [`Error::Tensors`].
+    /// [`Error::Tensors`] listing missing, unexpected and misshapen tensors.
     pub fn check(&self) -> Result<(), Error> {
         match &self.tensors {
             Tensors::Files(files) => check_tensors(&self.config, files),
@@ -26,7 +25,7 @@ impl Base {
     }
 }
 
-/// As [`Base::check`], of files alone.
+/// As [`Base::check`], for files alone.
 ///
 /// # Errors
 /// [`Error::Tensors`].
@@ -61,7 +60,7 @@ pub fn check_tensors(config: &Config, files: &TensorFiles) -> Result<(), Error> 
         }
     }
     for name in files.names() {
-        // buffers that old versions of transformers saved
+        // Buffers saved by old versions of transformers.
         if !expected.contains(name) && !name.ends_with("rotary_emb.inv_freq") {
             problems.push(format!("{name}: unexpected"));
         }

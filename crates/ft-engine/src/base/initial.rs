@@ -1,13 +1,15 @@
-//! What low-rank updates begin with where the base's own weights give it (`lora.init`), and what that leaves of these.
+//! LoRA initialization from the base weights (`lora.init`), and the residual weights.
 //!
-//! With W the weight [o, i], s the update's scale and r its rank:
+//! With W the weight `[o, i]`, s the LoRA scale and r the LoRA rank:
 //!
-//! * PiSSA (Meng et al., 2024): `s B A` is the sum of the r largest singular values' parts of W, and the base is `W - s B A`;
-//! * OLoRA (Büyükakyüz, 2024): B and A are the first columns of Q and rows of R of `W = Q R`, and the base is `W - s B A`;
-//! * LoftQ (Li et al., 2023; one alternation): the base is W in 4 bits, and `s B A` the same of what that loses as PiSSA
-//!   takes of W. PEFT leaves the scale out there: with `alpha = rank` the two are one.
+//! * PiSSA (Meng et al., 2024): `s B A` is the rank-r truncated SVD of W; the base is `W - s B A`;
+//! * OLoRA (Büyükakyüz, 2024): B and A are the first r columns of Q and rows of R of `W = Q R`; the base is
+//!   `W - s B A`;
+//! * LoftQ (Li et al., 2023; one alternation): the base is W in 4 bits; `s B A` is the truncated SVD of the
+//!   quantization error. PEFT ignores the scale here; with `alpha = rank` the two agree.
 //!
-//! A matrix of a shorter side than the rank gives fewer parts; the rest of A and B is zero and stays so.
+//! If the shorter side of a matrix is below the rank, the remaining rows of A and columns of B are zero and
+//! stay zero.
 
 use super::Base;
 use ft_kernels::decompose::{LowRank, Matrix};
@@ -23,10 +25,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The stream of [`Purpose::Adapter`] that random projections draw from.
+/// Stream of [`Purpose::Adapter`] for random projections.
 const STREAM: u64 = 2;
 
-/// Initial factors, each made when it is asked for first, and then kept: the result of a run takes them away again.
+/// Initial factors by module, computed on first use and then cached. PiSSA and OLoRA adapters need them
+/// again at export.
 #[derive(Debug)]
 pub struct Initials {
     how: Decomposition,
@@ -34,7 +37,7 @@ pub struct Initials {
     of: HashMap<String, Of>,
 }
 
-/// Of one module.
+/// State of one module.
 #[derive(Debug)]
 struct Of {
     rank: usize,
@@ -42,41 +45,41 @@ struct Of {
     made: Mutex<Option<Arc<Factors>>>,
 }
 
-/// A and B as they begin, f32 on the CPU.
+/// Initial A and B, f32 on the CPU.
 #[derive(Clone, Debug)]
 pub struct Factors {
-    /// [r, i]
+    /// `[r, i]`.
     pub a: Real,
-    /// [o, r]
+    /// `[o, r]`.
     pub b: Real,
 }
 
 impl Initials {
-    /// For modules with these ranks and scales.
+    /// Initializations for modules given as name, LoRA rank and scale.
     pub fn new(how: Decomposition, seed: u64, modules: impl Iterator<Item = (String, usize, f64)>) -> Self {
         let of =
             modules.map(|(name, rank, scale)| (name, Of { rank, scale, made: Mutex::new(None) })).collect();
         Self { how, seed, of }
     }
 
-    /// Which it is.
+    /// Method of initialization.
     pub fn how(&self) -> Decomposition {
         self.how
     }
 
-    /// Whether a module is one of these.
+    /// Whether a module is initialized from the base.
     pub fn has(&self, module: &str) -> bool {
         self.of.contains_key(module)
     }
 
-    /// Bytes of those that were made.
+    /// Bytes of the factors computed so far.
     pub fn bytes(&self) -> u64 {
         let made = |o: &Of| o.made.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let values = |f: Arc<Factors>| (f.a.elem_count() + f.b.elem_count()) as u64;
         self.of.values().filter_map(made).map(|f| 4 * values(f)).sum()
     }
 
-    /// The factors that the base of a module lacks, if they were made.
+    /// Factors subtracted from a module's base weight, if computed already. `None` for LoftQ.
     pub fn taken(&self, module: &str) -> Option<Arc<Factors>> {
         let of = self.of.get(module).filter(|_| self.how.changes_base())?;
         of.made.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -84,25 +87,25 @@ impl Initials {
 }
 
 impl Base {
-    /// The same, of which low-rank updates take their first values.
+    /// Sets the LoRA initializations; PiSSA and OLoRA subtract them from the base weights.
     pub fn beginning(self, initials: Option<Initials>) -> Self {
         Self { initials: initials.map(Arc::new), ..self }
     }
 
-    /// What low-rank updates begin with, where this base gives it.
+    /// LoRA initializations from this base, if any.
     pub fn initials(&self) -> Option<&Arc<Initials>> {
         self.initials.as_ref()
     }
 
-    /// What the update of a module begins with, where this base gives it. `number` as in [`Base::part`].
+    /// Initial factors of a module, if initialized from the base. `number` as in [`Base::part`].
     ///
     /// # Errors
-    /// Files that cannot be read any more; values that cannot be decomposed.
+    /// Unreadable files; a failed decomposition.
     pub fn factors(&self, (m, number): (&Module, u64)) -> ft_base::Result<Option<Arc<Factors>>> {
         let Some((all, of)) = self.initials.as_ref().and_then(|i| Some((i, i.of.get(&m.name)?))) else {
             return Ok(None);
         };
-        // held while they are made: ranks that are threads make them once
+        // The lock is held during computation, so that ranks running as threads compute the factors once.
         let mut made = of.made.lock().unwrap_or_else(PoisonError::into_inner);
         if made.is_none() {
             *made = Some(Arc::new(self.make((m, number), all, of)?));
@@ -144,7 +147,8 @@ impl Base {
         Ok(Factors { a: rows(&a, of.rank, true)?, b: rows(&b, of.rank, false)? })
     }
 
-    /// Takes the first update of a module off some values of its weight, f32 on the CPU, if its base lacks that.
+    /// Subtracts the initial LoRA update from a range of a module's weight (f32 on the CPU), if the module
+    /// has one.
     pub(super) fn lessen(
         &self,
         (m, number): (&Module, u64),
@@ -157,7 +161,7 @@ impl Base {
         let scale = all.of.get(&m.name).map_or(0.0, |o| o.scale) as f32;
         let (a, b) = (f.a.flatten_all()?.to_vec1::<f32>()?, f.b.flatten_all()?.to_vec1::<f32>()?);
         let mut values: Vec<f32> = values.to_vec1()?;
-        // whole rows but for the first and the last
+        // Split at row boundaries; the first and last piece may be partial rows.
         let mut pieces: Vec<(usize, &mut [f32])> = Vec::new();
         let (mut at, mut rest) = (elements.start, values.as_mut_slice());
         while !rest.is_empty() {
@@ -180,13 +184,14 @@ impl Base {
         Ok(Real::from_vec(values, n, &Device::Cpu)?)
     }
 
-    /// Whether the weight of a module lacks its first update.
+    /// Whether the initial LoRA update is subtracted from a module's weight.
     pub(super) fn lacks(&self, m: &Module) -> bool {
         self.initials.as_ref().is_some_and(|i| i.how.changes_base() && i.has(&m.name))
     }
 }
 
-/// Columns as a tensor in f32, zeros added up to `rank` of them: as rows [r, n], or as columns [n, r].
+/// Converts columns to f32 and pads with zeros to `rank` columns: as rows `[r, n]` if transposed, otherwise
+/// as `[n, r]`.
 fn rows(m: &DMatrix<f64>, rank: usize, transposed: bool) -> candle_core::Result<Real> {
     let (n, found) = (m.nrows(), m.ncols());
     let mut out = vec![0f32; n * rank];

@@ -1,18 +1,18 @@
-//! The two layouts of a mixture's checkpoint: a tensor for each expert's linear, or all experts in one.
+//! Two checkpoint layouts of mixture models: one tensor per expert linear, or all experts fused.
 //!
-//! transformers 5 can write `mlp.experts.gate_up_proj` [e, 2f, d] (an expert's gate rows, then its up rows),
-//! `mlp.experts.down_proj` [e, d, f] and the router as `mlp.gate.weight`, whatever the family called them.
-//! Opened here, both look the same: a tensor for each module, under the module's name.
+//! transformers 5 can write `mlp.experts.gate_up_proj` `[e, 2f, d]` (per expert: gate rows, then up rows),
+//! `mlp.experts.down_proj` `[e, d, f]` and the router as `mlp.gate.weight`, regardless of the family's own
+//! names. [`open`] presents both layouts alike: one tensor per module, under the module's name.
 
 use crate::model::Config;
 use ft_base::store::{self};
 use crate::files::TensorFiles;
 use std::path::Path;
 
-/// Opens a model's weights with a tensor for each module.
+/// Opens a model's weights with one tensor per module.
 ///
 /// # Errors
-/// Those of [`TensorFiles::open_model`].
+/// As [`TensorFiles::open_model`].
 pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
     let mut files = TensorFiles::open_model(dir)?;
     let (Some(moe), Some(names)) = (&config.moe, &config.family.experts) else { return Ok(files) };
@@ -22,7 +22,7 @@ pub fn open(config: &Config, dir: &Path) -> Result<TensorFiles, store::Error> {
         let own = format!("model.layers.{l}.{}", names.block);
         for block in [&own, &format!("model.layers.{l}.mlp")] {
             let expert = |e: usize, name: &str| format!("{own}.experts.{e}.{name}.weight");
-            // a tensor of another shape keeps its name: it is told as one too many
+            // Tensors of another shape keep their name; the check reports them as unexpected.
             let is = |files: &TensorFiles, name: &str, shape: &[usize]| {
                 files.info(name).is_some_and(|i| i.shape == shape)
             };

@@ -1,7 +1,7 @@
-//! The base: the model that a recipe or an adapter starts from, its config and its tensors.
+//! The base model of a recipe or an adapter: config and tensors.
 //!
-//! Whoever wants a base asks [`Base::open`] (or [`Base::random`]), says with [`Base::in_nf4`] and [`Base::with_copy`]
-//! which of its linears are 4-bit, and reads one tensor after the other; [`crate::adapt::build`] makes a model of it.
+//! [`Base::open`] or [`Base::random`] creates a base; [`Base::in_nf4`] and [`Base::with_copy`] select 4-bit
+//! linears. Tensors are read one by one; [`crate::adapt::build`] builds a model from them.
 
 mod check;
 pub mod initial;
@@ -27,15 +27,14 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Problems of a base.
+/// Errors in a base.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Its tensors do not fit its config.
+    /// The tensors do not match the config.
     #[error("{dir}: {why}")]
     Tensors {
-        /// The folder.
         dir: String,
-        /// Missing, unexpected or mis-shaped tensors, one a line.
+        /// Missing, unexpected or misshapen tensors, one per line.
         why: String,
     },
 }
@@ -46,66 +45,68 @@ impl Failure for Error {
     }
 }
 
-/// Where a 4-bit weight comes from.
+/// Origin of a 4-bit weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FourBit {
-    /// The checkpoint has it so.
+    /// 4-bit in the checkpoint.
     Stored,
-    /// It is quantized while it is read.
+    /// Quantized while loading.
     Made,
 }
 
-/// A base that is there: nothing of it is in memory but its config and the headers of its files. A clone opens nothing
-/// anew.
+/// An opened base. Only the config and the headers of the files are in memory; clones share open files.
 #[derive(Clone, Debug)]
 pub struct Base {
-    /// Its config, overrides applied.
+    /// Config, with overrides applied.
     pub config: Config,
     tensors: Tensors,
     nf4: bool,
     initials: Option<Arc<Initials>>,
 }
 
-/// Where a base's tensors come from.
+/// Source of the tensors.
 #[derive(Clone, Debug)]
 enum Tensors {
-    /// A checkpoint.
     Files(Arc<TensorFiles>),
-    /// A checkpoint and its 4-bit copy (`model.cache`), in which every linear of the decoder is 4-bit: weights that
-    /// train in full are read from the first, so that the copy is the same whatever trains.
-    Copied { original: Arc<TensorFiles>, copy: Arc<TensorFiles> },
-    /// Seeded random numbers of the config's shape.
+    /// A checkpoint and its 4-bit copy (`model.cache`) with all decoder linears in 4 bits. Weights trained
+    /// in full are read from the original, so the copy does not depend on the selection of trained modules.
+    Copied {
+        original: Arc<TensorFiles>,
+        copy: Arc<TensorFiles>,
+    },
+    /// Random numbers with this seed, shaped by the config.
     Random(u64),
 }
 
 impl Base {
-    /// The base in a folder.
+    /// Opens the base in a folder.
     ///
     /// # Errors
-    /// Weights that are missing, that are pickle files, or whose headers or index do not hold together. Whether they fit
-    /// the config is what [`Base::check`] says.
+    /// Missing weights, pickle files, or inconsistent headers or index. [`Base::check`] compares the
+    /// tensors with the config.
     pub fn open(config: Config, dir: &Path) -> Result<Self, store::Error> {
         let files = layout::open(&config, dir)?;
         Ok(Self::of_files(config, files))
     }
 
-    /// A base whose files are open.
+    /// Base on top of opened files.
     pub fn of_files(config: Config, files: TensorFiles) -> Self {
         Self { config, tensors: Tensors::Files(Arc::new(files)), nf4: false, initials: None }
     }
 
-    /// A base of random weights: norms are one, biases zero, matrices normal with the config's `initializer_range`.
+    /// Base with random weights: norms are one, biases zero, matrices normal with the config's
+    /// `initializer_range`.
     pub fn random(config: Config, seed: u64) -> Self {
         Self { config, tensors: Tensors::Random(seed), nf4: false, initials: None }
     }
 
-    /// The same, whose linears of the decoder become NF4 while they are read, if `nf4`, but for those that train in full
-    /// (what the checkpoint has in 4 bits stays as it is).
+    /// With `nf4`, decoder linears are quantized to NF4 while loading, except those trained in full.
+    /// Weights already 4-bit in the checkpoint stay unchanged.
     pub fn in_nf4(self, nf4: bool) -> Self {
         Self { nf4, ..self }
     }
 
-    /// The same with a 4-bit copy of its checkpoint, of which frozen weights are read.
+    /// Attaches a 4-bit copy of the checkpoint; frozen weights are read from the copy.
     pub fn with_copy(self, config: Config, copy: TensorFiles) -> Self {
         let tensors = match self.tensors {
             Tensors::Files(original) | Tensors::Copied { original, .. } => {
@@ -116,12 +117,12 @@ impl Base {
         Self { config, tensors, nf4: self.nf4, initials: self.initials }
     }
 
-    /// The files of the checkpoint; `None` for random weights.
+    /// Files of the original checkpoint; `None` for random weights.
     pub fn files(&self) -> Option<&TensorFiles> {
         self.read_for(true)
     }
 
-    /// The files that a module's weights are read from; `full` says whether it trains in full.
+    /// Files to read a module's weights from; `full` says whether the module trains in full.
     fn read_for(&self, full: bool) -> Option<&TensorFiles> {
         match &self.tensors {
             Tensors::Files(files) => Some(files),
@@ -130,8 +131,7 @@ impl Base {
         }
     }
 
-    /// Bytes of a value of a model's matrices as they are stored: by the first of its files, where these are in `dir`; else by
-    /// its config.
+    /// Bytes per stored matrix value: from the first file in `dir` if given, otherwise from the config.
     pub fn stored_width(config: &Config, dir: Option<&Path>) -> u64 {
         dir.and_then(TensorFiles::matrix_width).unwrap_or_else(|| config.stored_width())
     }
@@ -141,17 +141,17 @@ impl Base {
         self.files().map_or(0, TensorFiles::total_bytes)
     }
 
-    /// Whether linears become NF4 while they are read.
+    /// Whether linears are quantized to NF4 while loading.
     pub fn makes_nf4(&self) -> bool {
         self.nf4 && !self.config.four_bit
     }
 
-    /// Whether linears of the decoder are 4-bit, of the checkpoint or made so.
+    /// Whether decoder linears are 4-bit, by checkpoint or by quantization.
     pub fn is_4bit(&self) -> bool {
         self.nf4 || self.config.four_bit
     }
 
-    /// How a module's weight is 4-bit where it does not train in full, if it is.
+    /// Origin of a module's 4-bit weight, assuming the module does not train in full; `None` if not 4-bit.
     pub fn four_bit(&self, m: &Module) -> Option<FourBit> {
         if self.has_4bit(m, false) {
             return Some(FourBit::Stored);
@@ -159,7 +159,7 @@ impl Base {
         (self.makes_nf4() && quant::takes(m)).then_some(FourBit::Made)
     }
 
-    /// Whether a module's weight is there in 4 bits only, so that it cannot train in full.
+    /// Whether a module's weight exists in 4 bits only and so cannot train in full.
     pub fn only_4bit(&self, m: &Module) -> bool {
         self.has_4bit(m, true)
     }
@@ -169,12 +169,13 @@ impl Base {
         self.config.four_bit && self.read_for(full).is_some_and(stored)
     }
 
-    /// Some values of the weight of a module, or of its bias, as a vector in `dtype` on `device`: nothing else is read. Of
-    /// a 4-bit weight that is not read by [`Base::codes`], what it was; of a weight that lacks its update's first values
-    /// ([`Base::beginning`]), what is left. `number` is the module's place in the model, from 1, of which random values depend.
+    /// Reads a range of a module's weight or bias, as a vector in `dtype` on `device`. For weights
+    /// quantized while loading, returns the values before quantization; for PiSSA and OLoRA
+    /// ([`Base::beginning`]), the residual weight. `number` is the module's index in the model, from 1, and
+    /// seeds random values.
     ///
     /// # Errors
-    /// Files that cannot be read any more; random values that would be infinite.
+    /// Unreadable files; random values that would be infinite.
     pub fn part(
         &self,
         (m, number): (&Module, u64),
@@ -191,7 +192,7 @@ impl Base {
         Ok(self.lessen((m, number), elements, values)?.to_dtype(dtype)?.to_device(device)?)
     }
 
-    /// As [`Base::part`], with nothing taken off.
+    /// As [`Base::part`], without subtracting the initial LoRA update.
     fn original(
         &self,
         (m, number): (&Module, u64),
@@ -214,8 +215,9 @@ impl Base {
         }
     }
 
-    /// As [`Base::codes`], to be read by parts. `scales` gives the scales of all blocks, where they are made: it is given
-    /// the number of values, and what makes the scales of some of them from the start of a block on.
+    /// As [`Base::codes`], for reading by parts. For weights quantized while loading, `scales` must return
+    /// the scales of all blocks; it receives the number of values and a function computing the scales of a
+    /// block-aligned range.
     ///
     /// # Errors
     /// As [`Base::codes`].
@@ -237,7 +239,7 @@ impl Base {
         };
         let module = m.clone();
         let values = move |r: Range<usize>| -> ft_base::Result<Vec<f32>> {
-            // rounded first, as a checkpoint of this dtype would be
+            // Rounded to the checkpoint's dtype before quantization, as if read from a checkpoint.
             let t = self.part((&module, number), false, false, r, source, &Device::Cpu)?;
             Ok(t.to_dtype(DType::F32)?.to_vec1()?)
         };
@@ -245,10 +247,10 @@ impl Base {
         Ok(quant::unread(&name, dims, source, &scales, Box::new(values)))
     }
 
-    /// The weight of a linear in 4 bits, dequantized to `dtype` where it is used. `number` as in [`Base::part`].
+    /// Weight of a linear in 4 bits, dequantized to `dtype` in use. `number` as in [`Base::part`].
     ///
     /// # Errors
-    /// A weight that is no matrix; files that cannot be read any more; values that are not finite.
+    /// A weight that is not a matrix; unreadable files; non-finite values.
     pub fn codes(
         &self,
         (m, number): (&Module, u64),
@@ -263,7 +265,7 @@ impl Base {
                 Ok(quant::from_files(files, &name)?.into_matrix(true, dtype, books)?)
             }
             (_, files) => {
-                // rounded first, as a checkpoint of this dtype would be
+                // Rounded to the checkpoint's dtype before quantization, as if read from a checkpoint.
                 let source = files.map_or(Ok(dtype), |f| quant::dtype_of(f, &name))?;
                 let t = self.part((m, number), false, false, 0..dims.0 * dims.1, source, &Device::Cpu)?;
                 let values = t.to_dtype(DType::F32)?.to_vec1()?;
@@ -272,7 +274,7 @@ impl Base {
         }
     }
 
-    /// The type in which the frozen weight of a module is kept by a model that computes in `compute` on `device`.
+    /// Dtype of a module's frozen weight in a model that computes in `compute` on `device`.
     pub fn kept(&self, m: &Module, compute: DType, device: &Device) -> DType {
         let matrix = m.weight_shape().len() == 2 && !self.lacks(m);
         let info = self.read_for(false).filter(|_| matrix).and_then(|files| files.info(&weight_name(m)));
@@ -284,7 +286,7 @@ impl Base {
         gemm::kept(stored, compute, device.is_cuda())
     }
 
-    /// Bytes in the checkpoint of what [`Base::part`] or [`Base::codes`] reads of a module.
+    /// Checkpoint bytes read by [`Base::part`] or [`Base::codes`] for a module.
     pub fn bytes_of(&self, m: &Module, bias: bool, full: bool) -> u64 {
         let Some(files) = self.read_for(full) else { return 0 };
         let name = if bias { format!("{}.bias", m.name) } else { weight_name(m) };
@@ -294,10 +296,10 @@ impl Base {
     }
 }
 
-/// Makes the scales of some values.
+/// Computes the block scales of a range of values.
 pub type Scales<'a> = &'a dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>>;
 
-/// The sizes of a weight that is to be 4-bit.
+/// Dimensions of a weight to be stored in 4 bits.
 fn matrix(m: &Module) -> Result<(usize, usize), Error> {
     match m.weight_shape().as_slice() {
         &[o, i] => Ok((o, i)),
@@ -312,7 +314,7 @@ fn weight_name(m: &Module) -> String {
     format!("{}.weight", m.name)
 }
 
-/// Some random values of a tensor, f32 on the CPU.
+/// A range of a randomly initialized tensor, f32 on the CPU.
 fn random(m: &Module, bias: bool, elements: Range<usize>, s: Stream, config: &Config) -> ft_base::Result<Real> {
     let n = elements.len();
     let values: Vec<f32> = match (bias, m.kind) {
@@ -320,7 +322,7 @@ fn random(m: &Module, bias: bool, elements: Range<usize>, s: Stream, config: &Co
         (_, Kind::Norm { .. }) => vec![1.0; n],
         _ => {
             let std = config.initializer_range as f32;
-            // eight standard deviations are farther than any value will be
+            // Normal samples stay within eight standard deviations.
             if !(8.0 * std).is_finite() {
                 let why = format!("initializer_range: {std:e} makes weights that are infinite");
                 return Err(Error::Tensors { dir: "config.json".into(), why }.into());

@@ -1,8 +1,8 @@
-//! An adapter as a GGUF file: A and B of each module under llama.cpp's name of it.
+//! Writes an adapter as a GGUF file: A and B of every module under llama.cpp's names.
 //!
-//! llama.cpp has one alpha, and scales each pair by alpha over its rank. A pair whose scale is another has its B multiplied
-//! by the quotient. The experts of a layer are stacked, A [e, r, i] and B [e, o, r]: all there, zeros for those without
-//! LoRA, and of one rank.
+//! llama.cpp has a single alpha and scales each pair by alpha / rank. Pairs with another scale have B
+//! multiplied by the ratio. The experts of a layer are stacked, A `[e, r, i]` and B `[e, o, r]`: all
+//! experts with a common rank, zeros for those without LoRA.
 
 use super::names::{Placed, architecture, place, reorder};
 use super::{Entry, Error, Keys, file_type, refuse};
@@ -18,16 +18,16 @@ use std::path::Path;
 
 const MERGE: &str = "hint: ft merge, then ft export of the merged model";
 
-/// A pair of a file: where it goes, and the rank that it has there.
+/// Source of a pair: target tensor and rank in the file.
 struct Pair<'a> {
     placed: &'a Placed,
     rank: usize,
 }
 
-/// Writes an adapter as `path`, its matrices in `dtype`.
+/// Writes an adapter to `path`, with matrices in `dtype`.
 ///
 /// # Errors
-/// What llama.cpp's adapters cannot hold, by name; tensors that are missing; a disk that is full.
+/// Anything unsupported by llama.cpp's adapters, by name; missing tensors; a full disk.
 pub fn write_adapter(
     config: &Config,
     adapter: &Adapter,
@@ -44,7 +44,7 @@ pub fn write_adapter(
         _ => None,
     };
     check(config, selection)?;
-    // the alpha of the most modules: their B stays as it is
+    // The most common alpha: most B matrices stay unchanged.
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     for (_, c) in &selection.modules {
         if let Choice::Lora { spec, .. } = c {
@@ -60,7 +60,7 @@ pub fn write_adapter(
     for placed in &all {
         let Some(rank) = placed.modules.iter().filter_map(&spec).map(|s| s.rank).max() else { continue };
         let [first, second] = match placed.modules[0].weight_shape()[..] {
-            // the one that llama.cpp keeps transposed: it looks rows of A up
+            // llama.cpp stores A of the embedding transposed, for row lookup.
             [v, d] if placed.name == "token_embd" => [vec![v, rank], vec![d, rank]],
             [o, i] => [vec![rank, i], vec![o, rank]],
             _ => return Ok(refuse(&placed.modules[0].name, "LoRA on what is no matrix")?),
@@ -110,7 +110,7 @@ pub fn write_adapter(
     })
 }
 
-/// Refuses what an adapter of llama.cpp cannot hold.
+/// Refuses trained parts unsupported by llama.cpp's adapters.
 fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
     for (m, choice) in &selection.modules {
         let why = match choice {
@@ -128,7 +128,7 @@ fn check(config: &Config, selection: &Selection) -> Result<(), Error> {
     Ok(())
 }
 
-/// A or B of a module as the file has it, f32.
+/// A or B of a module in the layout of the file, f32.
 fn half(
     adapter: &Adapter,
     trained: Option<&Trained>,

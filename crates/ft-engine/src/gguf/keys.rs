@@ -1,4 +1,4 @@
-//! llama.cpp's keys for a model's config.
+//! llama.cpp's metadata keys for a model's config.
 
 use super::names::architecture;
 use super::{Error, Keys, refuse};
@@ -6,7 +6,7 @@ use crate::model::Config;
 use crate::model::rope::Scaling;
 use crate::files::GgufValue;
 
-/// Refuses what llama.cpp loads otherwise than the config says, or does not load.
+/// Refuses configs that llama.cpp interprets differently or cannot load.
 fn check(config: &Config, arch: &str) -> Result<(), Error> {
     if arch != "llama" && (config.biases.o || config.biases.mlp) {
         let key = if config.biases.o { "attention_bias" } else { "mlp_bias" };
@@ -28,15 +28,15 @@ fn check(config: &Config, arch: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Positions up to which llama.cpp computes what `ft` does: it has no sliding windows for these families.
+/// Context length with identical results in llama.cpp, which has no sliding windows for these families.
 pub(super) fn context(config: &Config) -> usize {
     config.windows.iter().flatten().copied().fold(config.max_positions, usize::min)
 }
 
-/// The keys of a model's config, and the factors by which rotary frequencies are divided, where they are a tensor.
+/// Keys of a model's config, and the divisors of the rotary frequencies if stored as a tensor.
 ///
 /// # Errors
-/// What llama.cpp computes otherwise.
+/// Anything llama.cpp computes differently.
 pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Error> {
     let arch = architecture(config)?;
     check(config, arch)?;
@@ -89,7 +89,7 @@ pub(super) fn of_config(config: &Config) -> Result<(Keys, Option<Vec<f32>>), Err
             put("rope.scaling.original_context_length", size(original as usize));
             put("rope.scaling.yarn_beta_fast", number(beta_fast));
             put("rope.scaling.yarn_beta_slow", number(beta_slow));
-            // llama.cpp multiplies by the paper's factor
+            // llama.cpp multiplies by the YaRN paper's factor itself.
             let more = attention / (1.0 + 0.1 * factor.ln());
             if (more - 1.0).abs() > 1e-6 {
                 put("rope.scaling.attn_factor", number(more));

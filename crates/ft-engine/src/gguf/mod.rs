@@ -1,7 +1,7 @@
-//! Models and adapters as llama.cpp reads them: GGUF files with its keys, its names of tensors, its order of rotary
-//! channels, its tokenizer.
+//! GGUF export of models and adapters for llama.cpp: metadata keys, tensor names, rotary channel order,
+//! tokenizer.
 //!
-//! What llama.cpp would compute otherwise than `ft` is refused by name, never written.
+//! Anything llama.cpp would compute differently is refused by name.
 
 mod adapter;
 mod keys;
@@ -16,13 +16,13 @@ use ft_base::error::{ExitCode, Failure};
 use crate::files::GgufValue;
 use candle_core::DType;
 
-/// What llama.cpp cannot hold, or computes otherwise.
+/// A model or adapter unsupported by llama.cpp.
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {why}")]
 pub struct Error {
-    /// The file, key or tensor.
+    /// File, key or tensor.
     pub place: String,
-    /// What is wrong, and what to do.
+    /// Reason and hint.
     pub why: String,
 }
 
@@ -36,13 +36,13 @@ fn refuse<T>(place: impl Into<String>, why: impl Into<String>) -> Result<T, Erro
     Err(Error { place: place.into(), why: why.into() })
 }
 
-/// Keys with their values, in the order of the file.
+/// Keys and values, in the order of the file.
 type Keys = Vec<(String, GgufValue)>;
 
 /// Name, dtype and shape of a tensor.
 type Entry = (String, DType, Vec<usize>);
 
-/// What llama.cpp calls a file whose matrices are of a dtype (`general.file_type`).
+/// `general.file_type` of a file with matrices in `dtype`.
 fn file_type(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,

@@ -1,4 +1,4 @@
-//! A whole model as a GGUF file, a tensor at a time.
+//! Writes a model as a GGUF file, one tensor at a time.
 
 use super::names::{Placed, architecture, place, reorder};
 use super::{Entry, Error, Keys, file_type, keys, refuse, tokenizer};
@@ -13,19 +13,19 @@ use std::path::Path;
 
 const ROPE: &str = "rope_freqs.weight";
 
-/// Which part of a module a tensor of the file is.
+/// Source of a tensor of the file.
 struct Source<'a> {
     placed: &'a Placed,
     bias: bool,
     dtype: DType,
 }
 
-/// Writes the model in `dir`, whose base is open, as `path`. Matrices are of `dtype`; norms, biases and routers of f32,
-/// as llama.cpp wants them. `pre` is llama.cpp's name of the pre-tokenizer, where the user gave it. `progress` hears the
-/// bytes of each tensor.
+/// Writes the model in `dir`, opened as `base`, to `path`. Matrices are written in `dtype`; norms, biases
+/// and routers in f32, as llama.cpp requires. `pre` overrides llama.cpp's name of the pre-tokenizer.
+/// `progress` receives the bytes of every tensor.
 ///
 /// # Errors
-/// A model, or a tokenizer, that llama.cpp reads otherwise; values beyond f16's range; a disk that is full.
+/// A model or tokenizer that llama.cpp reads differently; values beyond f16's range; a full disk.
 pub fn write_model(
     base: &Base,
     dir: &Path,
@@ -105,7 +105,7 @@ fn tensor(base: &Base, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::R
     }
 }
 
-/// A weight or bias of the model; dequantized, where it is 4-bit.
+/// Reads a weight or bias, dequantized if 4-bit.
 fn read(base: &Base, m: &Module, source: &Source<'_>, books: &mut CodeBooks) -> ft_base::Result<Tensor> {
     let dtype = source.dtype;
     let name = format!("{}.{}", m.name, if source.bias { "bias" } else { "weight" });

@@ -1,28 +1,28 @@
-//! llama.cpp's names of a model's modules.
+//! llama.cpp's tensor names for a model's modules.
 
 use super::{Error, refuse};
 use crate::model::Config;
 use crate::model::modules::{FeedForwardTree, MlpTree, Module, Tree};
 
-/// A module of llama.cpp's: one of ours, or one of each expert of a layer.
+/// A tensor of llama.cpp: one module, or the same linear of all experts in a layer, stacked.
 pub(super) struct Placed {
-    /// Its name, without `.weight`.
+    /// Name, without `.weight`.
     pub name: String,
-    /// Ours; several are stacked.
+    /// Source modules; several are stacked.
     pub modules: Vec<Module>,
-    /// Heads whose rotary channels are reordered.
+    /// Number of heads, if rotary channels are reordered.
     pub heads: Option<usize>,
-    /// Whether its weight is f32 in every file: norms and routers.
+    /// Whether the weight is always f32: norms and routers.
     pub in_f32: bool,
 }
 
-/// llama.cpp's architecture of a family.
+/// llama.cpp's architecture name of a family.
 ///
 /// # Errors
-/// A family that is not built.
+/// An unsupported family.
 pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
     match config.family.model_type {
-        // its graph has experts too
+        // llama.cpp's llama graph includes experts.
         "llama" | "mixtral" => Ok("llama"),
         "qwen2" => Ok("qwen2"),
         "qwen3" => Ok("qwen3"),
@@ -31,12 +31,13 @@ pub(super) fn architecture(config: &Config) -> Result<&'static str, Error> {
     }
 }
 
-/// Whether llama.cpp's rotary embedding pairs neighbouring channels, where checkpoints pair the halves of a head.
+/// Whether llama.cpp's rotary embedding pairs neighboring channels; checkpoints pair the two halves of a
+/// head.
 fn pairs_neighbours(architecture: &str) -> bool {
     architecture == "llama"
 }
 
-/// All modules of a model; the head of a tied one is left out.
+/// All tensors of a model. A tied head is omitted.
 ///
 /// # Errors
 /// As [`architecture`].
@@ -85,7 +86,7 @@ pub(super) fn place(config: &Config) -> Result<Vec<Placed>, Error> {
     Ok(out)
 }
 
-/// Rows of queries or keys in the order of llama.cpp's rotary embedding: of each head's two halves, one after the other.
+/// Reorders query or key rows for llama.cpp's rotary embedding: interleaves the two halves of every head.
 pub(super) fn reorder(
     t: &candle_core::Tensor,
     heads: Option<usize>,

@@ -1,5 +1,5 @@
-//! A `tokenizer.json` as llama.cpp's keys: byte-level BPE, which it computes by a list of tokens, a list of merges, and
-//! the name of a way to split texts.
+//! Converts `tokenizer.json` to llama.cpp's keys: byte-level BPE as a token list, a merge list, and the
+//! name of a pre-tokenizer.
 
 use super::{Error, Keys, refuse};
 use ft_data::{Tokenizer};
@@ -10,7 +10,7 @@ use crate::files::GgufValue;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// llama.cpp's types of tokens.
+/// llama.cpp's token types.
 mod token {
     pub const NORMAL: i32 = 1;
     pub const CONTROL: i32 = 3;
@@ -18,12 +18,12 @@ mod token {
     pub const UNUSED: i32 = 5;
 }
 
-/// The expression by which Llama 3 splits texts.
+/// Pre-tokenizer regex of Llama 3.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// And Qwen 2 and 3.
+/// Pre-tokenizer regex of Qwen 2 and 3.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The kinds of special tokens that keys name.
+/// Special tokens: names in tokenizer_config.json and in GGUF keys ("seperator" is llama.cpp's spelling).
 const SPECIALS: [(&str, &str); 7] = [
     ("bos", "bos"),
     ("eos", "eos"),
@@ -34,10 +34,10 @@ const SPECIALS: [(&str, &str); 7] = [
     ("mask", "mask"),
 ];
 
-/// The keys of a model's tokenizer. A folder without one gives a file without a vocabulary, and that is told.
+/// Tokenizer keys of a model. Without a tokenizer, warns and writes a file without a vocabulary.
 ///
 /// # Errors
-/// A tokenizer that llama.cpp has no way to compute, or that `ft` has no name of.
+/// A tokenizer not supported by llama.cpp, or an unrecognized pre-tokenizer.
 pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::Result<Keys> {
     let Some(loaded) = Tokenizer::load(dir, None)? else {
         warn("the model has no tokenizer.json: the file has no vocabulary");
@@ -80,7 +80,7 @@ pub(super) fn keys(dir: &Path, config: &Config, pre: Option<&str>) -> ft_base::R
     let bos = loaded.text_start();
     out.push(("tokenizer.ggml.add_bos_token".into(), GgufValue::Bool(!bos.is_empty())));
     let template = ft_data::template_of(dir)?;
-    // where a reply of the template does not end with the end of texts
+    // If turns in the chat template end with a token other than EOS.
     let in_template = |id: u32| {
         tokens.get(id as usize).zip(template.as_ref()).is_some_and(|(token, t)| t.contains(token.as_str()))
     };
@@ -108,12 +108,13 @@ fn entries(file: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     file.get("added_tokens").and_then(Value::as_array).into_iter().flatten()
 }
 
-/// llama.cpp's name of the way in which texts are split.
+/// llama.cpp's name of the pre-tokenizer.
 fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error> {
     let pre = file.get("pre_tokenizer").unwrap_or(&Value::Null);
     let alone = std::slice::from_ref(pre);
     let steps = pre["pretokenizers"].as_array().map_or(alone, Vec::as_slice);
-    // what does nothing to the split: Qwen's and Llama's last step only spells bytes
+    // Steps without an effect on the split: the last step of Qwen and Llama 3 only maps bytes to
+    // characters.
     let plain = |step: &Value| step["add_prefix_space"] != true;
     let is = |step: &Value, kind: &str| step["type"] == kind;
     let ignores_merges = file.get("model").is_some_and(|m| m["ignore_merges"] == true);
@@ -139,7 +140,7 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
             match split["pattern"]["Regex"].as_str() {
                 Some(QWEN2) => Some("qwen2"),
                 Some(LLAMA3) if ignores_merges => Some("llama-bpe"),
-                // the same split, without Llama 3's whole words
+                // The same split without Llama 3's `ignore_merges`.
                 Some(LLAMA3) => Some("smaug-bpe"),
                 _ => None,
             }
@@ -157,7 +158,7 @@ fn pre_tokenizer(place: &str, file: &Map<String, Value>) -> Result<String, Error
     }
 }
 
-/// Texts and types of all tokens of the embedding.
+/// Strings and types of all tokens, one per embedding row.
 fn vocabulary(place: &str, file: &Map<String, Value>, size: usize) -> Result<(Vec<String>, Vec<i32>), Error> {
     let mut tokens: Vec<Option<(String, i32)>> = vec![None; size];
     let own = file.get("model").and_then(|m| m["vocab"].as_object());
@@ -181,18 +182,18 @@ fn vocabulary(place: &str, file: &Map<String, Value>, size: usize) -> Result<(Ve
     Ok(tokens.into_iter().enumerate().map(padded).unzip())
 }
 
-/// Tokens that are control tokens though some tokenizers do not say so.
+/// Control tokens not marked as special by some tokenizers.
 fn looks_special(text: &str) -> bool {
     ["<pad>", "<mask>"].contains(&text) || (text.starts_with("<|") && text.ends_with("|>"))
 }
 
-/// Merges, both ways in which files spell them, as `left right`.
+/// Merges as `left right`, from either format of tokenizer.json.
 fn merges(place: &str, model: &Value) -> Result<Vec<String>, Error> {
     let spelled = |m: &Value| match m {
         Value::String(s) => Some(s.clone()),
         Value::Array(pair) => match &pair[..] {
             [Value::String(a), Value::String(b)] => {
-                // a space within a part is spelled as the byte that it is
+                // A space inside a part becomes its byte-level character.
                 let part = |s: &str| s.replace(' ', "\u{120}");
                 Some(format!("{} {}", part(a), part(b)))
             }

@@ -1,4 +1,5 @@
-//! Self-attention as a module: projections, head norms, rotary embedding, grouped queries, windows.
+//! Self-attention: projections, per-head query and key norms, rotary embedding, grouped queries, sliding
+//! windows.
 
 use super::batch::Context;
 use super::linear::{self, Linear};
@@ -11,43 +12,42 @@ use ft_kernels::padded::Padded;
 use ft_kernels::rope;
 use candle_core::Result;
 
-/// One attention block.
+/// The attention module of a layer.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// Queries: `[d]` -> [h c].
+    /// Queries: `[d]` -> `[h c]`.
     pub q: Linear,
-    /// Keys: `[d]` -> [g c].
+    /// Keys: `[d]` -> `[g c]`.
     pub k: Linear,
-    /// Values: `[d]` -> [g c].
+    /// Values: `[d]` -> `[g c]`.
     pub v: Linear,
-    /// Output: [h c] -> `[d]`.
+    /// Output: `[h c]` -> `[d]`.
     pub o: Linear,
-    /// Norms of each head's query and key, in families that have them.
+    /// RMSNorm of queries and keys per head, if the family has them.
     pub qk_norm: Option<(Norm, Norm)>,
-    /// Query heads.
     pub heads: usize,
-    /// Key/value heads.
     pub kv_heads: usize,
-    /// Channels of a head.
+    /// Channels per head.
     pub head_dim: usize,
-    /// Keys that a query sees at the most, itself among them.
+    /// Sliding window: the number of keys visible to a query, itself included.
     pub window: Option<usize>,
 }
 
-/// What the backward pass needs.
+/// Saved activations.
 #[derive(Debug)]
 pub struct Saved {
     linears: [linear::Saved; 4],
-    /// Queries and keys before their norms.
+    /// Queries and keys before their norms; `None` without norms.
     before_norm: Option<(Tensor, Tensor)>,
-    /// Queries and keys as they are multiplied.
+    /// Queries and keys as attention uses them: normalized and rotated.
     rotated: Option<[Tensor; 2]>,
     v: Tensor,
     out: attention::Saved,
 }
 
 impl Saved {
-    /// Without what [`Attention::again`] makes again: the input, and queries and keys where they are kept before their norms.
+    /// Drops the activations restored by [`Attention::again`]: the input, and rotated queries and keys if
+    /// they can be recomputed from `before_norm`.
     pub fn without_input(&mut self) {
         self.linears[..3].iter_mut().for_each(|l| l.x = None);
         if self.before_norm.is_some() {
@@ -57,12 +57,12 @@ impl Saved {
 }
 
 impl Attention {
-    /// The four projections.
+    /// Query, key, value and output projections.
     pub fn linears(&self) -> [&Linear; 4] {
         [&self.q, &self.k, &self.v, &self.o]
     }
 
-    /// The same block with its 4-bit matrices dequantized.
+    /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         let [q, k, v, o] = self.linears();
         Ok(Self {
@@ -84,7 +84,7 @@ impl Attention {
         Some(rope::Norms { q: (&q.weight, q.eps), k: (&k.weight, k.eps) })
     }
 
-    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    /// Spare columns for an input like `x`: see [`Linear::room`].
     pub fn room(&self, x: &Tensor) -> usize {
         [&self.q, &self.k, &self.v].into_iter().map(|l| l.room(x)).max().unwrap_or(0)
     }
@@ -94,7 +94,8 @@ impl Attention {
         [&self.q, &self.k, &self.v].into_iter().any(Linear::needs_input)
     }
 
-    /// Gives `s` what it was without: the input `x` where that is needed, queries and keys normed and rotated.
+    /// Restores the activations dropped by [`Saved::without_input`]: the input `x` if needed, and rotated
+    /// queries and keys.
     pub fn again(&self, s: &mut Saved, x: Option<&Tensor>, ctx: &Context) -> Result<()> {
         for (l, s) in self.linears().into_iter().zip(&mut s.linears[..3]) {
             s.x = x.and_then(|x| l.input(x));
@@ -105,11 +106,13 @@ impl Attention {
         Ok(())
     }
 
-    /// Forward: [t, d] -> [t, d]. With a cache, earlier tokens are seen too, and these are added to it.
+    /// Forward pass: `[t, d]` -> `[t, d]`. With a cache, queries also attend to cached tokens, and the new
+    /// keys and values are appended.
     pub fn forward(&self, x: &Padded, ctx: &Context, cache: Option<&mut Cache>) -> Result<(Tensor, Saved)> {
         let (t, _) = x.dims();
         let c = self.head_dim;
-        // by heads at once: a name that went on holding the flat tensor would keep it alive to the end
+        // Reshaped at once: a variable for the flat tensor would keep it alive until the end of the
+        // function.
         let by_head = |linear: &Linear, heads: usize| -> Result<(Tensor, linear::Saved)> {
             let (y, saved) = linear.forward_padded(x, ctx)?;
             Ok((y.reshape((t, heads, c))?, saved))
@@ -131,7 +134,7 @@ impl Attention {
         Ok((y, Saved { linears: [qs, ks, vs, os], before_norm, rotated: Some([q, k]), v, out }))
     }
 
-    /// Backward: the gradient of the input.
+    /// Backward pass: returns the gradient of the input.
     pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
         let (t, _) = dy.dims();
         let c = self.head_dim;

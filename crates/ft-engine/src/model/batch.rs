@@ -1,4 +1,4 @@
-//! A micro-batch as it enters a model, and what every layer needs of it.
+//! A micro-batch as it enters the model, with the context shared by all layers.
 
 use super::config::Config;
 use ft_kernels::attention::{Sequences, Sizes};
@@ -11,39 +11,39 @@ use ft_base::rng::{Purpose, Stream};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
-/// Which numbers dropout draws; see [`ft_base::rng`].
+/// Key of the dropout random numbers; see [`ft_base::rng`].
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutKey {
-    /// Seed of the run.
     pub seed: u64,
     /// Optimizer step.
     pub step: u64,
-    /// Index, within the step, of the first row of what enters a linear.
+    /// Index, within the step, of the first row of a linear's input.
     pub first_row: usize,
 }
 
-/// What every layer needs of a micro-batch.
+/// Per-micro-batch data shared by all layers.
 #[derive(Clone, Debug)]
 pub struct Context {
-    /// Documents, and who sees whom.
+    /// Document boundaries, for the attention mask.
     pub seqs: Sequences,
-    /// Cosines of the rotary embedding [t, c / 2], f32.
+    /// Cosines of the rotary embedding `[t, c / 2]`, f32.
     pub cos: Tensor,
-    /// Sines.
+    /// Sines of the rotary embedding `[t, c / 2]`, f32.
     pub sin: Tensor,
-    /// In training, the key of dropout; `None` turns it off.
+    /// Dropout key in training; `None` disables dropout.
     pub dropout: Option<DropoutKey>,
-    /// Within an expert, the tokens of its rows, so that dropout depends on tokens; `None` is all in order.
+    /// Within an expert, the token index of each row, so that dropout depends on the token alone. `None`
+    /// means row i is token i.
     pub rows: Option<Arc<Vec<u32>>>,
 }
 
 impl Context {
-    /// The same for some of the tokens.
+    /// The same context for a subset of the tokens.
     pub fn for_tokens(&self, tokens: &[u32]) -> Self {
         Self { rows: Some(Arc::new(tokens.to_vec())), ..self.clone() }
     }
 
-    /// The context of a chunk of target rows, the first of which is the step's `first`th target.
+    /// The context of a chunk of target rows; `first` is the index of its first target within the step.
     pub fn for_targets(&self, first: usize) -> Self {
         let mut c = self.clone();
         if let Some(d) = &mut c.dropout {
@@ -58,40 +58,39 @@ impl Context {
 pub struct Batch {
     /// Token ids `[t]`, u32.
     pub ids: Tensor,
-    /// The tokens sorted by id, on another device than the CPU: what the embedding's gradient goes by there.
+    /// Tokens sorted by id, for the embedding's gradient on CUDA; `None` on the CPU.
     pub by_id: Option<ById>,
-    /// Tokens.
+    /// Number of tokens t.
     pub tokens: usize,
-    /// What layers need.
     pub context: Context,
-    /// Rows that predict a supervised target `[n]`, u32.
+    /// Query rows of the targets `[n]`, u32.
     pub target_rows: Tensor,
-    /// Their targets `[n]`, u32.
+    /// Target ids `[n]`, u32.
     pub targets: Tensor,
-    /// How many.
+    /// Number of targets n.
     pub target_count: usize,
-    /// Targets of the step's earlier micro-batches.
+    /// Number of targets in earlier micro-batches of the step.
     pub first_target: usize,
 }
 
-/// A micro-batch on the host, as the data layer gives it.
+/// A micro-batch on the host, as produced by the data loader.
 #[derive(Clone, Copy, Debug)]
 pub struct HostBatch<'a> {
     /// Token ids of all documents, end to end.
     pub ids: &'a [u32],
-    /// Position of each token in its document.
+    /// Token positions within documents, from 0.
     pub positions: &'a [u32],
-    /// Lengths of the documents; in generation of the one document with what was read of it before.
+    /// Lengths of the documents. In generation: the length of the single document, cached tokens included.
     pub docs: &'a [usize],
-    /// Row that predicts, and target id.
+    /// Pairs of query row and target id.
     pub targets: &'a [(u32, u32)],
 }
 
 impl Batch {
     /// Copies a micro-batch to the device.
     ///
-    /// `first` are the tokens and targets of the step's earlier micro-batches; `dropout` is the seed and
-    /// step, in training.
+    /// `first` counts the tokens and targets of earlier micro-batches of the step; `dropout` is the seed
+    /// and step in training.
     pub fn new(
         config: &Config,
         host: HostBatch<'_>,
@@ -110,7 +109,7 @@ impl Batch {
             ids = Tensor::new(host.ids, device)?;
             (target_rows, targets) = (list(rows, device)?, list(of_targets, device)?);
         } else {
-            // all in one go, for which the host does not wait
+            // One asynchronous copy for all lists; the host does not wait.
             let mut lists = Lists::default();
             let places = [host.ids, &rows, &of_targets].map(|l| lists.ints(l));
             let tiles = Sequences::list(host.docs, past, &mut lists);
@@ -135,10 +134,11 @@ impl Batch {
         })
     }
 
-    /// Embeddings of its tokens [t, d], in training with NEFTune's noise of this `alpha`.
+    /// Adds NEFTune noise with this `alpha` to token embeddings `x` `[t, d]`; identity outside of training
+    /// or if `alpha` is 0.
     ///
     /// # Errors
-    /// Other rows than tokens.
+    /// A number of rows other than the number of tokens.
     pub fn noisy(&self, x: Tensor, alpha: f64) -> candle_core::Result<Tensor> {
         match self.context.dropout.filter(|_| alpha > 0.0) {
             None => Ok(x),
@@ -149,7 +149,8 @@ impl Batch {
         }
     }
 
-    /// That of a plan. It stays all the time: what it takes is [`Batch::bytes`].
+    /// A shape-only micro-batch for a plan. Charged to the ledger once, for the whole run:
+    /// [`Batch::bytes`].
     pub fn ghost(
         ledger: &Ledger,
         sizes: Sizes,
@@ -173,13 +174,13 @@ impl Batch {
         })
     }
 
-    /// Bytes of a micro-batch: ids, the two tables and what it was collated from; documents; rows and ids of targets.
+    /// Device bytes of a micro-batch: ids, rotary tables, collation buffers, documents, targets.
     pub fn bytes(sizes: Sizes, targets: usize, head_dim: usize, cuda: bool) -> u64 {
         (sizes.keys * (4 + 4 * head_dim + 8) + Sequences::bytes(sizes, cuda) + 8 * targets) as u64
     }
 }
 
-/// Numbers on a device; none take a place there too, for a device gives no address to nothing.
+/// Copies numbers to the device. Empty lists allocate one element: a device has no address for zero bytes.
 fn list(mut numbers: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
     let n = numbers.len();
     numbers.resize(n.max(1), 0);

@@ -1,4 +1,4 @@
-//! A whole decoder: embedding, layers, head.
+//! The whole decoder: embedding, layers, head.
 
 use super::attention::Attention;
 use super::batch::{Batch, HostBatch};
@@ -17,51 +17,47 @@ use ft_kernels::Tensor;
 use ft_kernels::tensor::Real;
 use candle_core::{DType, Device};
 
-/// Where a model gets its tensors from: files, random numbers, buffers of trained tensors.
+/// Source of a model's tensors: files, random numbers, or the buffers of trained tensors.
 pub trait Weights {
-    /// The compute dtype.
     fn dtype(&self) -> DType;
-    /// The weight of a module in the compute dtype (a frozen matrix may be kept in half precision: [`kept`]), and where its
-    /// gradient goes if it trains in full.
+    /// Weight of a module in the compute dtype, and the gradient slot if trained in full. A frozen matrix
+    /// may stay in half precision: [`kept`].
     ///
     /// [`kept`]: ft_kernels::gemm::kept
     fn weight(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)>;
-    /// The matrix of a linear: as [`Weights::weight`] gives it, or 4-bit.
+    /// Matrix of a linear: as [`Weights::weight`], or 4-bit.
     fn matrix(&mut self, m: &Module) -> ft_base::Result<(Weight, Option<Slot>)> {
         let (weight, slot) = self.weight(m)?;
         Ok((Weight::Dense(weight), slot))
     }
-    /// The bias of a module that has one.
+    /// Bias of a module with one.
     fn bias(&mut self, m: &Module) -> ft_base::Result<(Tensor, Option<Slot>)>;
-    /// The low-rank update of a linear, if it has one. `weight` is the matrix it adapts.
+    /// Adapter of a linear, if any. `weight` is the adapted matrix.
     fn lora(&mut self, m: &Module, weight: &Weight) -> ft_base::Result<Option<Lora>>;
-    /// Rows of a module's weight that train alone, if there are some.
+    /// Trained rows of a module's weight, if any.
     fn rows(&mut self, _: &Module) -> ft_base::Result<Option<Rows>> {
         Ok(None)
     }
-    /// How many experts in a row each one that is built stands for, of a layer's: one, but in a plan.
+    /// Run lengths of identical experts; a single expert is built per run. All 1 except in a plan.
     fn alike(&self, experts: &[MlpTree]) -> Vec<usize> {
         vec![1; experts.len()]
     }
-    /// The low-rank update of the embedding.
+    /// LoRA of the embedding, if any.
     fn embedding_lora(&mut self, m: &Module) -> ft_base::Result<Option<EmbeddingLora>>;
 }
 
-/// A decoder with its weights.
+/// A decoder with weights.
 #[derive(Debug)]
 pub struct Decoder {
-    /// Config.
     pub config: Config,
-    /// Token embedding.
     pub embedding: Embedding,
-    /// Layers, from the bottom.
+    /// Decoder layers, from the bottom.
     pub layers: Vec<Layer>,
-    /// Final norm, head and loss.
     pub head: Head,
 }
 
 impl Decoder {
-    /// Builds a model, asking `weights` for one tensor after the other in the order of the forward pass.
+    /// Builds a model, asking `weights` for one tensor after another in the order of the forward pass.
     pub fn build(config: &Config, weights: &mut dyn Weights) -> ft_base::Result<Self> {
         let tree = Tree::of(config);
         let mut b = Builder::new(config, weights);
@@ -72,8 +68,8 @@ impl Decoder {
         Ok(Self { config: config.clone(), embedding, layers, head })
     }
 
-    /// Logits of a few tokens of one document, [t, v] in f32, with one layer of the model in memory at a time:
-    /// to compare models that need not fit.
+    /// Logits `[t, v]` (f32) for a few tokens of one document, with a single layer in memory at a time.
+    /// Used to compare models that need not fit in memory.
     pub fn logits_by_layer(
         config: &Config,
         weights: &mut dyn Weights,
@@ -89,7 +85,7 @@ impl Decoder {
         for (l, t) in tree.layers.iter().enumerate() {
             x_td = b.layer(l, t)?.forward(&x_td, &batch.context, None, None)?.0;
         }
-        // a tied head's table is loaded again: it would take memory all the time
+        // A tied head's table is loaded again rather than held throughout.
         let table = if config.tied { Some(b.table(&tree.embedding)?) } else { None };
         Ok(b.head(&tree.norm, &tree.head, table)?.logits(&x_td, &batch.context)?.real()?.clone())
     }
@@ -104,22 +100,22 @@ impl Decoder {
     }
 }
 
-/// Builds the parts of a model from its modules, which are to be asked for in the order of the forward pass.
+/// Builds the parts of a model from modules. Callers must ask for parts in the order of the forward pass.
 pub struct Builder<'a> {
     config: &'a Config,
     weights: &'a mut dyn Weights,
 }
 
-/// The embedding's table, where its gradient goes, and its rows that train alone.
+/// The embedding's table, its gradient slot, and its trained rows.
 type Table = (Tensor, Option<Slot>, Option<Rows>);
 
 impl<'a> Builder<'a> {
-    /// A builder with these weights.
+    /// Builder on top of these weights.
     pub fn new(config: &'a Config, weights: &'a mut dyn Weights) -> Self {
         Self { config, weights }
     }
 
-    /// Final norm and head; a tied one is `table`.
+    /// Builds final norm and head; a tied head uses `table`.
     pub fn head(&mut self, norm: &Module, head: &Module, table: Option<Table>) -> ft_base::Result<Head> {
         let norm = self.norm(norm)?;
         let linear = match table.filter(|_| self.config.tied) {
@@ -133,7 +129,7 @@ impl<'a> Builder<'a> {
         Ok(Head { norm, linear, vocab: self.config.vocab })
     }
 
-    /// The embedding, and its table for a tied head.
+    /// Builds the embedding; also returns the table for a tied head.
     pub fn embedding(&mut self, m: &Module) -> ft_base::Result<(Embedding, Table)> {
         let (table, slot, rows) = self.table(m)?;
         let lora = self.weights.embedding_lora(m)?;
@@ -165,7 +161,7 @@ impl<'a> Builder<'a> {
         Ok(Linear { weight, bias, weight_slot, bias_slot, lora, rows })
     }
 
-    /// Layer `l`.
+    /// Builds layer `l`.
     pub fn layer(&mut self, l: usize, t: &LayerTree) -> ft_base::Result<Layer> {
         let c = self.config;
         let attn_norm = self.norm(&t.attn_norm)?;

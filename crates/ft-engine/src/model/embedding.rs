@@ -1,4 +1,4 @@
-//! The token embedding as a module: frozen, trained in full or in some rows, or with LoRA.
+//! The token embedding: frozen, trained in full or by row, or with LoRA.
 
 use super::batch::Batch;
 use super::rows::Rows;
@@ -6,43 +6,40 @@ use super::sink::{Sink, Slot};
 use ft_kernels::{Tensor, embed, gemm, upcast};
 use candle_core::{DType, Result};
 
-/// The embedding.
+/// The token embedding.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    /// Table [v, d], in the compute dtype, or kept in half precision.
+    /// Table `[v, d]`, in the compute dtype, or in half precision if frozen.
     pub table: Tensor,
-    /// The compute dtype.
+    /// Compute dtype.
     pub dtype: DType,
-    /// Where its gradient goes, when it trains in full.
+    /// Gradient slot, if trained in full.
     pub slot: Option<Slot>,
-    /// A low-rank update.
     pub lora: Option<EmbeddingLora>,
-    /// Rows that train alone.
+    /// Rows trained on their own, for new tokens.
     pub rows: Option<Rows>,
 }
 
-/// LoRA on the table: `table + s (B A)^T`, A [r, v], B [d, r].
+/// LoRA on the table: `table + s (B A)^T`, A `[r, v]`, B `[d, r]`.
 #[derive(Clone, Debug)]
 pub struct EmbeddingLora {
-    /// A [r, v].
     pub a: Tensor,
-    /// B [d, r].
     pub b: Tensor,
-    /// Where their gradients go.
+    /// Gradient slots of A and B; `None` in inference.
     pub slots: Option<(Slot, Slot)>,
-    /// Factor on the update.
+    /// Scale s of the update.
     pub scale: f64,
 }
 
 impl Embedding {
-    /// Whether anything here trains.
+    /// Whether the table, rows or the adapter train.
     pub fn trains(&self) -> bool {
         self.slot.is_some()
             || self.lora.as_ref().is_some_and(|l| l.slots.is_some())
             || self.rows.as_ref().is_some_and(|r| r.slot.is_some())
     }
 
-    /// Rows for `ids` `[t]`: [t, d].
+    /// Embeddings `[t, d]` of `ids` `[t]`.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.rows.iter().try_for_each(|r| r.write(&self.table))?;
         let y = embed::forward_in(&self.table, ids, self.dtype)?;
@@ -52,7 +49,7 @@ impl Embedding {
         Ok(y)
     }
 
-    /// Sends the gradients of what trains to the sink.
+    /// Adds the gradients of trained tensors to the sink.
     pub fn backward(&self, batch: &Batch, dy: &Tensor, sink: &Sink<'_>) -> Result<()> {
         let ids = &batch.ids;
         if let Some(slot) = self.slot {
@@ -71,7 +68,7 @@ impl Embedding {
 }
 
 impl EmbeddingLora {
-    /// A's columns for `ids`, as rows [t, r].
+    /// Columns of A for `ids`, transposed: `[t, r]`.
     fn rows(&self, ids: &Tensor) -> Result<Tensor> {
         self.a.index_select(ids, 1)?.t()?.contiguous()
     }

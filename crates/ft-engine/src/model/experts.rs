@@ -1,6 +1,6 @@
-//! The experts of a mixture on CUDA: each product one launch for all of them, by lists that stay on the device.
+//! All experts of a mixture on CUDA: one launch per product, with routing lists on the device.
 //!
-//! What is computed is what `Mixture` computes expert by expert; the tests of `tests/gpu` hold one to the other.
+//! Computes the same as the expert-by-expert path of `Mixture`; `tests/gpu` compares the two.
 
 use super::batch::Context;
 use super::linear::{self, Linear, Weight};
@@ -18,17 +18,17 @@ use ft_kernels::vacant::moves;
 use candle_core::{DType, Result};
 use std::sync::{Arc, PoisonError};
 
-/// One of the three linears of all experts.
+/// One of the three linears, for all experts.
 #[derive(Debug)]
 struct Bank {
     table: Table,
-    /// Whether anything here trains, so that its input is kept.
+    /// Whether a tensor of this linear trains, so that the input is saved.
     needs_input: bool,
-    /// The unit in whose buffer the gradients are.
+    /// Unit of the gradient buffer.
     unit: Option<usize>,
 }
 
-/// The three linears of all experts.
+/// The three linears, for all experts.
 #[derive(Debug)]
 pub struct Banks {
     gate: Bank,
@@ -36,20 +36,20 @@ pub struct Banks {
     down: Bank,
 }
 
-/// What the backward pass needs.
+/// Saved activations.
 #[derive(Debug)]
 pub struct Saved {
-    /// Rows that enter the experts [n, d], where something trains.
+    /// Expert inputs `[n, d]`; `None` if frozen.
     pub(super) x: Option<Tensor>,
     gate: Tensor,
     up: Tensor,
-    /// `s x A^T` of the three linears [n, ranks], where they have adapters.
+    /// `s drop(x) A^T` of the three linears `[n, ranks]`; `None` without adapters.
     low: [Option<Tensor>; 3],
-    /// Outputs of the experts [n, d], before the gates.
+    /// Expert outputs `[n, d]`, before the gates.
     pub out: Tensor,
 }
 
-/// Whether the grouped products compute a linear as it is.
+/// Whether the grouped products support a linear.
 fn takes(l: &Linear, dtype: DType) -> bool {
     let weight = match &l.weight {
         Weight::Dense(w) => w.dtype() == dtype && w.is_contiguous(),
@@ -61,7 +61,7 @@ fn takes(l: &Linear, dtype: DType) -> bool {
     weight && adapter && l.bias.is_none() && l.bias_slot.is_none()
 }
 
-/// Whether the grouped products compute these experts of rows in `dtype`.
+/// Whether the grouped products support these experts for rows in `dtype`.
 fn takes_all(experts: &[Mlp], dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
         && experts.iter().flat_map(Mlp::linears).all(|l| takes(l, dtype))
@@ -96,13 +96,13 @@ impl Bank {
         Ok(Self { table: Table::new(&entries, dtype)?, needs_input, unit })
     }
 
-    /// Dropout's numbers, where there is dropout.
+    /// Dropout parameters, if dropout is active.
     fn drops(&self, ctx: &Context) -> Option<Drops> {
         let d = ctx.dropout.filter(|_| self.table.drops)?;
         Some(Drops { seed: d.seed, step: d.step, first: d.first_row })
     }
 
-    /// Forward of rows `x`, and `s drop(x) A^T`.
+    /// Forward pass of rows `x`; also returns `s drop(x) A^T`.
     fn forward(&self, x: &Tensor, ctx: &Context, s: &Sorted) -> Result<(Tensor, Option<Tensor>)> {
         let u = match self.drops(ctx) {
             Some(key) => grouped::low(&self.table, &grouped::drop_out(&self.table, x, None, key, s)?, s),
@@ -111,7 +111,7 @@ impl Bank {
         Ok((grouped::forward((&self.table, x, u.as_ref()), s)?, u))
     }
 
-    /// The gradient of its input, added to `dx` if given, from `dy` and `du`.
+    /// Gradient of the input from `dy` and `du`, added to `dx` if given.
     fn backward(
         &self,
         (dy, du): (&Tensor, Option<&Tensor>),
@@ -129,7 +129,7 @@ impl Bank {
         grouped::drop_out(&self.table, &grouped::adapter_back(of, s)?, Some(&dx), key, s)
     }
 
-    /// Gradients of what trains, from rows: `dy`, `x`, and those of low rank.
+    /// Adds weight and adapter gradients to the sink. `u` is `s drop(x) A^T`, `du` its gradient.
     fn gradients(
         &self,
         (dy, du): (&Tensor, Option<&Tensor>),
@@ -161,10 +161,10 @@ impl Bank {
 }
 
 impl Banks {
-    /// Of experts, each of which stands for some.
+    /// Builds the tables; `alike` has the number of identical experts per entry.
     ///
     /// # Errors
-    /// Experts that `takes_all` does not take.
+    /// Experts rejected by `takes_all`.
     pub fn new(experts: &[Mlp], alike: &[usize], dtype: DType) -> Result<Self> {
         let of = |which: usize| {
             let linears = experts.iter().zip(alike).map(move |(e, n)| (e.linears()[which], *n));
@@ -173,7 +173,7 @@ impl Banks {
         Ok(Self { gate: of(0)?, up: of(1)?, down: of(2)? })
     }
 
-    /// Forward of rows `x` [n, d].
+    /// Forward pass of rows `x` `[n, d]`.
     pub fn forward(&self, x: Tensor, ctx: &Context, s: &Sorted) -> Result<Saved> {
         let (gate, low_gate) = self.gate.forward(&x, ctx, s)?;
         let (up, low_up) = self.up.forward(&x, ctx, s)?;
@@ -182,7 +182,8 @@ impl Banks {
         Ok(Saved { x, gate, up, low: [low_gate, low_up, low_down], out })
     }
 
-    /// Backward: the gradient of the rows that went in [n, d], given that of the outputs, in whose place it is.
+    /// Backward pass: returns the gradient of the expert inputs `[n, d]`. Expects the gradient of the
+    /// outputs in `saved.out`.
     pub fn backward(&self, saved: Saved, ctx: &Context, s: &Sorted, sink: &Sink<'_>) -> Result<Tensor> {
         let Saved { x, gate, up, low: [low_gate, low_up, low_down], out: dout } = saved;
         let dh = {
@@ -215,14 +216,15 @@ impl Mixture {
         !on.is_cpu() && self.top_k <= route::cuda::MOST && takes_all(&self.experts, dtype)
     }
 
-    /// Whether products take the 4-bit codes of the experts as they are, however the rest of the layer is dequantized.
+    /// Whether grouped products read the experts' 4-bit codes directly, even if the rest of the layer is
+    /// dequantized.
     pub fn reads_codes(&self, on: On<'_>, dtype: DType) -> bool {
         self.together(on, dtype) && self.experts.iter().flat_map(Mlp::linears).any(Linear::is_packed)
     }
 
     fn banks(&self, dtype: DType) -> Result<Arc<Banks>> {
         let mut banks = self.banks.lock().unwrap_or_else(PoisonError::into_inner);
-        // weights that come and go come to other addresses
+        // Gathered or offloaded weights return at other addresses.
         let moves = moves();
         match &*banks {
             Some((at, banks)) if *at == moves => Ok(Arc::clone(banks)),
@@ -270,7 +272,7 @@ impl Mixture {
             candle_core::bail!("{OTHER}")
         };
         self.experts.iter().flat_map(Mlp::linears).flat_map(Linear::slots).for_each(|slot| sink.touch(slot));
-        // outputs become their gradients, in place
+        // Outputs are replaced by their gradients in place.
         let dgates = sorted.scale(&saved.out, &s.gates, dy)?;
         let dx = self.banks(dy.dtype())?.backward(*saved, ctx, sorted, sink)?;
         let shared = match (&self.shared, s.shared) {

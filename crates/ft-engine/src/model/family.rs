@@ -1,76 +1,68 @@
-//! Model families as rows of one table. Adding a family of the usual kind touches this file alone.
+//! Table of model families. Adding a family with the common decoder layer touches this file alone.
 
-/// Where a bias comes from.
+/// How a family decides on a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
-    /// The family has none.
     Never,
-    /// The family always has it.
     Always,
-    /// This key of config.json says so; none when the key is missing.
+    /// This config key decides; no bias if missing.
     Key(&'static str),
-    /// This key of config.json says so; there is one when the key is missing.
+    /// This config key decides; bias if missing.
     Unless(&'static str),
 }
 
-/// How a family chooses which layers attend in a sliding window.
+/// How a family assigns sliding windows to layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Window {
-    /// No layer.
     Never,
-    /// Every layer, where `sliding_window` is not null.
+    /// All layers, if `sliding_window` is not null.
     Always,
-    /// Every layer, where `sliding_window` is not null; of so many tokens where the key is missing.
+    /// All layers, if `sliding_window` is not null; this many tokens if the key is missing.
     Unless(usize),
-    /// Every layer, with `use_sliding_window`.
+    /// All layers, if `use_sliding_window` is true.
     AlwaysIf,
-    /// With `use_sliding_window`: layers from `max_window_layers` on, or as `layer_types` says.
+    /// With `use_sliding_window`: layers from `max_window_layers` on, or as listed in `layer_types`.
     FromLayer,
 }
 
-/// How a family names and routes experts.
+/// Expert names and routing of a mixture family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
     /// Name of the mixture within a layer (`mlp`, `block_sparse_moe`).
     pub block: &'static str,
-    /// Gate, up and down projection within an expert.
+    /// Names of gate, up and down projection within an expert.
     pub names: [&'static str; 3],
-    /// Key of config.json that counts experts.
+    /// Config key of the number of experts.
     pub count_key: &'static str,
-    /// Key of an expert's inner width.
+    /// Config key of the inner width of an expert.
     pub width_key: &'static str,
-    /// Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have experts; else all have.
+    /// Whether `decoder_sparse_step` and `mlp_only_layers` make some layers dense; otherwise all layers
+    /// have experts.
     pub dense_layers: bool,
-    /// Whether the chosen gates are always scaled to sum to one; else `norm_topk_prob` decides.
+    /// Whether the top-k gates always sum to one; otherwise `norm_topk_prob` decides.
     pub always_normalise: bool,
     /// Default of `num_experts_per_tok`.
     pub default_top_k: usize,
-    /// Key of the inner width of an expert that every token goes through, where the family has one.
+    /// Config key of the inner width of the shared expert, in families with one.
     pub shared_key: Option<&'static str>,
 }
 
-/// One row: what differs between families that share the decoder layer.
+/// One row of the table: how a family differs from the common decoder layer.
 #[derive(Debug)]
 pub struct Family {
     /// `model_type` in config.json.
     pub model_type: &'static str,
-    /// Name of the architecture in `architectures`.
+    /// Class name in `architectures`.
     pub architecture: &'static str,
-    /// Biases of q, k and v.
     pub qkv_bias: Bias,
-    /// Bias of the attention's output.
     pub o_bias: Bias,
-    /// Biases of the feed-forward linears.
     pub mlp_bias: Bias,
-    /// Whether queries and keys are normalised, head by head.
+    /// Whether queries and keys are normalized per head (RMSNorm).
     pub qk_norm: bool,
-    /// Sliding windows.
     pub window: Window,
-    /// Head size where config.json gives none; `None` is width over heads.
+    /// Channels per head if config.json has no `head_dim`; `None` means hidden size / heads.
     pub default_head_dim: Option<usize>,
-    /// Default of `rope_theta`.
     pub default_theta: f64,
-    /// Default of `rms_norm_eps`.
     pub default_eps: f64,
     /// Experts, in a mixture family.
     pub experts: Option<Experts>,
@@ -90,7 +82,7 @@ const DENSE: Family = Family {
     experts: None,
 };
 
-/// Every family that `ft` knows.
+/// All supported families.
 pub const FAMILIES: &[Family] = &[
     Family {
         model_type: "llama",
@@ -179,7 +171,7 @@ pub const FAMILIES: &[Family] = &[
     },
 ];
 
-/// The family of a `model_type`, if it is known.
+/// Looks up a family by `model_type`.
 pub fn find(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|f| f.model_type == model_type)
 }

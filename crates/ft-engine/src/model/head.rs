@@ -1,6 +1,6 @@
-//! The end of the model: final norm, output head and loss, some token rows at a time.
+//! Final norm, output head and loss, one logit chunk at a time.
 //!
-//! Logits never exist whole, and only for tokens that predict a supervised target.
+//! Logits exist for target queries only, and never all at once.
 
 use super::batch::{Batch, Context};
 use super::linear::Linear;
@@ -12,65 +12,65 @@ use ft_kernels::{Role, embed, loss};
 use candle_core::Result;
 use std::ops::Range;
 
-/// Bytes of f32 logits that a chunk of the usual size holds at the most.
+/// Byte limit of f32 logits per default chunk.
 pub const CHUNK_BYTES: usize = 64 << 20;
-/// Targets of such a chunk on CUDA, where a product with fewer rows takes as long: it reads the whole matrix.
+/// Minimum of targets per default chunk on CUDA. Fewer rows take equally long, since the product reads the
+/// whole matrix.
 const CHUNK_CUDA: usize = 1024;
 
 /// Final norm and output head.
 #[derive(Clone, Debug)]
 pub struct Head {
-    /// Final norm.
     pub norm: Norm,
     /// `[d]` -> `[v]`.
     pub linear: Linear,
-    /// Vocabulary.
+    /// Vocabulary size v.
     pub vocab: usize,
 }
 
-/// What the head gives for a micro-batch.
+/// Result of the head for a micro-batch.
 #[derive(Debug)]
 pub struct Output {
-    /// Losses of the targets, in chunks, on the device (f32).
+    /// Per-target losses, one tensor per chunk, on the device (f32).
     pub losses: Vec<Tensor>,
-    /// Gradient of the head's input [t, d], if it was wanted.
+    /// Gradient of the head's input `[t, d]`, if requested.
     pub dx: Option<Tensor>,
 }
 
-/// `n` targets in as few chunks of at most `rows` as there can be, as even as can be: a last chunk of one row would
-/// be a product of another kind (matrix by vector), with other bits.
+/// Splits `n` targets evenly into the fewest chunks of at most `rows`. Even chunks avoid a last chunk of
+/// one row: a matrix-vector product rounds differently.
 pub fn chunks(n: usize, rows: usize) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone {
     let count = n.div_ceil(rows.max(1));
     (0..count).map(move |i| chunk_start(n, count, i)..chunk_start(n, count, i + 1))
 }
 
 fn chunk_start(n: usize, count: usize, i: usize) -> usize {
-    // n * i / count, of which the product may not fit
+    // n * i / count, without overflow in the product.
     n / count * i + n % count * i / count
 }
 
 impl Head {
-    /// Rows of a chunk of the usual size, on CUDA or the CPU.
+    /// Rows of a default chunk, on CUDA or the CPU.
     pub fn chunk_rows(vocab: usize, cuda: bool) -> usize {
         (CHUNK_BYTES / (4 * vocab.max(1))).max(if cuda { CHUNK_CUDA } else { 16 })
     }
 
-    /// Whether anything here trains.
+    /// Whether the norm or the head trains.
     pub fn trains(&self) -> bool {
         self.norm.slot.is_some() || self.linear.needs_input()
     }
 
-    /// Logits of all rows of `x` [n, d]: [n, v] in f32 (f64 for f64). For generation and tests.
+    /// Logits `[n, v]` in f32 (f64 for f64) for all rows of `x` `[n, d]`. For generation and tests.
     pub fn logits(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         self.linear.write_rows()?;
         Ok(self.linear.forward_wide(&self.norm.forward(x)?, ctx)?.0)
     }
 
-    /// Losses of the batch's targets, at most `rows` of them at a time; with a sink, also the gradients of
+    /// Losses of the batch's targets, in chunks of at most `rows`; with a sink, also the gradients of
     /// `scale * sum(losses)`.
     ///
-    /// Losses and the input's gradient have the same bits for any `rows` (see [`chunks`]); gradients of what trains
-    /// here are sums over the chunks.
+    /// Losses and the input's gradient are bit-identical for any `rows` (see [`chunks`]). Weight gradients
+    /// of the head are sums over the chunks.
     pub fn loss(
         &self,
         x: &Tensor,

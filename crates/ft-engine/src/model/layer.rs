@@ -14,30 +14,26 @@ use ft_kernels::route::Balance;
 use candle_core::Result;
 use std::sync::Arc;
 
-/// One layer.
+/// A decoder layer.
 #[derive(Clone, Debug)]
 pub struct Layer {
-    /// Norm before attention.
     pub attn_norm: Norm,
-    /// Attention.
     pub attn: Attention,
-    /// Norm before the feed-forward block.
     pub mlp_norm: Norm,
-    /// Feed-forward block.
     pub mlp: FeedForward,
 }
 
-/// The feed-forward block of a layer.
+/// Feed-forward part of a layer.
 #[derive(Clone, Debug)]
 pub enum FeedForward {
-    /// One for all tokens.
+    /// One SwiGLU for all tokens.
     Dense(Box<Mlp>),
-    /// Experts behind a router.
+    /// A mixture of experts.
     Mixture(Box<Mixture>),
 }
 
 impl FeedForward {
-    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    /// Spare columns for an input like `x`: see [`Linear::room`].
     fn room(&self, x: &Tensor) -> usize {
         match self {
             FeedForward::Dense(b) => b.room(x),
@@ -53,7 +49,7 @@ impl FeedForward {
         }
     }
 
-    /// What forward saves of the input `x`, of what was kept of it.
+    /// Restores the saved activations from the input `x` and the remains in `kept`.
     fn again(&self, kept: FeedForwardSaved, x: &Padded, ctx: &Context) -> Result<FeedForwardSaved> {
         use FeedForwardSaved as Saved;
         Ok(match (self, kept) {
@@ -74,32 +70,35 @@ impl FeedForward {
     }
 }
 
-/// What a bug of the walk would be.
+/// Error for a bug in the walk.
 const OTHER: &str = "backward through another layer than forward, or before what it needs was computed again";
 
-/// What of a layer is computed again for its backward pass: each level does what those before it do, and keeps less.
+/// Recompute level of a layer. Higher levels save less and recompute more in the backward pass, including
+/// everything from the lower levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// Nothing.
+    /// Saves everything, recomputes nothing.
     #[default]
     Nothing,
-    /// What takes no product: norms, rotated queries and keys, the rows that enter experts.
+    /// Recomputes everything that takes no matrix product: norms, rotated queries and keys, gathered expert
+    /// inputs.
     Norms,
-    /// The feed-forward block too; what attention gave is kept.
+    /// Recomputes the feed-forward part too; saves the output of attention.
     FeedForward,
-    /// All of it, from its input and how its router decided.
+    /// Recomputes the whole layer from its input and the routing decisions.
     All,
 }
 
 impl Level {
-    /// All of them, in order.
+    /// All levels, in order.
     pub const EACH: [Level; 4] = [Level::Nothing, Level::Norms, Level::FeedForward, Level::All];
 }
 
-/// What the backward pass needs beside the input, or what of that is kept until then: [`Saved::keep`].
+/// Saved activations of a layer, besides its input; reduced by [`Saved::keep`].
 #[derive(Debug)]
 pub struct Saved {
-    /// After attention [t, d], and what attention's own backward pass needs, unless attention is computed again.
+    /// Residual stream after attention `[t, d]`, and attention's saved activations. `None` if attention is
+    /// recomputed.
     attn: Option<(Tensor, attention::Saved)>,
     mlp: FeedForwardSaved,
 }
@@ -108,12 +107,12 @@ pub struct Saved {
 enum FeedForwardSaved {
     Dense(Box<mlp::Saved>),
     Mixture(Box<moe::Saved>),
-    /// To be computed again, of a mixture by this routing.
+    /// To be recomputed; for a mixture, with this routing.
     Again(Option<Arc<Groups>>),
 }
 
 impl Saved {
-    /// What of it is kept where the rest is computed again: all that decides what a level takes.
+    /// Drops the activations that are recomputed at `level`. Routing decisions are always retained.
     pub fn keep(mut self, level: Level) -> Self {
         if level >= Level::All {
             self.attn = None;
@@ -134,7 +133,7 @@ impl Saved {
         self
     }
 
-    /// What the router of a sparse layer gave.
+    /// Saved activations of a mixture, with the router's outputs. `None` for dense or dropped ones.
     pub fn routed(&self) -> Option<&moe::Saved> {
         match &self.mlp {
             FeedForwardSaved::Mixture(s) => Some(s),
@@ -142,7 +141,7 @@ impl Saved {
         }
     }
 
-    /// How the router of a sparse layer decided.
+    /// Routing decisions of a sparse layer.
     pub fn routing(&self) -> Option<Arc<Groups>> {
         match &self.mlp {
             FeedForwardSaved::Dense(_) => None,
@@ -153,7 +152,7 @@ impl Saved {
 }
 
 impl Layer {
-    /// Its linears, in the order of the forward pass.
+    /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> Vec<&Linear> {
         let mut all = self.attn.linears().to_vec();
         match &self.mlp {
@@ -163,20 +162,20 @@ impl Layer {
         all
     }
 
-    /// Whether a matrix here is 4-bit and is dequantized in each product.
+    /// Whether a matrix is 4-bit and dequantized in every product.
     pub fn is_packed(&self) -> bool {
         self.linears().into_iter().any(Linear::is_packed)
     }
 
-    /// Whether products take the 4-bit codes of its experts as they are, however the rest of it is dequantized.
+    /// Whether expert products read 4-bit codes directly, even if the rest of the layer is dequantized.
     pub fn reads_codes(&self) -> bool {
         let w = &self.attn_norm.weight;
         matches!(&self.mlp, FeedForward::Mixture(b) if b.reads_codes(w.device(), w.dtype()))
     }
 
-    /// The same layer for one visit of the walk, which computes `level` again: those of its 4-bit matrices dequantized that
-    /// are multiplied twice, of a mixture those of the experts that have tokens by `routing`. Dropping it gives the memory
-    /// back.
+    /// A copy for one visit of the walk at recompute level `level`. Dequantizes the 4-bit matrices used
+    /// twice in the visit; for a mixture, only experts with tokens by `routing`. Dropping the copy frees
+    /// the memory.
     pub fn dequantized(&self, level: Level, routing: Option<&Groups>) -> Result<Self> {
         let on = self.attn_norm.weight.device();
         let mlp = match (&self.mlp, routing) {
@@ -194,7 +193,7 @@ impl Layer {
         })
     }
 
-    /// What forward saves, of what [`Saved::keep`] left of it.
+    /// Rebuilds the full saved activations from `kept`, the result of [`Saved::keep`].
     pub fn recompute(&self, x: &Tensor, ctx: &Context, level: Level, kept: Saved) -> Result<Saved> {
         if level == Level::Nothing {
             return Ok(kept);
@@ -225,7 +224,8 @@ impl Layer {
         Ok(Saved { attn: Some((mid, attn)), mlp })
     }
 
-    /// Through attention: the sum with the input, and what enters the feed-forward block.
+    /// Attention half: returns the residual sum, the input of the feed-forward part, and the saved
+    /// activations.
     fn attend(
         &self,
         x: &Tensor,
@@ -239,7 +239,7 @@ impl Layer {
         Ok((mid, normed, attn))
     }
 
-    /// Columns that belong beside the gradient of this layer's output: see [`Linear::room_back`].
+    /// Spare columns for the gradient of the layer's output: see [`Linear::room_back`].
     pub fn room_back(&self, like: &Tensor, ctx: &Context) -> usize {
         match &self.mlp {
             FeedForward::Dense(b) => b.down.room_back(like, ctx),
@@ -247,8 +247,8 @@ impl Layer {
         }
     }
 
-    /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens, which is
-    /// taken over instead of decided anew.
+    /// Forward pass: `[t, d]` -> `[t, d]`. `replay` is the routing of an earlier pass over the same tokens;
+    /// it replaces the router's decision.
     pub fn forward(
         &self,
         x: &Tensor,
@@ -268,8 +268,8 @@ impl Layer {
         Ok(((&mid + m)?, Saved { attn: Some((mid, attn)), mlp }))
     }
 
-    /// Backward: the gradient of the input `x`, with room for `rank` columns more. `balance` is what losses on the router
-    /// add.
+    /// Backward pass: returns the gradient of the input `x`, with `rank` spare columns. `balance` adds the
+    /// gradients of the router losses.
     pub fn backward(
         &self,
         (x, s): (&Tensor, Saved),

@@ -1,4 +1,5 @@
-//! The dense feed-forward block, also one expert of a mixture: `down(silu(gate(x)) * up(x))`.
+//! SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`. Used by dense layers and by each expert of a
+//! mixture.
 
 use super::batch::Context;
 use super::linear::{self, Linear};
@@ -8,7 +9,7 @@ use ft_kernels::padded::Padded;
 use ft_kernels::swiglu;
 use candle_core::Result;
 
-/// One SwiGLU block.
+/// One SwiGLU feed-forward.
 #[derive(Clone, Debug)]
 pub struct Mlp {
     /// `[d]` -> `[f]`.
@@ -19,7 +20,7 @@ pub struct Mlp {
     pub down: Linear,
 }
 
-/// What the backward pass needs. The product of gate and up is not kept: it is one pass to make again.
+/// Saved activations. The input of `down` is not saved; backward recomputes it elementwise.
 #[derive(Debug)]
 pub struct Saved {
     linears: [linear::Saved; 3],
@@ -28,7 +29,7 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Without what [`Mlp::again`] makes again.
+    /// Drops the input; [`Mlp::again`] restores it.
     pub fn without_input(&mut self) {
         self.linears[..2].iter_mut().for_each(|l| l.x = None);
     }
@@ -40,7 +41,7 @@ impl Mlp {
         [&self.gate, &self.up, &self.down]
     }
 
-    /// The same block with its 4-bit matrices dequantized.
+    /// A copy with dequantized 4-bit matrices.
     pub fn dequantized(&self) -> Result<Self> {
         Ok(Self {
             gate: self.gate.dequantized()?,
@@ -49,12 +50,12 @@ impl Mlp {
         })
     }
 
-    /// Columns that belong beside an input like `x`: see [`Linear::room`].
+    /// Spare columns for an input like `x`: see [`Linear::room`].
     pub fn room(&self, x: &Tensor) -> usize {
         self.gate.room(x).max(self.up.room(x))
     }
 
-    /// What forward saves, without its last product.
+    /// Recomputes the saved activations, without the product by `down`.
     pub fn recompute(&self, x: &Padded, ctx: &Context) -> Result<Saved> {
         let (gate, gs) = self.gate.forward_padded(x, ctx)?;
         let (up, us) = self.up.forward_padded(x, ctx)?;
@@ -71,14 +72,14 @@ impl Mlp {
         self.gate.needs_input() || self.up.needs_input()
     }
 
-    /// Gives `s` the input that it was without.
+    /// Restores the input dropped by [`Saved::without_input`].
     pub fn again(&self, s: &mut Saved, x: &Tensor) {
         for (l, s) in [&self.gate, &self.up].into_iter().zip(&mut s.linears) {
             s.x = l.input(x);
         }
     }
 
-    /// Forward: [t, d] -> [t, d].
+    /// Forward pass: `[t, d]` -> `[t, d]`.
     pub fn forward(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
         let (gate, gs) = self.gate.forward_padded(x, ctx)?;
         let (up, us) = self.up.forward_padded(x, ctx)?;
@@ -88,8 +89,9 @@ impl Mlp {
         Ok((y, Saved { linears: [gs, us, ds], gate, up }))
     }
 
-    /// Backward: the gradient of the input. What entered the down projection is made again beside the gradients of gate and
-    /// up, so that projection's own gradients come after that of its input.
+    /// Backward pass: returns the gradient of the input. The input of `down` is recomputed together with
+    /// the gradients of gate and up, so the weight gradients of `down` come after the gradient of its
+    /// input.
     pub fn backward(&self, s: Saved, dy: &Padded, ctx: &Context, sink: &Sink<'_>) -> Result<Tensor> {
         let [gs, us, ds] = s.linears;
         let (dh, later) = self.down.backward_input(&ds, &s.gate, dy, ctx, sink, None)?;

@@ -1,12 +1,12 @@
-//! The mathematics of a decoder: hand-written forward and backward of each module.
+//! Decoder math: hand-written forward and backward passes of every module.
 //!
-//! A family is data ([`family`]); one decoder [`layer`] covers all of them. Each module has
-//! `forward -> (y, Saved)` and `backward(Saved, dy, sink) -> dx` on untracked tensors; what a backward needs
-//! is what `Saved` holds, and gradients of trained tensors go into the [`sink`], never into a tape.
+//! Model families are rows of a table ([`family`]) and share one decoder [`layer`]. Each module has
+//! `forward -> (y, Saved)` and `backward(Saved, dy, sink) -> dx` on plain tensors without autograd. `Saved`
+//! holds the saved activations of the backward pass; gradients of trained tensors go to the [`sink`].
 //!
-//! Axes in names: `t` tokens of a micro-batch (documents end to end, no padding), `d` model width,
-//! `h` query heads, `g` key/value heads, `c` channels of a head, `f` feed-forward width, `v` vocabulary,
-//! `o`/`i` out and in features, `r` LoRA rank, `e` experts, `k` experts a token, `n` rows sorted by expert.
+//! Axes in names: `t` tokens of a micro-batch (documents end to end, no padding), `d` model width, `h`
+//! query heads, `g` key/value heads, `c` channels per head, `f` feed-forward width, `v` vocabulary, `o`/`i`
+//! output and input features, `r` LoRA rank, `e` experts, `k` experts per token, `n` rows sorted by expert.
 
 pub mod attention;
 pub mod batch;
@@ -32,43 +32,34 @@ pub use decoder::Decoder;
 
 use ft_base::error::{ExitCode, Failure};
 
-/// Problems of a model's config.
+/// Errors in a model's config.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file cannot be read.
     #[error("{file}: cannot be read: {source}")]
-    Read {
-        /// Path.
-        file: String,
-        /// What the system says.
-        source: std::io::Error,
-    },
-    /// The file is not a JSON object.
+    Read { file: String, source: std::io::Error },
+    /// The file is not UTF-8 or not a JSON object.
     #[error("{file}: {why}")]
     Syntax {
-        /// Path.
         file: String,
-        /// What is wrong, with line and column where known.
+        /// Description of the problem, with line and column if known.
         why: String,
     },
-    /// No such family.
+    /// Unknown `model_type`.
     #[error("{file}: model_type: {found} is not a family that ft knows\n  hint: known are {known}")]
     Architecture {
-        /// Path.
         file: String,
-        /// What the file says.
+        /// Value of `model_type` in the file.
         found: String,
-        /// What there is.
+        /// Comma-separated list of supported families.
         known: String,
     },
     /// A key is missing, malformed or not supported.
     #[error("{file}: {key}: {why}")]
     Key {
-        /// Path.
         file: String,
-        /// Name of the key.
+        /// Key, with dots for nested tables.
         key: String,
-        /// What is wrong.
         why: String,
     },
     /// A tensor operation failed.
@@ -85,5 +76,5 @@ impl Failure for Error {
     }
 }
 
-/// A result of this module.
+/// Result with this module's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

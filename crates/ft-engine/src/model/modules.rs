@@ -1,30 +1,27 @@
-//! Every module of a model that holds weights, by the name that checkpoint and PEFT use, from config alone.
+//! Enumerates all modules with weights from the config alone, under their names in checkpoints and PEFT.
 
 use super::config::Config;
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
 
-/// The groups that a recipe's `train.modules` can name.
+/// Module groups, as named in a recipe's `train.modules`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Group {
-    /// q, k, v and o.
+    /// Query, key, value and output projections.
     Attention,
-    /// Dense (and shared-expert) feed-forward linears.
+    /// Dense and shared-expert feed-forward linears.
     Mlp,
-    /// Experts' linears.
+    /// Linears of the routed experts.
     Experts,
-    /// Routers, and the gates of shared experts.
+    /// Routers and shared-expert gates.
     Router,
-    /// All norms.
     Norms,
-    /// The token embedding.
     Embedding,
-    /// The output head.
     Head,
 }
 
 impl Group {
-    /// The name in recipes.
+    /// Name in recipes.
     pub fn name(self) -> &'static str {
         match self {
             Group::Attention => "attention",
@@ -38,49 +35,37 @@ impl Group {
     }
 }
 
-/// What a module computes, with its sizes.
+/// Kind of a module, with dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// `y = x W^T + b`, W [out, inp].
+    /// `y = x W^T + b`, W `[out, inp]`.
     Linear {
-        /// Output features.
         out: usize,
-        /// Input features.
         inp: usize,
         /// Whether there is a bias `[out]`.
         bias: bool,
     },
     /// RMSNorm with a weight `[dim]`.
-    Norm {
-        /// Features.
-        dim: usize,
-    },
-    /// A table [vocab, dim].
-    Embedding {
-        /// Rows.
-        vocab: usize,
-        /// Columns.
-        dim: usize,
-    },
+    Norm { dim: usize },
+    /// A table `[vocab, dim]`.
+    Embedding { vocab: usize, dim: usize },
 }
 
-/// One module.
+/// A module of the model.
 #[derive(Clone, Debug)]
 pub struct Module {
-    /// Full name, `model.layers.0.self_attn.q_proj`.
+    /// Full name, such as `model.layers.0.self_attn.q_proj`.
     pub name: String,
-    /// What it is.
     pub kind: Kind,
-    /// Its group.
     pub group: Group,
-    /// Its decoder layer.
+    /// Decoder layer; `None` outside of layers.
     pub layer: Option<usize>,
-    /// Its expert.
+    /// Expert index, for linears of experts.
     pub expert: Option<usize>,
 }
 
 impl Module {
-    /// The last component of the name.
+    /// Last component of the name.
     pub fn last(&self) -> &str {
         self.name.rsplit('.').next().unwrap_or(&self.name)
     }
@@ -94,7 +79,7 @@ impl Module {
         }
     }
 
-    /// Rows of the weight: a linear's output features.
+    /// Rows of the weight: output features of a linear.
     pub fn rows(&self) -> usize {
         match self.kind {
             Kind::Linear { out, .. } => out,
@@ -103,7 +88,7 @@ impl Module {
         }
     }
 
-    /// Columns of the weight: a linear's input features.
+    /// Columns of the weight: input features of a linear. 1 for norms.
     pub fn cols(&self) -> usize {
         match self.kind {
             Kind::Linear { inp, .. } => inp,
@@ -112,7 +97,7 @@ impl Module {
         }
     }
 
-    /// Values of the weight.
+    /// Number of values of the weight.
     pub fn weight_values(&self) -> usize {
         match self.kind {
             Kind::Linear { out, inp, .. } => out * inp,
@@ -121,7 +106,7 @@ impl Module {
         }
     }
 
-    /// Size of the bias, where there is one.
+    /// Length of the bias, if any.
     pub fn bias(&self) -> Option<usize> {
         match self.kind {
             Kind::Linear { out, bias: true, .. } => Some(out),
@@ -129,7 +114,7 @@ impl Module {
         }
     }
 
-    /// The unit of the walk that holds it: 0 embedding, 1.. layers, last the final norm and head.
+    /// Unit of the walk: 0 is the embedding, 1.. are layers, the last one is final norm and head.
     pub fn unit(&self, layers: usize) -> usize {
         match self.layer {
             Some(l) => l + 1,
@@ -139,7 +124,7 @@ impl Module {
     }
 }
 
-/// The linears of a feed-forward block, or of an expert.
+/// Linears of a SwiGLU: a dense feed-forward or one expert.
 #[derive(Clone, Debug)]
 pub struct MlpTree {
     /// `[d]` -> `[f]`.
@@ -150,54 +135,43 @@ pub struct MlpTree {
     pub down: Module,
 }
 
-/// The feed-forward half of a layer.
+/// Feed-forward part of a layer.
 #[derive(Clone, Debug)]
 pub enum FeedForwardTree {
-    /// One block.
+    /// One SwiGLU.
     Dense(MlpTree),
     /// A mixture of experts.
     Mixture {
-        /// The router.
         router: Module,
-        /// The experts.
         experts: Vec<MlpTree>,
-        /// A block that all tokens go through, and its gate.
+        /// Shared expert and its gate.
         shared: Option<(MlpTree, Module)>,
     },
 }
 
-/// The modules of one decoder layer.
+/// Modules of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct LayerTree {
-    /// Norm before attention.
     pub attn_norm: Module,
-    /// Query projection.
     pub q: Module,
-    /// Key projection.
     pub k: Module,
-    /// Value projection.
     pub v: Module,
-    /// Output projection.
     pub o: Module,
-    /// Norms of queries and keys, in families that have them.
+    /// Query and key norms, if the family has them.
     pub qk_norm: Option<(Module, Module)>,
-    /// Norm before the feed-forward half.
     pub mlp_norm: Module,
-    /// The feed-forward half.
     pub mlp: FeedForwardTree,
 }
 
-/// The modules of a whole model, each in its place. What builds a model, loads it or lists its tensors walks this one
-/// tree.
+/// Modules of the whole model. Building, loading and listing tensors all traverse this tree.
 #[derive(Clone, Debug)]
 pub struct Tree {
-    /// The token embedding.
     pub embedding: Module,
-    /// The layers, from the bottom.
+    /// Decoder layers, from the bottom.
     pub layers: Vec<LayerTree>,
-    /// The final norm.
+    /// Final norm.
     pub norm: Module,
-    /// The output head; of a tied model, with the embedding's weight.
+    /// Output head; shares the embedding's weight in a tied model.
     pub head: Module,
 }
 
@@ -212,7 +186,7 @@ impl MlpTree {
 }
 
 impl LayerTree {
-    /// The modules of a config's layer `l`.
+    /// Modules of layer `l`.
     pub fn of(c: &Config, l: usize) -> Self {
         let (d, f) = (c.hidden, c.intermediate);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
@@ -270,7 +244,7 @@ impl LayerTree {
         }
     }
 
-    /// In the order of the forward pass, into a list.
+    /// Appends the modules in the order of the forward pass.
     fn list(self, out: &mut Vec<Module>) {
         out.extend([self.attn_norm, self.q, self.k, self.v, self.o]);
         out.extend(self.qk_norm.into_iter().flat_map(|(q, k)| [q, k]));
@@ -290,13 +264,13 @@ impl LayerTree {
 }
 
 impl Tree {
-    /// The modules of a config.
+    /// Modules of the whole model.
     pub fn of(c: &Config) -> Self {
         let (embedding, norm, head) = Self::ends(c);
         Self { embedding, layers: (0..c.layers).map(|l| LayerTree::of(c, l)).collect(), norm, head }
     }
 
-    /// What is no layer's: embedding, final norm and head.
+    /// Modules outside of the layers: embedding, final norm and head.
     pub fn ends(c: &Config) -> (Module, Module, Module) {
         let module =
             |name: &str, kind, group| Module { name: name.into(), kind, group, layer: None, expert: None };
@@ -308,7 +282,7 @@ impl Tree {
         )
     }
 
-    /// In the order of the forward pass.
+    /// All modules in the order of the forward pass.
     pub fn list(self) -> Vec<Module> {
         let mut out = vec![self.embedding];
         self.layers.into_iter().for_each(|layer| layer.list(&mut out));
@@ -317,17 +291,17 @@ impl Tree {
     }
 }
 
-/// All modules in the order of the forward pass.
+/// All modules of a config in the order of the forward pass.
 pub fn modules(c: &Config) -> Vec<Module> {
     Tree::of(c).list()
 }
 
-/// The groups that a config's modules are of, in the order of [`Group`].
+/// Groups present in a config, in the order of [`Group`].
 pub fn groups(c: &Config) -> Vec<Group> {
     modules(c).iter().map(|m| m.group).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// Total number of parameters (a tied head counts once).
+/// Total number of parameters; a tied head counts once.
 pub fn parameters(c: &Config) -> u64 {
     modules(c)
         .iter()

@@ -1,16 +1,17 @@
-//! A mixture of experts: a router chooses `k` experts for each token, and their outputs are added, each times
-//! its gate.
+//! Mixture of experts: a router selects the top `k` experts per token; expert outputs are summed, weighted
+//! by gates.
 //!
-//! The router computes in f32 whatever the compute dtype. Experts are ordinary SwiGLU blocks on the rows that
-//! they were chosen for; an expert without tokens costs nothing. On the CPU, many experts run side by side, one
-//! thread each; with few, one after the other with all threads in each product.
+//! The router always computes in f32. Experts are SwiGLUs on the rows routed to them; an expert without
+//! tokens costs nothing. On the CPU, many experts run in parallel, one thread per expert; a few run one
+//! after another, with all threads in every product.
 //!
-//! What was decided is a value ([`Groups`]): a layer that is computed again takes it over.
+//! Routing decisions are a value ([`Groups`]); recompute reuses them.
 //!
-//! On CUDA routing stays on the device, and the experts are computed together ([`super::experts`]); those that have no such
-//! products one after the other, by lists of the host.
+//! On CUDA, routing stays on the device and all experts are computed together ([`super::experts`]). Experts
+//! unsupported by grouped products (DoRA, for example) run one after another, with routing lists on the
+//! host.
 //!
-//! A family may have one expert more that every token goes through ([`Shared`]), scaled by a sigmoid of its own.
+//! Some families have a shared expert ([`Shared`]): applied to every token and scaled by a sigmoid gate.
 
 use super::batch::Context;
 use super::experts::{self, Banks};
@@ -34,24 +35,24 @@ use std::sync::{Arc, Mutex};
 pub struct Mixture {
     /// `[d]` -> `[e]`.
     pub router: Linear,
-    /// Experts. They stay the same: `banks` is made of them, and of where their weights are.
+    /// Experts. Fixed after construction: `banks` caches pointers to their weights.
     pub(super) experts: Vec<Mlp>,
-    /// How many experts each of them stands for: one, but in a plan.
+    /// Number of identical experts represented by each entry of `experts`; 1 except in a plan.
     pub(super) alike: Vec<usize>,
-    /// The expert of every token.
     pub shared: Option<Shared>,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
-    /// Whether a token's gates are scaled to sum to one.
+    /// Whether a token's gates are normalized to sum to one.
     pub normalise: bool,
-    /// The experts for products of all of them together: made when they are first needed.
+    /// Pointer tables for the grouped products, built on first use.
     pub(super) banks: Arc<Mutex<Made>>,
 }
 
-/// The experts together, and the visit that their weights came for.
+/// Grouped experts, with the value of [`moves`](crate::kernel::vacant::moves) they were built at: weights
+/// may move later.
 pub(super) type Made = Option<(u64, Arc<Banks>)>;
 
-/// The expert of every token: `sigmoid(gate(x)) * mlp(x)`.
+/// Shared expert: `sigmoid(gate(x)) * mlp(x)`.
 #[derive(Clone, Debug)]
 pub struct Shared {
     /// `[d]` -> `[d]`.
@@ -60,19 +61,19 @@ pub struct Shared {
     pub gate: Linear,
 }
 
-/// What the backward pass of a shared expert needs.
+/// Saved activations of a shared expert.
 #[derive(Debug)]
 pub(super) struct SharedSaved {
     mlp: mlp::Saved,
     gate: linear::Saved,
-    /// Output of the block [t, d], before its gate.
+    /// Output `[t, d]` of the SwiGLU, before the gate.
     out: Tensor,
-    /// `sigmoid(gate(x))` [t, 1], in f32.
+    /// `sigmoid(gate(x))` `[t, 1]`, f32.
     open: Tensor,
 }
 
 impl Shared {
-    /// What forward saves.
+    /// Computes the expert's output and gate, without their product.
     pub(super) fn saved(&self, x: &Tensor, ctx: &Context) -> Result<SharedSaved> {
         let (out, mlp) = self.mlp.forward(&Padded::of(x)?, ctx)?;
         let (logit, gate) = self.gate.forward(x, ctx)?;
@@ -80,7 +81,7 @@ impl Shared {
         Ok(SharedSaved { mlp, gate, out, open })
     }
 
-    /// Backward: the gradient of the input.
+    /// Backward pass: returns the gradient of the input.
     pub(super) fn backward(
         &self,
         s: SharedSaved,
@@ -97,15 +98,15 @@ impl Shared {
     }
 }
 
-/// What a bug of the walk would be.
+/// Error for a bug in the walk.
 pub(super) const OTHER: &str = "a mixture goes by the routing of another device, or of other adapters";
 
-/// What the backward pass needs, and what the losses on the router are computed from.
+/// Saved activations, including the inputs of the router losses.
 #[derive(Debug)]
 pub struct Saved {
-    /// Who goes where.
+    /// Routing decisions.
     pub groups: Arc<Groups>,
-    /// Probabilities [t, e], f32.
+    /// Router probabilities `[t, e]`, f32.
     pub probs: Tensor,
     /// logsumexp of the router's logits `[t]`, f32.
     pub lse: Tensor,
@@ -115,17 +116,17 @@ pub struct Saved {
     pub(super) shared: Option<SharedSaved>,
 }
 
-/// What the backward pass of the experts needs.
+/// Saved activations of the experts.
 #[derive(Debug)]
 pub(super) enum Experts {
-    /// Of those that have tokens, and their outputs, [rows, d] each, before the gates.
+    /// One entry per expert with tokens, and expert outputs `[rows, d]` before the gates.
     Each(Vec<mlp::Saved>, Vec<Tensor>),
-    /// Of all of them together.
+    /// Of all experts, computed together.
     Together(Box<experts::Saved>),
 }
 
 impl Saved {
-    /// Without what [`Mixture::again`] makes again.
+    /// Drops the inputs; [`Mixture::again`] restores them.
     pub fn without_input(&mut self) {
         self.router.x = None;
         match &mut self.experts {
@@ -138,7 +139,7 @@ impl Saved {
         }
     }
 
-    /// What routing decided, where that is on the device.
+    /// Routing results on the device; `None` if routing is on the host.
     pub fn routed(&self) -> Option<(&Sorted, Routed)> {
         let sorted = self.groups.sorted()?;
         let (chosen, probs) = (sorted.chosen.clone(), self.probs.clone());
@@ -147,7 +148,7 @@ impl Saved {
 }
 
 impl Mixture {
-    /// Of a router and experts; `alike` says how many each of these stands for: one, but in a plan.
+    /// Builds a mixture; `alike` has the number of identical experts per entry: 1 except in a plan.
     pub fn new(
         router: Linear,
         (experts, alike): (Vec<Mlp>, Vec<usize>),
@@ -158,9 +159,9 @@ impl Mixture {
         Self { router, experts, alike, shared, top_k, normalise, banks: Arc::default() }
     }
 
-    /// The same mixture with the 4-bit matrices of those experts dequantized that have tokens.
+    /// A copy with dequantized 4-bit matrices of the experts with tokens.
     pub fn dequantized(&self, groups: &Groups, on: On<'_>) -> Result<Self> {
-        // those that are computed together are dequantized where they are multiplied
+        // Experts computed together have no runs here: grouped products dequantize on the fly.
         let (mut experts, mut banks) = (self.experts.clone(), Arc::clone(&self.banks));
         for run in groups.runs() {
             experts[run.expert] = groups.times(&run, on, || self.experts[run.expert].dequantized())?;
@@ -179,18 +180,18 @@ impl Mixture {
         })
     }
 
-    /// Its experts.
+    /// The routed experts.
     pub fn experts(&self) -> &[Mlp] {
         &self.experts
     }
 
-    /// Its linears, in the order of the forward pass.
+    /// All linears, in the order of the forward pass.
     pub fn linears(&self) -> impl Iterator<Item = &Linear> {
         let shared = self.shared.iter().flat_map(|s| s.mlp.linears().into_iter().chain([&s.gate]));
         [&self.router].into_iter().chain(self.experts.iter().flat_map(Mlp::linears)).chain(shared)
     }
 
-    /// Forward: [t, d] -> [t, d]. `replay` is the routing of an earlier pass over the same tokens.
+    /// Forward pass: `[t, d]` -> `[t, d]`. `replay` is the routing of an earlier pass over the same tokens.
     pub fn forward(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<(Tensor, Saved)> {
         let s = self.recompute(x, ctx, replay)?;
         let open = |s: &SharedSaved| s.out.broadcast_mul(&s.open.to_dtype(x.dtype())?);
@@ -208,7 +209,7 @@ impl Mixture {
         Ok((y, s))
     }
 
-    /// What forward saves: all but the sum over the experts.
+    /// Recomputes the saved activations: the forward pass without the final sum over experts.
     pub fn recompute(&self, x: &Tensor, ctx: &Context, replay: Option<Arc<Groups>>) -> Result<Saved> {
         let (logits, router) = self.router.forward(&upcast(x)?, ctx)?;
         if self.together(x.device(), x.dtype()) {
@@ -249,7 +250,7 @@ impl Mixture {
         self.linears().any(Linear::needs_input)
     }
 
-    /// Gives `s` the input `x` that it was without, and the rows of it that enter the experts.
+    /// Restores the input `x` and the expert inputs gathered from it.
     pub fn again(&self, s: &mut Saved, x: &Tensor) -> Result<()> {
         if self.router.needs_input() {
             s.router.x = Some(upcast(x)?);
@@ -274,7 +275,7 @@ impl Mixture {
         Ok(())
     }
 
-    /// Backward: the gradient of the input. `balance` is what losses on the router add.
+    /// Backward pass: returns the gradient of the input. `balance` adds the gradients of the router losses.
     pub fn backward(
         &self,
         s: Saved,
@@ -331,7 +332,7 @@ impl Mixture {
         dx + own.to_dtype(dy.dtype())?
     }
 
-    /// The context of one expert's rows: its dropout goes by token.
+    /// Context for the rows of one expert: dropout depends on the token.
     fn context<'a>(&self, ctx: &'a Context, groups: &Groups, run: &ExpertRows) -> Cow<'a, Context> {
         let linears = self.experts[run.expert].linears();
         let drops = linears.iter().any(|l| l.lora.as_ref().is_some_and(|l| l.dropout > 0.0));

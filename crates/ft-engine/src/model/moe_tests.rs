@@ -21,7 +21,7 @@ fn context(first_row: usize) -> Result<Context> {
     Ok(Context { seqs: Sequences::new(&[T], 0, d)?, cos: table.clone(), sin: table, dropout, rows: None })
 }
 
-/// Shapes of all trained tensors: the router and the even experts train in full, the odd ones by LoRA.
+/// Shapes of all trained tensors: the router and even experts train in full, odd experts by LoRA.
 fn shapes() -> Vec<(usize, usize)> {
     let mut out = vec![(E, D)];
     for e in 0..E {
@@ -29,7 +29,7 @@ fn shapes() -> Vec<(usize, usize)> {
             out.extend(if e % 2 == 0 { vec![(o, i)] } else { vec![(R, i), (o, R)] });
         }
     }
-    // of the shared expert, and its gate
+    // shared expert and gate
     out.extend([(S, D), (S, D), (D, S), (1, D)]);
     out
 }
@@ -87,19 +87,19 @@ fn mixture(params: &[Tensor], dropout: f64, top_k: usize, normalise: bool) -> Re
     Ok(Mixture::new(router, (experts, vec![1; E]), shared, top_k, normalise))
 }
 
-/// Routing that no router of these would choose; expert 3 stays idle.
+/// A routing no router here would choose; expert 3 is idle.
 fn forced() -> Result<Arc<Groups>> {
     let chosen = (0..T as u32).flat_map(|t| [[0, 2], [4, 1], [1, 0]][t as usize % 3]).collect();
     Ok(Arc::new(Groups::new(chosen, 2, E, &Device::Cpu)?))
 }
 
-/// The gradients of everything, by each way of going through the experts.
+/// Compares all gradients on every execution path of the experts.
 fn everything(dropout: f64, normalise: bool) -> Result<()> {
     let (ctx, groups, params) = (context(7)?, forced()?, params()?);
     let (x, dy) = (randn(50, (T, D), DType::F64)?, randn(51, (T, D), DType::F64)?);
     let m = mixture(&params, dropout, 2, normalise)?;
     let (slots, len) = slots();
-    // what an earlier step left is written over, or made zero
+    // leftovers of an earlier step are overwritten or zeroed
     let grads = vec![Some(Tensor::full(7.0f64, len, &Device::Cpu)?)];
     let sink = Sink::new(&grads, slots.len()).over(&slots);
     let (_, saved) = m.forward(&x, &ctx, Some(Arc::clone(&groups)))?;
@@ -128,7 +128,7 @@ fn everything(dropout: f64, normalise: bool) -> Result<()> {
 
 #[test]
 fn gradients_of_everything() -> Result<()> {
-    // four experts have tokens: side by side with two threads, one after the other with one
+    // four experts have tokens: parallel with two threads, sequential with one
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         pool.install(|| {
@@ -140,8 +140,8 @@ fn gradients_of_everything() -> Result<()> {
     Ok(())
 }
 
-/// A mixture of equal experts whose gates sum to one is that expert; a shared one that is wide open is
-/// added to it.
+/// A mixture of equal experts with gates summing to one equals one expert; a fully open shared expert is
+/// added.
 #[test]
 fn equal_experts_are_one_dense_block() -> Result<()> {
     let mut m = mixture(&params()?, 0.0, 3, true)?;
@@ -158,8 +158,8 @@ fn equal_experts_are_one_dense_block() -> Result<()> {
     Ok(())
 }
 
-/// With equal router rows every choice is a tie: the lower experts win, and a replay under another router
-/// keeps what was decided.
+/// Equal router rows make every choice a tie: lower experts win, and a replay under another router keeps
+/// the decision.
 #[test]
 fn ties_never_flip() -> Result<()> {
     let mut p = params()?;
@@ -169,7 +169,7 @@ fn ties_never_flip() -> Result<()> {
     let ctx = context(0)?;
     let (y, saved) = m.forward(&x, &ctx, None)?;
     assert_eq!(saved.groups.expert, [0, 1].repeat(T));
-    // a router that is one rounding away prefers the last experts
+    // a router one rounding step away prefers the last experts
     p[0] =
         (&p[0] + Tensor::new(&[[0.0], [0.0], [0.0], [0.0], [1e-13]], &Device::Cpu)?.broadcast_as((E, D))?)?;
     let other = mixture(&p, 0.0, 2, false)?;
@@ -180,7 +180,7 @@ fn ties_never_flip() -> Result<()> {
     Ok(())
 }
 
-/// The dropout of a token within an expert is the same whatever micro-batch it comes in.
+/// A token's dropout within an expert does not depend on the micro-batch.
 #[test]
 fn dropout_goes_by_token() -> Result<()> {
     let m = mixture(&params()?, 0.5, 2, true)?;

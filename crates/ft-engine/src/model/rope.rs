@@ -1,4 +1,4 @@
-//! Frequencies of the rotary embedding: plain, and scaled for longer contexts as transformers does it.
+//! Frequencies of the rotary embedding, with the context-extension schemes of transformers.
 
 use super::config::Keys;
 use super::{Error, Result};
@@ -7,54 +7,48 @@ use candle_core::Device;
 use std::f64::consts::PI;
 use std::ops::RangeInclusive;
 
-/// The rotary embedding of a model.
+/// Rotary position embedding of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies.
+    /// Base of the frequencies (`rope_theta`).
     pub theta: f64,
-    /// Scaling.
     pub scaling: Scaling,
 }
 
-/// Bounds of the base: above 1, and its powers are numbers in f32.
+/// Range of the base: above 1, with powers representable in f32.
 const THETA: RangeInclusive<f64> = 1.000_001..=1e15;
-/// Bounds of factors and lengths.
+/// Range of factors and lengths.
 const FACTOR: RangeInclusive<f64> = 1e-6..=1e9;
 
-/// How frequencies are changed for longer contexts.
+/// Scaling of the frequencies for longer contexts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// No scaling.
     Default,
-    /// Positions divided by a factor (kaiokendev's linear interpolation).
-    Linear {
-        /// The factor.
-        factor: f64,
-    },
-    /// Llama 3.1's: long wavelengths divided by a factor, short ones kept, a smooth part between.
+    /// Positions divided by `factor` (kaiokendev's linear interpolation).
+    Linear { factor: f64 },
+    /// Llama 3.1: long wavelengths divided by `factor`, short ones unchanged, a smooth blend between.
     Llama3 {
-        /// The factor.
         factor: f64,
         /// Wavelengths above `original / low` are divided.
         low: f64,
-        /// Wavelengths below `original / high` are kept.
+        /// Wavelengths below `original / high` are unchanged.
         high: f64,
-        /// Context of the pre-training.
+        /// Context length in pre-training, in tokens.
         original: f64,
     },
     /// YaRN (Peng et al., 2023).
     Yarn {
-        /// The factor.
         factor: f64,
-        /// Factor on cosine and sine.
+        /// Attention factor: multiplies cosine and sine.
         attention: f64,
-        /// Rotations above which a dimension is kept.
+        /// Dimensions with more rotations than this are unchanged.
         beta_fast: f64,
-        /// Rotations below which a dimension is divided.
+        /// Dimensions with fewer rotations than this are divided.
         beta_slow: f64,
-        /// Context of the pre-training.
+        /// Context length in pre-training, in tokens.
         original: f64,
-        /// Whether the range between is rounded outwards to whole dimensions.
+        /// Whether the blended range is rounded outward to whole dimensions.
         truncate: bool,
     },
 }
@@ -62,7 +56,7 @@ pub enum Scaling {
 impl Rope {
     /// Reads `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
     ///
-    /// Where both stand in a config (an override, say), `rope_scaling` decides the scaling.
+    /// If a config has both, for example after an override, `rope_scaling` wins.
     pub fn parse(keys: &Keys<'_>, default_theta: f64, max_positions: usize) -> Result<Self> {
         let parameters = keys.table("rope_parameters")?;
         if let Some(p) = &parameters {
@@ -87,8 +81,8 @@ impl Rope {
         Ok(Self { theta, scaling })
     }
 
-    /// Positions that the scaling is made for, of a config that names `positions`: some count the longer context there,
-    /// and some that of the pre-training.
+    /// Longest context covered by the scaling, given `max_position_embeddings`. Some configs state the
+    /// extended context there, some the original one; the larger is returned.
     pub fn reach(&self, positions: usize) -> usize {
         let scaled = match self.scaling {
             Scaling::Default => 0.0,
@@ -149,7 +143,7 @@ impl Rope {
                         _ => mscale(factor, 1.0),
                     };
                 let beta = |key: &str, default: f64| -> Result<f64> {
-                    // transformers takes 0 for the default
+                    // transformers treats 0 as the default.
                     Ok(t.number(key, 0.0..=1e9)?.filter(|b| *b > 0.0).unwrap_or(default))
                 };
                 Scaling::Yarn {
@@ -169,9 +163,10 @@ impl Rope {
         })
     }
 
-    /// Inverse frequencies of the `dim / 2` channel pairs, and the factor on cosine and sine.
+    /// Inverse frequencies of the `dim / 2` channel pairs, and the attention factor on cosine and sine.
     ///
-    /// The arithmetic is transformers', in f32 where it uses f32, so that angles agree to the last bits.
+    /// Follows the arithmetic of transformers, including its use of f32, so that angles match to the last
+    /// bit.
     pub fn frequencies(&self, dim: usize) -> (Vec<f32>, f32) {
         let half = dim / 2;
         let plain: Vec<f32> =
@@ -214,14 +209,14 @@ impl Rope {
         }
     }
 
-    /// Cosine and sine [t, dim / 2] (f32) of each token's position.
+    /// Cosine and sine tables `[t, dim / 2]` (f32) for token positions.
     pub fn tables(&self, dim: usize, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
         let [cos, sin] = self.values(dim, positions);
         let make = |v| Tensor::from_vec(v, (positions.len(), dim / 2), device).map_err(Error::from);
         Ok((make(cos)?, make(sin)?))
     }
 
-    /// The values of [`Rope::tables`].
+    /// Host values of [`Rope::tables`].
     pub fn values(&self, dim: usize, positions: &[u32]) -> [Vec<f32>; 2] {
         let (freq, factor) = self.frequencies(dim);
         let mut cos = Vec::with_capacity(positions.len() * freq.len());

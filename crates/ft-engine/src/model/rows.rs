@@ -1,28 +1,28 @@
-//! Rows of the embedding, or of an output head, that train alone: those of new tokens.
+//! Trained rows of an otherwise frozen embedding or output head: new tokens.
 //!
-//! The table is frozen. What its rows have become is written into it before it is used, so that every product is the
-//! table's own; their gradients are summed by token, and for a head by column of the logits' gradient.
+//! The current values are written into the frozen table before use, so products need no special case.
+//! Gradients are summed by token; for a head, they use only the matching columns of the logits' gradient.
 
 use super::sink::Slot;
 use ft_kernels::Tensor;
 use candle_core::Result;
 use std::sync::Arc;
 
-/// Rows of a table [v, d].
+/// Trained rows of a table `[v, d]`.
 #[derive(Clone, Debug)]
 pub struct Rows {
-    /// Which rows, each once.
+    /// Row indices, without duplicates.
     pub ids: Arc<Vec<u32>>,
-    /// The same `[n]`, u32, where the table is.
+    /// The same indices `[n]`, u32, on the table's device.
     pub index: Tensor,
-    /// Their values [n, d].
+    /// Values `[n, d]`.
     pub values: Tensor,
-    /// Where their gradient goes; none when they are only used.
+    /// Gradient slot; `None` in inference.
     pub slot: Option<Slot>,
 }
 
 impl Rows {
-    /// Writes them into the table.
+    /// Writes the rows into the table.
     pub fn write(&self, table: &Tensor) -> Result<()> {
         let mut from = 0;
         for run in self.ids.chunk_by(|a, b| a + 1 == *b) {
@@ -32,7 +32,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Their columns [t, n] of the gradient of all logits [t, v].
+    /// Columns `[t, n]` of these rows in the gradient of the logits `[t, v]`.
     pub fn columns(&self, dy: &Tensor) -> Result<Tensor> {
         dy.index_select(&self.index, 1)
     }

@@ -1,4 +1,4 @@
-//! Where the gradients of trained tensors go: flat f32 buffers, one a unit of the walk.
+//! Gradient accumulation: flat f32 buffers, one per unit of the walk.
 
 use ft_kernels::Tensor;
 use ft_kernels::embed::ById;
@@ -9,58 +9,57 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A trained tensor's place in the flat buffers.
+/// Location of a trained tensor in the flat buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot {
     /// Index among all trained tensors.
     pub index: usize,
-    /// Unit of the walk whose buffer holds it.
+    /// Unit of the walk.
     pub unit: usize,
-    /// First element in that buffer.
+    /// First element in the unit's buffer.
     pub offset: usize,
-    /// Rows (a vector has one).
+    /// Rows; 1 for a vector.
     pub rows: usize,
-    /// Columns.
     pub cols: usize,
 }
 
 impl Slot {
-    /// Its elements of the buffer.
+    /// Element range in the buffer.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.rows * self.cols
     }
 
-    /// Its part of a flat buffer, [rows, cols].
+    /// View `[rows, cols]` of a flat buffer.
     pub fn view(&self, flat: &Tensor) -> Result<Tensor> {
         flat.narrow(0, self.offset, self.rows * self.cols)?.reshape((self.rows, self.cols))
     }
 }
 
-/// Accumulates gradients, and remembers which tensors were reached.
+/// Accumulates gradients and tracks which tensors have received one.
 pub struct Sink<'a> {
     grads: Buffers<'a>,
     reached: RefCell<Vec<bool>>,
-    /// Those whose values are what an earlier step left, to be written over.
+    /// Tensors with values from an earlier step; the first gradient overwrites them.
     stale: RefCell<BTreeMap<usize, Slot>>,
-    /// Gradients to add later, where this sink only collects.
+    /// Deferred gradients of a collecting sink.
     later: Option<RefCell<Vec<Later>>>,
-    /// In a plan, a buffer that comes to be with the first gradient.
+    /// In a plan: ledger, bytes, and the allocation made at the first gradient.
     live: Option<(&'a Ledger, u64, RefCell<Option<Allocation>>)>,
 }
 
-/// The flat buffers of gradients.
+/// Flat gradient buffers.
 enum Buffers<'a> {
-    /// One a unit (`None` where nothing trains), for as long as the sink's owner likes.
+    /// One per unit (`None` if nothing trains), owned by the caller.
     Kept(&'a [Option<Tensor>]),
-    /// Each from the first gradient of its unit until it is taken.
+    /// Allocated at a unit's first gradient, until taken.
     Live { lens: &'a [usize], device: &'a Device, now: RefCell<BTreeMap<usize, Tensor>> },
 }
 
-/// A gradient that was collected and not yet added.
+/// A collected gradient, not yet added.
 #[derive(Debug)]
 pub struct Later {
     slot: Slot,
-    /// How many it stands for: one, but in a plan.
+    /// Number of identical gradients it represents; 1 except in a plan.
     alike: f64,
     what: What,
 }
@@ -73,7 +72,8 @@ enum What {
 }
 
 impl<'a> Sink<'a> {
-    /// A sink over one flat buffer a unit (`None` where nothing trains); `count` trained tensors in all.
+    /// Sink over one flat buffer per unit (`None` if nothing trains); `count` is the number of trained
+    /// tensors.
     pub fn new(grads: &'a [Option<Tensor>], count: usize) -> Self {
         Self {
             grads: Buffers::Kept(grads),
@@ -84,18 +84,18 @@ impl<'a> Sink<'a> {
         }
     }
 
-    /// Of buffers in which these parts hold what an earlier step left: the first gradient of each is written over it, and
-    /// [`Sink::settle`] makes zero what had none.
+    /// Marks slots with values from an earlier step. The first gradient of a slot overwrites them;
+    /// [`Sink::settle`] zeroes slots without a gradient.
     pub fn over(self, stale: &[Slot]) -> Self {
         Self { stale: RefCell::new(stale.iter().map(|s| (s.index, *s)).collect()), ..self }
     }
 
-    /// Whether this is the first gradient of a tensor whose values are an earlier step's.
+    /// Whether this is the first gradient over values of an earlier step; clears the mark.
     fn is_first(&self, slot: Slot) -> bool {
         self.stale.borrow_mut().remove(&slot.index).is_some()
     }
 
-    /// Makes zero what an earlier step left, of one unit or of all.
+    /// Zeroes leftover values of an earlier step, in one unit or in all.
     pub fn settle(&self, unit: Option<usize>) -> Result<()> {
         let own = |s: &Slot| unit.is_none_or(|unit| s.unit == unit);
         let mut stale = self.stale.borrow_mut();
@@ -106,18 +106,19 @@ impl<'a> Sink<'a> {
         Ok(())
     }
 
-    /// A sink over ghosts whose buffer, of so many bytes, lives from the first gradient until the sink is dropped.
+    /// Sink for a plan: charges `bytes` to the ledger from the first gradient until the sink is dropped.
     pub fn ghost(grads: &'a [Option<Tensor>], ledger: &'a Ledger, bytes: u64) -> Self {
         Self { live: Some((ledger, bytes, RefCell::default())), ..Self::new(grads, 0) }
     }
 
-    /// A sink whose buffers, of these lengths, live from the first gradient of a unit until they are [taken](Sink::take).
+    /// Sink with buffers of lengths `lens`, allocated at a unit's first gradient and released by
+    /// [`Sink::take`].
     pub fn live(lens: &'a [usize], device: &'a Device, count: usize) -> Self {
         let grads = Buffers::Live { lens, device, now: RefCell::default() };
         Self { grads, reached: RefCell::new(vec![false; count]), ..Self::new(&[], 0) }
     }
 
-    /// The gradients of a unit, where the sink made a buffer for them.
+    /// Takes a unit's gradients out of a [`Sink::live()`] sink; `None` if there were none.
     pub fn take(&self, unit: usize) -> Option<Tensor> {
         match &self.grads {
             Buffers::Kept(_) => None,
@@ -125,18 +126,18 @@ impl<'a> Sink<'a> {
         }
     }
 
-    /// A sink that only collects, for a thread of its own: [`Sink::add_all`] adds what it has.
+    /// Collecting sink for one thread; [`Sink::add_all`] adds the result to another sink.
     pub fn collecting() -> Self {
         let later = Some(RefCell::default());
         Self { later, ..Self::new(&[], 0) }
     }
 
-    /// What a collecting sink has.
+    /// The gradients of a collecting sink.
     pub fn collected(self) -> Vec<Later> {
         self.later.map(RefCell::into_inner).unwrap_or_default()
     }
 
-    /// Adds what collecting sinks have, the products of a unit side by side.
+    /// Adds collected gradients; the products of a unit run in parallel.
     pub fn add_all(&self, list: impl IntoIterator<Item = Later>) -> Result<()> {
         let mut units: BTreeMap<usize, Vec<gemm::GradProduct>> = BTreeMap::new();
         for Later { slot, alike, what } in list {
@@ -161,14 +162,15 @@ impl<'a> Sink<'a> {
         units.into_iter().try_for_each(|(unit, parts)| gemm::accumulate(&self.buffer(unit)?, parts))
     }
 
-    /// Marks a tensor as reached whose gradient is zero this time: that of an expert without tokens.
+    /// Marks a tensor as reached with a zero gradient, such as one of an expert without tokens.
     pub fn touch(&self, slot: Slot) {
         if let Some(r) = self.reached.borrow_mut().get_mut(slot.index) {
             *r = true;
         }
     }
 
-    /// The flat buffer of a unit, for what adds many gradients at once; each is told to [`Sink::touch`].
+    /// Flat buffer of a unit, for kernels that add many gradients at once. The caller calls [`Sink::touch`]
+    /// for every slot.
     pub fn flat(&self, unit: usize) -> Result<Tensor> {
         self.settle(Some(unit))?;
         self.buffer(unit)
@@ -199,7 +201,7 @@ impl<'a> Sink<'a> {
         candle_core::bail!("no gradient buffer for unit {unit}")
     }
 
-    /// Whether this sink only collects; if so, takes a gradient.
+    /// Records the gradient if this is a collecting sink; returns whether it is.
     fn collect(&self, slot: Slot, of: &Tensor, what: impl FnOnce() -> What) -> bool {
         if let Some(later) = &self.later {
             let alike = of.ghost().map_or(1.0, |g| g.ledger().scale());
@@ -208,12 +210,12 @@ impl<'a> Sink<'a> {
         self.later.is_some()
     }
 
-    /// Which trained tensors got a gradient since the sink was made.
+    /// For every trained tensor, whether it has received a gradient.
     pub fn reached(&self) -> Vec<bool> {
         self.reached.borrow().clone()
     }
 
-    /// Marks a tensor as reached, and gives its gradient [rows, cols], to add to.
+    /// Marks a tensor as reached and returns its gradient `[rows, cols]`, ready to add to.
     fn reach(&self, slot: Slot) -> Result<Tensor> {
         self.touch(slot);
         let grad = slot.view(&self.buffer(slot.unit)?)?;
@@ -223,7 +225,7 @@ impl<'a> Sink<'a> {
         Ok(grad)
     }
 
-    /// `grad += alpha a^T b` for `a` [t, rows], `b` [t, cols].
+    /// `grad += alpha a^T b` for `a` `[t, rows]`, `b` `[t, cols]`.
     pub fn product(&self, slot: Slot, a: &Tensor, b: &Tensor, alpha: f64) -> Result<()> {
         if self.collect(slot, a, || What::Product(a.clone(), b.clone(), alpha)) {
             return gemm::work(a, true, b, None);
@@ -241,7 +243,7 @@ impl<'a> Sink<'a> {
         gemm::acc(&self.reach(slot)?, dw)
     }
 
-    /// `grad += the sum of dy's rows`.
+    /// Adds the sum of dy's rows to `grad`.
     pub fn column_sums(&self, slot: Slot, dy: &Tensor) -> Result<()> {
         if self.later.is_some() {
             return self.add(slot, &upcast(dy)?.sum_keepdim(0)?);
@@ -249,7 +251,7 @@ impl<'a> Sink<'a> {
         bias::add_sum(&self.reach(slot)?, dy)
     }
 
-    /// `grad += inverse * (the sum of dy's rows times z's)`: of DoRA's magnitude.
+    /// `grad += inverse * sum over rows of dy * z`, for DoRA's magnitude.
     pub fn magnitude(&self, slot: Slot, inverse: &Tensor, dy: &Tensor, z: &Tensor) -> Result<()> {
         if self.later.is_some() {
             return self.add(slot, &dora::magnitude(inverse, dy, z)?);
@@ -257,7 +259,8 @@ impl<'a> Sink<'a> {
         dora::add_magnitude(&self.reach(slot)?, inverse, dy, z)
     }
 
-    /// `grad[ids[i]] += dy[i]` for every token; where the slot has the rows `of` some ids alone, for those.
+    /// `grad[ids[i]] += dy[i]` for every token. If the slot holds only the rows `of` certain ids, other
+    /// tokens are skipped.
     pub fn rows(
         &self,
         slot: Slot,
@@ -273,7 +276,7 @@ impl<'a> Sink<'a> {
     pub fn columns(&self, slot: Slot, ids: &Tensor, dy: &Tensor) -> Result<()> {
         let g = self.reach(slot)?;
         let add = dy.to_dtype(g.dtype())?.t()?.contiguous()?;
-        // candle's addition by index on CUDA takes a tensor that begins its storage
+        // candle's index_add on CUDA needs a tensor at the start of its storage.
         let whole = if g.device().is_cpu() { g.clone() } else { g.force_contiguous()? };
         g.slice_set(&whole.index_add(ids, &add, 1)?, 0, 0)
     }

@@ -1,4 +1,4 @@
-//! Whether 4-bit codes were made from given weights.
+//! Checks whether 4-bit codes were made from given weights.
 
 use super::code::CodeBooks;
 use super::state;
@@ -6,11 +6,11 @@ use crate::files::TensorFiles;
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 
-/// Share of the values of a weight of `dims` in `original` to which the 4-bit checkpoint `four` has the code that
-/// quantizing them gives, whatever the type and the size of its blocks. Of what it was made from, all but few ties.
+/// Share of values in a weight of `dims` for which quantizing `original` reproduces the code in `four`, for
+/// any 4-bit type and block size. Near 1 if `four` was made from `original`: only ties can differ.
 ///
 /// # Errors
-/// A weight that is not quantized in `four`, or that cannot be read in either.
+/// A weight that is not quantized in `four`, or unreadable in either.
 pub fn agreement(
     four: &TensorFiles,
     original: &TensorFiles,

@@ -1,4 +1,4 @@
-//! The tables of 4-bit types and of double quantization, as bitsandbytes has them.
+//! Code tables of the 4-bit types and of double quantization, equal to those of bitsandbytes.
 
 use ft_kernels::Tensor;
 use ft_kernels::quantized::Codebook;
@@ -8,9 +8,10 @@ use std::sync::Arc;
 /// A 4-bit type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
-    /// Quantiles of the normal distribution (Dettmers et al., QLoRA, 2023, appendix E).
+    /// NF4: quantiles of the normal distribution (Dettmers et al., QLoRA, 2023, appendix E).
     Nf4,
-    /// One sign bit, two of exponent, one of mantissa, over its largest value. Decoded only.
+    /// FP4: one sign bit, two exponent bits, one mantissa bit, normalized by the largest value.
+    /// Dequantization only.
     Fp4,
 }
 
@@ -33,11 +34,11 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// FP4 by bit pattern, before it is divided by its largest value.
+/// FP4 magnitudes by bit pattern, before normalization.
 const FP4: [f32; 8] = [0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0];
 
 impl Type {
-    /// The name in checkpoints.
+    /// Name in checkpoints.
     pub fn name(self) -> &'static str {
         match self {
             Type::Nf4 => "nf4",
@@ -45,26 +46,27 @@ impl Type {
         }
     }
 
-    /// What the 16 codes stand for.
+    /// Values of the 16 codes.
     pub fn table(self) -> [f32; 16] {
         match self {
             Type::Nf4 => NF4,
             Type::Fp4 => std::array::from_fn(|i| {
                 let v = FP4[i & 7] / 12.0;
-                // the second zero has no sign there
+                // In bitsandbytes' table, code 8 is zero without a sign.
                 if i <= 8 { v } else { -v }
             }),
         }
     }
 }
 
-/// The 256 values of bitsandbytes' signed dynamic map: seven decades, each halved more finely than the last.
+/// The 256 values of bitsandbytes' signed dynamic map: seven decades; toward 1, every decade has twice the
+/// steps of the one before.
 pub fn dynamic_map() -> [f32; 256] {
     let mut map = Vec::with_capacity(256);
     for i in 0..7 {
         let intervals = 1usize << i;
         let scale = 10f64.powi(i - 6);
-        // torch.linspace(0.1, 1, intervals + 1) counts from the nearer end, rounding once
+        // torch.linspace(0.1, 1, intervals + 1) counts from the nearer end and rounds once.
         let step = (1.0f32 - 0.1f32) / intervals as f32;
         let at = |k: usize| match k < intervals.div_ceil(2) {
             true => step.mul_add(k as f32, 0.1),
@@ -80,24 +82,24 @@ pub fn dynamic_map() -> [f32; 256] {
     std::array::from_fn(|i| map[i])
 }
 
-/// The tables of a model on its device, made once and shared by its tensors.
+/// Code tables on a model's device, created once and shared by all tensors.
 #[derive(Debug)]
 pub struct CodeBooks {
     nf4: Arc<Codebook>,
     fp4: Arc<Codebook>,
-    /// Maps of double quantization, by value: a checkpoint repeats one for every tensor.
+    /// Cache of double-quantization maps by value: checkpoints repeat the same map for every tensor.
     maps: Vec<(Vec<f32>, Tensor)>,
     device: Device,
 }
 
 impl CodeBooks {
-    /// The tables on a device.
+    /// Creates the tables on a device.
     pub fn new(device: &Device) -> Result<Self> {
         let book = |t: Type| Codebook::new(t.table(), device).map(Arc::new);
         Ok(Self { nf4: book(Type::Nf4)?, fp4: book(Type::Fp4)?, maps: Vec::new(), device: device.clone() })
     }
 
-    /// The table of a type.
+    /// Table of a 4-bit type.
     pub fn book(&self, t: Type) -> Arc<Codebook> {
         match t {
             Type::Nf4 => self.nf4.clone(),
@@ -105,7 +107,7 @@ impl CodeBooks {
         }
     }
 
-    /// A map on the device.
+    /// Uploads a double-quantization map, or returns the cached one.
     pub fn map(&mut self, values: &[f32]) -> Result<Tensor> {
         if let Some((_, t)) = self.maps.iter().find(|(v, _)| v == values) {
             return Ok(t.clone());
@@ -115,7 +117,7 @@ impl CodeBooks {
         Ok(t)
     }
 
-    /// Where the tables are.
+    /// Device of the tables.
     pub fn device(&self) -> &Device {
         &self.device
     }

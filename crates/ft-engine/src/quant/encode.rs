@@ -1,4 +1,4 @@
-//! Values to NF4 codes and scales, with the arithmetic of bitsandbytes' CPU version.
+//! Quantization to NF4, bit-exact with bitsandbytes' CPU implementation.
 
 use super::code::{CodeBooks, Type, dynamic_map};
 use super::parts::{Read, Unread, UnreadMatrix, UnreadScales};
@@ -8,19 +8,19 @@ use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Values a block.
+/// Values per quantization block.
 pub const BLOCK: usize = 64;
-/// Scales a group of double quantization.
+/// Scales per group of double quantization.
 pub const GROUP: usize = 256;
 
-/// The middle between each code and the next.
+/// Midpoints between neighboring codes.
 fn bounds() -> [f32; 15] {
     let code = Type::Nf4.table();
     std::array::from_fn(|i| (code[i] + code[i + 1]) / 2.0)
 }
 
-/// Encodes values from the start of a block on: two codes a byte into `packed`, a scale a block into
-/// `scales`; with `codes` false, scales alone. Gives whether every value was finite.
+/// Quantizes values starting at a block boundary: codes, two per byte, into `packed` and one scale per
+/// block into `scales`. With `codes` false, only the scales. Returns whether all values are finite.
 pub(super) fn encode(values: &[f32], packed: &mut [u8], scales: &mut [f32], codes: bool) -> bool {
     let bounds = bounds();
     let code = |x: f32| bounds.iter().map(|b| u8::from(x > *b)).sum::<u8>();
@@ -29,7 +29,7 @@ pub(super) fn encode(values: &[f32], packed: &mut [u8], scales: &mut [f32], code
         finite &= block.iter().all(|x| x.is_finite());
         let largest = block.iter().fold(0f32, |m, x| m.max(x.abs()));
         let floor = largest.max(1e-38);
-        // bitsandbytes multiplies whole blocks by the inverse and divides a last short one
+        // bitsandbytes multiplies full blocks by the inverse but divides a last short block.
         let short = block.len() < BLOCK;
         let inverse = 1.0 / floor;
         *scale = if short { floor } else { largest };
@@ -45,21 +45,21 @@ pub(super) fn encode(values: &[f32], packed: &mut [u8], scales: &mut [f32], code
     finite
 }
 
-/// A matrix in NF4 on the host.
+/// A matrix in NF4, on the host.
 #[derive(Clone, Debug)]
 pub struct Encoded {
     /// Rows and columns.
     pub dims: (usize, usize),
-    /// Two codes a byte.
+    /// Packed codes, two per byte.
     pub packed: Vec<u8>,
-    /// The scale of each block.
+    /// Scale of every block.
     pub scales: Vec<f32>,
-    /// Dtype of the tensor that was quantized; dequantized values are rounded to it.
+    /// Dtype before quantization; dequantized values are rounded to it.
     pub source: DType,
 }
 
 impl Encoded {
-    /// Quantizes a matrix. `source` is the dtype that its values had.
+    /// Quantizes a matrix. `source` is the original dtype of the values.
     ///
     /// # Errors
     /// [`super::Error::NotFinite`] with `name`.
@@ -83,12 +83,13 @@ impl Encoded {
 
     pub(super) fn empty(dims: (usize, usize), source: DType) -> Self {
         let n = dims.0 * dims.1;
-        // bitsandbytes knows these dtypes; f64 has been narrowed on the way
+        // bitsandbytes supports these dtypes; f64 values are narrowed to f32 before quantization.
         let source = if source == DType::F64 { DType::F32 } else { source };
         Self { dims, packed: vec![0; n.div_ceil(2)], scales: vec![0.0; n.div_ceil(BLOCK)], source }
     }
 
-    /// The matrix for products in `compute` on the device of `books`; its scales in 8 bits with `double`.
+    /// Copies the matrix to the device of `books` for products in `compute`; `double` quantizes the scales
+    /// to 8 bits.
     pub fn into_matrix(self, double: bool, compute: DType, books: &mut CodeBooks) -> Result<QuantizedMatrix> {
         let device = books.device().clone();
         let scales = if double {
@@ -108,10 +109,10 @@ impl Encoded {
     }
 }
 
-/// Values of a matrix by their numbers, f32.
+/// Reads a range of a flattened matrix, as f32.
 pub type Values<'a> = Box<dyn Fn(Range<usize>) -> ft_base::Result<Vec<f32>> + 'a>;
 
-/// The scales of the blocks that some values are.
+/// Block scales of values starting at a block boundary.
 ///
 /// # Errors
 /// [`super::Error::NotFinite`] with `name`.
@@ -124,8 +125,8 @@ pub fn scales_of(name: &str, values: &[f32]) -> std::result::Result<Vec<f32>, su
     }
 }
 
-/// A matrix that is encoded a range at a time, from `values` of dtype `source` whose `scales` are known; these are in
-/// 8 bits.
+/// A matrix quantized lazily by ranges, from `values` of dtype `source` and precomputed `scales`; double
+/// quantization is applied.
 pub fn unread<'a>(
     name: &str,
     dims: (usize, usize),
@@ -135,7 +136,7 @@ pub fn unread<'a>(
 ) -> UnreadMatrix<'a> {
     let (n, name) = (dims.0 * dims.1, name.to_string());
     let read: Read<'a> = Box::new(move |bytes| {
-        // whole blocks, of which the asked bytes are a part
+        // Widened to whole blocks.
         let first = bytes.start * 2 / BLOCK * BLOCK;
         let end = (bytes.end * 2).next_multiple_of(BLOCK).min(n);
         let e = Encoded::new(&name, &values(first..end.max(first))?, (1, end.saturating_sub(first)), source)?;
@@ -159,14 +160,14 @@ pub fn unread<'a>(
     }
 }
 
-/// Scales in 8 bits: their difference from the mean, in groups with a factor each.
+/// Double quantization: scales in 8 bits, as offsets from their mean, in groups with a common factor.
 #[derive(Clone, Debug)]
 pub struct Nested {
-    /// A code a scale.
+    /// One code per scale.
     pub codes: Vec<u8>,
-    /// A factor a group.
+    /// One factor per group.
     pub absmax: Vec<f32>,
-    /// The mean.
+    /// Mean of the scales.
     pub offset: f32,
 }
 
@@ -190,7 +191,7 @@ impl Nested {
     }
 }
 
-/// The value of the sorted map that is nearest to `x`; of two, the lower.
+/// Index of the entry of a sorted map nearest to `x`; the lower one on ties.
 fn nearest(map: &[f32; 256], x: f32) -> u8 {
     let above = map.partition_point(|m| *m <= x);
     let left = above.saturating_sub(1);

@@ -1,15 +1,15 @@
-//! 4-bit weights as bitsandbytes makes and stores them.
+//! 4-bit weights in bitsandbytes' formats.
 //!
-//! | file | what it does |
+//! | file | content |
 //! |---|---|
-//! | `code` | the tables: NF4, FP4, and the 8-bit map of double quantization |
-//! | `encode` | values to codes and scales (NF4) |
-//! | `state` | the tensors of a quantized weight in a checkpoint: checked and read, named and written |
-//! | `parts` | a weight of which each rank reads, or makes, its part |
-//! | `agree` | whether codes were made from given weights |
-//! | `source` | a tensor of a checkpoint to 4-bit, in pieces and in parallel: never whole in memory |
+//! | `code` | code tables: NF4, FP4, and the 8-bit map of double quantization |
+//! | `encode` | quantization of values to NF4 codes and scales |
+//! | `state` | tensors of a quantized weight in a checkpoint: naming, validation, reading, writing |
+//! | `parts` | lazy 4-bit weights, read or quantized by ranges for each rank |
+//! | `agree` | checks codes against the original weights |
+//! | `source` | parallel quantization of a checkpoint tensor, never in memory as a whole |
 //!
-//! Dequantizing, and products with 4-bit matrices, are in [`ft_kernels::quantized`].
+//! Dequantization and products with 4-bit matrices are in [`ft_kernels::quantized`].
 
 mod agree;
 mod code;
@@ -33,47 +33,32 @@ pub use state::{Entry, entries, find, open, problems, read, source_dtype};
 use ft_base::error::{ExitCode, Failure};
 use crate::model::modules::{Group, Kind, Module};
 
-/// Problems of 4-bit weights.
+/// Errors of 4-bit weights.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A quantized tensor of a checkpoint that does not hold together.
+    /// Inconsistent tensors of a quantized weight.
     #[error(
         "{file}: {name}: {why}\n  hint: fetch the checkpoint again, or quantize the model anew with `ft quantize`"
     )]
-    State {
-        /// The folder.
-        file: String,
-        /// The weight.
-        name: String,
-        /// What is wrong.
-        why: String,
-    },
-    /// A value that cannot be quantized.
+    State { file: String, name: String, why: String },
+    /// A non-finite value.
     #[error("{name}: has a value that is not finite; it cannot be quantized")]
-    NotFinite {
-        /// The tensor.
-        name: String,
-    },
-    /// A number format that cannot be quantized.
+    NotFinite { name: String },
+    /// A dtype or shape unsupported by quantization.
     #[error("{name}: {dtype}; F64, F32, F16 and BF16 can be quantized")]
     Dtype {
-        /// The tensor.
         name: String,
-        /// What the file says.
+        /// Dtype or shape in the file.
         dtype: String,
     },
-    /// A model that is 4-bit already.
+    /// The model is 4-bit already.
     #[error("{dir}: is a 4-bit checkpoint already (quantization_config in config.json)")]
-    Already {
-        /// The folder.
-        dir: String,
-    },
-    /// A folder that may not be written.
+    Already { dir: String },
+    /// The output folder cannot be used.
     #[error("{dir}: {why}")]
     Folder {
-        /// The folder.
         dir: String,
-        /// Why not, and what to do.
+        /// Reason and hint.
         why: String,
     },
 }
@@ -87,11 +72,11 @@ impl Failure for Error {
     }
 }
 
-/// The file in a folder of `model.cache` that says of what it is a copy.
+/// File in a `model.cache` folder that identifies the source of the copy.
 pub const CACHE_MARKER: &str = "ft-cache.json";
 
-/// Whether `model.quantize` makes a module's weight 4-bit: decoder linears and experts. Head, embedding, norms
-/// and routers stay as they are.
+/// Whether `model.quantize` applies to a module's weight: linears of decoder layers, experts included.
+/// Head, embedding, norms and routers stay unquantized.
 pub fn takes(m: &Module) -> bool {
     m.layer.is_some() && matches!(m.kind, Kind::Linear { .. }) && m.group != Group::Router
 }

@@ -1,4 +1,4 @@
-//! A 4-bit weight whose codes and scales are read, or made, a range at a time: by whoever holds a part of it.
+//! A 4-bit weight read or quantized lazily, by ranges, for ranks that hold a part of it.
 
 use super::code::{CodeBooks, Type};
 use ft_kernels::Tensor;
@@ -7,62 +7,61 @@ use ft_kernels::tensor::Real;
 use candle_core::{DType, Device};
 use std::ops::Range;
 
-/// Gives some values of a vector, on the CPU.
+/// Reads a range of a vector, on the CPU.
 pub type Read<'a> = Box<dyn Fn(Range<usize>) -> ft_base::Result<Real> + 'a>;
 
-/// A vector that is not read yet.
+/// A vector not yet read.
 pub struct Unread<'a> {
-    /// Type of its values.
     pub dtype: DType,
-    /// How many.
+    /// Number of values.
     pub len: usize,
-    /// Gives some of them.
+    /// Reader of ranges.
     pub read: Read<'a>,
 }
 
-/// The scales of blocks.
+/// Scales of the quantization blocks.
 pub enum UnreadScales<'a> {
     /// f32.
     Plain(Unread<'a>),
-    /// 8-bit codes, with what they stand for.
+    /// Double quantization: 8-bit codes.
     Nested {
-        /// A code a block.
+        /// One code per block.
         codes: Unread<'a>,
-        /// A factor a group.
+        /// One factor per group.
         factors: Unread<'a>,
-        /// The 256 values of codes.
+        /// Lookup table of the 256 codes.
         map: Vec<f32>,
-        /// Scales a group.
+        /// Scales per group.
         group: usize,
         /// Mean of the scales.
         offset: f32,
     },
 }
 
-/// A 4-bit weight that is not read yet.
+/// A 4-bit weight not yet read.
 pub struct UnreadMatrix<'a> {
     /// Rows and columns.
     pub dims: (usize, usize),
-    /// Values a block.
+    /// Values per quantization block.
     pub block: usize,
-    /// What the codes stand for.
+    /// 4-bit type of the codes.
     pub kind: Type,
-    /// Dtype of the tensor that was quantized.
+    /// Dtype before quantization.
     pub source: DType,
-    /// Two codes a byte.
+    /// Packed codes, two per byte.
     pub packed: Unread<'a>,
-    /// The scale of each block.
+    /// Scale of every block.
     pub scales: UnreadScales<'a>,
 }
 
-/// Where the values of a matrix come to be.
+/// Decides on the location of a vector and returns a tensor there.
 pub type Place<'p, 'a> = dyn FnMut(Unread<'a>) -> ft_base::Result<Tensor> + 'p;
 
 impl<'a> UnreadMatrix<'a> {
-    /// The matrix for products in `compute`, whose codes and scales are where `place` puts them.
+    /// Builds the matrix for products in `compute`; `place` allocates codes and scales.
     ///
     /// # Errors
-    /// Of `place`.
+    /// Errors from `place`.
     pub fn placed(
         self,
         compute: DType,
@@ -84,10 +83,10 @@ impl<'a> UnreadMatrix<'a> {
         Ok(QuantizedMatrix::new(self.dims, self.block, packed, scales, book, self.source, compute)?)
     }
 
-    /// The matrix with all of its codes and scales on the device of `books`.
+    /// Reads all codes and scales to the device of `books`.
     ///
     /// # Errors
-    /// Those of reading.
+    /// Read errors.
     pub fn whole(self, compute: DType, books: &mut CodeBooks) -> ft_base::Result<QuantizedMatrix> {
         let device = books.device().clone();
         self.placed(compute, books, &mut |u| Ok((u.read)(0..u.len)?.to_device(&device)?.into()))
@@ -95,7 +94,7 @@ impl<'a> UnreadMatrix<'a> {
 }
 
 impl Unread<'static> {
-    /// Values that are there.
+    /// Wraps values in memory.
     pub fn of<T: candle_core::WithDType>(values: Vec<T>) -> Self {
         let (dtype, len) = (T::DTYPE, values.len());
         Self { dtype, len, read: Box::new(move |r| Ok(Real::new(&values[r], &Device::Cpu)?)) }

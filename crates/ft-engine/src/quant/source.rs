@@ -1,4 +1,4 @@
-//! Quantization of a checkpoint's tensor while it is read: a piece a task, so that it is never whole in memory.
+//! Quantizes checkpoint tensors while reading, in parallel pieces; a tensor is never in memory as a whole.
 
 use super::Error;
 use super::encode::{self, BLOCK, Encoded};
@@ -7,18 +7,18 @@ use candle_core::DType;
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-/// Values that one task reads and encodes at a time.
+/// Values read and quantized per task.
 const PIECE: usize = 1 << 20;
 
-/// Quantizes the matrix `name`, reading it in pieces of whole rows.
+/// Quantizes the matrix `name`, reading pieces of whole rows.
 ///
 /// # Errors
-/// A tensor that is missing, not a matrix, in a format that cannot be quantized, or not finite.
+/// A tensor that is missing, not a matrix, of an unsupported dtype, or not finite.
 pub fn from_files(files: &TensorFiles, name: &str) -> ft_base::Result<Encoded> {
     pass(files, name, true)
 }
 
-/// The scales alone of [`from_files`]: the codes of what it gives are zero.
+/// As [`from_files`], but computes only the scales; all codes are zero.
 ///
 /// # Errors
 /// As [`from_files`].
@@ -26,10 +26,10 @@ pub fn scales(files: &TensorFiles, name: &str) -> ft_base::Result<Encoded> {
     pass(files, name, false)
 }
 
-/// The dtype of a tensor that can be quantized.
+/// Dtype of a quantizable tensor.
 ///
 /// # Errors
-/// A tensor that is missing, or in a format that cannot be quantized.
+/// A missing tensor or an unsupported dtype.
 pub fn dtype_of(files: &TensorFiles, name: &str) -> ft_base::Result<DType> {
     match files.get(name)?.dtype {
         Dtype::F64 => Ok(DType::F64),
@@ -50,7 +50,7 @@ fn pass(files: &TensorFiles, name: &str, codes: bool) -> ft_base::Result<Encoded
         return Err(refuse(format!("shape {:?}", info.shape)).into());
     }
     let mut e = Encoded::empty((rows, cols), source);
-    // pieces of whole rows that are whole blocks too
+    // Pieces are whole rows and whole blocks.
     let unit = BLOCK / gcd(BLOCK, cols);
     let rows_a_piece = unit * (PIECE / (unit * cols)).max(1);
     let values = rows_a_piece * cols;
@@ -78,7 +78,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Little-endian numbers as f32.
+/// Converts little-endian values to f32.
 fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
     match dtype {
         DType::F64 => bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect(),

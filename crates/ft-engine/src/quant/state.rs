@@ -1,14 +1,16 @@
-//! A quantized weight in a checkpoint, as bitsandbytes serializes it: `weight` and five or six tensors beside it.
+//! Serialization of a quantized weight in bitsandbytes' format: `weight` and three or five companion
+//! tensors.
 //!
-//! | tensor | holds |
-//! |---|---|
-//! | `weight` | two codes a byte [values / 2, 1]; its number format may be any of that size (`bnb_4bit_quant_storage`) |
-//! | `weight.absmax` | the scale of each block: f32, or codes in u8 with double quantization |
-//! | `weight.quant_map` | what the 16 codes stand for, f32 |
-//! | `weight.nested_absmax`, `weight.nested_quant_map` | double quantization: factors of groups, and the 256 values of the codes, f32 |
-//! | `weight.quant_state.bitsandbytes__nf4` (or `fp4`) | a JSON object as bytes: shape, dtype, sizes of blocks, offset |
+//! * `weight`: two codes per byte, `[values / 2, 1]` u8, or another dtype of equal byte size
+//!   (`bnb_4bit_quant_storage`)
+//! * `weight.absmax`: scale of every block, f32; u8 codes with double quantization
+//! * `weight.quant_map`: values of the 16 codes, f32
+//! * `weight.nested_absmax`: factor of every group of scales, f32 (double quantization only)
+//! * `weight.nested_quant_map`: values of the 256 scale codes, f32 (double quantization only)
+//! * `weight.quant_state.bitsandbytes__nf4` (or `fp4`): a JSON object as bytes: shape, dtype, block sizes,
+//!   offset
 //!
-//! Nothing that these say is believed: sizes are compared with config.json and with each other.
+//! The contents are untrusted: sizes are checked against config.json and against one another.
 
 use super::Error;
 use super::code::{CodeBooks, Type, dynamic_map};
@@ -22,24 +24,24 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use std::ops::Range;
 
-/// Longest JSON that is read.
+/// Length limit of the JSON, in bytes.
 const LONGEST: u64 = 1 << 16;
-/// Sizes of blocks that bitsandbytes knows.
+/// Block sizes supported by bitsandbytes.
 const BLOCKS: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
-/// Every key of the JSON object.
+/// Known keys of the JSON object.
 const KEYS: [&str; 7] =
     ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"];
 
-/// What the JSON of a quantized weight says, checked.
+/// Validated JSON of a quantized weight.
 struct State {
     block: usize,
     source: DType,
     dims: (usize, usize),
-    /// Scales a group, and offset.
+    /// Scales per group, and offset, with double quantization.
     nested: Option<(usize, f32)>,
 }
 
-/// The names of the tensors beside a weight, if it is quantized in this file.
+/// Names of the companion tensors of a weight, if quantized in this file.
 pub fn find(files: &TensorFiles, weight: &str) -> Option<Vec<String>> {
     let kind = kind(files, weight)?;
     let mut names = vec![
@@ -60,7 +62,7 @@ pub(super) fn kind(files: &TensorFiles, weight: &str) -> Option<Type> {
         .find(|t| files.info(&format!("{weight}.quant_state.bitsandbytes__{}", t.name())).is_some())
 }
 
-/// The dtype that a quantized weight had before; `None` if it is not quantized, or does not say.
+/// Original dtype of a quantized weight; `None` if not quantized or not stated.
 pub fn source_dtype(files: &TensorFiles, weight: &str) -> Option<DType> {
     let name = format!("{weight}.quant_state.bitsandbytes__{}", kind(files, weight)?.name());
     dtype(object(files, &name).ok()?.get("dtype")?)
@@ -75,8 +77,7 @@ fn dtype(name: &Value) -> Option<DType> {
     }
 }
 
-/// What is wrong with a quantized weight of `dims`, but for the values in its tensors; `None` if nothing is,
-/// or if it is not quantized.
+/// Validates a quantized weight of `dims`, except for tensor values. `None` if valid or not quantized.
 pub fn problems(files: &TensorFiles, weight: &str, dims: (usize, usize)) -> Option<String> {
     kind(files, weight).and_then(|t| state(files, weight, t, dims).err())
 }
@@ -95,7 +96,7 @@ impl Stored<'_> {
         Error::State { file, name: self.name.clone(), why }.into()
     }
 
-    /// Some values of a tensor beside it.
+    /// A range of a companion tensor.
     fn floats(&self, part: &str, r: Range<usize>) -> ft_base::Result<Tensor> {
         let name = format!("{}.{part}", self.name);
         self.files.part(&name, r, DType::F32, &Device::Cpu).map_err(|e| match e {
@@ -105,10 +106,10 @@ impl Stored<'_> {
     }
 }
 
-/// A quantized weight of `dims`, of which all that is small is read and checked.
+/// Opens a quantized weight of `dims` for lazy reading; small tensors are read and validated at once.
 ///
 /// # Errors
-/// [`Error::State`] naming the weight, for anything that does not hold together; what the store finds.
+/// [`Error::State`] with the weight's name for inconsistent tensors; read errors.
 pub fn open<'a>(
     files: &'a TensorFiles,
     weight: &str,
@@ -119,7 +120,7 @@ pub fn open<'a>(
     let s = state(files, weight, kind, dims).map_err(|why| w.fail(why))?;
     let (n, blocks) = (dims.0 * dims.1, (dims.0 * dims.1).div_ceil(s.block));
     let floats = |part: &str, len| -> ft_base::Result<Vec<f32>> { Ok(w.floats(part, 0..len)?.to_vec1()?) };
-    // bitsandbytes stores the table and then dequantizes by its own
+    // bitsandbytes stores the table but dequantizes with a built-in one.
     if !floats("quant_map", 16)?.iter().zip(kind.table()).all(|(a, b)| (a - b).abs() <= 1e-6) {
         return Err(w.fail(format!("quant_map is not the table of {}", kind.name())));
     }
@@ -137,7 +138,7 @@ pub fn open<'a>(
         Some((group, offset)) => {
             let factors = floats("nested_absmax", blocks.div_ceil(group))?;
             let map = floats("nested_quant_map", 256)?;
-            // codes stand for numbers up to 1, and a scale is one of the map's times its group's, plus the offset
+            // A scale is map[code] * group factor + offset.
             let largest = |v: &[f32]| v.iter().fold(0f32, |m, x| m.max(x.abs()));
             if !(largest(&map) * largest(&factors) + offset.abs()).is_finite() {
                 return Err(w.fail("nested_absmax is so large that weights would be infinite".into()));
@@ -150,7 +151,7 @@ pub fn open<'a>(
     Ok(UnreadMatrix { dims: s.dims, block: s.block, kind, source: s.source, packed, scales })
 }
 
-/// Reads a quantized weight of `dims`, for products in `compute` on the device of `books`.
+/// Reads a quantized weight of `dims` for products in `compute` on the device of `books`.
 ///
 /// # Errors
 /// As [`open`].
@@ -164,7 +165,7 @@ pub fn read(
     open(files, weight, dims)?.whole(compute, books)
 }
 
-/// Reads and checks the JSON, and the sizes of the tensors beside it.
+/// Reads and validates the JSON and the sizes of the companion tensors.
 fn state(files: &TensorFiles, weight: &str, kind: Type, dims: (usize, usize)) -> Result<State, String> {
     let name = format!("quant_state.bitsandbytes__{}", kind.name());
     let json = object(files, &format!("{weight}.{name}")).map_err(|why| format!("{name}: {why}"))?;
@@ -253,24 +254,21 @@ fn parse(json: &Map<String, Value>, kind: Type, dims: (usize, usize)) -> Result<
     Ok(State { block, source, dims, nested })
 }
 
-/// A tensor of a quantized weight to write.
+/// A tensor to write for a quantized weight.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Its name.
     pub name: String,
-    /// Its value; `None` for the codes, which are made when they are written.
+    /// Value; `None` for the codes, which are computed while writing.
     pub value: Option<Tensor>,
-    /// Its dtype.
     pub dtype: DType,
-    /// Its shape.
     pub shape: Vec<usize>,
 }
 
-/// The tensors of a weight [rows, cols] in NF4 with these scales, for a checkpoint that bitsandbytes loads; in
-/// 8 bits with `double`.
+/// Tensors of an NF4 weight `[rows, cols]` with these scales, in the format of bitsandbytes; `double`
+/// applies double quantization.
 ///
 /// # Errors
-/// What candle says.
+/// Tensor errors from candle.
 pub fn entries(
     weight: &str,
     (rows, cols): (usize, usize),

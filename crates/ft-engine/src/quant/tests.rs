@@ -1,4 +1,4 @@
-//! bitsandbytes' own bytes, and files that lie.
+//! Comparison with files written by bitsandbytes, and malformed files.
 
 use super::code::dynamic_map;
 use super::*;
@@ -31,7 +31,7 @@ fn bits(v: &[f32]) -> Vec<u32> {
     v.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Asserts equal bits, and says how many differ.
+/// Asserts equal bits, and reports the number of differences.
 #[track_caller]
 fn same(what: &str, a: &[f32], b: &[f32]) {
     assert_eq!(a.len(), b.len(), "{what}");
@@ -55,8 +55,8 @@ fn bitsandbytes_bytes_decode_to_its_bits() -> Result<()> {
     Ok(())
 }
 
-/// Codes and scales are bitsandbytes' bits. Double quantization begins with a mean, which torch sums in f32 in an
-/// order of its own: offset and factors may differ in the last places, and a code where two are equally near.
+/// Codes and scales equal those of bitsandbytes bit for bit. Double quantization starts from a mean, summed
+/// by torch in f32 in another order: offset and factors may differ in the last digits, and codes at ties.
 #[test]
 fn encoding_gives_bitsandbytes_bytes() -> Result<()> {
     let files = fixture()?;
@@ -95,7 +95,7 @@ fn encoding_gives_bitsandbytes_bytes() -> Result<()> {
     Ok(())
 }
 
-/// The tensors of a weight, as they would be written.
+/// Tensors of a weight, as written to a file.
 fn tensors(double: bool) -> Result<Vec<(String, Tensor)>> {
     let files = fixture()?;
     let name = "groups_bf16.original";
@@ -133,14 +133,14 @@ fn what_is_written_reads_back_as_what_was_made() -> Result<()> {
         assert_eq!(bits(&floats(read.dequantize()?.real()?)?), bits(&floats(made.dequantize()?.real()?)?));
         assert_eq!((read.source_dtype(), read.bytes()), (DType::BF16, made.bytes()));
         let bits_a_value = 8.0 * read.bytes() as f64 / (160.0 * 208.0);
-        // 4 + 8 / 64 + 32 / (64 * 256), the last group being a short one here
+        // 4 + 8 / 64 + 32 / (64 * 256), with a short last group here
         let want = if double { 4.0 + 8.0 * (520.0 + 12.0) / 33280.0 } else { 4.5 };
         assert!((bits_a_value - want).abs() < 1e-9, "{bits_a_value}");
     }
     Ok(())
 }
 
-/// Puts another tensor in the place of one, or takes it out.
+/// Replaces or removes a tensor.
 fn with(mut tensors: Vec<(String, Tensor)>, part: &str, t: Option<Tensor>) -> Vec<(String, Tensor)> {
     let name = if part.is_empty() { "w".to_string() } else { format!("w.{part}") };
     tensors.retain(|(n, _)| *n != name);
@@ -150,7 +150,7 @@ fn with(mut tensors: Vec<(String, Tensor)>, part: &str, t: Option<Tensor>) -> Ve
 
 const STATE: &str = "quant_state.bitsandbytes__nf4";
 
-/// The JSON with one text in place of another.
+/// The JSON with a substring replaced.
 fn state_with(tensors: &[(String, Tensor)], from: &str, to: &str) -> Result<Tensor> {
     let (_, t) = tensors.iter().find(|(n, _)| n.ends_with(STATE)).context("a state")?;
     let text = String::from_utf8(t.to_vec1()?)?;

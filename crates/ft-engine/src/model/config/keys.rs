@@ -1,28 +1,28 @@
-//! Typed access to a config's keys.
+//! Typed access to the keys of a config.
 
 use crate::model::{Error, Result};
 use ft_base::store::json::short;
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
-/// Typed access to the keys of a config, with errors that name file and key. Null counts as absent.
+/// Typed access to the keys of a config; errors name the file and the key. Null counts as absent.
 ///
-/// Every number has bounds: products of sizes stay far inside of 64 bits, and what no machine holds is refused before
-/// anything is made of it.
+/// Every number is range-checked: products of sizes stay far below 64 bits, and absurd sizes are refused
+/// before anything is allocated.
 pub struct Keys<'a> {
     file: &'a str,
-    /// Path of the table, with a dot at its end.
+    /// Path of the table, with a trailing dot.
     path: String,
     pub(super) raw: &'a Map<String, Value>,
 }
 
 impl<'a> Keys<'a> {
-    /// Keys of an object in `file`.
+    /// Accessor for the top-level object of `file`.
     pub fn new(file: &'a str, raw: &'a Map<String, Value>) -> Self {
         Self { file, path: String::new(), raw }
     }
 
-    /// A table below this one.
+    /// Accessor for a nested table, if present.
     pub fn table(&self, key: &str) -> Result<Option<Keys<'a>>> {
         match self.get(key) {
             None => Ok(None),
@@ -37,7 +37,7 @@ impl<'a> Keys<'a> {
         self.raw.get(key).filter(|v| !v.is_null())
     }
 
-    /// The error for a key with a value that cannot be used.
+    /// Error for a key with an unusable value.
     pub fn bad(&self, key: &str, why: impl Into<String>) -> Error {
         Error::Key { file: self.file.into(), key: format!("{}{key}", self.path), why: why.into() }
     }
@@ -46,7 +46,7 @@ impl<'a> Keys<'a> {
         self.bad(key, format!("{}; {what} is wanted", short(v)))
     }
 
-    /// A number within bounds: never infinite, and not NaN.
+    /// A finite number within bounds.
     pub fn number(&self, key: &str, bounds: RangeInclusive<f64>) -> Result<Option<f64>> {
         match self.get(key) {
             None => Ok(None),
@@ -61,17 +61,17 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A whole number from 0 to `most`.
+    /// An integer from 0 to `most`.
     pub fn count(&self, key: &str, most: usize) -> Result<Option<usize>> {
         self.integer(key, 0..=most)
     }
 
-    /// A whole number from 1 to `most`.
+    /// An integer from 1 to `most`.
     pub fn some(&self, key: &str, most: usize) -> Result<Option<usize>> {
         self.integer(key, 1..=most)
     }
 
-    /// A required whole number from 1 to `most`.
+    /// A required integer from 1 to `most`.
     pub fn size(&self, key: &str, most: usize) -> Result<usize> {
         self.some(key, most)?.ok_or_else(|| self.bad(key, "missing"))
     }
@@ -91,7 +91,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// true or false.
+    /// A boolean.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.get(key) {
             None => Ok(None),
@@ -100,7 +100,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A text.
+    /// A string.
     pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
         match self.get(key) {
             None => Ok(None),

@@ -1,7 +1,7 @@
-//! `config.json` of transformers 4 and 5, read into one shape.
+//! Reads `config.json` of transformers 4 and 5 into one [`Config`].
 //!
-//! A key that changes the numbers and is not supported is refused by name. A key that `ft` has never heard
-//! of is reported, so that nothing is ignored in silence.
+//! Unsupported keys with an effect on the numbers are refused by name. Unknown keys are listed in
+//! [`Config::unknown`], so nothing is ignored silently.
 
 mod keys;
 mod rules;
@@ -17,28 +17,28 @@ use ft_base::store::json::{object, short};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Most decoder layers.
+/// Limit on decoder layers.
 const LAYERS: usize = 1024;
-/// Most experts of a layer.
+/// Limit on experts per layer.
 const EXPERTS: usize = 16_384;
-/// Most experts of all layers.
+/// Limit on experts over all layers.
 const ALL_EXPERTS: usize = 65_536;
-/// Widest residual stream.
+/// Limit on the width of the residual stream.
 const HIDDEN: usize = 1 << 20;
-/// Widest feed-forward layer or expert.
+/// Limit on the inner width of a feed-forward layer or expert.
 const INNER: usize = 1 << 22;
-/// Most heads, and most channels of a head.
+/// Limit on heads and on channels per head.
 const HEADS: usize = 4096;
-/// Most tokens of a vocabulary.
+/// Limit on vocabulary size.
 const VOCAB: usize = 1 << 26;
-/// Most positions.
+/// Limit on positions.
 const POSITIONS: usize = 1 << 30;
-/// Most parameters: bytes and operations that are counted from them fit 64 bits.
+/// Limit on parameters; keeps byte and operation counts within 64 bits.
 const PARAMETERS: u128 = 1 << 46;
-/// Most values that all layers together compute of one token.
+/// Limit on activation values per token over all layers.
 const VALUES: u128 = 1 << 28;
 
-/// What the engine needs to know of a model.
+/// Architecture of a model, as read from `config.json`.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Row of the family table.
@@ -47,80 +47,76 @@ pub struct Config {
     pub hidden: usize,
     /// Inner width of dense feed-forward layers.
     pub intermediate: usize,
-    /// Decoder layers.
     pub layers: usize,
     /// Query heads.
     pub heads: usize,
-    /// Key/value heads.
     pub kv_heads: usize,
-    /// Channels of a head.
+    /// Channels per head.
     pub head_dim: usize,
-    /// Rows of the embedding.
+    /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
-    /// RMSNorm's epsilon.
+    /// Epsilon of RMSNorm.
     pub eps: f64,
-    /// Whether the head is the embedding.
+    /// Whether the head shares the embedding's weight.
     pub tied: bool,
-    /// Rotary embedding.
     pub rope: Rope,
-    /// Longest sequence the config names.
+    /// `max_position_embeddings`; 2048 if missing.
     pub max_positions: usize,
-    /// Sliding window of each layer.
+    /// Sliding window of each layer, in tokens; `None` is full attention.
     pub windows: Vec<Option<usize>>,
-    /// Biases of q, k, v; of o; of the feed-forward linears.
     pub biases: Biases,
-    /// Experts, in a mixture model.
+    /// Mixture-of-experts settings; `None` for dense models.
     pub moe: Option<Moe>,
-    /// Standard deviation of random weights.
+    /// Standard deviation of randomly initialized weights.
     pub initializer_range: f64,
-    /// Whether the checkpoint holds 4-bit weights, as bitsandbytes stores them.
+    /// Whether the checkpoint holds 4-bit weights in the format of bitsandbytes.
     pub four_bit: bool,
-    /// Keys that `ft` does not know and leaves alone.
+    /// Keys of the file unknown to `ft` and ignored.
     pub unknown: Vec<String>,
-    /// The file as it was read, with overrides applied.
+    /// The JSON object of the file, with overrides applied.
     pub raw: Map<String, Value>,
 }
 
 /// Which linears have a bias.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Biases {
-    /// Queries, keys and values.
+    /// Query, key and value projections.
     pub qkv: bool,
-    /// The attention's output.
+    /// Attention's output projection.
     pub o: bool,
     /// Feed-forward linears.
     pub mlp: bool,
 }
 
-/// What a mixture model says about its experts.
+/// Mixture-of-experts settings.
 #[derive(Clone, Debug)]
 pub struct Moe {
-    /// Experts a layer.
+    /// Experts per layer.
     pub experts: usize,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
     /// Inner width of an expert.
     pub width: usize,
-    /// Whether the chosen gates are scaled to sum to one.
+    /// Whether the top-k gates are normalized to sum to one.
     pub normalise: bool,
-    /// Whether each layer has experts (else it is dense).
+    /// For every layer, whether it has experts; otherwise it is dense.
     pub sparse: Vec<bool>,
-    /// Inner width of the expert that every token goes through; 0 where there is none.
+    /// Inner width of the shared expert; 0 if none.
     pub shared: usize,
 }
 
 impl Config {
-    /// Bytes of a value of a matrix in the published checkpoint.
+    /// Bytes per matrix value in the published checkpoint.
     pub fn stored_width(&self) -> u64 {
         let named = ["dtype", "torch_dtype"].iter().find_map(|k| self.raw.get(*k)?.as_str());
         if named == Some("float32") { 4 } else { 2 }
     }
 
-    /// Reads `config.json` of a model folder; `overrides` replaces its keys.
+    /// Reads `config.json` of a model folder, with `overrides` replacing keys.
     ///
     /// # Errors
-    /// A missing or malformed file, an unknown architecture, a key that is missing, out of range or not
-    /// supported: each named.
+    /// A missing or malformed file, an unknown architecture, or a key that is missing, out of range or
+    /// unsupported; the error names the file and the key.
     pub fn load(dir: &Path, overrides: &Map<String, Value>) -> Result<Self> {
         let path = dir.join("config.json");
         let file = path.display().to_string();
@@ -134,10 +130,10 @@ impl Config {
         Self::overridden(&file, raw, overrides)
     }
 
-    /// The config of a JSON object, of which `overrides` replaces keys; `file` names it in errors.
+    /// Parses a JSON object after replacing keys by `overrides`; `file` is the name in errors.
     ///
     /// # Errors
-    /// As [`Config::load`]; of a key that an override has set, the error says so.
+    /// As [`Config::load`], with a hint if the offending key comes from an override.
     pub fn overridden(
         file: &str,
         mut raw: Map<String, Value>,
@@ -155,7 +151,7 @@ impl Config {
         })
     }
 
-    /// The config of a JSON object; `file` names it in errors.
+    /// Parses a JSON object; `file` is the name in errors.
     pub fn parse(file: &str, raw: Map<String, Value>) -> Result<Self> {
         let keys = Keys::new(file, &raw);
         let model_type = keys.string("model_type")?.unwrap_or_default();
@@ -238,7 +234,8 @@ impl Config {
         Ok(Self { raw, ..config })
     }
 
-    /// Refuses what no machine can hold, whose bytes 64 bits might not count: sizes that are right one by one.
+    /// Refuses sizes that are valid one by one but too large in total, before byte counts can overflow 64
+    /// bits.
     fn check_size(&self, keys: &Keys<'_>) -> Result<()> {
         let of = |n: usize| n as u128;
         let (d, layers) = (of(self.hidden), of(self.layers));

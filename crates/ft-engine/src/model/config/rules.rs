@@ -1,5 +1,5 @@
-//! Which keys there are, and what those say that take more than one look: what is not supported, 4-bit weights,
-//! windows, experts.
+//! Lists of known config keys, and the keys with rules of their own: unsupported features, 4-bit weights,
+//! sliding windows, experts.
 
 use super::{EXPERTS, INNER, Keys, LAYERS, Moe, POSITIONS};
 use crate::model::Result;
@@ -55,7 +55,7 @@ const HARMLESS: &[&str] = &[
     "use_bfloat16",
 ];
 
-/// Keys that the parser reads.
+/// Keys read by the parser.
 const READ: &[&str] = &[
     "attention_bias",
     "decoder_sparse_step",
@@ -87,7 +87,7 @@ const READ: &[&str] = &[
     "vocab_size",
 ];
 
-/// Keys that change the numbers, and the one value at which they don't.
+/// Keys with an effect on the numbers, each with its neutral value (NaN: none).
 const UNSUPPORTED: &[(&str, f64)] = &[
     ("attention_dropout", 0.0),
     ("attention_multiplier", f64::NAN),
@@ -116,8 +116,8 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("mrope_section", f64::NAN),
 ];
 
-/// Keys of `quantization_config`, but for those that begin with `llm_int8_` and concern 8-bit weights or where
-/// a model is loaded.
+/// Keys of `quantization_config`. `llm_int8_*` keys are accepted too: they concern 8-bit weights or model
+/// loading.
 const QUANTIZATION: &[&str] = &[
     "_load_in_4bit",
     "_load_in_8bit",
@@ -148,13 +148,13 @@ const ROPE: &[&str] = &[
     "type",
 ];
 
-/// Whether a key is one of these.
+/// Whether a top-level key is in one of the lists above.
 fn knows(key: &str) -> bool {
     HARMLESS.contains(&key) || READ.contains(&key) || UNSUPPORTED.iter().any(|(k, _)| *k == key)
 }
 
 impl Keys<'_> {
-    /// Keys that nothing here knows.
+    /// Keys in none of the lists.
     pub(super) fn unknown(&self) -> Vec<String> {
         let mut out: Vec<String> = self.raw.keys().filter(|k| !knows(k)).cloned().collect();
         for table in ["rope_scaling", "rope_parameters"] {
@@ -164,7 +164,7 @@ impl Keys<'_> {
         out
     }
 
-    /// Token ids are whole numbers, or lists of them; those that end a text are tokens of the model.
+    /// Checks token ids: integers or lists of integers. EOS ids must be in the vocabulary.
     pub(super) fn token_ids(&self, vocab: usize) -> Result<()> {
         for key in ["bos_token_id", "pad_token_id", "eos_token_id"] {
             let Some(v) = self.get(key) else { continue };
@@ -173,7 +173,7 @@ impl Keys<'_> {
                 v => vec![v],
             };
             let ends = key == "eos_token_id";
-            // -1 is how old configs say that there is none
+            // Old configs write -1 for "none".
             let right = |id: &&Value| match id.as_i64() {
                 Some(id) => !ends || usize::try_from(id).is_ok_and(|id| id < vocab),
                 None => false,
@@ -207,10 +207,10 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// What `quantization_config` says: bitsandbytes' 4-bit types, or nothing.
+    /// Reads `quantization_config`: whether weights are 4-bit in the format of bitsandbytes.
     ///
-    /// Type, blocks and double quantization are read of each tensor, which is what decides them; the dtype of
-    /// the arithmetic is the recipe's.
+    /// The 4-bit type, block sizes and double quantization are read from each tensor's own state; the
+    /// compute dtype comes from the recipe.
     pub(super) fn four_bit(&self) -> Result<bool> {
         let Some(q) = self.table("quantization_config")? else { return Ok(false) };
         let at = |key: &str, why: String| q.bad(key, why);
@@ -283,7 +283,7 @@ impl Keys<'_> {
 
     pub(super) fn moe(&self, family: &Family, layers: usize) -> Result<Option<Moe>> {
         let Some(x) = &family.experts else { return Ok(None) };
-        // transformers from 5.19 on has one name for all families
+        // transformers 5.19 and later use one name for all families.
         let experts = match (self.some(x.count_key, EXPERTS)?, self.some("num_local_experts", EXPERTS)?) {
             (None, Some(n)) => n,
             _ => self.size(x.count_key, EXPERTS)?,

@@ -111,7 +111,7 @@ fn moe(extra: Value) -> Result<Config> {
     parse(raw)
 }
 
-/// Of each number what is too much, too little, or of another type, by its key and at once.
+/// Numbers out of range or of another type are refused by key.
 #[test]
 fn numbers_have_bounds() {
     let wrong = |key: &str, values: Value, nested: Option<Value>| {
@@ -189,7 +189,7 @@ fn numbers_have_bounds() {
     }
 }
 
-/// Sizes that are right one by one, and no machine holds together.
+/// Sizes valid one by one but too large together.
 #[test]
 fn products_of_sizes_have_bounds() {
     for (extra, key) in [
@@ -214,7 +214,7 @@ fn products_of_sizes_have_bounds() {
     let e = moe(json!({"num_experts": 16_384, "num_hidden_layers": 1024})).err().map(|e| e.to_string());
     assert!(e.as_ref().is_some_and(|e| e.contains("num_experts")), "{e:?}");
     assert!(parse(json!({"eos_token_id": [0, 99], "pad_token_id": -1, "bos_token_id": 1 << 20})).is_ok());
-    // the largest that are taken
+    // the largest accepted values
     assert!(parse(json!({"num_hidden_layers": 1024})).is_ok());
     assert!(moe(json!({"num_experts": 16_384})).is_ok());
 }

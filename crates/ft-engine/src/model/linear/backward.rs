@@ -1,4 +1,4 @@
-//! Backward through a linear: the gradient of its input, and those of what trains.
+//! Backward pass of a linear: gradients of the input and of trained tensors.
 
 use super::{Linear, Saved};
 use ft_kernels::dropout::Mask;
@@ -9,8 +9,8 @@ use crate::model::sink::{Sink, Slot};
 use candle_core::Result;
 
 impl Linear {
-    /// Backward: gradients of what trains go to the sink; gives the gradient of the input, added to `dx` if
-    /// given.
+    /// Backward pass: returns the gradient of the input, added to `dx` if given. Gradients of trained
+    /// tensors go to the sink.
     pub fn backward(
         &self,
         saved: &Saved,
@@ -22,7 +22,7 @@ impl Linear {
         self.backward_padded(saved, &Padded::of(dy)?, ctx, sink, dx)
     }
 
-    /// As [`Linear::backward`], of an output's gradient with room: see [`Linear::room_back`].
+    /// As [`Linear::backward`], for an output gradient with spare columns: see [`Linear::room_back`].
     pub fn backward_padded(
         &self,
         saved: &Saved,
@@ -41,8 +41,8 @@ impl Linear {
         Ok(dx)
     }
 
-    /// As [`Linear::backward_padded`], but for the gradients that need the input: they are what comes beside the input's
-    /// gradient, and wait for it. `like` is of the input's shape and dtype.
+    /// As [`Linear::backward_padded`], but gradients that need the input are deferred: the returned
+    /// [`Later`] adds them. `like` has the input's shape and dtype.
     pub fn backward_input(
         &self,
         saved: &Saved,
@@ -89,7 +89,7 @@ impl Linear {
             }
         };
         sink.product(b_slot, &dz, u, *u_rest)?;
-        // s du is rounded where that costs nothing; `rest` is the factor that it lacks
+        // s du is rounded only where rounding costs nothing; `rest` is the remaining factor.
         let du = gemm::matmul(&dz, false, &lora.b, false)?;
         let (du, rest) = if is_half(&du) { (du, lora.scale * k) } else { ((du * lora.scale)?, 1.0) };
         let (dx, mask) = match mask {
@@ -102,7 +102,7 @@ impl Linear {
                 let mut dxd = gemm::matmul(&scaled(&du, rest)?, false, &lora.a, false)?;
                 if let Some((_, g, _)) = &saved.dora {
                     let difference = match is_half(dy) {
-                        // g is near 1: the difference of what is rounded would be noise
+                        // g is near 1: a difference of rounded values would be noise.
                         true => dora::Scaling { g, add: -1.0, k, others: None }.of(dy)?,
                         false => (&dz - dy)?,
                     };
@@ -116,17 +116,17 @@ impl Linear {
     }
 }
 
-/// The gradients of a linear that need its input.
+/// Deferred gradients of a linear: those that need the input.
 #[derive(Debug)]
 pub struct Later {
-    /// Of the matrix or of some of its rows, with the output's gradient.
+    /// Slot of the matrix or of its trained rows, with the output's gradient.
     weight: Option<(Slot, Tensor)>,
-    /// Of A, with that of its output, a factor, and dropout's mask.
+    /// Slot of A, with the gradient of `x A^T`, a factor, and the dropout mask.
     a: Option<(Slot, Tensor, f64, Option<Mask>)>,
 }
 
 impl Later {
-    /// Adds them, for the input `x` [t, i].
+    /// Adds the gradients, given the input `x` `[t, i]`.
     pub fn add(self, x: &Tensor, sink: &Sink<'_>) -> Result<()> {
         if let Some((slot, dy)) = self.weight {
             sink.product(slot, &dy, x, 1.0)?;

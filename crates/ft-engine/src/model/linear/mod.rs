@@ -1,19 +1,19 @@
-//! A linear: frozen or trained in full, with or without LoRA or DoRA. Model code does not know which.
+//! Linear layer: frozen or trained in full, optionally with LoRA or DoRA. Transparent to model code.
 //!
-//! With `s = alpha / rank` (rsLoRA: `alpha / sqrt(rank)`), A [r, i], B [o, r]:
+//! With `s = alpha / rank` (rsLoRA: `alpha / sqrt(rank)`), A `[r, i]`, B `[o, r]`:
 //!
 //! * LoRA (Hu et al., 2021): `y = x W^T + b + s drop(x) A^T B^T`;
-//! * DoRA (Liu et al., 2024), m `[o]`: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row, the
-//!   norm treated as a constant, as PEFT does it. With dropout PEFT scales only what passed it:
-//!   `y = b + x W^T - drop(x) W^T + g * (drop(x) W^T + s drop(x) A^T B^T)`.
+//! * DoRA (Liu et al., 2024), m `[o]`: `y = b + g * (x W^T + s x A^T B^T)`, `g = m / |W + s B A|` by row.
+//!   The norm is a constant in backward, as in PEFT. With dropout, PEFT scales only the values after
+//!   dropout: `y = b + x W^T - drop(x) W^T + g * (drop(x) W^T + s drop(x) A^T B^T)`.
 //!
-//! Factors are applied where sums are f32. In half precision dropout's mask is 0 or 1, and `k = 1 / (1 - p)` goes with
-//! `s` and `g`; in f32 the mask has it, and k is 1.
-
+//! Factors are applied to f32 sums. In half precision the dropout mask is 0 or 1, and `k = 1 / (1 - p)` is
+//! applied together with `s` and `g`; in f32 the mask includes the factor, and k is 1.
 //!
-//! On CUDA the matrix's product and the adapter's are one, where whoever writes the operands leaves room beside them
-//! ([`Linear::room`], [`Linear::room_back`]): [`ft_kernels::padded`] says why. Not with DoRA; and backward not with
-//! dropout, which is on the adapter's part of the gradient alone.
+//! On CUDA, the products of the matrix and the adapter are fused into one if the kernels producing the
+//! operands leave spare columns ([`Linear::room`], [`Linear::room_back`]); [`ft_kernels::padded`] has
+//! the reasons. Not fused: DoRA, and backward with dropout, since the mask applies to the adapter's part of
+//! the gradient only.
 
 mod backward;
 mod weight;
@@ -32,33 +32,32 @@ use ft_kernels::{bias, dora, dropout, gemm, scaled, upcast};
 use ft_base::rng::{Purpose, Stream};
 use candle_core::Result;
 
-/// A low-rank update.
+/// LoRA of a linear.
 #[derive(Clone, Debug)]
 pub struct Lora {
-    /// A [r, i].
+    /// A `[r, i]`.
     pub a: Tensor,
-    /// B [o, r].
+    /// B `[o, r]`.
     pub b: Tensor,
-    /// Where the gradients of A and B go; none when the adapter is only used.
+    /// Gradient slots of A and B; `None` in inference.
     pub slots: Option<(Slot, Slot)>,
-    /// Factor on the update.
+    /// Scale s of the update.
     pub scale: f64,
-    /// Probability that an input is zeroed in training.
+    /// Dropout probability of the adapter's input in training.
     pub dropout: f64,
-    /// Number that tells this linear's dropout stream from others'.
+    /// Index of this linear's dropout stream.
     pub stream: u64,
-    /// DoRA's magnitude.
     pub dora: Option<Dora>,
 }
 
-/// DoRA's magnitude, and what its norm needs.
+/// DoRA's magnitude, with constants for the row norm.
 #[derive(Clone, Debug)]
 pub struct Dora {
-    /// m [1, o].
+    /// m `[1, o]`.
     pub magnitude: Tensor,
-    /// Where its gradient goes.
+    /// Gradient slot; `None` in inference.
     pub slot: Option<Slot>,
-    /// `|W|^2` by row, `[o]`, f32: W is frozen.
+    /// Squared row norms `|W|^2` `[o]`, f32. Constant, since W is frozen.
     pub row_squares: Tensor,
 }
 
@@ -72,7 +71,7 @@ impl Lora {
         dora::Norms { a: &self.a, b: &self.b, times, squares, scale: self.scale }
     }
 
-    /// `x A^T`, and what it lacks of k s: nothing where it is `scaled`, in f32.
+    /// `x A^T` and the remaining part of the factor k s: 1 if `scaled` (factor applied to the f32 sums).
     fn low(&self, xd: &Tensor, k: f64, scaled: bool) -> Result<(Tensor, f64)> {
         let factor = self.scale * k;
         Ok(match scaled {
@@ -81,7 +80,7 @@ impl Lora {
         })
     }
 
-    /// Dropout's mask of an input, and what of its factor the mask does not have.
+    /// Dropout mask for an input and the factor not included in the mask; `None` without dropout.
     fn mask(&self, x: &Tensor, ctx: &Context) -> Result<Option<(Mask, f64)>> {
         let Some(d) = ctx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(None) };
         let stream = Stream::new(d.seed, Purpose::Dropout, d.step, self.stream);
@@ -93,31 +92,29 @@ impl Lora {
     }
 }
 
-/// One linear.
+/// A linear layer.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    /// The matrix.
     pub weight: Weight,
-    /// The bias `[o]`.
+    /// Bias `[o]`.
     pub bias: Option<Tensor>,
-    /// Where the matrix's gradient goes, when it trains in full.
+    /// Gradient slot of the matrix, if trained in full.
     pub weight_slot: Option<Slot>,
-    /// Where the bias's gradient goes.
+    /// Gradient slot of the bias.
     pub bias_slot: Option<Slot>,
-    /// The low-rank update.
     pub lora: Option<Lora>,
-    /// Rows that train alone: a head's.
+    /// Trained rows (output head only).
     pub rows: Option<Rows>,
 }
 
-/// What the backward pass of a linear needs.
+/// Saved activations of a linear.
 #[derive(Debug, Default)]
 pub struct Saved {
-    /// Input [t, i], kept only where something trains.
+    /// Input `[t, i]`, if the backward pass needs it.
     pub x: Option<Tensor>,
-    /// `drop(x) A^T` [t, r], and what it lacks of k s.
+    /// `drop(x) A^T` `[t, r]`, and the remaining part of the factor k s.
     u: Option<(Tensor, f64)>,
-    /// DoRA: the output before its magnitude and k [t, o], g [1, o] in f32, and k / norm.
+    /// DoRA: the output `[t, o]` before magnitude and k, g `[1, o]` in f32, and k / norm.
     dora: Option<(Tensor, Tensor, Tensor)>,
 }
 
@@ -129,20 +126,20 @@ impl Linear {
             || self.rows_slot().is_some()
     }
 
-    /// What is kept of the input `x` for the backward pass.
+    /// `x` if the backward pass needs the input.
     pub fn input(&self, x: &Tensor) -> Option<Tensor> {
         self.needs_input().then(|| x.clone())
     }
 
-    /// Where the gradient of rows goes that train alone.
+    /// Gradient slot of the trained rows.
     fn rows_slot(&self) -> Option<Slot> {
         self.rows.as_ref().and_then(|r| r.slot)
     }
 
-    /// Writes the rows that train alone into the matrix, before it is used.
+    /// Writes the trained rows into the matrix; required before use.
     ///
     /// # Errors
-    /// A matrix that is 4-bit.
+    /// A 4-bit matrix.
     pub fn write_rows(&self) -> Result<()> {
         match (&self.rows, &self.weight) {
             (None, _) => Ok(()),
@@ -151,9 +148,9 @@ impl Linear {
         }
     }
 
-    /// The same linear with its matrix dequantized, if that is 4-bit.
+    /// A copy with the matrix dequantized, if 4-bit.
     pub fn dequantized(&self) -> Result<Self> {
-        // where an adapter has a product of its own, room would only take memory
+        // DoRA is not fused and needs no spare columns.
         let rank = match &self.lora {
             Some(Lora { dora: None, a, .. }) => a.dim(0)?,
             _ => 0,
@@ -161,31 +158,31 @@ impl Linear {
         Ok(Self { weight: self.weight.dequantized(rank)?, ..self.clone() })
     }
 
-    /// Columns that belong beside an input like `x` [t, ..] (in rows, dtype and place), for one product with the matrix and
-    /// the adapter: its rank, or none.
+    /// Spare columns for an input like `x` `[t, ..]` (same rows, dtype and device) to fuse the products of
+    /// matrix and adapter: the LoRA rank, or 0 if not fused.
     pub fn room(&self, x: &Tensor) -> usize {
         let Some(Lora { a, b, dora: None, .. }) = &self.lora else { return 0 };
         let (rows, rank) = (x.dims().first().copied().unwrap_or(0), a.dims()[0]);
         let one = !x.device().is_cpu()
-            // so few are multiplied straight from the codes
+            // For fewer rows, products read the codes directly.
             && rows > FEW
             && [a.dtype(), b.dtype()] == [x.dtype(); 2]
             && self.weight.merges(x, rank);
         if one { rank } else { 0 }
     }
 
-    /// The same beside the gradient of an output like `y` [t, ..].
+    /// Spare columns for the gradient of an output like `y` `[t, ..]`, to fuse the backward products.
     pub fn room_back(&self, y: &Tensor, ctx: &Context) -> usize {
         let drops = |l: &Lora| l.dropout > 0.0 && ctx.dropout.is_some();
         if self.lora.as_ref().is_none_or(|l| l.slots.is_none() || drops(l)) { 0 } else { self.room(y) }
     }
 
-    /// Whether its matrix is 4-bit and is dequantized in each product.
+    /// Whether the matrix is 4-bit and dequantized in every product.
     pub fn is_packed(&self) -> bool {
         matches!(self.weight, Weight::Nf4(_))
     }
 
-    /// Where the gradients of all that trains here go.
+    /// Gradient slots of all trained tensors of this linear.
     pub fn slots(&self) -> impl Iterator<Item = Slot> {
         let lora = self.lora.as_ref();
         let (a, b) = lora.and_then(|l| l.slots).unzip();
@@ -193,8 +190,7 @@ impl Linear {
         [self.weight_slot, self.bias_slot, a, b, magnitude, self.rows_slot()].into_iter().flatten()
     }
 
-    /// What forward saves, without the output where that is not needed for it: the output of a layer that is computed again
-    /// for backward is thrown away.
+    /// Recomputes the saved activations; skips the output unless they depend on it (DoRA).
     pub fn recompute(&self, x: &Tensor, ctx: &Context) -> Result<Saved> {
         match &self.lora {
             Some(Lora { dora: Some(_), .. }) => Ok(self.forward(x, ctx)?.1),
@@ -207,12 +203,12 @@ impl Linear {
         }
     }
 
-    /// Forward: [t, i] -> [t, o].
+    /// Forward pass: `[t, i]` -> `[t, o]`.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         self.forward_padded(&Padded::of(x)?, ctx)
     }
 
-    /// As [`Linear::forward`], of an input with room: see [`Linear::room`].
+    /// As [`Linear::forward`], for an input with spare columns: see [`Linear::room`].
     pub fn forward_padded(&self, x: &Padded, ctx: &Context) -> Result<(Tensor, Saved)> {
         let padded = x;
         let x = &padded.values()?;
@@ -263,7 +259,8 @@ impl Linear {
         }
     }
 
-    /// As [`Linear::forward`], in the dtype of sums: the logits of a head. On CUDA the sums are not rounded before.
+    /// As [`Linear::forward`], with outputs in f32 (f64 for f64), for the logits. On CUDA, f32 sums are
+    /// returned without intermediate rounding.
     pub fn forward_wide(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Saved)> {
         let (Weight::Dense(w), None, false) = (&self.weight, &self.bias, x.device().is_cpu()) else {
             let (y, saved) = self.forward(x, ctx)?;
@@ -288,7 +285,7 @@ impl Linear {
     }
 }
 
-/// What dropout leaves of an input, and the factor that it lacks.
+/// Applies dropout; also returns the factor not included in the mask.
 fn masked(x: &Tensor, mask: &Option<(Mask, f64)>) -> Result<(Tensor, f64)> {
     match mask {
         Some((m, k)) => Ok((m.of(x)?, *k)),

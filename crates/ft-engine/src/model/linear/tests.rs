@@ -31,7 +31,7 @@ fn slots() -> (Vec<Slot>, usize) {
     (slots.collect(), offset)
 }
 
-/// A matrix in NF4; f64 keeps what is dequantized.
+/// A matrix in NF4, dequantized to f64.
 fn nf4(w: &Tensor) -> Result<Weight> {
     let values = w.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     let encoded = Encoded::new("w", &values, w.dims2()?, DType::F32).map_err(candle_core::Error::wrap)?;
@@ -66,7 +66,7 @@ fn linear(kind: &str) -> Result<Linear> {
     })
 }
 
-/// Puts another tensor into a linear, by its slot; DoRA's norm stays what it was.
+/// Replaces a tensor of a linear, by slot; DoRA's row squares stay unchanged.
 fn with(l: &Linear, index: usize, t: &Tensor) -> Result<Linear> {
     let mut l = l.clone();
     match (index, &mut l.lora) {
@@ -102,7 +102,7 @@ fn gradients_of_every_kind() -> Result<()> {
         let (_, saved) = l.forward(&x, &ctx)?;
         let dx = l.backward(&saved, &dy, &ctx, &sink, None)?;
         gradient(&format!("{kind}: x"), &x, &dx, &dy, |x| Ok(l.forward(x, &ctx)?.0));
-        // added to what is there
+        // added to existing values
         let more = l.backward(&saved, &dy, &ctx, &Sink::new(&grads, 5), Some(dx.copy()?))?;
         close(&more, &(&dx * 2.0)?, 1e-12);
         let reached = sink.reached();
@@ -119,7 +119,7 @@ fn gradients_of_every_kind() -> Result<()> {
                     _ => candle_core::bail!("no tensor {i}"),
                 })
             };
-            // PEFT treats DoRA's norm as a constant: hold it while A and B move
+            // PEFT treats DoRA's norm as a constant: hold it while A and B vary
             let frozen = frozen_norm(&l)?;
             gradient(&format!("{kind}: tensor {i}"), &own(&l)?, &grad, &dy, |t| {
                 let moved = with(&l, i, t)?;
@@ -147,13 +147,13 @@ fn frozen_norm(l: &Linear) -> Result<Option<Tensor>> {
     lora.norms(&l.weight, &d.row_squares).map(Some)
 }
 
-/// Chooses `|W|^2` such that the norm of the moved linear is `n`.
+/// Chooses `|W|^2` such that the norm of the perturbed linear is `n`.
 fn with_norm(l: &Linear, n: &Tensor) -> Result<Linear> {
     let mut l = l.clone();
     if let Some(Lora { dora: Some(_), .. }) = &l.lora {
         let zero = n.zeros_like()?;
         let lora = l.lora.as_ref().expect("lora");
-        // norms(0)^2 = cross and own terms alone; they may be negative, so take them from a shifted square
+        // norms(0)^2 = cross and own terms only; possibly negative, so compute from a shifted square
         let shift = 1e3;
         let terms = (lora.norms(&l.weight, &(zero + shift)?)?.sqr()? - shift)?;
         let squares = (n.sqr()? - terms)?;
@@ -164,8 +164,8 @@ fn with_norm(l: &Linear, n: &Tensor) -> Result<Linear> {
     Ok(l)
 }
 
-/// Relative error of what is common to many values, those of a column or (`whole`) all: the roundings of single
-/// values cancel out of it, a factor that was rounded does not.
+/// Relative error common to all values of a column, or to all values (`whole`). Rounding errors of single
+/// values average out; a rounded factor does not.
 fn bias(got: &Tensor, want: &Tensor, whole: bool) -> Result<f64> {
     let lay = |t: &Tensor| match whole {
         true => t.to_dtype(DType::F64)?.reshape((t.elem_count(), 1)),
@@ -176,8 +176,8 @@ fn bias(got: &Tensor, want: &Tensor, whole: bool) -> Result<f64> {
     Ok(share.to_vec1::<f64>()?.iter().map(|s| (s - 1.0).abs()).fold(0.0, f64::max))
 }
 
-/// In bf16, alpha / rank, 1 / (1 - p) and DoRA's gain are not rounded to bf16: forward, dx, dA, dB and dm have the
-/// factors of f64.
+/// In bf16, alpha / rank, 1 / (1 - p) and DoRA's gain are not rounded to bf16: forward, dx, dA, dB and dm
+/// match the factors of f64.
 #[test]
 fn factors_are_not_rounded_to_half_precision() -> Result<()> {
     let (t, i, o, r) = (512, 24, 8, 6);
@@ -235,7 +235,7 @@ fn factors_are_not_rounded_to_half_precision() -> Result<()> {
         };
         let (got, want) = (run(DType::BF16)?, run(DType::F64)?);
         for (what, (got, want)) in ["y", "dx", "dA", "dB", "dm"].iter().zip(got.iter().zip(&want)) {
-            // gradients are sums over all tokens, and have few values of their own
+            // gradients are sums over all tokens, with few independent values
             let off = bias(got, want, what.starts_with('d') && *what != "dx")?;
             let bar = if *what == "dm" { 3e-3 } else { 8e-4 };
             assert!(off < bar, "{kind}: {what}: {off:.1e}");

@@ -1,4 +1,4 @@
-//! The matrix of a linear: its products, whatever it is stored as.
+//! Matrix of a linear: products for all storage formats.
 
 use ft_kernels::dequantized::Dequantized;
 use ft_kernels::padded::Padded;
@@ -8,21 +8,21 @@ use candle_core::Result;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The frozen or trained matrix of a linear, [o, i].
+/// Frozen or trained matrix of a linear, `[o, i]`.
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// Values in the compute dtype, or kept in half precision: see [`gemm::kept`].
+    /// Values in the compute dtype, or in half precision if frozen: see [`gemm::kept`].
     Dense(Tensor),
-    /// The same on CUDA, with room for an adapter: one product sums both.
+    /// Dense values on CUDA with spare columns and rows for an adapter, so that one product computes both.
     Padded(Padded),
-    /// 4-bit codes in blocks (NF4, or FP4), frozen, dequantized in each product.
+    /// Frozen 4-bit codes in blocks (NF4 or FP4), dequantized in every product.
     Nf4(Arc<QuantizedMatrix>),
-    /// The same, dequantized for as long as the walk is at the layer: see [`super::Linear::dequantized`].
+    /// 4-bit matrix dequantized for one visit of the walk: see [`super::Linear::dequantized`].
     Dequantized(Arc<Dequantized>),
 }
 
 impl Weight {
-    /// `x W^T`: [t, i] -> [t, o].
+    /// `x W^T`: `[t, i]` -> `[t, o]`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => gemm::matmul(x, false, w, true),
@@ -32,7 +32,7 @@ impl Weight {
         }
     }
 
-    /// `dy W`, added to `dx` if given: [t, o] -> [t, i].
+    /// `dy W`: `[t, o]` -> `[t, i]`, added to `dx` if given.
     pub(super) fn backward(&self, dy: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         let padded;
         let w = match self {
@@ -53,8 +53,8 @@ impl Weight {
         }
     }
 
-    /// Whether one product sums those with this matrix and with an adapter's: [`Weight::forward_with`] and
-    /// [`Weight::backward_with`], of values like `x`.
+    /// Whether products with operands like `x` can be fused with an adapter's: [`Weight::forward_with`] and
+    /// [`Weight::backward_with`].
     pub(super) fn merges(&self, x: &Tensor, rank: usize) -> bool {
         let room = |w: &Padded| w.room() >= rank && w.dtype() == x.dtype();
         match self {
@@ -65,7 +65,7 @@ impl Weight {
         }
     }
 
-    /// `x W^T + u B^T` of rows `[x | u]` [t, i + r] and `b` [o, r], in one product.
+    /// Fused `x W^T + u B^T` from rows `[x | u]` `[t, i + r]` and `b` `[o, r]`.
     pub(super) fn forward_with(&self, xu: &Tensor, b: &Tensor) -> Result<Tensor> {
         match self {
             Weight::Nf4(w) => w.forward_with(xu, b),
@@ -80,7 +80,7 @@ impl Weight {
         }
     }
 
-    /// `dy W + du A` of rows `[dy | du]` [t, o + r] and `a` [r, i], added to `dx` if given, in one product.
+    /// Fused `dy W + du A` from rows `[dy | du]` `[t, o + r]` and `a` `[r, i]`, added to `dx` if given.
     pub(super) fn backward_with(&self, dydu: &Tensor, a: &Tensor, dx: Option<Tensor>) -> Result<Tensor> {
         match self {
             Weight::Nf4(w) => w.backward_with(dydu, a, dx),
@@ -95,10 +95,11 @@ impl Weight {
         }
     }
 
-    /// `W A^T`: [o, r] for A [r, i].
+    /// `W A^T`: `[o, r]` for A `[r, i]`.
     pub(super) fn times(&self, a: &Tensor) -> Result<Tensor> {
         match self {
-            // on the CPU the one that may be kept in half precision is the right operand: the bits are the same if it is not
+            // On the CPU, a half-precision W must be the right operand; the result has the same bits as in
+            // the other order.
             Weight::Dense(w) if w.device().is_cpu() => gemm::matmul(a, false, w, true)?.t()?.contiguous(),
             Weight::Dense(w) => gemm::matmul(w, false, a, true),
             Weight::Padded(w) => gemm::matmul(&w.values()?, false, a, true),
@@ -107,7 +108,7 @@ impl Weight {
         }
     }
 
-    /// Squared norm of each row, `[o]`, f32.
+    /// Squared norm of every row, `[o]`, f32.
     pub fn row_squares(&self) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => row_squares(w),
@@ -117,7 +118,7 @@ impl Weight {
         }
     }
 
-    /// Some rows of the matrix [rows, i], as it is kept; of a 4-bit one in the compute dtype.
+    /// A range of rows `[rows, i]` in the stored dtype; in the compute dtype for 4-bit matrices.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor> {
         match self {
             Weight::Dense(w) => w.narrow(0, rows.start, rows.len()),
@@ -127,7 +128,7 @@ impl Weight {
         }
     }
 
-    /// [o, i].
+    /// Shape `[o, i]`.
     pub fn dims(&self) -> Result<(usize, usize)> {
         match self {
             Weight::Dense(w) => w.dims2(),
@@ -137,8 +138,8 @@ impl Weight {
         }
     }
 
-    /// The same matrix, dequantized if it is 4-bit, with room for an adapter of `rank`: its products then have the same
-    /// bits and dequantize nothing, and its values take memory until it is dropped.
+    /// A copy of the matrix, dequantized if 4-bit, with spare columns for an adapter of `rank`. Products
+    /// are bit-identical and skip dequantization; the values stay in memory until the copy is dropped.
     pub(super) fn dequantized(&self, rank: usize) -> Result<Weight> {
         match self {
             Weight::Nf4(w) => Ok(Weight::Dequantized(Arc::new(Dequantized::new(Arc::clone(w), rank)?))),
@@ -147,7 +148,7 @@ impl Weight {
     }
 }
 
-/// Values that are squared at a time.
+/// Values squared at a time.
 const PIECE: usize = 1 << 20;
 
 fn row_squares(w: &Tensor) -> Result<Tensor> {
