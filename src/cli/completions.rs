@@ -1,4 +1,4 @@
-//! `ft completions` and `ft man`: what shells and readers want to know of the command line.
+//! `ft completions` and `ft man`: shell completions and manual pages.
 
 use clap_complete::Shell;
 use std::io::Write;
@@ -11,17 +11,17 @@ pub struct Args {
     dir: PathBuf,
 }
 
-/// Prints a script that completes verbs and options in a shell.
+/// Prints a completion script for a shell.
 ///
 /// # Errors
-/// A stdout that takes no more.
+/// A write error on stdout.
 pub fn completions(shell: Shell, command: &mut clap::Command) -> crate::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, command, "ft", &mut script);
     super::print(&String::from_utf8_lossy(&script))
 }
 
-/// Writes a manual page for `ft` and one for each verb.
+/// Writes a manual page for `ft` and one per subcommand.
 ///
 /// # Errors
 /// A folder that cannot be written.

@@ -1,4 +1,4 @@
-//! `ft init`: asks what a recipe needs, and writes one.
+//! `ft init`: asks some questions and writes a recipe.
 
 use crate::data;
 use crate::log::{shell_word, tell};
@@ -9,7 +9,7 @@ use crate::store;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 
-/// How a model is trained, and on what card that is usual.
+/// Training methods with descriptions.
 const METHODS: &[(&str, &str)] = &[
     ("lora", "adapters on the base as it is"),
     ("qlora", "adapters on a 4-bit base: the least memory"),
@@ -39,10 +39,10 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// Asks for what was not given, on stdin, and writes the recipe.
+/// Asks on stdin for missing options, and writes the recipe.
 ///
 /// # Errors
-/// Answers that make no recipe; a file that is there already; a stdin that ends.
+/// Invalid answers; an existing file; a closed stdin.
 pub fn run(args: &Args) -> crate::Result<()> {
     let path = PathBuf::from(format!("{}.toml", args.name.trim_end_matches(".toml")));
     if path.exists() && !args.overwrite {
@@ -65,10 +65,10 @@ pub fn run(args: &Args) -> crate::Result<()> {
         let source = format!("{{ source = {}{more} }}", toml::Value::from(data.as_str()));
         text(&model, &source, &method, &memory, has)
     };
-    // what cannot be meant is told before anything is written
+    // invalid answers are reported before anything is written
     let recipe = Recipe::parse(&of("", None), &path.display().to_string(), &[])?;
     let more = recipe.data.train.first().and_then(|s| data::to_write(s, &|s| recipe.resolve(s)));
-    // a model that cannot be had yet is no reason to write nothing: `ft check` says what is wrong with it
+    // an unavailable model is no error here: `ft check` reports it
     let has = source::find(&recipe).ok().map(|found| groups(&found.config));
     let text = of(&more.map_or_else(String::new, |more| format!(", {more}")), has.as_deref());
     store::write_atomic(&path, text.as_bytes())?;
@@ -76,7 +76,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
     super::print(&format!("{}\n", path.display()))
 }
 
-/// An answer from stdin; an empty line is the default.
+/// Reads an answer from stdin; an empty line gives the default.
 fn answer(question: &str, default: &str) -> crate::Result<String> {
     let cannot = |e: io::Error| super::usage(format!("cannot ask: {e}"));
     let mut err = io::stderr();
@@ -84,7 +84,7 @@ fn answer(question: &str, default: &str) -> crate::Result<String> {
     let mut line = String::new();
     let read = io::stdin().lock().read_line(&mut line).map_err(cannot)?;
     if !io::stdin().is_terminal() {
-        // what was typed is not seen
+        // echo the missing line break, as the answer was not typed
         let _ = writeln!(err);
     }
     if read == 0 {
@@ -95,8 +95,8 @@ fn answer(question: &str, default: &str) -> crate::Result<String> {
     Ok(if line.is_empty() { default.into() } else { line.into() })
 }
 
-/// The groups that a method trains, of those that the model has; without these, of a dense model's. Adapters go on the
-/// linears of the layers, but for routers, which few fine-tune.
+/// Module groups trained by a method, out of the model's groups (by default a dense model's). Adapters go
+/// on attention, feed-forward and expert linears, not on routers (rarely fine-tuned).
 fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     let dense = [Group::Attention, Group::Mlp, Group::Norms, Group::Embedding, Group::Head];
     let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);
@@ -104,7 +104,8 @@ fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     of.filter(|g| method == "full" || adapted(g)).map(|g| g.name()).collect()
 }
 
-/// The recipe, with what its keys mean. `has` are the groups of the model's modules, where its config is at hand.
+/// The recipe with comments on the keys. `has` lists the model's module groups, if the config is
+/// available.
 fn text(model: &str, source: &str, method: &str, memory: &str, has: Option<&[Group]>) -> String {
     let quote = |s: &str| toml::Value::from(s).to_string();
     let mut out = format!("[model]\nsource = {}\n", quote(model));

@@ -1,4 +1,4 @@
-//! `ft report`: a run, or several side by side, as one HTML file.
+//! `ft report`: one run, or a comparison of several, as one HTML file.
 
 use crate::report;
 use std::path::{Path, PathBuf};
