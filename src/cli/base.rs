@@ -16,13 +16,13 @@ use std::path::Path;
 /// Key of config.json with the source of a quantized model, as written by `ft quantize` and transformers.
 pub(super) const MADE_FROM: &str = "_name_or_path";
 /// Smallest share of equal 4-bit codes for a model to count as the original. Codes by bitsandbytes on
-/// another device or from f16 differ in some thousandths; those of a further trained model in many.
+/// another device or from f16 differ in some thousandths; after further training many codes differ.
 const SAME_CODES: f64 = 0.98;
 
 /// The base named on the command line, or the one named in the adapter's config.
 ///
 /// # Errors
-/// A base that cannot be found.
+/// A missing base.
 pub(super) fn base_of(
     settings: &Settings,
     adapter: &Adapter,

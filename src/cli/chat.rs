@@ -1,4 +1,4 @@
-//! `ft chat`: chats with a model in its training format.
+//! `ft chat`: chats with a model in the format of the training data.
 
 use super::base::{base_of, quantized};
 use super::given::Given;
@@ -117,10 +117,10 @@ impl Loading {
     }
 }
 
-/// Answers one prompt, or each line of stdin until its end or `/exit`.
+/// Answers one prompt, or every line of stdin until the end or `/exit`.
 ///
 /// # Errors
-/// A model or adapter that cannot be found or loaded; a template that rejects the conversation.
+/// A missing or unusable model or adapter; a template that rejects the conversation.
 pub fn run(args: &Args) -> crate::Result<()> {
     let mut variables = variables(&args.template)?;
     let device = device(&args.device)?;
@@ -187,7 +187,7 @@ fn talk(chat: &mut Chat<'_>, sampler: &mut LogitsProcessor) -> crate::Result<()>
                     "no command is called {other}: {COMMANDS}\n  hint: a space before it makes it a message"
                 ));
             }
-            // a text to continue keeps its white space
+            // keep the white space of a text to continue
             trimmed => {
                 let prompt = if chat.form == Form::Text { line.as_str() } else { trimmed };
                 if !chat.answer(prompt, sampler)? {
@@ -357,8 +357,8 @@ impl<'a> Opened<'a> {
     }
 }
 
-/// Checks that the model fits each device before loading. Prints a message if memory limits the context
-/// length.
+/// Checks the model against the memory of all devices before loading. Prints a message if memory limits
+/// the context length.
 pub(super) fn fits(
     config: &Config,
     (selection, dir): (&Selection, &Path),

@@ -1,4 +1,4 @@
-//! `ft check`: all problems of a recipe, its model and its data at once, without loading weights.
+//! `ft check`: all problems of a recipe, the model and the data at once, without loading weights.
 
 use super::RecipeArgs;
 use crate::adapt::build::check_full;

@@ -24,7 +24,7 @@ pub fn completions(shell: Shell, command: &mut clap::Command) -> crate::Result<(
 /// Writes a manual page for `ft` and one per subcommand.
 ///
 /// # Errors
-/// A folder that cannot be written.
+/// A write error.
 pub fn man(args: &Args, command: clap::Command) -> crate::Result<()> {
     let at = |path: &Path, e| crate::store::Error::write("write", path, None, e);
     std::fs::create_dir_all(&args.dir).map_err(|e| at(&args.dir, e))?;

@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> crate::Result<()> {
 
 /// Prints the first `rows` rows of a dataset, and the statistics.
 ///
-/// Lines of supervised text start with `>`, others with `.`, so that color is not needed; with `color`,
+/// Supervised lines start with `>`, other lines with `.`, readable without color; with `color`,
 /// supervised text is green. Without a tokenizer, token ids are printed. `limit` is `data.max_length`
 /// with `data.over_length`.
 ///
@@ -200,7 +200,7 @@ fn cuts(s: &Stats, (max_length, over): (usize, OverLength)) -> Vec<(usize, usize
     values.sort_unstable();
     values.dedup();
     let all = values.into_iter().map(|max| (max, s.whole.over(max, over))).map(|(max, (t, n))| (max, t, n));
-    // up to the first value that cuts nothing
+    // up to the first value without losses
     let mut out = Vec::new();
     for cut in all {
         out.push(cut);

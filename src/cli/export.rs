@@ -54,7 +54,7 @@ pub struct Args {
 /// Writes the export, reads it back, compares logits, renames it into place, and prints the folder.
 ///
 /// # Errors
-/// A base or adapter that cannot be found or does not match; features the target does not support; a
+/// A missing or mismatched base or adapter; features the target does not support; a
 /// nonempty folder; an export with different logits.
 pub fn run(args: &Args) -> crate::Result<()> {
     if args.to == "gguf" {

@@ -33,7 +33,7 @@ enum Found {
 /// Writes `adapter.gguf` or `model.gguf` into a new folder, reads the header back, and prints the file.
 ///
 /// # Errors
-/// A source that cannot be found; features unsupported by llama.cpp; a nonempty folder.
+/// A missing source; features unsupported by llama.cpp; a nonempty folder.
 pub(super) fn run(args: &Gguf<'_>) -> crate::Result<()> {
     let new = NewFolder::begin_named(args.out)?;
     new.refuse_occupied("another folder")?;

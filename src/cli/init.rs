@@ -96,7 +96,7 @@ fn answer(question: &str, default: &str) -> crate::Result<String> {
 }
 
 /// Module groups trained by a method, out of the model's groups (by default a dense model's). Adapters go
-/// on attention, feed-forward and expert linears, not on routers (rarely fine-tuned).
+/// on attention, feed-forward and expert linears; routers are rarely fine-tuned.
 fn trained(method: &str, has: Option<&[Group]>) -> Vec<&'static str> {
     let dense = [Group::Attention, Group::Mlp, Group::Norms, Group::Embedding, Group::Head];
     let adapted = |g: &Group| matches!(g, Group::Attention | Group::Mlp | Group::Experts);

@@ -24,7 +24,7 @@ impl Lines {
     /// space are not saved.
     ///
     /// # Errors
-    /// A terminal that cannot be set up.
+    /// A terminal setup error.
     pub fn open(name: &str) -> io::Result<Self> {
         // the prompt is drawn on stdout
         if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {

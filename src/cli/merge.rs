@@ -44,7 +44,7 @@ fn open(model: &ModelDir) -> crate::Result<Base> {
 /// Merges, compares logits, and prints the folder.
 ///
 /// # Errors
-/// A base or adapter that cannot be found or does not match; a nonempty folder; a merged model with
+/// A missing or mismatched base or adapter; a nonempty folder; a merged model with
 /// different logits.
 pub fn run(args: &Args) -> crate::Result<()> {
     let settings = Settings::from_env();

@@ -14,7 +14,7 @@ pub struct Args {
     out: Option<PathBuf>,
 }
 
-/// Writes the report and prints its path.
+/// Writes the report and prints the path.
 ///
 /// # Errors
 /// A folder without metrics; a file that cannot be written.

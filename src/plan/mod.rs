@@ -130,7 +130,7 @@ pub struct Inputs<'a> {
 pub struct Plan {
     /// World size.
     pub ranks: u64,
-    /// Ranks that run as threads of this process.
+    /// Ranks in this process, as threads.
     pub local: u64,
     /// Tensor bytes received by a rank per step.
     pub wire: u64,
@@ -467,7 +467,7 @@ impl Plan {
 /// Plans a recipe from its model's config alone, as `ft plan` does, for CUDA if `cuda` is set.
 ///
 /// # Errors
-/// A model that is unknown or unsupported, a rule that matches nothing, an unreadable adapter.
+/// An unknown or unsupported model, a rule without matches, an unreadable adapter.
 pub fn of_recipe(recipe: &Recipe, cuda: bool) -> crate::Result<(Plan, source::Found)> {
     of_recipe_in(recipe, cuda, &Room::of(machine(recipe, cuda)))
 }

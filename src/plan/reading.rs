@@ -95,7 +95,7 @@ impl Reading {
         if self.machine.cuda { "context, libraries and allocator" } else { "workspace and allocator" }
     }
 
-    /// Error for a model that does not fit; `others` are alternatives as (option, requirements), listed
+    /// Error for a model over budget; `others` are alternatives as (option, requirements), listed
     /// if they fit.
     pub fn refusal(&self, others: &[(&str, Self)]) -> Error {
         let mut s = format!(

@@ -1,8 +1,8 @@
 //! Search for the fastest execution that fits the budget, by the plan's own cost model.
 //!
 //! Five settings are open: recompute level of the layers, place of the recomputed layers' inputs,
-//! dequantization of 4-bit weights, logit chunk size, and micro-batch rows with `run.micro_rows =
-//! "auto"`. The search compares all combinations and takes the fitting one with the least [`Work`] per
+//! dequantization of 4-bit weights, logit chunk size, and micro-batch rows if `run.micro_rows` is
+//! "auto". The search compares all combinations and takes the fitting one with the least [`Work`] per
 //! row. A larger budget therefore never costs time, except that inputs move to the host only to save at
 //! least 1%.
 

@@ -50,7 +50,7 @@ const TOKENS: &[&str] = &["FT_CACHE", "data.cache"];
 #[derive(Clone, Debug, PartialEq)]
 pub struct Files {
     pub name: &'static str,
-    /// Bytes at the moment of most files.
+    /// Peak bytes on disk.
     pub bytes: u64,
     pub dir: PathBuf,
     /// Settings to change if they do not fit: recipe keys or environment variables.

@@ -55,7 +55,7 @@ pub struct Statics {
     pub load_transient: u64,
     /// Temporary bytes while the result is written and checked.
     pub save_transient: u64,
-    /// Most values the optimizer updates at once on the device; 0 if optimizer states are offloaded.
+    /// Most values the optimizer updates at once on the device; 0 with offloaded states or weights.
     pub largest_group: u64,
     /// Temporary bytes of a GaLore update of one matrix.
     pub projecting: u64,
@@ -75,7 +75,7 @@ pub struct Statics {
     pub updates: bool,
     /// Whether head and embedding share one gradient buffer.
     pub tied: bool,
-    /// If weights come and go: weight bytes of each unit. They are gathered one visit ahead.
+    /// Weights gathered per visit (ZeRO-3) or offloaded: bytes by unit, fetched one visit ahead.
     pub flight: Vec<u64>,
     /// Bytes of `flight` received from other ranks.
     pub comes: Vec<u64>,
@@ -215,10 +215,10 @@ impl Statics {
         let (mut loaded, mut high, mut initial_factors) = (0u64, 0u64, 0u64);
         let split = ranks.zero >= 3 && ranks.data > 1;
         let apart = r.weights_come_and_go();
-        // weights that come and go are aligned in their buffers
+        // gathered or offloaded weights start at aligned offsets in their buffers
         let placed = |values: u64| if apart { values.next_multiple_of(ALIGN as u64) } else { values };
-        // for weights that come and go: largest piece of a tensor read at once; units gathered for DoRA
-        // norms
+        // for gathered or offloaded weights: largest piece of a tensor read at once; units needed in full for
+        // DoRA norms
         let (mut piece, mut normed) = (0u64, vec![false; units]);
         for (m, choice) in &s.modules {
             let n = m.weight_values() as u64;
@@ -257,7 +257,7 @@ impl Statics {
                 (false, &[o, i]) if room > 0 => {
                     let (rows, cols) = Padded::shape((o, i), room);
                     let bytes = width * (rows * cols) as u64;
-                    // copied into storage with room for its adapter
+                    // copied into storage with room for the adapter
                     high = high.max(loaded + bytes + width * n);
                     (bytes, 0)
                 }

@@ -90,7 +90,7 @@ pub struct Parts<'a> {
     /// Batch and embedding of a prompt in generation.
     answer: Option<(Full, Full)>,
     optimizer: u64,
-    /// Gathered weight bytes during and after each visit: training, then evaluation.
+    /// Gathered weight bytes during and after a visit, by visit: training, then evaluation.
     flights: [Vec<[u64; 2]>; 2],
     /// The same run with all tokens on the same experts, for mixtures.
     skewed: Option<Box<Parts<'a>>>,

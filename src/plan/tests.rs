@@ -115,8 +115,8 @@ impl Sweep {
 }
 
 /// `auto`: no recompute if everything fits, full recompute if needed, norms and mixes in between; more
-/// memory never costs time. For a dense model, a mixture and a 4-bit base, with and without `micro_rows =
-/// "auto"`.
+/// memory never costs time. For a dense model, a mixture and a 4-bit base, with fixed and automatic
+/// `micro_rows`.
 #[test]
 fn more_memory_is_never_more_time() -> anyhow::Result<()> {
     let experts = rule("[\"attention\", \"experts\"]", "");

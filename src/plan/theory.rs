@@ -28,7 +28,7 @@ pub struct Theory {
     pub moments: u64,
     /// Sum of the four.
     pub total: u64,
-    /// bf16 or NF4 weights that are frozen.
+    /// bf16 or NF4 weights of frozen parameters.
     pub frozen: u64,
 }
 

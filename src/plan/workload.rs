@@ -206,7 +206,7 @@ impl Workload {
         Self::of_sizes(r, &Sizes::of(train), eval.as_ref())
     }
 
-    /// Unreadable data is assumed full; reading its tokens reports the error later.
+    /// Unreadable data is assumed full; the error is reported when the tokens are read.
     fn of_sizes(r: &Recipe, sizes: &Sizes<'_>, eval: Option<&Sizes<'_>>) -> Self {
         Self::counted(r, sizes, eval).unwrap_or_else(|_| Self::of_recipe(r))
     }

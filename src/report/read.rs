@@ -145,7 +145,7 @@ impl Metrics {
     /// Reads a metrics file.
     ///
     /// # Errors
-    /// A file that cannot be read or has no event.
+    /// A read error, or a file without events.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let fail = |e| store::Error::run(path, e);
         let mut file =

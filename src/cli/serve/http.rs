@@ -39,7 +39,7 @@ pub(super) fn random() -> u64 {
 /// Starts the server on a thread of its own. On SIGINT or SIGTERM the server shuts down and sets `stop`.
 ///
 /// # Errors
-/// Threads or a runtime that cannot be created.
+/// Failure to create a thread or the runtime.
 pub(super) fn start(
     listener: TcpListener,
     served: Arc<Served>,

@@ -15,7 +15,6 @@
 //! If an answer fails, the client gets an error, and the copy reads one token as a test. If this fails
 //! too, the device counts as broken or occupied: the copy stops with a warning while the rest continue.
 //! The server ends with the last copy.
-//! or taken by others: it is told and answers no more, the others go on, and with the last one the server ends.
 
 mod http;
 mod model;
@@ -104,7 +103,7 @@ struct Served {
 /// Loads the model, prints the address, and serves until interrupted.
 ///
 /// # Errors
-/// An address that cannot be bound; a model or adapter that cannot be found or loaded.
+/// An address already in use or not available; a model or adapter that cannot be found or loaded.
 pub fn run(args: &Args) -> crate::Result<()> {
     let address = (args.host, args.port);
     let fail = |e: std::io::Error| {

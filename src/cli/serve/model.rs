@@ -37,7 +37,7 @@ pub(super) struct Copy {
     pub run: Option<Followed>,
 }
 
-/// A run with its newest checkpoint loaded.
+/// A run, with the newest checkpoint loaded.
 pub(super) struct Followed {
     latest: Latest,
     params: Params,
@@ -51,7 +51,7 @@ impl Followed {
         self.latest.step()
     }
 
-    /// Loads a newer checkpoint if one exists. Prints the change, and returns whether there was one.
+    /// Loads a newer checkpoint if one exists. Returns whether the weights changed.
     pub fn look(&mut self) -> bool {
         let Seen { changed, problems } = self.latest.look(&self.params);
         if changed {
@@ -109,7 +109,7 @@ pub(super) fn word(device: &Device) -> String {
 /// Loads the model to serve.
 ///
 /// # Errors
-/// A model or adapter that cannot be found or loaded, or is too large for a device.
+/// A missing, unusable or too large model or adapter.
 pub(super) fn load(args: &Args) -> crate::Result<Model> {
     let devices = devices(&args.device)?;
     let variables = chat::variables(&args.template)?;

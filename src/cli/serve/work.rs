@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 /// Interval of checkpoint checks while idle.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A question with the channel for its answer.
+/// A question, and the channel for the answer.
 pub(super) struct Job {
     pub question: Question,
     pub answer: mpsc::UnboundedSender<Event>,
@@ -105,7 +105,7 @@ impl<'a> Desk<'a> {
     /// newer checkpoint before each question, unless another copy is loading one.
     ///
     /// # Errors
-    /// A copy that cannot compute any more.
+    /// A device failure.
     pub fn attend(&self, copy: &mut impl Answers, told: &Told) -> crate::Result<()> {
         loop {
             let next = match told.step {
@@ -254,7 +254,7 @@ impl Answers for Answering<'_> {
     }
 }
 
-/// Detects stop strings, holding back text that may begin one.
+/// Detects stop strings, holding back a possible beginning of one.
 struct Stops {
     texts: Vec<String>,
     held: String,
@@ -279,7 +279,7 @@ impl Stops {
             self.held.clear();
             return (text, false);
         }
-        // longest suffix that begins a stop string
+        // longest suffix able to begin a stop string
         let begins = |at: &usize| self.texts.iter().any(|t| t.starts_with(&self.held[*at..]));
         let mut ends = self.held.char_indices().map(|(at, _)| at);
         let keep = ends.find(begins).unwrap_or(self.held.len());

@@ -185,7 +185,7 @@ fn one_copy_takes_up_a_checkpoint_while_the_other_answers() -> crate::Result<()>
         assert_eq!(got(answer), (Some(4), other.to_string()));
         assert_eq!(told[looks].step(), Some(4));
         two.go(looks);
-        // its second look shows that the first checkpoint is loaded
+        // another look by either copy shows that the first has loaded the checkpoint
         assert_eq!(two.at().1, At::Look);
         assert_eq!((told[looks].step(), told[other].step()), (Some(5), Some(4)));
     })
