@@ -1,4 +1,4 @@
-//! The engine's visits on ghosts: the peak of each kind of visit, from a single run.
+//! The engine's visits on ghosts: each kind of visit runs once, and its peak is recorded.
 
 use super::ledger::{Bytes, Component};
 use super::step::StepInputs;

@@ -86,8 +86,8 @@ pub struct Balance {
 impl Balance {
     /// CPU values are measured (`benches/RESULTS.md`). CUDA values are estimates from the data sheet of
     /// an H200 (790 TFLOP/s in bf16, 4.8 TB/s), some microseconds per launch, design rates of 350 and 265
-    /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s, half of it through a driver buffer. On
-    /// devices with slower products, transfers cost less than stated here.
+    /// TFLOP/s for the attention kernels, and PCIe 4 at 25 GB/s (half for pageable memory, copied
+    /// through a driver buffer). On devices with slower products, transfers cost less than stated here.
     pub fn of(m: Machine) -> Self {
         match m.cuda {
             // a tile is dequantized in L2 from half a byte a value; a full matrix is written to memory
