@@ -173,7 +173,7 @@ impl Tokens {
 /// Refuses epochs that amount to more steps than `run.steps` allows.
 ///
 /// # Errors
-/// More than [`COUNT`] steps.
+/// More than `COUNT` steps.
 pub fn check_steps(r: &Recipe, steps: u64) -> Result<(), super::Error> {
     if steps <= COUNT {
         return Ok(());
